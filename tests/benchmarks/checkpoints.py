@@ -1,9 +1,9 @@
-"""What checkpoints cost: the small preset with one every 50 steps, and without, taking turns in one process.
+"""The cost of checkpoints: the small preset with one every 50 steps, and without, in turns in one process.
 
-Usage: checkpoints.py [engine [rounds [steps]]]. The figure is the ratio of the median seconds that so many steps (150)
-take, from the first to the last, the snapshots in between included; the last checkpoint, after the loop, is not. A GPU
-takes more steps than that (3000) before the first snapshot, for which memory is locked, no longer counts. Beside it
-stands how long the loop stood still for a checkpoint, in the median and at most.
+Usage: checkpoints.py [engine [rounds [steps]]]. The figure is the ratio of the median seconds of the steps (150),
+including the snapshots between them but not the checkpoint after the last step. A GPU needs more steps (3000) until the
+first snapshot, which allocates pinned memory, no longer matters. The median and longest pause of the loop for a
+checkpoint are printed too.
 """
 
 import contextlib
@@ -21,7 +21,7 @@ from toyexp.training.experiment import execute, prepare
 
 
 def seconds(engine: str, every: int, steps: int, registry) -> float:
-    """How long the steps of one run take."""
+    """Return the seconds of the steps of one run."""
     overrides = ["model=small", f"engine={engine}", f"steps={steps}", "eval_every=0", f"checkpoint_every={every}",
                  "batch_size=2", "~callbacks.gguf_export"]  # fmt: skip
     prepared = prepare(Request([], registry).build_config(*overrides))
@@ -30,15 +30,15 @@ def seconds(engine: str, every: int, steps: int, registry) -> float:
 
 
 def main(engine: str = "cpu", rounds: str = "7", steps: str = "150") -> None:
-    """Prints each round and the ratio of the medians."""
+    """Print each round and the ratio of the medians."""
     registry, stood_still, save = load(), [], CheckpointKeeper.save
 
-    def timed(*arguments) -> None:
+    def measure_call(*arguments) -> None:
         began = time.perf_counter()
         save(*arguments)
         stood_still.append(time.perf_counter() - began)
 
-    CheckpointKeeper.save = timed
+    CheckpointKeeper.save = measure_call
     seconds(engine, 0, int(steps), registry)  # caches, kernels
     taken: dict[int, list[float]] = {50: [], 0: []}
     for number in range(int(rounds)):

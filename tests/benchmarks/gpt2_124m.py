@@ -1,9 +1,9 @@
-"""tokens/s of GPT-2 124M on a GPU: toyexp's engine beside a plain loop in nanoGPT's manner, in one process.
+"""tokens/s of GPT-2 124M on a GPU: toyexp's engine and a plain nanoGPT-style loop, in one process.
 
     python tests/benchmarks/gpt2_124m.py [rows]
 
-Both: bf16 autocast, torch.compile, fused AdamW, context 1024, gradient clipping at 1, TF32 allowed, new random
-batches from the host every step, the loss read every step. They take turns, and the medians are compared.
+Both use bf16 autocast, torch.compile, fused AdamW, context 1024, gradient clipping at 1, TF32, new random batches from
+the host every step, and read the loss every step. They take turns, and the medians are compared.
 """
 
 import statistics
@@ -57,14 +57,14 @@ class Plain(torch.nn.Module):
         return F.cross_entropy(logits.view(-1, VOCAB), targets.view(-1))
 
 
-def plain_loop(rows, batches):
-    """A function that takes some steps of the plain loop."""
+def make_plain_loop(rows, batches):
+    """Return a function that takes steps of the plain loop."""
     torch.backends.cuda.matmul.allow_tf32 = True
     model = Plain().cuda()
     optimiser = torch.optim.AdamW(model.parameters(), lr=6e-4, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
     compiled = torch.compile(model)
 
-    def steps(count, first):
+    def take_steps(count, first):
         for k in range(first, first + count):
             batch = batches.batch(k)
             x, y = (
@@ -78,28 +78,28 @@ def plain_loop(rows, batches):
             optimiser.zero_grad(set_to_none=True)
             loss.item()
 
-    return steps
+    return take_steps
 
 
-def toyexp_loop(rows, batches):
-    """A function that takes some steps of toyexp's engine."""
+def make_toyexp_loop(rows, batches):
+    """Return a function that takes steps of toyexp's engine."""
     model = GPT2(d_model=WIDTH, n_layers=LAYERS, n_heads=HEADS, d_ff=4 * WIDTH, context=CONTEXT, vocab=VOCAB)
     plan = Scratch().plan(model, Setup(batches.inputs, rows=rows, grad_clip=1.0))
     session = start_session(Scratch(), TorchCUDA(dtype="bfloat16", compile=True, tf32=True), plan)
     adamw = AdamW(lr=6e-4, beta2=0.95, weight_decay=0.1, mode="lora")
 
-    def steps(count, first):
+    def take_steps(count, first):
         for k in range(first, first + count):
             session.step(batches.batch(k), adamw.hp_for_step(k))
 
-    return steps
+    return take_steps
 
 
 def main():
     rows = int(sys.argv[1]) if len(sys.argv) > 1 else 64
     ids = np.random.default_rng(0).integers(0, 50257, 5_000_000, dtype=np.int32)
     batches = TokenBatches(ids, ids[:10_000], CONTEXT, rows, 0, 1)
-    loops = {"toyexp": toyexp_loop(rows, batches), "plain loop": plain_loop(rows, batches)}
+    loops = {"toyexp": make_toyexp_loop(rows, batches), "plain loop": make_plain_loop(rows, batches)}
     for steps in loops.values():
         steps(5, 0)
     times = {name: [] for name in loops}

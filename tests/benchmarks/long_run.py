@@ -1,10 +1,10 @@
-"""A run of a million steps: is its memory flat, its record complete, are its last steps as fast as its first?
+"""A run of a million steps: constant memory, a complete record, and last steps as fast as the first.
 
     python tests/benchmarks/long_run.py                 1,000,000 steps on the engine that computes nothing
-    python tests/benchmarks/long_run.py ggml 20000      and so many of a microscopic model on another
+    python tests/benchmarks/long_run.py ggml 20000      20,000 steps of a microscopic model on another engine
 
-Beyond 5 % from the first tenth to the last, in memory or in the time of a step or of the loop around it, the exit code
-is 1. Times are the quickest tenth's: on a machine that others use the median, shown too, says more of them than of us.
+The exit code is 1 if memory, the time of a step or that of the loop around it grows by more than 5 % from the first
+tenth to the last. Times are those of the quickest tenth, as other users of the machine affect the median, printed too.
 """
 
 import itertools
@@ -31,17 +31,17 @@ def main(engine="noop", steps="1000000"):
     with tempfile.TemporaryDirectory() as root:
         Path(root, "book.txt").write_text("It was a bright cold day in April, and the clocks were striking. " * 200)
         memory = run(root, settings)
-        waits, periods = times(Path(root, "run", "events.jsonl"), int(steps))
+        waits, periods = read_times(Path(root, "run", "events.jsonl"), int(steps))
     print(f"{int(steps):,} steps on {engine}, events complete")
     grown = [compare("memory after the first tenth, MB", memory[len(memory) // 10 :], lambda part: part[-1] / 1e6)]
     for what, values in (("a step", waits), ("from step to step", periods)):
         compare(f"{what}, microseconds, median", values, statistics.median)
-        grown.append(compare(f"{what}, microseconds, quickest tenth", values, quick))
+        grown.append(compare(f"{what}, microseconds, quickest tenth", values, tenth_percentile))
     return 1 if max(grown) > LIMIT else 0
 
 
 def run(root, settings):
-    """Trains in a process of its own; returns what memory it held, sampled along the way."""
+    """Train in a separate process; return samples of its memory."""
     memory = []
     with subprocess.Popen(
         [sys.executable, "-m", "toyexp", *settings], cwd=root, stdout=subprocess.DEVNULL, text=True
@@ -56,8 +56,8 @@ def run(root, settings):
     return [size for size in memory if size]
 
 
-def times(path, steps):
-    """The microseconds of each step, and from each to the next; every step has to be there, in its order."""
+def read_times(path, steps):
+    """Return the microseconds of each step, and between steps; all steps must be recorded in order."""
     waits, moments = [], []
     with open(path) as file:
         for line in file:
@@ -70,17 +70,17 @@ def times(path, steps):
     return waits, [1e6 * (b - a) for a, b in itertools.pairwise(moments)]
 
 
-def quick(values):
-    """The tenth percentile."""
+def tenth_percentile(values):
+    """Return the tenth percentile."""
     return statistics.quantiles(values, n=10)[0]
 
 
-def compare(what, values, of):
-    """Prints the figure of each tenth; returns how much the last is above the first."""
+def compare(title, values, summarise):
+    """Print the figure of each tenth; return the relative increase from the first to the last."""
     tenth = len(values) // 10
-    figures = [of(values[i * tenth : (i + 1) * tenth]) for i in range(10)]
+    figures = [summarise(values[i * tenth : (i + 1) * tenth]) for i in range(10)]
     change = figures[-1] / figures[0] - 1
-    print(f"{what}: {' '.join(f'{x:.3g}' for x in figures)}  ({change:+.1%})")
+    print(f"{title}: {' '.join(f'{x:.3g}' for x in figures)}  ({change:+.1%})")
     return change
 
 

@@ -1,7 +1,7 @@
-"""How many steps each optimiser takes to the held-out loss that AdamW ends with.
+"""The number of steps that each optimiser needs to reach AdamW's final held-out loss.
 
-`python tests/benchmarks/optimisers.py model=small steps=200 engine=cuda`: the words are settings; the learning rates of
-each are tried in turn, and its best run counts.
+`python tests/benchmarks/optimisers.py model=small steps=200 engine=cuda`: the arguments are settings. Each optimiser is
+run with several learning rates, and its best run counts.
 """
 
 import json
@@ -15,7 +15,7 @@ RATES = {"adamw": (0.001, 0.003, 0.006), "muon": (0.003, 0.006, 0.012), "lion": 
 
 
 def curve(optim, lr, words, directory):
-    """The held-out loss by step."""
+    """Return the held-out loss by step."""
     run = directory / f"{optim}-{lr}"
     command = [sys.executable, "-m", "toyexp", *words, f"optim={optim}", f"lr={lr}", f"hydra.run.dir={run}",
                "callbacks=[cosine,events]", "eval_every=10", "checkpoint_every=0"]  # fmt: skip

@@ -1,8 +1,8 @@
-"""What toyexp costs over a bare PyTorch loop: `make bench`.
+"""The overhead of toyexp over a bare PyTorch loop: `make bench`.
 
 Both train the same functional model (the model's own function on the same ops) on the same tokens, in one process,
 taking turns; the figure is the ratio of the median tokens/s. toyexp runs with its default callbacks, from the first
-step to the last, everything between included; the bare loop draws random windows, as nanoGPT does, and steps
+step to the last, including everything between; the bare loop draws random windows, like nanoGPT, and steps
 torch.optim.AdamW.
 """
 
@@ -27,20 +27,20 @@ from toyexp_torch.ops import TorchOps
 ROUNDS = 9
 
 
-def prepared(model, steps, registry):
-    """The experiment that is measured, composed as the command line would."""
+def prepare_experiment(model, steps, registry):
+    """Compose the measured experiment as the command line does."""
     overrides = [f"model={model}", "engine=cpu", f"steps={steps}", "eval_every=0"]
     return prepare(Request([], registry).build_config(*overrides))
 
 
 def toyexp_seconds(model, steps, registry):
-    """A run with its default callbacks, without what comes before and after the loop."""
+    """Return the seconds of the training loop of a run with default callbacks."""
     with tempfile.TemporaryDirectory() as directory, contextlib.redirect_stdout(open(os.devnull, "w")):
-        return execute(prepared(model, steps, registry), Path(directory) / "run").outcome.seconds
+        return execute(prepare_experiment(model, steps, registry), Path(directory) / "run").outcome.seconds
 
 
 def bare_seconds(experiment, steps):
-    """The loop a person would write for this one experiment."""
+    """Return the seconds of the loop that a user would write for this one experiment."""
     plan, ids = experiment.plan, torch.from_numpy(experiment.dataset.train).long()
     params = {t.name: torch.from_numpy(plan.initial_values(t)).requires_grad_() for t in plan.tensors}
     optimiser = torch.optim.AdamW(params.values(), lr=3e-3, betas=(0.9, 0.95), weight_decay=0.0, fused=True)
@@ -61,8 +61,8 @@ def bare_seconds(experiment, steps):
 
 
 def compare(model, steps, registry):
-    """Prints the ratio for one model."""
-    experiment = prepared(model, steps, registry)
+    """Print the ratio for one model."""
+    experiment = prepare_experiment(model, steps, registry)
     tokens = steps * experiment.plan.rows * experiment.plan.inputs["tokens"].shape[0]
     toyexp_seconds(model, steps, registry)
     bare_seconds(experiment, steps)
@@ -78,7 +78,7 @@ def compare(model, steps, registry):
 
 
 def first_step_seconds(*words):
-    """From process start to the first line of progress, as a newcomer waits for it."""
+    """Return the seconds from the start of the process to the first line of progress."""
     times = []
     for _ in range(5):
         began = time.perf_counter()
@@ -95,7 +95,7 @@ def first_step_seconds(*words):
 
 
 def main():
-    """Everything that the documentation's table says about overhead."""
+    """Print all numbers of the documentation's overhead table."""
     registry = load()
     compare("nano", 200, registry)
     compare("small", 10, registry)

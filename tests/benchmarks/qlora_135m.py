@@ -1,10 +1,10 @@
-"""LoRA on a Q8_0 base of SmolLM2-135M's shape (random weights): step time and memory, engine beside engine.
+"""LoRA on a Q8_0 base of SmolLM2-135M's shape (random weights): step time and memory by engine.
 
     python tests/benchmarks/qlora_135m.py [rounds]
 
-Context 256, batch 1, rank 8 on every attn_q, two threads. Each side is a process of its own, which holds the base's
-mapped file, the libraries and all it computes with; they take steps in turn. PEFT, where it is installed, gets the same
-shape in float32, as `get_peft_model` makes it of a LlamaForCausalLM.
+Context 256, batch 1, rank 8 on every attn_q, two threads. Each engine has its own process, which holds the base's
+mapped file, the libraries and the working memory; the processes take steps in turn. PEFT, if installed, gets the same
+shape in float32, as `get_peft_model` makes it from a LlamaForCausalLM.
 """
 
 import json
@@ -85,13 +85,13 @@ def peft_steps():
 
 
 def status(key):
-    """MB of this process, by Linux's own count."""
+    """Return MB of this process, as Linux reports them."""
     lines = Path("/proc/self/status").read_text().splitlines()
     return next(int(line.split()[1]) * 1024 / 1e6 for line in lines if line.startswith(key))
 
 
 def child(side, base):
-    """Takes as many steps as it is told, line by line; answers with ms a step and the most memory so far."""
+    """Take steps as requested line by line; answer with ms per step and the peak memory."""
     reduce_spinning()
     steps = peft_steps() if side == "peft" else engine_steps(side, base)
     for line in sys.stdin:

@@ -30,15 +30,15 @@ ADAMW = AdamW(lr=6e-4, beta2=0.95, weight_decay=0.1, mode="lora")
 SHAPE = GPT2(d_model=768, n_layers=12, n_heads=12, d_ff=3072, context=CONTEXT, vocab=VOCAB)
 
 
-def opened(engine, rows, model=SHAPE):
+def open_session(engine, rows, model=SHAPE):
     ids = np.random.default_rng(0).integers(0, min(model.vocab, 50257), 5_000_000, dtype=np.int32)
     batches = TokenBatches(ids, ids[:10_000], model.context, rows, 0, 1)
     plan = Scratch().plan(model, Setup(batches.inputs, rows=rows, grad_clip=1.0))
     return start_session(Scratch(), engine, plan), batches
 
 
-def steps(session, batches, count, first):
-    """Takes steps as the loop does that nobody looks at: one is queued behind the one that is waited for."""
+def take_steps(session, batches, count, first):
+    """Take steps with the next one queued behind the current one, as the training loop does."""
     losses, under_way, stack = [], [], Stack([session])
     for k in range(first, first + count):
         given = session.step_input(batches.batch(k), ADAMW.hp_for_step(k))
@@ -48,8 +48,8 @@ def steps(session, batches, count, first):
     return [*losses, *(wait().loss for wait in under_way)]
 
 
-def used():
-    """MB of every GPU that are taken, by whomever."""
+def read_used_memory():
+    """Return MB in use on every GPU, by all processes."""
     told = subprocess.run(
         ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits"], capture_output=True, text=True
     )
@@ -69,13 +69,14 @@ def main():
     }
     sessions, times = {}, {name: [] for name in wanted}
     for name, (engine, size) in wanted.items():
-        sessions[name] = opened(engine, size)
-        steps(*sessions[name], 5, 0)
-        print(f"{name}: captured {sessions[name][0].describe()['captured']}, GPUs hold {used()} MB after it opened")
+        sessions[name] = open_session(engine, size)
+        take_steps(*sessions[name], 5, 0)
+        captured = sessions[name][0].describe()["captured"]
+        print(f"{name}: captured {captured}, GPUs hold {read_used_memory()} MB after it opened")
     for number in range(1, ROUNDS + 1):
         for name, (session, batches) in sessions.items():
             began = time.perf_counter()
-            steps(session, batches, STEPS, number * STEPS)
+            take_steps(session, batches, STEPS, number * STEPS)
             times[name].append((time.perf_counter() - began) / STEPS)
     rates = {}
     for name, seconds in times.items():
@@ -92,8 +93,8 @@ def main():
     small = replace(SHAPE, d_model=128, n_layers=4, n_heads=4, d_ff=512, context=64, vocab=256)
     curves = []
     for devices in ("1", str(count)):
-        session, batches = opened(TorchCUDA(devices=devices), 8 * count, small)
-        curves.append(np.array(steps(session, batches, 50, 0)))
+        session, batches = open_session(TorchCUDA(devices=devices), 8 * count, small)
+        curves.append(np.array(take_steps(session, batches, 50, 0)))
         session.close()
     apart = np.abs(curves[1] / curves[0] - 1).max()
     print(f"50 steps in float32: losses at most {apart:.1e} apart, relative; {curves[0][0]:.4f} -> {curves[0][-1]:.4f}")

@@ -2,9 +2,9 @@
 
     python tests/benchmarks/recompute.py [engine] [rounds]
 
-A llama of 12 layers, d 256, context 512, batch 2, on `cpu` unless told: `cuda`, `ggml` and the others as well. Each
-side is a process of its own; they take steps in turn. Memory is the process's, where what is freed is not always given
-back; of `cuda` it is what the allocator gave out. Beside it stands what the step takes beyond weights and moments.
+A llama with 12 layers, d 256, context 512, batch 2, by default on `cpu`; `cuda`, `ggml` and others work too. Each
+variant has its own process; they take steps in turn. Memory is that of the process, which does not return all freed
+memory, and with `cuda` that of the allocator. The memory of a step beyond weights and moments is printed too.
 """
 
 import json
@@ -31,7 +31,7 @@ ROWS, THREADS = 2, 2
 
 
 def megabytes(name):
-    """What is taken now, and the most so far."""
+    """Return the memory in use and its peak."""
     if name == "cuda":
         import torch
 
@@ -41,7 +41,7 @@ def megabytes(name):
 
 
 def step_bytes(name, session, step):
-    """The most that a step's own tensors take at a time."""
+    """Return the peak of a step's own tensors."""
     if "compute_bytes" in session.describe():
         return session.describe()["compute_bytes"]
     if name == "cuda":
@@ -55,7 +55,7 @@ def step_bytes(name, session, step):
 
 
 def child(name, recompute):
-    """Takes as many steps as it is told, line by line; answers with ms a step and MB beyond the weights."""
+    """Take steps as requested line by line; answer with ms per step and MB beyond the weights."""
     reduce_spinning()
     ids = np.random.default_rng(0).integers(0, MODEL.vocab, 100_000, dtype=np.int32)
     data, adamw, k = TokenBatches(ids, ids[:2000], MODEL.context, ROWS, 0, 1), AdamW.for_lora(), 0

@@ -1,10 +1,10 @@
-"""Where the time of a stacked sweep goes, from the command to the last GGUF, by process and by phase.
+"""Time of a stacked sweep, from the command to the last GGUF, by process and phase.
 
-    python tests/benchmarks/stack_phases.py experiment=bench_100k engine=cuda steps=2000 'seed=range(128)'
+python tests/benchmarks/stack_phases.py experiment=bench_100k engine=cuda steps=2000 'seed=range(128)'
 
-Each process of the sweep has a table of the seconds that its main thread spent in a phase and in none within it, how
-often it came there, and when it first did and last left, since the command began. `--profile` adds what cProfile
-counts, which makes all of it slower.
+Each process of the sweep prints a table of the seconds that its main thread spent in each phase (without nested
+phases), the number of calls, and the times of the first call and the last return since the command. `--profile` adds
+cProfile's output and slows everything down.
 """
 
 import atexit
@@ -24,21 +24,21 @@ import threading
 import time
 from pathlib import Path
 
-HERE = "STACK_PHASES"  # where the processes of a sweep leave their tables, and when the command began
-# What is timed: module, what is called there, and the phase that it is of.
+ENVIRONMENT_KEY = "STACK_PHASES"  # holds the directory for the tables and the time of the command
+# Timed functions: module, name in it, and the phase that it belongs to.
 PHASES = [
     # of the process that trains
-    ("toyexp.sweeps.launchers.stack", "JobConfigs.of_a_run", "configurations composed"),
+    ("toyexp.sweeps.launchers.stack_process", "JobConfigs.run_config", "configurations composed"),
     ("toyexp.config.compose", "Composition.build_config", "parts made"),
     ("toyexp.training.experiment", "prepare", "planned"),
     ("toyexp.interfaces.data", "open_data", "data opened"),
     ("toyexp.training.experiment", "check_forward", "models checked"),
-    ("toyexp.sweeps.launchers.stack", "Member.joins", "programs compared"),
-    ("toyexp.sweeps.launchers.stack", "Stacks._next_stack", "stacks made up"),
-    ("toyexp.sweeps.launchers.stack", "size_of", "what pays measured"),
+    ("toyexp.sweeps.launchers.stack_process", "Member.stack_conflict", "programs compared"),
+    ("toyexp.sweeps.launchers.stack_process", "StackProcess._next_stack", "stacks made up"),
+    ("toyexp.sweeps.launchers.stack_process", "choose_size", "what pays measured"),
     ("toyexp.training.experiment", "RunDir", "directories made"),
     ("toyexp.training.experiment", "introduction", "introductions"),
-    ("toyexp.sweeps.launchers.stack", "_realized", "realized"),
+    ("toyexp.sweeps.launchers.stack_process", "bind_sessions", "sessions bound"),
     ("toyexp.interfaces.plan", "Plan.initial_values", "initial values"),
     ("toyexp.interfaces.session", "Session.build", "built"),
     ("toyexp.training.experiment", "facts", "facts of a run"),
@@ -57,11 +57,11 @@ PHASES = [
     ("toyexp.training.checkpointing", "CheckpointKeeper.wait", "waits for checkpoints"),
     ("toyexp.training.experiment", "conclude", "results"),
     ("toyexp.interfaces.session", "Session.close", "sessions closed"),
-    ("toyexp.sweeps.launchers.stack", "print_result", "lines"),
+    ("toyexp.sweeps.launchers.stack_process", "print_result", "lines"),
     ("toyexp.training.driver", "drive", "loops"),
     # of the sweep itself
-    ("toyexp.sweeps.runner", "Runner._check", "settings checked"),
-    ("toyexp.sweeps.runner", "Runner._place", "places given"),
+    ("toyexp.sweeps.runner", "Runner.prepare", "sweep prepared"),
+    ("toyexp.sweeps.runner", "Runner._assign_directory", "directories assigned"),
     ("toyexp.sweeps.runner", "Runner._end", "ends noted"),
     ("toyexp.sweeps.runner", "Runner._update_report", "report.html"),
     ("toyexp.sweeps.runner", "Runner._summarise", "summary"),
@@ -69,7 +69,7 @@ PHASES = [
 
 
 class Clock:
-    """Seconds of the main thread by phase, each without those of the phases within it."""
+    """Seconds of the main thread by phase, without nested phases."""
 
     def __init__(self, began):
         self.began, self.phases, self._open = began, {}, []
@@ -82,8 +82,8 @@ class Clock:
         self._last = now
         return now
 
-    def timed(self, function, name):
-        """The same function, whose calls by the main thread are of a phase."""
+    def wrap(self, function, name):
+        """Wrap the function so that its calls by the main thread count as a phase."""
         main = threading.main_thread()
 
         @functools.wraps(function)
@@ -103,20 +103,20 @@ class Clock:
         return call
 
     def table(self):
-        """Lines, the longest phase first."""
+        """Yield lines, the longest phase first."""
         yield f"{'seconds':>9} {'times':>8} {'first at':>9} {'until':>9}  phase"
         for name, (seconds, count, first, last) in sorted(self.phases.items(), key=lambda each: -each[1][0]):
             yield f"{seconds:9.3f} {count:8d} {first:9.2f} {last:9.2f}  {name}"
 
 
 class Watch(importlib.abc.MetaPathFinder):
-    """Times what PHASES names of each module once that is loaded, and has none loaded for it."""
+    """An import hook that times the functions in PHASES once their module is imported; it imports none itself."""
 
     def __init__(self, clock):
         self._clock, self._left = clock, {module for module, _, _ in PHASES}
 
     def find_spec(self, name, path=None, target=None):
-        """As Python finds it, with a loader that does so."""
+        """Find a module as Python does, with a loader that wraps its timed functions."""
         if name not in self._left:
             return None
         self._left.discard(name)
@@ -128,17 +128,17 @@ class Watch(importlib.abc.MetaPathFinder):
             for _, what, phase in (each for each in PHASES if each[0] == name):
                 *owner, last = what.split(".")
                 place = getattr(module, owner[0]) if owner else module
-                setattr(place, last, self._clock.timed(getattr(place, last), phase))
+                setattr(place, last, self._clock.wrap(getattr(place, last), phase))
 
         spec.loader.exec_module = exec_module
         return spec
 
 
 def child(words):
-    """A process of the sweep, which leaves its table when it ends."""
-    folder, began, profiled = json.loads(os.environ[HERE])
+    """Run a process of the sweep, which writes its table when it ends."""
+    folder, began, is_profiled = json.loads(os.environ[ENVIRONMENT_KEY])
     clock, title, start = Clock(began), "the sweep" if "-m" in words else "what processes are forked from", time.time()
-    profile = cProfile.Profile() if profiled else None
+    profile = cProfile.Profile() if is_profiled else None
 
     def leave():
         if profile:
@@ -155,22 +155,22 @@ def child(words):
             lines.append(text.getvalue())
         Path(folder, f"{start:.6f}-{os.getpid()}").write_text("\n".join(lines))
 
-    def forked():
+    def reset_after_fork():
         nonlocal title, start
         title, start = "a process of stacks", time.time()
         clock.phases.clear()
 
     atexit.register(leave)
-    os.register_at_fork(after_in_child=forked)
+    os.register_at_fork(after_in_child=reset_after_fork)
     sys.meta_path.insert(0, Watch(clock))
     popen = subprocess.Popen
 
-    def spawned(command, *arguments, **named):
+    def spawn_child(command, *arguments, **named):
         if list(command[1:3]) == ["-m", "toyexp"]:
             command = [sys.executable, str(Path(__file__).resolve()), "--child", *command[3:]]
         return popen(command, *arguments, **named)
 
-    subprocess.Popen = spawned
+    subprocess.Popen = spawn_child
     sys.argv = ["toyexp", *words]
     if profile:
         profile.enable()
@@ -178,12 +178,12 @@ def child(words):
 
 
 def main(words):
-    """Runs the sweep, and prints the tables."""
+    """Run the sweep and print the tables."""
     profiled = "--profile" in words
     words = [word for word in words if word != "--profile"]
     with tempfile.TemporaryDirectory() as folder:
         began = time.time()
-        environment = {**os.environ, HERE: json.dumps([folder, began, profiled])}
+        environment = {**os.environ, ENVIRONMENT_KEY: json.dumps([folder, began, profiled])}
         command = [sys.executable, str(Path(__file__).resolve()), "--child", "-m", "sweep.launcher=stacked", *words]
         code = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True)
         wall = time.time() - began

@@ -1,9 +1,9 @@
-"""What a job of a sweep costs beside its training, by launcher and engine, and how soon the first of many begins.
+"""The overhead of a sweep's job by launcher and engine, and the time until the first of many jobs starts.
 
     python tests/benchmarks/sweeps.py [jobs=200] [launchers=serial,processes,submitit] [engines=ggml,cpu] [PYTHON]
 
-With the python of another toyexp, each is measured in turns with this one's. A job takes 5 steps of the nano model with
-its default callbacks and no evals; its training is the time that its result.json says, between its first and last step.
+With the python of another toyexp installation, both are measured in turns. A job takes 5 steps of the nano model with
+its default callbacks and without evaluations; result.json has its training time, from its first step to its last.
 """
 
 import json
@@ -18,7 +18,7 @@ OTHERS = {"processes": ["sweep.jobs=2"], "submitit": ["sweep.submitit.cluster=lo
 
 
 def sweep(python, folder, launcher, engine, jobs):
-    """Wall seconds, and those in which jobs trained."""
+    """Return the wall-clock seconds, and the seconds in which jobs trained."""
     words = [f"seed=range({jobs})", f"engine={engine}", "steps=5", "eval_every=0", f"hydra.sweep.dir={folder}"]
     command = [python, "-m", "toyexp", "-m", *words, f"sweep.launcher={launcher}", *OTHERS.get(launcher, [])]
     began = time.perf_counter()
@@ -30,7 +30,7 @@ def sweep(python, folder, launcher, engine, jobs):
 
 
 def first_job(python, folder):
-    """Seconds until the first of many jobs begins, and until it has taken a step."""
+    """Return the seconds until the first of many jobs starts, and until its first step."""
     words = [f"seed=range({LISTED})", "engine=ggml", "steps=5", "eval_every=0", f"hydra.sweep.dir={folder}"]
     began, begins, steps = time.perf_counter(), None, None
     command = [python, "-m", "toyexp", "-m", *words]
@@ -46,7 +46,7 @@ def first_job(python, folder):
 
 
 def main(words):
-    """Prints a line for each."""
+    """Print a line for each combination."""
     settings = dict(word.split("=", 1) for word in words if "=" in word)
     pythons = [sys.executable, *(word for word in words if "=" not in word)]
     jobs = int(settings.get("jobs", 200))

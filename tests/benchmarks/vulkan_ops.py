@@ -1,10 +1,10 @@
-"""Where a training step's time goes on Vulkan: op by op, and how often its nodes wait for one another.
+"""The time of a training step on Vulkan by op, and the number of waits between its nodes.
 
     python tests/benchmarks/vulkan_ops.py [100k|1m|6m] [engine] [rounds]
 
-The engine is `vulkan` unless told: `vulkan:half=true`. The figures are ggml's own: a process with its timer of ops, one
-with its log of waits, and one with neither, whose steps are timed; `ggml_cuda` beside it, where it is here. With the
-timer on, every op waits for the one before, so what the ops take adds up to more than a step.
+The engine is `vulkan` by default; `vulkan:half=true` is another. ggml reports the figures: one process runs with its
+timer of ops, one with its log of waits, and one with neither, whose steps are timed; `ggml_cuda` is measured too if
+available. With the timer, every op waits for the one before, so the times of ops add up to more than a step.
 """
 
 import os
@@ -20,7 +20,7 @@ STEP = "-- a step"
 
 
 def child(shape, engine, steps):
-    """Takes steps, and prints the milliseconds of each."""
+    """Take steps and print the milliseconds of each."""
     from toyexp.config.request import Request
     from toyexp.interfaces.recipe import start_session
     from toyexp.training.experiment import prepare
@@ -41,7 +41,7 @@ def child(shape, engine, steps):
 
 
 def run(shape, engine, steps, **environment):
-    """What a process of its own printed, and its log from the last step on."""
+    """Run a separate process; return its output and the part of its log after the last step."""
     words = [sys.executable, __file__, "--child", shape, engine, str(steps)]
     done = subprocess.run(words, capture_output=True, text=True, env={**os.environ, **environment})
     if done.returncode:
@@ -50,7 +50,7 @@ def run(shape, engine, steps, **environment):
 
 
 def milliseconds(shape, engine, rounds):
-    """The median of the steps, the first few left out, and how many nodes a step has."""
+    """Return the median of the steps without the first few, and the number of nodes of a step."""
     out, _ = run(shape, engine, rounds + 3)
     return statistics.median(float(n) for n in re.findall(r"([\d.]+) ms", out.partition(" nodes")[2])[3:]), out.split()[
         0
@@ -58,7 +58,7 @@ def milliseconds(shape, engine, rounds):
 
 
 def main():
-    """Prints the table."""
+    """Print the table."""
     shape, engine, rounds = ([*sys.argv[1:], *("1m", "vulkan", "20")[len(sys.argv) - 1 :]])[:3]
     took, nodes = milliseconds(shape, engine, int(rounds))
     _, waits = run(shape, engine, 2, GGML_VK_SYNC_LOGGER="1")

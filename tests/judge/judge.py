@@ -1,21 +1,21 @@
-"""Asks llama.cpp about one GGUF file: `python judge.py < question.json > answer.json`.
+"""Ask llama.cpp about one GGUF file: `python judge.py < question.json > answer.json`.
 
-It runs as a process of its own because llama.cpp aborts on some bad files.
+The script runs in its own process because llama.cpp aborts on some bad files.
 
 A list of questions about the vocabularies of several files, each {"model": path, "texts": [...], "special": [...],
 "prompts": [...], "chats": [...], "plain": id, "draw": [id, ...]}, is answered with a list of {"tokens", "special",
-"prompts", "chats", "stopped_by"}: the ids of texts in which nothing is special, of texts whose control tokens are
-meant, of texts with what the file says goes around one, of conversations, and what ended generation at each id drawn.
+"prompts", "chats", "stopped_by"}: the ids of texts without special tokens, of texts with special tokens, of texts with
+the file's begin and end tokens, of conversations, and the reason why generation ended at each id drawn.
 
 question: {"model": path, "adapter": path or null, "texts": [text, ...], "windows": [[id, ...], ...], "vocab": V,
            "plain": id, "eos": id or null, "chats": [[message, ...], ...]}
 answer:   {"tokens": [[id, ...], ...], "pieces": [[byte, ...], ...], "log_probabilities": [[[x] * V] * T] * windows,
            "stopped_by": "eos" or "limit", "chats": [[id, ...], ...]}
 
-`tokens` and `pieces` are llama.cpp's ids of each text and the bytes those ids stand for. Row t of a window's
-log-probabilities is the distribution after its first t + 1 ids. `plain` is any token that is whole UTF-8.
-`stopped_by` is what ended generation when llama.cpp was made to draw `eos`. `chats` are the ids of each conversation,
-written by the file's chat template, up to where the assistant answers.
+`tokens` and `pieces` are llama.cpp's ids of each text and the bytes of these ids. Row t of a window's
+log-probabilities is the distribution after its first t + 1 ids. `plain` is any token that is complete UTF-8.
+`stopped_by` is the reason why generation ended after `eos` was forced. `chats` are the ids of each conversation,
+rendered with the file's chat template, up to the assistant's answer.
 """
 
 import json
@@ -26,15 +26,15 @@ import urllib.request
 
 import xllamacpp
 
-# The server answers on this machine: whatever proxy the environment names has no say in it.
+# The server runs on this machine, so a proxy in the environment must not be used.
 OPENER = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
 
-SERVERS = []  # a server stops when it is collected
+SERVERS = []  # keeps servers alive: a server stops when it is garbage-collected
 
 
 def serve(path, adapter):
-    """A llama.cpp server with everything off that rounds: f32 key/value cache and no flash attention."""
+    """Start a llama.cpp server without lossy options: f32 key/value cache and no flash attention."""
     params = xllamacpp.CommonParams()
     params.model.path = path
     if adapter:
@@ -60,7 +60,7 @@ def post(address, path, body):
 
 
 def tokenize(address, text):
-    """The ids of a text, in which no token is special, and the bytes of their pieces."""
+    """Return the ids of a text without special tokens, and the bytes of their pieces."""
     body = {"content": text, "add_special": True, "parse_special": False, "with_pieces": True}
     tokens = post(address, "/tokenize", body)["tokens"]
     pieces = b"".join(p.encode() if isinstance(p, str) else bytes(p) for p in (t["piece"] for t in tokens))
@@ -68,20 +68,20 @@ def tokenize(address, text):
 
 
 def tokenize_many(address, texts, parse_special):
-    """The ids of each text, in one request: an id that is none stands before each."""
+    """Return the ids of each text in one request; the invalid id -1 separates them."""
     content = [part for text in texts for part in (-1, text)]
     body = {"content": content, "add_special": False, "parse_special": parse_special}
-    found = []
+    id_lists = []
     for token in post(address, "/tokenize", body)["tokens"]:
         if token == -1:
-            found.append([])
+            id_lists.append([])
         else:
-            found[-1].append(token)
-    return found
+            id_lists[-1].append(token)
+    return id_lists
 
 
-def vocabulary(question):
-    """What a file's tokenizer makes of texts."""
+def answer_vocabulary(question):
+    """Return a file's token ids of texts, prompts and chats, and its end tokens."""
     server = serve(question["model"], None)
     SERVERS.append(server)
     address = server.listening_address
@@ -90,21 +90,21 @@ def vocabulary(question):
         "tokens": tokenize_many(address, question["texts"], False),
         "special": tokenize_many(address, question["special"], True),
         "prompts": [post(address, "/tokenize", body)["tokens"] for body in bodies],
-        "chats": [prompt(address, messages) for messages in question["chats"]],
+        "chats": [chat_ids(address, messages) for messages in question["chats"]],
         "stopped_by": {i: draw(address, [question["plain"]], i, 0)["stop_type"] for i in question["draw"]},
     }
 
 
-def prompt(address, messages):
-    """The ids that a chat hands to the model, in which the template's control tokens are special."""
+def chat_ids(address, messages):
+    """Return the ids of a chat as the model gets it, with the template's control tokens as special tokens."""
     text = post(address, "/apply-template", {"messages": messages})["prompt"]
     return post(address, "/tokenize", {"content": text, "add_special": True, "parse_special": True})["tokens"]
 
 
 def draw(address, ids, forced, probabilities):
-    """One token after `ids`. The bias makes llama.cpp draw `forced`; the probabilities it reports ignore the bias.
+    """Generate one token after `ids`. The bias forces the token `forced`; reported probabilities ignore the bias.
 
-    A token that is no whole UTF-8 would be reported without probabilities, hence the forcing.
+    Without forcing, a token that is not complete UTF-8 would be reported without probabilities.
     """
     return post(
         address,
@@ -115,13 +115,13 @@ def draw(address, ids, forced, probabilities):
             "n_probs": probabilities,
             "temperature": 0,
             "logit_bias": [[forced, 1e4]],
-            "cache_prompt": True,  # each position then costs one token
+            "cache_prompt": True,  # so that each position costs one token
         },
     )
 
 
 def distribution(address, ids, forced, vocab):
-    """The log-probabilities after `ids`, by token id."""
+    """Return the log-probabilities after `ids`, by token id."""
     top = draw(address, ids, forced, vocab)["completion_probabilities"][0]["top_logprobs"]
     by_id = {entry["id"]: entry["logprob"] for entry in top}
     return [by_id[i] for i in range(vocab)]
@@ -130,12 +130,12 @@ def distribution(address, ids, forced, vocab):
 def main():
     question = json.load(sys.stdin)
     if isinstance(question, list):
-        tell([vocabulary(one) for one in question])
-    server = serve(question["model"], question["adapter"])  # kept in a name: the server stops when it is collected
+        write_answer([answer_vocabulary(one) for one in question])
+    server = serve(question["model"], question["adapter"])  # a variable keeps the server alive
     address = server.listening_address
     texts = [tokenize(address, text) for text in question["texts"]]
     vocab, plain, eos = question["vocab"], question["plain"], question["eos"]
-    tell(
+    write_answer(
         {
             "tokens": [ids for ids, _ in texts],
             "pieces": [pieces for _, pieces in texts],
@@ -144,15 +144,15 @@ def main():
                 for window in question["windows"]
             ],
             "stopped_by": None if eos is None else draw(address, [plain], eos, 0)["stop_type"],
-            "chats": [prompt(address, messages) for messages in question["chats"]],
+            "chats": [chat_ids(address, messages) for messages in question["chats"]],
         }
     )
 
 
-def tell(answer):
+def write_answer(answer):
     json.dump(answer, sys.stdout)
     sys.stdout.flush()
-    os._exit(0)  # a server that is stopped right after its start may never end
+    os._exit(0)  # a server stopped right after its start may never end
 
 
 if __name__ == "__main__":

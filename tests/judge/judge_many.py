@@ -1,7 +1,7 @@
-"""Asks llama.cpp about many GGUF files, one after another in one process: it starts once, and aborts with one file.
+"""Ask llama.cpp about many GGUF files in one process, which starts only once and aborts with the first bad file.
 
-A line of standard input asks {"model": path, "adapter": path or null, "windows": [[id, ...], ...], "vocab": V,
-"plain": id}, a line of standard output answers with the log-probabilities [[[x] * V] * T] * windows; see judge.py.
+A line of standard input asks {"model": path, "adapter": path or null, "windows": [[id, ...], ...], "vocab": V, "plain":
+id}. A line of standard output answers with the log-probabilities [[[x] * V] * T] * windows; see judge.py.
 """
 
 import json
@@ -22,7 +22,7 @@ def main():
             ]
             for window in question["windows"]
         ]
-        del server  # which stops it, before the next one is started
+        del server  # stops the server before the next one starts
         print(json.dumps(answer), flush=True)
     os._exit(0)  # as in judge.py
 

@@ -1,7 +1,7 @@
-"""llama.cpp's own converter makes of a directory for transformers the GGUF that it was exported from.
+"""llama.cpp's converter turns a directory exported for transformers back into an equal GGUF.
 
-TOYEXP_LLAMA_CPP names a checkout of llama.cpp: convert_hf_to_gguf.py, its packages, and for byte-level BPE the
-published vocabularies in models/. The converter wants the package sentencepiece.
+TOYEXP_LLAMA_CPP names a checkout of llama.cpp with convert_hf_to_gguf.py, its packages and, for byte-level BPE, the
+published vocabularies in models/. The converter needs the package sentencepiece.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ JUDGE, TURN = Path(__file__).with_name("judge.py"), "{% for m in messages %}{{ m
 SIZES = {"d_model": 32, "n_layers": 2, "n_heads": 4, "context": 24, "norm_eps": 3e-3}
 ROPE = {"head_dim": 12, "rope_base": 500.0, "rope_scale": 2.5}
 BIASES = {"qkv_bias": True, "o_bias": True, "ffn_bias": True}
-# What Llama 3's scaling gives where base 500, factor 8 and an original context of 40 are meant.
+# The factors of Llama 3's scaling for base 500, factor 8 and an original context of 40.
 FACTORS = [1.0, 4.424772, 8.0, 8.0]
 MODELS: dict[str, Model] = {
     "llama": Llama(**SIZES, **ROPE, **BIASES, d_ff=48),
@@ -56,9 +56,9 @@ MODELS: dict[str, Model] = {
     "gpt2": GPT2(**SIZES, d_ff=128),
     "gpt2_untied": GPT2(**SIZES, d_ff=128, tied=False),
 }
-# What the converter does in its own way, none of which changes an id or a number: it leaves out what stands for
-# itself, or says it; padding is the end where there is none, which transformers wants.
-NAMED = {
+# Keys in which the converter may differ without changing an id or a number: it omits or adds defaults, and sets padding
+# to the end token if there is none, as transformers requires.
+IGNORED_KEYS = {
     "general.file_type", "general.name", "general.quantization_version", "general.size_label", "general.type",
     *(f"tokenizer.ggml.{key}_token_id" for key in ("padding", "unknown", "eot")),
     *(f"tokenizer.ggml.add_{key}" for key in ("sep_token", "bos_token", "eos_token", "space_prefix")),
@@ -66,28 +66,28 @@ NAMED = {
     *(f"{arch}.{key}" for arch in ("llama", "qwen2", "qwen3", "gemma", "gpt2") for key in (
         "vocab_size", "rope.dimension_count", "attention.key_length", "attention.value_length", "rope.freq_base")),
 }  # fmt: skip
-MEANT = (
+COMPARED_IF_PRESENT = (
     "tokenizer.ggml.pre",
     "tokenizer.ggml.add_bos_token",
     "tokenizer.ggml.add_eos_token",
-)  # the same where both say
+)  # equal if both files have them
 
 
 @pytest.fixture(autouse=True)
-def _offline(monkeypatch, tmp_path):
+def offline(monkeypatch, tmp_path):
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     monkeypatch.chdir(tmp_path)
 
 
-def spm(prefix: bool = True) -> SentencePiece:
-    """Words of the texts with scores of their own, all bytes, two tokens that are found as they are spelled."""
-    made = hard_pieces(prefix)
-    made.bos, made.add_bos, made.chat_template = 1, prefix, TURN
-    return made
+def make_sentencepiece(prefix: bool = True) -> SentencePiece:
+    """Return a SentencePiece tokenizer with pieces of the texts, all bytes, and two tokens matched as spelled."""
+    tokenizer = hard_pieces(prefix)
+    tokenizer.bos, tokenizer.add_bos, tokenizer.chat_template = 1, prefix, TURN
+    return tokenizer
 
 
-def vocabulary(name: str) -> Tokenizer:
-    """A published one, from the checkout."""
+def read_published_vocabulary(name: str) -> Tokenizer:
+    """Return a published tokenizer from the checkout; skip if it is missing."""
     path = CHECKOUT / "models" / f"ggml-vocab-{name}.gguf"
     if not path.is_file():
         pytest.skip(f"{path} is not there")
@@ -95,9 +95,9 @@ def vocabulary(name: str) -> Tokenizer:
         return read_tokenizer(file)
 
 
-def exported(name: str, tokenizer: Tokenizer, spare: int = 0) -> Path:
-    """m.gguf of random numbers, and what toyexp export says of it."""
-    model, rng = replace(MODELS[name], vocab=tokenizer.vocab + spare), np.random.default_rng(0)
+def export_model(name: str, tokenizer: Tokenizer, spare_rows: int = 0) -> Path:
+    """Write m.gguf with random weights and export it for transformers."""
+    model, rng = replace(MODELS[name], vocab=tokenizer.vocab + spare_rows), np.random.default_rng(0)
     values = {
         t.name: (rng.normal(0, 0.2, t.shape) + t.name.endswith("norm.weight")).astype(np.float32)
         for t in model.tensors()
@@ -107,8 +107,8 @@ def exported(name: str, tokenizer: Tokenizer, spare: int = 0) -> Path:
     return Path("m.gguf")
 
 
-def converted() -> subprocess.CompletedProcess[str]:
-    """m-hf as back.gguf."""
+def run_converter() -> subprocess.CompletedProcess[str]:
+    """Convert m-hf to back.gguf."""
     path = os.pathsep.join(filter(None, [str(CHECKOUT / "gguf-py"), os.environ.get("PYTHONPATH", "")]))
     words = [str(CHECKOUT / "convert_hf_to_gguf.py"), "m-hf", "--outfile", "back.gguf", "--outtype", "f32"]
     environment = {**os.environ, "PYTHONPATH": path}
@@ -116,11 +116,11 @@ def converted() -> subprocess.CompletedProcess[str]:
 
 
 def ask(**question: object) -> list[dict]:
-    """llama.cpp's answers of both files; see judge.py."""
-    asked = dict.fromkeys(("texts", "special", "prompts", "chats", "draw"), ()) | question
+    """Return llama.cpp's answers for both files; see judge.py."""
+    full_question = dict.fromkeys(("texts", "special", "prompts", "chats", "draw"), ()) | question
     run = subprocess.run(
         [sys.executable, str(JUDGE)],
-        input=json.dumps([{**asked, "model": path} for path in ("m.gguf", "back.gguf")]),
+        input=json.dumps([{**full_question, "model": path} for path in ("m.gguf", "back.gguf")]),
         capture_output=True,
         text=True,
     )
@@ -129,7 +129,7 @@ def ask(**question: object) -> list[dict]:
 
 
 def log_probabilities(path: str, vocab: int) -> np.ndarray:
-    """What llama.cpp computes of one window."""
+    """Return llama.cpp's log-probabilities for one window."""
     question = {"model": path, "adapter": None, "texts": [], "vocab": vocab, "plain": 265, "eos": None, "chats": []}
     run = subprocess.run(
         [sys.executable, str(JUDGE)],
@@ -142,26 +142,28 @@ def log_probabilities(path: str, vocab: int) -> np.ndarray:
 
 
 def compare(tokenizer: Tokenizer, pre: str = "") -> None:
-    """back.gguf against m.gguf: its keys, its tokenizer as llama.cpp sees it, its tensors, and llama.cpp's ids."""
+    """Compare back.gguf with m.gguf: keys, tokenizer, tensors, and llama.cpp's ids."""
     with GGUFFile("m.gguf") as ours, GGUFFile("back.gguf") as theirs:
         a, b = ours.metadata, theirs.metadata
-        for key in (a.keys() | b.keys()) - NAMED - {f"tokenizer.ggml.{k}" for k in ("tokens", "scores", "token_type")}:
+        for key in (
+            (a.keys() | b.keys()) - IGNORED_KEYS - {f"tokenizer.ggml.{k}" for k in ("tokens", "scores", "token_type")}
+        ):
             same = a[key] == pytest.approx(b[key]) if isinstance(a.get(key), float) else a.get(key) == b.get(key)
             assert same, (key, a.get(key), b.get(key))
-        for key in MEANT:
+        for key in COMPARED_IF_PRESENT:
             assert a.get(key, b.get(key)) == b.get(key, a.get(key)) or b[key] == pre, key
-        _same_vocabulary(tokenizer, ours, theirs)
+        assert_same_vocabulary(tokenizer, ours, theirs)
         for name in theirs.tensors.keys() | ours.tensors.keys():
-            if name not in ours.tensors:  # transformers has all biases of a layer, or none
+            if name not in ours.tensors:  # transformers has all biases of a layer or none
                 assert name.endswith(".bias") and not theirs.read(name).any()
-            else:  # gemma's norms lose 1 and get it back; the factors of rope are computed from their parameters
+            else:  # the converter adds 1 to gemma's norms, and computes rope factors from their parameters
                 np.testing.assert_allclose(theirs.read(name), ours.read(name), rtol=2e-6, atol=1e-7, err_msg=name)
     talk = [[{"role": "user", "content": "the <tool> cat"}]] if tokenizer.chat_template == TURN else []
     first, second = ask(texts=NASTY, special=[f"{t}<tool>{t}" for t in NASTY[:9]], prompts=NASTY[:5], chats=talk)
     assert first == second
 
 
-def _same_vocabulary(tokenizer: Tokenizer, ours: GGUFFile, theirs: GGUFFile) -> None:
+def assert_same_vocabulary(tokenizer: Tokenizer, ours: GGUFFile, theirs: GGUFFile) -> None:
     back, count = read_tokenizer(theirs), tokenizer.vocab
     assert back.pieces == tokenizer.pieces
     assert (back.bos, back.eos, back.add_bos, back.add_eos) == (
@@ -171,7 +173,7 @@ def _same_vocabulary(tokenizer: Tokenizer, ours: GGUFFile, theirs: GGUFFile) -> 
     assert (types[count:] == UNUSED).all()
     if isinstance(tokenizer, SentencePiece):
         np.testing.assert_array_equal(types[:count], tokenizer.types)
-        learned = tokenizer.types != USER_DEFINED  # whose score is never asked for
+        learned = tokenizer.types != USER_DEFINED  # these tokens are found without their score
         np.testing.assert_array_equal(
             theirs.metadata["tokenizer.ggml.scores"][:count][learned], tokenizer.scores[learned]
         )
@@ -192,14 +194,14 @@ def _same_vocabulary(tokenizer: Tokenizer, ours: GGUFFile, theirs: GGUFFile) -> 
         ("gemma", False),
     ],
 )
-def test_a_sentencepiece_model_comes_back(capsys, name, prefix):
-    made = spm(prefix)
-    exported(name, made, spare=2)
+def test_a_sentencepiece_model_is_converted_back(capsys, name, prefix):
+    tokenizer = make_sentencepiece(prefix)
+    export_model(name, tokenizer, spare_rows=2)
     assert "note: " not in capsys.readouterr().out
-    done = converted()
-    assert done.returncode == 0, done.stderr[-1500:]
-    compare(made)
-    ours, theirs = (log_probabilities(path, made.vocab + 2) for path in ("m.gguf", "back.gguf"))
+    conversion = run_converter()
+    assert conversion.returncode == 0, conversion.stderr[-1500:]
+    compare(tokenizer)
+    ours, theirs = (log_probabilities(path, tokenizer.vocab + 2) for path in ("m.gguf", "back.gguf"))
     np.testing.assert_allclose(theirs, ours, rtol=0, atol=2e-5)
 
 
@@ -216,18 +218,20 @@ def test_a_sentencepiece_model_comes_back(capsys, name, prefix):
         ("qwen3", "qwen2"),
     ],
 )
-def test_a_model_with_a_published_vocabulary_comes_back(capsys, name, published):
-    made = vocabulary(published)
-    exported(name, made)
+def test_a_model_with_a_published_vocabulary_is_converted_back(capsys, name, published):
+    tokenizer = read_published_vocabulary(published)
+    export_model(name, tokenizer)
     assert "note: " not in capsys.readouterr().out
-    done = converted()
-    assert done.returncode == 0, done.stderr[-1500:]
-    compare(made)
+    conversion = run_converter()
+    assert conversion.returncode == 0, conversion.stderr[-1500:]
+    compare(tokenizer)
 
 
 @pytest.mark.parametrize("kind", ["byte", "char", "bpe"])
-def test_what_it_does_not_take_was_said_at_export(capsys, kind):
-    made = {"byte": Bytes, "char": lambda: Characters.from_texts(NASTY), "bpe": lambda: BPE.train(NASTY, 300)}[kind]()
-    exported("llama", made)
+def test_the_export_notes_tokenizers_that_the_converter_rejects(capsys, kind):
+    tokenizer = {"byte": Bytes, "char": lambda: Characters.from_texts(NASTY), "bpe": lambda: BPE.train(NASTY, 300)}[
+        kind
+    ]()
+    export_model("llama", tokenizer)
     assert "note: llama.cpp's convert_hf_to_gguf.py cannot" in capsys.readouterr().out
-    assert converted().returncode != 0 and not Path("back.gguf").exists()
+    assert run_converter().returncode != 0 and not Path("back.gguf").exists()

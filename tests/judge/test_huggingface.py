@@ -1,4 +1,4 @@
-"""What is written for transformers and PEFT computes there what it computes here."""
+"""Models and adapters exported for transformers and PEFT have the same results there."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from texts import NASTY, hard_pieces
 from tiny import VOCAB
-from transformers_ids import answers
+from transformers_ids import answer_all
 
 from toyexp import InputSpec, Model, ModelExport, Setup, Tokenizer
 from toyexp.cli.main import main
@@ -36,7 +36,7 @@ from toyexp_models.vit import ViT, cut
 pytestmark = [
     pytest.mark.judge,
     pytest.mark.slow,
-    pytest.mark.filterwarnings("ignore"),  # what transformers and PEFT say of themselves
+    pytest.mark.filterwarnings("ignore"),  # warnings of transformers and PEFT
 ]
 
 torch = pytest.importorskip("torch")
@@ -53,7 +53,7 @@ def factors(base: float, size: int, parameters: dict = SCALED) -> list[float]:
     return [float(str(f)) for f in llama3(turns, parameters).astype(np.float32)]
 
 
-# Settings away from their defaults, also those that transformers has in another form.
+# Settings that differ from their defaults; transformers stores some in another form.
 MODELS = {
     "llama": Llama(**SIZES, **ROPE, qkv_bias=True, o_bias=True, ffn_bias=True, d_ff=48),
     "llama3": Llama(**SIZES, rope_base=500.0, rope_factors=factors(500.0, 8), qkv_bias=True, tied=True, n_kv_heads=1),
@@ -67,7 +67,7 @@ MODELS = {
 
 
 @pytest.fixture(autouse=True)
-def _offline(monkeypatch, tmp_path):
+def offline(monkeypatch, tmp_path):
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     monkeypatch.chdir(tmp_path)
     before = torch.get_num_threads()
@@ -78,33 +78,38 @@ def _offline(monkeypatch, tmp_path):
 
 @pytest.fixture(scope="module")
 def tokenizer() -> BPE:
-    """A BPE with control tokens of its own, one of them an end."""
+    """Return a BPE tokenizer with two control tokens; one ends generation."""
     bpe = BPE.train([*NASTY, "the cat sat on the mat, again and again. " * 9], 300)
-    made = BPE([*bpe.pieces, "<|im_start|>", "<|im_end|>"], bpe.merges, bpe.eos)
-    made.controls, made.extra_end_ids = frozenset({bpe.vocab, bpe.vocab + 1}), frozenset({bpe.vocab + 1})
-    made.chat_template = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>{% endfor %}"
-    return made
+    chat_tokenizer = BPE([*bpe.pieces, "<|im_start|>", "<|im_end|>"], bpe.merges, bpe.eos)
+    chat_tokenizer.controls, chat_tokenizer.extra_end_ids = (
+        frozenset({bpe.vocab, bpe.vocab + 1}),
+        frozenset({bpe.vocab + 1}),
+    )
+    chat_tokenizer.chat_template = (
+        "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>{% endfor %}"
+    )
+    return chat_tokenizer
 
 
-def values(model: Model) -> dict[str, np.ndarray]:
-    """Random numbers, norms and biases among them."""
+def draw_values(model: Model) -> dict[str, np.ndarray]:
+    """Return random values, also for norms and biases."""
     rng = np.random.default_rng(5)
-    found = {}
+    values_by_name = {}
     for t in model.tensors():
         spread = 0.3 if "embd" in t.name or t.name == "output.weight" else 2 / np.sqrt(model.settings()["d_model"])
         numbers = rng.normal(0, 0.3 if len(t.shape) == 1 else spread, t.shape)
-        found[t.name] = (numbers + t.name.endswith("norm.weight")).astype(np.float32)
-    return found
+        values_by_name[t.name] = (numbers + t.name.endswith("norm.weight")).astype(np.float32)
+    return values_by_name
 
 
-def written(path: Path, name: str, tokenizer: Tokenizer | None) -> Model:
+def write_random_model(path: Path, name: str, tokenizer: Tokenizer | None) -> Model:
     model = replace(MODELS[name], vocab=tokenizer.vocab + 2 if tokenizer else VOCAB)
-    write_model(path, model, values(model), tokenizer)
+    write_model(path, model, draw_values(model), tokenizer)
     return model
 
 
-def logits(model: Model, path: Path, ids: np.ndarray, adapter: Path | None = None) -> np.ndarray:
-    """Our engine's [B, T, V]."""
+def compute_logits(model: Model, path: Path, ids: np.ndarray, adapter: Path | None = None) -> np.ndarray:
+    """Return logits [B, T, V] of toyexp's torch engine."""
     from toyexp_torch.engines import TorchCPU
 
     plan = frozen_plan(model, path, Setup(model.reads.inputs(ids.shape[1]), rows=len(ids)), adapter)
@@ -113,48 +118,50 @@ def logits(model: Model, path: Path, ids: np.ndarray, adapter: Path | None = Non
         return session.logits({"tokens": ids.astype(np.int32)})
 
 
-def loaded(path: Path, kind: str = "AutoModelForCausalLM"):
-    """What transformers makes of a directory: the model, where nothing was missing and nothing left over."""
+def load_with_transformers(path: Path, kind: str = "AutoModelForCausalLM"):
+    """Load a directory with transformers; fail if any tensor is missing or unexpected."""
     import transformers
 
-    found, told = getattr(transformers, kind).from_pretrained(path, local_files_only=True, output_loading_info=True)
-    assert not any(told.values()), told
-    return found.float().eval()
+    model, loading_info = getattr(transformers, kind).from_pretrained(
+        path, local_files_only=True, output_loading_info=True
+    )
+    assert not any(loading_info.values()), loading_info
+    return model.float().eval()
 
 
-def theirs_of(theirs, ids: np.ndarray) -> np.ndarray:
+def transformers_logits(theirs, ids: np.ndarray) -> np.ndarray:
     with torch.no_grad():
         return theirs(torch.tensor(ids)).logits.numpy()
 
 
-RARE = ("llama", "qwen2_without_biases", "gpt2_untied")  # what the others leave, for -m full
+RARE = ("llama", "qwen2_without_biases", "gpt2_untied")  # models that the others cover; for -m full
 
 
 @pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.full] * (n in RARE)) for n in MODELS])
-def test_transformers_computes_our_logits_and_writes_our_text(tmp_path, capsys, tokenizer, name):
-    model = written(Path("m.gguf"), name, tokenizer)
+def test_transformers_has_the_same_logits_and_text(tmp_path, capsys, tokenizer, name):
+    model = write_random_model(Path("m.gguf"), name, tokenizer)
     assert main(["export", "m.gguf", "--type", "hf"]) == 0
-    theirs = loaded(tmp_path / "m-hf")
+    theirs = load_with_transformers(tmp_path / "m-hf")
     ids = np.random.default_rng(0).integers(0, model.vocab, (2, CONTEXT))
-    ours = logits(model, tmp_path / "m.gguf", ids)
+    ours = compute_logits(model, tmp_path / "m.gguf", ids)
     assert ours.std() > 0.5
-    np.testing.assert_allclose(theirs_of(theirs, ids), ours, rtol=0, atol=1e-4)
+    np.testing.assert_allclose(transformers_logits(theirs, ids), ours, rtol=0, atol=1e-4)
     capsys.readouterr()
     words = ["--ids", "5,9,100,7", "--tokens", "16", "--temperature", "0", "--engine", "cpu:threads=1", "--json"]
     assert main(["generate", "m.gguf", *words]) == 0
-    wanted = json.loads(capsys.readouterr().out)["ids"]
-    spare = [tokenizer.vocab, tokenizer.vocab + 1]  # rows without a token, which we never choose
+    expected = json.loads(capsys.readouterr().out)["ids"]
+    spare = [tokenizer.vocab, tokenizer.vocab + 1]  # rows without a token, which toyexp never samples
     text = theirs.generate(torch.tensor([[5, 9, 100, 7]]), max_new_tokens=16, suppress_tokens=spare)[0, 4:].tolist()
     ends = {tokenizer.eos, *tokenizer.extra_end_ids}
-    assert [i for i in text if i not in ends] == wanted and len(wanted) > 3
+    assert [i for i in text if i not in ends] == expected and len(expected) > 3
 
 
 @pytest.mark.parametrize(("kind", "tolerance"), [("hf-bf16", 2**-8), ("hf-f16", 2**-11)])
-def test_smaller_types_round_each_number_once(tmp_path, tokenizer, kind, tolerance):
-    written(Path("m.gguf"), "gemma", tokenizer)
-    for wanted in ("hf", kind):
-        assert main(["export", "m.gguf", "--type", wanted]) == 0
-    exact, rounded = (loaded(tmp_path / f"m-{k}").state_dict() for k in ("hf", kind))
+def test_smaller_types_round_each_weight_once(tmp_path, tokenizer, kind, tolerance):
+    write_random_model(Path("m.gguf"), "gemma", tokenizer)
+    for type_name in ("hf", kind):
+        assert main(["export", "m.gguf", "--type", type_name]) == 0
+    exact, rounded = (load_with_transformers(tmp_path / f"m-{k}").state_dict() for k in ("hf", kind))
     for name, numbers in exact.items():
         assert ((rounded[name] - numbers).abs() <= tolerance * numbers.abs() + 1e-7).all(), name
     config = json.loads((tmp_path / f"m-{kind}" / "config.json").read_text())
@@ -168,94 +175,94 @@ TEXTS = [*NASTY, "'S \u017f 12345 e\u0301 \r\n\n  x<tool>y\t \tz", "the cat <|im
 TALK = [{"role": "user", "content": "Hi there"}, {"role": "assistant", "content": "Ho"}]
 KINDS = ("bpe", "byte", "char", "spm", "spm_bare")
 CUTS = ("llama-bpe", "qwen2", "smollm", "tekken", "default")
-# Every family with every kind of tokenizer, and where the pre-tokenizer might be another one with several of those.
+# Every family with every kind of tokenizer, and more pre-tokenizers for families that have several.
 FAMILIES = [(family, kind) for family in ("llama", "qwen2", "qwen3", "gemma", "gpt2") for kind in KINDS]
 FAMILIES += [(family, pre) for family in ("llama", "qwen2") for pre in CUTS]
 
 
-def spm(prefix: bool = True) -> SentencePiece:
-    """A SentencePiece with byte tokens and two that are looked for first; every text begins with <s>."""
-    made = hard_pieces(prefix)
-    made.bos, made.add_bos, made.add_eos = 1, True, not prefix
-    made.controls, made.user_defined = frozenset({0, 1}), frozenset({259, 260})
-    return made
+def make_sentencepiece(prefix: bool = True) -> SentencePiece:
+    """Return a SentencePiece tokenizer with byte tokens and two user-defined tokens; every text begins with <s>."""
+    tokenizer = hard_pieces(prefix)
+    tokenizer.bos, tokenizer.add_bos, tokenizer.add_eos = 1, True, not prefix
+    tokenizer.controls, tokenizer.user_defined = frozenset({0, 1}), frozenset({259, 260})
+    return tokenizer
 
 
-def cut_like(pre: str) -> BPE:
-    """A BPE that learned with this pre-tokenizer."""
-    made = BPE.train([*TEXTS, "the cat sat on the mat, again and again. " * 9], 320, PRE_TOKENIZERS[pre])
-    made.add_bos = PRE_TOKENIZERS[pre].add_bos
-    return made
+def train_bpe(pre: str) -> BPE:
+    """Return a BPE tokenizer trained with this pre-tokenizer."""
+    tokenizer = BPE.train([*TEXTS, "the cat sat on the mat, again and again. " * 9], 320, PRE_TOKENIZERS[pre])
+    tokenizer.add_bos = PRE_TOKENIZERS[pre].add_bos
+    return tokenizer
 
 
 @pytest.fixture(scope="module")
 def directories(tmp_path_factory, tokenizer):
-    """What each family's directory is asked with each tokenizer, and what llama.cpp and we say to that."""
+    """Return the question about each family's directory with each tokenizer, and toyexp's answer."""
     root = tmp_path_factory.mktemp("directories")
-    made = {
+    tokenizers = {
         "bpe": tokenizer,
         "byte": Bytes(),
         "char": Characters.from_texts(TEXTS),
-        "spm": spm(),
-        "spm_bare": spm(False),
+        "spm": make_sentencepiece(),
+        "spm_bare": make_sentencepiece(False),
     }
-    made |= {pre: cut_like(pre) for pre in CUTS}
-    found = {}
+    tokenizers |= {pre: train_bpe(pre) for pre in CUTS}
+    questions_and_answers = {}
     for family, kind in FAMILIES:
-        path, t = root / f"{family}-{kind}", made[kind]
+        path, t = root / f"{family}-{kind}", tokenizers[kind]
         model = replace(MODELS[family], vocab=t.vocab)
         zeros = {spec.name: np.zeros(spec.shape, np.float32) for spec in model.tensors()}
         write_folder(path, ModelExport(model, zeros, t))
         ids = [t.encode(text, special=True).tolist() for text in TEXTS]
         chat = TALK if t.chat_template else None
-        said = Template(t.chat_template, t, path).render(TALK, answer=False).text if chat else ""
-        wanted = {
+        chat_text = Template(t.chat_template, t, path).render(TALK, answer=False).text if chat else ""
+        answer = {
             "ids": ids,
             "prompts": [[t.bos] * t.add_bos + i + [t.eos] * t.add_eos for i in ids],
             "decoded": [t.decode(i) for i in ids],
-            "chat": chat and t.encode(said, special=True).tolist(),
+            "chat": chat and t.encode(chat_text, special=True).tolist(),
             "size": t.vocab,
             "special": [t.bos, t.eos, t.padding],
             "padded": [t.padding] * len(ids[-1]),
         }
         question = {"path": str(path), "texts": TEXTS, "chat": chat, "options": {}}
-        found[family, kind] = question, wanted
-    return found
+        questions_and_answers[family, kind] = question, answer
+    return questions_and_answers
 
 
 @pytest.mark.parametrize(("family", "kind"), FAMILIES)
-def test_transformers_makes_our_ids(directories, family, kind):
-    """Control tokens that are spelled out in a text are what they spell there."""
-    question, wanted = directories[family, kind]
-    assert answers([question])["answers"] == [wanted]
+def test_transformers_has_the_same_ids(directories, family, kind):
+    """Control tokens spelled out in a text are parsed as control tokens."""
+    question, expected = directories[family, kind]
+    assert answer_all([question])["answers"] == [expected]
 
 
 @pytest.mark.parametrize("options", [{"use_fast": False}, {"trust_remote_code": True}, {"trust_remote_code": False}])
-def test_however_the_tokenizer_is_asked_for(directories, tmp_path, monkeypatch, options):
+def test_the_tokenizer_has_the_same_ids_with_every_loading_option(directories, tmp_path, monkeypatch, options):
     monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path))
     monkeypatch.setattr("sys.path", [*sys.path])
     for case in (("qwen2", "spm"), ("qwen2", "llama-bpe"), ("llama", "bpe")):
-        question, wanted = directories[case]
-        assert answers([{**question, "options": options}])["answers"] == [wanted]
+        question, expected = directories[case]
+        assert answer_all([{**question, "options": options}])["answers"] == [expected]
 
 
-def test_a_tokenizer_that_transformers_saves_is_the_same_again(directories, tmp_path):
+def test_a_tokenizer_saved_by_transformers_has_the_same_ids(directories, tmp_path):
     import transformers
 
-    question, wanted = directories["qwen2", "tekken"]
+    question, expected = directories["qwen2", "tekken"]
     transformers.AutoTokenizer.from_pretrained(question["path"]).save_pretrained(tmp_path / "saved")
     (Path(question["path"]) / "config.json").rename(tmp_path / "saved" / "config.json")
-    assert answers([{**question, "path": str(tmp_path / "saved")}])["answers"] == [wanted]
+    assert answer_all([{**question, "path": str(tmp_path / "saved")}])["answers"] == [expected]
 
 
 @pytest.mark.full
-def test_other_versions_of_transformers_make_our_ids(directories, tmp_path):
-    """TOYEXP_TRANSFORMERS: directories, each with another version and what it needs (`pip install --target`)."""
+def test_other_versions_of_transformers_have_the_same_ids(directories, tmp_path):
+    """TOYEXP_TRANSFORMERS lists directories, each with another version (`pip install --target`)."""
     others = [path for path in os.environ.get("TOYEXP_TRANSFORMERS", "").split(os.pathsep) if path]
     if not others:
         pytest.skip("TOYEXP_TRANSFORMERS names no directory with another version of transformers")
     script = Path(__file__).parents[1] / "support" / "transformers_ids.py"
-    questions, wanted = zip(*directories.values(), strict=True)
+    questions, expected = zip(*directories.values(), strict=True)
     for other in others:
         environment = {**os.environ, "PYTHONPATH": other, "HF_HOME": str(tmp_path)}
         run = subprocess.run(
@@ -266,68 +273,68 @@ def test_other_versions_of_transformers_make_our_ids(directories, tmp_path):
             env=environment,
         )
         assert run.returncode == 0, run.stderr[-2000:]
-        told = json.loads(run.stdout)
-        assert told["answers"] == list(wanted), told["version"]
+        result = json.loads(run.stdout)
+        assert result["answers"] == list(expected), result["version"]
         assert "incorrect regex" not in run.stderr
 
 
 @pytest.mark.parametrize("name", ["qwen2", "gpt2"])
-def test_a_pipeline_writes_our_text(tmp_path, capsys, tokenizer, name):
+def test_a_transformers_pipeline_writes_the_same_text(tmp_path, capsys, tokenizer, name):
     import transformers
 
     model = replace(MODELS[name], vocab=tokenizer.vocab)
-    write_model(tmp_path / "m.gguf", model, values(model), tokenizer)
+    write_model(tmp_path / "m.gguf", model, draw_values(model), tokenizer)
     assert main(["export", "m.gguf", "--type", "hf"]) == 0
     capsys.readouterr()
     words = ["--prompt", "the cat", "--tokens", "9", "--temperature", "0", "--engine", "cpu:threads=1", "--json"]
     assert main(["generate", "m.gguf", *words]) == 0
-    wanted = json.loads(capsys.readouterr().out)["text"]
+    expected = json.loads(capsys.readouterr().out)["text"]
     write = transformers.pipeline("text-generation", str(tmp_path / "m-hf"))
     longer, shorter = write(["the cat", "the"], max_new_tokens=9, do_sample=False, return_full_text=False, batch_size=2)
-    assert longer[0]["generated_text"] == wanted
+    assert longer[0]["generated_text"] == expected
     assert shorter == write("the", max_new_tokens=9, do_sample=False, return_full_text=False)
 
 
 @pytest.mark.parametrize("prefix", [True, False])
-def test_sentencepiece_itself_makes_our_ids_of_tokenizer_model(prefix):
+def test_the_sentencepiece_library_has_the_same_ids_with_tokenizer_model(prefix):
     library = pytest.importorskip("sentencepiece", reason="reads tokenizer.model: pip install sentencepiece")
-    made = spm(prefix)
-    theirs = library.SentencePieceProcessor(model_proto=sentencepiece_model(made))
-    assert [theirs.id_to_piece(i) for i in range(261)] == [p.replace(" ", BLANK) for p in made.pieces[:261]]
-    assert [theirs.get_score(i) for i in range(made.vocab)] == made.scores.tolist()
-    assert (theirs.vocab_size(), theirs.unk_id(), theirs.bos_id(), theirs.eos_id()) == (made.vocab, 0, 1, 2)
-    for text in TEXTS[1:]:  # it has no token for nothing, nor those that are found as they are spelled
-        if not any(made.pieces[i] in text for i in (1, 2, *made.user_defined)):
-            assert theirs.encode(text) == made.encode(text).tolist(), text
+    tokenizer = make_sentencepiece(prefix)
+    theirs = library.SentencePieceProcessor(model_proto=sentencepiece_model(tokenizer))
+    assert [theirs.id_to_piece(i) for i in range(261)] == [p.replace(" ", BLANK) for p in tokenizer.pieces[:261]]
+    assert [theirs.get_score(i) for i in range(tokenizer.vocab)] == tokenizer.scores.tolist()
+    assert (theirs.vocab_size(), theirs.unk_id(), theirs.bos_id(), theirs.eos_id()) == (tokenizer.vocab, 0, 1, 2)
+    for text in TEXTS[1:]:  # the library differs for empty texts and user-defined tokens
+        if not any(tokenizer.pieces[i] in text for i in (1, 2, *tokenizer.user_defined)):
+            assert theirs.encode(text) == tokenizer.encode(text).tolist(), text
 
 
 # -- LoRA -------------------------------------------------------------------------------------------------------------
 
 
-def merged_by_hand(base, folder: Path):
-    """The base with the adapter added, from what the files of PEFT are said to mean."""
+def merge_by_hand(base, folder: Path):
+    """Add the adapter to the base according to the documentation of PEFT's files."""
     from safetensors.torch import load_file
 
     config = json.loads((folder / "adapter_config.json").read_text())
-    left = load_file(folder / "adapter_model.safetensors")
+    remaining = load_file(folder / "adapter_model.safetensors")
     for module in config["target_modules"]:
-        a, b = (left.pop(f"base_model.model.{module}.{name}.weight") for name in ("lora_A", "lora_B"))
+        a, b = (remaining.pop(f"base_model.model.{module}.{name}.weight") for name in ("lora_A", "lora_B"))
         update = config["lora_alpha"] / config["r"] * b @ a
         base.get_submodule(module).weight.data += update.T if config["fan_in_fan_out"] else update
-    assert not left
+    assert not remaining
     return base
 
 
-def merged_by_peft(base, folder: Path):
-    """What PEFT itself makes of them."""
+def merge_with_peft(base, folder: Path):
+    """Apply the adapter with PEFT itself."""
     import peft
 
     return peft.PeftModel.from_pretrained(base, folder).eval()
 
 
 @pytest.mark.parametrize(("name", "targets"), [("llama3", "q,k,o,ffn_*"), ("gpt2", "*"), ("qwen3", "k,v")])
-def test_an_adapter_does_there_what_it_does_here(tmp_path, name, targets):
-    written(Path("base.gguf"), name, Bytes())
+def test_an_adapter_has_the_same_logits_in_transformers_and_peft(tmp_path, name, targets):
+    write_random_model(Path("base.gguf"), name, Bytes())
     Path("book.txt").write_text("It was a bright cold day in April.\n" * 60)
     words = f"""recipe=lora recipe.base=base.gguf recipe.targets=[{targets}] recipe.rank=3 recipe.alpha=5
         recipe.init_scale=0.3 model.context={CONTEXT} data=text data.path=book.txt steps=6 lr=0.05 eval_every=6
@@ -337,18 +344,20 @@ def test_an_adapter_does_there_what_it_does_here(tmp_path, name, targets):
     with GGUFFile("base.gguf") as file:
         model = read_model(type(MODELS[name]), file)
     ids = np.random.default_rng(0).integers(0, 257, (2, CONTEXT))
-    ours = logits(model, tmp_path / "base.gguf", ids, tmp_path / "run" / "adapter.gguf")
-    assert np.abs(ours - logits(model, tmp_path / "base.gguf", ids)).max() > 0.5
-    np.testing.assert_allclose(theirs_of(loaded(tmp_path / "run" / "model-hf"), ids), ours, rtol=0, atol=1e-4)
-    for merge in (merged_by_hand, merged_by_peft) if find_spec("peft") else (merged_by_hand,):
-        theirs = merge(loaded(tmp_path / "base-hf"), tmp_path / "run" / "adapter-hf")
-        np.testing.assert_allclose(theirs_of(theirs, ids), ours, rtol=0, atol=1e-4)
+    ours = compute_logits(model, tmp_path / "base.gguf", ids, tmp_path / "run" / "adapter.gguf")
+    assert np.abs(ours - compute_logits(model, tmp_path / "base.gguf", ids)).max() > 0.5
+    np.testing.assert_allclose(
+        transformers_logits(load_with_transformers(tmp_path / "run" / "model-hf"), ids), ours, rtol=0, atol=1e-4
+    )
+    for merge in (merge_by_hand, merge_with_peft) if find_spec("peft") else (merge_by_hand,):
+        theirs = merge(load_with_transformers(tmp_path / "base-hf"), tmp_path / "run" / "adapter-hf")
+        np.testing.assert_allclose(transformers_logits(theirs, ids), ours, rtol=0, atol=1e-4)
 
 
 # -- images -----------------------------------------------------------------------------------------------------------
 
 
-def test_a_vit_classifies_the_same_there(tmp_path):
+def test_a_vit_has_the_same_logits_and_pixels_in_transformers(tmp_path):
     import transformers
 
     from toyexp_torch.engines import TorchCPU
@@ -357,9 +366,9 @@ def test_a_vit_classifies_the_same_there(tmp_path):
         d_model=32, n_layers=2, n_heads=4, d_ff=48, patch=4, norm_eps=3e-3, image_size=12, channels=3, classes=5
     )
     data = {"classes": ["a", "b", "c"], "image_mean": [0.1, 0.5, 0.6], "image_std": [0.2, 0.25, 0.3]}
-    write_model(tmp_path / "v.gguf", model, values(model), None, data=data)
+    write_model(tmp_path / "v.gguf", model, draw_values(model), None, data=data)
     assert main(["export", "v.gguf", "--type", "hf"]) == 0
-    theirs = loaded(tmp_path / "v-hf", "AutoModelForImageClassification")
+    theirs = load_with_transformers(tmp_path / "v-hf", "AutoModelForImageClassification")
     assert theirs.config.id2label == {0: "a", 1: "b", 2: "c", 3: "LABEL_3", 4: "LABEL_4"}
     images = np.random.default_rng(0).normal(size=(2, 12, 12, 3)).astype(np.float32)
     patches = cut(images, 4)
@@ -371,9 +380,9 @@ def test_a_vit_classifies_the_same_there(tmp_path):
         ours = session.logits({"patches": patches})
     assert ours.std() > 0.3
     with torch.no_grad():
-        found = theirs(torch.tensor(images.transpose(0, 3, 1, 2))).logits.numpy()
-    np.testing.assert_allclose(found, ours, rtol=0, atol=1e-4)
+        their_logits = theirs(torch.tensor(images.transpose(0, 3, 1, 2))).logits.numpy()
+    np.testing.assert_allclose(their_logits, ours, rtol=0, atol=1e-4)
     pixels = np.random.default_rng(0).integers(0, 256, (12, 12, 3), np.uint8)
-    seen = transformers.AutoImageProcessor.from_pretrained(tmp_path / "v-hf")(pixels, return_tensors="np")
-    wanted = (pixels / 255 - data["image_mean"]) / data["image_std"]
-    np.testing.assert_allclose(seen["pixel_values"][0].transpose(1, 2, 0), wanted, rtol=0, atol=1e-5)
+    processed = transformers.AutoImageProcessor.from_pretrained(tmp_path / "v-hf")(pixels, return_tensors="np")
+    expected = (pixels / 255 - data["image_mean"]) / data["image_std"]
+    np.testing.assert_allclose(processed["pixel_values"][0].transpose(1, 2, 0), expected, rtol=0, atol=1e-5)

@@ -1,4 +1,4 @@
-"""Every exported file is loaded by llama.cpp itself, and must give the engine's numbers and the tokenizer's ids."""
+"""llama.cpp loads every exported file, and has the engine's numbers and the tokenizer's ids."""
 
 from __future__ import annotations
 
@@ -53,12 +53,12 @@ CONTEXT = 32
 
 @dataclass
 class Verdict:
-    """What llama.cpp said about a file."""
+    """llama.cpp's answers about a file."""
 
     tokens: list[list[int]]
     texts: list[str]
     log_probabilities: np.ndarray  # [windows, T, V]
-    stopped_by: str | None  # what ended generation when it was made to draw the end-of-text token
+    stopped_by: str | None  # the reason why generation ended when the end-of-text token was forced
     chats: list[list[int]]
 
 
@@ -71,7 +71,7 @@ def ask(
     adapter: Path | None = None,
     chats: Sequence[Sequence[Message]] = (),
 ) -> Verdict:
-    """llama.cpp's view of the file; fails with its own words when it refuses the file or aborts on it."""
+    """Return llama.cpp's answers about the file; fail with its output if it rejects the file or aborts."""
     question = {
         "model": str(path),
         "adapter": str(adapter) if adapter else None,
@@ -88,7 +88,7 @@ def ask(
         capture_output=True,
         text=True,
         timeout=120,
-        env={**os.environ, "GGML_NO_BACKTRACE": "1"},  # an abort is told in one line, without starting a debugger
+        env={**os.environ, "GGML_NO_BACKTRACE": "1"},  # an abort prints one line and starts no debugger
     )
     words = [line for line in run.stderr.splitlines() if " I " not in line]
     assert run.returncode == 0, f"llama.cpp ended with {run.returncode}:\n" + "\n".join(words[-15:])
@@ -112,10 +112,10 @@ def log_softmax(logits: np.ndarray) -> np.ndarray:
 
 
 @dataclass(frozen=True)
-class Trained:
-    """A trained run and what its engine computed, on windows one token shorter than the context.
+class TrainedModel:
+    """A trained run and the results of its engine on windows one token shorter than the context.
 
-    llama.cpp's server keeps the last place of the context for the token it generates, so no window can fill it.
+    llama.cpp's server reserves the last position of the context for the generated token, so no window can fill it.
     """
 
     path: Path  # the model.gguf of the run
@@ -129,26 +129,26 @@ class Trained:
     logits: np.ndarray
 
     def write(self, path: Path, kind: str) -> Path:
-        """The same weights exported again, in another type."""
+        """Export the same weights in another type."""
         write_model(path, self.plan.model, export_tensors(self.plan, self.values), self.tokenizer, kind)
         return path
 
-    def read_back(self, path: Path) -> Trained:
-        """The same run as if it had trained the weights of this file, read and dequantised by toyexp."""
+    def read_back(self, path: Path) -> TrainedModel:
+        """Return the run with the weights of this file, as toyexp reads and dequantises them."""
         tensors = tuple(replace(t, values=FromGGUF(str(path), t.name)) for t in self.plan.tensors)
         with TorchCPU(threads=1).realize(replace(self.plan, tensors=tensors)) as session:
             session.build()
             logits = session.logits(self.batch)[:, :-1]
             return replace(self, path=path, loss=session.evaluate([self.batch]), logits=logits)
 
-    def judged(self, path: Path, adapter: Path | None = None) -> tuple[float, float]:
-        """The loss by llama.cpp, and the largest difference of a log-probability from the engine's."""
+    def judge(self, path: Path, adapter: Path | None = None) -> tuple[float, float]:
+        """Return llama.cpp's loss, and the largest difference of a log-probability from the engine's."""
         theirs = ask(path, self.logits.shape[-1], self.tokenizer, self.windows, adapter=adapter).log_probabilities
         loss = -np.take_along_axis(theirs, self.targets[..., None], axis=-1).mean()
         return float(loss), float(np.abs(theirs - log_softmax(self.logits)).max())
 
 
-# Settings away from the defaults, so that a key that llama.cpp does not get, or does not read, changes the numbers.
+# Settings that differ from the defaults, so that a key that llama.cpp lacks or ignores changes the numbers.
 LLAMA = Llama(d_model=64, d_ff=96, context=CONTEXT, norm_eps=1e-3, rope_base=500.0)  # 4 query heads on 2 key heads
 SCALED = {"head_dim": 24, "rope_scale": 2.5}
 EVERY_BIAS = {"qkv_bias": True, "o_bias": True, "ffn_bias": True}
@@ -156,8 +156,8 @@ FACTORS = [1.0, 1.0, 1.0, 1.25, 1.7, 2.3, 3.0, 4.5, 6.0, 8.0, 8.0, 0.6]
 QWEN2 = Qwen2(d_model=64, d_ff=96, context=CONTEXT, norm_eps=1e-3, rope_base=500.0, rope_scale=2.5)
 QWEN3 = Qwen3(d_model=64, d_ff=96, context=CONTEXT, norm_eps=1e-3, rope_base=500.0, **SCALED)
 GEMMA = Gemma(d_model=64, d_ff=96, context=CONTEXT, norm_eps=1e-3, rope_base=500.0, **SCALED, n_kv_heads=1)
-GPT = GPT2(d_model=64, d_ff=80, context=CONTEXT, norm_eps=1e-3)  # tied; and q8_0 cannot cut rows of 80 into 32s
-WIDE = (replace(LLAMA, d_model=256, d_ff=256, n_layers=1), "byte")  # rows that K-quants can cut
+GPT = GPT2(d_model=64, d_ff=80, context=CONTEXT, norm_eps=1e-3)  # tied; 32 does not divide 80 (q8_0)
+WIDE = (replace(LLAMA, d_model=256, d_ff=256, n_layers=1), "byte")  # rows that K-quants can hold
 VARIANTS: dict[str, tuple[Model, str]] = {
     "llama": (LLAMA, "bpe"),
     "llama, tied": (replace(LLAMA, tied=True), "byte"),
@@ -175,8 +175,8 @@ VARIANTS: dict[str, tuple[Model, str]] = {
 }
 
 
-def train(directory: Path, data: Text, model: Model, recipe: Recipe) -> Trained:
-    """Eighty steps, exported at their end by the callback; by then the loss has about halved."""
+def train(directory: Path, data: Text, model: Model, recipe: Recipe) -> TrainedModel:
+    """Train eighty steps, which about halves the loss; the callback exports the model at the end."""
     directory.mkdir()
     config = Config(
         Settings(name="judged", steps=80, batch_size=4, lr=0.02),
@@ -188,12 +188,12 @@ def train(directory: Path, data: Text, model: Model, recipe: Recipe) -> Trained:
     plan, dataset, bus, tokenizer = prepared.plan, prepared.dataset, prepared.bus, prepared.dataset.tokenizer
     assert tokenizer is not None
     batch = prepared.batches.held_out()[0]
-    batch["weights"][:, -1] = 0  # the last target of each window has no place in llama.cpp
+    batch["weights"][:, -1] = 0  # llama.cpp has no position for the last target of each window
     with start_session(recipe, config.engine, plan) as session:
         run = Run("judged", directory, 0, 80, 0.02, {}, "cpu", plan, session, dataset, bus=bus)
         Training(run, bus, prepared.batches, eval_every=0).train()
         assert bus.end(run, "completed", None) == []
-        return Trained(
+        return TrainedModel(
             path=directory / "model.gguf",
             plan=plan,
             tokenizer=tokenizer,
@@ -208,38 +208,38 @@ def train(directory: Path, data: Text, model: Model, recipe: Recipe) -> Trained:
 
 @pytest.fixture(scope="module")
 def workshop(tmp_path_factory):
-    """Trains each model once: `workshop(name)` for one of VARIANTS, or with parts of its own."""
-    place = tmp_path_factory.mktemp("judge")
-    corpus = place / "corpus.txt"
+    """Return a function that trains each model once: one of VARIANTS, or a model with its own parts."""
+    directory = tmp_path_factory.mktemp("judge")
+    corpus = directory / "corpus.txt"
     rng = random.Random(0)
     words = PROSE.split(" ")
     corpus.write_text("".join(" ".join(rng.sample(words, len(words))) + "\n" for _ in range(200)), "utf-8")
-    kept: dict[str, Trained] = {}
+    trained_models: dict[str, TrainedModel] = {}
 
-    def get(name: str, parts: tuple[Model, str] | None = None, recipe: Recipe | None = None) -> Trained:
-        if name not in kept:
+    def get(name: str, parts: tuple[Model, str] | None = None, recipe: Recipe | None = None) -> TrainedModel:
+        if name not in trained_models:
             model, tokenizer = parts or VARIANTS[name]
             data = Text(path=str(corpus), tokenizer=tokenizer, bpe_vocab=320, val_fraction=0.2)
             with pytest.MonkeyPatch.context() as patch:
-                patch.setenv("TOYEXP_CACHE", str(place / "cache"))
-                kept[name] = train(place / name.replace(", ", "-"), data, model, recipe or Scratch())
-        return kept[name]
+                patch.setenv("TOYEXP_CACHE", str(directory / "cache"))
+                trained_models[name] = train(directory / name.replace(", ", "-"), data, model, recipe or Scratch())
+        return trained_models[name]
 
     return get
 
 
 # -- numbers ----------------------------------------------------------------------------------------------------------
 
-# How far (the loss, any log-probability) may be from the engine's, which computes in float32 with the unrounded
-# weights. Each is 3 to 10 times what was measured here; a wrong convention moves them by 0.3 and more (see
-# test_the_judge_notices).
-# f32: the two sum in another order. On its CPU llama.cpp takes the GELU of gpt2 and gemma from a float16 table: gpt2's
-# loss was off by 5e-6 and its log-probabilities by 7e-4, and 1.5e-4 and 5.7e-3 on larger random networks; gemma's were
-# off by 2e-5 and 3e-3, and by less than a tenth with the same table in our place.
+# The largest differences (of the loss, of any log-probability) from the engine, which computes in float32 with the
+# unrounded weights. Each is 3 to 10 times the measured difference; a wrong convention causes 0.3 and more (see
+# test_the_judge_detects_a_wrong).
+# f32: sums have another order. On the CPU llama.cpp computes the GELU of gpt2 and gemma with a float16 table: gpt2's
+# loss differed by 5e-6 and its log-probabilities by 7e-4, and by 1.5e-4 and 5.7e-3 on larger random networks; gemma's
+# differed by 2e-5 and 3e-3, and by less than a tenth if toyexp used the same table.
 # f16, bf16, q8_0: the weights are rounded, and llama.cpp rounds the activations to the same type.
-# q4_0 to q5_1 and the K-quants are held against the engine on the rounded weights that it reads back, so that what is
-# left is llama.cpp's rounding of the activations to 8 bits: as for q8_0 (seen: 1.2e-3 and 3e-1), and for K-quants with
-# one scale for 256 of them (over all nine kinds 1.6e-3 and 9e-1).
+# q4_0 to q5_1 and the K-quants are compared with the engine on the rounded weights that it reads back, which leaves
+# llama.cpp's rounding of the activations to 8 bits: as for q8_0 (measured: 1.2e-3 and 3e-1), and for K-quants with one
+# scale for 256 activations (over all nine kinds 1.6e-3 and 9e-1).
 TOLERANCE = {
     ("llama", "f32"): (1e-5, 1e-4),
     ("gpt2", "f32"): (1.5e-4, 6e-3),
@@ -253,19 +253,19 @@ TOLERANCE = {
 }
 
 
-LIKE = {"qwen2": "llama", "qwen3": "llama", "gemma": "gpt2"}  # whose tolerances hold for it
+TOLERANCE_MODEL = {"qwen2": "llama", "qwen3": "llama", "gemma": "gpt2"}  # models with the tolerances of another
 
 
-def assert_agrees(trained: Trained, path: Path, kind: str, adapter: Path | None = None) -> None:
-    loss, worst = trained.judged(path, adapter)
+def assert_agrees(trained: TrainedModel, path: Path, kind: str, adapter: Path | None = None) -> None:
+    loss, worst = trained.judge(path, adapter)
     name = trained.plan.model.name
-    loss_limit, limit = TOLERANCE[LIKE.get(name, name), kind]
+    loss_limit, limit = TOLERANCE[TOLERANCE_MODEL.get(name, name), kind]
     assert loss == pytest.approx(trained.loss, abs=loss_limit)
     assert worst < limit
 
 
 @pytest.mark.parametrize("name", VARIANTS)
-def test_llama_cpp_computes_what_the_engine_computed(workshop, name):
+def test_llama_cpp_has_the_engines_loss_and_log_probabilities(workshop, name):
     trained = workshop(name)
     assert_agrees(trained, trained.path, "f32")
 
@@ -274,18 +274,18 @@ def test_llama_cpp_computes_what_the_engine_computed(workshop, name):
     ("name", "kind"),
     [
         *(("llama", kind) for kind in ("q4_0", "q4_1", "q5_0", "q5_1")),
-        ("llama, tied", "q4_0"),  # whose embedding is q8_0, for it is the output layer too
+        ("llama, tied", "q4_0"),  # its embedding is q8_0, as it is the output layer too
         ("gpt2", "q5_1"),
     ],
 )
-def test_quantised_weights_mean_the_same_to_llama_cpp_and_to_the_reader(workshop, name, kind, tmp_path):
+def test_llama_cpp_and_toyexp_dequantise_weights_alike(workshop, name, kind, tmp_path):
     trained = workshop(name)
     path = trained.write(tmp_path / "model.gguf", kind)
     assert_agrees(trained.read_back(path), path, "q8_0")
 
 
 @pytest.mark.parametrize("kind", ["q2_k", "q4_k_m", "q6_k"])
-def test_k_quants_by_llama_cpp_mean_the_same_to_it_and_to_the_reader(workshop, kind, tmp_path):
+def test_llama_cpp_and_toyexp_dequantise_k_quants_alike(workshop, kind, tmp_path):
     try:
         check_type(kind)
     except Unavailable as reason:
@@ -301,12 +301,12 @@ def test_k_quants_by_llama_cpp_mean_the_same_to_it_and_to_the_reader(workshop, k
 
 @pytest.mark.parametrize("kind", ["f16", "bf16", "q8_0"])
 @pytest.mark.parametrize("name", ["llama", "gpt2"])
-def test_rounded_weights_stay_close_to_the_engine(workshop, name, kind, tmp_path):
+def test_results_with_rounded_weights_are_near_the_engines(workshop, name, kind, tmp_path):
     trained = workshop(name)
     assert_agrees(trained, trained.write(tmp_path / "model.gguf", kind), kind)
 
 
-def test_a_lens_is_folded_into_an_ordinary_embedding(workshop):
+def test_the_lens_of_a_warm_start_is_folded_into_the_exported_embedding(workshop):
     warm = Warm(donor=str(workshop("llama, tied").path), lens="pca")
     trained = workshop("warm", (replace(LLAMA, d_model=48), "auto"), warm)
     with GGUFFile(trained.path) as file:
@@ -324,17 +324,17 @@ def test_a_lens_is_folded_into_an_ordinary_embedding(workshop):
         ("gpt2", {"targets": ["qkv", "down"], "rank": 4, "rslora": True}),
     ],
 )
-def test_an_adapter_on_its_base_is_the_merged_model_is_what_the_engine_computed(workshop, name, settings):
+def test_an_adapter_on_its_base_and_the_merged_model_have_the_engines_results(workshop, name, settings):
     base = workshop(name)
     lora = workshop(f"{name}, lora", (base.plan.model, "auto"), Lora(base=str(base.path), **settings))
     np.testing.assert_array_equal(lora.windows, base.windows)
-    assert np.abs(log_softmax(lora.logits) - log_softmax(base.logits)).max() > 0.1  # else it would say nothing
+    assert np.abs(log_softmax(lora.logits) - log_softmax(base.logits)).max() > 0.1  # else it proves nothing
     assert_agrees(lora, base.path, "f32", adapter=lora.path.with_name("adapter.gguf"))
     assert_agrees(lora, lora.path, "f32")
 
 
-def test_an_adapter_on_a_quantised_base(workshop, tmp_path):
-    """The engine trains on the numbers of the q8_0 weights; llama.cpp rounds what it multiplies them by."""
+def test_an_adapter_on_a_q8_0_base_has_the_engines_results(workshop, tmp_path):
+    """The engine trains with dequantised q8_0 weights; llama.cpp rounds the activations."""
     base = workshop("llama, padded")
     path = base.write(tmp_path / "base.gguf", "q8_0")
     settings = {"targets": ["*"], "rank": 4, "alpha": 12}
@@ -344,8 +344,8 @@ def test_an_adapter_on_a_quantised_base(workshop, tmp_path):
     assert_agrees(lora, lora.path, "f32")
 
 
-def test_an_adapter_on_a_base_in_q4_k(workshop, tmp_path):
-    """As on q8_0: llama.cpp's own kernels round what the base is multiplied by to 8 bits."""
+def test_an_adapter_on_a_q4_k_base_has_the_engines_results(workshop, tmp_path):
+    """As with q8_0, llama.cpp's kernels round the activations to 8 bits."""
     base = workshop("llama, 256 wide", WIDE)
     path = requantise(base.path, tmp_path / "base.gguf", GGMLQuantizationType.Q4_K, q4_k)
     with GGUFFile(path) as file:
@@ -353,21 +353,21 @@ def test_an_adapter_on_a_base_in_q4_k(workshop, tmp_path):
     lora = workshop("llama, q4_k lora", (base.plan.model, "auto"), Lora(base=str(path), targets=["*"], rank=4))
     assert np.abs(lora.values["blk.0.attn_q.weight"] - base.values["blk.0.attn_q.weight"]).max() > 1e-3
     assert_agrees(lora, path, "q8_0", adapter=lora.path.with_name("adapter.gguf"))
-    loss, worst = lora.judged(lora.path)
+    loss, worst = lora.judge(lora.path)
     assert loss == pytest.approx(lora.loss, abs=1e-5)
-    assert worst < 1e-3  # its rows are four times as long as those that TOLERANCE was measured on; 2e-4 was seen
+    assert worst < 1e-3  # its rows are four times as long as those measured for TOLERANCE; 2e-4 was measured
 
 
 def test_the_loss_of_a_trained_model_depends_on_its_context(workshop):
-    """Else agreement with llama.cpp would say nothing about attention and positions."""
+    """Otherwise agreement with llama.cpp would not test attention and positions."""
     trained = workshop("llama")
     counts = np.bincount(trained.targets.ravel(), minlength=trained.logits.shape[-1])
     shares = counts[counts > 0] / counts.sum()
     assert trained.loss < -(shares * np.log(shares)).sum() - 0.5  # the entropy of single tokens
 
 
-def other_pairs(rows: np.ndarray, heads: int) -> np.ndarray:
-    """Rows of a projection for rope that turns (x[i], x[i + D/2]) instead of (x[2i], x[2i + 1])."""
+def swap_rope_pairs(rows: np.ndarray, heads: int) -> np.ndarray:
+    """Reorder rows of a projection for rope on (x[i], x[i + D/2]) instead of (x[2i], x[2i + 1])."""
     return rows.reshape(heads, -1, 2, rows.shape[-1]).swapaxes(1, 2).reshape(rows.shape)
 
 
@@ -379,7 +379,7 @@ DEFECTS = [
 
 
 @pytest.mark.parametrize(("name", "defect"), DEFECTS)
-def test_the_judge_notices_a_wrong(workshop, name, defect, tmp_path):
+def test_the_judge_detects_a_wrong(workshop, name, defect, tmp_path):
     trained = workshop(name)
     model, tensors = trained.plan.model, export_tensors(trained.plan, trained.values)
     if defect == "rope base":
@@ -393,13 +393,13 @@ def test_the_judge_notices_a_wrong(workshop, name, defect, tmp_path):
     for i in range(model.settings()["n_layers"]):
         q, k = f"blk.{i}.attn_q.weight", f"blk.{i}.attn_k.weight"
         if defect == "rope pairs":
-            tensors[q], tensors[k] = other_pairs(tensors[q], 4), other_pairs(tensors[k], 2)
+            tensors[q], tensors[k] = swap_rope_pairs(tensors[q], 4), swap_rope_pairs(tensors[k], 2)
         if defect == "head norms":
             tensors[f"blk.{i}.attn_q_norm.weight"] = np.ones_like(tensors[f"blk.{i}.attn_q_norm.weight"])
         if defect == "key heads":
             tensors[k] = np.roll(tensors[k], len(tensors[k]) // 2, axis=0)
     write_model(tmp_path / "model.gguf", model, tensors, trained.tokenizer)
-    _, worst = trained.judged(tmp_path / "model.gguf")
+    _, worst = trained.judge(tmp_path / "model.gguf")
     assert worst > 0.1
 
 
@@ -410,14 +410,14 @@ TEXTS = [*NASTY, *scramble_texts(seed=1, count=1500)]
 TOKENIZERS = {
     "byte": Bytes,
     "char": lambda: Characters.from_texts([*TEXTS, "e"]),
-    # Trained on the texts themselves, so that merges reach right up to wherever a text is cut into words.
+    # Trained on the texts themselves, so that merges extend to every boundary between words.
     "bpe": lambda: BPE.train([*TEXTS, PROSE], 4000),
 }
 
 
 @pytest.mark.parametrize("spare", [0, 7], ids=["exact", "padded"])
 @pytest.mark.parametrize("kind", TOKENIZERS)
-def test_llama_cpp_cuts_every_text_into_our_ids(kind, spare, tmp_path):
+def test_llama_cpp_has_the_same_ids_for_every_text(kind, spare, tmp_path):
     tokenizer = TOKENIZERS[kind]()
     vocab = tokenizer.vocab + spare
     verdict = ask(write_untrained(tmp_path / "model.gguf", tokenizer, vocab), vocab, tokenizer, texts=TEXTS)
@@ -428,14 +428,14 @@ def test_llama_cpp_cuts_every_text_into_our_ids(kind, spare, tmp_path):
 
 
 @pytest.mark.parametrize("kind", TOKENIZERS)
-def test_llama_cpp_stops_at_our_end_of_text(kind, tmp_path):
+def test_llama_cpp_stops_at_the_end_of_text_token(kind, tmp_path):
     tokenizer = TOKENIZERS[kind]()
     path = write_untrained(tmp_path / "model.gguf", tokenizer, tokenizer.vocab)
     assert ask(path, tokenizer.vocab, tokenizer).stopped_by == "eos"
 
 
-def test_llama_cpp_loads_a_model_of_ids_without_text(tmp_path):
-    """No more than loads: its server has no words for the ids, and aborts when asked to generate."""
+def test_llama_cpp_loads_a_model_without_a_tokenizer(tmp_path):
+    """It can only load it: its server has no text for the ids and aborts when asked to generate."""
     ask(write_untrained(tmp_path / "model.gguf", None, 100), 100, None)
 
 
@@ -449,7 +449,7 @@ ANSWER = Message("assistant", "No.")
 
 
 @pytest.mark.parametrize("template", [CHATML, PLAIN_TEMPLATE], ids=["chatml", "plain"])
-def test_llama_cpp_asks_with_the_ids_that_training_read(template, tmp_path):
+def test_llama_cpp_prompts_with_the_ids_used_in_training(template, tmp_path):
     pytest.importorskip("jinja2", reason="a GGUF's own chat template needs jinja2: pip install 'toyexp[data]'")
     tokenizer = TOKENIZERS["bpe"]()
     controls = ["<|im_start|>", "<|im_end|>"]

@@ -1,6 +1,6 @@
-"""The documentation's table: every architecture in every type, in every direction, held against llama.cpp.
+"""The table in the documentation: every architecture in every type, in every direction, compared with llama.cpp.
 
-`make table` runs all of it and writes the table; the default suite takes the types of DEFAULT.
+`make table` runs all of it and writes the table; the default suite covers the types of DEFAULT.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ TOKENIZER = Bytes()
 CONTEXT = 16
 PROSE = "The café sold 12 crêpes, didn't it? «Ja», said Zoë: 中文 und 🙂.\n\ndef f(x):\n\treturn x ** 2  # {}\n"
 
-# Settings away from the defaults, so that a key that is not read or not written changes the numbers.
+# Settings that differ from the defaults, so that a key that is not read or written changes the numbers.
 SIZES = {"d_model": 64, "d_ff": 96, "context": CONTEXT, "norm_eps": 1e-3, "vocab": TOKENIZER.vocab}
 ROPE = {"rope_base": 500.0, "rope_scale": 2.5}
 FACTORS = np.linspace(1, 8, 64).round(2).tolist()
@@ -64,22 +64,22 @@ MODELS = {
     "gpt2": GPT2(**SIZES),
 }
 
-# How far (the loss, any log-probability) may be from ours; see TOLERANCE in test_llama_cpp.py for why. gpt2 and gemma
-# meet a float16 table of GELU in llama.cpp.
+# The largest differences (of the loss, of any log-probability); test_llama_cpp.py explains them at TOLERANCE. llama.cpp
+# has a float16 table of GELU for gpt2 and gemma.
 EXACT = {"llama": (5e-6, 1e-4), "gpt2": (1.5e-4, 6e-3)}
 ROUNDED = {"f32": (0.0, 0.0), "f16": (1.5e-4, 2e-2), "bf16": (1e-3, 1.5e-1)}
 QUANTISED = (5e-3, 4e-1)
 WIDER = (1.5e-2, 1.5)  # K-quants: one scale for 256 activations
 
 
-# The ggml engine without BLAS rounds what it multiplies by as llama.cpp does: 9e-6 was seen in all types but f16, and
-# 2e-3 there. The room is for other processors, whose kernels may round a tie the other way.
+# The ggml engine without BLAS rounds activations as llama.cpp does: differences were 9e-6 in all types but f16, and
+# 2e-3 there. The margin is for other processors, whose kernels may round ties differently.
 SAME_KERNELS = (1e-3, 3e-2)
-GELU = ("gpt2", "gemma")  # llama.cpp's float16 table of it moves what is rounded next
+GELU = ("gpt2", "gemma")  # after llama.cpp's float16 table of GELU, later numbers may round differently
 
 
-def sized(architecture: str, kind: str) -> Model:
-    """The architecture's model for a type: rows of 256 where it is a K-quant."""
+def sized_model(architecture: str, kind: str) -> Model:
+    """Return the architecture's model for a type, with rows of 256 for a K-quant."""
     model = MODELS[architecture]
     if kind not in K_QUANTS:
         return model
@@ -95,14 +95,14 @@ def sized(architecture: str, kind: str) -> Model:
 
 
 class Judge:
-    """llama.cpp in a process of its own, started once more after a file that ended it."""
+    """llama.cpp in its own process, which is restarted after a file that ended it."""
 
     def __init__(self, directory: Path):
         self.words = directory / "llama.cpp.txt"
         self.process: subprocess.Popen[str] | None = None
 
     def __call__(self, path: Path, windows: np.ndarray, adapter: Path | None = None) -> np.ndarray:
-        """The log-probabilities [windows, T, V] of a file; fails with llama.cpp's words when it refuses the file."""
+        """Return a file's log-probabilities [windows, T, V]; fail with llama.cpp's output if it rejects the file."""
         if self.process is None:
             with open(self.words, "w") as words:
                 self.process = subprocess.Popen(
@@ -127,7 +127,7 @@ class Judge:
         return np.array(json.loads(answer))
 
     def close(self) -> int | None:
-        """Ends the process; its exit code."""
+        """End the process and return its exit code."""
         process, self.process = self.process, None
         if process is None:
             return None
@@ -138,8 +138,8 @@ class Judge:
 # -- files ------------------------------------------------------------------------------------------------------------
 
 
-def quantised(array: np.ndarray, kind: GGMLQuantizationType) -> np.ndarray:
-    """A matrix in bytes of a type, by ggml's own quantiser."""
+def quantise(array: np.ndarray, kind: GGMLQuantizationType) -> np.ndarray:
+    """Return a matrix as bytes of a type, by ggml's own quantiser."""
     rows, width = array.shape
     array = np.ascontiguousarray(array, np.float32)
     out = np.empty(ggml.ggml_row_size(kind, width) * rows, np.uint8)
@@ -148,12 +148,12 @@ def quantised(array: np.ndarray, kind: GGMLQuantizationType) -> np.ndarray:
     return out.reshape(rows, -1)
 
 
-def dequantised(raw: np.ndarray, kind: str) -> np.ndarray:
-    """Rows of bytes of a type as numbers, by ggml itself."""
-    made = GGMLQuantizationType[kind]
+def dequantise(raw: np.ndarray, kind: str) -> np.ndarray:
+    """Return rows of quantised bytes as numbers, by ggml itself."""
+    type_id = GGMLQuantizationType[kind]
     if kind == "F32":
         return raw.view(np.float32)
-    traits = ggml.ggml_get_type_traits(int(made)).contents
+    traits = ggml.ggml_get_type_traits(int(type_id)).contents
     out = np.empty(raw.size // traits.type_size * traits.blck_size, np.float32)
     floats = out.ctypes.data_as(ctypes.POINTER(ctypes.c_float))
     traits.to_float(raw.ctypes.data_as(ctypes.c_void_p), floats, out.size)
@@ -161,9 +161,9 @@ def dequantised(raw: np.ndarray, kind: str) -> np.ndarray:
 
 
 def write_foreign(source: Path, path: Path, kind: str) -> Path:
-    """The file again as other programs make it, in one type."""
-    made = GGMLQuantizationType[TYPES[kind]]
-    return requantise(source, path, made, lambda values: quantised(values, made))
+    """Rewrite the file in one type, as other programs do."""
+    type_id = GGMLQuantizationType[TYPES[kind]]
+    return requantise(source, path, type_id, lambda values: quantise(values, type_id))
 
 
 # -- training ---------------------------------------------------------------------------------------------------------
@@ -175,7 +175,7 @@ SETUP = Setup(BATCHES.inputs, rows=2)
 
 @lru_cache
 def held_out() -> Batch:
-    """Text that was not trained on; the last target of a window has no place in llama.cpp."""
+    """Return text that was not trained on; llama.cpp has no position for the last target of a window."""
     batch = dict(BATCHES.held_out()[0])
     batch["weights"] = batch["weights"].copy()
     batch["weights"][:, -1] = 0
@@ -183,14 +183,14 @@ def held_out() -> Batch:
 
 
 @dataclass(frozen=True)
-class Seen:
-    """What an engine makes of the held-out text."""
+class EngineResults:
+    """An engine's results on the held-out text."""
 
     loss: float
     logits: np.ndarray  # [windows, T - 1, V]
 
     @classmethod
-    def of(cls, session: Session) -> Seen:
+    def compute(cls, session: Session) -> EngineResults:
         return cls(session.evaluate([held_out()]), session.logits(held_out())[:, :-1])
 
     @property
@@ -198,30 +198,32 @@ class Seen:
         logits = self.logits.astype(np.float64)
         return logits - np.log(np.exp(logits).sum(axis=-1, keepdims=True))
 
-    def off(self, theirs: np.ndarray) -> tuple[float, float]:
-        """By how much llama.cpp's loss and log-probabilities differ, these at most."""
+    def differences(self, theirs: np.ndarray) -> tuple[float, float]:
+        """Return the differences of llama.cpp's loss and log-probabilities (the largest of each)."""
         targets = held_out()["targets"][:, :-1, None]
         loss = -np.take_along_axis(theirs, targets, axis=-1).mean()
         return abs(float(loss) - self.loss), float(np.abs(theirs - self.log_probabilities).max())
 
 
-def look(model: Model, path: Path, adapter: Path | None = None, engine: Engine | None = None) -> Seen:
-    """What is in the files, computed in float32 unless the engine does otherwise."""
+def compute_results(
+    model: Model, path: Path, adapter: Path | None = None, engine: Engine | None = None
+) -> EngineResults:
+    """Compute the results of a model file in float32, unless the engine says otherwise."""
     with (engine or TorchCPU(threads=1)).realize(frozen_plan(model, path, SETUP, adapter)) as session:
         session.build()
-        return Seen.of(session)
+        return EngineResults.compute(session)
 
 
-LEARNED = 0.1  # by how much training has to move a log-probability, else that it agrees would say nothing
+MIN_CHANGE = 0.1  # the smallest change of a log-probability by training that makes agreement meaningful
 
 
 @dataclass(frozen=True)
-class Trained:
-    """A trained model: its loss before, what it computes now, and all its tensors."""
+class TrainedModel:
+    """A trained model: its loss before training, its results and all its tensors."""
 
     plan: Plan
     started: float
-    seen: Seen
+    results: EngineResults
     values: dict[str, np.ndarray]
 
     def export(self, path: Path, kind: str = "f32") -> Path:
@@ -230,26 +232,26 @@ class Trained:
         return path
 
 
-def train(recipe: Recipe, model: Model, steps: int, lr: float) -> Trained:
+def train(recipe: Recipe, model: Model, steps: int, lr: float) -> TrainedModel:
     recipe.check()
     plan = recipe.plan(model, SETUP)
     adamw = replace(AdamW.for_lora(), lr=lr)
     with start_session(recipe, GGMLCPU(threads=1), plan) as session:
-        before = Seen.of(session)
+        before = EngineResults.compute(session)
         for step in range(steps):
             session.step(BATCHES.batch(step), adamw.hp_for_step(step))
-        after = Seen.of(session)
-        assert np.abs(after.log_probabilities - before.log_probabilities).max() > LEARNED
-        return Trained(plan, before.loss, after, {t.name: session.download(t.name) for t in plan.tensors})
+        after = EngineResults.compute(session)
+        assert np.abs(after.log_probabilities - before.log_probabilities).max() > MIN_CHANGE
+        return TrainedModel(plan, before.loss, after, {t.name: session.download(t.name) for t in plan.tensors})
 
 
 # -- the cells --------------------------------------------------------------------------------------------------------
 
 
 class Row:
-    """One architecture in one type: a foreign file of that type, and what is done with it."""
+    """One architecture in one type: a foreign file of that type, and the tests of each direction with it."""
 
-    def __init__(self, directory: Path, judge: Judge, source: Trained, kind: str):
+    def __init__(self, directory: Path, judge: Judge, source: TrainedModel, kind: str):
         self.directory, self.judge, self.source, self.kind = directory, judge, source, kind
         self.model = source.plan.model
         exact = source.export(directory / "exact.gguf")
@@ -259,47 +261,47 @@ class Row:
     def windows(self) -> np.ndarray:
         return held_out()["tokens"][:, :-1]
 
-    def judged(self, ours: Seen, path: Path, adapter: Path | None = None) -> tuple[float, float]:
-        return ours.off(self.judge(path, self.windows, adapter))
+    def compare_with_judge(self, ours: EngineResults, path: Path, adapter: Path | None = None) -> tuple[float, float]:
+        return ours.differences(self.judge(path, self.windows, adapter))
 
     @cached_property
-    def seen(self) -> Seen:
-        return look(self.model, self.file)
+    def results(self) -> EngineResults:
+        return compute_results(self.model, self.file)
 
     @cached_property
-    def lora(self) -> Trained:
+    def lora(self) -> TrainedModel:
         recipe = Lora(base=str(self.file), targets=["*"], rank=4, alpha=8.0)
         return train(recipe, self.model, steps=8, lr=0.02)
 
     def read(self) -> tuple[float, float]:
-        """The file says what model it is, and the engine computes what llama.cpp computes of it."""
+        """Read the file; compare the engine's results with llama.cpp's."""
         with GGUFFile(self.file) as file:
             assert read_model(type(self.model), file) == self.model
             assert {t.type for t in file.tensors.values()} == {"F32", TYPES[self.kind]}
             for name, tensor in file.tensors.items():
-                theirs = dequantised(file.read_raw(name), tensor.type).reshape(tensor.shape)
+                theirs = dequantise(file.read_raw(name), tensor.type).reshape(tensor.shape)
                 np.testing.assert_allclose(file.read(name), theirs, rtol=1e-6, atol=1e-8)
         theirs = self.judge(self.file, self.windows)
         if self.model.name not in GELU:
-            rounded = look(self.model, self.file, engine=GGMLCPU(threads=1, blas=False)).off(theirs)
-            assert all(off <= limit for off, limit in zip(rounded, SAME_KERNELS, strict=True)), rounded
-        return self.seen.off(theirs)
+            rounded = compute_results(self.model, self.file, engine=GGMLCPU(threads=1, blas=False)).differences(theirs)
+            assert all(differences <= limit for differences, limit in zip(rounded, SAME_KERNELS, strict=True)), rounded
+        return self.results.differences(theirs)
 
     def donor(self) -> tuple[float, float]:
-        """Its embedding warms a smaller model, and stays as it is; the lens is folded into the export."""
+        """Warm-start a smaller model from the file's embedding, which stays frozen; the export folds the lens in."""
         model, lens = self.model, "none"
         if not model.settings()["tied"]:
             model, lens = replace(model, d_model=32), "pca"
         trained = train(Warm(donor=str(self.file), lens=lens), model, steps=20, lr=0.01)
         with GGUFFile(self.file) as file:
             np.testing.assert_array_equal(trained.values[TABLE], file.read(TABLE))
-        return self.judged(trained.seen, trained.export(self.directory / "donor-f32.gguf"))
+        return self.compare_with_judge(trained.results, trained.export(self.directory / "donor-f32.gguf"))
 
     def base(self) -> tuple[float, float]:
-        """Adapters train on it where it lies, and are merged into its numbers."""
-        assert self.lora.started == pytest.approx(self.seen.loss, abs=self.limits("read")[0])
+        """Train adapters on the file as it is, and merge them into its dequantised weights."""
+        assert self.lora.started == pytest.approx(self.results.loss, abs=self.limits("read")[0])
         path, adapter = self.lora.export(self.directory / "lora-f32.gguf"), self.adapter_file()
-        return self.judged(look(self.model, self.file, adapter), path)
+        return self.compare_with_judge(compute_results(self.model, self.file, adapter), path)
 
     def adapter_file(self) -> Path:
         path = self.directory / "adapter.gguf"
@@ -307,20 +309,20 @@ class Row:
         return path
 
     def adapter(self) -> tuple[float, float]:
-        """llama.cpp puts the adapter on the file itself."""
+        """Let llama.cpp apply the adapter to the file itself."""
         adapter = self.adapter_file()
-        ours = look(self.model, self.file, adapter)
-        assert self.lora.seen.loss == pytest.approx(ours.loss, abs=self.limits("adapter")[0])
-        return self.judged(ours, self.file, adapter)
+        ours = compute_results(self.model, self.file, adapter)
+        assert self.lora.results.loss == pytest.approx(ours.loss, abs=self.limits("adapter")[0])
+        return self.compare_with_judge(ours, self.file, adapter)
 
     def full(self) -> tuple[float, float]:
-        """All its weights are trained on."""
+        """Train all weights of the file."""
         trained = train(Full(base=str(self.file)), self.model, steps=8, lr=3e-3)
-        assert trained.started == pytest.approx(self.seen.loss, abs=1e-5)
-        return self.judged(trained.seen, trained.export(self.directory / "full-f32.gguf"))
+        assert trained.started == pytest.approx(self.results.loss, abs=1e-5)
+        return self.compare_with_judge(trained.results, trained.export(self.directory / "full-f32.gguf"))
 
     def export(self) -> tuple[float, float]:
-        """A model trained in float32 is written in the type, and means to us what it means to llama.cpp."""
+        """Export a model trained in float32 in this type; toyexp and llama.cpp must dequantise it alike."""
         try:
             check_type(self.kind)
         except Unavailable as reason:
@@ -328,7 +330,7 @@ class Row:
         path = self.source.export(self.directory / f"export-{self.kind}.gguf", self.kind)
         with GGUFFile(path) as file:
             assert TYPES[self.kind] in {t.type for t in file.tensors.values()}
-        return self.judged(look(self.model, path), path)
+        return self.compare_with_judge(compute_results(self.model, path), path)
 
     def limits(self, direction: str) -> tuple[float, float]:
         exact = EXACT["gpt2" if self.model.name in GELU else "llama"]
@@ -340,15 +342,15 @@ class Row:
 
 @pytest.fixture(scope="module")
 def rows(tmp_path_factory):
-    """`rows(architecture, kind)`; the last one is kept, and its files with it."""
+    """Return a function `rows(architecture, kind)` that keeps the last row and its files."""
     place = tmp_path_factory.mktemp("table")
     judge = Judge(place)
 
     @lru_cache
-    def source(architecture: str, wide: bool) -> Trained:
-        model = sized(architecture, "q6_k" if wide else "f32")
+    def source(architecture: str, wide: bool) -> TrainedModel:
+        model = sized_model(architecture, "q6_k" if wide else "f32")
         trained = train(Scratch(), model, steps=150, lr=3e-3)
-        assert trained.seen.loss < 3  # the entropy of single bytes is 3.5, so what it computes depends on the context
+        assert trained.results.loss < 3  # the entropy of single bytes is 3.5, so the results depend on the context
         return trained
 
     @lru_cache(maxsize=1)
@@ -367,7 +369,7 @@ def parameter(architecture: str, kind: str, direction: str) -> Any:
 
 
 @pytest.mark.parametrize(("architecture", "kind", "direction"), [parameter(*cell) for cell in CELLS])
-def test_a_cell_of_the_table(rows, architecture, kind, direction, record_property):
+def test_a_cell_of_the_table_agrees_with_llama_cpp(rows, architecture, kind, direction, record_property):
     row = rows(architecture, kind)
     loss, worst = getattr(row, direction)()
     record_property("cell", (architecture, kind, direction, loss, worst))
@@ -375,11 +377,11 @@ def test_a_cell_of_the_table(rows, architecture, kind, direction, record_propert
     assert loss <= loss_limit and worst <= limit
 
 
-def test_a_file_that_ends_llama_cpp_is_named_and_the_next_one_judged(tmp_path):
+def test_a_file_that_aborts_llama_cpp_is_named_and_the_next_one_is_judged(tmp_path):
     judge = Judge(tmp_path)
     windows = held_out()["tokens"][:1, :2]
     good, bad = tmp_path / "good.gguf", tmp_path / "bad.gguf"
-    model = sized("llama", "f32")
+    model = sized_model("llama", "f32")
     write_model(good, model, {t.name: t.init.draw(t.shape, 0, t.name) for t in model.tensors()}, TOKENIZER)
     bad.write_bytes(good.read_bytes()[:-9000])
     assert judge(good, windows).shape == (1, 2, TOKENIZER.vocab)

@@ -1,4 +1,4 @@
-"""Chat templates write here what transformers writes, and the rows to train on begin as the model is asked."""
+"""Chat templates write the text of transformers, and rows to train on begin with the prompt used in inference."""
 
 from __future__ import annotations
 
@@ -54,27 +54,27 @@ CHATS: dict[str, list[dict[str, Any]]] = {
 }  # fmt: skip
 
 
-def tools_of(chat: str) -> list[dict[str, Any]] | None:
+def tools_for_chat(chat: str) -> list[dict[str, Any]] | None:
     return [{"type": "function", "function": TOOL}] if chat == "tools" else None
 
 
 @cache
 def tokenizer_for(template: str) -> BPE:
-    """Bytes, and as control tokens what the template spells like one."""
+    """Return a byte tokenizer with the control tokens that occur in the template."""
     controls = sorted({"<|im_start|>", "<|im_end|>", *SPELLED.findall(template)} - {BOS, EOS})
     pieces = [*SYMBOLS, BOS, EOS, *controls]
-    made = BPE(pieces, [], 257)
-    made.bos, made.controls = 256, frozenset(range(256, len(pieces))) - {257}
+    tokenizer = BPE(pieces, [], 257)
+    tokenizer.bos, tokenizer.controls = 256, frozenset(range(256, len(pieces))) - {257}
     types = np.array([NORMAL] * 256 + [CONTROL] * (len(pieces) - 256))
-    made.extra_end_ids = frozenset(
+    tokenizer.extra_end_ids = frozenset(
         special_tokens({p: i for i, p in enumerate(pieces)}, types, {"eos_token_id": 257})[1]
     ) - {257}
-    return made
+    return tokenizer
 
 
 @cache
 def judge(template: str) -> Any:
-    """The same tokenizer in transformers."""
+    """Return the same tokenizer in transformers."""
     from tokenizers import Tokenizer as Library
     from transformers import PreTrainedTokenizerFast
 
@@ -83,7 +83,7 @@ def judge(template: str) -> Any:
 
 
 @pytest.fixture(autouse=True)
-def _day(monkeypatch):
+def fixed_day(monkeypatch):
     from transformers.utils import chat_template_utils
 
     class Stopped(datetime.datetime):
@@ -94,8 +94,10 @@ def _day(monkeypatch):
     monkeypatch.setattr(chat_template_utils, "datetime", Stopped)
 
 
-def theirs(template: str, messages: Sequence[dict[str, Any]], tools: Any, ask: bool) -> tuple[str | None, str]:
-    """transformers' text, or None and why it writes none."""
+def render_with_transformers(
+    template: str, messages: Sequence[dict[str, Any]], tools: Any, ask: bool
+) -> tuple[str | None, str]:
+    """Return transformers' text, or None and the reason why it writes none."""
     try:
         text = judge(template).apply_chat_template(
             list(messages), chat_template=template, tools=tools, add_generation_prompt=ask, tokenize=False
@@ -105,10 +107,12 @@ def theirs(template: str, messages: Sequence[dict[str, Any]], tools: Any, ask: b
         return None, str(error)
 
 
-def ours(template: str, messages: Sequence[Message], tools: Any, ask: bool) -> tuple[str | None, str]:
+def render(template: str, messages: Sequence[Message], tools: Any, ask: bool) -> tuple[str | None, str]:
     try:
-        made = Template(template, tokenizer_for(template), "x", NOW).render([m.fields() for m in messages], ask, tools)
-        return made.text, ""
+        rendering = Template(template, tokenizer_for(template), "x", NOW).render(
+            [m.fields() for m in messages], ask, tools
+        )
+        return rendering.text, ""
     except BadChat as error:
         return None, str(error)
 
@@ -118,14 +122,14 @@ def as_messages(chat: Sequence[dict[str, Any]]) -> list[Message]:
     return [Message(m["role"], m["content"], more) for m, more in zip(chat, further, strict=True)]
 
 
-def difference(template: str, name: str) -> str:
-    """What differs from transformers in text or ids, with and without a question at the end; nothing, if nothing."""
-    chat, tools = CHATS[name], tools_of(name)
+def find_difference(template: str, name: str) -> str:
+    """Return what differs from transformers in text or ids, with and without a generation prompt; "" if nothing."""
+    chat, tools = CHATS[name], tools_for_chat(name)
     for messages, ask in ((chat, False), (chat[:-1], True)):
-        expected, why = theirs(template, messages, tools, ask)
-        found, reason = ours(template, as_messages(messages), tools, ask)
-        if expected != found:
-            return f"{found or reason!r} for {expected or why!r}"
+        expected, why = render_with_transformers(template, messages, tools, ask)
+        text, reason = render(template, as_messages(messages), tools, ask)
+        if expected != text:
+            return f"{text or reason!r} for {expected or why!r}"
         if expected is None and why[:60].replace("\n", " ") not in reason.replace(r"\n", " "):
             return f"refused with {reason!r} for {why!r}"
         if expected is not None:
@@ -135,13 +139,13 @@ def difference(template: str, name: str) -> str:
     return ""
 
 
-def misread(template: str, name: str) -> str:
-    """What is wrong with the rows to train on; nothing, if nothing.
+def find_row_error(template: str, name: str) -> str:
+    """Return the error in the rows to train on; "" if there is none.
 
-    Each is the beginning of what transformers writes up to an answer, or begins with what it writes to ask for it.
+    Each row begins the text that transformers writes up to an answer, or begins with its prompt for the answer.
     """
-    chat, tools, tokenizer = CHATS[name], tools_of(name), tokenizer_for(template)
-    if theirs(template, chat, tools, False)[0] is None:
+    chat, tools, tokenizer = CHATS[name], tools_for_chat(name), tokenizer_for(template)
+    if render_with_transformers(template, chat, tools, False)[0] is None:
         return ""
     try:
         rows = ChatTemplate(template, tokenizer, "x", NOW).rows(as_messages(chat), tools).rows
@@ -152,11 +156,11 @@ def misread(template: str, name: str) -> str:
         last = [next(answers) for part in row if part.learned][-1]
         end = max(n for n, part in enumerate(row) if part.learned) + 1
         text = "".join(part.text for part in row[:end])
-        whole, asked = (
-            theirs(template, chat[: last + 1], tools, False)[0],
-            theirs(template, chat[:last], tools, True)[0],
+        full_text, prompt_text = (
+            render_with_transformers(template, chat[: last + 1], tools, False)[0],
+            render_with_transformers(template, chat[:last], tools, True)[0],
         )
-        if not (whole or "").startswith(text) and not (asked and text.startswith(asked)):
+        if not (full_text or "").startswith(text) and not (prompt_text and text.startswith(prompt_text)):
             return f"reads {text!r}"
         ids = judge(template)(text, add_special_tokens=False).input_ids
         if tokenize(row, tokenizer, False).ids.tolist() not in (ids, [*ids, 257]):
@@ -201,37 +205,37 @@ WRITE_CALLS = ("json",)
 
 
 @pytest.mark.parametrize("template", SMALL)
-def test_text_and_ids_are_transformers(template):
-    assert {chat: found for chat in CHATS if (found := difference(SMALL[template], chat))} == {}
+def test_text_and_ids_agree_with_transformers(template):
+    assert {chat: problem for chat in CHATS if (problem := find_difference(SMALL[template], chat))} == {}
 
 
 @pytest.mark.parametrize("template", SMALL)
-def test_rows_hold_what_transformers_asks_and_answers(template):
-    found = {chat: told for chat in CHATS if (told := misread(SMALL[template], chat))}
+def test_rows_agree_with_the_prompts_and_answers_of_transformers(template):
+    problems = {chat: problem for chat in CHATS if (problem := find_row_error(SMALL[template], chat))}
     if template not in WRITE_CALLS:
-        assert "drops content of the assistant" in found.pop("tools", "drops content of the assistant")
-    assert found == {}
+        assert "drops content of the assistant" in problems.pop("tools", "drops content of the assistant")
+    assert problems == {}
 
 
-def test_marks_are_learned_as_transformers_masks_them():
+def test_learned_positions_equal_the_assistant_mask_of_transformers():
     template = SMALL["marked"]
     for chat in ("single", "turns", "system"):
-        made = judge(template).apply_chat_template(
+        expected = judge(template).apply_chat_template(
             CHATS[chat], chat_template=template, return_assistant_tokens_mask=True, return_dict=True, tokenize=True
         )
         (row,) = ChatTemplate(template, tokenizer_for(template), "x").rows(as_messages(CHATS[chat])).rows
         example = tokenize(row, tokenizer_for(template), False)
         learned = np.flatnonzero(example.learned).tolist()
-        assert learned == np.flatnonzero(made["assistant_masks"]).tolist(), chat
-        assert example.ids.tolist() == made["input_ids"][: len(example.ids)]
+        assert learned == np.flatnonzero(expected["assistant_masks"]).tolist(), chat
+        assert example.ids.tolist() == expected["input_ids"][: len(example.ids)]
 
 
-# -- templates of others ----------------------------------------------------------------------------------------------
+# -- templates of llama.cpp ------------------------------------------------------------------------------------------
 
 
-def collected(root: Path) -> dict[str, str]:
-    """The templates in a checkout of llama.cpp: files of their own, and those that its tests spell out."""
-    found = {
+def collect_templates(root: Path) -> dict[str, str]:
+    """Return the templates in a checkout of llama.cpp: those in files, and those in its tests."""
+    templates = {
         path.stem: path.read_text(encoding="utf-8") for path in sorted((root / "models/templates").glob("*.jinja"))
     }
     quoted = r'"(?:[^"\\]|\\.)*"'
@@ -240,23 +244,23 @@ def collected(root: Path) -> dict[str, str]:
     )
     for name, text in entry.findall((root / "tests/test-chat-template.cpp").read_text(encoding="utf-8")):
         pieces = [json.loads(piece.replace(r"\'", "'")) for piece in re.findall(quoted, text)]
-        found[json.loads(name)] = "".join(pieces)
-    return found
+        templates[json.loads(name)] = "".join(pieces)
+    return templates
 
 
 @pytest.mark.full
-def test_the_templates_of_llama_cpps_sources():
+def test_the_templates_of_llama_cpps_checkout():
     root = os.environ.get("TOYEXP_LLAMA_CPP")
     if not root:
         pytest.skip("no checkout of llama.cpp is named: TOYEXP_LLAMA_CPP=...")
-    templates = collected(Path(root))
+    templates = collect_templates(Path(root))
     assert len(templates) >= 70
     pairs = [(name, chat) for name in templates for chat in CHATS]
-    wrong = {pair: told for pair in pairs if (told := difference(templates[pair[0]], pair[1]))}
-    odd = {pair: told for pair in pairs if (told := misread(templates[pair[0]], pair[1]))}
-    unwritten = [pair for pair, told in odd.items() if "drops content of the assistant" in told]
-    for (name, chat), told in {**wrong, **odd}.items():
-        print(f"{name} | {chat} | {told}")
+    wrong = {pair: problem for pair in pairs if (problem := find_difference(templates[pair[0]], pair[1]))}
+    odd = {pair: problem for pair in pairs if (problem := find_row_error(templates[pair[0]], pair[1]))}
+    unwritten = [pair for pair, problem in odd.items() if "drops content of the assistant" in problem]
+    for (name, chat), problem in {**wrong, **odd}.items():
+        print(f"{name} | {chat} | {problem}")
     print(f"{len(pairs)} pairs, {len(wrong)} differ, {len(odd)} make no rows")
     assert len(wrong) <= 0.05 * len(pairs) and set(odd) == set(unwritten)
     assert len([chat for _, chat in unwritten if chat != "tools"]) <= 0.05 * len(pairs)

@@ -1,4 +1,4 @@
-"""The tokenizers of GGUF files give llama.cpp's own ids, for every pre-tokenizer and for SentencePiece."""
+"""Tokenizers read from GGUF files have llama.cpp's ids, for every pre-tokenizer and for SentencePiece."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ MAIN = ("gpt-2", "llama-bpe", "qwen2", "smollm", "default")
 USED = ["<|im_start|>", "<|im_end|>", "<tool>", "<tool", " \t ", "\r\r", "☃é", "a<"]  # the first two are control tokens
 
 
-ATOMS = [  # what pre-tokenizers tell apart, and what they take together
+ATOMS = [  # pieces that pre-tokenizers separate or join
     *(
         "'s",
         "'S",
@@ -107,13 +107,13 @@ ATOMS = [  # what pre-tokenizers tell apart, and what they take together
 
 
 @cache
-def texts(count: int) -> list[str]:
-    """Texts of all sorts: a list of nasty ones, classes of characters mixed at random, and hypothesis' own.
+def make_texts(count: int) -> list[str]:
+    """Return texts of all sorts: a list of difficult ones, characters mixed at random, and texts of hypothesis.
 
-    Characters that Python calls unassigned are left out, as in `scramble_texts`: from Unicode 16 on the tables of
+    Characters that Python calls unassigned are excluded, as in `scramble_texts`: from Unicode 16 on the tables of
     llama.cpp and of the tokenizers library differ.
     """
-    made: list[str] = []
+    generated: list[str] = []
     character = st.characters(exclude_categories=("Cn", "Cs"))
     piece = st.sampled_from([*USED, *ATOMS]) | st.text(character, max_size=4)
 
@@ -122,16 +122,16 @@ def texts(count: int) -> list[str]:
     )
     @given(st.lists(piece, max_size=8).map("".join))
     def make(text: str) -> None:
-        made.append(text)
+        generated.append(text)
 
     make()
     rng = random.Random(0)
     mixed = ["".join(rng.choices(ATOMS, k=rng.randrange(2, 9))) for _ in range(count // 2)]
-    return [*NASTY, *mixed, *made, *scramble_texts(seed=2, count=count)][:count]
+    return [*NASTY, *mixed, *generated, *scramble_texts(seed=2, count=count)][:count]
 
 
 def ask(questions: Sequence[dict[str, Any]]) -> list[dict[str, list[list[int]]]]:
-    """llama.cpp's ids, file by file; see judge.py."""
+    """Return llama.cpp's ids for each file; see judge.py."""
     run = subprocess.run(
         [sys.executable, str(JUDGE)],
         input=json.dumps([dict.fromkeys(("texts", "special", "prompts", "chats", "draw"), ()) | q for q in questions]),
@@ -144,19 +144,21 @@ def ask(questions: Sequence[dict[str, Any]]) -> list[dict[str, list[list[int]]]]
     return json.loads(run.stdout)
 
 
-def stored(path: Path, tokenizer: Tokenizer, name: str = "", **keys: Any) -> Tokenizer:
-    """The tokenizer as it is read from the file `name`d so, with these `tokenizer.ggml.*` keys; None: without it."""
+def write_and_read(path: Path, tokenizer: Tokenizer, name: str = "", **keys: Any) -> Tokenizer:
+    """Write a file with the general name `name` and these `tokenizer.ggml.*` keys (None removes one); read its
+    tokenizer.
+    """
     tokenizer.family = family(name)
-    changed = tokenizer.gguf_metadata() | {f"ggml.{k}": v for k, v in keys.items()}
-    tokenizer.source = {k: v for k, v in changed.items() if v is not None}
+    metadata = tokenizer.gguf_metadata() | {f"ggml.{k}": v for k, v in keys.items()}
+    tokenizer.source = {k: v for k, v in metadata.items() if v is not None}
     write_untrained(path, tokenizer, tokenizer.vocab, name)
     with GGUFFile(path) as file:
         return read_tokenizer(file)
 
 
 def compare(tokenizers: dict[Path, Tokenizer], count: int, prompts: int = 20) -> None:
-    """Fails with the first text whose ids differ, of `count` texts as they are, with special tokens, and as prompts."""
-    plain = texts(count)
+    """Fail with the first of `count` texts whose ids differ: as they are, with special tokens, and as prompts."""
+    plain = make_texts(count)
     spelled = [f"{text}{USED[n % 3]}{text[:2]}" for n, text in enumerate(plain[: count // 10])]
     questions = [{"model": str(p), "texts": plain, "special": spelled, "prompts": plain[:prompts]} for p in tokenizers]
     for (path, tokenizer), answer in zip(tokenizers.items(), ask(questions), strict=True):
@@ -168,63 +170,71 @@ def compare(tokenizers: dict[Path, Tokenizer], count: int, prompts: int = 20) ->
         theirs = answer | {
             "prompts": [ids for text, ids in zip(plain[:prompts], answer["prompts"], strict=True) if text]
         }
-        for what, asked in (("tokens", plain), ("special", spelled), ("prompts", [t for t in plain[:prompts] if t])):
-            for text, one, other in zip(asked, ours[what], theirs[what], strict=True):
-                assert (path.stem, what, text, one) == (path.stem, what, text, other)
+        for kind, asked_texts in (
+            ("tokens", plain),
+            ("special", spelled),
+            ("prompts", [t for t in plain[:prompts] if t]),
+        ):
+            for text, our_ids, their_ids in zip(asked_texts, ours[kind], theirs[kind], strict=True):
+                assert (path.stem, kind, text, our_ids) == (path.stem, kind, text, their_ids)
 
 
 # -- byte-level BPE ---------------------------------------------------------------------------------------------------
 
 
 @cache
-def cuts(count: int) -> tuple[list[str], list[tuple[str, str]]]:
-    """Tokens and merges that show where texts are cut: every three bytes side by side, then every two.
+def bpe_tokens(count: int) -> tuple[list[str], list[tuple[str, str]]]:
+    """Return tokens and merges that reveal boundaries: all groups of three adjacent bytes, then all pairs.
 
-    Some whole words are tokens too, without a merge that makes them.
+    Some complete words are tokens too, without a merge that makes them.
     """
-    rng, known = random.Random(0), {*SYMBOLS, *USED}
-    forms = ["".join(SYMBOLS[b] for b in text.encode()) for text in texts(count)]
+    rng, fixed_tokens = random.Random(0), {*SYMBOLS, *USED}
+    forms = ["".join(SYMBOLS[b] for b in text.encode()) for text in make_texts(count)]
     two = sorted({(f[n], f[n + 1]) for f in forms for n in range(len(f) - 1)})
     three = sorted({(f[n : n + 2], f[n + 2]) for f in forms for n in range(len(f) - 2)})
     words = sorted(
-        {word for text in texts(count) for word, _ in PRE_TOKENIZERS["qwen2"].build().pre_tokenize_str(text)}
+        {word for text in make_texts(count) for word, _ in PRE_TOKENIZERS["qwen2"].build().pre_tokenize_str(text)}
     )
     rng.shuffle(two)
     rng.shuffle(three)
     tokens = dict.fromkeys([*(a + b for a, b in three + two), *rng.sample(words, len(words) // 3)])
-    return [token for token in tokens if token not in known], three + two
+    return [token for token in tokens if token not in fixed_tokens], three + two
 
 
-def cutter(path: Path, name: str, count: int) -> Tokenizer:
-    """A tokenizer read from a file with the pre-tokenizer `name`, which shows where it cuts `count` texts."""
-    found, merges = cuts(count)
-    pieces = [*USED, *SYMBOLS, *found, END_OF_TEXT]
+def boundary_tokenizer(path: Path, name: str, count: int) -> Tokenizer:
+    """Return a tokenizer with the pre-tokenizer `name`, read from a file, that reveals boundaries in `count` texts."""
+    tokens, merges = bpe_tokens(count)
+    pieces = [*USED, *SYMBOLS, *tokens, END_OF_TEXT]
     types = np.full(len(pieces), NORMAL, np.int32)
     types[: len(USED)], types[:2], types[-1] = USER_DEFINED, CONTROL, CONTROL
     keys = {"pre": name, "token_type": types, "add_bos_token": None}
-    return stored(path / f"{name}.gguf", BPE(pieces, merges, len(pieces) - 1), **keys)
+    return write_and_read(path / f"{name}.gguf", BPE(pieces, merges, len(pieces) - 1), **keys)
 
 
 @pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.full] * (n not in MAIN[:2])) for n in MAIN])
-def test_a_bpe_that_learned_with_the_pre_tokenizer(name, tmp_path):
-    """Trained on the texts themselves, so that merges reach right up to wherever a text is cut into words."""
-    trained = BPE.train([*texts(3000), PROSE], 3000, PRE_TOKENIZERS[name])
-    compare({tmp_path / "model.gguf": stored(tmp_path / "model.gguf", trained, pre=name)}, count=3000)
+def test_a_bpe_trained_with_a_pre_tokenizer_has_llama_cpps_ids(name, tmp_path):
+    """The training texts are the test's, so that merges extend to every boundary between words."""
+    trained = BPE.train([*make_texts(3000), PROSE], 3000, PRE_TOKENIZERS[name])
+    compare({tmp_path / "model.gguf": write_and_read(tmp_path / "model.gguf", trained, pre=name)}, count=3000)
 
 
-def test_every_pattern_of_the_table(tmp_path):
+def test_every_pre_tokenizer_pattern_has_llama_cpps_ids(tmp_path):
     names = {pre: name for name, pre in PRE_TOKENIZERS.items()}.values()
-    compare({tmp_path / f"{name}.gguf": cutter(tmp_path, name, 200) for name in names}, count=200)
+    compare({tmp_path / f"{name}.gguf": boundary_tokenizer(tmp_path, name, 200) for name in names}, count=200)
 
 
 @pytest.mark.full
-def test_every_name_of_the_table_means_its_pattern(tmp_path):
-    compare({tmp_path / f"{name}.gguf": cutter(tmp_path, name, 60) for name in PRE_TOKENIZERS}, count=60, prompts=3)
+def test_every_pre_tokenizer_name_has_llama_cpps_ids(tmp_path):
+    compare(
+        {tmp_path / f"{name}.gguf": boundary_tokenizer(tmp_path, name, 60) for name in PRE_TOKENIZERS},
+        count=60,
+        prompts=3,
+    )
 
 
 def test_a_file_without_a_pre_tokenizer_has_the_default_one(tmp_path):
     path = tmp_path / "model.gguf"
-    tokenizer = stored(path, cutter(tmp_path, "default", 200), pre=None)
+    tokenizer = write_and_read(path, boundary_tokenizer(tmp_path, "default", 200), pre=None)
     assert "ggml.pre" not in tokenizer.source
     compare({path: tokenizer}, count=200)
 
@@ -232,128 +242,143 @@ def test_a_file_without_a_pre_tokenizer_has_the_default_one(tmp_path):
 # -- SentencePiece ----------------------------------------------------------------------------------------------------
 
 
-def vocabulary(seed: int, pieces: int, levels: int, apart: Sequence[str] = ()) -> SentencePiece:
-    """Pieces of the texts with scores of so many levels: few of them make many ties; none has one of `apart` in it."""
+def make_sentencepiece(seed: int, pieces: int, levels: int, excluded: Sequence[str] = ()) -> SentencePiece:
+    """Return a tokenizer with pieces of the texts and `levels` different scores (few levels give many ties).
+
+    No piece contains a string of `apart`.
+    """
     rng = random.Random(seed)
-    corpus = [(" " + text).replace(" ", BLANK).replace("\0", "") for text in texts(3000)]
-    found = dict.fromkeys(c for text in corpus for c in text if rng.random() < 0.7)
+    corpus = [(" " + text).replace(" ", BLANK).replace("\0", "") for text in make_texts(3000)]
+    candidates = dict.fromkeys(c for text in corpus for c in text if rng.random() < 0.7)
     for _ in range(pieces):
         text = rng.choice(corpus)
         start = rng.randrange(len(text))
-        found[text[start : start + rng.randrange(2, 8)]] = None
-    fixed = ["<unk>", "<s>", "</s>", *(f"<0x{b:02X}>" for b in range(256)), *USED]
-    # llama.cpp merges up to a control token where parts of it are tokens: a test of its own.
+        candidates[text[start : start + rng.randrange(2, 8)]] = None
+    fixed_pieces = ["<unk>", "<s>", "</s>", *(f"<0x{b:02X}>" for b in range(256)), *USED]
+    # llama.cpp merges up to a control token if parts of it are tokens; another test covers this.
     controls = ("<unk>", "<s>", "</s>", *USED[:2])
-    rest = [p for p in found if p not in fixed and (len(p) < 2 or not any(p in control for control in controls))]
-    rest = [p for p in rest if not any(text in p for text in apart)]
-    rng.shuffle(rest)
+    pieces_of_texts = [
+        p for p in candidates if p not in fixed_pieces and (len(p) < 2 or not any(p in control for control in controls))
+    ]
+    pieces_of_texts = [p for p in pieces_of_texts if not any(text in p for text in excluded)]
+    rng.shuffle(pieces_of_texts)
     kinds = [UNKNOWN, CONTROL, CONTROL, *[BYTE] * 256, CONTROL, CONTROL, *[USER_DEFINED] * (len(USED) - 2)]
-    types = np.array([*kinds, *[NORMAL] * len(rest)], np.int32)
-    scores = np.array([0.0] * len(fixed) + [-rng.randrange(levels) / 3 for _ in rest], np.float32)
-    tokenizer = SentencePiece([*fixed, *rest], scores, types, eos=2)
+    types = np.array([*kinds, *[NORMAL] * len(pieces_of_texts)], np.int32)
+    scores = np.array([0.0] * len(fixed_pieces) + [-rng.randrange(levels) / 3 for _ in pieces_of_texts], np.float32)
+    tokenizer = SentencePiece([*fixed_pieces, *pieces_of_texts], scores, types, eos=2)
     tokenizer.bos, tokenizer.add_bos = 1, True
     return tokenizer
 
 
-def test_sentencepiece_with_scores_of_its_own_for_each_token_and_with_ties(tmp_path):
+def test_sentencepiece_with_distinct_and_equal_scores_has_llama_cpps_ids(tmp_path):
     kinds = {
-        "own": vocabulary(0, 6000, 10**9),
-        "few": vocabulary(1, 6000, 4),
-        "none": vocabulary(2, 2000, 1),
+        "own": make_sentencepiece(0, 6000, 10**9),
+        "few": make_sentencepiece(1, 6000, 4),
+        "none": make_sentencepiece(2, 2000, 1),
     }
-    compare({tmp_path / name: stored(tmp_path / name, tokenizer) for name, tokenizer in kinds.items()}, count=3000)
+    compare(
+        {tmp_path / name: write_and_read(tmp_path / name, tokenizer) for name, tokenizer in kinds.items()}, count=3000
+    )
 
 
-def test_sentencepiece_as_the_keys_of_a_file_change_it(tmp_path):
+def test_sentencepiece_follows_the_keys_of_the_file_as_llama_cpp_does(tmp_path):
     changes = {
         "bare": {"add_space_prefix": False},
-        "whole numbers": {"scores": -np.arange(vocabulary(3, 500, 9).vocab, dtype=np.int32)},
+        "whole numbers": {"scores": -np.arange(make_sentencepiece(3, 500, 9).vocab, dtype=np.int32)},
         "around": {"add_bos_token": False, "add_eos_token": True},
     }
     compare(
-        {tmp_path / n: stored(tmp_path / n, vocabulary(3, 500, 9), **keys) for n, keys in changes.items()}, count=200
+        {
+            tmp_path / n: write_and_read(tmp_path / n, make_sentencepiece(3, 500, 9), **keys)
+            for n, keys in changes.items()
+        },
+        count=200,
     )
     left_out = ("scores", "add_bos_token", "add_space_prefix", "bos_token_id", "eos_token_id")
     path = tmp_path / "defaults"
-    compare({path: stored(path, vocabulary(4, 500, 9), **dict.fromkeys(left_out))}, count=200)
+    compare({path: write_and_read(path, make_sentencepiece(4, 500, 9), **dict.fromkeys(left_out))}, count=200)
 
 
-def test_where_parts_of_a_control_token_are_tokens_llama_cpp_makes_it_of_text_and_we_do_not(tmp_path):
-    """The one difference: SentencePiece itself never does it, nor did the texts that models learned from."""
+def test_unlike_llama_cpp_text_never_merges_into_a_control_token(tmp_path):
+    """This is the only difference; the SentencePiece library and the models' training texts agree with toyexp."""
     path = tmp_path / "model.gguf"
     pieces = ["<unk>", "<s>", "</s>", *(f"<0x{b:02X}>" for b in range(256)), BLANK, "<", "s", ">", "s>", "x"]
     types = np.array([UNKNOWN, CONTROL, CONTROL, *[BYTE] * 256, *[NORMAL] * 6], np.int32)
-    tokenizer = stored(path, SentencePiece(pieces, np.zeros(len(pieces), np.float32), types, eos=2))
+    tokenizer = write_and_read(path, SentencePiece(pieces, np.zeros(len(pieces), np.float32), types, eos=2))
     (answer,) = ask([{"model": str(path), "texts": ["x<s>"]}])
     assert [tokenizer.pieces[i] for i in answer["tokens"][0]] == [BLANK, "x", "<s>"]
     assert [tokenizer.pieces[i] for i in tokenizer.encode("x<s>")] == [BLANK, "x", "<", "s>"]
 
 
-# -- what no key says -------------------------------------------------------------------------------------------------
+# -- behaviour that no key describes ----------------------------------------------------------------------------------
 
 PHI = ["<unk>", "<s>", "</s>", "<|endoftext|>", "<|user|>", "<tool>"]  # the last is user-defined
 AROUND = ("", " ", "  \n", "\t\v\f\r x ", "\u00a0", "\u3000 ")
 
 
-def around(tokens: Sequence[str]) -> list[str]:
-    """Texts in which special tokens stand beside white space of all sorts, and beside one another."""
+def surround_with_spaces(tokens: Sequence[str]) -> list[str]:
+    """Return texts with special tokens next to white space of all sorts, and next to each other."""
     pairs = [(a, b) for a in tokens for b in (*tokens[-2:], "") if a]
     return [f"{w}a{w}{a}{w}{b}{w}b{w}{a}{w}" for a, b in pairs for w in AROUND]
 
 
-def with_phi_tokens(path: Path, kind: str, name: str) -> Tokenizer:
-    """A tokenizer with phi-3's special tokens, read from a file called `name`."""
+def make_phi_tokenizer(path: Path, kind: str, name: str) -> Tokenizer:
+    """Return a tokenizer with phi-3's special tokens, read from a file with the general name `name`."""
     if kind == "spm":
         pieces = [*PHI, *(f"<0x{b:02X}>" for b in range(256)), BLANK, "a", "b", "x", f"{BLANK}b", f"{BLANK}{BLANK}"]
         kinds = [UNKNOWN, *[CONTROL] * 4, USER_DEFINED, *[BYTE] * 256, *[NORMAL] * 6]
         types = np.array(kinds, np.int32)
-        return stored(path, SentencePiece(pieces, np.zeros(len(pieces), np.float32), types, eos=3), name)
+        return write_and_read(path, SentencePiece(pieces, np.zeros(len(pieces), np.float32), types, eos=3), name)
     pieces = [*PHI, *SYMBOLS, "\u0120b", END_OF_TEXT + END_OF_TEXT]
     types = np.array([UNKNOWN, *[CONTROL] * 4, USER_DEFINED, *[NORMAL] * 258], np.int32)
-    return stored(path, BPE(pieces, [("\u0120", "b")], 3), name, token_type=types)
+    return write_and_read(path, BPE(pieces, [("\u0120", "b")], 3), name, token_type=types)
 
 
 @pytest.mark.parametrize("kind", ["spm", "bpe"])
-def test_special_tokens_of_a_file_called_phi_3_swallow_white_space_as_in_llama_cpp(kind, tmp_path):
+def test_special_tokens_of_a_model_named_phi_3_swallow_white_space_as_in_llama_cpp(kind, tmp_path):
     names = {"Phi3": True, "a PHI-3.5 model": True, "phi-4": False, "": False}
-    known = {name: with_phi_tokens(tmp_path / f"{n}.gguf", kind, name) for n, name in enumerate(names)}
-    texts = around(PHI)
-    answers = ask([{"model": str(tmp_path / f"{n}.gguf"), "texts": texts, "special": texts} for n in range(len(names))])
+    tokenizers = {name: make_phi_tokenizer(tmp_path / f"{n}.gguf", kind, name) for n, name in enumerate(names)}
+    make_texts = surround_with_spaces(PHI)
+    answers = ask(
+        [{"model": str(tmp_path / f"{n}.gguf"), "texts": make_texts, "special": make_texts} for n in range(len(names))]
+    )
     for (name, swallows), answer in zip(names.items(), answers, strict=True):
-        tokenizer = known[name]
-        assert [tokenizer.encode(text).tolist() for text in texts] == answer["tokens"], name
-        assert [tokenizer.encode(text, special=True).tolist() for text in texts] == answer["special"], name
-        found = {tokenizer.pieces[i] for i in tokenizer.swallow_after}
-        assert found == ({"</s>", "<|user|>", "<tool>"} if swallows else set()), name
+        tokenizer = tokenizers[name]
+        assert [tokenizer.encode(text).tolist() for text in make_texts] == answer["tokens"], name
+        assert [tokenizer.encode(text, special=True).tolist() for text in make_texts] == answer["special"], name
+        swallowing = {tokenizer.pieces[i] for i in tokenizer.swallow_after}
+        assert swallowing == ({"</s>", "<|user|>", "<tool>"} if swallows else set()), name
 
 
-def test_a_mask_swallows_the_white_space_before_it_where_llama_cpp_says_so(tmp_path):
+def test_a_mask_token_swallows_the_white_space_before_it_as_in_llama_cpp(tmp_path):
     cases = [("<mask>", "jina-v2-code", ""), ("<mask>", "gpt-2", ""), ("[MASK]", "gpt-2", "modern-bert small"),
              ("[MASK]", "modern-bert", "x"), ("[MASK]", "jina-v2-de", "modern-bert")]  # fmt: skip
     questions, tokenizers = [], []
     for n, (mask, pre, name) in enumerate(cases):
         types = np.array([CONTROL, *[NORMAL] * 256, CONTROL], np.int32)
         path = tmp_path / f"{n}.gguf"
-        tokenizers.append(stored(path, BPE([mask, *SYMBOLS, "<end>"], [], 257), name, token_type=types, pre=pre))
-        questions.append({"model": str(path), "special": around([mask])})
+        tokenizers.append(
+            write_and_read(path, BPE([mask, *SYMBOLS, "<end>"], [], 257), name, token_type=types, pre=pre)
+        )
+        questions.append({"model": str(path), "special": surround_with_spaces([mask])})
     for tokenizer, answer, case in zip(tokenizers, ask(questions), cases, strict=True):
-        ours = [tokenizer.encode(text, special=True).tolist() for text in around([case[0]])]
+        ours = [tokenizer.encode(text, special=True).tolist() for text in surround_with_spaces([case[0]])]
         assert ours == answer["special"], case
 
 
-def test_a_token_that_is_not_written_in_byte_symbols_is_in_no_text(tmp_path):
+def test_a_token_outside_the_byte_symbols_never_matches_text(tmp_path):
     pieces = [*SYMBOLS, "\u2603", "a\u2603", "a b", "ab", END_OF_TEXT]
     merges = [("a", "\u2603"), ("a", "b")]
-    tokenizer = stored(tmp_path / "model.gguf", BPE(pieces, merges, 260), pre="llama-bpe", add_bos_token=False)
-    texts = ["\u2603", "a\u2603 a b ab", "\u2603a", "\u0120", *NASTY]
-    (answer,) = ask([{"model": str(tmp_path / "model.gguf"), "texts": texts}])
-    assert [tokenizer.encode(text).tolist() for text in texts] == answer["tokens"]
+    tokenizer = write_and_read(tmp_path / "model.gguf", BPE(pieces, merges, 260), pre="llama-bpe", add_bos_token=False)
+    make_texts = ["\u2603", "a\u2603 a b ab", "\u2603a", "\u0120", *NASTY]
+    (answer,) = ask([{"model": str(tmp_path / "model.gguf"), "texts": make_texts}])
+    assert [tokenizer.encode(text).tolist() for text in make_texts] == answer["tokens"]
     assert {256, 257, 258}.isdisjoint(i for ids in answer["tokens"] for i in ids)
     assert [tokenizer.token_bytes(i) for i in (256, 257, 258)] == ["\u2603".encode(), "a\u2603".encode(), b"a b"]
 
 
-def checkout(folder: str) -> Path:
-    """A folder of a checkout of llama.cpp; skips without one."""
+def checkout_folder(folder: str) -> Path:
+    """Return a directory of a checkout of llama.cpp; skip without one."""
     root = os.environ.get("TOYEXP_LLAMA_CPP")
     if not root:
         pytest.skip("no checkout of llama.cpp is named: TOYEXP_LLAMA_CPP=...")
@@ -361,11 +386,11 @@ def checkout(folder: str) -> Path:
 
 
 @pytest.mark.full
-def test_every_vocabulary_of_llama_cpps_sources(tmp_path):
-    """Its own files with their own texts and ids, and llama.cpp asked about texts of ours."""
+def test_every_vocabulary_of_llama_cpps_checkout_has_its_ids(tmp_path):
+    """The test uses the checkout's files with their texts and ids, and asks llama.cpp about further texts."""
     supported, ours, questions = ("gpt2", "llama"), [], []
-    plain = texts(400)
-    for path in sorted(checkout("models").glob("ggml-vocab-*.gguf")):
+    plain = make_texts(400)
+    for path in sorted(checkout_folder("models").glob("ggml-vocab-*.gguf")):
         with GGUFFile(path) as file:
             kind = file.metadata["tokenizer.ggml.model"]
             if kind not in supported:
@@ -377,24 +402,24 @@ def test_every_vocabulary_of_llama_cpps_sources(tmp_path):
         expected = path.with_name(f"{path.name}.out")
         if expected.exists():
             theirs = [[int(i) for i in line.split()] for line in expected.read_text().split("\n")]
-            said = path.with_name(f"{path.name}.inp").read_bytes().decode().split("\n__ggml_vocab_test__\n")
-            found = [tokenizer.encode(text).tolist() for text in said]
-            assert (path.name, found) == (path.name, theirs[: len(said)])
-        # A character without a token is refused here; llama.cpp leaves it out.
+            published_texts = path.with_name(f"{path.name}.inp").read_bytes().decode().split("\n__ggml_vocab_test__\n")
+            our_ids = [tokenizer.encode(text).tolist() for text in published_texts]
+            assert (path.name, our_ids) == (path.name, theirs[: len(published_texts)])
+        # toyexp rejects a character without a token; llama.cpp omits it.
         missing = tokenizer._missing if isinstance(tokenizer, BPE) else frozenset()
-        special = around([tokenizer.pieces[i] for i in sorted(tokenizer._special)[:12]])
-        known, spelled = ([t for t in part if t and missing.isdisjoint(t.encode())] for part in (plain, special))
+        special = surround_with_spaces([tokenizer.pieces[i] for i in sorted(tokenizer._special)[:12]])
+        known_texts, spelled = ([t for t in part if t and missing.isdisjoint(t.encode())] for part in (plain, special))
         copy = tmp_path / path.name
         write_untrained(copy, tokenizer, len(tokenizer.source["ggml.tokens"]), name)
-        questions.append({"model": str(copy), "texts": known, "special": spelled, "prompts": known[:20]})
-        tells = [tokenizer.prompt(text).tolist() for text in known[:20]]
-        found = [tokenizer.encode(t) for t in known], [tokenizer.encode(t, special=True) for t in spelled]
-        ours.append([*([ids.tolist() for ids in part] for part in found), tells])
-    assert questions, "there is no vocabulary in it"
-    for question, found, answer in zip(questions, ours, ask(questions), strict=True):
-        for part, what in zip(found, ("tokens", "special", "prompts"), strict=True):
-            for one, other in zip(part, answer[what], strict=True):
-                assert (question["model"], what, one) == (question["model"], what, other)
+        questions.append({"model": str(copy), "texts": known_texts, "special": spelled, "prompts": known_texts[:20]})
+        prompts = [tokenizer.prompt(text).tolist() for text in known_texts[:20]]
+        our_ids = [tokenizer.encode(t) for t in known_texts], [tokenizer.encode(t, special=True) for t in spelled]
+        ours.append([*([ids.tolist() for ids in part] for part in our_ids), prompts])
+    assert questions, "the checkout has no vocabulary"
+    for question, our_ids, answer in zip(questions, ours, ask(questions), strict=True):
+        for part, kind_of_ids in zip(our_ids, ("tokens", "special", "prompts"), strict=True):
+            for our_list, their_list in zip(part, answer[kind_of_ids], strict=True):
+                assert (question["model"], kind_of_ids, our_list) == (question["model"], kind_of_ids, their_list)
 
 
 # -- conversations ----------------------------------------------------------------------------------------------------
@@ -415,13 +440,16 @@ ANSWER = Message("assistant", "No, 12!")
 
 @pytest.mark.parametrize("template", TEMPLATES)
 @pytest.mark.parametrize("kind", ["llama-bpe", "qwen2", "spm"])
-def test_a_chat_is_asked_with_the_ids_that_training_read(kind, template, tmp_path):
+def test_a_chat_prompt_has_the_ids_used_in_training(kind, template, tmp_path):
     pytest.importorskip("jinja2", reason="a GGUF's own chat template needs jinja2: pip install 'toyexp[data]'")
     path = tmp_path / "chat.gguf"
-    # llama.cpp reads an earlier answer together with what stands before it, training apart: no token may cross.
-    # Which texts hypothesis makes, and so which pieces there are, depends on the modules that were imported before.
+    # llama.cpp tokenizes an earlier answer together with the text before it; training tokenizes them separately, so no
+    # token may cross the boundary. The pieces depend on the texts of hypothesis, and these on the modules imported
+    # before.
     tokenizer = (
-        vocabulary(5, 3000, 10**9, ["\n" + BLANK, "]" + BLANK]) if kind == "spm" else cutter(tmp_path, kind, 200)
+        make_sentencepiece(5, 3000, 10**9, ["\n" + BLANK, "]" + BLANK])
+        if kind == "spm"
+        else boundary_tokenizer(tmp_path, kind, 200)
     )
     tokenizer.chat_template = TEMPLATES[template]
     write_untrained(path, tokenizer, tokenizer.vocab)
@@ -441,14 +469,14 @@ def test_a_chat_is_asked_with_the_ids_that_training_read(kind, template, tmp_pat
 # -- generation -------------------------------------------------------------------------------------------------------
 
 
-def test_llama_cpp_stops_where_we_stop(tmp_path):
+def test_llama_cpp_has_the_same_end_tokens(tmp_path):
     pieces = [*SYMBOLS, "<|im_end|>", "<|eot_id|>", "[PAD]", "<|file_sep|>", "<|fim_prefix|>", "turn", "<other>"]
-    tokenizer = stored(tmp_path / "model.gguf", BPE(pieces, [], 262), eot_token_id=261)
+    tokenizer = write_and_read(tmp_path / "model.gguf", BPE(pieces, [], 262), eot_token_id=261)
     (answer,) = ask([{"model": str(tmp_path / "model.gguf"), "plain": 65, "draw": [*range(256, 263)]}])
     assert {i for i, why in answer["stopped_by"].items() if why == "eos"} == {str(i) for i in tokenizer.end_ids}
 
 
-def test_llama_cpp_generates_ids_without_text(tmp_path):
+def test_llama_cpp_generates_with_a_model_without_a_tokenizer(tmp_path):
     write_untrained(tmp_path / "model.gguf", None, 100)
     (answer,) = ask([{"model": str(tmp_path / "model.gguf"), "plain": 65, "draw": [7, 99]}])
     assert answer["stopped_by"] == {"7": "limit", "99": "eos"}

@@ -1,8 +1,8 @@
-"""The loops that `toyexp bench --baseline` sets beside the engines.
+"""The training loops that `toyexp bench --baseline` compares with engines.
 
-Every other file here lists its classes as BASELINES, whose constructors take (plan, adamw, engine), and names the
-ENGINE whose library it uses: the process that measures one alone imports no other. BESIDE are the engines that it is
-set beside, and KEEPS the settings of engines that it goes by too.
+Every other file here lists its classes as BASELINES; their constructors take (plan, adamw, engine). ENGINE names the
+engine whose library the file uses, so that a measuring process imports no other. BESIDE lists the engines that the
+file is compared with, and KEEPS the engine settings that it supports.
 """
 
 import runpy
@@ -14,10 +14,7 @@ from toyexp.cli.bench_stepper import Entry
 
 
 def entries(settings, engines):
-    """Each for one of these engines by its name, as an entry or as the reason why there is none.
-
-    `settings` are those of the experiment, and of all engines.
-    """
+    """Yield, by name, an entry for each baseline of these engines, or the reason why it is unavailable."""
     for path in sorted(Path(__file__).parent.glob("[!_]*.py")):
         try:
             module = runpy.run_path(str(path))
@@ -33,7 +30,7 @@ def entries(settings, engines):
 
 
 def opened(entry, prepared):
-    """The baseline with what an engine would be given."""
+    """Open the baseline with the inputs that an engine gets."""
     group = prepared.plan.updates[0]
     if not isinstance(group.rule, AdamW):
         raise UserError(f"--baseline: the baselines train with AdamW; leave optim={prepared.optim.name} out")

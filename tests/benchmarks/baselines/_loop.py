@@ -1,4 +1,4 @@
-"""What loops of modules share, on any device: one step, from a batch on the host to the loss that is read."""
+"""Shared training step of the baselines built from modules, on any device: from a host batch to the loss."""
 
 import contextlib
 
@@ -11,7 +11,7 @@ from toyexp.cli.bench_stepper import Stepper
 
 
 class Loop(Stepper):
-    """One that has a `module` on its `device`, the `weights` that train and an `optimiser` of them."""
+    """A stepper with a `module` on its `device`, the trainable `weights` and an `optimiser`."""
 
     compiled = False
 
@@ -28,18 +28,18 @@ class Loop(Stepper):
             self.note += f", {pluralise(threads)}"
 
     def train(self, module, adamw, groups):
-        """Makes it ready: the module, and what of its weights the optimiser changes."""
+        """Prepare the module and its optimiser."""
         self.module = torch.compile(module) if self.compiled else module
         self.weights = [w for w in module.parameters() if w.requires_grad]
         betas = (adamw.beta1, adamw.beta2)
         self.optimiser = torch.optim.AdamW(groups, lr=adamw.lr, betas=betas, eps=adamw.eps, fused=True)
 
     def loss(self, tokens, targets):
-        """The mean cross entropy over all targets [B, T]."""
+        """Return the mean cross entropy over all targets [B, T]."""
         raise NotImplementedError
 
     def step(self, batch):
-        """The loss is read after each; a target's weight plays no part."""
+        """Take a step and read its loss; weights of targets are ignored."""
         tokens, targets = (self.there(batch[name]) for name in ("tokens", "targets"))
         with torch.autocast(self.device.type, torch.bfloat16) if self.half else contextlib.nullcontext():
             loss = self.loss(tokens, targets)

@@ -13,13 +13,13 @@ ENGINE, BESIDE, KEEPS = "cpu", {"cpu", "ggml"}, ["threads"]
 
 
 def is_plain(model):
-    """Whether a llama has nothing that the baselines leave out."""
+    """Return True if a llama has no setting that the baselines do not support."""
     rope_as_is = model.rope_scale == 1 and not model.rope_factors
     return rope_as_is and not (model.head_dim or model.o_bias or model.ffn_bias)
 
 
 class BareTorch(Stepper):
-    """Takes steps of torch.optim.AdamW from the plan's initial values; a target's weight plays no part."""
+    """Steps of torch.optim.AdamW from the plan's initial values; weights of targets are ignored."""
 
     name = "bare torch"
 
@@ -53,7 +53,7 @@ class BareTorch(Stepper):
         torch.set_num_threads(self.threads_before)
 
     def loss(self, tokens, targets):
-        """The mean cross entropy over all targets [B, T]."""
+        """Return the mean cross entropy over all targets [B, T]."""
         w, model = self.weights, self.model
         x = F.embedding(tokens, w["token_embd.weight"])  # [B, T, d]
         for i in range(model.n_layers):
@@ -80,7 +80,7 @@ class BareTorch(Stepper):
 
 
 class CompiledTorch(BareTorch):
-    """The same with its forward and backward pass compiled."""
+    """BareTorch with compiled forward and backward passes."""
 
     name = "bare torch compiled"
 

@@ -15,7 +15,7 @@ ENGINE, BESIDE, KEEPS = "ggml", {"cpu", "ggml"}, ["threads"]
 
 
 class GGMLAutodiff(Stepper):
-    """One static graph from tokens to updated weights; a target's weight plays no part."""
+    """A static graph from tokens to updated weights; weights of targets are ignored."""
 
     name = "ggml autodiff"
 
@@ -34,7 +34,7 @@ class GGMLAutodiff(Stepper):
         ggml.ggml_backend_cpu_set_n_threads(self.backend, threads)
         tokens = rows * model.context
 
-        # What outlives a step: weights, moments, inputs.
+        # memory that outlives a step: weights, moments, inputs
         self.kept = new_context(3 * len(plan.tensors) + 8)
         self.weights = {t.name: self.tensor(*reversed(t.shape)) for t in plan.tensors}
         self.moments = {n: [ggml.ggml_dup_tensor(self.kept, w) for _ in "mv"] for n, w in self.weights.items()}
@@ -60,7 +60,7 @@ class GGMLAutodiff(Stepper):
         ggml.ggml_build_forward_expand(self.graph, self.loss)
         ggml.ggml_build_backward_expand(self.context, self.graph, None)
         seed = ggml.ggml_graph_get_grad(self.graph, self.loss)
-        ggml.ggml_set_output(seed)  # written once, so nothing may be put over it
+        ggml.ggml_set_output(seed)  # written once, so its memory must not be reused
         for name, weight in self.weights.items():
             gradient = ggml.ggml_graph_get_grad(self.graph, weight)
             update = ggml.ggml_opt_step_adamw(self.context, weight, gradient, *self.moments[name], self.hp)
@@ -92,11 +92,11 @@ class GGMLAutodiff(Stepper):
         ggml.ggml_backend_free(self.backend)
 
     def tensor(self, *ne, kind=ggml.GGML_TYPE_F32):
-        """A tensor that outlives a step; `ne` is in ggml's order, the contiguous axis first."""
+        """Return a tensor that outlives a step; `ne` is in ggml's order, the contiguous axis first."""
         return ggml.ggml_new_tensor(self.kept, kind, len(ne), (ctypes.c_int64 * len(ne))(*ne))
 
     def forward(self):
-        """The mean cross entropy of all tokens; shapes in ggml's order."""
+        """Return the mean cross entropy of all tokens; shapes are in ggml's order."""
         c, w, model, rows = self.context, self.weights, self.model, self.rows
         size, tokens = model.d_model // model.n_heads, self.rows * model.context
 
@@ -136,13 +136,13 @@ class GGMLAutodiff(Stepper):
 
 
 def new_context(tensors, more=0):
-    """A context for that many tensors whose data lies elsewhere."""
+    """Return a context for that many tensors whose data is stored elsewhere."""
     size = ggml.ggml_tensor_overhead() * tensors + more
     return ggml.ggml_init(ggml.ggml_init_params(mem_size=size, mem_buffer=None, no_alloc=True))
 
 
 def put(tensor, array):
-    """Copies a contiguous array into a tensor."""
+    """Copy a contiguous array into a tensor."""
     ggml.ggml_backend_tensor_set(tensor, array.ctypes.data_as(ctypes.c_void_p), 0, array.nbytes)
 
 

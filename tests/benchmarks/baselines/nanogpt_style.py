@@ -1,4 +1,4 @@
-"""GPT-2's training step in nanoGPT's manner: modules, torch.compile, autocast, fused AdamW in two groups."""
+"""GPT-2's training step in the style of nanoGPT: modules, torch.compile, autocast, fused AdamW in two groups."""
 
 import runpy
 from pathlib import Path
@@ -32,7 +32,7 @@ class Block(torch.nn.Module):
 
 
 class Transformer(torch.nn.Module):
-    """The model, its tensors under the names of GGUF."""
+    """The model with GGUF names for its tensors."""
 
     def __init__(self, model):
         super().__init__()
@@ -53,7 +53,7 @@ class Transformer(torch.nn.Module):
 
 
 class NanoGPT(Loop):
-    """Takes steps from the plan's initial values."""
+    """Steps of the nanoGPT-style loop from the plan's initial values."""
 
     name, compiled = "nanoGPT-style", True
 
@@ -77,7 +77,7 @@ class NanoGPT(Loop):
 
 
 class EagerNanoGPT(NanoGPT):
-    """The same without a compiler."""
+    """NanoGPT without torch.compile."""
 
     name, compiled = "nanoGPT-style eager", False
 

@@ -1,4 +1,4 @@
-"""The loop in nanoGPT's manner on the CPU, where it stands beside other engines and keeps other settings."""
+"""The nanoGPT-style loop on the CPU, where it is compared with other engines and keeps other settings."""
 
 import runpy
 from pathlib import Path

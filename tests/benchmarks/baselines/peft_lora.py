@@ -12,7 +12,7 @@ from toyexp import LoraAdapter, Unavailable
 ENGINE, BESIDE, KEEPS = "cuda", {"cuda", "ggml_cuda"}, ["dtype", "tf32"]
 Loop = runpy.run_path(str(Path(__file__).with_name("_loop.py")))["Loop"]  # these files belong to no package
 
-# PEFT's names of what adapters stand beside, and GGUF's.
+# PEFT's names of the target modules, and those of GGUF.
 TARGETS = {
     "attn_q": "self_attn.q_proj", "attn_k": "self_attn.k_proj", "attn_v": "self_attn.v_proj",
     "attn_output": "self_attn.o_proj", "ffn_gate": "mlp.gate_proj", "ffn_up": "mlp.up_proj",
@@ -22,7 +22,7 @@ NORMS = {"attn_norm": "input_layernorm", "ffn_norm": "post_attention_layernorm"}
 
 
 class PEFT(Loop):
-    """Takes steps from the plan's initial values."""
+    """Steps of PEFT's loop from the plan's initial values."""
 
     name = "PEFT"
 
@@ -53,7 +53,7 @@ class PEFT(Loop):
         rank = plan.tensor(f"{pairs[0].target}.lora_a").shape[0]
         names = [TARGETS[name].split(".")[-1] for name in beside]
         settings = peft.LoraConfig(r=rank, lora_alpha=pairs[0].scale * rank, target_modules=names)
-        with warnings.catch_warnings():  # what either library says of the other's version
+        with warnings.catch_warnings():  # warnings about the versions of the libraries
             warnings.simplefilter("ignore")
             module = peft.get_peft_model(base, settings)
         self.load(module, plan)
@@ -63,7 +63,7 @@ class PEFT(Loop):
         self.note = f"peft {peft.__version__}, transformers {transformers.__version__}, {self.note}"
 
     def load(self, module, plan):
-        """The plan's values; transformers turns the first half of a head's features with the second, GGUF pairs."""
+        """Load the plan's values; transformers' rope pairs the halves of a head's features, GGUF's pairs neighbours."""
         model = plan.model
         places = {"token_embd.weight": "model.embed_tokens.weight", "output_norm.weight": "model.norm.weight"}
         if not model.tied:
@@ -92,7 +92,7 @@ class PEFT(Loop):
 
 
 class CompiledPEFT(PEFT):
-    """The same, compiled."""
+    """PEFT with torch.compile."""
 
     name, compiled = "PEFT compiled", True
 

@@ -1,4 +1,4 @@
-"""Whatever a newcomer may type wrong ends in one or two plain lines and exit code 2, and leaves nothing behind."""
+"""Wrong input of a user ends with one or two plain lines and exit code 2, and leaves no files."""
 
 import hashlib
 import json
@@ -27,7 +27,7 @@ from toyexp_ggml.engines import GGMLCUDA, GGMLGPU, GGMLVulkan
 
 SMALL = ["data.tokenizer=byte", "data.max_mb=0.05", "steps=2"]
 BOOK = ["data=text", "data.path=book.txt", "data.tokenizer=byte", "steps=2"]
-# Words of the libraries underneath, which say nothing to a person who typed a setting.
+# Words of libraries that mean nothing to a user.
 JARGON = ("Traceback", "full_key", "object_type", "DictConfig", "ListConfig", "omegaconf", "Config group override",
           "NoneType", "Could not", "not Optional", "of type 'str'")  # fmt: skip
 
@@ -53,8 +53,8 @@ def assert_one_plain_error(err: str, *words: str) -> None:
 
 
 @pytest.fixture
-def refused(tmp_path, capsys):
-    """Runs a command line in this process and checks that it is refused as promised."""
+def run_rejected(tmp_path, capsys):
+    """Return a function that runs a command line and checks that it is rejected with one plain error."""
 
     def run(argv: list[str], *words: str) -> str:
         before = listing(tmp_path)
@@ -77,7 +77,7 @@ from toyexp_optimisers.sgd import SGD
 class Mine(SGD):
     '''Checks what is its own, and nothing else.'''
     name = "mine"
-    pace: float = 1.0  # of what it does
+    pace: float = 1.0  # must be above 0
 
     def check(self):
         if self.pace <= 0:
@@ -100,12 +100,12 @@ def register_optimisers(register):
         ("optim.groups={blk.*: 3}", "optim.groups: blk.*: expected settings in braces"),
     ],
 )
-def test_an_optimiser_that_checks_its_own_settings_alone_has_the_common_ones_checked_too(setting, words, refused):
+def test_common_optimiser_settings_are_checked_even_if_check_is_overridden(setting, words, run_rejected):
     Path("own_check.py").write_text(OWN_CHECK)
-    refused(["plugins=[own_check]", "optim=mine", setting, *SMALL], words)
+    run_rejected(["plugins=[own_check]", "optim=mine", setting, *SMALL], words)
 
 
-# -- what stands on the command line --------------------------------------------------------------------------------
+# -- settings on the command line ----------------------------------------------------------------------------------
 
 KEYS = [
     ("step=5", "unknown key step;", "did you mean steps?"),
@@ -113,7 +113,7 @@ KEYS = [
     ("banana=5", "unknown key banana", "batch_size", "seed"),
     ("d_model=32", "did you mean model.d_model?"),
     ("batch=4", "did you mean batch_size?"),
-    ("pretrain=1", "unknown key pretrain; the keys are: "),  # and no train_on
+    ("pretrain=1", "unknown key pretrain; the keys are: "),  # does not suggest train_on
     ("warmup=10", "did you mean callbacks.cosine.warmup?"),
     ("modle.d_model=32", "did you mean model.d_model?"),
     ("model/d_model=32", "did you mean model.d_model?"),
@@ -211,7 +211,7 @@ VALUES = [
     ("engine=cpu engine.dtype=float16", "engine.dtype=float16", "bfloat16"),
 ]
 
-# A variable that is not set leaves nothing behind the equals sign: never the default without a word.
+# An unset shell variable leaves an empty value, which must not silently become the default.
 EMPTY = [
     *((f"{key}=", f"{key}=: is empty", "leave it out") for key in (
         "steps", "name", "checkpoint_best", "optim.mode", "hydra.run.dir", "sweep.resume", "data.tokenizer",
@@ -229,7 +229,7 @@ EMPTY = [
     ("-m seed=1,2 hydra.sweep.subdir=", "hydra.sweep.subdir=: is empty"),
 ]  # fmt: skip
 
-# What float32, in which engines compute, or the 32 bits of a GGUF's key cannot hold.
+# Values outside the range of float32 or of a 32-bit GGUF key.
 BOUNDS = [
     ("optim=sgd optim.momentum=0 optim.nesterov=true", "optim.nesterov=true", "needs optim.momentum"),
     ("optim=adafactor optim.clip=0", "optim.clip=0", "above 0"),
@@ -285,7 +285,7 @@ CHOICES = [
     ("data=txt", "did you mean text?"),
     ("optim=adam", "did you mean adamw?"),
     ("optim=sdg", "did you mean sgd?"),
-    ("callbacks=[shampoo]", "callbacks=shampoo", "there is: "),  # and no sample
+    ("callbacks=[shampoo]", "callbacks=shampoo", "there is: "),  # does not suggest sample
     ("experiment=smoek", "did you mean smoke?"),
     ("experiment=mine/config.yaml", "type: --config-dir DIR experiment=NAME"),
     ("+experiment=smoke", "leave out '+': experiment=smoke"),
@@ -347,24 +347,24 @@ SYNTAX = [
     [(line, words) for line, *words in KEYS + VALUES + EMPTY + BOUNDS + CHOICES + SYNTAX],
     ids=lambda v: v if isinstance(v, str) else "",
 )
-def test_a_wrong_setting_is_one_plain_error(refused, line, words):
-    refused([*SMALL, *line.split(" ")], *words)
+def test_a_wrong_setting_is_one_plain_error(run_rejected, line, words):
+    run_rejected([*SMALL, *line.split(" ")], *words)
 
 
 @pytest.mark.parametrize("text", ["def ", " def"])
-def test_a_text_whose_blanks_would_be_lost_is_told_how_they_are_kept(text, refused):
+def test_a_text_with_significant_blanks_is_rejected_with_the_quoted_form(text, run_rejected):
     setting = f"callbacks.sample.prompt={text}"
     told = (setting, "spaces at the ends are lost", f"\"callbacks.sample.prompt='{text}'\"")
-    refused([*SMALL, "callbacks=[default,sample]", setting], *told)
+    run_rejected([*SMALL, "callbacks=[default,sample]", setting], *told)
 
 
 @pytest.mark.parametrize(
     ("values", "kept"), [("def ,class", "'def ',class"), (" a,b,'c '", "' a',b,'c '"), ("a, b , c", "a,' b ', c")]
 )
-def test_a_sweep_over_texts_whose_blanks_would_be_lost_is_told_how_they_are_kept(values, kept, refused):
+def test_swept_texts_with_significant_blanks_are_rejected_with_the_quoted_form(values, kept, run_rejected):
     usual, key = ["-m", *SMALL, "callbacks=[default,sample]", "eval_every=0"], "callbacks.sample.prompt"
-    refused([*usual, f"{key}={values}"], f"{key}={values}", "are lost", f'"{key}={kept}"')
-    check_blanks(parse([f"{key}={kept}"])[0], Keys.from_registry(load()))  # blanks after a comma are fine
+    run_rejected([*usual, f"{key}={values}"], f"{key}={values}", "are lost", f'"{key}={kept}"')
+    check_blanks(parse([f"{key}={kept}"])[0], Keys.from_registry(load()))  # blanks after a comma are allowed
 
 
 @pytest.mark.parametrize(
@@ -410,13 +410,13 @@ def test_a_sweep_over_texts_whose_blanks_would_be_lost_is_told_how_they_are_kept
         ("--optim.bananas=3", ["have no dashes: optim.bananas=3"]),
     ],
 )
-def test_a_habit_of_elsewhere_is_told_what_works_here(refused, word, words):
-    refused([*SMALL, *(word.split() if word.startswith("--") else [word])], *words)
+def test_syntax_of_other_tools_is_rejected_with_the_equivalent(run_rejected, word, words):
+    run_rejected([*SMALL, *(word.split() if word.startswith("--") else [word])], *words)
 
 
 @pytest.mark.parametrize("name", ["blk.[0-3].*", "'blk.[0-3].*'", '"blk.[0-3].*"'])
-def test_a_pattern_with_brackets_is_told_in_the_form_that_is_read(refused, name):
-    err = refused([*SMALL, f"optim.groups={{{name}: {{lr: 0.1}}}}"], "a backslash")
+def test_a_pattern_with_brackets_is_rejected_with_the_valid_form(run_rejected, name):
+    err = run_rejected([*SMALL, f"optim.groups={{{name}: {{lr: 0.1}}}}"], "a backslash")
     (told,) = re.findall("backslash: '(.*)'", err)
     assert parse([told])[0].value() == {"blk.[0-3].*": {"lr": 0.1}}
 
@@ -489,7 +489,7 @@ def test_a_pattern_with_brackets_is_told_in_the_form_that_is_read(refused, name)
         ("parity --lr 1e-3", ["parity --lr: settings have no dashes: lr=1e-3"]),
         ("parity --epochs=3", ["parity --epochs=3: unknown option"]),
         ("bench --batch-size 4", ["bench --batch-size: settings have no dashes: batch_size=4"]),
-        ("bench --epochs 3", ["bench --epochs: unknown option", "--rounds"]),  # nor steps=3
+        ("bench --epochs 3", ["bench --epochs: unknown option", "--rounds"]),  # does not suggest steps=3
         ("lr=3e-4,", ["'lr=3e-4,': empty value next to a comma; did you mean lr=3e-4"]),
         ("-m lr=3e-4,1e-3,", ["did you mean lr=3e-4,1e-3"]),
         ("parity --csv", ["parity --csv: unknown option"]),
@@ -566,14 +566,14 @@ def test_a_pattern_with_brackets_is_told_in_the_form_that_is_read(refused, name)
     ],
     ids=lambda v: v if isinstance(v, str) else "",
 )
-def test_a_wrong_command_or_flag_is_one_plain_error(refused, line, words, monkeypatch):
+def test_a_wrong_command_or_flag_is_one_plain_error(run_rejected, line, words, monkeypatch):
     monkeypatch.delenv("COMP_LINE", raising=False)
-    refused(line.split(" "), *words)
+    run_rejected(line.split(" "), *words)
 
 
 @pytest.mark.parametrize("flag", ["-h", "--help"])
 @pytest.mark.parametrize("command", [*COMMANDS])
-def test_every_command_says_how_it_is_used(command, flag, capsys):
+def test_every_command_prints_its_usage(command, flag, capsys):
     assert main([command, flag]) == 0
     out, err = capsys.readouterr()
     assert ("toyexp" if command == "help" else f"usage: toyexp {command}") in out and not err
@@ -603,13 +603,13 @@ def test_every_command_says_how_it_is_used(command, flag, capsys):
     ],
     ids=lambda v: v if isinstance(v, str) else "",
 )
-def test_a_wrong_word_to_parity_is_one_plain_error(refused, line, words):
-    refused(["parity", *SMALL, *line.split(" ")], *words)
+def test_a_wrong_argument_of_parity_is_one_plain_error(run_rejected, line, words):
+    run_rejected(["parity", *SMALL, *line.split(" ")], *words)
 
 
 @pytest.mark.skipif(platform.system() == "Darwin", reason="Metal may be here")
-def test_parity_on_an_engine_that_is_not_here_says_why(refused):
-    refused(["parity", *SMALL, "engine=ggml,metal"], "engine=metal", "macOS")
+def test_parity_on_an_unavailable_engine_says_why(run_rejected):
+    run_rejected(["parity", *SMALL, "engine=ggml,metal"], "engine=metal", "macOS")
 
 
 @pytest.mark.parametrize(
@@ -625,8 +625,8 @@ def test_parity_on_an_engine_that_is_not_here_says_why(refused):
     ],
     ids=lambda v: v if isinstance(v, str) else "",
 )
-def test_what_only_shows_once_the_data_was_read_is_one_plain_error(refused, line, words):
-    refused([*BOOK, *line.split(" ")], *words)
+def test_an_error_that_depends_on_the_data_is_one_plain_error(run_rejected, line, words):
+    run_rejected([*BOOK, *line.split(" ")], *words)
 
 
 @pytest.mark.parametrize(
@@ -638,9 +638,9 @@ def test_what_only_shows_once_the_data_was_read_is_one_plain_error(refused, line
         ("data.path=b\udcffk.txt", "data.path=b\\udcffk.txt: is not valid UTF-8"),
     ],
 )
-def test_names_that_nobody_can_read_are_one_plain_error(refused, word, message):
+def test_names_that_are_not_valid_utf8_are_one_plain_error(run_rejected, word, message):
     Path("b\udcffk.txt").write_text("text " * 1000)
-    refused([*BOOK, word], message)
+    run_rejected([*BOOK, word], message)
 
 
 @pytest.mark.parametrize(
@@ -654,25 +654,25 @@ def test_names_that_nobody_can_read_are_one_plain_error(refused, word, message):
         ("data=text data.path=book.txt recipe=vit_tiny model=gpt2", "recipe=scratch model=gpt2 data=text data.path=b"),
     ],
 )
-def test_data_that_was_typed_stays_in_the_command_that_is_suggested(refused, line, words):
-    refused(line.split(), f"; try: toyexp {words}")
+def test_a_suggested_command_keeps_the_data_of_the_user(run_rejected, line, words):
+    run_rejected(line.split(), f"; try: toyexp {words}")
 
 
-def test_of_two_values_for_a_key_the_wrong_one_is_named(refused):
-    refused([*SMALL, "lr=abc", "lr=0.1"], "lr=abc")
-    refused([*SMALL, "lr=0.1", "lr=abc"], "lr=abc")
+def test_the_invalid_one_of_two_values_for_a_key_is_named(run_rejected):
+    run_rejected([*SMALL, "lr=abc", "lr=0.1"], "lr=abc")
+    run_rejected([*SMALL, "lr=0.1", "lr=abc"], "lr=abc")
 
 
 @pytest.mark.skipif(platform.system() == "Darwin", reason="MPS may be here")
-def test_mps_elsewhere_than_on_a_mac_says_what_to_use(refused):
-    refused([*SMALL, "engine=mps"], "engine=mps", "macOS", "engine=cpu")
+def test_engine_mps_without_a_mac_suggests_another_engine(run_rejected):
+    run_rejected([*SMALL, "engine=mps"], "engine=mps", "macOS", "engine=cpu")
 
 
-def test_cuda_without_a_gpu_says_what_to_use(refused):
+def test_engine_cuda_without_a_gpu_suggests_another_engine(run_rejected):
     torch = pytest.importorskip("torch")
     if torch.cuda.is_available():
         pytest.skip("CUDA is here")
-    refused([*SMALL, "engine=cuda"], "engine=cuda", "engine=cpu")
+    run_rejected([*SMALL, "engine=cuda"], "engine=cuda", "engine=cpu")
 
 
 # -- data -----------------------------------------------------------------------------------------------------------
@@ -713,19 +713,19 @@ TOYC = struct.Struct("<4sIII")
     ],
     ids=lambda v: v if isinstance(v, str) else "",
 )  # fmt: skip
-def test_wrong_data_is_one_plain_error(refused, tmp_path, content, line, words):
+def test_wrong_data_is_one_plain_error(run_rejected, tmp_path, content, line, words):
     if content is not None:
         (tmp_path / "file").write_bytes(content)
     base = ["steps=2"] if line.startswith("data=tokens") else SMALL
-    refused([*base, *line.split(" ")], *words)
+    run_rejected([*base, *line.split(" ")], *words)
 
 
-def test_a_flag_with_an_empty_value_is_not_left_out(refused):
+def test_a_flag_with_an_empty_value_is_rejected(run_rejected):
     for flag in ("--config-path", "--config-name", "--config-dir", "--cfg"):
-        refused([flag, "", *SMALL], f"{flag} ''", "is empty")
+        run_rejected([flag, "", *SMALL], f"{flag} ''", "is empty")
 
 
-# -- a warm start's donor -------------------------------------------------------------------------------------------
+# -- donors of recipe=warm ------------------------------------------------------------------------------------------
 
 
 def write_donor(path: Path, width: int = 64, rows: int = 257, length: bool = True, table: bool = True) -> None:
@@ -753,12 +753,12 @@ def write_donor(path: Path, width: int = 64, rows: int = 257, length: bool = Tru
     ],
     ids=lambda v: v if isinstance(v, str) else str(v)[:20],
 )
-def test_a_donor_that_does_not_fit_is_one_plain_error(refused, tmp_path, donor, settings, words):
+def test_a_donor_that_does_not_fit_is_one_plain_error(run_rejected, tmp_path, donor, settings, words):
     write_donor(tmp_path / "d.gguf", **donor)
-    refused([*BOOK, "recipe=warm", "recipe.donor=d.gguf", *settings.split()], *words)
+    run_rejected([*BOOK, "recipe=warm", "recipe.donor=d.gguf", *settings.split()], *words)
 
 
-def test_a_donor_that_cannot_be_read_is_one_plain_error(refused, tmp_path):
+def test_a_donor_that_cannot_be_read_is_one_plain_error(run_rejected, tmp_path):
     write_donor(tmp_path / "whole.gguf")
     (tmp_path / "cut.gguf").write_bytes((tmp_path / "whole.gguf").read_bytes()[:-1000])
     (tmp_path / "text.gguf").write_text("This is a text of some length, and no GGUF at all.")
@@ -769,7 +769,7 @@ def test_a_donor_that_cannot_be_read_is_one_plain_error(refused, tmp_path):
         ("text.gguf", "not a GGUF file"),
         ("cut.gguf", "after the end of the file"),
     ):
-        refused([*BOOK, "recipe=warm", f"recipe.donor={donor}"], donor, word)
+        run_rejected([*BOOK, "recipe=warm", f"recipe.donor={donor}"], donor, word)
 
 
 # -- plugins and foreign config files -------------------------------------------------------------------------------
@@ -787,10 +787,10 @@ def test_a_donor_that_cannot_be_read_is_one_plain_error(refused, tmp_path):
     ],
     ids=lambda v: v if isinstance(v, str) else "",
 )
-def test_a_wrong_plugin_is_one_plain_error(refused, tmp_path, line, words):
+def test_a_wrong_plugin_is_one_plain_error(run_rejected, tmp_path, line, words):
     (tmp_path / "raises_at_import.py").write_text("raise RuntimeError('out of cheese')\n")
     (tmp_path / "offers_nothing.py").write_text("x = 1\n")
-    refused([*SMALL, line], *words)
+    run_rejected([*SMALL, line], *words)
 
 
 def config_file(directory: Path, text: str) -> None:
@@ -813,45 +813,45 @@ def config_file(directory: Path, text: str) -> None:
     ],
     ids=lambda v: v if isinstance(v, str) else "",
 )
-def test_a_wrong_config_file_is_one_plain_error(refused, tmp_path, text, words):
+def test_a_wrong_config_file_is_one_plain_error(run_rejected, tmp_path, text, words):
     (tmp_path / "tempting.py").write_text("open('loaded', 'w').close()\n")
     config_file(tmp_path / "theirs", text)
-    refused(["--config-path", "theirs", "data.tokenizer=byte"], *words)
+    run_rejected(["--config-path", "theirs", "data.tokenizer=byte"], *words)
 
 
-def test_a_config_file_with_types_is_held_to_them(refused, tmp_path):
+def test_a_config_file_with_wrong_types_is_rejected(run_rejected, tmp_path):
     config_file(tmp_path / "theirs", "steps: abc\n")
     path = tmp_path / "theirs" / "config.yaml"
     path.write_text(path.read_text().replace("[{model", "[schema, {model"))
-    refused(["--config-path", "theirs", "data.tokenizer=byte"], "steps: must be a whole number")
+    run_rejected(["--config-path", "theirs", "data.tokenizer=byte"], "steps: must be a whole number")
     path.write_text(path.read_text().replace("steps: abc", "step: 1"))
-    refused(["--config-path", "theirs", "data.tokenizer=byte"], "unknown key step;", "did you mean steps?")
+    run_rejected(["--config-path", "theirs", "data.tokenizer=byte"], "unknown key step;", "did you mean steps?")
 
 
-def test_a_config_file_with_an_unknown_choice_is_one_plain_error(refused, tmp_path):
+def test_a_config_file_with_an_unknown_choice_is_one_plain_error(run_rejected, tmp_path):
     (tmp_path / "theirs").mkdir()
     (tmp_path / "theirs" / "config.yaml").write_text("defaults: [{model: lama}]\n")
     (tmp_path / "theirs" / "few.yaml").write_text("steps: 1\n")
     (tmp_path / "theirs" / "list.yaml").write_text("[1, 2]\n")
-    refused(["--config-path", "theirs"], "model=lama: unknown name", "did you mean llama?")
-    refused(["--config-path", "theirs", "--config-name", "few"], "has no model", "llama")
-    refused(["--config-path", "theirs", "--config-name", "list"], "list.yaml", "must contain keys")
-    refused(["--config-path", "theirs", "--config-name", "fwe"], "has no fwe.yaml", "did you mean few?")
+    run_rejected(["--config-path", "theirs"], "model=lama: unknown name", "did you mean llama?")
+    run_rejected(["--config-path", "theirs", "--config-name", "few"], "has no model", "llama")
+    run_rejected(["--config-path", "theirs", "--config-name", "list"], "list.yaml", "must contain keys")
+    run_rejected(["--config-path", "theirs", "--config-name", "fwe"], "has no fwe.yaml", "did you mean few?")
 
 
-def test_a_directory_that_holds_a_run_is_refused_and_left_as_it_was(refused, tmp_path, capsys):
+def test_a_directory_that_holds_a_run_is_rejected_and_unchanged(run_rejected, tmp_path, capsys):
     line = [*BOOK, "engine=cpu", "hydra.run.dir=mine"]
     assert main(line) == 0
     capsys.readouterr()
     written = {p: p.read_bytes() for p in (tmp_path / "mine").rglob("*") if p.is_file()}
-    refused(line, "mine already holds a run", "hydra.run.dir=...")
+    run_rejected(line, "mine already holds a run", "hydra.run.dir=...")
     assert {p: p.read_bytes() for p in (tmp_path / "mine").rglob("*") if p.is_file()} == written
 
 
 # -- sweeps ---------------------------------------------------------------------------------------------------------
 
 
-def test_a_bad_job_of_a_sweep_is_reported_and_the_others_go_on(tmp_path, capsys):
+def test_an_invalid_job_of_a_sweep_is_reported_and_the_others_run(tmp_path, capsys):
     code = main(["-m", "sweep.isolate=false", *BOOK, "engine=cpu", "lr=0.1,x,-1", "callbacks=[events]"])
     out, err = capsys.readouterr()
     assert code == 2
@@ -866,16 +866,16 @@ def test_a_bad_job_of_a_sweep_is_reported_and_the_others_go_on(tmp_path, capsys)
     assert "lr=-1" in table[2] and "refused" in table[2]
 
 
-def test_a_sweep_of_bad_names_runs_the_good_one(tmp_path, capsys):
+def test_a_sweep_over_names_runs_the_valid_one(tmp_path, capsys):
     code = main(["-m", "sweep.isolate=false", *BOOK, "engine=cpu", "recipe=wram,scratch", "callbacks=[events]"])
     assert code == 2
     assert "error in job 0: recipe=wram: unknown name; did you mean warm?" in capsys.readouterr().err
     assert [p.parent.name for p in tmp_path.glob("outputs/sweeps/*/*/result.json")] == ["1-scratch-llama"]
 
 
-def test_a_sweep_of_bad_input_alone_leaves_nothing(tmp_path, capsys):
+def test_a_sweep_of_only_invalid_jobs_leaves_no_files(tmp_path, capsys):
     assert main(["-m", *BOOK, "engine=cpu", "banana=1,2"]) == 2
-    assert capsys.readouterr().err.count("unknown key banana") == 1  # what is wrong in every job is told once
+    assert capsys.readouterr().err.count("unknown key banana") == 1  # an error of every job is printed once
     assert listing(tmp_path) == {"book.txt"}
 
 
@@ -916,7 +916,7 @@ def process(*words: str, **env: str) -> subprocess.CompletedProcess[str]:
         ("--cfg job model=lama", "did you mean llama?"),
     ],
 )
-def test_the_process_exits_2_with_nothing_but_the_error(tmp_path, line, word):
+def test_the_process_exits_with_code_2_and_prints_only_the_error(tmp_path, line, word):
     done = process(*line.split(" "))
     assert_one_plain_error(done.stderr, word)
     assert (done.returncode, done.stdout, listing(tmp_path)) == (2, "", {"book.txt"})
@@ -924,7 +924,7 @@ def test_the_process_exits_2_with_nothing_but_the_error(tmp_path, line, word):
 
 @pytest.fixture
 def run_of_two_steps(tmp_path, capsys):
-    """A run that is complete, with the settings that it was given."""
+    """Train a run of two steps to its end."""
     settings = ["plugins=[toyexp.testing.null]", "engine=noop", *BOOK, "checkpoint_every=1"]
     assert main([*settings, "hydra.run.dir=outputs/tale/1"]) == 0
     capsys.readouterr()
@@ -953,11 +953,11 @@ def run_of_two_steps(tmp_path, capsys):
     ],
     ids=lambda v: v if isinstance(v, str) else "",
 )
-def test_a_wrong_way_to_go_on_is_told_with_the_right_one(refused, run_of_two_steps, line, words):
-    refused([*run_of_two_steps, *line.split(" ")], *words)
+def test_a_wrong_way_to_resume_is_rejected_with_the_right_one(run_rejected, run_of_two_steps, line, words):
+    run_rejected([*run_of_two_steps, *line.split(" ")], *words)
 
 
-def test_a_run_with_a_local_plugin_says_what_it_needs_before_anything_else(refused, tmp_path):
+def test_resuming_a_run_with_a_local_plugin_first_asks_for_the_plugin(run_rejected, tmp_path):
     (tmp_path / "mine.py").write_text(
         "from dataclasses import dataclass\nfrom typing import ClassVar\nfrom toyexp import Callback, hookimpl\n"
         "@dataclass(eq=False)\nclass Mine(Callback):\n    'Mine.'\n    name: ClassVar[str] = 'mine'\n"
@@ -965,50 +965,50 @@ def test_a_run_with_a_local_plugin_says_what_it_needs_before_anything_else(refus
     )
     plugins = "plugins=[toyexp.testing.null,mine]"
     assert main([plugins, "engine=noop", *BOOK, "callbacks=[default,mine]", "hydra.run.dir=r"]) == 0
-    refused(["resume=r", "steps=4"], "plugins=[toyexp.testing.null,mine]", "toyexp.testing.null")
+    run_rejected(["resume=r", "steps=4"], "plugins=[toyexp.testing.null,mine]", "toyexp.testing.null")
 
 
-def test_what_a_plugin_imports_and_is_not_there_is_told_with_its_line(refused, tmp_path):
+def test_a_failing_import_of_a_plugin_is_reported_with_its_line(run_rejected, tmp_path):
     (tmp_path / "lacking.py").write_text("import json\nimport nothing_like_this\n")
-    refused(["plugins=[lacking]"], "nothing_like_this", "lacking.py, line 2")
-    refused(["plugins=[lacking.py]"], "plugins=[lacking]")
+    run_rejected(["plugins=[lacking]"], "nothing_like_this", "lacking.py, line 2")
+    run_rejected(["plugins=[lacking.py]"], "plugins=[lacking]")
 
 
-def test_a_path_from_the_root_says_where_it_ends(refused, tmp_path):
-    refused(["data=text", f"data.path={tmp_path}/bookz/story.txt"], f"{tmp_path} holds no bookz")
+def test_a_missing_absolute_path_names_its_existing_part(run_rejected, tmp_path):
+    run_rejected(["data=text", f"data.path={tmp_path}/bookz/story.txt"], f"{tmp_path} holds no bookz")
 
 
-def test_a_sweep_given_as_a_run_is_told_how_it_goes_on(refused, tmp_path):
+def test_resume_of_a_sweep_directory_suggests_sweep_resume(run_rejected, tmp_path):
     (tmp_path / "many").mkdir()
     (tmp_path / "many" / "sweep.json").write_text("{}")
-    refused(["resume=many"], "is a sweep; to resume it: sweep.resume=many")
+    run_rejected(["resume=many"], "is a sweep; to resume it: sweep.resume=many")
 
 
-def test_what_holds_no_text_and_no_ids_is_named(refused, tmp_path):
+def test_a_file_without_text_or_ids_is_rejected_by_name(run_rejected, tmp_path):
     (tmp_path / "empty.txt").touch()
     (tmp_path / "folder").mkdir()
-    refused(["data=text", "data.path=empty.txt"], "found no text in empty.txt")
-    refused(["data=text", "data.path=folder"], "data.path=folder: contains no file with the suffix .txt .md .py")
-    refused(["data=tokens", "data.path=book.txt"], "book.txt: position", "the limit is 16777216", "data.dtype")
+    run_rejected(["data=text", "data.path=empty.txt"], "found no text in empty.txt")
+    run_rejected(["data=text", "data.path=folder"], "data.path=folder: contains no file with the suffix .txt .md .py")
+    run_rejected(["data=tokens", "data.path=book.txt"], "book.txt: position", "the limit is 16777216", "data.dtype")
 
 
-def test_a_settings_change_of_engine_is_told_by_name_alone(run_of_two_steps, capsys):
+def test_a_changed_engine_is_reported_by_name_only(run_of_two_steps, capsys):
     words = ["resume=outputs/tale/1", "steps=3", "engine=ggml", "engine.threads=1"]
     main([*run_of_two_steps, *words])
     output = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("resumed"))
     assert output == "resumed from step 2; changed: steps 2 -> 3, engine.name noop -> ggml"
 
 
-def test_a_whole_number_that_no_setting_takes_is_not_offered_written_out(refused):
-    assert "000000" not in refused([*SMALL, "steps=1e99"], "steps=1e99: must be a whole number")
+def test_a_huge_number_in_scientific_notation_is_not_suggested_in_full(run_rejected):
+    assert "000000" not in run_rejected([*SMALL, "steps=1e99"], "steps=1e99: must be a whole number")
 
 
-def test_a_number_of_more_digits_than_python_reads_is_one_short_line(refused):
-    assert len(refused([*SMALL, "steps=" + 5000 * "9"], "steps=999", "too many digits")) < 200
+def test_a_number_with_too_many_digits_for_python_is_one_short_line(run_rejected):
+    assert len(run_rejected([*SMALL, "steps=" + 5000 * "9"], "steps=999", "too many digits")) < 200
 
 
-def test_a_checkpoint_with_what_no_run_writes_is_refused(run_of_two_steps, refused):
-    """Though its manifest says that it is whole."""
+def test_a_checkpoint_with_unknown_content_is_rejected(run_of_two_steps, run_rejected):
+    """Reject it even if the digests in its manifest match."""
     folder = Path("outputs/tale/1/checkpoints/step-2")
     state, manifest = (json.loads((folder / name).read_text()) for name in (STATE, MANIFEST))
     scores = [({"scores": {step: 1.5}}, "scores") for step in ("\u00b2", "-2", "3", 5000 * "1")]
@@ -1020,7 +1020,7 @@ def test_a_checkpoint_with_what_no_run_writes_is_refused(run_of_two_steps, refus
         (folder / STATE).write_bytes(raw)
         (folder / MANIFEST).write_text(json.dumps(manifest))
         words = [f"{folder}/{STATE}", told] if told else [f"{folder}: {STATE} is incomplete"]
-        refused([*run_of_two_steps, "resume=outputs/tale/1", "steps=4"], *words)
+        run_rejected([*run_of_two_steps, "resume=outputs/tale/1", "steps=4"], *words)
 
 
 def test_a_switch_may_still_be_1_or_0(capsys):
@@ -1028,10 +1028,10 @@ def test_a_switch_may_still_be_1_or_0(capsys):
     assert "tied: true" in capsys.readouterr().out
 
 
-def test_a_setting_that_is_typed_twice_is_told_which_one_counts(capsys):
+def test_a_setting_given_twice_is_reported_with_the_value_that_applies(capsys):
     words = [*SMALL, "data=random", "model.d_model=16", "engine=ggml", "engine.threads=1", "callbacks=[]"]
     words = [word for word in words if not word.startswith("data.")]
-    groups = ["optim.groups={blk.*: {lr: 0.1}}", "optim.groups={output.*: {lr: 0.2}}"]  # both count
+    groups = ["optim.groups={blk.*: {lr: 0.1}}", "optim.groups={output.*: {lr: 0.2}}"]  # both apply
     assert main([*words, *groups, "lr=1e-3", "lr=2e-3", "seed=3", "seed=3", "hydra.run.dir=run"]) == 0
     warnings = [line for line in "".join(capsys.readouterr()).splitlines() if "overridden by" in line]
     assert warnings == ["toyexp: warning: lr=1e-3: overridden by the later lr=2e-3"]
@@ -1040,12 +1040,12 @@ def test_a_setting_that_is_typed_twice_is_told_which_one_counts(capsys):
 
 
 @pytest.mark.parametrize("every", ["50", "0"])
-def test_a_run_that_left_no_checkpoint_is_told_why_by_its_own_setting(refused, every):
+def test_resume_of_a_run_without_checkpoint_names_its_checkpoint_setting(run_rejected, every):
     Path("run").mkdir()
     Path("run/config.yaml").write_text(f"checkpoint_every: {every}\nsteps: 100\n")
-    refused(["resume=run"], f"resume=run: the run has no checkpoint (checkpoint_every={every}); ")
-    file = lock(Path("run"))  # it has not ended
-    refused(["resume=run"], f"run: is being written by process {os.getpid()} on ", "; wait for it, or stop it")
+    run_rejected(["resume=run"], f"resume=run: the run has no checkpoint (checkpoint_every={every}); ")
+    file = lock(Path("run"))  # the run is still active
+    run_rejected(["resume=run"], f"run: is being written by process {os.getpid()} on ", "; wait for it, or stop it")
     os.close(file)
 
 
@@ -1066,24 +1066,24 @@ def test_a_run_that_left_no_checkpoint_is_told_why_by_its_own_setting(refused, e
         (["doctor", "--numerics", "engine=cuda:1"], "CUDA_VISIBLE_DEVICES=1 toyexp engine=cuda"),
     ],
 )
-def test_a_gpu_that_is_asked_for_by_a_word_or_a_number_is_told_how(refused, words, message):
-    refused(words, message)
+def test_a_wrong_way_to_select_a_gpu_is_rejected_with_the_right_one(run_rejected, words, message):
+    run_rejected(words, message)
 
 
 @pytest.mark.parametrize(("name", "own"), [("vulkan", "half=true"), ("ggml_cuda", "tf32=true")])
-def test_what_ggml_is_told_once_in_a_process_is_refused_with_what_can_be_typed(refused, monkeypatch, name, own):
+def test_a_ggml_setting_fixed_per_process_is_rejected_with_a_remedy(run_rejected, monkeypatch, name, own):
     monkeypatch.setattr(GGMLGPU, "check", lambda self: "ggml on a GPU")
     monkeypatch.setattr(GGMLVulkan, "_opened_half", None)
     monkeypatch.setattr(GGMLCUDA, "_tf32_was_allowed", False)
     monkeypatch.setenv("NVIDIA_TF32_OVERRIDE", "0")
     monkeypatch.delenv("GGML_VK_DISABLE_F16", raising=False)
     words = ["parity", f"engine={name},{name}:{own}", "data=random", "model.d_model=16", "model.context=16"]
-    refused(words, "once per process", f"engine={name}:{own} beside other engines")
+    run_rejected(words, "once per process", f"engine={name}:{own} beside other engines")
 
 
-def test_parity_tells_which_settings_of_a_run_it_refuses(refused, capsys):
+def test_parity_lists_the_run_settings_that_it_rejects(run_rejected, capsys):
     assert main(["parity", "--help"]) == 0
     output = capsys.readouterr().out
     for key in sorted(RUN_ONLY_KEYS - {"sweep", "hydra"}):
         assert key in output
-        refused(["parity", f"{key}=1"], f"{key}=1: has no effect in parity")
+        run_rejected(["parity", f"{key}=1"], f"{key}=1: has no effect in parity")

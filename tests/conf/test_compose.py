@@ -1,4 +1,4 @@
-"""What conf/ holds composes, builds, holds only differences, and a saved run repeats itself."""
+"""Files of conf/ compose, build and contain only values that differ from defaults; a saved run can be repeated."""
 
 import json
 import logging
@@ -27,7 +27,7 @@ from toyexp.sweeps.directory import Job
 from toyexp.sweeps.job_configs import JobConfigs
 from toyexp_recipes.scratch import DONOR
 
-# Neither tokenizer nor donor is the point here.
+# Avoids training a tokenizer and reading a donor.
 SMALL = ["data=text", "data.path=book.txt", "data.tokenizer=byte"]
 
 
@@ -41,7 +41,7 @@ def registry():
 
 
 @pytest.fixture
-def request_of_nothing(registry):
+def empty_request(registry):
     return Request([], registry)
 
 
@@ -53,47 +53,47 @@ def _work_in_tmp_path(tmp_path, tmp_path_factory, monkeypatch):
 
 
 @pytest.mark.parametrize("name", presets("experiment"))
-def test_every_experiment_composes_and_builds(request_of_nothing, name):
+def test_every_experiment_composes_and_builds(empty_request, name):
     body = yaml.safe_load((CONF / "experiment" / f"{name}.yaml").read_text())
-    lists = request_of_nothing.compose(f"experiment={name}").sweeps
+    lists = empty_request.compose(f"experiment={name}").sweeps
     swept = [f"{key}={values.split(',')[0]}" for key, values in lists.items()]
-    if body.get("recipe", {}).get("targets"):  # an experiment on a base of the user's
+    if body.get("recipe", {}).get("targets"):  # the experiment needs a base
         swept.append(f"recipe.base={DONOR}")
-    composed = request_of_nothing.compose(f"experiment={name}", *swept)
+    composed = empty_request.compose(f"experiment={name}", *swept)
     cfg = composed.cfg
     assert cfg.steps == body.get("steps", cfg.steps) and cfg.name == body.get("name", cfg.name)
     try:
-        built = composed.build_config()
-    except Unavailable as reason:  # the device comes last: all else was checked before
+        config = composed.build_config()
+    except Unavailable as reason:  # devices are checked last, after all settings
         assert str(reason).startswith(f"engine={cfg.engine.name}: ")
     else:
-        assert built.model.parameters() > 0
+        assert config.model.parameters() > 0
 
 
 @pytest.mark.parametrize("name", presets("model"))
-def test_every_model_preset_composes_and_builds_with_its_sizes(request_of_nothing, name):
-    model = request_of_nothing.build_config(f"model={name}", *SMALL).model
+def test_every_model_preset_composes_and_builds_with_its_sizes(empty_request, name):
+    model = empty_request.build_config(f"model={name}", *SMALL).model
     body = yaml.safe_load((CONF / "model" / f"{name}.yaml").read_text())
     body.pop("defaults")
     assert body.items() <= model.settings().items()
 
 
 @pytest.mark.parametrize("threads", [0, 1])
-def test_auto_hands_its_threads_to_the_engine_that_it_takes(request_of_nothing, threads):
+def test_engine_auto_passes_threads_to_the_chosen_engine(empty_request, threads):
     words = [*SMALL, *([f"engine.threads={threads}"] if threads else [])]
-    built = request_of_nothing.build_config(*words)
-    assert getattr(built.engine, "threads", threads) == threads
+    config = empty_request.build_config(*words)
+    assert getattr(config.engine, "threads", threads) == threads
 
 
 def leaves(node: dict, prefix: str = "") -> dict[str, object]:
-    found: dict[str, object] = {}
+    values: dict[str, object] = {}
     for key, value in node.items():
-        found |= leaves(value, f"{prefix}{key}.") if isinstance(value, dict) else {prefix + key: value}
-    return found
+        values |= leaves(value, f"{prefix}{key}.") if isinstance(value, dict) else {prefix + key: value}
+    return values
 
 
 @pytest.mark.parametrize("name", presets("model"))
-def test_a_model_preset_holds_only_differences(registry, name):
+def test_a_model_preset_has_only_values_that_differ_from_defaults(registry, name):
     body = yaml.safe_load((CONF / "model" / f"{name}.yaml").read_text())
     base = next(part for part in body.pop("defaults") if part != "_self_")
     defaults = {s.name: s.default for s in list_settings(registry.get("model", base))}
@@ -101,13 +101,13 @@ def test_a_model_preset_holds_only_differences(registry, name):
 
 
 @pytest.mark.parametrize("name", presets("experiment"))
-def test_an_experiment_holds_only_differences(registry, name):
+def test_an_experiment_has_only_values_that_differ_from_defaults(registry, name):
     body = yaml.safe_load((CONF / "experiment" / f"{name}.yaml").read_text())
     chosen = [f"{key.removeprefix('override /')}={value}" for part in body.pop("defaults", []) if isinstance(part, dict)
               for key, value in part.items()]  # fmt: skip
-    body.pop("hydra", None)  # the values of a sweep, each of which is another difference
-    without = Request([], registry).compose(*(c.replace("'", "").replace(" ", "") for c in chosen)).cfg
-    same = {key: value for key, value in leaves(body).items() if value == select(without, key)}
+    body.pop("hydra", None)  # sweep values always differ
+    defaults = Request([], registry).compose(*(c.replace("'", "").replace(" ", "") for c in chosen)).cfg
+    same = {key: value for key, value in leaves(body).items() if value == select(defaults, key)}
     assert same == {}
 
 
@@ -117,42 +117,42 @@ def select(cfg, key: str) -> object:
     return cfg
 
 
-def test_every_default_of_config_yaml_is_that_of_the_schema_and_the_other_way_round():
+def test_config_yaml_and_the_schema_have_the_same_defaults():
     shipped = yaml.safe_load((CONF / "config.yaml").read_text())
     for part in ("defaults", "hydra"):
         shipped.pop(part)
-    own = leaves({key: value for key, value in asdict(Root()).items() if key not in (*PARTS, "callbacks")})
-    assert leaves(shipped) == own
-    assert {"lr", "sweep.submitit.timeout_min", "plugins"} <= own.keys()
+    schema_defaults = leaves({key: value for key, value in asdict(Root()).items() if key not in (*PARTS, "callbacks")})
+    assert leaves(shipped) == schema_defaults
+    assert {"lr", "sweep.submitit.timeout_min", "plugins"} <= schema_defaults.keys()
 
 
 def test_every_comment_of_config_yaml_is_the_help_of_its_key():
-    under, shown = [], {}
+    path, comments = [], {}
     for line in (CONF / "config.yaml").read_text().splitlines():
-        if found := re.fullmatch(r"( *)(\w+):( .+?)? # (.+)", line):
-            under[len(found[1]) // 2 :] = [found[2]]
-            shown[".".join(under)] = found[4]
-    own = {key: setting.comment for key, setting in top_level_settings()}
-    assert {key: text for key, text in shown.items() if key in own} == own
-    assert shown.keys() - own.keys() == {"sweep", "sweep.submitit", "sweep.ray"}
+        if match := re.fullmatch(r"( *)(\w+):( .+?)? # (.+)", line):
+            path[len(match[1]) // 2 :] = [match[2]]
+            comments[".".join(path)] = match[4]
+    help_texts = {key: setting.comment for key, setting in top_level_settings()}
+    assert {key: text for key, text in comments.items() if key in help_texts} == help_texts
+    assert comments.keys() - help_texts.keys() == {"sweep", "sweep.submitit", "sweep.ray"}
 
 
 def test_a_config_file_that_leaves_keys_out_gets_the_shipped_defaults(registry, tmp_path):
     parts = "{model: nano}, {data: random}, {recipe: scratch}, {engine: auto}, {optim: adamw}, {callbacks: []}"
     (tmp_path / "config.yaml").write_text(f"defaults: [{parts}, _self_]\nseed: 3\n")
     sources = Source.from_flags(str(tmp_path)), Source.from_flags()
-    own, shipped = (Request([], registry, (), source).compose().cfg for source in sources)
+    user_config, shipped = (Request([], registry, (), source).compose().cfg for source in sources)
     keys = {f.name for f in fields(Root)} - {*PARTS, "callbacks", "seed"}
-    assert {k: own[k] for k in keys} == {k: shipped[k] for k in keys} and own.seed == 3
+    assert {k: user_config[k] for k in keys} == {k: shipped[k] for k in keys} and user_config.seed == 3
 
 
-def test_nothing_in_conf_names_code():
+def test_no_file_in_conf_has_a_target():
     for path in CONF.rglob("*.yaml"):
         assert "_target_" not in path.read_text(), path
 
 
 def run_once(*words: str) -> tuple[Path, dict]:
-    """Runs, and returns the one new run directory and its losses."""
+    """Run a command line; return its new run directory and its losses."""
     before = set(Path.cwd().rglob("result.json"))
     assert main(list(words)) == 0
     (result,) = set(Path.cwd().rglob("result.json")) - before
@@ -165,24 +165,24 @@ def test_a_saved_config_repeats_the_run(tmp_path, capsys):
     first, losses = run_once(*SMALL, *settings, "callbacks=[linear,events]", "callbacks.linear.warmup=1")
     again, repeated = run_once("--config-path", str(first), "--config-name", "config")
     assert repeated == losses
-    assert again.parent == first.parent and again != first  # beside it, not inside it
+    assert again.parent == first.parent and again != first  # next to the first run, not inside it
     assert yaml.safe_load((again / "config.yaml").read_text()) == yaml.safe_load((first / "config.yaml").read_text())
     _, other = run_once("--config-path", str(first), "seed=8")
     assert other != losses
 
 
-def test_a_config_path_leaves_nothing_of_hydra_behind(tmp_path, capsys):
+def test_a_config_path_leaves_no_hydra_files(tmp_path, capsys):
     first, _ = run_once(*SMALL, "steps=1", "engine=cpu", "callbacks=[events]")
     run_once("--config-path", str(first))
     assert {p.name for p in tmp_path.iterdir()} == {"book.txt", "outputs"}
     assert not list(tmp_path.rglob(".hydra")) and not list(tmp_path.rglob("*.log"))
 
 
-def test_a_directory_of_your_own_presets_stands_beside_ours(tmp_path, capsys):
+def test_a_users_directory_of_presets_adds_to_the_shipped_ones(tmp_path, capsys):
     (tmp_path / "my presets" / "model").mkdir(parents=True)
     (tmp_path / "my presets" / "model" / "tiny.yaml").write_text("defaults: [llama, _self_]\nd_model: 16\n")
     words = ["--config-dir", "my presets", "model=tiny", *SMALL, "steps=1", "engine=cpu", "callbacks=[]"]
-    run, _ = run_once(*words, "resume=auto")  # which begins, where there is none to go on with
+    run, _ = run_once(*words, "resume=auto")  # starts anew, since there is no run to resume
     assert yaml.safe_load((run / "config.yaml").read_text())["model"]["d_model"] == 16
 
 
@@ -194,25 +194,25 @@ def test_cfg_job_shows_the_composed_configuration_and_writes_nothing(tmp_path, c
 
 
 @pytest.mark.parametrize("plus", ["", "+", "++"])
-def test_names_with_values_may_be_given_with_hydras_signs(capsys, plus):
+def test_mappings_may_be_set_with_hydras_plus_signs(capsys, plus):
     assert main(["--cfg", "job", "--package", "optim.groups", plus + "optim.groups={ours: {lr: 0.5}}"]) == 0
     assert yaml.safe_load(capsys.readouterr().out) == {"ours": {"lr": 0.5}}
 
 
-@pytest.mark.parametrize("own", [None, "0"])
-def test_what_shows_by_hydra_leaves_the_process_as_it_was(monkeypatch, capsys, own):
+@pytest.mark.parametrize("value", [None, "0"])
+def test_hydras_info_restores_the_process_state(monkeypatch, capsys, value):
     monkeypatch.delenv("HYDRA_FULL_ERROR", raising=False)
-    if own is not None:
-        monkeypatch.setenv("HYDRA_FULL_ERROR", own)
+    if value is not None:
+        monkeypatch.setenv("HYDRA_FULL_ERROR", value)
     root = logging.getLogger()
     before = list(sys.argv), list(root.handlers), root.level
     assert main(["--info", "defaults"]) == 0
     assert (list(sys.argv), root.handlers, root.level) == before
-    assert os.environ.get("HYDRA_FULL_ERROR") == own
+    assert os.environ.get("HYDRA_FULL_ERROR") == value
 
 
-def test_names_of_the_command_line_stand_before_those_of_a_file(tmp_path, capsys):
-    """So that the first pattern that fits is the one that was typed; a file's setting of the same name is kept."""
+def test_group_patterns_of_the_command_line_precede_those_of_a_file(tmp_path, capsys):
+    """Patterns of the command line come first and so match first; settings of a file with the same pattern are kept."""
     (tmp_path / "own/experiment").mkdir(parents=True)
     groups = "optim: {groups: {'*attn*': {lr: 1}, '*': {weight_decay: 0.5}}}\n"
     (tmp_path / "own/experiment/mine.yaml").write_text("# @package _global_\n" + groups)
@@ -221,20 +221,23 @@ def test_names_of_the_command_line_stand_before_those_of_a_file(tmp_path, capsys
     capsys.readouterr()
     assert main(["--cfg", "job", "--package", "optim.groups", *words]) == 0
     shown = yaml.safe_load(capsys.readouterr().out)
-    for found in (yaml.safe_load((run / "config.yaml").read_text())["optim"]["groups"], shown):
-        assert list(found) == ["*", "blk.0.*", "*attn*"] and found["*"] == {"weight_decay": 0.5, "lr": 0.5}
+    for groups_config in (yaml.safe_load((run / "config.yaml").read_text())["optim"]["groups"], shown):
+        assert list(groups_config) == ["*", "blk.0.*", "*attn*"] and groups_config["*"] == {
+            "weight_decay": 0.5,
+            "lr": 0.5,
+        }
 
 
 @pytest.mark.parametrize("typed", ["2024_01", "1e3", "1.50", "007", "true", "0x1f"])
-def test_a_text_that_looks_like_a_number_stays_as_it_was_typed(tmp_path, capsys, typed):
-    """As the name of a directory does, or of a run; a number stays one."""
+def test_a_text_setting_that_looks_like_a_number_stays_text(tmp_path, capsys, typed):
+    """Names of runs and paths stay text; numeric settings become numbers."""
     settings = [f"name={typed}", f"data.path={typed}", f"hydra.run.dir={typed}", "steps=1_000", "lr=1e-3"]
     composed = Request.parse(["data=text", *settings]).compose()
     assert (composed.cfg.name, composed.cfg.data.path, composed.cfg.hydra.run.dir) == (typed, typed, typed)
     assert (composed.cfg.steps, composed.cfg.lr) == (1000, 0.001)
 
 
-def test_names_with_underscores_are_swept_over_as_they_were_typed(tmp_path, capsys):
+def test_swept_names_with_underscores_stay_text(tmp_path, capsys):
     tiny = ["data=random", "model.d_model=16", "model.n_layers=1", "model.context=8", "engine=noop", "steps=1"]
     words = [*tiny, "plugins=[toyexp.testing.null]", "callbacks=[]", "name=2024_01,2024_02", "seed=1,2"]
     tmp_path = tmp_path / "sweep"
@@ -243,7 +246,7 @@ def test_names_with_underscores_are_swept_over_as_they_were_typed(tmp_path, caps
     assert names == ["2024_01", "2024_01", "2024_02", "2024_02"], capsys.readouterr()
 
 
-def test_a_sweep_varies_the_last_key_fastest_and_keeps_its_jobs_together(tmp_path, capsys):
+def test_a_sweep_varies_the_last_key_fastest_and_has_one_directory(tmp_path, capsys):
     line = ["-m", "sweep.isolate=false", *SMALL, "engine=cpu", "steps=1", "callbacks=[]"]
     assert main([*line, "model.n_layers=1,2", "seed=3,4"]) == 0
     jobs = sorted(tmp_path.glob("outputs/sweeps/*/*/config.yaml"))
@@ -254,7 +257,7 @@ def test_a_sweep_varies_the_last_key_fastest_and_keeps_its_jobs_together(tmp_pat
 
 @pytest.fixture
 def tiny_sweep(tmp_path):
-    """An experiment that sweeps, in a directory of one's own."""
+    """Write an experiment with a sweep to a user's directory; return the overrides that select it."""
     (tmp_path / "own" / "experiment").mkdir(parents=True)
     (tmp_path / "own" / "experiment" / "sweeping.yaml").write_text(
         "# @package _global_\nsteps: 1\nbatch_size: 4\nmodel: {d_model: 16, context: 16}\n"
@@ -267,14 +270,14 @@ def sweep_configs(tmp_path):
     return [yaml.safe_load(p.read_text()) for p in sorted(tmp_path.glob("outputs/sweeps/*/*/config.yaml"))]
 
 
-def test_an_experiment_may_hold_its_sweep(tiny_sweep, tmp_path, capsys):
+def test_an_experiment_may_define_a_sweep(tiny_sweep, tmp_path, capsys):
     assert main(["-m", "sweep.isolate=false", *tiny_sweep]) == 0
     jobs = [(c["seed"], c["model"]["n_layers"], c["lr"], c["steps"]) for c in sweep_configs(tmp_path)]
     assert jobs == [(3, 1, 0.5, 1), (3, 2, 0.5, 1), (4, 1, 0.5, 1), (4, 2, 0.5, 1)]
     assert "  3  seed=4 model.n_layers=2 " in capsys.readouterr().out
 
 
-def test_a_word_that_was_read_before_is_read_as_new():
+def test_cached_overrides_are_parsed_into_independent_values():
     words = ["model.x=[1,{a: b}]", "lr=0.1,0.2", "seed=range(3)"]
     for _ in range(2):
         given, rates, seeds = parse(words)
@@ -285,7 +288,7 @@ def test_a_word_that_was_read_before_is_read_as_new():
             parse(["a=["])
 
 
-def test_a_job_that_is_made_ready_in_the_process_of_others_is_one_run_of_the_experiments_sweep(tiny_sweep):
+def test_a_job_configuration_has_one_value_per_swept_key_of_the_experiment(tiny_sweep):
     flags, settings = split_flags(tiny_sweep)
     ahead = JobConfigs(Request.parse(settings, Source.from_flags(extra=flags["--config-dir"])), {})
     for number, words in enumerate(
@@ -295,7 +298,7 @@ def test_a_job_that_is_made_ready_in_the_process_of_others_is_one_run_of_the_exp
         assert (settings.seed, settings.lr) == (3 + number, 0.5)
 
 
-def test_the_command_lines_values_replace_those_of_the_experiments_sweep(tiny_sweep, tmp_path, capsys):
+def test_command_line_values_replace_those_of_the_experiments_sweep(tiny_sweep, tmp_path, capsys):
     assert main(["-m", "sweep.isolate=false", *tiny_sweep, "model.n_layers=1", "lr=0.1,0.2", "seed=5"]) == 0
     jobs = [(c["seed"], c["model"]["n_layers"], c["lr"]) for c in sweep_configs(tmp_path)]
     assert jobs == [(5, 1, 0.1), (5, 1, 0.2)]
@@ -304,7 +307,7 @@ def test_the_command_lines_values_replace_those_of_the_experiments_sweep(tiny_sw
 MORE = " (more: toyexp help sweeps)\n"
 
 
-def test_an_experiment_with_a_sweep_is_one_run_only_with_one_value_of_each(tiny_sweep, tmp_path, capsys):
+def test_an_experiment_with_a_sweep_needs_one_value_per_key_for_a_single_run(tiny_sweep, tmp_path, capsys):
     error = "toyexp: error: experiment=sweeping sweeps over {}; run it with -m: toyexp -m experiment=sweeping"
     assert main([*tiny_sweep]) == 2
     assert capsys.readouterr().err == error.format("seed, model.n_layers, lr") + MORE
@@ -318,7 +321,7 @@ def test_an_experiment_with_a_sweep_is_one_run_only_with_one_value_of_each(tiny_
     assert len(list(tmp_path.rglob("config.yaml"))) == 1
 
 
-def test_a_sweep_of_an_experiment_that_cannot_be_read_is_one_line(tiny_sweep, tmp_path, capsys):
+def test_an_invalid_sweep_in_an_experiment_is_rejected_with_one_line(tiny_sweep, tmp_path, capsys):
     path = tmp_path / "own" / "experiment" / "sweeping.yaml"
     path.write_text("# @package _global_\nhydra: {sweeper: {params: {seed: '3,[4'}}}\n")
     assert main(["-m", "sweep.isolate=false", *tiny_sweep]) == 2

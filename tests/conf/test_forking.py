@@ -164,7 +164,7 @@ def test_a_failing_forked_job_is_reported_and_does_not_affect_others(sweeps):
 
 @forks
 def test_a_forked_job_flushes_files_runs_exit_handlers_and_joins_threads(sweeps):
-    """Its files are flushed, its exit handlers have run and its threads have ended."""
+    """Files are flushed, exit handlers have run and threads have ended."""
     for number in (0, 4):
         run = sweeps[2] / entries(sweeps[2])[number]["directory"]
         texts = [(run / f"{name}.txt").read_text() for name in ("left", "exit", "thread")]

@@ -1,4 +1,4 @@
-"""Searches: what Optuna chose reaches the runs, bad runs are stopped, and a search that goes on runs nothing twice."""
+"""Searches: trials reach the runs, bad runs are pruned, and a resumed search repeats no run."""
 
 import contextlib
 import errno
@@ -39,7 +39,7 @@ def register_callbacks(register):
 
 @dataclass(eq=False)
 class Slow(Callback):
-    "Takes its time until a file is there; fails at some learning rates."
+    "Sleeps in each step until the file `mended` exists; fails above a learning rate."
 
     name: ClassVar[str] = "slow"
     wait: float = 0.0
@@ -56,7 +56,7 @@ class Slow(Callback):
 TINY = ["data=random", "data.vocab=32", "model.n_layers=1", "model.d_model=16", "model.context=8", "model.d_ff=24",
         "batch_size=2", "steps=8", "eval_every=2"]  # fmt: skip
 CPU = [*TINY, "engine=cpu", "engine.threads=1", "callbacks=[]", "checkpoint_every=0"]
-GGML = [word.replace("=cpu", "=ggml") for word in CPU]  # which a process of its own loads sooner
+GGML = [word.replace("=cpu", "=ggml") for word in CPU]  # ggml loads faster than torch in a new process
 NOOP = [*TINY, "plugins=[toyexp.testing.null,slow]", "engine=noop", "callbacks=[events,slow]", "checkpoint_every=1"]
 HERE = "sweep.isolate=false"
 LOG = "lr=tag(log, interval(1e-4, 1e-1))"
@@ -69,16 +69,16 @@ def _work_in_tmp_path(tmp_path, monkeypatch):
     monkeypatch.delitem(sys.modules, "slow", raising=False)
 
 
-def jobs(folder="s"):
+def read_jobs(folder="s"):
     return json.loads(Path(folder, "sweep.json").read_text())["jobs"]
 
 
-def found(folder="s"):
+def read_search_json(folder="s"):
     return json.loads(Path(folder, "search.json").read_text())
 
 
 def trials(folder="s"):
-    """As Optuna itself opens what was stored."""
+    """Load the trials from the journal with Optuna."""
     storage = optuna.storages.JournalStorage(optuna.storages.journal.JournalFileBackend(str(Path(folder, "study.log"))))
     return optuna.load_study(study_name=None, storage=storage).trials
 
@@ -87,20 +87,20 @@ def result(job, folder="s"):
     return json.loads(Path(folder, job["directory"], "result.json").read_text())
 
 
-def steps_of(job, folder="s"):
+def recorded_steps(job, folder="s"):
     lines = Path(folder, job["directory"], "events.jsonl").read_text().splitlines()
     return [line["step"] for line in map(json.loads, lines) if line["kind"] == "step"]
 
 
 @pytest.mark.parametrize("search", ["random", "tpe", "cmaes"])
-def test_what_is_chosen_reaches_the_runs_and_the_best_is_kept_with_what_repeats_it(search, capsys):
+def test_trials_reach_the_runs_and_the_best_is_saved_with_a_command_that_repeats_it(search, capsys):
     more = [] if search == "cmaes" else ["optim.weight_decay=0,0.1", "recipe.init=choice(default,toy)"]
     keys = [LOG, "seed=int(interval(1, 9))", "optim.beta1=range(0.5,0.85,0.1)", *more]
-    asked = [f"sweep.search={search}", "sweep.trials=7", "hydra.sweep.dir=s", HERE]
-    assert main(["-m", *CPU, *keys, *asked]) == 0
+    search_settings = [f"sweep.search={search}", "sweep.trials=7", "hydra.sweep.dir=s", HERE]
+    assert main(["-m", *CPU, *keys, *search_settings]) == 0
     out = capsys.readouterr().out
     scores = {}
-    for job, trial in zip(jobs(), trials(), strict=True):
+    for job, trial in zip(read_jobs(), trials(), strict=True):
         config = yaml.safe_load(Path("s", job["directory"], "config.yaml").read_text())
         params = trial.params
         assert (config["lr"], config["seed"]) == (params["lr"], params["seed"])
@@ -114,31 +114,31 @@ def test_what_is_chosen_reaches_the_runs_and_the_best_is_kept_with_what_repeats_
         assert trial.state == optuna.trial.TrialState.COMPLETE
         scores[job["number"]] = trial.value
     assert len({trial.params["lr"] for trial in trials()}) == 7
-    kept = found()
-    assert kept["best"]["score"] == min(scores.values()) == scores[kept["best"]["jobs"][0]]
-    assert kept["importances"] == {} and "7 points are too few" in kept["no_importances"]
-    assert f"importance unknown: {kept['no_importances']}" in out
-    assert f"again   {kept['best']['command']}" in out and "optuna-dashboard s/study.log" in out
-    assert main([*shlex.split(kept["best"]["command"])[1:], "hydra.run.dir=again"]) == 0
-    assert json.loads(Path("again/result.json").read_text())["eval_loss"] == kept["best"]["score"]
+    search = read_search_json()
+    assert search["best"]["score"] == min(scores.values()) == scores[search["best"]["jobs"][0]]
+    assert search["importances"] == {} and "7 points are too few" in search["no_importances"]
+    assert f"importance unknown: {search['no_importances']}" in out
+    assert f"again   {search['best']['command']}" in out and "optuna-dashboard s/study.log" in out
+    assert main([*shlex.split(search["best"]["command"])[1:], "hydra.run.dir=again"]) == 0
+    assert json.loads(Path("again/result.json").read_text())["eval_loss"] == search["best"]["score"]
 
 
-def test_a_metric_that_should_rise_is_made_large_and_ppl_is_of_the_loss():
+def test_accuracy_is_maximised_and_ppl_is_computed_from_the_loss():
     words = ["model=vit", "data=digits", "recipe=scratch", "engine=cpu", "engine.threads=1", "callbacks=[]"]
     words += ["checkpoint_every=0", "model.n_layers=1", "model.d_model=16", "steps=2", "eval_every=2", "seed=0,1"]
     assert main(["-m", *words, "sweep.search=grid", "sweep.metric=accuracy", HERE, "hydra.sweep.dir=s"]) == 0
-    scores = [result(job)["eval_scores"]["accuracy"] for job in jobs()]
-    assert [trial.value for trial in trials()] == scores and found()["best"]["score"] == max(scores)
+    scores = [result(job)["eval_scores"]["accuracy"] for job in read_jobs()]
+    assert [trial.value for trial in trials()] == scores and read_search_json()["best"]["score"] == max(scores)
     assert main(["-m", *CPU, "seed=0,1", "sweep.search=grid", "sweep.metric=ppl", HERE, "hydra.sweep.dir=t"]) == 0
-    assert found("t")["best"]["score"] == pytest.approx(
-        math.exp(min(result(job, "t")["eval_loss"] for job in jobs("t")))
+    assert read_search_json("t")["best"]["score"] == pytest.approx(
+        math.exp(min(result(job, "t")["eval_loss"] for job in read_jobs("t")))
     )
 
 
-def test_a_bad_run_is_stopped_at_an_eval_and_counts_as_pruned():
+def test_a_bad_run_is_pruned_at_an_evaluation():
     sweep = [*GGML, "lr=0.01,30,0.02", "sweep.search=grid", "sweep.prune=asha", "hydra.sweep.dir=s"]
     assert main(["-m", *sweep]) == 0
-    first, second, third = jobs()
+    first, second, third = read_jobs()
     assert third["status"] in ("completed", "pruned")
     assert (first["status"], second["status"], second["code"]) == ("completed", "pruned", 0)
     assert second["error"].startswith("sweep.prune=asha: the held-out loss ") and "after step 2" in second["error"]
@@ -146,20 +146,20 @@ def test_a_bad_run_is_stopped_at_an_eval_and_counts_as_pruned():
     assert second["error"] in Path("s/summary.csv").read_text()
     good, bad, _ = trials()
     assert bad.state == optuna.trial.TrialState.PRUNED and bad.intermediate_values == {2: result(second)["eval_loss"]}
-    assert list(good.intermediate_values) == [2, 4, 6, 8]  # and not step 0, at which nobody has learned anything
+    assert list(good.intermediate_values) == [2, 4, 6, 8]  # not step 0, before training
     config = yaml.safe_load(Path("s", second["directory"], "config.yaml").read_text())
-    assert "sweep" not in config and not config["callbacks"]  # a run knows nothing of the search it is of
+    assert "sweep" not in config and not config["callbacks"]  # a run has no settings of its search
 
 
-def test_the_score_of_a_point_is_the_mean_over_its_seeds(capsys):
+def test_the_score_of_a_trial_is_the_mean_over_its_seeds(capsys):
     sweep = [*CPU, "seed=4", "lr=0.01,0.001", "sweep.search=grid", "sweep.repeats=3", HERE, "hydra.sweep.dir=s"]
     assert main(["-m", *sweep]) == 0
-    assert [job["overrides"] for job in jobs()] == [
+    assert [job["overrides"] for job in read_jobs()] == [
         [f"lr={lr}", f"seed={seed}"] for lr in ("0.01", "0.001") for seed in (4, 5, 6)
     ]
-    losses = [[result(job)["eval_loss"] for job in jobs() if job["trial"] == trial] for trial in (0, 1)]
+    losses = [[result(job)["eval_loss"] for job in read_jobs() if job["trial"] == trial] for trial in (0, 1)]
     assert [trial.value for trial in trials()] == [pytest.approx(statistics.fmean(each)) for each in losses]
-    best = found()["best"]
+    best = read_search_json()["best"]
     assert best["score"] == pytest.approx(min(map(statistics.fmean, losses)))
     assert best["deviation"] == pytest.approx(statistics.stdev(losses[best["trial"]]))
     assert "over 3 seeds" in capsys.readouterr().out
@@ -167,34 +167,37 @@ def test_the_score_of_a_point_is_the_mean_over_its_seeds(capsys):
     assert sum(word.startswith("seed=") for word in command) == 1
 
 
-def test_a_search_has_no_more_runs_than_there_are_points(capsys):
+def test_a_search_has_no_more_runs_than_combinations(capsys):
     sweep = [*CPU, "lr=0.01,0.001", "sweep.search=tpe", "sweep.trials=5", HERE, "hydra.sweep.dir=s"]
     assert main(["-m", *sweep]) == 0
-    assert sorted(job["overrides"] for job in jobs()) == [["lr=0.001"], ["lr=0.01"]]
+    assert sorted(job["overrides"] for job in read_jobs()) == [["lr=0.001"], ["lr=0.01"]]
     assert "2 trials (all combinations): tpe over lr" in capsys.readouterr().out
-    assert main(["sweep.resume=s", "sweep.trials=9"]) == 0 and len(jobs()) == 2
+    assert main(["sweep.resume=s", "sweep.trials=9"]) == 0 and len(read_jobs()) == 2
 
 
-def test_with_pruning_the_first_seed_decides_over_the_others(monkeypatch):
-    told = []
+def test_with_pruning_only_the_first_seed_of_a_trial_is_judged(monkeypatch):
+    judged_trials = []
     monkeypatch.setattr(
         "toyexp.sweeps.search.searcher.pruning_environment",
-        lambda *asked: told.append(asked[1]) or pruning_environment(*asked),
+        lambda *arguments: judged_trials.append(arguments[1]) or pruning_environment(*arguments),
     )
     sweep = [*CPU, "lr=0.01,30", "sweep.search=grid", "sweep.repeats=2", "sweep.prune=asha", HERE, "hydra.sweep.dir=s"]
     assert main(["-m", *sweep]) == 0
-    assert [(job["trial"], job["status"]) for job in jobs()] == [(0, "completed"), (0, "completed"), (1, "pruned")]
-    assert told == [0, 1]  # the second seed of the first point is not asked
+    assert [(job["trial"], job["status"]) for job in read_jobs()] == [(0, "completed"), (0, "completed"), (1, "pruned")]
+    assert judged_trials == [0, 1]  # the second seed of a trial is never pruned
 
 
-def test_a_search_of_which_no_run_comes_to_its_end_says_so(capsys):
+def test_a_search_without_completed_runs_reports_no_best(capsys):
     assert main(["-m", *CPU, "lr=1e30,1e31", "sweep.search=grid", HERE, "hydra.sweep.dir=s"]) == 1
     out = capsys.readouterr().out
     assert "best    none: no trial has a held-out loss" in out and "again" not in out
-    assert found()["best"] is None and [trial["state"] for trial in found()["trials"]] == ["pruned"] * 2
+    assert (
+        read_search_json()["best"] is None
+        and [trial["state"] for trial in read_search_json()["trials"]] == ["pruned"] * 2
+    )
 
 
-def test_a_dry_run_of_a_search_counts_the_points_that_it_would_choose(capsys):
+def test_a_dry_run_of_a_search_counts_its_trials(capsys):
     words = [
         "-m",
         *GGML,
@@ -208,7 +211,7 @@ def test_a_dry_run_of_a_search_counts_the_points_that_it_would_choose(capsys):
     assert main([*words, HERE, "hydra.sweep.dir=s", "--json"]) == 0
     output = json.loads(capsys.readouterr().out)
     assert output["search"] == f"5 trials of 2 runs, by tpe: {LOG} model.n_layers=1,2"
-    # probes: both ends of the interval, with the first of the list, and the second of the list
+    # probes: both ends of the interval with the first list value, and the second list value
     assert (output["jobs"], [len(shape["jobs"]) for shape in output["shapes"]]) == (10, [7, 3])
     flops = [shape["flops_per_step"] for shape in output["shapes"]]
     assert flops[0] < flops[1] and output["flops"] == 8 * (7 * flops[0] + 3 * flops[1])
@@ -217,40 +220,42 @@ def test_a_dry_run_of_a_search_counts_the_points_that_it_would_choose(capsys):
     assert "needs evaluations of the held-out data" in capsys.readouterr().err
 
 
-def test_a_point_whose_run_fails_has_no_score_and_the_search_goes_on(capsys):
+def test_a_trial_whose_run_fails_has_no_score_and_the_search_continues(capsys):
     sweep = [*NOOP, "lr=0.1,5,0.2", "callbacks.slow.fails_above=1", "sweep.search=grid", HERE, "hydra.sweep.dir=s"]
     assert main(["-m", *sweep]) == 1
-    assert [job["status"] for job in jobs()] == ["completed", "failed", "completed"]
+    assert [job["status"] for job in read_jobs()] == ["completed", "failed", "completed"]
     assert [trial.state.name for trial in trials()] == ["COMPLETE", "PRUNED", "COMPLETE"]
     assert "error in job 1: callbacks.slow failed" in capsys.readouterr().err
     assert main(["sweep.resume=s", "sweep.retry=true", "plugins=[toyexp.testing.null,slow]"]) == 1
-    assert [job["attempts"] for job in jobs()] == [1, 1, 1]
+    assert [job["attempts"] for job in read_jobs()] == [1, 1, 1]
 
 
 @pytest.mark.parametrize("repeats", [1, 2])
-def test_points_that_a_full_disk_hindered_are_run_again_and_not_learned_from(capsys, repeats):
+def test_trials_that_failed_on_a_full_disk_are_rerun_and_not_scored(capsys, repeats):
     Path("full").touch()
-    own = ["sweep.search=random", "sweep.trials=2", f"sweep.repeats={repeats}", HERE, "hydra.sweep.dir=s"]
-    assert main(["-m", *NOOP, LOG, *own]) == 1
-    assert [job["status"] for job in jobs()] == ["failed"] * 2
+    search_settings = ["sweep.search=random", "sweep.trials=2", f"sweep.repeats={repeats}", HERE, "hydra.sweep.dir=s"]
+    assert main(["-m", *NOOP, LOG, *search_settings]) == 1
+    assert [job["status"] for job in read_jobs()] == ["failed"] * 2
     assert [trial.state.name for trial in trials()] == ["RUNNING"] * 2
     assert "0 of 2 trials are done; to resume: toyexp sweep.resume=s sweep.retry=true" in capsys.readouterr().out
     Path("full").unlink()
-    asked = [trial.params for trial in trials()]
+    params_before = [trial.params for trial in trials()]
     assert main(["sweep.resume=s", "sweep.retry=true", "plugins=[toyexp.testing.null,slow]"]) == 0
-    assert [job["status"] for job in jobs()] == ["completed"] * 2 * repeats
-    assert [(trial.state.name, trial.params) for trial in trials()] == [("COMPLETE", params) for params in asked]
-    assert found()["best"]
+    assert [job["status"] for job in read_jobs()] == ["completed"] * 2 * repeats
+    assert [(trial.state.name, trial.params) for trial in trials()] == [
+        ("COMPLETE", params) for params in params_before
+    ]
+    assert read_search_json()["best"]
 
 
-def test_of_jobs_of_which_one_was_hindered_and_one_failed_the_first_is_run_again(capsys):
+def test_the_resume_command_is_printed_for_jobs_that_failed_on_a_full_disk(capsys):
     Path("full").touch()
     words = [*NOOP, "lr=0.1,5", "callbacks.slow.fails_above=1", HERE, "hydra.sweep.dir=s"]
     assert main(["-m", *words]) == 1
     assert "to resume: toyexp sweep.resume=s sweep.retry=true" in capsys.readouterr().out
 
 
-def test_a_search_whose_summary_a_full_disk_does_not_take_says_so_and_is_complete(capsys, monkeypatch):
+def test_a_search_completes_when_its_summary_cannot_be_written(capsys, monkeypatch):
     def full(path):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
@@ -261,11 +266,11 @@ def test_a_search_whose_summary_a_full_disk_does_not_take_says_so_and_is_complet
 
 
 @contextlib.contextmanager
-def started(*words):
-    """A sweep of its own process, which ends with the test."""
+def start_sweep(*words):
+    """Start a sweep as a process, which is killed at the end of the block."""
     command = [sys.executable, "-m", "toyexp", *words]
-    with open("said.txt", "wb") as said:
-        process = subprocess.Popen(command, stdout=said, stderr=subprocess.STDOUT, start_new_session=True)
+    with open("output.txt", "wb") as output_file:
+        process = subprocess.Popen(command, stdout=output_file, stderr=subprocess.STDOUT, start_new_session=True)
     try:
         yield process
     finally:
@@ -275,13 +280,13 @@ def started(*words):
 
 
 def wait_for(condition, process):
-    until = time.monotonic() + 200
+    deadline = time.monotonic() + 200
     while not condition():
-        assert time.monotonic() < until and process.poll() is None, Path("said.txt").read_text()
+        assert time.monotonic() < deadline and process.poll() is None, Path("output.txt").read_text()
         time.sleep(0.05)
 
 
-def test_a_worker_that_is_free_gets_the_next_point_at_once():
+def test_a_free_worker_gets_the_next_trial_at_once():
     sweep = [
         *NOOP,
         "checkpoint_every=0",
@@ -290,29 +295,30 @@ def test_a_worker_that_is_free_gets_the_next_point_at_once():
         "sweep.search=grid",
         "hydra.sweep.dir=s",
     ]
-    with started("-m", *sweep, "sweep.launcher=processes", "sweep.jobs=2") as process:
+    with start_sweep("-m", *sweep, "sweep.launcher=processes", "sweep.jobs=2") as process:
         wait_for(
             lambda: (
-                Path("s/sweep.json").exists() and [job["status"] for job in jobs()] == ["running", *["completed"] * 3]
+                Path("s/sweep.json").exists()
+                and [job["status"] for job in read_jobs()] == ["running", *["completed"] * 3]
             ),
             process,
         )
         Path("mended").touch()
-        assert process.wait(100) == 0, Path("said.txt").read_text()
+        assert process.wait(100) == 0, Path("output.txt").read_text()
     assert [trial.state.name for trial in trials()] == ["COMPLETE"] * 4
 
 
 @pytest.mark.release
-def test_a_search_killed_in_the_middle_goes_on_and_runs_nothing_twice(capsys):
+def test_a_killed_search_resumes_and_repeats_no_run(capsys):
     sweep = [*NOOP, "steps=300", "checkpoint_every=20", "eval_every=100", LOG, "callbacks.slow.wait=0.01",
              "sweep.search=tpe", "sweep.trials=4", "sweep.prune=median", "hydra.sweep.dir=s"]  # fmt: skip
-    with started("-m", *sweep, "sweep.launcher=processes", "sweep.jobs=2") as process:
+    with start_sweep("-m", *sweep, "sweep.launcher=processes", "sweep.jobs=2") as process:
         wait_for(lambda: any(Path().glob("s/[23]-*/checkpoints/step-*")), process)
-    before = jobs()
+    before = read_jobs()
     done = [job["number"] for job in before if job["status"] == "completed"]
     untouched = {path: path.read_bytes() for n in done for path in Path("s").glob(f"{n}-*/[!r]*") if path.is_file()}
     Path("mended").touch()
-    for job in before:  # what the sweep started saves and ends by itself
+    for job in before:  # jobs of the killed sweep save and exit
         until = time.monotonic() + 60
         while not is_free(Path("s", job["directory"])):
             assert time.monotonic() < until
@@ -321,15 +327,15 @@ def test_a_search_killed_in_the_middle_goes_on_and_runs_nothing_twice(capsys):
     assert main([*again, "sweep.prune=asha"]) == 2
     assert "sweep.prune: a resumed search can only change sweep.trials" in capsys.readouterr().err
     assert main([*again, "sweep.launcher=serial", "sweep.jobs=0", HERE]) == 0
-    assert [job["overrides"] for job in jobs()][: len(before)] == [job["overrides"] for job in before]
-    assert [job["trial"] for job in jobs()] == [0, 1, 2, 3]
-    assert [job["attempts"] for job in jobs()][:2] == [1, 1] and sum(job["attempts"] for job in jobs()) <= 6
-    assert all(steps_of(job) == list(range(1, 301)) for job in jobs())
+    assert [job["overrides"] for job in read_jobs()][: len(before)] == [job["overrides"] for job in before]
+    assert [job["trial"] for job in read_jobs()] == [0, 1, 2, 3]
+    assert [job["attempts"] for job in read_jobs()][:2] == [1, 1] and sum(job["attempts"] for job in read_jobs()) <= 6
+    assert all(recorded_steps(job) == list(range(1, 301)) for job in read_jobs())
     assert {path: path.read_bytes() for path in untouched} == untouched and done
     assert "resumed from step" in capsys.readouterr().out
     assert [(t.state.name, list(t.intermediate_values)) for t in trials()] == [("COMPLETE", [100, 200, 300])] * 4
-    assert main([*again, "sweep.launcher=serial", "sweep.jobs=0", HERE, "sweep.trials=5"]) == 0  # one more
-    assert len(jobs()) == 5 and [job["attempts"] for job in jobs()][4] == 1
+    assert main([*again, "sweep.launcher=serial", "sweep.jobs=0", HERE, "sweep.trials=5"]) == 0  # one more trial
+    assert len(read_jobs()) == 5 and [job["attempts"] for job in read_jobs()][4] == 1
     assert {path: path.read_bytes() for path in untouched} == untouched
 
 
@@ -341,11 +347,11 @@ def is_free(run):
     return True
 
 
-def test_a_state_from_a_stranger_is_refused(capsys):
+def test_a_malformed_search_state_is_rejected(capsys):
     assert main(["-m", *CPU, "steps=2", "lr=0.1,0.2", "sweep.search=grid", HERE, "hydra.sweep.dir=s"]) == 0
-    whole = Path("s/sweep.json").read_text()
-    state = json.loads(whole)
-    for part, told in (
+    original = Path("s/sweep.json").read_text()
+    state = json.loads(original)
+    for part, message in (
         ({"jobs": [{**state["jobs"][0], "trial": -1}]}, "is damaged: its jobs have the trials [-1]"),
         ({"jobs": [{**state["jobs"][0], "trial": 5}]}, "is damaged: its jobs have the trials [5]"),
         ({"jobs": [{**state["jobs"][0], "trial": None}]}, "is damaged: its jobs have the trials [None]"),
@@ -356,8 +362,8 @@ def test_a_state_from_a_stranger_is_refused(capsys):
         Path("s/sweep.json").write_text(json.dumps(state | part))
         capsys.readouterr()
         assert main(["sweep.resume=s"]) == 2
-        assert told in capsys.readouterr().err
-    Path("s/sweep.json").write_text(whole)
+        assert message in capsys.readouterr().err
+    Path("s/sweep.json").write_text(original)
     assert main(["sweep.resume=s"]) == 0
 
 
@@ -425,7 +431,7 @@ def test_a_state_from_a_stranger_is_refused(capsys):
         ([LOG, "sweep.search=tpe", "sweep.trials=9", "sweep.launcher=submitit"], ["sweep.jobs=4"]),
     ],
 )
-def test_a_search_that_cannot_be_is_told_in_a_line_and_leaves_nothing(words, message, capsys):
+def test_an_invalid_search_is_rejected_with_one_line_and_leaves_no_files(words, message, capsys):
     assert main(["-m", *CPU, *words, "hydra.sweep.dir=s"]) == 2
     err = capsys.readouterr().err
     assert len(err.splitlines()) <= 2 and "Traceback" not in err
@@ -434,24 +440,24 @@ def test_a_search_that_cannot_be_is_told_in_a_line_and_leaves_nothing(words, mes
     assert not Path("s").exists()
 
 
-def test_what_is_missing_for_a_search_is_told_with_what_to_type(monkeypatch, capsys):
+def test_a_missing_search_package_is_reported_with_the_install_command(monkeypatch, capsys):
     for package, search in (("optuna", "tpe"), ("cmaes", "cmaes")):
         monkeypatch.setitem(sys.modules, package, None)
         words = [LOG, "seed=range(1,9)", f"sweep.search={search}", "sweep.trials=3", "hydra.sweep.dir=s"]
         assert main(["-m", *CPU, *words]) == 2
-        told = f"sweep.search={search}: {package} is not installed: pip install 'toyexp[search]'"
-        assert told in capsys.readouterr().err
+        message = f"sweep.search={search}: {package} is not installed: pip install 'toyexp[search]'"
+        assert message in capsys.readouterr().err
         monkeypatch.undo()
     assert not Path("s").exists()
 
 
-def test_a_search_over_tokenizers_says_that_its_scores_do_not_compare(capsys):
+def test_a_search_over_tokenizers_warns_that_scores_cannot_be_compared(capsys):
     Path("book.txt").write_text("It was a bright cold day in April. " * 300)
     text = ["data=text", "data.path=book.txt", "data.tokenizer=byte,char", "steps=2"]
     words = [word for word in CPU if not word.startswith(("data", "steps"))]
     assert main(["-m", *words, *text, "sweep.search=grid", HERE, "hydra.sweep.dir=s"]) == 0
-    output, kept = capsys.readouterr().out, json.loads(Path("s/search.json").read_text())
+    output, search = capsys.readouterr().out, json.loads(Path("s/search.json").read_text())
     assert output.count("the search continues, but their scores cannot be compared") == 1 and "best    none" in output
-    assert kept["best"] is None and "tok" in kept["notes"][0]
+    assert search["best"] is None and "tok" in search["notes"][0]
     pytest.importorskip("matplotlib")
     assert main(["compare", "s", "--plot", "s.svg"]) == 0 and "cannot be compared" in Path("s.svg").read_text()

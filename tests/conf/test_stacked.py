@@ -1,4 +1,4 @@
-"""Jobs that train together leave what they leave alone, and whatever becomes of one touches no other."""
+"""Stacked jobs have the same results as jobs trained one at a time, and a failing job does not affect the others."""
 
 import json
 import os
@@ -23,8 +23,7 @@ from toyexp.formats.gguf.read import GGUFFile
 from toyexp.interfaces.data import share_open_data
 from toyexp.sweeps.directory import Job
 from toyexp.sweeps.job_configs import JobConfigs
-from toyexp.sweeps.launchers import stack_process as of_stack
-from toyexp.sweeps.launchers import stacks
+from toyexp.sweeps.launchers import stack_process, stacks
 from toyexp.sweeps.launchers.stack_process import TaggedStream
 from toyexp.sweeps.launchers.stacks import Stacks, advice, deal_jobs
 from toyexp.training.experiment import prepare
@@ -36,7 +35,7 @@ STACKED = "sweep.launcher=stacked"
 TINY = ["model.n_layers=1", "model.d_model=16", "model.n_heads=2", "model.d_ff=24", "model.context=12"]
 QUICK = ["engine=cpu", "engine.threads=1", "data=random", *TINY, "batch_size=2"]
 
-# Other things than numbers: jobs of several shapes, which a command line chooses by name.
+# Experiments with different shapes, chosen by name in a sweep.
 PRESETS = {
     "gpt2": ["override /model: gpt2", "override /data: random"],
     "vit": ["override /model: vit", "override /data: digits", "override /recipe: vit_tiny"],
@@ -72,7 +71,7 @@ def register_engines(register):
 
 @dataclass
 class Pretended(TorchCPU):
-    "Says that it takes a GPU."
+    "Claims to use a GPU."
 
     name: ClassVar[str] = "pretended"
 
@@ -85,7 +84,7 @@ class Pretended(TorchCPU):
 
 @dataclass(eq=False)
 class Mishap(Callback):
-    "Goes wrong in several ways, by the seed of its run."
+    "Fails in a way that depends on the seed of its run."
 
     name: ClassVar[str] = "mishap"
     kills: bool = True
@@ -123,7 +122,7 @@ def statuses(folder):
 
 
 def runs(folder):
-    """The directories of the jobs, in their order."""
+    """Return the run directories of the jobs, in order."""
     return [Path(folder) / job["directory"] for job in state(folder)]
 
 
@@ -131,39 +130,38 @@ def has_stepped(file):
     return '"step"' in file.read_text()
 
 
-def assert_same_steps(one, other):
-    """To what the order of sums changes in float32 over 30 steps.
+def assert_same_steps(first, second):
+    """Check that two runs took the same steps, up to float32 rounding over 30 steps.
 
-    A gradient's norm is held less closely: AdamW takes the rounding of a gradient that is next to nothing for a
-    direction, and the norm shows at once what the loss hardly does.
+    Gradient norms have a larger tolerance: AdamW amplifies the rounding of gradients near zero.
     """
-    for name, close in (("step", 0), ("loss", 1e-5), ("lr", 0), ("grad_norm", 1e-3)):
-        a, b = (np.array([e[name] for e in events(run, "step")], float) for run in (one, other))  # null is a NaN
-        np.testing.assert_allclose(a, b, rtol=close, err_msg=f"{one} {name}")
+    for name, tolerance in (("step", 0), ("loss", 1e-5), ("lr", 0), ("grad_norm", 1e-3)):
+        a, b = (np.array([e[name] for e in events(run, "step")], float) for run in (first, second))  # null becomes NaN
+        np.testing.assert_allclose(a, b, rtol=tolerance, err_msg=f"{first} {name}")
 
 
 @pytest.fixture(scope="module", autouse=True)
-def _place(tmp_path_factory):
-    """A directory for all of it, with presets and a base to adapt."""
+def _working_dir(tmp_path_factory):
+    """Create a working directory with experiments and a base for adapters."""
     here = tmp_path_factory.mktemp("stacked")
     (here / "wrong_by_seed.py").write_text(MISHAP)
     for name, defaults in PRESETS.items():
-        place = here / "own" / "experiment" / f"{name}.yaml"
-        place.parent.mkdir(parents=True, exist_ok=True)
+        path = here / "own" / "experiment" / f"{name}.yaml"
+        path.parent.mkdir(parents=True, exist_ok=True)
         text = yaml.safe_dump({"defaults": [dict([line.split(": ")]) for line in defaults], **OWN[name], "name": name})
-        place.write_text(f"# @package _global_\n{text}")
+        path.write_text(f"# @package _global_\n{text}")
     write_base(here / "base.gguf", "llama")
     before = Path.cwd()
     os.chdir(here)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv(CORES_VARIABLE, "1")  # a process for each of them
+        patch.setenv(CORES_VARIABLE, "1")  # one process per core
         yield
     os.chdir(before)
 
 
 @pytest.fixture(scope="module")
-def of_16():
-    """Seeds, rates, decays and optimisers; with a rate of 1e9 a run breaks."""
+def run_pairs():
+    """Run 16 jobs stacked and one at a time: seeds, lr, decay and optimisers; runs with lr=1e9 fail."""
     words = [*QUICK, "steps=12", "eval_every=0", "callbacks=[events,cosine]", "seed=0,1", "lr=1e-2,1e9",
              "optim.weight_decay=0,0.1", "optim=adamw,sgd", "optim.grad_clip=0"]  # fmt: skip
     assert main(["-m", *words, STACKED, "hydra.sweep.dir=together"]) == 1
@@ -172,8 +170,8 @@ def of_16():
 
 
 @pytest.fixture(scope="module")
-def of_shapes():
-    """Two seeds of four programs, with what a run has by default."""
+def shape_pairs():
+    """Run four experiments with two seeds and default callbacks, stacked and one at a time."""
     words = ["--config-dir", "own", "experiment=gpt2,vit,lora2,lora4", "seed=0,1", "engine=cpu", "engine.threads=1",
              "batch_size=2", "steps=12", "eval_every=6"]  # fmt: skip
     assert main(["-m", *words, STACKED, "hydra.sweep.dir=shapes"]) == 0
@@ -181,58 +179,58 @@ def of_shapes():
     return [*zip(runs("shapes"), runs("shapes-alone"), strict=True)]
 
 
-# -- what a job leaves ------------------------------------------------------------------------------------------------
+# -- results of the jobs ----------------------------------------------------------------------------------------------
 
 
-def test_16_jobs_over_seed_rate_decay_and_optimiser_take_the_steps_that_each_takes_alone(of_16):
-    stacked = {run: events(run, "run_start")[0]["backend"].get("stacked") for run, _ in of_16}
+def test_16_stacked_jobs_take_the_same_steps_as_alone(run_pairs):
+    stacked = {run: events(run, "run_start")[0]["backend"].get("stacked") for run, _ in run_pairs}
     assert set(stacked.values()) == {8}
-    for together, alone in of_16:
+    for together, alone in run_pairs:
         assert_same_steps(together, alone)
 
 
-def test_a_job_that_breaks_breaks_as_it_does_alone_and_touches_no_other(of_16):
-    found, expected = state("together"), state("alone")
-    assert [job["status"] for job in found] == [job["status"] for job in expected]
-    broken = [job["number"] for job in found if job["status"] == "failed"]
-    assert broken == [job["number"] for job in found if "lr=1000000000.0" in job["overrides"]]
+def test_a_failing_stacked_job_fails_as_alone_and_does_not_affect_others(run_pairs):
+    actual, expected = state("together"), state("alone")
+    assert [job["status"] for job in actual] == [job["status"] for job in expected]
+    broken = [job["number"] for job in actual if job["status"] == "failed"]
+    assert broken == [job["number"] for job in actual if "lr=1000000000.0" in job["overrides"]]
     for number in broken:
-        assert found[number]["error"].split(";")[0] == expected[number]["error"].split(";")[0]
+        assert actual[number]["error"].split(";")[0] == expected[number]["error"].split(";")[0]
 
 
-def test_jobs_of_other_shapes_form_other_stacks_and_leave_what_they_leave_alone(of_shapes):
-    """Models, data and ranks of adapters are no numbers; configuration, events, files and GGUFs are the job's own."""
-    for together, alone in of_shapes:
+def test_jobs_of_other_shapes_form_other_stacks_with_the_same_results_as_alone(shape_pairs):
+    """Other models, data and adapter ranks need other stacks. Files and events match those of jobs trained alone."""
+    for together, alone in shape_pairs:
         assert events(together, "run_start")[0]["backend"]["stacked"] == 2
         assert_same_steps(together, alone)
         a, b = events(together), events(alone)
         assert [(e["kind"], sorted(e)) for e in a] == [(e["kind"], sorted(e)) for e in b]
-        losses = [[e["loss"] for e in found if e["kind"] == "eval"] for found in (a, b)]
+        losses = [[e["loss"] for e in run_events if e["kind"] == "eval"] for run_events in (a, b)]
         assert losses[0] == pytest.approx(losses[1], rel=1e-5)
         assert (together / "config.yaml").read_text() == (alone / "config.yaml").read_text()
         assert {p.name for p in together.iterdir()} == {p.name for p in alone.iterdir()}
-        made = list(alone.glob("*.gguf"))
-        assert made
-        for path in made:
-            with GGUFFile(together / path.name) as ours, GGUFFile(path) as theirs:
-                assert ours.tensors.keys() == theirs.tensors.keys()
-                # Of a key's bias the gradient is zero but for rounding, which AdamW takes for a direction.
-                for name in (n for n in theirs.tensors if not n.endswith("attn_k.bias")):
-                    np.testing.assert_allclose(ours.read(name), theirs.read(name), atol=1e-5, err_msg=name)
+        models = list(alone.glob("*.gguf"))
+        assert models
+        for path in models:
+            with GGUFFile(together / path.name) as actual, GGUFFile(path) as expected:
+                assert actual.tensors.keys() == expected.tensors.keys()
+                # The gradient of a key bias is only rounding, which AdamW amplifies.
+                for name in (n for n in expected.tensors if not n.endswith("attn_k.bias")):
+                    np.testing.assert_allclose(actual.read(name), expected.read(name), atol=1e-5, err_msg=name)
 
 
-def test_each_log_holds_what_its_own_run_says(of_shapes):
-    for together, alone in of_shapes:
-        ours, theirs = (
+def test_each_stacked_job_logs_only_its_own_lines(shape_pairs):
+    for together, alone in shape_pairs:
+        actual, expected = (
             [line.split(" ", 3)[3] for line in (run / "log.txt").read_text().splitlines()] for run in (together, alone)
         )
-        assert [line for line in ours if "busy" not in line] == [line for line in theirs if "busy" not in line]
+        assert [line for line in actual if "busy" not in line] == [line for line in expected if "busy" not in line]
 
 
-# -- what becomes of it -----------------------------------------------------------------------------------------------
+# -- failures and signals ---------------------------------------------------------------------------------------------
 
 
-def test_one_raises_one_stops_one_kills_the_process_and_resume_finishes_the_others(capfd):
+def test_a_killed_stack_resumes_its_unfinished_jobs(capfd):
     words = ["plugins=[wrong_by_seed]", *QUICK, "steps=30", "eval_every=0", "checkpoint_every=6", "seed=0,1,2,3,4"]
     words += ["callbacks=[events,cosine,mishap]"]
     assert main(["-m", *words, STACKED, "hydra.sweep.dir=hurt"]) == 1
@@ -243,15 +241,15 @@ def test_one_raises_one_stops_one_kills_the_process_and_resume_finishes_the_othe
     Path("mended").touch()
     assert main(["sweep.resume=hurt", "plugins=[wrong_by_seed]"]) == 1
     assert statuses("hurt") == ["completed", "failed", "completed", "completed", "completed"]
-    assert capfd.readouterr().out.count("resumed from step") == 3  # the last one that was whole
+    assert capfd.readouterr().out.count("resumed from step") == 3  # each from its last complete checkpoint
     assert main(["-m", *words, "sweep.isolate=false", "hydra.sweep.dir=whole"]) == 1
-    found, expected = runs("hurt"), runs("whole")
-    assert len(events(found[1], "step")) == 5 and len(events(found[2], "step")) == 7
-    for together, alone in zip(found, expected, strict=True):
+    actual, expected = runs("hurt"), runs("whole")
+    assert len(events(actual[1], "step")) == 5 and len(events(actual[2], "step")) == 7
+    for together, alone in zip(actual, expected, strict=True):
         assert_same_steps(together, alone)
 
 
-def test_jobs_whose_process_ends_in_silence_have_failed(request):
+def test_jobs_whose_process_exits_without_a_report_have_failed(request):
     Path("silent").touch()
     request.addfinalizer(Path("silent").unlink)
     words = ["plugins=[wrong_by_seed]", *QUICK, "steps=3", "eval_every=0", "callbacks=[mishap]", "seed=0,4"]
@@ -259,13 +257,15 @@ def test_jobs_whose_process_ends_in_silence_have_failed(request):
     assert [job["error"] for job in state("silence")] == ["its process ended without reporting it"] * 2
 
 
-def test_ctrl_c_once_has_all_finish_their_step_save_and_say_how_to_go_on():
+def test_ctrl_c_saves_all_stacked_jobs_and_prints_how_to_resume():
     words = ["plugins=[wrong_by_seed]", *QUICK, "steps=100000", "eval_every=0", "seed=5,6,7", "callbacks=[events]"]
     command = [sys.executable, "-m", "toyexp", "-m", *words, STACKED, "sweep.jobs=2", "hydra.sweep.dir=stopped"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         try:
-            until = time.monotonic() + 120
-            while time.monotonic() < until and not any(map(has_stepped, Path("stopped").glob("[01]-*/events.jsonl"))):
+            deadline = time.monotonic() + 120
+            while time.monotonic() < deadline and not any(
+                map(has_stepped, Path("stopped").glob("[01]-*/events.jsonl"))
+            ):
                 time.sleep(0.1)
             process.send_signal(signal.SIGINT)
             _, err = process.communicate(timeout=120)
@@ -277,28 +277,28 @@ def test_ctrl_c_once_has_all_finish_their_step_save_and_say_how_to_go_on():
     (line,) = err.splitlines()
     assert line.startswith("toyexp: interrupted by SIGINT; 0 of 3 jobs are completed; to resume: toyexp sweep.resume=")
     for run in runs("stopped")[:2]:
-        taken = events(run, "step")[-1]["step"]
-        assert (run / "checkpoints" / f"step-{taken}").is_dir()
-    assert main(["resume=stopped/0-scratch-llama", "plugins=[wrong_by_seed]", f"steps={taken + 3}"]) == 0  # alone
+        last_step = events(run, "step")[-1]["step"]
+        assert (run / "checkpoints" / f"step-{last_step}").is_dir()
+    assert main(["resume=stopped/0-scratch-llama", "plugins=[wrong_by_seed]", f"steps={last_step + 3}"]) == 0  # alone
     assert statuses("stopped") == ["completed", "interrupted", "waiting"]
 
 
 @pytest.mark.release
-def test_a_second_ctrl_c_within_a_job_ends_all_that_train_with_it():
+def test_a_second_ctrl_c_ends_the_whole_stack():
     words = ["plugins=[wrong_by_seed]", *QUICK, "steps=9", "eval_every=0", "seed=5,6,7", "callbacks=[events,mishap]"]
     command = [sys.executable, "-m", "toyexp", "-m", *words, STACKED, "sweep.jobs=3", "hydra.sweep.dir=twice"]
     Path("slow").touch()
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         try:
-            until = time.monotonic() + 120
-            while time.monotonic() < until and not Path("asleep").exists():
+            deadline = time.monotonic() + 120
+            while time.monotonic() < deadline and not Path("asleep").exists():
                 time.sleep(0.1)
-            told = time.monotonic()
+            began = time.monotonic()
             for _ in range(2):
                 process.send_signal(signal.SIGINT)
-                time.sleep(0.5)  # two that come at once are one
+                time.sleep(0.5)  # simultaneous signals count as one
             _, err = process.communicate(timeout=120)
-            took = time.monotonic() - told
+            seconds = time.monotonic() - began
         except BaseException:
             process.kill()
             raise
@@ -306,10 +306,10 @@ def test_a_second_ctrl_c_within_a_job_ends_all_that_train_with_it():
             Path("slow").unlink()
     assert process.returncode == 130 and err.count("\n") == 1, err
     assert statuses("twice") == ["interrupted"] * 3
-    assert took < 35, "a sleep of 40 s was cut short in each of them"
+    assert seconds < 35, "a sleep of 40 s was cut short in each of them"
 
 
-def test_what_cannot_be_stacked_trains_one_after_another_and_why_is_said_once(capfd):
+def test_jobs_that_cannot_be_stacked_train_one_by_one_and_the_reason_is_printed_once(capfd):
     words = ["plugins=[toyexp.testing.null]", "engine=noop", *QUICK[2:], "steps=2", "eval_every=0"]
     assert main(["-m", *words, "callbacks=[events]", "seed=0,1,2", STACKED, "hydra.sweep.dir=noop"]) == 0
     assert statuses("noop") == ["completed"] * 3
@@ -321,7 +321,7 @@ def test_what_cannot_be_stacked_trains_one_after_another_and_why_is_said_once(ca
     ("engine", "cores", "expected"),
     [(["cpu"], 8, (5, 1)), (["cpu"], 2, (2, 1)), (["cpu", "engine.threads=4"], 8, (2, 4)), (["mps"], 8, (1, 8))],
 )
-def test_each_core_has_a_process_unless_jobs_take_more(monkeypatch, engine, cores, expected):
+def test_each_core_has_a_stack_process_unless_jobs_need_more_cores(monkeypatch, engine, cores, expected):
     monkeypatch.setattr(stacks, "available_cores", lambda: cores)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     name, *more = engine
@@ -331,7 +331,7 @@ def test_each_core_has_a_process_unless_jobs_take_more(monkeypatch, engine, core
     assert Stacks(Sweep(launcher="stacked"), jobs, len(jobs), ahead).share[:2] == expected
 
 
-def test_each_device_has_a_process_with_a_stack_of_its_own(monkeypatch):
+def test_each_device_has_its_own_stack_process(monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,7")
     words = ["plugins=[wrong_by_seed]", *QUICK, "engine=pretended", "steps=3", "eval_every=0", "callbacks=[events]"]
     assert main(["-m", *words, "seed=0,1,2,3", STACKED, "hydra.sweep.dir=two"]) == 0
@@ -341,38 +341,38 @@ def test_each_device_has_a_process_with_a_stack_of_its_own(monkeypatch):
     assert devices[0] == devices[1] and [facts["stacked"] for facts in seen] == [2] * 4
 
 
-def test_a_search_trains_a_generation_at_a_time(capfd):
+def test_a_stacked_search_trains_one_generation_at_a_time(capfd):
     pytest.importorskip("optuna")
     words = [*QUICK, "steps=2", "eval_every=2", "callbacks=[events]"]
-    found = ["lr=tag(log, interval(1e-3, 1e-1))", "sweep.search=tpe", "sweep.trials=4", "sweep.jobs=2"]
-    assert main(["-m", *words, *found, STACKED, "hydra.sweep.dir=search"]) == 0
+    search = ["lr=tag(log, interval(1e-3, 1e-1))", "sweep.search=tpe", "sweep.trials=4", "sweep.jobs=2"]
+    assert main(["-m", *words, *search, STACKED, "hydra.sweep.dir=search"]) == 0
     out = capfd.readouterr().out
     assert "train together: 0, 1" in out and "train together: 2, 3" in out and "best    lr=" in out
 
 
-def test_a_search_that_learns_of_no_point_trains_them_all_together(capfd):
+def test_a_stacked_grid_search_trains_all_trials_together(capfd):
     words = [*QUICK, "steps=1", "eval_every=1", "callbacks=[events]", "lr=choice(1e-3,1e-2,1e-1)"]
     assert main(["-m", *words, "sweep.search=grid", STACKED, "hydra.sweep.dir=grid"]) == 0
     assert "train together: 0, 1, 2" in capfd.readouterr().out
 
 
-def test_that_jobs_could_train_together_is_said_where_it_pays(monkeypatch):
-    def told(*words, seeds=4):
+def test_stacking_is_suggested_only_if_it_is_faster(monkeypatch):
+    def stacking_hint(*words, seeds=4):
         jobs = [Job(number, [f"seed={number}", f"model.n_layers={1 + number // 4}"]) for number in range(seeds)]
         return advice(jobs, JobConfigs(Request.parse([*QUICK[2:], *words]), {}))
 
     line = "could train together: sweep.launcher=stacked"
-    assert told("engine=cuda") == f"these 4 jobs {line}"
-    assert told("engine=cuda", seeds=6) == f"4 of these 6 jobs {line}"
-    assert told("engine=cpu") == told("engine=ggml") == told("engine=cuda", seeds=3) == ""
-    assert told("engine=cuda", "engine.devices=2") == told("engine=cuda", "model.d_model=8192") == ""
+    assert stacking_hint("engine=cuda") == f"these 4 jobs {line}"
+    assert stacking_hint("engine=cuda", seeds=6) == f"4 of these 6 jobs {line}"
+    assert stacking_hint("engine=cpu") == stacking_hint("engine=ggml") == stacking_hint("engine=cuda", seeds=3) == ""
+    assert stacking_hint("engine=cuda", "engine.devices=2") == stacking_hint("engine=cuda", "model.d_model=8192") == ""
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    assert told("engine=auto") == ""
+    assert stacking_hint("engine=auto") == ""
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
-    assert told("engine=auto") == f"these 4 jobs {line}"
+    assert stacking_hint("engine=auto") == f"these 4 jobs {line}"
 
 
-# -- how many ---------------------------------------------------------------------------------------------------------
+# -- size of a stack --------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -386,65 +386,65 @@ def test_a_stack_is_as_large_as_memory_allows(ready, monkeypatch):
     weights = 4 * sum(t.size for t in ready[0].plan.trainable)
     assert 4 * weights < each < 40 * weights
     monkeypatch.setattr(TorchCPU, "free_bytes", lambda self: 5 * each)
-    jobs, words = of_stack.choose_size(ready, 10, 0)
+    jobs, words = stack_process.choose_size(ready, 10, 0)
     assert jobs == 4 and "at most 4 at once" in words
-    assert of_stack.choose_size(ready, 10, 3)[0] == 3
-    assert of_stack.choose_size(ready, 10, 0, shared_by=2)[0] == 2  # which share the machine's memory
+    assert stack_process.choose_size(ready, 10, 3)[0] == 3
+    assert stack_process.choose_size(ready, 10, 0, shared_by=2)[0] == 2  # both stacks share the machine's memory
     with monkeypatch.context() as gpu:
-        gpu.setattr(TorchCPU, "on_gpu", True)  # where they would measure one another, and nothing is tried
-        assert of_stack.choose_size(ready, 10**6, 0, shared_by=2)[0] == 2
+        gpu.setattr(TorchCPU, "on_gpu", True)  # stacks that share a GPU disturb timing, so nothing is tried
+        assert stack_process.choose_size(ready, 10**6, 0, shared_by=2)[0] == 2
     monkeypatch.setattr(TorchCPU, "free_bytes", lambda self: None)
-    assert of_stack.choose_size(ready, 10, 0)[0] == 6
+    assert stack_process.choose_size(ready, 10, 0)[0] == 6
 
 
-def test_each_stack_that_shares_a_device_holds_what_does_not_train(ready, monkeypatch):
+def test_stacks_that_share_a_device_each_count_frozen_weights(ready, monkeypatch):
     first, *others = ready[0].plan.tensors
     plan = replace(ready[0].plan, groups=(), tensors=(replace(first, trainable=False), *others))
     monkeypatch.setattr(TorchCPU, "stack_bytes", lambda self, plan: 100)
     monkeypatch.setattr(TorchCPU, "free_bytes", lambda self: 2 * (4 * first.size + 500))
-    assert of_stack.choose_size([replace(one, plan=plan) for one in ready], 10, 6, shared_by=2)[0] == 4
+    assert stack_process.choose_size([replace(one, plan=plan) for one in ready], 10, 6, shared_by=2)[0] == 4
 
 
-def test_a_stack_is_no_larger_than_pays(ready, monkeypatch):
-    def costs(**seconds):
-        monkeypatch.setattr(of_stack, "_time_step", lambda some: seconds[f"of_{len(some)}"])
-        return of_stack.choose_size(ready, 10**6, 0)
+def test_a_stack_is_no_larger_than_is_faster(ready, monkeypatch):
+    def size_with_timings(**seconds):
+        monkeypatch.setattr(stack_process, "_time_step", lambda runs: seconds[f"of_{len(runs)}"])
+        return stack_process.choose_size(ready, 10**6, 0)
 
-    assert costs(of_1=1.0, of_4=1.6, of_6=1.5)[0] == 6
-    assert costs(of_1=1.0, of_4=1.6, of_6=3.0)[0] == 4
-    jobs, words = costs(of_1=1.0, of_4=4.1, of_6=6.5)
+    assert size_with_timings(of_1=1.0, of_4=1.6, of_6=1.5)[0] == 6
+    assert size_with_timings(of_1=1.0, of_4=1.6, of_6=3.0)[0] == 4
+    jobs, words = size_with_timings(of_1=1.0, of_4=4.1, of_6=6.5)
     assert jobs == 1 and "they train one after another" in words
 
 
-def test_on_a_gpu_the_largest_stack_is_tried_first_and_smaller_ones_where_it_gains_little(ready, monkeypatch):
+def test_on_a_gpu_smaller_stacks_are_only_tried_if_the_largest_gains_little(ready, monkeypatch):
     monkeypatch.setattr(TorchCPU, "on_gpu", True)
-    monkeypatch.setattr(of_stack, "SIZES", (2, 4))
+    monkeypatch.setattr(stack_process, "SIZES", (2, 4))
 
-    def tried(**seconds):
+    def sizes_with_timings(**seconds):
         sizes = []
 
-        def seconds_of(some):
-            sizes.append(len(some))
-            if seconds[f"of_{len(some)}"] is None:
+        def step_seconds(runs):
+            sizes.append(len(runs))
+            if seconds[f"of_{len(runs)}"] is None:
                 raise RunFailed("out of memory")
-            return seconds[f"of_{len(some)}"]
+            return seconds[f"of_{len(runs)}"]
 
-        monkeypatch.setattr(of_stack, "_time_step", seconds_of)
-        return of_stack.choose_size(ready, 10**6, 0)[0], sizes
+        monkeypatch.setattr(stack_process, "_time_step", step_seconds)
+        return stack_process.choose_size(ready, 10**6, 0)[0], sizes
 
-    assert tried(of_1=1.0, of_6=2.4) == (6, [1, 6])
-    assert tried(of_1=1.0, of_6=4.2, of_4=1.6, of_2=0.6) == (2, [1, 6, 4, 2])
-    assert tried(of_1=1.0, of_6=4.2, of_4=4.0) == (6, [1, 6, 4])
-    assert tried(of_1=1.0, of_6=None, of_4=1.6, of_2=1.0) == (4, [1, 6, 4, 2])
-
-
-def test_the_steps_that_are_tried_are_those_of_the_jobs(ready):
-    blank = [of_stack._zero_weights(prepared) for prepared in ready[:3]]
-    assert 0 < of_stack._time_step(blank[:1]) < 5
-    assert 0 < of_stack._time_step(blank) < 5
+    assert sizes_with_timings(of_1=1.0, of_6=2.4) == (6, [1, 6])
+    assert sizes_with_timings(of_1=1.0, of_6=4.2, of_4=1.6, of_2=0.6) == (2, [1, 6, 4, 2])
+    assert sizes_with_timings(of_1=1.0, of_6=4.2, of_4=4.0) == (6, [1, 6, 4])
+    assert sizes_with_timings(of_1=1.0, of_6=None, of_4=1.6, of_2=1.0) == (4, [1, 6, 4, 2])
 
 
-def test_jobs_that_are_likely_of_one_program_are_dealt_together():
+def test_the_step_time_of_a_stack_is_measured(ready):
+    blank = [stack_process._zero_weights(prepared) for prepared in ready[:3]]
+    assert 0 < stack_process._time_step(blank[:1]) < 5
+    assert 0 < stack_process._time_step(blank) < 5
+
+
+def test_jobs_that_probably_share_a_program_are_grouped():
     def jobs(*lists):
         return [Job(number, list(words)) for number, words in enumerate(lists)]
 
@@ -455,10 +455,10 @@ def test_jobs_that_are_likely_of_one_program_are_dealt_together():
     assert [len(part) for part in deal_jobs(alike, 2)] == [3, 2]
 
 
-# -- what a process shares --------------------------------------------------------------------------------------------
+# -- shared state -----------------------------------------------------------------------------------------------------
 
 
-def test_runs_of_one_process_share_data_of_the_same_settings_and_no_batches():
+def test_runs_of_one_process_share_equal_data_but_no_batches():
     request = Request.parse([*QUICK, "callbacks=[]"])
     with share_open_data():
         words = "seed=0", "seed=1", "data.vocab=99"
@@ -468,7 +468,7 @@ def test_runs_of_one_process_share_data_of_the_same_settings_and_no_batches():
     assert prepare(request.build_config("seed=0")).dataset is not one.dataset
 
 
-def test_each_run_hears_of_a_signal_and_the_second_is_raised():
+def test_each_run_gets_the_first_signal_and_the_second_is_raised():
     common = CommonSignals()
     first = common.add_run()
     common.handle(signal.SIGTERM, None)
@@ -482,7 +482,7 @@ def test_each_run_hears_of_a_signal_and_the_second_is_raised():
     assert first.final_interrupt().exit_code == 143
 
 
-def test_a_line_says_whose_it_is(tmp_path):
+def test_each_line_names_its_job(tmp_path):
     from toyexp.sweeps.launchers.stack_process import _tag
 
     with open(tmp_path / "out", "w") as file:

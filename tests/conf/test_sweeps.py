@@ -1,4 +1,4 @@
-"""Sweeps survive: whatever becomes of a job, the others run, each failure is told, and sweep.resume does the rest."""
+"""A failing job does not stop a sweep, each failure is reported, and sweep.resume runs the remaining jobs."""
 
 import csv
 import json
@@ -51,12 +51,12 @@ def _work_in_tmp_path(tmp_path, monkeypatch):
     monkeypatch.delitem(sys.modules, "mishap", raising=False)
 
 
-def jobs(folder):
+def read_jobs(folder):
     return json.loads((Path(folder) / "sweep.json").read_text())["jobs"]
 
 
 def statuses(folder):
-    return [job["status"] for job in jobs(folder)]
+    return [job["status"] for job in read_jobs(folder)]
 
 
 def summary(path):
@@ -68,16 +68,16 @@ def by_number(path):
     return sorted(summary(path), key=lambda row: int(row["job"]))
 
 
-def steps_of(run):
-    """The steps that a run's events record."""
+def recorded_steps(run):
+    """Return the steps in a run's events.jsonl."""
     lines = (Path(run) / "events.jsonl").read_text().splitlines()
     return [line["step"] for line in map(json.loads, lines) if line["kind"] == "step"]
 
 
-# -- the issue's sweep ------------------------------------------------------------------------------------------------
+# -- failing jobs and resume ----------------------------------------------------------------------------------------
 
 
-def test_of_six_jobs_three_go_wrong_three_give_results_and_resume_finishes_the_killed_one(tmp_path, capsys):
+def test_three_of_six_jobs_fail_and_resume_finishes_the_killed_one(tmp_path, capsys):
     values = [3, 6, 0, 4, 9, 13]
     sweep = ["-m", *QUICK, f"steps={','.join(map(str, values))}", "hydra.sweep.dir=sweeps/s"]
     wrong = ["callbacks.mishap.raises=6", "callbacks.mishap.killed=9", "callbacks.mishap.leaves=3"]
@@ -87,7 +87,7 @@ def test_of_six_jobs_three_go_wrong_three_give_results_and_resume_finishes_the_k
     expected[1], expected[2], expected[4] = "failed", "refused", "killed"
     assert statuses("sweeps/s") == expected
     assert err.splitlines() == [
-        "toyexp: error in job 2: steps=0: must be an integer from 1",  # which is known before the first begins
+        "toyexp: error in job 2: steps=0: must be an integer from 1",  # reported before the first job starts
         "toyexp: error in job 1: callbacks.mishap failed at step 5: ZeroDivisionError: on purpose; see "
         "sweeps/s/1-scratch-llama/log.txt (exit code 1)",
         "toyexp: error in job 4: killed by SIGKILL (out of memory?) (log: sweeps/s/4-scratch-llama/log.txt)",
@@ -96,11 +96,11 @@ def test_of_six_jobs_three_go_wrong_three_give_results_and_resume_finishes_the_k
         "3 of 6 jobs are completed; to resume: toyexp sweep.resume=sweeps/s 'plugins=[toyexp.testing.null,mishap]'"
         in out
     )
-    assert "completed after 13 steps" in out  # its output is passed on
+    assert "completed after 13 steps" in out  # the output of jobs is forwarded
     assert "Traceback" in Path("sweeps/s/1-scratch-llama/log.txt").read_text()
 
-    # Before each job all that had ended stood in the summary.
-    for job in jobs("sweeps/s"):
+    # At the start of each job, the summary has all earlier jobs.
+    for job in read_jobs("sweeps/s"):
         seen = Path("sweeps/s", job["directory"] or "none", "seen.csv")
         if seen.exists():
             before = [row["status"] for row in by_number(seen)]
@@ -117,16 +117,16 @@ def test_of_six_jobs_three_go_wrong_three_give_results_and_resume_finishes_the_k
     assert len(markdown) == 8 and any(line.startswith("| 4 | 9 | killed |") for line in markdown)
 
     untouched = {p: p.read_bytes() for p in Path("sweeps/s").glob("[!4]-*/*") if p.is_file()}
-    assert main(["sweep.resume=sweeps/s", MODULES]) == 1  # two are still failed
+    assert main(["sweep.resume=sweeps/s", MODULES]) == 1  # two failed jobs remain
     expected[4] = "completed"
     assert statuses("sweeps/s") == expected
-    assert [job["attempts"] for job in jobs("sweeps/s")] == [1, 1, 0, 1, 2, 1]
-    assert steps_of("sweeps/s/4-scratch-llama") == list(range(1, 10))
+    assert [job["attempts"] for job in read_jobs("sweeps/s")] == [1, 1, 0, 1, 2, 1]
+    assert recorded_steps("sweeps/s/4-scratch-llama") == list(range(1, 10))
     assert "resumed from step" in capsys.readouterr().out
     assert {p: p.read_bytes() for p in untouched} == untouched
 
 
-def test_fail_fast_stops_at_the_first_failure_and_retry_runs_what_failed(capsys):
+def test_fail_fast_stops_at_the_first_failure_and_retry_reruns_failed_jobs(capsys):
     sweep = [*QUICK, "steps=3,4,5", "hydra.sweep.dir=s", "callbacks.mishap.raises=4", "sweep.isolate=false"]
     assert main(["-m", *sweep, "sweep.fail_fast=true"]) == 1
     assert statuses("s") == ["completed", "failed", "waiting"]
@@ -136,39 +136,39 @@ def test_fail_fast_stops_at_the_first_failure_and_retry_runs_what_failed(capsys)
     assert statuses("s") == ["completed", "failed", "completed"]
     assert main([*again, "sweep.retry=true"]) == 0
     assert statuses("s") == ["completed"] * 3
-    assert [job["attempts"] for job in jobs("s")] == [1, 2, 1]
-    assert steps_of("s/1-scratch-llama") == [1, 2, 3, 4]
-    assert main(again) == 0  # nothing is left
+    assert [job["attempts"] for job in read_jobs("s")] == [1, 2, 1]
+    assert recorded_steps("s/1-scratch-llama") == [1, 2, 3, 4]
+    assert main(again) == 0  # no jobs remain
 
 
-def test_retry_takes_up_what_failed_and_what_was_refused():
-    found = [Job(number, [], status=status) for number, status in enumerate(Status) if status != Status.RUNNING]
+def test_retry_reruns_failed_and_rejected_jobs():
+    jobs = [Job(number, [], status=status) for number, status in enumerate(Status) if status != Status.RUNNING]
 
-    def taken_up(retry):
+    def retried_statuses(retry):
         settings = Sweep(retry=retry, resume="s")
-        asked, source = SweepRequest({}, [], settings, {}), JobSource(found)
-        Runner(asked, source, SimpleNamespace(runs_singly=True), SimpleNamespace(), SimpleNamespace())
+        request, source = SweepRequest({}, [], settings, {}), JobSource(jobs)
+        Runner(request, source, SimpleNamespace(runs_singly=True), SimpleNamespace(), SimpleNamespace())
         return {str(job.status) for job in source.remaining_jobs()}
 
-    assert taken_up(False) == {"waiting", "killed", "interrupted"}
-    assert taken_up(True) == {"waiting", "killed", "interrupted", "failed", "refused"}
+    assert retried_statuses(False) == {"waiting", "killed", "interrupted"}
+    assert retried_statuses(True) == {"waiting", "killed", "interrupted", "failed", "refused"}
 
 
-def test_fail_fast_ends_the_jobs_beside_it_which_save(capsys):
+def test_fail_fast_stops_parallel_jobs_which_save(capsys):
     sweep = ["-m", *QUICK, "checkpoint_every=100", "steps=4,4000", "hydra.sweep.dir=s", "callbacks.mishap.wait=0.01"]
     sweep += ["callbacks.mishap.raises=4", "sweep.fail_fast=true"]
     assert main([*sweep, "hydra/launcher=joblib", "hydra.launcher.n_jobs=2"]) == 1
     assert statuses("s") == ["failed", "interrupted"]
 
 
-def test_a_run_that_died_before_its_first_checkpoint_is_set_aside_and_begun_again(capsys):
+def test_a_run_killed_before_its_first_checkpoint_is_moved_away_and_restarted(capsys):
     sweep = ["-m", *QUICK, "checkpoint_every=0", "steps=4", "hydra.sweep.dir=s", "callbacks.mishap.exits=4"]
     assert main(sweep) == 1
     assert "error in job 0: ended with exit code 7 (log: s/0-" in capsys.readouterr().err
     dead = Path("s/0-scratch-llama/events.jsonl").read_bytes()
     Path("mended").touch()
     assert main(["-m", "sweep.resume=s", MODULES, "sweep.isolate=false"]) == 0
-    assert steps_of("s/0-scratch-llama") == [1, 2, 3, 4]
+    assert recorded_steps("s/0-scratch-llama") == [1, 2, 3, 4]
     assert Path("s/0-scratch-llama.1/events.jsonl").read_bytes() == dead
 
 
@@ -194,8 +194,8 @@ def has_checkpoint(run):
     return any(Path(run).glob("checkpoints/step-*"))
 
 
-def owner(run):
-    """The process that writes a run."""
+def writer_pid(run):
+    """Return the process that holds the lock of a run."""
     return int((Path(run) / "run.lock").read_text().split()[0])
 
 
@@ -207,7 +207,7 @@ def is_free(run):
     return True
 
 
-def test_a_killed_sweep_goes_on_wherever_it_was(capsys):
+def test_a_killed_sweep_resumes(capsys):
     folder = 'ä "b" c=d/s'
     sweep = [*QUICK, "checkpoint_every=50", "steps=1500,1501,4", "callbacks.mishap.wait=0.01"]
     sweep.append(format_override("hydra.sweep.dir", folder))
@@ -216,24 +216,24 @@ def test_a_killed_sweep_goes_on_wherever_it_was(capsys):
     wait_for(lambda: has_checkpoint(first) and has_checkpoint(second))
     again = [*QUICK, "seed=0,1", format_override("hydra.sweep.dir", folder)]
     for words in ([format_override("sweep.resume", folder), MODULES], ["-m", *again]):
-        assert main(words) == 2  # one at a time
+        assert main(words) == 2  # only one process may run a sweep
         assert "is being written by process" in capsys.readouterr().err
-    os.kill(owner(first), signal.SIGKILL)
+    os.kill(writer_pid(first), signal.SIGKILL)
     os.killpg(process.pid, signal.SIGKILL)
     process.communicate()
     Path("mended").touch()
     assert statuses(folder)[1:] == ["running", "waiting"]
-    wait_for(lambda: is_free(second))  # a job whose sweep is gone saves and ends
+    wait_for(lambda: is_free(second))  # without its sweep, a job saves and exits
     assert json.loads((second / "result.json").read_text())["reason"] == "interrupted"
     in_one = ["sweep.launcher=serial", "sweep.jobs=0", "sweep.isolate=false"]
     assert main([format_override("sweep.resume", folder), MODULES, *in_one]) == 0
     assert statuses(folder) == ["completed"] * 3
     assert capsys.readouterr().out.count("resumed from step") == 2
-    assert steps_of(first) == list(range(1, 1501)) and steps_of(second) == list(range(1, 1502))
+    assert recorded_steps(first) == list(range(1, 1501)) and recorded_steps(second) == list(range(1, 1502))
 
 
 @pytest.mark.parametrize(("number", "isolate"), [(signal.SIGINT, "false"), (signal.SIGTERM, "true")])
-def test_a_signal_lets_the_running_job_save_and_says_how_to_go_on(number, isolate):
+def test_a_signal_saves_the_running_job_and_prints_how_to_resume(number, isolate):
     sweep = ["-m", *QUICK, "steps=1000,1001", "hydra.sweep.dir=s", "callbacks.mishap.wait=0.01"]
     process = start(*sweep, f"sweep.isolate={isolate}")
     wait_for(lambda: has_checkpoint("s/0-scratch-llama"))
@@ -241,8 +241,8 @@ def test_a_signal_lets_the_running_job_save_and_says_how_to_go_on(number, isolat
     _, err = process.communicate(timeout=60)
     assert process.returncode == 128 + number
     assert statuses("s") == ["interrupted", "waiting"]
-    taken = steps_of("s/0-scratch-llama")
-    assert (Path("s/0-scratch-llama/checkpoints") / f"step-{taken[-1]}").is_dir()
+    steps = recorded_steps("s/0-scratch-llama")
+    assert (Path("s/0-scratch-llama/checkpoints") / f"step-{steps[-1]}").is_dir()
     (line,) = err.splitlines()
     assert line.startswith(
         f"toyexp: interrupted by {number.name}; 0 of 2 jobs are completed; to resume: toyexp sweep.resume="
@@ -250,22 +250,22 @@ def test_a_signal_lets_the_running_job_save_and_says_how_to_go_on(number, isolat
 
 
 @pytest.mark.slow
-def test_submitit_runs_jobs_and_takes_them_up_again_when_their_node_is_taken_away(capsys):
+def test_submitit_requeues_jobs_whose_time_limit_is_reached(capsys):
     pytest.importorskip("submitit")
     sweep = ["-m", *QUICK, "checkpoint_every=50", "steps=800,0", "hydra.sweep.dir=s", "callbacks.mishap.wait=0.01"]
     process = start(*sweep, "sweep.launcher=submitit", "sweep.submitit.cluster=local")
     run = Path("s/0-scratch-llama")
     wait_for(lambda: has_checkpoint(run))
-    parent = Path(f"/proc/{owner(run)}/stat").read_text().rpartition(")")[2].split()[1]
+    parent = Path(f"/proc/{writer_pid(run)}/stat").read_text().rpartition(")")[2].split()[1]
     Path("mended").touch()
-    os.kill(int(parent), signal.SIGUSR2)  # what Slurm sends when the time is up
+    os.kill(int(parent), signal.SIGUSR2)  # Slurm's signal for the time limit
     out, err = process.communicate(timeout=120)
     assert process.returncode == 2, err
     assert statuses("s") == ["completed", "refused"]
     assert "error in job 1: steps=0: must be" in err
     assert "[0] completed after 800 steps" in out
     assert "resumed from step" in Path("s/logs/0.log").read_text()
-    assert steps_of(run) == list(range(1, 801))
+    assert recorded_steps(run) == list(range(1, 801))
 
 
 # -- in one process ---------------------------------------------------------------------------------------------------
@@ -291,7 +291,7 @@ class Leaky(Callback):
     "Changes whatever a process has only one of."
 
     name: ClassVar[str] = "leaky"
-    fails: bool = False  # after it did
+    fails: bool = False  # raise at the end of on_start
 
     @hookimpl
     def on_start(self, run):
@@ -312,7 +312,7 @@ def handles():
 
 
 @pytest.mark.skipif(not Path("/proc/self/fd").is_dir(), reason="counts open files by /proc")
-def test_jobs_in_one_process_leave_nothing_to_the_next(tmp_path, monkeypatch, capsys):
+def test_jobs_in_one_process_do_not_affect_the_next_job(tmp_path, monkeypatch, capsys):
     torch = pytest.importorskip("torch")
     (tmp_path / "leaky.py").write_text(LEAKY)
     monkeypatch.delitem(sys.modules, "leaky", raising=False)
@@ -323,10 +323,10 @@ def test_jobs_in_one_process_leave_nothing_to_the_next(tmp_path, monkeypatch, ca
     line = ["-m", *quick, "plugins=[toyexp.testing.null,leaky]", "callbacks=[default,leaky]", "sweep.isolate=false"]
 
     def process():
-        found = [len(logging.getLogger(name).handlers) for name in (None, "toyexp")]
-        return handles(), threading.active_count(), found, logging.getLogger("toyexp").level, Path.cwd()
+        handler_counts = [len(logging.getLogger(name).handlers) for name in (None, "toyexp")]
+        return handles(), threading.active_count(), handler_counts, logging.getLogger("toyexp").level, Path.cwd()
 
-    assert main([*line, "steps=2", "seed=1", "hydra.sweep.dir=warm"]) == 0  # what is loaded once, is
+    assert main([*line, "steps=2", "seed=1", "hydra.sweep.dir=warm"]) == 0  # so that later runs load nothing new
     before = process()
     assert main([*line, "steps=3,0", "callbacks.leaky.fails=false,true,0", "seed=1", "hydra.sweep.dir=s"]) == 1
     assert statuses("s") == ["completed", "failed", "completed"] + ["refused"] * 3
@@ -338,12 +338,12 @@ def test_jobs_in_one_process_leave_nothing_to_the_next(tmp_path, monkeypatch, ca
     assert len({r["train_loss"] for r in results if r["reason"] == "completed"}) == 1
 
 
-# -- what it remembers ------------------------------------------------------------------------------------------------
+# -- state of a sweep --------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
-def begun(tmp_path_factory):
-    """A sweep whose second job waits."""
+def sweep_dir(tmp_path_factory):
+    """Create a sweep with a completed and a waiting job."""
     folder = tmp_path_factory.mktemp("begun")
     (folder / "mishap.py").write_text(MISHAP)
     line = ["-m", *QUICK, "steps=0,3", "hydra.sweep.dir=s", "sweep.isolate=false", "sweep.fail_fast=true"]
@@ -354,8 +354,8 @@ def begun(tmp_path_factory):
 
 
 @pytest.fixture
-def done(begun):
-    return Path(shutil.copytree(begun, "s")) / "sweep.json"
+def sweep_json(sweep_dir):
+    return Path(shutil.copytree(sweep_dir, "s")) / "sweep.json"
 
 
 @pytest.mark.parametrize(
@@ -376,22 +376,22 @@ def done(begun):
         (lambda state: state.clear(), "is damaged: 'format'"),
     ],
 )
-def test_a_strange_sweep_json_is_refused_in_a_line(done, change, message):
-    state = json.loads(done.read_text())
+def test_a_malformed_sweep_json_is_rejected_with_one_line(sweep_json, change, message):
+    state = json.loads(sweep_json.read_text())
     change(state)
-    done.write_text(json.dumps(state))
+    sweep_json.write_text(json.dumps(state))
     with pytest.raises(UserError) as error:
         SweepDir.open(Path("s"))
     assert message in str(error.value) and "\n" not in str(error.value)
-    assert str(error.value).endswith("/s/RUN")  # each run goes on by itself
+    assert str(error.value).endswith("/s/RUN")  # single runs can be resumed instead
 
 
-def test_a_place_of_a_job_that_holds_something_else_is_told_with_what_to_do(done, capsys):
+def test_a_job_directory_with_other_files_is_reported_with_a_remedy(sweep_json, capsys):
     retry = ["sweep.resume=s", MODULES, "sweep.retry=true", "sweep.report=false"]
-    state = json.loads(done.read_text())
+    state = json.loads(sweep_json.read_text())
     for entry, name in zip(state["jobs"], "ab", strict=True):
         entry.update(status="killed", attempts=1, directory=name, overrides=["steps=1"])
-    done.write_text(json.dumps(state))
+    sweep_json.write_text(json.dumps(state))
     Path("s/a").write_text("mine")
     Path("s/b").mkdir()
     Path("s/b/notes").write_text("mine")
@@ -408,30 +408,30 @@ def test_a_place_of_a_job_that_holds_something_else_is_told_with_what_to_do(done
     assert "[1] is completed, but its run s/b is missing; train it: toyexp" in output and "recorded" not in output
     assert "hydra.sweep" not in output
     shutil.rmtree("s/a")
-    state = json.loads(done.read_text())
+    state = json.loads(sweep_json.read_text())
     state["jobs"][0].update(status="failed", code=1)
-    done.write_text(json.dumps(state))
+    sweep_json.write_text(json.dumps(state))
     assert main([*retry[:2], "sweep.report=false"]) == 1
     output = capsys.readouterr().out
     assert "[1] is completed, but its run s/b is missing; train it: toyexp" in output
 
 
-def test_a_sweep_interrupted_before_it_is_written_leaves_nothing(monkeypatch):
-    def interrupted(folder):
+def test_a_sweep_interrupted_before_it_is_saved_leaves_no_directory(monkeypatch):
+    def raise_interrupt(folder):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(SweepDir, "save", interrupted)
-    asked = {"flags": {}, "settings": [], "sweep": [], "cwd": "", "space": []}
+    monkeypatch.setattr(SweepDir, "save", raise_interrupt)
+    spec = {"flags": {}, "settings": [], "sweep": [], "cwd": "", "space": []}
     with pytest.raises(KeyboardInterrupt):
-        SweepDir.create(Path("new"), [Job(0, [])], asked)
+        SweepDir.create(Path("new"), [Job(0, [])], spec)
     assert not Path("new").exists()
 
 
-def test_numbers_that_are_none_are_not_taken_over(done):
-    state = json.loads(done.read_text())
+def test_invalid_numbers_in_a_sweep_json_are_dropped(sweep_json):
+    state = json.loads(sweep_json.read_text())
     numbers = {"steps": "many", "train_loss": [1], "eval_loss": 2.5, "eval_scores": {"accuracy": {}}, "else": 1}
     state["jobs"][0].update(result=numbers, overrides=["name=\ud800"])
-    done.write_text(json.dumps(state))
+    sweep_json.write_text(json.dumps(state))
     folder = SweepDir.open(Path("s"))
     folder.save()
     folder.close()
@@ -439,10 +439,10 @@ def test_numbers_that_are_none_are_not_taken_over(done):
     assert "\\ud800" in Path("s/summary.csv").read_text()
 
 
-def test_a_sweep_json_cannot_load_code(done, capsys):
-    state = json.loads(done.read_text())
+def test_a_sweep_json_cannot_load_code(sweep_json, capsys):
+    state = json.loads(sweep_json.read_text())
     state["settings"][0] = "plugins=[evil]"
-    done.write_text(json.dumps(state))
+    sweep_json.write_text(json.dumps(state))
     Path("evil.py").write_text("raise SystemExit('it was loaded')")
     assert main(["sweep.resume=s", MODULES]) == 2
     assert "add 'plugins=[evil]'" in capsys.readouterr().err
@@ -458,11 +458,11 @@ def test_a_sweep_json_cannot_load_code(done, capsys):
         (["-m", *QUICK, "seed=1,2", "hydra.sweep.dir=s"], "already holds a sweep; continue it: sweep.resume="),
     ],
 )
-def test_what_does_not_go_with_a_sweep_that_is_there(done, words, message, capsys):
-    before = done.read_bytes()
+def test_settings_that_contradict_an_existing_sweep_are_rejected(sweep_json, words, message, capsys):
+    before = sweep_json.read_bytes()
     assert main(words) == 2
     assert message in capsys.readouterr().err
-    assert done.read_bytes() == before
+    assert sweep_json.read_bytes() == before
 
 
 @pytest.mark.parametrize(
@@ -476,20 +476,20 @@ def test_what_does_not_go_with_a_sweep_that_is_there(done, words, message, capsy
         (["seed=0,1", "sweep.dir=s"], "did you mean hydra.sweep.dir?"),
     ],
 )
-def test_how_several_values_are_written_is_told_before_the_first_job(words, message, capsys):
+def test_wrong_syntax_for_several_values_is_reported_before_the_first_job(words, message, capsys):
     assert main(["-m", *QUICK, *words, "hydra.sweep.dir=s"]) == 2
     assert message in capsys.readouterr().err
     assert not Path("s").exists()
 
 
-def test_a_sweep_without_standard_output_runs_to_its_end():
+def test_a_sweep_completes_without_standard_output():
     line = [sys.executable, "-m", "toyexp", "-m", *QUICK, "steps=1,2", "hydra.sweep.dir=s", "sweep.report=false"]
     ended = subprocess.run(["sh", "-c", 'exec "$@" >&-', "sh", *line], stderr=subprocess.PIPE, text=True)
     assert (ended.returncode, ended.stderr) == (0, "")
     assert statuses("s") == ["completed", "completed"]
 
 
-def test_jobs_may_not_share_a_directory_nor_leave_that_of_the_sweep(capsys):
+def test_job_directories_must_differ_and_be_inside_the_sweep(capsys):
     line = ["-m", *QUICK, "steps=2,3", "sweep.isolate=false"]
     for subdir, seeds in (("x", "seed=0"), ("'${steps}'", "seed=0,1"), ("'${hydra:job.id}'", "seed=0")):
         assert main([*line, seeds, "hydra.sweep.dir=s", f"hydra.sweep.subdir={subdir}"]) == 2
@@ -497,7 +497,7 @@ def test_jobs_may_not_share_a_directory_nor_leave_that_of_the_sweep(capsys):
         assert "hydra.sweep.subdir gives jobs 0 and 1 the same directory" in err or "hydra.sweep.subdir: " in err
         assert not Path("s").exists()
     assert main([*line, "seed=1", "hydra.sweep.dir=s", "hydra.sweep.subdir='${steps}-${hydra:job.num}'"]) == 0
-    assert sorted(job["directory"] for job in jobs("s")) == ["2-0", "3-1"]
+    assert sorted(job["directory"] for job in read_jobs("s")) == ["2-0", "3-1"]
     quick = [word for word in line if not word.startswith("steps=")]
     assert (
         main(
@@ -505,26 +505,26 @@ def test_jobs_may_not_share_a_directory_nor_leave_that_of_the_sweep(capsys):
         )
         == 0
     )
-    assert ["seed=1" in job["directory"] for job in jobs("u")] == [True, False]
+    assert ["seed=1" in job["directory"] for job in read_jobs("u")] == [True, False]
     assert main([*line, "hydra.sweep.dir=t", "hydra.sweep.subdir='../x${steps}'"]) == 2
     assert "error in job 0: hydra.sweep.subdir points outside of the sweep's directory" in capsys.readouterr().err
     assert not Path("t").exists() and not list(Path().glob("x*"))
 
 
-def lookahead(*words, fixed=("data=random", "engine=cpu")):
-    """The jobs of a sweep, and what looks at them ahead."""
+def list_jobs(*words, fixed=("data=random", "engine=cpu")):
+    """Return the jobs of a sweep and the JobConfigs that checks them."""
     parsed = parse(words)
-    found = [Job(number, list(varied)) for number, varied in enumerate(combinations(parsed))]
+    jobs = [Job(number, list(varied)) for number, varied in enumerate(combinations(parsed))]
     values = {word: value for override in parsed for word, value in sweep_values(override)}
-    return found, JobConfigs(Request.parse(fixed), values)
+    return jobs, JobConfigs(Request.parse(fixed), values)
 
 
-def test_every_value_is_looked_at_once_before_the_first_job_and_names_are_composed_once(monkeypatch):
+def test_every_value_is_checked_once_before_the_first_job_and_names_are_composed_once(monkeypatch):
     composed = []
     real = request_module.compose
     monkeypatch.setattr(request_module, "compose", lambda *a: composed.append(a[0]) or real(*a))
-    found, ahead = lookahead("recipe=scratch,warm,wram", "seed=0,1,-1", "model.d_model=64,x,66", "lr=0.1,0.2,nan")
-    wrong = {tuple(found[number].overrides): str(error) for number, error in check_values(found, ahead).items()}
+    jobs, job_configs = list_jobs("recipe=scratch,warm,wram", "seed=0,1,-1", "model.d_model=64,x,66", "lr=0.1,0.2,nan")
+    wrong = {tuple(jobs[number].overrides): str(error) for number, error in check_values(jobs, job_configs).items()}
     first = ("recipe=scratch", "seed=0", "model.d_model=64", "lr=0.1")
     assert wrong.pop(("recipe=wram", *first[1:])).startswith("recipe=wram: there is none")
     assert wrong.pop((first[0], "seed=-1", *first[2:])).startswith("seed=-1: must be an integer from 0")
@@ -534,25 +534,26 @@ def test_every_value_is_looked_at_once_before_the_first_job_and_names_are_compos
     assert wrong == {} and len(composed) == 3
 
 
-def test_a_job_that_was_not_composed_has_the_settings_of_one_that_was():
-    found, ahead = lookahead("recipe=scratch,warm", "seed=0,7", "model.tied=true,null", "name=a b,'c',${recipe.name}",
-                             "recipe.init=default,toy", "plugins=a,[b,c]")  # fmt: skip
-    for job in (found[0], found[-1], found[5], found[40]):
+def test_a_job_built_without_hydra_has_the_settings_of_a_composed_one():
+    jobs, job_configs = list_jobs("recipe=scratch,warm", "seed=0,7", "model.tied=true,null",
+                                  "name=a b,'c',${recipe.name}", "recipe.init=default,toy",
+                                  "plugins=a,[b,c]")  # fmt: skip
+    for job in (jobs[0], jobs[-1], jobs[5], jobs[40]):
         if "model.tied=null" in job.overrides:
             with pytest.raises(UserError, match=r"model\.tied=null: cannot be null"):
-                ahead.config(job)
+                job_configs.config(job)
             continue
-        whole = ahead.request.compose(*job.overrides, f"hydra.job.num={job.number}").cfg
-        cfg = ahead.config(job).cfg
-        assert cfg.hydra.job.num == whole.hydra.job.num == job.number
+        composed = job_configs.request.compose(*job.overrides, f"hydra.job.num={job.number}").cfg
+        cfg = job_configs.config(job).cfg
+        assert cfg.hydra.job.num == composed.hydra.job.num == job.number
         plain = [OmegaConf.to_container(OmegaConf.masked_copy(c, [k for k in c if k != "hydra"]), resolve=True)
-                 for c in (cfg, whole)]  # fmt: skip
+                 for c in (cfg, composed)]  # fmt: skip
         assert plain[0] == plain[1]
 
 
-def test_patterns_of_a_sweep_are_looked_at_as_its_jobs_take_them_and_told_in_the_same_words():
+def test_group_patterns_of_a_sweep_have_the_same_errors_as_in_its_jobs():
     patterns = "{*attn*: {lr: 1}},{blk.0.*: {frozen: true}},{},output.weight,'{output.weight: {lr: 1}}',null"
-    found, ahead = lookahead(f"optim.groups={patterns}", "steps=5,2e3",
+    jobs, job_configs = list_jobs(f"optim.groups={patterns}", "steps=5,2e3",
                              fixed=("data=random", "engine=cpu", "optim.groups={*: {weight_decay: 0}}"))  # fmt: skip
 
     def outcome(config, *words):
@@ -562,53 +563,56 @@ def test_patterns_of_a_sweep_are_looked_at_as_its_jobs_take_them_and_told_in_the
             return str(error)
         return list(cfg.optim.groups.items()), cfg.steps
 
-    outcomes = [outcome(ahead.config, job) for job in found]
-    assert outcomes == [outcome(ahead.request.compose, *job.overrides) for job in found]
+    outcomes = [outcome(job_configs.config, job) for job in jobs]
+    assert outcomes == [outcome(job_configs.request.compose, *job.overrides) for job in jobs]
     assert outcomes[2] == ([("blk.0.*", {"frozen": True}), ("*", {"weight_decay": 0})], 5)
     assert outcomes[1] == "steps=2000.0: must be a whole number; write steps=2000"
-    assert all("takes a mapping in braces: optim.groups={blk.*: {lr: 0.001}}" in told for told in outcomes[6::2])
+    assert all(
+        "takes a mapping in braces: optim.groups={blk.*: {lr: 0.001}}" in outcome_text
+        for outcome_text in outcomes[6::2]
+    )
 
 
-def test_what_is_wrong_in_every_job_ends_the_sweep_and_a_value_alone_does_not():
-    for fixed, told in (("optim.beta1=2", "optim.beta1=2.0"), ("stesp=5", "unknown key stesp")):
-        found, ahead = lookahead("seed=1,2", fixed=("data=random", fixed))
-        with pytest.raises(UserError, match=told):
-            check_values(found, ahead)
-    found, ahead = lookahead("steps=-1,5,-2")
-    assert set(check_values(found, ahead)) == {0, 2}
+def test_an_error_in_every_job_stops_the_sweep_but_an_invalid_value_does_not():
+    for fixed, message in (("optim.beta1=2", "optim.beta1=2.0"), ("stesp=5", "unknown key stesp")):
+        jobs, job_configs = list_jobs("seed=1,2", fixed=("data=random", fixed))
+        with pytest.raises(UserError, match=message):
+            check_values(jobs, job_configs)
+    jobs, job_configs = list_jobs("steps=-1,5,-2")
+    assert set(check_values(jobs, job_configs)) == {0, 2}
 
 
-def test_what_only_jobs_find_out_is_told_once_in_the_same_words(capsys):
+def test_an_error_that_every_job_raises_is_reported_once(capsys):
     words = [*QUICK, "data=text", "data.path=tiny.txt", "seed=0,1,2", "sweep.isolate=false", "hydra.sweep.dir=s"]
     Path("tiny.txt").write_text("abc")
     assert main(["-m", *words]) == 2
     out, err = capsys.readouterr()
-    (why,) = {job["error"] for job in jobs("s")}
+    (why,) = {job["error"] for job in read_jobs("s")}
     assert "model.context=16" in why and err.count(why) == 1 and out.count(why) == 1
     assert "error in job 2: as in job 0" in err and out.count("refused, as job 0") == 2
 
 
-def test_lists_that_vary_hold_plain_words():
+def test_swept_lists_have_plain_values():
     (override,) = parse(['recipe.targets=[qkv],["*"]'])
     assert [value for _, value in sweep_values(override)] == [["qkv"], ["*"]]
 
 
-def test_a_sweep_of_a_thousand_jobs_looks_at_all_of_them_in_a_moment():
-    found, ahead = lookahead("seed=range(0,1000)")
+def test_a_thousand_jobs_are_checked_within_two_seconds():
+    jobs, job_configs = list_jobs("seed=range(0,1000)")
     began = time.process_time()
-    assert check_values(found, ahead) == {}
-    assert time.process_time() - began < 2  # composing each takes minutes
+    assert check_values(jobs, job_configs) == {}
+    assert time.process_time() - began < 2  # composing each job would take minutes
 
 
-def test_a_run_knows_nothing_of_the_sweep_it_is_of(done, capsys):
+def test_a_runs_configuration_has_no_sweep_settings(sweep_json, capsys):
     assert main(["sweep.resume=s", MODULES, "sweep.jobs=1"]) == 2
     config = yaml.safe_load(Path("s/1-scratch-llama/config.yaml").read_text())
     assert "sweep" not in config
 
 
-def test_runs_that_were_swapped_are_said_and_change_no_record(capsys):
+def test_swapped_runs_are_reported_and_change_no_record(capsys):
     assert main(["-m", *QUICK, "seed=1,2", "steps=1", "sweep.isolate=false", "hydra.sweep.dir=s"]) == 0
-    recorded, runs = jobs("s"), [Path(f"s/{number}-scratch-llama") for number in (0, 1)]
+    recorded, runs = read_jobs("s"), [Path(f"s/{number}-scratch-llama") for number in (0, 1)]
     assert main(["sweep.resume=s", MODULES]) == 0
     assert "recorded" not in capsys.readouterr().out
     swap(*runs)
@@ -617,7 +621,7 @@ def test_runs_that_were_swapped_are_said_and_change_no_record(capsys):
     assert "[0] seed=1: s/0-scratch-llama is not the recorded run: " in out and "[1] seed=2: s/1-" in out
     assert main(["resume=s/0-scratch-llama", MODULES, "steps=2"]) == 0
     assert "s: its summary is not updated: job 0 was another run: " in capsys.readouterr().out
-    assert jobs("s") == recorded
+    assert read_jobs("s") == recorded
 
 
 def swap(one, other):
@@ -636,7 +640,7 @@ def interrupt(folder, status="killed"):
     (Path(folder) / "sweep.json").write_text(json.dumps(state))
 
 
-def files_of(*runs):
+def read_files(*runs):
     return {path: path.read_bytes() for run in runs for path in sorted(run.rglob("*")) if path.is_file()}
 
 
@@ -651,19 +655,19 @@ def files_of(*runs):
     ],
     ids=" ".join,
 )
-def test_a_job_goes_on_with_no_run_but_its_own(how, capsys):
+def test_a_job_only_resumes_its_own_run(how, capsys):
     assert main(["-m", *QUICK, "lr=1e-4,1e-2,1e-3", "steps=2", "sweep.isolate=false", "hydra.sweep.dir=s"]) == 0
     interrupt("s", "running" if "sweep.launcher=processes" in how else "killed")
     first, second = (Path(f"s/{number}-scratch-llama") for number in (0, 1))
     swap(first, second)
-    before = files_of(first, second)
+    before = read_files(first, second)
     assert main(["sweep.resume=s", MODULES, *how]) == 1
-    assert statuses("s") == ["killed", "killed", "completed"] and files_of(first, second) == before
+    assert statuses("s") == ["killed", "killed", "completed"] and read_files(first, second) == before
     refused = "s/0-scratch-llama: holds another run: lr is 0.01 there and 0.0001 in this job; put the job's own run"
-    assert refused in capsys.readouterr().err and refused in jobs("s")[0]["error"]
+    assert refused in capsys.readouterr().err and refused in read_jobs("s")[0]["error"]
     swap(first, second)
     assert main(["sweep.resume=s", MODULES, *how]) == 0
-    assert statuses("s") == ["completed"] * 3 and steps_of(first) == [1, 2]
+    assert statuses("s") == ["completed"] * 3 and recorded_steps(first) == [1, 2]
 
 
 @pytest.mark.parametrize(
@@ -675,7 +679,7 @@ def test_a_job_goes_on_with_no_run_but_its_own(how, capsys):
         ("data_seed=null,1", "data_seed is 1 there and null in this job"),
     ],
 )
-def test_a_finished_run_of_other_settings_is_not_taken_for_a_job_whose_sweep_was_killed(swept, message, capsys):
+def test_a_finished_run_with_other_settings_is_not_accepted_as_a_jobs_run(swept, message, capsys):
     words = [word for word in QUICK if word.partition("=")[0] != swept.partition("=")[0]]
     words += ["steps=1", "sweep.isolate=false", "hydra.sweep.subdir=${hydra.job.num}", "hydra.sweep.dir=s"]
     assert main(["-m", *words, swept]) == 0
@@ -688,33 +692,33 @@ def test_a_finished_run_of_other_settings_is_not_taken_for_a_job_whose_sweep_was
     assert statuses("s") == ["killed", "killed"] and f"s/0: holds another run: {message}; " in capsys.readouterr().err
     swap(Path("s/0"), Path("s/1"))
     Path("s/1").rename("elsewhere")
-    assert main(["sweep.resume=s", MODULES]) == 0  # one run is there, the other is trained again
+    assert main(["sweep.resume=s", MODULES]) == 0  # one run exists, the other is trained again
 
 
-def test_a_job_s_own_run_is_known_whatever_was_typed():
-    """Texts that are numbers to Hydra, values that the run itself works out, and settings that a resume may change."""
+def test_a_jobs_run_is_recognised_by_its_settings():
+    """Cover texts that Hydra reads as numbers, computed values, and settings that a resume may change."""
     Path("2024_01").write_text("It was a bright cold day in April. " * 50)
     fixed = [w for w in QUICK if w != "data=random"] + [
         "data=text", "data.path=2024_01", "name=x-${hydra:job.num}", "model_seed=${seed}",
         "batch_size=2", "epochs=0.1", "optim.groups={output.*: {lr: 0.5}, blk.*: {frozen: true}}", "eval_every=0",
     ]  # fmt: skip
     assert main(["-m", *fixed, "seed=1,2", "sweep.isolate=false", "hydra.sweep.dir=s"]) == 0
-    found, ahead = lookahead("seed=1,2", fixed=fixed)
+    jobs, job_configs = list_jobs("seed=1,2", fixed=fixed)
     runs = sorted(path.parent for path in Path("s").glob("*/config.yaml"))
-    assert [[bool(ahead.other_run(job, run)) for run in runs] for job in found] == [[False, True], [True, False]]
+    assert [[bool(job_configs.other_run(job, run)) for run in runs] for job in jobs] == [[False, True], [True, False]]
     config = runs[0] / "config.yaml"
     config.write_text(config.read_text().replace("checkpoint_every: 1", "checkpoint_every: 7"))
-    assert not ahead.other_run(found[0], runs[0])
-    whole = config.read_text()
-    config.write_text(whole.replace("\nlr: 0.003\n", "\nlr: 0.5\n"))  # which was not typed
-    assert ahead.other_run(found[0], runs[0]) == "lr is 0.5 there and 0.003 in this job"
-    config.write_text(whole.replace("name: scratch", "name: lora"))
-    assert ahead.other_run(found[0], runs[0]) == "recipe is lora there and scratch in this job"
-    config.write_text(whole.replace("frozen: true", "frozen: false"))
-    assert ahead.other_run(found[0], runs[0]) == "optim.groups.blk.*.frozen is false there and true in this job"
+    assert not job_configs.other_run(jobs[0], runs[0])
+    config_text = config.read_text()
+    config.write_text(config_text.replace("\nlr: 0.003\n", "\nlr: 0.5\n"))  # not set by an override
+    assert job_configs.other_run(jobs[0], runs[0]) == "lr is 0.5 there and 0.003 in this job"
+    config.write_text(config_text.replace("name: scratch", "name: lora"))
+    assert job_configs.other_run(jobs[0], runs[0]) == "recipe is lora there and scratch in this job"
+    config.write_text(config_text.replace("frozen: true", "frozen: false"))
+    assert job_configs.other_run(jobs[0], runs[0]) == "optim.groups.blk.*.frozen is false there and true in this job"
 
 
-def test_swapped_and_missing_runs_are_said_from_python_and_by_compare(capsys):
+def test_swapped_and_missing_runs_are_reported_by_the_api_and_compare(capsys):
     assert main(["-m", *QUICK, "lr=1e-4,1e-2", "steps=1", "sweep.isolate=false", "hydra.sweep.dir=s"]) == 0
     first, second = (Path(f"s/{number}-scratch-llama") for number in (0, 1))
     toyexp.open("s", plugins=["toyexp.testing.null", "mishap"])
@@ -722,15 +726,15 @@ def test_swapped_and_missing_runs_are_said_from_python_and_by_compare(capsys):
     assert not {"recorded", "any more"} & {*capsys.readouterr().out.split()}
     swap(first, second)
     toyexp.open("s", plugins=["toyexp.testing.null", "mishap"])
-    said = capsys.readouterr().err
-    assert "job 0: s/0-scratch-llama is not the recorded run: " in said and "job 1: s/1-" in said
+    errors = capsys.readouterr().err
+    assert "job 0: s/0-scratch-llama is not the recorded run: " in errors and "job 1: s/1-" in errors
     first.rename("elsewhere")
     assert main(["compare", "s"]) == 0
     output = " ".join(capsys.readouterr().out.split())
     assert "not counted: 1 run of s no longer there: 0-scratch-llama" in output
 
 
-def test_an_experiment_may_say_how_its_jobs_run(tmp_path, capsys):
+def test_an_experiment_may_have_sweep_settings(tmp_path, capsys):
     (tmp_path / "own" / "experiment").mkdir(parents=True)
     (tmp_path / "own" / "experiment" / "mine.yaml").write_text(
         "# @package _global_\nsweep: {isolate: false, fail_fast: true}\nhydra: {sweeper: {params: {steps: '0,2'}}}\n"
@@ -745,7 +749,7 @@ def test_an_experiment_may_say_how_its_jobs_run(tmp_path, capsys):
     assert "unknown key sweep.isolaet; did you mean sweep.isolate?" in capsys.readouterr().err
 
 
-def test_a_launcher_whose_package_is_missing_says_what_to_type(monkeypatch, capsys):
+def test_a_launcher_with_a_missing_package_prints_the_install_command(monkeypatch, capsys):
     for name in ("submitit", "ray"):
         monkeypatch.setitem(sys.modules, name, None)
         assert main(["-m", *QUICK, "seed=1,2", f"sweep.launcher={name}"]) == 2
@@ -755,7 +759,7 @@ def test_a_launcher_whose_package_is_missing_says_what_to_type(monkeypatch, caps
 @pytest.mark.parametrize(
     "text", ["a/b", "a b", 'say "x"', "back\\slash", 'both\\"', "end\\", "ü=ß", "007", "null", "it's"]
 )
-def test_a_path_of_any_characters_is_read_back(text):
+def test_a_quoted_path_with_any_characters_is_parsed_back(text):
     (override,) = parse([format_override("hydra.run.dir", text)])
     assert override.value() == text and isinstance(override.value(), str)
 
@@ -784,7 +788,7 @@ class OnGpus(NullEngine):
     "Says that it takes GPUs."
 
     name: ClassVar[str] = "ongpus"
-    take: int = 1  # how many; 0: all
+    take: int = 1  # number of GPUs; 0: all
 
     def gpus(self):
         return self.take or None
@@ -805,18 +809,18 @@ class Told(Callback):
 
 
 @pytest.mark.parametrize(("take", "seen"), [(1, {"4", "5", "x7"}), (2, {"4,5", "x7,4", "5,x7"}), (0, {"4,5,x7"})])
-def test_jobs_side_by_side_have_gpus_of_their_own(tmp_path, monkeypatch, take, seen):
+def test_parallel_jobs_use_different_gpus(tmp_path, monkeypatch, take, seen):
     (tmp_path / "ongpus.py").write_text(ON_GPUS)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,x7")
     words = [*QUICK[2:-1], "plugins=[ongpus]", "engine=ongpus", f"engine.take={take}", "callbacks=[told]", "steps=1"]
     assert main(["-m", *words, "seed=0,1", "sweep.launcher=processes", "sweep.jobs=2", "hydra.sweep.dir=s"]) == 0
-    told = [path.read_text().split() for path in sorted(Path("s").glob("*/told"))]
-    assert len(told) == 2 and {gpus for gpus, _, _ in told} <= seen
-    (one, _, ended), (other, again, _) = sorted(told, key=lambda each: each[1])
-    assert float(again) >= float(ended) or not {*one.split(",")} & {*other.split(",")}, told
+    uses = [path.read_text().split() for path in sorted(Path("s").glob("*/told"))]
+    assert len(uses) == 2 and {gpus for gpus, _, _ in uses} <= seen
+    (one, _, first_end), (other, next_start, _) = sorted(uses, key=lambda use: use[1])
+    assert float(next_start) >= float(first_end) or not {*one.split(",")} & {*other.split(",")}, uses
 
 
-def test_gpus_are_shared_only_where_there_are_too_few(monkeypatch):
+def test_gpus_are_only_shared_if_there_are_too_few(monkeypatch):
     pool = Gpus(["0", "1"])
     assert [pool.capacity(most) for most in (0, 1, 2, 3)] == [0, 2, 1, 1]
     with pool.reserve(1) as one, pool.reserve(1) as other, pool.reserve(1) as third:
@@ -825,11 +829,11 @@ def test_gpus_are_shared_only_where_there_are_too_few(monkeypatch):
             assert (too_many, sorted(all_of_them)) == ([], ["0", "1"])
     with pool.reserve(1) as one, pool.reserve(1) as other, pool.reserve(1) as third:
         with pool.reserve(2):
-            pass  # when it has ended, "0" still has two and "1" one
+            pass  # then GPU "0" still has two jobs and GPU "1" one
         with pool.reserve(1) as fourth, pool.reserve(1) as fifth:
             assert (one, other, third, fourth, fifth) == (["0"], ["1"], ["0"], ["1"], ["0"])
-    for told, names in (("", []), ("-1", []), ("3, GPU-ab", ["3", "GPU-ab"])):
-        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", told)
+    for visible, names in (("", []), ("-1", []), ("3, GPU-ab", ["3", "GPU-ab"])):
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
         assert visible_gpus() == names
 
 
@@ -841,10 +845,10 @@ def test_gpus_are_shared_only_where_there_are_too_few(monkeypatch):
         (["engine.devices=1,3"], 2, 4),
         (["engine.devices=9"], 1, 8),
         (["engine.devices=2", "sweep.jobs=5"], 5, 2),
-        (["sweep.jobs=1000000"], 9, 1),  # all there are
+        (["sweep.jobs=1000000"], 9, 1),  # one per job
     ],
 )
-def test_jobs_of_several_processes_have_a_core_for_each(monkeypatch, words, at_once, cores):
+def test_jobs_with_several_processes_have_one_core_per_process(monkeypatch, words, at_once, cores):
     seen = []
     monkeypatch.setattr(launcher, "available_cores", lambda: 8)
     monkeypatch.setattr(processes, "run_in_threads", lambda jobs, run, limit: seen.append(limit) or iter(()))
@@ -855,7 +859,7 @@ def test_jobs_of_several_processes_have_a_core_for_each(monkeypatch, words, at_o
     assert [seen[0][:3], seen[1]] == [(at_once, cores, 0), at_once]
 
 
-def test_no_more_jobs_of_a_search_run_at_once_than_it_has(monkeypatch):
+def test_a_search_runs_no_more_jobs_at_once_than_it_has_trials(monkeypatch):
     seen = []
     monkeypatch.setattr(processes, "run_in_threads", lambda jobs, run, limit: seen.append(limit) or iter(()))
     search = ["sweep.search=random", "sweep.trials=3", "sweep.launcher=processes", "sweep.jobs=1000000"]
@@ -872,16 +876,14 @@ def test_no_more_jobs_of_a_search_run_at_once_than_it_has(monkeypatch):
         ({"launcher": "processes", "jobs": 9}, 20, 1, 9, 1),
         ({"launcher": "processes"}, 8, 2, 1, 1),
         ({"launcher": "stacked"}, 63, 1, 2, 1),
-        ({"launcher": "stacked"}, 128, 1, 4, 2),  # 32 jobs in each
+        ({"launcher": "stacked"}, 128, 1, 4, 2),  # 32 jobs per stack
         ({"launcher": "stacked"}, 9999, 1, 8, 4),
         ({"launcher": "stacked", "jobs": 16}, 9999, 1, 2, 1),
         ({"launcher": "stacked", "per_gpu": 3}, 9, 1, 6, 3),
         ({"launcher": "stacked"}, 9999, 2, 1, 1),
     ],
 )
-def test_as_many_share_a_gpu_as_were_asked_for_and_stacks_of_many_jobs(
-    monkeypatch, settings, jobs, most, at_once, stacks_each
-):
+def test_the_requested_number_of_jobs_or_stacks_shares_a_gpu(monkeypatch, settings, jobs, most, at_once, stacks_each):
     for module in (launcher, stacks):
         monkeypatch.setattr(module, "available_cores", lambda: 16)
     ahead = SimpleNamespace(gpus=lambda job, auto: most, processes=lambda job: 1)
@@ -899,36 +901,36 @@ def test_as_many_share_a_gpu_as_were_asked_for_and_stacks_of_many_jobs(
         (["sweep.per_gpu=-1", "sweep.launcher=processes"], "sweep.per_gpu=-1"),
     ],
 )
-def test_sharing_of_gpus_that_cannot_be_is_refused(capsys, words, message):
+def test_invalid_gpu_sharing_is_rejected(capsys, words, message):
     assert main(["-m", "seed=0,1", *words]) == 2
     assert message in capsys.readouterr().err
 
 
-def test_a_cluster_is_asked_for_the_gpus_of_a_job_where_the_settings_leave_that_open(tmp_path):
+def test_the_gpus_of_a_cluster_job_default_to_those_of_its_engine(tmp_path):
     pytest.importorskip("submitit")
-    for settings, asked in ((Submitit(cluster="local"), 2), (Submitit(cluster="local", gpus=1), 1)):
-        assert on_submitit.make_executor(tmp_path, settings, 2)._executor.parameters["gpus_per_node"] == asked
+    for settings, gpus in ((Submitit(cluster="local"), 2), (Submitit(cluster="local", gpus=1), 1)):
+        assert on_submitit.make_executor(tmp_path, settings, 2)._executor.parameters["gpus_per_node"] == gpus
 
 
-def test_a_share_of_the_cores_is_kept_to(monkeypatch):
+def test_the_limit_of_cores_is_respected(monkeypatch):
     for given, cores in (("1", 1), ("0", machine_cores()), ("", machine_cores()), ("999", machine_cores())):
         monkeypatch.setenv(CORES_VARIABLE, given)
         assert available_cores() == cores
 
 
 @pytest.mark.parametrize("given", ["junk", "-3", "1.5", " "])
-def test_a_share_of_the_cores_that_cannot_be_is_refused_and_not_passed_over(given, monkeypatch, capsys):
+def test_an_invalid_limit_of_cores_is_rejected(given, monkeypatch, capsys):
     monkeypatch.setenv(CORES_VARIABLE, given)
     assert main([*QUICK, "engine.threads=1"]) == 2
     assert f"{CORES_VARIABLE}={given}: must be a number of cores from 1" in capsys.readouterr().err
 
 
-def test_how_a_process_ended_is_said_in_words():
+def test_the_end_of_a_process_is_described():
     assert str(JobExit(-signal.SIGSEGV, "GGML_ASSERT failed")) == "killed by SIGSEGV; last output: GGML_ASSERT failed"
     assert str(JobExit(3)) == "ended with exit code 3"
 
 
-def test_more_jobs_at_once_than_a_machine_takes_are_as_many_as_it_takes_and_that_is_said(monkeypatch, capsys):
+def test_too_many_parallel_jobs_are_reduced_to_the_machines_limit_with_a_note(monkeypatch, capsys):
     monkeypatch.setattr("toyexp.sweeps.launchers.processes.MAX_PROCESSES", 1)
     monkeypatch.setattr(processes, "run_process", lambda *order, **how: JobExit(3, "not run"))
     words = [*QUICK, "seed=0,1", "sweep.launcher=processes", "sweep.jobs=2", "sweep.report=false", "hydra.sweep.dir=s"]

@@ -526,7 +526,7 @@ def test_every_value_is_checked_once_before_the_first_job_and_names_are_composed
     jobs, job_configs = list_jobs("recipe=scratch,warm,wram", "seed=0,1,-1", "model.d_model=64,x,66", "lr=0.1,0.2,nan")
     wrong = {tuple(jobs[number].overrides): str(error) for number, error in check_values(jobs, job_configs).items()}
     first = ("recipe=scratch", "seed=0", "model.d_model=64", "lr=0.1")
-    assert wrong.pop(("recipe=wram", *first[1:])).startswith("recipe=wram: there is none")
+    assert wrong.pop(("recipe=wram", *first[1:])).startswith("recipe=wram: unknown name")
     assert wrong.pop((first[0], "seed=-1", *first[2:])).startswith("seed=-1: must be an integer from 0")
     assert wrong.pop((*first[:2], "model.d_model=x", first[3])) == "model.d_model=x: must be a whole number"
     assert wrong.pop((*first[:2], "model.d_model=66", first[3])).startswith("model.n_heads=4 does not divide")
@@ -568,7 +568,7 @@ def test_group_patterns_of_a_sweep_have_the_same_errors_as_in_its_jobs():
     assert outcomes[2] == ([("blk.0.*", {"frozen": True}), ("*", {"weight_decay": 0})], 5)
     assert outcomes[1] == "steps=2000.0: must be a whole number; write steps=2000"
     assert all(
-        "takes a mapping in braces: optim.groups={blk.*: {lr: 0.001}}" in outcome_text
+        "must be a mapping in braces: optim.groups={blk.*: {lr: 0.001}}" in outcome_text
         for outcome_text in outcomes[6::2]
     )
 
@@ -618,7 +618,7 @@ def test_swapped_runs_are_reported_and_change_no_record(capsys):
     swap(*runs)
     assert main(["sweep.resume=s", MODULES]) == 0
     out = capsys.readouterr().out
-    assert "[0] seed=1: s/0-scratch-llama is not the recorded run: " in out and "[1] seed=2: s/1-" in out
+    assert "[0] seed=1: s/0-scratch-llama is not the run that the sweep recorded: " in out and "[1] seed=2: s/1-" in out
     assert main(["resume=s/0-scratch-llama", MODULES, "steps=2"]) == 0
     assert "s: its summary is not updated: job 0 was another run: " in capsys.readouterr().out
     assert read_jobs("s") == recorded

@@ -82,7 +82,7 @@ class Facts:
 
 
 def megabytes(part: float, total: float) -> str:
-    """Format two sizes in MB with as many digits as tell them apart: 4.0 of 10.6 MB."""
+    """Format two sizes in MB with enough digits to tell them apart: 4.0 of 10.6 MB."""
     for digits in range(1, 7):
         shown = [f"{size / 1e6:.{digits}f}" for size in (part, total)]
         if shown[0] != shown[1] and float(shown[0]):
@@ -211,7 +211,7 @@ def sample_pieces(pieces: Iterable[str], size: int, limit: int) -> Iterator[str]
 
 @dataclass
 class FoundFiles:
-    """Files of a data set in a fixed order, and what was left out."""
+    """Files of a data set in a fixed order, and the reasons why others were left out."""
 
     files: list[Path] = field(default_factory=list)
     others: int = 0  # files with another suffix
@@ -262,7 +262,7 @@ def _add_folder(selection: FoundFiles, folder: Path, suffixes: Collection[str]) 
         selection.unreadable.append(f"{error.filename}: {system_message(error)}")
 
     chosen_files: list[Path] = []
-    walk = os.walk(folder, onerror=note_error)  # Path.rglob hides what it may not read
+    walk = os.walk(folder, onerror=note_error)  # Path.rglob ignores unreadable directories
     for number, (directory, folders, names) in enumerate(walk, 1):
         if number % STATUS_EVERY == 0:
             show_status(f"looking for text below {folder}: {len(chosen_files)} files in {number} folders")

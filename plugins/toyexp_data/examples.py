@@ -130,7 +130,7 @@ class Examples:
 
 
 class ExampleBatches(Batches):
-    """Batches in which every epoch has each row once, in an order by (seed, epoch); the seed packs the rows."""
+    """Batches that contain each row once per epoch, in an order by (seed, epoch). The seed also packs the rows."""
 
     def __init__(
         self, train: Examples, held_out: Examples, context: int, rows: int, seed: int, pack: bool, eval_batches: int

@@ -140,10 +140,10 @@ class Jsonl(TokenizedData):
     def _tokenize(
         self, examples: Iterable[tuple[str, Rows]], tokenizer: toyexp.Tokenizer, skipped: list[str]
     ) -> list[Example]:
-        def ids_of(example: Rows) -> list[Example]:
+        def encode_rows(example: Rows) -> list[Example]:
             return [tokenize(row, tokenizer, self.train_on == "all") for row in example.rows]
 
-        return [row for _, rows in self._usable(examples, ids_of, skipped) for row in rows]
+        return [row for _, rows in self._usable(examples, encode_rows, skipped) for row in rows]
 
     def _template_facts(self, template: ChatTemplate, examples: Sequence[Rows], now: datetime) -> dict[str, Any]:
         """Return facts about the template for a run's record, and set `date` to the date it used."""

@@ -187,7 +187,7 @@ class Stdlib(TextData):
         """Return every .py file of the library except its tests, in path order."""
         root = sysconfig.get_path("stdlib")
         paths = []
-        for folder, folders, names in os.walk(root):  # not rglob: site-packages may have 100 times as many files
+        for folder, folders, names in os.walk(root):  # os.walk can leave out site-packages
             folders[:] = [f for f in folders if f not in NOT_CODE]
             paths += [os.path.join(folder, n) for n in names if n.endswith(".py")]  # noqa: PTH118 - Path is slow here
         return FoundFiles([Path(f) for f in sorted(paths, key=lambda f: f.replace(os.sep, "/"))])

@@ -73,7 +73,8 @@ class Tokens(SplitData):
 
 def read_tokens(path: Path, dtype: str) -> tuple[np.ndarray, int]:
     """Return the int32 ids of a token file and its vocabulary size; raise UserError for an invalid file."""
-    ids, declared, is_explicit = _numpy(path, dtype) if path.suffix in (".npy", ".npz") else _packed(path, dtype)
+    read = _read_npy if path.suffix in (".npy", ".npz") else _read_packed
+    ids, declared, is_explicit = read(path, dtype)
     hint = "" if is_explicit else "; uint16 ids take data.dtype=uint16"
     if ids.min() < 0:
         raise UserError(f"{path}: position {int(ids.argmin())} holds the id {ids.min()}; ids begin at 0{hint}")
@@ -90,7 +91,7 @@ def read_tokens(path: Path, dtype: str) -> tuple[np.ndarray, int]:
     return ids.astype("int32", copy=False), declared or top
 
 
-def _packed(path: Path, dtype: str) -> tuple[np.ndarray, int, bool]:
+def _read_packed(path: Path, dtype: str) -> tuple[np.ndarray, int, bool]:
     """Return the ids, the vocabulary size in the header (0: none), and whether the header names the dtype."""
     import numpy as np
 
@@ -116,7 +117,7 @@ def _packed(path: Path, dtype: str) -> tuple[np.ndarray, int, bool]:
     return np.frombuffer(body, kind).astype(np.int32), declared, has_header
 
 
-def _numpy(path: Path, dtype: str) -> tuple[np.ndarray, int, bool]:
+def _read_npy(path: Path, dtype: str) -> tuple[np.ndarray, int, bool]:
     import numpy as np
 
     with open_file(path) as file:

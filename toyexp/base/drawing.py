@@ -74,7 +74,10 @@ def use_plot_style() -> Iterator[None]:
 
 
 def check_plot_path(option: str, typed: str) -> Path:
-    """Return the path of a plot to write: new, or a plot of toyexp. Raise UserError, or Unavailable (no matplotlib)."""
+    """Return the path of a plot to write; raise UserError if it is unsuitable, Unavailable without matplotlib.
+
+    An existing file is only accepted if toyexp drew it.
+    """
     path, subject = Path(typed), f"{option} {typed}"
     if path.suffix.lower() not in FILE_METADATA:
         raise UserError(f"{subject}: must end in {', '.join(FILE_METADATA)}; type {option} {path.with_suffix('.svg')}")
@@ -162,10 +165,10 @@ def thin_curve(steps: Any, values: Any, limit: int) -> tuple[Any, Any]:
     if len(x) <= limit:
         return x, y
     low, high = (np.where(np.isfinite(y), y, beyond) for beyond in (np.inf, -np.inf))
-    ends = itertools.pairwise(len(x) * i // (limit // 2) for i in range(limit // 2 + 1))
-    pairs = ((begin + low[begin:end].argmin(), begin + high[begin:end].argmax()) for begin, end in ends)
-    places = sorted({int(place) for pair in pairs for place in pair})
-    return x[places], y[places]
+    bounds = itertools.pairwise(len(x) * i // (limit // 2) for i in range(limit // 2 + 1))
+    pairs = ((begin + low[begin:end].argmin(), begin + high[begin:end].argmax()) for begin, end in bounds)
+    indices = sorted({int(index) for pair in pairs for index in pair})
+    return x[indices], y[indices]
 
 
 def set_step_axis(axes: Any) -> None:

@@ -15,7 +15,7 @@ class ToyexpError(Exception):
 
 
 class UserError(ToyexpError):
-    """Invalid input, detected before anything is built: what is wrong, what is allowed, what to type."""
+    """Invalid input, found before anything is built. The message names problem, allowed values and remedy."""
 
     exit_code = 2
 

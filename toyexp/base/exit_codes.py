@@ -26,7 +26,10 @@ TORCHRUN_GRACE = 5.0  # seconds within which torchrun ends all ranks after a fai
 
 
 def run_to_exit_code(work: Callable[[], int], explained: Callable[[str], str] = str) -> int:
-    """Run `work`, print errors as `explained`, return the exit code: 1 failed, 2 invalid input, 130 or 143 a signal."""
+    """Run `work` and return its exit code: 1 for failure, 2 for invalid input, 130 or 143 if interrupted.
+
+    Errors are printed as `explained` returns them.
+    """
     open_standard_files()
     replace_unencodable()
     signals: Signals | None = None

@@ -174,7 +174,7 @@ class Ledger:
         return [path for name in names if os.path.lexists(path := self._root / name) and not self.owns(path)]
 
     def is_replaced(self, path: Path) -> bool:
-        """Return True if the run wrote a file at `path` and another file is there now."""
+        """Return True if another file has replaced the one that the run wrote at `path`."""
         return self._name(path) in self._digests and not self.owns(path)
 
     def owns(self, path: Path) -> bool:
@@ -235,7 +235,7 @@ def rename_aside(path: Path) -> Path:
 
 
 def _head_digest(path: Path, entry: str = "") -> str:
-    """Return length and digest of a file's beginning, as many bytes as the ledger's `entry` covers."""
+    """Return the length and digest of a file's first bytes, up to the length in the ledger's `entry`."""
     length = entry.partition("+")[0]
     with open(path, "rb") as file:
         head = file.read(int(length) if length.isdigit() else -1)

@@ -28,32 +28,32 @@ def require_positive(key: str, value: float) -> None:
         raise UserError(f"{key}={value}: must be at most {MAX_INT}")
 
 
-def require_choice(place: str, part: object, **words: Collection[str]) -> None:
-    """Raise UserError unless each named setting of `part` is one of its allowed words; `place` prefixes the key."""
-    for name, allowed in words.items():
-        if (value := getattr(part, name)) not in allowed:
-            raise UserError(f"{place}.{name}={value}: {suggest(value, allowed)}")
+def require_choice(section: str, part: object, **words: Collection[str]) -> None:
+    """Raise UserError unless each named setting of `part` is one of its allowed words; `section` prefixes its key."""
+    for name, choices in words.items():
+        if (value := getattr(part, name)) not in choices:
+            raise UserError(f"{section}.{name}={value}: {suggest(value, choices)}")
 
 
-def require_range(place: str, part: object, **bounds: str) -> None:
+def require_range(section: str, part: object, **bounds: str) -> None:
     """Raise UserError for a setting outside its interval, such as `[1,inf)` or `(0,1]`; None is always allowed."""
     for name, bound in bounds.items():
-        contains, words = _interval(bound)
-        if (value := getattr(part, name)) is not None and not contains(value):
-            raise UserError(f"{place}.{name}={value}: must be {words}")
+        is_inside, words = _interval(bound)
+        if (value := getattr(part, name)) is not None and not is_inside(value):
+            raise UserError(f"{section}.{name}={value}: must be {words}")
 
 
 @functools.cache
 def _interval(bound: str) -> tuple[Callable[[float], bool], str]:
     low, high = bound[1:-1].split(",")
-    least, most = float(low), float(high)
+    lowest, highest = float(low), float(high)
     above, below = gt if bound[0] == "(" else ge, lt if bound[-1] == ")" else le
     words = [f"{'above' if above is gt else 'at least'} {low}"]
     words += [] if high == "inf" else [f"{'below' if below is lt else 'at most'} {high}"]
-    return lambda number: above(number, least) and below(number, most), " and ".join(words)
+    return lambda number: above(number, lowest) and below(number, highest), " and ".join(words)
 
 
-def is_integer(text: str, least: int, most: int) -> bool:
-    """Return True if a text is a whole number from `least` to `most`."""
+def is_integer(text: str, lowest: int, highest: int) -> bool:
+    """Return True if a text is a whole number from `lowest` to `highest`."""
     digits = text.lstrip("0") or text[:1]
-    return text.isascii() and text.isdecimal() and least <= int(digits[:20]) <= most
+    return text.isascii() and text.isdecimal() and lowest <= int(digits[:20]) <= highest

@@ -123,7 +123,7 @@ class Unlabelled(ImageDataset):
 
 
 class ImageBatches(Batches):
-    """Batches in which every epoch has each image once; order and augmentation depend on (seed, epoch)."""
+    """Batches that contain each image once per epoch; order and augmentation depend on (seed, epoch)."""
 
     def __init__(self, dataset: ImageDataset, rows: int, seed: int, augment: str, eval_images: int):
         self._train, self._held_out = dataset.train, dataset.held_out

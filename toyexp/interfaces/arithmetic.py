@@ -120,7 +120,7 @@ class Shapes(Arithmetic):
     def __init__(self, elementwise: bool = False):
         self._elementwise = elementwise
 
-    def _pair(self, a: Shaped, b: Shaped) -> Shaped:
+    def _broadcast_result(self, a: Shaped, b: Shaped) -> Shaped:
         if not isinstance(a, Shaped) or not isinstance(b, Shaped):
             raise UserError("its update adds or multiplies a number: use ops.shift and ops.scale for numbers")
         front = len(a.shape) - len(b.shape)
@@ -128,33 +128,33 @@ class Shapes(Arithmetic):
             raise UserError(f"its update cannot broadcast {list(b.shape)} to {list(a.shape)}")
         return Shaped(a.shape)
 
-    def _each(self, x: Shaped, number: Tensor = 1.0) -> Shaped:
-        return self._pair(x, Shaped((1,)) if isinstance(number, Real) else number)
+    def _elementwise_result(self, x: Shaped, number: Tensor = 1.0) -> Shaped:
+        return self._broadcast_result(x, Shaped((1,)) if isinstance(number, Real) else number)
 
-    def _whole(self, x: Shaped, *shape: int) -> Shaped:
+    def _whole_tensor_result(self, x: Shaped, *shape: int) -> Shaped:
         if self._elementwise:
             raise UserError("its update reads a whole tensor, but it declares elementwise = True")
         return Shaped(shape)
 
-    add = sub = mul = div = _pair
-    scale = shift = sqrt = sign = at_least = _each  # type: ignore[assignment] # parameter names differ
+    add = sub = mul = div = _broadcast_result
+    scale = shift = sqrt = sign = at_least = _elementwise_result  # type: ignore[assignment] # parameter names differ
 
     def sum(self, x: Shaped) -> Shaped:
         """Return a tensor of shape [1]."""
-        return self._whole(x, 1)
+        return self._whole_tensor_result(x, 1)
 
     def sum_last(self, x: Shaped) -> Shaped:
         """Return a tensor of shape [..., 1]."""
-        return self._whole(x, *x.shape[:-1], 1)
+        return self._whole_tensor_result(x, *x.shape[:-1], 1)
 
     def matmul(self, a: Shaped, b: Shaped) -> Shaped:
         """Return a tensor of shape [n, m]."""
         if (len(a.shape), len(b.shape), a.shape[1:]) != (2, 2, b.shape[1:]):
             raise UserError(f"its update multiplies {list(a.shape)} by {list(b.shape)} transposed: shapes do not match")
-        return self._whole(a, a.shape[0], b.shape[0])
+        return self._whole_tensor_result(a, a.shape[0], b.shape[0])
 
     def transpose(self, x: Shaped) -> Shaped:
         """Return a tensor of shape [m, n]."""
         if len(x.shape) != 2:
             raise UserError(f"its update transposes {list(x.shape)}: expected a matrix")
-        return self._whole(x, *x.shape[::-1])
+        return self._whole_tensor_result(x, *x.shape[::-1])

@@ -39,7 +39,10 @@ class Data(ABC):
 
     @classmethod
     def suggest_settings(cls, sizes: Mapping[str, Any], tokenizer: Tokenizer | None) -> str | None:
-        """Return overrides besides `data=<name>` to evaluate such a model, or None; the user fills in CAPITALS."""
+        """Return the overrides besides `data=<name>` to evaluate a model file of these sizes; None: not applicable.
+
+        The user replaces words in capitals.
+        """
         return None
 
     @abstractmethod

@@ -94,7 +94,10 @@ class RunHooks:
 
     @hookspec
     def on_end(self, run: Run, reason: str, error: BaseException | None) -> None:
-        """Handle the end of any run; `reason` is completed, interrupted, aborted (by a callback) or errored."""
+        """Handle the end of the run. This hook is always called.
+
+        `reason` is completed, interrupted, aborted (by a callback) or errored.
+        """
 
     @hookspec(firstresult=True)
     def lr(self, run: Run, step: int, steps: int) -> float | None:
@@ -109,4 +112,7 @@ class RunHooks:
 
     @hookspec(firstresult=True)
     def stop_reason(self, run: Run, step: int, metrics: Mapping[str, float]) -> str | None:
-        """Return a sentence to end the run after `step`, or None to continue. The first sentence counts."""
+        """Return a sentence to end the run after `step`, or None to continue.
+
+        Callbacks are called in the configured order; the first sentence ends the run.
+        """

@@ -32,7 +32,7 @@ class Kind:
 
     name: str  # used in messages
     unit: str  # unit in which data and speed are counted, in the singular
-    targets: str = "classes"  # what a target is, in the plural
+    targets: str = "classes"  # plural noun for the targets, for messages
     text: bool = False  # True if models of this kind have a tokenizer, which is saved in their files
     sequence: str = ""  # batch array of token ids that a model can continue; empty: none
 

@@ -82,7 +82,7 @@ def _slice_rows(batch: Batch, rows: int, kind: type[Any] = dict) -> list[Any]:
 
 
 def _check_batch(plan: Plan, batch: Batch) -> tuple[Batch, np.float64]:
-    """Return the batch with optional arrays filled in, and its total weight. Raise BadBatch if it misfits the plan."""
+    """Return the batch with optional arrays filled in, and its total weight. Raise BadBatch if it does not match."""
     if not isinstance(batch, Mapping) or not all(isinstance(array, np.ndarray) for array in batch.values()):
         raise BadBatch("a batch must be a mapping of names to numpy arrays")
     for name, spec in plan.inputs.items():

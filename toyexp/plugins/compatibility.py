@@ -69,7 +69,7 @@ def suggest_command(
 
 @dataclass(frozen=True)
 class Cell:
-    """One combination of recipe and model, with default settings."""
+    """Combination of a recipe and a model, both with default settings."""
 
     recipe: str
     model: str

@@ -196,7 +196,7 @@ def _adapter_tensors(plan: Plan) -> list[str]:
 
 @functools.cache  # one class per format, however often plugins are loaded
 def exporter(form: type[Format]) -> type[Exporter]:
-    """Return the callback class `<name>_export` of a format. Raise UserError if it has a setting of the exporter's."""
+    """Return the callback class `<name>_export` of a format. Raise UserError if both have a setting of one name."""
     base = AdapterExporter if form.writes_adapters else Exporter
     if conflicts := {f.name for f in fields(base)} & {f.name for f in fields(form)}:
         name = f"{form.__qualname__}.{min(conflicts)}"

@@ -20,7 +20,7 @@ IN_A_FILE = "if it is in your own file DIR/experiment/NAME.yaml, type: --config-
 
 @dataclass(frozen=True)
 class Offer:
-    """One class that a plugin registers."""
+    """Class that a plugin registers."""
 
     kind: str
     name: str
@@ -51,7 +51,7 @@ class Problem:
 
 @dataclass
 class Registry:
-    """All available parts, by kind and name."""
+    """Available parts by kind and name."""
 
     offers: dict[str, dict[str, Offer]] = field(default_factory=lambda: {kind: {} for kind in KINDS})
     problems: list[Problem] = field(default_factory=list)
@@ -64,7 +64,7 @@ class Registry:
         return f" 'plugins=[{','.join(self.modules)}]'" if self.modules else ""
 
     def engines(self) -> list[Offer]:
-        """Return the engines in the order in which engine=auto tries them."""
+        """Return the engines in the order of engine=auto, highest priority first."""
         return sorted(self.offers["engine"].values(), key=lambda o: -cast("type[Engine]", o.cls).priority)
 
     def classes(self, kind: str) -> dict[str, Any]:
@@ -87,7 +87,7 @@ class Registry:
         return {form.suffix: name for name, form in self.classes("format").items()}
 
     def get(self, kind: str, name: str) -> type:
-        """Return a class by kind and name. Raise UserError with similar names, or naming the broken plugin with it."""
+        """Return a class by kind and name. Raise UserError with similar names, or the broken plugin that had it."""
         offer = self.offers[kind].get(name)
         if offer is not None:
             return offer.cls
@@ -95,7 +95,7 @@ class Registry:
 
     def add(self, candidate: Candidate) -> None:
         """Add all parts of a plugin. Raise UserError if a name, a format's suffix or a value of `--type` is taken."""
-        updated = Registry({kind: dict(known) for kind, known in self.offers.items()})
+        updated = Registry({kind: dict(offers) for kind, offers in self.offers.items()})
         by_kind: list[tuple[str, list[Any]]] = [*candidate.classes.items(), ("callbacks", [*candidate.exporters])]
         for kind, cls in [(kind, cls) for kind, classes in by_kind for cls in classes]:
             offer = Offer(kind, cls.name, cls, candidate.plugin, candidate.package)

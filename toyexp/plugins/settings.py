@@ -14,7 +14,7 @@ from toyexp.plugins.exporter import Exporter
 
 @dataclass(frozen=True)
 class Setting:
-    """One field of a plugin's dataclass, with its help."""
+    """Setting of a part: a field of its dataclass, with its help."""
 
     name: str
     type: str

@@ -56,7 +56,7 @@ class Template:
         self._request = {"template": text, "now": now.isoformat() if now else "", "limit": RENDERED_LIMIT}
         self._renderer = _renderer()
         self._names = _special_names(tokenizer)
-        self._added = self._names["bos_token"] if tokenizer.add_bos else ""  # removed here; the tokenizer adds it
+        self._bos_text = self._names["bos_token"] if tokenizer.add_bos else ""  # removed here; the tokenizer adds it
         with prefix_unavailable(f"the chat template of {path}"):
             reply = self._ask([], None, [])
         if "invalid" in reply:
@@ -88,7 +88,7 @@ class Template:
         if isinstance(answer, str):
             return BadChat(f"the chat template {printable(answer, 150)}")
         self.is_dated |= answer["dated"]
-        text = answer["text"].removeprefix(self._added)
+        text = answer["text"].removeprefix(self._bos_text)
         lead = len(answer["text"]) - len(text)
         return Rendered(text, [(max(begin - lead, 0), end - lead) for begin, end in answer["marked"] if end > lead])
 

@@ -175,7 +175,10 @@ class SentencePiece(Tokenizer):
         return len(reordered)
 
     def _library(self) -> Any:
-        """Return the closest tokenizers.Tokenizer: merges by score, and among equals by the length of the left half."""
+        """Return the closest tokenizers.Tokenizer: merges in the order of their scores.
+
+        Among equal scores the longest left half goes first: runs of one character grow from the left, as in llama.cpp.
+        """
         from tokenizers import Tokenizer as Engine  # deferred: only an export needs it
         from tokenizers import decoders, models, normalizers
 

@@ -21,7 +21,7 @@ from toyexp.base.signals import run_interruptibly
 from toyexp.base.terminal import print_error
 
 WHITE = " \t\n\v\f\r"  # what llama.cpp strips next to some special tokens
-PIECE = 1 << 15  # characters of a piece: at least this many, and up to twice as many to find a cut
+PIECE = 1 << 15  # size of a piece in characters; it ends at the last possible cut before twice this size
 BATCH = 1 << 21  # characters tokenized at once, on all cores
 LARGE = PIECE << 9  # characters of a piece above which a warning is printed
 CHARACTER_MEMORY = 100  # bytes of memory per character during tokenization
@@ -41,7 +41,10 @@ SYMBOL_BYTES = {symbol: byte for byte, symbol in enumerate(SYMBOLS)}
 
 
 class Tokenizer(ABC):
-    """Tokenizer with ids 0..vocab-1; `eos` separates documents. Constructors must set the attributes that differ."""
+    """Tokenizer with ids 0..vocab-1, in which `eos` separates documents.
+
+    Constructors must set attributes that differ from the defaults here before the first text is encoded.
+    """
 
     kind: str
     pieces: Sequence[str]  # each token's text as GGUF writes it: control tokens are literal
@@ -315,9 +318,9 @@ class Piece(NamedTuple):
 
 
 def split_text(chunks: Iterable[str], cuts: Callable[[str], Iterator[int]], size: int = PIECE) -> Iterator[Piece]:
-    """Yield a chunked text in pieces of at most 2 x `size` characters that end where `cuts` allows.
+    """Yield a chunked text in pieces of up to 2 x `size` characters, or more if `cuts` allows no cut.
 
-    `cuts` is called with text that continues, and yields cut positions, last first. If it yields none, the piece grows.
+    `cuts` is called with the beginning of a text, and yields positions where it may be cut, last first.
     """
     text, target, begins = "", size, True
     for chunk in chunks:

@@ -72,7 +72,7 @@ def gguf_architecture(model: Model | type[Model]) -> str:
 def read_model(cls: type[M], file: ModelFile) -> M:
     """Return the model of class `cls` in `file`; raise UserError if keys or tensors do not match it exactly."""
     blocks = file.metadata.get(f"{file.architecture}.block_count")
-    if isinstance(blocks, int) and blocks > len(file.tensors):  # listing so many would be slow
+    if isinstance(blocks, int) and blocks > len(file.tensors):  # too many to list their tensors
         raise file.error(f"claims {blocks} blocks, and has {len(file.tensors)} tensors")
     form = gguf_form(cls)
     model: M = form.read(cls, file)

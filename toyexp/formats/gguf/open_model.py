@@ -56,12 +56,12 @@ def models_by_architecture(models: Iterable[type[Model]]) -> dict[str, type[Mode
 
 def load_open_model(file: ModelFile, registry: Registry, reads: Sequence[Kind] | None = None) -> Model:
     """Return the model in an open file; raise UserError as `load_model` does."""
-    return _load_checked(file, [cls for cls in registry.models() if reads is None or cls.reads in reads])
+    return _load_as(file, [cls for cls in registry.models() if reads is None or cls.reads in reads])
 
 
 def read_exported(file: ModelFile, models: Iterable[type[Model]]) -> ModelExport:
     """Return everything an open file holds about its model, one of `models`; tensors are read on access."""
-    model = _load_checked(file, models)
+    model = _load_as(file, models)
     prefix, model_keys = f"{file.architecture}.", gguf_form(model).metadata(model)
     data = {k.removeprefix(prefix): v for k, v in file.metadata.items() if k.startswith(prefix)}
     general = {k.removeprefix("general."): v for k, v in file.metadata.items() if k.startswith("general.")}
@@ -86,7 +86,7 @@ def _tokenizer(file: ModelFile) -> tuple[Tokenizer | None, list[str]]:
         return None, [f"written without a tokenizer: {error}"]
 
 
-def _load_checked(file: ModelFile, models: Iterable[type[Model]]) -> Model:
+def _load_as(file: ModelFile, models: Iterable[type[Model]]) -> Model:
     model_class = find_model_class(file, models)
     _check_tokens(file)
     return read_model(model_class, file)

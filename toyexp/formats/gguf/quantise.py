@@ -67,7 +67,10 @@ def _cause(run: subprocess.CompletedProcess[str]) -> str:
 
 
 def check_type(kind: str, key: str = "type", others: Iterable[str] = ()) -> None:
-    """Raise UserError unless `kind` exists (setting `key` also allows `others`); Unavailable without llama.cpp."""
+    """Raise UserError unless `kind`, given as setting `key`, can be written; Unavailable if it needs llama.cpp.
+
+    `others` are further values that the setting allows.
+    """
     if kind not in FILE_TYPES | K_QUANTS:
         raise UserError(f"{key}={kind}: {suggest(kind, [*FILE_TYPES, *K_QUANTS, *others])}")
     if kind in K_QUANTS:

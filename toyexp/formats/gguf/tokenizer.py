@@ -32,8 +32,8 @@ FLAGS = ("add_bos_token", "add_eos_token", "add_space_prefix")
 IDS_HINT = "evaluate it on token ids: data=tokens data.path=IDS.bin"
 NULL_MERGE = (SYMBOLS[0xFF], SYMBOLS[0xFF])  # stands for an empty merge list: no UTF-8 contains the byte 0xFF
 
-# llama.cpp goes by the text of some special tokens: `<|im_end|>` is a control token and ends generation, whatever type
-# the file gives it. Exported models are subject to these rules, so they are followed here.
+# llama.cpp goes by the text of some special tokens: `<|im_end|>` is a control token and ends generation, even if the
+# file gives it another type. Exported models are subject to these rules, so they are followed here.
 ENDS = (
     "<|eot_id|>", "<|im_end|>", "<|end|>", "<|return|>", "<|call|>", "<|flush|>", "<|calls|>", "<end_of_turn>",
     "<|endoftext|>", "</s>", "<|eom_id|>", "<EOT>", "_<EOT>", "[EOT]", "[EOS]", "<|end_of_text|>",

@@ -140,7 +140,7 @@ def check_keys(model: Model) -> None:
 
 
 def _vocabulary(tokenizer: Tokenizer | None, rows: int) -> dict[str, Any]:
-    """Return the `tokenizer.*` keys for `rows` tokens: llama.cpp requires as many as the embedding has rows."""
+    """Return the `tokenizer.*` keys for `rows` tokens, the number of rows of the embedding (llama.cpp requires it)."""
     if tokenizer is None:
         return {f"tokenizer.{key}": value for key, value in placeholder_metadata(rows).items()}
     keys = tokenizer.gguf_metadata()

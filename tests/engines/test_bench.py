@@ -105,7 +105,7 @@ def test_the_numbers_of_the_json_report_and_the_plot_agree(capsys, tmp_path):
 
 def test_a_plot_that_cannot_be_written_is_rejected_before_measuring(capsys, monkeypatch, tmp_path):
     monkeypatch.setattr("toyexp.cli.bench.measure", None)
-    for name, message in (("speed.gif", "draws .png, .svg, .pdf"), ("none/speed.svg", "there is no directory")):
+    for name, message in (("speed.gif", "must end in .png, .svg, .pdf"), ("none/speed.svg", "there is no directory")):
         assert main(["bench", *TINY, "--plot", str(tmp_path / name)]) == 2
         assert message in (err := capsys.readouterr().err) and err.count("\n") == 1
 
@@ -139,7 +139,7 @@ def test_the_peak_counts_the_products_of_all_devices_of_an_engine(monkeypatch):
     row_counts = []
     monkeypatch.setattr(stepper, "_median_seconds", lambda engine, plan: row_counts.append(plan.rows) or 0.5)
     monkeypatch.setattr(TorchCPU, "count", lambda self: 3)
-    assert stepper.measure_peak(TorchCPU(), most_rows=12).flops_per_second == 3 * 2 * 2 * 32**3 / 0.5
+    assert stepper.measure_peak(TorchCPU(), max_rows=12).flops_per_second == 3 * 2 * 2 * 32**3 / 0.5
     assert row_counts == [3]
 
 
@@ -288,7 +288,7 @@ def test_the_memory_peak_is_measured_and_can_be_reset():
 
 
 def test_the_error_of_a_measuring_process_is_reported():
-    with pytest.raises(RunFailed, match=r"odd: in a process of its own: .*unknown key modle; .*--no-memory"):
+    with pytest.raises(RunFailed, match=r"odd: failed in its own process: .*unknown key modle; .*--no-memory"):
         measure_alone(Entry("odd", ["modle=llama"], "ggml"))
 
 

@@ -104,14 +104,14 @@ def test_a_decoder_raises_after_its_session_changed_the_weights():
         untrained, before = session.snapshot(), session.decoder()
         first = before.feed(IDS[:4])
         session.step(batches().batch(0), AdamW.for_lora().hp_for_step(0))
-        with pytest.raises(SessionError, match="took a step"):
+        with pytest.raises(SessionError, match="has taken a step"):
             before.feed(IDS[4:5])
         assert np.abs(session.decoder().feed(IDS[:4]) - first).max() > 1e-4
         assert_decodes(session)
         stepped = session.decoder()
         stepped.feed(IDS[:4])
         session.restore(untrained)
-        with pytest.raises(SessionError, match="ask for a new decoder"):
+        with pytest.raises(SessionError, match="request a new decoder"):
             stepped.feed(IDS[4:5])
         np.testing.assert_array_equal(session.decoder().feed(IDS[:4]), first)
 
@@ -183,7 +183,7 @@ def test_a_model_whose_ops_depend_on_the_number_of_positions_is_recomputed(kind,
 @pytest.mark.parametrize(
     ("kind", "words"),
     [
-        (Scan, "ops.part may look"),
+        (Scan, "ops.part may read"),
         (Scaled, "other ops for 2"),
         (Dynamic, "other ops for 2"),
         (Split, "2 positions"),

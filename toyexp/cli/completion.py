@@ -264,19 +264,19 @@ complete -o nospace -F _toyexp toyexp
 """
 ZSH = r"""#compdef toyexp
 _toyexp() {
-    local kind text told
-    local -a plain plain_told more more_told
-    while IFS=$'\t' read -r kind text told; do
-        told="$text${told:+  -- $told}"
+    local kind text help
+    local -a plain plain_lines more more_lines
+    while IFS=$'\t' read -r kind text help; do
+        help="$text${help:+  -- $help}"
         [[ -n $text ]] || continue
         if [[ $kind == more ]]; then
-            more+=("$text") more_told+=("$told")
+            more+=("$text") more_lines+=("$help")
         else
-            plain+=("$text") plain_told+=("$told")
+            plain+=("$text") plain_lines+=("$help")
         fi
     done < <("${${(Q)words[1]}/#\~/$HOME}" completion --for zsh "${(@Q)words[2,CURRENT-1]}" "${(Q)PREFIX}" 2>/dev/null)
-    (( $#plain )) && compadd -l -d plain_told -- "${plain[@]}"
-    (( $#more )) && compadd -S '' -l -d more_told -- "${more[@]}"
+    (( $#plain )) && compadd -l -d plain_lines -- "${plain[@]}"
+    (( $#more )) && compadd -S '' -l -d more_lines -- "${more[@]}"
     (( $#plain + $#more ))
 }
 if [[ ${funcstack[1]} == _toyexp ]]; then

@@ -191,10 +191,10 @@ def _try_steps(prepared: Prepared, begins: int) -> dict[str, Any]:
                 batch = prepared.batches.batch(begins + len(learned))
                 stepper.step(batch)
                 learned.append(int(np.count_nonzero(batch["weights"])))
-                taken, seconds = len(learned) - before, time.perf_counter() - began
-                if seconds > PATIENCE or (taken >= least and seconds >= slice_full):
+                count, seconds = len(learned) - before, time.perf_counter() - began
+                if seconds > PATIENCE or (count >= least and seconds >= slice_full):
                     stepper.wait()
-                    return (time.perf_counter() - began) / taken
+                    return (time.perf_counter() - began) / count
 
         seconds_of_a_step(1, 0)
         ready = time.perf_counter()
@@ -337,7 +337,7 @@ def _sum_jobs(shapes: Sequence[Shape], runner: Runner, root: Path) -> dict[str, 
     """Sum up the estimates of all jobs; groups that were not measured count as the mean."""
     launcher, request, search = runner.launcher, runner.request, runner.source.description
     seconds, flops = dict[int, float](), dict[int, float]()
-    unmeasured, entries = list[int](), list[dict[str, Any]]()
+    unmeasured, groups = list[int](), list[dict[str, Any]]()
     for shape in shapes:
         if not (estimate := shape.estimate):
             unmeasured += [job.number for job in shape.jobs]
@@ -356,8 +356,7 @@ def _sum_jobs(shapes: Sequence[Shape], runner: Runner, root: Path) -> dict[str, 
                 + evaluations(begins, end, every) * tried["evaluation"]
             )
             flops[job.number] = (end - begins) * estimate["flops_per_step"]
-        numbers = [job.number for job in shape.jobs]
-        entries.append({"jobs": numbers, "own": shape.settings, "start": shape.start, **estimate})
+        groups.append({"jobs": [j.number for j in shape.jobs], "own": shape.settings, "start": shape.start, **estimate})
     seconds |= dict.fromkeys(unmeasured, statistics.mean(seconds.values()))
     flops |= dict.fromkeys(unmeasured, statistics.mean(flops.values()))
     at_once = max(min(launcher.limit(), len(seconds)), 1)
@@ -371,7 +370,7 @@ def _sum_jobs(shapes: Sequence[Shape], runner: Runner, root: Path) -> dict[str, 
     return {
         "directory": str(root), "settings": request.spec["settings"],
         "varied": {key: list(values) for key, values in varied.items()}, "search": search, "jobs": len(seconds),
-        "launcher": launcher.name, "at_once": at_once, "cores": launcher.share.cores, "shapes": entries,
+        "launcher": launcher.name, "at_once": at_once, "cores": launcher.share.cores, "shapes": groups,
         "not_tried": unmeasured, "flops": sum(flops.values()), "seconds": max(free), "seconds_of_jobs": seconds,
     }  # fmt: skip
 
@@ -395,10 +394,8 @@ def _sweep_lines(estimate: Mapping[str, Any], runner: Runner) -> list[str]:
     head = ["jobs", "parameters", "trainable", "memory", "peak", "step", "eval", "GFLOP/step", "start", "settings"]
     lines += ["", *align_columns([head, *map(_row, shapes)], right=range(9)), ""]
     if unmeasured:
-        mean = f"the mean of the {len(shapes)} measured groups"
-        lines.append(
-            f"guessed  {pluralise(len(unmeasured), 'job')} in other groups were not measured: counted as {mean}"
-        )
+        mean = f"counted as the mean of the {len(shapes)} measured groups"
+        lines.append(f"guessed  {pluralise(len(unmeasured), 'job')} in other groups were not measured: {mean}")
     seconds = estimate["seconds_of_jobs"].values()
     per_job = (
         format_duration(min(seconds))

@@ -160,7 +160,6 @@ def _train(request: Request, resume: str | None, is_bare: bool) -> int:
 
 
 def _sweep(flags: Mapping[str, str], request: Request) -> int:
-    """Run or resume a sweep; return the exit code."""
     from toyexp.config.schema import START_DIRECTORY
     from toyexp.sweeps.begin import prepare_sweep
 

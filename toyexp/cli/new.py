@@ -70,8 +70,8 @@ def write(kind: str, name: str, into: Path, modules: list[str]) -> Path:
 
 def fill_template(text: str, kind: str, name: str) -> str:
     """Replace `my_<kind>` in a template with the name, also in class and distribution names."""
-    for mine, theirs in zip(_name_forms(f"my_{kind}"), _name_forms(name), strict=True):
-        text = text.replace(mine, theirs)
+    for old, new in zip(_name_forms(f"my_{kind}"), _name_forms(name), strict=True):
+        text = text.replace(old, new)
     return text
 
 

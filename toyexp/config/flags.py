@@ -157,8 +157,8 @@ def dashed_setting(word: str, after: Sequence[str]) -> str | None:
 def unknown_word(word: str, before: Sequence[str], after: Sequence[str], commands: Collection[str]) -> UserError:
     """Return an error about a word that is neither a command nor a setting."""
     if word in VERBS:
-        many = "-m seed=1,2" if word == "sweep" else "recipe=warm"
-        hint = f"to train, type only settings: toyexp {many}"
+        settings = "-m seed=1,2" if word == "sweep" else "recipe=warm"
+        hint = f"to train, type only settings: toyexp {settings}"
     elif not before and word in other_tools("commands"):
         hint = f"use: toyexp {other_tools('commands')[word]}"
     elif before and before[-1].endswith("="):

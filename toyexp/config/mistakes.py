@@ -199,12 +199,10 @@ def unknown_key(key: str, cfg: DictConfig | None, registry: Registry, value: str
     if kind not in keys.key_names(""):  # it may be a key of a part
         launchers = [section for section in keys.classes if section.partition(".")[0] == "sweep"]
         sections = [*PARTS, *(f"callbacks.{name}" for name in chosen_by_kind["callbacks"]), *launchers]
-        meant_keys = [translated] * bool(translated)
-        meant_keys += [f"{section}.{key}" for section in sections if key in keys.key_names(section)]
-        meant_keys += [".".join([best, *rest]) for best in filter(None, [nearest(kind, keys.key_names(""))])]
-        hint = (
-            f"did you mean {meant_keys[0]}?" if meant_keys else f"the keys are: {', '.join(sorted(keys.key_names('')))}"
-        )
+        homes = [translated] * bool(translated)
+        homes += [f"{section}.{key}" for section in sections if key in keys.key_names(section)]
+        homes += [".".join([best, *rest]) for best in filter(None, [nearest(kind, keys.key_names(""))])]
+        hint = f"did you mean {homes[0]}?" if homes else f"the keys are: {', '.join(sorted(keys.key_names('')))}"
         return f"unknown key {key}; {hint}"
     if not rest:
         return f"{key}: not in the configuration file; put 'schema' first in its defaults list"

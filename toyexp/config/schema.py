@@ -252,7 +252,6 @@ class Source:
 
 
 def _directory_overrides(hydra_node: Mapping[str, Any]) -> list[str]:
-    """Return the output directories of runs and sweeps as overrides."""
     nodes = [(f"hydra.{k}.{n}", str(value)) for k in PLACES for n, value in hydra_node[k].items()]
     return [f"{key}={QuotedString(text, Quote.single).with_quotes()}" for key, text in nodes]
 

@@ -135,7 +135,7 @@ def translate_setting(key: str, value: str) -> str | None:
     last = key.rpartition(".")[2].lower()
     if last in ("direction", "directions", "mode") and not key.startswith(PARTS):
         return "sweep.metric=... (loss and ppl are minimised, any other metric is maximised)"
-    table = {theirs: ours for ours, names in other_tools("settings").items() for theirs in names.split()}
+    table = {name: ours for ours, names in other_tools("settings").items() for name in names.split()}
     lowered = value.strip("[]'\"").lower()
     ours = table.get(f"{last}={'false' if lowered in ('no', 'none', 'null', 'off', '0') else lowered}", table.get(last))
     return ours if ours is None or "=" in ours else f"{ours}={value}"

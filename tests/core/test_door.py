@@ -60,6 +60,14 @@ def trained(book_directory):
     return toyexp.run(*WORDS, model=MODEL, **SETTINGS, directory="first", quiet=True)
 
 
+@pytest.mark.usefixtures("book_directory")
+def test_a_mapping_of_callbacks_warns_of_the_default_callbacks_that_it_drops():
+    settings = {**SETTINGS, "model": MODEL, "callbacks": {"cosine": {}, "events": {"every": 2}}}
+    result = toyexp.run(*WORDS, **settings, directory="mapping", quiet=True)
+    (warning,) = result.warnings
+    assert "without progress, watch, gguf_export" in warning and "callbacks=[default]" in warning
+
+
 def events(run, kind):
     lines = (Path(run) / "events.jsonl").read_text().splitlines()
     return [event for event in map(json.loads, lines) if event["kind"] == kind]

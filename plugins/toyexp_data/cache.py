@@ -76,8 +76,8 @@ def recall(kind: str, key: str) -> dict[str, Any] | None:
     with contextlib.suppress(OSError, ValueError, UserError):
         digest, _, text = read_file(path).decode().partition("\n") if path else ("", "", "")
         if digest and digest == hashlib.sha256(text.encode()).hexdigest():
-            found: dict[str, Any] = json.loads(text)
-            return found
+            facts: dict[str, Any] = json.loads(text)
+            return facts
     return None
 
 

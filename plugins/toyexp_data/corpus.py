@@ -31,19 +31,19 @@ def chunks(path: Path) -> Iterator[str]:
     decoder = codecs.getincrementaldecoder("utf-8")()
     with open_file(path) as file:
         # Later writes are ignored, and files in /proc are rejected, because some never end.
-        size, done, start = os.fstat(file.fileno()).st_size, 0, b""
+        size, bytes_read, start = os.fstat(file.fileno()).st_size, 0, b""
         if not size and path.resolve().is_relative_to("/proc"):
             raise UserError(f"{path}: is a system file in /proc, not a text file on a disk")
-        while done < size:
+        while bytes_read < size:
             try:
-                raw = file.read(min(CHUNK, size - done))
+                raw = file.read(min(CHUNK, size - bytes_read))
             except OSError as error:
                 raise UserError(f"{path}: cannot be read: {system_message(error)}") from None
-            start, offset = start or raw[:HEAD_SIZE], done
-            done += len(raw)
+            start, offset = start or raw[:HEAD_SIZE], bytes_read
+            bytes_read += len(raw)
             before_nul, nul, _ = raw.partition(b"\0")
             try:
-                text = decoder.decode(before_nul, final=bool(nul) or done >= size or not raw)
+                text = decoder.decode(before_nul, final=bool(nul) or bytes_read >= size or not raw)
             except UnicodeDecodeError as error:
                 position = offset + len(before_nul) - len(error.object) + error.start
                 raise not_text_error(path, position, error.object[error.start], start) from None
@@ -109,7 +109,7 @@ class Corpus:
         show_status("reading the text")
         digest, room = hashlib.sha256(), self._limit or NO_LIMIT
         documents: list[tuple[Path, int]] = []
-        used, size, skipped = 0, sum(status.size for status in self._stats.values()), list[str]()
+        used_bytes, size, skipped = 0, sum(status.size for status in self._stats.values()), list[str]()
         for path in self._files:
             before = digest.copy()
             digest.update(b"\0" if documents else b"")
@@ -123,10 +123,10 @@ class Corpus:
                 skipped.append(str(reason))
                 continue
             documents.append((path, length))
-            used, room = used + count, room - length
+            used_bytes, room = used_bytes + count, room - length
             if room <= 0:
                 break
-        facts = Facts(digest.hexdigest(), len(documents), used, size, skipped)
+        facts = Facts(digest.hexdigest(), len(documents), used_bytes, size, skipped)
         if all(status.change_time < self._began - SETTLE_TIME for status in self._stats.values()):
             remember("text", self._key, asdict(facts))
         return facts, documents
@@ -193,19 +193,19 @@ def characters(texts: Iterator[Iterator[str]]) -> list[str]:
     """Return all characters of the texts, in code-point order."""
     import numpy as np
 
-    seen = np.zeros(0x110000, bool)
+    is_present = np.zeros(0x110000, bool)
     for text in itertools.chain.from_iterable(texts):
-        seen[np.frombuffer(text.encode("utf-32-le"), "<u4")] = True
-    return [chr(code) for code in np.flatnonzero(seen)]
+        is_present[np.frombuffer(text.encode("utf-32-le"), "<u4")] = True
+    return [chr(code) for code in np.flatnonzero(is_present)]
 
 
 def sample_pieces(pieces: Iterable[str], size: int, limit: int) -> Iterator[str]:
     """Yield pieces spread evenly over a text of `size` characters, about `limit` characters in all."""
-    seen = used = 0
+    size_read = sample_size = 0
     for piece in pieces:
-        seen += len(piece)
-        if used + len(piece) <= max(seen * limit / size, len(piece)):
-            used += len(piece)
+        size_read += len(piece)
+        if sample_size + len(piece) <= max(size_read * limit / size, len(piece)):
+            sample_size += len(piece)
             yield piece
 
 

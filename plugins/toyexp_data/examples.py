@@ -159,17 +159,17 @@ class ExampleBatches(Batches):
     def batch(self, k: int) -> Batch:
         """Return training batch `k`: tokens, targets and weights, each [rows, context]."""
         positions = (divmod(n, len(self._rows)) for n in range(k * self._count, (k + 1) * self._count))
-        chosen = [self._rows[self._order(epoch)[position]] for epoch, position in positions]
-        return self._train.fill(chosen, self._context)
+        members = [self._rows[self._order(epoch)[position]] for epoch, position in positions]
+        return self._train.fill(members, self._context)
 
     def held_out(self) -> Sequence[Batch]:
         """Return at most `eval_batches` batches, evenly spread; padding rows of the last have weight 0."""
         count = len(self._held_out_rows)
-        used = min(count, self._eval_batches * self._count)
-        chosen = np.arange(used) * count // used
+        limit = min(count, self._eval_batches * self._count)
+        indices = np.arange(limit) * count // limit
         batches = []
-        for first in range(0, used, self._count):
-            part = chosen[first : first + self._count]
+        for first in range(0, limit, self._count):
+            part = indices[first : first + self._count]
             padded = np.resize(part, self._count)  # repeated rows fill the shape, with weight 0
             batch = self._held_out.fill([self._held_out_rows[i] for i in padded], self._context)
             batch["weights"][len(part) :] = 0

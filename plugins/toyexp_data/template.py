@@ -206,12 +206,12 @@ def _call_names(calls: Any) -> list[str]:
 
 
 def _common_prefix(first: str, second: str) -> int:
-    least, most = 0, min(len(first), len(second))
-    while least < most:
-        middle = (least + most + 1) // 2
-        same = first[least:middle] == second[least:middle]
-        least, most = (middle, most) if same else (least, middle - 1)
-    return least
+    low, high = 0, min(len(first), len(second))
+    while low < high:
+        middle = (low + high + 1) // 2
+        same = first[low:middle] == second[low:middle]
+        low, high = (middle, high) if same else (low, middle - 1)
+    return low
 
 
 def _join_turns(turns: Sequence[Turn], open_end: bool) -> list[list[Part]]:

@@ -85,6 +85,6 @@ def _error_message(error: Exception) -> str | None:
     if broken := broken_requirement(error):
         return str(broken)
     if isinstance(error, OSError):  # such as a full disk, a deleted directory, too many open files
-        what = error.filename or ("the output could not be written" if has_output_failed() else "a file")
-        return f"{what}: {error.strerror or error}"
+        subject = error.filename or ("the output could not be written" if has_output_failed() else "a file")
+        return f"{subject}: {error.strerror or error}"
     return None

@@ -53,9 +53,9 @@ def describe_parameters(model: Mapping[str, Any]) -> str:
     return f"{total:,} parameters{share}" if isinstance(total, int) else ""
 
 
-def pluralise(n: int, what: str = "thread") -> str:
+def pluralise(n: int, noun: str = "thread") -> str:
     """Return `1 thread`, `2 threads`."""
-    return f"{n} {what}{'' if n == 1 else 's'}"
+    return f"{n} {noun}{'' if n == 1 else 's'}"
 
 
 def format_bytes(n: int) -> str:

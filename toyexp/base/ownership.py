@@ -221,8 +221,8 @@ def owning_run(path: Path) -> Path | None:
     """Return the run whose ledger or checkpoints/ directory has `path` or a parent of it, or None."""
     path = path.parent.resolve() / path.name
     runs = (folder for folder in path.parents if any((folder / name).is_file() for name in (LOCK_FILE, *RUN_FILES[1:])))
-    written = ((run, name) for run in runs for name in ("checkpoints", *Ledger.open(run)._digests))
-    return next((run for run, name in written if run / name in (path, *path.parents)), None)
+    outputs = ((run, name) for run in runs for name in ("checkpoints", *Ledger.open(run)._digests))
+    return next((run for run, name in outputs if run / name in (path, *path.parents)), None)
 
 
 def rename_aside(path: Path) -> Path:

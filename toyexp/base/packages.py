@@ -96,10 +96,10 @@ def error_location(error: BaseException, of_plugins: bool = False) -> str:
     With `of_plugins`, return "" instead of a frame in toyexp or Python.
     """
     frames = [*traceback.walk_tb(error.__traceback__)]
-    ours = {"toyexp", *sys.stdlib_module_names}
-    outside = [at for at in frames if str(at[0].f_globals.get("__name__")).partition(".")[0] not in ours]
-    places = [f" ({Path(frame.f_code.co_filename).name}, line {line})" for frame, line in outside or frames]
-    return places[-1] if outside or (places and not of_plugins) else ""
+    skipped = {"toyexp", *sys.stdlib_module_names}
+    outside = [at for at in frames if str(at[0].f_globals.get("__name__")).partition(".")[0] not in skipped]
+    locations = [f" ({Path(frame.f_code.co_filename).name}, line {line})" for frame, line in outside or frames]
+    return locations[-1] if outside or (locations and not of_plugins) else ""
 
 
 @contextlib.contextmanager

@@ -64,8 +64,8 @@ class Signals:
         if self._count and _sweep_is_gone.is_set():  # the sweep has already asked this process to end
             _sweep_is_gone.clear()
             return
-        again, self._is_resent = self._is_resent, False
-        self._count += not again
+        is_repeat, self._is_resent = self._is_resent, False
+        self._count += not is_repeat
         if self._count == 1 and self._is_deferring:
             return
         self._first = self._first or time.monotonic()

@@ -105,12 +105,12 @@ def require_plain(path: Path, kind: int = stat.S_IFREG, grows: bool = False) -> 
     except FileNotFoundError:
         return
     if (actual := stat.S_IFMT(status.st_mode)) != kind:
-        what = f"it is {KINDS.get(actual, 'something else')}, not {KINDS[kind]}"
+        problem = f"it is {KINDS.get(actual, 'something else')}, not {KINDS[kind]}"
     elif grows and stat.S_ISREG(kind) and status.st_nlink > 1:
-        what = "it has a hard link, and writing would change that file too"
+        problem = "it has a hard link, and writing would change that file too"
     else:
         return
-    raise UserError(f"{path}: {what}; move it away")
+    raise UserError(f"{path}: {problem}; move it away")
 
 
 def require_plain_path(root: Path, path: Path) -> None:

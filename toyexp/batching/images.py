@@ -39,8 +39,8 @@ class ImageDataset(Dataset):
         """Hold out the images where `held_out` [N] is true, or else `val_fraction` of every class."""
         held_out = held_out_mask(labels, val_fraction) if held_out is None else held_out
         if not held_out.any():
-            what = f"data.val_fraction={val_fraction} holds out none of {len(labels)} images"
-            raise UserError(f"{what}: use more images per class or a larger fraction")
+            problem = f"data.val_fraction={val_fraction} holds out none of {len(labels)} images"
+            raise UserError(f"{problem}: use more images per class or a larger fraction")
         self.classes, self.vocab = tuple(classes), len(classes)
         self.image_shape: tuple[int, ...] = images.shape[1:]
         self.train = images[~held_out], labels[~held_out].astype(np.int32)
@@ -165,10 +165,10 @@ class ImageBatches(Batches):
         """Return at most `eval_images` images, evenly spread; padding rows of the last batch have weight 0."""
         images, labels = self._held_out
         count = min(len(labels), self._eval_images)
-        chosen = np.arange(count) * len(labels) // count
+        indices = np.arange(count) * len(labels) // count
         batches = []
         for first in range(0, count, self._rows):
-            part = chosen[first : first + self._rows]
+            part = indices[first : first + self._rows]
             padded = np.resize(part, self._rows)  # repeated rows fill the shape, with weight 0
             batch = self._batch(images[padded], labels[padded])
             batch["weights"][len(part) :] = 0

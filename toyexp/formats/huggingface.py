@@ -118,7 +118,7 @@ def model_card(exported: ModelExport, adapter: bool = False) -> str:
     front = [f"library_name: {'peft' if adapter else 'transformers'}", f"pipeline_tag: {task}", "tags: [toyexp]"]
     front += [f"license: {licence}"] if re.fullmatch(r"[a-z0-9.-]+", licence) else []
     front += [f"base_model: {repository}"] if repository else []
-    what = f"{model.name} of {sum(math.prod(t.shape) for t in model.tensors()):,} parameters"
+    summary = f"{model.name} of {sum(math.prod(t.shape) for t in model.tensors()):,} parameters"
     keys = {"description": "description", "run": "run_id", "step": "step", "base": "base_model.0.name"}
     facts = {name: general.get(key) for name, key in keys.items()}
     facts |= {key: value for key, value in exported.about.items() if value is not None}
@@ -129,7 +129,7 @@ def model_card(exported: ModelExport, adapter: bool = False) -> str:
         load = ["from peft import PeftModel", load[0], "", first, 'model = PeftModel.from_pretrained(base, ".")']
     return "\n".join([
         "---", *front, "---", "", f"# {printable(str(general.get('name', model.name)))}", "",
-        f"A {'LoRA adapter for a ' if adapter else ''}{what}, written by toyexp.", "",
+        f"A {'LoRA adapter for a ' if adapter else ''}{summary}, written by toyexp.", "",
         "| | |", "|---|---|", *(f"| {key} | {value} |" for key, value in cells.items()), "",
         "```python", *load, "```", "",
     ])  # fmt: skip

@@ -202,8 +202,8 @@ def apply_optimiser(plan: Plan, optimiser: Optimiser, lr: float) -> Plan:
             key = f"optim.groups: {printable(pattern)}"
             frozen_names = [t.name for t in plan.tensors if not t.trainable and fnmatchcase(t.name, pattern)]
             if frozen_names:
-                also = f" and {len(frozen_names) - 1} more" if len(frozen_names) > 1 else ""
-                raise UserError(f"{key}: the recipe freezes {frozen_names[0]}{also}; remove this pattern")
+                suffix = f" and {len(frozen_names) - 1} more" if len(frozen_names) > 1 else ""
+                raise UserError(f"{key}: the recipe freezes {frozen_names[0]}{suffix}; remove this pattern")
             hint = suggest(pattern, names) if len(names) < 20 else f"a trainable tensor is {names[0]}"
             raise UserError(f"{key}: matches no trainable tensor; {hint}")
     frozen = {name for name in names if optimiser.find_group(name)[1].get("frozen")}

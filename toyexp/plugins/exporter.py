@@ -141,8 +141,8 @@ class Exporter(Callback):
             problems = require_written(self._format, temporary, write(temporary))
         for problem in problems:
             run.emit("warning", text=f"{path.name}: {problem}")
-        which = "best" if self._best else "last"
-        run.emit("export", path=str(path), step=self._step, weights=which, type=kind, bytes=total_bytes(path))
+        label = "best" if self._best else "last"
+        run.emit("export", path=str(path), step=self._step, weights=label, type=kind, bytes=total_bytes(path))
 
 
 @dataclass(eq=False)

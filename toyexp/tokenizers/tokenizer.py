@@ -120,7 +120,7 @@ class Tokenizer(ABC):
         for position in self._places(text):
             before, after = text[:position].rstrip(stripped), text[position:].lstrip(stripped)
             nearby = before[-ahead - 1 :] + after[:ahead]
-            if len(after) >= ahead and not any(spelled in nearby for spelled in literals):
+            if len(after) >= ahead and not any(literal in nearby for literal in literals):
                 yield position
 
     @abstractmethod
@@ -171,8 +171,8 @@ class Tokenizer(ABC):
     def fingerprint(self) -> str:
         """Return 16 hex digits of everything that determines the ids of a document."""
         basics: list[Any] = [self.kind, list(self.pieces), [list(m) for m in self.merges]]
-        rest = self._rules()
-        text = json.dumps([*basics, rest] if rest else basics)
+        rules = self._rules()
+        text = json.dumps([*basics, rules] if rules else basics)
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
     def _rules(self) -> dict[str, Any]:

@@ -141,8 +141,8 @@ class _Reader:
         for name in IDS:
             value = self.keys.get(name, 0)
             if type(value) is not int or not 0 <= value < count:
-                what = f"{'an' if name.startswith('e') else 'a'} {name} that is no token: {printable(str(value))}"
-                raise self.file.error(f"its tokenizer has {count} tokens, and {what}")
+                problem = f"{'an' if name.startswith('e') else 'a'} {name} that is no token: {printable(str(value))}"
+                raise self.file.error(f"its tokenizer has {count} tokens, and {problem}")
         for name in FLAGS:
             if not isinstance(self.keys.get(name, False), bool):
                 raise self.file.error(f"its tokenizer has {name}={printable(str(self.keys[name]))}: not true or false")
@@ -161,8 +161,8 @@ class _Reader:
         self.types, self.ends = special_tokens(ids, types, self.keys)
         self.family = family(self.file.text("general.name"))
         self.swallowing = space_swallowing_ids(ids, self.types, _kind(self.file)[1], self.family)
-        least = max(self.keys.get(name, 0) for name in IDS) + 1
-        count = max(len(tokens) - int(np.argmax(np.append(self.types[::-1], -1) != UNUSED)), least)
+        min_count = max(self.keys.get(name, 0) for name in IDS) + 1
+        count = max(len(tokens) - int(np.argmax(np.append(self.types[::-1], -1) != UNUSED)), min_count)
         self.pieces, self.types = tokens[:count], self.types[:count]
         self.unreachable = frozenset(np.flatnonzero(np.isin(types[:count], (CONTROL, UNKNOWN))).tolist())
 
@@ -170,8 +170,8 @@ class _Reader:
         """Return a key's numbers, one per token."""
         values = self.keys.get(name, np.full(count, default, np.float32 if "f" in kinds else np.int32))
         if not isinstance(values, np.ndarray) or values.dtype.kind not in kinds or values.dtype.itemsize != 4:
-            what = "numbers" if "f" in kinds else "integers"
-            raise self.file.error(f"its tokenizer's {name} is no list of 32-bit {what}")
+            noun = "numbers" if "f" in kinds else "integers"
+            raise self.file.error(f"its tokenizer's {name} is no list of 32-bit {noun}")
         if len(values) != count:
             raise self.file.error(f"its tokenizer has {count} tokens, and {name} for {len(values)}")
         return values

@@ -145,8 +145,8 @@ def _vocabulary(tokenizer: Tokenizer | None, rows: int) -> dict[str, Any]:
         return {f"tokenizer.{key}": value for key, value in placeholder_metadata(rows).items()}
     keys = tokenizer.gguf_metadata()
     tokens = keys["ggml.tokens"][:rows]
-    used, missing = set(tokens), rows - len(tokens)
-    names = (name for i in itertools.count(len(tokens)) if (name := f"<unused{i}>") not in used)
+    texts, missing = set(tokens), rows - len(tokens)
+    names = (name for i in itertools.count(len(tokens)) if (name := f"<unused{i}>") not in texts)
     keys["ggml.tokens"] = [*tokens, *itertools.islice(names, missing)]  # llama.cpp aborts on two equal tokens
     types = keys.get("ggml.token_type", np.full(len(tokens), NORMAL, np.int32))
     for key, values, filler in (("token_type", types, UNUSED), ("scores", keys.get("ggml.scores"), 0)):

@@ -432,7 +432,7 @@ Q = "blk.0.attn_q.weight"
         (lambda k, t: k.update({"adapter.lora.alpha": math.nan}), "alpha is nan"),
         (lambda k, t: t.pop(f"{Q}.lora_b"), f"{Q} is 32 x 32"),
         (lambda k, t: t.update({f"{Q}.lora_a": t[f"{Q}.lora_a"].T}), f"{Q} is 32 x 32"),
-        (lambda k, t: t.update({"blk.7.attn_q.weight.lora_a": t[f"{Q}.lora_a"]}), "blk.7.attn_q.weight.lora_a fits no"),
+        (lambda k, t: t.update({"blk.7.attn_q.weight.lora_a": t[f"{Q}.lora_a"]}), "lora_a matches no linear"),
         (lambda k, t: (t.clear(), t.update({"x": np.zeros(3, np.float32)})), "tensor x matches no linear"),
     ],
 )

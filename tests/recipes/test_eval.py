@@ -286,7 +286,7 @@ def test_a_batch_size_beyond_the_memory_is_rejected_before_allocation(trained, c
         ([], "needs exactly one file"),
         (["run/model.gguf", "--data"], "--data needs a value, such as --data book.txt"),
         (["run/model.gguf", "--data", "none.txt"], "none.txt"),
-        (["run/model.gguf", "--data", "https://host/b.txt"], "data.path=https://host/b.txt: is an address, and files"),
+        (["run/model.gguf", "--data", "https://host/b.txt"], "data.path=https://host/b.txt: is an address"),
         (["run/model.gguf", "--dat", "none.txt"], "did you mean --data?"),
         ([".", "batch_size=1"], "without model.gguf"),
         (["missing.gguf"], "missing.gguf: not found"),

@@ -397,7 +397,7 @@ def test_a_sweep_resumed_from_another_directory_uses_the_same_data(home, capsys,
     Path("../here").mkdir()
     monkeypatch.chdir("../here")
     Path("book.txt").write_text(BOOK.upper())
-    assert "begun in " in run_cli(capsys, "sweep.resume=../there/sweep")
+    assert "started in " in run_cli(capsys, "sweep.resume=../there/sweep")
     first, second = (read_json(f"../there/sweep/{number}-scratch-llama") for number in (0, 1))
     assert first["sources"] == second["sources"] and first["cwd"] == second["cwd"] != str(Path.cwd())
 

@@ -51,9 +51,9 @@ class WarmupSchedule(Schedule):
         yield from super().warnings(preview)
         if self.scales == "lr" and self.warmup >= preview.steps:
             yield (
-                f"callbacks.{self.name}.warmup={self.warmup:g}: the run has {pluralise(preview.steps, 'step')}, "
-                "all of them warmup; the learning rate only reaches "
-                f"{preview.steps / self.warmup:.3g} times lr; lower it"
+                f"callbacks.{self.name}.warmup={self.warmup:g}: the run has {pluralise(preview.steps, 'step')}, so it "
+                f"ends in the warmup, at a learning rate of {preview.steps / self.warmup:.3g} lr; "
+                f"for a tenth of the run, type callbacks.{self.name}.warmup=0.1"
             )
 
 

@@ -285,7 +285,7 @@ CHOICES = [
     ("data=txt", "did you mean text?"),
     ("optim=adam", "did you mean adamw?"),
     ("optim=sdg", "did you mean sgd?"),
-    ("callbacks=[shampoo]", "callbacks=shampoo", "there is: "),  # does not suggest sample
+    ("callbacks=[shampoo]", "callbacks=shampoo", "choose one of: "),  # does not suggest sample
     ("experiment=smoek", "did you mean smoke?"),
     ("experiment=mine/config.yaml", "type: --config-dir DIR experiment=NAME"),
     ("+experiment=smoke", "leave out '+': experiment=smoke"),
@@ -424,7 +424,7 @@ def test_a_pattern_with_brackets_is_rejected_with_the_valid_form(run_rejected, n
 @pytest.mark.parametrize(
     ("line", "words"),
     [
-        ("doctor now", ["settings need --numerics or --graph"]),
+        ("doctor now", ["toyexp doctor --numerics engine=now"]),
         ("doctor --graph engine=nope", ["unknown name"]),
         ("plugins warmm", ["did you mean warm?"]),
         ("plugins imagenet", ["plugins imagenet: unknown name; list all names: toyexp plugins"]),
@@ -433,7 +433,7 @@ def test_a_pattern_with_brackets_is_rejected_with_the_valid_form(run_rejected, n
         ("help guides/compare", ["did you mean compare?"]),
         ("help guides/compar.md", ["did you mean compare?"]),
         ("help plugins/optimizer", ["did you mean plugins/optimiser?"]),
-        ("help zzzz", ["unknown page; there is: after, "]),
+        ("help zzzz", ["unknown page; choose one of: after, "]),
         ("help export", ["is a command; see toyexp export --help"]),
         ("help zzzz runs", ["help zzzz runs: unknown page"]),
         ("plugins --matrx", ["did you mean --matrix?"]),
@@ -495,7 +495,7 @@ def test_a_pattern_with_brackets_is_rejected_with_the_valid_form(run_rejected, n
         ("parity --csv", ["parity --csv: unknown option"]),
         ("describe book.txt engine=cpu", ["describe engine=cpu: is a setting of a run", "plugins=[...]"]),
         ("models engine=cpu", ["models engine=cpu: is a setting of a run"]),
-        ("export book.txt --type f32 lr=1", ["export lr=1: unknown setting of --type f32; there is: type"]),
+        ("export book.txt --type f32 lr=1", ["export lr=1: unknown setting of --type f32; choose one of: type"]),
         ("generate book.txt engine=ggml", ["generate engine=ggml: is an option here; type --engine ggml"]),
         ("predict run engine=cpu", ["predict engine=cpu: is an option here; type --engine cpu"]),
         ("generate book.txt --prompt a steps=5", ["generate steps=5: is a setting of a run"]),
@@ -1056,7 +1056,7 @@ def test_resume_of_a_run_without_checkpoint_names_its_checkpoint_setting(run_rej
             ["engine=gpu"],
             "engine=gpu: unknown name; engines on a GPU are cuda, ggml_cuda, metal, mps, vulkan",
         ),
-        (["engine=pytorch"], "engine=pytorch: unknown name; there is: auto, cpu, cuda, "),
+        (["engine=pytorch"], "engine=pytorch: unknown name; choose one of: auto, cpu, cuda, "),
         (["bench", "engine=cpu,GPU"], "engine=GPU: unknown name; engines on a GPU are cuda,"),
         (["engine=cuda:1"], "before the command: CUDA_VISIBLE_DEVICES=1 toyexp engine=cuda"),
         (["parity", "engine=cpu,vulkan:0"], "before the command: GGML_VK_VISIBLE_DEVICES=0 toyexp engine=vulkan"),

@@ -61,6 +61,8 @@ def test_a_saved_configuration_with_resume_null_is_accepted_and_an_added_hydra_k
         ("- steps\n", ["must contain keys with values"]),
         ("steps\n", ["must contain keys with values"]),
         (HEADER + "defaults: [mine, _self_]\nsteps: 3\n", ["includes itself"]),
+        (HEADER + "- steps\n", ["must contain keys with values"]),
+        (HEADER + "defaults: banana\n", ["defaults must be a list", "mine.yaml"]),
     ],
 )
 def test_an_invalid_experiment_file_is_rejected_with_a_hint(run_rejected, text, words):
@@ -76,6 +78,7 @@ def test_an_invalid_experiment_file_is_rejected_with_a_hint(run_rejected, text, 
     [
         ("steps: 3\nmodel: {d_model: 8\nlr: 1\n", ["line 4: not valid YAML"]),
         ("steps: 3\nlr: 1\nsteps: 4\n", ["line 4: not valid YAML", "duplicate key steps"]),
+        ("lr:\n", ["line 2: lr: cannot be null"]),
         ("steps: 3\noptim: muon\n", ["line 3: optim must be a mapping", "'- override /optim: muon'"]),
         ("callbacks: [plots]\n", ["line 2: callbacks must be a mapping", "'- override /callbacks: [plots]'"]),
         ("defaults: [/optim: muon]\n", ["optim is chosen twice", "'- override /optim: muon'"]),

@@ -186,7 +186,7 @@ def test_options_and_settings_are_told_apart():
     [
         (["--al"], "two --al: unknown option; did you mean --all?"),
         (["-a"], "two -a: unknown option; did you mean --all?"),
-        (["-t", "x"], "two -t: unknown option; there is: --to, --type$"),
+        (["-t", "x"], "two -t: unknown option; choose one of: --to, --type$"),
         (["--output-to=x"], "two --output-to=x: unknown option; did you mean --to?"),
         (["--to"], "--to needs a value, such as --to x.gguf"),
         (["--to", "--all"], "--to needs a value, such as --to x.gguf"),

@@ -274,7 +274,7 @@ def test_an_image_classifier_can_be_trained_on_and_evaluated(capsys):
 @pytest.mark.parametrize(
     ("keys", "tensors", "reason"),
     [
-        ({}, None, "its architecture is phi3; there is: "),
+        ({}, None, "its architecture is phi3; choose one of: "),
         ({"general.type": "mmproj"}, None, "holds no model (general.type is mmproj)"),
         ({}, {}, "its architecture is phi3"),
     ],
@@ -445,7 +445,7 @@ def test_a_failing_plugin_does_not_prevent_a_description(registry, monkeypatch):
 def test_without_any_plugin_a_file_is_still_described():
     write_base(Path("model.gguf"), "llama")
     assert describe(Path("model.gguf"), Registry()).refused == (
-        "its architecture is llama; there is none; if it is in your own module, add 'plugins=[my_module]'"
+        "its architecture is llama; none is available; if it is in your own module, add 'plugins=[my_module]'"
     )
 
 

@@ -382,7 +382,8 @@ def test_a_result_can_be_pickled(trained):
 
 
 @pytest.mark.parametrize(("method", "told"), [
-    ("on_step", "put @hookimpl above it"), ("on_steps", "did you mean on_step"), ("on_train_end", "there is: .*on_end"),
+    ("on_step", "put @hookimpl above it"), ("on_steps", "did you mean on_step"),
+    ("on_train_end", "choose one of: .*on_end"),
 ])  # fmt: skip
 def test_a_misspelt_hook_is_named(book_directory, method, told):
     silent = type("Silent", (Callback,), {"name": "silent", method: lambda self, step: None})

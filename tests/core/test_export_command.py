@@ -151,7 +151,7 @@ def test_values_out_of_range_are_written_with_a_warning(tmp_path, capsys):
         ("model.gguf --type", "--type needs a value, such as --type q8_0"),
         ("model.gguf --type f32 --to", "--to needs a value, such as --to small.gguf"),
         ("model.gguf --type q8", "did you mean q8_0?"),
-        ("model.gguf --type int4", "there is: bf16, f16, f32, gguf, hf, hf-bf16, hf-f16, q2_k"),
+        ("model.gguf --type int4", "choose one of: bf16, f16, f32, gguf, hf, hf-bf16, hf-f16, q2_k"),
         ("model.gguf --typ q8_0", "unknown option; did you mean --type?"),
         (
             "model.gguf --type q4_k_m",
@@ -181,8 +181,11 @@ def test_values_out_of_range_are_written_with_a_warning(tmp_path, capsys):
         ),
         ("model.gguf --type q8_0 --to model.gguf --force", "model.gguf: is the file to be read; choose another path"),
         ("adapter.gguf --type q8_0", "adapter.gguf: holds no model (general.type is adapter)"),
-        ("other.gguf --type q8_0", "other.gguf: its architecture is mamba; there is: gemma, gpt2, llama"),
-        ("vit.gguf --type q4_k_m", "vit.gguf: q4_k_m is written by llama.cpp, which has no toyexp-vit; there is: bf16"),
+        ("other.gguf --type q8_0", "other.gguf: its architecture is mamba; choose one of: gemma, gpt2, llama"),
+        (
+            "vit.gguf --type q4_k_m",
+            "vit.gguf: q4_k_m is written by llama.cpp, which has no toyexp-vit; choose one of: bf16",
+        ),
     ],
 )
 def test_an_impossible_export_is_one_error_and_writes_nothing(source, capsys, monkeypatch, words, said):

@@ -124,7 +124,7 @@ def test_every_template_can_be_installed_and_used_by_name(made, tmp_path, kind):
         ("recipe torch", "a module toyexp_torch already"),
         ("model normal", "the class name Normal is already in use"),
         ("modle x", "did you mean model?"),
-        ("command x", "there is: callback, data"),
+        ("command x", "choose one of: callback, data"),
         ("optimiser", "needs a kind and a name"),
         ("optimiser a b", "needs a kind and a name"),
         ("optimiser steps=3", "is a setting of a run"),

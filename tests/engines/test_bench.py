@@ -431,7 +431,7 @@ def test_options_are_parsed_with_an_equals_sign_and_with_a_space():
     ("words", "expected"),
     [
         (["--round", "3"], "bench --round: unknown option; did you mean --rounds?"),
-        (["-m", "lr=1,2"], "bench -m: unknown option; there is: --baseline"),
+        (["-m", "lr=1,2"], "bench -m: unknown option; choose one of: --baseline"),
         (["--rounds"], "--rounds needs a value, such as --rounds 7"),
         (["--rounds", "0"], "--rounds 0: must be a whole number from 1"),
         (["--steps=x"], "--steps x: must be a whole number"),

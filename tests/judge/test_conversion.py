@@ -57,7 +57,7 @@ MODELS: dict[str, Model] = {
     "gpt2_untied": GPT2(**SIZES, d_ff=128, tied=False),
 }
 # Keys in which the converter may differ without changing an id or a number: it omits or adds defaults, and sets padding
-# to the end token if there is none, as transformers requires.
+# to the end token if none is available, as transformers requires.
 IGNORED_KEYS = {
     "general.file_type", "general.name", "general.quantization_version", "general.size_label", "general.type",
     *(f"tokenizer.ggml.{key}_token_id" for key in ("padding", "unknown", "eot")),

@@ -140,7 +140,7 @@ def find_difference(template: str, name: str) -> str:
 
 
 def find_row_error(template: str, name: str) -> str:
-    """Return the error in the rows to train on; "" if there is none.
+    """Return the error in the rows to train on; "" if none is available.
 
     Each row begins the text that transformers writes up to an answer, or begins with its prompt for the answer.
     """

@@ -217,7 +217,7 @@ def test_a_models_own_name_of_a_linear_takes_precedence_over_an_abbreviation():
 
     assert choose_targets("qkv", "down") == ["blk.0.qkv", "blk.0.ffn_down", "blk.1.qkv", "blk.1.ffn_down"]
     assert choose_targets("up") == ["blk.0.up", "blk.1.up"]
-    with pytest.raises(UserError, match="there is: ffn_down, qkv, up"):
+    with pytest.raises(UserError, match="choose one of: ffn_down, qkv, up"):
         choose_targets("gate")
 
 
@@ -226,10 +226,10 @@ def test_a_models_own_name_of_a_linear_takes_precedence_over_an_abbreviation():
     [
         ("llama", {"targets": ["attn_w"]}, "did you mean attn_"),
         ("llama", {"targets": ["attn_norm"]}, "recipe.targets="),
-        ("llama", {"targets": ["output"]}, "[output]: is not a linear of a block; there is: attn_k, "),
+        ("llama", {"targets": ["output"]}, "[output]: is not a linear of a block; choose one of: attn_k, "),
         ("llama", {"targets": ["q", "blk.7.*"]}, "recipe.targets="),
         ("gpt2", {"targets": ["q"]}, "did you mean attn_qkv"),
-        ("llama", {"targets": ["model.layers.9.self_attn.q_proj"]}, "self_attn.q_proj]: there is: attn_k, "),
+        ("llama", {"targets": ["model.layers.9.self_attn.q_proj"]}, "self_attn.q_proj]: choose one of: attn_k, "),
         ("llama", {"targets": ["blk.9.q"]}, "recipe.targets=[blk.9.q]: "),
         ("llama", {"targets": []}, "name at least one"),
         ("llama", {"rank": 0}, "recipe.rank=0: must be at least 1"),

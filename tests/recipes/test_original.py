@@ -209,7 +209,7 @@ def test_models_that_the_original_does_not_have_are_rejected():
     ("words", "error"),
     [
         ("recipe.init=toi", "recipe.init=toi: did you mean toy?"),
-        ("recipe=warm recipe.init=lcg", "recipe.init=lcg: there is: default, toy"),
+        ("recipe=warm recipe.init=lcg", "recipe.init=lcg: choose one of: default, toy"),
         ("init=toy", "unknown key init; did you mean recipe.init?"),
         ("recipe=vit_tiny model=vit data=digits recipe.init=toy",
          "unknown key recipe.init with recipe=vit_tiny; it belongs to recipe=scratch or warm: "

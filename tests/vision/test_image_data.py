@@ -417,7 +417,7 @@ def test_a_label_out_of_range_is_rejected_by_name_or_skipped_and_counted(tmp_pat
         ({"classes": 3}, "data.classes=3: only applies with data.labels"),
         ({"image_size": 0}, "data.image_size=0: must be at least 1"),
         ({"on_error": "skp"}, "data.on_error=skp: did you mean skip?"),
-        ({"normalise": "mean"}, "data.normalise=mean: there is: fixed, train"),
+        ({"normalise": "mean"}, "data.normalise=mean: choose one of: fixed, train"),
         ({"augment": "flop"}, "data.augment=flop: did you mean flip?"),
         ({"val_fraction": 1.1}, "data.val_fraction=1.1"),
         ({"eval_images": -1}, "data.eval_images=-1"),

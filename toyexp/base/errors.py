@@ -89,7 +89,7 @@ def suggest(word: str, choices: Iterable[str]) -> str:
     best = nearest(word, names)
     if best:
         return f"did you mean {best}?"
-    return f"there is: {', '.join(names)}" if names else "there is none"
+    return f"choose one of: {', '.join(names)}" if names else "none is available"
 
 
 def printable(text: str, limit: int = 60) -> str:

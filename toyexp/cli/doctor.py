@@ -62,6 +62,8 @@ def run(arguments: Arguments) -> int:
     if arguments.numerics:
         return _check_numerics(arguments)
     if word := next(iter(arguments.settings), ""):
+        if "=" not in word:
+            raise UserError(f"doctor {word}: takes no names; to test an engine: toyexp doctor --numerics engine={word}")
         raise UserError(f"doctor {word}: settings need --numerics or --graph")
     registry = load()
     print_output(

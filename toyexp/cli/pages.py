@@ -95,7 +95,7 @@ def print_page(page: str) -> None:
 _ERROR_PAGES = (
     (r"^model\.context=.*\bexamples\b", "data"),
     (r"^model\.context=.*; use model\.context=", "recipes"),
-    (r"add -m to sweep|run it with -m", "sweeps"),
+    (r"add -m to sweep|run it with -m|interval\(|range\(|would train the same job twice", "sweeps"),
     (r"^out of memory|loss is (nan|inf)", "symptoms"),
     (r"^--type[ =]", "exports"),
     (r"^(--?[a-z]|'[^']*' is neither)", "runs"),

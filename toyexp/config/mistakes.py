@@ -23,7 +23,7 @@ from toyexp.config.schema import Source, load_yaml, read_config
 from toyexp.config.top_level import GROUPS, HYDRA_KEYS, LAUNCHERS, PARTS, top_level_settings, translate_setting
 from toyexp.plugins.registry import Registry
 
-EMPTY = "is empty (an unset shell variable?); leave it out to use the default"
+EMPTY = "is empty (an unset shell variable?); give it a value, or leave it out"
 
 # Matches one of several values after `=`; commas within quotes or brackets belong to the value.
 LIST_ITEM = re.compile(r"""(?:"(?:\\.|[^"\\])*"|'(?:\\.|[^'\\])*'|\[[^]]*\]|\{[^}]*\}|[^,])+""")
@@ -242,12 +242,17 @@ def explain(error: Exception, typed: Sequence[Override], registry: Registry, sou
         hint = "remove the circular reference from the defaults lists"
         return UserError(f"{included}: includes itself; {hint}")
     if not isinstance(error, HydraException | OmegaConfBaseException | OverflowError):
-        main = source.directory / f"{source.name}.yaml"
+        wrong_list = re.search(r"Invalid defaults list in '(\S+)', (.*)", text)
+        main = next(config_files(typed, source)) if wrong_list else source.directory / f"{source.name}.yaml"
+        if wrong_list:
+            return UserError(f"{main}: invalid defaults list in {wrong_list[1]}.yaml: {wrong_list[2]}")
         return UserError(f"{main}: cannot be composed ({type(error).__name__}: {printable(text, 200)})")
     named = re.match(r"In '(\S+)': \w+ raised while", text)
     paths = [d / f"{named[1]}.yaml" for d in source.directories] if named else []
     path = next((path for path in paths if path.is_file()), None)
     key = next(iter(re.findall(r"full_key: (\S+)", f"{text}\n{error.__cause__}")), None)
+    if path is not None and not isinstance(load_yaml(path), dict):
+        return UserError(f"{path}: {CONTENT}")
     if path is not None and key is None:
         key, value = next(_misplaced_values(load_yaml(path), Keys.from_registry(registry)), (None, None))
         if key in (*PARTS, "callbacks"):
@@ -328,7 +333,7 @@ _PLAIN_WORDS = {
     r"too large to convert to float": "is too large for a number",
     r"could not be converted to Boolean|is not a valid bool": "must be true or false",
     r"Cannot convert '\w+' to string": "must be a single text",
-    r"is not Optional": "cannot be null",
+    r"is not Optional|Incompatible value 'None'": "cannot be null",
     r"Cannot merge DictConfig with ListConfig": "must be a list: [a,b]",
     r"NoneType is not a subclass": "cannot be null",
     r"Key (\S+) \(\w+\) is incompatible": "keys must be text, got {0}",
@@ -342,7 +347,7 @@ _PLAIN_WORDS = {
 
 def rephrase(what: str, error: BaseException) -> UserError:
     """Convert an error of OmegaConf about a value, without its type names."""
-    text = str(error).strip()
+    text = re.sub(r"^In '\S+': \w+ raised while composing config:\s*", "", str(error)).strip()
     for pattern, words in _PLAIN_WORDS.items():
         if match := re.search(pattern, text):
             return UserError(f"{what}: {words.format(*match.groups())}")
@@ -353,6 +358,7 @@ def rephrase(what: str, error: BaseException) -> UserError:
 
 
 HEADER = "# @package _global_"  # puts the keys of an experiment at the top level
+CONTENT = f"must contain keys with values, such as steps: 100, after a first line '{HEADER}'"
 RESUMES = {"resume": "resume=...", "sweep.resume": "sweep.resume=..."}  # keys that are only allowed on the command line
 
 
@@ -374,7 +380,7 @@ def misplaced_error(parsed: Sequence[Override], source: Source) -> UserError:
     path = next(config_files(parsed, source))
     if not isinstance(load_yaml(path), dict):
         # Do not quote the content: the file may be a link to a private file.
-        return UserError(f"{path}: must contain keys with values, such as steps: 100, after a first line '{HEADER}'")
+        return UserError(f"{path}: {CONTENT}")
     if path.parent.name != "experiment":
         return UserError(f"{path}: invalid key experiment; choose an experiment with experiment=NAME")
     return UserError(f"{path}: the first line must be '{HEADER}', also in each experiment that it includes")

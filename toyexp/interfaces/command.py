@@ -150,7 +150,7 @@ class Command(ABC):
             if word.startswith("-"):
                 raise self.unknown_option(word, rest[i + 1 :])
         if "" in rest:
-            raise UserError(f"{self.name} '': is empty (an unset shell variable?); leave it out")
+            raise UserError(f"{self.name} '': is empty (an unset shell variable?); give it a value, or leave it out")
         arguments.rest = rest
         return arguments
 
@@ -162,7 +162,7 @@ class Command(ABC):
         if len(similar) == 1:
             hint = f"did you mean {similar[0]}?"
         else:
-            hint = f"there is: {', '.join(similar)}" if similar else suggest(flag, flags)
+            hint = f"choose one of: {', '.join(similar)}" if similar else suggest(flag, flags)
         return UserError(f"{self.name} {word}: unknown option; {hint}")
 
     @abstractmethod

@@ -54,7 +54,7 @@ class GGMLEngine(Engine):
 
     @property
     def profile(self) -> profiles.Profile:
-        """Ops that the graph may use."""
+        """The device's name, and the ops that its graphs may use."""
         raise NotImplementedError
 
     @property
@@ -135,7 +135,7 @@ def can_build_blas() -> bool:
 
 
 def has_fast_products(with_blas: bool) -> bool:
-    """Return True if ggml-python is built with llamafile's products, and with BLAS if `with_blas`."""
+    """Return True if ggml-python has llamafile's fast matrix products and, if `with_blas`, also BLAS."""
     from toyexp_ggml.binding import devices, has_llamafile
 
     return has_llamafile() and not (with_blas and "BLAS" not in devices())
@@ -150,7 +150,7 @@ class GGMLGPU(GGMLEngine):
     products: ClassVar[str] = "float16"  # dtype to which ggml's kernels round the inputs of matrix products
     rounding: ClassVar[str] = ""  # setting that permits coarser rounding
 
-    threads: int = 0  # CPU threads for ops that the GPU does not support (all if emulated); 0: one for each core
+    threads: int = 0  # CPU threads for ops that the GPU does not support (for all ops with emulate); 0: one per core
     emulate: bool = False  # compute the GPU's graph on the CPU, for tests
 
     def warnings(self, preview: RunPreview) -> Iterable[str]:
@@ -190,7 +190,7 @@ class GGMLGPU(GGMLEngine):
         raise Unavailable(f"this ggml-python is built without {name}; build it again: {rebuild(flag)}")
 
     def hint(self) -> str:
-        """Return what to add to the error if no device is found."""
+        """Return advice to append to the error that no device was found."""
         return ""
 
 
@@ -236,7 +236,11 @@ class GGMLCUDA(GGMLGPU):
         return 0 if self.emulate else 1
 
     def check(self) -> str:
-        """Return a line about the device. ggml asks cuBLAS for TF32; a variable read once per process can forbid it."""
+        """Return a line about the device, and allow or forbid TF32 in this process.
+
+        ggml asks cuBLAS for TF32, and only NVIDIA_TF32_OVERRIDE=0 forbids it. cuBLAS reads this variable once per
+        process, so raise UserError if the process has already used the other value.
+        """
         note = super().check()
         if self.emulate:
             return note
@@ -274,7 +278,7 @@ class GGMLVulkan(GGMLGPU):
 
     @property
     def profile(self) -> profiles.Profile:
-        """Profile for float32, or the one that scales gradients for float16."""
+        """Profile for float32 products or, with `half`, for float16 products, whose graphs scale the gradients."""
         return profiles.VULKAN_HALF if self.half else profiles.VULKAN
 
     def product_dtype(self) -> str:
@@ -296,13 +300,13 @@ class GGMLVulkan(GGMLGPU):
         return f"{note}{software}, products in {self.product_dtype()}"
 
     def hint(self) -> str:
-        """Return advice on the variable that selects devices, which may hide them."""
+        """Return advice on GGML_VK_VISIBLE_DEVICES, which selects devices and may hide all of them."""
         if visible := os.environ.get(VISIBLE):
             return f"; {VISIBLE}={printable(visible)} must be numbers of existing devices, such as 0 or 0,1"
         return f"; to use a software device, select it with {VISIBLE}=0"
 
     def realize(self, plan: Plan) -> Session:
-        """Return a session on this device. Raise UserError if this process has already opened it for float16."""
+        """Return a session. Raise UserError if half=false, but this process has opened the device for float16."""
         if self.half or self.emulate:
             return super().realize(plan)
         self.check()

@@ -24,7 +24,7 @@ CHUNK = 256  # ids per membership matrix, whose size and work grow with the squa
 
 @dataclass(frozen=True, eq=False)
 class Ids:
-    """Integer array of a batch, [..], as a model sees it. Only `rows` accepts it."""
+    """Integer array of a batch, as it is passed to a model. Only the ops `rows` and `embed` accept it."""
 
     name: str
     flat: Node  # ggml's row lookups take one flat list
@@ -39,7 +39,7 @@ class Ids:
 
     @property
     def ptr(self) -> Any:
-        """Raise GraphError: this is where an op would read numbers."""
+        """Raise GraphError, because an op that reads `ptr` expects float32 numbers instead of ids."""
         raise GraphError(f"batch[{self.name!r}] holds integer ids {list(self.shape)}: only rows and embed accept ids")
 
 
@@ -56,7 +56,7 @@ class Inputs:
         self.batch: dict[str, Any] = {}  # by name: a Node, or Ids
 
     def add(self, name: str, spec: InputSpec, rows: int) -> None:
-        """Make the tensor for one array of the batch."""
+        """Add the tensor for the batch's array `name`, with the given number of rows."""
         shape = (rows, *spec.shape)
         self._checked[name] = spec.below or 2**31
         if spec.dtype == "int32":
@@ -81,7 +81,7 @@ class Inputs:
         return self._nodes[key]
 
     def load(self, batch: Batch) -> None:
-        """Upload a batch. Raise SessionError if ids exceed the size of a table they index."""
+        """Upload a batch and all inputs computed from it. Raise SessionError for an id outside the table it indexes."""
         for name, below in self._tighter_bounds.items():
             low, high = batch[name].min(), batch[name].max()
             if low < 0 or high >= below:
@@ -100,7 +100,7 @@ class Inputs:
         return self._constant(("ones", count), lambda: np.ones(count, np.float32))
 
     def span(self, start: int, stop: int) -> Node:
-        """Return start, start + 1, .. stop - 1."""
+        """Return the int32 tensor of start, start + 1, .., stop - 1."""
         return self._constant(("span", start, stop), lambda: np.arange(start, stop, dtype=np.int32))
 
     def vector(self, numbers: tuple[float, ...]) -> Node:
@@ -108,7 +108,7 @@ class Inputs:
         return self._constant(("vector", numbers), lambda: np.array(numbers, np.float32))
 
     def causal_mask(self, queries: int, seen: int) -> Node:
-        """Return [queries, seen] for the last `queries` of `seen` positions: 0 for visible ones, else -infinity."""
+        """Return the causal mask [queries, seen] of the last `queries` of `seen` positions: 0 or, if hidden, -inf."""
         hidden = lambda: np.triu(np.full((queries, seen), -np.inf, np.float32), 1 + seen - queries)  # noqa: E731
         return self._constant(("mask", queries, seen), hidden)
 
@@ -121,7 +121,7 @@ class Inputs:
         return self._nodes[key]
 
     def flat_ids(self, ids: Ids, below: int) -> Node:
-        """Return ids [..] as one list, and check them in every batch: they must be 0..below-1."""
+        """Return ids as a flat tensor [n]; from now on `load` checks that each batch's ids are in 0..below-1."""
         if not isinstance(ids, Ids):
             raise GraphError("rows: ids must be an int32 array of the batch")
         self._require_below(ids.name, below)
@@ -133,7 +133,7 @@ class Inputs:
             self._tighter_bounds[name] = min(below, self._tighter_bounds.get(name, below))
 
     def target_indices(self, n: int, classes: int) -> Node:
-        """Return the index of each target's logit in flattened logits [n, classes]."""
+        """Return for each target [n] the index of its logit in the flattened logits [n * classes]."""
         if reason := too_many_logits(n, classes):
             raise GraphError(reason)
         targets = self.batch["targets"]
@@ -144,17 +144,17 @@ class Inputs:
         return self._derive(("places", n, classes), (n,), np.int32, lambda batch: base + batch["targets"].reshape(-1))
 
     def weights(self, n: int, classes: int) -> Node:
-        """Return the batch's weights [n] as [n, k], each repeated k times, because ggml repeats longer rows faster."""
+        """Return the batch's weights [n] as [n, k], each repeated k times (k divides `classes`), for speed in ggml."""
         k = max(k for k in range(1, min(classes, LONG) + 1) if classes % k == 0)
         return self._derive(
             ("weights", n, k), (n, k), np.float32, lambda batch: np.repeat(batch["weights"].reshape(n, 1), k, 1)
         )
 
     def memberships(self, ids: Node, rows: int) -> list[tuple[int, int, Node, Node]]:
-        """Return for each chunk start..stop of ids [n]: its distinct ids [c], and which positions have each, [c, c].
+        """Return (start, stop, member, distinct) for each chunk of c = stop - start ids of `ids` [n].
 
-        Unused entries of the distinct ids are `rows`, the index of a spare row, so that each list is as long as its
-        chunk.
+        `distinct` [c] lists the chunk's distinct ids, padded with `rows`, the index of a spare row. `member` [c, c]
+        is 1 at [i, j] if position j of the chunk has the id distinct[i], else 0.
         """
         name = next(name for name, node in self.batch.items() if isinstance(node, Ids) and node.flat is ids)
         chunks = [(start, min(start + CHUNK, ids.size)) for start in range(0, ids.size, CHUNK)]

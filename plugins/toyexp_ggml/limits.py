@@ -13,7 +13,7 @@ MOST_TRAINABLE, MOST_TENSORS = 600, 2000
 
 
 def exceeded_limit(plan: Plan) -> str | None:
-    """Return which of ggml's limits a plan exceeds and what to change; None if it exceeds none."""
+    """Return a message about the first ggml limit that a plan exceeds, with a remedy, or None if it exceeds none."""
     if len(plan.trainable) > MOST_TRAINABLE or len(plan.tensors) > MOST_TENSORS:
         return (
             f"{len(plan.tensors)} tensors, {len(plan.trainable)} of them trainable: ggml's allocator is limited to "
@@ -40,7 +40,7 @@ def too_many_logits(positions: int, classes: int) -> str | None:
 
 
 def _count_classes(model: Model) -> int:
-    """Return the number of logits per position; 0 if only building the graph can tell."""
+    """Return the number of logits per position, or 0 if the shapes of the model cannot be traced."""
     try:
         lines = listing(model, [WeightInfo(t.shape, t.name) for t in model.tensors()]).all()
     except Exception:  # a plugin's model may do what traced shapes do not support

@@ -1,8 +1,8 @@
 """C kernels that replace slow ggml ops on the CPU, compiled at first use by any compiler that could build ggml-python.
 
 Compiling takes a tenth of a second, so the library is cached where only this user can write, and loaded from nowhere
-else: a library that others could write would run their code. Without a compiler ggml's own ops do the same, bit for
-bit.
+else: a library that others could write would run their code. Without a compiler, ggml's own ops give the same
+results, bit for bit.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Transpose(ctypes.Structure):
 
 
 def kernel(name: str) -> Any:
-    """Return the address of a function of kernels.c; None if it cannot be compiled."""
+    """Return the address of a function of kernels.c, or None if kernels.c cannot be compiled."""
     library = _library()
     return None if isinstance(library, str) else ctypes.cast(getattr(library, name), ctypes.c_void_p).value
 
@@ -77,7 +77,7 @@ def _compile(command: Sequence[str], target: Path) -> str:
 
 
 def _cached_path(command: Sequence[str]) -> Path | None:
-    """Return the path of the cached library for this compiler, source and machine; None if no directory is private."""
+    """Return where to cache the library for this compiler, source and machine; None without a private directory."""
     folder, compiler = cache_dir(), shutil.which(command[0])
     if folder is None or not folder.is_absolute() or compiler is None or getattr(os, "getuid", None) is None:
         return None

@@ -1,4 +1,4 @@
-"""Op vocabulary as graph nodes, and for each op the rule that adds its gradient.
+"""The ops of toyexp.Ops as ggml graph nodes, and for each op a rule that builds its gradient.
 
 Calling an op builds its forward nodes and records (result, inputs, rule) on a tape. `backward` reads the tape from its
 end. A rule takes dy, the gradient of the result, and returns one function per input, which builds that input's gradient
@@ -27,7 +27,10 @@ TINY = 1e-30  # added to divisors that may be 0
 
 
 class Heads(NamedTuple):
-    """Shape of multi-head attention in which several query heads share one key/value head."""
+    """Shape of grouped-query attention: B `rows`, H query `heads`, and `shared` = Hkv key/value heads.
+
+    Each key/value head serves G = H / Hkv query heads.
+    """
 
     g: Graph
     rows: int
@@ -35,16 +38,16 @@ class Heads(NamedTuple):
     shared: int
 
     def group(self, x: Node) -> Node:
-        """Return [B, H, n, ..] as [B, Hkv, G n, ..]."""
+        """Return x [B, H, n, ..] as [B, Hkv, G * n, ..], which joins the query heads of each key/value head."""
         return self.g.reshape(x, self.rows, self.shared, self.heads // self.shared * x.shape[2], x.shape[3])
 
     def split(self, x: Node) -> Node:
-        """Return [B, Hkv, G n, ..] as [B, H, n, ..]."""
+        """Undo `group`: return x [B, Hkv, G * n, ..] as [B, H, n, ..]."""
         return self.g.reshape(x, self.rows, self.heads, x.shape[2] * self.shared // self.heads, x.shape[3])
 
 
 class GGMLOps(Products):
-    """The op vocabulary on nodes of one graph."""
+    """Implementation of toyexp.Ops on the nodes of one ggml graph."""
 
     # -- tables -------------------------------------------------------------------------------------------------
 
@@ -61,10 +64,10 @@ class GGMLOps(Products):
         return self._record(g.reshape(y, *ids.shape, table.shape[1]), (table,), rule)
 
     def _scatter_add(self, dy: Node, ids: Node, shape: tuple[int, ...]) -> Node:
-        """Return rows dy [n, d] added up at their ids in zeros [V, d], a chunk at a time.
+        """Return a table of `shape` [V, d] whose row i is the sum of the rows of dy [n, d] with the id i.
 
-        In a chunk, a product with the membership matrix sums the rows of equal ids, so that each id is written once.
-        Unused entries write to the table's spare row.
+        In each chunk of ids, a product with the chunk's membership matrix sums the rows of equal ids, so that each id
+        is written once. The padding of a chunk's ids writes to a spare row after the table.
         """
         g = self.g
         table = g.scale(self._inputs.zeros(shape[0] + 1, shape[1]), 0.0)
@@ -152,7 +155,7 @@ class GGMLOps(Products):
                 raise GraphError(f"{op}: {list(node.shape)} has no axis {axis}")
 
     def _widen(self, dy: Node, x: Node, axis: int, start: int) -> Node:
-        """Return dy of a part of x, padded with zeros to the shape of x."""
+        """Return dy, the gradient of a part of x (from `start` on along `axis`), padded with zeros to x's shape."""
         g, inner = self.g, math.prod(x.shape[axis + 1 :])
         width = dy.shape[axis] * inner
         flat = g.reshape(dy, dy.size // width, width)
@@ -194,7 +197,7 @@ class GGMLOps(Products):
         return self._record(g.mul(n, w), (x, w), rule)
 
     def _rms_norm_back(self, dn: Node, x: Node, n: Node, eps: float) -> Node:
-        """Return (dn - n mean(dn n)) / sqrt(mean(x^2) + eps), where n is the normed x."""
+        """Return the gradient of x in n = rms_norm(x), given dn: (dn - n mean(dn n)) / sqrt(mean(x^2) + eps)."""
         g, d = self.g, x.shape[-1]
         if self._profile.has("RMS_NORM_BACK"):
             return g.rms_norm_back(dn, x, eps)
@@ -211,11 +214,11 @@ class GGMLOps(Products):
         return self.g.sub(x, self.g.scale(self.g.sum_last(x), 1 / x.shape[-1]))
 
     def _centre_shrunk(self, x: Node) -> Node:
-        """Return exactly (x - mean) / SHRINK, by ggml's NORM with an eps so large that the variance rounds away."""
+        """Return exactly (x - mean) / SHRINK. It is ggml's NORM with an eps so large that the variance rounds away."""
         return self.g.norm(x, SHRINK**2)
 
     def layer_norm(self, x: Node, w: Node, b: Node, eps: float) -> Node:
-        """Return LayerNorm as RMSNorm of the centred x, which is the same because eps is inside the root."""
+        """Compute LayerNorm as RMSNorm of x - mean, which is equal because both norms add eps inside the root."""
         g = self.g
         self._check_features("layer_norm", x, w, b)
         if not 0 <= eps < math.inf:
@@ -252,7 +255,8 @@ class GGMLOps(Products):
     def attention(self, q: Node, k: Node, v: Node, causal: bool = True) -> Node:
         """Compute attention in blocks of queries, so that causal attention skips most hidden keys.
 
-        Query heads of one key/value head are adjacent, so [.., H, n, D] is a view as [.., Hkv, G n, D].
+        The query heads that share a key/value head are adjacent, so reshaping [B, H, n, D] joins them without a copy;
+        see `Heads`.
         """
         g = self.g
         rows, length, heads, size = q.shape
@@ -301,7 +305,7 @@ class GGMLOps(Products):
         return (lambda: dq, lambda: dk, lambda: dv)
 
     def _softmax_back(self, dp: Node, p: Node, scale: float) -> Node:
-        """Return the gradient of softmax(x * scale): scale p (dp - sum(p dp))."""
+        """Return the gradient of x in p = softmax(x * scale), given dp: scale p (dp - sum(p dp))."""
         g = self.g
         if self._profile.has("SOFT_MAX_BACK"):
             return g.softmax_back(dp, p, scale)
@@ -358,11 +362,11 @@ class GGMLOps(Products):
     # -- the loss -----------------------------------------------------------------------------------------------
 
     def cross_entropy(self, logits: Node, targets: Node, weights: Node) -> Node:
-        """Return the loss, from each target's probability by its index: no one-hot matrix is needed."""
+        """Return the weighted cross-entropy. Target probabilities are looked up by index, without a one-hot matrix."""
         return self.loss_and_gradient(logits, weights)[0]
 
     def loss_and_gradient(self, logits: Node, weights: Node) -> tuple[Node, Callable[[], Node]]:
-        """Return the weighted loss [1], and a function that builds its gradient by the logits."""
+        """Return the weighted loss [1], and a function that builds the gradient of the logits."""
         g = self.g
         n, classes = logits.size // logits.shape[-1], logits.shape[-1]
         target_indices = self._inputs.target_indices(n, classes)

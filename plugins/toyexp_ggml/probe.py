@@ -1,4 +1,4 @@
-"""Trials of a device's supported ops and rounding, before the device is used."""
+"""Check, before a device is used, which ops it supports and whether it rounds matrix products."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def rounds_products(device: str) -> bool:
 
 
 def unsupported_ops(device: str) -> set[str]:
-    """Return which of the ops that every layer needs the device does not support, without opening it."""
+    """Return the ops that every layer needs but the device does not support; this does not open the device."""
     backend = Backend("CPU", threads=1)
     memory, graph = Memory(backend, 1), Graph(backend, capacity=64)
     try:

@@ -1,4 +1,4 @@
-"""Products, sums and joins that several ops' rules use; products transpose each matrix once.
+"""Matrix products, sums and concatenations for the ops and their gradient rules; each matrix is transposed once.
 
 A device with `wide_tiles` divides a product among groups of threads by its shape alone. A group computes 128 x 128
 numbers, or 64 x 64 if the result has at most 64 rows or columns, and adds up all their terms, however few groups that
@@ -34,14 +34,14 @@ SHORTEST = 128  # least terms in a slice: with fewer, writing costs more than ad
 
 
 def stack_count(n: int, m: int) -> int:
-    """Return into how many products of fewer rows to split a result [n, m]; 1 if not needed, or not possible."""
+    """Return into how many products of NARROW rows to split a product with the result [n, m]; 1: do not split."""
     if min(n, m) <= NARROW or n % NARROW or _groups(n, m, WIDE) >= ENOUGH:
         return 1
     return n // NARROW
 
 
 def slice_count(n: int, m: int, k: int) -> int:
-    """Return into how many slices to split the k terms of a result [n, m]."""
+    """Return into how many slices to split the sums over k terms in a product with the result [n, m]."""
     side = NARROW if min(n, m) <= NARROW or stack_count(n, m) > 1 else WIDE
     count, groups = 1, _groups(n, m, side)
     while min(n, m) > COLUMN and count * groups < ENOUGH and k % (2 * count * SHORTEST) == 0:
@@ -55,7 +55,7 @@ def _groups(n: int, m: int, side: int) -> int:
 
 @dataclass(frozen=True)
 class Block:
-    """A block's first forward pass, and the function that runs it again."""
+    """First forward pass of a model's block: its tape, its result, and the function that runs the block again."""
 
     tape: Tape
     run: Callable[[], Node]
@@ -63,10 +63,10 @@ class Block:
 
 
 class TapedOps(Ops):
-    """Ops that record (results, inputs, rule); with `recompute` each block's gradients come from a second forward pass.
+    """Ops that record each call as (results, inputs, gradient rule) on a tape, from which `backward` builds gradients.
 
-    Then only the result of a block's first pass is needed later, and the allocator frees the rest. Activations between
-    the blocks, and those of the last block, are kept.
+    With `recompute`, `backward` runs each block's forward pass again, so that the allocator can free all activations of
+    the first pass but the block's result. Activations between the blocks, and those of the last block, are kept.
     """
 
     def __init__(self, graph: Graph, recompute: bool):
@@ -84,7 +84,7 @@ class TapedOps(Ops):
         return outs
 
     def block(self, function: Callable[..., Node], x: Node, p: Params, *rest: Any) -> Node:
-        """Run a block; see Ops.block. A block inside another one is a part of it."""
+        """Run a block of the model, see Ops.block. A block inside another block is recorded as a part of that one."""
         if self._is_inside:
             return super().block(function, x, p, *rest)
 
@@ -100,7 +100,10 @@ class TapedOps(Ops):
         return out
 
     def backward(self, dlogits: dict[Node, Node], trainable: Sequence[Node]) -> dict[Node, Node]:
-        """Return the gradients of the trainable nodes, given the gradients of results in `dlogits`."""
+        """Return the gradients of the `trainable` nodes, given the gradients of forward results in `dlogits`.
+
+        Nodes on which no given result depends are left out.
+        """
         gradients, dependents = dict(dlogits), set(trainable)
         tapes = [s.tape if isinstance(s, Block) else s for s in self._segments]
         for tape in tapes:
@@ -115,7 +118,10 @@ class TapedOps(Ops):
         return {node: gradients[node] for node in trainable if node in gradients}
 
     def _run_again(self, block: Block, gradients: dict[Node, Node]) -> Tape:
-        """Run the block again; return its tape. The gradient of its result moves to the new result."""
+        """Run the block again and return the new tape, which is empty if the block's result has no gradient.
+
+        In `gradients`, the new result takes the place of the first one.
+        """
         gradient = gradients.pop(block.out, None)
         if any(out in gradients for outs, _, _ in block.tape for out in outs):
             raise GraphError("engine.recompute=true: an inner tensor of a block is used outside the block")
@@ -126,13 +132,13 @@ class TapedOps(Ops):
 
     @staticmethod
     def _mark_dependents(tape: Tape, dependents: set[Node]) -> None:
-        """Add to `dependents` all results that depend on something in it."""
+        """Add to `dependents` each result on the tape that depends on a node in `dependents`."""
         for outs, inputs, _ in tape:
             if dependents.intersection(inputs):
                 dependents.update(outs)
 
     def _walk(self, tape: Tape, gradients: dict[Node, Node], dependents: set[Node]) -> None:
-        """Replace the gradients of the tape's results by those of its inputs, from its end to its beginning."""
+        """Read the tape backwards and replace, in `gradients`, each result's gradient by those of its inputs."""
         for outs, inputs, rule in reversed(tape):
             dys = [gradients.pop(out, None) for out in outs]
             if not any(dys):
@@ -145,7 +151,7 @@ class TapedOps(Ops):
 
 
 class Products(TapedOps):
-    """Products, sums and joins of nodes, in the form that is fastest on the device."""
+    """Matrix products, sums and concatenations, in the form that is fastest on the device."""
 
     def __init__(self, graph: Graph, profile: Profile, inputs: Inputs, recompute: bool):
         super().__init__(graph, recompute)
@@ -153,7 +159,7 @@ class Products(TapedOps):
         self._transposes: dict[tuple[Node, int], Node] = {}
 
     def _schedule(self, x: Node) -> Node:
-        """Add x to the graph now, if the device runs independent nodes side by side."""
+        """Add x to the graph now if the device runs independent nodes concurrently. Return x."""
         if self._profile.side_by_side:
             self.g.want(x)
         return x
@@ -165,14 +171,14 @@ class Products(TapedOps):
         return self.g.transpose(x, slow_cont=self._profile.slow_cont)
 
     def _transpose_once(self, x: Node, slices: int = 1) -> Node:
-        """Return the contiguous transpose of x [n, d], or of each slice of its rows; made once for all rules."""
+        """Return a cached contiguous transpose of x [n, d] or, if `slices` is above 1, of each slice of its rows."""
         if (x, slices) not in self._transposes:
             rows = x if slices == 1 else self.g.reshape(x, slices, x.shape[0] // slices, x.shape[1])
             self._transposes[x, slices] = self._schedule(self._transpose(rows))
         return self._transposes[x, slices]
 
     def _has_out_prod(self, x: Node) -> bool:
-        """Return True if the device multiplies without transposed copies: BLAS and CUDA do, for matrices only."""
+        """Return True if x is a matrix and the device (BLAS, CUDA) can multiply without a transposed copy."""
         return self._profile.has("OUT_PROD") and len(x.shape) == 2
 
     def _multiply_rows(self, w: Node, x: Node) -> Node:
@@ -193,7 +199,7 @@ class Products(TapedOps):
         return self._multiply_rows(transpose, x) if len(x.shape) == 2 else self.g.mul_mat(transpose, x)
 
     def _multiply_packed(self, x: Node, w: Node) -> Node:
-        """Return x [n, k] times packed w [k, m], dequantising some rows of w at a time."""
+        """Return x [n, k] times w [k, m], where w is not stored in float32; dequantise some rows of w at a time."""
         g = self.g
         total = None
         for start in range(0, w.shape[0], UNPACKED_ROWS):

@@ -39,7 +39,10 @@ P = TypeVar("P", bound="Backend | Memory | MappedFile | Inputs")
 
 
 def choose_share_count(plan: Plan) -> int:
-    """Return the number of shares of a step's rows. It depends on the plan alone, since it changes the last digits."""
+    """Return into how many shares to split a step's rows, see SHARES.
+
+    The number depends only on the plan, not on the machine, because it changes the last digits of the results.
+    """
     trained = sum(t.size for t in plan.trainable)
     all_trained = len(plan.trainable) == len(plan.tensors)  # each share would dequantise frozen matrices again
     work = trained * plan.rows * math.prod(plan.inputs["targets"].shape)
@@ -104,9 +107,10 @@ class GGMLSession(Session):
         return shares
 
     def _map_frozen(self) -> dict[str, Node]:
-        """Map what needs no copy: frozen matrices of any type, and frozen float32 tensors of any shape.
+        """Return, by name, the frozen tensors that keep their file's type: all matrices, and other float32 tensors.
 
-        Raise GGUFError if a tensor is missing or contains NaN or infinity.
+        On the CPU they are memory-mapped, not copied. Raise GGUFError if a tensor is missing or contains NaN or
+        infinity.
         """
         files, nodes = defaultdict(list), {}
         for tensor in self.plan.tensors:
@@ -131,7 +135,7 @@ class GGMLSession(Session):
         return part
 
     def describe(self) -> dict[str, Any]:
-        """Describe device and threads, and the training step's graph: its size, and the backend of its nodes."""
+        """Return the device and its threads and, if the plan trains, size, backends and memory of the step's graph."""
         facts = {
             "framework": f"ggml {version()}",
             "device": self._device,
@@ -200,7 +204,7 @@ class GGMLSession(Session):
         return StepMetrics(loss, _number(self._compute("update")["norm"]))
 
     def _accumulate_all(self, micro: Batch) -> float:
-        """Return the loss of a micro-batch. Shares are computed concurrently, and all end before one raises."""
+        """Add a micro-batch's gradients to the sums; return its loss. If a share raises, the other shares end first."""
         if len(self._shares) == 1:
             return self._accumulate(micro, 0)
         calls = [self._pool.submit(self._accumulate, micro, i) for i in range(len(self._shares))]
@@ -208,7 +212,10 @@ class GGMLSession(Session):
         return sum(call.result() for call in calls)
 
     def _accumulate(self, micro: Batch, i: int) -> float:
-        """Add a share's gradients to its sums; return its loss."""
+        """Compute share `i` of a micro-batch and return its loss.
+
+        Its gradients are added to the share's sums or, without gradient accumulation, replace them.
+        """
         share = self._shares[i]
         share.inputs.load({name: array[share.rows] for name, array in micro.items()})
         graph = self._graphs[f"accumulate {i}"]
@@ -249,7 +256,7 @@ class GGMLSession(Session):
     # -- the graphs ------------------------------------------------------------------------------------------------
 
     def _compute(self, name: str, micro: Batch | None = None) -> dict[str, Node]:
-        """Compute a graph, from a micro-batch if it takes one, and return its outputs."""
+        """Compute the graph `name`, after uploading `micro` if it is given; return the graph's outputs by name."""
         graph = self._graph(name)
         if micro is not None:
             self._inputs.load(micro)
@@ -257,7 +264,7 @@ class GGMLSession(Session):
         return graph.outputs
 
     def _graph(self, name: str) -> Graph:
-        """Return the graph of that name, building it at first use; its outputs stay readable."""
+        """Return the graph `name`, built at its first use. Its outputs can be read after each computation."""
         if name not in self._graphs:
             kind, _, i = name.partition(" ")
             share = [self._shares[int(i)]] if i else []
@@ -281,7 +288,10 @@ class GGMLSession(Session):
         return ops, self.plan.model.forward(ops, params, inputs.batch)
 
     def _loss_and_gradients(self, graph: Graph, inputs: Inputs) -> tuple[Node, dict[str, Node]]:
-        """Add loss and gradients to the graph and return them; of these only the loss stays readable."""
+        """Add the loss and the gradients to the graph. Return the loss, and the gradients by tensor name.
+
+        After a computation only the loss can be read, because the memory of the gradients is reused.
+        """
         ops, logits = self._forward(graph, inputs)
         loss, dlogits = ops.loss_and_gradient(logits, inputs.batch["weights"])
         graph.want(loss, keep=True)
@@ -305,7 +315,7 @@ class GGMLSession(Session):
         return norm
 
     def _squares(self, graph: Graph, gradients: Iterable[Node]) -> Iterator[Node]:
-        """Yield sums of squares, [1] each, whose total is the squared norm."""
+        """Yield partial sums of squares, [1] each; their total is the squared norm of all gradients together."""
         if not self._profile.narrow_sum:
             yield from (graph.sum_of_squares(g, by_dot=self._profile.slow_sum) for g in gradients)
             return
@@ -317,7 +327,7 @@ class GGMLSession(Session):
         yield from graph.want_all(graph.total(row) for row in rows)
 
     def _sum_of_squares(self, graph: Graph, alike: Sequence[Node]) -> Node:
-        """Return the elementwise sum of the squares of nodes [n], [n]; only a few squares exist at a time."""
+        """Return the elementwise sum [n] of the squares of all nodes [n]; at most SQUARES squares exist at a time."""
         total: Any = None
         for start in range(0, len(alike), SQUARES):
             for square in graph.want_all(graph.sqr(x) for x in alike[start : start + SQUARES]):

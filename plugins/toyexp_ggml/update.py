@@ -1,4 +1,4 @@
-"""Optimiser step as graph nodes: fused ops if the device has them, else the rules' own formulas."""
+"""Optimiser step as graph nodes: a fused op if the device has one, otherwise the formulas of the optimiser's rule."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ LARGEST = float(np.finfo(np.float32).max)
 
 
 class Update:
-    """Optimiser state and numbers in a session's memory, and the nodes that take a step."""
+    """Optimiser state and hyperparameters in a session's memory, and the graph nodes of the optimiser step."""
 
     def __init__(self, plan: Plan, memory: Memory, profile: Profile):
         self._profile = profile
@@ -80,7 +80,7 @@ class Update:
                 clear(node)
 
     def load(self, numbers: Sequence[np.ndarray]) -> None:
-        """Upload each group's numbers for the next step."""
+        """Upload the hyperparameters of each parameter group for the next step."""
         for group, node, vector in zip(self._groups, self._numbers, numbers, strict=True):
             put(node, float32_hp(vector) if self._has_fused_op(group) else vector.astype(np.float32))
 
@@ -88,7 +88,7 @@ class Update:
         return group.rule.fused_kernel == "adamw" and self._profile.has("OPT_STEP_ADAMW")
 
     def build(self, graph: Graph, weights: Mapping[str, Node], gradients: Mapping[str, Node]) -> None:
-        """Add nodes that update the weights and the state."""
+        """Add nodes that update the weights and the optimiser state; both mappings are by tensor name."""
         ops = GGMLArithmetic(graph, self._profile)
         for group, numbers in zip(self._groups, self._numbers, strict=True):
             has_fused_op = self._has_fused_op(group)
@@ -106,10 +106,10 @@ class Update:
 
 
 def float32_hp(hp: np.ndarray) -> np.ndarray:
-    """Return AdamW's seven numbers for ggml's kernel.
+    """Return AdamW's hyperparameters for ggml's kernel in float32; `hp` and the result are as in `Graph.adamw`.
 
-    The kernel computes 1 - beta in float32, which is off by 1.3e-5 for 0.999. The slots that multiply the moments
-    correct this.
+    The kernel computes 1 - beta in float32, with a relative error of 1.3e-5 for 0.999. The last two numbers, which
+    multiply the moments, correct this.
     """
     rounded = hp.astype(np.float32)
     complement = (1 - rounded[1:3]).astype(np.float64)

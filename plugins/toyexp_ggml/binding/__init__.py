@@ -20,8 +20,8 @@ ABSENT = "ggml_backend_cuda_allreduce_tensor"  # declared by ggml-python, missin
 def _load() -> Any:
     """Import ggml-python, with workarounds for two faults of version 0.0.45.
 
-    It looks up a function that ggml's CUDA library lacks, so its import would fail. It also loads ggml with
-    RTLD_GLOBAL, whose C++ symbols then reach every library loaded later, which broke PyTorch's compiler on a GPU.
+    ggml-python looks up a function that ggml's CUDA library lacks, so importing it would fail. It also loads ggml with
+    RTLD_GLOBAL: libraries loaded later then see ggml's C++ symbols, which broke PyTorch's compiler on a GPU.
     """
     lookup, global_mode = ctypes.CDLL.__getattr__, ctypes.RTLD_GLOBAL
 
@@ -69,13 +69,13 @@ def find_device(name: str) -> Any:
 
 
 def devices() -> dict[str, str]:
-    """Return name and description of each device that this build of ggml finds."""
+    """Return the description of each device that this build of ggml finds, keyed by ggml's name of the device."""
     devs = (ggml.ggml_backend_dev_get(i) for i in range(ggml.ggml_backend_dev_count()))
     return {ggml.ggml_backend_dev_name(d).decode(): ggml.ggml_backend_dev_description(d).decode().strip() for d in devs}
 
 
 def is_built_with(name: str) -> bool:
-    """Return True if this build of ggml supports that kind of device, whether or not there is one."""
+    """Return True if this build of ggml includes the backend `name` (such as CUDA), even if no such device exists."""
     kinds = (ggml.ggml_backend_reg_get(i) for i in range(ggml.ggml_backend_reg_count()))
     if any(ggml.ggml_backend_reg_name(kind).decode().startswith(name) for kind in kinds):
         return True

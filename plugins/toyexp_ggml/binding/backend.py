@@ -29,9 +29,10 @@ MAX_DOUBLINGS = 3  # most doublings of the pause
 
 
 class Backend:
-    """A ggml device with the CPU beside it; on the CPU, `blas` adds BLAS for matrix products.
+    """A ggml device, and the CPU for the ops that the device does not support.
 
-    With `adaptive` the CPU may use fewer than `threads` threads while other processes need its cores.
+    If the device is the CPU, `blas` lets BLAS compute matrix products, and with `adaptive` a graph may use fewer than
+    `threads` threads while other processes need the cores.
     """
 
     def __init__(self, device: str, threads: int, blas: bool = False, adaptive: bool = False):
@@ -54,7 +55,7 @@ class Backend:
         self.memory = _memory(self.ptr)
 
     def make_tuner(self) -> ThreadTuner:
-        """Return a thread tuner for one more graph."""
+        """Return a new thread tuner; each graph has its own."""
         return self._make_tuner()
 
     def set_threads(self, threads: int) -> None:
@@ -62,7 +63,7 @@ class Backend:
         ggml.ggml_backend_cpu_set_n_threads(self._cpu, threads)
 
     def unsupported(self, nodes: Iterable[Any]) -> list[Any]:
-        """Return the nodes that the device itself does not support."""
+        """Return the nodes that the device does not support, so that the CPU has to compute them."""
         return [node for node in nodes if not ggml.ggml_backend_supports_op(self.ptr, node)]
 
     def close(self) -> None:
@@ -78,7 +79,7 @@ def _device(name: str) -> Any:
 
 
 def _memory(backend: Any) -> int:
-    """Return the bytes of memory of the device; 0 if it does not tell."""
+    """Return the total memory of the device in bytes, or 0 if ggml does not report it."""
     free, total = ctypes.c_size_t(0), ctypes.c_size_t(0)
     device = ggml.ggml_backend_get_device(backend)
     if device:
@@ -87,7 +88,11 @@ def _memory(backend: Any) -> int:
 
 
 class ThreadTuner:
-    """Number of threads of a graph that is computed repeatedly: the fastest up to `most`, or `most` if `fixed`."""
+    """Tuner of the number of threads (`threads`) for one graph that is computed repeatedly.
+
+    It begins with `most` threads, tries fewer while other processes take the cores, and keeps the faster number. With
+    `fixed` it always uses `most`.
+    """
 
     def __init__(
         self,
@@ -105,7 +110,7 @@ class ThreadTuner:
 
     @contextlib.contextmanager
     def measure(self) -> Iterator[None]:
-        """Measure one computation with `threads` threads; afterwards `threads` may differ."""
+        """Time the computation in the `with` block, which uses `threads` threads; on exit, `threads` may change."""
         start, lost = self._clock(), self._cores_lost()
         yield
         now = self._clock()
@@ -116,7 +121,11 @@ class ThreadTuner:
             self._count, self._seconds, self._losses = 0, 0.0, 0
 
     def _evaluate(self, now: float, seconds: float, lost: float) -> None:
-        """Evaluate a measurement: seconds per computation, and cores lost per second."""
+        """Start or end a trial of another number of threads.
+
+        `now` is the clock's time, `seconds` the time per computation, `lost` the number of involuntary context
+        switches per second.
+        """
         if self._before is not None:
             threads, before = self._before
             faster = seconds < GAIN * before
@@ -127,12 +136,12 @@ class ThreadTuner:
             self._before, self.threads = (self.threads, seconds), other
 
     def _choose_threads(self, lost: float) -> int:
-        """Return the number of threads to try next."""
+        """Return the number of threads to try next, given the involuntary context switches per second (`lost`)."""
         if lost >= SWITCHES and self.threads > 1:
             return max(1, min(self.threads - 1, self._most - self._others()))
         return self._most
 
 
 def cores_lost() -> int:
-    """Return how often a thread of this process had to leave its core to another; 0 if the system does not tell."""
+    """Return how many involuntary context switches this process has had, or 0 if the system does not report them."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_nivcsw if resource else 0

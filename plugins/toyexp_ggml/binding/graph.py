@@ -1,4 +1,4 @@
-"""One method per ggml op, which checks shapes first: arithmetic, views and copies."""
+"""Graph builder with one method per ggml op (arithmetic, views and copies); each method checks shapes first."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class Graph(StaticGraph):
         return self._node(ggml.ggml_clamp(self._context, x.ptr, low, high), x.shape)
 
     def total(self, x: Node, by_rows: bool = False) -> Node:
-        """Return the sum of all numbers, [1]; with `by_rows` sum rows first, which some devices do faster."""
+        """Return the sum of all numbers of x, [1]. With `by_rows`, sum rows first, which is faster on some devices."""
         x = self.row_sums(x) if by_rows else x
         return self._node(ggml.ggml_sum(self._context, x.ptr), (1,))
 
@@ -61,7 +61,7 @@ class Graph(StaticGraph):
         return self.sum_last(self.reshape(x, count, x.size // count))
 
     def sum_of_squares(self, x: Node, by_dot: bool = False) -> Node:
-        """Return the sum of x^2, [1]; with `by_dot` as the dot product of each row with itself."""
+        """Return the sum of x^2, [1]. With `by_dot`, sum the dot product of each row of a matrix with itself."""
         if not by_dot or len(x.shape) != 2:
             return self.total(self.sqr(x))
         rows = self.reshape(x, x.shape[0], 1, x.shape[1])
@@ -72,7 +72,7 @@ class Graph(StaticGraph):
         return self._node(ggml.ggml_sum_rows(self._context, x.ptr), (*x.shape[:-1], 1))
 
     def add_to_rows(self, x: Node, rows: Node) -> Node:
-        """Return x [a, n, d] with `rows` [a, m, d] added to the first m of n, in place: x must not be used again."""
+        """Add `rows` [a, m, d] to the first m of the n rows of x [a, n, d], in place: x must not be used again."""
         if x.shape[::2] != rows.shape[::2] or rows.shape[1] > x.shape[1]:
             raise GraphError(f"add_to_rows: cannot add {list(rows.shape)} to rows of {list(x.shape)}")
         _, n, d = x.shape
@@ -80,14 +80,20 @@ class Graph(StaticGraph):
         return self._node(ggml.ggml_acc_inplace(self._context, x.ptr, rows.ptr, d * 4, n * d * 4, size, 0), x.shape)
 
     def mul_mat(self, w: Node, x: Node) -> Node:
-        """Return x [.., n, in] w^T for w [.., out, in]; w's leading axes are those of x, none, or end in 1."""
+        """Return x [.., n, in] times the transpose of w [.., out, in] -> [.., n, out].
+
+        The leading axes of w must equal those of x, or be absent, or have 1 in place of the last one of x.
+        """
         fits = w.shape[-1] == x.shape[-1] and 2 <= len(w.shape) <= len(x.shape)
         if not fits or (len(w.shape) > 2 and w.shape[:-2] not in (x.shape[:-2], (*x.shape[:-3], 1))):
             raise GraphError(f"mul_mat: cannot multiply {list(x.shape)} by the transpose of {list(w.shape)}")
         return self._node(ggml.ggml_mul_mat(self._context, w.ptr, x.ptr), (*x.shape[:-1], w.shape[-2]))
 
     def out_prod(self, a: Node, b: Node, transposed: bool = False) -> Node:
-        """Return b^T a: a [.., k, m], b [.., k, n] -> [.., n, m]; with `transposed`, b is [.., n, k], not copied."""
+        """Return b^T a for a [.., k, m] and b [.., k, n] -> [.., n, m].
+
+        With `transposed`, b is given as [.., n, k] and is transposed by a view, without a copy.
+        """
         k, n = reversed(b.shape[-2:]) if transposed else b.shape[-2:]
         if a.shape[:-1] != (*b.shape[:-2], k):
             raise GraphError(f"out_prod: the shapes {list(a.shape)} and {list(b.shape)} do not fit")
@@ -95,16 +101,16 @@ class Graph(StaticGraph):
         return self._node(ggml.ggml_out_prod(self._context, a.ptr, b_ptr), (*b.shape[:-2], n, a.shape[-1]))
 
     def get_rows_back(self, dy: Node, ids: Node, table: Node) -> Node:
-        """Return the gradient of get_rows: rows dy [m, d] added up at their ids in [n, d]."""
+        """Return the gradient of `table` [n, d] in get_rows: row ids[i] is the sum of all rows dy[i] with that id."""
         return self._node(ggml.ggml_get_rows_back(self._context, dy.ptr, ids.ptr, table.ptr), table.shape)
 
     def repeat_back(self, x: Node, like: Node) -> Node:
-        """Return x summed over the axes along which `like` would be repeated."""
+        """Return x summed to the shape of `like`, which is the gradient of repeating `like` to the shape of x."""
         self._check_repeats("repeat_back", x, like)
         return self._node(ggml.ggml_repeat_back(self._context, x.ptr, like.ptr), like.shape)
 
     def sum_first(self, x: Node) -> Node:
-        """Return x [c, ..] summed over its first axis -> [..]."""
+        """Return the sum of x [c, ..] over its first axis -> [..]."""
         rest = math.prod(x.shape[1:])
         first = self._view(x, (rest,), 0)
         return self.reshape(self.repeat_back(self.reshape(x, x.shape[0], rest), first), *x.shape[1:])
@@ -124,12 +130,12 @@ class Graph(StaticGraph):
         return self._node(getattr(ggml, f"ggml_{op}")(self._context, x.ptr, eps), x.shape)
 
     def rms_norm_back(self, dy: Node, x: Node, eps: float) -> Node:
-        """Return the gradient of rms_norm."""
+        """Return the gradient of x in y = rms_norm(x), given dy."""
         self._check_same("rms_norm_back", dy, x)
         return self._node(ggml.ggml_rms_norm_back(self._context, dy.ptr, x.ptr, eps), x.shape)
 
     def silu_back(self, dy: Node, x: Node) -> Node:
-        """Return the gradient of silu."""
+        """Return the gradient of x in y = silu(x), given dy."""
         self._check_same("silu_back", dy, x)
         return self._node(ggml.ggml_silu_back(self._context, dy.ptr, x.ptr), x.shape)
 
@@ -145,7 +151,7 @@ class Graph(StaticGraph):
         return self._node(ptr, x.shape)
 
     def softmax_back(self, dp: Node, p: Node, scale: float) -> Node:
-        """Return scale p (dp - sum(p dp)): the gradient of softmax(x * scale), where p is its result.
+        """Return the gradient of x in p = softmax(x * scale), given dp: scale p (dp - sum(p dp)).
 
         ggml may put a result into the memory of a source that nothing reads later, but its kernel reads p after it
         begins to write. The graph therefore reads p once more afterwards, which keeps its memory reserved.
@@ -157,9 +163,10 @@ class Graph(StaticGraph):
         return result
 
     def rope(self, x: Node, positions: Node, factors: Node | None, rotary: Rotary, back: bool) -> Node:
-        """Rotate pairs of x [B, T, H, D] by their position; `factors` [D/2] are those of `rotary`; `back` inverts it.
+        """Apply rotary position embedding to x [B, T, H, D]; with `back`, rotate in the opposite direction.
 
-        The device computes the powers of the base, and divides by the factors and the scale, in float32.
+        `factors` [D/2] holds the frequency divisors `rotary.factors`; None if all are 1. The device computes the angles
+        from the base, the factors and the scale in float32.
         """
         self._check_float32("rope", x)
         size = x.shape[-1]
@@ -175,7 +182,11 @@ class Graph(StaticGraph):
         return self._node(make(self._context, x.ptr, positions.ptr, factors and factors.ptr, *rest), x.shape)
 
     def adamw(self, w: Node, g: Node, m: Node, v: Node, hp: Node) -> Node:
-        """Update w, m and v in place, by the seven numbers of hp."""
+        """Update the weight w and the moments m and v in place, from the gradient g.
+
+        `hp` [7] holds ggml's AdamW parameters: learning rate, beta1, beta2, eps, weight decay, and for each moment a
+        factor, which corrects its bias.
+        """
         for operand in (g, m, v):
             self._check_same("adamw", w, operand)
         return self._node(ggml.ggml_opt_step_adamw(self._context, w.ptr, g.ptr, m.ptr, v.ptr, hp.ptr), w.shape)
@@ -198,7 +209,7 @@ class Graph(StaticGraph):
             raise GraphError(f"{op}: the shapes {list(a.shape)} and {list(b.shape)} differ")
 
     def _check_repeats(self, op: str, a: Node, b: Node) -> None:
-        """Raise GraphError unless each axis of b, counted from the last, divides that of a."""
+        """Raise GraphError unless b can be repeated to the shape of a (aligned at the last axis)."""
         padded = (1,) * (len(a.shape) - len(b.shape)) + b.shape
         if len(b.shape) > len(a.shape) or any(x % y for x, y in zip(a.shape, padded, strict=True)):
             raise GraphError(f"{op}: {list(b.shape)} cannot be repeated over {list(a.shape)}")
@@ -216,14 +227,14 @@ class Graph(StaticGraph):
         return self.reshape(x, x.size // x.shape[-1], x.shape[-1])
 
     def transpose(self, x: Node, slow_cont: bool = False) -> Node:
-        """Return x with the last two axes exchanged, contiguous; with `slow_cont` by kernels.c, if it can be built."""
+        """Return a contiguous transpose (last two axes); with `slow_cont`, use kernels.c if it can be compiled."""
         shape = (*x.shape[:-2], x.shape[-1], x.shape[-2])
         if slow_cont and (kernel := native.kernel("transpose")):
             return self.reshape(self._call_transpose(kernel, x), *shape)
         return self._node(ggml.ggml_cont(self._context, self._transpose_view(x)), shape)
 
     def _view(self, x: Node, shape: tuple[int, ...], start: int, *strides: int) -> Node:
-        """Return a view of x from number `start` on; `strides` of all axes but the last, in numbers."""
+        """Return a view of x from element `start` on; `strides`, in elements, are of all axes but the last."""
         make = getattr(ggml, f"ggml_view_{len(shape)}d")
         return self._node(make(self._context, x.ptr, *shape[::-1], *(4 * s for s in strides[::-1]), 4 * start), shape)
 
@@ -232,7 +243,10 @@ class Graph(StaticGraph):
         return ggml.ggml_transpose(self._context, x.ptr)
 
     def _call_transpose(self, kernel: int, *sources: Node) -> Node:
-        """Return the transposes of one or two sources [.., n, d] of one shape, in one tensor [m, d, n]."""
+        """Return one tensor [m, d, n] with the transposes of one or two sources of equal shape [.., n, d].
+
+        `kernel` is the address of the C function that computes it.
+        """
         self._check_float32("transpose", *sources)
         n, d = sources[0].shape[-2:]
         shape = (sum(source.size for source in sources) // (n * d), d, n)
@@ -249,7 +263,7 @@ class Graph(StaticGraph):
         return node
 
     def transpose_both(self, a: Node, b: Node, slow_cont: bool = False) -> Node:
-        """Return the transposes of a and b, both [.., n, d], in one tensor [2 .., d, n], with one copy."""
+        """Return one tensor [2 m, d, n] with the transposes of a and b, each m matrices [n, d], made by one copy."""
         self._check_same("transpose_both", a, b)
         if slow_cont and (kernel := native.kernel("transpose")):
             return self._call_transpose(kernel, a, b)
@@ -266,7 +280,7 @@ class Graph(StaticGraph):
         return self.reshape(first, *shape), self.reshape(second, *shape)
 
     def swap_middle(self, x: Node) -> Node:
-        """Return [a, b, c, d] as [a, c, b, d], contiguous."""
+        """Return a contiguous copy of x [a, b, c, d] with its middle axes exchanged, [a, c, b, d]."""
         self._check_float32("swap_middle", x)
         a, b, c, d = x.shape
         self._node_count += 1
@@ -274,7 +288,10 @@ class Graph(StaticGraph):
         return self._node(ggml.ggml_cont(self._context, permuted), (a, c, b, d))
 
     def join_heads(self, blocks: Sequence[Node], by_set: bool = False) -> Node:
-        """Join blocks [B, H, n, D] along n and exchange the middle axes: [B, T, H, D], contiguous."""
+        """Concatenate blocks [B, H, n, D] along n and exchange the middle axes -> [B, T, H, D], contiguous.
+
+        With `by_set`, copy each block into one preallocated tensor, as `concat` does.
+        """
         rows, heads, _, size = blocks[0].shape
         length = sum(block.shape[2] for block in blocks)
         if not by_set or len(blocks) == 1 or 4 * rows * length * heads * size >= SET_LIMIT:
@@ -289,7 +306,7 @@ class Graph(StaticGraph):
         return out
 
     def part(self, x: Node, axis: int, start: int, stop: int) -> Node:
-        """Return indices start to stop - 1 of one axis, contiguous; x itself if that is all of it."""
+        """Return a contiguous copy of indices start to stop - 1 of one axis, or x itself if these are all indices."""
         self._check_float32("part", x)
         if not 0 <= start < stop <= x.shape[axis]:
             raise GraphError(f"part: {start}..{stop} is not within axis {axis} of {list(x.shape)}")
@@ -303,19 +320,22 @@ class Graph(StaticGraph):
         return self.reshape(copy, *x.shape[:axis], stop - start, *x.shape[axis + 1 :])
 
     def number(self, x: Node, i: int) -> Node:
-        """Return number `i` of x [n] as a view [1]."""
+        """Return element `i` of x [n] as a view [1]."""
         if len(x.shape) != 1 or not 0 <= i < x.shape[0]:
             raise GraphError(f"number: {list(x.shape)} has no index {i}")
         return self._view(x, (1,), i)
 
     def first_rows(self, x: Node, count: int) -> Node:
-        """Return the first rows of x [n, d] as a view."""
+        """Return the first `count` rows of x [n, d] as a view."""
         if len(x.shape) != 2 or not 1 <= count <= x.shape[0]:
             raise GraphError(f"first_rows: {list(x.shape)} does not have {count} rows")
         return self._view(x, (count, x.shape[1]), 0, x.shape[1])
 
     def concat(self, parts: Sequence[Node], axis: int, by_set: bool = False) -> Node:
-        """Join tensors along one axis; their other axes agree. With `by_set` copy each into one preallocated tensor."""
+        """Concatenate tensors along one axis; their other axes must agree.
+
+        With `by_set`, copy each into one preallocated tensor, unless the result has SET_LIMIT bytes or more.
+        """
         if not parts:
             raise GraphError("concat: expected at least one tensor")
         self._check_float32("concat", *parts)
@@ -351,12 +371,12 @@ class Graph(StaticGraph):
         return self._node(tensor, shape)
 
     def _set(self, x: Node, values: Any, start: int, strides: tuple[int, ...]) -> Node:
-        """Return x with values copied in from number `start` on, in place; `strides` of all axes but the last."""
+        """Copy values into x from element `start` on; `strides`, in elements, are of all axes but the last."""
         sizes = (*(4 * s for s in strides[::-1]), *(4 * x.size,) * (3 - len(strides)))
         return self._node(ggml.ggml_set_inplace(self._context, x.ptr, values, *sizes, 4 * start), x.shape)
 
     def get_rows(self, table: Node, ids: Node) -> Node:
-        """Return rows of table [n, d] at ids [m] -> [m, d]; the caller guarantees that ids are in range."""
+        """Return the rows of `table` [n, d] at `ids` [m] -> [m, d]; the caller must ensure that ids are in range."""
         if len(table.shape) != 2 or len(ids.shape) != 1:
             raise GraphError(f"get_rows: expected [n, d] and ids [m], got {list(table.shape)} and {list(ids.shape)}")
         return self._node(ggml.ggml_get_rows(self._context, table.ptr, ids.ptr), (ids.shape[0], table.shape[1]))
@@ -368,6 +388,6 @@ class Graph(StaticGraph):
         return self._node(ggml.ggml_set_rows(self._context, table.ptr, rows.ptr, ids.ptr), table.shape)
 
     def copy_into(self, x: Node, target: Node) -> Node:
-        """Copy x over `target`."""
+        """Overwrite `target` with the values of x, and return it."""
         self._check_same("copy_into", x, target)
         return self._node(ggml.ggml_cpy(self._context, x.ptr, target.ptr), target.shape)

@@ -1,4 +1,4 @@
-"""Life of a static graph: nodes are requested, memory is planned, and the graph is computed repeatedly."""
+"""Static graphs: nodes are added, memory is planned once, and the graph is computed repeatedly."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class StaticGraph:
         self.outputs: dict[str, Node] = {}  # nodes that stay readable
 
     def want(self, node: Node, keep: bool = False) -> None:
-        """Add a node to the graph, to be computed after all earlier ones; with `keep` it stays readable."""
+        """Add a node to the graph, after all earlier nodes. With `keep`, its values can be read after a computation."""
         if keep:
             ggml.ggml_set_output(node.ptr)
         ggml.ggml_build_forward_expand(self._graph, node.ptr)
@@ -51,9 +51,10 @@ class StaticGraph:
         return listed
 
     def finish(self) -> None:
-        """Plan the memory, after which the graph can be computed.
+        """Allocate the graph's memory, so that it can be computed. Raise GraphError if there is too little.
 
-        A scheduler gives nodes that the device does not support to the CPU, and matrix products to BLAS if it is used.
+        If needed, ggml's scheduler assigns nodes that the device does not support to the CPU, and matrix products to
+        BLAS.
         """
         if self._backend.blas or self._backend.unsupported(self._nodes()):
             pair = (ctypes.c_void_p * 2)(*self._backend.all)
@@ -92,7 +93,7 @@ class StaticGraph:
         return int(ggml.ggml_gallocr_get_buffer_size(self._allocator, 0))
 
     def _nodes(self) -> list[Any]:
-        """Return the nodes that compute something; views do not."""
+        """Return the nodes that compute something, which excludes views."""
         nodes = (ggml.ggml_graph_node(self._graph, i) for i in range(ggml.ggml_graph_n_nodes(self._graph)))
         return [n for n in nodes if op_name(n) not in VIEWS]
 
@@ -101,16 +102,16 @@ class StaticGraph:
         return Counter(map(op_name, self._nodes()))
 
     def unsupported_in_place(self) -> set[str]:
-        """Return unsupported ops that change a tensor in device memory, which no scheduler can move to the CPU."""
+        """Return unsupported ops that change a tensor in place, so that the scheduler cannot move them to the CPU."""
         return {*map(op_name, self._backend.unsupported(self._nodes()))} & IN_PLACE
 
     def unsupported_ops(self, device: str) -> set[str]:
-        """Return the ops of this graph that a device does not support."""
+        """Return the ops of this graph that the device of this name does not support."""
         target = find_device(device)
         return {op_name(n) for n in self._nodes() if not ggml.ggml_backend_dev_supports_op(target, n)}
 
     def residency(self) -> dict[str, dict[str, int]]:
-        """Count the finished graph's nodes by backend and op."""
+        """Return how many nodes of each op each backend computes: {backend: {op: count}}. Call `finish` first."""
         counts: dict[str, Counter[str]] = {}
         for node in self._nodes():
             ptr = self._scheduler and ggml.ggml_backend_sched_get_tensor_backend(self._scheduler, node)
@@ -119,7 +120,7 @@ class StaticGraph:
         return {name: dict(sorted(ops.items())) for name, ops in sorted(counts.items())}
 
     def off_device(self, residency: dict[str, dict[str, int]]) -> int:
-        """Count the nodes that the scheduler moved to the CPU because the device does not support them."""
+        """Count the nodes in `residency` that run on the CPU because the device does not support them."""
         backends = self._backend.all if self._backend.blas else [self._backend.ptr]
         names = {ggml.ggml_backend_name(p).decode() for p in backends}
         return sum(sum(ops.values()) for name, ops in residency.items() if name not in names)

@@ -21,7 +21,7 @@ TYPES: dict[np.dtype[Any], int] = {np.dtype(np.float32): F32, np.dtype(np.int32)
 
 @dataclass(frozen=True, eq=False)
 class Node:
-    """A tensor of a graph: ggml's pointer and the shape, [.., d]."""
+    """A tensor of a graph: ggml's pointer to it, and its shape in numpy's order."""
 
     ptr: Any
     shape: tuple[int, ...]
@@ -35,7 +35,7 @@ def context(size: int) -> Any:
 
 
 class _Tensors:
-    """Up to `count` tensors that live as long as the session."""
+    """Base class of up to `count` tensors that exist until the session closes."""
 
     def __init__(self, backend: Backend, count: int):
         self._backend = backend
@@ -95,7 +95,11 @@ class MappedFile(_Tensors):
             self._buffer = ggml.ggml_backend_cpu_buffer_from_ptr(self._bytes.ctypes.data, self._bytes.size)
 
     def tensor(self, shape: tuple[int, ...], type_id: int, offset: int, nbytes: int) -> Node:
-        """Return the tensor of a ggml type at an offset of the file; the caller guarantees that both are right."""
+        """Return the tensor of ggml's type `type_id` that is stored at byte `offset` of the file.
+
+        The caller must have validated both. Raise GraphError if the type and shape do not take `nbytes`, or if the file
+        ends earlier.
+        """
         ptr = self._new(shape, type_id)
         if ggml.ggml_nbytes(ptr) != nbytes or offset + nbytes > self._bytes.size:
             raise GraphError(f"a tensor of {list(shape)} does not fit {nbytes} bytes at offset {offset} of its file")
@@ -106,7 +110,7 @@ class MappedFile(_Tensors):
         return Node(ptr, shape, math.prod(shape), type_id != F32)
 
     def allocate(self) -> None:
-        """Copy the tensors that are not mapped."""
+        """Copy the tensors to the device; on the CPU, where they are memory-mapped, do nothing."""
         if not self._copies:
             return
         self._buffer = ggml.ggml_backend_alloc_ctx_tensors(self._context, self._backend.ptr)
@@ -146,7 +150,7 @@ def get_all(backend: Backend, pairs: Iterable[tuple[Node, np.ndarray]]) -> None:
 
 
 def host_arrays(backend: Backend, nodes: Mapping[str, Node]) -> dict[str, np.ndarray]:
-    """Allocate an array for each node. For a GPU the arrays are in pinned memory, which makes copies fast."""
+    """Return an uninitialised float32 array for each node, by name; for a GPU, in pinned memory for fast copies."""
     kind = ggml.ggml_backend_dev_host_buffer_type(ggml.ggml_backend_get_device(backend.ptr))
     size = 4 * sum(node.size for node in nodes.values())
     buffer = ggml.ggml_backend_buft_alloc_buffer(kind, size) if kind and size else None

@@ -24,7 +24,7 @@ POOLED_KEYS = ("seed", "name", "plugins", "callbacks", "checkpoint_every", "chec
 
 @dataclass
 class Entry:
-    """A run in a comparison; `overrides` are the settings that distinguish its point."""
+    """A run in a comparison; `overrides` are its values of the settings that differ between the compared runs."""
 
     number: int
     run: Run
@@ -41,18 +41,18 @@ class Entry:
 
     @cached_property
     def facts(self) -> dict[str, Any]:
-        """Data, engine and machine, from the run's first event."""
+        """Facts about the run's data, engine and machine, from its first event."""
         return read_run_facts(self.run.path)
 
     @cached_property
     def sources(self) -> Mapping[str, str]:
-        """Digests of data and files by role; for a run that recorded none, from the facts of its data."""
+        """Digests of the data and files that the run read, by what they cover (`data`, `base`, ...)."""
         return read_origin(self.run.path).sources
 
 
 @dataclass
 class Comparison:
-    """Runs in points, the best first. A point holds the runs that differ only in their seed."""
+    """Comparison of runs. Runs that differ only in their seed form a point; points are ranked, the best first."""
 
     entries: list[Entry]
     keys: list[str]  # settings that differ between points, one of each linked group
@@ -70,7 +70,7 @@ class Comparison:
     def build(cls, runs: Iterable[Run], metric: str = "loss", pool: bool = False) -> Comparison:
         """Compare runs by a held-out metric, or by the training loss if no run has the metric.
 
-        Unless `pool`, equal runs in different directories or with different names form different points.
+        Runs with equal settings in different directories or with different names form different points, unless `pool`.
         """
         entries = [Entry(number, run, _read_settings(run)) for number, run in enumerate(runs)]
         _mark_sources(entries)
@@ -95,7 +95,7 @@ class Comparison:
         return best_runs
 
     def values(self, key: str) -> list[str]:
-        """Return the values that a setting has in these runs."""
+        """Return the different values that a setting has in these runs."""
         return list(dict.fromkeys(e.settings[key] for e in self.entries if key in e.settings))
 
     @property
@@ -109,7 +109,10 @@ class Comparison:
         return list(dict.fromkeys(name for entry in self.entries for name in entry.run.scores))
 
     def label(self, entry: Entry, brief: bool = False) -> str:
-        """Return a point's settings, with the last part of each key; if `brief`, presets without their key."""
+        """Return the label of an entry's point: its differing settings with short keys, such as `lr=0.01  rank=8`.
+
+        If `brief`, names of models, recipes and other parts stand without their key.
+        """
         pairs = zip(self.keys, short_keys(self.keys), strict=True)
         values = [(key, word, entry.settings[key]) for key, word in pairs if key in entry.settings]
         parts = [value if brief and key in PARTS else f"{word}={value}" for key, word, value in values]
@@ -150,10 +153,10 @@ class Comparison:
 
 
 def varying_keys(each: Sequence[Mapping[str, str]]) -> list[str]:
-    """Return the settings with several values among the runs that have them; presets come first.
+    """Return the keys of the settings that have several values in `each`, the settings of each run.
 
-    A setting that only some runs have, such as recipe.rank of recipe=lora, does not count as a difference to the
-    others.
+    Keys of parts, such as `model`, come first. A run without a setting, such as recipe.rank if its recipe is not lora,
+    does not differ in it.
     """
     keys = list(dict.fromkeys(key for one in each for key in one))
     varying = [key for key in keys if len({one[key] for one in each if key in one}) > 1]
@@ -161,7 +164,10 @@ def varying_keys(each: Sequence[Mapping[str, str]]) -> list[str]:
 
 
 def group_keys(keys: Sequence[str], entries: Sequence[Entry]) -> tuple[list[str], dict[str, list[str]]]:
-    """Return one key of each group of keys that vary together, and the other keys of each group."""
+    """Group keys whose values change together from run to run.
+
+    Return the first key of each group, and a dict from it to the other keys of its group.
+    """
     leaders: dict[tuple[int, ...], str] = {}
     along: dict[str, list[str]] = {}
     for key in keys:
@@ -174,7 +180,10 @@ def group_keys(keys: Sequence[str], entries: Sequence[Entry]) -> tuple[list[str]
 
 
 def _mark_sources(entries: Sequence[Entry]) -> None:
-    """Add a digest setting to runs whose data or files differ, so that they form different points."""
+    """Add the digests of data and files that differ between runs to their settings.
+
+    Runs that read different files then form different points.
+    """
     roles = dict.fromkeys(role for entry in entries for role in entry.sources if role not in UNCOMPARED_DIGESTS)
     for role in roles:
         if len({entry.sources[role] for entry in entries if role in entry.sources}) > 1:
@@ -186,11 +195,12 @@ def _mark_sources(entries: Sequence[Entry]) -> None:
 
 
 def _mark_owners(entries: Sequence[Entry]) -> None:
-    """Add the setting WHOSE if equal runs are repeats, or were started in different directories.
+    """Add the setting `whose` to tell runs of different people apart, which would otherwise count as repeats.
 
-    Its value is the run's name if repeats differ in it. Otherwise it is the first directory (or zip archive) below the
-    common parent of all runs. Runs that lie side by side get the directory in which they were started; if they recorded
-    none, all runs count as one person's.
+    This is done if runs with equal settings have the same seed or were started in different directories. The value is
+    the run's name, if such repeats have different names. Otherwise it is the first directory (or zip archive) below the
+    common parent of all runs or, for runs in one directory, the directory in which each was started. If none recorded
+    that and some settings have several seeds, nothing is added.
     """
     known_entries = [entry for entry in entries if entry.has_settings]
     groups: dict[str, list[Entry]] = {}
@@ -218,9 +228,10 @@ def _mark_owners(entries: Sequence[Entry]) -> None:
 
 
 def _read_settings(run: Run) -> dict[str, str]:
-    """Return the settings of config.yaml; engine=auto is replaced by the engine that was chosen.
+    """Return the settings of a run by key, with the chosen engine instead of engine=auto.
 
-    `schedule` names the callbacks that scale the learning rate or another number: only these make runs differ.
+    An added key `schedule` names the callbacks that scale the learning rate or another number: of all callbacks, only
+    these make runs differ.
     """
     settings = dict(setting_texts(run.path))
     if settings.get("engine") == "auto" and run.engine:
@@ -231,7 +242,7 @@ def _read_settings(run: Run) -> dict[str, str]:
 
 
 def seed_key(entry: Entry) -> object:
-    """Return a key that is equal for runs of a point with the same seed."""
+    """Return the seed of a run, as a key that groups runs; a run whose seed is unknown gets a key of its own."""
     return ("seed", entry.settings["seed"]) if "seed" in entry.settings else entry.number
 
 

@@ -34,7 +34,10 @@ Curve = tuple[np.ndarray, np.ndarray]  # steps, values
 
 
 def read_run_facts(run: Path) -> dict[str, Any]:
-    """Return the first event of a run: machine, engine, model, data; empty if it cannot be read."""
+    """Return the facts in the first event of a run, such as host, model and data; {} if it cannot be read.
+
+    All values are dicts ({} if damaged), except that of `cwd`, which is a string.
+    """
     first_event = read_first_event(run)
     cwd = {key: value for key, value in first_event.items() if key == "cwd" and isinstance(value, str)}
     return {key: value if isinstance(value, dict) else {} for key, value in first_event.items() if key != "kind"} | cwd
@@ -42,9 +45,9 @@ def read_run_facts(run: Path) -> dict[str, Any]:
 
 @dataclass(frozen=True, eq=False)
 class History(Mapping[str, np.ndarray]):
-    """Numbers of a run, from its events.jsonl: float64 arrays [N] by name, with one entry for each recorded step.
+    """Training history of a run, from its events.jsonl: a mapping from names to arrays [N], with N recorded steps.
 
-    NaN stands for a number that was not recorded or not finite. `history["loss"]` and `history.loss` are the same.
+    Numbers are float64; NaN means not recorded or not finite. `history["loss"]` and `history.loss` are the same.
     """
 
     step: np.ndarray  # [N] int64, from 1: number of steps trained
@@ -95,11 +98,11 @@ class History(Mapping[str, np.ndarray]):
         )  # fmt: skip
 
     def curve(self, name: str) -> Curve:
-        """Return the steps at which a number is finite, and its values."""
+        """Return the steps at which the training number `name` is finite, and its values there."""
         return _finite_points(self.step, self[name])
 
     def held_out_curve(self, name: str) -> Curve:
-        """Return the steps at which a held-out metric is finite, and its values."""
+        """Return the steps at which a held-out metric is finite, and its values; two empty arrays without it."""
         return (
             _finite_points(self.held_out["step"], self.held_out[name])
             if name in self.held_out
@@ -107,7 +110,9 @@ class History(Mapping[str, np.ndarray]):
         )
 
     def frame(self) -> pandas.DataFrame:
-        """Return a DataFrame with a row for each recorded or evaluated step; held-out metrics are `held_out_loss`, ....
+        """Return a pandas DataFrame with a row for each recorded or evaluated step.
+
+        Columns of held-out metrics are called `held_out_loss` and so on.
 
         Raise Unavailable without pandas.
         """
@@ -182,7 +187,7 @@ def _parse_line(line: bytes) -> Any:
 
 
 def average_bins(curve: Curve, most: int) -> Curve:
-    """Average a curve over at most `most` bins with equal numbers of steps."""
+    """Return a curve with at most `most` points, each the mean step and mean value of a bin of consecutive points."""
     steps, values = curve
     n = len(steps)
     if n <= most:

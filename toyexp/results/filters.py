@@ -31,7 +31,7 @@ KEY_ALIASES = {
 
 @dataclass(frozen=True)
 class Filter:
-    """A condition on one setting or number of a run."""
+    """A condition on one setting or number of a run, such as `loss<3`: key, operator and value."""
 
     text: str
     key: str
@@ -40,7 +40,10 @@ class Filter:
 
     @classmethod
     def parse(cls, word: str) -> Filter | None:
-        """Parse a word as a filter; return None if it is none, for example a directory."""
+        """Parse a word as a filter. Return None if it is not a filter but, for example, a directory.
+
+        Raise UserError if the operator does not suit the key or the value.
+        """
         match = FILTER.fullmatch(word)
         if not match or os.path.lexists(word):
             return None
@@ -55,7 +58,10 @@ class Filter:
         return cls(word, name, sign, value)
 
     def matches(self, value: Any) -> bool:
-        """Return True if a run with this value matches. A missing value matches != only, or an empty value or null."""
+        """Return True if a run with this value of the key matches the filter.
+
+        A run without a value (None) matches `!=`, and `=` with nothing or null behind it.
+        """
         if value is None:
             return self.sign == "!=" or (self.sign == "=" and self.value in ("", "null"))
         if self.sign in ("=", "!="):
@@ -70,16 +76,16 @@ class Filter:
 
 
 def split_filters(words: Sequence[str]) -> tuple[list[str], list[Filter]]:
-    """Split words into paths and filters."""
+    """Split the words of a command line into paths and parsed filters."""
     filters = [Filter.parse(word) for word in words]
     places = [word for word, one in zip(words, filters, strict=True) if one is None]
     return places, [one for one in filters if one is not None]
 
 
 def filter_runs(runs: Iterable[Run], filters: Sequence[Filter], notes: list[str]) -> list[Run]:
-    """Return the runs that match all filters; add notes about runs whose settings cannot be read.
+    """Return the runs that match all filters. Add a note for each run whose settings cannot be read.
 
-    Raise UserError for a key that no run has, and for an order comparison with text.
+    Raise UserError for a key that no run has, and if a value to compare with < or > is text.
     """
     runs, known_keys = list(runs), set(COLUMNS)
     quick = [f for f in filters if f.key in COLUMNS]
@@ -112,7 +118,10 @@ def filter_runs(runs: Iterable[Run], filters: Sequence[Filter], notes: list[str]
 
 
 def sort_runs(runs: Iterable[Run], key: str) -> list[Run]:
-    """Sort runs by a column or setting, ascending; `-key` descending. Runs without a value come last."""
+    """Return the runs sorted by a column or setting, in ascending order, or descending for `-key`.
+
+    Runs without a value come last. Raise UserError for a key that no run has.
+    """
     runs, falling, name = list(runs), key.startswith("-"), key.lstrip("-")
     name = KEY_ALIASES.get(name, name)
     values: list[Any] = [run.value(name) for run in runs]
@@ -151,7 +160,10 @@ def _is_equal(value: Any, asked: str, printed: bool) -> bool:
 
 
 def _parse_time(word: str, text: str) -> datetime:
-    """Return a time, or the start of a day, month or year. The default time zone is this machine's."""
+    """Parse a date or time; for a day, month or year, return its start. The default time zone is this machine's.
+
+    Raise UserError, which quotes `word`, for other texts.
+    """
     day = datetime.now().astimezone().replace(hour=0, minute=0, second=0, microsecond=0)
     if text in ("today", "yesterday"):
         return day - timedelta(days=text == "yesterday")

@@ -28,7 +28,10 @@ OBSERVERS = {"on_start", "on_step", "on_eval", "on_checkpoint", "on_event"}
 
 class _Manager(pluggy.PluginManager):
     def parse_hookimpl_opts(self, plugin: object, name: str) -> Any:
-        """Inspect hooks only: pluggy would inspect every attribute of a callback, which takes a millisecond."""
+        """Return pluggy's options of `name` if it is a hook, otherwise None.
+
+        pluggy would inspect every attribute of a callback, which takes a millisecond.
+        """
         return super().parse_hookimpl_opts(plugin, name) if name in QUESTIONS | OBSERVERS else None
 
 
@@ -75,7 +78,10 @@ class Bus:
         self._wait_checks = [c.should_wait for c in callbacks.values() if not _never_waits(c)]
 
     def lr(self, run: Run, step: int) -> float:
-        """Return the learning rate of the 0-based `step`. Raise RunFailed if a callback returns an invalid one."""
+        """Return the learning rate of the 0-based `step`: the schedule's, or the run's `lr` if no callback sets it.
+
+        Raise RunFailed if a callback returns an invalid learning rate.
+        """
         answers = (call(run, step, run.steps) for call in self._lr_hooks)
         answer = next((answer for answer in answers if answer is not None), None)
         if answer is None:
@@ -105,7 +111,10 @@ class Bus:
             metrics.add(pending)
 
     def log_numbers(self, run: Run, numbers: Mapping[str, float]) -> None:
-        """Add numbers to the metrics of the current or next step or evaluation; at the end, emit them as an event."""
+        """Add numbers that a callback logs to the metrics of a step or evaluation: the current one, or else the next.
+
+        While the run ends there is no next step, so the numbers are emitted as an event `log`.
+        """
         if self._metrics is not None:
             self._metrics.add(numbers)
         elif self._ending:
@@ -114,7 +123,10 @@ class Bus:
             self._pending |= numbers
 
     def _calls(self, hook: str, *given: str) -> Sequence[Callable[..., Any]]:
-        """Return a hook's functions in order, to be called with `given`. Calls through pluggy take twice as long."""
+        """Return the functions that implement `hook`, in the order of the callbacks.
+
+        Each takes the arguments named `given` by position. A call through pluggy would take twice as long.
+        """
         impls = getattr(self.hook, hook).get_hookimpls()
         if any(impl.wrapper or impl.hookwrapper for impl in impls):
             return [lambda *values: getattr(self.hook, hook)(**dict(zip(given, values, strict=True)))]
@@ -123,7 +135,10 @@ class Bus:
         ]
 
     def factors(self, run: Run, step: int) -> dict[str, float]:
-        """Return factors of the optimiser's numbers at the 0-based `step`. Raise RunFailed for an invalid one."""
+        """Return the factors by which callbacks scale the optimiser's numbers (such as beta1) at the 0-based `step`.
+
+        The keys are the names of the numbers. Raise RunFailed if a factor is invalid or two callbacks scale one number.
+        """
         factors: dict[str, float] = {}
         if not self._has_factors:
             return factors
@@ -143,11 +158,14 @@ class Bus:
         return factors
 
     def should_wait(self, step: int) -> bool:
-        """Return True if a callback reads the run after `step`: the next step is launched afterwards."""
+        """Return True if a callback must see the run as it is after `step`, before the next step is launched."""
         return any(check(step) for check in self._wait_checks)
 
     def _guard(self, name: str, function: Callable[..., Any], raises: bool) -> Callable[..., Any]:
-        """Wrap a hook to attribute its errors to the callback. Errors of observers are kept until `check`."""
+        """Wrap a callback's hook so that its errors name the callback.
+
+        If `raises`, the wrapper raises an error at once; otherwise `check` raises the first error later.
+        """
 
         def call(*arguments: Any) -> Any:
             try:
@@ -168,13 +186,16 @@ class Bus:
         return "at the end" if self._ending else "at the start" if self.step is None else f"at step {self.step}"
 
     def check(self) -> None:
-        """Raise the first error of an observer since the last call."""
+        """Raise the first error, since the last call, of on_start, on_step, on_eval, on_checkpoint or on_event."""
         failure, self._failure = self._failure, None
         if failure is not None:
             raise failure
 
     def emit(self, run: Run, kind: str, fields: dict[str, Any]) -> None:
-        """Call on_event of all callbacks. Also record the file of an `export`, and print and log a `warning`."""
+        """Call on_event of all callbacks.
+
+        For an event `export`, also record the path of the written file; print and log the text of a `warning`.
+        """
         if kind == "export":
             self.artifacts.append(Path(fields["path"]))
             if "step" in fields:
@@ -188,9 +209,10 @@ class Bus:
         self, run: Run, reason: str, error: BaseException | None,
         signal: Callable[[], BaseException | None] = lambda: None,
     ) -> list[Exception]:  # fmt: skip
-        """Call on_end of every callback, recorders (`closes_last`) last; return the errors.
+        """Call on_end of every callback and return the errors that they raised.
 
-        Recorders get the first failure. `signal` returns the first Ctrl-C; a second is raised after all calls.
+        Recorders (callbacks with `closes_last`) come last and get the first error. `signal` returns the Ctrl-C that
+        ended the run, if any; a second Ctrl-C is raised after all calls.
         """
         self._ending = True
         raised: list[BaseException] = []
@@ -229,13 +251,16 @@ def _select_arguments(function: Callable[..., Any], indices: Sequence[int]) -> C
 
 
 def _never_waits(callback: Callback) -> bool:
-    """Return True if a callback inherits `should_wait` and its answer is False, which then holds for every step."""
+    """Return True if `should_wait` of a callback is False at every step.
+
+    This holds if the callback inherits the method and the method returns False for one step.
+    """
     own = getattr(callback.should_wait, "__func__", None)
     return own in (Callback.should_wait, Schedule.should_wait) and not callback.should_wait(1)
 
 
 def _scales_only_lr(callback: object) -> bool:
-    """Return True for a schedule that scales no number but the learning rate at any step."""
+    """Return True if a callback is a schedule of the learning rate that scales no other number."""
     return isinstance(callback, Schedule) and callback.scales == "lr" and type(callback).factors is Schedule.factors
 
 

@@ -58,7 +58,10 @@ class Checkpoint:
 
 
 def write_checkpoint(folder: Path, step: int, arrays: Mapping[str, np.ndarray], state: Mapping[str, Any]) -> Path:
-    """Write `folder`/step-<step> atomically, replacing a directory of that name. Raise OSError if that fails."""
+    """Write the checkpoint directory `folder`/step-<step> atomically and return its path.
+
+    A directory of that name is replaced. Raise OSError if the checkpoint cannot be written.
+    """
     from concurrent.futures import ThreadPoolExecutor  # deferred: not needed by runs without checkpoints
 
     from safetensors import SafetensorError
@@ -100,7 +103,7 @@ def _digest(path: Path) -> tuple[int, str]:
 
 
 def list_checkpoints(folder: Path) -> dict[int, Path]:
-    """Return the checkpoint directories below `folder` by step, newest first, without verifying them."""
+    """Return the paths of the checkpoints in `folder` by step, newest first, without verifying them."""
     if not folder.is_dir():
         return {}
     paths = [path for path in folder.iterdir() if re.fullmatch(r"step-\d{1,18}", path.name) and path.is_dir()]
@@ -108,7 +111,10 @@ def list_checkpoints(folder: Path) -> dict[int, Path]:
 
 
 def read_newest(folder: Path) -> tuple[Checkpoint | None, list[str]]:
-    """Return the newest valid checkpoint and an error message per newer damaged one. Raise NewerCheckpointFormat."""
+    """Return the newest valid checkpoint (or None), and an error message for each damaged checkpoint that is newer.
+
+    Raise NewerCheckpointFormat if a newer toyexp wrote a checkpoint.
+    """
     damaged: list[str] = []
     for path in list_checkpoints(folder).values():
         try:
@@ -119,7 +125,10 @@ def read_newest(folder: Path) -> tuple[Checkpoint | None, list[str]]:
 
 
 def read_checkpoint(path: Path, with_state: bool = True) -> Checkpoint:
-    """Read a checkpoint, by default with optimiser state. Raise DamagedCheckpoint or NewerCheckpointFormat."""
+    """Read and verify the checkpoint directory `path`; `with_state=False` leaves the optimiser state out.
+
+    Raise DamagedCheckpoint if it is incomplete or changed, NewerCheckpointFormat if a newer toyexp wrote it.
+    """
     if link := next((name for name in (MANIFEST, ARRAYS, STATE) if (path / name).is_symlink()), None):
         raise DamagedCheckpoint(f"{path / link}: is a link, which a checkpoint must not hold; replace it by the file")
     manifest = read_json(path / MANIFEST)
@@ -158,7 +167,7 @@ def read_checkpoint(path: Path, with_state: bool = True) -> Checkpoint:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Return the object in a JSON file of a checkpoint. Raise DamagedCheckpoint if it cannot be read."""
+    """Return the JSON object in a file as a dict. Raise DamagedCheckpoint if the file cannot be read as one."""
     try:
         with open_file(path) as file:
             text = file.read(JSON_LIMIT + 1)
@@ -177,7 +186,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def read_json_or_empty(path: Path) -> dict[str, Any]:
-    """Return the object in a JSON file of a checkpoint or run; {} if it cannot be read."""
+    """Return the JSON object in a file as a dict; {} if the file cannot be read or holds no object."""
     try:
         return read_json(path)
     except DamagedCheckpoint:
@@ -185,12 +194,15 @@ def read_json_or_empty(path: Path) -> dict[str, Any]:
 
 
 def read_result(directory: Path) -> dict[str, Any]:
-    """Return a run's result.json; {} if it cannot be read."""
+    """Return the content of result.json in a run directory; {} if the file is missing or cannot be read."""
     return read_json_or_empty(directory / "result.json")
 
 
 def matches_type(value: Any, hint: Any) -> bool:
-    """Return True if JSON data has a type: a scalar (int: 64 bits), a union, list[T] or Mapping[str, T]."""
+    """Return True if parsed JSON `value` has the type `hint`: a scalar type, a union, list[T] or Mapping[str, T].
+
+    An int must fit into 64 bits.
+    """
     parts = typing.get_args(hint)
     match typing.get_origin(hint):
         case None if hint is int:

@@ -1,4 +1,4 @@
-"""Checkpointing during a run: when a checkpoint is due, writing it in a thread, deleting old ones."""
+"""Checkpointing during a run: decide when a checkpoint is due, write it in a thread, delete old checkpoints."""
 
 from __future__ import annotations
 
@@ -48,8 +48,8 @@ class WrittenCheckpoint:
 class CheckpointKeeper:
     """Checkpoint writer of one run. It writes in a thread and keeps the last few checkpoints and the best.
 
-    A failed write does not stop training: the last good checkpoint stays and the next one is tried. A snapshot's arrays
-    are reused for a later snapshot only after its checkpoint was written.
+    A failed write does not stop training: the last good checkpoint stays, and the next one is written when it is due. A
+    snapshot's arrays are reused for a later snapshot only after its checkpoint was written.
     """
 
     def __init__(
@@ -76,12 +76,16 @@ class CheckpointKeeper:
             shutil.rmtree(stale, ignore_errors=True)  # this process holds the run's lock: nobody writes there
 
     def check(self, scores: Mapping[str, float]) -> None:
-        """Raise UserError if the metric of `checkpoint_best` is not among an evaluation's metrics."""
+        """Raise UserError if the metric of `checkpoint_best` is not among `scores`, an evaluation's metrics."""
         if self.metric and scores and self.metric not in scores:
             raise UserError(f"checkpoint_best={printable(self.metric)}: {suggest(self.metric, scores)}")
 
     def is_due(self, step: int, scores: Mapping[str, float], last: bool, asked: bool = False) -> bool:
-        """Return True if the state after `step` should be saved; `scores` are the metrics of an evaluation there."""
+        """Return True if the state after `step` should be saved.
+
+        `scores` are the metrics of an evaluation at this step ({} if there was none), `last` marks the last step, and
+        `asked` a checkpoint that the user requested.
+        """
         if step == self._last_step:
             return False
         better = False
@@ -94,11 +98,15 @@ class CheckpointKeeper:
         return asked or better or (last and bool(self._interval)) or self._interval.due(step, waited)
 
     def needs_attention(self, step: int) -> bool:
-        """Return True if a checkpoint is due after `step` or a result is to be reported."""
+        """Return True if a checkpoint is due after `step`, or if a finished or failed write is not yet reported."""
         return bool(self._outcomes) or self._interval.due(step, time.monotonic() - self._last_time)
 
     def best(self, present: int, weights: bool = True) -> Best | None:
-        """Return the best evaluation whose weights are on disk or current (step `present`). Raise DamagedCheckpoint."""
+        """Return the best evaluation whose weights still exist, in a checkpoint or in memory; None if there is none.
+
+        `present` is the step of the weights in memory. `weights=False` does not read weights from the checkpoint. Raise
+        DamagedCheckpoint if they cannot be read.
+        """
         self.wait()  # count the checkpoint that is being written
         existing = list_checkpoints(self._folder)
         scores = {step: score for step, score in self.scores.items() if step == present or step in existing}
@@ -116,7 +124,11 @@ class CheckpointKeeper:
         self, step: int, snapshot: Callable[[Arrays | None], Arrays], state: Mapping[str, Any],
         sync: Callable[[], None] = lambda: None,
     ) -> None:  # fmt: skip
-        """Take a snapshot and start writing it, after `sync`. Wait if two are unwritten or memory is short."""
+        """Take a snapshot of the session and start a thread that calls `sync` and writes the checkpoint.
+
+        `snapshot` gets the arrays of an earlier snapshot to reuse, or None. The call waits while two snapshots are
+        unwritten (one, if memory is short).
+        """
         spare = self._spare.get()
         if spare is None and self._bytes and (available_bytes() or 2 * self._bytes) < 2 * self._bytes:
             spare = self._spare.get()  # use one snapshot only from now on
@@ -154,7 +166,11 @@ class CheckpointKeeper:
             self._spare.put(arrays if self._overwrites else None)
 
     def _prune(self, newest: int) -> None:
-        """Delete this run's valid checkpoints except the last few, the best and the one it was resumed from."""
+        """Delete old checkpoints up to step `newest` that this run wrote and that are valid.
+
+        The latest `checkpoint_keep` checkpoints and the best stay. The checkpoint that the run was resumed from stays
+        until two others exist.
+        """
         existing = {step: path for step, path in list_checkpoints(self._folder).items() if step <= newest}
         kept_steps = set(list(existing)[: self._keep if self._interval or not self.metric else 1])
         scores = {s: v for s, v in self.scores.items() if s in existing}
@@ -167,7 +183,10 @@ class CheckpointKeeper:
                 shutil.rmtree(path, ignore_errors=True)
 
     def pop_written_checkpoints(self) -> Sequence[WrittenCheckpoint]:
-        """Return the checkpoints written since the last call; log failed ones and set `trouble` for the first."""
+        """Return the checkpoints that were written since the last call, and log the errors of failed writes.
+
+        The first error after a successful write is also stored in `trouble`, for the caller to report.
+        """
         written = []
         while self._outcomes:
             outcome = self._outcomes.pop(0)

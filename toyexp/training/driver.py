@@ -1,4 +1,7 @@
-"""The driver: it answers the requests of one or more training loops (generators) with the sessions of a stack."""
+"""The driver of training loops, which are generators that yield requests for steps and evaluations.
+
+It answers the requests of one or more loops with the sessions of a stack: runs that are computed together.
+"""
 
 from __future__ import annotations
 
@@ -18,33 +21,37 @@ from toyexp.interfaces.stack import Stack
 
 @dataclass(frozen=True)
 class Realize:
-    """Request for an open session of a plan, which answers all later requests of the loop."""
+    """Request to open a session for a plan on an engine. The session answers all later requests of the loop."""
 
     engine: Engine
     plan: Plan
 
     def answer(self) -> Stack:
-        """Open a session for one run."""
+        """Open the session and return it as a stack of one run."""
         return Stack([self.engine.realize(self.plan).require_open()])
 
 
 @dataclass(frozen=True)
 class Step:
-    """Request for steps. The answer has one function per launched step (at least one), which waits for its metrics."""
+    """Request to launch training steps, one for each input.
+
+    The driver launches at least the first. It answers with a list of functions, one for each launched step; each waits
+    for its step and returns the metrics.
+    """
 
     inputs: Sequence[StepInput]
 
 
 @dataclass(frozen=True)
 class Evaluate:
-    """Request for the loss and the model's metrics on the batches that `batches()` returns."""
+    """Request to evaluate the model on the batches that `batches()` returns. The answer is (loss, metrics by name)."""
 
     batches: Callable[[], Iterable[Batch]]
 
 
 @dataclass(frozen=True)
 class Pause:
-    """Empty request, made before a loop blocks on the disk: the other runs take their steps first."""
+    """Request for nothing. A loop yields it before it waits for the disk, so that other runs take their steps first."""
 
 
 T = TypeVar("T")
@@ -55,11 +62,12 @@ Answer = Callable[[], Any]  # returns the value to send to a loop, or raises the
 
 
 def drive(loops: Sequence[Requests[T]], stack: Stack, starts: Sequence[Resume] = ()) -> list[T | Exception]:
-    """Answer loops until all have ended, each with its row of the stack; return their results or exceptions.
+    """Run all training loops to their ends; return for each loop its result, or the exception that ended it.
 
-    `starts` resume loops that have already started. In each round every loop makes a request. Evaluations are answered
-    first. Then the steps of all loops are launched together, as many as every loop requested. An Exception ends only
-    its own loop; any other BaseException, such as a second signal, ends all.
+    Loop i uses session i of the stack. `starts` holds, for loops that have already yielded, a function each that
+    continues the loop. In each round every loop makes a request. If loops request evaluations, these are answered
+    first. Otherwise the driver launches the steps of all loops together, as many as the smallest request has. An
+    Exception ends only its own loop; any other BaseException, such as a second Ctrl-C, ends all loops.
     """
     ends: dict[int, T | Exception] = {}
     requests: dict[int, Request] = {}
@@ -81,7 +89,11 @@ def drive(loops: Sequence[Requests[T]], stack: Stack, starts: Sequence[Resume] =
 
 
 def bind_sessions(loops: Sequence[Requests[Any]], opened: Stack | Exception) -> tuple[Stack, Sequence[Resume]]:
-    """Return the stack and the functions that resume its loops with their sessions, or with the error of opening it."""
+    """Return the arguments `stack` and `starts` of `drive`, for loops that have requested their sessions.
+
+    The functions in `starts` send each loop its session. If `opened` is an exception, they throw it into each loop, and
+    the stack is empty.
+    """
     if isinstance(opened, Exception):
         return Stack([]), [partial(loop.throw, opened) for loop in loops]
     return opened, [partial(loop.send, session) for loop, session in zip(loops, opened.sessions, strict=True)]
@@ -89,7 +101,7 @@ def bind_sessions(loops: Sequence[Requests[Any]], opened: Stack | Exception) -> 
 
 @contextlib.contextmanager
 def forward_interrupts(loops: Iterable[Requests[Any]]) -> Iterator[None]:
-    """Throw an interrupt that arrives outside the loops into each loop that has not ended."""
+    """Throw an interrupt, such as Ctrl-C, that is raised in the `with` block into each loop that has not ended."""
     try:
         yield
     except BaseException as error:
@@ -113,7 +125,10 @@ def _evaluate(stack: Stack, evals: Mapping[int, Callable[[], Iterable[Batch]]]) 
 
 
 def _begin_steps(stack: Stack, requests: Mapping[int, Request]) -> Mapping[int, Answer]:
-    """Launch the steps of a round; return for each loop the functions that wait for its metrics."""
+    """Launch the steps of a round together; return the answers to the requests by row.
+
+    An answer returns the list of functions that wait for the metrics of the launched steps, or raises the error.
+    """
     steps = {row: request.inputs for row, request in sorted(requests.items()) if isinstance(request, Step)}
     count = min(map(len, steps.values()), default=0)
     try:
@@ -133,7 +148,7 @@ def _resume(loop: Requests[Any], answer: Answer) -> Request:
 
 
 def _raiser(error: Exception) -> Answer:
-    """Return a function that raises an error in several loops, each time with the original traceback."""
+    """Return a function that raises `error` with its original traceback, however often it is called."""
     traceback = error.__traceback__
 
     def answer() -> NoReturn:

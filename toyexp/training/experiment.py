@@ -46,7 +46,10 @@ log = logging.getLogger("toyexp")
 
 @attribute_part_errors()
 def prepare(config: Config) -> Prepared:
-    """Open the data and plan the run. Raise UserError for settings that cannot work."""
+    """Open the data, build the plan and check both; nothing is trained or written.
+
+    Raise UserError for settings that are invalid or do not fit together.
+    """
     require_utf8(config.plain)
     model, recipe, accumulate = config.model, config.recipe, config.optim.accumulate
     if reason := incompatibility(recipe, model):
@@ -148,7 +151,10 @@ def execute(
     say: Callable[[str], None] = lambda line: None,
     resumed: ResumeState | None = None,
 ) -> Result:
-    """Run a prepared experiment in `directory` and return its result; `say` prints a line for the user."""
+    """Run a prepared experiment in `directory` and return its result.
+
+    `say` prints a line for the user; `resumed` is the state that a resumed run continues from.
+    """
     with catch_signals() as signals:
         loop = run_requests(prepared, directory, signals, say, resumed)
         with forward_interrupts([loop]):
@@ -168,7 +174,10 @@ def execute(
 def run_requests(
     prepared: Prepared, directory: Path, signals: Signals, say: Callable[[str], None], resumed: ResumeState | None
 ) -> Requests[Result]:
-    """Run an experiment as a generator: yield requests for its session and steps, which a driver answers."""
+    """Run an experiment as a generator, from its run directory to result.json; it returns the result.
+
+    It yields requests for its session, steps and evaluations, which a driver answers.
+    """
     config, bus, log_file = prepared.config, prepared.bus, directory / "log.txt"
     bus.print_line = say
     if Interval.parse(config.settings.checkpoint_every, "checkpoint_every"):
@@ -223,7 +232,11 @@ def _build_run(
 def _train(
     prepared: Prepared, run: Run, signals: Signals, resumed: ResumeState | None, say: Callable[[str], None]
 ) -> Requests[tuple[Outcome, list[Exception]]]:
-    """Train from on_start to on_end, which is always called. Return the outcome and the errors of on_end."""
+    """Train, calling the callbacks from on_start to on_end, which is called even if training fails.
+
+    Return the outcome and the errors of the end of the run: a bad held-out loss, an unwritten last checkpoint, and what
+    on_end of callbacks raised.
+    """
     bus, settings, error = prepared.bus, prepared.config.settings, None
     bus.log = run.dir / "log.txt"
     reason, bad = "errored", None
@@ -281,15 +294,21 @@ class RunSaver(Saver):
         )
 
     def begin(self, metrics: Mapping[str, float]) -> None:
-        """Raise UserError if `checkpoint_best` is not among these metrics."""
+        """Raise UserError if the metric of `checkpoint_best` is not among `metrics`."""
         self._keeper.check(metrics)
 
     def is_due(self, step: int) -> bool:
-        """Return True if a checkpoint is due or requested, or if one was written and not yet announced."""
+        """Return True if `after` must be called at `step`.
+
+        This holds if a checkpoint is due, if SIGUSR1 requested one, or if callbacks have not yet been told of a write.
+        """
         return self._signals.is_save_requested or self._keeper.needs_attention(step)
 
     def after(self, outcome: Outcome, metrics: Mapping[str, float], last: bool) -> None:
-        """Save a checkpoint if one is due, if SIGUSR1 requested one, and after the last step."""
+        """Save a checkpoint if one is due, if SIGUSR1 requested one, and after the last step.
+
+        With `checkpoint_every=0` nothing is saved after the last step. Also report the checkpoints written meanwhile.
+        """
         self._step = outcome.steps
         asked = self._signals.take_save_request()
         if asked:
@@ -317,7 +336,10 @@ class RunSaver(Saver):
             callback.sync()
 
     def best(self, weights: bool) -> Best | None:
-        """Return the best evaluation so far, optionally with weights; warn and return None if they are unreadable."""
+        """Return the best evaluation so far, with its weights if `weights`; None if there is none.
+
+        If the weights cannot be read, emit a warning and return None.
+        """
         try:
             return self._keeper.best(self._step, weights)
         except DamagedCheckpoint as error:
@@ -325,7 +347,7 @@ class RunSaver(Saver):
             return None
 
     def finish(self) -> Exception | None:
-        """Wait for the last checkpoint; return an error if it could not be written."""
+        """Wait until the last checkpoint is written; return the error if that or a callback told of it failed."""
         self._keeper.wait()
         self._tell(last=True)
         try:

@@ -29,7 +29,7 @@ MAX_CONSECUTIVE_SKIPS = 20  # with nonfinite=skip: a run that skips so many step
 
 @dataclass
 class Training:
-    """Training of one run. `outcome` is its progress; a resumed run passes that of its checkpoint."""
+    """Training of one run. `outcome` is its progress; for a resumed run, the progress that its checkpoint holds."""
 
     run: Run
     bus: Bus
@@ -40,14 +40,14 @@ class Training:
     outcome: Outcome = field(default_factory=Outcome)
 
     def train(self) -> Outcome:
-        """Take the remaining steps on the run's own session."""
+        """Take the remaining steps on `run.session` and return the outcome."""
         (end,) = drive([self.requests()], Stack([self.run.session]))
         if isinstance(end, Exception):
             raise end
         return end
 
     def requests(self) -> Requests[Outcome]:
-        """Yield requests for steps and evaluations. Raise RunFailed if a loss or gradient is not finite."""
+        """Yield requests for steps and evaluations; return the outcome. Raise RunFailed for a non-finite loss."""
         run, bus, outcome, began = self.run, self.bus, self.outcome, time.perf_counter()
         before = outcome.seconds
         self._weights_known = True  # False while a step may be half applied
@@ -91,12 +91,12 @@ class Training:
                 yield from self._launch(following)
 
     def _needs_weights(self, step: int) -> bool:
-        """Return True if an evaluation, a checkpoint or a callback reads the weights after this many steps."""
+        """Return True if an evaluation, a checkpoint, a callback or the end of the run needs the weights of `step`."""
         ends = step == self.run.steps or self.should_stop()
         return ends or self._eval_is_due(step) or self.saver.is_due(step) or self.bus.should_wait(step)
 
     def _launch(self, step: int) -> Requests[None]:
-        """Launch a step and the following ones that the session can take at once and whose weights nobody reads."""
+        """Launch a step, and further ones as long as the session can queue them and no weights are read in between."""
         began, count, most, upcoming = time.perf_counter(), 1, self.run.session.depth // 2, self._next
         upcoming.make(step)
         while count < most and not self._needs_weights(step + count) and upcoming.try_make(step + count):
@@ -112,7 +112,7 @@ class Training:
         self._under_way.append(Launched(steps, began, waits))
 
     def _take_step(self) -> tuple[Metrics, Batch]:
-        """Wait for the steps launched together, if not done yet, and report the first one to the callbacks."""
+        """Wait for the steps that were launched together; report the next of them to callbacks and return its data."""
         outcome, launched = self.outcome, self._under_way[0]
         self.bus.step = outcome.steps + 1
         if not launched.metrics:
@@ -196,4 +196,4 @@ class Training:
 
 
 class _Stopped(BaseException):
-    """Stop signal during an evaluation; a BaseException, so that it is not attributed to a plugin."""
+    """Raised to end an evaluation on a stop signal; a BaseException, so that no plugin is named as its cause."""

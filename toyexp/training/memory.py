@@ -18,7 +18,10 @@ from toyexp.reference.forward import check_forward, count_activations
 
 
 def check_plan(plan: Plan, engine: Engine, remedy: str = REMEDY) -> None:
-    """Raise UserError if batch, trainable weights and optimiser state (without activations) exceed the free memory."""
+    """Raise UserError if the free memory is less than batch, trainable weights and optimiser state need.
+
+    Activations are not counted. `remedy` ends the message.
+    """
     batch, weights = minimum_bytes(plan, engine)
     left = available_bytes()
     if left is not None and batch + weights > left:
@@ -30,7 +33,10 @@ def check_plan(plan: Plan, engine: Engine, remedy: str = REMEDY) -> None:
 
 @contextlib.contextmanager
 def open_checked_session(plan: Plan, engine: Engine, file: str, remedy: str = EVALUATE_REMEDY) -> Iterator[Session]:
-    """Yield a session for inference on a plan read from `file`. Raise RunFailed if memory runs out."""
+    """Open a session for inference, after checks of the plan and the free memory, and close it at the end.
+
+    Error messages name `file`, from which the plan was read. Raise RunFailed with `remedy` if memory runs out.
+    """
     check_plan(plan, engine, remedy)
     engine.check_plan(plan)
     check_forward(plan, file)
@@ -49,18 +55,22 @@ def check_snapshot(plan: Plan, engine: Engine) -> None:
 
 
 def snapshot_bytes(plan: Plan) -> int:
-    """Return the bytes of a float32 snapshot."""
+    """Return the size in bytes of a snapshot: trainable weights and optimiser state in float32."""
     return 4 * sum(math.prod(shape) for shape in state_shapes(plan).values())
 
 
 def stack_bytes(plan: Plan) -> int:
-    """Estimate the device memory in bytes of a run in a stack; each activation has a gradient."""
+    """Estimate the device memory in bytes that one run needs when it is trained in a stack with others."""
     batch = plan.rows * sum(math.prod(s.shape) * np.dtype(s.dtype).itemsize for s in plan.inputs.values())
     return snapshot_bytes(plan) + 4 * sum(t.size for t in plan.trainable) + batch + 8 * count_activations(plan)
 
 
 def minimum_bytes(plan: Plan, engine: Engine) -> tuple[int, int]:
-    """Return the bytes of a step's batch, and of the trainable weights with optimiser state."""
+    """Return the least number of bytes that a step takes of the host's memory: (its batch, weights and state).
+
+    The second number counts trainable weights and optimiser state. For an engine with its own memory, such as a GPU, it
+    is the largest tensor, which is copied through the host.
+    """
     rows = plan.rows * plan.accumulate
     batch = rows * sum(math.prod(s.shape) * np.dtype(s.dtype).itemsize for s in plan.inputs.values())
     sizes = [4 * t.size for t in plan.trainable]

@@ -33,7 +33,7 @@ class NextStep:
     input: StepInput
 
     def scaled_settings(self, plan: Plan) -> dict[str, float]:
-        """Return the factors and the scaled numbers by name, as metrics."""
+        """Return the metrics of scaled optimiser numbers: `<name>_factor`, and the number times its factor."""
         if not self.factors:
             return {}
         return {**{f"{n}_factor": f for n, f in self.factors.items()}, **plan.scaled_settings(self.factors)}
@@ -50,7 +50,11 @@ class Launched:
     seconds: float = 0.0  # duration of each step
 
     def wait(self, since: float) -> float:
-        """Wait for all steps; return the time. They began when launched, or at `since` if that is later."""
+        """Wait until all steps are done, store their metrics and duration, and return the time (of time.perf_counter).
+
+        `since` is the time at which the previous steps ended: the duration counts from there, or from the launch if
+        that is later.
+        """
         self.metrics = [wait() for wait in self.waits]
         ended = time.perf_counter()
         self.seconds = (ended - max(self.began, since)) / len(self.steps)
@@ -58,9 +62,9 @@ class Launched:
 
 
 class NextSteps:
-    """Queue of the next steps' inputs. Batches are made in blocks if the data supports it.
+    """Queue of the next steps' inputs, which are made before the steps are due.
 
-    Batch k depends on k only, so it can be made early; a block takes little longer than a batch.
+    Batches are made in blocks of several if the data supports it, since a block takes little longer than a batch.
     """
 
     def __init__(self, run: Run, bus: Bus, batches: Batches):
@@ -75,7 +79,7 @@ class NextSteps:
         self._first, self._block = 0, list[Batch]()
 
     def make(self, step: int) -> None:
-        """Append the input of `step`, the one after the last ready step, unless it is ready."""
+        """Append the input of `step` to the queue, unless the queue has it. Steps must be made in order."""
         if self.ready and self.ready[-1].step >= step:
             return
         run, bus = self._run, self._bus
@@ -89,7 +93,10 @@ class NextSteps:
             self.ready.append(NextStep(step, batch, lr, factors, run.session.step_input(batch, numbers)))
 
     def try_make(self, step: int) -> bool:
-        """Prefetch a step; return False if that fails, because the error is raised when the step is due."""
+        """Make the input of `step` ahead of time; return True if the queue has it.
+
+        Errors are ignored here: `make` raises them when the step is due.
+        """
         with contextlib.suppress(Exception):
             self.make(step)
         return self.ready[-1].step >= step
@@ -112,7 +119,10 @@ class NextSteps:
 
 
 def _blocks_are_batches(batches: Batches) -> bool:
-    """Return True if `block` is defined along with `batch`; a class that overrides only `batch` has no valid blocks."""
+    """Return True if `batches.block` gives the same rows as `batches.batch`.
+
+    It does not if a subclass (or the object) overrides `batch` without `block`.
+    """
     for kind in type(batches).__mro__:
         if "block" in vars(kind):
             return kind is not Batches and "batch" not in vars(batches)
@@ -122,7 +132,7 @@ def _blocks_are_batches(batches: Batches) -> bool:
 
 
 def held_out(run: Run, bus: Bus, batches: Batches, every: int) -> Sequence[Batch]:
-    """Return the held-out batches. Raise PluginFailed if there are none."""
+    """Return the held-out batches. Raise PluginFailed if there are none, with `every` (eval_every) in the message."""
     with boundary(run, bus, "data"):
         held_out_batches = batches.held_out()
         if not len(held_out_batches):  # an object without a length fails here, too

@@ -29,7 +29,10 @@ MOVED = {"data.path": ("text", "images", "tokens"), "recipe.base": ("base",), "r
 
 
 def source_files(recipe: Recipe) -> dict[str, Path]:
-    """Return the files that a recipe reads, by role: base, donor, vocabulary; others by file name."""
+    """Return the paths of the files that a recipe reads.
+
+    The keys are what a file is used for (base, donor or vocabulary), or its name for other files.
+    """
     base, vocabulary = recipe.base_file(), recipe.vocabulary()
     role = recipe.starts_from if recipe.starts_from and base is None else "vocabulary"
     by_role = {"base": base, role: None if vocabulary == base else vocabulary}
@@ -37,7 +40,10 @@ def source_files(recipe: Recipe) -> dict[str, Path]:
 
 
 def data_digests(facts: Mapping[str, Any]) -> dict[str, str]:
-    """Return digests of the data by role (`text`, `tokenizer`, ...); `data` covers all that affects batches."""
+    """Return the digests in a dataset's description, by what they cover: `text`, `tokenizer`, ...
+
+    An added digest `data` covers all facts that affect batches.
+    """
     digests = {DIGEST.sub("", key) or key: str(v)[:16] for key, v in facts.items() if DIGEST.search(key) and v}
     relevant: dict[str, Any] = {role: digest for role, digest in digests.items() if role not in NAMES}
     if relevant:
@@ -49,7 +55,10 @@ def data_digests(facts: Mapping[str, Any]) -> dict[str, str]:
 
 
 def source_digests(prepared: Prepared) -> dict[str, str]:
-    """Return the digests of a run's data and source files by role. Raise UserError if a file cannot be read."""
+    """Return the digests of a run's data and of the files that its recipe reads, by what they cover.
+
+    Raise UserError if a file cannot be read.
+    """
     facts = call_checked(Mapping, prepared.dataset.describe, who=f"data.{prepared.config.data.name}")
     try:
         digests = {role: cached_fingerprint(path) for role, path in source_files(prepared.config.recipe).items()}
@@ -59,7 +68,10 @@ def source_digests(prepared: Prepared) -> dict[str, str]:
 
 
 def require_same_file(base: Path, then: os.stat_result, digest: str) -> None:
-    """Raise RunFailed if `base`, a memory-mapped file, was modified since it had this status and digest."""
+    """Raise RunFailed if the memory-mapped file `base` was modified during the run.
+
+    `then` and `digest` are its status and SHA-256 at the start. A file that was replaced or deleted is not checked.
+    """
     with contextlib.suppress(FileNotFoundError):
         if os.path.samestat(base.stat(), then) and cached_fingerprint(base) != digest:
             raise RunFailed(f"{base}: was modified while the run read it, so its results are invalid; "
@@ -67,19 +79,23 @@ def require_same_file(base: Path, then: os.stat_result, digest: str) -> None:
 
 
 def origin_facts(prepared: Prepared) -> dict[str, Any]:
-    """Return the facts that a run records: `cwd` (kept when it is resumed) and `sources`."""
+    """Return what a run records about its origin: `cwd`, where it was first started, and `sources`, the digests."""
     return {"cwd": str(prepared.config.cwd or working_directory()), "sources": source_digests(prepared)}
 
 
 @dataclass(frozen=True)
 class Origin:
-    """Origin that a run or checkpoint recorded."""
+    """Origin of a run: the directory in which it was started, and the digests of its data and files."""
 
     cwd: Path | None = None  # directory in which the run was started
     sources: Mapping[str, str] = field(default_factory=dict)  # digests by role
 
     def resolve(self, typed: str) -> str:
-        """Resolve a path of the run's settings: absolute if it is relative and exists below the run's `cwd`."""
+        """Return a path (or glob pattern) of the run's settings such that it leads to the file of the run.
+
+        A relative path that exists below the run's `cwd` becomes absolute, unless it leads to the same file from the
+        current directory. Other paths are returned as they are.
+        """
         if self.cwd is None or not typed or Path(typed).is_absolute():
             return typed
         path, pattern = self.cwd / typed, f"{glob.escape(str(self.cwd))}/{typed}"
@@ -91,7 +107,10 @@ class Origin:
 
     @contextlib.contextmanager
     def explain_missing_paths(self, moved: Collection[str] = ()) -> Iterator[None]:
-        """Add the run's `cwd` to an error about a missing path; if its key is in `moved`, suggest typing it."""
+        """Add the directory in which the run was started to a UserError about a missing path.
+
+        If the setting of the path is in `moved`, the message also suggests typing its new path.
+        """
         try:
             yield
         except UserError as error:
@@ -102,19 +121,19 @@ class Origin:
             raise
 
     def list_changes(self, now: Mapping[str, str]) -> list[str]:
-        """Return a line for each source whose digest has changed; sources that only one side knows are ignored."""
+        """Return a line for each digest that differs from `now`; digests that only one side has are ignored."""
         both = [role for role in now if role in self.sources and self.sources[role] != now[role]]
         return [f"{role} was {printable(self.sources[role])} and is {printable(now[role])}" for role in both]
 
 
 def read_origin(path: Path) -> Origin:
-    """Read the origin that a checkpoint or run directory recorded; empty if it cannot be read."""
+    """Read the origin in a checkpoint or run directory. Return an empty Origin if none can be read."""
     facts = read_json_or_empty(path / STATE) if (path / STATE).is_file() else read_result(path)
     return parse_origin(facts if facts.get("sources") else read_first_event(path))
 
 
 def parse_origin(facts: Mapping[str, Any]) -> Origin:
-    """Parse the origin in a checkpoint's state, a result.json or a run_start event."""
+    """Return the origin in `facts`: a checkpoint's state, a result.json or the event run_start."""
     sources, data, cwd = (facts.get(key) for key in ("sources", "data", "cwd"))
     if not sources and isinstance(data, Mapping) and data:
         sources = data_digests(data)
@@ -133,7 +152,7 @@ def read_first_event(run: Path) -> dict[str, Any]:
 
 
 def is_own_checkpoint(path: Path) -> bool:
-    """Return True if `path` is a readable checkpoint of the run that contains it, without foreign files."""
+    """Return True if the run in whose directory `path` lies wrote this checkpoint and it holds no other files."""
     try:
         read_json(path / MANIFEST)
         require_own_checkpoint(path, read_json(path / STATE))
@@ -143,7 +162,10 @@ def is_own_checkpoint(path: Path) -> bool:
 
 
 def require_own_checkpoint(path: Path, state: Mapping[str, Any]) -> None:
-    """Raise UserError if the checkpoint at `path` was not written by the run that contains it."""
+    """Raise UserError if the checkpoint at `path` is of another run than the one in whose directory it lies.
+
+    Digests and seed in its `state` are compared with the run's first event.
+    """
     start = read_first_event(path.absolute().parents[1])
     then, now = parse_origin(start), parse_origin(state)
     changes = then.list_changes(now.sources)

@@ -1,4 +1,4 @@
-"""Resuming a run: find it, check that it is the same experiment, restore its state."""
+"""Resume a run: find its directory, check that the settings are of the same experiment, restore its state."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class ResumeState:
     damaged: list[str]  # an error per newer checkpoint that was skipped
 
     def lines(self) -> list[str]:
-        """Return the lines to print."""
+        """Return the lines to print: damaged checkpoints that were skipped, the step, and changed or new settings."""
         changes = [_change(key, a, b) for key, (a, b) in self.changed.items()]
         new = [f"{printable(key)}={printable(format_value(value))}" for key, value in self.added.items()]
         summary = f"resumed from step {self.checkpoint.step}" + (f"; changed: {', '.join(changes)}" if changes else "")
@@ -56,7 +56,10 @@ class ResumeState:
         }
 
     def inexactness(self, engine: Mapping[str, Any]) -> str | None:
-        """Return why further steps may differ slightly from those of an uninterrupted run; None if they do not."""
+        """Return why the resumed run may differ slightly from an uninterrupted one; None if it cannot.
+
+        The reason is a difference between `engine`, the current description of the engine, and the saved one.
+        """
         then = self.checkpoint.state["engine"]
         for key in ("devices", "kind", "framework", "device", "dtype", "threads", "profile", "compile"):
             default = 1 if key == "devices" else None
@@ -81,7 +84,7 @@ class Complete(UserError):
 
 
 def find_newest(parent: Path, name: str) -> Path | None:
-    """Return the newest run directory below `parent` with a checkpoint and this name; None if there is none."""
+    """Return the newest directory in `parent` of a run called `name` that has a checkpoint; None if there is none."""
     runs = [d for d in parent.iterdir() if checkpoint.list_checkpoints(d / "checkpoints")] if parent.is_dir() else []
     return max((d for d in runs if _saved_config(d).get("name") == name), key=lambda d: d.name, default=None)
 
@@ -98,7 +101,10 @@ def _saved_config(directory: Path) -> Mapping[str, Any]:
 
 
 def restore_filled_settings(directory: Path, data: Data) -> None:
-    """Set empty settings of `data` to the values that opening it filled in when the run started."""
+    """Set empty settings of `data` to the values that the run in `directory` saved for them.
+
+    These are settings that the data fills in itself when it is opened.
+    """
     then = _saved_config(directory).get("data")
     for key in data.fills:
         if not getattr(data, key) and isinstance(then, dict) and isinstance(then.get(key), str):
@@ -107,7 +113,10 @@ def restore_filled_settings(directory: Path, data: Data) -> None:
 
 
 def require_run(directory: Path, key: str) -> None:
-    """Raise UserError unless `directory` is a run with a checkpoint and has no link that leads out of it."""
+    """Raise UserError unless `directory` is a run that can be resumed; `key` is the setting that names it.
+
+    It must have a checkpoint, no link that leads out of it, and no process that is training it.
+    """
     config = directory / "config.yaml"
     if config.is_symlink() or config.is_file():
         require_inside(directory)
@@ -134,7 +143,7 @@ def _no_run(path: Path, key: str) -> str:
 
 
 def load_resume_state(directory: Path, prepared: Prepared) -> ResumeState:
-    """Load the state to resume the run in `directory` from.
+    """Return the state from which `prepared` resumes the run in `directory`: its newest valid checkpoint.
 
     Raise UserError if `prepared` is another experiment or no checkpoint is valid, Complete if all steps were taken.
     """
@@ -216,7 +225,7 @@ def _restore_callbacks(saved_checkpoint: checkpoint.Checkpoint, callbacks: Mappi
 
 
 def with_defaults(then: Mapping[str, Any], config: Config) -> dict[str, Any]:
-    """Return a saved configuration with settings that did not exist then at their defaults."""
+    """Return the saved configuration `then`, with defaults for settings that toyexp did not have when it was saved."""
     parts = {kind: getattr(config, kind) for kind, now in config.plain.items() if isinstance(now, Mapping)}
     del parts["callbacks"]
     callbacks = _fill_defaults(then.get("callbacks"), config.plain["callbacks"], config.callbacks)
@@ -227,7 +236,10 @@ def with_defaults(then: Mapping[str, Any], config: Config) -> dict[str, Any]:
 
 
 def _fill_defaults(then: Any, now: Mapping[str, Any], parts: Mapping[str, Any]) -> Any:
-    """Add the defaults of new settings to the saved settings of `parts`, for each part of the same name."""
+    """Return the saved settings `then`, with the defaults of settings that have been added since.
+
+    `parts` maps keys to the current parts; a part that has another name in `then` stays as saved.
+    """
     if not isinstance(then, Mapping):
         return then
     filled = dict(then)
@@ -239,7 +251,10 @@ def _fill_defaults(then: Any, now: Mapping[str, Any], parts: Mapping[str, Any]) 
 
 
 def differences(then: Any, now: Any, key: str = "") -> Iterator[tuple[str, tuple[Any, Any]]]:
-    """Yield the dotted keys at which two trees of plain data differ, with both values."""
+    """Yield (dotted key, (value then, value now)) for each difference between two nested configurations.
+
+    If the `name` of a part differs, only the name is yielded.
+    """
     if isinstance(then, Mapping) and isinstance(now, Mapping):
         is_other_part = bool(key) and then.get("name") != now.get("name")  # its settings are not comparable
         for name in ["name"] if is_other_part else dict.fromkeys([*then, *now]):

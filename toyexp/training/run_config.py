@@ -31,7 +31,7 @@ from toyexp.training.settings import ASIDE, FREE, Settings, about, keys_by_role
 
 @dataclass
 class Config:
-    """Parts of a run, each built from its own settings."""
+    """Configuration of a run: the objects (model, data, engine, ...) that were built from its settings."""
 
     settings: Settings
     model: Model
@@ -64,7 +64,7 @@ class Config:
         return [*self.omissions, *self.settings.warnings(), *texts, *self._unscheduled_warnings(), *optim_warnings]
 
     def _unscheduled_warnings(self) -> list[str]:
-        """Return a warning if a default schedule was given another number, so that nothing schedules lr."""
+        """Return a warning if the learning rate has no schedule because the default one scales another number."""
         if any(sets_lr(callback) for callback in self.callbacks.values()):
             return []
         return [
@@ -80,7 +80,7 @@ ASIDE_KEYS = keys_by_role(ASIDE, Settings, Config)  # these do not affect a run'
 
 @dataclass(frozen=True)
 class Prepared:
-    """Checked state of a run before anything is allocated or written."""
+    """A run that was checked and is ready to start: nothing is allocated on the device or written yet."""
 
     config: Config
     dataset: Dataset
@@ -93,7 +93,7 @@ class Prepared:
     recomputed: int | None = None  # blocks that engine.recompute=true computes twice; None: off or unknown
 
     def omissions(self) -> list[str]:
-        """Return a sentence for each part of the data that is not used."""
+        """Return a sentence for each kind of examples in the data that the run does not use."""
         return [*call_for_lines(self.dataset.omissions), *self.batches.omissions]
 
 
@@ -130,7 +130,7 @@ class Outcome:
     first_eval_scores: Mapping[str, float] = field(default_factory=dict)
 
     def count(self, loss: float, targets: int, seconds: float) -> None:
-        """Count a step with its loss, targets and duration."""
+        """Add one step to the progress: its loss, the number of trained targets, and its duration in seconds."""
         self.steps += 1
         self.train_loss = smooth_loss(self.train_loss, loss, self.steps)
         if self.steps == 1:
@@ -139,21 +139,21 @@ class Outcome:
         self.training_seconds += seconds
 
     def scores(self) -> dict[str, float]:
-        """Return the metrics of an evaluation at the current step; {} if there was none."""
+        """Return the held-out metrics by name, if the current step was evaluated; otherwise {}."""
         if self.eval_loss is None or self.eval_step != self.steps:
             return {}
         return {"loss": self.eval_loss, "ppl": perplexity(self.eval_loss), **self.eval_scores}
 
     @property
     def has_diverged(self) -> bool:
-        """Return True if training and held-out loss (if any) rose by more than 10 % and 0.1 nats."""
+        """Return True if the training loss and the held-out loss (if any) both rose by more than 10 % and 0.1 nats."""
         pairs = [(self.first_train_loss, self.train_loss), (self.first_eval_loss, self.eval_loss)]
         losses = [(first, last) for first, last in pairs if first is not None and last is not None]
         return bool(losses) and all(last > first + max(0.1 * abs(first), 0.1) for first, last in losses)
 
     @property
     def tokens_per_second(self) -> float | None:
-        """The speed of the training steps, without evaluations."""
+        """Trained targets per second of the training steps, without evaluations; None before the first step."""
         return self.tokens / self.training_seconds if self.training_seconds else None
 
 
@@ -161,18 +161,21 @@ class Saver:
     """Checkpointing interface of the training loop; this base class saves nothing."""
 
     def begin(self, metrics: Mapping[str, float]) -> None:
-        """Prepare for training; `metrics` are those of an evaluation before the first step."""
+        """Prepare for training; `metrics` are those of the evaluation before the first step ({} if there was none)."""
 
     def is_due(self, step: int) -> bool:
-        """Return True if `after` must be called before the step after `step` is launched."""
+        """Return True if `after` must see the run as it is after `step`, before the next step is launched."""
         return False
 
     def after(self, outcome: Outcome, metrics: Mapping[str, float], last: bool) -> None:
-        """Save if due; called after each step, with the metrics of an evaluation at this step."""
+        """Save the run if that is due, after each step.
+
+        `metrics` are those of an evaluation at this step ({} if there was none); `last` marks the last step.
+        """
 
 
 def introduction(prepared: Prepared) -> list[str]:
-    """Return the lines printed before the first step."""
+    """Return the lines to print before the first step: they describe engine, model, data and recipe."""
     config, plan = prepared.config, prepared.plan
     total = prepared.model.parameters()
     trainable = sum(t.size for t in plan.trainable)
@@ -207,7 +210,7 @@ def _groups(prepared: Prepared) -> Iterator[str]:
 
 
 def facts(prepared: Prepared, engine: dict[str, Any]) -> dict[str, Any]:
-    """Return the fields of the event run_start."""
+    """Return the fields of the event run_start, such as host, model and data; `engine` describes the open session."""
     settings = prepared.config.settings
     model, data = prepared.model, {**call_checked(Mapping, prepared.dataset.describe), **prepared.batches.facts}
     recomputed = {} if prepared.recomputed is None else {"recomputed_blocks": prepared.recomputed}
@@ -231,6 +234,6 @@ def facts(prepared: Prepared, engine: dict[str, Any]) -> dict[str, Any]:
 
 
 def config_hash(plain: dict[str, Any]) -> str:
-    """Return the SHA-256 of all settings that affect a run's numbers, so not of its name and callbacks."""
+    """Return the SHA-256 of the settings that affect a run's numbers; the name and callbacks, for example, do not."""
     settings = {k: v for k, v in plain.items() if k not in ASIDE_KEYS}
     return hashlib.sha256(json.dumps(settings, sort_keys=True, default=str).encode()).hexdigest()

@@ -86,7 +86,7 @@ class RunDir:
         _current_log.set(self._log)
 
     def _tidy(self) -> None:
-        """Remove temporary files of a killed process; move an edited config.yaml aside."""
+        """Remove temporary files of a killed process, and rename a config.yaml that the run did not write."""
         for path in self.path.glob(".*"):
             if TEMPORARY_NAME.fullmatch(path.name):
                 (shutil.rmtree if path.is_dir() and not path.is_symlink() else os.unlink)(path)
@@ -110,7 +110,7 @@ class RunDir:
                 directory.rmdir()
 
     def result(self, fields: Mapping[str, Any]) -> None:
-        """Write result.json. Raise RunFailed if that fails."""
+        """Write `fields` and the run's origin to result.json. Raise RunFailed if the file cannot be written."""
         with convert_write_errors(self.path / "result.json"):
             self._write("result.json", dump_json({**fields, **self.origin}, indent=2) + "\n")
         self.has_result = True
@@ -144,12 +144,15 @@ class LogFile(logging.FileHandler):
         return open(open_for_writing(Path(self.baseFilename), os.O_APPEND), "a", encoding=self.encoding)
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Write the record unless it comes from another run. Records of threads go to the logs of all runs."""
+        """Write the record unless another run of this process logged it.
+
+        Threads belong to no run, so their records go to the logs of all runs.
+        """
         if _current_log.get() in (None, self):
             super().emit(record)
 
     def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802 - logging's name
-        """Print a warning the first time."""
+        """Print a warning about the first record that cannot be written."""
         if self._has_warned:
             return
         self._has_warned = True
@@ -164,7 +167,7 @@ _current_log: ContextVar[LogFile | None] = ContextVar("current_log", default=Non
 
 
 def runnable_yaml(config: Mapping[str, Any]) -> str:
-    """Return the resolved configuration as YAML that Hydra composes to the same run."""
+    """Return the resolved configuration as the text of a config.yaml, with which Hydra repeats the run."""
     choices = [{group: config[group]["name"]} for group in _GROUPS]
     defaults = ["schema", *choices, {"callbacks": list(config["callbacks"])}, "_self_"]
     text = "# The resolved configuration of one run. Repeat it with:\n"
@@ -177,7 +180,7 @@ def runnable_yaml(config: Mapping[str, Any]) -> str:
 
 
 def host_facts() -> dict[str, str]:
-    """Return facts about this machine for run_start."""
+    """Return this machine's name, operating system, architecture and Python version for the event run_start."""
     uname = platform.uname()
     return {"name": uname.node, "os": uname.system, "arch": uname.machine, "python": platform.python_version()}
 
@@ -201,7 +204,7 @@ def _git_facts(directory: Path, when: int) -> dict[str, str]:
 
 
 def escape_interpolations(value: Any) -> Any:
-    """Escape `${` in all texts, so that Hydra does not interpolate them when the configuration is read back."""
+    """Return nested settings with `${` escaped in all strings, so that Hydra reads it back as plain text."""
     if isinstance(value, str):
         return re.sub(r"(\\*)\$\{", lambda m: m[1] * 2 + r"\${", value)
     if isinstance(value, dict):

@@ -22,17 +22,17 @@ OF_A_RUN = "of a run"  # it is about a run's directory, and when it is evaluated
 
 
 def about(text: str, *roles: str) -> dict[str, Any]:
-    """Return the metadata of a dataclass field: the help text and the roles of its key."""
+    """Return the metadata of a setting: its help text, and roles such as FREE (a resumed run may change it)."""
     return {"help": text, "roles": roles}
 
 
 def setting(default: Any, text: str, *roles: str) -> Any:
-    """Return a dataclass field with a default, a help text and roles."""
+    """Return the dataclass field of a setting with a default, a help text and roles (see `about`)."""
     return field(default=default, metadata=about(text, *roles))
 
 
 def keys_by_role(role: str, *classes: type) -> set[str]:
-    """Return the names of the fields with a role."""
+    """Return the names of the settings in `classes` that have `role`, such as FREE."""
     return {f.name for cls in classes for f in fields(cls) if role in f.metadata.get("roles", ())}
 
 
@@ -57,12 +57,15 @@ class Interval:
         return bool(self.steps or self.seconds)
 
     def due(self, step: int, waited: float) -> bool:
-        """Return True if the interval has passed at `step`, `waited` seconds after the last time."""
+        """Return True if the interval has passed: at each multiple of its steps, or if `waited` seconds suffice."""
         return bool(self.steps and step % self.steps == 0) or bool(self.seconds and waited >= self.seconds)
 
 
 def require_utf8(value: Any, key: str = "") -> None:
-    """Raise UserError for a text that is not valid UTF-8, such as a file name: YAML cannot hold it."""
+    """Raise UserError if a string in nested settings is not valid UTF-8, which config.yaml cannot hold.
+
+    Such strings come from file names; `key` is the key of `value`.
+    """
     if isinstance(value, Mapping):
         for name, one in value.items():
             require_utf8(one, f"{key}.{name}".removeprefix("."))
@@ -74,7 +77,10 @@ def require_utf8(value: Any, key: str = "") -> None:
 
 
 def evaluations(begins: int, steps: int, every: int) -> int:
-    """Count the evaluations of a run: at its first step, every `every` steps, and after the last step."""
+    """Return the number of evaluations of a run from step `begins` to `steps`.
+
+    It is evaluated at each multiple of `every` (0: never), including its first step, and after the last step.
+    """
     if not every:
         return 0
     return steps // every - -(-begins // every) + 1 + (steps % every != 0)
@@ -141,7 +147,7 @@ class Settings:
             )
 
     def warnings(self) -> list[str]:
-        """Return a sentence for each setting that has no effect in this run."""
+        """Return a warning for each setting that has no effect in this run, such as an interval above `steps`."""
         texts = []
         saves = Interval.parse(self.checkpoint_every, "checkpoint_every")
         if is_changed(self, "eval_every") and self.eval_every > self.steps:

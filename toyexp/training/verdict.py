@@ -32,13 +32,19 @@ log = logging.getLogger("toyexp")
 
 
 def boundary(run: Run, bus: Bus, kind: str) -> attribute_errors:
-    """Return a context that attributes errors to the run's plugin of this kind: `data`, `optim` or `engine`."""
+    """Return a context manager that adds the name of a plugin and the step to errors raised in it.
+
+    `kind` says which plugin of the run: `data`, `optim` or `engine`.
+    """
     names = {"engine": run.engine} | {k: run.config.get(k, {}).get("name", "?") for k in ("data", "optim")}
     return attribute_errors(f"{kind}.{names[kind]}", lambda: f"at step {bus.step}", bus.log, names["data"])
 
 
 def nonfinite_error(run: Run, step: int, metrics: Mapping[str, float], batch: Batch, in_a_row: int) -> RunFailed:
-    """Return the error of a step with NaN or infinite numbers, with the first bad tensor and what may help."""
+    """Return the error to raise for a step whose loss or gradient norm is NaN or infinite.
+
+    It names the first tensor that is not finite and settings that may help. `in_a_row` counts such steps.
+    """
     what = f"the loss is {metrics['loss']} and the gradient norm {metrics['grad_norm']}"
     skipped = f"; {in_a_row} steps in a row were skipped" if in_a_row > 1 else ""
     skip = "" if run.plan.skip_nonfinite else ", or nonfinite=skip"
@@ -49,7 +55,7 @@ def nonfinite_error(run: Run, step: int, metrics: Mapping[str, float], batch: Ba
 
 
 def first_bad_tensor(session: Session, batch: Batch) -> str:
-    """Name the first weight, or else gradient, that is not finite, in the model's order."""
+    """Return a clause that names the first weight, or else the first gradient, that is not finite."""
     for kind, values in (("weight", session.download), ("gradient", session.gradients(batch).__getitem__)):
         for tensor in session.plan.tensors if kind == "weight" else session.plan.trainable:
             bad = int((~np.isfinite(values(tensor.name))).sum())
@@ -59,7 +65,7 @@ def first_bad_tensor(session: Session, batch: Batch) -> str:
 
 
 def bad_eval_error(run: Run, outcome: Outcome) -> RunFailed | None:
-    """Return an error if the last held-out loss is not finite."""
+    """Return the error to raise if the last held-out loss is not finite; None if it is, or the run was interrupted."""
     if outcome.reason == "interrupted" or outcome.eval_loss is None or math.isfinite(outcome.eval_loss):
         return None
     what = f"the held-out loss after step {outcome.eval_step} is {outcome.eval_loss}"
@@ -74,7 +80,10 @@ def end_reason(error: BaseException) -> str:
 def conclude(
     prepared: Prepared, run_dir: RunDir, outcome: Outcome, failures: Sequence[Exception], signals: Signals
 ) -> Result:
-    """Return the result of a run that ended, and write result.json. Raise the first failure or the interrupt."""
+    """Write result.json of a run whose training ended, and return its result.
+
+    Raise the first of `failures`, the errors of the end of the run, or else the interrupt that stopped it, if any.
+    """
     bus, best = prepared.bus, prepared.bus.best(False)
     result = Result(
         prepared.config.settings.name, run_dir.path, outcome, prepared.model.reads.units, list(bus.artifacts),
@@ -100,7 +109,10 @@ def conclude(
 
 
 def _exported_scores(result: Result) -> dict[str, Any]:
-    """Return the best step's evaluation, to replace the last one, if the best weights are exported."""
+    """Return the fields of result.json that differ if the best weights were exported instead of the last; else {}.
+
+    They give the evaluation of the best step, and under `last_eval` that of the last step.
+    """
     best, outcome = result.best, result.outcome
     if best is None or best.scores.get("loss") is None:
         return {}
@@ -112,7 +124,10 @@ def _exported_scores(result: Result) -> dict[str, Any]:
 
 
 def conclude_failure(prepared: Prepared, run_dir: RunDir, error: BaseException) -> None:
-    """Log the traceback of a run that raised, write result.json if missing, and add how to resume to the error."""
+    """Log the traceback of `error`, which ended a run, write result.json if it is missing, and tell how to resume.
+
+    The command that resumes the run becomes part of a one-line error; otherwise it is printed.
+    """
     if isinstance(error, RankFailed):  # the traceback that matters is that of the other rank
         error.args = (f"{error}, at step {prepared.bus.step}" if prepared.bus.step else str(error),)
         log.error("%s", f"{error}\n{error.trace}".rstrip())

@@ -1,1 +1,1 @@
-"""What is done with finished models: evaluate, predict, write text, inspect, export and merge."""
+"""Use finished models: evaluate, predict, write text, inspect, export and merge."""

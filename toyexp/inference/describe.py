@@ -1,4 +1,7 @@
-"""Describe a GGUF file and the commands that can use it. Text from the file is printed through `printable` only."""
+"""Describe a GGUF file and the commands that can use it.
+
+Text from the file is printed only through `printable`, which escapes control characters.
+"""
 
 from __future__ import annotations
 
@@ -56,7 +59,7 @@ class Description(Answer):
     family: str | None  # name of toyexp's model that implements the architecture
     refused: str | None  # the reason if no model of toyexp can load it
     sizes: dict[str, Any]  # the model's settings, or the architecture's own keys if no model can load it
-    parameters: dict[str, int]  # total, embedding, blocks, per_block (of the largest)
+    parameters: dict[str, int]  # total, embedding, blocks (how many), per_block (of the largest block)
     outside: dict[str, int]  # parameters of each tensor outside the blocks
     types: dict[str, dict[str, int]]  # tensors and bytes per type, largest first
     tokenizer: dict[str, Any] | None
@@ -157,7 +160,10 @@ class Description(Answer):
 
 
 def describe(path: Path, registry: Registry, metadata: bool = False, tensors: bool = False) -> Description:
-    """Describe a GGUF file, or the model of a run or checkpoint. Raise GGUFError if the file is broken."""
+    """Describe a GGUF file, or the model of a run or checkpoint. Raise GGUFError if the file is broken.
+
+    With `metadata`, the description includes every key of the header; with `tensors`, every tensor.
+    """
     path = find_model_file(path, (MODEL, ADAPTER), registry)
     file, path = open_gguf(str(path)), source_path(path)  # shared with the recipes that are asked about the file
     kind = file.text("general.type") or "model"
@@ -196,7 +202,7 @@ def describe(path: Path, registry: Registry, metadata: bool = False, tensors: bo
 
 
 def count_types(file: GGUFFile) -> dict[str, dict[str, int]]:
-    """Return the number of tensors and bytes of each tensor type, largest first."""
+    """Return the numbers of `tensors` and `bytes` for each tensor type. The type with the most bytes comes first."""
     number, size = Counter[str](), Counter[str]()
     for t in file.tensors.values():
         number[t.type] += 1
@@ -205,7 +211,11 @@ def count_types(file: GGUFFile) -> dict[str, dict[str, int]]:
 
 
 def _parameters(tensors: Iterable[TensorInfo]) -> tuple[dict[str, int], dict[str, int]]:
-    """Count the parameters: in all and by block, and of each tensor outside the blocks."""
+    """Return parameter counts of the whole model, and the parameter count of each tensor outside the blocks.
+
+    The first dict has the keys `total`, `embedding`, `blocks` (the number of transformer blocks) and `per_block` (the
+    parameters of the largest block).
+    """
     blocks, outside = Counter[str](), Counter[str]()
     for t in tensors:
         match = BLOCK.search(t.name)
@@ -316,7 +326,10 @@ class Use:
 
 
 class FileUses:
-    """Uses of an open GGUF file. Files of up to `MAX_CHECKED_BYTES` bytes are read completely."""
+    """The toyexp commands that can use an open GGUF file.
+
+    A file of up to `MAX_CHECKED_BYTES` bytes is read completely to check its tensors for NaN and infinity.
+    """
 
     def __init__(self, file: GGUFFile, path: Path, registry: Registry):
         self._file, self._path, self._registry = file, path, registry
@@ -341,7 +354,7 @@ class FileUses:
 
     @cached_property
     def _bad_numbers(self) -> str | None:
-        """The error about the first tensor with NaN or infinity; None for large files, which are not checked."""
+        """The error about the first tensor with NaN or infinity; None if there is none, or for large files."""
         if self._file.size > MAX_CHECKED_BYTES:
             return None
         try:
@@ -353,7 +366,7 @@ class FileUses:
         return None
 
     def all(self) -> list[Use]:
-        """Return all uses. Each command loads the local plugins of this call."""
+        """Return all uses. Each command repeats the `plugins=` override of the current command, if there is one."""
         is_adapter = self._file.metadata.get("general.type") == "adapter"
         model_uses = (self._training_uses, self._donor_uses, self._inference_uses)
         uses = self._adapter_uses() if is_adapter else [use for group in model_uses for use in group()]
@@ -373,7 +386,7 @@ class FileUses:
 
     @cached_property
     def _data(self) -> str:
-        """The `data=...` settings to add to a command; empty if the default data suits this file."""
+        """The `data=...` settings to add to a command; empty if the default data suits this file, or none does."""
         tokenizer, sizes = self.tokenizer, model_settings(self.model) if self.model else {}
         for name in matching_data(self.model.reads if self.model else TOKENS, self._registry):
             cls = cast("type[Data]", self._registry.get("data", name))
@@ -387,7 +400,7 @@ class FileUses:
         return [recipe for recipe in recipes if recipe.starts_from == source and self._default_model(recipe)]
 
     def _default_model(self, recipe: type[Recipe]) -> Model | None:
-        """Return the recipe's default model at its default sizes."""
+        """Return the first model, at its default sizes, that reads the recipe's kind of data; None if there is none."""
         return next((model() for model in self._registry.models() if model.reads in recipe.reads), None)
 
     def _accepts(self, recipe: type[Recipe]) -> bool:
@@ -416,21 +429,25 @@ class FileUses:
         return [Use("donor", self._command(recipe), self._donor_error(recipe, rows)) for recipe in recipes]
 
     def _donor_error(self, recipe: type[Recipe], rows: int = 1) -> str | None:
-        """Return why the recipe cannot copy that many embedding rows into its default model; None if it can."""
+        """Return why the recipe cannot copy `rows` embedding rows of the file to its default model; None if it can."""
         model = cast("Model", self._default_model(recipe))
         vocab = {"vocab": rows} if "vocab" in model_settings(model) else {}
         return self._plan_error(recipe, replace(model, **vocab))
 
     @property
     def best(self) -> str:
-        """The file's best use in a word: `base`, the kind of data its model reads, `donor`, or nothing."""
+        """The file's best use in a word; empty if toyexp cannot use it.
+
+        It is `base` if the model can be fine-tuned, else the kind of data that the model reads. For a file without a
+        toyexp model it is `donor` if its embeddings can be copied.
+        """
         if self.model is not None:
             is_base = any(self._accepts(recipe) for recipe in self._recipes_by_source("base"))
             return "base" if is_base else self.model.reads.name
         return "donor" if any(self._donor_error(r) is None for r in self._recipes_by_source("donor")) else ""
 
     def _plan_error(self, cls: type[Recipe], model: Model) -> str | None:
-        """Return the error of planning a run of one step from this file; None if it can be planned."""
+        """Return why the recipe `cls` cannot plan a run of `model` that starts from this file; None if it can."""
         recipe = cls(**{cls.starts_from: str(self._file.path)})
         if mismatch := model_mismatch(recipe, model):
             return mismatch
@@ -503,13 +520,16 @@ def _reason(error: UserError, file: GGUFFile) -> str:
 
 
 def quote_for_shell(path: str) -> str:
-    """Quote a path for the shell; escape control characters for display only."""
+    """Quote a path for the shell. If the path has control characters, the result is only for display."""
     path = f"./{path}" if path.startswith("-") else path  # not to be read as an option
     return shlex.quote(path) if path.isprintable() else printable(path, 200)
 
 
 def quote_for_hydra(path: Path) -> str:
-    """Quote a path for Hydra and the shell, as typed after `recipe.base=`; escape control characters."""
+    """Quote a path for Hydra and the shell, as typed after `recipe.base=`.
+
+    If the path has control characters, they are escaped and the result is only for display.
+    """
     text = str(path)
     if not text.isprintable():
         return printable(text, 200)

@@ -54,7 +54,7 @@ class Evaluation(Answer):
     path: str | None  # of the data, if it has one
     left_out: list[str]  # parts of the data that are not used, each with the setting that changes it
     share: Mapping[str, float]  # the data settings of SHARE
-    own: bool  # True if the digest is that of the data that the model's run was trained on
+    own: bool  # True if the data has the digest that the model's training run recorded
     targets: int  # tokens predicted, or images classified
     loss: float  # nats per target
     figures: Sequence[DerivedMetric]  # derived from the loss; for text: perplexity and bits per byte
@@ -87,7 +87,11 @@ class Evaluation(Answer):
 
 
 def evaluate(what: Path, request: Request, data: str | None = None, adapter: Path | None = None) -> Evaluation:
-    """Evaluate a model, optionally with a LoRA `adapter`, on `data`, the request's data or its run's own data."""
+    """Evaluate the model at `what`, optionally with a LoRA `adapter`; return its held-out loss and metrics.
+
+    The data is the path `data`, else the `data=` setting of the request, else the data that the model's run was trained
+    on, else the default data for the model.
+    """
     overrides, registry = _check_settings(request), request.registry
     loaded = LoadedModel.open(what, registry, adapter)
     model = loaded.model
@@ -168,7 +172,11 @@ def _open_dataset(config: Config, loaded: LoadedModel) -> Dataset:
 
 
 def _window(setting_value: str | None, model: Model, training_context: int | None) -> int | None:
-    """Return the window in tokens: as given, as trained, or the model's context, at most 512 (longer costs much)."""
+    """Return the length of a row in tokens; None for a model without a context length.
+
+    It is the `model.context` setting, else the context of the training run, else 512, because longer rows cost much
+    more. Without the setting it is at most the model's context. Raise UserError for an invalid setting.
+    """
     if not model.context:
         return None
     if setting_value is None:
@@ -198,7 +206,11 @@ class ClassCounts:
 def count_by_class(
     logits: Callable[[Batch], np.ndarray], batches: Sequence[Batch], read: Sequence[str], names: Sequence[str]
 ) -> list[ClassCounts]:
-    """Count the predictions for each class, by logits [rows, classes] of the inputs `read`; skip rows of weight 0."""
+    """Count right and wrong predictions for each class, without the examples of weight 0.
+
+    `logits` computes an array [rows, classes] from the inputs that `read` names. `names` are the class names; classes
+    without a name are numbered.
+    """
     counts = None
     for batch in batches:
         scores = logits({name: batch[name] for name in read})
@@ -217,7 +229,10 @@ def count_by_class(
 
 
 def class_table(classes: Sequence[ClassCounts]) -> list[str]:
-    """Return a table of the classes that have examples; of more than MAX_ROWS, those with the most mistakes."""
+    """Return a table of right predictions and mistakes for each class that has examples.
+
+    If there are more than MAX_ROWS classes, the table has only those with the most mistakes.
+    """
     present = [one for one in classes if one.examples]
     by_mistakes = sorted(present, key=lambda one: one.right - one.examples)[:MAX_ROWS]
     shown = present if len(present) <= MAX_ROWS else by_mistakes
@@ -253,7 +268,11 @@ class TrainedRun:
     record: Origin
 
     def settings(self, file: Path, has_text: bool, registry: Registry) -> list[str]:
-        """Return the data settings as overrides; the tokenizer is that of the model `file`, if it `has_text`."""
+        """Return the run's data settings as overrides, such as `data=text`.
+
+        If the run set a tokenizer and the model `file` contains one (`has_text`), the override names `file` in its
+        place.
+        """
         name = self.data["name"]
         settings = resolve_paths(part_class("data", self.data, registry), self.data, self.record)
         own = {key: value for key, value in settings.items() if key != "name"}
@@ -262,7 +281,11 @@ class TrainedRun:
         return [f"data={name}", *(format_override(f"data.{key}", value) for key, value in own.items())]
 
     def compare(self, dataset: Dataset, typed: Sequence[str], path: str = "") -> tuple[bool, str]:
-        """Return whether this is the run's data, and a note if not. Raise UserError if it has changed."""
+        """Return whether `dataset` is the data that the run was trained on, and a note (or "") for the user.
+
+        `typed` are the data settings that the user gave, and `path` is the path of the data. Raise UserError if the
+        run's data has changed and the user did not name the data explicitly.
+        """
         then, now = self.record, data_digests(dataset.describe())
         if then.sources.get("data") in (None, now["data"]):
             unknown = "" if typed else "; not compared with the run's own data, of which the run recorded no digest"
@@ -292,7 +315,10 @@ class TrainedRun:
 
 
 def find_training_run(what: Path, modules: Sequence[str]) -> TrainedRun | None:
-    """Return the training data of a run, or of a checkpoint's run; None if the path is neither."""
+    """Return the training data of a run, or of a checkpoint's run; None if the path is neither.
+
+    Raise UserError if the run's config.yaml names no data, or if a plugin of the run is not loaded.
+    """
     path = (what.absolute().parents[1] if is_checkpoint(what) else what) / CONFIG
     if not os.path.lexists(path):
         return None
@@ -307,7 +333,10 @@ def find_training_run(what: Path, modules: Sequence[str]) -> TrainedRun | None:
 
 
 def recognise_data(path: Path, model: Model, registry: Registry) -> str:
-    """Return the data plugin of a path, by its file names. Raise UserError if `model` cannot read it."""
+    """Return the name of the data plugin that recognises the files at `path`.
+
+    Raise UserError if no plugin does, or if `model` cannot read the plugin's data.
+    """
     classes: list[type[Data]] = list(registry.classes("data").values())
     fits = {cls: call_checked(int, cls.recognises, path, who=f"data.{cls.name}") for cls in classes}
     readable = matching_data(model.reads, registry)

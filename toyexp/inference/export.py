@@ -99,7 +99,12 @@ def _build_with_settings(cls: type[Format], values: Mapping[str, Any], settings:
 def export(
     what: Path, word: str, to: str | None, settings: Sequence[str], registry: Registry, force: bool, requantize: bool
 ) -> ExportResult:
-    """Write a model as `word`, the value of `--type`. Before writing, raise UserError if that is impossible."""
+    """Convert a model to the type `word` (a value of `--type`) and write it to the path `to`.
+
+    Without `to` the file is written beside the model. `force` replaces an existing file, and `requantize` allows
+    quantised numbers to be rounded again. Raise UserError, before anything is written, if the model cannot be
+    converted.
+    """
     form = build_format(word, settings, registry)
     # Appended to the stem of the file name: -q8_0.gguf, .onnx, -hf, -hf-f16.
     ending = form.suffix if word == form.name else f"-{word}" if form.contents else f"-{word}{form.suffix}"
@@ -125,7 +130,10 @@ def export(
 def _write(
     form: Format, file: GGUFFile, target: Path, requantize: bool, registry: Registry
 ) -> tuple[ModelExport | None, list[str]]:
-    """Write `target`. Return the model (None if tensors were copied one by one) and warnings about its numbers."""
+    """Write the model in `file` to `target` in the format `form`.
+
+    Return the model, or None if the format copied the tensors one by one without it, and warnings about the numbers.
+    """
     model_class = find_model_class(file, registry.models())
     with (
         attribute_errors(f"format.{form.name}", "while it wrote the file"),
@@ -150,7 +158,7 @@ def _write(
 
 
 def _about(file: GGUFFile) -> dict[str, Any]:
-    """Return the model card's facts about the run that wrote the file; empty if the file was moved out of it."""
+    """Return the model card's entries about the run that wrote `file`; empty if the file was moved out of it."""
     run = _sibling_path(file).parent
     config, result, step = read_settings(run / "config.yaml"), read_run(run), file.metadata.get("general.step")
     if config_hash({k: v for k, v in config.items() if k != "defaults"}) != file.text("general.config_sha256"):
@@ -165,7 +173,11 @@ def _about(file: GGUFFile) -> dict[str, Any]:
 def require_free(
     option: str, target: Path, read: Sequence[Path], force: bool, suffix: str = ".gguf", contents: Collection[str] = ()
 ) -> None:
-    """Raise UserError if `target` exists; with `force`, only if it is no model, in `read`, or belongs to a run."""
+    """Raise UserError if `target` must not be written; `option` begins the message.
+
+    Without `force`, `target` must not exist. With `force`, an existing target must look like a file with this suffix,
+    or a directory with these `contents`. It must not be one of the files in `read` and must not belong to a run.
+    """
     require_writable(option, target)
     if not os.path.lexists(target):
         return
@@ -191,18 +203,27 @@ def require_free(
 
 
 def _starts_like(path: Path, suffix: str, other: bytes = b".") -> bool:
-    """Return True if the file's first bytes match its suffix in BEGINNINGS, or `other` if the suffix is not listed."""
+    """Return True if the first bytes of the file at `path` match the pattern of `suffix` in BEGINNINGS.
+
+    If BEGINNINGS has no pattern for this suffix, `other` is the pattern.
+    """
     return re.match(BEGINNINGS.get(suffix, other), read_head(path, 9), re.DOTALL) is not None
 
 
 def default_target(file: GGUFFile, ending: str) -> Path:
-    """Return the default of `--to`: beside the model, without the part number of a split file."""
+    """Return the default of `--to`: beside the model, with its name and `ending` in place of the suffix.
+
+    The part number of a split file is left out. For a checkpoint, the path is in the run's directory.
+    """
     stem = re.sub(r"-\d{5}-of-\d{5}$", "", file.path.stem) if len(file.paths) > 1 else file.path.stem
     return _sibling_path(file).with_name(f"{stem}{ending}")
 
 
 def _sibling_path(file: GGUFFile) -> Path:
-    """Return the path whose directory new files go to: for a checkpoint, its run's directory."""
+    """Return a path with the name of `file` in the directory in which new files are written.
+
+    This is the directory of the model file, or for a checkpoint the directory of its run.
+    """
     if (source := source_path(file.path)) == file.path:
         return file.path
     return (source.parents[1] if source.is_dir() else source.parent) / file.path.name
@@ -241,7 +262,11 @@ class MergeResult(Answer):
 
 
 def merge(base: Path, adapter: Path, out: Path, kind: str, force: bool, registry: Registry) -> MergeResult:
-    """Merge an adapter and write `out` (changed tensors: type `kind`). First raise UserError if they do not fit."""
+    """Merge a LoRA adapter into its base model and write the merged model to `out`.
+
+    Tensors that the adapter changes are stored as type `kind`; the others are copied. Raise UserError, before anything
+    is written, if the adapter does not fit the base or `out` must not be replaced.
+    """
     with GGUFFile(find_model_file(base, registry=registry)) as file:
         model = load_open_model(file, registry)
         adapter_file = find_adapter_file(adapter, lambda: model, registry)
@@ -264,7 +289,10 @@ def merge(base: Path, adapter: Path, out: Path, kind: str, force: bool, registry
 
 
 def _merge_tensors(file: GGUFFile, adapter: GGUFFile, scales: dict[str, float], kind: str) -> Writer:
-    """Return a writer of the base's keys and tensors; merged tensors are computed while they are written."""
+    """Return a writer of the merged model, which computes the merged tensors while it writes them.
+
+    `scales` maps the name of each tensor that the adapter changes to the adapter's scale.
+    """
     writer = Writer()
     template = read_chat_template(adapter)
     for key, value in file.metadata.items():
@@ -298,6 +326,6 @@ def _pieces(file: GGUFFile, adapter: GGUFFile, info: TensorInfo, scale: float) -
 
 
 def _sum(file: GGUFFile, adapter: GGUFFile, info: TensorInfo, scale: float) -> np.ndarray:
-    """Return W + scale B A, computed in float64 and rounded to float32."""
+    """Return the merged weights W + scale * B @ A, computed in float64 and rounded to float32."""
     a, b = (adapter.read(name).astype(np.float64) for name in lora_names(info.name))
     return (file.read(info.name) + scale * (b @ a)).astype(np.float32)

@@ -119,7 +119,11 @@ class TextBuilder:
 def generate(
     options: Options, registry: Registry, write: Callable[[str], None], on_slide: Callable[[str], object]
 ) -> Generated:
-    """Generate text. Stream it to `write`; pass a note to `on_slide` the first time the context is full."""
+    """Generate text and return it with statistics.
+
+    `write` receives each piece of text as soon as it is generated. `on_slide` receives a note when the context is full
+    for the first time.
+    """
     loaded = load_model(options, registry)
     if options.engine.partition(":")[0] == LLAMA_CPP:
         return _generate_with_llama_cpp(loaded, options, write)
@@ -143,7 +147,11 @@ def load_model(options: Options, registry: Registry) -> LoadedModel:
 
 
 class Generator:
-    """Text generator: a context manager that holds a session. Its window grows in multiples of `step` positions."""
+    """Text generator that keeps one session open for several calls of `write`; a context manager.
+
+    The session is opened for the number of tokens that a call needs, rounded up to a multiple of `step`. It is reopened
+    when a later call needs more.
+    """
 
     def __init__(self, loaded: LoadedModel, options: Options, step: int = 1):
         self.loaded, self.options, self._step = loaded, options, step
@@ -170,9 +178,10 @@ class Generator:
         template: ChatTemplate | None, should_stop: Callable[[], bool] = lambda: False,
         on_slide: Callable[[str], object] = lambda note: None,
     ) -> Generated:  # fmt: skip
-        """Continue `ids` until an end token, the token limit or `should_stop()`.
+        """Generate a continuation of `ids` until an end token, the token limit, or until `should_stop()` returns True.
 
-        When the context is full, its second half is kept. Raise UserError if the prompt is too long or has bad ids.
+        `builder` collects the text. When the context is full, generation continues from the second half of its tokens.
+        Raise UserError if the prompt is longer than the context or has ids outside the vocabulary.
         """
         unknown = [i for i in ids if i >= self.vocab]
         if unknown:
@@ -220,7 +229,10 @@ class Generator:
 
 
 def load_tokenizer(loaded: LoadedModel, options: Options) -> Tokenizer | None:
-    """Return the file's tokenizer; None if it has none, or an unreadable one and the prompt is given as ids."""
+    """Return the tokenizer of the model's file; None if the file has none.
+
+    If the tokenizer cannot be read, raise GGUFError, or return None if the prompt is given as token ids.
+    """
     if not has_text(loaded.file):
         return None
     try:
@@ -239,7 +251,10 @@ class ChatTemplate(NamedTuple):
 
 
 def chat_template(loaded: LoadedModel, options: Options, required: bool = True) -> ChatTemplate | None:
-    """Return the adapter's or model's chat template; None without --chat. Raise UserError if it is missing."""
+    """Return the chat template in the adapter's file, or else in the model's file; None without --chat.
+
+    If neither file has a template, raise UserError, or return None unless `required`.
+    """
     if not options.chat:
         return None
     for path in filter(None, (loaded.adapter, loaded.path)):
@@ -267,12 +282,15 @@ def prompt_ids(
 
 
 def system_turns(options: Options) -> list[dict[str, str]]:
-    """Return the system message as a list of turns; empty without one."""
+    """Return a list with the system message as a chat turn; empty if there is no system message."""
     return [] if options.system is None else [{"role": "system", "content": options.system}]
 
 
 def chat_ids(tokenizer: Tokenizer, template: Template, turns: Sequence[Mapping[str, str]]) -> list[int]:
-    """Return the ids of a conversation, up to the start of the assistant's next turn. Raise BadChat."""
+    """Return the token ids of a conversation, followed by the prompt for the assistant's next answer.
+
+    Raise BadChat if the template ignores the system message or renders an empty text.
+    """
     text = template.render(turns, answer=True).text
     if turns[0]["role"] == "system" and turns[0]["content"].strip() not in text:
         raise BadChat("the chat template ignores --system; put it into the first message")

@@ -1,6 +1,7 @@
-"""Generate text with llama.cpp in a subprocess, because some files crash it: it reads a `Task` and prints `Answer`s.
+"""Generate text with llama.cpp in a subprocess, because some files make llama.cpp crash.
 
-The key/value cache is float32 and flash attention is off, so that it rounds nothing that toyexp's engines do not round.
+The subprocess reads a `Task` from standard input and prints `Answer`s, both as JSON. The key/value cache is float32
+and flash attention is off, so that llama.cpp rounds no more numbers than toyexp's engines do.
 """
 
 from __future__ import annotations
@@ -58,7 +59,7 @@ Send = Callable[[Answer], None]
 
 
 def find_package() -> str:
-    """Return the Python package to use. Raise Unavailable if none works on this machine."""
+    """Return the name of the first package in PACKAGES that can be imported. Raise Unavailable if none can."""
     reasons = {name: probe_import(name) for name in PACKAGES}
     for name, reason in reasons.items():
         if reason is None:
@@ -94,7 +95,7 @@ def stream(task: Task) -> Iterator[Answer]:
 
 
 def _cause(log: str, code: int) -> str:
-    """Return the first line of the log about an error or a failed assertion, or else the last line."""
+    """Return the line of llama.cpp's log about a failed assertion or an error, or else the last line."""
     lines = [line.strip() for line in log.splitlines() if line.strip()]
     marks = ("GGML_ASSERT", "GGML_ABORT", " E ", "error", "SystemExit")
     errors = [line for mark in marks for line in lines if mark in line]

@@ -32,7 +32,7 @@ from toyexp.training.memory import open_checked_session
 
 @dataclass(frozen=True)
 class LoadedModel:
-    """A model's GGUF file and optionally a LoRA adapter's."""
+    """GGUF file of a model, and optionally of a LoRA adapter, to open for inference."""
 
     path: Path
     adapter: Path | None
@@ -79,7 +79,10 @@ class LoadedModel:
 
 
 def pick_engine(label: str, registry: Registry, rows: int) -> tuple[Engine, str]:
-    """Return the engine of a label (`auto`, `cpu:threads=1`) for batches of `rows` rows, and a note that names it."""
+    """Return the engine for a label such as `auto` or `cpu:threads=1`, and a text about the engine for the user.
+
+    If the engine's devices cannot share batches of `rows` rows equally, the engine uses its first device only.
+    """
     name = label.partition(":")[0]
     if name not in (known := {*registry.offers["engine"], AUTO}):
         raise UserError(f"--engine {label}: {suggest(name, known)}")
@@ -88,7 +91,11 @@ def pick_engine(label: str, registry: Registry, rows: int) -> tuple[Engine, str]
 
 
 def fit_rows(engine: Engine, note: str, rows: int) -> tuple[Engine, str]:
-    """Return the engine and its note; use its first device only if its devices cannot share the rows equally."""
+    """Return an engine that computes batches of `rows` rows, and a text about the engine for the user.
+
+    These are `engine` and `note`, unless the engine's devices cannot share the rows equally; then the returned engine
+    uses the first device only.
+    """
     try:
         engine.check_rows(rows, 1)
     except UserError:

@@ -64,7 +64,11 @@ def checkpoint_gguf(path: Path, registry: Registry | None = None) -> Path:
 
 
 def write_once(files: Sequence[Path], source: Path, stem: str, write: Callable[[Path], object], kind: str = "") -> Path:
-    """Return the GGUF file that `write` makes from `source`; write it again only if one of its `files` changed."""
+    """Return a temporary GGUF file that `write` converts from `source`; convert again only if `files` change.
+
+    `files` are the files that `write` reads, and `stem` names the new file. `kind` distinguishes different conversions
+    of the same files. The file is deleted when the process exits.
+    """
     version = (kind, *((file.resolve(), file.stat().st_mtime_ns) for file in files))
     if version not in _written:
         directory = Path(tempfile.mkdtemp(prefix="toyexp-"))
@@ -90,7 +94,10 @@ def _convert_file(form: Format, path: Path, target: Path, registry: Registry) ->
 
 
 def _fitting(exported: ModelExport, what: str) -> LazyTensors:
-    """Return the tensors that a format read. Raise UserError if names or shapes differ from the model's."""
+    """Return the tensors that a format has read, each loaded on access.
+
+    Raise UserError if the tensors' names differ from the model's, and on access if a tensor has another shape.
+    """
     if not isinstance(exported.model, Model):
         raise UserError(f"{what} {printable(repr(exported.model))}, expected a model")
     shapes = {spec.name: spec.shape for spec in exported.model.tensors()}
@@ -190,7 +197,10 @@ def _rebuild_plan(plain: dict[str, Any], registry: Registry, run_origin: Origin)
 
 
 def find_model_file(path: Path, leaves: Sequence[str] = (MODEL,), registry: Registry | None = None) -> Path:
-    """Return the GGUF file of a model, run or checkpoint, converted if needed. Raise UserError if there is none."""
+    """Return the GGUF file of a model, run or checkpoint, converted if needed. Raise UserError if there is none.
+
+    `leaves` are the file names to look for in a run's directory. If there is none, the newest checkpoint is converted.
+    """
     if not os.path.lexists(path):
         if is_address(path):
             raise UserError(f"{str(path).replace(':/', '://', 1)}: {ADDRESS_MESSAGE}")
@@ -223,7 +233,7 @@ def find_model_file(path: Path, leaves: Sequence[str] = (MODEL,), registry: Regi
 
 
 def _conversion_hint(path: Path) -> str | None:
-    """Return how to convert a directory of transformers or PEFT to GGUF; None for other directories."""
+    """Return how to convert a directory of Hugging Face transformers or PEFT to GGUF; None for other directories."""
     if (path / "adapter_config.json").is_file():
         return how_to_convert(path, "convert_lora_to_gguf.py")
     if (path / "config.json").is_file():
@@ -232,7 +242,10 @@ def _conversion_hint(path: Path) -> str | None:
 
 
 def adapter_files(path: Path) -> list[Path]:
-    """Return the files of the LoRA adapter at `path`. Raise UserError if there is none."""
+    """Return the files that hold a LoRA adapter. Raise UserError if there is none.
+
+    `path` is a GGUF file, a run, a checkpoint, or a directory written by PEFT.
+    """
     if (path / CONFIG).is_file():
         return [path / name for name in (CONFIG, TENSORS) if (path / name).exists()]
     if is_checkpoint(path):
@@ -247,7 +260,7 @@ def adapter_files(path: Path) -> list[Path]:
 
 
 def _has_no_adapter(saved: Path) -> bool:
-    """Return True if a checkpoint is readable and holds no adapter, so that it must not be suggested."""
+    """Return True if a checkpoint is readable and has no adapter; error messages must not suggest such a checkpoint."""
     try:
         arrays = checkpoint.read_checkpoint(saved, with_state=False).arrays
         return not any(name.endswith((*lora_names(""),)) for name in arrays)
@@ -256,7 +269,11 @@ def _has_no_adapter(saved: Path) -> bool:
 
 
 def find_adapter_file(path: Path, model: Callable[[], Model], registry: Registry | None = None) -> Path:
-    """Return the GGUF file of a LoRA adapter in a file, run, checkpoint or PEFT directory. Raise UserError if none."""
+    """Return the GGUF file of a LoRA adapter, converted from a checkpoint or PEFT directory if needed.
+
+    `model` returns the base model and is called only to convert a PEFT directory. Raise UserError if there is no
+    adapter.
+    """
     files = adapter_files(path)
     if is_checkpoint(path):
         return write_once(files, path, path.name, partial(convert_adapter, path, registry=registry or load()), ADAPTER)
@@ -271,7 +288,10 @@ def find_adapter_file(path: Path, model: Callable[[], Model], registry: Registry
 
 
 def check_base(adapter: Path, base: Path) -> list[str]:
-    """Return a warning if an adapter was trained on another base. Raise UserError if `base` already contains it."""
+    """Return a list with a warning if the adapter was trained on another base, else an empty list.
+
+    Raise UserError if the adapter is already merged into `base`.
+    """
     base_keys = open_gguf(str(base)).metadata
     with GGUFFile(adapter) as file:
         check_adapter(file)

@@ -40,10 +40,10 @@ class ModelDirectory:
 
 @dataclass(frozen=True)
 class ListedFile:
-    """Model file of the list, or the error of reading it."""
+    """GGUF file that the search found, with its properties or the error of reading it."""
 
     name: str
-    place: str
+    place: str  # name of the directory list, such as Ollama
     path: str
     bytes: int
     architecture: str = ""
@@ -100,7 +100,7 @@ class Models(Answer):
 
 
 def find_models(registry: Registry, directories: Sequence[Path] = ()) -> Models:
-    """Search all default directories and `directories`, and read the header of each file once."""
+    """Find GGUF files in all programs' default directories and in `directories`; read each file's header once."""
     home = os.path.expanduser("~")  # noqa: PTH111 - Path.home() raises where there is none
     places = default_directories(Path(home), os.environ)
     places += [ModelDirectory("named", d, _search_directory) for d in directories]
@@ -143,7 +143,11 @@ def inspect(name: str, place: str, path: Path, registry: Registry) -> ListedFile
 
 
 def summarise_use(file: GGUFFile, registry: Registry) -> str:
-    """Return the use of a file in a word: `adapter`, `base`, `donor`, a kind of data, or `no: REASON`."""
+    """Return the use of a file in a word: `adapter`, `base`, `donor`, a kind of data, or `no: REASON`.
+
+    A `base` can be fine-tuned; the embeddings of a `donor` can be copied. A kind of data means that the model can only
+    be evaluated on such data.
+    """
     if file.metadata.get("general.type") == "adapter":
         return "adapter"
     offers = FileUses(file, file.path, registry)
@@ -189,14 +193,20 @@ def _search_directory(place: ModelDirectory) -> Iterator[tuple[str, Path]]:
 
 
 def _search_hugging_face(place: ModelDirectory) -> Iterator[tuple[str, Path]]:
-    """Yield models--org--name/snapshots/<commit>/**/x.gguf, which are links to blobs."""
+    """Yield name and path of the GGUF files in a Hugging Face cache.
+
+    Their paths are models--org--name/snapshots/<commit>/**/x.gguf, and they are links to blobs.
+    """
     for repository in sorted(place.root.glob("models--*")):
         for path in _walk(place, repository / "snapshots"):
             yield path.stem, path
 
 
 def _search_ollama(place: ModelDirectory) -> Iterator[tuple[str, Path]]:
-    """Yield the blobs that the JSON files manifests/<host>/<namespace>/<name>/<tag> list."""
+    """Yield name and path of Ollama's model and adapter files, which are called blobs.
+
+    Ollama lists them in JSON files manifests/<host>/<namespace>/<name>/<tag>.
+    """
     manifests = place.root / "manifests"
     for path in _walk(place, manifests, suffix=""):
         name = str(path.relative_to(manifests).parent).removeprefix("registry.ollama.ai/").removeprefix("library/")

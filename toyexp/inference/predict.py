@@ -41,7 +41,7 @@ class Prediction:
     error: str | None = None
 
     def plain(self) -> dict[str, Any]:
-        """Return the prediction as plain data; null if the image could not be read."""
+        """Return the prediction as plain data; class and probability are null if the image could not be read."""
         best = self.top[0] if self.top else (None, None)
         top = [{"class": name, "probability": share} for name, share in self.top]
         return {"file": self.file, "class": best[0], "probability": best[1], "top": top, "error": self.error}
@@ -116,7 +116,10 @@ def list_images(paths: Sequence[Path]) -> list[Path]:
 def predict(
     what: Path, files: Sequence[Path], top: int, engine: str, registry: Registry, modules: Sequence[str] = ()
 ) -> Predictions:
-    """Return the `top` classes of each image. Raise UserError if the model reads no images or no file is readable."""
+    """Return the `top` most probable classes of each image.
+
+    Raise UserError if the model does not read images or if no image file is readable.
+    """
     loaded, training_run = LoadedModel.open(what, registry), find_training_run(what, modules)
     reader = ImageInput.from_file(loaded.file, loaded.model, what)
     resize = training_run is None or training_run.data.get("resize") is not False
@@ -200,7 +203,10 @@ class ImageInput:
         return cls(model, size, channels, classes, mean, std)
 
     def arrays(self, images: np.ndarray, rows: int) -> tuple[dict[str, np.ndarray], Mapping[str, InputSpec]]:
-        """Convert uint8 images [N, size, size, channels] to the model's inputs; return these and a batch's specs."""
+        """Convert uint8 images [N, size, size, channels] to the model's input arrays.
+
+        Return the arrays by input name, and the spec (shape and dtype) of each input in batches of `rows` rows.
+        """
         batches = self.model.batches(Unlabelled(images, self.classes, self.mean, self.std), rows, 0)
         parts = list(batches.held_out())
         arrays = {name: np.concatenate([part[name] for part in parts])[: len(images)] for name in self.model.inputs()}
@@ -218,7 +224,11 @@ def _numbers(value: object) -> np.ndarray:
 
 
 def logits(loaded: LoadedModel, inputs: Any, engine: str | Engine = "auto") -> np.ndarray:
-    """Return float32 logits [..., classes] of a text, token ids [T] or [B, T], or uint8 images [N, H, W, channels]."""
+    """Return the float32 logits of a text, of token ids [T] or [B, T], or of uint8 images [N, H, W, channels].
+
+    The last axis has an entry per token of the vocabulary, or per class of an image model. For a single text, sequence
+    or image, the result has no batch axis.
+    """
     arrays, specs, single = _inputs(loaded, inputs)
     rows = min(max((len(array) for array in arrays.values()), default=1), ROWS)
     chosen_engine = build_engine(engine, loaded.registry) if isinstance(engine, str) else engine
@@ -228,7 +238,11 @@ def logits(loaded: LoadedModel, inputs: Any, engine: str | Engine = "auto") -> n
 
 
 def _inputs(loaded: LoadedModel, inputs: Any) -> tuple[dict[str, np.ndarray], Mapping[str, InputSpec], bool]:
-    """Return the arrays of a batch, their specs, and True if a single row without a batch axis was given."""
+    """Convert a text, token ids or images to a batch of the model.
+
+    Return the batch's arrays by input name, the spec (shape and dtype) of each input, and True if `inputs` was a single
+    text, sequence or image without a batch axis.
+    """
     model: Any = loaded.model
     name = model.reads.sequence
     if not name:
@@ -255,7 +269,10 @@ def _images(loaded: LoadedModel, inputs: Any) -> tuple[dict[str, np.ndarray], Ma
 
 
 def token_ids(call: str, inputs: Any, axes: Sequence[int]) -> np.ndarray:
-    """Return token ids as an integer array. Raise UserError if the dtype or the number of `axes` is wrong."""
+    """Return token ids as an integer array. Raise UserError for another dtype or number of axes.
+
+    `axes` are the allowed numbers of axes, and `call` is the API call that error messages name.
+    """
     ids = _array(call, inputs)
     if ids.ndim not in axes or ids.dtype.kind not in "iu" or not ids.size:
         shapes = " or ".join(("[T]", "[B, T]")[n - 1] for n in axes)

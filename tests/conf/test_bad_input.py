@@ -174,7 +174,7 @@ VALUES = [
     ("name=${name}", "name", "refers to itself"),
     ("steps=0", "steps=0", "from 1"),
     ("steps=-1", "steps=-1", "from 1"),
-    ("steps=99999999999999999999", "must be an integer from 1 to 9223372036854775807"),
+    ("steps=99999999999999999999", "must be a whole number from 1 to 9223372036854775807"),
     ("lr=-1", "lr=-1.0", ">= 0"),
     ("lr=nan", "lr=nan: must be a finite number"),
     ("lr=inf", "lr=inf: must be a finite number"),

@@ -187,7 +187,7 @@ def test_a_dry_run_of_a_resumed_sweep_covers_remaining_jobs_and_reports_invalid_
     sweep = ["-m", *SMALL, "steps=2,0,5", "hydra.sweep.dir=s"]
     assert main([*sweep, "--dry-run"]) == 2
     out, err = capsys.readouterr()
-    assert "job 1: steps=0: must be an integer from 1" in err and "2 jobs" in out and tree() == {}
+    assert "job 1: steps=0: must be a whole number from 1" in err and "2 jobs" in out and tree() == {}
     assert main([*sweep, "sweep.isolate=false"]) == 2
     state = json.loads(Path("s/sweep.json").read_text())
     state["jobs"][2]["status"] = "waiting"

@@ -87,7 +87,7 @@ def test_three_of_six_jobs_fail_and_resume_finishes_the_killed_one(tmp_path, cap
     expected[1], expected[2], expected[4] = "failed", "refused", "killed"
     assert statuses("sweeps/s") == expected
     assert err.splitlines() == [
-        "toyexp: error in job 2: steps=0: must be an integer from 1",  # reported before the first job starts
+        "toyexp: error in job 2: steps=0: must be a whole number from 1",  # reported before the first job starts
         "toyexp: error in job 1: callbacks.mishap failed at step 5: ZeroDivisionError: on purpose; see "
         "sweeps/s/1-scratch-llama/log.txt (exit code 1)",
         "toyexp: error in job 4: killed by SIGKILL (out of memory?) (log: sweeps/s/4-scratch-llama/log.txt)",
@@ -527,7 +527,7 @@ def test_every_value_is_checked_once_before_the_first_job_and_names_are_composed
     wrong = {tuple(jobs[number].overrides): str(error) for number, error in check_values(jobs, job_configs).items()}
     first = ("recipe=scratch", "seed=0", "model.d_model=64", "lr=0.1")
     assert wrong.pop(("recipe=wram", *first[1:])).startswith("recipe=wram: unknown name")
-    assert wrong.pop((first[0], "seed=-1", *first[2:])).startswith("seed=-1: must be an integer from 0")
+    assert wrong.pop((first[0], "seed=-1", *first[2:])).startswith("seed=-1: must be a whole number from 0")
     assert wrong.pop((*first[:2], "model.d_model=x", first[3])) == "model.d_model=x: must be a whole number"
     assert wrong.pop((*first[:2], "model.d_model=66", first[3])).startswith("model.n_heads=4 does not divide")
     assert wrong.pop((*first[:3], "lr=nan")).startswith("lr=nan: must be")

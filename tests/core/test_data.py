@@ -82,7 +82,7 @@ def test_data_and_model_seeds_are_independent():
     assert batch_digests("seed=3", "data_seed=1", "model_seed=2") == (order, other_values)
     with pytest.raises(UserError, match=r"unknown key data\.seed; did you mean data_seed\?"):
         batch_digests("data.seed=2")
-    with pytest.raises(UserError, match="model_seed=-1: must be an integer from 0"):
+    with pytest.raises(UserError, match="model_seed=-1: must be a whole number from 0"):
         batch_digests("model_seed=-1")
 
 

@@ -569,7 +569,7 @@ def test_a_run_leaves_the_process_as_it_was(book_directory):
     (book_directory / "app" / "config.yaml").write_text("thing:\n  _target_: builtins.dict\n  a: 1\n")
     (book_directory / "beside.py").write_text(BESIDE)
     done = environments.run(sys.executable, "-c", AS_IT_WAS, cwd=book_directory)
-    told = ["steps=0: must be an integer from 1", "builtins.dict", "False"]
+    told = ["steps=0: must be a whole number from 1", "builtins.dict", "False"]
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines() == told and done.stderr == ""
 

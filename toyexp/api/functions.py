@@ -318,7 +318,7 @@ def predict(
 
         require_pillow()
         if not images or type(top) is not int or top < 1:
-            raise UserError("toyexp.predict(model, image, ..., top=1): needs images, and an integer top of at least 1")
+            raise UserError("toyexp.predict(model, image, ..., top=1): needs images; top is a whole number from 1")
         files = predicting.list_images([check_path("toyexp.predict", image) for image in images])
         return predicting.predict(check_path("toyexp.predict", model), files, top, engine, load(plugins), plugins)
 

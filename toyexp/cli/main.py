@@ -85,7 +85,7 @@ def _call_plugin_command(command: Command, words: Sequence[str]) -> int:
             raise error.__cause__ from None
         raise
     if type(code) is not int or not 0 <= code < 256:
-        what = f"{printable(repr(code))}; an exit code must be an integer from 0 (success) to 255"
+        what = f"{printable(repr(code))}; an exit code must be a whole number from 0 (success) to 255"
         raise PluginFailed(f"command.{command.name} returned {what}")
     return code
 

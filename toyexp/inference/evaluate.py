@@ -182,7 +182,7 @@ def _window(setting_value: str | None, model: Model, training_context: int | Non
     if setting_value is None:
         return min(model.context, training_context or 512)
     if not is_integer(setting_value, 1, model.context):
-        raise UserError(f"model.context={setting_value}: must be an integer from 1 to {model.context}")
+        raise UserError(f"model.context={setting_value}: must be a whole number from 1 to {model.context}")
     return int(setting_value)
 
 

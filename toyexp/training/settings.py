@@ -122,7 +122,7 @@ class Settings:
             value = getattr(self, name)
             if value is not None and not least <= value < 2**63:
                 most = f" to {2**63 - 1}" if value > least else ""
-                raise UserError(f"{name}={value}: must be an integer from {least}{most}")
+                raise UserError(f"{name}={value}: must be a whole number from {least}{most}")
         saves = Interval.parse(self.checkpoint_every, "checkpoint_every")
         if self.checkpoint_keep < 1:
             what = f"checkpoint_keep={self.checkpoint_keep}"

@@ -1,8 +1,8 @@
-"""Tensor arithmetic that the update formulas of optimisers are written in; each engine implements it once.
+"""Tensor operations for the update formulas of optimisers; each engine implements them for its own tensors.
 
-A tensor is whatever the engine works with, and has a `shape`. Shapes broadcast from the second operand to the first:
-the second one's axes may be absent in front, or 1. The default methods use Python's operators; an engine whose tensors
-do not have them implements all methods.
+A tensor is an object of the engine, such as a torch.Tensor, with a `shape`. In operations on two tensors the second one
+broadcasts to the shape of the first: its leading axes may be missing, and each axis may be 1. The default methods use
+Python's operators; an engine whose tensors lack these operators overrides all methods.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ Number = Tensor | float  # one of the step's numbers, or a constant of the formu
 
 
 class Arithmetic(ABC):
-    """Base class of an engine's arithmetic."""
+    """Base class of the tensor operations that an engine provides to update formulas."""
 
     plugin_kind: ClassVar[str] = "engine"  # names it in error messages
 
@@ -62,14 +62,14 @@ class Arithmetic(ABC):
 
     @abstractmethod
     def sum(self, x: Tensor) -> Tensor:
-        """Return the sum of all elements, [1]."""
+        """Return the sum of all elements as a tensor of shape [1]."""
 
     @abstractmethod
     def sum_last(self, x: Tensor) -> Tensor:
         """Return the sum over the last axis: x [..., n] -> [..., 1]."""
 
     def matmul(self, a: Tensor, b: Tensor) -> Tensor:
-        """Return a [n, k] times b [m, k] transposed -> [n, m]."""
+        """Return the product of a [n, k] and the transpose of b [m, k] -> [n, m]."""
         return a @ b.T
 
     def transpose(self, x: Tensor) -> Tensor:
@@ -83,11 +83,11 @@ class Arithmetic(ABC):
         return self.mul(x, x)
 
     def mean(self, x: Tensor) -> Tensor:
-        """Return the mean of all elements, [1]."""
+        """Return the mean of all elements as a tensor of shape [1]."""
         return self.scale(self.sum(x), 1 / math.prod(x.shape))
 
     def mean_last(self, x: Tensor) -> Tensor:
-        """Return the mean over the last axis, [..., 1]."""
+        """Return the mean over the last axis: x [..., n] -> [..., 1]."""
         return self.scale(self.sum_last(x), 1 / x.shape[-1])
 
     def blend(self, new: Tensor, old: Tensor, share: Number) -> Tensor:
@@ -115,7 +115,7 @@ class Shaped:
 
 
 class Shapes(Arithmetic):
-    """Arithmetic on shapes only. Raises UserError for operations that not every engine supports."""
+    """Arithmetic on shapes without values, to check a formula. Raises UserError if it cannot run on every engine."""
 
     def __init__(self, elementwise: bool = False):
         self._elementwise = elementwise
@@ -140,21 +140,21 @@ class Shapes(Arithmetic):
     scale = shift = sqrt = sign = at_least = _elementwise_result  # type: ignore[assignment] # parameter names differ
 
     def sum(self, x: Shaped) -> Shaped:
-        """Return a tensor of shape [1]."""
+        """Return a placeholder of shape [1]."""
         return self._whole_tensor_result(x, 1)
 
     def sum_last(self, x: Shaped) -> Shaped:
-        """Return a tensor of shape [..., 1]."""
+        """Return a placeholder of shape [..., 1] for x [..., n]."""
         return self._whole_tensor_result(x, *x.shape[:-1], 1)
 
     def matmul(self, a: Shaped, b: Shaped) -> Shaped:
-        """Return a tensor of shape [n, m]."""
+        """Return a placeholder of shape [n, m] for a [n, k] and b [m, k]."""
         if (len(a.shape), len(b.shape), a.shape[1:]) != (2, 2, b.shape[1:]):
             raise UserError(f"its update multiplies {list(a.shape)} by {list(b.shape)} transposed: shapes do not match")
         return self._whole_tensor_result(a, a.shape[0], b.shape[0])
 
     def transpose(self, x: Shaped) -> Shaped:
-        """Return a tensor of shape [m, n]."""
+        """Return a placeholder of shape [m, n] for x [n, m]."""
         if len(x.shape) != 2:
             raise UserError(f"its update transposes {list(x.shape)}: expected a matrix")
         return self._whole_tensor_result(x, *x.shape[::-1])

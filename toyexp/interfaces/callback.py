@@ -28,11 +28,13 @@ SCHEDULE_SAMPLES = 1000  # steps of a run at which a schedule is checked in adva
 class Callback(ABC):
     """Base of all callbacks: subclass it as a `@dataclass(eq=False)` whose fields are its settings.
 
-    Its hook methods, marked `@hookimpl`, are named after those of `RunHooks` in toyexp/interfaces/hooks.py. They
-    observe the run or return values to it; state that two callbacks would share belongs to the training loop.
+    Its hook methods, marked `@hookimpl`, have the names of the methods of `RunHooks` in toyexp/interfaces/hooks.py.
+    Hooks observe the run or return values to it. Callbacks do not share state with each other: the training loop keeps
+    state that several callbacks need.
 
-    Before anything is written, toyexp calls `check`, `check_run`, `check_plan` and `warnings`, in this order. If the
-    run is resumed, it then calls `outputs` and `resume` or `join`. After that it calls `on_start`.
+    Before anything is written, toyexp calls `check`, `check_run`, `check_plan` and `warnings`, in this order. For a
+    resumed run, it then calls `outputs`, and `resume` if the checkpoint has the callback's state or `join` if the
+    callback is new. After that it calls `on_start`.
     """
 
     plugin_kind: ClassVar[str] = "callbacks"
@@ -44,7 +46,7 @@ class Callback(ABC):
         LOGGED_METRICS.update(cls.logs)
 
     def check(self) -> None:  # noqa: B027 - optional on purpose: most callbacks have nothing to check
-        """Raise UserError for settings that cannot work, and Unavailable for a missing package."""
+        """Raise UserError for settings that cannot work, and Unavailable if a required Python package is missing."""
 
     def check_run(self, config: Mapping[str, Any], dataset: Dataset) -> None:  # noqa: B027 - optional, as above
         """Raise UserError, before anything is written, if the callback cannot work with this configuration and data."""
@@ -55,36 +57,43 @@ class Callback(ABC):
     def should_wait(self, step: int) -> bool:
         """Return True if the next step must not start before this callback has handled `step`.
 
-        That is the case if it reads the weights or influences the next step. If no callback waits, `on_step` may be
-        called while the next step is already running on the device. By default, callbacks with `on_step`, `lr`,
+        A callback must wait if it reads the weights or influences the next step. If no callback waits, `on_step` may be
+        called while the device already computes the next step. By default, callbacks with the hook `on_step`, `lr`,
         `factors` or `stop_reason` wait.
         """
         return any(has_hook(self, hook) for hook in ("on_step", "lr", "factors", "stop_reason"))
 
     def best_metric(self) -> str | None:
-        """Return the held-out metric whose best weights the run must keep, as `checkpoint_best` does, or None."""
+        """Return the name of a held-out metric, or None.
+
+        The run then keeps the weights of the evaluation with the best value of this metric, as with `checkpoint_best`.
+        """
         return None
 
     def warnings(self, preview: RunPreview) -> Iterable[str]:
-        """Return a sentence for each setting that has no effect, or not the intended one, in this run."""
+        """Return a one-sentence warning for each setting that has no effect, or an unintended one, in this run."""
         return ()
 
     def outputs(self, plan: Plan) -> Sequence[str]:
-        """Return the names of its files in the run's directory. A resumed run starts only if it may replace them."""
+        """Return the names of the files that the callback writes to the run's directory.
+
+        A run is resumed only if all existing files of these names were written by the run itself.
+        """
         return ()
 
     def state(self) -> dict[str, Any]:
-        """Return the state to save in a checkpoint, as JSON data: text, finite numbers, lists and dicts."""
+        """Return the callback's state to save in a checkpoint, as JSON data: text, finite numbers, lists and dicts."""
         return {}
 
     def sync(self) -> None:  # noqa: B027 - optional, as above
-        """Flush to disk the data that `state` refers to, before a checkpoint with it is complete. May raise OSError.
+        """Flush the files to which the callback's `state` refers to disk. May raise OSError.
 
-        Called in another thread while the run trains, because disks are slow.
+        Called before a checkpoint with this state is complete, in another thread while the run trains, because disks
+        are slow.
         """
 
     def resume(self, state: Mapping[str, Any]) -> None:  # noqa: B027 - optional, as above
-        """Restore what `state` returned. Called before `on_start` when a run continues from a checkpoint."""
+        """Restore a state that `state` returned. Called before `on_start` when a run continues from a checkpoint."""
 
     def join(self, step: int) -> None:  # noqa: B027 - optional, as above
         """Join a resumed run that started without this callback. Raise UserError if that is impossible at `step`."""
@@ -92,7 +101,7 @@ class Callback(ABC):
 
 @dataclass(eq=False)
 class Schedule(Callback):
-    """Base of callbacks that scale a number at every step: the learning rate, or another optimiser setting."""
+    """Base of callbacks that multiply the learning rate or another optimiser setting by a factor at every step."""
 
     scales: str = "lr"  # setting to scale: lr, weight_decay, or another optimiser setting, such as momentum
 
@@ -101,14 +110,17 @@ class Schedule(Callback):
         """Return the factor at the 0-based `step` of `steps`."""
 
     def should_wait(self, step: int) -> bool:
-        """Return True only if the schedule has `on_step` or `stop_reason`; `factor` depends on the step alone."""
+        """Return True if the schedule has the hook `on_step` or `stop_reason`.
+
+        Other schedules need not wait for a step, because `factor` depends on the step number only.
+        """
         return has_hook(self, "on_step") or has_hook(self, "stop_reason")
 
     @final
     def check_scales(self, plan: Plan, steps: int) -> None:
-        """Raise UserError if the plan's optimiser lacks the scaled setting, or a scaled value is invalid.
+        """Raise UserError if the optimiser lacks the setting `scales`, or if a factor makes its value invalid.
 
-        The value at `steps` is checked too, although the last step is `steps` - 1. Called before `check_plan`.
+        The factor for step `steps` is checked too, although the last step is `steps` - 1. Called before `check_plan`.
         """
         scalable = {"lr"}.union(*(group.scalable for group in plan.updates))
         key = f"callbacks.{self.name}.scales={printable(self.scales)}"
@@ -128,7 +140,7 @@ class Schedule(Callback):
                 raise UserError(f"{key}: invalid factor {factor:g}{text and f' ({text})'}: {error}") from error
 
     def warnings(self, preview: RunPreview) -> Iterable[str]:
-        """Warn if the scaled setting is 0."""
+        """Warn if the setting to scale is 0, because scaling then has no effect."""
         groups = preview.plan.updates
         values = [getattr(g if self.scales == "weight_decay" else g.rule, self.scales, 0) for g in groups]
         if self.scales != "lr" and not any(values):
@@ -136,17 +148,17 @@ class Schedule(Callback):
 
     @hookimpl
     def lr(self, run: Run, step: int, steps: int) -> float | None:
-        """Return the base learning rate times `factor`."""
+        """Return the base learning rate times `factor`, or None if the schedule scales another setting."""
         return run.lr * self.factor(step, steps) if self.scales == "lr" else None
 
     @hookimpl
     def factors(self, step: int, steps: int) -> Mapping[str, float] | None:
-        """Return `factor` for the scaled setting."""
+        """Return the factor, keyed by the setting it scales, or None if the schedule scales the learning rate."""
         return None if self.scales == "lr" else {self.scales: self.factor(step, steps)}
 
 
 def sets_lr(callback: Callback) -> bool:
-    """Return True if a callback sets the learning rate."""
+    """Return True if a callback sets the learning rate; a schedule of another setting does not."""
     return has_hook(callback, "lr") and not (isinstance(callback, Schedule) and callback.scales != "lr")
 
 

@@ -16,14 +16,14 @@ from toyexp.base.writing import dump_json
 
 
 class Arguments(argparse.Namespace):
-    """Parsed arguments of a sub-command: an attribute for each option, as in argparse, and the remaining words."""
+    """Parsed arguments of a sub-command: an attribute for each option, as in argparse, and the other words."""
 
     rest: list[str]  # files, names and overrides
     modules: list[str]  # the local plugins of plugins=[...]
 
     @property
     def settings(self) -> list[str]:
-        """The remaining words as overrides of a run, including `plugins=[...]`."""
+        """The other words, which are overrides of a run, and `plugins=[...]` if local plugins were given."""
         return [*self.rest, *([f"plugins=[{','.join(self.modules)}]"] if self.modules else [])]
 
 
@@ -41,7 +41,7 @@ class StoreOnce(argparse.Action):
 
 
 class Parser(argparse.ArgumentParser):
-    """An argparse parser with one-line errors. Options cannot be abbreviated, and may appear anywhere.
+    """An argparse parser that raises one-line UserErrors. Options cannot be abbreviated, and may appear anywhere.
 
     An option without `type=` rejects an empty value; one with `type=str` accepts it.
     """
@@ -53,7 +53,7 @@ class Parser(argparse.ArgumentParser):
         self.register("action", None, StoreOnce)
 
     def split(self, words: Sequence[str], arguments: Arguments) -> list[str]:
-        """Set the options in `arguments`, and return the other words in their order."""
+        """Store the options as attributes of `arguments`, and return the other words in their order."""
         joined_words: list[str] = []
         for word in words:
             option = self.options.get(joined_words[-1]) if joined_words else None
@@ -65,11 +65,11 @@ class Parser(argparse.ArgumentParser):
 
     @property
     def options(self) -> Mapping[str, argparse.Action]:
-        """All options by their flags."""
+        """The argparse action of each option, keyed by its flag, such as `--json`."""
         return self._option_string_actions
 
     def error(self, message: str) -> NoReturn:
-        """Raise UserError. argparse puts the option's name in front of its message."""
+        """Raise UserError with a reworded `message`, in which argparse puts the option's name first."""
         name, _, what = message.removeprefix("argument ").partition(": ")
         flag = name.rpartition("/")[2]
         if flag not in self.options:
@@ -101,7 +101,7 @@ class Parser(argparse.ArgumentParser):
 
 
 class Answer(ABC):
-    """Base of dataclasses that hold the result of a command."""
+    """Base of dataclasses that hold the result of a command, to print it as text or as JSON."""
 
     def plain(self) -> dict[str, Any]:
         """Return the result as plain data, for --json."""
@@ -122,7 +122,10 @@ class Answer(ABC):
 
 @dataclass
 class Command(ABC):
-    """Base of sub-commands `toyexp NAME ...`; a docstring's first line is the command's line in `toyexp --help`."""
+    """Base of sub-commands `toyexp NAME ...`.
+
+    The first line of a subclass's docstring describes the command in `toyexp --help`.
+    """
 
     plugin_kind: ClassVar[str] = "command"
     name: ClassVar[str]
@@ -138,11 +141,14 @@ class Command(ABC):
         return parser
 
     def usage(self, modules: Sequence[str] = ()) -> str:
-        """Return the text of `toyexp NAME --help`; `modules` are local plugins."""
+        """Return the text of `toyexp NAME --help`. A subclass may use `modules`, the names of local plugins."""
         return self.parser().format_help().rstrip()
 
     def read(self, words: Sequence[str]) -> Arguments:
-        """Parse the words. Raise UserError for an unknown option, and for an option without its value."""
+        """Parse the words after `toyexp NAME`.
+
+        Raise UserError for an unknown option, an option without its value, and an empty word.
+        """
         typed = [word for word in words if not word.startswith("plugins=")]
         arguments = Arguments(modules=parse_modules(words))
         rest = self.parser().split(typed, arguments)
@@ -167,11 +173,14 @@ class Command(ABC):
 
     @abstractmethod
     def run(self, arguments: Arguments) -> int:
-        """Execute the command; return the exit code: 0 for success, 1 for failure. UserError becomes 2."""
+        """Execute the command and return its exit code: 0 for success, 1 for failure.
+
+        For UserError toyexp exits with 2.
+        """
 
 
 def parse_modules(words: Iterable[str]) -> list[str]:
-    """Return the modules that `plugins=[...]` in `words` names. Raise UserError for an invalid module name."""
+    """Return the module names in all `words` of the form `plugins=[a,b]`. Raise UserError for an invalid name."""
     modules: list[str] = []
     for word in words:
         key, equals, text = word.partition("=")

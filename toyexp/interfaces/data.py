@@ -34,14 +34,18 @@ class Data(ABC):
 
     @classmethod
     def recognises(cls, path: Path) -> int:
-        """Return how well the format fits `path` if `data=` is not set: 2 certainly, 1 as a last resort, 0 not."""
+        """Return how well this plugin can read the file at `path`: 2 certainly, 1 as a last resort, 0 not at all.
+
+        toyexp calls it to select a data plugin if the user gives a path but no `data=`.
+        """
         return 0
 
     @classmethod
     def suggest_settings(cls, sizes: Mapping[str, Any], tokenizer: Tokenizer | None) -> str | None:
-        """Return the overrides besides `data=<name>` to evaluate a model file of these sizes; None: not applicable.
+        """Return overrides that, besides `data=<name>`, suffice to evaluate a model file on this data, or None.
 
-        The user replaces words in capitals.
+        `sizes` and `tokenizer` are those of the model file. The overrides may contain words in capitals, which the user
+        replaces. None means that this data does not suit the model.
         """
         return None
 
@@ -51,10 +55,10 @@ class Data(ABC):
 
     @abstractmethod
     def open(self, vocabulary: Path | None) -> Dataset:
-        """Open the data; `vocabulary` is the GGUF file whose tokenizer the recipe wants to use, if any."""
+        """Open the data. The recipe may require the tokenizer of the GGUF file `vocabulary`."""
 
     def warnings(self, preview: RunPreview) -> Iterable[str]:
-        """Return a sentence for each setting that has no effect, or not the intended one, in this run."""
+        """Return a one-sentence warning for each setting that has no effect, or an unintended one, in this run."""
         return ()
 
 
@@ -65,7 +69,7 @@ _cache: ContextVar[_Cache | None] = ContextVar("cache", default=None)
 
 @contextmanager
 def share_open_data() -> Iterator[None]:
-    """Let runs inside the context that have equal data settings share one opened dataset. Batches stay separate."""
+    """Open data only once for all runs inside the context with equal data settings. Each run has its own batches."""
     token = _cache.set({})
     try:
         yield
@@ -74,7 +78,11 @@ def share_open_data() -> Iterator[None]:
 
 
 def open_shared_data(data: Data, vocabulary: Path | None) -> tuple[Data, Dataset]:
-    """Return the data plugin and its open dataset, from a run that shares it or opened now."""
+    """Return a data plugin and the dataset that it opened.
+
+    Inside `share_open_data` these are the plugin and dataset of another run with equal settings, if there is one. In
+    all other cases they are `data` and a newly opened dataset.
+    """
     cache = _cache.get()
     if cache is None:
         return data, open_data(data, vocabulary)

@@ -41,10 +41,13 @@ class Dataset(ABC):
 
     @abstractmethod
     def describe(self) -> dict[str, Any]:
-        """Return what the event run_start records: sizes and a digest of the contents."""
+        """Return JSON data for the event run_start in events.jsonl: sizes, and a digest of the contents."""
 
     def omissions(self) -> Sequence[str]:
-        """Return phrases about source data that training does not use: how much, and the setting that changes it."""
+        """Return a phrase for each portion of the source data that training does not use.
+
+        The phrase says how much is omitted, and which setting changes that.
+        """
         return ()
 
     def remarks(self) -> list[str]:
@@ -52,29 +55,38 @@ class Dataset(ABC):
         return []
 
     def gguf_metadata(self) -> dict[str, Any]:
-        """Return metadata about the data for an exported model, with keys that lack the architecture's prefix."""
+        """Return metadata about the data to store in an exported model.
+
+        Its keys lack the prefix with the architecture's name, which is added when the file is written.
+        """
         return {}
 
     def match_preprocessing(self, metadata: Mapping[str, Any]) -> None:
-        """Preprocess the data as in the model file that `metadata` comes from, for `toyexp eval`.
+        """Preprocess the data as the training data of a model file were, for `toyexp eval`.
 
-        `metadata` has the file's values of `gguf_metadata`; keys that the file lacks are missing. Raise UserError if
-        the model cannot be evaluated on this data.
+        `metadata` holds those keys of `gguf_metadata` that the file contains, with the file's values. Raise UserError
+        if the model cannot be evaluated on this data.
         """
         return
 
     def prompt(self) -> list[int]:
-        """Return token ids that start like a held-out text, for a model to continue. Requires a tokenizer."""
+        """Return token ids, similar to the start of a held-out text, from which a model generates.
+
+        Requires a tokenizer.
+        """
         assert self.tokenizer is not None
         return cast("list[int]", self.tokenizer.prompt("").tolist())
 
     @abstractmethod
     def batches(self, context: int, rows: int, seed: int) -> Batches:
-        """Return batches of `rows` examples, with `context` positions each if the data are sequences, else 0."""
+        """Return batches of `rows` examples, whose order depends on `seed`.
+
+        `context` is the number of positions of an example, or 0 if examples are not sequences.
+        """
 
 
 class Batches(ABC):
-    """A stream of training batches with random access, and the fixed held-out batches."""
+    """An endless stream of training batches with random access, and the fixed batches of the held-out set."""
 
     plugin_kind: ClassVar[str] = "data"  # names it in error messages
 
@@ -85,15 +97,22 @@ class Batches(ABC):
 
     @abstractmethod
     def batch(self, k: int) -> Batch:
-        """Return training batch `k` >= 0; there is no last one."""
+        """Return training batch `k`, for any `k` >= 0: the stream has no end."""
 
     def block(self, first: int, count: int) -> Batch | None:
-        """Return `count` batches from `first` on, their rows concatenated; None if single batches are as fast."""
+        """Return the training batches `first` to `first + count - 1` as one batch with concatenated rows.
+
+        Return None if reading the batches one by one is as fast.
+        """
         return None
 
     @abstractmethod
     def held_out(self) -> Sequence[Batch]:
-        """Return the batches of every evaluation, of `rows` rows each. Padding has weight 0."""
+        """Return the batches of the held-out set, which every evaluation uses.
+
+        Each batch has the number of rows that `Dataset.batches` was called with. Targets that only pad a batch have
+        weight 0.
+        """
 
 
 def batch_digest(batch: Batch) -> str:

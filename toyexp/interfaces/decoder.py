@@ -24,14 +24,14 @@ class LogitSource(Protocol):
     version: int  # incremented when weights change, which invalidates decoder caches
 
     def logits(self, inputs: Batch) -> np.ndarray:
-        """Return the float32 logits [B, T, V]."""
+        """Return the float32 logits [B, T, V] for a batch of token ids."""
 
 
 class Decoder(ABC):
-    """Logits after one growing sequence, computed with the session's current weights.
+    """Reader of one growing token sequence, which returns next-token logits under the session's current weights.
 
-    It has `context` positions: gpt2 has no embeddings beyond them, and llama was not trained there. Request a new
-    decoder when it is full or the session has taken a step.
+    The sequence may have up to `context` positions: gpt2 has no position embeddings beyond them, and llama was not
+    trained on longer sequences. Request a new decoder when the context is full or the session has taken a step.
     """
 
     def __init__(self, session: LogitSource):
@@ -64,14 +64,14 @@ class Decoder(ABC):
 
     @abstractmethod
     def do_feed(self, ids: np.ndarray) -> np.ndarray:
-        """Return the logits after the last of int32 `ids`, which have the positions from `position` on."""
+        """Return the logits [V] after the last of the int32 `ids`, the first of which has position `self.position`."""
 
 
 class IncrementalOps(Ops):
-    """Ops that compute only new positions, for a decoder that caches what it needs of earlier ones.
+    """Ops that compute only the new positions of a sequence, for a decoder that caches earlier keys and values.
 
-    Subclass it together with the engine's ops of whole sequences. Inherited ops that are not positionwise raise an
-    error, unless the subclass overrides them or names them in `incremental_ops`.
+    Define a subclass of it and of the engine's ops for whole sequences. An inherited op whose result may depend on
+    other positions raises an error, unless the subclass overrides the op or lists it in `incremental_ops`.
     """
 
     incremental_ops: ClassVar[frozenset[str]] = frozenset()  # inherited ops that are correct for new positions only
@@ -93,15 +93,15 @@ class IncrementalOps(Ops):
 
     @staticmethod
     def position_error(name: str) -> SessionError:
-        """Return the error for a model whose `ops.name` cannot be computed for new positions only."""
+        """Return the error for a model that calls an op `name` which may read positions other than the new ones."""
         return SessionError(f"decoder(): the model's ops.{name} may read other positions")
 
     def add(self, a: Tensor, b: Tensor) -> Tensor:
-        """Add tensors of the same positions. Raise SessionError for a table of all positions."""
+        """Return a + b. Raise SessionError unless both have the same positions, as a table of all positions has not."""
         return cast("Any", super()).add(a, self._check_same_positions("add", b, a))
 
     def mul(self, a: Tensor, b: Tensor) -> Tensor:
-        """Multiply tensors of the same positions."""
+        """Return the elementwise product. Raise SessionError unless both tensors have the same positions."""
         return cast("Any", super()).mul(a, self._check_same_positions("mul", b, a))
 
     def _check_same_positions(self, op: str, b: Tensor, a: Tensor) -> Tensor:
@@ -110,32 +110,32 @@ class IncrementalOps(Ops):
         return b
 
     def reshape(self, x: Tensor, shape: Sequence[int]) -> Tensor:
-        """Reshape the features of each position."""
+        """Reshape the feature axes. Raise SessionError if `shape` changes the batch or position axis."""
         if tuple(shape[:2]) != tuple(x.shape[:2]):
             raise self.position_error("reshape")
         return cast("Any", super()).reshape(x, shape)
 
     def part(self, x: Tensor, axis: int, start: int, stop: int) -> Tensor:
-        """Slice the features of each position."""
+        """Return a slice of a feature axis. Raise SessionError for the batch or position axis."""
         if axis < 2:
             raise self.position_error("part")
         return cast("Any", super()).part(x, axis, start, stop)
 
     def concat(self, parts: Sequence[Tensor], axis: int) -> Tensor:
-        """Join the features of each position."""
+        """Join tensors along a feature axis. Raise SessionError for the batch or position axis."""
         if axis < 2:
             raise self.position_error("concat")
         return cast("Any", super()).concat(parts, axis)
 
 
 class Recompute(Decoder):
-    """Decoder that recomputes the whole sequence for every piece. It works with any engine, also with static graphs."""
+    """Decoder that recomputes the whole sequence for each new piece. It works with every engine."""
 
     def __init__(self, session: LogitSource):
         super().__init__(session)
         self._ids = np.zeros(0, np.int32)
 
     def do_feed(self, ids: np.ndarray) -> np.ndarray:
-        """Return the logits of the last position."""
+        """Return the logits [V] at the last position."""
         self._ids = np.concatenate([self._ids[: self.position], ids])
         return self.session.logits({self.input: self._ids[None]})[0, -1]

@@ -34,7 +34,7 @@ class Engine(ABC):
         """Return one line about the device if the engine works here. Raise Unavailable with the remedy if not."""
 
     def warnings(self, preview: RunPreview) -> Iterable[str]:
-        """Return a sentence for each setting that has no effect, or not the intended one, in this run."""
+        """Return a one-sentence warning for each setting that has no effect, or an unintended one, in this run."""
         return ()
 
     def advice(self) -> list[str]:
@@ -42,11 +42,11 @@ class Engine(ABC):
         return []
 
     def remedies(self) -> list[str]:
-        """Return the same tips for `toyexp doctor`, where a line has room for a command."""
+        """Return the tips of `advice` for `toyexp doctor`, where a tip may also contain a command to type."""
         return self.advice()
 
     def product_dtype(self) -> str:
-        """Return the dtype that its matrix products round to: float64, float32, tf32, float16 or bfloat16."""
+        """Return the precision of matrix products: float64, float32, tf32, float16 or bfloat16."""
         return "float32"
 
     def check_rows(self, rows: int, accumulate: int) -> None:  # noqa: B027 - optional, as below
@@ -60,7 +60,7 @@ class Engine(ABC):
         return available_bytes()
 
     def gpus(self) -> int | None:
-        """Return how many of the machine's NVIDIA GPUs a run uses; None: all. It must not open the device."""
+        """Return how many of the machine's NVIDIA GPUs a run uses, or None for all. Must not open the device."""
         return 0
 
     def preload(self) -> None:  # noqa: B027 - optional on purpose: it saves time
@@ -70,24 +70,31 @@ class Engine(ABC):
         """
 
     def preload_stack(self) -> None:
-        """Import the libraries that a stack needs, under the same conditions."""
+        """Import the libraries that stacked runs need, under the same conditions as `preload`."""
         self.preload()
 
     def open_device_early(self) -> None:  # noqa: B027 - optional on purpose: it saves time
-        """Start to open the device in a thread, once `check` succeeded. Ignore errors: using the device raises them."""
+        """Start to open the device in a background thread, after `check` has succeeded.
+
+        Ignore errors, because the first use of the device raises them again.
+        """
 
     def generation_engine(self) -> Engine:
-        """Return the engine for generating one sequence: this one, or one limited to its first device."""
+        """Return the engine that generates a single sequence: this one, or one limited to its first device."""
         return self
 
     def processes(self) -> int:
-        """Return how many CPU processes a run uses. Parallel jobs reserve a core for each."""
+        """Return the number of CPU processes of a run.
+
+        toyexp reserves a core for each when it runs jobs in parallel.
+        """
         return 1
 
     def follow(self) -> None:
-        """Serve as a worker of rank 0's run until it ends. Return at once on rank 0 and in a single-process run.
+        """Run as a worker process of a distributed run until the run ends. Return at once on rank 0.
 
-        Raise UserError if the engine supports one process only and `torchrun` has started several.
+        Return at once also in a run of a single process. Raise UserError if the engine supports one process only and
+        `torchrun` has started several.
         """
         if started_ranks().count > 1:
             raise UserError(f"engine={self.name}: runs in one process only; start it without torchrun")
@@ -97,11 +104,11 @@ class Engine(ABC):
         """Return an open session whose tensors hold the initial values: `return MySession(plan).open()`."""
 
     def stack_conflict(self, plans: Sequence[Plan]) -> str:
-        """Return why sessions of these plans cannot be stacked, in words; empty if they can."""
+        """Return why these plans cannot be trained together in a stack, as a sentence; an empty string if they can."""
         return f"engine={self.name}: does not support stacked runs"
 
     def stack_bytes(self, plan: Plan) -> int | None:
-        """Return the peak device memory of one run in a stack, in bytes; None if unknown.
+        """Return the peak device memory that each run of a stack needs, in bytes; None if unknown.
 
         It includes weights, gradients, optimiser state and activations, but not frozen tensors.
         """
@@ -110,8 +117,8 @@ class Engine(ABC):
     def realize_stack(self, plans: Sequence[Plan]) -> Stack:
         """Return a stack with an open session for each plan; their training steps run as one program.
 
-        Requires plans without a `stack_conflict`. Each session computes what it would on its own, up to the order of
-        sums. NaNs in one session, or closing it, do not affect the others. Raise UserError for plans that cannot be
-        stacked.
+        Raise UserError if `stack_conflict` gives a reason against these plans. Each session returns the results of a
+        separate run, except for rounding due to the order of sums. NaNs in one session, or closing it, do not affect
+        the others.
         """
         raise UserError(self.stack_conflict(plans))

@@ -62,7 +62,7 @@ class ModelFile(ABC):
 
     @abstractmethod
     def read(self, name: str, rows: int | None = None) -> np.ndarray:
-        """Return the first `rows` rows of a tensor, or all of it, as float32."""
+        """Return a tensor as float32: its first `rows` rows, or all of them if `rows` is None."""
 
 
 class LazyTensors(Mapping[str, "np.ndarray"]):
@@ -104,7 +104,8 @@ class ModelExport:
 class Format(ABC):
     """Base of all formats of model files: subclass it as a dataclass whose fields are its settings.
 
-    `toyexp export --type <name>` writes the format, and in a run the callback `<name>_export`, with the same settings.
+    `toyexp export --type <name>` writes the format. During a run the callback `<name>_export`, which has the same
+    settings, writes it.
     """
 
     plugin_kind: ClassVar[str] = "format"
@@ -123,38 +124,52 @@ class Format(ABC):
 
     @abstractmethod
     def write(self, export: ModelExport, path: Path) -> list[str]:
-        """Write the file or directory `path`, which does not exist yet and is renamed when complete.
+        """Write a file or directory to `path`, which does not exist yet. toyexp renames it when it is complete.
 
-        Return a sentence for each tensor with NaN or infinite values, or not in the requested type.
+        Return a warning for each tensor that has NaN or infinite values, or that could not be stored in the requested
+        type.
         """
 
     def write_adapter(self, plan: Plan, export: ModelExport, path: Path) -> list[str]:
-        """Write the plan's LoRA adapters, whose tensors `export` has, to `path`. Called only if `writes_adapters`."""
+        """Write the plan's LoRA adapters to `path`, with values from `export.tensors`.
+
+        Return warnings, as `write` does. Called only if `writes_adapters` is True.
+        """
         raise NotImplementedError
 
     def write_again(self, file: ModelFile, path: Path, requantize: bool) -> list[str] | None:
-        """Write an open file of this format again, with all its contents. Return None for another format.
+        """Copy an open model file of this format to `path` in the dtype of these settings, with all its metadata.
 
-        Raise UserError if values would be quantised a second time, unless `requantize` is set.
+        Return warnings, as `write` does, or None if `file` has another format. Raise UserError if values would be
+        quantised a second time, unless `requantize` is True.
         """
         return None
 
     def read(self, path: Path, models: Models) -> ModelExport:
-        """Return the model in a file, one of the classes `models`. Raise UserError for others, and if write-only."""
+        """Read a model file.
+
+        Raise UserError if its architecture is not one of the classes `models`, or if toyexp can only write this format.
+        """
         raise UserError(f"{path}: toyexp can write {self.name} files, but not read them")
 
     def notes(self, export: ModelExport) -> list[str]:
-        """Return a sentence for each thing that the file leaves out, and for each program that misreads it."""
+        """Return notes about an export, one sentence each.
+
+        They name each part of the model that the file leaves out, and each program that reads the file wrongly.
+        """
         return []
 
     @property
     def kind(self) -> str:
-        """The dtype that it writes."""
+        """Name of the dtype that the format writes, such as f32."""
         return str(getattr(self, self.dtype_setting)) if self.dtype_setting else "f32"
 
 
 def require_written(form: Format, path: Path, problems: list[str]) -> list[str]:
-    """Check that the format has written `path`, and return `problems`, each as one line. Raise PluginFailed if not."""
+    """Return the warnings `problems` of a format's `write`, each as one line, after checking its output.
+
+    Raise PluginFailed if `path` is not a file, or a directory if the format writes one, or if `problems` is not a list.
+    """
     kinds = {**KINDS, stat.S_IFDIR: "a directory"}
     expected, got = kinds[stat.S_IFDIR if form.contents else stat.S_IFREG], "nothing"
     if os.path.lexists(path):

@@ -86,7 +86,10 @@ class RunHooks:
 
     @hookspec
     def on_checkpoint(self, run: Run, step: int, path: Path) -> None:
-        """Handle a checkpoint of the state after `step`, complete on disk at `path`. The run may be further now."""
+        """Handle a checkpoint of the state after `step`, which is complete on disk at `path`.
+
+        The run may have taken more steps since.
+        """
 
     @hookspec
     def on_event(self, run: Run, kind: str, fields: Mapping[str, Any]) -> None:
@@ -108,7 +111,10 @@ class RunHooks:
 
     @hookspec
     def factors(self, run: Run, step: int, steps: int) -> Mapping[str, float] | None:
-        """Return factors for optimiser settings at the 0-based `step`, such as {"weight_decay": 0.5}, or None."""
+        """Return factors for optimiser settings at the 0-based `step` of `steps`, or None.
+
+        The factors are keyed by setting: {"weight_decay": 0.5} halves the weight decay.
+        """
 
     @hookspec(firstresult=True)
     def stop_reason(self, run: Run, step: int, metrics: Mapping[str, float]) -> str | None:

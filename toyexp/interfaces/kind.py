@@ -1,4 +1,4 @@
-"""Kinds of data, such as tokens or images, which data plugins provide and models and recipes declare to read.
+"""Kinds of data, such as tokens or images: data plugins provide one kind, models and recipes declare what they read.
 
 Everything that depends on the kind is a method here, so a plugin can define another: AUDIO = Kind("audio", "clip").
 """
@@ -19,7 +19,7 @@ def perplexity(loss: float) -> float:
 
 
 class DerivedMetric(NamedTuple):
-    """A number computed from a held-out loss, with its text for people."""
+    """A number computed from a held-out loss, with the text that reports it."""
 
     name: str
     value: float | None  # None if the data does not determine it
@@ -28,7 +28,7 @@ class DerivedMetric(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Kind:
-    """A kind of data. Two kinds with the same name are equal."""
+    """A kind of data, such as tokens or images. Two kinds with the same name are equal."""
 
     name: str  # used in messages
     unit: str  # unit in which data and speed are counted, in the singular
@@ -51,17 +51,23 @@ class Kind:
         return f"{self.unit}s"
 
     def inputs(self, context: int) -> dict[str, InputSpec]:
-        """Return specs of a batch of sequences, [context] per row: token ids, targets, and weights of the targets."""
+        """Return specs for the arrays of a batch of sequences, keyed by array name.
+
+        The arrays are token ids, targets and target weights, each with `context` values per row.
+        """
         kinds = {self.sequence: "int32", "targets": "int32", "weights": "float32"}
         return {name: InputSpec((context,), kind) for name, kind in kinds.items() if name}
 
     def with_bounds(self, inputs: Mapping[str, InputSpec], vocab: int) -> dict[str, InputSpec]:
-        """Return the specs with an upper bound for ids and targets: their own, or `vocab`."""
+        """Return the specs; token ids and targets without an upper bound `below` get the bound `vocab`."""
         ids = self.sequence, "targets"
         return {n: replace(s, below=s.below or vocab) if n in ids else s for n, s in inputs.items()}
 
     def derived_metrics(self, loss: float, held_out: Sequence[Batch], dataset: Dataset) -> list[DerivedMetric]:
-        """Return metrics derived from a held-out loss in nats per target, besides the model's own."""
+        """Return metrics computed from `loss`, a held-out loss in nats per target.
+
+        The model's `scores` are further metrics, which are not included.
+        """
         return []
 
 
@@ -69,7 +75,7 @@ class Text(Kind):
     """Text as token ids."""
 
     def derived_metrics(self, loss: float, held_out: Sequence[Batch], dataset: Dataset) -> list[DerivedMetric]:
-        """Return perplexity, and bits per byte if the tokenizer knows the bytes of its tokens."""
+        """Return perplexity and bits per byte. The latter is None if the tokenizer does not know its tokens' bytes."""
         bits = self._bits_per_byte(loss, held_out, dataset)
         return [
             DerivedMetric("perplexity", perplexity(loss), f"perplexity {perplexity(loss):.2f}"),
@@ -77,7 +83,10 @@ class Text(Kind):
         ]
 
     def _bits_per_byte(self, loss: float, held_out: Sequence[Batch], dataset: Dataset) -> float | None:
-        """Return the total loss in bits divided by the number of bytes of the target tokens."""
+        """Return the total loss in bits divided by the number of bytes of the target tokens.
+
+        Return None if there is no tokenizer, or if the targets have no bytes.
+        """
         tokenizer = dataset.tokenizer
         if tokenizer is None:
             return None

@@ -1,4 +1,4 @@
-"""Checks of batches against a plan, splitting into micro-batches, and padding."""
+"""Check batches against a plan, split them into micro-batches, and pad them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,10 @@ from toyexp.interfaces.plan import Plan
 
 
 def micro_batches(plan: Plan, batch: Batch) -> list[Batch]:
-    """Return the batch's micro-batches, with weights scaled so that the loss is the mean over its targets."""
+    """Split a batch into micro-batches.
+
+    Target weights are divided by their sum, so that the weighted sum of the losses is the batch's mean loss.
+    """
     micros, total = split_batch(plan, batch)
     if total <= 0:
         raise BadBatch(f"the weights of a batch must sum to more than 0, got {total:g}")
@@ -22,14 +25,17 @@ def micro_batches(plan: Plan, batch: Batch) -> list[Batch]:
 
 
 class PreparedBatch(dict[str, np.ndarray]):
-    """A batch that was checked and split for a plan ahead of its step."""
+    """A batch that was checked, and split into micro-batches for a plan, in advance of its step."""
 
     plan: Plan
     micros: Sequence[Batch]
 
 
 def prepare_batches(plan: Plan, block: Batch, count: int) -> list[PreparedBatch]:
-    """Split `block`, the concatenated rows of `count` steps, into prepared batches. Raise BadBatch if it is invalid."""
+    """Return a prepared batch for each of the next `count` steps.
+
+    `block` holds the rows of all these steps. Raise BadBatch if it is invalid.
+    """
     full, total = _check_batch(plan, block)
     step_rows, size = plan.rows * plan.accumulate, plan.accumulate
     if len(block["targets"]) != count * step_rows:
@@ -50,7 +56,7 @@ def prepare_batches(plan: Plan, block: Batch, count: int) -> list[PreparedBatch]
 
 
 class HeldOut:
-    """Iterable of the micro-batches of held-out batches; checks them one by one and sums the target weights."""
+    """Iterable over the micro-batches of held-out batches. It checks each batch and adds up the target weights."""
 
     def __init__(self, plan: Plan, batches: Iterable[Batch]):
         self._plan, self._batches, self._weight = plan, batches, 0.0
@@ -62,7 +68,10 @@ class HeldOut:
                 yield micro
 
     def mean(self, total: float) -> float:
-        """Return the mean loss, given the sum of the losses. Raise BadBatch if the weights sum to 0."""
+        """Return `total`, the weighted sum of the losses, divided by the sum of the weights.
+
+        Raise BadBatch if that is 0.
+        """
         if not 0 < self._weight < math.inf:
             raise BadBatch(f"evaluate(): all weights must sum to a finite number above 0, got {self._weight:g}")
         return total / self._weight
@@ -75,14 +84,17 @@ def split_batch(plan: Plan, batch: Batch) -> tuple[list[Batch], np.float64]:
 
 
 def _slice_rows(batch: Batch, rows: int, kind: type[Any] = dict) -> list[Any]:
-    """Split a batch into batches of `rows` rows each."""
+    """Split a batch into batches of `rows` rows each, which are instances of `kind`."""
     slices = [slice(i, i + rows) for i in range(0, len(batch["targets"]), rows)]
     parts = ([array[rows_slice] for rows_slice in slices] for array in batch.values())
     return [kind(zip(batch, arrays, strict=True)) for arrays in zip(*parts, strict=True)]
 
 
 def _check_batch(plan: Plan, batch: Batch) -> tuple[Batch, np.float64]:
-    """Return the batch with optional arrays filled in, and its total weight. Raise BadBatch if it does not match."""
+    """Return the batch with missing optional arrays added as zeros, and the sum of its target weights.
+
+    Raise BadBatch if the batch does not match the plan.
+    """
     if not isinstance(batch, Mapping) or not all(isinstance(array, np.ndarray) for array in batch.values()):
         raise BadBatch("a batch must be a mapping of names to numpy arrays")
     for name, spec in plan.inputs.items():
@@ -118,7 +130,10 @@ def _check_arrays(plan: Plan, batch: Batch, count: int) -> None:
 
 
 def pad_batch(plan: Plan, batch: Batch) -> tuple[dict[str, np.ndarray], tuple[range, ...]]:
-    """Return `batch` padded with zeros to the plan's shape, and the ranges of the logits that belong to it."""
+    """Return `batch` padded with zeros to the plan's shape, and the ranges of logits without padding.
+
+    There is one range for each axis of the logits except the last: rows and, for sequences, positions.
+    """
     full: dict[str, np.ndarray] = {}
     ranges: tuple[range, ...] = ()
     target_shape = plan.inputs["targets"].shape  # an input of this shape has one row of logits per position

@@ -64,16 +64,22 @@ class Model(ABC):
         """Raise UserError for sizes that cannot work. Called before anything is allocated."""
 
     def inputs(self) -> dict[str, tuple[int | str, ...]]:
-        """Return the shapes of `forward`'s inputs without the batch axis; a letter is a size that the run sets."""
+        """Return the shape of each of `forward`'s inputs, keyed by name, without the batch axis.
+
+        A letter in a shape, such as "T", stands for a size that the run sets.
+        """
         return {self.reads.sequence: ("T",)}
 
     @property
     def context(self) -> int:
-        """Number of positions in a row; 0 if rows have none. A run may set it lower than the model file does."""
+        """Number of positions in a row; 0 if rows are not sequences.
+
+        A run may set it below the base model's context.
+        """
         return 0
 
     def fit(self, dataset: Dataset) -> Model:
-        """Return the model with sizes taken from the data, such as a vocabulary of 0, filled in."""
+        """Return the model with sizes of 0, such as an unset vocabulary, replaced by those of the dataset."""
         return self
 
     def batches(self, dataset: Dataset, rows: int, seed: int) -> Batches:
@@ -107,7 +113,7 @@ class Model(ABC):
             require_positive(f"model.{name}", getattr(self, name))
 
     def settings(self) -> dict[str, Any]:
-        """Return the fields and their values."""
+        """Return the values of the model's fields, keyed by field name."""
         return {f.name: getattr(self, f.name) for f in fields(self)}
 
 
@@ -117,7 +123,7 @@ def model_settings(model: Model) -> dict[str, Any]:
 
 
 def compute_scores(model: Model, logits: Callable[[Batch], np.ndarray], batches: Iterable[Batch]) -> dict[str, float]:
-    """Return `model.scores(logits, batches)`. Raise PluginFailed if a value is not a number or a key not a string."""
+    """Return `model.scores(logits, batches)`. Raise PluginFailed unless it maps strings to numbers."""
     scores = call_checked(dict, model.scores, logits, batches)
     for name, score in scores.items():
         if not (isinstance(name, str) and isinstance(score, Real)):

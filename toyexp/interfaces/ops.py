@@ -37,7 +37,10 @@ class Rotary:
                     raise UserError(f"rope: {name} {value}: must be a finite number above 0")
 
     def frequencies(self, size: int) -> tuple[float, ...]:
-        """Return the radians per position of each of the `size`/2 pairs. Raise UserError if `size` is odd."""
+        """Return the rotation in radians per position of each of the `size`/2 pairs.
+
+        Raise UserError if `size` is odd, or if the number of `factors` is neither 0 nor `size`/2.
+        """
         if size % 2 or len(self.factors) not in (0, size // 2):
             count = f" with {len(self.factors)} factors" if self.factors else ""
             raise UserError(f"rope{count} for heads of size {size}: must be even, with a factor for each pair or none")
@@ -47,9 +50,10 @@ class Rotary:
 
 @dataclass(frozen=True)
 class LowRank:
-    """A LoRA pair: adds scale * B(A(x)), with a [r, in] and b [out, r] (Hu et al. 2021).
+    """A LoRA pair, a [r, in] and b [out, r], that adds scale * (x a^T) b^T to a linear layer (Hu et al. 2021).
 
-    If `dropout` [..., in] is given, only the adapter reads x + x * dropout instead of x.
+    If `dropout` [..., in] is given, the adapter reads x + x * dropout instead of x: -1 drops an element, and a positive
+    number scales it up. The adapted layer itself reads x.
     """
 
     a: Tensor
@@ -60,7 +64,11 @@ class LowRank:
 
 @dataclass(frozen=True)
 class AdaptedWeight:
-    """A weight with the adapter that the recipe added: a low-rank update, or a lens after an embedding table."""
+    """A weight with an adapter that the recipe added.
+
+    The adapter is a low-rank update or, for an embedding table, a lens: a matrix that maps its rows to the model's
+    width.
+    """
 
     base: Tensor
     low_rank: LowRank | None = None
@@ -78,7 +86,10 @@ class Params(Mapping[str, Tensor]):
         return self._tensors[self._prefix + name]
 
     def get(self, name: str, default: Any = None) -> Any:
-        """Return a tensor or `default`, without the exception that `Mapping.get` would catch for each absent bias."""
+        """Return the tensor `name`, or `default` if the model does not have it.
+
+        Faster than `Mapping.get`, which catches an exception for each absent bias.
+        """
         return self._tensors.get(self._prefix + name, default)
 
     def __iter__(self) -> Iterator[str]:
@@ -88,12 +99,12 @@ class Params(Mapping[str, Tensor]):
         return sum(1 for _ in self)
 
     def block(self, i: int) -> Params:
-        """Return the tensors of block `i`, under their names inside the block."""
+        """Return the tensors of block `i`, keyed by their names without the prefix `blk.<i>.`."""
         return Params(self._tensors, f"{self._prefix}blk.{i}.")
 
 
 class Ops(ABC):
-    """Base class of an engine's ops: the primitives, and faster versions of composed ops."""
+    """Base class of an engine's ops. A subclass implements the primitives, and may override composed ops for speed."""
 
     plugin_kind: ClassVar[str] = "engine"  # names it in error messages
 
@@ -108,7 +119,10 @@ class Ops(ABC):
 
     @final
     def embed(self, table: Tensor | AdaptedWeight, ids: Tensor) -> Tensor:
-        """Return rows of `table` [V, d] at integer `ids` [...]: [..., d]; with a lens L [d', d], each row times L^T."""
+        """Return the rows of `table` [V, d] at the integers `ids` [...] -> [..., d].
+
+        If the table has a lens L [d', d], each row is multiplied by L^T -> [..., d'].
+        """
         if not isinstance(table, AdaptedWeight):
             return self.rows(table, ids)
         x = self.rows(table.base, ids)
@@ -116,7 +130,10 @@ class Ops(ABC):
 
     @final
     def linear(self, x: Tensor, w: Tensor | AdaptedWeight, bias: Tensor | None = None) -> Tensor:
-        """Return x [..., in] w^T + bias: [..., out], with w [out, in], bias [out]; apply w's low-rank update if any."""
+        """Return x w^T + bias for x [..., in], w [out, in] and bias [out] -> [..., out].
+
+        If w has a low-rank update, its output is added.
+        """
         if not isinstance(w, AdaptedWeight):
             return self.matmul(x, w, bias)
         y = self.matmul(x, w.base, bias)
@@ -130,8 +147,8 @@ class Ops(ABC):
     def logits(self, x: Tensor, w: Tensor | AdaptedWeight) -> Tensor:
         """Return a model's last product: x [..., d] times w [V, d] transposed -> [..., V].
 
-        It equals `linear`, but the result must go to the loss unchanged: an engine may fuse both, so that the logits of
-        all positions are never in memory at once.
+        The result is that of `linear`, but a model must pass it to the loss unchanged: an engine may fuse both ops, so
+        that the logits of all positions are never in memory at once.
         """
         return self.linear(x, w)
 
@@ -213,7 +230,7 @@ class Ops(ABC):
     # -- composed of primitives; an engine may override them ---------------------------------------------------
 
     def first_rows(self, table: Tensor, n: int) -> Tensor:
-        """Return the first `n` rows of table [N, d] -> [n, d], for learned positions."""
+        """Return the first `n` rows of table [N, d] -> [n, d], such as learned position embeddings."""
         return self.part(table, 0, 0, n)
 
     def heads(self, x: Tensor, n: int) -> Tensor:

@@ -38,23 +38,30 @@ class Rule(ABC):
 
     @abstractmethod
     def slots(self, shape: tuple[int, ...]) -> Mapping[str, tuple[int, ...]]:
-        """Return the shape of each state array by name, for a tensor of this shape. States start as zeros."""
+        """Return the shape of each state array of a tensor with this shape, keyed by the array's name, such as "m".
+
+        State arrays start as zeros.
+        """
 
     @abstractmethod
     def numbers(self, step: int, lr: float, weight_decay: float) -> Mapping[str, float]:
-        """Return the numbers that the formula reads at the 0-based `step`: the same names in the same order each time.
+        """Return the scalars that the update formula reads at the 0-based `step`, keyed by name.
 
-        `lr` is the learning rate of this step, after the schedule; `weight_decay` is 0 for norms and biases.
+        Every call must return the same names in the same order. `lr` is the learning rate of this step, after the
+        schedule; `weight_decay` is 0 for norms and biases.
         """
 
     @abstractmethod
     def update(
         self, ops: Arithmetic, w: Tensor, g: Tensor, state: Mapping[str, Tensor], n: Mapping[str, Tensor]
     ) -> tuple[Tensor, Mapping[str, Tensor]]:
-        """Return tensor `w` after one step with gradient `g`, and its new state; `n` holds the step's numbers."""
+        """Return the new values of tensor `w` after one step, and its new state.
+
+        `g` is the gradient, `state` holds the state arrays by name, and `n` the scalars of `numbers` by name.
+        """
 
     def names(self) -> Sequence[str]:
-        """Return the names of the step's numbers."""
+        """Return the names of the scalars that `numbers` returns, in order."""
         return tuple(self.numbers(0, 0.0, 0.0))
 
     def check(self) -> None:  # noqa: B027 - optional on purpose: a formula may take any number
@@ -64,7 +71,10 @@ class Rule(ABC):
     def results(
         self, ops: Arithmetic, w: Tensor, g: Tensor, state: Mapping[str, Tensor], n: Mapping[str, Tensor]
     ) -> list[Tensor]:
-        """Return `w` after a step, then the new state of each slot in order, none sharing memory with an input."""
+        """Return a list of the new `w` and the new state arrays, in the order of `state`, after one step.
+
+        No result shares memory with an argument.
+        """
         new, new_state = self.update(ops, w, g, state, n)
         before = (w, *state.values())
         after = [new, *(new_state[slot] for slot in state)]
@@ -76,7 +86,7 @@ class Rule(ABC):
 
     @property
     def fused_kernel(self) -> str | None:
-        """Name under which engines look up a fused kernel of this formula, or None."""
+        """Name of the fused kernel with which an engine may compute this rule's formula, or None."""
         return None
 
 
@@ -90,9 +100,10 @@ class Group:
     lr_scale: float = 1.0  # its learning rate divided by the run's
 
     def numbers(self, step: int, lr: float, factors: Mapping[str, float] | None = None) -> np.ndarray:
-        """Return the rule's numbers at the 0-based `step`, float64, in order; `factors` scale settings by name.
+        """Return the rule's scalars at the 0-based `step`, as a float64 vector in the order of `Rule.names`.
 
-        Raise RunFailed if the names differ from those of the first step.
+        `lr` is the run's learning rate. `factors` maps names of settings to factors that they are multiplied by. Raise
+        RunFailed if the names of the scalars differ from those of the first step.
         """
         rule, decay = self.rule, self.weight_decay
         if factors:
@@ -107,12 +118,12 @@ class Group:
         return np.array([numbers[name] for name in self._names], np.float64)
 
     def scale_rule(self, factors: Mapping[str, float]) -> Rule:
-        """Return the rule with its scalable settings multiplied by the factors of the same names."""
+        """Return the rule with its settings multiplied by `factors`, which are keyed by the name of the setting."""
         changes = {k: getattr(self.rule, k) * f for k, f in factors.items() if k in self.scalable - {"weight_decay"}}
         return dataclasses.replace(self.rule, **changes) if changes else self.rule  # type: ignore[type-var]
 
     def base_value(self, name: str) -> float:
-        """Return the unscaled value of a setting: the group's weight decay, or a field of the rule."""
+        """Return the value of a setting before scaling: the group's weight decay, or a field of the rule."""
         return float(self.weight_decay if name == "weight_decay" else getattr(self.rule, name))
 
     @cached_property
@@ -149,7 +160,10 @@ def check_rule(rule: Rule, shape: tuple[int, ...]) -> None:
 
 
 def scalable(rule: Rule) -> set[str]:
-    """Return the settings that a schedule can scale: weight_decay, and fields that change the step's numbers."""
+    """Return the names of the settings that a schedule can scale.
+
+    These are weight_decay and all float fields of the rule that affect the result of `numbers`.
+    """
     values = {f.name: getattr(rule, f.name) for f in dataclasses.fields(rule)}  # type: ignore[arg-type]
     variants = {k: dataclasses.replace(rule, **{k: v / 2 or 0.5}) for k, v in values.items() if isinstance(v, float)}  # type: ignore[type-var]
     unchanged = dict(rule.numbers(3, 0.1, 0.1))
@@ -191,7 +205,10 @@ class AdamW(Rule):
         return cls(beta2=DEFAULT_BETA2[LORA], mode=LORA)
 
     def hp_for_step(self, step: int) -> np.ndarray:
-        """Return the seven numbers of the 0-based `step`, [7] float64. Raise UserError for an unset or unknown mode."""
+        """Return the vector hp of the formula above for the 0-based `step`, float64 [7].
+
+        Raise UserError for an unset or unknown mode.
+        """
         import numpy as np
 
         return np.array([*self.numbers(step, self.lr, self.weight_decay).values()])
@@ -199,8 +216,8 @@ class AdamW(Rule):
     def check(self) -> None:
         """Raise UserError for invalid settings.
 
-        A beta of 0 is invalid in mode from_scratch, which multiplies the moment by it: no weight would change (beta1),
-        or each step would be divided by eps only (beta2).
+        Mode from_scratch multiplies the moments by the betas, so that a beta of 0 is invalid there: with beta1=0 no
+        weight would change, with beta2=0 each step would be divided by eps only.
         """
         require_range("optim", self, beta1="[0,1)", beta2="[0,1)", eps="(0,inf)")
         for name in ("beta1", "beta2"):
@@ -209,15 +226,15 @@ class AdamW(Rule):
 
     @property
     def fused_kernel(self) -> str:
-        """The AdamW kernel."""
+        """Name of the fused AdamW kernel."""
         return "adamw"
 
     def names(self) -> Sequence[str]:
-        """Return the names of the seven numbers; works while the mode is unset."""
+        """Return the names of the seven scalars that `numbers` returns, also while the mode is unset."""
         return ("lr", "beta1", "beta2", "eps", "weight_decay", "slot5", "slot6")
 
     def slots(self, shape: tuple[int, ...]) -> Mapping[str, tuple[int, ...]]:
-        """Return the shapes of the two moments."""
+        """Return the shapes of the first moment m and the second moment v."""
         return {"m": shape, "v": shape}
 
     def numbers(self, step: int, lr: float, weight_decay: float) -> Mapping[str, float]:
@@ -235,7 +252,7 @@ class AdamW(Rule):
     def update(
         self, ops: Arithmetic, w: Tensor, g: Tensor, state: Mapping[str, Tensor], n: Mapping[str, Tensor]
     ) -> tuple[Tensor, Mapping[str, Tensor]]:
-        """Apply the formula of the class."""
+        """Return the new `w` and the new moments after one step of the class's formula."""
         m, v = ops.blend(g, state["m"], n["beta1"]), ops.blend(ops.square(g), state["v"], n["beta2"])
         root = ops.shift(ops.sqrt(ops.scale(v, n["slot6"])), n["eps"])
         direction = ops.add(ops.scale(w, n["weight_decay"]), ops.div(ops.scale(m, n["slot5"]), root))
@@ -257,7 +274,10 @@ class Optimiser(Rule):
     groups: dict[str, Any] = field(default_factory=dict)  # {blk.*.attn_*: {lr: 0.0001, weight_decay: 0, frozen: false}}
 
     def check(self) -> None:
-        """Raise UserError for invalid settings. The settings common to all optimisers are checked in any case."""
+        """Raise UserError for invalid settings.
+
+        A subclass that overrides it need not call it: toyexp checks the settings common to all optimisers as well.
+        """
         for f in dataclasses.fields(self):
             value = getattr(self, f.name)
             if isinstance(value, float):
@@ -267,11 +287,17 @@ class Optimiser(Rule):
             _check_group(pattern, settings)
 
     def find_group(self, tensor: str) -> tuple[str, Mapping[str, Any]]:
-        """Return the first pattern of `groups` that matches a tensor, and its settings; ("", {}) if none matches."""
+        """Return the pattern and the settings of the first entry of `groups` that matches the tensor's name.
+
+        Return ("", {}) if no pattern matches.
+        """
         return next(((p, settings) for p, settings in self.groups.items() if fnmatchcase(tensor, p)), ("", {}))
 
     def with_mode(self, mode: str) -> Self:
-        """Return the optimiser with AdamW's `mode` set, as model and recipe require."""
+        """Return the optimiser for the AdamW mode that the model or recipe requires.
+
+        Optimisers without modes return themselves.
+        """
         return self
 
     def rules(self) -> Sequence[Rule]:
@@ -279,20 +305,19 @@ class Optimiser(Rule):
         return (self,)
 
     def base_lr(self, rule: Rule) -> float | None:
-        """Return the base learning rate of a rule, or None if it is the run's.
+        """Return the base learning rate of the tensors that `rule` updates, or None to use the run's `lr`.
 
-        If the loss diverges, a setting that ends in `_lr` is named in the message when it is higher than the run's
-        `lr`.
+        If such a setting has a name that ends in `_lr` and exceeds `lr`, the message about a diverging loss names it.
         """
         return None
 
     @property
     def title(self) -> str:
-        """Name shown before a run."""
+        """Name of the optimiser in the summary before a run."""
         return self.name
 
     def describe(self, lr: float) -> dict[str, Any]:
-        """Return what the event run_start records about the optimiser."""
+        """Return JSON data about the optimiser for the event run_start in events.jsonl."""
         return {"name": self.name, "lr": lr, **dataclasses.asdict(self)}
 
 

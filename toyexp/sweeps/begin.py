@@ -1,4 +1,4 @@
-"""Create a sweep from its command line: a new one with its jobs, or one that is resumed."""
+"""Create the runner of a sweep from its command line, for a new sweep or to resume one (sweep.resume=DIR)."""
 
 from __future__ import annotations
 
@@ -36,7 +36,11 @@ LAUNCHERS: dict[str, type[Launcher]] = {cls.name: cls for cls in (Serial, Proces
 
 
 def prepare_sweep(flags: Mapping[str, str], request: Request) -> Runner:
-    """Return the runner of a new or resumed sweep. Raise UserError for invalid settings."""
+    """Create the runner of a new sweep, or with sweep.resume=DIR of an existing one.
+
+    `flags` maps flags of the command line to their values; `request` holds the other arguments. Raise UserError for
+    invalid settings.
+    """
     keys = Keys.from_registry(request.registry)
     for override in request.settings:  # errors that all jobs share are reported once
         if override.is_sweep_override() and _is_sweep_setting(override):
@@ -141,7 +145,10 @@ def _is_sweep_setting(override: Any) -> bool:
 
 
 def _settings(request: Request, sweep_overrides: Sequence[Any]) -> Sweep:
-    """Return the settings of the sweep, from its own overrides and the chosen experiment."""
+    """Compose the sweep.* settings and check that the launcher supports them.
+
+    They come from `sweep_overrides` and from the experiment preset that `request` chooses.
+    """
     experiment = [o for o in request.settings if o.key_or_group == "experiment"]
     settings = replace(request, settings=[*experiment, *sweep_overrides]).compose().sweep_settings()
     if settings.isolate and getattr(os, "fork", None) is None:  # the output of jobs is read with POSIX pipes

@@ -1,4 +1,4 @@
-"""The board at the bottom of a terminal: running jobs, counts, time left, and the best point so far."""
+"""The board at the bottom of a terminal: running jobs, counts, time left, and the best result so far."""
 
 from __future__ import annotations
 
@@ -26,7 +26,10 @@ MAX_ROWS = 16  # running jobs with a line of their own
 
 @dataclass
 class Board:
-    """Board of parallel jobs. The caller must hold the lock for printing."""
+    """Status lines at the bottom of a terminal, which are redrawn while parallel jobs run.
+
+    The methods take no lock: `Watch` calls them while it holds its lock for printing.
+    """
 
     jobs: Callable[[], Sequence[Job]]
     ranking: Callable[[], Ranking[Job]]
@@ -46,13 +49,13 @@ class Board:
         self.draw()
 
     def hear(self, job: Job, line: str) -> None:
-        """Show the last line that a job printed."""
+        """Show `line` as the latest output of a job, unless the board was drawn a moment ago."""
         if line.strip() and job.number in self._running:
             self._running[job.number] = (job, self._running[job.number][1], line.strip())
         self.draw(soon=True)
 
     def end(self, job: Job) -> None:
-        """Remove a job that has ended, and count it."""
+        """Remove a job that has ended, and update the estimate of the time left and the best result."""
         if job.number in self._running:
             _, since, _ = self._running.pop(job.number)
             if job.status in SUCCEEDED:
@@ -65,7 +68,10 @@ class Board:
             self._best = f"best so far {best.label or f'job {best.jobs[0].number}'}: {ranking.column} {best}"
 
     def lines(self, width: int = sys.maxsize) -> list[str]:
-        """Return a line of counts, one of the best point, and one for each running job, cut to `width`."""
+        """Return the board's lines: job counts, the best result if there is one, and a line for each running job.
+
+        The overrides in a job's line are shortened to fit into `width` columns. At most MAX_ROWS jobs have a line.
+        """
         statuses = [job.status for job in self.jobs()]
         if self._looked.is_pending:
             self._looked.request(len(statuses))
@@ -92,7 +98,7 @@ class Board:
         return [" · ".join(counts), *([self._best] if self._best else []), *rows]
 
     def draw(self, soon: bool = False) -> None:
-        """Draw the board again; with `soon`, only if the last drawing is REDRAW seconds ago."""
+        """Redraw the board. With `soon`, do nothing if it was drawn less than REDRAW seconds ago."""
         if soon and time.monotonic() - self._drawn < REDRAW:
             return
         size = shutil.get_terminal_size()
@@ -122,12 +128,12 @@ class Board:
 
 @dataclass
 class NotebookBoard(Board):
-    """Board in a notebook: one output of the cell that each drawing replaces."""
+    """Board in a notebook: an output of the cell, which each redraw replaces."""
 
     _shown: Any = None
 
     def draw(self, soon: bool = False) -> None:
-        """Draw the board again; with `soon`, only if the last drawing is REDRAW seconds ago."""
+        """Redraw the board. With `soon`, do nothing if it was drawn less than REDRAW seconds ago."""
         from IPython.display import display
 
         if soon and time.monotonic() - self._drawn < REDRAW:
@@ -146,14 +152,18 @@ class NotebookBoard(Board):
         yield
 
     def clear(self) -> None:
-        """Draw the board for the last time."""
+        """Redraw the board; a notebook keeps its final state."""
         self.draw()
 
 
 def make_board(
     jobs: Callable[[], Sequence[Job]], ranking: Callable[[], Ranking[Job]], at_once: int, side_by_side: bool
 ) -> Board | None:
-    """Return a board in a notebook, or in a terminal with parallel jobs; otherwise None, and lines are printed."""
+    """Return the board that shows a sweep's progress, or None if the sweep should print lines instead.
+
+    A notebook always has a board, a terminal only with `side_by_side` (several jobs print at once). If output is
+    silenced, there is none. `at_once` is the number of parallel jobs, for the estimate of the time left.
+    """
     if is_silent():
         return None
     if is_notebook():

@@ -28,7 +28,7 @@ ORDERS, REPORTS = "jobs.json", "reports"  # files in that directory: its jobs, a
 
 
 def experiment_sweep(request: Request) -> list[Override]:
-    """Return the sweep of the chosen experiment without the keys that the command line sets."""
+    """Return the overrides with several values in the chosen experiment preset, except keys on the command line."""
     from toyexp.config.words import parse
 
     experiment = [o for o in request.settings if o.key_or_group == "experiment" and not o.is_sweep_override()]
@@ -38,9 +38,9 @@ def experiment_sweep(request: Request) -> list[Override]:
 
 
 def check_unique(parsed: Sequence[Override]) -> None:
-    """Raise UserError if a key with several values is given again.
+    """Raise UserError if an override with several values is followed by another override of the same key.
 
-    Without this check the later one would win, as for a single run.
+    Without this check the last one would apply, as it does in a single run.
     """
     several: dict[str, Override] = {}
     for override in parsed:
@@ -68,7 +68,11 @@ def combinations(parsed: Sequence[Override]) -> list[tuple[str, ...]]:
 
 
 def sweep_values(override: Override) -> Iterator[tuple[str, Any]]:
-    """Yield each value of a swept key as an override and parsed. Raise UserError if it has none, or infinitely many."""
+    """Yield each value of a swept key, as an override (such as lr=0.1) and as the parsed value (0.1).
+
+    Raise UserError if the values cannot be listed (an interval, a glob, an invalid range), if one repeats, or if there
+    are none or too many.
+    """
     from hydra.core.override_parser.types import Override, Transformer, ValueType
     from hydra.errors import HydraException
 
@@ -108,9 +112,10 @@ def is_job() -> bool:
 
 
 def exit_with_sweep() -> None:
-    """In a job's process: save and exit, as after SIGTERM, when the sweep that started it has exited.
+    """Start a thread that makes this process save and exit, as after SIGTERM, when the sweep that started it exits.
 
-    The sweep holds the other end of the standard input and never writes to it.
+    Do nothing if no sweep started this process. The sweep holds the write end of the job's standard input and never
+    writes to it, so end of file means that the sweep has exited.
     """
     if os.environ.pop(LIFELINE, None) is None:  # removed, so that child processes do not inherit it
         return

@@ -1,4 +1,7 @@
-"""Compare runs and sweeps side by side: their points, the settings that differ, and the metrics."""
+"""Compare runs and sweeps side by side: the settings that differ, and the metrics.
+
+Runs that differ only in their seed form one point of the comparison.
+"""
 
 from __future__ import annotations
 
@@ -22,12 +25,16 @@ from toyexp.sweeps.directory import read_sweep
 
 @dataclass(frozen=True)
 class ComparisonAnswer(Answer):
-    """Answer of `toyexp compare`."""
+    """Result of `toyexp compare`, as plain data, as lines of text, or as CSV."""
 
     comparison: Comparison
 
     def plain(self) -> dict[str, Any]:
-        """Return the points, the best first, and the settings that differ, as plain data."""
+        """Return the comparison as a dict for JSON.
+
+        `points` lists the points (runs that differ only in their seed), the best first. `differ` maps each key that
+        differs to its values.
+        """
         comparison = self.comparison
         best, points = comparison.ranking.best, []
         for point in comparison.ranking.points:
@@ -42,7 +49,10 @@ class ComparisonAnswer(Answer):
         return {"metric": comparison.ranking.column, "points": points, "differ": differ, "notes": comparison.notes()}
 
     def lines(self) -> list[str]:
-        """Return a table of the points, and below it other differences and notes."""
+        """Return a table with a row for each point, and below it further differences and notes.
+
+        A point is a group of runs that differ only in their seed.
+        """
         comparison = self.comparison
         ranking = comparison.ranking
         scores = [name for name in ("loss", *comparison.scores) if f"held-out {name}" != ranking.column]
@@ -72,7 +82,7 @@ class ComparisonAnswer(Answer):
 
     @property
     def _steps_head(self) -> str:
-        """Head of the steps column; it must differ from a varying setting `steps`."""
+        """Header of the column with the number of steps; it differs from the key `steps`, which may be a column too."""
         return "steps taken" if "steps" in self.comparison.keys else "steps"
 
     def _row(self, point: Point[Entry], scores: list[str]) -> list[str]:
@@ -92,7 +102,7 @@ class ComparisonAnswer(Answer):
         return [*cells, counts, steps_text, str(point), *map(format_metric, other_means), speed_told, mark]
 
     def csv(self) -> str:
-        """Return CSV with a row for each run, in the order of the points."""
+        """Return CSV with a row for each run, the runs of the best point first."""
         comparison = self.comparison
         heads = ["run", "name", *comparison.keys, "seed", "state", self._steps_head, "held-out loss",
                  *(f"held-out {n}" for n in comparison.scores), TRAIN, "seconds", "speed", "counted",
@@ -113,7 +123,11 @@ class ComparisonAnswer(Answer):
 def compare_runs(
     places: Sequence[str], filters: Sequence[Filter], metric: str | None, pool: bool = False
 ) -> ComparisonAnswer:
-    """Compare the runs in `places` that match the filters. Raise UserError if no run matches or has the metric."""
+    """Compare those runs in `places` (run directories and sweep directories) that match the filters.
+
+    `metric` ranks the runs; if it is None, the sweep's metric does. With `pool`, equal runs in different directories or
+    with different names are combined. Raise UserError if no run matches or has the metric.
+    """
     paths = resolve_runs("compare", places, notes := list[str]())
     runs = filter_runs([read_run(path) for path in paths], filters, notes)
     if not runs:

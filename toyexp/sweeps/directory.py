@@ -72,7 +72,7 @@ STATUS_BY_CODE = {
 
 @dataclass(frozen=True)
 class JobExit:
-    """Exit code of a job's process, and its error message."""
+    """Exit code of a job's process, and the error message that the job printed."""
 
     code: int  # negative: the number of the signal that killed the process
     error: str = ""  # the error that it printed last
@@ -93,7 +93,7 @@ class JobExit:
 
 @dataclass
 class Job:
-    """A run of a sweep."""
+    """One run of a sweep: its overrides, its status, and its result once it has ended."""
 
     number: int
     overrides: list[str]
@@ -116,12 +116,15 @@ class Job:
         return " ".join(self.overrides)
 
     def difference(self, result: Mapping[str, Any]) -> str:
-        """Describe the first number of `result` that differs from the recorded one; return "" if all are equal."""
+        """Return a text about the first value of `result` that differs from the recorded one, or "" if none does."""
         differ = [name for name, value in self.result.items() if result.get(name) != value]
         return "; ".join(f"{k} was {self.result[k]} and is {printable(str(result.get(k)))}" for k in differ[:1])
 
     def record_exit(self, ended: JobExit, directory: Path | None) -> None:
-        """Record how the job ended, and read its numbers from its run directory."""
+        """Record how the job ended, and read its result (steps, losses, metrics) from `directory` if that is given.
+
+        A job that exited with code 0 but left no result has failed.
+        """
         found = read_result(directory) if directory else {}
         self.code, self.status, self.error = ended.code, STATUS_BY_CODE.get(ended.code, Status.KILLED), str(ended)
         self.result = {} if self.status in (Status.REFUSED, Status.KILLED) else _valid_numbers(found)
@@ -153,7 +156,10 @@ class LaunchSpec:
     is_stack: bool = False  # whether its process trains a stack, whose jobs check their own directories
 
     def args(self) -> Sequence[str]:
-        """Return the arguments of the job's process. Raise UserError if its directory holds other files."""
+        """Return the arguments of the job's process, which start its run or resume it from a checkpoint.
+
+        Raise UserError if the run has to start anew but its directory holds other files.
+        """
         if self.is_stack:
             return self.start_args
         if self.resumes and prepare_resume(self.directory):
@@ -169,7 +175,11 @@ class LaunchSpec:
 
 
 def prepare_resume(directory: Path) -> bool:
-    """Return True if a directory has a checkpoint to resume; otherwise move a run without one aside."""
+    """Return True if a run directory has a checkpoint to resume.
+
+    Otherwise return False, and rename an existing directory so that the run can start again under its path. Raise
+    UserError if another process uses it.
+    """
     if not directory.is_dir():
         return False
     if checkpoint.list_checkpoints(directory / "checkpoints"):
@@ -197,7 +207,7 @@ class SweepDir:
 
     @classmethod
     def create(cls, path: Path, jobs: list[Job], spec: Mapping[str, Any]) -> SweepDir:
-        """Create the directory. Raise UserError if it exists and is not empty."""
+        """Create and lock the directory, and write the list of jobs. Raise UserError if it exists and is not empty."""
         require_empty(path, "hydra.sweep.dir")
         folder = cls(path, jobs, spec)
         try:
@@ -242,7 +252,7 @@ class SweepDir:
         os.close(self._lock)
 
     def run_dir(self, job: Job) -> Path:
-        """Return the run directory of a job whose configuration was composed."""
+        """Return a job's run directory. `job.directory` must be set, that is, the job's configuration was composed."""
         assert job.directory is not None
         return self.path / job.directory
 
@@ -259,7 +269,7 @@ class SweepDir:
         return LaunchSpec(directory, self.log_path(job), first, again, job.attempts > (job.status == Status.RUNNING))
 
     def mark_running(self, jobs: Sequence[Job]) -> None:
-        """Set jobs to running and count the attempt."""
+        """Set the status of jobs to running, count the attempt of each, and record this in the journal."""
         for job in jobs:
             job.status, job.attempts = Status.RUNNING, job.attempts + 1
         self.record(jobs)
@@ -269,9 +279,10 @@ class SweepDir:
         return rank_jobs(self.jobs, self.spec["sweep"])
 
     def record(self, jobs: Sequence[Job]) -> None:
-        """Append the current state of these jobs to the journal; with many jobs, rewrite the summaries later.
+        """Append the current state of these jobs to the journal, then rewrite sweep.json and the summaries.
 
-        A start is flushed to the disk before the job runs. An end need not be: the run directory records it, too.
+        With many jobs, the rewrite is delayed. The entry of a job that starts is flushed to the disk before the job
+        runs. The entry of a job that ends is not flushed, since the run directory records its end too.
         """
         with self._writing:
             with self._warn_unwritten():
@@ -320,7 +331,7 @@ class SweepDir:
 
     @contextlib.contextmanager
     def _warn_unwritten(self, name: str = SWEEP_FILE) -> Iterator[None]:
-        """Warn about a file that cannot be written, once for each reason."""
+        """Log an error of writing a file as a warning, once for each reason, and retry the write later."""
         try:
             yield
         except (OSError, UserError) as error:
@@ -331,7 +342,7 @@ class SweepDir:
 
 
 def shared_args(spec: Mapping[str, Any]) -> list[str]:
-    """Return the arguments that all jobs of a sweep share, from the `spec` of its directory."""
+    """Return the arguments that all jobs of a sweep share (flags and settings), from the `spec` of its SweepDir."""
     return [*(word for flag in spec["flags"].items() for word in flag), *spec["settings"]]
 
 
@@ -351,7 +362,7 @@ def _lock(path: Path) -> int:
 
 
 def read_sweep(path: Path) -> tuple[list[Job], dict[str, Any]]:
-    """Read the jobs and the `spec` of a sweep. Raise UserError if its files are damaged."""
+    """Return a sweep's jobs and its `spec` (see SweepDir). Raise UserError if its files are missing or damaged."""
     alone = f"; its runs can be resumed one by one: resume={path}/RUN"
     try:
         state = {"space": [], **read_json(path / SWEEP_FILE)}
@@ -366,7 +377,10 @@ def read_sweep(path: Path) -> tuple[list[Job], dict[str, Any]]:
 
 
 def _check(state: Mapping[str, Any]) -> list[Job]:
-    """Return the jobs in a sweep.json; raise KeyError, TypeError, ValueError or DamagedCheckpoint."""
+    """Check the contents of a sweep.json and return its jobs.
+
+    Raise KeyError, TypeError, ValueError or DamagedCheckpoint if they are invalid.
+    """
     if state["format"] != FORMAT:
         problem = f"{SWEEP_FILE}: has format {printable(str(state['format']))}; this toyexp reads {FORMAT}"
         raise DamagedCheckpoint(f"{problem}; if a newer toyexp wrote it, update toyexp")
@@ -401,7 +415,11 @@ def _job(number: int, entry: Mapping[str, Any]) -> Job:
 
 @contextlib.contextmanager
 def update_summary(run: Path, resumed: bool) -> Iterator[None]:
-    """Update the sweep's files when one of its runs is resumed on its own, unless the sweep is running."""
+    """Update the sweep's files after a run of the sweep was resumed with resume=DIR instead of sweep.resume=DIR.
+
+    This is a context manager around the run. It does nothing if `resumed` is False, if the directory `run` belongs to
+    no sweep, or if the sweep is running.
+    """
     if not resumed:
         yield
         return
@@ -443,8 +461,9 @@ def _record_resumed_run(run: Path, ended: JobExit, before: Mapping[str, Any]) ->
 
 
 def summary_rows(jobs: Sequence[Job], where: Callable[[Job], str], ranking: Ranking[Job]) -> list[list[str]]:
-    """Return a header and a row for each job, the best first: overrides, numbers, run directory and error.
+    """Return the table of summary.csv: a header, then a row for each job, the best first.
 
+    A row holds the job's overrides, status, steps, losses, metrics, run directory (as `where` returns it) and error.
     The last columns describe all jobs that differ only in their seed: how many completed, mean and standard deviation
     (over n-1) of the metric, and whether they are the best.
     """
@@ -465,17 +484,20 @@ def summary_rows(jobs: Sequence[Job], where: Callable[[Job], str], ranking: Rank
 
 
 def job_state(job: Job) -> str:
-    """Return the state of a job in tables: "diverged" or its status."""
+    """Return the text for a job's status in tables: "diverged" for a completed job whose loss diverged."""
     return "diverged" if job.status == Status.COMPLETED and job.result.get("diverged") else str(job.status)
 
 
 def score_names(jobs: Sequence[Job]) -> list[str]:
-    """Return the names of the held-out metrics other than the loss."""
+    """Return the names of all held-out metrics, other than the loss, in the results of these jobs."""
     return list(dict.fromkeys(name for job in jobs for name in job.result.get("eval_scores") or {}))
 
 
 def number_cells(job: Job, names: Sequence[str], none: str) -> list[str]:
-    """Return table cells: steps, training loss, held-out loss, and the metrics in `names`; `none` if missing."""
+    """Return table cells with a job's steps, training loss, held-out loss, and the held-out metrics in `names`.
+
+    The cell of a missing value is the text `none`.
+    """
     result = job.result
     values = [result.get("train_loss"), result.get("eval_loss"), *map((result.get("eval_scores") or {}).get, names)]
     return [_format_number(result.get("steps"), "d", none), *(_format_number(value, ".4f", none) for value in values)]

@@ -1,4 +1,7 @@
-"""Compose and check the configurations of jobs. Before the first job, each value (not each combination) is checked."""
+"""Compose and check the configurations of jobs.
+
+Before the first job starts, each value of a varying key is checked, but not each combination of values.
+"""
 
 from __future__ import annotations
 
@@ -46,7 +49,11 @@ SMALL = 20_000_000  # parameters; models up to this size train faster in a stack
 
 @dataclass
 class JobConfigs:
-    """Configurations of a sweep's jobs. Hydra composes each combination of presets once; other values are set later."""
+    """Composer of the configurations of a sweep's jobs.
+
+    Hydra composes each combination of presets (such as model=nano) once, since that is slow. The other overrides of a
+    job are then set in that configuration.
+    """
 
     request: Request  # holds the settings that all jobs share
     values: Mapping[str, Any]  # parsed values of the varying overrides, if known
@@ -59,14 +66,17 @@ class JobConfigs:
         return Keys.from_registry(self.request.registry)
 
     def config(self, job: Job) -> Composition:
-        """Return a job's configuration, valid until the next call. Raise UserError if it cannot be composed."""
+        """Return a job's configuration; the next call may change it. Raise UserError if it cannot be composed."""
         composed = self._compose_values(*split_choices(job.overrides))
         with read_write(composed.cfg.hydra.job):
             composed.cfg.hydra.job.num = job.number
         return composed
 
     def directory(self, job: Job, root: Path | None) -> tuple[Path, Path]:
-        """Return the sweep's directory (`root` if given) and the job's directory in it."""
+        """Return two paths: the sweep's directory and the job's run directory in it.
+
+        The sweep's directory is `root` if that is given, otherwise the value of hydra.sweep.dir.
+        """
         composed = self._load_base_model(self._set_hydra_config(job)[0])
         root = root or composed.directory("hydra.sweep.dir")
         return root, composed.directory("hydra.sweep.subdir", below=root)
@@ -84,10 +94,10 @@ class JobConfigs:
         return replace(composed, cfg=cfg, typed=overrides)
 
     def _set_hydra_config(self, job: Job) -> tuple[Composition, bool]:
-        """Compose a job, publish it for ${hydra:...} lookups, and return it with whether Hydra composed it completely.
+        """Compose a job's configuration and make it the one that ${hydra:...} interpolations read.
 
-        A complete composition is slow. It is needed for settings that only Hydra can set, such as
-        ${hydra:job.override_dirname}.
+        The returned bool is True if Hydra composed the configuration completely. That is slow, but needed for values
+        that only Hydra can set, such as ${hydra:job.override_dirname}.
         """
         composed, names = self.config(job), split_choices(job.overrides)[0]
         if names not in self._read_hydra:
@@ -100,9 +110,9 @@ class JobConfigs:
         return composed, False
 
     def other_run(self, job: Job, run: Path) -> str:
-        """Return a text about one setting that differs between a job and the run in its directory, or "".
+        """Compare a job with the run in the directory `run`. Return a text about one setting that differs, or "".
 
-        Settings that were typed and those in COMPARED are compared.
+        Only keys on the command line, swept keys, and the keys in COMPARED are compared.
         """
         with contextlib.suppress(UserError):  # a configuration error is reported when the job starts
             saved, overrides = read_settings(run / "config.yaml"), [*self.request.settings, *parse(job.overrides)]
@@ -120,12 +130,12 @@ class JobConfigs:
         return ""
 
     def gpus(self, job: Job, auto: int) -> int | None:
-        """Return the number of GPUs of a job; None means all, and `auto` is returned for engine=auto."""
+        """Return how many GPUs a job uses: None if it uses all of the machine, `auto` if its setting is engine=auto."""
         engine = self._engine(job)
         return auto if engine == AUTO else engine.gpus() if isinstance(engine, Engine) else 0
 
     def cores(self, job: Job) -> int:
-        """Return the minimum number of cores that the job can use; 0 if it computes, or may compute, on a GPU."""
+        """Return how many CPU cores a job uses at least; 0 if it computes, or may compute, on a GPU."""
         engine = self._engine(job)
         if engine == AUTO:
             return 0 if visible_gpus() or sys.platform == "darwin" else 1
@@ -134,7 +144,10 @@ class JobConfigs:
         return 1
 
     def can_stack(self, job: Job) -> bool:
-        """Return True if the job has a small model and a GPU engine that trains stacks, as far as the settings tell."""
+        """Return True if a job can probably train in a stack on a GPU: its engine supports it, its model is small.
+
+        Only settings are used here. Before training, the engine may still find that the job cannot be stacked.
+        """
         engine = self._engine(job)
         cls = self._auto_gpu() if engine == AUTO else type(engine)
         with contextlib.suppress(UserError):  # the error is reported when the job starts
@@ -144,7 +157,10 @@ class JobConfigs:
         return False
 
     def _auto_gpu(self) -> type | None:
-        """Return the engine class that engine=auto probably chooses with NVIDIA GPUs, or None."""
+        """Return the engine class that engine=auto probably chooses on this machine's NVIDIA GPUs.
+
+        Return None if there is no such GPU or no engine for it.
+        """
         offered = self.request.registry.classes("engine").values() if visible_gpus() else ()
         engines = [cast("type[Engine]", cls) for cls in offered]
         return max(
@@ -159,7 +175,10 @@ class JobConfigs:
         return engine.processes() if isinstance(engine, Engine) else 1
 
     def _engine(self, job: Job) -> Engine | str:
-        """Return the engine of a job, "auto", or "" for invalid settings, which are reported when the job starts."""
+        """Create a job's engine from its settings. Return "auto" if the setting is engine=auto.
+
+        Return "" if the settings are invalid; that error is reported when the job starts.
+        """
         try:
             node = self.config(job).cfg.engine
             if node.name == AUTO:
@@ -176,7 +195,10 @@ class JobConfigs:
         return cast("Model", create_part(cls, apply_types(cls, cfg.model, "model")))
 
     def _load_base_model(self, composed: Composition) -> Composition:
-        """Return the configuration with the model of the recipe's base file, if the recipe has one."""
+        """Return the configuration with the model settings that the recipe's base model determines.
+
+        If the recipe has no base model, return the configuration unchanged.
+        """
         if not self._has_base(composed):
             return composed
         copied = replace(composed, cfg=copy.deepcopy(composed.cfg))
@@ -188,9 +210,9 @@ class JobConfigs:
         return recipe.base_file is not Recipe.base_file
 
     def check(self, job: Job, whole: bool = False) -> None:
-        """Raise UserError if the job's values cannot work; with `whole`, check all settings of the job.
+        """Raise UserError if one of the job's varying values is invalid; with `whole`, check all settings of the job.
 
-        Contents of files and errors of the engine only show when the job runs.
+        Errors in the contents of files and in the engine are found only when the job runs.
         """
         names, other_words = split_choices(job.overrides)
         composed = self._compose_values(names, other_words)
@@ -232,7 +254,10 @@ class JobConfigs:
             raise wrong_value(error, key, parse([word]), self.request.registry) from None
 
     def _check_owner(self, cfg: DictConfig, owner: str) -> None:
-        """Let a part check its settings. `owner` is "model", "callbacks.cosine", or "" for the top-level keys."""
+        """Raise UserError if the settings of one part (a component of a run, such as the model) are invalid.
+
+        `owner` is the key of the part, such as "model" or "callbacks.cosine", or "" for the top-level settings.
+        """
         kind, _, name = owner.partition(".")
         part = OmegaConf.select(cfg, owner) if owner else cfg
         left_out = () if owner else (*GROUPS, "hydra", "sweep")
@@ -243,9 +268,9 @@ class JobConfigs:
 
 
 def check_values(jobs: Sequence[Job], configs: JobConfigs) -> dict[int, UserError]:
-    """Check the first jobs that show each value; return errors by job number.
+    """Check each varying value once, in a job that differs from the first job only in that value.
 
-    Raise UserError for an error that all jobs have.
+    Return a dict that maps the number of an invalid job to its error. Raise UserError for an error that all jobs have.
     """
     wrong: dict[int, UserError] = {}
     checked_names: set[tuple[str, ...]] = set()
@@ -268,7 +293,10 @@ def check_values(jobs: Sequence[Job], configs: JobConfigs) -> dict[int, UserErro
 
 
 def require_distinct_directories(jobs: Sequence[Job], configs: JobConfigs) -> None:
-    """Raise UserError if a varying value is missing in hydra.sweep.subdir, so that two jobs share a directory."""
+    """Raise UserError if two jobs would have the same run directory.
+
+    That happens if hydra.sweep.subdir is set and does not contain a key that varies.
+    """
     first = jobs[0]
     changed = {
         _differing(first, job): job for job in reversed(list(_single_changes(jobs[:VALUES]))) if job is not first

@@ -1,4 +1,7 @@
-"""Journal of job changes since sweep.json was last written, since rewriting that is slow with many jobs."""
+"""Journal of a sweep: the changes of jobs that are not in sweep.json yet.
+
+With many jobs, rewriting sweep.json after each change would be slow.
+"""
 
 from __future__ import annotations
 
@@ -18,14 +21,17 @@ SHARE = 0.05  # maximum share of the time that throttled callbacks take
 
 
 class Throttle:
-    """Run a callback after every job; with more than 50 jobs, spend at most 5 % of the time on it."""
+    """Limit on how often a callback runs: after every job, but with more than 50 jobs at most 5 % of the time."""
 
     def __init__(self, do: Callable[[], None]):
         self._do, self._next = do, 0.0
         self.is_pending = False  # a call was requested and has not run
 
     def request(self, jobs: int) -> float:
-        """Run the callback, or return the seconds after which it may run; `jobs` is the number of jobs."""
+        """Run the callback and return 0. If it may not run yet, return the seconds until it may.
+
+        `jobs` is the sweep's number of jobs; with at most FEW jobs, the callback always runs.
+        """
         self.is_pending = True
         if jobs > FEW and (wait := self._next - time.monotonic()) > 0:
             return wait
@@ -43,13 +49,16 @@ class Throttle:
 
 
 class Journal:
-    """File with a JSON line for each change of a job; the last line of a job counts. Methods raise OSError."""
+    """File with a JSON line for each change of a job. The last line of a job holds its current state.
+
+    Methods raise OSError if the file cannot be read or written.
+    """
 
     def __init__(self, folder: Path):
         self._path = folder / JOURNAL
 
     def add(self, jobs: Iterable[Mapping[str, Any]], flush: bool) -> None:
-        """Append the state of jobs; with `flush`, wait until it is on the disk."""
+        """Append the state of each job as a line; with `flush`, wait until the lines are on the disk."""
         text = "".join(dump_json(job) + "\n" for job in jobs).encode(errors="backslashreplace")
         with open(open_for_writing(self._path, os.O_APPEND), "a+b", buffering=0) as file:
             if end := file.seek(0, os.SEEK_END):
@@ -66,9 +75,9 @@ class Journal:
         self._path.unlink(missing_ok=True)
 
     def read_into(self, entries: list[Any]) -> None:
-        """Update the entries of sweep.json from the journal. Raise KeyError, TypeError or ValueError if it is damaged.
+        """Update `entries`, the jobs from sweep.json, with the newer states in the journal.
 
-        An incomplete last line is ignored.
+        An incomplete last line is ignored. Raise KeyError, TypeError or ValueError if the journal is damaged.
         """
         if not self._path.is_file():
             return

@@ -43,7 +43,7 @@ class SweepRequest:
 
 
 class Runner:
-    """A sweep that is run."""
+    """Runner of one sweep, from the checks before the first job to the summary at the end."""
 
     def __init__(
         self,
@@ -53,7 +53,10 @@ class Runner:
         configs: JobConfigs,
         folder: SweepDir | None = None,
     ):
-        """Resume the sweep in `folder`, or create its directory when the first job is composed."""
+        """Prepare to resume the sweep in `folder`, or to start a new one if `folder` is None.
+
+        The directory of a new sweep is created later, when the configuration of its first job is composed.
+        """
         self.request, self.source, self.launcher, self.configs, self.folder = request, source, launcher, configs, folder
         self._stop = Stop()
         self._watch = Watch(source.environment, self._stop, launcher.runs_singly)
@@ -99,7 +102,10 @@ class Runner:
     # -- before the first job ------------------------------------------------------------------------------------------
 
     def _unfinished_jobs(self, folder: SweepDir) -> list[Job]:
-        """Return the jobs to run. Read how jobs ended that were still running when the sweep was killed."""
+        """Return the jobs that a resumed sweep has to run.
+
+        First update the jobs that were running when the sweep was killed: their run directories show how they ended.
+        """
         for job in self.source.jobs:
             if job.status != Status.RUNNING and job.code != NOT_STARTED:
                 continue
@@ -141,7 +147,10 @@ class Runner:
         )
 
     def prepare(self) -> bool:
-        """Check each value before the first job starts; return True if a job is invalid (it is recorded as ended)."""
+        """Start the fork server, and check each varying value before the first job starts.
+
+        Record jobs with an invalid value as ended. Return True if there are any.
+        """
         self.launcher.preload(shared_args(self.request.spec), self._stop)
         wrong = self.source.check(self.configs, self.folder is None)
         for job in [job for job in self.source.jobs if job.number in wrong]:
@@ -149,7 +158,10 @@ class Runner:
         return bool(wrong)
 
     def _open(self) -> SweepDir | None:
-        """Create or open the sweep's directory, given by the first valid job; return None if no job is valid."""
+        """Create or open the sweep's directory. The configuration of the first valid job gives the path of a new one.
+
+        Return None if no job is valid.
+        """
         if is_new := self.folder is None:
             if self.source.probe:
                 self._create(self.configs.directory(self.source.probe, None)[0])
@@ -179,7 +191,10 @@ class Runner:
                 yield job
 
     def _assign_directory(self, job: Job) -> bool:
-        """Assign a directory to a job. Return False if that fails; the job is then recorded as ended."""
+        """Assign a run directory to a job. If the job has one, check that it does not hold another run.
+
+        Return False if that fails; the job is then recorded as ended.
+        """
         if job.directory is not None and self.folder:
             run = self.folder.run_dir(job)
             if difference := self.configs.other_run(job, run):
@@ -224,7 +239,7 @@ class Runner:
                 self._stop.end()
 
     def _details(self, job: Job) -> str:
-        """Return the exit code of a job's process and the path of its log, unless the error names them."""
+        """Return text to append to a job's error: the exit code and the path of its log, if not named there."""
         if self.folder is None or job.directory is None or job.code is None:
             return ""
         logs = [path for path in (self.folder.run_dir(job) / "log.txt", self.folder.log_path(job)) if path.exists()]
@@ -241,13 +256,17 @@ class Runner:
         return self.folder.rank() if self.folder else rank_jobs(self.source.jobs)
 
     def _update_report(self, last: bool) -> None:
-        """Write report.html after a job, and finally with `last`. A sweep of one job gets none."""
+        """Update report.html after a job has ended; `last` marks the final update. A sweep of one job has no report."""
         several = len(self.source.jobs) > 1
         if self.folder and self.request.settings.report and several and not self._stop.number:
             self._report_page(self.folder.path, last)
 
     def _summarise(self) -> int:
-        """Print the table and the command that resumes the sweep; return the exit code."""
+        """Print the table of jobs and the command that resumes the sweep; return the exit code.
+
+        The code is 0 if all jobs succeeded, 2 if others only had invalid settings or are waiting, 128 plus the signal's
+        number after a signal, and otherwise 1.
+        """
         jobs, folder = self.source.jobs, self.folder
         statuses = {job.status for job in jobs}
         if len(jobs) > 1 and not is_notebook():  # a notebook shows the result object

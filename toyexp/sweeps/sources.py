@@ -33,7 +33,10 @@ class JobSource:
         self._remaining = OrderedDict((job.number, job) for job in jobs)
 
     def check(self, configs: JobConfigs, is_new: bool) -> Mapping[int, UserError]:
-        """Check all values; return errors by job number. Raise UserError for an error that all jobs have."""
+        """Check all varying values. Return a dict that maps the number of an invalid job to its error.
+
+        Raise UserError for an error that all jobs have.
+        """
         new = [job for job in self._remaining.values() if job.directory is None]
         if not new:
             return {}
@@ -44,13 +47,13 @@ class JobSource:
         return wrong
 
     def open(self, folder: SweepDir, is_new: bool) -> None:
-        """Print the sweep's directory and number of jobs."""
+        """Print the sweep's directory and number of jobs if the sweep is new."""
         if is_new:
             many = "s" if len(self.jobs) > 1 else "" if self.jobs[0].overrides else "; no key has several values"
             print_line(f"sweep   {short_path(folder.path)}, {len(self.jobs)} job{many}")
 
     def peek(self) -> Job | None:
-        """Return the next job if it is known, or None."""
+        """Return the next job without removing it, or None if no job is left or a search has not chosen it yet."""
         return next(iter(self._remaining.values()), None)
 
     def next(self) -> Job | None:
@@ -70,7 +73,7 @@ class JobSource:
         return job.status in (Status.FAILED, Status.REFUSED)
 
     def all_jobs(self) -> list[Job]:
-        """Return existing and future jobs."""
+        """Return all jobs of the sweep; a search adds a placeholder for each job that it has not chosen yet."""
         return self.jobs
 
     def remaining_jobs(self) -> list[Job]:
@@ -78,9 +81,9 @@ class JobSource:
         return [*self._remaining.values()]
 
     def progress(self) -> tuple[str, bool]:
-        """Return a text on how many jobs are done, and whether any are left."""
+        """Return a text such as "3 of 10 jobs are completed", and True if any job is left to run."""
         done = sum(job.status == Status.COMPLETED for job in self.jobs)
         return f"{done} of {len(self.jobs)} jobs are completed", any(job.status in UNFINISHED for job in self.jobs)
 
     def summarise(self, folder: SweepDir) -> None:
-        """Print and write results that the table does not show."""
+        """Print and save results besides the table of jobs, which a search has."""

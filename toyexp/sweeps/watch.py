@@ -23,7 +23,10 @@ class Watch:
     board: Board | None = None  # shown instead of lines
 
     def __init__(self, environment: Callable[[Job], Mapping[str, str]], stop: Stop, alone: bool):
-        """Print lines without a job number if jobs run `alone`."""
+        """Create the output of a sweep. If jobs run `alone` (one at a time), lines are printed without a job number.
+
+        `environment` returns the extra environment variables of a job's process.
+        """
         self.stop = stop
         self._environment, self._alone = environment, alone
         self._printing = threading.Lock()
@@ -33,7 +36,7 @@ class Watch:
         return replace(self.folder.launch_spec(job), environment=self._environment(job))
 
     def begin(self, jobs: Sequence[Job], shown: bool = True) -> None:
-        """Record and print that jobs start; called before they do."""
+        """Record that jobs start and, if `shown`, print it. A launcher calls this before it starts them."""
         self.folder.mark_running(jobs)
         for job in jobs if shown else ():
             if self.board:
@@ -52,7 +55,7 @@ class Watch:
             self.say(line if self._alone or job is None else f"[{job.number}] {line}", stream)
 
     def end(self, job: Job) -> None:
-        """Show how a job ended."""
+        """Remove a job from the board and, if it succeeded, print its result. Without a board, do nothing."""
         if self.board:
             with self._printing:
                 self.board.end(job)

@@ -19,12 +19,20 @@ MESSAGE_LIMIT = 300  # characters of an exception's message
 
 
 def has_own_message(error: BaseException) -> bool:
-    """Return True for an error that needs no attribution: raised on purpose, by a signal or by lack of memory."""
+    """Return True if an error can be reported as it is, without the name of a plugin.
+
+    These are toyexp's own errors, MemoryError, and errors that a signal caused.
+    """
     return isinstance(error, ToyexpError | MemoryError) or hidden_interrupt(error) is not None
 
 
 def plugin_failure(who: str, when: str, error: Exception | SystemExit, log: Path | None = None) -> Exception:
-    """Return `error` as a PluginFailed of `who`, with the traceback's location; return other toyexp errors as is."""
+    """Return the exception to raise in place of `error`, which the plugin `who` raised.
+
+    It is a PluginFailed whose message names the plugin, the moment `when`, and the line of code or the file `log` with
+    the traceback. toyexp's own errors are returned unchanged; an error from importing a third-party package becomes a
+    RunFailed.
+    """
     if has_own_message(error) and isinstance(error, Exception):
         return error
     if broken := broken_requirement(error):
@@ -38,7 +46,11 @@ def plugin_failure(who: str, when: str, error: Exception | SystemExit, log: Path
 
 
 class attribute_errors:  # noqa: N801 - a context manager, cheap enough to enter in each step
-    """Context that names the plugin that raised an exception, or else `who`; for a BadBatch, the data plugin `data`."""
+    """Context manager that converts an exception to a PluginFailed, whose message names the plugin that raised it.
+
+    The plugin is the one whose method is in the traceback, or else `who`; for a BadBatch it is the data plugin `data`.
+    `when` describes the moment. toyexp's own errors and OSErrors about a file are raised unchanged.
+    """
 
     def __init__(self, who: str, when: str | Callable[[], str], log: Path | None = None, data: str = ""):
         self._who, self._when, self._log, self._data = who, when, log, data
@@ -74,7 +86,10 @@ def call_checked(expected: type, method: Callable[..., T], *arguments: object, w
 
 
 def call_for_lines(method: Callable[..., object], *arguments: object) -> list[str]:
-    """Call a plugin's method that returns sentences, each as one line. Raise PluginFailed for a plain string."""
+    """Call a plugin's method that returns sentences, and return them as a list of single lines.
+
+    Raise PluginFailed if the method returns a plain string or something that is not iterable.
+    """
     result = method(*arguments)
     if isinstance(result, str) or not isinstance(result, Iterable):
         raise wrong_return(method, result, "sentences in a list")
@@ -89,7 +104,10 @@ def wrong_return(method: Callable[..., object], result: object, expected: str, w
 
 @contextlib.contextmanager
 def attribute_part_errors(log: Path | None = None) -> Iterator[None]:
-    """Attribute exceptions to the plugin they came from; leave OSErrors and toyexp's own errors as they are."""
+    """Convert an exception from a plugin's method to a PluginFailed that names the plugin and the method.
+
+    OSErrors, toyexp's own errors and exceptions from other code are raised unchanged.
+    """
     try:
         yield
     except (Exception, SystemExit) as error:
@@ -99,7 +117,10 @@ def attribute_part_errors(log: Path | None = None) -> Iterator[None]:
 
 
 def _failing_method(error: BaseException) -> tuple[str, str, str] | None:
-    """Return the kind, name and method of the innermost plugin part in the error's traceback."""
+    """Return the innermost plugin method in the error's traceback as (kind, plugin, method), or None.
+
+    An example is ("optim", "optim.adamw", "check").
+    """
     for frame, _ in reversed([*traceback.walk_tb(error.__traceback__)]):
         if not str(frame.f_globals.get("__name__")).startswith("toyexp."):
             owner = frame.f_locals.get("self", frame.f_locals.get("cls"))

@@ -1,4 +1,4 @@
-"""Style of all plots, and how they are written.
+"""Draw plots in toyexp's style, and write them as PNG, SVG or PDF files.
 
 The colours are those of Okabe and Ito ("Color Universal Design", 2008), without their yellow, which is hard to see on
 white. Overlapping curves also differ by marker, so that a print in greyscale can be read.
@@ -60,10 +60,10 @@ def require_drawing() -> None:
 
 @contextlib.contextmanager
 def use_plot_style() -> Iterator[None]:
-    """Use matplotlib's defaults and toyexp's style, and ignore the user's matplotlibrc; one thread at a time.
+    """Apply toyexp's plot style and matplotlib's defaults, instead of the user's matplotlibrc, inside this context.
 
-    Artists read these settings when they are created and again when they are drawn, so enter this around both. Raise
-    Unavailable as `require_drawing` does.
+    Matplotlib reads these settings when it creates an object and again when it draws it, so do both inside. One thread
+    at a time can enter; others wait. Raise Unavailable if matplotlib is missing or broken.
     """
     require_drawing()
     import matplotlib
@@ -74,9 +74,10 @@ def use_plot_style() -> Iterator[None]:
 
 
 def check_plot_path(option: str, typed: str) -> Path:
-    """Return the path of a plot to write; raise UserError if it is unsuitable, Unavailable without matplotlib.
+    """Check the path `typed` of a plot to write, which is the value of `option`, and return it.
 
-    An existing file is only accepted if toyexp drew it.
+    Raise UserError if its suffix is not supported, it cannot be written, or it exists and is not a plot that toyexp
+    drew. Raise Unavailable without matplotlib.
     """
     path, subject = Path(typed), f"{option} {typed}"
     if path.suffix.lower() not in FILE_METADATA:
@@ -137,7 +138,10 @@ class Sheet:
         self.figure.text(0.01, 1, subtitle, transform=position, va="top", fontsize=SMALL, color=GREY)
 
     def pictures(self, *suffixes: str) -> dict[str, bytes]:
-        """Render the figure in several formats, by suffix. Equal figures give equal bytes."""
+        """Render the figure in the formats `suffixes`, such as .png, and return {suffix: file content}.
+
+        Equal figures give equal bytes.
+        """
         rendered = {}
         with use_plot_style(), warnings.catch_warnings():
             warnings.filterwarnings("ignore", "Glyph .* missing")  # the font draws a box
@@ -148,7 +152,10 @@ class Sheet:
         return rendered
 
     def write(self, path: Path) -> int:
-        """Write the figure atomically and return its size in bytes; raise UserError for a foreign file."""
+        """Write the figure atomically and return its size in bytes.
+
+        Raise UserError if the file exists and is not a plot that toyexp drew.
+        """
         _require_own_plot(path)
         suffix = path.suffix.lower()
         picture = self.pictures(suffix)[suffix]
@@ -158,7 +165,10 @@ class Sheet:
 
 
 def thin_curve(steps: Any, values: Any, limit: int) -> tuple[Any, Any]:
-    """Reduce a curve to about `limit` points, keeping the minimum and maximum of each stretch."""
+    """Return the steps and values of a curve, reduced to about `limit` points.
+
+    The curve is divided into equal intervals, and the points with the minimum and maximum of each interval are kept.
+    """
     import numpy as np
 
     x, y = np.asarray(steps), np.asarray(values, np.float64)
@@ -195,7 +205,10 @@ def set_log_scale(axes: Any, which: str, values: Iterable[float]) -> bool:
 
 
 def label_line_ends(axes: Any, ends: Sequence[tuple[float, str, str]]) -> None:
-    """Write (value, text, colour) labels at the right end of lines, and move them apart where they overlap."""
+    """Write a label at the right end of each line; `ends` has (y value, text, colour) for each.
+
+    Overlapping labels are moved apart.
+    """
     axes.get_ylim()  # matplotlib computes the limits lazily
     finite = sorted((end for end in ends if math.isfinite(end[0])), key=lambda end: end[0])
     height = axes.bbox.height * 72 / axes.figure.dpi

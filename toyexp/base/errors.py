@@ -45,11 +45,14 @@ class UnknownCharacter(UserError):
 
 
 class SessionError(ToyexpError):
-    """A session method called out of order or with a wrong tensor."""
+    """A method of a session (a model on an engine) that was called out of order or with a wrong tensor."""
 
 
 class BadBatch(SessionError):
-    """A batch that does not match its plan. The caller that knows the data adds its name."""
+    """A batch whose arrays do not match the inputs that the recipe declares.
+
+    The message does not name the data plugin; the code that catches this error adds the name.
+    """
 
 
 class RunFailed(ToyexpError):
@@ -57,7 +60,7 @@ class RunFailed(ToyexpError):
 
 
 class RankFailed(RunFailed):
-    """A failed or lost process of a distributed run; `trace` is its traceback, if it sent one."""
+    """A failed or lost process of a distributed run; `trace` is its traceback as text, or "" if it sent none."""
 
     def __init__(self, fact: str, trace: str = ""):
         self.trace = trace
@@ -69,7 +72,10 @@ class PluginFailed(RunFailed):
 
 
 def nearest(word: str, choices: Iterable[str]) -> str | None:
-    """Return the choice most similar to `word` by spelling or by its parts (batch: batch_size), or None."""
+    """Return the choice most similar to `word`, or None if none is similar.
+
+    A choice is similar if it is spelled almost alike, or contains the word as one of its parts (batch: batch_size).
+    """
     others = [c for c in choices if c != word]
     if word.lower() in others:
         return word.lower()
@@ -84,7 +90,10 @@ def nearest(word: str, choices: Iterable[str]) -> str | None:
 
 
 def suggest(word: str, choices: Iterable[str]) -> str:
-    """Return the hint that ends an error: the nearest choice, or all of them if none is similar."""
+    """Return a hint to put at the end of an error message.
+
+    It is "did you mean CHOICE?" if one of the choices is similar to `word`, else a list of all choices.
+    """
     names = sorted(choices)
     best = nearest(word, names)
     if best:
@@ -99,7 +108,7 @@ def printable(text: str, limit: int = 60) -> str:
 
 
 def require_visible(key: str, text: str) -> None:
-    """Raise UserError for a name with line breaks or with characters that change how nearby text is displayed."""
+    """Raise UserError if `text`, the value of the setting `key`, has line breaks or invisible characters."""
     joiners = "\u200c\u200d"  # some scripts need them
     if bad := next((c for c in text if unicodedata.category(c) in ("Cc", "Cf", "Zl", "Zp") and c not in joiners), None):
         raise UserError(f"{key}={printable(text)}: contains the invisible character {bad!a}; leave it out")

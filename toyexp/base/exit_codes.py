@@ -26,9 +26,10 @@ TORCHRUN_GRACE = 5.0  # seconds within which torchrun ends all ranks after a fai
 
 
 def run_to_exit_code(work: Callable[[], int], explained: Callable[[str], str] = str) -> int:
-    """Run `work` and return its exit code: 1 for failure, 2 for invalid input, 130 or 143 if interrupted.
+    """Run `work`, print an expected error in one line, and return the exit code.
 
-    Errors are printed as `explained` returns them.
+    The exit code is that of `work`, 1 for a failure, 2 for invalid input, or 128 plus the number of a signal (130:
+    Ctrl-C). `explained` receives each error message and returns the text to print. Unexpected errors (bugs) are raised.
     """
     open_standard_files()
     replace_unencodable()

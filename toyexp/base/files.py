@@ -34,7 +34,10 @@ NOT_TEXT_HINTS: dict[bytes | tuple[bytes, ...], str] = {
 
 
 def wrong_kind(mode: int, expected: int = stat.S_IFREG) -> str | None:
-    """Return why a file mode is not the `expected` kind (a regular file), as a phrase; None if it is."""
+    """Return None if a file mode is of the `expected` kind (by default a regular file).
+
+    Otherwise return a phrase that says what it is instead, such as "is a folder, not a file".
+    """
     kind = stat.S_IFMT(mode)
     if kind == expected:
         return None
@@ -55,12 +58,12 @@ ADDRESS_MESSAGE = "is an address, and only local files can be read; download it 
 
 
 def is_address(path: Path) -> bool:
-    """Return True if a path was written as a URL; pathlib turns https:// into https:/."""
+    """Return True if a path is a URL, in which pathlib has shortened https:// to https:/."""
     return re.match(r"(https?|ftp|s3|gs|hf):/", str(path)) is not None
 
 
 def explain_missing(path: Path) -> str:
-    """Return why a path does not exist, and where its existing part ends."""
+    """Return a phrase that says why a path does not exist: a dangling link, a URL, or a missing directory."""
     if (link := dangling_link(path)) is not None:
         return f"{'' if link == path else f'{link} '}is a link to {link.readlink()}, which does not exist"
     if is_address(path):
@@ -77,7 +80,10 @@ def dangling_link(path: Path) -> Path | None:
 
 
 def require_file(path: str | Path, subject: str, *kinds: int) -> Path:
-    """Return the path if it is a file, or of one of `kinds`; if not, raise UserError that starts with `subject`."""
+    """Return the path if it is a regular file, or of one of `kinds` (such as stat.S_IFDIR) if any are given.
+
+    Otherwise raise a UserError whose message starts with `subject`.
+    """
     try:
         mode = Path(path).stat().st_mode
     except (FileNotFoundError, NotADirectoryError):
@@ -96,7 +102,7 @@ def require_directory(path: str | Path, subject: str) -> Path:
 
 
 def open_file(path: Path) -> BufferedReader:
-    """Open a regular file for reading, without ever waiting for a pipe's writer; raise UserError if it is none."""
+    """Open a regular file for reading; raise UserError for anything else. A pipe never blocks this call."""
     require_file(path, str(path))
     try:
         descriptor = os.open(path, READ_FLAGS)
@@ -132,7 +138,10 @@ def read_file(path: Path, limit: int | None = None) -> bytes:
 
 
 def read_text(path: Path, limit: int | None = None) -> str:
-    """Return a UTF-8 text file; raise UserError for more than `limit` bytes, a NUL, or a byte that is not UTF-8."""
+    """Return the content of a UTF-8 text file.
+
+    Raise UserError if it has more than `limit` bytes, a NUL, or a byte that is not valid UTF-8.
+    """
     raw = read_file(path, limit)
     text, nul, _ = raw.partition(b"\0")
     try:
@@ -145,7 +154,11 @@ def read_text(path: Path, limit: int | None = None) -> str:
 
 
 def not_text_error(path: Path, position: int, byte: int, start: bytes) -> UserError:
-    """Return the error for a file that is not UTF-8 text: the byte's position, and a guess from its first bytes."""
+    """Return the UserError for a file that is not UTF-8 text.
+
+    The message has the invalid `byte` and its `position`, and a guess at the file's format from its first bytes,
+    `start`.
+    """
     hint = next((hint for magic, hint in NOT_TEXT_HINTS.items() if start.startswith(magic)), None)
     if byte:
         hint = hint or "if it is Latin-1: iconv -f LATIN1 -t UTF-8"
@@ -160,7 +173,10 @@ def system_message(error: BaseException) -> str:
 
 
 def check_nodes(root: Any, path: Path) -> None:
-    """Raise UserError for a YAML node that contains itself, or that aliases expand to more than NODE_LIMIT values."""
+    """Raise UserError if a YAML value contains itself, or if the file has more than NODE_LIMIT values.
+
+    A value that aliases repeat counts each time. `path` is the file to name in the message.
+    """
     sizes: dict[int, int] = {}
 
     def size(node: Any) -> int:

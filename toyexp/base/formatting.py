@@ -22,12 +22,15 @@ def format_count(n: float) -> str:
 
 
 def display_path(path: Path | str) -> str:
-    """Return a path as the user knows it: inside a zip archive, below the archive's name."""
+    """Return a path as the user knows it.
+
+    Toyexp opens a zip archive as a temporary directory; the path of a file in it is shown without that directory.
+    """
     return re.sub(rf"^(.*[/\\])?{UNZIP_PREFIX}\w+[/\\]", "", str(path))
 
 
 def short_path(path: Path) -> str:
-    """Return a path relative to the working directory if it is below it."""
+    """Return a path as text, relative to the working directory if it lies inside that directory."""
     return display_path(path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path)
 
 
@@ -47,7 +50,10 @@ def short_keys(keys: Sequence[str]) -> list[str]:
 
 
 def describe_parameters(model: Mapping[str, Any]) -> str:
-    """Return the parameter count of a run's exported model and how many train; "" if it is not recorded."""
+    """Return text such as "1,200 parameters, 300 train" (of which 300 are trained), or "" if no count is recorded.
+
+    `model` holds the counts of a run's exported model.
+    """
     total, trainable = model.get("parameters"), model.get("trainable")
     share = f", {trainable:,} train" if isinstance(trainable, int) and trainable != total else ""
     return f"{total:,} parameters{share}" if isinstance(total, int) else ""
@@ -100,12 +106,16 @@ def _quote_formula(cell: object) -> object:
 
 
 def smooth_loss(before: float | None, loss: float, step: int) -> float | None:
-    """Return the running mean of the training loss over about 50 steps, fewer in the first 1000; skip non-finite."""
+    """Return the exponential moving average of the training loss after `step`.
+
+    `before` is the average up to the previous step, or None. The average covers about 50 steps, fewer in the first
+    1000. A NaN or infinite loss does not change it.
+    """
     if not math.isfinite(loss):
         return before
     return loss if before is None else before + max(1 / 50, min(20 / step, 1.0)) * (loss - before)
 
 
 def format_metric(value: float | None) -> str:
-    """Format a metric as all tables show it."""
+    """Format a metric with four decimals (large numbers in scientific notation); None, NaN and infinity become `-`."""
     return "-" if value is None or not math.isfinite(value) else f"{value:.4f}" if abs(value) < 1e7 else f"{value:.4g}"

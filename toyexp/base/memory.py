@@ -18,7 +18,10 @@ EVALUATE_REMEDY = "a smaller batch_size or model.context takes less"  # for comm
 
 
 def available_bytes() -> int | None:
-    """Return the memory that the machine, the container and ulimit -v leave to this process; None if unknown."""
+    """Return the bytes of memory that this process can still allocate; None if unknown.
+
+    It is the minimum of what the machine, the container and `ulimit -v` leave free.
+    """
     limits = list(_cgroup_limits())
     with contextlib.suppress(OSError, KeyError):
         meminfo = dict(re.findall(r"(\w+): +(\d+) kB", Path("/proc/meminfo").read_text()))
@@ -37,7 +40,7 @@ def available_bytes() -> int | None:
 
 
 def _cgroup_limits() -> Iterator[int]:
-    """Yield the free memory of each version 2 control group of this process, as containers set them."""
+    """Yield the free memory in bytes of each Linux control group (version 2, as containers use) of this process."""
     with contextlib.suppress(OSError, ValueError, StopIteration):
         lines = Path("/proc/self/cgroup").read_text().splitlines()
         group_path = CGROUP_ROOT / next(line for line in lines if line.startswith("0::")).removeprefix("0::/")
@@ -54,7 +57,7 @@ def _read(path: Path) -> int | None:
 
 @contextlib.contextmanager
 def convert_memory_errors(remedy: str = TRAIN_REMEDY) -> Iterator[None]:
-    """Convert out-of-memory errors of Python and PyTorch to RunFailed with the `remedy`."""
+    """Convert out-of-memory errors of Python and PyTorch to a RunFailed whose message ends with `remedy`."""
     try:
         yield
     except MemoryError as error:

@@ -1,4 +1,7 @@
-"""Locks and ownership of run directories: a run starts in an empty one and replaces only files it wrote."""
+"""Lock run directories, and record which files a run wrote.
+
+A run starts in an empty directory and replaces only files that it wrote itself.
+"""
 
 from __future__ import annotations
 
@@ -86,7 +89,10 @@ def _lock(file: int, path: Path, shared: bool = False) -> None:
 
 
 def require_empty(path: Path, key: str) -> None:
-    """Raise UserError, with what to type, unless `path` is missing or empty; `key` is its setting."""
+    """Raise UserError unless the directory `path` is missing or empty; the message says what to type.
+
+    `key` is the setting that chooses the directory, such as hydra.run.dir. System files such as .DS_Store do not count.
+    """
     other = f"choose another directory: {key}=..."
     runs = (p for p in path.absolute().parents if key == "hydra.sweep.dir" and (p / LOCK_FILE).exists())
     if run := next((p for p in runs if (p / "config.yaml").exists()), None):
@@ -120,7 +126,10 @@ def require_empty(path: Path, key: str) -> None:
 
 
 def require_inside(directory: Path) -> None:
-    """Raise UserError if a link leads out of a run's or sweep's directory. Hidden links are never written to."""
+    """Raise UserError if a run's or sweep's directory contains a link or a special file such as a pipe.
+
+    Writing through a link would change a file elsewhere. Hidden links are allowed, because toyexp never writes to them.
+    """
     for folder in (directory, *(directory / name for name in RUN_DIRECTORIES)):
         with contextlib.suppress(FileNotFoundError), os.scandir(folder) as entries:
             for entry in entries:
@@ -132,7 +141,10 @@ def require_inside(directory: Path) -> None:
 
 
 def _is_ignorable(entry: os.DirEntry[str]) -> bool:
-    """Return True for an entry that does not count as content: IGNORED_NAMES, a lock, or this process's output."""
+    """Return True for an entry that an empty directory may contain.
+
+    These are the names in IGNORED_NAMES, a lock file, and a file to which this process's output is redirected.
+    """
     if entry.name in IGNORED_NAMES or entry.name.startswith(("._", ".nfs")):
         return True
     if entry.name == LOCK_FILE and entry.is_file(follow_symlinks=False):
@@ -147,14 +159,20 @@ def _is_ignorable(entry: os.DirEntry[str]) -> bool:
 
 
 class Ledger:
-    """Digests of the files that a run wrote (written.json); a file being replaced has two."""
+    """Record of the files that a run wrote, with the digest of each, stored in its written.json.
+
+    A file that is being replaced has two digests: of the old and of the new content.
+    """
 
     def __init__(self, root: Path, digests: Mapping[str, list[str]] | None = None):
         self._root, self._digests = root, dict(digests or {})
 
     @classmethod
     def open(cls, root: Path) -> Ledger:
-        """Read the ledger of a run; empty if there is none. Raise UserError if it is damaged."""
+        """Read the ledger of the run in the directory `root`; return an empty one if the file is missing.
+
+        Raise UserError if the file is damaged.
+        """
         path = root / LEDGER
         try:
             with open(path, "rb") as file:
@@ -187,9 +205,10 @@ class Ledger:
 
     @contextlib.contextmanager
     def output(self, path: Path, grows: bool = False) -> Iterator[Path]:
-        """Yield a temporary path; on success, rename it to `path` and record its digest (if it `grows`, of this part).
+        """Yield a temporary path to write to; on success, rename the file to `path` and record its digest.
 
-        Raise FileExistsError if `path` holds a file that this run did not write.
+        For a file that `grows`, the digest covers only the bytes written so far, so it stays valid when bytes are
+        appended. Raise FileExistsError if `path` holds a file that this run did not write.
         """
         if self.foreign_paths([self._name(path)]):
             raise FileExistsError(errno.EEXIST, "it exists and was not written by this run", str(path))
@@ -218,7 +237,10 @@ class Ledger:
 
 
 def owning_run(path: Path) -> Path | None:
-    """Return the run whose ledger or checkpoints/ directory has `path` or a parent of it, or None."""
+    """Return the directory of the run that wrote `path`, or None.
+
+    A run wrote the files and directories that its ledger lists, and everything in its checkpoints directory.
+    """
     path = path.parent.resolve() / path.name
     runs = (folder for folder in path.parents if any((folder / name).is_file() for name in (LOCK_FILE, *RUN_FILES[1:])))
     outputs = ((run, name) for run in runs for name in ("checkpoints", *Ledger.open(run)._digests))
@@ -235,7 +257,10 @@ def rename_aside(path: Path) -> Path:
 
 
 def _head_digest(path: Path, entry: str = "") -> str:
-    """Return the length and digest of a file's first bytes, up to the length in the ledger's `entry`."""
+    """Return the number of bytes at the beginning of a file and their digest, as LENGTH+DIGEST.
+
+    `entry` is such a text from the ledger, which gives the length; without it, the digest covers the whole file.
+    """
     length = entry.partition("+")[0]
     with open(path, "rb") as file:
         head = file.read(int(length) if length.isdigit() else -1)
@@ -251,7 +276,7 @@ def _digest(path: Path) -> str:
 
 
 def cached_fingerprint(path: Path) -> str:
-    """Return the fingerprint of a file; an unchanged file is read once per process."""
+    """Return the `fingerprint` of a file; a file that has not changed is read only once per process."""
     status = path.stat()
     return _fingerprint_version(path.absolute(), status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns)
 
@@ -262,7 +287,10 @@ def _fingerprint_version(path: Path, *_version: int) -> str:
 
 
 def fingerprint(path: Path, samples: int = 64, size: int = 1 << 16) -> str:
-    """Return 16 hex digits over a file's length, first megabyte and samples, enough to detect a replacement."""
+    """Return a digest of a file as 16 hex digits, reading only part of a large file.
+
+    It covers the length, the first MiB, and `samples` blocks of `size` bytes at equal distances.
+    """
     digest = hashlib.sha256()
     with open_file(path) as file:
         length = os.fstat(file.fileno()).st_size

@@ -24,7 +24,10 @@ _broken_packages: dict[str, str] = {}
 
 @contextlib.contextmanager
 def require_package(package: str, how: str, distribution: str = "") -> Iterator[None]:
-    """Import a package in this context; raise Absent with the command `how`, or Broken. `distribution`: PyPI name."""
+    """Convert errors from importing `package` inside this context to Absent (not installed) or Broken.
+
+    `how` is the command that installs it. `distribution` is its name on PyPI, if that differs from the module's name.
+    """
     title = distribution or package
     if package in _broken_packages:
         raise broken_package(title, _broken_packages[package])
@@ -52,7 +55,10 @@ def broken_package(distribution: str, reason: str) -> Broken:
 
 
 def _namespace_problem(spec: ModuleSpec | None) -> str:
-    """Return why a package is only a directory without __init__.py (Python imports those too), or ""."""
+    """Return a message if a package is only a directory without __init__.py, else "".
+
+    Python imports such a directory as an empty package.
+    """
     if not isinstance(spec, ModuleSpec) or spec.origin is not None:
         return ""
     return f"{next(iter(spec.submodule_search_locations or ()), spec.name)} holds no __init__.py"
@@ -91,9 +97,9 @@ def explain_import_error(error: BaseException) -> str:
 
 
 def error_location(error: BaseException, of_plugins: bool = False) -> str:
-    """Return " (FILE, line N)" of the last frame outside toyexp and Python; without one, of the last frame.
+    """Return " (FILE, line N)" for the last traceback frame outside toyexp and the standard library.
 
-    With `of_plugins`, return "" instead of a frame in toyexp or Python.
+    If there is no such frame, use the last frame of all, or with `of_plugins` return "".
     """
     frames = [*traceback.walk_tb(error.__traceback__)]
     skipped = {"toyexp", *sys.stdlib_module_names}
@@ -104,7 +110,7 @@ def error_location(error: BaseException, of_plugins: bool = False) -> str:
 
 @contextlib.contextmanager
 def prefix_unavailable(who: str) -> Iterator[None]:
-    """Prefix an Unavailable error with `who` needs the package."""
+    """Prefix the message of an Unavailable error with `who`, the setting or file that needs the package."""
     try:
         yield
     except Unavailable as reason:
@@ -115,7 +121,10 @@ def prefix_unavailable(who: str) -> Iterator[None]:
 
 @functools.cache
 def probe_import(package: str) -> str | None:
-    """Try importing a package in a child process, which a crash cannot harm; return why it fails, or None."""
+    """Import a package in a child process, so that a crash does no harm.
+
+    Return None if the import succeeds, else a phrase such as "is not installed".
+    """
     import subprocess  # deferred: every command imports this module, few need it
 
     spec = importlib.util.find_spec(package)
@@ -131,7 +140,10 @@ def probe_import(package: str) -> str | None:
 
 
 def broken_requirement(error: BaseException) -> Broken | None:
-    """Return the Broken error if `error` came from importing a third-party package, else None."""
+    """Return a Broken error that names the third-party package whose import raised `error`.
+
+    Return None if the error did not come from importing one.
+    """
     imported, trace = [], error.__traceback__
     while trace is not None:
         frame, trace = trace.tb_frame, trace.tb_next

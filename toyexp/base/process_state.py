@@ -1,4 +1,4 @@
-"""Process-wide state that API calls, and jobs run inside the sweep's process, restore when they end."""
+"""Restore process-wide state, such as random seeds and the environment, after an API call or a job of a sweep."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def restore_process_state() -> Iterator[None]:
 
 @contextlib.contextmanager
 def use_torch_defaults(torch: Any) -> Iterator[None]:
-    """Compute under PyTorch's default settings, and restore the caller's settings on exit."""
+    """Use PyTorch's default dtype, device, autograd and precision settings; restore the caller's settings on exit."""
     with contextlib.ExitStack() as entered:
         contexts = [torch.autocast(device, enabled=False) for device in ("cpu", "cuda", "mps")]
         contexts += [torch.device("cpu")] if torch.get_default_device().type != "cpu" else []

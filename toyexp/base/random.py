@@ -18,7 +18,7 @@ def stream(*key: object) -> np.random.Philox:
 
 
 def generator(seed: int, name: str) -> np.random.Generator:
-    """Return the random generator `name` under `seed`, independent of all others."""
+    """Return a random generator that depends only on `seed` and `name`, independent of those with other names."""
     import numpy as np
 
     return np.random.Generator(stream(seed, name))

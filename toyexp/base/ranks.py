@@ -24,7 +24,10 @@ class Ranks:
 
 
 def started_ranks() -> Ranks:
-    """Return this process's rank, or rank 0 of 1 unless all variables are set. Raise UserError for invalid values."""
+    """Return this process's rank and the number of ranks, from the environment variables that `torchrun` sets.
+
+    Return rank 0 of 1 if one of the variables is not set. Raise UserError for invalid values.
+    """
     values = {name: os.environ.get(name, "") for name in RANK_VARIABLES}
     if not all(values.values()):
         return Ranks(0, 1)
@@ -38,7 +41,10 @@ def started_ranks() -> Ranks:
 
 
 def rank_warnings() -> list[str]:
-    """Return a warning if the environment names several processes that will not train together."""
+    """Return a list with one warning if the environment names several processes that will not train together.
+
+    The list is empty otherwise. Such variables are set by `srun` and `mpirun`, or incompletely by hand.
+    """
     if started_ranks().count > 1:
         return []
     values = {name: value for name in RANK_VARIABLES if (value := os.environ.get(name, ""))}

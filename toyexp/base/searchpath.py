@@ -1,6 +1,7 @@
 """Keep the working directory off the module search path when started as `python -m toyexp`.
 
-There a user's random.py would shadow the standard library. toyexp/__init__.py imports this first.
+A file such as random.py in the working directory would otherwise shadow the standard library. toyexp/__init__.py
+imports this module first.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Signals that end a run or make it save: recorded, raised at safe points, and noticed during native code."""
+"""Handle signals that end a run or make it save a checkpoint, also during imports and long native calls."""
 
 from __future__ import annotations
 
@@ -24,7 +24,10 @@ USR1_VARIABLE = "TOYEXP_SIGUSR1"  # environment variable for a cluster's warning
 
 
 def ending_signals() -> list[signal.Signals]:
-    """Return the signals that end a run; not SIGHUP under `nohup`. Raise UserError for a bad TOYEXP_SIGUSR1."""
+    """Return the signals that end a run: SIGINT, SIGTERM, SIGHUP (not under `nohup`), and SIGUSR1 if so configured.
+
+    TOYEXP_SIGUSR1=end adds SIGUSR1. Raise UserError if this variable has an unknown value.
+    """
     action = os.environ.get(USR1_VARIABLE) or "save"
     if action not in ("save", "end"):
         raise UserError(f"{USR1_VARIABLE}={printable(action)}: must be save or end")
@@ -37,15 +40,20 @@ _sweep_is_gone = threading.Event()
 
 
 def end_with_sweep() -> None:
-    """Signal this process to save and exit. A later signal does not force an immediate exit."""
+    """Send SIGTERM to this process, so that it saves and exits because its sweep has ended.
+
+    If the process also receives a signal from the sweep, the second of the two does not force an immediate exit.
+    """
     _sweep_is_gone.set()
     os.kill(os.getpid(), signal.SIGTERM)
 
 
 class Signals:
-    """Handler of ending signals: the first raises Interrupted, or during training is only recorded until the step ends.
+    """Signals that one run has received, and the handlers that record them.
 
-    During an import the first signal is delayed until the import is over. A second signal raises at once.
+    The first ending signal raises Interrupted, with two exceptions: during training it is only recorded, and the
+    training loop acts on it after the step; during an import it is raised when the import is over. A second one raises
+    at once.
     """
 
     def __init__(self) -> None:
@@ -83,11 +91,11 @@ class Signals:
                 signal.pthread_kill(threading.main_thread().ident or 0, number)
 
     def close(self) -> None:
-        """Stop re-sending a signal that waits for an import."""
+        """Cancel the re-sending of a signal that arrived during an import."""
         self._over.set()
 
     def request_save(self, number: int, frame: FrameType | None) -> None:
-        """Record SIGUSR1."""
+        """Record that SIGUSR1 asked the run to save a checkpoint."""
         self.is_save_requested = True
 
     def take_save_request(self) -> bool:
@@ -96,7 +104,7 @@ class Signals:
         return is_requested
 
     def defer_to_step_end(self) -> None:
-        """Only record further signals; the training loop acts on them after each step."""
+        """Only record the first ending signal from now on; the training loop acts on it after each step."""
         self._is_deferring = True
 
     def is_ending(self) -> bool:
@@ -108,7 +116,10 @@ class Signals:
         return self._count
 
     def final_interrupt(self) -> Interrupted | None:
-        """Return the Interrupted known at the first call; signals after that find the run over and change nothing."""
+        """Return an Interrupted if a signal had asked the run to end by the first call of this method, else None.
+
+        The first call fixes the result: the run is over then, and later signals do not change how it ended.
+        """
         if self._final_interrupt is None:
             self._final_interrupt = (Interrupted(self._number) if self._number else None,)
         return self._final_interrupt[0]
@@ -116,7 +127,10 @@ class Signals:
 
 @contextlib.contextmanager
 def handle_signals(handlers: Mapping[int, Handler]) -> Iterator[bool]:
-    """Install signal handlers and restore the old ones; yield False, changing nothing, outside the main thread."""
+    """Install signal handlers inside this context, restore the old ones on exit, and yield True.
+
+    Outside the main thread, where Python allows no handlers, change nothing and yield False.
+    """
     is_main = threading.current_thread() is threading.main_thread()
     previous = {number: signal.signal(number, handler) for number, handler in handlers.items() if is_main}
     try:
@@ -135,7 +149,7 @@ class CommonSignals(Signals):
         self._runs: list[Signals] = []
 
     def add_run(self) -> Signals:
-        """Return the signals of another run: those already received and those to come."""
+        """Add a run, and return its Signals with all signals received so far; later ones are recorded in it too."""
         run = Signals()
         run._number, run._count = self._number, self._count
         self._runs.append(run)
@@ -155,7 +169,10 @@ class CommonSignals(Signals):
 
 @contextlib.contextmanager
 def catch_signals(signals: Signals | None = None) -> Iterator[Signals]:
-    """Handle ending and saving signals with `signals`, or with new ones, inside this context."""
+    """Record signals that end a run or request a checkpoint inside this context.
+
+    Yield the object that records them: `signals`, or a new one.
+    """
     signals = signals or Signals()
     handlers: dict[int, Handler] = dict.fromkeys(ending_signals(), signals.handle)
     if SIGUSR1 and signal.getsignal(SIGUSR1) != signal.SIG_IGN:
@@ -182,7 +199,7 @@ def _is_importing(frame: FrameType | None) -> bool:
 
 
 class Interrupted(KeyboardInterrupt):
-    """A signal that ends the run."""
+    """Exception raised for a signal that ends the run; `exit_code` is 128 plus the signal's number."""
 
     def __init__(self, number: int):
         super().__init__(f"interrupted by {signal.Signals(number).name}")
@@ -190,7 +207,7 @@ class Interrupted(KeyboardInterrupt):
 
 
 def hidden_interrupt(error: BaseException | None) -> Interrupted | None:
-    """Return the Interrupted during whose handling `error` was raised, or None."""
+    """Return the Interrupted that led to `error`: the error itself or one in its chain of `__context__`; else None."""
     while error is not None and not isinstance(error, Interrupted):
         error = error.__context__
     return error
@@ -227,7 +244,10 @@ def run_interruptibly(work: Callable[[], T]) -> T:
 
 
 def end_process(code: int) -> int:
-    """Return the exit code, or exit here if a thread was abandoned: a later exit would abort inside Rust."""
+    """Return `code`, or end the process with it at once if an interrupted call has left its thread running.
+
+    In that case a normal exit would abort inside the native (Rust) code of the thread.
+    """
     if _is_thread_abandoned:
         exit_now(code)
     return code

@@ -11,12 +11,15 @@ from toyexp.base.terminal import is_terminal
 
 
 def terminal_width() -> int | None:
-    """Return the number of columns; None if the output is no terminal, where lines may have any length."""
+    """Return the terminal's width in characters; None if the output is not a terminal and lines may have any length."""
     return shutil.get_terminal_size().columns if is_terminal() else None
 
 
 def drop_columns(rows: Sequence[Sequence[str]], expendable: Sequence[str]) -> tuple[list[list[str]], list[str]]:
-    """Drop columns of `expendable` (heads, in order) until the table fits; return the rows and the dropped heads."""
+    """Drop columns until the table fits the terminal; return the rows that remain and the heads that were dropped.
+
+    The first row has the column heads. `expendable` lists the heads of columns that may be dropped, first to last.
+    """
     table, dropped = [list(row) for row in rows], []
     for head in expendable:
         if fits_terminal(table):
@@ -35,7 +38,10 @@ def fits_terminal(rows: Sequence[Sequence[str]]) -> bool:
 
 
 def align_table(rows: Sequence[Sequence[str]], right: Collection[str]) -> list[str]:
-    """Return rows as aligned lines; columns with the heads `right` are right-aligned."""
+    """Return rows, the first of which has the column heads, as aligned lines.
+
+    Columns whose head is in `right` are right-aligned.
+    """
     return align_columns(rows, right={column for column, head in enumerate(rows[0]) if head in right})
 
 

@@ -45,7 +45,7 @@ def is_notebook() -> bool:
 
 
 def is_terminal() -> bool:
-    """Return True if standard output is a terminal. It may also be closed (`>&-`)."""
+    """Return True if standard output is a terminal; False if it is a file, a pipe or closed (`>&-`)."""
     return bool(sys.stdout and sys.stdout.isatty())
 
 
@@ -69,7 +69,10 @@ def print_output(line: str) -> None:
 
 
 def print_line(line: str) -> None:
-    """Print a line of progress; if the reader is gone or the disk is full, stop printing but not the run."""
+    """Print a line of progress.
+
+    If the reader of a pipe has exited or the disk is full, discard all later output and let the run continue.
+    """
     if _silence_depth:
         return
     try:
@@ -87,7 +90,7 @@ def drop_output() -> None:
 
 
 def has_output_failed() -> bool:
-    """Return True if standard output cannot be written, as on a full disk; discard later output."""
+    """Return True, and discard later output, if standard output cannot be written, for example on a full disk."""
     if not sys.stdout or sys.stdout.isatty():
         return False
     try:
@@ -114,7 +117,7 @@ def print_text(text: str) -> None:
 
 
 def print_note(line: str) -> None:
-    """Print a line on stderr next to a command's output; write errors are ignored."""
+    """Print a note on stderr, so that it does not mix with a command's output; ignore write errors."""
     if _silence_depth:
         return
     show_status("")

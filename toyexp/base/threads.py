@@ -34,7 +34,7 @@ def machine_cores() -> int:
 
 
 def core_variables(count: int) -> dict[str, str]:
-    """Return the environment variables that limit a process and its libraries to `count` cores; 0 sets none."""
+    """Return environment variables that limit a process and its libraries to `count` cores; {} if `count` is 0."""
     libraries = ("OMP_NUM_THREADS", "RAYON_NUM_THREADS")
     variables = {CORES_VARIABLE: str(count), **{name: os.environ.get(name, str(count)) for name in libraries}}
     return variables if count else {}
@@ -53,7 +53,10 @@ def check_threads(threads: int) -> None:
 
 
 def crowding_note(threads: int, watched: bool = True) -> str:
-    """Return a note if threads would compete for cores, with each other or, if `watched`, with other processes."""
+    """Return a note if `threads` is more than the number of cores, else "" (no note).
+
+    If `watched`, also return a note if other processes leave fewer free cores than `threads`.
+    """
     cores = machine_cores()
     if threads > cores:
         return f"{threads} threads share {cores} cores; engine.threads={cores} is faster"
@@ -63,7 +66,7 @@ def crowding_note(threads: int, watched: bool = True) -> str:
 
 
 def count_busy() -> int:
-    """Return how many other processes run, the minimum of three samples."""
+    """Return how many other threads on this machine are running: the minimum of three samples."""
     fewest = MAX_INT
     for _ in range(3):  # a thread that has just finished still counts for a moment
         time.sleep(0.001)
@@ -72,7 +75,7 @@ def count_busy() -> int:
 
 
 def _count_busy_now() -> int:
-    """Return the number of other running processes; 0 if unknown."""
+    """Return how many other threads on this machine are running at this moment; 0 if unknown."""
     try:
         running = int(Path("/proc/loadavg").read_text().split()[3].partition("/")[0])
     except (OSError, IndexError, ValueError):

@@ -13,7 +13,7 @@ _TEXT_FLAGS = ("--prompt",)  # flags whose value is text, not a path
 
 
 def expand_overrides(words: Sequence[str]) -> list[str]:
-    """Expand `~` and quote non-ASCII values in command-line words; a word that names a file is kept."""
+    """Expand `~` and quote non-ASCII values in command-line words; leave a word that is an existing path as it is."""
     return [word if os.path.lexists(word) else quote_letters(expand_home(word)) for word in words]
 
 
@@ -35,7 +35,7 @@ def quote_letters(word: str) -> str:
 
 
 def expand_path(value: Any) -> Any:
-    """Expand a setting from a file if it begins with `~/`."""
+    """Expand `~` in a value from a configuration file if it is text that begins with `~/`; else return it unchanged."""
     return _expand_user(value) if isinstance(value, str) and value.startswith("~/") else value
 
 

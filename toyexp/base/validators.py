@@ -19,7 +19,7 @@ def require_float32(key: str, value: float) -> None:
 
 
 def require_positive(key: str, value: float) -> None:
-    """Raise UserError unless a number is above 0 and fits float32 or 31 bits."""
+    """Raise UserError unless a number is above 0 and in range: float32's for a float, below 2**31 for an integer."""
     if value <= 0:
         raise UserError(f"{key}={value}: must be above 0")
     if isinstance(value, float):
@@ -29,14 +29,21 @@ def require_positive(key: str, value: float) -> None:
 
 
 def require_choice(section: str, part: object, **words: Collection[str]) -> None:
-    """Raise UserError unless each named setting of `part` is one of its allowed words; `section` prefixes its key."""
+    """Raise UserError unless each setting of `part` has one of its allowed values.
+
+    `words` maps names of settings to their allowed values. `section`, such as optim, is the first part of their keys.
+    """
     for name, choices in words.items():
         if (value := getattr(part, name)) not in choices:
             raise UserError(f"{section}.{name}={value}: {suggest(value, choices)}")
 
 
 def require_range(section: str, part: object, **bounds: str) -> None:
-    """Raise UserError for a setting outside its interval, such as `[1,inf)` or `(0,1]`; None is always allowed."""
+    """Raise UserError if a setting of `part` is outside its interval; None is always allowed.
+
+    `bounds` maps names of settings to intervals, such as `[1,inf)` or `(0,1]`. `section`, such as optim, is the first
+    part of their keys.
+    """
     for name, bound in bounds.items():
         is_inside, words = _interval(bound)
         if (value := getattr(part, name)) is not None and not is_inside(value):

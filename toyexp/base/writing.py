@@ -23,7 +23,10 @@ from toyexp.base.files import KINDS
 
 @contextlib.contextmanager
 def write_atomically(path: Path) -> Iterator[Path]:
-    """Yield a temporary path; on success, flush it and rename it to `path`, else remove it."""
+    """Yield a temporary path to write to; on success, flush the file or directory and rename it to `path`.
+
+    If an exception is raised, remove the temporary file and leave `path` as it was.
+    """
     folder = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     temporary = folder / path.name
     try:
@@ -76,7 +79,7 @@ def unwritable_reason(path: Path) -> str | None:
 
 
 def require_writable(subject: str, path: Path) -> None:
-    """Raise UserError unless a file can be created at `path`; its message starts with `subject`."""
+    """Raise UserError unless a file can be created at `path`; the message starts with `subject`."""
     if not path.parent.is_dir():
         raise UserError(f"{subject}: there is no directory {path.parent}")
     if why := unwritable_reason(path):
@@ -99,7 +102,10 @@ def swap(new: Path, path: Path) -> None:
 
 
 def require_plain(path: Path, kind: int = stat.S_IFREG, grows: bool = False) -> None:
-    """Raise UserError if `path` exists and is a link or not of `kind`; a file that `grows` must have no hard links."""
+    """Raise UserError if `path` exists and is not of `kind`, by default a regular file; a link is an error too.
+
+    A file that `grows`, which means that it is changed in place, must also have no second hard link.
+    """
     try:
         status = path.lstat()
     except FileNotFoundError:
@@ -120,14 +126,17 @@ def require_plain_path(root: Path, path: Path) -> None:
 
 
 def open_for_writing(path: Path, flags: int = 0) -> int:
-    """Open or create a file that is changed in place, and return its descriptor; see `require_plain`."""
+    """Open or create a file that is changed in place, and return its file descriptor.
+
+    Raise UserError if it is a link or a special file, or has a second hard link.
+    """
     require_plain(path, grows=True)
     flags |= getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_BINARY", 0)
     return os.open(path, os.O_RDWR | os.O_CREAT | flags, 0o666)
 
 
 def make_directory(path: Path) -> Path:
-    """Create a directory if it is missing, and return its path; see `require_plain`."""
+    """Create a directory if it is missing, and return its path; raise UserError if it is a link or a file."""
     require_plain(path, stat.S_IFDIR)
     path.mkdir(exist_ok=True)
     return path
@@ -185,7 +194,7 @@ def dump_json(fields: Mapping[str, Any], indent: int | None = None) -> str:
 
 
 def _to_json(value: object) -> Any:
-    """Convert what JSON lacks: numpy scalars and arrays to plain numbers, anything else to text."""
+    """Convert a value that JSON lacks: NumPy scalars and arrays to numbers, mappings to dicts, others to text."""
     import numpy as np
 
     if isinstance(value, Mapping):

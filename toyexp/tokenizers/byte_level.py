@@ -56,11 +56,11 @@ class Characters(Tokenizer):
 
     @classmethod
     def from_texts(cls, texts: Sequence[str]) -> Characters:
-        """Make the vocabulary of all characters in the texts, in code-point order."""
+        """Return a tokenizer whose vocabulary is all characters of the texts, in code-point order."""
         return cls(sorted(set().union(*map(set, texts))))
 
     def _encode(self, texts: Sequence[str], starts: Sequence[bool]) -> list[np.ndarray]:
-        """Return one id per character; raise UnknownCharacter for a character outside the vocabulary."""
+        """Return one int32 id per character for each text; raise UnknownCharacter for one outside the vocabulary."""
         encoded = [self._ids[np.frombuffer(text.encode("utf-32-le"), np.uint32)] for text in texts]
         for text, ids in zip(texts, encoded, strict=True):
             if (ids < 0).any():
@@ -106,7 +106,7 @@ class BPE(Tokenizer):
 
     @classmethod
     def train(cls, texts: Iterable[str], vocab: int, pre: PreTokenizer = PRE_TOKENIZERS["gpt-2"]) -> BPE:
-        """Learn `vocab` tokens from texts (Sennrich et al. 2016); deterministic."""
+        """Learn a vocabulary of `vocab` tokens from texts (Sennrich et al. 2016); equal texts give equal tokens."""
         from tokenizers import Tokenizer as Engine
         from tokenizers import models, trainers
 
@@ -123,7 +123,10 @@ class BPE(Tokenizer):
         return cls([*pieces, END_OF_TEXT], merges, len(pieces), pre)
 
     def _encode(self, texts: Sequence[str], starts: Sequence[bool]) -> list[np.ndarray]:
-        """Return BPE ids, of several texts on all cores; raise UnknownCharacter for a byte without a token."""
+        """Return the int32 ids of each text; several texts are encoded on all cores.
+
+        Raise UnknownCharacter for a byte that has no token.
+        """
         if self._missing:
             self._check(texts)
         if len(texts) == 1:

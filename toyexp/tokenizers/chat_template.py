@@ -36,7 +36,10 @@ class BadChat(UserError):
 
 
 class Rendered(NamedTuple):
-    """Text that a template wrote, and the ranges inside {% generation %}, which are the assistant's words."""
+    """Conversation rendered as text, and the character ranges that the assistant wrote.
+
+    The ranges (begin, end) are what the template encloses in {% generation %}; without this tag there are none.
+    """
 
     text: str
     marked: list[tuple[int, int]]
@@ -45,8 +48,8 @@ class Rendered(NamedTuple):
 class Template:
     """Chat template in Jinja's sandbox, run in a child process with limits on time, memory and output.
 
-    A template that uses the date (`strftime_now`) gets `now`, or else the real time, and `is_dated` becomes True.
-    Raise UserError for an invalid template, Unavailable without jinja2.
+    `now` is the time for a template that uses the date (`strftime_now`), by default the real time; `is_dated` becomes
+    True when it uses the date. Raise UserError for an invalid template, Unavailable without jinja2.
     """
 
     def __init__(self, text: str, tokenizer: Tokenizer, path: Path | str, now: datetime | None = None):
@@ -63,7 +66,11 @@ class Template:
             raise UserError(f"{path}: its chat template is not valid ({printable(reply['invalid'])})")
 
     def render(self, messages: Sequence[Mapping[str, Any]], answer: bool, tools: Any = None) -> Rendered:
-        """Return the messages as text; `answer` appends the start of the assistant's next message. Raise BadChat."""
+        """Return the rendered messages; raise BadChat if the template rejects them.
+
+        With `answer`, the text ends with the start of the assistant's next message. `tools` are JSON schemas of the
+        tools that the assistant may call.
+        """
         (rendered,) = self.render_beginnings(messages, [(len(messages), answer)], tools)
         if isinstance(rendered, BadChat):
             raise rendered
@@ -72,9 +79,11 @@ class Template:
     def render_beginnings(
         self, messages: Sequence[Mapping[str, Any]], beginnings: Sequence[tuple[int, bool]], tools: Any = None
     ) -> list[Rendered | BadChat]:
-        """Return the conversation's first messages as text, or the rejection, for each (count, answer) in `beginnings`.
+        """Render several beginnings of a conversation, and return for each a Rendered or the BadChat of its rejection.
 
-        A message has a role and content. `tools` are JSON schemas of the tools that the assistant may call.
+        Each pair (count, answer) in `beginnings` renders the first `count` messages, and with `answer` also the start
+        of the assistant's next message. A message has a role and content. `tools` are JSON schemas of the tools that
+        the assistant may call.
         """
         reply = self._ask(messages, tools, beginnings)
         reasons = [reply.get("invalid")] * len(beginnings)
@@ -101,7 +110,11 @@ class _Renderer:
         self._end: Callable[[], int | None] = lambda: 0
 
     def ask(self, request: Mapping[str, Any]) -> Any:
-        """Return renderer.py's answer; if the process died, return the limit it hit as an invalid template."""
+        """Send a request to the child process (renderer.py) and return its answer.
+
+        If the process died, return {"invalid": reason}, for example because of the time limit. Raise Unavailable if it
+        could not import jinja2.
+        """
         with self._lock:
             if self._pid != os.getpid():
                 self._start()
@@ -129,7 +142,10 @@ class _Renderer:
 
 
 def _end_process(process: subprocess.Popen[bytes], owner: int) -> int:
-    """Kill the child process if we are its owner, and return its exit status."""
+    """Kill a child process and return its exit status; do nothing and return 0 in any process but its `owner`.
+
+    `owner` is the id of the process that started it, which may have forked since.
+    """
     if os.getpid() != owner:
         return 0
     with contextlib.suppress(OSError), process:  # leaving the context closes its pipes and waits
@@ -152,7 +168,7 @@ def require_jinja() -> None:
 
 
 def _special_names(tokenizer: Tokenizer) -> dict[str, str]:
-    """Return the special tokens by the names that templates use, as templates spell them."""
+    """Return the text of each special token by its name in templates, such as {"bos_token": "<s>"}."""
     names = {
         "bos_token": "" if tokenizer.bos is None else tokenizer.spelling(tokenizer.bos),
         "eos_token": tokenizer.spelling(tokenizer.eos),
@@ -165,12 +181,15 @@ def _special_names(tokenizer: Tokenizer) -> dict[str, str]:
 
 
 def _with_reasoning(message: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the message with its reasoning under every key that templates use."""
+    """Return the message with its reasoning also under the keys `thinking` and `reasoning_content`.
+
+    Templates differ in the key that they read. A message without reasoning is returned unchanged.
+    """
     thought = next((message[key] for key in REASONING if message.get(key) is not None), None)
     return message if thought is None else {"thinking": thought, **message, "reasoning_content": thought}
 
 
 def control_pattern(tokenizer: Tokenizer) -> re.Pattern[str]:
-    """Return a pattern of the tokenizer's control tokens as templates spell them."""
+    """Return a regular expression that matches each control token of the tokenizer, as spelled in templates."""
     literals = sorted((tokenizer.pieces[i] for i in {tokenizer.eos, *tokenizer.controls}), key=len, reverse=True)
     return re.compile("|".join(map(re.escape, literals)))

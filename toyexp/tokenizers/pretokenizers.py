@@ -1,8 +1,8 @@
-"""Pre-tokenizers of llama.cpp by `tokenizer.ggml.pre`: they cut text into words, within which BPE merges.
+"""Pre-tokenizers of llama.cpp, by their names in the GGUF key `tokenizer.ggml.pre`.
 
-The patterns of a pre-tokenizer are applied in turn, each to the pieces left by the one before. They use Oniguruma's
-syntax and follow llama.cpp, which sometimes differs from the model's own tokenizer: for example, it only knows case in
-ASCII. Tests compare every name with llama.cpp.
+A pre-tokenizer cuts text into words, within which BPE merges. Its patterns are applied in turn, each to the pieces left
+by the one before. They use Oniguruma's syntax and follow llama.cpp, which sometimes differs from the model's own
+tokenizer: for example, it only knows case in ASCII. Tests compare every name with llama.cpp.
 """
 
 from __future__ import annotations
@@ -25,27 +25,33 @@ WORD_ENDS = re.compile(r"(?<=\S)(?= [^\W\d_])|(?<=[^\W\d_])(?=[.,;:!?\u3001\u300
 
 @dataclass(frozen=True)
 class PreTokenizer:
-    """Patterns of one `tokenizer.ggml.pre`, and the other behaviour that llama.cpp ties to that name."""
+    """Patterns that cut text into words, and what else llama.cpp derives from the name of this pre-tokenizer."""
 
     patterns: tuple[str, ...]
     ignore_merges: bool = False  # a word that is a token is used as is, without merging
     add_bos: bool = False  # default if the file does not say
 
     def build(self) -> Any:
-        """Return the tokenizers library's pre-tokenizer that cuts text so and writes it in byte symbols."""
+        """Return a pre-tokenizer of the tokenizers library with these patterns.
+
+        It also writes each byte of a word as its symbol in GPT-2's vocabulary.
+        """
         from tokenizers import Regex, pre_tokenizers  # deferred: only runs that use BPE need the library
 
         cuts = [pre_tokenizers.Split(Regex(pattern), "isolated") for pattern in self.patterns]
         return pre_tokenizers.Sequence([*cuts, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
 
     def cuts(self, text: str) -> Iterator[int]:
-        """Yield ends of lines and words, last first, where cutting this beginning of a text changes no word."""
+        """Yield positions, last first, where a long text may be cut without changing the words it is cut into.
+
+        `text` is the beginning of the long text. The positions are the ends of lines, then the ends of words.
+        """
         for pattern in (LINE_ENDS, WORD_ENDS):
             starts = [m.start() for m in pattern.finditer(text, max(len(text) - TAIL, 1), max(len(text) - REACH, 1))]
             yield from (start for start in islice(reversed(starts), TRIES) if self._words_end(text, start))
 
     def _words_end(self, text: str, position: int) -> bool:
-        """Return True if the words on both sides of a position do not depend on the other side."""
+        """Return True if a cut at `position` changes no word; REACH characters on each side are compared."""
         before, after = text[max(position - REACH, 0) : position], text[position : position + REACH]
         return self._words(before) + self._words(after) == self._words(before + after)
 
@@ -79,14 +85,17 @@ THREES = r"\P{N}*\p{N}{1,3}(?=(?:\p{N}{3})*(?!\p{N}))"
 
 
 def cased_words(upper: str, lower: str, ending: str, numbers: str) -> str:
-    """Return a pattern of words that are capitals followed by small letters."""
+    """Return a pattern of words that are capitals followed by small letters: OneTwo has two words.
+
+    `upper` and `lower` are character classes, `ending` matches a suffix such as 's, and `numbers` matches digits.
+    """
     lead = r"[^\r\n\p{L}\p{N}]?"
     words = f"{lead}{upper}*{lower}+{ending}|{lead}{upper}+{lower}*{ending}"
     return rf"{words}|{numbers}|{SIGNS}[\r\n/]*|{SPACE}"
 
 
 def code_points(ranges: str) -> str:
-    """Return a character class from ranges of hexadecimal code points."""
+    """Return a regular expression's character class from ranges of code points in hexadecimal, such as 41-5A B5."""
     return "[" + "".join("-".join(chr(int(end, 16)) for end in part.split("-")) for part in ranges.split()) + "]"
 
 

@@ -33,7 +33,11 @@ class Compiled:
         self._template = environment.from_string(text)
 
     def render(self, request: Mapping[str, Any], count: int, prompted: bool) -> dict[str, Any]:
-        """Return the first messages as text, the ranges of {% generation %}, and whether the date was used."""
+        """Render the first `count` messages; `prompted` appends the start of the assistant's next message.
+
+        Return `text`, `marked` (the character ranges inside {% generation %}) and `dated` (whether the template used
+        the date).
+        """
         self._now, self._dated, self._length, self._marked = request["now"], False, 0, []
         variables = {**request["variables"], "add_generation_prompt": prompted}
         variables["messages"] = variables["messages"][:count]
@@ -55,18 +59,21 @@ class Compiled:
 
 
 def _environment(mark: Callable[[str], None]) -> Any:
-    """Return the sandbox that chat templates expect; `mark` receives the text inside {% generation %}."""
+    """Return a sandboxed Jinja environment with what chat templates expect.
+
+    `mark` is called with each text inside the tag {% generation %}.
+    """
     from jinja2 import nodes
     from jinja2.ext import Extension
     from jinja2.sandbox import ImmutableSandboxedEnvironment
 
     class Generation(Extension):
-        """The tag {% generation %}."""
+        """Jinja extension for the tag {% generation %}, which encloses the assistant's words."""
 
         tags = {"generation"}
 
         def parse(self, parser: Any) -> Any:
-            """Return a call of `_marked` with the tag's content."""
+            """Return a node that calls `_marked` with the content of the tag."""
             line = next(parser.stream).lineno
             body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
             return nodes.CallBlock(self.call_method("_marked"), [], [], body).set_lineno(line)
@@ -98,7 +105,11 @@ compile_template = lru_cache(maxsize=8)(Compiled)
 
 
 def answer(request: Mapping[str, Any]) -> dict[str, Any]:
-    """Render each requested beginning of a conversation, or say why the template rejects it."""
+    """Render the beginnings of a conversation that a request lists.
+
+    Return {"answers": [...]} with the result of `Compiled.render`, or the reason for the rejection, for each beginning;
+    return {"invalid": reason} if the template is invalid.
+    """
     seconds = request["seconds"]
     template = _attempt(seconds, compile_template, request["template"])
     if isinstance(template, str):

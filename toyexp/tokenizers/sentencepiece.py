@@ -1,4 +1,4 @@
-"""SentencePiece BPE as llama.cpp runs it: merges are chosen by the score of their result.
+"""SentencePiece BPE as llama.cpp runs it: the two neighbours whose joined token has the best score merge first.
 
 The tokenizers library merges by a list of pairs and cannot express that the leftmost of equal scores goes first, so the
 merging is implemented here.
@@ -23,7 +23,10 @@ TAIL = 1 << 14  # characters at the end of a text that are searched for a cut
 
 
 class SentencePiece(Tokenizer):
-    """Tokenizer that repeatedly joins the two neighbours with the best-scored joint token; the rest is byte tokens."""
+    """Tokenizer that repeatedly merges the two neighbours whose joined token has the highest score.
+
+    Characters that have no token become byte tokens.
+    """
 
     kind = "spm"
 
@@ -46,26 +49,35 @@ class SentencePiece(Tokenizer):
 
     @property
     def unknown(self) -> int | None:
-        """Id of text without a token, for a vocabulary without byte tokens; None if there is none."""
+        """Id of the token for unknown text, in a vocabulary without byte tokens; None if there is no such token."""
         declared = self.source.get("ggml.unknown_token_id")
         if isinstance(declared, int) and 0 <= declared < self.vocab and self.types[declared] in (UNKNOWN, CONTROL):
             return declared
         return next(iter(np.flatnonzero(self.types == UNKNOWN).tolist()), None)
 
     def _encode(self, texts: Sequence[str], starts: Sequence[bool]) -> list[np.ndarray]:
-        """Return int32 ids; raise UnknownCharacter for a character with neither a token nor byte tokens."""
+        """Return the int32 ids of each text.
+
+        Raise UnknownCharacter for a character that has neither a token nor byte tokens.
+        """
         return [
             np.array([i for word in self._words(text, start) for i in self._word_ids(word)], np.int32)
             for text, start in zip(texts, starts, strict=True)
         ]
 
     def _words(self, text: str, start: bool) -> list[str]:
-        """Cut the text between characters that are adjacent in no token, where no merge can happen."""
+        """Return the text in pieces that merge independently: no token contains the two characters at a cut.
+
+        Spaces become BLANK. If `start`, add the space that begins a text.
+        """
         text = (" " * (start and self.prefix) + text).replace(" ", BLANK)
         return [text[begin:end] for begin, end in itertools.pairwise([0, *self._break_points(text), len(text)])]
 
     def _break_points(self, text: str) -> list[int]:
-        """Return the positions in a text without spaces between two characters that no token contains."""
+        """Return the positions between two neighbouring characters that no token contains side by side.
+
+        Spaces in the text must already be replaced by BLANK.
+        """
         codes = np.frombuffer(text.encode("utf-32-le"), "<u4").astype(np.int64)
         pairs = codes[:-1] << 21 | codes[1:]
         index = np.searchsorted(self._pairs, pairs).clip(max=len(self._pairs) - 1)
@@ -85,7 +97,10 @@ class SentencePiece(Tokenizer):
         return ids
 
     def _merge(self, word: str) -> list[str]:
-        """Return the word's symbols after all merges: highest score first, leftmost among equals."""
+        """Split a word into characters, merge them to tokens, and return the result.
+
+        The pair whose joined token has the highest score merges first; of equal scores, the leftmost.
+        """
         symbols = list(word)
         before, after = list(range(-1, len(word) - 1)), [*range(1, len(word)), -1]
         heap: list[tuple[float, int, int, str]] = []
@@ -112,7 +127,7 @@ class SentencePiece(Tokenizer):
         return [symbol for symbol in symbols if symbol]
 
     def _token(self, symbol: str) -> list[int]:
-        """Return a token's id, or the ids of its bytes."""
+        """Return the id of a symbol in a list, or the ids of its bytes if it is not a token."""
         token = self._ids.get(symbol)
         if token is not None:
             return [token]
@@ -127,7 +142,7 @@ class SentencePiece(Tokenizer):
         return bytes([int(piece[3:5], 16)]) if self.types[i] == BYTE else piece.replace(BLANK, " ").encode()
 
     def decode(self, ids: Sequence[int] | np.ndarray) -> str:
-        """Return the text of ids of a whole text, without the space that `prefix` added."""
+        """Return the text of the ids of a complete text, without the leading space that encoding added (`prefix`)."""
         text = super().decode(ids)
         return text.removeprefix(" ") if self.prefix else text
 
@@ -149,16 +164,20 @@ class SentencePiece(Tokenizer):
         return {f"ggml.{k}": v for k, v in (keys | ({} if self.bos is None else {"bos_token_id": self.bos})).items()}
 
     def _splits(self, pieces: Iterable[str]) -> Iterator[tuple[float, str, str]]:
-        """Yield (cost, left, right) for each way to cut one of these pieces into two tokens or characters."""
+        """Yield (cost, left, right) for each way to cut one of these tokens into two tokens or characters.
+
+        The cost is the token's negative score.
+        """
         for piece in pieces:
             for n in range(1, len(piece)):
                 if all(len(half) == 1 or half in self._ids for half in (piece[:n], piece[n:])):
                     yield self._cost[self._ids[piece]], piece[:n], piece[n:]
 
     def count_reordered(self) -> int:
-        """Return how many tokens the tokenizers library may merge in another order, or never.
+        """Return how many tokens the tokenizers library may merge in another order than llama.cpp, or never.
 
-        It merges only tokens, and of two pairs with equal score always the same first; llama.cpp takes the leftmost.
+        The library merges only pairs of tokens. Of two pairs with equal score it always merges the same one first,
+        whereas llama.cpp merges the leftmost.
         """
         ids, shared = self._ids, Counter(self._cost[i] for i in self._ids.values())
         normal = ((p, i) for p, i in ids.items() if self.types[i] == NORMAL)
@@ -175,9 +194,10 @@ class SentencePiece(Tokenizer):
         return len(reordered)
 
     def _library(self) -> Any:
-        """Return the closest tokenizers.Tokenizer: merges in the order of their scores.
+        """Return the tokenizers.Tokenizer that is closest to this one: it merges in the order of the scores.
 
-        Among equal scores the longest left half goes first: runs of one character grow from the left, as in llama.cpp.
+        Among equal scores the pair with the longest left half merges first, so that a run of one character merges from
+        the left, as in llama.cpp.
         """
         from tokenizers import Tokenizer as Engine  # deferred: only an export needs it
         from tokenizers import decoders, models, normalizers

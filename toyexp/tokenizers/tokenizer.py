@@ -83,19 +83,28 @@ class Tokenizer(ABC):
 
     @abstractmethod
     def _encode(self, texts: Sequence[str], starts: Sequence[bool]) -> list[np.ndarray]:
-        """Return the int32 ids of texts without special tokens; `starts`: follows no other text."""
+        """Return the int32 ids of each text; the texts contain no special tokens.
+
+        `starts` is True for a text at the beginning of a document or after a special token, and False for a
+        continuation.
+        """
 
     def encode(self, text: str, special: bool = False, after: int | None = None) -> np.ndarray:
-        """Return the int32 ids of a text that follows the token `after`, or begins a document (None).
+        """Return the int32 ids of a text that follows the token `after`, or that begins a document if `after` is None.
 
-        With `special`, control tokens spelled out in the text become their ids; otherwise no text produces one.
+        With `special`, control tokens spelled out in the text become their ids; without it, they are encoded as plain
+        text.
         """
         if after in self.swallow_after:
             text = text.lstrip(WHITE)
         return self.encode_pieces([text], [after is None or after in self._special], special)[0]
 
     def encode_pieces(self, texts: Sequence[str], begins: Sequence[bool], special: bool = False) -> list[np.ndarray]:
-        """Return the int32 ids of each text; `begins`: whether it begins a document, or continues one that was cut."""
+        """Return the int32 ids of each text.
+
+        `begins` is True for a text that begins a document, False for one that continues a document that was cut.
+        `special` has the meaning that it has in `encode`.
+        """
         before, after = self.swallow_before, self.swallow_after
         texts_cut = [_extract_special(text, self._literals[special], before, after) for text in texts]
         starts = [
@@ -113,7 +122,10 @@ class Tokenizer(ABC):
         ]
 
     def cuts(self, text: str) -> Iterator[int]:
-        """Yield positions, last first, where this beginning of a longer text may be cut without changing its ids."""
+        """Yield positions, last first, where a long text may be cut without changing its token ids.
+
+        `text` is the beginning of the long text.
+        """
         literals = self._literals[False]
         ahead = max(map(len, literals), default=1) - 1
         stripped = WHITE if self.swallow_before or self.swallow_after else ""
@@ -125,7 +137,7 @@ class Tokenizer(ABC):
 
     @abstractmethod
     def _places(self, text: str) -> Iterator[int]:
-        """Yield positions where text without special tokens may be cut, last first."""
+        """Yield positions, last first, where a text may be cut if no special token is near."""
 
     @cached_property
     def _special(self) -> frozenset[int]:
@@ -133,7 +145,10 @@ class Tokenizer(ABC):
 
     @cached_property
     def _literals(self) -> tuple[dict[str, int], dict[str, int]]:
-        """Return the special tokens to search for in a text, longest first: without and with control tokens."""
+        """Return two dicts from text to id of the special tokens to search for, longest text first.
+
+        The first has only user-defined tokens, the second also control tokens.
+        """
         searched = (
             sorted(ids, key=lambda i: (-len(self.pieces[i].encode()), i)) for ids in (self.user_defined, self._special)
         )
@@ -141,20 +156,23 @@ class Tokenizer(ABC):
         return first, second
 
     def prompt(self, text: str) -> np.ndarray:
-        """Return the int32 ids of a text to continue, as llama.cpp passes it to the model; never empty."""
+        """Return the int32 ids of a prompt, with `bos` and `eos` where llama.cpp adds them; never empty."""
         ids = [self.bos] * self.add_bos + self.encode(text).tolist() + [self.eos] * self.add_eos
         return np.array(ids or [self.eos if self.bos is None else self.bos], np.int32)
 
     # -- ids to text --------------------------------------------------------------------------------------------
 
     def token_bytes(self, i: int) -> bytes:
-        """Return the bytes that token `i` decodes to: b"" for a control token, possibly part of a character."""
+        """Return the bytes that token `i` decodes to, which may be part of a character; b"" for a control token."""
         if i == self.eos or i in self.controls or i in self.undecoded_ids:
             return b""
         return self.pieces[i].encode() if i in self.user_defined else self._token_bytes(i)
 
     def _token_bytes(self, i: int) -> bytes:
-        """Return the bytes of an ordinary token; a piece that is not in byte symbols is encoded as UTF-8."""
+        """Return the bytes that an ordinary token spells in GPT-2's byte symbols.
+
+        A token that contains other characters is encoded as UTF-8 instead.
+        """
         piece = self.pieces[i]
         return bytes(SYMBOL_BYTES[c] for c in piece) if SYMBOL_BYTES.keys() >= set(piece) else piece.encode()
 
@@ -176,7 +194,7 @@ class Tokenizer(ABC):
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
     def _rules(self) -> dict[str, Any]:
-        """Return what determines ids besides pieces and merges, as far as it differs from toyexp's own tokenizers."""
+        """Return the rules, besides pieces and merges, that affect token ids and differ from the defaults."""
         rules: dict[str, Any] = {"user_defined": sorted(self.user_defined)} if self.user_defined else {}
         if self.add_bos:
             rules["bos"] = self.bos
@@ -187,7 +205,10 @@ class Tokenizer(ABC):
         return rules
 
     def gguf_metadata(self) -> dict[str, Any]:
-        """Return the `tokenizer.*` keys without that prefix: the ones it was read with, if any."""
+        """Return the keys and values of `tokenizer.*` for a GGUF, without that prefix.
+
+        For a tokenizer that was read from a GGUF, these are the keys of that file.
+        """
         keys = dict(self.source) or self._own_metadata()
         return {**keys, "chat_template": self.chat_template} if self.chat_template else keys
 
@@ -211,10 +232,10 @@ class Tokenizer(ABC):
 
     @abstractmethod
     def _library(self) -> Any:
-        """Return a tokenizers.Tokenizer with the same ids that knows every piece."""
+        """Return a tokenizers.Tokenizer that gives the same ids and contains every piece."""
 
     def to_huggingface(self) -> tuple[str, dict[str, Any]]:
-        """Return the contents of tokenizer.json and tokenizer_config.json."""
+        """Return the contents of tokenizer.json, as JSON text, and of tokenizer_config.json, as a dict."""
         from tokenizers import AddedToken  # deferred: only runs that use BPE or export need the library
 
         engine = self._library()
@@ -242,7 +263,7 @@ class Tokenizer(ABC):
 
 
 def _surround(pieces: Sequence[str], start: Sequence[int | None], end: Sequence[int | None]) -> dict[str, Any] | None:
-    """Return tokenizer.json's post-processor that puts tokens around a text."""
+    """Return the post-processor for tokenizer.json that adds the ids `start` before and `end` after a text, or None."""
     tokens = [i for i in (*start, *end) if i is not None]
     if not tokens:
         return None
@@ -258,14 +279,15 @@ def _surround(pieces: Sequence[str], start: Sequence[int | None], end: Sequence[
 
 
 def placeholder(i: int) -> str:
-    """Return the stand-in text of an id without text."""
+    """Return the text that stands for a token id that has none, such as <5>."""
     return f"<{i}>"
 
 
 def placeholder_metadata(rows: int) -> dict[str, Any]:
-    """Return the `tokenizer.*` keys of a model of ids without text, as `gguf_metadata` does.
+    """Return the GGUF keys `tokenizer.*` of a model whose `rows` token ids have no text.
 
-    llama.cpp also loads a model without a vocabulary, but its server aborts at the first generated token.
+    The keys lack that prefix, as in `gguf_metadata`. Each id gets a placeholder, because without a vocabulary
+    llama.cpp's server aborts at the first generated token.
     """
     keys = {
         "model": "llama",
@@ -282,8 +304,9 @@ def placeholder_metadata(rows: int) -> dict[str, Any]:
 def _extract_special(
     text: str, literals: Mapping[str, int], before: Collection[int], after: Collection[int]
 ) -> list[str | int]:
-    """Replace special tokens in a text by their ids, each literal in turn, as llama.cpp does.
+    """Return a text as a list of plain parts and ids of special tokens.
 
+    `literals` maps the text of each special token to its id; they are searched one after the other, as in llama.cpp.
     Tokens whose id is in `before` strip the white space before them, those in `after` the white space after them.
     """
     parts: list[str | int] = [text] if text else []
@@ -318,9 +341,10 @@ class Piece(NamedTuple):
 
 
 def split_text(chunks: Iterable[str], cuts: Callable[[str], Iterator[int]], size: int = PIECE) -> Iterator[Piece]:
-    """Yield a chunked text in pieces of up to 2 x `size` characters, or more if `cuts` allows no cut.
+    """Join the chunks of a document, and yield it in pieces of up to 2 x `size` characters.
 
-    `cuts` is called with the beginning of a text, and yields positions where it may be cut, last first.
+    `cuts` receives the beginning of the text and yields positions where it may be cut, last first. If there is no such
+    position, the piece becomes longer.
     """
     text, target, begins = "", size, True
     for chunk in chunks:
@@ -349,7 +373,10 @@ def _check_memory(size: int) -> None:
 
 
 def encode_documents(tokenizer: Tokenizer, documents: Iterable[Iterable[str]]) -> Iterator[np.ndarray]:
-    """Yield the int32 ids of chunked documents, with `bos` before each if `add_bos`, and `eos` after each."""
+    """Yield the int32 ids of documents, one array per piece of a document; a document is given as chunks of text.
+
+    `bos` comes before each document if the tokenizer has `add_bos`, and `eos` after each.
+    """
     start = np.array([tokenizer.bos] if tokenizer.add_bos else [], np.int32)
     end = np.array([tokenizer.eos], np.int32)
     for batch in _batches(tokenizer, documents):

@@ -204,7 +204,11 @@ def test_jobs_share_the_nodes_of_a_cluster(on_ray, nodes, settings, found):
 @pytest.mark.parametrize(
     ("words", "variable", "message"),
     [
-        (["sweep.ray.address=127.0.0.1:1"], "", "sweep.ray.address=127.0.0.1:1: nothing answers there"),
+        (
+            ["sweep.ray.address=127.0.0.1:1"],
+            "",
+            "sweep.ray.address=127.0.0.1:1: no Ray cluster answers at this address",
+        ),
         (["sweep.ray.address=nonsense"], "", "sweep.ray.address=nonsense: must be auto, or HOST:PORT"),
         (
             ["sweep.ray.address=127.0.0.1:99999"],
@@ -213,7 +217,7 @@ def test_jobs_share_the_nodes_of_a_cluster(on_ray, nodes, settings, found):
         ),
         (["sweep.ray.address=127.0.0.1:65536"], "", "ports are 1 to 65535"),
         (["sweep.ray.address=ray://h:10001"], "", "sweep.ray.address=ray://h:10001: must be auto, or HOST:PORT"),
-        ([], "127.0.0.1:1", "RAY_ADDRESS=127.0.0.1:1: nothing answers there"),
+        ([], "127.0.0.1:1", "RAY_ADDRESS=127.0.0.1:1: no Ray cluster answers at this address"),
         (["sweep.ray.gpus=1.5"], "", "sweep.ray.gpus=1.5: must be a whole number, or a fraction such as 0.5"),
         (["sweep.ray.retries=-1"], "", "sweep.ray.retries=-1: must be at least 0"),
     ],

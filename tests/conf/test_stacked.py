@@ -254,7 +254,7 @@ def test_jobs_whose_process_exits_without_a_report_have_failed(request):
     request.addfinalizer(Path("silent").unlink)
     words = ["plugins=[wrong_by_seed]", *QUICK, "steps=3", "eval_every=0", "callbacks=[mishap]", "seed=0,4"]
     assert main(["-m", *words, STACKED, "hydra.sweep.dir=silence"]) == 1
-    assert [job["error"] for job in state("silence")] == ["its process ended without reporting it"] * 2
+    assert [job["error"] for job in state("silence")] == ["its process ended without reporting how the job ended"] * 2
 
 
 def test_ctrl_c_saves_all_stacked_jobs_and_prints_how_to_resume():

@@ -663,7 +663,9 @@ def test_a_job_only_resumes_its_own_run(how, capsys):
     before = read_files(first, second)
     assert main(["sweep.resume=s", MODULES, *how]) == 1
     assert statuses("s") == ["killed", "killed", "completed"] and read_files(first, second) == before
-    refused = "s/0-scratch-llama: holds another run: lr is 0.01 there and 0.0001 in this job; put the job's own run"
+    refused = (
+        "s/0-scratch-llama: holds another run: lr is 0.01 in that run and 0.0001 in this job; put the job's own run"
+    )
     assert refused in capsys.readouterr().err and refused in read_jobs("s")[0]["error"]
     swap(first, second)
     assert main(["sweep.resume=s", MODULES, *how]) == 0
@@ -673,10 +675,10 @@ def test_a_job_only_resumes_its_own_run(how, capsys):
 @pytest.mark.parametrize(
     ("swept", "message"),
     [
-        ("seed=1,2", "seed is 2 there and 1 in this job"),
-        ("model=llama,gpt2", "model is gpt2 there and llama in this job"),
-        ("model.d_model=16,32", "model.d_model is 32 there and 16 in this job"),
-        ("data_seed=null,1", "data_seed is 1 there and null in this job"),
+        ("seed=1,2", "seed is 2 in that run and 1 in this job"),
+        ("model=llama,gpt2", "model is gpt2 in that run and llama in this job"),
+        ("model.d_model=16,32", "model.d_model is 32 in that run and 16 in this job"),
+        ("data_seed=null,1", "data_seed is 1 in that run and null in this job"),
     ],
 )
 def test_a_finished_run_with_other_settings_is_not_accepted_as_a_jobs_run(swept, message, capsys):
@@ -711,11 +713,13 @@ def test_a_jobs_run_is_recognised_by_its_settings():
     assert not job_configs.other_run(jobs[0], runs[0])
     config_text = config.read_text()
     config.write_text(config_text.replace("\nlr: 0.003\n", "\nlr: 0.5\n"))  # not set by an override
-    assert job_configs.other_run(jobs[0], runs[0]) == "lr is 0.5 there and 0.003 in this job"
+    assert job_configs.other_run(jobs[0], runs[0]) == "lr is 0.5 in that run and 0.003 in this job"
     config.write_text(config_text.replace("name: scratch", "name: lora"))
-    assert job_configs.other_run(jobs[0], runs[0]) == "recipe is lora there and scratch in this job"
+    assert job_configs.other_run(jobs[0], runs[0]) == "recipe is lora in that run and scratch in this job"
     config.write_text(config_text.replace("frozen: true", "frozen: false"))
-    assert job_configs.other_run(jobs[0], runs[0]) == "optim.groups.blk.*.frozen is false there and true in this job"
+    assert (
+        job_configs.other_run(jobs[0], runs[0]) == "optim.groups.blk.*.frozen is false in that run and true in this job"
+    )
 
 
 def test_swapped_and_missing_runs_are_reported_by_the_api_and_compare(capsys):

@@ -43,10 +43,10 @@ class PreparedRun(NamedTuple):
 def prepare_request(
     request: Request, resume: str | None = None, callbacks: Mapping[str, Callback] | None = None
 ) -> PreparedRun:
-    """Prepare the run of a request.
+    """Build and check the run that a request describes, without training it.
 
-    It is a new run, or with `resume` the run in that directory; "auto" resumes the newest run of its name, if there is
-    one. Raise UserError for invalid settings.
+    `resume` is None for a new run, or the directory of the run to resume. With "auto", the newest run of the same name
+    is resumed, or if there is none, a new run is prepared. Raise UserError for invalid settings.
     """
     request, composed, resume_directory = locate(request, resume)
     if resume == AUTO:
@@ -57,7 +57,11 @@ def prepare_request(
 
 
 def locate(request: Request, resume: str | None) -> tuple[Request, Composition, Path | None]:
-    """Return the request, with the saved settings of a resumed run; its configuration; the directory to resume."""
+    """Compose the configuration of a request, and find the directory of the run that `resume` names.
+
+    Return three values: the request, which has the saved settings of the run if `resume` is a directory; the
+    configuration; the directory, or None for a new run. Raise UserError for settings that only sweeps have.
+    """
     is_job = any(o.key_or_group == "hydra.job.num" for o in request.settings)
     prefixes = ("sweep.",) if is_job else ("sweep.", "hydra.sweep.")  # a job has those of its sweep
     for override in request.settings:
@@ -91,7 +95,11 @@ def prepare_run(
     composed: Composition, directory: Path | None = None, resume: Path | None = None,
     callbacks: Mapping[str, Callback] | None = None,
 ) -> PreparedRun:  # fmt: skip
-    """Build and check one configuration, for a run in `directory` with further `callbacks`, or to resume a run."""
+    """Build and check the run of one configuration, with additional `callbacks`.
+
+    With `resume`, the run continues from the checkpoint in that directory. Otherwise it is a new run in `directory`, or
+    if that is None, in the directory that hydra.run.dir sets.
+    """
     show_status("starting the engine")
     source = composed.source
     origin = source.origin if source.origin.cwd else read_origin(source.directory)  # the run that this one repeats
@@ -107,7 +115,10 @@ def prepare_run(
 
 
 def prepare_parts(config: Config, directory: Path, is_resumed: bool, key: str = "hydra.run.dir") -> PreparedRun:
-    """Prepare a run in an empty directory, or if it is resumed from its checkpoint; errors name the setting `key`."""
+    """Prepare a run whose parts are built: a new run in an empty directory, or a resumed run from its checkpoint.
+
+    If the directory is not empty, the error message names the setting `key`.
+    """
     config.engine.follow()  # rank 0 starts the other ranks
     if is_resumed:
         restore_filled_settings(directory, config.data)

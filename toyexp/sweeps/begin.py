@@ -44,7 +44,7 @@ def prepare_sweep(flags: Mapping[str, str], request: Request) -> Runner:
     keys = Keys.from_registry(request.registry)
     for override in request.settings:  # errors that all jobs share are reported once
         if override.is_sweep_override() and _is_sweep_setting(override):
-            raise UserError(f"{override.input_line}: takes one value")
+            raise UserError(f"{override.input_line}: takes one value, which applies to the whole sweep")
         if not override.is_sweep_override():
             check_brackets(override, keys)
             check_settings([override], keys, request.source)

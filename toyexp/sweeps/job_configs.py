@@ -126,7 +126,7 @@ class JobConfigs:
                 is_typed = name in parts or f"{key}.".startswith(tuple(f"{k}." for k in keys - parts))
                 if is_typed and str(run_value) != str(job_value):
                     there = printable(f"{name} is {plain(run_value)}")
-                    return f"{there} there and {printable(plain(job_value))} in this job"
+                    return f"{there} in that run and {printable(plain(job_value))} in this job"
         return ""
 
     def gpus(self, job: Job, auto: int) -> int | None:

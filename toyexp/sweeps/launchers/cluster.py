@@ -27,7 +27,7 @@ LOCK_TIMEOUT = 120.0  # seconds to wait until a lost run has saved, or until its
 
 
 class NodeJob:
-    """The work of a node: run a job's process. It is sent to the node as a pickle."""
+    """Callable that runs a job's process on a node of the cluster. It is pickled and sent to the node."""
 
     def __init__(self, order: LaunchSpec, stop_file: Path | None = None):
         self.order, self.stop = replace(order, resumes=True), Stop()  # a cluster may start it again on its own
@@ -44,7 +44,7 @@ class NodeJob:
         return run_process(self.order, self.stop, lambda line, to: print(line, file=to, flush=True), self._poll)
 
     def _poll(self) -> None:
-        """Ask the job to save and exit if the sweep says so or is gone."""
+        """Ask the job to save and exit if the sweep has created the stop file or is no longer running."""
         is_gone = False
         if time.monotonic() > self._next_look:
             self._next_look, is_gone = time.monotonic() + SWEEP_CHECK_SECONDS, not self._has_sweep()
@@ -61,7 +61,10 @@ class NodeJob:
         return False
 
     def _wait_for_lock(self) -> None:
-        """Wait until the run is unlocked: after its node or worker was lost, its process may still be saving."""
+        """Wait until no other process uses the run directory, at most LOCK_TIMEOUT seconds.
+
+        If an earlier attempt lost its node or worker, its process may still be saving there.
+        """
         until = time.monotonic() + LOCK_TIMEOUT
         while time.monotonic() < until and not self.stop.is_requested:
             try:
@@ -77,7 +80,7 @@ class NodeJob:
 
 @dataclass(frozen=True)
 class LostJob:
-    """End of a job that was lost with its machine or worker."""
+    """Result of a job whose machine or worker was lost before the job could report its exit; `why` is the reason."""
 
     why: str
 
@@ -88,11 +91,14 @@ class Cluster(Launcher):
     retries = 0  # how often a lost job is submitted again
 
     def begin(self, folder: Path) -> None:
-        """Prepare for the first job of the sweep in a directory."""
+        """Prepare the launcher before the first job; `folder` is the sweep's directory."""
 
     @abstractmethod
     def submit(self, works: Sequence[NodeJob]) -> Sequence[tuple[str, Any]]:
-        """Submit jobs; return a name to print and a handle of each. Raise the cluster's error if that fails."""
+        """Submit jobs. Return for each a text to print after "submitted" (such as " as 123") and the cluster's handle.
+
+        Raise the cluster's own error if that fails.
+        """
 
     @abstractmethod
     def poll(self, handles: Sequence[Any]) -> Sequence[Any]:
@@ -104,14 +110,17 @@ class Cluster(Launcher):
 
     @abstractmethod
     def stop(self, handles: Sequence[Any], times: int) -> None:
-        """Ask running jobs to save and exit, and cancel waiting ones. `times` counts earlier calls."""
+        """Ask running jobs to save and exit, and cancel waiting ones. `times` is the number of earlier calls."""
 
     def make_work(self, order: LaunchSpec) -> NodeJob:
         """Return the work to submit for a job."""
         return NodeJob(order)
 
     def run(self, jobs: Iterator[Job], watch: Watch) -> Iterator[tuple[Job, JobExit]]:
-        """Yield each job with how it ended. If the sweep stops, running jobs save and waiting ones are cancelled."""
+        """Submit jobs, and yield each with its exit once it has ended. A lost job is resubmitted up to `retries` times.
+
+        If the sweep stops, running jobs save and exit, and waiting jobs are cancelled.
+        """
         self.begin(watch.folder.path)
         running: dict[Any, Job] = {}
         lost: list[Job] = []
@@ -154,7 +163,10 @@ class Cluster(Launcher):
     def _submit_batch(
         self, batch: Sequence[Job], watch: Watch, running: dict[Any, Job]
     ) -> Iterator[tuple[Job, JobExit]]:  # fmt: skip
-        """Submit a batch of jobs; if that fails, yield each as ended."""
+        """Submit a batch of jobs and add them to `running`, which maps the cluster's handles to jobs.
+
+        If the submission fails, yield each job with an exit that holds the error.
+        """
         if not batch:
             return
         try:
@@ -168,5 +180,5 @@ class Cluster(Launcher):
 
 
 def last_line(error: BaseException) -> str:
-    """Return the last line of a cluster's error."""
+    """Return the last line of an error's message, or the name of the error's class if the message is empty."""
     return (str(error).strip().splitlines() or [type(error).__name__])[-1]

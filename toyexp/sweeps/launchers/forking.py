@@ -1,7 +1,7 @@
-"""Start jobs fast: each is forked from a server that has imported their modules and has opened no device.
+"""Start jobs fast: fork each from a server process that has imported their modules and has opened no device.
 
-This replaces the fork server of `multiprocessing`. That one replaces sys.path, runs the caller's script again, exists
-once per process (so it keeps old versions of edited plugins), and cannot tell whether it is safe to fork.
+This replaces the fork server of `multiprocessing`, which replaces sys.path, runs the caller's script again, exists once
+per process (so it keeps old versions of edited plugins), and cannot tell whether it is safe to fork.
 """
 
 from __future__ import annotations
@@ -29,7 +29,10 @@ Start = Callable[[Sequence[str], Mapping[str, str], bool], Process]  # arguments
 
 
 def spawn(args: Sequence[str], environment: Mapping[str, str], terminal: bool) -> Process:
-    """Start the process of a job, which imports everything itself."""
+    """Start a job in a new Python process, which imports everything itself.
+
+    With `terminal`, the job writes to the standard output of this process.
+    """
     return subprocess.Popen(
         [sys.executable, "-m", "toyexp", *args],
         stdin=subprocess.PIPE, stdout=None if terminal else subprocess.PIPE, stderr=subprocess.PIPE,
@@ -40,15 +43,16 @@ def spawn(args: Sequence[str], environment: Mapping[str, str], terminal: bool) -
 class ForkServer:
     """Client of the fork server. It spawns jobs if forking is not possible.
 
-    A forked job behaves like a spawned one. Only its imports are done, as of the start of the sweep.
+    A forked job behaves like a spawned one, except that it uses modules that were imported when the sweep started.
     """
 
     def __init__(
         self, environment: Mapping[str, str], words: Sequence[str], stopped: Callable[[], bool], stacks: bool = False
     ):
-        """Start the fork server, which imports what jobs with these arguments (with `stacks`, also stacks) need.
+        """Start the fork server, which imports the modules that jobs with the arguments `words` need.
 
-        Raise OSError if no process can be started.
+        With `stacks`, it also imports what a process needs to train stacks. `stopped` returns True once the sweep
+        should stop. Raise OSError if no process can be started.
         """
         self._stopped, self._lock = stopped, threading.Lock()
         self._ready: bool | None = None
@@ -67,7 +71,11 @@ class ForkServer:
             self._control.send({"words": list(words), "stacks": stacks})
 
     def start(self, words: Sequence[str], environment: Mapping[str, str], terminal: bool) -> Process:
-        """Start the process of a job. Raise OSError if that fails."""
+        """Start a job's process with the arguments `words`: forked if possible, otherwise spawned.
+
+        With `terminal`, the job writes to the standard output of this process. Raise OSError if no process can be
+        started.
+        """
         with self._lock:
             if self._is_ready():
                 try:
@@ -102,10 +110,17 @@ class ForkServer:
 
 
 class ForkedProcess:
-    """Popen-like handle of a forked job. It is no child of this process, so its parent sends the exit code."""
+    """Handle of a forked job, with the interface of subprocess.Popen.
+
+    The job is not a child of this process, but of a process that the fork server forked. That process sends the exit
+    code.
+    """
 
     def __init__(self, control: Connection, words: Sequence[str], environment: Mapping[str, str], terminal: bool):
-        """Ask the fork server for a job. Raise OSError if it cannot fork, EOFError if it has exited."""
+        """Ask the fork server, over the connection `control`, to fork a job with the arguments `words`.
+
+        Raise OSError if the fork fails, and EOFError if the server has exited.
+        """
         self._lock = threading.RLock()
         self.pid, self.returncode = 0, cast("int | None", None)
         self.stdout: FileIO | None = None

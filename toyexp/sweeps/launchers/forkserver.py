@@ -1,4 +1,4 @@
-"""The fork server of a sweep: it has imported what jobs need, opened no device, and runs no thread."""
+"""The fork server of a sweep: a process with the jobs' modules imported, but no open device and no other threads."""
 
 from __future__ import annotations
 
@@ -40,7 +40,10 @@ DEVICES = ("/dev/nvidia", "/dev/dri", "/dev/kfd", "/dev/dxg")  # device files of
 
 
 def serve() -> bool:
-    """Fork a process for each job of the sweep. Return True in a job, and False here when the sweep has ended."""
+    """Fork a process for each job that the sweep requests.
+
+    Return True in each forked job, which then has to run, and False in the server after the sweep has ended.
+    """
     control = Connection(int(os.environ.pop(FORK_SERVER_FILE)))
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, HELD_BACK)  # signals to the process group are for the jobs
     with control, contextlib.suppress(ConnectionError, EOFError):
@@ -64,7 +67,10 @@ def serve() -> bool:
 
 
 def _load(words: Sequence[str], stacks: bool) -> None:
-    """Import modules of the jobs: plugins, and the framework of the engine or of its stacks."""
+    """Import the modules that jobs with the arguments `words` need: plugins, and the framework of the engine.
+
+    With `stacks`, also import what the engine needs to train several jobs as one program.
+    """
     import safetensors.numpy  # noqa: F401 - deferred, as wherever a checkpoint is written
 
     if stacks:
@@ -82,7 +88,7 @@ def _load(words: Sequence[str], stacks: bool) -> None:
 
 
 def _compose_request(args: Sequence[str]) -> Request:
-    """Return the request for these arguments, and cache the composition that other jobs need too."""
+    """Parse these arguments as a request, and cache Hydra's composition of it, which other jobs need too."""
     flags, settings = split_flags(args)
     request = Request.parse(settings, Source.from_flags(*map(flags.get, JOB_FLAGS)))
     store_composition(Keys.from_registry(request.registry).hydra_overrides(request.settings), request.source)
@@ -104,10 +110,10 @@ def _is_safe_to_fork() -> bool:
 
 
 def _fork_job(control: Connection, files: Sequence[int]) -> bool:
-    """Fork a process that waits for the job, and from it the job. Return True in the job, and False here.
+    """Fork a process that forks the job and waits for it. Return True in the job, and False in the server.
 
-    The last file is a channel that receives the job's process id and its exit code. The id is not reused until the
-    channel is closed.
+    The waiting process sends two numbers through the channel that is the last of `files`: the job's process id and,
+    later, its exit code. The process id is not reused until the sweep closes the channel.
     """
     try:
         if os.fork():

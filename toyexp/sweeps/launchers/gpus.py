@@ -12,7 +12,7 @@ VISIBLE_DEVICES = "CUDA_VISIBLE_DEVICES"  # CUDA's variable for the GPUs that a 
 
 
 def visible_gpus() -> list[str]:
-    """Return CUDA's names of the GPUs that this process may use; empty if there are none."""
+    """Return the ids (as in CUDA_VISIBLE_DEVICES) of the GPUs that this process may use; empty if there are none."""
     if (value := os.environ.get(VISIBLE_DEVICES)) is not None:
         return [name.strip() for name in value.split(",") if name.strip() not in ("", "-1")]
     return [str(number) for number, _ in enumerate(Path("/dev").glob("nvidia[0-9]*"))]
@@ -26,12 +26,18 @@ class Gpus:
         self._lock = threading.Lock()
 
     def capacity(self, most: int, each: int = 1) -> int:
-        """Return how many jobs of `most` GPUs run at once, with `each` jobs on a GPU; 0: no limit."""
+        """Return how many jobs can run at once if each needs `most` GPUs and `each` jobs share a GPU.
+
+        Return 0 if there is no limit, because jobs need no GPU or the pool is empty.
+        """
         return max(len(self._use_counts) // most, 1) * each if most and self._use_counts else 0
 
     @contextlib.contextmanager
     def reserve(self, count: int) -> Iterator[list[str]]:
-        """Reserve `count` GPUs and yield their names; yield none if there are not enough (the job reports that)."""
+        """Reserve `count` GPUs while the context is open, and yield their ids.
+
+        If there are not enough, yield an empty list; the job then reports the error.
+        """
         with self._lock:
             names = sorted(self._use_counts, key=lambda name: self._use_counts[name])[:count]
             names = names if len(names) == count else []

@@ -47,13 +47,13 @@ class Stop:
         return self.ends > 0
 
     def handle(self, number: int, frame: FrameType | None = None) -> None:
-        """Handle a signal; this is installed as signal handler."""
+        """Forward a signal to the running jobs, from the third signal on as SIGKILL. This is a signal handler."""
         self._count += 1
         self.number = self.number or number
         self.end(number if self._count <= PATIENCE else signal.SIGKILL)
 
     def end(self, number: int = signal.SIGTERM) -> None:
-        """Ask running jobs to save a checkpoint and exit."""
+        """Send a signal to all running jobs. Signals other than SIGKILL ask a job to save a checkpoint and exit."""
         self.ends += 1
         for process in list(self._processes):
             process.send_signal(number)
@@ -69,7 +69,7 @@ class Stop:
 
     @contextlib.contextmanager
     def forward_signals(self, process: Process) -> Iterator[None]:
-        """Forward signals to `process`, also one that came before."""
+        """Forward stop signals to `process` while the context is open; if a stop was requested before, send it now."""
         self._processes.add(process)
         if self.is_requested:
             process.send_signal(self.number or signal.SIGTERM)
@@ -80,7 +80,10 @@ class Stop:
 
     @contextlib.contextmanager
     def handle_signals(self) -> Iterator[None]:
-        """Handle stop signals in this process; ignore SIGUSR1, which is for jobs, unless it is one of them."""
+        """Handle stop signals in this process while the context is open.
+
+        SIGUSR1 is ignored here, since it is meant for jobs, unless it is one of the stop signals.
+        """
         handlers: dict[int, Handler] = dict.fromkeys(ending_signals(), self.handle)
         handlers.setdefault(signal.SIGUSR1, lambda number, frame: None)
         with handle_signals(handlers):
@@ -95,10 +98,10 @@ def run_process(
     terminal: bool = False,
     start: Start = spawn,
 ) -> JobExit:
-    """Run a job in its own process and wait for it. `show` receives its lines, which are also logged.
+    """Run a job in its own process, wait for it, and return its exit code and error message.
 
-    With `terminal` the job writes to the sweep's standard output, so that it can draw a progress bar. `poll` is called
-    regularly.
+    `show` receives each line that the job prints, and the stream; the lines are also logged. With `terminal`, the job
+    writes to the sweep's standard output instead, so that it can draw a progress bar. `poll` is called regularly.
     """
     last = _LastWords()
     try:
@@ -122,12 +125,12 @@ def run_process(
     except UserError as error:
         return JobExit(2, str(error))
     except OSError as error:  # no memory for a process, or no space for its log
-        return JobExit(NOT_STARTED, f"could not be run here ({error.strerror})")
+        return JobExit(NOT_STARTED, f"the job's process could not be started on this machine ({error.strerror})")
     return JobExit(code, last.text() if code else "")
 
 
 class _LastWords:
-    """Filter that holds back a job's error message, which the sweep reports in a line of its own."""
+    """Filter of a job's stderr that holds back its error message, since the sweep prints that with the job's number."""
 
     def __init__(self) -> None:
         self.held: deque[str] = deque(maxlen=LINES)
@@ -147,7 +150,10 @@ class _LastWords:
 
 
 def _lines(process: Process, log: IO[bytes], poll: Callable[[], None]) -> Iterator[tuple[str, bool]]:
-    """Yield each line of a process, and whether it is from stderr, until the process ends (children may live on)."""
+    """Yield each line that a process prints, with True for stderr and False for stdout, and write it to the log.
+
+    The iterator ends when the process has ended, although its child processes may still run.
+    """
     partial_lines: dict[Any, bytes] = {pipe: b"" for pipe in (process.stdout, process.stderr) if pipe is not None}
     end_time = None
     with selectors.DefaultSelector() as selector:

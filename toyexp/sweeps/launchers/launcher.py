@@ -29,13 +29,16 @@ class Resources(NamedTuple):
 
     jobs: int
     cores: int  # 0: all
-    gpus: int  # of the job with the most GPUs
-    processes: int = 1  # of the job with the most processes
+    gpus: int  # number of GPUs of the job that uses the most
+    processes: int = 1  # number of processes of the job that uses the most
     stacks: int = 1  # number of stacks that share a device's memory
-    counts: Sequence[int | None] = ()  # GPUs of a job, for each engine; None: all
+    counts: Sequence[int | None] = ()  # GPUs of a job, for each engine; None: all; AUTO: engine=auto
 
     def max_gpus(self, machine_gpus: int) -> int:
-        """Return the largest number of GPUs of a job, given the GPUs of the machine; 0 if all jobs use the CPU."""
+        """Return the largest number of GPUs that a job uses on a machine with `machine_gpus` GPUs.
+
+        Return 0 if all jobs use the CPU.
+        """
         auto = min(machine_gpus, 1)
         return max((machine_gpus if n is None else auto if n == AUTO else n for n in self.counts), default=0)
 
@@ -46,22 +49,25 @@ class Launcher(ABC):
     name: ClassVar[str]
     package: ClassVar[str] = ""  # Python package that it needs
     has_several: ClassVar[bool] = True  # whether sweep.jobs applies
-    takes_all: ClassVar[str] = ""  # how all jobs run at once by default, in words
+    takes_all: ClassVar[str] = ""  # text for messages if all jobs run at once by default: how they do
     shares_gpus: ClassVar[bool] = False  # whether sweep.per_gpu applies
-    shares_gpus_by: ClassVar[str] = ""  # what to type instead
+    shares_gpus_by: ClassVar[str] = ""  # text for messages: what to type instead of sweep.per_gpu
     uses_fork_server: ClassVar[bool] = False  # whether jobs are forked where that is possible
     trains_stacks: ClassVar[bool] = False  # whether one process trains several jobs together
     _forks: ForkServer | None = None
 
     def __init__(self, settings: Sweep, jobs: Sequence[Job], total: int, configs: JobConfigs):
-        """Divide the machine among `total` jobs; `jobs` are samples with every setting."""
+        """Divide the machine among `total` jobs.
+
+        `jobs` are samples of them, which together have every value of every varying setting.
+        """
         self.settings, self.total, self.configs = settings, total, configs
         self.gpus = Gpus(visible_gpus())
         self.share = self.resources(jobs)
 
     @classmethod
     def check(cls, settings: Sweep) -> None:
-        """Raise UserError for settings that this launcher does not support, Unavailable without its package."""
+        """Raise UserError if this launcher does not support the settings, and Unavailable if its package is missing."""
         if settings.jobs > 1 and not cls.has_several:
             raise UserError(f"sweep.jobs={settings.jobs}: parallel jobs need sweep.launcher=processes")
         if settings.per_gpu and not cls.shares_gpus:
@@ -84,10 +90,16 @@ class Launcher(ABC):
 
     @abstractmethod
     def run(self, jobs: Iterator[Job], watch: Watch) -> Iterator[tuple[Job, JobExit]]:
-        """Run jobs and yield each as it ends. The next job may depend on how earlier ones ended."""
+        """Run jobs, and yield each with its exit when it has ended.
+
+        `jobs` chooses the next job only when it is asked for it, since that may depend on how earlier jobs ended.
+        """
 
     def resources(self, jobs: Sequence[Job]) -> Resources:
-        """Return how many jobs run at once and the share of each. Raise UserError if no job fits."""
+        """Return how many jobs run at once, and the cores, GPUs and processes of each.
+
+        Raise UserError if the machine cannot run any.
+        """
         return Resources(1, 0, 0)
 
     def limit(self) -> int:
@@ -101,11 +113,14 @@ class Launcher(ABC):
 
     @property
     def start(self) -> Start:
-        """The function that starts a job's process."""
+        """Function that starts a job's process, by forking if the fork server runs and otherwise by spawning."""
         return self._forks.start if self._forks else spawn
 
     def preload(self, words: Sequence[str], stop: Stop) -> None:
-        """Start the fork server, which imports what jobs with these arguments need."""
+        """Start the fork server, if this launcher and this platform use one.
+
+        It imports the modules that jobs with the arguments `words` need.
+        """
         if self.uses_fork_server and sys.platform in PLATFORMS:
             environment = {**os.environ, **core_variables(self.share.cores)}
             self._forks = ForkServer(environment, words, lambda: stop.is_requested, self.trains_stacks)
@@ -124,11 +139,14 @@ class Launcher(ABC):
             self._forks.close()
 
     def describe(self, at_once: int) -> str:
-        """Return how `at_once` jobs run, for a dry run."""
+        """Return a phrase for a dry run that says how jobs run, such as "4 at once"."""
         return "one after another" if at_once == 1 else f"{at_once} at once"
 
     def caveat(self, at_once: int) -> str:
-        """Return a caveat of the time estimate of a dry run."""
+        """Return a phrase that says why a dry run's time estimate may be wrong for `at_once` parallel jobs.
+
+        Return "" if there is no such reason.
+        """
         if at_once > 1 and not self.share.cores:
             return "if the cluster starts that many at once, on machines like this one"
         cores = pluralise(self.share.cores, "core")
@@ -137,7 +155,10 @@ class Launcher(ABC):
     # -- shares of a machine -------------------------------------------------------------------------------------------
 
     def requested_resources(self, jobs: Sequence[Job], gpus: int) -> Resources:
-        """Return the resources of the largest job on a machine with `gpus` GPUs, for all jobs at once."""
+        """Return the resources that jobs request: sweep.jobs (or all) at once, each as large as the largest.
+
+        `gpus` is the number of GPUs of the machine. It matters for jobs that use all GPUs and for engine=auto.
+        """
         kinds = list(one_job_per_engine(jobs))
         processes = max((self.configs.processes(job) for job in kinds), default=1)
         counts = [self.configs.gpus(job, AUTO) for job in kinds]
@@ -145,7 +166,10 @@ class Launcher(ABC):
         return share._replace(gpus=share.max_gpus(gpus))
 
     def limit_to_machine(self, share: Resources) -> Resources:
-        """Limit jobs to this machine. Jobs of several GPUs do not share them; other jobs may with sweep.per_gpu."""
+        """Return the resources `share`, limited to what this machine has.
+
+        Jobs that need several GPUs never share a GPU. Jobs that need one GPU may share it, as sweep.per_gpu sets.
+        """
         settings, cores = self.settings, available_cores()
         at_once = self.gpus.capacity(share.gpus, self.per_gpu(share))
         limit = settings.jobs or max(cores // share.processes, 1)
@@ -156,14 +180,14 @@ class Launcher(ABC):
         return share._replace(jobs=limit, cores=max(cores // limit, min(share.processes, cores)))
 
     def per_gpu(self, share: Resources) -> int:
-        """Return how many jobs share a GPU. Raise UserError if jobs of several GPUs should share them."""
+        """Return how many jobs share a GPU. Raise UserError if sweep.per_gpu is set for jobs that need several GPUs."""
         if self.settings.per_gpu > 1 and share.gpus > 1:
             raise UserError(f"sweep.per_gpu={self.settings.per_gpu}: jobs of {share.gpus} GPUs cannot share them")
         return max(self.settings.per_gpu, 1)
 
 
 def one_job_per_engine(jobs: Sequence[Job]) -> Iterable[Job]:
-    """Return one job for each combination of engine settings."""
+    """Return one of the jobs for each combination of engine and experiment overrides."""
     kinds: dict[tuple[str, ...], Job] = {}
     for job in jobs:
         kinds.setdefault(tuple(w for w in job.overrides if w.startswith(("engine", "experiment"))), job)

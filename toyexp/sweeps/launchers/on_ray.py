@@ -48,10 +48,11 @@ class Node:
 
 
 def divide_cores(nodes: Sequence[Node], jobs: int, least: int, gpus: float, cpus: int | None) -> tuple[int, int]:
-    """Return how many jobs run at once, and the cores of each.
+    """Return how many jobs run at once, and the number of cores of each.
 
-    `jobs` is the wanted number; 0 means all that fit. Each job gets `gpus` GPUs (or a fraction of one) and at least
-    `least` cores, and more if all jobs then still fit; `cpus` sets the cores instead.
+    `jobs` is the wanted number of jobs; 0 means as many as fit. Each job gets `gpus` GPUs (or a fraction of one) and at
+    least `least` cores. It gets more cores if the same number of jobs then still fits. If `cpus` is given, each job
+    gets exactly that number of cores.
     """
 
     def fits(cores: int) -> int:
@@ -145,7 +146,7 @@ class OnRay(Cluster):
         return ended
 
     def stop(self, handles: Sequence[Any], times: int) -> None:
-        """Cancel waiting tasks; in running ones, Ray sends the worker SIGINT, which it forwards to the job."""
+        """Cancel all tasks. For a running task, Ray sends SIGINT to the worker, which forwards it to the job."""
         import ray
 
         for handle in handles:
@@ -162,7 +163,10 @@ LOSS_REASONS = {"WorkerCrashedError": "its worker was killed", "OutOfMemoryError
 
 
 def _run_on_node(work: NodeJob, cwd: str) -> JobExit:
-    """Run a job in a Ray task; forward stop signals to it, also those of ray.cancel."""
+    """Run a job in a Ray task, in the directory `cwd`, and return its exit.
+
+    Stop signals, including those that ray.cancel sends, are forwarded to the job.
+    """
     try:
         os.chdir(cwd)
     except OSError as error:
@@ -216,4 +220,6 @@ def _require_answer(address: str, setting: str) -> None:
         socket.create_connection((host.strip("[]"), int(port)), CONNECT_TIMEOUT).close()
     except OSError as error:
         why = printable(str(error), 100)
-        raise UserError(f"{setting}: nothing answers there ({why}); start one: ray start --head") from None
+        raise UserError(
+            f"{setting}: no Ray cluster answers at this address ({why}); start one: ray start --head"
+        ) from None

@@ -36,7 +36,10 @@ class OnSubmitit(Cluster):
         make_executor(Path(tempfile.gettempdir()), self.settings.submitit, self.share.gpus)
 
     def begin(self, folder: Path) -> None:
-        """Use a new directory for submitit's files: it unpickles results, so no file of another origin may be there."""
+        """Create a new directory for submitit's files.
+
+        submitit unpickles results, which can run code, so the directory must hold no files from elsewhere.
+        """
         prefix = f"{time.strftime('%Y-%m-%d_%H%M%S')}-"
         directory = Path(tempfile.mkdtemp(dir=make_directory(folder / "submitit"), prefix=prefix))
         self._executor = make_executor(directory, self.settings.submitit, self.share.gpus)
@@ -56,7 +59,7 @@ class OnSubmitit(Cluster):
         return finished
 
     def result(self, handle: Any) -> JobExit | LostJob:
-        """Return the job's exit; without one the job was cancelled or its node was lost."""
+        """Return the job's exit, or LostJob if there is none because the job was cancelled or its node was lost."""
         try:
             ended: JobExit = handle.result()
         except Exception as error:  # submitit's own error, with the end of the job's log
@@ -64,7 +67,7 @@ class OnSubmitit(Cluster):
         return ended
 
     def stop(self, handles: Sequence[Any], times: int) -> None:
-        """Create the stop file for running jobs and cancel waiting ones; later calls cancel all."""
+        """Create the stop file, which running jobs check, and cancel waiting jobs. The third call cancels all jobs."""
         self._stop_file.touch()
         for handle in handles:
             if times >= PATIENCE or handle.state == "PENDING":
@@ -73,7 +76,7 @@ class OnSubmitit(Cluster):
 
 class _Requeued(NodeJob):
     def checkpoint(self) -> Any:
-        """Save and resubmit; submitit calls this at the time limit."""
+        """Make the job save and exit, and return the work to submit again. submitit calls this at the time limit."""
         from submitit.helpers import DelayedSubmission
 
         self.stop.end()
@@ -84,9 +87,9 @@ class _Requeued(NodeJob):
 
 
 def make_executor(folder: Path, settings: Submitit, gpus: int) -> Any:
-    """Return submitit's executor. Raise UserError if the cluster does not exist.
+    """Return the executor with which submitit submits jobs; it keeps its files in `folder`.
 
-    Each job requests `gpus` GPUs unless the settings say otherwise.
+    Each job requests `gpus` GPUs unless the settings say otherwise. Raise UserError if the cluster does not exist.
     """
     import submitit
 

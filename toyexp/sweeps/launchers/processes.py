@@ -108,9 +108,10 @@ class InProcess(Launcher):
 
 
 def run_in_threads(items: Iterator[T], work: Callable[[T, Callable[[R], None]], None], limit: int) -> Iterator[R]:
-    """Process at most `limit` items at once, each in a thread; yield what `work` passes on, and raise its errors.
+    """Call `work` for each item in a thread of its own, at most `limit` at once, and yield the results.
 
-    The next item is taken after the last result was consumed, since it may depend on it.
+    `work` receives an item and a function to which it passes each result. If `work` raises an error, it is raised here.
+    The next item is taken only after the caller has consumed the last result, since it may depend on it.
     """
     results: queue.SimpleQueue[tuple[R] | BaseException | None] = queue.SimpleQueue()
 

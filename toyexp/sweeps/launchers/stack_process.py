@@ -1,4 +1,7 @@
-"""The process that trains stacks: it receives jobs from the sweep and trains those with equal programs together."""
+"""The process that trains stacks: it receives jobs from the sweep and trains those with the same program together.
+
+The program is the training step without its numbers: the operations and the shapes of tensors.
+"""
 
 from __future__ import annotations
 
@@ -71,7 +74,7 @@ class Member:
         return self.prepared.config.settings.steps - (self.resumed.checkpoint.step if self.resumed else 0)
 
     def stack_conflict(self, other: Member) -> str:
-        """Return why this job and another cannot train in one program, or ""."""
+        """Return why this job and another cannot train in one program, or "" if they can."""
         ours, theirs = self.prepared, other.prepared
         if ours.config.engine != theirs.config.engine:
             return "their engines differ"
@@ -79,9 +82,10 @@ class Member:
 
 
 def train_stack(request: Request) -> int:
-    """Train the jobs in the file ORDERS of this process's directory; write events of each to the pipe REPORTS there.
+    """Train the jobs that the sweep gave to this process, and report to the sweep when each starts and ends.
 
-    Return the exit code, which is 0 even if jobs failed.
+    The environment variable STACK holds a directory with the list of jobs (the file ORDERS) and a pipe for the reports
+    (REPORTS). Return the exit code, which is 0 even if jobs failed.
     """
     folder = Path(os.environ.pop(STACK))
     orders = json.loads((folder / ORDERS).read_text(encoding="utf-8"))
@@ -133,7 +137,7 @@ class StackProcess:
     # -- which jobs --
 
     def _prepare(self, order: Mapping[str, Any], configs: JobConfigs) -> Iterator[Member]:
-        """Yield the job's prepared run before anything is written; report an error in place of it."""
+        """Prepare a job and yield it before it trains. If that fails, report the error and yield nothing."""
         job = Job(order["number"], order["overrides"])
         context, directory = copy_context(), Path(order["directory"])
         context.run(_tag.set, f"[{job.number}] ")
@@ -153,7 +157,7 @@ class StackProcess:
             self._report_end(job.number, JobExit.from_error(error))
 
     def _next_stack(self, pool: Sequence[Member]) -> list[Member]:
-        """Return the first job of the pool and the jobs that train with it."""
+        """Return the jobs of the next stack: the first job of the pool, and others with the same program."""
         first = pool[0]
         same_program = [member for member in pool if member is first or not first.stack_conflict(member)]
         if len(same_program) == 1:
@@ -170,7 +174,7 @@ class StackProcess:
         return same_program[: -(-len(same_program) // parts)]
 
     def _size(self, members: Sequence[Member]) -> tuple[int, str]:
-        """Return how many of these jobs of one program train together, and a line that explains it."""
+        """Return how many of these jobs, which have the same program, train together, and a line that says why."""
         prepared = [member.prepared for member in members]
         if why := prepared[0].config.engine.stack_conflict([one.plan for one in prepared]):
             return 1, f"jobs train one after another: {why}"
@@ -200,7 +204,10 @@ class StackProcess:
             self._drive(requests)
 
     def _drive(self, requests: Mapping[ContextLoop, Realize]) -> None:
-        """Train runs that wait for their sessions; if memory runs out, train them in halves."""
+        """Train runs that wait for their sessions (their models on the device) together, as one stack.
+
+        If the memory runs out, train one half of the runs after the other.
+        """
         lives = [*requests]
         if not lives:
             return
@@ -246,17 +253,20 @@ class StackProcess:
 
 
 class ContextLoop(Generator[Any, Any, None]):
-    """A run's generator that always continues in the run's own context."""
+    """Wrapper of a run's generator that executes each part of it in the run's own contextvars.Context."""
 
     def __init__(self, loop: Requests[None], context: Context):
         self._loop, self._context = loop, context
 
     def send(self, answer: Any) -> Any:
-        """Send a value to the generator; see Generator."""
+        """Send a value to the generator and return the value that it yields next."""
         return self._context.run(self._loop.send, answer)
 
     def throw(self, *error: Any) -> Any:
-        """Raise an error in the generator; each run gets its own exception for a signal, since it adds text to it."""
+        """Raise an error in the generator and return the value that it yields next.
+
+        An exception for a signal is copied first, since each run adds its own text to it.
+        """
         errors = [Interrupted(e.exit_code - 128) if isinstance(e, Interrupted) else e for e in error]
         return self._context.run(partial(self._loop.throw, *errors))
 
@@ -287,10 +297,11 @@ class TaggedStream:
 
 
 def choose_size(prepared_runs: Sequence[Prepared], steps: int, limit: int, shared_by: int = 1) -> tuple[int, str]:
-    """Return how many of these jobs of one program train together, and a line that explains it.
+    """Return how many of these jobs, which have the same program, train together, and a line that says why.
 
-    `steps` is the number of steps of all jobs. With a `limit`, only the memory is checked and no size is timed. Stacks
-    that share a GPU are not timed either: they would disturb each other's measurements.
+    `steps` is the number of steps that all jobs together have left to train. With a `limit` above 0, only the memory is
+    checked and no size is timed. If several (`shared_by`) stacks share a GPU, no size is timed either, since they would
+    disturb each other's measurements.
     """
     plan, engine = prepared_runs[0].plan, prepared_runs[0].config.engine
     each, free = engine.stack_bytes(plan) or stack_bytes(plan), engine.free_bytes()
@@ -311,10 +322,10 @@ def choose_size(prepared_runs: Sequence[Prepared], steps: int, limit: int, share
 
 
 def _fastest_size(alike: Sequence[Prepared], steps: int, most: int, words: str) -> tuple[int, str]:
-    """Time several stack sizes and return the one with the shortest step per job, and a line that explains it.
+    """Time several stack sizes. Return the one with the shortest time per job, and a line that says why.
 
-    On a GPU the largest size is tried first. It is taken at once if its time per job is below `FAST_ENOUGH` times the
-    time of a single job.
+    `words` is the beginning of that line. On a GPU the largest size is tried first. It is taken at once if its time per
+    job is below `FAST_ENOUGH` times the time of a single job.
     """
     blank, on_gpu = [_zero_weights(prepared) for prepared in alike[:most]], alike[0].config.engine.on_gpu
     alone = _time_step(blank[:1])
@@ -343,13 +354,16 @@ def _fastest_size(alike: Sequence[Prepared], steps: int, most: int, words: str) 
 
 
 def _zero_weights(prepared: Prepared) -> Prepared:
-    """Return the same run with all weights 0: drawing or reading the weights takes longer than a few steps."""
+    """Return the same run with all weights 0: to draw or read real weights would take longer than a few steps."""
     plan = prepared.plan
     return replace(prepared, plan=replace(plan, tensors=tuple(replace(t, values=Constant(0)) for t in plan.tensors)))
 
 
 def _time_step(prepared_runs: Sequence[Prepared]) -> float:
-    """Return the median seconds of a step of these jobs, measured on weights that are dropped afterwards."""
+    """Return the median duration, in seconds, of a step in which all these jobs train together.
+
+    The steps train temporary copies of the models, which are dropped afterwards.
+    """
     engine, plans = prepared_runs[0].config.engine, [prepared.plan for prepared in prepared_runs]
     stack = Stack([])
     try:

@@ -49,10 +49,10 @@ class Stacks(Processes):
     trains_stacks = True
 
     def resources(self, jobs: Sequence[Job]) -> Resources:
-        """Return the share of each process.
+        """Return how many processes train stacks at once, and the cores and GPUs of each.
 
-        With small models, a GPU waits for its process, which handles one job after another. If there are enough cores,
-        several processes share a GPU.
+        With small models, a GPU often waits for its process, which handles one job of the stack after another. If there
+        are enough cores, several processes share a GPU.
         """
         share, cores = self.requested_resources(jobs, len(visible_gpus())), available_cores()
         stacks = self.per_gpu(share)
@@ -72,7 +72,10 @@ class Stacks(Processes):
         return "timed one after another; the gain of stacks is measured when training starts"
 
     def run(self, jobs: Iterator[Job], watch: Watch) -> Iterator[tuple[Job, JobExit]]:
-        """Train all jobs together; a search with sweep.jobs trains one generation of trials at a time."""
+        """Train all jobs in stacks, and yield each with its exit when it has ended.
+
+        A search with sweep.jobs=N trains N jobs, then chooses the next N by their results.
+        """
         generation = (self.settings.search and self.settings.jobs) or None  # None: all jobs at once
         while batch := list(itertools.islice(jobs, generation)):
             yield from self._train_all(batch, watch)
@@ -86,7 +89,11 @@ class Stacks(Processes):
         return run_in_threads(parts, work, self.limit())
 
     def _train_part(self, jobs: Sequence[Job], gpus: Sequence[str], watch: Watch, hand_on: Ends) -> None:
-        """Train jobs in a process. If it dies, run the jobs that it had not started in a new one."""
+        """Train jobs in one process.
+
+        If the process dies, the jobs that it was training end with its error. The jobs that it had not started run in a
+        new process.
+        """
         process_jobs = _ProcessJobs({job.number: job for job in jobs})
         while process_jobs.jobs and not watch.stop.is_requested:
             ended = self._run_process(process_jobs, gpus, watch, hand_on)
@@ -94,7 +101,7 @@ class Stacks(Processes):
                 return
             prepared_numbers = {number for number in process_jobs.jobs if number == process_jobs.prepares}
             for number in sorted(process_jobs.started or prepared_numbers or process_jobs.jobs):
-                job_exit = ended if ended.code else JobExit(1, "its process ended without reporting it")
+                job_exit = ended if ended.code else JobExit(1, "its process ended without reporting how the job ended")
                 hand_on((process_jobs.jobs.pop(number), job_exit))
             process_jobs.started, process_jobs.prepares = set(), None
 
@@ -152,9 +159,9 @@ def _pipe(path: Path) -> IO[bytes]:
 
 
 def deal_jobs(jobs: Sequence[Job], processes: int) -> list[list[Job]]:
-    """Split jobs into parts for the processes; further parts run when a process is free.
+    """Split jobs into parts, one for each process; if there are more parts, they run when a process is free.
 
-    Jobs that probably have the same program stay together. The process decides once they are prepared.
+    Jobs that probably have the same program are put together. The process decides which of them form a stack.
     """
     kinds = group_by_program(jobs)
     if processes == 1:
@@ -167,7 +174,7 @@ def deal_jobs(jobs: Sequence[Job], processes: int) -> list[list[Job]]:
 
 
 def group_by_program(jobs: Sequence[Job]) -> list[list[Job]]:
-    """Group jobs that probably have the same program."""
+    """Group jobs whose training steps are probably the same program, as far as their overrides show."""
     kinds: dict[tuple[str, ...], list[Job]] = {}
     for job in jobs:
         kinds.setdefault(tuple(filter(_changes_program, job.overrides)), []).append(job)
@@ -175,14 +182,14 @@ def group_by_program(jobs: Sequence[Job]) -> list[list[Job]]:
 
 
 def _changes_program(word: str) -> bool:
-    """Return True if an override probably changes the program of a step, not only its numbers."""
+    """Return True if an override probably changes the operations or shapes of a training step, not only its numbers."""
     key = word.partition("=")[0].lstrip("+~")
     part, _, setting = key.partition(".")
     return key in STEP_KEYS or (part in (*PARTS, "callbacks") and (not setting or part not in NUMERIC_PARTS))
 
 
 def advice(jobs: Sequence[Job], configs: JobConfigs) -> str:
-    """Return a hint that jobs could train together, or ""."""
+    """Return a hint that jobs could train together with sweep.launcher=stacked, or "" if they could not."""
     kinds = [kind for kind in group_by_program(jobs) if len(kind) >= MIN_STACK and configs.can_stack(kind[0])]
     if not kinds:
         return ""

@@ -1,4 +1,4 @@
-"""The callback that stops runs of a search early, in the process of the run."""
+"""Pruning in a search: the callback that stops a run early, in the run's own process."""
 
 from __future__ import annotations
 
@@ -25,22 +25,23 @@ log = logging.getLogger("toyexp")
 def first_pruning_step(steps: int, eval_every: int) -> int:
     """Return the first step at which a run may be stopped: the first evaluation after a quarter of its steps.
 
-    Earlier, schedules have hardly lowered the learning rate and scores mislead: the runs that end best, with a high
-    learning rate or a long warmup, are still behind.
+    Earlier metrics are misleading, since schedules have hardly lowered the learning rate. Runs with a high learning
+    rate or a long warmup often end best, but are still behind at that time.
     """
     return -(-steps // (4 * eval_every)) * eval_every
 
 
 def pruning_environment(journal: Path, trial: int, prune: str, metric: str, first: int) -> dict[str, str]:
-    """Return the environment variable that configures pruning in the process of a run."""
+    """Return the environment variable, as a dict, that makes a job's process prune its run."""
     options = {"journal": str(journal), "trial": trial, "prune": prune, "metric": metric, "first": first}
     return {TRIAL: json.dumps(options)}
 
 
 def pop_pruning_callback() -> dict[str, Callback]:
-    """Return the pruning callback if a search started this process, otherwise no callback.
+    """Return the pruning callback by its name, or an empty dict if no search with pruning started this process.
 
-    It is not among the run's settings.
+    Its options come from an environment variable, because the callback is not part of the run's settings. The variable
+    is removed.
     """
     if TRIAL not in os.environ:
         return {}
@@ -50,7 +51,7 @@ def pop_pruning_callback() -> dict[str, Callback]:
 
 @dataclass(eq=False)
 class Pruning(Callback):
-    """Stops a run whose held-out metric is worse than that of other trials."""
+    """Callback that stops a run if its held-out metric is worse than the metric of other trials."""
 
     name: ClassVar[str] = "sweep.prune"
 
@@ -63,7 +64,7 @@ class Pruning(Callback):
     _why: str | None = field(default=None, init=False)
 
     def should_wait(self, step: int) -> bool:
-        """Return False: it stops a run only after an evaluation, when no step is queued."""
+        """Return False, so that steps can be queued early: this callback stops a run only after an evaluation."""
         return False
 
     @hookimpl
@@ -73,7 +74,7 @@ class Pruning(Callback):
 
     @hookimpl(trylast=True)  # after callbacks that log the evaluation
     def on_eval(self, run: Run, step: int, metrics: Mapping[str, float]) -> None:
-        """Report the metric and decide whether to stop; not at step 0, where all runs are equal."""
+        """Store the metric in the search's journal, and decide whether to stop the run. Step 0 is skipped."""
         if step == 0 or self._judge is None:
             return
         if self.metric not in metrics:

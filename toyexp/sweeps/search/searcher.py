@@ -28,12 +28,18 @@ if TYPE_CHECKING:
 
 
 def _is_bad(job: Job) -> bool:
-    """Return True if the run ended in such a way that its trial gets no score."""
+    """Return True if the job failed, was rejected or was pruned, so that its trial gets no score.
+
+    Errors of the machine, such as a full disk, do not count: the job can run again.
+    """
     return job.status in (Status.FAILED, Status.REFUSED, Status.PRUNED) and not job.is_machine_error
 
 
 class Search(JobSource):
-    """Trials that Optuna chooses one by one. Each has `sweep.repeats` jobs, which are created when they are due."""
+    """Source of the jobs of a search. Optuna chooses its trials one by one.
+
+    Each trial has `sweep.repeats` jobs, which differ in their seed and are created one by one.
+    """
 
     def __init__(self, settings: Sweep, keys: Sequence[Key], jobs: list[Job], shared: Sequence[str]):
         """Search over `keys`. `jobs` are the jobs of earlier trials; `shared` are the arguments of all jobs."""
@@ -60,7 +66,10 @@ class Search(JobSource):
     # -- before the first job --
 
     def check(self, configs: JobConfigs, is_new: bool) -> Mapping[int, UserError]:
-        """Check the values and the metric; see JobSource."""
+        """Check the values of the search space and the metric, and raise UserError for any error.
+
+        The returned dict is empty: unlike other sweeps, a search does not start with invalid values.
+        """
         show_status("checking the values of the search")
         for error in check_values(self.samples, configs).values():
             raise error
@@ -71,7 +80,7 @@ class Search(JobSource):
         return {}
 
     def open(self, folder: SweepDir, is_new: bool) -> None:
-        """Open the study in the sweep's directory; see JobSource."""
+        """Open the Optuna study in the sweep's directory, and report the ends of earlier jobs to it."""
         settings = self._settings
         study = Study(folder.path, str(settings.search), settings.metric, self._keys, self._seed)
         study.require_trials(len(self._group_by_trial()))
@@ -82,7 +91,10 @@ class Search(JobSource):
         print_line(f"sweep   {short_path(folder.path)}, {self._describe_size()}: {description}")
 
     def remaining_jobs(self) -> list[Job]:
-        """Return the jobs to run; jobs that are not chosen yet have the settings of a probe."""
+        """Return the jobs that are left to run.
+
+        A job that is not chosen yet has example values from the search space.
+        """
         more = self.all_jobs()[len(self.jobs) :]
         pairs = zip(more, itertools.cycle(self.samples), strict=False)
         return [*super().remaining_jobs(), *(Job(job.number, probe.overrides) for job, probe in pairs)]
@@ -120,10 +132,10 @@ class Search(JobSource):
     # -- which job is next --
 
     def next(self) -> Job | None:
-        """Return a job to resume, another seed of a trial, or the first job of a new trial.
+        """Return a job to resume, another seed of a trial, the first job of a new trial, or None if no job is left.
 
-        With pruning, the first job of a trial decides whether the others run. They wait for it as long as there are new
-        trials.
+        With pruning, the further jobs of a trial wait until its first job has completed without being pruned, or until
+        no new trials are left.
         """
         return (
             super().next()
@@ -146,7 +158,7 @@ class Search(JobSource):
         return self._add(trial, self._study.ask(trial), 0) if trial < self._points else None
 
     def may_retry(self, job: Job) -> bool:
-        """Return True if the machine caused the failure; see JobSource."""
+        """Return True if the machine caused the failure (for example a full disk), so that sweep.retry=true applies."""
         return job.is_machine_error  # other failures are results that the search has used
 
     def _add(self, trial: int, words: list[str], repeat: int) -> Job:
@@ -164,7 +176,10 @@ class Search(JobSource):
     # -- one job --
 
     def environment(self, job: Job) -> Mapping[str, str]:
-        """Return the variables that allow the search to stop a job: the first one of a trial, if pruning is on."""
+        """Return the environment variables that make a job's process prune its run.
+
+        There are none without pruning, or if the job is not the first of its trial: only the first job can be pruned.
+        """
         assert self._study is not None and job.trial is not None
         if not self._settings.prune or self._group_by_trial()[job.trial][0] is not job:
             return {}
@@ -173,7 +188,11 @@ class Search(JobSource):
         )
 
     def record_end(self, job: Job) -> None:
-        """Report the score of a trial to the study once its last job has ended."""
+        """Report a trial to the study once it is finished.
+
+        Its score is the mean over its jobs; it has none if a job failed or was pruned. A completed job without the
+        metric counts as failed.
+        """
         assert self._study is not None and job.trial is not None
         if job.status == Status.COMPLETED and self._score(job) is None:
             loss_names = ["loss", "ppl"] if job.result.get("eval_loss") is not None else []
@@ -200,7 +219,7 @@ class Search(JobSource):
     # -- what came out --
 
     def all_jobs(self) -> list[Job]:
-        """Return existing and future jobs; see JobSource."""
+        """Return the jobs so far, and a job without overrides in place of each that is not chosen yet."""
         by_trial = self._group_by_trial()
         more = sum(
             self._settings.repeats - len(jobs) for jobs in by_trial.values() if not self._is_finished_trial(jobs)
@@ -209,7 +228,7 @@ class Search(JobSource):
         return [*self.jobs, *(Job(len(self.jobs) + number, []) for number in range(more))]
 
     def progress(self) -> tuple[str, bool]:
-        """Return how many trials are done, and whether any are left; see JobSource."""
+        """Return a text such as "3 of 10 trials are done", and True if any trial is left to run."""
         finished_trials = [jobs for jobs in self._group_by_trial().values() if self._is_finished_trial(jobs)]
         bad = sum(any(map(_is_bad, jobs)) for jobs in finished_trials)
         without = f", {bad} of them without a score" if bad else ""
@@ -221,7 +240,7 @@ class Search(JobSource):
         return is_complete or any(map(_is_bad, jobs))
 
     def summarise(self, folder: SweepDir) -> None:
-        """Print the best trial, the importances and commands to type; write all trials to search.json."""
+        """Print the best trial, the importance of each key, and commands to type; write all trials to search.json."""
         assert self._study is not None
         study, settings, ranking = self._study, self._settings, folder.rank()
         shares, why = ({}, "the scores cannot be compared") if ranking.differing_data else study.importances()

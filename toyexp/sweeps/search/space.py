@@ -39,7 +39,7 @@ class Key:
         return self.numbers[1] - self.numbers[0] + 1 if self.is_whole else math.inf
 
     def value(self, place: int) -> Any:
-        """Return value number `place`, from 0, as Optuna represents it."""
+        """Return the value at index `place`: a number for an interval or a range, and text for a list."""
         if self.is_interval:
             return self.numbers[0] + place
         return self.numbers[place] if self.numbers else self.settings[place].partition("=")[2]
@@ -55,7 +55,7 @@ class Key:
         return kind(low, self.numbers[-1], step=step if self.is_whole else float(f"{step:.12g}"))
 
     def setting(self, value: Any) -> str:
-        """Return the override for a value from Optuna."""
+        """Return the override for a value that Optuna chose; for a range, the override of the nearest number."""
         if self.is_interval or not self.numbers:
             return f"{self.key}={format_value(value)}"
         return min(zip(self.numbers, self.settings, strict=True), key=lambda pair: abs(pair[0] - value))[1]
@@ -65,9 +65,10 @@ Types = Callable[[str], set[Any]]  # maps a key to its accepted types
 
 
 def parse_space(search: str, parsed: Sequence[Override], types: Types = lambda key: set()) -> list[Key]:
-    """Return the keys to search over. Raise UserError if the algorithm does not support them.
+    """Return the keys of the search space: all keys that have several values.
 
-    `types` returns the types that a key accepts.
+    `types` maps a key to the types that its setting accepts. Raise UserError if the algorithm `search` does not support
+    a key.
     """
     keys = [_key(override) for override in parsed if override.is_sweep_override()]
     if not keys:
@@ -120,7 +121,10 @@ def _key(override: Override) -> Key:
 
 
 def make_probes(keys: Sequence[Key]) -> list[Job]:
-    """Return jobs that together have each value and both ends of each interval, to check them before a run."""
+    """Return example jobs, whose settings are checked before the first job of a search starts.
+
+    Together they have each value of each list or range, and both ends of each interval.
+    """
     lists = [key.settings for key in keys]
     first = [words[0] for words in lists]
     others = ([*first[:k], word, *first[k + 1 :]] for k, words in enumerate(lists) for word in words[1:])
@@ -133,7 +137,10 @@ def count_points(keys: Sequence[Key]) -> float:
 
 
 def nth_point(keys: Sequence[Key], number: int) -> dict[str, Any]:
-    """Return the values of combination `number` by key, as Optuna represents them; the last key varies fastest."""
+    """Return combination `number` of the values, as a dict that maps each key to its value (see Key.value).
+
+    The value of the last key changes with each number.
+    """
     point_values: dict[str, Any] = {}
     for key in reversed(keys):
         number, place = divmod(number, int(key.count()))

@@ -67,7 +67,11 @@ class Study:
                 _check_attributes(trial.system_attrs)
 
     def ask(self, number: int) -> list[str]:
-        """Return the overrides of trial `number`: the next one, or one for which no job was recorded yet."""
+        """Return the overrides of trial `number`. Optuna chooses their values if the trial is new.
+
+        A trial is not new if the sweep was killed after it stored the trial and before it recorded the trial's first
+        job.
+        """
         trials = self._trials()
         earlier_values = {tuple(self._words(trial.params)) for trial in trials[:number]}
         if trials[number:]:
@@ -79,7 +83,10 @@ class Study:
         return self._words({name: trial._suggest(name, found) for name, found in self._space.items()})
 
     def tell(self, number: int, score: float | None) -> None:
-        """Store the score of a trial once; None if it has none, so that the sampler avoids its values."""
+        """Store the score of a trial in the study, unless it is stored already.
+
+        If `score` is None, the trial counts as pruned, so that the sampler avoids its values.
+        """
         if self._trials()[number].state.is_finished():
             return
         if score is None:
@@ -93,16 +100,16 @@ class Study:
             raise UserError(f"{self.path}: holds {count} trials, but the sweep has started {points}")
 
     def best(self) -> int | None:
-        """Return the number of the best completed trial, or None."""
+        """Return the number of the best completed trial, or None if no trial has completed."""
         if not any(trial.state == self._optuna.trial.TrialState.COMPLETE for trial in self._trials()):
             return None
         return int(self._study.best_trial.number)
 
     def importances(self) -> tuple[dict[str, float], str]:
-        """Return the share of each key in the ranking of the trials, or no shares and the reason.
+        """Return the importance of each key for the ranking of the trials, as a dict, and an empty text.
 
-        Trials are ranked as TPE ranks them: completed ones by score, then pruned ones (later steps first, then by the
-        score at that step), then those without a score.
+        If it is unknown, the dict is empty and the text says why. Trials are ranked as TPE ranks them: completed ones
+        by score, then pruned ones (later steps first, then by the score at that step), then those without a score.
         """
         from toyexp.results.importance import compute_shares
 
@@ -120,7 +127,7 @@ class Study:
         return compute_shares(values, [order.index(place(trial)) for trial in trials])
 
     def outcomes(self) -> Iterator[dict[str, Any]]:
-        """Yield each trial as plain data."""
+        """Yield each trial as a dict of its number, its values by key, its state, and its score."""
         for t in self._trials():
             yield {"trial": t.number, "values": dict(t.params), "state": t.state.name.lower(), "score": t.value}
 
@@ -159,7 +166,7 @@ class Study:
 
 
 class Judge:
-    """Pruner in the process of a run; it decides from step `first` on whether the run stops."""
+    """Pruner in a job's process. After an evaluation, from step `first` on, it decides whether the run stops."""
 
     def __init__(self, journal: Path, number: int, prune: str, first: int):
         optuna = require_optuna("tpe")
@@ -173,10 +180,10 @@ class Judge:
         self._median = optuna.pruners.MedianPruner(n_warmup_steps=first) if prune == "median" else None
 
     def should_stop(self, step: int, score: float) -> bool:
-        """Store the score of an evaluation and return whether the run should stop.
+        """Store the score of an evaluation, and return True if the run should stop.
 
-        A resumed run asks again about steps it had asked about before. It gets the same answer, since only its own
-        scores up to that step count.
+        A resumed run may ask again about earlier steps. Scores of this run after `step` are ignored, so it gets the
+        same answer.
         """
         if step not in self._reported_steps:
             self._trial.report(score, step)
@@ -213,7 +220,10 @@ def _storage(path: Path) -> Any:
 
 @contextlib.contextmanager
 def _guard_journal(path: Path) -> Iterator[None]:
-    """Raise UserError if the journal cannot be used or is damaged; it may come from an untrusted source."""
+    """Convert errors while the journal is opened or read into UserError.
+
+    The file may come from an untrusted source, so many kinds of errors can occur.
+    """
     try:
         yield
     except OSError as error:
@@ -223,7 +233,10 @@ def _guard_journal(path: Path) -> Iterator[None]:
 
 
 def _check_attributes(attributes: Mapping[str, Any]) -> None:
-    """Raise UnpicklingError if the pickled state of CMA-ES names other classes, since unpickling would run them."""
+    """Raise UnpicklingError if a trial's attributes hold a pickled CMA-ES state with classes not in CMAES_CLASSES.
+
+    Unpickling an unknown class could run any code.
+    """
     parts = {key: str(value) for key, value in attributes.items() if "optimizer" in key}
     if parts:
         joined = "".join(parts[key] for key in sorted(parts, key=lambda key: int(key.rpartition(":")[2])))

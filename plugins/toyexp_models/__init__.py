@@ -5,7 +5,7 @@ from toyexp import Register, hookimpl
 
 @hookimpl
 def register_models(register: Register) -> None:
-    """llama, qwen2, qwen3, gemma, gpt2 and vit."""
+    """Register the models `llama`, `qwen2`, `qwen3`, `gemma`, `gpt2` and `vit`."""
     from toyexp_models.gpt2 import GPT2
     from toyexp_models.llama import Gemma, Llama, Qwen2, Qwen3
     from toyexp_models.vit import ViT

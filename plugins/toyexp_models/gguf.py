@@ -23,10 +23,10 @@ SIZES = {
 
 
 class LanguageGGUF(GGUFForm[L]):
-    """The keys that all architectures share."""
+    """GGUF form of language models: the keys that all architectures share."""
 
     def metadata(self, model: L) -> dict[str, Any]:
-        """Return the keys of the sizes."""
+        """Return the GGUF keys and values of the model's sizes."""
         return {key: getattr(model, name) for name, key in SIZES.items()} | {"vocab_size": model.vocab}
 
     def read(self, cls: type[L], file: ModelFile) -> L:
@@ -37,7 +37,7 @@ class LanguageGGUF(GGUFForm[L]):
         return model
 
     def sizes(self, keys: Keys) -> dict[str, Any]:
-        """Return the values of the model's fields."""
+        """Return the values in the file for the fields of the model class, by field name."""
         embedding = keys.file.tensors.get("token_embd.weight")
         if embedding is None:
             raise keys.file.error("lacks the tensor token_embd.weight")
@@ -46,22 +46,22 @@ class LanguageGGUF(GGUFForm[L]):
 
 
 class GPT2GGUF(LanguageGGUF[LanguageModel]):
-    """The keys of GPT-2."""
+    """GGUF form of GPT-2."""
 
     def metadata(self, model: LanguageModel) -> dict[str, Any]:
-        """Return the keys of the sizes and of the norms' eps."""
+        """Return the GGUF keys and values of the sizes and of the norms' eps."""
         return {**super().metadata(model), "attention.layer_norm_epsilon": model.norm_eps}
 
     def sizes(self, keys: Keys) -> dict[str, Any]:
-        """Return the values of the model's fields."""
+        """Return the values in the file for the fields of the model class, by field name."""
         return super().sizes(keys) | {"norm_eps": keys.number("attention.layer_norm_epsilon")}
 
 
 class RotaryGGUF(LanguageGGUF[RotaryModel]):
-    """The keys of llama's relatives."""
+    """GGUF form of the models with rotary embedding: qwen2, qwen3 and gemma; the base class of llama's."""
 
     def metadata(self, model: RotaryModel) -> dict[str, Any]:
-        """Return the keys of sizes, heads and rope."""
+        """Return the GGUF keys and values of sizes, heads, eps and RoPE."""
         keys = {
             **super().metadata(model),
             "attention.head_count_kv": model.n_kv_heads,
@@ -76,7 +76,10 @@ class RotaryGGUF(LanguageGGUF[RotaryModel]):
         return keys
 
     def sizes(self, keys: Keys) -> dict[str, Any]:
-        """Return the values of the model's fields, with llama.cpp's defaults; rope scaling must be linear."""
+        """Return the values in the file for the fields of the model class, with llama.cpp's defaults for missing keys.
+
+        Raise UserError for RoPE scaling other than linear, or other values that toyexp does not support.
+        """
         common = super().sizes(keys)
         head_size = common["d_model"] // common["n_heads"]
         size, value = (keys.integer(f"attention.{kind}_length", head_size or None) for kind in ("key", "value"))
@@ -94,17 +97,17 @@ class RotaryGGUF(LanguageGGUF[RotaryModel]):
 
 
 class LlamaGGUF(RotaryGGUF):
-    """The keys of llama, and a tensor with Llama 3's frequency divisors."""
+    """GGUF form of llama, with a tensor for the frequency divisors of Llama 3's RoPE."""
 
     def constants(self, model: RotaryModel) -> Mapping[str, np.ndarray]:
-        """Return the frequency divisors."""
+        """Return the tensor rope_freqs.weight with RoPE's frequency divisors, if the model has any."""
         import numpy as np
 
         factors = model.factors()
         return {FREQS: np.array(factors, np.float32)} if factors else {}
 
     def sizes(self, keys: Keys) -> dict[str, Any]:
-        """Return the values of the model's fields, with llama.cpp's defaults."""
+        """Return the values in the file for the fields of the model class, with llama.cpp's defaults."""
         common = super().sizes(keys)
         keys.expect("tensor_data_layout", "Meta AI original pth")  # written by older converters; irrelevant in GGUF
         file, pairs = keys.file, (common["head_dim"] or common["d_model"] // common["n_heads"]) // 2
@@ -119,7 +122,10 @@ class LlamaGGUF(RotaryGGUF):
 
 
 def _linear_scaling(keys: Keys) -> float:
-    """Return the divisor of positions. As in llama.cpp, a factor without a type is linear, and 0 or type none is 1."""
+    """Return the factor of linear RoPE scaling, by which positions are divided.
+
+    As in llama.cpp, a factor without a type is linear. With type none or factor 0 there is no scaling, so return 1.
+    """
     kind = keys.expect("rope.scaling.type", "linear", "none")
     old = keys.number("rope.scale_linear", 0.0)
     factor = keys.number("rope.scaling.factor", old)

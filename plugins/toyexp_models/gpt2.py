@@ -28,7 +28,7 @@ class GPT2(LanguageModel):
         require_shared_heads(self)
 
     def tensors(self) -> list[TensorSpec]:
-        """Return specs: matrices N(0, 0.02), norms 1, biases 0."""
+        """Return the specs of all tensors. Matrices start from N(0, 0.02), norms from 1, biases from 0."""
         d, ff, small = self.d_model, self.d_ff, Normal(0.02)
         specs = [
             TensorSpec("token_embd.weight", (self.vocab, d), small),

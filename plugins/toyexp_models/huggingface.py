@@ -48,7 +48,7 @@ def qwen2_layout(model: RotaryModel, data: Data) -> Layout:
 
 
 def qwen3_layout(model: RotaryModel, data: Data) -> Layout:
-    """Return the layout of Qwen3ForCausalLM: with biases on q, k and v it also has one on the attention's output."""
+    """Return the layout of Qwen3ForCausalLM, whose attention output also has a bias if q, k and v have biases."""
     problem = "llama.cpp's qwen3 has no bias on attn_output, which transformers adds to the others" * model.qkv_bias
     return replace(_rotary(model), conversion=Conversion(ignored_setting=problem))
 
@@ -68,7 +68,7 @@ def gemma_layout(model: RotaryModel, data: Data) -> Layout:
 
 
 def gpt2_layout(model: LanguageModel, data: Data) -> Layout:
-    """Return the layout of GPT2LMHeadModel, whose linears are [in, out]."""
+    """Return the layout of GPT2LMHeadModel, which stores the weights of linears as [in, out]."""
     import numpy as np  # deferred, because listing models does not need it
 
     config = {
@@ -97,9 +97,10 @@ def gpt2_layout(model: LanguageModel, data: Data) -> Layout:
 
 
 def _rotary(model: RotaryModel, biased: tuple[str, ...] | None = None) -> Layout:
-    """Return the layout of llama and its relatives in transformers, where rope rotates pairs (x[i], x[i + D/2]).
+    """Return the layout of a RotaryModel in transformers, where RoPE rotates pairs (x[i], x[i + D/2]).
 
-    `biased` are the linears of a block that have a bias in transformers; None: all linears of a layer, or none.
+    `biased` names the linears of a block that have a bias in transformers. By default all linears of the attention have
+    a bias if one of them has a bias in the model, and in the same way all linears of the feed-forward layer.
     """
     biases = model.biases()
     if biased is None:
@@ -134,7 +135,7 @@ def _rotary(model: RotaryModel, biased: tuple[str, ...] | None = None) -> Layout
 
 
 def _row_order(model: RotaryModel, name: str) -> ArrayFunction:
-    """Return how to reorder the outputs of a linear for rope on pairs (x[i], x[i + D/2])."""
+    """Return the function that reorders the outputs of a linear for RoPE on pairs (x[i], x[i + D/2])."""
     heads = {"attn_q": model.n_heads, "attn_k": model.n_kv_heads}.get(name)
     if model.halves or heads is None:
         return identity
@@ -142,7 +143,10 @@ def _row_order(model: RotaryModel, name: str) -> ArrayFunction:
 
 
 def rope_scaling(rotary: Rotary, size: int, context: int) -> dict[str, Any] | None:
-    """Return config.json's `rope_scaling`, for heads of `size` features. Raise UserError if it cannot hold `rotary`."""
+    """Return the value of `rope_scaling` in config.json for heads of `size` features; None for no scaling.
+
+    Raise UserError if transformers has no kind of scaling that gives the frequencies of `rotary`.
+    """
     import numpy as np
 
     factors = np.array(rotary.factors or [1.0])
@@ -168,9 +172,9 @@ def rope_scaling(rotary: Rotary, size: int, context: int) -> dict[str, Any] | No
 
 
 def llama3(turns: np.ndarray, parameters: dict[str, Any]) -> np.ndarray:
-    """Return Llama 3's divisor of each pair's frequency: `factor` for slow pairs, 1 for fast ones.
+    """Return the divisor of each RoPE frequency in Llama 3's scaling: `factor` for low frequencies, 1 for high ones.
 
-    `turns` are the pairs' rotations per position.
+    `turns` are the frequencies in rotations per position; `parameters` is `rope_scaling` of config.json.
     """
     low, high = parameters["low_freq_factor"], parameters["high_freq_factor"]
     share = (parameters["original_max_position_embeddings"] * turns - low) / (high - low)
@@ -179,7 +183,11 @@ def llama3(turns: np.ndarray, parameters: dict[str, Any]) -> np.ndarray:
 
 
 def _guesses(turns: np.ndarray, factors: np.ndarray, context: int) -> list[tuple[float, float, int]]:
-    """Return candidates for (low, high, original) from lines through 1 / factor over `turns` of pairs in between."""
+    """Return candidates for (low_freq_factor, high_freq_factor, original context) of Llama 3's scaling.
+
+    Between the low and the high frequencies, 1 / factor is a linear function of the frequency (`turns`). Each candidate
+    comes from a line fitted to some points of it.
+    """
     import numpy as np
 
     original = max(1, int(context / factors.max()))

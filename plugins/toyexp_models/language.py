@@ -34,7 +34,7 @@ class LanguageModel(Model):
         require_range("model", self, n_layers=BLOCKS, norm_eps=EPS, vocab=f"[0,{MAX_INT}]")
 
     def fit(self, dataset: Dataset) -> Model:
-        """Return the model with the data's vocabulary size if `vocab` is 0."""
+        """Return the model with the data's vocabulary size if `vocab` is 0. Raise UserError if `vocab` is too small."""
         if self.vocab and self.vocab < dataset.vocab:
             last = dataset.vocab - 1
             raise UserError(f"model.vocab={self.vocab} is smaller than the data's token ids (0..{last}); leave it out")
@@ -42,13 +42,13 @@ class LanguageModel(Model):
 
 
 def linear_specs(name: str, outputs: int, inputs: int, init: Normal, biased: bool = True) -> list[TensorSpec]:
-    """Return specs of a linear's weight and bias."""
+    """Return the specs of a linear layer: its weight and, if `biased`, its bias, which starts from 0."""
     weight = TensorSpec(f"{name}.weight", (outputs, inputs), init)
     return [weight, TensorSpec(f"{name}.bias", (outputs,), Constant(0))] if biased else [weight]
 
 
 def norm_specs(name: str, size: int, biased: bool = True) -> list[TensorSpec]:
-    """Return specs of a norm's weight and bias."""
+    """Return the specs of a norm: its weight, which starts from 1, and, if `biased`, its bias, which starts from 0."""
     weight = TensorSpec(f"{name}.weight", (size,), Constant(1))
     return [weight, TensorSpec(f"{name}.bias", (size,), Constant(0))] if biased else [weight]
 

@@ -43,13 +43,13 @@ class Llama(RotaryModel):
         self._check_angles(self.rope_factors)
 
     def biases(self) -> dict[str, int]:
-        """Return the size of each bias of a block, by linear."""
+        """Return the sizes of the biases of a block, by the name of the linear."""
         feed_forward = {"ffn_gate": self.d_ff, "ffn_up": self.d_ff, "ffn_down": self.d_model}
         output = {"attn_output": self.d_model}
         return super().biases() | (output if self.o_bias else {}) | (feed_forward if self.ffn_bias else {})
 
     def factors(self) -> Sequence[float]:
-        """Return Llama 3's frequency divisors."""
+        """Return the divisor of each RoPE frequency (Llama 3), or an empty list if all are 1."""
         return self.rope_factors
 
 
@@ -101,9 +101,9 @@ class Gemma(RotaryModel):
             raise UserError("model.tied=false: gemma requires model.tied=true")
 
     def embed(self, ops: Ops, table: Tensor, tokens: Tensor) -> Tensor:
-        """Return the rows of the table times sqrt(d)."""
+        """Return the tokens' rows of the embedding table, times sqrt(d_model)."""
         return ops.scale(ops.embed(table, tokens), math.sqrt(self.d_model))
 
     def gated(self, ops: Ops, gate: Tensor, up: Tensor) -> Tensor:
-        """Return gelu(gate) * up (Shazeer 2020)."""
+        """Return the hidden layer of GeGLU, gelu(gate) * up (Shazeer 2020)."""
         return ops.mul(ops.gelu(gate), up)

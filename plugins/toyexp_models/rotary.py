@@ -47,7 +47,10 @@ class RotaryModel(LanguageModel):
         self._check_angles()
 
     def _check_angles(self, factors: Sequence[float] = ()) -> None:
-        """Raise UserError if rope's largest angle, in radians, exceeds what float32 can resolve."""
+        """Raise UserError if RoPE's largest angle, at the last position, is too large for float32.
+
+        `factors` are the divisors of the frequencies, if any.
+        """
         slope = (
             -2 / self.head_size * math.log10(self.rope_base)
         )  # of log10 of the pairs' speeds; the first pair has speed 1
@@ -58,7 +61,10 @@ class RotaryModel(LanguageModel):
             raise UserError(f"{settings}: position {self.context} would rotate by more than {MAX_INT} radians")
 
     def tensors(self) -> list[TensorSpec]:
-        """Return specs: embeddings N(0, 0.02), linears N(0, 1/sqrt(inputs)), norms 1, biases 0, as originally."""
+        """Return the specs of all tensors.
+
+        Embeddings start from N(0, 0.02), linears from N(0, 1/sqrt(inputs)), norms from 1, biases from 0.
+        """
         d, ff, q, kv = self.d_model, self.d_ff, self.n_heads * self.head_size, self.n_kv_heads * self.head_size
 
         def linear(name: str, outputs: int, inputs: int) -> TensorSpec:
@@ -86,12 +92,12 @@ class RotaryModel(LanguageModel):
         return specs
 
     def biases(self) -> dict[str, int]:
-        """Return the size of each bias of a block, by linear."""
+        """Return the sizes of the biases of a block, by the name of the linear."""
         kv = self.n_kv_heads * self.head_size
         return {"attn_q": self.n_heads * self.head_size, "attn_k": kv, "attn_v": kv} if self.qkv_bias else {}
 
     def factors(self) -> Sequence[float]:
-        """Return the frequency divisor of each pair of features; empty: all 1."""
+        """Return the divisor of each RoPE frequency, or an empty sequence if all are 1."""
         return ()
 
     def rotary(self) -> Rotary:
@@ -103,7 +109,7 @@ class RotaryModel(LanguageModel):
         return ops.embed(table, tokens)
 
     def gated(self, ops: Ops, gate: Tensor, up: Tensor) -> Tensor:
-        """Return the hidden layer of the feed-forward layer, [B, T, d_ff]."""
+        """Return the gated activations of the feed-forward layer, [B, T, d_ff]; here SwiGLU."""
         return ops.swiglu(gate, up)
 
     def forward(self, ops: Ops, p: Params, batch: Mapping[str, Tensor]) -> Tensor:

@@ -52,14 +52,14 @@ NAMES = {
 
 
 class ViTGGUF(GGUFForm[Any]):
-    """Mapping of the sizes to GGUF keys; `classes`, `image_mean` and `image_std` come from the data."""
+    """GGUF form of ViT. The data, not the model, adds the keys `classes`, `image_mean` and `image_std`."""
 
     def architecture(self, model: Any) -> str:
         """Return toyexp's own architecture name, so that no other program misreads the file."""
         return ARCHITECTURE
 
     def metadata(self, model: Any) -> dict[str, Any]:
-        """Return the keys of block type, sizes and eps."""
+        """Return the GGUF keys and values of the block type, the sizes and the norms' eps."""
         sizes = {key: getattr(model, name) for name, key in SIZES.items()}
         return {"block": model.block, **sizes, FORMS[model.block]: model.norm_eps}
 
@@ -72,7 +72,10 @@ class ViTGGUF(GGUFForm[Any]):
 
 
 def vit_layout(model: Any, data: Mapping[str, Any]) -> Layout:
-    """Return the layout of ViTForImageClassification, for blocks of layernorm_gelu, with the data's classes."""
+    """Return the layout of ViTForImageClassification, with the names of the data's classes.
+
+    Raise UserError unless model.block is layernorm_gelu.
+    """
     if model.block != "layernorm_gelu":
         raise UserError(f"model.block={model.block} has no Hugging Face layout; transformers' ViT is layernorm_gelu")
     config = {
@@ -178,18 +181,18 @@ class ViT(Model):
         return (self.image_size // self.patch) ** 2
 
     def inputs(self) -> dict[str, tuple[int | str, ...]]:
-        """Return the shape of an image's patches."""
+        """Return the name of the model's input, and its shape for one image."""
         return {"patches": (self.patches, self.channels * self.patch**2)}
 
     def batches(self, dataset: Dataset, rows: int, seed: int) -> Batches:
-        """Return the batches with images cut into patches on the host."""
+        """Return the data's batches, whose images are cut into patches on the CPU."""
         return Patches(dataset.batches(0, rows, seed), self.patch)
 
     def tensors(self) -> list[TensorSpec]:
         """Return the tensors, under llama.cpp's names for vision models.
 
-        As in the original program, patches, positions and head start from N(0, 0.02), the class token from 0, blocks
-        from N(0, 1/sqrt(d)). v.patch_embd.weight, as [d, channels, patch, patch], is a convolution's kernel.
+        Patch embedding, positions and head start from N(0, 0.02), the class token from 0, linears of blocks from
+        N(0, 1/sqrt(d)). v.patch_embd.weight, reshaped to [d, channels, patch, patch], is a convolution's kernel.
         """
         d, ff, small, inner = self.d_model, self.d_ff, Normal(0.02), Normal(1 / math.sqrt(self.d_model))
         with_bias = self.block == "layernorm_gelu"
@@ -232,7 +235,7 @@ class ViT(Model):
         return ops.rms_norm(x, p[f"{name}.weight"], self.norm_eps)
 
     def scores(self, logits: Callable[[Batch], np.ndarray], batches: Iterable[Batch]) -> dict[str, float]:
-        """Return the accuracy: the weighted fraction of images with the correct most likely class."""
+        """Return {"accuracy": the fraction of images whose most likely class is correct}, weighted by batch weights."""
         correct = total = 0.0
         for batch in batches:
             predicted = logits({"patches": batch["patches"]}).argmax(-1)
@@ -270,7 +273,10 @@ class Patches(Batches):
 
 
 def cut(images: np.ndarray, patch: int) -> np.ndarray:
-    """Return images [B, height, width, C] as patches [B, P, C * patch * patch], row by row, each laid out [C, y, x]."""
+    """Cut images [B, height, width, C] into patches [B, P, C * patch * patch].
+
+    The patches of an image are in row order, and the numbers of a patch in the order [C, y, x].
+    """
     import numpy as np
 
     rows, height, width, channels = images.shape

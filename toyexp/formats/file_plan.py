@@ -18,7 +18,7 @@ from toyexp.interfaces.recipe import Setup
 
 
 def frozen_plan(model: Model, path: Path, setup: Setup, adapter: Path | None = None) -> Plan:
-    """Return the plan of a file's model, and optionally a LoRA adapter, in which nothing trains."""
+    """Return a plan that opens a model file, and optionally a LoRA adapter file, without training either."""
     tensors, adapters = frozen_tensors(model, path, adapter)
     return setup.plan(model, tensors, adapters)
 
@@ -26,16 +26,16 @@ def frozen_plan(model: Model, path: Path, setup: Setup, adapter: Path | None = N
 def frozen_tensors(
     model: Model, path: Path, adapter: Path | None = None
 ) -> tuple[list[PlanTensor], Sequence[LoraAdapter]]:
-    """Return the frozen tensors of a model file and an adapter, and the adapters' targets."""
+    """Return the tensors of a model file and its LoRA adapter file, all frozen, and the target of each LoRA pair."""
     tensors = [PlanTensor(t.name, t.shape, FromGGUF(str(path), t.name), trainable=False) for t in model.tensors()]
     pairs, adapters = read_adapter(adapter, model) if adapter else ([], [])
     return [*tensors, *pairs], adapters
 
 
 def match_preprocessing(dataset: Dataset, model: Model, path: Path) -> None:
-    """Give data the preprocessing that a model's file records; raise UserError for data that does not fit.
+    """Set the data's preprocessing to that in a model file; raise UserError if data and model do not fit.
 
-    A model that leaves its classes to the data has no fixed class numbers.
+    The file's list of classes is ignored if the model takes its number of classes from the data.
     """
     metadata, skipped = (
         open_gguf(str(path)).metadata,
@@ -50,7 +50,10 @@ def match_preprocessing(dataset: Dataset, model: Model, path: Path) -> None:
 
 
 def read_adapter(path: Path, model: Model) -> tuple[list[PlanTensor], Sequence[LoraAdapter]]:
-    """Return the tensors and targets of a LoRA adapter file; raise UserError if it does not fit `model`."""
+    """Return the tensors of a LoRA adapter file, and the target and scale of each LoRA pair.
+
+    Raise UserError if the adapter does not fit `model`.
+    """
     with GGUFFile(path) as file:
         alpha = check_adapter(file)
         if file.architecture != (expected := gguf_architecture(model)):
@@ -76,7 +79,7 @@ def _rank(file: GGUFFile, linear: TensorSpec) -> int:
 
 
 def check_adapter(file: GGUFFile) -> float:
-    """Return the alpha of a LoRA adapter file, 0 if it has none; raise UserError if the file is no LoRA adapter."""
+    """Return the alpha of a LoRA adapter file, or 0 if it has none; raise UserError if it is no LoRA adapter."""
     kinds = [file.metadata.get(key) for key in ("general.type", "adapter.type")]
     if kinds != ["adapter", "lora"]:
         raise file.error(f"holds no LoRA adapter (general.type is {printable(str(kinds[0]))})")

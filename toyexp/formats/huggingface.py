@@ -35,7 +35,7 @@ IMAGE_CLASSES = "AutoModelForImageClassification", "image-classification"
 
 
 def write_folder(path: Path, exported: ModelExport, dtype: str = "float32") -> list[str]:
-    """Write the directory `path` atomically, replacing an earlier one.
+    """Write a model as the transformers directory `path`, atomically; replace an existing directory.
 
     Tensors are read one at a time. Return a sentence for each tensor with numbers that are not finite or do not fit the
     dtype. Raise UserError for a model that transformers does not have.
@@ -68,7 +68,7 @@ def write_folder(path: Path, exported: ModelExport, dtype: str = "float32") -> l
 
 
 def hf_notes(model: Model, data: Mapping[str, Any], tokenizer: Tokenizer | None) -> list[str]:
-    """Return how transformers and llama.cpp's converter would treat the directory differently from toyexp."""
+    """Return a sentence for each way in which transformers or llama.cpp's converter reads the directory differently."""
     lines: list[str] = []
     if isinstance(tokenizer, SentencePiece) and (count := tokenizer.count_reordered()):
         lines.append(f"transformers may merge {count} of its {tokenizer.vocab} tokens in another order than llama.cpp")
@@ -79,7 +79,10 @@ def hf_notes(model: Model, data: Mapping[str, Any], tokenizer: Tokenizer | None)
 
 
 def write_adapter_folder(path: Path, plan: Plan, exported: ModelExport) -> list[str]:
-    """Write the plan's LoRA adapters for PEFT, atomically, in float32; B's rows get transformers' order."""
+    """Write the plan's LoRA adapters as a directory for PEFT, atomically, in float32.
+
+    The rows of B are reordered as in transformers. Return a sentence for each tensor that is not finite.
+    """
     adapters = [a for a in plan.adapters if isinstance(a, LoraAdapter)]
     stored_tensors = hf_layout(plan.model, {}).tensors
     tensors: dict[str, Tensor] = {}
@@ -155,7 +158,7 @@ def _special_ids(tokenizer: Tokenizer | None) -> dict[str, Any]:
 
 @contextmanager
 def _directory(path: Path) -> Iterator[Path]:
-    """Yield a temporary directory that becomes `path`; raise RunFailed if it cannot be written."""
+    """Yield a temporary directory, which is renamed to `path` at the end; raise RunFailed if it cannot be written."""
     with convert_write_errors(path), write_atomically(path) as folder:
         folder.mkdir()
         yield folder
@@ -199,7 +202,11 @@ class FromFile(PreTrainedTokenizerFast):
 
 
 def tokenizer_files(tokenizer: Tokenizer, is_replaced: bool) -> dict[str, bytes]:
-    """Return the tokenizer files' contents by name; `is_replaced`: transformers would use its own tokenizer."""
+    """Return the tokenizer's files as {name: content}.
+
+    `is_replaced` says that transformers would use its own tokenizer for this model type instead of tokenizer.json; then
+    the files include a tokenizer class that prevents this.
+    """
     library, settings = tokenizer.to_huggingface()
     files = {"tokenizer.json": library.encode()}
     if isinstance(tokenizer, SentencePiece):
@@ -213,7 +220,7 @@ def tokenizer_files(tokenizer: Tokenizer, is_replaced: bool) -> dict[str, bytes]
 
 
 def _sentencepiece_settings(tokenizer: SentencePiece, library: str) -> dict[str, Any]:
-    """Return the settings that llama.cpp's converter only reads from tokenizer_config.json."""
+    """Return the settings for tokenizer_config.json that llama.cpp's converter reads; `library` is tokenizer.json."""
     added = {str(token.pop("id")): token for token in json.loads(library)["added_tokens"]}
     not_special = {i: token for i, token in added.items() if not token["special"]}
     settings: dict[str, Any] = {"added_tokens_decoder": not_special} if not_special else {}

@@ -28,7 +28,7 @@ def identity(numbers: np.ndarray) -> np.ndarray:
 
 @dataclass(frozen=True)
 class HFTensor:
-    """A model's tensor as transformers stores it."""
+    """Name of a model's tensor in transformers, and the functions that convert its numbers."""
 
     name: str
     rows: ArrayFunction = identity  # reorders outputs: a weight's rows, a bias, or the rows of a LoRA's B
@@ -40,13 +40,13 @@ class Conversion:
     """Support of one architecture in llama.cpp's converter."""
 
     kinds: tuple[str, ...] = ("bpe", "spm")  # supported kinds of tokenizers
-    prefix: bool | None = True  # its add_space_prefix for SentencePiece; None: read from the file
-    ignored_setting: str = ""  # a setting of this model that it ignores, if any
+    prefix: bool | None = True  # add_space_prefix that the converter sets for SentencePiece; None: it reads the file's
+    ignored_setting: str = ""  # sentence about a model setting that it ignores; "": none
 
 
 @dataclass(frozen=True)
 class Layout:
-    """A model's directory in transformers: config.json, the stored tensors and further files."""
+    """Contents of a model's directory in transformers: config.json, the stored tensors and further files."""
 
     config: Mapping[str, Any]
     tensors: Mapping[str, HFTensor]  # by GGUF name

@@ -31,10 +31,10 @@ CHANGES_BASE = ("pissa", "olora", "corda", "loftq")  # initialisations that also
 
 
 def read_peft(folder: Path, model: Model) -> tuple[float, dict[str, np.ndarray], dict[str, str]]:
-    """Return alpha, the pairs by GGUF name, and the origin keys of an adapter in a PEFT directory.
+    """Return alpha, the matrices A and B by GGUF name, and the values of ORIGIN_KEYS of an adapter in a PEFT directory.
 
-    Each pair contributes alpha / rank * B A, where the rank is the number of rows of A; the rows of B have the model's
-    order. Raise UserError for an adapter that is damaged, of another model, or more than such pairs.
+    Each pair adds alpha / rank * B A to its linear, where the rank is the number of rows of A; the rows of B are in the
+    model's order. Raise UserError if the adapter is damaged, fits another model, or is not plain LoRA.
     """
     config = _config(folder / CONFIG)
     alpha, patterns = _number(folder, config, "lora_alpha", 8), config.get("rank_pattern") or {}  # 8 as in PEFT
@@ -87,7 +87,7 @@ def _number(folder: Path, config: Mapping[str, Any], key: str, default: int | No
 
 
 def _places(folder: Path, model: Model) -> dict[str, HFTensor]:
-    """Return the transformers tensors of the model's linears; raise UserError if it is not in transformers."""
+    """Return the transformers tensor of each linear, by GGUF name; raise UserError if transformers lacks the model."""
     try:
         stored = hf_layout(model, {}).tensors
     except UserError as error:
@@ -104,13 +104,13 @@ def _tensors(folder: Path) -> TensorsFile:
 
 
 def _reorder_rows(b: np.ndarray, stored: HFTensor) -> np.ndarray:
-    """Return B with its rows in the model's order instead of transformers'."""
+    """Return B with its rows reordered from transformers' order to the model's."""
     order = stored.rows(np.arange(len(b), dtype=np.int64)[:, None])[:, 0]
     return b[np.argsort(order)]
 
 
 def _relative_scale(config: Mapping[str, Any], module: str, b: np.ndarray, alpha: float, folder: Path) -> float:
-    """Return a pair's scale relative to alpha / rank, from rsLoRA and alpha_pattern."""
+    """Return the factor besides alpha / rank by which PEFT scales a LoRA pair: 1 without rsLoRA and alpha_pattern."""
     scale, patterns = alpha, config.get("alpha_pattern") or {}
     for pattern in patterns if isinstance(patterns, dict) else ():
         if not re.fullmatch(r"[\w.]+", pattern):  # an untrusted regular expression may never end

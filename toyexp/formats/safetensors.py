@@ -1,4 +1,4 @@
-"""Read and write safetensors files. Files of toyexp have the keys of a GGUF, as JSON, in the metadata `gguf`."""
+"""Read and write safetensors files. toyexp stores the model's GGUF keys in them as JSON, in the metadata `gguf`."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ Tensor = tuple[tuple[int, ...], Callable[[], np.ndarray]]  # shape, and a functi
 
 
 def json_object(text: Any, what: str) -> dict[str, Any]:
-    """Parse a JSON object; raise UserError about `what` if the text is none."""
+    """Parse a JSON object. If the text is not one, raise UserError with a message that begins with `what`."""
     try:
         value = json.loads(text) if isinstance(text, str | bytes) else None
     except (ValueError, RecursionError):
@@ -54,11 +54,11 @@ class TensorsFile(ModelFile):
         check_offsets(self.tensors.values(), 8 + length, size, 1, self.error)
 
     def _keys(self, metadata: dict[str, Any]) -> Mapping[str, Any]:
-        """Return the model's keys in the file's metadata."""
+        """Return what `self.metadata` holds, given the metadata in the file's header."""
         return metadata
 
     def read(self, name: str, rows: int | None = None) -> np.ndarray:
-        """Return a tensor in float32, or only its first rows."""
+        """Return a tensor in float32, or only its first `rows` rows."""
         info = self.tensors[name]
         shape = info.shape if rows is None else (min(rows, info.shape[0]), *info.shape[1:])
         self._file.seek(info.offset)
@@ -83,7 +83,7 @@ class TensorsFile(ModelFile):
 
 
 class SafetensorsFile(TensorsFile):
-    """Open safetensors file that toyexp wrote, with the keys of its GGUF. Raise UserError for any other."""
+    """Open safetensors file that toyexp wrote; `metadata` holds the GGUF keys. Raise UserError for any other file."""
 
     def _keys(self, metadata: dict[str, Any]) -> Mapping[str, Any]:
         if KEYS not in metadata:
@@ -93,7 +93,10 @@ class SafetensorsFile(TensorsFile):
 
 
 def write_safetensors(path: Path, tensors: Mapping[str, Tensor], kind: str, metadata: Mapping[str, str]) -> list[str]:
-    """Write tensors one at a time; return a sentence for each with numbers that are not finite or do not fit."""
+    """Write tensors in the dtype `kind`, one at a time; `tensors` maps names to shapes and functions that return them.
+
+    Return a sentence for each tensor with numbers that are not finite or too large for the dtype.
+    """
     problems: list[str] = []
     header: dict[str, Any] = {"__metadata__": metadata}
     end = 0

@@ -19,7 +19,7 @@ Value = int | float | str | bytes
 
 
 def missing_requirement(tokenizer: SentencePiece) -> str:
-    """Return what SentencePiece requires and this vocabulary lacks, or ""."""
+    """Return a sentence about what this vocabulary lacks to be written as tokenizer.model, or ""."""
     count = tokenizer.types.tolist().count(BYTE)
     if tokenizer.unknown is None:
         return "SentencePiece requires a token of type unknown"
@@ -54,7 +54,7 @@ def sentencepiece_model(tokenizer: SentencePiece) -> bytes:
 
 
 def _pieces(tokenizer: SentencePiece) -> Iterator[tuple[str, float, int]]:
-    """Yield text, score and type of each token. SentencePiece allows one unknown token and no spaces in texts."""
+    """Yield (text, score, type) of each token, adapted to SentencePiece: one unknown token, no spaces in texts."""
     texts = set(tokenizer.pieces)
     types = tokenizer.types.copy()
     types[types == UNKNOWN] = CONTROL

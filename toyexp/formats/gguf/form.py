@@ -18,18 +18,21 @@ M = TypeVar("M", bound=Model)
 
 
 class GGUFForm(ABC, Generic[M]):
-    """How a model class is written in a GGUF; the class names it: `forms = {"gguf": MyForm()}`."""
+    """How a model class is written to a GGUF file and read back.
+
+    A model class declares its form as `forms = {"gguf": MyForm()}`.
+    """
 
     def architecture(self, model: M | type[M]) -> str:
-        """Return the value of general.architecture; a model that computes differently needs another one."""
+        """Return the value of general.architecture. Models that compute differently must return different values."""
         return model.name
 
     @abstractmethod
     def metadata(self, model: M) -> dict[str, Any]:
-        """Return the architecture's own keys, without the `<architecture>.` prefix."""
+        """Return the keys `<architecture>.*`, without that prefix, and their values."""
 
     def constants(self, model: M) -> Mapping[str, np.ndarray]:
-        """Return float32 tensors of the file that follow from the model's fields and are not model tensors."""
+        """Return float32 tensors, by name, that the file needs besides `model.tensors()`, computed from settings."""
         return {}
 
     def read(self, cls: type[M], file: ModelFile) -> M:
@@ -41,14 +44,14 @@ class PlainForm(GGUFForm[Any]):
     """Default form: the model's settings as JSON, which no other program reads."""
 
     def metadata(self, model: Model) -> dict[str, Any]:
-        """Return the settings under one key; raise UserError for values that JSON cannot hold."""
+        """Return the settings as JSON under the key `settings`; raise UserError for values that JSON cannot hold."""
         try:
             return {"settings": json.dumps(model_settings(model), allow_nan=False)}
         except (TypeError, ValueError) as error:
             raise UserError(f"model={model.name}: its settings cannot be written: {error}") from None
 
     def read(self, cls: type[Any], file: ModelFile) -> Any:
-        """Make the model from its settings; raise UserError for settings of another class."""
+        """Return the model with the settings in the file; raise UserError if they are those of another class."""
         try:
             return cls(**json.loads(file.text(f"{file.architecture}.settings")))
         except (TypeError, ValueError) as error:
@@ -59,7 +62,7 @@ PLAIN = PlainForm()
 
 
 def gguf_form(model: Model | type[Model]) -> GGUFForm[Any]:
-    """Return the form of a model or model class, PLAIN if it names none."""
+    """Return the GGUF form that a model or model class declares, or PLAIN if it declares none."""
     form: GGUFForm[Any] = model.forms.get("gguf", PLAIN)
     return form
 
@@ -91,14 +94,14 @@ def read_model(cls: type[M], file: ModelFile) -> M:
 
 
 def decimal(value: float) -> float:
-    """Return the shortest decimal that rounds to a float32."""
+    """Return the float with the fewest decimals that rounds to the same float32, such as 0.1 for 0.100000001."""
     import numpy as np
 
     return float(str(np.float32(value)))
 
 
 class Keys:
-    """Keys of a file's architecture, each read once; `finish` rejects unread ones, which may change the computation."""
+    """Reader of a file's keys `<architecture>.*`; `finish` rejects unread keys, which may change the computation."""
 
     def __init__(self, file: ModelFile):
         self.file, self._prefix = file, f"{file.architecture}."
@@ -112,14 +115,14 @@ class Keys:
         return value
 
     def number(self, name: str, default: float | None = None) -> float:
-        """Return a float as the shortest decimal of the float32 in the file."""
+        """Return a key's float32 as a short decimal, see `decimal`; raise UserError if it has no such value."""
         value = self._take(name, default)
         if not isinstance(value, float):
             raise self._wrong(name, value)
         return decimal(value)
 
     def expect(self, name: str, *allowed: Any) -> Any:
-        """Return a key whose value must be one of `allowed`; the first is the default."""
+        """Return a key's value; raise UserError if it is not one of `allowed`. A missing key has the first of them."""
         import numpy as np
 
         value = self._take(name, allowed[0])
@@ -128,7 +131,7 @@ class Keys:
         return value
 
     def ignore(self, *names: str) -> None:
-        """Drop keys that do not change the model."""
+        """Accept keys with any value, because they do not change the computation."""
         for name in names:
             self._unread.pop(self._prefix + name, None)
 

@@ -52,7 +52,7 @@ def dequantise(raw: np.ndarray, type_id: int) -> np.ndarray:
 
 
 def encodes_finite(raw: np.ndarray, type_id: int) -> bool:
-    """Return True if bytes of a ggml type encode only finite numbers; most quantised types need only their scales."""
+    """Return True if bytes of a ggml type encode only finite numbers; of most quantised types only check the scales."""
     name, _, block_bytes = GGUF_TYPES[type_id]
     if name not in _SCALES:
         return all_finite(dequantise(raw, type_id))
@@ -61,13 +61,13 @@ def encodes_finite(raw: np.ndarray, type_id: int) -> bool:
 
 
 def all_finite(array: np.ndarray) -> bool:
-    """Return True if all numbers are finite, by their sum in float64, which float32 numbers cannot overflow."""
+    """Return True if no number is NaN or infinite. Check the float64 sum, which finite float32 cannot overflow."""
     with np.errstate(invalid="ignore"):  # infinity minus infinity
         return math.isfinite(array.sum(dtype=np.float64))
 
 
 def fitting_type(array: np.ndarray, type_name: str) -> str:
-    """Return the type, or F32 for an array with finite numbers too large for it."""
+    """Return `type_name`, or F32 if the array has finite numbers too large for that type."""
     largest = LARGEST.get(type_name)
     if largest is None or not array.size or -largest <= array.min() <= array.max() <= largest:
         return type_name
@@ -106,7 +106,10 @@ def check_pieces(name: str, pieces: Iterable[np.ndarray], type_name: str, proble
 def encode_pieces(
     name: str, numbers: Iterable[np.ndarray], type_name: str, problems: list[str]
 ) -> Iterator[np.ndarray]:
-    """Yield a tensor's pieces as bytes of a ggml type; append a sentence to `problems` if any is not finite."""
+    """Yield a tensor's float32 pieces as bytes of a ggml type.
+
+    Append a sentence to `problems` if a number is NaN, infinite or too large for the type.
+    """
     has_nonfinite, largest = False, 0.0
     for piece in numbers:
         raw = encode(piece, type_name)

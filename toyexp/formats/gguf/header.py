@@ -59,7 +59,7 @@ def how_to_convert(folder: Path, script: str = "convert_hf_to_gguf.py") -> str:
 
 
 def source_path(path: Path) -> Path:
-    """Return the checkpoint or file that a temporary file was converted from, or the path itself."""
+    """Return the file from which the temporary file `path` was converted, to name it in errors, or `path` itself."""
     return SOURCE_PATHS.get(path, path)
 
 
@@ -76,7 +76,10 @@ _pread = getattr(os, "pread", _pread_fallback)  # missing on Windows
 
 
 class Part:
-    """One file on disk with its header; `spent` is the memory that headers have used, including earlier parts."""
+    """One open file of a GGUF model and its parsed header; a split model has several.
+
+    `spent` counts the bytes of memory for the headers of this part and all earlier parts.
+    """
 
     def __init__(self, path: Path, spent: int = 0):
         self.path, self.spent = path, spent
@@ -204,7 +207,7 @@ class Part:
 def check_offsets(
     tensors: Iterable[TensorInfo], start: int, size: int, alignment: int, error: Callable[[str], UserError]
 ) -> None:
-    """Raise `error` unless the tensors fill the file from `start` to its end, each at the next aligned offset."""
+    """Raise error(cause) unless the tensors fill the file from `start` to its end, each at the next aligned offset."""
     in_order = sorted(tensors, key=lambda t: t.offset)
     for tensor in in_order:
         if (beyond := tensor.offset + tensor.nbytes - size) > 0:
@@ -222,7 +225,7 @@ def check_offsets(
 
 
 class _Label(NamedTuple):
-    """Subject of an error message: our words and a name from the file, escaped only when printed."""
+    """Subject of an error message: fixed words, and a name from the file, which is escaped when it is printed."""
 
     words: str
     name: str
@@ -254,7 +257,10 @@ class _Cursor:
         return struct.unpack(form, self.take(struct.calcsize(form), what))[0]
 
     def allow(self, count: int, smallest: int, memory: int, what: str | _Label) -> None:
-        """Raise GGUFError if `count` items of at least `smallest` bytes exceed the file or the memory limit."""
+        """Raise GGUFError if `count` items do not fit into the rest of the file or the memory limit.
+
+        An item takes at least `smallest` bytes of the file and `memory` bytes of memory.
+        """
         if count * smallest > self.end - self.at:
             raise self.part.error(f"claims {count} {what}, more than fit into the file")
         self.spend(count * memory, count, what)
@@ -276,7 +282,7 @@ class _Cursor:
             raise self.part.error(f"{what} is not UTF-8") from None
 
     def strings(self, count: int, what: _Label) -> list[str]:
-        """Read `count` strings: the first with every check, the others in the buffer quickly."""
+        """Read `count` strings. Strings that lie completely in the buffer skip the slow checks of `string`."""
         texts: list[str] = []
         while len(texts) < count:
             texts.append(self.string(what, STRING_LIMIT))

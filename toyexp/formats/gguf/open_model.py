@@ -29,12 +29,15 @@ PARENT = ("name", "author", "organization", "version", "url", "repo_url")  # key
 
 
 def load_model(path: Path, registry: Registry, reads: Sequence[Kind] | None = None) -> Model:
-    """Return the model in a GGUF file; raise UserError if no known model (of kinds `reads`) has its architecture."""
+    """Return the model in a GGUF file; raise UserError if no registered model class has the file's architecture.
+
+    With `reads`, search only the classes that read one of these kinds of data.
+    """
     return load_open_model(open_gguf(str(path)), registry, reads)
 
 
 def require_model(file: ModelFile) -> None:
-    """Raise UserError for an open file that holds something else, such as a LoRA adapter."""
+    """Raise UserError if an open file holds no model but, for example, a LoRA adapter."""
     kind = file.metadata.get("general.type", "model")
     if kind != "model":
         raise file.error(f"holds no model (general.type is {printable(str(kind))})")
@@ -50,7 +53,7 @@ def find_model_class(file: ModelFile, models: Iterable[type[Model]]) -> type[Mod
 
 
 def models_by_architecture(models: Iterable[type[Model]]) -> dict[str, type[Model]]:
-    """Return classes by their GGUF architecture; one with a GGUF form wins over a plain name."""
+    """Return {GGUF architecture: class}. Of two classes with one architecture, a class with its own GGUF form wins."""
     return {gguf_architecture(cls): cls for cls in sorted(models, key=lambda cls: "gguf" in cls.forms)}
 
 
@@ -60,7 +63,10 @@ def load_open_model(file: ModelFile, registry: Registry, reads: Sequence[Kind] |
 
 
 def read_exported(file: ModelFile, models: Iterable[type[Model]]) -> ModelExport:
-    """Return everything an open file holds about its model, one of `models`; tensors are read on access."""
+    """Return the model, tokenizer and metadata of an open file; tensors are read on access.
+
+    Raise UserError if none of the classes `models` has the file's architecture.
+    """
     model = _load_as(file, models)
     prefix, model_keys = f"{file.architecture}.", gguf_form(model).metadata(model)
     data = {k.removeprefix(prefix): v for k, v in file.metadata.items() if k.startswith(prefix)}
@@ -77,7 +83,7 @@ def read_exported(file: ModelFile, models: Iterable[type[Model]]) -> ModelExport
 
 
 def _tokenizer(file: ModelFile) -> tuple[Tokenizer | None, list[str]]:
-    """Return the file's tokenizer, or None and a sentence why there is none, since the model works without."""
+    """Return the file's tokenizer and no sentence, or None and a sentence that says why it cannot be read."""
     try:
         if isinstance(file, GGUFFile):
             return read_tokenizer(file), []
@@ -116,13 +122,13 @@ class FromGGUF(Values):
         open_gguf(self.path).check_finite(self.tensor, self.rows)
 
     def export_metadata(self) -> Mapping[str, Any]:
-        """Return the licence and identity of the file's model; nothing for an adapter, whose base has them."""
+        """Return the licence and origin of the file's model, see `inherited_keys`; nothing if it is an adapter."""
         file = open_gguf(self.path)
         return {} if file.metadata.get("general.type") == "adapter" else inherited_keys(file)
 
 
 def inherited_keys(base: GGUFFile) -> Mapping[str, Any]:
-    """Return the `general.*` keys, without that prefix, of a model trained from `base`: licence and origin."""
+    """Return the `general.*` keys, without prefix, that a model inherits from its base: licence and origin."""
     copied = ("license", "license.name", "license.link", "adapter_digest")
     keys = {key: base.text(f"general.{key}") for key in copied}
     parent = {key: base.text(f"general.{key}") for key in PARENT} | {"digest": cached_fingerprint(base.path)}
@@ -132,11 +138,11 @@ def inherited_keys(base: GGUFFile) -> Mapping[str, Any]:
 
 
 def mappable_tensor(tensor: PlanTensor) -> TensorInfo | None:
-    """Return where a planned tensor lies in its file if an engine may use it in place, else None.
+    """Return the position of a planned tensor in its file if an engine may use it in place, else None.
 
-    In-place use is for frozen tensors: matrices of any type, and float32 of any shape. A tensor of another shape than
-    planned returns None, and reading it reports the error. Raise GGUFError if the file lacks the tensor or it holds
-    NaN.
+    Engines may use frozen matrices of any type, and frozen float32 tensors of any shape. For a tensor with another
+    shape than planned return None, because reading it reports the error. Raise GGUFError if the tensor is missing or
+    not finite.
     """
     values = tensor.values
     if tensor.trainable or not isinstance(values, FromGGUF):

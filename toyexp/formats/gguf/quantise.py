@@ -32,7 +32,10 @@ sys.exit(llama_cpp.llama_model_quantize(os.fsencode(source), os.fsencode(target)
 
 
 def quantiser(setting: str) -> list[str]:
-    """Return a command that works like `llama-quantize SOURCE TARGET KIND`; raise Unavailable if there is none."""
+    """Return a command that takes the arguments of llama-quantize (SOURCE TARGET KIND).
+
+    Raise Unavailable with a message about `setting`, which needs it, if llama.cpp is not installed.
+    """
     program = shutil.which("llama-quantize")
     if program is not None:
         return [program]
@@ -44,7 +47,10 @@ def quantiser(setting: str) -> list[str]:
 
 
 def quantise(source: Path, target: Path, kind: str, requantise: bool = False) -> None:
-    """Convert a GGUF to another type, atomically; raise RunFailed with llama.cpp's message if it fails."""
+    """Convert a GGUF to type `kind`, atomically; raise RunFailed with llama.cpp's message if it fails.
+
+    With `requantise`, `source` may be quantised already.
+    """
     program = [*quantiser(f"type={kind}"), *(["--allow-requantize"] if requantise else [])]
     with convert_write_errors(target), write_atomically(target) as temporary:
         run = subprocess.run(
@@ -67,9 +73,9 @@ def _cause(run: subprocess.CompletedProcess[str]) -> str:
 
 
 def check_type(kind: str, key: str = "type", others: Iterable[str] = ()) -> None:
-    """Raise UserError unless `kind`, given as setting `key`, can be written; Unavailable if it needs llama.cpp.
+    """Raise UserError if `kind` is no file type, or Unavailable if it needs llama.cpp and that is not installed.
 
-    `others` are further values that the setting allows.
+    The message names the setting `key`, and `others` as further values that this setting allows.
     """
     if kind not in FILE_TYPES | K_QUANTS:
         raise UserError(f"{key}={kind}: {suggest(kind, [*FILE_TYPES, *K_QUANTS, *others])}")
@@ -78,10 +84,10 @@ def check_type(kind: str, key: str = "type", others: Iterable[str] = ()) -> None
 
 
 def tensor_type(name: str, shape: tuple[int, ...], kind: str, tied: bool) -> str:
-    """Return the ggml type of a tensor in a file of type `kind`, as llama.cpp chooses; `tied`: no output.weight.
+    """Return the ggml type of a tensor in a file of type `kind`, as llama.cpp chooses it except for the output layer.
 
-    Norms, biases and positions stay F32; rows not divisible by 32 become F16. The output layer is the most sensitive,
-    so with 4 and 5 bits it is Q8_0, where llama.cpp uses Q6_K, which gguf-py cannot write.
+    Norms, biases and positions stay F32; rows not divisible by 32 become F16. The output layer (token_embd.weight if
+    `tied`) is the most sensitive: it is Q8_0 in 4- and 5-bit files. llama.cpp uses Q6_K, which gguf-py cannot write.
     """
     if kind == "f32" or len(shape) < 2 or name.endswith(("_norm.weight", "position_embd.weight")):
         return "F32"

@@ -23,8 +23,8 @@ from toyexp.interfaces.format import ModelFile, TensorInfo
 class GGUFFile(ModelFile):
     """Open GGUF file with its `metadata` and `tensors`; weights are read on demand.
 
-    The first part of a split model opens the others. Raise GGUFError with the path and the cause for a missing or
-    invalid file.
+    If `path` is the first part of a split model, open the other parts too. Raise GGUFError with the path and the cause
+    for a missing or invalid file.
     """
 
     def __init__(self, path: str | Path):
@@ -86,7 +86,7 @@ class GGUFFile(ModelFile):
         return array
 
     def check_finite(self, name: str, rows: int | None = None) -> None:
-        """Raise GGUFError if a tensor, or its first rows, contains NaN or infinity; check each only once."""
+        """Raise GGUFError if a tensor, or its first `rows`, contains NaN or infinity; cache a passed check."""
         info, shape = self._find_tensor(name, rows)
         if (name, rows) in self._finite:  # a file that changed since is not noticed
             return
@@ -106,9 +106,9 @@ class GGUFFile(ModelFile):
         return raw.reshape(*shape[:-1], -1)
 
     def pieces(self, info: TensorInfo, count: int | None = None) -> Iterator[tuple[int, np.ndarray]]:
-        """Yield the bytes (uint8) of a tensor's first `count` numbers, in pieces that fit the processor's cache.
+        """Yield the stored bytes of a tensor's first `count` numbers as pairs (index of the first number, uint8 array).
 
-        Each comes with the index of its first number; all but the last encode `NUMBERS` numbers.
+        Each pair but the last holds `NUMBERS` numbers, which fit the processor's cache. None: all numbers.
         """
         _, per_block, block_bytes = GGUF_TYPES[info.type_id]
         part, total = self._parts[info.path], math.prod(info.shape) if count is None else count

@@ -1,4 +1,4 @@
-"""Read the tokenizer in a GGUF file, with llama.cpp's special-token rules that no key records."""
+"""Read the tokenizer in a GGUF file; apply llama.cpp's rules for special tokens, which no key records."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def read_tokenizer(file: GGUFFile) -> Tokenizer:
 
 
 def check_kind(file: GGUFFile) -> None:
-    """Raise GGUFError for an unsupported kind of tokenizer, by two keys, without reading its tokens."""
+    """Raise GGUFError if the file has no tokenizer or an unsupported kind; this does not read the tokens."""
     model, pre = _kind(file)
     if not model:
         raise file.error(f"has no tokenizer; {IDS_HINT}")
@@ -95,7 +95,7 @@ def read_chat_template(file: GGUFFile) -> str:
 
 
 def has_text(file: GGUFFile) -> bool:
-    """Return True if the file's ids stand for text, rather than having no vocabulary or placeholders."""
+    """Return True if the file has a vocabulary of texts; False if it has none or only placeholder tokens."""
     tokens = file.metadata.get("tokenizer.ggml.tokens")
     return isinstance(tokens, list) and any(token != placeholder(i) for i, token in enumerate(tokens))
 
@@ -150,7 +150,11 @@ class _Reader:
             raise self.file.error("its tokenizer has add_bos_token, and no bos_token_id")
 
     def _read_tokens(self) -> None:
-        """Set `pieces` without trailing padding, `types` as llama.cpp sees them, and `unreachable`."""
+        """Set the attributes that describe the tokens.
+
+        `pieces` are texts without trailing padding, `types` the types in llama.cpp, `ends` the ids that end
+        generation, `unreachable` the ids that tokenizing text never gives. Also set `family` and `swallowing`.
+        """
         # As in llama.cpp, a NUL ends a token, and an empty token is called [EMPTY_i].
         tokens = [piece.partition("\0")[0] or f"[EMPTY_{i}]" for i, piece in enumerate(self.keys["tokens"])]
         ids = {piece: i for i, piece in enumerate(tokens)}
@@ -167,7 +171,7 @@ class _Reader:
         self.unreachable = frozenset(np.flatnonzero(np.isin(types[:count], (CONTROL, UNKNOWN))).tolist())
 
     def _array(self, name: str, count: int, kinds: str, default: float) -> np.ndarray:
-        """Return a key's numbers, one per token."""
+        """Return the numbers of the key `name`, one per token, or `default` for each token if the key is missing."""
         values = self.keys.get(name, np.full(count, default, np.float32 if "f" in kinds else np.int32))
         if not isinstance(values, np.ndarray) or values.dtype.kind not in kinds or values.dtype.itemsize != 4:
             noun = "numbers" if "f" in kinds else "integers"
@@ -209,7 +213,10 @@ class _Reader:
         return BPE(self.pieces, merges, self.keys["eos_token_id"], PRE_TOKENIZERS[pre], unreachable)
 
     def _own_tokenizer(self, merges: list[tuple[str, str]]) -> Tokenizer | None:
-        """Return toyexp's byte or character tokenizer if the file has it; `merges` are those that make a token."""
+        """Return toyexp's byte or character tokenizer if the tokens are its vocabulary, else None.
+
+        `merges` are the merges that produce a token.
+        """
         eos = self.keys["eos_token_id"]
         if not merges and self.pieces[:256] == SYMBOLS and (eos, len(self.pieces)) == (256, 257):
             return Bytes()
@@ -217,7 +224,7 @@ class _Reader:
         return None if characters is None else Characters(characters)
 
     def _pairs(self) -> list[tuple[str, str]]:
-        """Return the distinct merges in order; llama.cpp keeps the first of equal ones."""
+        """Return the merges as pairs, in order and without duplicates; like llama.cpp, keep the first of equal ones."""
         merges = self.keys.get("merges")
         if not isinstance(merges, list):
             raise self.file.error("its tokenizer lacks tokens, merges or eos_token_id")
@@ -228,7 +235,7 @@ class _Reader:
 
 
 def _characters(pieces: list[str], eos: int) -> list[str] | None:
-    """Return the characters of the tokens if each is exactly one character and end-of-text comes last."""
+    """Return the tokens' characters if each token is one character and end-of-text comes last, else None."""
     if eos != len(pieces) - 1:
         return None
     try:
@@ -239,9 +246,10 @@ def _characters(pieces: list[str], eos: int) -> list[str] | None:
 
 
 def special_tokens(ids: Mapping[str, int], types: np.ndarray, keys: Mapping[str, Any]) -> tuple[np.ndarray, set[int]]:
-    """Return the types that llama.cpp gives the tokens, and the ids at which it stops generating.
+    """Return the type that llama.cpp assigns to each token, and the ids at which llama.cpp stops generating.
 
-    `ids` are the tokens by text, `types` the file's types, `keys` the `tokenizer.ggml.*` keys.
+    `ids` maps a token's text to its id, `types` holds the token types in the file, and `keys` the file's
+    keys `tokenizer.ggml.*` without that prefix.
     """
     types, ends = types.copy(), set()
     for names, texts in FILL.items():
@@ -267,16 +275,17 @@ def special_tokens(ids: Mapping[str, int], types: np.ndarray, keys: Mapping[str,
 
 
 def family(name: str) -> str:
-    """Return the vocabulary family that llama.cpp infers from `general.name`, or ""."""
+    """Return the vocabulary family (phi-3, modern-bert) that llama.cpp infers from `general.name`, or ""."""
     return next((name_of for name_of, (pattern, _) in FAMILIES.items() if pattern.search(name)), "")
 
 
 def space_swallowing_ids(
     ids: Mapping[str, int], types: np.ndarray, pre: str, family_name: str
 ) -> tuple[frozenset[int], frozenset[int]]:
-    """Return the special tokens that strip the white space before them, and those that strip it after them.
+    """Return two sets of special ids: tokens that strip white space before them, and tokens that strip it after them.
 
-    No key records this: llama.cpp infers it from the pre-tokenizer and the family. `types` come from `special_tokens`.
+    No key records this: llama.cpp infers it from the pre-tokenizer `pre` and the vocabulary family. `ids` maps texts to
+    ids; `types` come from `special_tokens`.
     """
     special = frozenset(np.flatnonzero(np.isin(types, (CONTROL, UNKNOWN, USER_DEFINED))).tolist())
 
@@ -291,7 +300,7 @@ def space_swallowing_ids(
 
 
 def compatible_name(name: str, tokenizer: Tokenizer | None) -> str:
-    """Return a `general.name` from which llama.cpp infers the tokenizer's family."""
+    """Return `name`, changed if needed so that llama.cpp infers the tokenizer's family from it; see `family`."""
     required = tokenizer.family if tokenizer is not None else ""
     if family(name) == required:
         return name

@@ -46,11 +46,11 @@ def write_model(
     general: Mapping[str, Any] | None = None,
     data: Mapping[str, Any] | None = None,
 ) -> list[str]:
-    """Write `path` atomically: to a temporary file, flushed, then renamed.
+    """Write a model as a GGUF file, atomically; return a sentence for each tensor that is not finite.
 
-    `tensors` are the model's, float32, by GGUF name; `general` and `data` are further keys of `general` and of the
-    architecture. Without a tokenizer a language model's file gets placeholder tokens. A tensor too large for its type
-    stays F32. Return a sentence for each tensor that is not finite.
+    `tensors` maps GGUF names to float32 arrays; `general` and `data` are further keys without their prefixes
+    (`general.`, `<architecture>.`). Without a tokenizer, a language model gets placeholder tokens. A tensor with finite
+    numbers too large for its type stays F32.
     """
     check_type(kind)
     if kind in K_QUANTS:
@@ -94,8 +94,9 @@ def write_adapter(
 ) -> list[str]:
     """Write the plan's LoRA adapters in llama.cpp's `--lora` format, atomically, in float32.
 
-    llama.cpp adds alpha / r * B A to the base's tensor of the same name, with one alpha per file. It ignores
-    `chat_template`, the one used in training, which `toyexp generate --adapter` uses.
+    llama.cpp adds alpha / r * B A to the base's tensor of the same name, with one alpha per file. `chat_template` is
+    the one used in training: `toyexp generate --adapter` uses it, llama.cpp ignores it. Return a sentence for each
+    tensor that is not finite.
     """
     names = [n for adapter in plan.adapters if isinstance(adapter, LoraAdapter) for n in lora_names(adapter.target)]
     pairs = {name: values[name] for name in names}
@@ -125,13 +126,13 @@ def write_pairs(
 
 
 def model_metadata(model: Model, general: Mapping[str, Any], data: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the keys that describe a model, with their full names."""
+    """Return the GGUF keys and values of a model; add the prefixes to `general` and `data`, which have none."""
     keys, architecture = {**gguf_form(model).metadata(model), **data}, gguf_architecture(model)
     return {f"general.{k}": v for k, v in general.items()} | {f"{architecture}.{k}": v for k, v in keys.items()}
 
 
 def check_keys(model: Model) -> None:
-    """Raise UserError for a model with a number that a GGUF key cannot hold, before training."""
+    """Raise UserError if GGUF keys cannot hold one of the model's settings; it is called before training."""
     for key, value in model_metadata(model, {}, {}).items():
         try:
             _pack_value(value, _kind(value))
@@ -140,7 +141,7 @@ def check_keys(model: Model) -> None:
 
 
 def _vocabulary(tokenizer: Tokenizer | None, rows: int) -> dict[str, Any]:
-    """Return the `tokenizer.*` keys for `rows` tokens, the number of rows of the embedding (llama.cpp requires it)."""
+    """Return the `tokenizer.*` keys for `rows` tokens. llama.cpp requires one token for each row of the embedding."""
     if tokenizer is None:
         return {f"tokenizer.{key}": value for key, value in placeholder_metadata(rows).items()}
     keys = tokenizer.gguf_metadata()
@@ -175,7 +176,7 @@ class Writer:
             self.add(key, value)
 
     def add(self, key: str, value: Any, kind: int | None = None) -> None:
-        """Add a key, with value type `kind`, or the type that llama.cpp expects; arrays use their dtype."""
+        """Add a key. Its GGUF value type is `kind` or, if None, follows from the value as llama.cpp expects."""
         if kind is None:
             kind = _kind(value)
         if key == "general.alignment":
@@ -183,11 +184,11 @@ class Writer:
         self._keys[key] = struct.pack("<I", kind) + _pack_value(value, kind)
 
     def add_numbers(self, name: str, shape: tuple[int, ...], type_name: str, pieces: Iterable[np.ndarray]) -> None:
-        """Add a tensor whose numbers come in float32 pieces."""
+        """Add a tensor, given as float32 pieces; `save` encodes them as `type_name`."""
         self._tensors[name] = (shape, type_name, encode_pieces(name, pieces, type_name, self._problems))
 
     def add_bytes(self, name: str, shape: tuple[int, ...], type_name: str, pieces: Iterable[np.ndarray]) -> None:
-        """Add a tensor whose encoded bytes come in pieces."""
+        """Add a tensor, given as pieces of bytes that are already encoded as `type_name`."""
         self._tensors[name] = (shape, type_name, check_pieces(name, pieces, type_name, self._problems))
 
     def save(self, path: Path) -> list[str]:
@@ -254,9 +255,10 @@ PLAIN = ("F32", "F16", "BF16")
 
 
 def rewrite_gguf(file: GGUFFile, path: Path, kind: str, requantize: bool) -> list[str]:
-    """Convert a file to type `kind` at `path`; return a sentence for each tensor that is not finite or does not fit.
+    """Write an open GGUF file in another type `kind` to `path`.
 
-    Raise UserError if numbers would be rounded a second time, unless `requantize`.
+    Return a sentence for each tensor with numbers that are not finite or too large for its type. Raise UserError if
+    tensors that are quantised already would be rounded again, unless `requantize` is set.
     """
     tied = "output.weight" not in file.tensors
     types = {t.name: tensor_type(t.name, t.shape, kind, tied) for t in file.tensors.values()}
@@ -271,9 +273,9 @@ def rewrite_gguf(file: GGUFFile, path: Path, kind: str, requantize: bool) -> lis
 
 
 def require_exact(file: ModelFile, types: Mapping[str, str], requantize: bool, every: bool = False) -> None:
-    """Raise UserError if quantised numbers would be rounded again, unless `requantize`.
+    """Raise UserError if tensors that are quantised already would be rounded again, unless `requantize` is set.
 
-    `types` are the new types by tensor; with `every`, tensors that keep their type are rounded again too.
+    `types` maps tensor names to new types. `every` means that tensors which keep their type are rounded again too.
     """
 
     def is_rounded(t: TensorInfo) -> bool:
@@ -287,7 +289,7 @@ def require_exact(file: ModelFile, types: Mapping[str, str], requantize: bool, e
 
 
 def _copy_types(file: GGUFFile, types: Mapping[str, str], kind: str) -> Writer:
-    """Return a writer with the file's keys and tensors, the tensors in the given types."""
+    """Return a writer with the file's keys and tensors; `types` maps tensor names to the types to write."""
     writer = Writer()
     type_keys = {"general.file_type": FILE_TYPES[kind], "general.quantization_version": 2}
     for key, value in file.metadata.items():

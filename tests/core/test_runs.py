@@ -437,7 +437,7 @@ def test_an_unreadable_run_is_noted_as_not_filtered():
     notes = []
     run = Run(Path("a"), unread="config.yaml is a pipe")
     assert filter_runs([run], split_filters(["recipe=warm"])[1], notes) == []
-    assert notes == ["not asked: a, config.yaml is a pipe"]
+    assert notes == ["settings unknown: a, config.yaml is a pipe"]
 
 
 def sources(data="d1", **others):
@@ -745,10 +745,10 @@ def test_the_best_of_many_runs_are_ranked_as_among_all(tmp_path):
         read_run(write_run(tmp_path / name, name=name, steps=5, lr=lr)) for name, lr in (("a", 1), ("b", 1), ("c", 2))
     ]
     whole = Comparison.build(runs, pool=True)
-    whole.selection_notes = ["not asked: d"]
+    whole.selection_notes = ["settings unknown: d"]
     best = whole.best(2)
     assert best.pool and best.total_runs == 3 and len(best.entries) == 2
-    assert {"not asked: d", "the best 2 of 3 runs are shown"} <= {*best.notes()}
+    assert {"settings unknown: d", "the best 2 of 3 runs are shown"} <= {*best.notes()}
 
 
 @pytest.mark.parametrize("cell", ["=1+1", "+cmd|calc", "-x", "@SUM(A1)", "\tx"])

@@ -20,7 +20,7 @@ MAX_NAMED = 12  # classes listed by name in a run's output
 
 
 class ImageDataset(Dataset):
-    """8-bit images [N, height, width, channels] with a class each; a fixed share of each class is held out."""
+    """Dataset of 8-bit images [N, height, width, channels] with a class each, split into training and held-out set."""
 
     def __init__(
         self,
@@ -36,7 +36,7 @@ class ImageDataset(Dataset):
         remarks: Sequence[str] = (),
         held_out: np.ndarray | None = None,
     ):
-        """Hold out the images where `held_out` [N] is true, or else `val_fraction` of every class."""
+        """Hold out the images where `held_out` [N] is true; if it is None, `val_fraction` of each class."""
         held_out = held_out_mask(labels, val_fraction) if held_out is None else held_out
         if not held_out.any():
             problem = f"data.val_fraction={val_fraction} holds out none of {len(labels)} images"
@@ -67,22 +67,28 @@ class ImageDataset(Dataset):
         return self._facts
 
     def omissions(self) -> Sequence[str]:
-        """Return notes about data that was left out."""
+        """Return a note for each kind of data that was left out."""
         return self._left_out
 
     def remarks(self) -> list[str]:
-        """Return the classes, and remarks from reading the data."""
+        """Return lines to print about the data: its classes, and remarks of the code that read it."""
         names = [printable(name) for name in self.classes[:MAX_NAMED]]
         more = [f"and {self.vocab - MAX_NAMED} more"] if self.vocab > MAX_NAMED else []
         return [f"{self.vocab} classes: {', '.join([*names, *more])}", *self._remarks]
 
     def gguf_metadata(self) -> dict[str, Any]:
-        """Return class names, and mean and std, with which pixels from 0 to 1 become (pixel - mean) / std."""
+        """Return the metadata that a model's file stores: class names, and the mean and std of each channel.
+
+        A pixel, scaled to 0 to 1, enters the model as (pixel - mean) / std.
+        """
         mean, std = ([float(x) for x in values] for values in (self.mean, self.std))
         return {"classes": list(self.classes), "image_mean": mean, "image_std": std}
 
     def match_preprocessing(self, metadata: Mapping[str, Any]) -> None:
-        """Take pixel mean, std and class numbers from the model's file; raise UserError for an unknown class."""
+        """Replace pixel mean, std and the numbers of classes by those in `metadata`, from a trained model's file.
+
+        Raise UserError if the data has a class that the model does not know.
+        """
         for name in ("image_mean", "image_std"):
             value = self.gguf_metadata()[name]
             stored = _numbers(name, metadata.get(name, value))
@@ -111,7 +117,10 @@ class ImageDataset(Dataset):
 
 
 class Unlabelled(ImageDataset):
-    """8-bit images [N, height, width, channels] without labels, preprocessed as for a model with `classes`."""
+    """Dataset of images without labels for inference, normalised with a model's `mean` and `std` of pixels.
+
+    The images are 8-bit arrays [N, height, width, channels]; `classes` are the model's.
+    """
 
     def __init__(self, images: np.ndarray, classes: Sequence[str], mean: np.ndarray, std: np.ndarray):
         self.classes, self.vocab = tuple(classes), len(classes)
@@ -123,7 +132,7 @@ class Unlabelled(ImageDataset):
 
 
 class ImageBatches(Batches):
-    """Batches that contain each image once per epoch; order and augmentation depend on (seed, epoch)."""
+    """Batches of images; each image occurs once per epoch. Order and augmentation depend on (seed, epoch)."""
 
     def __init__(self, dataset: ImageDataset, rows: int, seed: int, augment: str, eval_images: int):
         self._train, self._held_out = dataset.train, dataset.held_out
@@ -141,7 +150,7 @@ class ImageBatches(Batches):
         }
 
     def _draw(self, epoch: int) -> tuple[np.ndarray, np.ndarray]:
-        """Return the epoch's order, and 64 random bits per image for its augmentation."""
+        """Return the order of the images in an epoch, and for each image 64 random bits for its augmentation."""
         count = len(self._train[1])
         words = stream(self._seed, "data-order", epoch).random_raw(count)
         return np.argsort(words, kind="stable"), stream(self._seed, "augment", epoch).random_raw(count)
@@ -162,7 +171,10 @@ class ImageBatches(Batches):
         return self._batch(picked, labels[selected])
 
     def held_out(self) -> Sequence[Batch]:
-        """Return at most `eval_images` images, evenly spread; padding rows of the last batch have weight 0."""
+        """Return batches of held-out images: `eval_images` of them, evenly spread, or all if it is 0.
+
+        Padding rows of the last batch have weight 0.
+        """
         images, labels = self._held_out
         count = min(len(labels), self._eval_images)
         indices = np.arange(count) * len(labels) // count
@@ -181,7 +193,7 @@ class ImageBatches(Batches):
 
 
 def _numbers(name: str, value: object) -> np.ndarray:
-    """Return the mean or std of pixels from a model's file; raise UserError for invalid numbers."""
+    """Convert `value`, the pixel mean or std in a model's file, to an array. Raise UserError for invalid numbers."""
     try:
         array = np.asarray(value, np.float64)
     except (TypeError, ValueError):
@@ -192,7 +204,10 @@ def _numbers(name: str, value: object) -> np.ndarray:
 
 
 def held_out_mask(labels: np.ndarray, fraction: float) -> np.ndarray:
-    """Return which images are held out: `fraction` of every class for any seed; below 1 never a whole class."""
+    """Return a mask [N] that is True for the held-out images: `fraction` of each class.
+
+    It does not depend on the run's seed. Unless `fraction` is 1, at least one image of each class is left to train on.
+    """
     order = np.argsort(stream("held-out").random_raw(len(labels)), kind="stable")
     mask = np.zeros(len(labels), bool)
     for label in np.unique(labels):
@@ -202,7 +217,10 @@ def held_out_mask(labels: np.ndarray, fraction: float) -> np.ndarray:
 
 
 def mean_and_std(images: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return the exact mean and standard deviation of each channel of 8-bit images, as pixels from 0 to 1."""
+    """Return the mean and the standard deviation of each channel of 8-bit images, on a scale from 0 to 1.
+
+    A deviation of 0 is replaced by 1.
+    """
     values = np.arange(256) / 255
     means, deviations = [], []
     for channel in range(images.shape[-1]):  # from counts of each pixel value
@@ -215,7 +233,10 @@ def mean_and_std(images: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 def augment_image(image: np.ndarray, bits: int, flip: bool, shift: bool) -> np.ndarray:
-    """Mirror an image [height, width, channels], and shift it by up to an eighth of its size, as `bits` say."""
+    """Return an image [height, width, channels] that is randomly mirrored (if `flip`) and shifted (if `shift`).
+
+    The random `bits` decide; a shift is at most an eighth of the size, or one pixel.
+    """
     if flip and bits & 1:
         image = image[:, ::-1]
     if shift:

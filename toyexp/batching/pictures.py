@@ -21,7 +21,7 @@ FORMATS = ("PNG", "JPEG", "BMP", "GIF", "WEBP", "TIFF", "PPM")
 
 
 class BadImage(Exception):
-    """A file that cannot be used as an image, with the reason."""
+    """Error: a file cannot be used as an image. The text is the reason, without the path."""
 
 
 def require_pillow() -> None:
@@ -33,7 +33,11 @@ def require_pillow() -> None:
 def read_image(
     path: Path, size: int, color: bool, resize: bool, sizes: set[tuple[int, int]] | None = None
 ) -> np.ndarray:
-    """Return an image file as 8-bit pixels [size, size, 3 or 1], and add its size to `sizes`. Raise BadImage."""
+    """Return an image file as 8-bit pixels [size, size, channels], with 3 channels if `color`, else 1.
+
+    If `resize`, crop and scale the image; otherwise its size must match. Add its original (width, height) to `sizes`.
+    Raise BadImage if the file cannot be used.
+    """
     import numpy as np
     from PIL import Image, ImageOps
 
@@ -73,7 +77,7 @@ def _flat(image: Image, mode: str) -> Image:
 
 
 def scaling_note(sizes: set[tuple[int, int]], size: int) -> list[str]:
-    """Return a note if images of these sizes were cropped and scaled."""
+    """Return a list with a note if images of these (width, height) were cropped and scaled, otherwise []."""
     if sizes <= {(size, size)}:
         return []
     extremes = dict.fromkeys((min(sizes), max(sizes)))
@@ -82,7 +86,7 @@ def scaling_note(sizes: set[tuple[int, int]], size: int) -> list[str]:
 
 
 def iter_files(folder: Path) -> Iterator[Path]:
-    """Yield all files below a directory that are not hidden, which excludes operating system files."""
+    """Yield the files below a directory, except hidden ones and those in hidden directories, such as .DS_Store."""
     files = (f for f in folder.rglob("*") if not f.is_dir())
     return (f for f in files if not any(part.startswith(".") for part in f.relative_to(folder).parts))
 

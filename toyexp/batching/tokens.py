@@ -1,4 +1,4 @@
-"""Token ids as batches of windows, and dropout masks; batch k depends only on (seed, k)."""
+"""Batches of token sequences, and dropout masks; batch k depends only on (seed, k)."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ PROMPT_TOKENS, PROMPT_LENGTH = 200, 24  # held-out tokens searched for a prompt;
 
 
 class TokenDataset(Dataset):
-    """Token ids in a training part and a held-out part."""
+    """Dataset of token ids: a long training sequence and a held-out one, from which batches take windows."""
 
     def __init__(
         self,
@@ -53,7 +53,10 @@ class TokenDataset(Dataset):
         return self._facts
 
     def prompt(self) -> list[int]:
-        """Return the first words of a held-out line, preferably one without an indent, as ids."""
+        """Return a prompt for samples: the token ids of the first three words of a held-out line.
+
+        A line without an indent is preferred.
+        """
         assert self.tokenizer is not None
         lines = self.tokenizer.decode(self.held_out[:PROMPT_TOKENS]).splitlines()
         complete = [line for line in lines[1:-1] if line.strip()] or lines[:1]  # first and last line may be cut off
@@ -61,15 +64,18 @@ class TokenDataset(Dataset):
         return cast("list[int]", self.tokenizer.prompt(" ".join(line.split()[:3])[:PROMPT_LENGTH]).tolist())
 
     def omissions(self) -> Sequence[str]:
-        """Return notes about data that was left out."""
+        """Return a note for each kind of data that was left out."""
         return self._left_out
 
     def remarks(self) -> list[str]:
-        """Return remarks from reading the data."""
+        """Return lines to print about the data: remarks of the code that read it."""
         return list(self._remarks)
 
     def batches(self, context: int, rows: int, seed: int) -> TokenBatches:
-        """Return windows of `context` tokens with their next tokens as targets."""
+        """Return batches of `rows` windows of `context` tokens, with the next tokens as targets.
+
+        Raise UserError if the data is shorter than a window.
+        """
         for part, ids in (("training", self.train), ("held-out", self.held_out)):
             if len(ids) <= context and (len(ids) or part == "held-out"):  # an evaluation may hold out all
                 size = f"{len(ids)} tokens; a window needs {context + 1}"
@@ -78,7 +84,10 @@ class TokenDataset(Dataset):
 
 
 class TokenBatches(Batches):
-    """Batches of windows of `context` tokens, each once per epoch; offset and order depend on (seed, epoch)."""
+    """Batches of windows of `context` consecutive tokens; each window occurs once per epoch.
+
+    The windows of an epoch follow each other from a random offset. Offset and order depend on (seed, epoch).
+    """
 
     def __init__(self, train: np.ndarray, held_out: np.ndarray, context: int, rows: int, seed: int, eval_batches: int):
         self._train, self._held_out = train, held_out
@@ -102,7 +111,7 @@ class TokenBatches(Batches):
         return self._take_rows(k, 1)
 
     def block(self, first: int, count: int) -> Batch:
-        """Return the rows of `count` batches from batch `first` on."""
+        """Return `count` batches, from batch `first` on, as one batch with all their rows."""
         return self._take_rows(first, count)
 
     def _take_rows(self, first: int, count: int) -> Batch:
@@ -115,7 +124,10 @@ class TokenBatches(Batches):
         return _windows(self._train, np.concatenate(starts), self._span)
 
     def held_out(self) -> Sequence[Batch]:
-        """Return at most `eval_batches` batches, evenly spread; padding rows of the last have weight 0."""
+        """Return at most `eval_batches` batches of held-out windows, evenly spread over the held-out sequence.
+
+        Padding rows of the last batch have weight 0.
+        """
         count = (len(self._held_out) - 1) // self._context
         chosen = min(count, self._eval_batches * self._rows)
         starts = np.arange(chosen) * count // chosen * self._context
@@ -130,7 +142,7 @@ class TokenBatches(Batches):
 
 
 def _digest(parts: Sequence[np.ndarray], step: int = 1 << 20) -> str:
-    """Return the SHA-256 of arrays as one, with `step` ids in memory at a time."""
+    """Return the SHA-256 of concatenated arrays, reading `step` ids at a time (they may be memory-mapped)."""
     digest = hashlib.sha256()
     for ids in parts:
         for first in range(0, len(ids), step):
@@ -148,10 +160,10 @@ def _windows(ids: np.ndarray, starts: np.ndarray, span: np.ndarray) -> dict[str,
 
 
 class Dropout(Batches):
-    """Batches with dropout masks for a plan's adapters: x is multiplied by 1 + mask.
+    """Batches that also contain the dropout masks of a plan's adapters, which multiply their input by 1 + mask.
 
-    Inverted dropout (Srivastava et al. 2014): the mask is -1, or scales the kept numbers up. Masks are drawn on the
-    host from (seed, adapter, k), so every engine drops the same numbers. Held-out batches have no masks.
+    It is inverted dropout (Srivastava et al. 2014): the mask is -1 for dropped numbers, and scales the others up. Masks
+    are drawn on the host from (seed, adapter, k), so every engine drops the same numbers. Held-out batches have none.
     """
 
     def __init__(self, batches: Batches, plan: Plan, seed: int | None = None):
@@ -159,7 +171,7 @@ class Dropout(Batches):
         self.inputs, self.facts, self.omissions = plan.inputs, batches.facts, batches.omissions
 
     def batch(self, k: int) -> Batch:
-        """Return training batch `k` with its masks, each [rows, *spec.shape]."""
+        """Return training batch `k` with a mask for each adapter: an array [rows, *shape of the input]."""
         batch = self._batches.batch(k)
         rows = len(batch["targets"])
         masks = {a.mask: self._mask(a.mask, a.dropout, rows, k) for a in self._plan.dropout_adapters}

@@ -46,7 +46,7 @@ class Entry:
 
     @cached_property
     def sources(self) -> Mapping[str, str]:
-        """Digests of the data and files that the run read, by what they cover (`data`, `base`, ...)."""
+        """Digests of the data and files that the run read, keyed by their subject (`data`, `base`, ...)."""
         return read_origin(self.run.path).sources
 
 
@@ -195,11 +195,11 @@ def _mark_sources(entries: Sequence[Entry]) -> None:
 
 
 def _mark_owners(entries: Sequence[Entry]) -> None:
-    """Add the setting `whose` to tell runs of different people apart, which would otherwise count as repeats.
+    """Add the setting `whose` to separate runs of different people, which would otherwise count as repeats.
 
     This is done if runs with equal settings have the same seed or were started in different directories. The value is
     the run's name, if such repeats have different names. Otherwise it is the first directory (or zip archive) below the
-    common parent of all runs or, for runs in one directory, the directory in which each was started. If none recorded
+    common parent of all runs or, for runs in one directory, the directory where each was started. If none recorded
     that and some settings have several seeds, nothing is added.
     """
     known_entries = [entry for entry in entries if entry.has_settings]

@@ -91,13 +91,15 @@ def filter_runs(runs: Iterable[Run], filters: Sequence[Filter], notes: list[str]
     quick = [f for f in filters if f.key in COLUMNS]
     slow = [f for f in filters if f.key not in COLUMNS]  # these need the whole configuration
     matching = [run for run in runs if all(f.matches(run.value(f.key)) for f in quick)]
-    notes += [f"not asked: {short_path(run.path)}, {run.unread}" for run in runs if run.unread and run not in matching]
+    notes += [
+        f"settings unknown: {short_path(run.path)}, {run.unread}" for run in runs if run.unread and run not in matching
+    ]
     if not slow or not matching:
         return matching
     accepted: list[Run] = []
     for run in matching:
         if not (has := {**setting_texts(run.path), **run.scores}):
-            notes.append(f"not asked: {short_path(run.path)}, {run.unread or 'whose config.yaml cannot be read'}")
+            notes.append(f"settings unknown: {short_path(run.path)}, {run.unread or 'config.yaml cannot be read'}")
         known_keys |= set(has)
         for f in slow:
             if (

@@ -16,11 +16,11 @@ Array = NDArray[np.float64]
 
 
 def compute_shares(settings: Mapping[str, Sequence[Any]], scores: Sequence[float]) -> tuple[dict[str, float], str]:
-    """Return each setting's share in the ranking of the points, or no shares and the reason.
+    """Return (shares, ""): how much each setting matters for the scores, as shares with sum 1; or ({}, reason).
 
-    `settings` has a value for each point. A linear model predicts the rank of a point's score, so that outliers and
-    scale do not matter. Its inputs are a number's rank and squared rank, indicators of names, and products of two
-    settings if they improve the prediction. A setting's share is the variance that is unexplained without it.
+    `settings` maps each key to its values, one for each point. A linear model predicts the rank of a point's score from
+    the ranks and squared ranks of numbers, indicators of names, and products of two settings if these improve it. A
+    setting's share is proportional to the variance that stays unexplained if the setting is left out.
     """
     count = len(scores)
     columns = {key: _columns(values) for key, values in settings.items() if len(set(map(str, values))) > 1}
@@ -64,7 +64,10 @@ def _ranks(values: Sequence[float]) -> Array:
 
 
 def _columns(values: Sequence[Any]) -> tuple[Array, Array]:
-    """Return a setting's columns in the model, and the columns that its products use."""
+    """Return a setting's columns in the linear model, and its columns for products with other settings.
+
+    Both are arrays [points, columns].
+    """
     try:
         ranks = _ranks([float(value) for value in values])
     except (TypeError, ValueError):
@@ -80,7 +83,7 @@ def _matrix(columns: Iterable[Array], count: int) -> Array:
 
 
 def _fit(matrix: Array, target: Array) -> tuple[float, float]:
-    """Return the mean squared leave-one-out error, and the variance of the residuals."""
+    """Fit `target` by least squares; return the mean squared leave-one-out error and the residuals' variance."""
     u, sizes, _ = np.linalg.svd(matrix, full_matrices=False)
     u = u[:, sizes > 1e-9 * sizes[0]]
     residuals = target - u @ (u.T @ target)

@@ -1,4 +1,4 @@
-"""Draw runs for print: their held-out curves, and the final metric of each choice of settings."""
+"""Draw runs as a figure for print: their held-out curves, and the final metric of each choice of settings."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ Steps = dict[int, float]
 
 @dataclass
 class Line:
-    """Curves of one point: of the runs that differ only in their seed."""
+    """Curves of one point, which is a group of runs that differ only in their seed."""
 
     point: Point[Entry]
     runs: list[tuple[Steps, bool]]  # values of each run, and whether it completed
@@ -53,7 +53,7 @@ class Line:
 
     @classmethod
     def read(cls, point: Point[Entry], column: str) -> Line:
-        """Read the events of a point's runs."""
+        """Read the curves of `column` from the events of a point's runs, and average them over seeds."""
         runs = [
             (_read_curve(History.read(entry.run.path), column), entry.run.state in FINAL_STATES) for entry in point.jobs
         ]
@@ -68,13 +68,13 @@ class Line:
 
     @property
     def values(self) -> list[float]:
-        """Values of all runs."""
+        """Values of all runs at all steps."""
         return [value for curve, _ in self.runs for value in curve.values()]
 
 
 @use_plot_style()
 def draw_sheet(comparison: Comparison, title: str, search: Path | None = None) -> Sheet:
-    """Draw runs, or the search in the directory `search`; `title` names the directories.
+    """Draw the compared runs, or a search if `search` is the directory of one; `title` names the directories.
 
     Raise UserError if no run has a final metric, Unavailable without matplotlib.
     """
@@ -105,7 +105,7 @@ def draw_runs(comparison: Comparison, place: str) -> Sheet:
 
 
 def describe_sweep(comparison: Comparison) -> str:
-    """Describe the settings that differ: each with its values if they are few, and the number of seeds."""
+    """Return a title with the settings that differ, their values if they are few, and the number of seeds."""
     seeds = {entry.settings["seed"] for entry in comparison.entries if "seed" in entry.settings}
     seed_text = [f"{len(seeds)} seeds"] if len(seeds) > 1 else []
     names = short_keys(comparison.keys)
@@ -117,7 +117,7 @@ def describe_sweep(comparison: Comparison) -> str:
 
 
 def format_mean(mean: float, deviation: float | None) -> str:
-    """Format a mean with as many decimals as its deviation, which has two significant digits."""
+    """Format `mean ± deviation`, both with the decimals that give the deviation two significant digits."""
     if not deviation:
         return f"{mean:.5g}"
     decimals = max(1 - math.floor(math.log10(deviation)), 0)
@@ -154,20 +154,20 @@ def _footer(comparison: Comparison, place: str, total: int) -> str:
 
 
 def _read_curve(history: History, column: str) -> Steps:
-    """Return the metric by step; a training loss is averaged over bins."""
+    """Return the values of the metric by step; a training loss is averaged over bins of steps."""
     curve = history.held_out_curve(column.removeprefix("held-out "))
     steps, values = average_bins(history.curve("loss"), CURVE_POINTS) if column == TRAIN else curve
     return dict(zip(steps.round().astype(int).tolist(), values.tolist(), strict=True))
 
 
 def _average(curves: Sequence[Steps]) -> Steps:
-    """Return the mean at each step that all curves have."""
+    """Return the mean of the curves by step, at the steps that all curves have."""
     common = set.intersection(*(set(curve) for curve in curves)) if curves else set()
     return {at: statistics.fmean(curve[at] for curve in curves) for at in sorted(common)}
 
 
 def _limits(lines: Sequence[Line], column: str) -> tuple[float, float]:
-    """Return the visible range of values; a loss far above all initial losses is cut off."""
+    """Return the lowest and highest value to show; the range excludes losses far above all initial losses."""
     all_values = [value for line in lines for value in line.values]
     if not all_values:  # no run recorded events
         return -math.inf, math.inf
@@ -181,7 +181,10 @@ def _limits(lines: Sequence[Line], column: str) -> tuple[float, float]:
 def _draw_curves(
     axes: Any, named: Sequence[Line], rest: Sequence[Line], column: str, limits: tuple[float, float]
 ) -> None:
-    """Draw curves: a point's mean with its band, its runs as thin lines, and the best point on top."""
+    """Draw the curves of the `named` points in colour, the best on top, and those of the `rest` in pale grey.
+
+    A coloured point has a line for its mean, a band for its standard deviation and a thin line for each run.
+    """
     for line in rest:
         for curve, _ in line.runs:
             axes.plot(list(curve), list(curve.values()), color=PALE, linewidth=0.7, zorder=1)
@@ -216,7 +219,10 @@ def _draw_curves(
 
 
 def _draw_ends(axes: Any, comparison: Comparison, named: Sequence[Line], rest: Sequence[Line]) -> None:
-    """Draw a row for each point, the best at the top: its runs, mean, deviation and settings."""
+    """Draw a row for the final metric of each `named` point, the best at the top, and one row for the `rest`.
+
+    A row shows the values of the seeds, their mean and standard deviation, and the settings.
+    """
     axes.grid(visible=False)
     axes.grid(axis="x")
     best = comparison.ranking.best

@@ -1,4 +1,4 @@
-"""Draw a search for print: the metric by trial, and against each setting that was searched."""
+"""Draw a hyperparameter search for print: the metric by trial, and against each setting that was searched."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ RASTER_TRIALS = 500  # trials; from this number on, an SVG has its dots as a bit
 
 @dataclass(frozen=True)
 class Trial:
-    """A trial of a search."""
+    """A trial of a search: the tried values by setting, and the resulting score."""
 
     number: int
     values: Mapping[str, Any]
@@ -70,13 +70,13 @@ class Search:
 
     @property
     def keys(self) -> list[str]:
-        """The settings that were searched, the most important first."""
+        """Keys of the settings that were searched, the most important first."""
         found = list(dict.fromkeys(key for trial in self.trials for key in trial.values))
         return sorted(found, key=lambda key: -self.importances.get(key, 0.0))
 
     @property
     def is_minimising(self) -> bool:
-        """Whether a lower metric is better."""
+        """True if a lower metric is better."""
         return lower_is_better(self.metric)
 
 
@@ -121,7 +121,10 @@ def _footer(search: Search, place: str, keys: Sequence[str]) -> str:
 
 
 def _limits(scores: Sequence[float], falls: bool) -> tuple[float, float]:
-    """Return the visible range of the metric; trials far from the better half are drawn at its edge."""
+    """Return the lowest and highest metric to show; trials outside, far from the better half, are drawn at the edge.
+
+    `falls` is True if a lower metric is better.
+    """
     sign = 1 if falls else -1
     costs = sorted(sign * score for score in scores)
     best, middle = costs[0], statistics.median(costs)
@@ -132,9 +135,9 @@ def _limits(scores: Sequence[float], falls: bool) -> tuple[float, float]:
 
 
 def _draw_dots(axes: Any, places: Sequence[float], trials: Sequence[Trial], limits: tuple[float, float]) -> None:
-    """Draw a dot for each completed trial, darker for later ones, and a cross for each other trial.
+    """Draw a dot for each completed trial, darker for later ones, and a cross for each trial that was stopped early.
 
-    Dots outside the limits are drawn as arrows at the edge.
+    Trials outside the limits are drawn at the edge, completed ones as arrows.
     """
     low, high = limits
     last = max((trial.number for trial in trials), default=0) or 1

@@ -1,4 +1,4 @@
-"""Rank the jobs of a sweep by a metric. Jobs that differ only in their seed form a point, with their mean."""
+"""Rank the jobs of a sweep by a metric. Jobs that differ only in their seed form a point, ranked by their mean."""
 
 from __future__ import annotations
 
@@ -61,13 +61,13 @@ class Point(Generic[J]):
 
 
 def job_sources(job: Scored) -> Mapping[str, str]:
-    """Return the digests of the data and files that a job read, by role; empty if it recorded none."""
+    """Return the digests of the data and files that a job read, keyed by their subject; {} if it recorded none."""
     return job.result.get("sources") or {}
 
 
 @dataclass
 class Ranking(Generic[J]):
-    """Points of a sweep, the best first; points without a number come last, in their original order."""
+    """Points of a sweep, the best first. Points without a result come last, in their original order."""
 
     column: str  # column of the summary: held-out loss, held-out accuracy, TRAIN
     points: list[Point[J]]
@@ -77,12 +77,12 @@ class Ranking(Generic[J]):
 
     @property
     def best(self) -> Point[J] | None:
-        """The first point, if it has a number and all points were evaluated on the same data."""
+        """The best point; None if no point has a result or the data differ between points."""
         return self.points[0] if self.points and self.points[0].values and not self.differing_data else None
 
     @cached_property
     def differing_data(self) -> list[str]:
-        """Roles in which the data of points differ; empty if their losses can be compared."""
+        """Names of the digests (`data`, `text`, ...) that differ between points; [] if losses are comparable."""
         each = [job_sources(point.jobs[0]) for point in self.points if point.values]
         differ = [role for role in DATA if len({one[role] for one in each if role in one}) > 1]
         return differ if "data" in differ else []
@@ -101,18 +101,18 @@ class Ranking(Generic[J]):
 
     @property
     def has_seeds(self) -> bool:
-        """Whether a point has several seeds."""
+        """True if any point has completed jobs with several seeds."""
         return any(len(point.values) > 1 for point in self.points)
 
     def jobs(self) -> list[tuple[J, Point[J]]]:
-        """Return all jobs with their points, ranked; jobs that have not completed come last, by number."""
+        """Return all jobs, each with its point, the best first; jobs that have not completed come last, by number."""
         pairs = [(job, point) for point in self.points for job in point.jobs]
         done = [pair for pair in pairs if pair[0].status == "completed" and pair[1].values]
         numbers = {job.number for job, _ in done}
         return done + sorted((pair for pair in pairs if pair[0].number not in numbers), key=lambda pair: pair[0].number)
 
     def table(self) -> list[tuple[str, ...]]:
-        """Return a header and a row for each point."""
+        """Return a header and a row for each point: settings, number of seeds, mean ± deviation, and `best` or ''."""
         rows: list[tuple[str, ...]] = [("settings", "seeds", self.column, "")]
         for point in self.points:
             mark = "best" if point is self.best and len(self.points) > 1 else ""
@@ -123,9 +123,10 @@ class Ranking(Generic[J]):
 def rank_jobs(
     jobs: Iterable[J], own: Sequence[str] = (), seed: Callable[[J], object] = lambda job: job.number
 ) -> Ranking[J]:
-    """Rank jobs by the metric among the sweep's `own` settings; the default is the held-out loss.
+    """Group jobs into points and rank these by the metric that the overrides `own` of the sweep name.
 
-    Jobs of a point with equal `seed` count once. In a sweep all seeds of a point differ.
+    The default is the held-out loss, or the training loss if no job has a held-out one. `seed` returns a job's seed:
+    the jobs of a point with the same seed count as one, with their mean. By default each job counts.
     """
     jobs = list(jobs)
     metric = next((word.removeprefix(METRIC) for word in reversed(own) if word.startswith(METRIC)), "loss")
@@ -162,7 +163,7 @@ def rank_jobs(
 
 
 def _value(job: Scored, column: str) -> float | None:
-    """Return a completed job's number in a column, if it is finite."""
+    """Return a job's value in a column, such as `held-out loss`; None if it has not completed or is not finite."""
     result: Mapping[str, Any] = job.result if job.status == "completed" else {}
     name = column.removeprefix("held-out ")
     numbers = {TRAIN: result.get("train_loss"), "loss": result.get("eval_loss"), **(result.get("eval_scores") or {})}

@@ -55,7 +55,7 @@ def require_plotly() -> None:
 
 
 def title(places: Sequence[str]) -> str:
-    """Return the title of the page: the compared paths."""
+    """Return the title of the page: the compared paths, or the first of them if they are too long."""
     places = [display_path(place) for place in places]
     return " ".join(places) if sum(map(len, places)) <= 80 else f"{places[0]} and {len(places) - 1} more"
 
@@ -67,7 +67,7 @@ def is_report(path: Path) -> bool:
 
 @cache
 def pack_library() -> str:
-    """Return plotly.js, compressed, from the Python package. Raise Unavailable without it."""
+    """Return the source of plotly.js, packed with `pack`. Raise Unavailable if plotly is not installed."""
     require_plotly()
     from plotly.offline import get_plotlyjs
 
@@ -152,7 +152,10 @@ class Report:
         }  # fmt: skip
 
     def _read_events(self, path: Path, most: int) -> dict[str, Any]:
-        """Return the data of a run's events; read the file again only if it has changed."""
+        """Return the page's data of a run: curves of at most `most` points, samples and warnings.
+
+        Its events are read again only if they have changed since the last page.
+        """
         try:
             status = (path / "events.jsonl").stat()
             mark: tuple[float, ...] = (most, status.st_mtime, status.st_size)
@@ -164,7 +167,10 @@ class Report:
 
 
 def _points_per_curve(count: int) -> int:
-    """Return the maximum points of a curve. It changes by factors of 2, so that cached curves stay valid longer."""
+    """Return the maximum number of points of a curve on a page with `count` runs.
+
+    It changes by factors of 2, so that cached curves stay valid longer.
+    """
     most = MAX_CURVE_POINTS
     while most * count > MAX_LOSS_POINTS and most > 200:
         most //= 2
@@ -187,7 +193,7 @@ def _history_data(history: History, most: int) -> dict[str, Any]:
 
 
 def compute_importance(comparison: Comparison) -> Importance:
-    """Return the share of each setting in the ranking of these runs."""
+    """Return how much each setting matters for the metric of these runs: (shares by key, reason if there are none)."""
     points = [point for point in comparison.ranking.points if point.values]
     settings = {key: [point.jobs[0].settings.get(key, "") for point in points] for key in comparison.keys}
     return compute_shares(settings, [point.mean for point in points])
@@ -201,7 +207,10 @@ def pack(text: str) -> str:
 
 
 def _curve(curve: Curve, most: int, smooth: int) -> dict[str, Any]:
-    """Return a curve for the page: steps as differences, values with five digits."""
+    """Return the data of a curve for the page: at most `most` points, and averages over `smooth` bins.
+
+    Steps are stored as differences, values with five digits.
+    """
     count = len(curve[0])
     steps, values = thin_curve(*curve, most)
     curve_data = {"n": count, "x": _differences(steps), "y": _round(values)}
@@ -212,7 +221,7 @@ def _curve(curve: Curve, most: int, smooth: int) -> dict[str, Any]:
 
 
 def _clock(history: History) -> list[Sequence[float]]:
-    """Return about 200 steps with their seconds and tokens; the page interpolates between them linearly."""
+    """Return [steps, seconds, tokens] at about 200 steps, between which the page interpolates linearly."""
     count = len(history.step)
     indices = sorted({count * i // 200 for i in range(200)} | {count - 1}) if count else []
     steps, tokens = (of[indices].astype(int).tolist() for of in (history.step, history.tokens))
@@ -220,7 +229,7 @@ def _clock(history: History) -> list[Sequence[float]]:
 
 
 def _thin_scores(curve: Curve, most: int) -> list[list[float]]:
-    """Return steps and metric values; if there are too many, every n-th and the last."""
+    """Return [steps, values] of a held-out metric; of more than `most` points, every n-th and the last."""
     steps, values = curve
     indices = sorted({*range(0, len(steps), -(-len(steps) // most) or 1), len(steps) - 1} - {-1})
     return [steps[indices].tolist(), _round(values[indices])]
@@ -257,7 +266,10 @@ def _unit(entries: Iterable[Entry]) -> str:
 
 
 def read_importance(search: Path) -> Importance | None:
-    """Return the importances that a search recorded; None for any other directory."""
+    """Return the importances that a search recorded: (shares by key, reason if there are none).
+
+    Return None if the directory is not that of a search.
+    """
     result = Search.read(search)
     return (result.importances, result.no_importances) if result else None
 
@@ -293,7 +305,10 @@ class SweepReport:
         self._next = time.monotonic() + FIRST_DELAY
 
     def __call__(self, sweep: Path, last: bool) -> None:
-        """Write the report if it is due. The `last` call always writes, and prints the path or the error."""
+        """Write report.html of the sweep in directory `sweep` if enough time has passed since the last write.
+
+        With `last`, write it in any case, and print its path or the error.
+        """
         if not last and time.monotonic() < self._next:
             return
         began, path = time.monotonic(), sweep / REPORT_FILE

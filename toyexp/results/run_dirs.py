@@ -77,11 +77,11 @@ class Run:
     unread: str = ""  # files that exist but cannot be read, and why
 
     def value(self, key: str) -> Any:
-        """Return the value of a column or metric; None if the run has none."""
+        """Return the value of a column (field) or held-out metric; None if the run has none."""
         return getattr(self, key) if key in COLUMNS else self.scores.get(key)
 
     def plain(self) -> dict[str, Any]:
-        """Return the summary as plain data."""
+        """Return the summary as a dict that can be written as JSON."""
         return {
             "path": display_path(self.path),
             **{key: getattr(self, key) for key in COLUMNS},
@@ -93,10 +93,10 @@ COLUMNS = tuple(one.name for one in fields(Run) if one.name not in ("path", "sco
 
 
 def find_runs(root: Path, notes: list[str] | None = None) -> Iterator[Path]:
-    """Yield the run directories in `root` and below it, by name. Symbolic links below `root` are not followed.
+    """Yield the run directories in `root` and below it, sorted by name. Symbolic links below `root` are not followed.
 
-    A directory without read permission is yielded too: `read_run` reports it. A line about skipped links is added to
-    `notes`.
+    A directory without read permission is yielded too: `read_run` reports it. If directory links were skipped, a line
+    about them is added to `notes`.
     """
     links: list[Path] = []
 
@@ -130,9 +130,10 @@ def find_runs(root: Path, notes: list[str] | None = None) -> Iterator[Path]:
 
 
 def resolve_runs(command: str, words: Sequence[str], notes: list[str]) -> list[Path]:
-    """Return the runs that words name: runs, sweeps, directories that hold runs, and glob patterns; each run once.
+    """Return the directories of the runs that `words` name, each once.
 
-    Raise UserError for a word that names no run. See `find_runs` for `notes`.
+    A word is a run, a sweep, a directory that contains runs, or a glob pattern. Raise UserError, which quotes the
+    `command`, for a word that names no run. See `find_runs` for `notes`.
     """
     found: dict[Path, None] = {}
     for word in words:
@@ -154,7 +155,9 @@ def resolve_runs(command: str, words: Sequence[str], notes: list[str]) -> list[P
 
 @contextlib.contextmanager
 def unzip_archives(words: Sequence[str]) -> Iterator[list[str]]:
-    """Yield the words with each zip archive replaced by a temporary directory of its extracted run records.
+    """Extract zip archives among `words`; yield the words with each archive replaced by a temporary directory.
+
+    It holds the files that `runs` and `compare` read, and is deleted at the end of the `with` block.
 
     Raise UserError for an archive that is damaged, too large, or holds a path outside itself.
     """
@@ -168,7 +171,7 @@ def unzip_archives(words: Sequence[str]) -> Iterator[list[str]]:
 
 
 def _extract(archive: Path, folder: Path) -> Path:
-    """Extract the files that `runs` and `compare` read; models and checkpoints stay in the archive."""
+    """Extract the files that `runs` and `compare` read, without models and checkpoints; return `folder`."""
     try:
         with open_file(archive) as file, zipfile.ZipFile(file) as zip_file:
             members = [info for info in zip_file.infolist() if re.split(r"[/\\]", info.filename)[-1] in EXTRACTED_FILES]
@@ -201,7 +204,10 @@ def sweep_metric(places: Sequence[Path]) -> str:
 
 
 def sweep_overrides(sweep: Path, key: str) -> list[str]:
-    """Return overrides of a sweep: its own settings (key `sweep`) or the ranges of a search (key `space`)."""
+    """Return overrides that a sweep recorded; [] if there are none.
+
+    With key `sweep` these are the settings of the sweep itself, with key `space` the ranges of a search.
+    """
     overrides: Any = read_json_or_empty(sweep / SWEEP_FILE).get(key)
     return list(overrides) if matches_type(overrides, list[str]) else []
 
@@ -243,7 +249,7 @@ EVAL_KEYS = ("kind", "t", "phase", "name", "step", "loss", "ppl")  # keys of an 
 
 
 def read_last_numbers(path: Path) -> dict[str, Any]:
-    """Return the last numbers in the events of a run without a result."""
+    """Return the last steps, losses, metrics and seconds in a run's events, with the keys of result.json."""
     numbers: dict[str, Any] = {}
     smoothed: float | None = None
     for event in _last_events(path / "events.jsonl"):
@@ -273,7 +279,7 @@ def _last_events(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def _read_state(path: Path, result: Mapping[str, Any]) -> tuple[str, str]:
-    """Return the state of a run, and the reason if it did not complete."""
+    """Return the state of a run (see Run.state), and the reason if it did not complete, otherwise ''."""
     try:
         require_unlocked(path)
     except DirectoryLocked:
@@ -294,7 +300,7 @@ def _read_state(path: Path, result: Mapping[str, Any]) -> tuple[str, str]:
 
 
 def _read_head(path: Path, unread: list[str]) -> str:
-    """Return the start of a file; if it exists but cannot be read, add the reason to `unread`."""
+    """Return the start of a file as text. If it cannot be read return '' and, if it exists, add why to `unread`."""
     try:
         with open_file(path) as file:
             return file.read(HEAD_BYTES).decode(errors="replace")
@@ -343,18 +349,22 @@ IGNORED_KEYS = ("defaults", "resume", "hydra", "sweep")
 
 
 def setting_texts(run: Path) -> dict[str, str]:
-    """Return the settings of a run as they are typed; empty if its config.yaml cannot be read."""
+    """Return a run's settings by full key (`optim.beta1`), with values as they are typed; {} if they cannot be read."""
     return {key: format_value(value) for key, value in setting_values(run).items()}
 
 
 def setting_values(run: Path) -> dict[str, Any]:
-    """Return the settings of a run as numbers, texts and lists; empty if its config.yaml cannot be read."""
+    """Return a run's settings by full key (`optim.beta1`), with values as in YAML; {} if they cannot be read."""
     saved = read_settings(run / "config.yaml")
     return dict(_flatten({k: v for k, v in saved.items() if k not in IGNORED_KEYS}))
 
 
 def _flatten(saved: Mapping[Any, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield full keys and values. A part's name gets the part's key (`recipe`); callbacks become a list."""
+    """Yield (full key, value) for each setting in nested settings.
+
+    The key of a part's name is that of the part (`recipe`, not `recipe.name`). The value of `callbacks` is the list of
+    their names.
+    """
     for key, value in saved.items():
         full_key = f"{prefix}{key}"
         if full_key == "callbacks" and isinstance(value, Mapping):

@@ -24,7 +24,7 @@ OPEN_FILES = Path("/proc/self/fd"), Path("/proc/self/map_files")  # files that a
 
 
 class DataSuite(PluginSuite):
-    """Conformance suite of data: set `data`, and the attributes below that differ."""
+    """Conformance suite of a data plugin: set `data`, and the attributes below whose defaults do not fit."""
 
     kind, part = "data", "data"
     data: Data
@@ -39,11 +39,11 @@ class DataSuite(PluginSuite):
         return self.data.open(None)
 
     def batches(self, seed: int = 0) -> Batches:
-        """Return the batches of a dataset that was just opened."""
+        """Open the dataset anew and return its batches."""
         return self.open_dataset().batches(self.context, self.rows, seed)
 
     def test_it_opens_the_same_every_time(self) -> None:
-        """Sizes and digest repeat."""
+        """The description of the dataset, with its sizes and digest, is the same if it is opened again."""
         assert self.open_dataset().describe() == self.open_dataset().describe()
 
     def test_what_it_says_of_itself_is_plain_and_stays(self) -> None:
@@ -58,7 +58,7 @@ class DataSuite(PluginSuite):
         assert descriptions == descriptions[:1] * 3
 
     def test_what_is_left_out_is_told(self) -> None:
-        """Omissions are single lines, and `expected_words` occur in them."""
+        """Notes about data that is left out are single lines, and `expected_words` occur in them."""
         dataset = self.open_dataset()
         omissions = [*dataset.omissions(), *dataset.batches(self.context, self.rows, 0).omissions]
         assert all(text and "\n" not in text for text in omissions)
@@ -88,9 +88,9 @@ class DataSuite(PluginSuite):
             assert batch["weights"].min() >= 0 < batch["weights"].sum()
 
     def test_nothing_is_both_trained_on_and_held_out(self) -> None:
-        """No row of an epoch is held out, if the suite sets the length of an epoch."""
+        """No training row of an epoch is also held out. The test is skipped unless the suite sets `epoch`."""
         if not self.epoch:
-            pytest.skip("its examples may be equal: epoch = 0")
+            pytest.skip("the suite does not set `epoch`: training and held-out examples may be equal")
         batches = self.batches()
         trained = {row for k in range(self.epoch) for row in _rows(batches.batch(k))}
         held_out = {row for batch in batches.held_out() for row in _rows(batch)}
@@ -112,7 +112,7 @@ class DataSuite(PluginSuite):
 
     @pytest.mark.skipif(not OPEN_FILES[0].is_dir(), reason="only Linux lists the open files of a process")
     def test_nothing_stays_open_behind_it(self) -> None:
-        """After the dataset is deleted, none of its files is open or mapped."""
+        """After the dataset is deleted, none of its files is open or memory-mapped."""
         self.batches().batch(0)  # modules that this imports may keep files open
         gc.collect()
         before = Counter(_open_files())
@@ -124,7 +124,7 @@ class DataSuite(PluginSuite):
 
 
 def fingerprint(data: Data, context: int, rows: int) -> str:
-    """Return a digest of the dataset's descriptions and some of its batches."""
+    """Return a digest (SHA-256) of the dataset's descriptions and some of its batches, to compare two processes."""
     data.check()
     dataset = data.open(None)
     batches = dataset.batches(context, rows, 3)
@@ -137,7 +137,7 @@ def fingerprint(data: Data, context: int, rows: int) -> str:
 
 
 def _rows(batch: Batch) -> Iterator[bytes]:
-    """Yield the bytes of each row with nonzero weight."""
+    """Yield the inputs of each row of a batch as bytes, except rows whose weights are all 0 (padding)."""
     inputs = [array for name, array in sorted(batch.items()) if name not in ("targets", "weights")]
     for number, weights in enumerate(batch["weights"]):
         if weights.any():
@@ -145,7 +145,7 @@ def _rows(batch: Batch) -> Iterator[bytes]:
 
 
 def _open_files() -> Iterator[str]:
-    """Yield the regular files that this process has open or mapped."""
+    """Yield the paths of the files that this process has open or memory-mapped."""
     for link in itertools.chain.from_iterable(folder.iterdir() for folder in OPEN_FILES if folder.is_dir()):
         try:
             target = str(link.readlink())

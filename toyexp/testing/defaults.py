@@ -1,4 +1,4 @@
-"""Build conformance suites for parts without their own: `toyexp plugins --check` tests them with their defaults."""
+"""Build conformance suites for plugin classes, which `toyexp plugins --check` tests with their default settings."""
 
 from __future__ import annotations
 
@@ -32,14 +32,17 @@ VOCAB = 257
 
 @dataclass(frozen=True)
 class SuiteParts:
-    """Parts of other kinds that the tested part is combined with."""
+    """Installed parts of other kinds (engines, models, data), which the tested part is combined with."""
 
     engines: Sequence[Engine]  # that work here; an optimiser runs on the first, a model on all
     models: Sequence[type[Model]]  # a recipe trains one of them, a format writes some
     data: Sequence[type[Data]]  # used for kinds of data other than tokens and images
 
     def dataset(self, kind: Kind) -> Dataset:
-        """Return tiny data of a kind, from a plugin if need be. Raise UserError if none opens by default."""
+        """Return tiny data of a kind: built-in tokens or images, otherwise the first data plugin that opens.
+
+        Raise UserError if no data of this kind opens with its defaults.
+        """
         if kind in (TOKENS, IMAGES):
             return tiny_data(kind, VOCAB)
         for cls in (cls for cls in self.data if cls.gives == kind):
@@ -50,12 +53,15 @@ class SuiteParts:
         raise UserError(f"no data of {kind} opens with its defaults")
 
     def fit_model(self, model: Model) -> Model:
-        """Fit the model's sizes to such data."""
+        """Return the model with its sizes, such as the vocabulary, fitted to tiny data of its kind."""
         return model.fit(self.dataset(model.reads))
 
 
 def make_suite(kind: str, cls: type, beside: SuiteParts) -> type[PluginSuite]:
-    """Return the suite for a class with its defaults. Raise UserError if it needs settings."""
+    """Return a test class for the plugin class `cls` of a kind, such as `model`, with its default settings.
+
+    `beside` holds the parts of other kinds to combine it with. Raise UserError if it cannot be tested so.
+    """
     attributes: dict[str, Any] = {"__doc__": f"{cls.__name__} with its defaults.", "__module__": cls.__module__}
     if kind == "callbacks":
         cls().check()
@@ -76,7 +82,7 @@ def _suite_attributes(kind: str, part: Any, beside: SuiteParts) -> dict[str, Any
     if kind == "model":
         size = beside.fit_model(part).parameters()
         if size > MOST:
-            raise UserError(f"its defaults are {size:,} parameters; the suite needs a small model")
+            raise UserError(f"with its defaults it has {size:,} parameters; the suite needs at most {MOST:,}")
         return {"engines": tuple(beside.engines), **_dataset_attribute(part, beside)}
     if kind == "recipe":
         return _recipe_attributes(part, beside)
@@ -91,7 +97,10 @@ def _dataset_attribute(model: Model, beside: SuiteParts) -> dict[str, Any]:
 
 
 def _recipe_attributes(recipe: Recipe, beside: SuiteParts) -> dict[str, Any]:
-    """Return the first model that the recipe can plan by default, and data for it."""
+    """Return the attributes of a RecipeSuite: the recipe, the first model that it can plan, and data for the model.
+
+    Raise UserError if there is no such model.
+    """
     refused = UserError(f"no model reads {' or '.join(map(str, recipe.reads))}")
     for cls in (cls for cls in beside.models if cls.reads in recipe.reads):
         try:
@@ -105,7 +114,7 @@ def _recipe_attributes(recipe: Recipe, beside: SuiteParts) -> dict[str, Any]:
 
 
 def _format_models(form: Format, beside: SuiteParts) -> list[Model]:
-    """Return up to three small models that the format supports."""
+    """Return up to three small models that the format supports. Raise UserError if there is none."""
     refused, models = UserError("no model is installed to write"), []
     for cls in beside.models:
         try:

@@ -30,7 +30,7 @@ def _values(plan: Plan) -> dict[str, np.ndarray]:
 
 
 class EngineNumbers(PluginSuite):
-    """Numerical half of EngineSuite, which depends on the device's own kernels.
+    """The tests of EngineSuite that check numbers, which depend on the device's kernels.
 
     Set `engine`, and larger tolerances if the device rounds more than float32. The class is skipped if its device is
     not available.
@@ -65,15 +65,19 @@ class EngineNumbers(PluginSuite):
 
     @property
     def rows(self) -> int:
-        """Rows of a micro-batch: a number that the engine's devices can share equally."""
+        """Number of rows of a micro-batch, such that the engine's devices get equal shares."""
         return case_rows(self.engine)
 
     def op_plan(self, case: str, adapter: str | None = None, **changes: object) -> Plan:
-        """Return the plan of a model of one op, with the number of rows that the engine needs."""
+        """Return the plan of a model that consists of one op, `case`, with a number of rows that suits the engine.
+
+        `adapter` is "lora" or "lens" (a linear map of the embedding) to train one on top. `changes` are fields of
+        the plan.
+        """
         return op_plan(case, adapter, **{"rows": self.rows, **changes})
 
     def op_batch(self, rows: int = 0, seed: int = 0, case: str = "") -> Batch:
-        """Return a random batch for such a plan, with `rows` rows or the engine's number."""
+        """Return a random batch for the plan of `op_plan(case)`; rows=0 means the default number of rows."""
         return op_batch(rows or self.rows, seed, case)
 
     @pytest.mark.parametrize(("case", "adapter"), [*((c, None) for c in CASES), *ADAPTED])
@@ -87,7 +91,7 @@ class EngineNumbers(PluginSuite):
 
     @pytest.mark.parametrize(("case", "adapter"), [*((c, None) for c in CASES), *ADAPTED])
     def test_op_has_the_right_gradient(self, case: str, adapter: str | None) -> None:
-        """Each tensor's gradient equals the float64 slope of the loss along random directions."""
+        """Each tensor's gradient, projected on random directions, equals the slope of the float64 loss along them."""
         plan, batch = self.op_plan(case, adapter), self.op_batch(case=case)
         with self.build_session(plan) as session:
             gradients = session.gradients(batch)
@@ -103,7 +107,10 @@ class EngineNumbers(PluginSuite):
 
     @pytest.mark.parametrize(("case", "adapter"), [*((c, None) for c in CASES), *ADAPTED])
     def test_runs_of_a_stack_take_the_steps_that_they_take_alone(self, case: str, adapter: str | None) -> None:
-        """Runs in a stack equal single runs; an engine without stacks raises the conflict that it announces."""
+        """Runs that are trained together in a stack take the same steps as on their own.
+
+        If the engine's stack_conflict() returns a reason, realize_stack() raises a UserError with it.
+        """
         plans = [op_plan(case, adapter, seed=seed, grad_clip=clip) for seed, clip in ((3, 0.0), (4, 0.05), (5, 0.0))]
         if why := self.engine.stack_conflict(plans):
             with pytest.raises(UserError, match=re.escape(why)):
@@ -132,7 +139,7 @@ class EngineNumbers(PluginSuite):
 
     @pytest.mark.parametrize("adamw", [AdamW.for_from_scratch(), AdamW.for_lora()], ids=["from_scratch", "lora"])
     def test_adamw_is_the_formula(self, adamw: AdamW) -> None:
-        """Five steps equal the float64 formula with the engine's gradients; only matrices have weight decay."""
+        """Five AdamW steps equal float64 steps with the engine's gradients; only matrices have weight decay."""
         adamw = dataclasses.replace(adamw, lr=0.01, weight_decay=0.1)
         plan = self.op_plan("layer_norm")
         names = [t.name for t in plan.trainable]
@@ -154,7 +161,7 @@ class EngineNumbers(PluginSuite):
                 np.testing.assert_allclose(weights, expected[name][0], atol=1e-3 * adamw.lr, err_msg=name)
 
     def test_accumulation_equals_one_large_batch(self) -> None:
-        """Four micro-batches, weighted by targets, give the loss, norm and weights of one large batch."""
+        """A step on four micro-batches gives the same loss, gradient norm and weights as on one large batch."""
         batch, hp = self.op_batch(rows=4 * self.rows), AdamW.for_lora().hp_for_step(0)
         results = []
         for rows, accumulate in ((4 * self.rows, 1), (self.rows, 4)):
@@ -176,7 +183,7 @@ class EngineNumbers(PluginSuite):
         assert metrics.grad_norm == pytest.approx(norm, rel=10 * self.rtol)
 
     def test_clipping_scales_the_gradient_to_the_limit(self) -> None:
-        """A clipped gradient gives a smaller update (no momentum)."""
+        """A clipped gradient gives a smaller update (without momentum), and the reported norm is not clipped."""
         hp = np.array([0.1, 0.0, 0.0, 1e-2, 0.0, 1.0, 1.0])  # with such a large eps, w moves by about lr * g / eps
         distances = []
         for clip in (0.0, 0.01):
@@ -189,7 +196,7 @@ class EngineNumbers(PluginSuite):
 
 
 class EngineSuite(EngineNumbers):
-    """Conformance suite of an engine: its numbers, and the life cycle of its sessions."""
+    """Conformance suite of an engine: its numbers, and its sessions from upload() to restore()."""
 
     def test_frozen_tensors_stay_as_they_are(self) -> None:
         """Training changes all trainable tensors and no frozen one."""
@@ -216,7 +223,7 @@ class EngineSuite(EngineNumbers):
         np.testing.assert_array_equal(weights[0], weights[1])
 
     def test_a_run_repeats(self) -> None:
-        """The same plan and batches give bit-identical losses."""
+        """Two sessions with the same plan and batches give bit-identical losses."""
 
         def losses() -> list[float]:
             with self.build_session(self.op_plan("attention_grouped")) as session:
@@ -226,7 +233,7 @@ class EngineSuite(EngineNumbers):
         assert losses() == losses()
 
     def test_logits_of_fewer_and_shorter_rows(self) -> None:
-        """Padding is invisible: a causal model gives the same logits for the rows and positions that were passed."""
+        """logits() takes fewer and shorter rows than a batch: a causal model gives the same logits for them."""
         batch = self.op_batch()
         with self.build_session(self.op_plan("attention")) as session:
             full = session.logits({"tokens": batch["tokens"]})
@@ -236,7 +243,7 @@ class EngineSuite(EngineNumbers):
 
     @pytest.mark.parametrize("case", ["attention_grouped", "rope"])
     def test_a_decoder_gives_the_logits_of_the_whole(self, case: str) -> None:
-        """The decoder agrees with logits() however the sequence is split, also after a step."""
+        """The decoder gives the same logits as logits(), however the sequence is split, also after a training step."""
         tokens = self.op_batch()["tokens"][:1]
         with self.build_session(self.op_plan(case)) as session:
             for sizes in ([1] * LENGTH, [2, LENGTH - 2]):
@@ -282,7 +289,10 @@ class EngineSuite(EngineNumbers):
             assert_same(session.snapshot(), end)
 
     def test_a_snapshot_taken_over_an_earlier_one_is_the_one_that_a_fresh_one_would_be(self) -> None:
-        """snapshot(into) reuses only the arrays it was given, and a later step does not change them."""
+        """snapshot(old) may reuse the arrays of `old`, an earlier snapshot, but no others.
+
+        It equals a new snapshot, and a later step does not change it.
+        """
         plan, hp = self.op_plan("attention_grouped"), AdamW.for_lora().hp_for_step(0)
         with self.build_session(plan) as session:
             first_snapshot, old = session.snapshot(), session.snapshot()
@@ -301,7 +311,7 @@ class EngineSuite(EngineNumbers):
 
     @pytest.mark.parametrize("accumulate", [1, 2])
     def test_bad_numbers_left_out_change_nothing(self, accumulate: int) -> None:
-        """A step that overflows with skip_nonfinite changes no weights or moments, and later steps are normal."""
+        """A step that overflows with skip_nonfinite changes no weights or optimiser state; later steps are normal."""
         plan = self.op_plan("swiglu", accumulate=accumulate, skip_nonfinite=True)
         batch, hp = self.op_batch(rows=accumulate * plan.rows), AdamW.for_lora().hp_for_step(0)
         with (

@@ -25,7 +25,7 @@ OURS = b"whoever wrote this wants to keep it"
 
 
 class FormatSuite(PluginSuite):
-    """Conformance suite of a format: set `form`, supported `models`, and `unsupported` ones."""
+    """Conformance suite of a file format: set `form`, `models` that it can store, and `unsupported` models."""
 
     kind, part = "format", "form"
     form: Format
@@ -33,7 +33,7 @@ class FormatSuite(PluginSuite):
     unsupported: Sequence[Model] = ()
 
     def make_export(self, model: Model) -> ModelExport:
-        """Return the model with random weights and a run's metadata."""
+        """Return an export to write: the model with random weights, a tokenizer if it reads text, and metadata."""
         tensors = {t.name: t.init.draw(t.shape, 7, t.name) + np.float32(0.01) for t in model.tensors()}
         tokenizer = Bytes() if model.reads.text else None
         return ModelExport(model, tensors, tokenizer, {"name": "kit", "step": 3})
@@ -43,13 +43,16 @@ class FormatSuite(PluginSuite):
         return exporter(type(self.form))(**vars(self.form))
 
     def test_its_words_for_type_are_settings_that_it_has(self) -> None:
-        """Each word for --type stands for settings that the format accepts."""
+        """Each value of the option --type stands for settings that the format accepts."""
         self.form.check()
         for settings in self.form.types.values():
             assert type(self.form)(**settings).kind
 
     def test_what_it_writes_it_reads_back(self, tmp_path: Path) -> None:
-        """The file has the same tensors (bit-identical in float32) and model, if the format can read."""
+        """A written file gives the same model and tensors when it is read, bit-identical if stored as float32.
+
+        A format that only writes raises UserError.
+        """
         if type(self.form).read is Format.read:
             with pytest.raises(UserError, match="not read"):
                 self.form.read(tmp_path / "x", [])
@@ -116,7 +119,7 @@ def _run(directory: Path, model: Model) -> Run:
 
 
 def _end(callback: Exporter, run: Run, step: int) -> None:
-    """Call the callback as a run of `step` steps does."""
+    """Call the hooks of an export callback as a run does whose last step is `step`."""
     callback.on_start(run=run)
     callback.on_step(run=run, step=step)
     callback.on_end(run=run, reason="completed")
@@ -127,7 +130,7 @@ def _content(path: Path) -> object:
 
 
 def _same_settings(one: Model, other: Model) -> None:
-    """Assert equal settings; files store floats as float32 or decimals."""
+    """Assert that two models have equal settings; floats may differ by rounding in the file."""
     for name, value in other.settings().items():
         read = one.settings()[name]
         is_same = math.isclose(read, value, rel_tol=1e-6) if isinstance(value, float) else read == value

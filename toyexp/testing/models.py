@@ -27,7 +27,7 @@ MIN_SLOPE = 1e-8  # smaller slopes are rounding errors of central differences in
 
 
 class Opaque:
-    """A tensor that supports ops only: it has a shape, but no Python operators."""
+    """A tensor to test that a model uses ops only: it has a shape, but no operators, values or methods."""
 
     def __init__(self, array: np.ndarray, names: frozenset[str]):
         self.shape = array.shape
@@ -38,7 +38,7 @@ class Opaque:
 
 
 def _wrap_op(op: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap an op of the reference so that it takes and returns opaque tensors."""
+    """Wrap an op of the float64 reference so that it takes and returns Opaque tensors."""
 
     def opaque(_: Ops, *args: Any, **named: Any) -> Any:
         names: set[str] = set()
@@ -72,7 +72,7 @@ OpaqueOps = type(
 
 
 class ModelSuite(PluginSuite):
-    """Conformance suite of a model: set a small `model` of at least two blocks, and `engines` that must agree on it."""
+    """Conformance suite of a model: set a small `model` of at least two blocks, and `engines` to compute it on."""
 
     kind, part = "model", "model"
     model: Model
@@ -93,7 +93,10 @@ class ModelSuite(PluginSuite):
             metafunc.parametrize("engine", self.engines, ids=[f"{e.name}{i}" for i, e in enumerate(self.engines)])
 
     def make_case(self) -> tuple[Plan, Batch, Values]:
-        """Return a plan that trains every tensor, a batch, and random values (no bias is 0, no norm weight 1)."""
+        """Return a plan that trains every tensor, a batch, and values of the tensors by name.
+
+        Random numbers are added to all initial values, so that no bias is 0 and no norm weight is 1.
+        """
         dataset = self.dataset()
         model = self.model.fit(dataset)
         model.check()
@@ -106,7 +109,7 @@ class ModelSuite(PluginSuite):
     # -- the function -------------------------------------------------------------------------------------------
 
     def test_it_reads_what_its_batches_hold(self) -> None:
-        """The batches hold the inputs that `inputs` declares, with their shapes."""
+        """The batches contain the inputs that `Model.inputs` declares, with their shapes."""
         plan, batch, _ = self.make_case()
         assert set(plan.model.inputs()) <= set(batch) - {"targets", "weights"}
         for name, shape in plan.model.inputs().items():
@@ -130,7 +133,7 @@ class ModelSuite(PluginSuite):
         assert logits.shape[:-1] == batch["targets"].shape
 
     def test_every_tensor_has_a_gradient(self) -> None:
-        """In float64 the loss changes with each tensor, except those in `without_gradient`."""
+        """The float64 loss changes if a tensor changes, except for tensors that match `without_gradient`."""
         plan, batch, values = self.make_case()
         for name in values:
             moves = max(map(abs, self._slopes(plan, values, batch, name))) >= MIN_SLOPE
@@ -155,7 +158,7 @@ class ModelSuite(PluginSuite):
             )  # fmt: skip
 
     def test_it_says_whether_a_decoder_can_keep_positions(self) -> None:
-        """A model whose ops depend on the number of positions has `cached_decoding = False`."""
+        """If `cached_decoding` is true, a decoder can compute the model token by token with cached positions."""
         plan, _, _ = self.make_case()
         if plan.model.reads.sequence and plan.model.cached_decoding:
             assert (reason := reason_to_recompute(plan)) is None, (
@@ -166,7 +169,7 @@ class ModelSuite(PluginSuite):
     # -- on engines ---------------------------------------------------------------------------------------------
 
     def test_engines_compute_it(self, engine: Engine) -> None:
-        """Logits equal the float64 reference, and gradients equal its slopes."""
+        """The engine's logits equal the float64 reference, and its gradients the slopes of the reference loss."""
         plan, batch, values = self.make_case()
         expected = reference_logits(plan, values, batch)
         with build_session(engine, plan, values) as session:
@@ -181,7 +184,7 @@ class ModelSuite(PluginSuite):
                 assert float((gradient * direction).sum()) == pytest.approx(slope, abs=self.gradient_rtol * scale), name
 
     def test_blocks_that_are_computed_twice_give_the_same_gradients(self, engine: Engine) -> None:
-        """Recomputed blocks give the same gradients, if the engine has the setting `recompute`."""
+        """Gradients are the same with `recompute=true`, if the engine has this setting."""
         if "recompute" not in {f.name for f in dataclasses.fields(engine)}:
             pytest.skip(f"engine={engine.name} keeps all activations")
         plan, batch, values = self.make_case()
@@ -193,7 +196,7 @@ class ModelSuite(PluginSuite):
                 np.testing.assert_allclose(gradient, expected[name], atol=atol, err_msg=name)
 
     def test_a_decoder_gives_the_logits_of_the_whole_or_refuses(self, engine: Engine) -> None:
-        """The decoder gives the logits of the whole sequence position by position, or raises SessionError."""
+        """A decoder that is fed single tokens gives the logits of the whole sequence, or raises SessionError."""
         plan, batch, values = self.make_case()
         sequence = plan.model.reads.sequence
         if not sequence:

@@ -23,7 +23,7 @@ LR = 0.01
 
 
 class OptimiserSuite(PluginSuite):
-    """Conformance suite of an optimiser: set `optimiser`, and the `engine` that runs it."""
+    """Conformance suite of an optimiser: set `optimiser`, and the `engine` that computes its steps."""
 
     kind, part = "optim", "optimiser"
     optimiser: Optimiser
@@ -31,7 +31,10 @@ class OptimiserSuite(PluginSuite):
     steps: int = 20
 
     def plans(self) -> Iterator[Plan]:
-        """Yield small plans in which one rule updates all tensors: matrices, or a matrix and vectors."""
+        """Yield small plans where one of the optimiser's rules updates all tensors.
+
+        For each rule there is a plan with matrices only and one with a matrix and vectors, if the rule takes these.
+        """
         for rule in self.rules():
             for case in ("attention_grouped", "layer_norm"):
                 plan = op_plan(case)
@@ -43,11 +46,11 @@ class OptimiserSuite(PluginSuite):
                     yield dataclasses.replace(plan, groups=tuple(groups))
 
     def rules(self) -> list[Rule]:
-        """Return the optimiser's rules."""
+        """Return the optimiser's rules for training from scratch; a rule is the update of one tensor."""
         return list(self.optimiser.with_mode(FROM_SCRATCH).rules())
 
     def test_its_numbers_have_the_same_names_at_every_step(self) -> None:
-        """Names stay the same and values are finite."""
+        """A rule's numbers, such as lr and beta1, have the names that it declares, and their values are finite."""
         for rule in self.rules():
             for step in (0, 1, 999):
                 numbers = rule.numbers(step, LR, 0.1)
@@ -55,7 +58,7 @@ class OptimiserSuite(PluginSuite):
                 assert all(math.isfinite(value) for value in numbers.values())
 
     def test_an_update_keeps_shapes_and_slots(self) -> None:
-        """Shapes of weights and state stay the same, for vectors and for tall and wide matrices."""
+        """An update keeps the shapes of weights and optimiser state, for vectors and for tall and wide matrices."""
         for rule in self.rules():
             for shape in (shape for shape in ((6,), (6, 4), (4, 6)) if rule.takes("blk.0.w", shape)):
                 w, state = self._update(rule, shape, 1.0)
@@ -64,21 +67,21 @@ class OptimiserSuite(PluginSuite):
                 assert np.isfinite(w).all()
 
     def test_a_gradient_of_zero_leaves_finite_numbers(self) -> None:
-        """Such gradients occur in rows of an embedding whose token is not in the batch."""
+        """A gradient of zero, as for a token that is not in the batch, gives finite weights and state."""
         for rule in self.rules():
             w, state = self._update(rule, (6, 4), 0.0)
             assert np.isfinite(w).all()
             assert all(np.isfinite(array).all() for array in state.values())
 
     def test_what_is_element_wise_takes_tensors_in_one(self) -> None:
-        """An engine may concatenate tensors for an element-wise rule."""
+        """An element-wise rule updates a tensor as it updates its parts, so that engines may join tensors."""
         for rule in (rule for rule in self.rules() if rule.elementwise):
             full_update, _ = self._update(rule, (8,), 1.0)
             parts = [self._update(rule, (8,), 1.0, part)[0] for part in (slice(0, 3), slice(3, 8))]
             np.testing.assert_allclose(np.concatenate(parts), full_update, rtol=1e-12)
 
     def test_the_engine_computes_the_formula(self) -> None:
-        """The engine's steps, fused or not, equal float64 steps with the engine's own gradients."""
+        """The engine's steps equal steps of the rule in float64 with the engine's own gradients."""
         for plan in self.plans():
             weights = {t.name: plan.initial_values(t).astype(np.float64) for t in plan.trainable}
             state = {t.name: {s: np.zeros(shape) for s, shape in plan.slots(t).items()} for t in plan.trainable}
@@ -96,7 +99,7 @@ class OptimiserSuite(PluginSuite):
                     np.testing.assert_allclose(session.download(name), expected, atol=1e-5, rtol=1e-5, err_msg=name)
 
     def test_a_snapshot_holds_its_state_and_brings_it_back(self) -> None:
-        """Steps from a restored snapshot are bit-identical."""
+        """A new session that restores a snapshot takes bit-identical further steps."""
         for plan in self.plans():
             with build_session(self.engine, plan) as session:
                 self._steps(session, 0, 4)
@@ -110,7 +113,7 @@ class OptimiserSuite(PluginSuite):
                 assert_same(session.snapshot(), end)
 
     def test_it_learns(self) -> None:
-        """Steps on one batch lower its loss."""
+        """Repeated steps on one batch lower its loss."""
         batch = op_batch()
         for plan in self.plans():
             with build_session(self.engine, plan) as session:
@@ -127,7 +130,10 @@ class OptimiserSuite(PluginSuite):
     def _update(
         rule: Rule, shape: tuple[int, ...], size: float, part: slice = slice(None)
     ) -> tuple[Array, Mapping[str, Array]]:
-        """Apply a float64 step to a random tensor, or a part of it, with gradients of scale `size`."""
+        """Apply one float64 step to the slice `part` of a random tensor, with gradients of scale `size`.
+
+        Return the new weights, and the new optimiser state by slot.
+        """
         draw = np.random.default_rng(1)
         w, g = draw.standard_normal(shape)[part], size * draw.standard_normal(shape)[part]
         group = Group(rule, ("w",), 0.1)

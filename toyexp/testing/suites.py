@@ -42,7 +42,7 @@ from toyexp.training.loop import Training
 
 
 class PluginSuite:
-    """Tests for all plugin classes."""
+    """Base of all conformance suites, with the tests that apply to every plugin class."""
 
     kind: ClassVar[str]
     part: ClassVar[str]  # name of the attribute that holds the tested object
@@ -54,7 +54,7 @@ class PluginSuite:
     if not TYPE_CHECKING:  # mypy would accept any attribute of a suite
 
         def __getattr__(self, name: str) -> Any:
-            """Fail with the name of an attribute that the test class did not set; a fixture may set it later."""
+            """Fail the test with the name of a required attribute that the test class did not set."""
             cls = type(self)
             hint = next((h for c in cls.__mro__ if (h := inspect.get_annotations(c).get(name))), None)
             if hint and inspect.getattr_static(cls, name, None) is None:
@@ -62,11 +62,11 @@ class PluginSuite:
             return object.__getattribute__(self, name)  # raise the original error of a property
 
     def test_the_registry_takes_the_class(self) -> None:
-        """The class is a dataclass with a name, a help line and defaults."""
+        """toyexp accepts the class as a plugin: a dataclass with a name, a help line and defaults."""
         check_class(self.subject(), KINDS[self.kind][0])
 
     def test_every_setting_is_explained(self) -> None:
-        """Each field has a comment, which is its help text."""
+        """Each setting (dataclass field) has a comment, which becomes its help text."""
         assert [s.name for s in list_settings(self.subject()) if not s.comment] == []
 
 
@@ -84,7 +84,7 @@ class RecipeSuite(PluginSuite):
         return tiny_data(self.model.reads, self.vocab)
 
     def make_plan(self) -> Plan:
-        """Return a plan for tiny batches."""
+        """Return the recipe's plan for the model, with batches of two rows."""
         dataset = self.dataset()
         model = self.model.fit(dataset)
         return self.recipe.plan(model, Setup(model.batches(dataset, 2, 0).inputs, rows=2, seed=1))
@@ -106,7 +106,7 @@ class RecipeSuite(PluginSuite):
         assert {n: a.shape for n, a in exported.items()} == {t.name: t.shape for t in plan.model.tensors()}
 
     def test_life_of_the_recipe(self) -> None:
-        """After start() the session is built and can step."""
+        """The recipe starts a session on `engine`, which is then built and can step."""
         with start_session(self.recipe, self.engine, self.make_plan()) as session:
             assert session.state is State.BUILT
 
@@ -130,17 +130,17 @@ class CallbackSuite(PluginSuite):
         return type(self.callback())
 
     def test_it_listens_and_the_run_completes(self, tmp_path: Path) -> None:
-        """A run with the callback completes or is stopped by it, and on_end is called."""
+        """A run with the callback completes, or the callback stops it; on_end raises no error."""
         outcome = self.run(tmp_path, NullEngine())
         assert outcome.reason in ("completed", "aborted")
 
     def test_it_survives_a_run_that_fails(self, tmp_path: Path) -> None:
-        """on_end works after a run whose loss became NaN."""
+        """on_end is called for a run that failed because its loss became NaN."""
         with pytest.raises(Exception, match="the loss is nan"):
             self.run(tmp_path, NullEngine(nan_at=1))
 
     def test_its_state_survives_json_and_a_fresh_one_takes_it(self, tmp_path: Path) -> None:
-        """state() is finite JSON, and a fresh callback that resumes from it has the same state."""
+        """state() is valid JSON without NaN, and a new callback that resumes from it has the same state."""
         self.run(tmp_path, NullEngine())
         state = json.loads(json.dumps(self.last.state(), allow_nan=False))
         fresh = self.callback()
@@ -153,7 +153,7 @@ class CallbackSuite(PluginSuite):
             assert self.run(tmp_path, NullEngine(), eval_every=0).reason in ("completed", "aborted")
 
     def run(self, directory: Path, engine: Engine, eval_every: int = 2) -> Any:
-        """Run a few steps on the null engine with this callback alone; raise what on_end raised."""
+        """Train a few steps with this callback alone and return the Outcome; raise the first error of on_end."""
         dataset = token_dataset(16)
         batches = dataset.batches(8, 2, 0)
         plan = Bare().plan(OpModel("rows"), Setup(batches.inputs, rows=2))
@@ -179,7 +179,10 @@ class CallbackSuite(PluginSuite):
 
 
 def build_session(engine: Engine, plan: Plan, values: Mapping[str, np.ndarray] | None = None) -> Session:
-    """Return a session that is ready to step, with `values` instead of the plan's; skip without the device."""
+    """Return a session that is ready to step; skip the test if the engine's device is not available.
+
+    `values` replace initial values of the plan's tensors, by name.
+    """
     try:
         session = engine.realize(plan)
     except Unavailable as reason:
@@ -191,18 +194,21 @@ def build_session(engine: Engine, plan: Plan, values: Mapping[str, np.ndarray] |
 
 
 def tiny_data(kind: Kind, vocab: int) -> Dataset:
-    """Return data of a built-in kind."""
+    """Return tiny random data of the kind TOKENS or IMAGES; `vocab` is for tokens only."""
     return {TOKENS: token_dataset(vocab), IMAGES: image_dataset()}[kind]
 
 
 def token_dataset(vocab: int, count: int = 400, seed: int = 0) -> TokenDataset:
-    """Return random token ids below `vocab`."""
+    """Return a dataset of `count` random token ids below `vocab`, a quarter of them held out."""
     ids = np.random.default_rng(seed).integers(0, vocab, count, dtype=np.int32)
     return TokenDataset(ids[: count * 3 // 4], ids[count * 3 // 4 :], Bytes(), vocab, 2, {})
 
 
 def image_dataset(count: int = 60, size: int = 8, channels: int = 1, classes: int = 3, seed: int = 0) -> ImageDataset:
-    """Return random images of `size` x `size` pixels; rows of pixels that depend on the class are brighter."""
+    """Return a dataset of random images with classes that can be learned; a quarter of them is held out.
+
+    Which rows of pixels are brighter depends on the class.
+    """
     draw = np.random.default_rng(seed)
     labels = np.arange(count) % classes
     images = draw.integers(0, 156, (count, size, size, channels), dtype=np.uint8)
@@ -213,10 +219,10 @@ def image_dataset(count: int = 60, size: int = 8, channels: int = 1, classes: in
 
 @dataclasses.dataclass
 class Bare(Recipe):
-    """A recipe that trains every tensor of a model from its initial values."""
+    """Recipe for tests that trains every tensor of a model from its initial values."""
 
     name: ClassVar[str] = "bare"
 
     def plan(self, model: Model, setup: Setup) -> Plan:
-        """Return a plan in which all tensors are trainable."""
+        """Return a plan that trains all tensors of the model."""
         return setup.plan(model, [PlanTensor(t.name, t.shape, t.init) for t in model.tensors()])

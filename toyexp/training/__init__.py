@@ -1,1 +1,1 @@
-"""One run, from its parts to its directory."""
+"""Prepare, train, checkpoint and resume a run, and write its directory."""

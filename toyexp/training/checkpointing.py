@@ -73,7 +73,7 @@ class CheckpointKeeper:
         self.evals: dict[int, Mapping[str, float]] = {int(step): metrics for step, metrics in evals.items()}
         self._last_step, self._last_time = resumed.step if resumed else -1, time.monotonic()
         for stale in (path for path in folder.glob(".tmp-*") if TEMPORARY_NAME.fullmatch(path.name)):
-            shutil.rmtree(stale, ignore_errors=True)  # this process holds the run's lock: nobody writes there
+            shutil.rmtree(stale, ignore_errors=True)  # this process holds the run's lock, so no other writes there
 
     def check(self, scores: Mapping[str, float]) -> None:
         """Raise UserError if the metric of `checkpoint_best` is not among `scores`, an evaluation's metrics."""

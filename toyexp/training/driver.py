@@ -66,7 +66,7 @@ def drive(loops: Sequence[Requests[T]], stack: Stack, starts: Sequence[Resume] =
 
     Loop i uses session i of the stack. `starts` holds, for loops that have already yielded, a function each that
     continues the loop. In each round every loop makes a request. If loops request evaluations, these are answered
-    first. Otherwise the driver launches the steps of all loops together, as many as the smallest request has. An
+    first. Otherwise the driver launches the steps of all loops together, up to the number of the smallest request. An
     Exception ends only its own loop; any other BaseException, such as a second Ctrl-C, ends all loops.
     """
     ends: dict[int, T | Exception] = {}

@@ -24,7 +24,7 @@ from toyexp.training.verdict import boundary, nonfinite_error
 
 log = logging.getLogger("toyexp")
 
-MAX_CONSECUTIVE_SKIPS = 20  # with nonfinite=skip: a run that skips so many steps in a row is stopped
+MAX_CONSECUTIVE_SKIPS = 20  # with nonfinite=skip: a run that skips this number of steps in a row is stopped
 
 
 @dataclass

@@ -1,4 +1,4 @@
-"""Provenance: digests of a run's data and source files, and the directory in which it was started."""
+"""Provenance: digests of a run's data and source files, and the directory where it was started."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ MOVED = {"data.path": ("text", "images", "tokens"), "recipe.base": ("base",), "r
 def source_files(recipe: Recipe) -> dict[str, Path]:
     """Return the paths of the files that a recipe reads.
 
-    The keys are what a file is used for (base, donor or vocabulary), or its name for other files.
+    A key is the file's purpose (base, donor or vocabulary); other files have their name as key.
     """
     base, vocabulary = recipe.base_file(), recipe.vocabulary()
     role = recipe.starts_from if recipe.starts_from and base is None else "vocabulary"
@@ -40,7 +40,7 @@ def source_files(recipe: Recipe) -> dict[str, Path]:
 
 
 def data_digests(facts: Mapping[str, Any]) -> dict[str, str]:
-    """Return the digests in a dataset's description, by what they cover: `text`, `tokenizer`, ...
+    """Return the digests in a dataset's description, keyed by their subject: `text`, `tokenizer`, ...
 
     An added digest `data` covers all facts that affect batches.
     """
@@ -55,7 +55,7 @@ def data_digests(facts: Mapping[str, Any]) -> dict[str, str]:
 
 
 def source_digests(prepared: Prepared) -> dict[str, str]:
-    """Return the digests of a run's data and of the files that its recipe reads, by what they cover.
+    """Return the digests of a run's data and of the files that its recipe reads, keyed by their subject.
 
     Raise UserError if a file cannot be read.
     """
@@ -79,15 +79,15 @@ def require_same_file(base: Path, then: os.stat_result, digest: str) -> None:
 
 
 def origin_facts(prepared: Prepared) -> dict[str, Any]:
-    """Return what a run records about its origin: `cwd`, where it was first started, and `sources`, the digests."""
+    """Return the origin that a run records: `cwd`, where it was first started, and `sources`, the digests."""
     return {"cwd": str(prepared.config.cwd or working_directory()), "sources": source_digests(prepared)}
 
 
 @dataclass(frozen=True)
 class Origin:
-    """Origin of a run: the directory in which it was started, and the digests of its data and files."""
+    """Origin of a run: the directory where it was started, and the digests of its data and files."""
 
-    cwd: Path | None = None  # directory in which the run was started
+    cwd: Path | None = None  # directory where the run was started
     sources: Mapping[str, str] = field(default_factory=dict)  # digests by role
 
     def resolve(self, typed: str) -> str:
@@ -107,7 +107,7 @@ class Origin:
 
     @contextlib.contextmanager
     def explain_missing_paths(self, moved: Collection[str] = ()) -> Iterator[None]:
-        """Add the directory in which the run was started to a UserError about a missing path.
+        """Add the directory where the run was started to a UserError about a missing path.
 
         If the setting of the path is in `moved`, the message also suggests typing its new path.
         """

@@ -37,9 +37,9 @@ class Config:
     model: Model
     data: Data
     recipe: Recipe
-    engine: Engine = field(metadata=about("what computes", FREE))
+    engine: Engine = field(metadata=about("engine and device that compute the run", FREE))
     optim: Optimiser
-    callbacks: dict[str, Callback] = field(metadata=about("what watches, steers and exports", FREE, ASIDE))
+    callbacks: dict[str, Callback] = field(metadata=about("callbacks that log, stop and export the run", FREE, ASIDE))
     plain: dict[str, Any]  # the resolved settings, for the run directory
     engine_note: str  # name of the engine and why it was chosen
     base: Model | None = None  # the model of the recipe's base file; `model` is the same with the run's context

@@ -13,12 +13,12 @@ from toyexp.base.formatting import pluralise
 from toyexp.base.validators import require_float32, require_positive
 from toyexp.interfaces.run_preview import is_changed
 
-NONFINITE = ("stop", "skip")  # what a step whose loss or gradient is no finite number does
+NONFINITE = ("stop", "skip")  # actions after a step whose loss or gradient is NaN or infinite
 
-# What a key is. Without any of these it decides a run's numbers, and a run that goes on keeps it.
-FREE = "free"  # a run that goes on may have another one
-ASIDE = "aside"  # no number depends on it
-OF_A_RUN = "of a run"  # it is about a run's directory, and when it is evaluated and saved; nothing else asks for it
+# Roles of settings. A setting without a role affects a run's numbers, and a resumed run must keep it.
+FREE = "free"  # a resumed run may change it
+ASIDE = "aside"  # it does not affect a run's numbers
+OF_A_RUN = "of a run"  # used by training only, for the run's directory, evaluations and checkpoints
 
 
 def about(text: str, *roles: str) -> dict[str, Any]:
@@ -90,7 +90,9 @@ def evaluations(begins: int, steps: int, every: int) -> int:
 class Settings:
     """Top-level settings of a run, without its parts. conf/config.yaml lists them in this order."""
 
-    name: str = setting("${recipe.name}-${model.name}", "run name, for directory and GGUF", FREE, ASIDE, OF_A_RUN)
+    name: str = setting(
+        "${recipe.name}-${model.name}", "name of the run, its directory and its GGUF file", FREE, ASIDE, OF_A_RUN
+    )
     seed: int = setting(0, "random seed of initial weights, data order and dropout")
     data_seed: int | None = setting(None, "random seed of data order and image augmentation; null: seed")
     model_seed: int | None = setting(None, "random seed of initial weights; null: seed")

@@ -153,7 +153,7 @@ class LaunchSpec:
     cores: int = 0  # CPU cores of the job; 0: all
     gpus: Sequence[str] = ()  # GPUs of this job alone; empty: all GPUs
     environment: Mapping[str, str] = field(default_factory=dict)  # extra variables for its process
-    is_stack: bool = False  # whether its process trains a stack, whose jobs check their own directories
+    is_stack: bool = False  # whether the process trains several jobs, which check their own directories
 
     def args(self) -> Sequence[str]:
         """Return the arguments of the job's process, which start its run or resume it from a checkpoint.

@@ -47,13 +47,13 @@ from toyexp.training.verdict import print_result
 log = logging.getLogger("toyexp")
 
 POOL = 256  # jobs that are prepared before the first stack trains; also the largest stack
-MEMORY_SHARE = 0.8  # of the free memory may be used
-MIN_SECONDS = 5.0  # seconds; if all steps take less one after another, no size is tried
+MEMORY_SHARE = 0.8  # share of the free memory that stacks may use
+MIN_SECONDS = 5.0  # if all jobs one after another would take fewer seconds, no stack size is timed
 SIZES = (4, 16, 64)  # stack sizes to try, besides all jobs that fit
 WARM_UP, STEPS, SLICE, PATIENCE = 3, 3, 0.1, 3.0  # warm-up steps; minimum steps and seconds to time; maximum seconds
-# Time per job relative to the best: better below GAIN; stop above.
+# Ratios of a size's time per job to the best so far: below GAIN it is the new best, above MAX_SLOWDOWN trials end.
 GAIN, MAX_SLOWDOWN = 0.95, 1.3
-FAST_ENOUGH = 0.5  # ratio to a single job: if all jobs at once are below it, a GPU tries no smaller stack
+FAST_ENOUGH = 0.5  # ratio to a single job's time; if the largest stack is below it, a GPU tries no smaller one
 
 _tag: ContextVar[str] = ContextVar("tag", default="")  # prefix of the current job's output lines
 

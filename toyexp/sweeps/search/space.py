@@ -23,7 +23,7 @@ class Key:
     key: str
     line: str  # the override as typed
     settings: Sequence[str]  # an override for each value, in ascending order; for an interval, for its two ends
-    numbers: Sequence[float]  # the same as numbers; empty for a list
+    numbers: Sequence[float]  # the values of `settings` as numbers; empty for a list
     is_interval: bool = False
     log: bool = False  # sample an interval on a logarithmic scale
 

@@ -5,7 +5,7 @@ from toyexp import Register, hookimpl
 
 @hookimpl
 def register_formats(register: Register) -> None:
-    """GGUF, safetensors, and the directories of transformers and PEFT."""
+    """Register gguf, safetensors and hf (directories for transformers and PEFT)."""
     from toyexp_formats.shipped import GGUF, HuggingFace, Safetensors
 
     for form in (GGUF, Safetensors, HuggingFace):

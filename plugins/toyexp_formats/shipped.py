@@ -26,11 +26,14 @@ class GGUF(Format):
     type: str = "f32"  # f32 | f16 | bf16 | q8_0 | q4_0 | q4_1 | q5_0 | q5_1, or with llama.cpp q2_k ... q6_k
 
     def check(self) -> None:
-        """Raise UserError for a type that cannot be written, or not on this machine."""
+        """Raise UserError for an unknown type, and Unavailable for one that needs llama.cpp if that is missing."""
         formats.check_type(self.type)
 
     def check_model(self, model: Model) -> None:
-        """Raise UserError for a model that GGUF or, for its types, llama.cpp does not support."""
+        """Raise UserError for a model that GGUF cannot hold.
+
+        Types that llama.cpp writes also require an architecture that llama.cpp supports.
+        """
         formats.check_keys(model)
         if self.type in K_QUANTS and not (model.reads.text and "gguf" in model.forms):
             what = f"{self.type} is written by llama.cpp, which has no {gguf_architecture(model)}"
@@ -46,13 +49,16 @@ class GGUF(Format):
         return formats.write_adapter(path, plan, export.tensors, export.general, export.chat_template)
 
     def write_again(self, file: ModelFile, path: Path, requantize: bool) -> list[str] | None:
-        """Write the file with all its keys, and unchanged data for tensors that keep their type."""
+        """Copy a GGUF file to `path` in this type, with all its metadata.
+
+        Tensors that already have the right type are copied unchanged.
+        """
         return formats.rewrite_gguf(file, path, self.type, requantize) if isinstance(file, formats.GGUFFile) else None
 
     def notes(self, export: ModelExport) -> list[str]:
         """Return a note if only toyexp can read the model."""
         name = export.model.name
-        return [] if "gguf" in export.model.forms else [f"toyexp alone reads it: model={name} has no form of GGUF"]
+        return [] if "gguf" in export.model.forms else [f"only toyexp reads it: model={name} has no form of GGUF"]
 
     def read(self, path: Path, models: Models) -> ModelExport:
         """Return the file's model and tokenizer. The file stays open while its tensors are in use."""
@@ -67,7 +73,7 @@ class Safetensors(Format):
     suffix: ClassVar[str] = ".safetensors"
 
     def write(self, export: ModelExport, path: Path) -> list[str]:
-        """Write the file, with the keys as JSON in its metadata entry `gguf`."""
+        """Write the file. Its metadata entry `gguf` holds the GGUF metadata as JSON."""
         model = export.model
         keys = {"general.architecture": gguf_architecture(model)}
         keys |= formats.model_metadata(model, export.general, export.data)
@@ -115,5 +121,5 @@ class HuggingFace(Format):
         return formats.write_adapter_folder(path, plan, export)
 
     def notes(self, export: ModelExport) -> list[str]:
-        """Return notes about how transformers and llama.cpp's converter read the directory."""
+        """Return notes on how transformers, and llama.cpp's converter, will read the directory."""
         return formats.hf_notes(export.model, export.data, export.tokenizer)

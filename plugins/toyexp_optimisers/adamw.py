@@ -28,7 +28,10 @@ class AdamWOptimiser(Optimiser):
         require_range("optim", self, beta1="[0,1)", beta2="[0,1)", eps="(0,inf)")
 
     def with_mode(self, mode: str) -> AdamWOptimiser:
-        """Return the settings with `mode`, unless one was chosen, and its default beta2. Raise UserError if invalid."""
+        """Return the optimiser with `mode` instead of auto, and the mode's default for an unset beta2.
+
+        A mode that the user has chosen is kept. Raise UserError for settings that are invalid in the resulting mode.
+        """
         mode = mode if self.mode == "auto" else self.mode
         merged = dataclasses.replace(self, mode=mode, beta2=DEFAULT_BETA2[mode] if self.beta2 is None else self.beta2)
         merged.adamw.check()
@@ -36,7 +39,7 @@ class AdamWOptimiser(Optimiser):
 
     @property
     def adamw(self) -> AdamW:
-        """The rule with these settings; its mode is unset until `with_mode` sets it."""
+        """The AdamW rule with these settings. While the setting `mode` is auto, the rule's mode is None."""
         mode = None if self.mode == "auto" else self.mode
         beta2 = self.beta2 if self.beta2 is not None else DEFAULT_BETA2[mode or FROM_SCRATCH]
         return AdamW(beta1=self.beta1, beta2=beta2, eps=self.eps, weight_decay=self.weight_decay, mode=mode)
@@ -59,6 +62,6 @@ class AdamWOptimiser(Optimiser):
         return f"AdamW with {betas} (optim.mode={self.mode})"
 
     def describe(self, lr: float) -> dict[str, Any]:
-        """Return the rule's fields, and the settings common to all optimisers."""
+        """Return JSON data for the event run_start: the rule's fields, and the settings that all optimisers share."""
         shared = {k: getattr(self, k) for k in ("grad_clip", "accumulate", "groups")}
         return {"name": self.name, **dataclasses.asdict(dataclasses.replace(self.adamw, lr=lr)), **shared}

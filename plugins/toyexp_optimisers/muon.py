@@ -38,11 +38,11 @@ class Muon(Optimiser):
         require_range("optim", self, iterations="[1,20]", adamw_lr="[0,inf)")
 
     def rules(self) -> Sequence[Rule]:
-        """Return Muon, then AdamW with bias correction."""
+        """Return the Muon rule and, for the tensors that it does not take, AdamW with bias correction."""
         return self, AdamW(beta1=self.adamw_beta1, beta2=self.adamw_beta2, mode=LORA)
 
     def base_lr(self, rule: Rule) -> float | None:
-        """Return `adamw_lr` for the AdamW rule."""
+        """Return `adamw_lr` for the AdamW rule, and None for Muon, which uses the run's `lr`."""
         return None if rule is self else self.adamw_lr
 
     def takes(self, name: str, shape: tuple[int, ...]) -> bool:
@@ -50,17 +50,18 @@ class Muon(Optimiser):
         return len(shape) == 2 and name.startswith("blk.")
 
     def slots(self, shape: tuple[int, ...]) -> Mapping[str, tuple[int, ...]]:
-        """Return the shape of the momentum."""
+        """Return the shape of the momentum, named m."""
         return {"m": shape}
 
     def numbers(self, step: int, lr: float, weight_decay: float) -> Mapping[str, float]:
-        """Return the learning rate, the factor of weight decay, and the momentum."""
+        """Return lr, the factor `kept` = 1 - lr * weight_decay of the weights, and the momentum."""
         return {"lr": lr, "kept": 1 - lr * weight_decay, "momentum": self.momentum}
 
     def update(self, ops: Arithmetic, w: Any, g: Any, state: Mapping[str, Any], n: Mapping[str, Any]) -> Any:
         """Apply m = momentum m + (1 - momentum) g; w = w (1 - lr wd) - lr scale orthogonal(m).
 
-        With Nesterov momentum, m is blended with g once more before it is orthogonalised.
+        With Nesterov momentum, m is blended with g once more before it is orthogonalised. The number `scale` depends on
+        the setting of that name and on the matrix's shape.
         """
         m = ops.blend(g, state["m"], n["momentum"])
         direction = ops.blend(g, m, n["momentum"]) if self.nesterov else m
@@ -72,9 +73,10 @@ class Muon(Optimiser):
 
 
 def orthogonal(ops: Arithmetic, x: Any, iterations: int) -> Any:
-    """Return an approximation of the orthogonal matrix nearest to x; its singular values are from 0.7 to 1.2.
+    """Return an approximation of the orthogonal matrix nearest to x. Its singular values are about 0.7 to 1.2.
 
-    x / |x|, then `iterations` times a x + (b x x^T + c (x x^T)^2) x (Jordan 2024), on the shorter side.
+    Divide x by its Frobenius norm, then repeat x <- a x + (b x x^T + c (x x^T)^2) x `iterations` times (Jordan 2024). A
+    matrix with more rows than columns is transposed meanwhile, so that x x^T is small.
     """
     is_tall = x.shape[0] > x.shape[1]
     x = ops.transpose(x) if is_tall else x
@@ -106,18 +108,21 @@ class Adafactor(Optimiser):
         require_range("optim", self, beta2_decay="[-1,0)", eps1="(0,inf)", eps2="(0,inf)", clip="(0,inf)")
 
     def slots(self, shape: tuple[int, ...]) -> Mapping[str, tuple[int, ...]]:
-        """Return the shapes of the second moment: of rows and columns for a matrix, else of each element."""
+        """Return the shapes of the state with the second moment.
+
+        A matrix has one value per row and one per column; another tensor has one per element.
+        """
         return {"row": (shape[0], 1), "column": (1, shape[1])} if len(shape) == 2 else {"v": shape}
 
     def numbers(self, step: int, lr: float, weight_decay: float) -> Mapping[str, float]:
-        """Return the relative learning rate, the factor of weight decay, and beta2."""
+        """Return the relative lr (at most 1/sqrt(t)), the factor `kept` = 1 - lr * weight_decay, and beta2."""
         t = step + 1
         return {"lr": min(lr, 1 / math.sqrt(t)), "kept": 1 - lr * weight_decay, "beta2": 1 - t**self.beta2_decay}
 
     def update(self, ops: Arithmetic, w: Any, g: Any, state: Mapping[str, Any], n: Mapping[str, Any]) -> Any:
-        """Apply algorithms 4 and 5: u = g / sqrt(v), with RMS up to `clip`; w = w (1 - lr wd) - lr max(eps2, rms(w)) u.
+        """Apply algorithms 4 and 5 of the paper: w = w (1 - lr wd) - lr max(eps2, rms(w)) u, with u = g / sqrt(v).
 
-        For a matrix, v = row column / mean(row).
+        u is scaled down if its RMS exceeds `clip`. For a matrix, v = row column / mean(row).
         """
         squares = ops.shift(ops.square(g), self.eps1)
         if "v" in state:
@@ -136,5 +141,5 @@ class Adafactor(Optimiser):
 
     @staticmethod
     def _rms(ops: Arithmetic, x: Any) -> Any:
-        """Return the root mean square, [1]."""
+        """Return the root mean square of x as a tensor of shape [1]."""
         return ops.sqrt(ops.mean(ops.square(x)))

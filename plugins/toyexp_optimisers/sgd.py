@@ -32,15 +32,18 @@ class SGD(Optimiser):
         return f"SGD, {kind} {self.momentum:g}" if self.momentum else "SGD"
 
     def slots(self, shape: tuple[int, ...]) -> Mapping[str, tuple[int, ...]]:
-        """Return the shape of the momentum."""
+        """Return the shape of the momentum, named m, or an empty mapping if `momentum` is 0."""
         return {"m": shape} if self.momentum else {}
 
     def numbers(self, step: int, lr: float, weight_decay: float) -> Mapping[str, float]:
-        """Return the learning rate, the factor of weight decay, and the momentum."""
+        """Return lr, the factor `kept` = 1 - lr * weight_decay of the weights, and the momentum."""
         return {"lr": lr, "kept": 1 - lr * weight_decay, "momentum": self.momentum}
 
     def update(self, ops: Arithmetic, w: Any, g: Any, state: Mapping[str, Any], n: Mapping[str, Any]) -> Any:
-        """Apply m = momentum m + g; w = w (1 - lr wd) - lr m, or with Nesterov - lr (g + momentum m)."""
+        """Apply m = momentum m + g; w = w (1 - lr wd) - lr m.
+
+        With Nesterov momentum, g + momentum m replaces m in the second formula.
+        """
         if self.momentum:
             m = ops.add(ops.scale(state["m"], n["momentum"]), g)
             g, state = ops.add(g, ops.scale(m, n["momentum"])) if self.nesterov else m, {"m": m}
@@ -63,11 +66,11 @@ class Lion(Optimiser):
         require_range("optim", self, beta1="[0,1)", beta2="[0,1)")
 
     def slots(self, shape: tuple[int, ...]) -> Mapping[str, tuple[int, ...]]:
-        """Return the shape of the momentum."""
+        """Return the shape of the momentum, named m."""
         return {"m": shape}
 
     def numbers(self, step: int, lr: float, weight_decay: float) -> Mapping[str, float]:
-        """Return the learning rate, the factor of weight decay, and the two betas."""
+        """Return lr, the factor `kept` = 1 - lr * weight_decay of the weights, and the two betas."""
         return {"lr": lr, "kept": 1 - lr * weight_decay, "beta1": self.beta1, "beta2": self.beta2}
 
     def update(self, ops: Arithmetic, w: Any, g: Any, state: Mapping[str, Any], n: Mapping[str, Any]) -> Any:

@@ -13,7 +13,10 @@ from toyexp import IMAGES, LORA, TOKENS, Kind, Model, Plan, PlanTensor, Recipe, 
 
 @dataclass
 class FromBase(Recipe):
-    """Base of recipes whose model, initial values and tokenizer come from a GGUF file, which is only read."""
+    """Base of recipes that start from a GGUF file, which they never change.
+
+    The model, the initial values and the tokenizer come from that file.
+    """
 
     reads: ClassVar[tuple[Kind, ...]] = (TOKENS, IMAGES)
     optim_mode: ClassVar[str] = LORA
@@ -31,11 +34,11 @@ class FromBase(Recipe):
         return toyexp.find_model_file(Path(self.base)) if self.base else None
 
     def vocabulary(self) -> Path | None:
-        """Return the base, because its embedding matches only its own token ids."""
+        """Return the base's GGUF file, because its embedding fits only its own tokenizer."""
         return self.base_file()
 
     def origin(self) -> tuple[str, str] | None:
-        """Return the base."""
+        """Return "base" and the path of the base's GGUF file."""
         return "base", str(self.base_file())
 
     def warnings(self, preview: RunPreview) -> Iterable[str]:
@@ -48,7 +51,10 @@ class FromBase(Recipe):
 
 
 def token_mismatch_warnings(role: str, path: Path, preview: RunPreview) -> Iterable[str]:
-    """Yield a warning if the data's token ids stand for other tokens than in the file with the embedding."""
+    """Yield a warning if the data's tokenizer numbers tokens differently from the GGUF file at `path`.
+
+    The run uses the embedding of that file. `role` is its name in the warning: base or donor.
+    """
     tokenizer = preview.dataset.tokenizer
     if tokenizer is None:
         return
@@ -75,13 +81,19 @@ class Full(FromBase):
     new_head: bool = False  # classifiers: replace the output layer by a new one for the data's classes
 
     def prepare_base(self, model: Model) -> Model:
-        """Take the number of classes from the data if `new_head`. Raise UserError for a model without classes."""
+        """Return the model; with `new_head` its number of classes is 0, so that the data determine it.
+
+        Raise UserError if `new_head` is set for a model that has no setting `classes`.
+        """
         if self.new_head and "classes" not in model.settings():
             raise UserError(f"recipe.new_head=true: applies to classifiers only; model={model.name} has no classes")
         return replace(model, **({"classes": 0} if self.new_head else {}))
 
     def plan(self, model: Model, setup: Setup) -> Plan:
-        """Return all tensors with the base's values, except those of a new head."""
+        """Return a plan of all tensors with the base's values.
+
+        A new head has the model's initial values instead. Embeddings are frozen unless `train_embeddings` is set.
+        """
         frozen, head = () if self.train_embeddings else EMBEDDINGS, self._head(model)
         return setup.plan(model, [
             PlanTensor(t.name, t.shape, t.init) if t.name in head else self._from_base(t, t.name not in frozen)
@@ -89,7 +101,10 @@ class Full(FromBase):
         ])  # fmt: skip
 
     def _head(self, model: Model) -> set[str]:
-        """Return the names of a new head's tensors: those whose shape depends on the number of classes."""
+        """Return the names of the tensors of the new head, or an empty set without `new_head`.
+
+        These are the tensors whose shape depends on the number of classes.
+        """
         if not self.new_head:
             return set()
         larger = replace(model, classes=model.settings()["classes"] + 1)  # type: ignore[call-arg]

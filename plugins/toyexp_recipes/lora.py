@@ -1,6 +1,7 @@
-"""LoRA: a frozen model with trainable low-rank updates of some linears (Hu et al. 2021).
+"""LoRA: a frozen model with trainable low-rank updates of selected linear layers (Hu et al. 2021).
 
-A [r, in] starts from N(0, init_scale) and B [out, r] from 0, so that training starts from the base's outputs.
+The update of a layer is the product of B [out, r], which starts as 0, and A [r, in], which starts with normal values of
+standard deviation `init_scale`. So training starts from the outputs of the base.
 """
 
 from __future__ import annotations
@@ -90,11 +91,11 @@ class Lora(FromBase):
         return toyexp.adapter_files(Path(self.adapter)) if self.adapter else ()
 
     def origin(self) -> tuple[str, str] | None:
-        """Return the base, and the adapter to continue."""
+        """Return "base", and a text with the path of the base and, if set, of the adapter to continue."""
         return "base", f"{self.base_file()}{f', on it {self.adapter}' if self.adapter else ''}"
 
     def plan(self, model: Model, setup: Setup) -> Plan:
-        """Return the base's tensors, frozen, and a trainable pair of tensors for each target."""
+        """Return a plan of the base's tensors, all frozen, and two trainable LoRA tensors for each target."""
         specs = {t.name: t for t in model.tensors()}
         pairs, adapters = self._load_adapters(model, specs) if self.adapter else self._new_adapters(specs)
         if self.dropout and not model.reads.sequence:
@@ -108,7 +109,11 @@ class Lora(FromBase):
         return replace(setup, inputs={**setup.inputs, **masks}).plan(model, tensors, adapters)
 
     def _new_adapters(self, specs: Mapping[str, TensorSpec]) -> tuple[list[PlanTensor], list[LoraAdapter]]:
-        """Return tensors and adapters that start as no change of the outputs."""
+        """Return the tensors and adapters of new LoRA pairs.
+
+        Their initial values do not change the model's outputs. Raise UserError if the rank exceeds the size of a
+        target.
+        """
         rank = self.rank or RANK
         alpha = rank if self.alpha is None else self.alpha
         scale = alpha / (math.sqrt(rank) if self.rslora else rank)
@@ -126,7 +131,10 @@ class Lora(FromBase):
     def _load_adapters(
         self, model: Model, specs: Mapping[str, TensorSpec]
     ) -> tuple[list[PlanTensor], list[LoraAdapter]]:
-        """Return the adapters of `recipe.adapter`. Raise UserError for contradicting settings."""
+        """Return the tensors and adapters read from `recipe.adapter`, to train them further.
+
+        Raise UserError for settings that contradict this adapter, such as another rank.
+        """
         path = toyexp.find_adapter_file(Path(str(self.adapter)), lambda: model)
         frozen, adapters = toyexp.formats.read_adapter(path, model)
         if base := self.base_file():
@@ -155,7 +163,10 @@ class Lora(FromBase):
         return [replace(t, trainable=True) for t in frozen], [replace(a, dropout=self.dropout) for a in adapters]
 
     def _targets(self, specs: Mapping[str, TensorSpec]) -> list[str]:
-        """Return the linears that `targets` names, in the model's order. Raise UserError if a target matches none."""
+        """Return the names of the linear layers that `targets` selects, in the model's order.
+
+        Raise UserError if a target matches none.
+        """
         blocks = {n: n[n.find("blk.") :] for n in specs if n.startswith(("blk.", "v.blk."))}  # ViT names start with v.
         linears = {n: block_name.split(".")[2] for n, block_name in blocks.items() if len(specs[n].shape) == 2}
         queries = next(([q] for q in QUERIES if q in linears.values()), None)

@@ -1,7 +1,8 @@
-"""Initial values of the program that toyexp replaces: its random generator, and its order of drawing tensors.
+"""Initial values of `recipe.init=toy`: those of the program that toyexp replaces.
 
-The generator is linear congruential, with 31 bits. GPT-2 uses (upper 23 bits) / 2^23 - 1, so that every weight lies
-between -0.02 and 0. Llama turns pairs of fractions into normal values (Box and Muller 1958).
+They come from the same generator, in the same order of tensors. The generator is linear congruential, with 31 bits.
+GPT-2 uses (upper 23 bits) / 2^23 - 1, so that every weight lies between -0.02 and 0. Llama turns pairs of uniform
+values into normal values (Box and Muller 1958).
 """
 
 from __future__ import annotations
@@ -20,20 +21,20 @@ Draws = Iterator[tuple[str, np.ndarray]]
 
 
 class LCG:
-    """The random generator s -> (1103515245 s + 12345) mod 2^31, starting at `seed`."""
+    """The random generator s -> (1103515245 s + 12345) mod 2^31, where the first s is `seed`."""
 
     def __init__(self, seed: int):
         self.state = seed & MASK
 
     @classmethod
     def for_llama(cls, seed: int) -> LCG:
-        """Return llama's generator: it mixes the bits of the seed and skips eight numbers."""
+        """Return the original program's generator for llama: it scrambles `seed` and skips the first eight states."""
         generator = cls((seed + 104729) * 2654435761 % 2147483647)
         generator.states(8)
         return generator
 
     def states(self, n: int) -> np.ndarray:
-        """Return the next `n` states, uint64 [n]."""
+        """Return the next `n` states of the generator, uint64 [n]."""
         out = np.empty(n, np.uint64)
         out[:1] = (MULTIPLIER * self.state + INCREMENT) & MASK
         a, c, count = MULTIPLIER, INCREMENT, 1
@@ -46,18 +47,21 @@ class LCG:
         return out
 
     def uniform(self, *shape: int) -> np.ndarray:
-        """Return float64 values in [-1, 0)."""
+        """Return a float64 array of this shape with values in [-1, 0)."""
         return ((self.states(math.prod(shape)) >> np.uint64(8)) / 2.0**23 - 1.0).reshape(shape)
 
     def normal(self, *shape: int) -> np.ndarray:
-        """Return float64 values of the standard normal distribution; their number must be even."""
+        """Return a float64 array of this shape with standard normal values. Its number of elements must be even."""
         u = (self.states(math.prod(shape)).astype(np.float64) + 1) / 2.0**31
         radius, angle = np.sqrt(-2 * np.log(u[0::2])), 2 * math.pi * u[1::2]
         return np.stack((radius * np.cos(angle), radius * np.sin(angle)), axis=-1).reshape(shape)
 
 
 def gpt2(seed: int, sizes: Mapping[str, int], shapes: Shapes) -> Draws:
-    """Yield GPT-2's random tensors in order: embeddings, then per block q, k, v of each head, and the other three."""
+    """Yield name and values of each random tensor of GPT-2, in the order of the original program.
+
+    The order is the two embeddings, then per block q, k and v of each head, attn_output, ffn_up and ffn_down.
+    """
     draw = LCG(seed).uniform
     d, heads = sizes["d_model"], sizes["n_heads"]
     for name in ("token_embd.weight", "position_embd.weight"):
@@ -70,7 +74,11 @@ def gpt2(seed: int, sizes: Mapping[str, int], shapes: Shapes) -> Draws:
 
 
 def llama(seed: int, sizes: Mapping[str, int], shapes: Shapes) -> Draws:
-    """Yield llama's random tensors in order: embedding, lens, output, then per block q, k, v and the others."""
+    """Yield name and values of each random tensor of llama, in the order of the original program.
+
+    The order is token embedding, lens, output layer, then per block q, k and v, attn_output, ffn_gate, ffn_up,
+    ffn_down. Tensors that the plan lacks are left out.
+    """
     draw = LCG.for_llama(seed).normal  # draws pairs; heads of even size never leave half a pair
     d, heads, kv = sizes["d_model"], sizes["n_heads"], sizes["n_kv_heads"]
     inner, outer = 1 / math.sqrt(d), 1 / math.sqrt(sizes["d_ff"])
@@ -90,7 +98,10 @@ def llama(seed: int, sizes: Mapping[str, int], shapes: Shapes) -> Draws:
 
 
 def pairs(heads: np.ndarray) -> np.ndarray:
-    """Return rows [H, D, d] as [H*D, d], from the original's rope pairs (j, j + D/2) to pairs of neighbours."""
+    """Return the rows [H, D, d] of H heads as [H*D, d], reordered for another layout of rope.
+
+    The original program rotates rows j and j + D/2 as a pair; the result has the rows of each pair next to each other.
+    """
     count, size, d = heads.shape
     return heads.reshape(count, 2, size // 2, d).transpose(0, 2, 1, 3).reshape(-1, d)
 
@@ -99,18 +110,21 @@ ORIGINALS: dict[str, Callable[[int, Mapping[str, int], Shapes], Draws]] = {"gpt2
 
 
 def check_model(model: Model) -> None:
-    """Raise UserError for a model that the original program does not have in this form."""
+    """Raise UserError unless the original program has this model with these settings."""
     if model.name not in ORIGINALS:
         models = " and ".join(ORIGINALS)
-        raise UserError(f"recipe.init=toy draws {models} as the original does; for model={model.name} leave it out")
+        raise UserError(f"recipe.init=toy: supports {models} only; remove it to train model={model.name}")
     if model.name == "gpt2" and not model.settings()["tied"]:
-        raise UserError("recipe.init=toy: the original's gpt2 has no output layer of its own; use model.tied=true")
+        raise UserError("recipe.init=toy: gpt2 must share its output layer with the embedding; use model.tied=true")
     if model.settings().get("head_dim"):
-        raise UserError("recipe.init=toy: the original's heads have no size of their own; leave model.head_dim out")
+        raise UserError("recipe.init=toy: does not support model.head_dim; remove that setting")
 
 
 def upload(session: Session) -> None:
-    """Upload the original's values of all random tensors. The others are constant and keep the plan's values."""
+    """Upload the original program's initial values of all random tensors to the session.
+
+    The other tensors are constant and keep the plan's values.
+    """
     plan = session.plan
     shapes = {t.name: t.shape for t in plan.tensors}
     for name, values in ORIGINALS[plan.model.name](plan.seed, plan.model.settings(), shapes):

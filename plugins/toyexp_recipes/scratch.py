@@ -26,15 +26,18 @@ class Scratch(Recipe):
     init: str = "default"  # initial values: default (random by tensor name) | toy (as in the original program)
 
     def check(self) -> None:
-        """Raise UserError for an unknown initialiser."""
+        """Raise UserError for an unknown value of `init`."""
         require_choice("recipe", self, init=INITS)
 
     def vocabulary(self) -> Path | None:
-        """Return the small donor, for its tokenizer, so that losses are comparable with recipe=warm."""
+        """Return toyexp's small donor GGUF for its tokenizer.
+
+        recipe=warm uses it by default, so that losses of both recipes are comparable.
+        """
         return DONOR
 
     def plan(self, model: Model, setup: Setup) -> Plan:
-        """Return all tensors, trainable, with the model's own initialisers."""
+        """Return a plan with all tensors trainable and the model's initial values."""
         if self.init == "toy":
             from toyexp_recipes import original
 
@@ -59,11 +62,14 @@ class VitTiny(Recipe):
     init_scale: float = 1.0  # factor of the initial values of the blocks' matrices
 
     def check(self) -> None:
-        """Raise UserError unless the scale is above 0."""
+        """Raise UserError unless `init_scale` is above 0."""
         require_positive("recipe.init_scale", self.init_scale)
 
     def plan(self, model: Model, setup: Setup) -> Plan:
-        """Return all tensors, trainable, with the model's own initialisers."""
+        """Return a plan with all tensors trainable and the model's initial values.
+
+        Normal values of tensors in blocks are multiplied by `init_scale`.
+        """
         return setup.plan(model, [self._plan_tensor(t) for t in model.tensors()])
 
     def _plan_tensor(self, spec: TensorSpec) -> PlanTensor:

@@ -1,7 +1,7 @@
-"""Warm start: the token embedding comes from a donor GGUF through a lens, the other weights from random values.
+"""Warm start: the token embedding comes from a donor GGUF, the other weights from random values.
 
-The donor's rows fill a table [vocab, d_donor], frozen by default. A trainable projection, the lens [d_model, d_donor],
-maps them to the model's width: x = lens e.
+The donor's embedding rows fill a table [vocab, d_donor], frozen by default. A trainable projection W [d_model,
+d_donor], called the lens, maps each row e to the model's width: x = W e.
 """
 
 from __future__ import annotations
@@ -47,30 +47,33 @@ class Warm(Recipe):
 
     @property
     def path(self) -> Path:
-        """The donor's file."""
+        """Path of the donor's GGUF file."""
         return DONOR if self.donor is None else toyexp.find_model_file(Path(self.donor))
 
     def check(self) -> None:
-        """Raise UserError for an unknown lens or initialiser, and for a missing donor."""
+        """Raise UserError for an unknown value of `lens` or `init`, and for a donor that is missing or unsuitable."""
         require_choice("recipe", self, init=INITS, lens=LENSES)
         if self.donor == "":
             raise UserError("recipe.donor='': is empty; leave it out, or set null, for toyexp's own small donor")
         donor_embed_width(self.path)
 
     def vocabulary(self) -> Path | None:
-        """Return the donor, because its rows match only its own token ids."""
+        """Return the donor's GGUF file, because its embedding rows fit only its own tokenizer."""
         return self.path
 
     def origin(self) -> tuple[str, str] | None:
-        """Return the donor, and whether it is toyexp's own."""
+        """Return "donor", and a text with the donor's path that says if it is toyexp's own small donor."""
         return "donor", f"{self.path}" if self.donor else f"toyexp's own small donor, {self.path}"
 
     def warnings(self, preview: RunPreview) -> Iterable[str]:
-        """Warn if the data's token ids differ from those of the donor."""
+        """Warn if the data's tokenizer differs from the donor's."""
         return token_mismatch_warnings("donor", self.path, preview)
 
     def plan(self, model: Model, setup: Setup) -> Plan:
-        """Return the model's tensors, with the donor's table as embedding and, unless lens=none, the lens."""
+        """Return a plan of the model's tensors, with the donor's rows as the token embedding.
+
+        Unless `lens` is none, the plan also has the projection to the model's width.
+        """
         specs = {t.name: t for t in model.tensors()}
         if self.init == "toy":
             from toyexp_recipes import original
@@ -117,7 +120,10 @@ class Warm(Recipe):
             file.check_finite(TABLE, vocab)
 
     def warm(self, session: Session) -> None:
-        """Upload the donor's first rows and the lens."""
+        """Upload the donor's embedding rows and, for a PCA lens, the projection.
+
+        If `init` is toy, first upload the original program's values of the other tensors.
+        """
         vocab, width = session.plan.tensor(TABLE).shape
         file = _open_with_rows(self.path, vocab, width)
         rows = file.weights(TABLE, rows=vocab)
@@ -136,7 +142,11 @@ class Warm(Recipe):
 
 
 def _width_key(model: Model, width: int) -> str:
-    """Return the setting of the model's width: d_model, or the only one with that value; empty if unclear."""
+    """Return the key of the setting with the model's width, such as `model.d_model`.
+
+    It is d_model or, for models without it, the only setting with this value. Return an empty string if several
+    settings have it, or none.
+    """
     names = [name for name, value in model.settings().items() if type(value) is int and value == width]
     names = ["d_model"] if "d_model" in names else names
     return f"model.{names[0]}" if len(names) == 1 else ""
@@ -155,10 +165,11 @@ def donor_embed_width(path: Path) -> int:
 
 
 def pca(rows: np.ndarray, directions: int) -> tuple[np.ndarray, float]:
-    """Return the first principal axes of `rows` [n, d], [directions, d], and their fraction of the variance.
+    """Return the first principal axes of `rows` [n, d], and the fraction of the variance that they explain.
 
-    The axes are eigenvectors of the covariance of the centred rows in float64, largest first (Pearson 1901). The
-    largest entry of each is made positive, so that the lens is the same on every machine.
+    The axes [directions, d] are eigenvectors of the covariance of the centred rows in float64, those of the largest
+    eigenvalues first (Pearson 1901). The entry of largest magnitude in each axis is made positive, so that the axes are
+    the same on every machine.
     """
     import numpy as np
 
@@ -178,7 +189,7 @@ def _open(path: Path) -> GGUFFile:
 
 
 def _open_with_rows(path: Path, vocab: int, width: int) -> GGUFFile:
-    """Return the donor's file. Raise UserError unless its table has at least `vocab` rows of `width`."""
+    """Open the donor's file. Raise UserError unless its embedding has at least `vocab` rows of length `width`."""
     file = _open(path)
     shape = file.tensors[TABLE].shape
     if len(shape) != 2 or shape[1] != width:

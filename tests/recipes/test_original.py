@@ -198,10 +198,10 @@ def donor(tmp_path):
 
 
 def test_models_that_the_original_does_not_have_are_rejected():
-    with pytest.raises(UserError, match=r"the original's gpt2 has no output layer of its own; use model\.tied=true"):
+    with pytest.raises(UserError, match=r"must share its output layer with the embedding; use model\.tied=true"):
         plan("gpt2_untied", recipe=Scratch(init="toy"))
     model = ViT(d_model=16, n_heads=2, d_ff=16).fit(image_dataset())
-    with pytest.raises(UserError, match=r"recipe\.init=toy draws gpt2 and llama .* model=vit"):
+    with pytest.raises(UserError, match=r"recipe\.init=toy: supports gpt2 and llama only; .* model=vit"):
         Scratch(init="toy").plan(model, None)
 
 

@@ -69,7 +69,7 @@ class Parser(argparse.ArgumentParser):
         return self._option_string_actions
 
     def error(self, message: str) -> NoReturn:
-        """Raise UserError with a reworded `message`, in which argparse puts the option's name first."""
+        """Raise UserError with a reworded `message`. In argparse's wording the option's name comes first."""
         name, _, what = message.removeprefix("argument ").partition(": ")
         flag = name.rpartition("/")[2]
         if flag not in self.options:

@@ -64,7 +64,7 @@ class Decoder(ABC):
 
     @abstractmethod
     def do_feed(self, ids: np.ndarray) -> np.ndarray:
-        """Return the logits [V] after the last of the int32 `ids`, the first of which has position `self.position`."""
+        """Return the logits [V] after the last of the int32 `ids`. The first id has position `self.position`."""
 
 
 class IncrementalOps(Ops):

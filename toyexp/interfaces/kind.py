@@ -31,7 +31,7 @@ class Kind:
     """A kind of data, such as tokens or images. Two kinds with the same name are equal."""
 
     name: str  # used in messages
-    unit: str  # unit in which data and speed are counted, in the singular
+    unit: str  # singular noun for one item of data, in counts and speeds: token, image
     targets: str = "classes"  # plural noun for the targets, for messages
     text: bool = False  # True if models of this kind have a tokenizer, which is saved in their files
     sequence: str = ""  # batch array of token ids that a model can continue; empty: none
@@ -47,7 +47,7 @@ class Kind:
 
     @property
     def units(self) -> str:
-        """Plural of the unit in which data and speed are counted: tokens, images."""
+        """Plural of `unit`, such as tokens or images."""
         return f"{self.unit}s"
 
     def inputs(self, context: int) -> dict[str, InputSpec]:

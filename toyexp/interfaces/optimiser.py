@@ -205,7 +205,7 @@ class AdamW(Rule):
         return cls(beta2=DEFAULT_BETA2[LORA], mode=LORA)
 
     def hp_for_step(self, step: int) -> np.ndarray:
-        """Return the vector hp of the formula above for the 0-based `step`, float64 [7].
+        """Return the vector hp of the class's formula for the 0-based `step`, float64 [7].
 
         Raise UserError for an unset or unknown mode.
         """
@@ -238,7 +238,10 @@ class AdamW(Rule):
         return {"m": shape, "v": shape}
 
     def numbers(self, step: int, lr: float, weight_decay: float) -> Mapping[str, float]:
-        """Return the seven numbers. Raise UserError while the mode is unset, because the modes train differently."""
+        """Return the scalars lr, beta1, beta2, eps, weight_decay, slot5 (s5) and slot6 (s6) of the class's formula.
+
+        Raise UserError while the mode is unset, because the modes train differently.
+        """
         if self.mode not in MODES:
             raise UserError(f"AdamW: mode={self.mode}: {suggest(str(self.mode), MODES)}")
         slot5, slot6 = self.beta1, self.beta2

@@ -1,4 +1,4 @@
-"""A Plan: the training problem as plain data that any engine can realize."""
+"""A Plan: the training problem as plain data, from which any engine can open a session."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class PlanTensor:
-    """One tensor of a plan: its shape, the source of its initial values, and whether it is trained."""
+    """A tensor of a plan, with its shape, the source of its initial values, and whether training changes it."""
 
     name: str
     shape: tuple[int, ...]
@@ -46,7 +46,10 @@ class PlanTensor:
 
 @dataclass(frozen=True)
 class LoraAdapter:
-    """A low-rank update of the linear `target`, by the plan's tensors `<target>.lora_a` and `<target>.lora_b`."""
+    """A low-rank update of the linear layer with the weight `target`.
+
+    Its matrices A and B are the plan's tensors `<target>.lora_a` and `<target>.lora_b`.
+    """
 
     target: str
     scale: float
@@ -54,13 +57,13 @@ class LoraAdapter:
 
     @property
     def mask(self) -> str:
-        """Name of the batch array that holds the dropout mask of the adapter's input; see `Dropout`."""
+        """Name of the batch array with the dropout mask of the adapter's input, which the class `Dropout` adds."""
         return f"{self.target}.dropout"
 
 
 @dataclass(frozen=True)
 class Lens:
-    """A matrix `projection` [d_model, d_table] applied to rows of the embedding table `target`."""
+    """A matrix `projection` [d_model, d_table] that maps rows of the embedding table `target` to the model's width."""
 
     target: str
     projection: str
@@ -119,20 +122,26 @@ class Plan:
 
     @cached_property
     def updates(self) -> tuple[Group, ...]:
-        """The parameter groups of the trainable tensors; a step's numbers come in this order."""
+        """The parameter groups of the trainable tensors, in the order of the vectors that `numbers` returns."""
         return self.groups or group_tensors(self.trainable, (AdamW(),))
 
     def numbers(self, step: int, lr: float, factors: Mapping[str, float] | None = None) -> tuple[np.ndarray, ...]:
-        """Return each group's numbers for the 0-based `step`; `factors` scale settings of the rules by name."""
+        """Return a vector of the rule's scalars for each group of `updates` at the 0-based `step`.
+
+        `lr` is the run's learning rate. `factors` maps names of settings to factors that they are multiplied by.
+        """
         return tuple(group.numbers(step, lr, factors) for group in self.updates)
 
     def scaled_settings(self, factors: Mapping[str, float]) -> dict[str, float]:
-        """Return the scaled values of the settings named in `factors`, each the largest over the groups."""
+        """Return the value of each setting in `factors` after multiplication by its factor.
+
+        If groups have different values, return the largest. Settings that no group can scale are left out.
+        """
         base = {name: [group.base_value(name) for group in self.updates if name in group.scalable] for name in factors}
         return {name: max(values) * factors[name] for name, values in base.items() if values}
 
     def slots(self, tensor: PlanTensor) -> Mapping[str, tuple[int, ...]]:
-        """Return the shapes of a trainable tensor's optimiser state, by name."""
+        """Return the shapes of a trainable tensor's optimiser state, keyed by the state's name, such as "m"."""
         return self._rules[tensor.name].slots(tensor.shape)
 
     @cached_property
@@ -140,7 +149,7 @@ class Plan:
         return {name: group.rule for group in self.updates for name in group.tensors}
 
     def initial_values(self, tensor: PlanTensor) -> np.ndarray:
-        """Return the initial float32 values of `tensor`. Raise UserError if their source has another shape."""
+        """Return the initial float32 values of `tensor`. Raise UserError if they do not have the tensor's shape."""
         array = tensor.values.draw(tensor.shape, self.seed, tensor.name)
         if array.shape != tensor.shape:
             raise UserError(f"{tensor.name}: expected shape {list(tensor.shape)}, got {list(array.shape)}")
@@ -152,7 +161,10 @@ class Plan:
         return tuple(a for a in self.adapters if isinstance(a, LoraAdapter) and a.dropout)
 
     def params(self, values: Mapping[str, Tensor], batch: Mapping[str, Tensor] | None = None) -> Params:
-        """Return `values` as a model reads them, adapted tensors with their adapters; dropout requires `batch`."""
+        """Return the tensors `values` as `Model.forward` reads them: adapters are attached to the weights they adapt.
+
+        `batch`, which contains the dropout masks, is required if an adapter has dropout.
+        """
         params: dict[str, Any] = dict(values)
         for adapter in self.adapters:
             base = values[adapter.target]
@@ -174,10 +186,11 @@ def group_tensors(
     rules: Sequence[Rule],
     choose_settings: Callable[[PlanTensor, Rule], tuple[float, float]] = lambda tensor, rule: (0.0, 1.0),
 ) -> tuple[Group, ...]:
-    """Group tensors by the first rule that takes them, by whether they decay, and by `choose_settings`.
+    """Return parameter groups: the tensors of a group share a rule, a weight decay and a learning-rate ratio.
 
-    `choose_settings(tensor, rule)` returns the weight decay, ignored for norms and biases, and the ratio of the
-    learning rate to the run's. Raise UserError for a tensor that no rule takes.
+    Each tensor is updated by the first of `rules` that takes it. `choose_settings(tensor, rule)` returns its weight
+    decay, which is ignored for norms and biases, and the ratio of its learning rate to the run's. Raise UserError for a
+    tensor that no rule takes.
     """
     members: dict[tuple[int, bool, float, float], list[str]] = {}
     for t in tensors:
@@ -192,9 +205,10 @@ def group_tensors(
 
 
 def apply_optimiser(plan: Plan, optimiser: Optimiser, lr: float) -> Plan:
-    """Return the plan with its trainable tensors in groups; tensors frozen by `optim.groups` do not train.
+    """Return the plan with its trainable tensors divided into the optimiser's parameter groups.
 
-    Raise UserError for patterns that match no trainable tensor, and if no tensor is left to train.
+    Tensors that `optim.groups` freezes become untrainable. Raise UserError for a pattern of `optim.groups` that matches
+    no trainable tensor, and if no tensor is left to train.
     """
     names = [t.name for t in plan.trainable]
     for pattern in optimiser.groups:
@@ -254,9 +268,10 @@ def sign_flip_warnings(plan: Plan, lr: float) -> Iterator[str]:
 
 
 def export_tensors(plan: Plan, values: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """Return the model's own tensors from the run's, with adapters merged in.
+    """Return the model's tensors, keyed by name, with adapters merged into the weights that they adapt.
 
-    A lens yields an ordinary embedding, E' = E W^T; a LoRA pair an ordinary weight, W' = W + scale B A.
+    `values` are the tensors of the run, including those of adapters. An embedding E with a lens W becomes E' = E W^T; a
+    weight W with a LoRA pair becomes W' = W + scale B A.
     """
     out = dict(values)
     for adapter in plan.adapters:
@@ -270,13 +285,16 @@ def export_tensors(plan: Plan, values: Mapping[str, np.ndarray]) -> dict[str, np
 
 
 def inherited_metadata(plan: Plan) -> Mapping[str, Any]:
-    """Return metadata of the file that all file-based initial values come from; empty if there are several."""
+    """Return the metadata of the file from which initial values were read.
+
+    Return an empty mapping if no file was read, or if files with different metadata were.
+    """
     sources = [metadata for tensor in plan.tensors if (metadata := tensor.values.export_metadata())]
     return sources[0] if sources and all(other == sources[0] for other in sources) else {}
 
 
 def _check_group(group: Group, shapes: Mapping[str, tuple[int, ...]], lr: float) -> None:
-    """Raise UserError for a rule with numbers, slots or an update that a session cannot use."""
+    """Raise UserError if the group's rule has invalid numbers, or slots or an update that engines cannot run."""
     numbers = group.rule.numbers(0, lr, 0.0)
     values = [*numbers.values()] if isinstance(numbers, Mapping) else []
     if not values or not all(isinstance(n, int | float) and math.isfinite(n) for n in values):
@@ -286,12 +304,16 @@ def _check_group(group: Group, shapes: Mapping[str, tuple[int, ...]], lr: float)
 
 
 def lora_names(target: str) -> list[str]:
-    """Return the names of an adapter's two tensors, as llama.cpp reads them."""
+    """Return the names of the matrices A and B of the adapter on `target`, as in llama.cpp's adapter files."""
     return [f"{target}.lora_a", f"{target}.lora_b"]
 
 
 def adapter_digest(pairs: Mapping[str, np.ndarray], merged: str = "") -> str:
-    """Return a digest of an adapter: 16 hex digits, after `merged`, the digests of adapters merged into its base."""
+    """Return a digest of an adapter's tensors `pairs`: 16 hex digits.
+
+    If other adapters were merged into the adapter's base before, `merged` holds their digests, which come first in the
+    result, separated by commas.
+    """
     digest = hashlib.sha256()
     for name in sorted(pairs):
         digest.update(name.encode() + pairs[name].astype("float32", copy=False).tobytes())
@@ -299,7 +321,10 @@ def adapter_digest(pairs: Mapping[str, np.ndarray], merged: str = "") -> str:
 
 
 def shared_alpha(plan: Plan) -> float:
-    """Return scale * rank, of which an adapter file stores only one. Raise UserError if adapters differ in it."""
+    """Return the alpha (scale * rank) of the plan's adapters.
+
+    Raise UserError if the adapters' alphas differ, because an adapter file stores only one.
+    """
     adapters = [a for a in plan.adapters if isinstance(a, LoraAdapter)]
     # alpha / rank * rank may differ from alpha in the last bits.
     alphas = {float(f"{a.scale * plan.tensor(lora_names(a.target)[0]).shape[0]:.12g}") for a in adapters}

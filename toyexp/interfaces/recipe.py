@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Setup:
-    """The part of a plan that the run decides; the fields have the names of Plan's."""
+    """The fields of a Plan that depend on the run's settings and data, and not on the recipe."""
 
     inputs: Mapping[str, InputSpec]
     rows: int  # examples in a micro-batch
@@ -35,7 +35,7 @@ class Setup:
     skip_nonfinite: bool = False
 
     def plan(self, model: Model, tensors: Sequence[PlanTensor], adapters: Sequence[LoraAdapter | Lens] = ()) -> Plan:
-        """Return a Plan of these tensors with this setup."""
+        """Return a Plan of these tensors and adapters, with the other fields taken from this setup."""
         return Plan(model, tuple(tensors), adapters=tuple(adapters), **vars(self))
 
 
@@ -57,7 +57,7 @@ class Recipe(ABC):
 
     @abstractmethod
     def plan(self, model: Model, setup: Setup) -> Plan:
-        """Return the tensors of `model`, the source of their values, and which are trained.
+        """Return a plan of the tensors of `model`, the source of their initial values, and which of them are trained.
 
         Build the result with `setup.plan(model, tensors)`. Raise UserError for settings that cannot work.
         """
@@ -74,23 +74,29 @@ class Recipe(ABC):
         return None
 
     def prepare_base(self, model: Model) -> Model:
-        """Return the base file's model as it will be trained. Sizes set to 0 are then filled in from the data."""
+        """Return the model to train, given the `model` that the base file describes.
+
+        Sizes that this method sets to 0 are then taken from the data.
+        """
         return model
 
     def further_files(self) -> Sequence[Path]:
-        """Return other files that initial values come from. A resumed run requires all of them unchanged."""
+        """Return files besides the base file from which initial values are read.
+
+        A run can be resumed only if these files are unchanged.
+        """
         return ()
 
     def origin(self) -> tuple[str, str] | None:
-        """Return the role and path of the file that initial values come from, or None."""
+        """Return the role and path of the file with the initial values, such as ("base", "model.gguf"), or None."""
         return None
 
     def warnings(self, preview: RunPreview) -> Iterable[str]:
-        """Return a sentence for each setting that has no effect, or not the intended one, in this run."""
+        """Return a one-sentence warning for each setting that has no effect, or an unintended one, in this run."""
         return ()
 
     def warm(self, session: Session) -> None:  # noqa: B027 - optional on purpose: most recipes start as planned
-        """Replace initial values with `session.upload(name, array)`, before the training step is built."""
+        """Replace initial values with `session.upload(name, array)`. Called before the training step is built."""
 
 
 def start_session(
@@ -100,7 +106,10 @@ def start_session(
     state: Mapping[str, np.ndarray] | None = None,
     directory: Path | None = None,
 ) -> Session:
-    """Realize the plan and return a session ready to train; errors name the plugin, and the log in `directory`."""
+    """Open a session for the plan, prepare it with `prepare_session`, and return it ready to train.
+
+    An exception of a plugin is reported with the plugin's name, and with the file log.txt in `directory`.
+    """
     log = directory / "log.txt" if directory else None
     with attribute_errors(f"engine.{engine.name}", "while it realized the plan", log):
         session = engine.realize(plan).require_open()
@@ -110,7 +119,10 @@ def start_session(
 def prepare_session(
     recipe: Recipe, engine: Engine, session: Session, state: Mapping[str, np.ndarray] | None, log: Path | None
 ) -> Session:
-    """Run `recipe.warm`, build the training step, restore `state` if given; close the session on any error."""
+    """Run `recipe.warm`, build the training step, restore the snapshot `state` if given, and return the session.
+
+    Close the session on any error.
+    """
     try:
         with attribute_errors(f"recipe.{recipe.name}", "in warm()", log):
             recipe.warm(session)

@@ -33,7 +33,7 @@ class Best:
     step: int
     metric: str
     score: float
-    weights: Mapping[str, np.ndarray] | None = field(default=None, repr=False)  # trainable ones; None: current
+    weights: Mapping[str, np.ndarray] | None = field(default=None, repr=False)  # trainable ones; None: the current ones
     scores: Mapping[str, float] = field(default_factory=dict)  # all metrics of that evaluation
 
 
@@ -68,7 +68,7 @@ class Listeners(Protocol):
     stop_reason: str | None  # sentence of the callback that ended the run
 
     def emit(self, run: Run, kind: str, fields: dict[str, Any]) -> None:
-        """Deliver an event to all callbacks."""
+        """Send an event to all callbacks."""
 
     def log_numbers(self, run: Run, numbers: Mapping[str, float]) -> None:
         """Add numbers to the metrics of the current hook, or of the next step or evaluation."""
@@ -88,7 +88,7 @@ class Run:
     plan: Plan
     session: Session
     dataset: Dataset
-    facts: Mapping[str, Any] = field(default_factory=dict)  # what run_start records
+    facts: Mapping[str, Any] = field(default_factory=dict)  # fields of the event run_start in events.jsonl
     bus: Listeners | None = field(default=None, repr=False)
     resumed_step: int = 0  # step that a resumed run continues from; 0: new run
     ledger: Ledger | None = field(default=None, repr=False)  # files it has written
@@ -114,7 +114,10 @@ class Run:
 
     @property
     def remedy(self) -> str:
-        """Advice for a diverging loss: lower lr, and first any `optim` settings that are higher for some tensors."""
+        """Advice for a diverging loss: the settings to lower.
+
+        It names settings of `optim` that may be too high for some tensors, such as the `lr` of a group, and then `lr`.
+        """
         optim = self.config.get("optim", {})
         base_values = {"lr": self.lr, "weight_decay": optim.get("weight_decay", 0.0)}
         groups = optim.get("groups", {}).items()
@@ -127,12 +130,12 @@ class Run:
         return f"try a lower {', '.join([*higher, f'lr (it was {self.lr:g})'])}"
 
     def log(self, **numbers: float) -> None:
-        """Report a callback's own numbers: in `on_step` for the step, in `on_eval` as held-out metrics.
+        """Record a callback's own numbers: those of the step in `on_step`, held-out metrics in `on_eval`.
 
-        They are added to the hook's metrics, and so to records, plots and dashboards; held-out metrics are also
-        available to early stopping, `checkpoint_best` and searches. From another hook they are added to the next step
-        or evaluation, from `on_end` they become an event. Raise ValueError for values that are not numbers, and for
-        reserved names.
+        The numbers are added to the hook's `metrics`, and thus to records, plots and dashboards; held-out metrics are
+        also available to early stopping, `checkpoint_best` and searches. Numbers logged in another hook are added to
+        the next step or evaluation; those logged in `on_end` become an event. Raise ValueError for values that are not
+        numbers, and for names that the run itself records.
         """
         for name, value in numbers.items():
             if isinstance(value, bool) or not isinstance(value, Real):

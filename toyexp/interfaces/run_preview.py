@@ -1,4 +1,4 @@
-"""A planned run before it starts, from which parts report settings that have no effect."""
+"""Preview of a run before it starts, from which its parts detect settings that have no effect."""
 
 from __future__ import annotations
 
@@ -29,12 +29,15 @@ class RunPreview:
         return int(self.config["steps"])
 
     def interval_warnings(self, key: str, every: int, effect: str) -> list[str]:
-        """Return a warning, in a list, if `every` exceeds the run's steps; `effect` says what happens then."""
+        """Return a list with one warning if the interval `every` exceeds the run's steps, else an empty list.
+
+        `key` is the setting's name; `effect` is the clause of the warning that says what happens.
+        """
         return [f"{key}={every}: the run has {pluralise(self.steps, 'step')}; {effect}"] if every > self.steps else []
 
 
 def default_settings(part: Any) -> dict[str, Any]:
-    """Return the default of each setting of a part, which is a dataclass or its instance."""
+    """Return the default values of the fields of `part`, a dataclass or its instance, keyed by field name."""
     return {f.name: f.default_factory() if callable(f.default_factory) else f.default for f in dataclasses.fields(part)}
 
 

@@ -28,7 +28,10 @@ class Sampling:
     min_p: float = 0.0  # keep tokens with at least this fraction of the highest probability; 0: all
 
     def choose(self, logits: np.ndarray, uniform: float) -> int:
-        """Return a token sampled from logits [V] by a number in [0, 1). Raise RunFailed for NaN or infinite logits."""
+        """Return a token id sampled from logits [V]; `uniform` is a random number in [0, 1) that selects it.
+
+        Raise RunFailed for NaN or infinite logits.
+        """
         if not np.isfinite(logits).all():
             raise RunFailed("the model's logits are not finite: its weights contain NaN or infinity, or overflow")
         if self.temperature == 0:
@@ -48,7 +51,10 @@ class Sampling:
 
 
 def top_tokens(logits: np.ndarray, count: int) -> np.ndarray:
-    """Return the ids of the `count` largest logits [V] (0: all), largest first; of equal ones, the lower id first."""
+    """Return the ids of the `count` largest logits [V], largest first; 0 means all.
+
+    Of equal logits, the one with the lower id comes first.
+    """
     if not 0 < count < len(logits):
         return np.argsort(-logits, kind="stable")
     threshold = np.partition(logits, -count)[-count]
@@ -59,7 +65,10 @@ def top_tokens(logits: np.ndarray, count: int) -> np.ndarray:
 def generate_tokens(
     decoder: Decoder, ids: Sequence[int] | np.ndarray, sampling: Sampling, random: np.random.Philox, vocab: int
 ) -> Iterator[int]:
-    """Yield tokens below `vocab` that continue `ids`, until the decoder's context is full; `random` samples them."""
+    """Yield token ids below `vocab` that continue `ids`, until the decoder's context is full.
+
+    `random` is the generator that tokens are sampled with.
+    """
     while len(ids) <= decoder.context - decoder.position:
         logits = decoder.feed(ids)[:vocab]
         token = sampling.choose(logits, float(random.random_raw()) / 2**64)
@@ -71,7 +80,10 @@ def generate_endlessly(
     session: Session, ids: Sequence[int], sampling: Sampling, random: np.random.Philox, vocab: int,
     on_slide: Callable[[], object] = lambda: None,
 ) -> Iterator[int]:  # fmt: skip
-    """Yield tokens that continue `ids`. When the context is full, keep its second half and call `on_slide`."""
+    """Yield token ids below `vocab` that continue `ids`, without end.
+
+    When the context is full, call `on_slide` and continue from the last tokens, half a context long.
+    """
     sequence = list(ids)
     while True:
         decoder = session.decoder()

@@ -44,16 +44,17 @@ class StepMetrics(NamedTuple):
 
 
 class StepInput(NamedTuple):
-    """A step's batch in micro-batches whose weights together sum to 1, and each group's numbers."""
+    """Input of a step: micro-batches whose target weights sum to 1 in total, and a vector of scalars per group."""
 
     micros: Sequence[Batch]
     numbers: Sequence[np.ndarray]
 
 
 def _numbers_per_group(plan: Plan, numbers: Sequence[np.ndarray] | np.ndarray) -> Sequence[np.ndarray]:
-    """Return a vector of finite numbers for each group of the plan; AdamW's seven numbers are repeated per group.
+    """Return a vector of finite scalars for each parameter group of the plan.
 
-    Raise SessionError for anything else. In groups that do not decay (norms, biases) the seven have a decay of 0.
+    `numbers` either contains these vectors, or is the vector of AdamW's seven scalars. The latter is used for every
+    group, with weight decay 0 for norms and biases. Raise SessionError for anything else.
     """
     groups = plan.updates
     if isinstance(numbers, np.ndarray):
@@ -73,7 +74,7 @@ def _numbers_per_group(plan: Plan, numbers: Sequence[np.ndarray] | np.ndarray) -
 
 
 class Session(ABC):
-    """A realized plan. Use it as a context manager, or call `close()`."""
+    """A plan with its tensors on a device. Use it as a context manager, or call `close()`."""
 
     plugin_kind: ClassVar[str] = "engine"  # names it in error messages
 
@@ -115,16 +116,20 @@ class Session(ABC):
 
     @final
     def build(self) -> None:
-        """End the warm window and prepare the training step, or only evaluation if no tensor of the plan trains."""
+        """Prepare the training step, or only evaluation if no tensor of the plan is trainable.
+
+        Afterwards `upload` raises an error.
+        """
         self._require(State.REALIZED, "build()")
         self.do_build()
         self.state = State.BUILT
 
     @final
     def step(self, batch: Batch, numbers: Sequence[np.ndarray] | np.ndarray) -> StepMetrics:
-        """Take one optimiser step on `batch`. Before the first step the optimiser's state is zeros.
+        """Take one optimiser step on `batch`, and return its loss and gradient norm.
 
-        `numbers` is `plan.numbers(step, lr)`, or the seven numbers of AdamW if every rule of the plan is AdamW.
+        `numbers` is the result of `plan.numbers(step, lr)`, or AdamW's seven scalars if every rule of the plan is
+        AdamW. Before the first step, all optimiser state is zero.
         """
         inputs = self.step_input(batch, numbers)
         self.begin_step()
@@ -132,7 +137,10 @@ class Session(ABC):
 
     @final
     def step_input(self, batch: Batch, numbers: Sequence[np.ndarray] | np.ndarray) -> StepInput:
-        """Check a step's arguments and split the batch into micro-batches. Raise BadBatch for an invalid batch."""
+        """Check a step's arguments, and return the micro-batches and the vectors of scalars for `do_step`.
+
+        Raise BadBatch for an invalid batch.
+        """
         self._require_training("step()")
         numbers = _numbers_per_group(self.plan, numbers)
         if isinstance(batch, PreparedBatch) and batch.plan is self.plan:
@@ -146,14 +154,17 @@ class Session(ABC):
 
     @final
     def begin_step(self) -> None:
-        """Register a step whose input was checked. Before the first one, set the optimiser's state to zeros."""
+        """Register the start of a step whose input was checked, by incrementing `version`.
+
+        Before the first step, set the optimiser's state to zeros.
+        """
         self._require_training("step()")
         self._prepare_state()
         self.version += 1
 
     @final
     def evaluate(self, batches: Iterable[Batch]) -> float:
-        """Return the mean loss over all weighted targets of `batches`. Changes nothing."""
+        """Return the mean loss of `batches`, weighted by the target weights. The session does not change."""
         self._require(State.BUILT, "evaluate()")
         micros = HeldOut(self.plan, batches)
         total = 0.0
@@ -186,7 +197,10 @@ class Session(ABC):
 
     @final
     def gradients(self, batch: Batch) -> dict[str, np.ndarray]:
-        """Return the gradient of the batch's loss for every trainable tensor, before clipping. Changes nothing."""
+        """Return the gradient of the batch's mean loss for each trainable tensor, keyed by name, before clipping.
+
+        The session does not change.
+        """
         self._require_training("gradients()")
         return self.do_gradients(micro_batches(self.plan, batch))
 
@@ -199,7 +213,7 @@ class Session(ABC):
 
     @final
     def snapshot(self, into: Mapping[str, np.ndarray] | None = None) -> Mapping[str, np.ndarray]:
-        """Return a copy of all that training changes: trainable tensors, and optimiser state as `<name>@<slot>`.
+        """Return copies of the trainable tensors, keyed by name, and of the optimiser state, keyed by `<name>@<slot>`.
 
         Arrays keep the engine's precision, so `restore` is exact. `into` is an earlier snapshot that is no longer
         needed; the engine may overwrite its arrays, which is faster.
@@ -215,7 +229,7 @@ class Session(ABC):
 
     @final
     def restore(self, arrays: Mapping[str, np.ndarray]) -> None:
-        """Load a snapshot of this or another engine. Raise SessionError if it does not match the plan."""
+        """Load a snapshot that this or another engine returned. Raise SessionError if it does not match the plan."""
         self._require(State.BUILT, "restore()")
         misfit = state_misfit(self.plan, arrays)
         if misfit:
@@ -250,20 +264,23 @@ class Session(ABC):
         self.close()
 
     def describe(self) -> dict[str, Any]:
-        """Return what the event run_start records about the engine: device, threads, precision."""
+        """Return JSON data about the engine for the event run_start in events.jsonl: device, threads, precision."""
         return {}
 
     def device_bytes(self) -> int | None:
-        """Return the peak device memory of its tensors and graphs, in bytes; None if not measured."""
+        """Return the peak device memory of the session's tensors and graphs, in bytes; None if not measured."""
         return None
 
     def notes(self) -> Iterable[str]:
-        """Return notes for the user on how the plan is computed, one line each, before the first step."""
+        """Return notes on how the engine computes the plan, one line each, to print before the first step."""
         return ()
 
     @final
     def name_arrays(self, values: Mapping[str, X], states: Mapping[str, Mapping[str, X]]) -> dict[str, X]:
-        """Return the values and states of the trainable tensors under their names in a snapshot."""
+        """Return one mapping with the values and optimiser states of the trainable tensors, named as in a snapshot.
+
+        `values` is keyed by tensor name, `states` by tensor name and slot.
+        """
         arrays: dict[str, X] = {}
         for tensor in self.plan.trainable:
             arrays[tensor.name] = values[tensor.name]
@@ -274,7 +291,7 @@ class Session(ABC):
 
     @abstractmethod
     def do_open(self) -> None:
-        """Allocate memory for the tensors. Their values follow one by one through `do_load`."""
+        """Allocate memory for the tensors. toyexp then calls `do_load` for each tensor."""
 
     def do_load(self, tensor: PlanTensor) -> None:
         """Set the tensor to its initial values. An engine may instead load a file's packed data directly."""
@@ -294,25 +311,31 @@ class Session(ABC):
 
     @abstractmethod
     def do_step(self, micros: Sequence[Batch], numbers: Sequence[np.ndarray]) -> StepMetrics:
-        """Sum the micro-batches' gradients, clip them, update the weights. The weights of all micros sum to 1.
+        """Sum the micro-batches' gradients, clip the sum, and update the trainable tensors.
 
-        `numbers` has a vector for each group of `plan.updates`. If `plan.skip_nonfinite`, a NaN or infinite loss or
-        norm must leave weights and state unchanged.
+        The target weights of all micro-batches sum to 1. `numbers` has a vector for each group of `plan.updates`. If
+        `plan.skip_nonfinite`, a NaN or infinite loss or gradient norm must leave tensors and optimiser state unchanged.
         """
 
     def do_launch(self, micros: Sequence[Batch], numbers: Sequence[np.ndarray]) -> Callable[[], StepMetrics]:
-        """Start such a step and return a function that waits for its metrics, if the device runs asynchronously."""
+        """Start the step that `do_step` describes, and return a function that waits for its metrics.
+
+        An engine whose device runs asynchronously overrides this.
+        """
         metrics = self.do_step(micros, numbers)
         return lambda: metrics
 
     @property
     def depth(self) -> int:
-        """Maximum number of steps in flight: 2 if the device has a queue. A stack may launch half of them at once."""
+        """Maximum number of launched steps whose metrics have not been read: 2 if the device has a queue.
+
+        The training loop may launch up to half of them at once.
+        """
         return 1
 
     @abstractmethod
     def do_loss(self, micro: Batch) -> float:
-        """Return the weighted sum of the losses of one micro-batch, without training."""
+        """Return the sum of target weight times loss over one micro-batch, without training."""
 
     @abstractmethod
     def do_logits(self, micro: Batch, rows: int) -> np.ndarray:
@@ -324,7 +347,7 @@ class Session(ABC):
 
     @abstractmethod
     def do_gradients(self, micros: Sequence[Batch]) -> dict[str, np.ndarray]:
-        """Return the summed gradient of every trainable tensor, by name."""
+        """Return the gradient of every trainable tensor, summed over the micro-batches, keyed by name."""
 
     @abstractmethod
     def do_download(self, tensor: PlanTensor) -> np.ndarray:
@@ -332,14 +355,18 @@ class Session(ABC):
 
     @abstractmethod
     def do_snapshot(self, into: Mapping[str, np.ndarray]) -> Mapping[str, np.ndarray]:
-        """Return copies of all that training changes, as from `name_arrays`, in the engine's precision.
+        """Return copies of the trainable tensors and their optimiser state, with the names that `name_arrays` gives.
 
-        `into` is empty, or the result of an earlier call, whose arrays may be overwritten and returned.
+        Arrays keep the engine's precision. `into` is empty, or the result of an earlier call, whose arrays may be
+        overwritten and returned.
         """
 
     @abstractmethod
     def do_restore(self, tensor: PlanTensor, values: np.ndarray, state: Mapping[str, np.ndarray]) -> None:
-        """Set a trainable tensor's values and state, from arrays of any float dtype."""
+        """Set a trainable tensor's values and its optimiser state, which is keyed by slot.
+
+        The arrays may have any float dtype.
+        """
 
     @abstractmethod
     def do_close(self) -> None:

@@ -27,7 +27,7 @@ def state_shapes(plan: Plan) -> dict[str, tuple[int, ...]]:
 
 
 def state_misfit(plan: Plan, arrays: Mapping[str, np.ndarray]) -> str | None:
-    """Return why a snapshot's arrays do not match `plan`, or None if they do."""
+    """Return a sentence on how a snapshot's arrays differ from what `plan` requires, or None if they match."""
     shapes = state_shapes(plan)
     for name in sorted(shapes.keys() ^ arrays.keys()):
         tensor = name.partition(SLOT)[0]
@@ -48,6 +48,6 @@ def state_misfit(plan: Plan, arrays: Mapping[str, np.ndarray]) -> str | None:
 
 
 def _slots(names: Iterable[str], tensor: str) -> str:
-    """Return the slots of a tensor as text."""
+    """Return the tensor's optimiser slots that occur in the array names `names`, as text for a message."""
     slots = sorted(n.partition(SLOT)[2] for n in names if n.startswith(slot_name(tensor, "")))
     return printable(", ".join(slots)) or "nothing"

@@ -1,4 +1,4 @@
-"""Stacks: sessions whose training steps are launched together, and the test whether plans can be stacked."""
+"""Stacks: sessions whose training steps are launched together, and the check whether plans can be stacked."""
 
 from __future__ import annotations
 
@@ -17,39 +17,44 @@ from toyexp.interfaces.session import Session, StepInput, StepMetrics
 
 
 class Stack:
-    """Open sessions, by row, whose steps are launched together. This base class launches them one after another."""
+    """Open sessions whose training steps are launched together; a session's index is called its row.
+
+    This base class launches the steps one after another.
+    """
 
     def __init__(self, sessions: Sequence[Session]):
         self.sessions = sessions
 
     @final
     def step(self, inputs: Mapping[int, StepInput]) -> Mapping[int, Callable[[], StepMetrics]]:
-        """Launch a training step of the sessions in these rows; return for each a function that waits for its metrics.
+        """Launch a training step of each session whose row is a key of `inputs`.
 
-        Up to `depth` steps of a session may be in flight. After an error it is undefined which rows have taken the
-        step.
+        Return, for each row, a function that waits for the step's metrics. Up to `depth` steps of a session may be
+        launched before their metrics are read. After an error it is undefined which sessions have taken the step.
         """
         for row in inputs:
             self.sessions[row].begin_step()
         return self.do_step(inputs)
 
     def do_step(self, inputs: Mapping[int, StepInput]) -> Mapping[int, Callable[[], StepMetrics]]:
-        """Launch the steps. An engine that runs all rows as one program overrides this."""
+        """Launch the steps as `step` describes. An engine that runs all rows as one program overrides this."""
         return {row: self.sessions[row].do_launch(*values) for row, values in inputs.items()}
 
     def losses(self, batches: Mapping[int, Iterable[Batch]]) -> Mapping[int, Callable[[], float]]:
-        """Start to evaluate the sessions in these rows on their batches; return a function for each mean loss.
+        """Start to evaluate each session whose row is a key of `batches`.
 
-        An error in one row's batches is raised only by that row's function.
+        Return, for each row, a function that waits for the mean loss on its batches. An error in one row's batches is
+        raised only by that row's function.
         """
         return {row: partial(self.sessions[row].evaluate, held_out) for row, held_out in batches.items()}
 
 
 def program_difference(plans: Sequence[Plan]) -> str:
-    """Return how the plans' programs differ, in words; empty if one program can run them all.
+    """Return the first difference that keeps the plans from running as one program, or an empty string.
 
-    One program has one model, batches and tensors of equal shapes, equal adapters, and the same update formula for each
-    tensor. Seeds, initial values, clipping, skipping, and all that a step's `numbers` contain may differ.
+    The plans must have the same model, batches and tensors of equal shapes, equal adapters, and the same update formula
+    for each tensor. Seeds, initial values, gradient clipping, `skip_nonfinite` and the values in a step's `numbers` may
+    differ.
     """
     return next((words for plan in plans[1:] for words in _differences(plans[0], plan)), "")
 
@@ -78,7 +83,7 @@ def _differences(a: Plan, b: Plan) -> Iterator[str]:
 
 
 def _has_same_settings(a: Any, b: Any) -> bool:
-    """Return True if two rules have equal settings, as far as these can be compared."""
+    """Return True if two rules have the same class and equal settings. Settings that cannot be compared differ."""
     try:
         return type(a) is type(b) and bool(vars(a) == vars(b))
     except (TypeError, ValueError):  # arrays have no single truth value
@@ -91,7 +96,10 @@ def _differing_value(what: str, a: Any, b: Any) -> Iterator[str]:
 
 
 def _formula(group: Group, shape: tuple[int, ...]) -> list[Any]:
-    """Return the update formula of a tensor of this shape as a list of operations, independent of its numbers."""
+    """Return the group's update formula for a tensor of this shape, as a list of recorded operations.
+
+    The values of the rule's scalars are not part of it.
+    """
     rule = group.rule
     w, g, n = Shaped(shape), Shaped(shape), {name: Shaped((1,)) for name in rule.names()}
     state = {slot: Shaped(tuple(slot_shape)) for slot, slot_shape in rule.slots(shape).items()}
@@ -102,7 +110,7 @@ def _formula(group: Group, shape: tuple[int, ...]) -> list[Any]:
 
 
 class _Recorder(Shapes):
-    """Arithmetic that records each operation and its operands: constants, or earlier results by index."""
+    """Arithmetic that records each operation and its operands, which are constants or indices of earlier results."""
 
     def __init__(self, operands: Sequence[Shaped]):
         super().__init__()
@@ -111,7 +119,7 @@ class _Recorder(Shapes):
         self._numbers = {id(x): i for i, x in enumerate(operands)}
 
     def term(self, x: Any) -> Any:
-        """Return the text for an operand."""
+        """Return an operand as it is recorded: a constant as float, an earlier result as "#<index>"."""
         return float(x) if isinstance(x, Real) else f"#{self._numbers[id(x)]}"
 
     def record(self, op: str, arguments: Sequence[Any], result: Shaped) -> Shaped:

@@ -1,4 +1,7 @@
-"""Initial values of tensors, drawn on the host by name and seed so that every engine starts from the same bytes."""
+"""Initial values of tensors.
+
+They are drawn on the host from the seed and the tensor's name, so that every engine starts from the same bytes.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +24,7 @@ class Values(ABC):
 
     @abstractmethod
     def draw(self, shape: tuple[int, ...], seed: int, name: str) -> np.ndarray:
-        """Return the float32 array of `shape` for the tensor `name` under `seed`."""
+        """Return initial float32 values of this shape for the tensor `name`. Equal arguments give equal values."""
 
     def check_finite(self) -> None:
         """Raise UserError if the values come from a file and contain NaN or infinity."""
@@ -34,7 +37,10 @@ class Values(ABC):
 
 @dataclass(frozen=True)
 class Normal(Values):
-    """Normal values with mean 0 and standard deviation `std`. Raises UserError unless `std` is finite, from 0."""
+    """Normal values with mean 0 and standard deviation `std`.
+
+    Raises UserError unless `std` is finite and not negative.
+    """
 
     std: float
 
@@ -43,7 +49,7 @@ class Normal(Values):
             raise UserError(f"{self!r}: std must be a finite number from 0")
 
     def draw(self, shape: tuple[int, ...], seed: int, name: str) -> np.ndarray:
-        """Return random values from a stream of its own for each seed and name."""
+        """Return random values. Each pair of seed and tensor name has its own random stream."""
         import numpy as np
 
         return generator(seed, name).standard_normal(shape, dtype="float32") * np.float32(self.std)
@@ -51,7 +57,7 @@ class Normal(Values):
 
 @dataclass(frozen=True)
 class Constant(Values):
-    """The same finite number everywhere. Raises UserError for NaN or infinity."""
+    """One finite number for all elements. Raises UserError for NaN or infinity."""
 
     value: float
 

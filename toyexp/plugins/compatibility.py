@@ -16,7 +16,7 @@ from toyexp.plugins.registry import Registry
 
 
 def incompatibility(recipe: Recipe, model: Model) -> str | None:
-    """Return why this recipe cannot train this model, on any engine; None if it can."""
+    """Return a sentence on why this recipe cannot train this model on any engine, or None if it can."""
     if reason := model_mismatch(recipe, model):
         return reason
     missing = set(recipe.needs_tensors) - {t.name for t in model.tensors()} if recipe.needs_tensors else set()
@@ -24,17 +24,20 @@ def incompatibility(recipe: Recipe, model: Model) -> str | None:
 
 
 def kind_mismatch(reader: str, kind: Kind, data: Data | type[Data]) -> str | None:
-    """Return why `reader`, which reads data of this kind, cannot read `data`; None if it can."""
+    """Return a sentence if `data` does not give data of this kind, else None.
+
+    `reader` is the subject of the sentence, such as `model=gpt2`.
+    """
     return None if data.gives == kind else f"{reader} reads {kind}; data={data.name} gives {data.gives}"
 
 
 def matching_data(kind: Kind, registry: Registry) -> list[str]:
-    """Return the names of data plugins of a kind. The first is the default."""
+    """Return the names of the data plugins that give data of this kind. The first is the default."""
     return [name for name, cls in registry.classes("data").items() if cls.gives == kind]
 
 
 def model_mismatch(recipe: Recipe, model: Model) -> str | None:
-    """Return why the recipe cannot train models of this kind; None if it can."""
+    """Return a sentence if the model reads a kind of data that the recipe does not support, else None."""
     if model.reads in recipe.reads:
         return None
     kinds = " or ".join(map(str, recipe.reads))
@@ -44,10 +47,12 @@ def model_mismatch(recipe: Recipe, model: Model) -> str | None:
 def suggest_command(
     overrides_by_key: Mapping[str, str], recipe: Recipe, model: Model, data: type[Data], registry: Registry
 ) -> str:
-    """Return a command that works, as a hint: it keeps the typed data, or else the recipe, and replaces the rest.
+    """Return a hint with a command that works, or an empty string if there is none.
 
-    `overrides_by_key` are the typed ones. A recipe that was not typed is kept if the kind of data is its first one; a
-    typed recipe if it reads that kind.
+    `overrides_by_key` holds the overrides that the user typed. The command keeps typed data, or else uses the default
+    data for the model, or for the recipe if that cannot train the model. It replaces a recipe or model that does not
+    read this kind of data. A recipe that the user did not type is also replaced unless this kind is the first that it
+    reads.
     """
     data_overrides = [
         shlex.quote(overrides_by_key[key]) for key in sorted(overrides_by_key) if key.partition(".")[0] == "data"
@@ -69,7 +74,7 @@ def suggest_command(
 
 @dataclass(frozen=True)
 class Cell:
-    """Combination of a recipe and a model, both with default settings."""
+    """A combination of a recipe and a model, both with default settings, and the reasons against it."""
 
     recipe: str
     model: str
@@ -87,7 +92,7 @@ def cells(registry: Registry) -> Iterator[Cell]:
 
 
 def _missing_setting(recipe: Recipe, model: Model) -> str | None:
-    """Return the error of a plan with default settings, or None."""
+    """Return the message of the UserError that planning with default settings raises, or None."""
     try:
         recipe.check()
         recipe.plan(model, Setup(model.reads.inputs(1), rows=1))
@@ -99,7 +104,10 @@ def _missing_setting(recipe: Recipe, model: Model) -> str | None:
 
 
 def table(registry: Registry) -> list[str]:
-    """Return the matrix as lines, a row per recipe and a column per model, followed by the reasons."""
+    """Return the compatibility matrix as lines: a row per recipe and a column per model.
+
+    Further lines give the reason for each "no" and each "set" (a setting is required first).
+    """
     rows: dict[str, dict[str, str]] = {}
     reasons: dict[str, None] = {}
     for cell in cells(registry):

@@ -28,10 +28,10 @@ _latest: Registry | None = None
 
 
 def load(modules: Sequence[str] = (), installed: Iterable[tuple[EntryPoint, str]] | None = None) -> Registry:
-    """Load all installed plugins, and then the local `modules`.
+    """Load all installed plugins, and then the local plugins `modules`.
 
-    A broken installed plugin becomes a Problem. A broken module of `modules` raises UserError, because the user named
-    it. `installed` replaces the installed plugins by (entry point, package) pairs.
+    A broken installed plugin is recorded as a Problem. A broken local plugin raises UserError, because the user named
+    it. If `installed` is given, its pairs of entry point and package are loaded instead of the installed plugins.
     """
     global _latest
     if installed is None and _cached is not None and _cached.modules == tuple(modules):
@@ -65,12 +65,15 @@ def load(modules: Sequence[str] = (), installed: Iterable[tuple[EntryPoint, str]
 
 
 def current_registry() -> Registry:
-    """Return the registry that was loaded last, for code without a registry at hand, such as recipes."""
+    """Return the registry that was loaded last, for code that has no registry argument, such as recipes."""
     return _latest or load()
 
 
 def _directory_hint(module: str, reason: str) -> str:
-    """Return a hint if a subdirectory contains the module that could not be found; else an empty string."""
+    """Return a hint with the command to type if a subdirectory contains the local plugin that was not found.
+
+    In all other cases return an empty string.
+    """
     if reason != f"there is no module {module}" or not module.isidentifier():
         return ""
     directory = working_directory()
@@ -82,7 +85,10 @@ def _directory_hint(module: str, reason: str) -> str:
 
 
 def load_package(entries: Sequence[EntryPoint], package: str) -> Registry:
-    """Load all installed plugins except those of the same modules, and `entries` as plugins of `package`."""
+    """Load `entries` as plugins of `package`, and all installed plugins.
+
+    An installed plugin with the module of one of the entries is left out.
+    """
     modules = {entry.module for entry in entries}
     others = [(entry, origin) for entry, origin in _installed_plugins() if entry.module not in modules]
     return load(installed=[*others, *((entry, package) for entry in entries)])
@@ -95,7 +101,10 @@ def cache_registry(registry: Registry) -> None:
 
 
 def _installed_plugins() -> list[tuple[EntryPoint, str]]:
-    """Return the entry points. They are cached until sys.path or a directory on it changes."""
+    """Return the entry point and the package (name and version) of each installed plugin.
+
+    The result is cached until sys.path or a directory on it changes.
+    """
     return _read_entry_points(tuple((path, _modification_time(path)) for path in sys.path))
 
 
@@ -109,7 +118,10 @@ def _modification_time(path: str) -> int:
 
 @functools.lru_cache(maxsize=1)
 def _read_entry_points(_: tuple[tuple[str, int], ...]) -> list[tuple[EntryPoint, str]]:
-    """Return toyexp's own entry points first, then the others by name, without duplicates."""
+    """Return entry points and their packages without duplicates: toyexp's own first, the others sorted by name.
+
+    The argument is only the key of the cache.
+    """
     entries: dict[tuple[str, str], tuple[EntryPoint, str]] = {}
     packages: dict[int, str] = {}  # distributions do not cache their metadata
     for entry in entry_points(group=GROUP):
@@ -124,7 +136,7 @@ def _read_entry_points(_: tuple[tuple[str, int], ...]) -> list[tuple[EntryPoint,
 
 
 def _unmet_requirement(entry: EntryPoint, package: str) -> str | None:
-    """Return the package's requirement on toyexp that this version does not meet, as a reason, or None."""
+    """Return a sentence if the plugin's package requires another version of toyexp than this one, else None."""
     # pip checks this at installation, but toyexp may have been replaced since.
     if entry.dist is None or package.startswith(f"{DISTRIBUTION} "):
         return None
@@ -148,7 +160,10 @@ def _unmet_requirement(entry: EntryPoint, package: str) -> str | None:
 
 
 def _add_plugin(registry: Registry, candidate: Candidate) -> None:
-    """Add all of a plugin to the registry, or nothing: an exception becomes the reason why it is broken."""
+    """Import a plugin and add all its classes to the registry.
+
+    If that raises an exception, add nothing and set `candidate.reason` to an explanation.
+    """
     if candidate.reason is not None:
         return
     try:
@@ -171,7 +186,10 @@ def _add_plugin(registry: Registry, candidate: Candidate) -> None:
 
 @contextlib.contextmanager
 def _restore_directory(registry: Registry, plugin: str) -> Iterator[None]:
-    """Restore the working directory after the context, because the user's relative paths refer to it."""
+    """Change back to the current working directory if the plugin changes it inside the context.
+
+    The user's relative paths refer to that directory.
+    """
     try:
         directory = Path.cwd()
     except OSError:  # the directory was deleted

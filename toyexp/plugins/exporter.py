@@ -1,4 +1,4 @@
-"""The callback that a registered format becomes: it exports a run's model, and LoRA adapters, as files."""
+"""Callbacks that export a run's model and LoRA adapters as files; each registered format gets one."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ log = logging.getLogger("toyexp")
 
 @dataclass(eq=False)
 class Exporter(Callback):
-    """Base of the callbacks made from formats; `exporter` adds the settings of the format."""
+    """Base of the callbacks that `exporter` creates. Each has the settings of its format as further fields."""
 
     form: ClassVar[type[Format]]
 
@@ -66,7 +66,7 @@ class Exporter(Callback):
             raise UserError(f"{error}; to train without this file, add '~callbacks.{self.name}'") from None
 
     def should_wait(self, step: int) -> bool:
-        """Return True if a file is due at this step."""
+        """Return True if the callback writes a file after `step`."""
         return bool(self.every) and step % self.every == 0
 
     def outputs(self, plan: Plan) -> Sequence[str]:
@@ -74,18 +74,21 @@ class Exporter(Callback):
         return [f"model{self.form.suffix}"]
 
     def warnings(self, preview: RunPreview) -> Iterable[str]:
-        """Warn if the interval exceeds the run."""
+        """Warn if `every` exceeds the run's number of steps."""
         return preview.interval_warnings(f"callbacks.{self.name}.every", self.every, "only the final file is written")
 
     @hookimpl
     def on_start(self, run: Run) -> None:
-        """Record the step of a resumed run, and the metadata of the base file, which may be deleted before the end."""
+        """Store the step that a resumed run continues from, and the metadata of the base file.
+
+        The base file may be deleted before the run ends.
+        """
         self._step = run.resumed_step
         self._inherited = dict(inherited_metadata(run.plan))
 
     @hookimpl
     def on_step(self, run: Run, step: int) -> None:
-        """Write an extra file if one is due."""
+        """Write an additional file model-<step> if `every` divides `step` and more steps follow."""
         self._step = step
         if self.every and step % self.every == 0 and step < run.steps:
             try:
@@ -97,7 +100,7 @@ class Exporter(Callback):
 
     @hookimpl
     def on_eval(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Record the metrics for a model card."""
+        """Store the held-out metrics for the model card."""
         self._scores[step] = dict(metrics)
 
     @hookimpl
@@ -109,7 +112,10 @@ class Exporter(Callback):
             self._export(run, run.dir / f"model{self.form.suffix}")
 
     def _values(self, run: Run, names: Iterable[str]) -> Tensors:
-        """Return the float32 values of tensors: of the best step if `_best` is set, else the current ones."""
+        """Return the float32 values of tensors, keyed by name.
+
+        They are those of the best evaluation if `_best` is set, else the session's current ones.
+        """
         best = (self._best.weights if self._best else None) or {}
         return {n: best[n].astype("float32", copy=False) if n in best else run.session.download(n) for n in names}
 
@@ -136,7 +142,10 @@ class Exporter(Callback):
         return ModelExport(*parts, card_facts(run.config, run.engine, self._scores.get(self._step, best)))
 
     def _write(self, run: Run, path: Path, kind: str, write: Callable[[Path], list[str]]) -> None:
-        """Write a file, and warn about problems with its values; the file is kept, as the run may have been long."""
+        """Write a file by calling `write` with a temporary path, then emit the event export.
+
+        Problems with the values become warnings, but the file is kept, because the run may have taken long.
+        """
         with run.output(path) as temporary:
             problems = require_written(self._format, temporary, write(temporary))
         for problem in problems:
@@ -147,18 +156,21 @@ class Exporter(Callback):
 
 @dataclass(eq=False)
 class AdapterExporter(Exporter):
-    """Exporter of a format with LoRA adapters: writes them besides the merged model, or without it."""
+    """Exporter of a format that supports LoRA adapters.
+
+    For a run with adapters it writes an adapter file and, if `merged` is true, also the merged model.
+    """
 
     merged: bool = True  # recipe=lora: besides the adapter, write the model with the adapter merged
 
     def outputs(self, plan: Plan) -> Sequence[str]:
-        """Return the name of the adapter file, and of the model file if it is written."""
+        """Return the name of the adapter file if the run has adapters, and of the model file if it is written."""
         has_adapter = bool(_adapter_tensors(plan))
         adapter = [f"adapter{self.form.suffix}"] if has_adapter else []
         return [*adapter, *(super().outputs(plan) if self.merged or not has_adapter else ())]
 
     def warnings(self, preview: RunPreview) -> Iterable[str]:
-        """Warn if `merged` or the dtype has no effect."""
+        """Warn if `merged` or the setting of the dtype has no effect."""
         yield from super().warnings(preview)
         has_adapter = bool(_adapter_tensors(preview.plan))
         if not self.merged and not has_adapter:
@@ -179,7 +191,10 @@ class AdapterExporter(Exporter):
 
 
 def card_facts(config: Mapping[str, Any], engine: str, scores: Mapping[str, float | None]) -> dict[str, Any]:
-    """Return a model card's entries about a run with this configuration and these held-out metrics."""
+    """Return the entries of a model card, keyed by their labels.
+
+    They describe a run with this configuration and engine, and its held-out metrics `scores`.
+    """
     recipe, data = (config.get(part) or {} for part in ("recipe", "data"))
     facts = {
         "recipe": recipe.get("name"), "base": recipe.get("base"), "data": data.get("name"),
@@ -196,7 +211,10 @@ def _adapter_tensors(plan: Plan) -> list[str]:
 
 @functools.cache  # one class per format, however often plugins are loaded
 def exporter(form: type[Format]) -> type[Exporter]:
-    """Return the callback class `<name>_export` of a format. Raise UserError if both have a setting of one name."""
+    """Return the callback class `<name>_export` for a format.
+
+    Raise UserError if a setting of the format has the same name as a setting of the callback.
+    """
     base = AdapterExporter if form.writes_adapters else Exporter
     if conflicts := {f.name for f in fields(base)} & {f.name for f in fields(form)}:
         name = f"{form.__qualname__}.{min(conflicts)}"

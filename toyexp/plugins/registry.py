@@ -1,4 +1,4 @@
-"""The registry of available parts by kind and name, and of broken plugins."""
+"""The registry of available parts, which are found by kind and name, and of broken plugins."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ IN_A_FILE = "if it is in your own file DIR/experiment/NAME.yaml, type: --config-
 
 @dataclass(frozen=True)
 class Offer:
-    """Class that a plugin registers."""
+    """A class that a plugin has registered, with its kind and name, and the plugin and its package."""
 
     kind: str
     name: str
@@ -30,18 +30,18 @@ class Offer:
 
     @property
     def help(self) -> str:
-        """First line of its docstring."""
+        """First line of the class's docstring."""
         return (self.cls.__doc__ or "").strip().splitlines()[0]
 
     @property
     def origin(self) -> str:
-        """Suffix for lists, which names its plugin and package; empty for toyexp's own."""
+        """Text with the plugin and package, to append to a list entry; empty for parts that ship with toyexp."""
         return "" if self.package.startswith(f"{DISTRIBUTION} ") else f"  [{self.plugin}, {self.package}]"
 
 
 @dataclass(frozen=True)
 class Problem:
-    """A broken plugin, with the parts that it would have registered as far as known."""
+    """A broken plugin and the reason. `offered` lists kind and name of each part that it tried to register."""
 
     plugin: str
     package: str
@@ -51,7 +51,7 @@ class Problem:
 
 @dataclass
 class Registry:
-    """Available parts by kind and name."""
+    """The available parts, keyed by kind and then by name, and the broken plugins."""
 
     offers: dict[str, dict[str, Offer]] = field(default_factory=lambda: {kind: {} for kind in KINDS})
     problems: list[Problem] = field(default_factory=list)
@@ -60,15 +60,18 @@ class Registry:
 
     @property
     def plugins_override(self) -> str:
-        """The override that loads the same local plugins, to append to a suggested command: ` 'plugins=[a,b]'`."""
+        """The override ` 'plugins=[a,b]'` that loads the same local plugins, to append to a suggested command.
+
+        Empty if no local plugins are loaded.
+        """
         return f" 'plugins=[{','.join(self.modules)}]'" if self.modules else ""
 
     def engines(self) -> list[Offer]:
-        """Return the engines in the order of engine=auto, highest priority first."""
+        """Return the engines, highest priority first, which is the order in which engine=auto tries them."""
         return sorted(self.offers["engine"].values(), key=lambda o: -cast("type[Engine]", o.cls).priority)
 
     def classes(self, kind: str) -> dict[str, Any]:
-        """Return the classes of a kind by name, in the order of registration."""
+        """Return the classes of a kind, keyed by name, in the order of registration."""
         return {name: offer.cls for name, offer in self.offers[kind].items()}
 
     def models(self) -> list[type[Model]]:
@@ -76,25 +79,32 @@ class Registry:
         return list(self.classes("model").values())
 
     def types(self) -> dict[str, tuple[type[Format], Mapping[str, Any]]]:
-        """Return the values of `toyexp export --type`: the format of each, and the settings that it means."""
+        """Return the format and the format's settings for each value of `toyexp export --type`."""
         types: dict[str, tuple[type[Format], Mapping[str, Any]]] = {}
         for form in self.classes("format").values():
             types |= {form.name: (form, {}), **{word: (form, settings) for word, settings in form.types.items()}}
         return types
 
     def suffixes(self) -> dict[str, str]:
-        """Return the names of formats by the suffix of their files."""
+        """Return the name of each format, keyed by the suffix of its files."""
         return {form.suffix: name for name, form in self.classes("format").items()}
 
     def get(self, kind: str, name: str) -> type:
-        """Return a class by kind and name. Raise UserError with similar names, or the broken plugin that had it."""
+        """Return the class of this kind and name.
+
+        If there is none, raise UserError, which suggests similar names or names the broken plugin that would have
+        provided it.
+        """
         offer = self.offers[kind].get(name)
         if offer is not None:
             return offer.cls
         raise UserError(self.explain_missing(kind, name, self.offers[kind]))
 
     def add(self, candidate: Candidate) -> None:
-        """Add all parts of a plugin. Raise UserError if a name, a format's suffix or a value of `--type` is taken."""
+        """Add all classes of a plugin.
+
+        Raise UserError if a name, a format's suffix or a value of `--type` is already registered.
+        """
         updated = Registry({kind: dict(offers) for kind, offers in self.offers.items()})
         by_kind: list[tuple[str, list[Any]]] = [*candidate.classes.items(), ("callbacks", [*candidate.exporters])]
         for kind, cls in [(kind, cls) for kind, classes in by_kind for cls in classes]:
@@ -117,7 +127,10 @@ class Registry:
             raise UserError(f"{form.__qualname__}: --type {word} already selects format={types[word][0].name}")
 
     def drop(self, offer: Offer, reason: str) -> None:
-        """Remove all parts of an offer's plugin, which proved to be broken. Raise UserError for a local plugin."""
+        """Remove all classes of the plugin that registered `offer`, and record the plugin as broken for `reason`.
+
+        Raise UserError if it is a local plugin.
+        """
         if offer.package == LOCAL:
             raise UserError(f"plugins=[{offer.plugin}]: {reason}")
         origin = offer.plugin, offer.package
@@ -127,7 +140,11 @@ class Registry:
         self.problems.append(Problem(*origin, reason, tuple((o.kind, o.name) for o in removed)))
 
     def explain_missing(self, kind: str, name: str, names: Collection[str]) -> str:
-        """Return the message for an unknown name, with similar ones of the existing `names`, or all of them."""
+        """Return the message for an unknown `name` of this kind.
+
+        It suggests similar names among `names` or lists them all, and names broken plugins that may have registered the
+        name.
+        """
         for problem in self.problems:
             if (kind, name) in problem.offered:
                 cause = f"comes from plugin {problem.plugin}, which is broken: {problem.reason}"
@@ -143,7 +160,10 @@ class Registry:
         return f"{kind}={name}: unknown name{note}; {suggest(name, names)}{hint}"
 
     def _gpu_hint(self, name: str) -> str | None:
-        """Return what to type instead of a GPU's vendor or of an engine with a device number; None for other names."""
+        """Return a hint on what to type instead of a GPU's vendor, or of an engine with a device number (cuda:1).
+
+        Return None for other names.
+        """
         engine, _, number = name.partition(":")
         engines: dict[str, type[Engine]] = self.classes("engine")
         if name.lower() in ("gpu", "nvidia", "amd", "apple"):

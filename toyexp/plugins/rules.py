@@ -1,4 +1,4 @@
-"""Checks of plugins and their classes before registration, with messages for common mistakes of authors."""
+"""Check plugins and their classes before registration, with messages for common mistakes of authors."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def check_class(cls: type, base: type) -> None:
 
 
 def check_hooks(owner: type | ModuleType, group: type, label: str) -> None:
-    """Raise UserError for functions that look like hooks of `group` but are not."""
+    """Raise UserError for functions of `owner` that look like hooks of `group` but are not."""
     hooks = {n for n in vars(group) if not n.startswith("_")}
     for name, member in inspect.getmembers(owner, inspect.isfunction):
         is_marked = getattr(member, "toyexp_impl", None) is not None
@@ -115,7 +115,7 @@ type_hints = functools.cache(typing.get_type_hints)  # cached, because it is slo
 
 
 def _check_settings(cls: type, base: type, label: str) -> None:
-    """Check that each field has a default, and a name that has no other meaning."""
+    """Raise UserError for a field without a default, or with a name that Hydra or the base class uses."""
     base_namespaces = [vars(b) for b in base.__mro__] + [inspect.get_annotations(b) for b in base.__mro__]
     base_settings = {f.name for f in dataclasses.fields(base)}
     try:
@@ -190,7 +190,7 @@ _CHECKS: dict[type, Callable[[Any, str], None]] = {
 
 
 def _check_kinds(cls: type[Data] | type[Model] | type[Recipe], attribute: str, label: str) -> None:
-    """Check that the attribute is a kind of data; for recipes, a tuple of kinds is allowed."""
+    """Raise UserError unless the class variable `attribute` is a kind of data, or a recipe's tuple of kinds."""
     value, is_recipe = getattr(cls, attribute, None), issubclass(cls, Recipe)
     kinds = value if is_recipe and isinstance(value, tuple) and value else (value,)
     if not all(isinstance(kind, Kind) for kind in kinds):
@@ -199,19 +199,19 @@ def _check_kinds(cls: type[Data] | type[Model] | type[Recipe], attribute: str, l
 
 
 def _check_mode(cls: type[Model] | type[Recipe], label: str) -> None:
-    """Check that `optim_mode` is one of AdamW's modes; models may leave it None."""
+    """Raise UserError unless `optim_mode` is one of AdamW's modes, or None as a model may have it."""
     if cls.optim_mode is not None and cls.optim_mode not in MODES:
         raise UserError(f"{label}.optim_mode is {cls.optim_mode!r}; {suggest(str(cls.optim_mode), MODES)}")
 
 
 def _check_setting(cls: type, attribute: str, name: str, label: str) -> None:
-    """Check that the setting named by a class variable, if any, exists."""
+    """Raise UserError if `name`, the value of a class variable, is neither empty nor a setting of the class."""
     if name and name not in {f.name for f in dataclasses.fields(cls)}:
         raise UserError(f"{label}.{attribute} is {name!r}, which is not one of its settings")
 
 
 def _check_names(cls: type, attribute: str, label: str) -> tuple[str, ...]:
-    """Return the value of a class variable, which must be a tuple of names."""
+    """Return the value of the class variable `attribute`. Raise UserError unless it is a tuple of strings."""
     names = getattr(cls, attribute)
     if not isinstance(names, tuple) or not all(isinstance(name, str) for name in names):
         hint = f": ({names!r},)" if isinstance(names, str) else ""

@@ -1,4 +1,4 @@
-"""The settings of a part, which are the fields of its dataclass, as help shows them."""
+"""Settings of a part for help texts: the fields of its dataclass, with their comments."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from toyexp.plugins.exporter import Exporter
 
 @dataclass(frozen=True)
 class Setting:
-    """Setting of a part: a field of its dataclass, with its help."""
+    """A setting of a part: name, type and default of a dataclass field, and the comment that explains it."""
 
     name: str
     type: str
@@ -23,7 +23,10 @@ class Setting:
 
 
 def list_settings(cls: type) -> list[Setting]:
-    """Return the settings of a dataclass. The help of each is its metadata, or the comment on the field's line."""
+    """Return the settings of a dataclass.
+
+    The help of each setting is the field's metadata entry `help` or, without one, the comment on the field's line.
+    """
     comments = _comments(cls) | (_comments(cls.form) if issubclass(cls, Exporter) else {})
     values = default_settings(cls)
     settings = []
@@ -34,7 +37,7 @@ def list_settings(cls: type) -> list[Setting]:
 
 
 def _comments(cls: type) -> dict[str, str]:
-    """Return the comments on the field lines of a dataclass, by field name."""
+    """Return the comment on the line of each field of a dataclass, keyed by field name."""
     comments: dict[str, str] = {}
     for part in reversed(cls.__mro__):
         with contextlib.suppress(OSError):  # classes without a source file, such as exporters

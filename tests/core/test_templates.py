@@ -282,7 +282,7 @@ def test_a_template_gets_the_date():
                                       "{{ strftime_now.__self__._now }}", "{% generation %}{{ ''.__class__ }}"
                                       "{% endgeneration %}{{ messages.append(1) }}"])  # fmt: skip
 def test_template_functions_give_no_access_to_python(template):
-    with pytest.raises(BadChat, match="refuses it"):
+    with pytest.raises(BadChat, match=r"fails \("):
         Template(template, vocabulary(), "x").render([], False)
 
 
@@ -330,7 +330,9 @@ def test_changes_and_omissions_by_a_template_are_noted(tmp_path):
 def test_a_template_error_names_the_line_and_the_templates_message(tmp_path):
     template = "{% if messages[0].role == 'system' %}{{ raise_exception('No system\nrole') }}{% endif %}" + CHATML
     chats = [talk("q", "a"), talk("q", "a"), talk("q", "a", system="s")]
-    with pytest.raises(UserError, match=re.escape(r"x.jsonl:3: the chat template refuses it (No system\nrole)")):
+    with pytest.raises(
+        UserError, match=re.escape(r"x.jsonl:3: the chat template rejects the conversation (No system\nrole)")
+    ):
         open_chats(tmp_path, template, chats)
     facts = open_chats(tmp_path, template, chats, on_error="skip")[1].describe()
     assert (facts["examples"], facts["skipped"]) == (2, 1)

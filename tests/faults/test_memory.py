@@ -42,7 +42,7 @@ def test_a_run_that_cannot_fit_is_rejected_before_anything_is_written(settings, 
     (line,) = capsys.readouterr().err.splitlines()
     assert message in line
     if "GB" in line:
-        assert re.search(r", \S+ GB are free; a smaller batch_size, ", line)
+        assert re.search(r", \S+ GB are free; reduce batch_size, ", line)
     assert not directory.exists()
 
 
@@ -97,9 +97,7 @@ def test_available_memory_respects_the_process_limit(monkeypatch):
 def test_an_out_of_memory_error_becomes_one_line_with_a_remedy(error):
     with pytest.raises(RunFailed) as caught, memory.convert_memory_errors():
         raise error
-    assert re.fullmatch(
-        r"out of memory \(.*\); a smaller batch_size, .* takes less, .*engine.recompute=true", str(caught.value)
-    )
+    assert re.fullmatch(r"out of memory \(.*\); reduce batch_size, .*, or set engine.recompute=true", str(caught.value))
 
 
 def test_other_framework_errors_are_not_converted():

@@ -49,7 +49,7 @@ class SessionError(ToyexpError):
 
 
 class BadBatch(SessionError):
-    """A batch whose arrays do not match the inputs that the recipe declares.
+    """A batch that is invalid, or does not have the inputs that the recipe declares.
 
     The message does not name the data plugin; the code that catches this error adds the name.
     """
@@ -90,7 +90,7 @@ def nearest(word: str, choices: Iterable[str]) -> str | None:
 
 
 def suggest(word: str, choices: Iterable[str]) -> str:
-    """Return a hint to put at the end of an error message.
+    """Return the hint that ends an error message.
 
     It is "did you mean CHOICE?" if one of the choices is similar to `word`, else a list of all choices.
     """

@@ -11,10 +11,10 @@ from pathlib import Path
 from toyexp.base.errors import RunFailed, printable
 
 CGROUP_ROOT = Path("/sys/fs/cgroup")
-REMEDY = "a smaller batch_size, model.context or model.d_model, or optim.accumulate, takes less"
+REMEDY = "reduce batch_size, model.context or model.d_model, or raise optim.accumulate"
 # engine.recompute saves activations, which the memory check before a run does not count.
-TRAIN_REMEDY = f"{REMEDY}, and so does engine.recompute=true"
-EVALUATE_REMEDY = "a smaller batch_size or model.context takes less"  # for commands that do not train
+TRAIN_REMEDY = f"{REMEDY}, or set engine.recompute=true"
+EVALUATE_REMEDY = "reduce batch_size or model.context"  # for commands that do not train
 
 
 def available_bytes() -> int | None:

@@ -1,1 +1,4 @@
-"""Configuration: from typed words to checked parts. Only this package, cli, runner and sweeps use Hydra."""
+"""Turn typed settings and configuration files into the checked parts of a run (model, data, recipe, ...).
+
+Only this package, cli, runner and sweeps use Hydra.
+"""

@@ -1,4 +1,4 @@
-"""Build the parts of a run from its settings, and choose the engine."""
+"""Build the parts of a run (model, data, recipe, optimiser, callbacks) from its settings, and choose the engine."""
 
 from __future__ import annotations
 
@@ -33,9 +33,10 @@ from toyexp.training.settings import Settings
 
 
 def build_parts(cfg: DictConfig, keys: Keys, origin: Origin) -> dict[str, Any]:
-    """Return the checked parts of a run, except the engine, by their names in Config.
+    """Build and check the parts of a run, except the engine, and return them as keyword arguments of Config.
 
-    If a run is resumed, relative paths refer to the directory where it was started (`origin`).
+    The keys are settings, model, data, recipe, optim, callbacks, and plain (the configuration as plain data). Relative
+    paths of a resumed run refer to the directory where it was started (`origin`).
     """
     plain = _apply_all_types(resolve_config(cfg))
     classes = {where: candidates[0] for where, candidates in keys.classes.items() if candidates}
@@ -55,7 +56,7 @@ def build_parts(cfg: DictConfig, keys: Keys, origin: Origin) -> dict[str, Any]:
 
 
 def check_parts(settings: Settings, parts: Mapping[str, Any], callbacks: Mapping[str, Any]) -> None:
-    """Check the settings of each part, except the engine, and settings that depend on each other."""
+    """Raise UserError if the settings of a part, except the engine, are invalid or contradict another setting."""
     named = {f"{kind}={part.name}": part for kind, part in parts.items()}
     every = {"settings": settings, **named, **{f"callbacks.{name}": c for name, c in callbacks.items()}}
     for who, part in every.items():
@@ -69,7 +70,10 @@ def check_parts(settings: Settings, parts: Mapping[str, Any], callbacks: Mapping
 
 
 def _apply_all_types(values: dict[str, Any]) -> dict[str, Any]:
-    """Return the top-level settings with types, and the settings of the parts unchanged, in the order of Root."""
+    """Return the configuration with types and defaults applied to its top-level settings.
+
+    The settings of the parts are unchanged, and `sweep` is checked and left out. The keys have the order of Root.
+    """
     groups = {kind: values[kind] for kind in (*PARTS, "callbacks") if isinstance(values.get(kind), dict)}
     if len(groups) <= len(PARTS):  # a part is missing or invalid
         return {key: value for key, value in apply_types(Root, values, "").items() if key != "sweep"}
@@ -80,7 +84,10 @@ def _apply_all_types(values: dict[str, Any]) -> dict[str, Any]:
 
 
 def build_saved_parts(plain: Mapping[str, Any], registry: Registry, origin: Origin) -> tuple[Model, Data, Recipe]:
-    """Return the checked model, data and recipe of a saved configuration; raise UserError for a missing file."""
+    """Build and check the model, data and recipe of a saved configuration, and return them in this order.
+
+    Raise UserError if one is missing or invalid, for example because of a missing file.
+    """
     parts = []
     for kind in ("model", "data", "recipe"):
         node = plain.get(kind)
@@ -126,7 +133,11 @@ def _apply_types_cached(cls: type, node: Mapping[str, Any], where: str) -> dict[
 
 
 def apply_types(cls: type, node: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """Apply the types and defaults of `cls` to `node`; a user's config file may not include the schema."""
+    """Return the settings `node` with the types and defaults of the dataclass `cls`.
+
+    Hydra has not applied them if a user's configuration file does not include the schema. `where` is the section of the
+    settings, such as model, for error messages.
+    """
     dot = f"{where}." if where else ""
     shape = cls if where in ("", "sweep") else schema(cls, str(node["name"]))
     try:
@@ -144,10 +155,10 @@ def apply_types(cls: type, node: Mapping[str, Any], where: str) -> dict[str, Any
 
 
 def resolve_paths(cls: type, node: Mapping[str, Any], origin: Origin) -> Mapping[str, Any]:
-    """Resolve relative paths in the settings of a part against the directory where its run was started.
+    """Return the settings of a part, with relative paths resolved against the directory where the run was started.
 
-    A text is a path if such a file exists, unless it is a plain word such as data.tokenizer=byte in a setting with a
-    default.
+    A text is a path if such a file exists. The exception is a plain word, without . and /, in a setting whose default
+    is not empty: data.tokenizer=byte is never a path.
     """
     words = {f.name for f in dataclasses.fields(cls) if f.default not in ("", None)}
     texts = {key: value for key, value in node.items() if isinstance(value, str) and key != "name"}
@@ -164,7 +175,10 @@ def create_part(cls: type, node: Mapping[str, Any]) -> Any:
 
 
 def parse_label(label: str, prefix: str) -> tuple[str, dict[str, str]]:
-    """Parse `name:key=value:...` into engine name and settings; errors begin with `prefix`."""
+    """Parse an engine label `name:key=value:...` into the engine's name and its settings.
+
+    The message of a UserError begins with `prefix`.
+    """
     name, *settings = label.split(":")
     if settings and not name:
         raise UserError(f"{prefix}: missing engine name before ':'; expected for example ggml:threads=1")
@@ -176,12 +190,18 @@ def parse_label(label: str, prefix: str) -> tuple[str, dict[str, str]]:
 
 
 def build_engine(label: str, registry: Registry) -> Engine:
-    """Return the engine of a label; raise UserError for an invalid label, Unavailable if it does not work here."""
+    """Return the engine that a label such as ggml:threads=1 describes.
+
+    Raise UserError for an invalid label, Unavailable if the engine does not work on this machine.
+    """
     return pick_labelled_engine(label, registry, f"engine={label}")[0]
 
 
 def pick_labelled_engine(label: str, registry: Registry, prefix: str) -> tuple[Engine, str]:
-    """Return the engine of a label and a line that describes it; errors in the label begin with `prefix`."""
+    """Return the engine of a label such as ggml:threads=1, and a line that describes its device.
+
+    The message of a UserError about the label begins with `prefix`.
+    """
     name, settings = parse_label(label, prefix)
     cls = part_class("engine", {"name": name}, registry)
     names = [f.name for f in dataclasses.fields(cls)]
@@ -191,7 +211,10 @@ def pick_labelled_engine(label: str, registry: Registry, prefix: str) -> tuple[E
 
 
 def pick_engine(node: Mapping[str, Any], registry: Registry) -> tuple[Engine, str]:
-    """Return the chosen engine, with `auto` the best one that works here, and a line that describes the choice."""
+    """Return the engine that the settings `node` choose, and a line that describes it and its device.
+
+    engine=auto chooses the best engine that works on this machine; the line then names the engines that do not work.
+    """
     if node["name"] != AUTO:
         engine = create_part(part_class("engine", node, registry), node)
         try:

@@ -47,7 +47,10 @@ from toyexp.training.run_config import Config
 
 
 def compose(typed: Sequence[Override], registry: Registry, source: Source, modules: Sequence[str] = ()) -> Composition:
-    """Compose the configuration of one run; raise UserError if that fails."""
+    """Compose the configuration of one run from typed overrides; raise UserError if that fails.
+
+    `modules` are local plugins named on the command line.
+    """
     keys = Keys.from_registry(registry)
     check_settings(typed, keys, source)
     try:
@@ -95,13 +98,19 @@ class Composition:
 
     @property
     def sweeps(self) -> dict[str, str]:
-        """Sweeps defined in the configuration files whose keys have no typed value, as {key: values}."""
+        """Sweeps that configuration files define (hydra.sweeper.params), as {key: values separated by commas}.
+
+        A key with a typed value is left out.
+        """
         params = OmegaConf.select(self.cfg, "hydra.sweeper.params") or {}
         lists = {str(key): values if isinstance(values, ListConfig) else [values] for key, values in params.items()}
         return {key: ",".join("null" if v is None else str(v) for v in values) for key, values in lists.items()}
 
     def directory(self, key: str, below: Path = Path()) -> Path:
-        """Return the directory given by a setting such as `hydra.run.dir`; relative paths refer to `below`."""
+        """Return the absolute path of the directory that a setting such as `hydra.run.dir` gives.
+
+        A relative path refers to `below`.
+        """
         try:
             text = str(OmegaConf.select(self.cfg, key, throw_on_missing=True))
         except OmegaConfBaseException as error:
@@ -112,15 +121,19 @@ class Composition:
         return (below / text).absolute()
 
     def apply_base(self) -> Model | None:
-        """Replace the model by that of the recipe's base file, if it has one, and return it.
+        """Put the model of the recipe's base file (recipe.base) into the configuration, and return it.
 
-        Run names and directories that contain the model's name then use that of the trained model.
+        Return None if the recipe has no base file. Run names and directories that contain the model's name then use
+        that of the base file's model.
         """
         return self._base_and_keys[0]
 
     @cached_property
     def _base_and_keys(self) -> tuple[Model | None, Keys]:
-        """Return the base model, and the keys of the configuration with that model."""
+        """Return the model of the recipe's base file or None, and the valid keys of the configuration.
+
+        The first access also puts the settings of that model into the configuration.
+        """
         keys = check_keys(self.cfg, self.all_keys)
         base = load_base(self.cfg, self.typed, keys, self.source.origin)
         if base is None:
@@ -130,7 +143,10 @@ class Composition:
         return base.model, self.all_keys.restrict(self.cfg)
 
     def diff(self, other: Composition) -> list[str]:
-        """Return the settings, other than Hydra's, that differ from another configuration."""
+        """Return the settings that differ from those of `other`, as `key=value` with this configuration's values.
+
+        Hydra's settings are left out.
+        """
         then, now = (OmegaConf.to_container(drop_hydra_keys(c.cfg)) for c in (other, self))
         return [f"{key}={plain(value)}" for key, (_, value) in differences(then, now)]
 
@@ -139,7 +155,7 @@ class Composition:
         build_parts(self.cfg, check_keys(self.cfg, self.all_keys), self.source.origin)
 
     def build_config(self) -> Config:
-        """Build the parts of a run; raise UserError for invalid settings."""
+        """Build all parts of the run, including the engine; raise UserError for invalid settings."""
         registry = self.all_keys.registry
         if self.sweeps:
             name = OmegaConf.select(self.cfg, "hydra.runtime.choices.experiment")
@@ -172,13 +188,16 @@ class Composition:
         )  # fmt: skip
 
     def _set_devices(self, engine: dict[str, Any]) -> None:
-        """Set engine.devices to the number of started ranks, unless the user typed another number."""
+        """Set `devices` in the engine's settings to the number of ranks that `torchrun` started.
+
+        Keep a number above 1 that the user typed.
+        """
         typed_number = any(o.key_or_group == "engine.devices" for o in self.typed) and engine.get("devices") != "1"
         if (count := started_ranks().count) > 1 and "devices" in engine and not typed_number:
             engine["devices"] = str(count)
 
     def locate_errors(self) -> AbstractContextManager[None]:
-        """Add file and line to a UserError about a setting that comes from a file."""
+        """Add file and line to the message of a UserError about a setting that comes from a file."""
         return locate_errors(self.typed, self.source)
 
     def sweep_settings(self) -> Sweep:
@@ -194,7 +213,7 @@ class Composition:
 
 
 def _repetition_warnings(typed: Sequence[Override]) -> list[str]:
-    """Warn of each setting typed twice with different values. As in Hydra, the last one counts."""
+    """Return a warning for each setting typed twice with different values; as in Hydra, the last one counts."""
     last = {o.key_or_group: o.input_line for o in typed}
     braced = mapping_overrides(typed) if len(last) < len(typed) else []
     pairs = [(o.input_line, last[o.key_or_group]) for o in typed if o not in braced]
@@ -209,9 +228,10 @@ def _thread_warnings(plain: Mapping[str, Any], engine: Engine) -> list[str]:
 
 
 def _callback_warnings(typed: Sequence[Override], callbacks: Mapping[str, Callback], registry: Registry) -> list[str]:
-    """Warn if `callbacks=[plots]` was typed, which drops the default callbacks.
+    """Return a warning if `callbacks=[plots]` was typed, which drops the default callbacks.
 
-    Do not warn for an empty list or presets, nor of the default schedule if another schedule is chosen.
+    There is no warning for an empty list or presets, nor about the default learning-rate schedule if another schedule
+    is chosen. Raise UserError if a callback is named twice.
     """
     lists = [o for o in typed if o.key_or_group == "callbacks"]
     value = lists[-1].value() if lists else []
@@ -245,9 +265,10 @@ class Base:
 
 
 def load_base(cfg: DictConfig, typed: Sequence[Override], keys: Keys, origin: Origin) -> Base | None:
-    """Return the base of the recipe, or None; raise UserError for a file that no model class can represent.
+    """Load the model file that the recipe fine-tunes (recipe.base); return None if the recipe has no such file.
 
-    Raise UserError too if a typed setting of `model`, other than its context, differs from the file.
+    Raise UserError if no model class can represent the file, if a typed setting of `model` other than its context
+    differs from the file, or if the context is longer than the file's.
     """
     cls, described, data = (keys.classes[kind][0] for kind in ("recipe", "model", "data"))
     if cls.base_file is Recipe.base_file:
@@ -287,5 +308,5 @@ def _check_model(override: Override, cfg: DictConfig, origin: str, model: Model)
 
 
 def inputs_by_key(typed: Sequence[Override]) -> dict[str, str]:
-    """Return the typed settings by key."""
+    """Return the typed overrides as {key: text as typed}."""
     return {o.key_or_group: str(o.input_line) for o in typed}

@@ -30,9 +30,10 @@ _presets: list[tuple[str, int, int]] = []  # files from which the cache was comp
 
 
 def compose_cached(words: Sequence[str], source: Source) -> DictConfig:
-    """Compose overrides with Hydra; its errors are not converted.
+    """Compose overrides with Hydra; exceptions of Hydra are not converted to UserError.
 
-    The choices of parts are cached from their second use on, if they only use toyexp's own presets.
+    The result for the same choices of parts is cached when they occur a second time, if they only use toyexp's own
+    presets. Plain values such as lr=0.1 are then set in a copy of the cached result.
     """
     names, _ = _split_job_words(words)
     if _presets != (now := _preset_files()):  # files may be edited while a notebook runs
@@ -50,7 +51,11 @@ def compose_cached(words: Sequence[str], source: Source) -> DictConfig:
 
 
 def store_composition(words: Sequence[str], source: Source) -> None:
-    """Cache the composition of the parts that the overrides choose, unless it depends on other overrides."""
+    """Compose only the parts that the overrides choose, and cache the result.
+
+    Cache None instead if it refers to settings of Hydra that depend on all overrides, such as
+    hydra.job.override_dirname.
+    """
     names, _ = _split_job_words(words)
     if len(composition_cache) == CACHE_SIZE:
         composition_cache.clear()
@@ -78,7 +83,7 @@ def split_choices(words: Sequence[str]) -> tuple[tuple[str, ...], list[str]]:
 
 
 def _set_values(cfg: DictConfig, words: Sequence[str]) -> DictConfig | None:
-    """Set the plain values of the overrides in `cfg`; return None if one of them cannot be set."""
+    """Set the plain values among the overrides in `cfg` and return it; return None if one of them cannot be set."""
     _, values = _split_job_words(words)
     if any(HYDRA_REFERENCE.search(word.partition("=")[2]) for word in values):
         return None
@@ -98,7 +103,7 @@ def _split_job_words(words: Sequence[str]) -> tuple[tuple[str, ...], list[str]]:
 
 
 def _is_choice(word: str) -> bool:
-    """Return True if an override only chooses a part; the order of other overrides matters."""
+    """Return True if an override only chooses a part, and so can be cached; the order of other overrides matters."""
     key, _, value = word.partition("=")
     return key in GROUPS and value[:1] != "{"
 
@@ -108,7 +113,7 @@ _schemas: dict[str, Any] = {}  # schemas of plugins as in Hydra's store; slow to
 
 @contextlib.contextmanager
 def isolate_hydra() -> Iterator[None]:
-    """Restore Hydra's schemas, file readers and configuration on exit."""
+    """Use separate schemas, file readers and configuration of Hydra in this context; restore the old on exit."""
     Plugins.instance()  # registers its file readers, once per process
     store, sources = ConfigStore.instance(), SourcesRegistry.instance()
     stored, readers = store.repo, sources.types

@@ -17,7 +17,10 @@ from toyexp.plugins.settings import list_settings
 
 
 def lines_about(name: str, registry: Registry) -> list[str]:
-    """Return a title, and a line per setting, of everything with this name; raise UserError for an unknown name."""
+    """Return a title and a line per setting for each plugin and preset with this name, or for each plugin of this kind.
+
+    Raise UserError for an unknown name.
+    """
     auto = [f"engine={AUTO}  {(AutoEngine.__doc__ or '').splitlines()[0]}", *_settings("engine.", AutoEngine)]
     blocks = [*_plugins(name, registry), *([auto] if name == AUTO else []), *_presets(name, registry)]
     if not blocks:

@@ -47,7 +47,10 @@ HYDRA_CHOICES = {
 
 
 def read_flags(words: Sequence[str]) -> tuple[dict[str, str], list[str], str | None]:
-    """Return flags, settings and the value of `resume=`; raise UserError for invalid or ineffective words."""
+    """Parse a command line into flags {long name: value}, settings, and the value of `resume=` or None.
+
+    Raise UserError for words that are invalid or have no effect.
+    """
     flags, settings = split_flags(words)
     resume = None
     if "--multirun" not in flags:
@@ -68,7 +71,10 @@ def parser() -> Parser:
 
 
 def split_flags(words: Sequence[str]) -> tuple[dict[str, str], list[str]]:
-    """Return flags with values, by long name, and settings; raise UserError for any other word."""
+    """Split a command line into flags {long name: value, or "" if it takes none} and settings.
+
+    Raise UserError for any other word.
+    """
     typed: list[str] = []
     for word, following in zip(words, [*words[1:], ""], strict=False):
         option, equals, value = word.partition("=")
@@ -90,7 +96,7 @@ def split_flags(words: Sequence[str]) -> tuple[dict[str, str], list[str]]:
 
 
 def build_request(flags: Mapping[str, str], settings: Sequence[str]) -> Request:
-    """Build the request from settings and the --config-* flags."""
+    """Parse settings into a Request; the --config-* flags choose its configuration files."""
     from toyexp.config.request import Request
     from toyexp.config.schema import Source
 
@@ -121,7 +127,10 @@ def check_flags(flags: Mapping[str, str], resume: str | None) -> None:
 
 
 def take_resume(settings: Sequence[str]) -> tuple[list[str], str | None]:
-    """Split off `resume=`; its value is not parsed by Hydra, because a path may contain special characters."""
+    """Return the settings without `resume=`, and its value, or None if it is absent or null.
+
+    Hydra does not parse the value, because a path may contain special characters.
+    """
     values = [word.lstrip("+").removeprefix("resume=") for word in settings if word.lstrip("+").startswith("resume=")]
     if not values or values[-1] == "null":
         return list(settings), None
@@ -149,7 +158,10 @@ def unknown_option(word: str, after: Sequence[str], flags: Collection[str]) -> U
 
 
 def dashed_setting(word: str, after: Sequence[str]) -> str | None:
-    """Return the setting for a word such as --lr; None if there is no such setting."""
+    """Return the setting for a word such as --lr, as `lr=0.1`; None if there is no such setting.
+
+    The value is in the word itself, or in the words `after` it.
+    """
     name, equals, value = word.partition("=")
     return _setting(name.lstrip("-"), value if equals else _value(after)) if len(name) > 2 else None
 
@@ -175,14 +187,14 @@ def unknown_word(word: str, before: Sequence[str], after: Sequence[str], command
 
 
 def _value(after: Sequence[str]) -> str:
-    """Return the value typed after a key and a space, or `...` without one."""
+    """Return the value typed after a key, as in `lr 0.1` or `lr = 0.1`; "" or `...` if no value follows."""
     words = [word for word in after[:2] if not word.startswith("-")]
     text = "".join(words if words[:1] == ["="] else words[:1])
     return text.removeprefix("=") if text.startswith("=") or "=" not in text else "..."
 
 
 def _setting(name: str, value: str) -> str | None:
-    """Return the setting for a key of toyexp or another tool, such as lr=0.1; None for an unknown key."""
+    """Return `key=value` for a key of toyexp, or the equivalent of a key of another tool; None for an unknown key."""
     key = name.replace("-", "_")
     keys = {*GROUPS, *(f.name for f in dataclasses.fields(Settings))}
     if key in keys or key.partition(".")[0] in GROUPS:

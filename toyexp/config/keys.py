@@ -21,7 +21,11 @@ from toyexp.plugins.rules import type_hints
 
 @dataclass(frozen=True)
 class Keys:
-    """Classes whose fields are keys, by section: "" (top level), sweep, model, callbacks.cosine, ..."""
+    """Valid configuration keys.
+
+    `classes` maps each section, such as "" (top level), sweep, model or callbacks.cosine, to the dataclasses whose
+    fields are its keys.
+    """
 
     registry: Registry
     classes: Mapping[str, Sequence[type[Any]]]
@@ -41,7 +45,7 @@ class Keys:
         )
 
     def unknown_keys(self, cfg: DictConfig) -> list[str]:
-        """Return the keys of a configuration that no class has, at the top level and in its parts."""
+        """Return the keys of a configuration, at the top level and in its parts, that are not valid."""
         unknown = sorted({str(key) for key in cfg} - self.key_names("") - {"hydra"})
         for where in (w for w, classes in self.classes.items() if w and classes and not w.startswith("sweep")):
             present = {str(key) for key in OmegaConf.select(cfg, where)}
@@ -75,7 +79,10 @@ class Keys:
         return any(typing.get_origin(t) is dict for t in self.types(key))
 
     def hydra_overrides(self, typed: Sequence[Override]) -> list[str]:
-        """Return the settings in Hydra's syntax: single values of lists get brackets, mappings accept new keys."""
+        """Return the typed overrides in Hydra's syntax.
+
+        A single value of a list gets brackets, and a key in a mapping gets the prefix ++, so that the key may be new.
+        """
         words = []
         for override in typed:
             key, equals, value = str(override.input_line).partition("=")
@@ -88,7 +95,7 @@ class Keys:
 
 
 def _classes_by_key(offers: Mapping[str, Mapping[str, type]]) -> dict[str, Sequence[type]]:
-    """Return the classes by the section of their settings."""
+    """Return {section: classes whose fields are its keys}; `offers` maps each kind of part to {name: class}."""
     callbacks = {f"callbacks.{name}": [cls] for name, cls in offers["callbacks"].items()}
     parts = {kind: list(offers[kind].values()) for kind in PARTS}
     launchers = {f"sweep.{launcher}": [cls] for launcher, cls in LAUNCHER_SETTINGS.items()}
@@ -96,7 +103,7 @@ def _classes_by_key(offers: Mapping[str, Mapping[str, type]]) -> dict[str, Seque
 
 
 def chosen_names(cfg: DictConfig, kind: str) -> list[str]:
-    """Return the names that a configuration chooses for a kind."""
+    """Return the names of the parts of a kind, such as model or callbacks, that a configuration chooses."""
     node = None if OmegaConf.is_missing(cfg, kind) else cfg.get(kind)
     if not isinstance(node, DictConfig):
         return []
@@ -104,7 +111,7 @@ def chosen_names(cfg: DictConfig, kind: str) -> list[str]:
 
 
 def single_value(override: Override) -> Any:
-    """Return the value of a setting; None for a sweep over several values or a deletion."""
+    """Return the value of an override; None if it sweeps over several values or deletes its key."""
     return None if override.is_sweep_override() or override.is_delete() else override.value()
 
 
@@ -114,7 +121,7 @@ def mapping_overrides(typed: Sequence[Override]) -> list[Override]:
 
 
 def choices(kind: str, registry: Registry, source: Source | None = None) -> set[str]:
-    """Return the choices of a config group: plugins, and presets in the config directories."""
+    """Return the names that can be chosen for a kind of part: plugins, and presets in the config directories."""
     roots = [d / kind for d in (source.directories if source else [CONF])]
     presets = {p.relative_to(root).with_suffix("").as_posix() for root in roots for p in root.rglob("*.yaml")}
     return part_classes(kind, registry).keys() | presets

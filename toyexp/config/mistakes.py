@@ -43,7 +43,7 @@ def check_settings(typed: Sequence[Override], keys: Keys, source: Source) -> Non
 
 
 def check_brackets(override: Override, keys: Keys) -> None:
-    """Raise UserError if a number gets a list in brackets, such as lr=[0.1,0.2]; it must be a sweep instead."""
+    """Raise UserError if a list in brackets is typed for a number, as in lr=[0.1,0.2]; a sweep has no brackets."""
     key, line = str(override.key_or_group), str(override.input_line)
     types, listed = keys.types(key), re.fullmatch(r"\[([^][]*,[^][]*)\]", line.partition("=")[2])
     if listed and types & {int, float} and types <= {int, float, type(None)}:
@@ -51,9 +51,9 @@ def check_brackets(override: Override, keys: Keys) -> None:
 
 
 def check_blanks(override: Override, keys: Keys) -> None:
-    """Raise UserError if one of several text values would lose leading or trailing spaces.
+    """Raise UserError if a sweep over texts would lose spaces at the ends of one of them.
 
-    A space after a comma is normal in lists.
+    A space after a comma is normal in lists and raises no error.
     """
     key, line, listed = str(override.key_or_group), str(override.input_line), override.value()
     simple = isinstance(listed, ChoiceSweep) and listed.simple_form
@@ -268,7 +268,10 @@ def _choice_hint(kind: str, value: Any) -> str:
 
 
 def _misplaced_values(content: Any, keys: Keys, where: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield each key of a file that holds a value or list instead of a mapping, or a mapping instead of a list."""
+    """Yield (key, value) for each key of a configuration file whose value has the wrong structure.
+
+    That is a single value or list in place of a mapping, or a mapping in place of a list.
+    """
     for key, value in ((f"{where}{name}", value) for name, value in content.items() if value is not None):
         names = key in keys.classes or key == "callbacks" or keys.is_mapping(key)
         if isinstance(value, dict) != names and (names or keys.is_list(key)):
@@ -305,7 +308,7 @@ def _explain_key(error: Exception, typed: Sequence[Override], registry: Registry
 
 
 def wrong_value(error: Exception, key: str | None, typed: Sequence[Override], registry: Registry) -> UserError:
-    """Convert an error about a value; name the setting that has it."""
+    """Convert an error of Hydra about the value of `key`; the message names the override that has the value."""
     cause = error.__cause__ if isinstance(error.__cause__, OmegaConfBaseException) else error
     matching = [o for o in typed if o.key_or_group == key]  # the key may be set twice
     culprits = [o for o in matching if f"'{o.value()}'" in str(cause)] or matching
@@ -346,7 +349,7 @@ _PLAIN_WORDS = {
 
 
 def rephrase(what: str, error: BaseException) -> UserError:
-    """Convert an error of OmegaConf about a value, without its type names."""
+    """Convert an error of OmegaConf about the value of `what` to plain words, without names of Python types."""
     text = re.sub(r"^In '\S+': \w+ raised while composing config:\s*", "", str(error)).strip()
     for pattern, words in _PLAIN_WORDS.items():
         if match := re.search(pattern, text):
@@ -412,7 +415,10 @@ def locate_errors(typed: Sequence[Override], source: Source) -> Iterator[None]:
 
 
 def file_line(path: Path, key: str, message: str = "") -> str:
-    """Return `path, line 3`: the line of a key in a file, or of a key below it if `message` begins with that key."""
+    """Return `path, line 3` with the line that sets a key in a file; return only the path if no line does.
+
+    If `message` begins with the name of a key below it, return the line of that key.
+    """
     node, line = yaml.compose(read_config(path), Loader=yaml.SafeLoader), 0
     for part in key.split("."):  # the keys of a preset are relative
         pairs = node.value if isinstance(node, yaml.MappingNode) else ()
@@ -423,7 +429,7 @@ def file_line(path: Path, key: str, message: str = "") -> str:
 
 
 def _has_key(node: Any, key: str, one_value: bool = False) -> bool:
-    """Return True if a file sets a key, and with `one_value` to something other than a mapping."""
+    """Return True if a file sets a key; with `one_value`, only if the key's value is not a mapping."""
     for part in key.split("."):
         node = node.get(part) if isinstance(node, dict) else None
     return node is not None and not (one_value and isinstance(node, dict))

@@ -1,4 +1,4 @@
-"""A request: typed settings, the plugins that they may name, and the source of presets."""
+"""The typed settings of a command, with the plugins and configuration files that they refer to."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from toyexp.training.run_config import Config
 
 @dataclass(frozen=True)
 class Request:
-    """Typed settings, with the registry and source needed to compose them."""
+    """Typed settings, with the plugins and the configuration files needed to compose a configuration from them."""
 
     settings: Sequence[Override]
     registry: Registry
@@ -53,12 +53,12 @@ class Request:
         return replace(self, settings=[o for o in self.settings if o.key_or_group != key])
 
     def compose(self, *more: str) -> Composition:
-        """Compose the configuration of one run."""
+        """Compose the configuration of one run from these settings and `more`."""
         settings = [*self.settings, *parse(more)] if more else self.settings
         return compose(settings, self.registry, self.source, self.modules)
 
     def build_config(self, *more: str) -> Config:
-        """Compose the configuration and build its parts."""
+        """Compose the configuration from these settings and `more`, and build its parts."""
         return self.compose(*more).build_config()
 
     @property
@@ -77,7 +77,10 @@ class Request:
         )
 
     def per_engine(self, labels: Sequence[str]) -> dict[str, Request]:
-        """Return a copy for each engine label `name[:key=value...]`; typed engine.key=value apply to all."""
+        """Return {label: copy of this request with that engine} for engine labels `name[:key=value...]`.
+
+        Typed overrides engine.key=value apply to every engine; a label's settings override them.
+        """
         requests = {}
         for label in labels:
             name, settings = parse_label(label, f"engine={label}")
@@ -88,7 +91,10 @@ class Request:
 
 
 def take_engines(words: Sequence[str], default: str) -> tuple[list[str], list[str]]:
-    """Split off `engine=name[:key=value...],...`; return its labels, or those of `default`, and the other words."""
+    """Return the labels in `engine=name[:key=value...],...`, and the other words.
+
+    Without this override, return the labels in `default`, separated by commas.
+    """
     lists = [word.removeprefix("engine=") for word in words if word.startswith("engine=")]
     if len(lists) > 1:
         raise UserError(f"engine={lists[1]}: give all engines in one list: engine={','.join(lists)}")
@@ -101,7 +107,10 @@ def take_engines(words: Sequence[str], default: str) -> tuple[list[str], list[st
 
 
 def parse_experiment(command: str, settings: Sequence[str], ignored: Collection[str] = ()) -> Request:
-    """Parse the request of one experiment; raise UserError for a sweep over a key or an `ignored` key."""
+    """Parse the settings of a `command` that uses a single experiment.
+
+    Raise UserError for a setting with several values, and for one whose key or section is in `ignored`.
+    """
     request = Request.parse(settings)
     for override in request.settings:
         if override.is_sweep_override():

@@ -149,18 +149,18 @@ def schema(cls: type, name: str) -> type:
 
 
 def part_classes(kind: str, registry: Registry) -> dict[str, type]:
-    """Return the classes of a kind by name: those of plugins, and engine=auto."""
+    """Return {name: class} for a kind of part, such as model: the classes of plugins, and auto for engines."""
     auto = {AUTO: AutoEngine} if kind == "engine" else {}
     return auto | {name: offer.cls for name, offer in registry.offers.get(kind, {}).items()}
 
 
 def all_part_classes(registry: Registry) -> dict[str, dict[str, type]]:
-    """Return the classes of every kind that a configuration chooses."""
+    """Return {kind: {name: class}} for every kind of part that a configuration chooses."""
     return {kind: part_classes(kind, registry) for kind in (*PARTS, "callbacks")}
 
 
 def part_class(kind: str, node: Mapping[str, Any], registry: Registry) -> type:
-    """Return the class whose settings `node` holds; raise UserError for an unknown name."""
+    """Return the class of the part that `node` configures, by its key `name`; raise UserError for an unknown name."""
     return part_classes(kind, registry).get(str(node["name"])) or registry.get(kind, str(node["name"]))
 
 
@@ -176,9 +176,11 @@ class Source:
 
     @classmethod
     def from_run(cls, directory: Path, chosen: Mapping[str, str], modules: Sequence[str]) -> Source:
-        """Return the saved configuration of a run, without its engine or callbacks if others are `chosen`.
+        """Return a source that reads the saved configuration of a run.
 
-        Raise UserError if another model, data set, recipe or optimiser is chosen, or if a local plugin is not loaded.
+        `chosen` are the typed values by key. If they choose an engine or callbacks, those of the run are left out.
+        Raise UserError if they choose another model, data set, recipe or optimiser, or if a local plugin of the run is
+        not in `modules`.
         """
         file = directory / "config.yaml"
         saved = load_yaml(file)
@@ -201,7 +203,10 @@ class Source:
 
     @classmethod
     def _write_config(cls, settings: Mapping[str, Any], origin: Origin) -> Source:
-        """Write settings to a temporary directory, deleted with this object; Hydra needs a file."""
+        """Write settings to a temporary file, because Hydra needs one, and return a source that reads it.
+
+        The file is deleted when the source is garbage-collected.
+        """
         source = cls(Path(tempfile.mkdtemp(prefix="toyexp-")), saved=True, origin=origin)
         weakref.finalize(source, shutil.rmtree, source.directory, ignore_errors=True)
         text = yaml.safe_dump(dict(settings), sort_keys=False)
@@ -231,9 +236,10 @@ class Source:
         return list(dict.fromkeys(d for d in (self.directory, self.extra, CONF) if d))
 
     def overrides(self) -> list[str]:
-        """Return overrides that set Hydra's search path, and toyexp's run directory and logging for a user's config.
+        """Return the overrides that Hydra needs if presets can come from several directories; else an empty list.
 
-        Only the main file may set output directories, so these overrides take precedence over any preset.
+        They set the search path, the output directories, and for a user's file toyexp's logging. Only the main file may
+        set output directories, so these overrides take precedence over any preset.
         """
         if len(self.directories) == 1:
             return []
@@ -269,6 +275,6 @@ def load_yaml(path: Path, load: Callable[[str], Any] = yaml.safe_load, preset: b
 
 
 def compose_raw(overrides: Sequence[str], source: Source) -> DictConfig:
-    """Compose overrides, after those of the source, with Hydra; Hydra's errors are not converted."""
+    """Compose the overrides of the source, then `overrides`, with Hydra; Hydra's exceptions are not converted."""
     with hydra.initialize_config_dir(str(source.directory), version_base="1.3", job_name="toyexp"):
         return hydra.compose(source.name, overrides=[*source.overrides(), *overrides], return_hydra_config=True)

@@ -71,9 +71,9 @@ LAUNCHER_SETTINGS = {"submitit": Submitit, "ray": Ray}
 class Sweep:
     """Settings of a sweep (-m). They do not affect the results of a run. conf/config.yaml repeats these comments."""
 
-    launcher: str = "serial"  # serial | processes (parallel) | stacked (one program) | submitit | ray (clusters)
+    launcher: str = "serial"  # serial | processes (parallel) | stacked (as one program) | submitit | ray (clusters)
     jobs: int = 0  # maximum parallel jobs; 0: automatic (depends on the launcher)
-    per_gpu: int = 0  # parallel jobs, or stacks, per GPU; 0: automatic (1 job, or 1 to 4 stacks)
+    per_gpu: int = 0  # parallel jobs (with stacked: stacks of jobs) per GPU; 0: automatic (1 job, or 1 to 4 stacks)
     isolate: bool = True  # run each job in its own process; false: all in this process, for many tiny jobs
     fail_fast: bool = False  # stop the sweep at the first failed job
     resume: str | None = None  # directory of a sweep: resume its interrupted and killed jobs
@@ -123,7 +123,11 @@ class Sweep:
 
 @cache
 def other_tools(kind: str) -> dict[str, str]:
-    """Return the table of other tools' settings, commands, or options of generate."""
+    """Return a table of other_tools.yaml; `kind` is settings, commands or generate (options of that command).
+
+    The first maps each setting of toyexp to its names in other tools, the other two map words of other tools to
+    toyexp's.
+    """
     import yaml  # deferred: only error messages need it
 
     tables: dict[str, dict[str, str]] = yaml.safe_load(Path(__file__).with_name("other_tools.yaml").read_text())
@@ -131,7 +135,10 @@ def other_tools(kind: str) -> dict[str, str]:
 
 
 def translate_setting(key: str, value: str) -> str | None:
-    """Return the setting that does the same as a key of another tool, such as trainer.max_epochs=3; None if unknown."""
+    """Return the override that does the same as a key of another tool; None if unknown.
+
+    For example, trainer.max_epochs=3 becomes epochs=3.
+    """
     last = key.rpartition(".")[2].lower()
     if last in ("direction", "directions", "mode") and not key.startswith(PARTS):
         return "sweep.metric=... (loss and ppl are minimised, any other metric is maximised)"
@@ -142,7 +149,7 @@ def translate_setting(key: str, value: str) -> str | None:
 
 
 def top_level_settings() -> Iterator[tuple[str, Setting]]:
-    """Yield every key that does not belong to a part, with its full name."""
+    """Yield (full key, setting) for every key that does not belong to a part, such as sweep.jobs."""
     launchers = ((f"sweep.{launcher}.", cls) for launcher, cls in LAUNCHER_SETTINGS.items())
     for prefix, cls in (("", Settings), ("sweep.", Sweep), *launchers):
         yield from ((prefix + s.name, s) for s in list_settings(cls) if s.name not in LAUNCHER_SETTINGS)

@@ -127,7 +127,7 @@ def _strip_spaces(text: str) -> str | None:
 
 
 def _escape_brackets(key: str, value: str) -> str | None:
-    """Return a mapping with [ and ] in its keys, as in patterns, in Hydra's syntax; None for any other value."""
+    """Return `key={...}` with [ and ] in the mapping's keys escaped, as Hydra requires; None for any other value."""
     if value[:1] != "{" or not set(value) & set("[]"):
         return None
     bare = re.sub("[\"']", "", value)

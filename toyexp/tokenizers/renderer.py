@@ -98,7 +98,7 @@ def _to_json(
 
 
 def _raise_template_error(message: Any) -> None:
-    raise TemplateError(f"refuses it ({str(message)[:ERROR_LIMIT]})")
+    raise TemplateError(f"rejects the conversation ({str(message)[:ERROR_LIMIT]})")
 
 
 compile_template = lru_cache(maxsize=8)(Compiled)
@@ -128,7 +128,7 @@ def _attempt(seconds: float, work: Callable[..., Any], *arguments: Any) -> Any:
     except MemoryError:
         return f"takes more than {MEMORY >> 30} GB of memory"
     except Exception as error:  # a template can raise anything
-        return f"refuses it ({str(error)[:ERROR_LIMIT]})"
+        return f"fails ({str(error)[:ERROR_LIMIT]})"
 
 
 def _limit_memory() -> None:

@@ -52,10 +52,10 @@ class Dashboard(Listener):
 
     @abstractmethod
     def open_record(self, run: Run) -> Any:
-        """Return the dashboard's record of the run, which has `log(fields, step)`. Called in the thread."""
+        """Return a new record of the run in the dashboard, with a method `log(fields, step)`. Called in the thread."""
 
     def finish(self, record: Any) -> None:
-        """Complete the record. Called in the thread."""
+        """Finish the record that `open_record` returned. Called in the thread."""
         record.finish()
 
     def check(self) -> None:
@@ -65,12 +65,12 @@ class Dashboard(Listener):
             getattr(importlib.import_module(self.library), self.entry_point)
 
     def warnings(self, preview: RunPreview) -> Iterable[str]:
-        """Warn if no step is sent."""
+        """Warn if `every` is so large that no step is sent."""
         return preview.interval_warnings(f"callbacks.{self.name}.every", self.every, "none of them is sent")
 
     @hookimpl
     def on_start(self, run: Run) -> None:
-        """Start the thread, which starts the library."""
+        """Start the thread, which loads the dashboard's library and sends the data."""
         self._queue: queue.Queue[Callable[[Any], Any] | None] = queue.Queue(QUEUE_LIMIT)
         self._thread = threading.Thread(target=self._listen, args=(run,), name=self.name, daemon=True)
         self._thread.start()
@@ -93,7 +93,10 @@ class Dashboard(Listener):
                 pass
 
     def _enqueue(self, run: Run, send: Callable[[Any], Any], size: int = 0) -> None:
-        """Queue `send`, to be called in the thread with its record; `size` is the size of a file in bytes."""
+        """Queue the function `send`; the thread calls it with the record of the run.
+
+        `size` is the size in bytes of the file that it uploads, if any. If the queue is full, `send` is dropped.
+        """
         with contextlib.suppress(queue.Full):  # the dashboard is too slow
             self._queue.put_nowait(send)
             self._bytes += size
@@ -134,7 +137,7 @@ class Dashboard(Listener):
         self.report_result(run)
 
     def report_result(self, run: Run) -> None:
-        """Report where the record is."""
+        """Report to the user where the record is."""
 
 
 @dataclass(eq=False)
@@ -150,11 +153,11 @@ class Tracker(Dashboard):
         self.is_resumed = False
 
     def state(self) -> dict[str, Any]:
-        """Return the run's id."""
+        """Return the id of the record, to be saved in a checkpoint."""
         return {"id": self.id}
 
     def resume(self, state: Mapping[str, Any]) -> None:
-        """Restore the run's id."""
+        """Restore the id, so that the same record is continued."""
         self.id, self.is_resumed = str(state["id"]), True
 
     def run_group(self, run: Run) -> str | None:
@@ -178,17 +181,17 @@ class Tensorboard(Dashboard):
     entry_point: ClassVar[str] = "SummaryWriter"
 
     def open_record(self, run: Run) -> Scalars:
-        """Return a new event file. That of a resumed run hides later steps of the earlier files."""
+        """Return a new event file. In a resumed run, it hides the earlier files' steps after the checkpoint."""
         return Scalars(run)
 
     def report_result(self, run: Run) -> None:
-        """Report the directory."""
+        """Report the directory of the event files."""
         if any((directory := run.dir / DIRECTORY).glob("events.*")):
             run.emit("export", path=str(directory), what="tensorboard")
 
 
 class Scalars:
-    """An event file, with the interface of a dashboard's record.
+    """TensorBoard event file, with the methods `log` and `finish`.
 
     It is used instead of SummaryWriter, whose own thread prints tracebacks, is joined without a timeout, and blocks the
     process if the disk is full or the clock is set back.
@@ -224,7 +227,7 @@ class Scalars:
             raise
 
     def log(self, fields: dict[str, Any], step: int) -> None:
-        """Write numbers by name."""
+        """Write a scalar for each number in `fields`, which maps names to numbers."""
         for name, value in fields.items():
             self._write(step=step, summary=self._scalar(name, value))
 
@@ -287,7 +290,10 @@ class Trackio(Tracker):
             record.finish()
 
     def _recorded_points(self, run: Run) -> list[tuple[int, dict[str, Any]]]:
-        """Return the points up to the checkpoint of a resumed run; empty if events.jsonl lacks some of them."""
+        """Return the metrics recorded up to the checkpoint of a resumed run, as pairs of step and numbers by name.
+
+        The list is empty if events.jsonl lacks some of these steps.
+        """
         points = {}
         for kind, step, fields in recorded_events(run):
             if kind == "eval" or (kind == "step" and step % self.every == 0):
@@ -309,14 +315,14 @@ class Trackio(Tracker):
 
 
 class MutedStream:
-    """Standard output that drops what one thread writes."""
+    """Standard output that drops the text written by the thread that created it."""
 
     def __init__(self, stream: TextIO):
         self.stream, self.has_ended = stream, False
         self._thread = threading.get_ident()
 
     def write(self, text: str) -> int:
-        """Write text from other threads."""
+        """Write the text unless the muted thread calls; return its length."""
         is_muted = threading.get_ident() == self._thread and not self.has_ended
         return len(text) if is_muted else self.stream.write(text)
 

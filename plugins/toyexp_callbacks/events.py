@@ -39,7 +39,10 @@ class Lines:
         self.lost = 0  # number of lines dropped because the memory limit was reached
 
     def add(self, line: str, now: float) -> None:
-        """Append a line. It is written at most a second later, by the next call after that."""
+        """Append a line to the waiting lines, and write them if a second has passed since the last write.
+
+        They are also written if they are many. `now` is the time in seconds (time.monotonic).
+        """
         if len(self._waiting) >= MAX_WAITING:
             self.lost += 1
         else:
@@ -64,7 +67,10 @@ class Lines:
             self.trouble = None
 
     def position(self) -> dict[str, Any]:
-        """Return the size of the file's complete lines, and the waiting lines, as a checkpoint's state."""
+        """Write the waiting lines if possible. Return the state to save in a checkpoint.
+
+        It is the size of the file in bytes up to its last complete line, and the lines that still wait.
+        """
         self.flush()
         return {"bytes": os.fstat(self._file).st_size - self._done, "waiting": self._waiting.decode()}
 
@@ -73,7 +79,10 @@ class Lines:
         os.fsync(self._file)
 
     def close(self) -> str | None:
-        """Close the file after its last complete line; return why it is incomplete, or None."""
+        """Write the waiting lines, remove an incomplete last line and close the file.
+
+        Return a message with the number of lines that are missing and the reason; None if the file is complete.
+        """
         self.flush(to_disk=True)
         if self._done:
             os.truncate(self._file, os.fstat(self._file).st_size - self._done)
@@ -88,7 +97,7 @@ class Listener(Callback):
     """Base of callbacks that only receive events: the next step may start before they have handled the last one."""
 
     def should_wait(self, step: int) -> bool:
-        """Return False."""
+        """Return False: the next step never waits for this callback."""
         return False
 
 
@@ -114,7 +123,7 @@ class Events(Listener):
         require_range("callbacks.events", self, every="[1,inf)")
 
     def outputs(self, plan: Plan) -> Sequence[str]:
-        """Return the name of the record."""
+        """Return the names of the files that this callback writes."""
         return ["events.jsonl"]
 
     def warnings(self, preview: RunPreview) -> Iterable[str]:
@@ -123,7 +132,10 @@ class Events(Listener):
 
     @hookimpl(tryfirst=True)  # so that events and errors of the others' on_start are recorded
     def on_start(self, run: Run) -> None:
-        """Write run_start, the first line, at once. A resumed run continues at its checkpoint's position."""
+        """Write the event run_start, the first line, immediately.
+
+        A resumed run continues at the file position that its checkpoint has saved.
+        """
         self._run, self._path = run, run.dir / "events.jsonl"
         self._began = time.monotonic() - self._seconds
         if self._position is not None and self._path.is_file():
@@ -233,10 +245,10 @@ def recorded_events(run: Run) -> Iterator[tuple[str, int, dict[str, Any]]]:
 
 
 def truncate_events(path: Path, size: int, waiting: bytes) -> tuple[bytes, str | None]:
-    """Truncate the file to `size` bytes, because steps after a checkpoint are taken again.
+    """Truncate the file to `size` bytes, because a resumed run repeats the steps after its checkpoint.
 
-    Return the lines to write next, and a note about repairs and about lines that this run did not write. A file that is
-    shorter, or has no line end at `size`, keeps its complete lines.
+    Return the lines to write next, and a note about repairs and about lines written by other programs, or None. A file
+    that is shorter, or has no line end at `size`, keeps its complete lines.
     """
     with open(open_for_writing(path), "rb+") as file:
         length = os.fstat(file.fileno()).st_size
@@ -256,7 +268,7 @@ def truncate_events(path: Path, size: int, waiting: bytes) -> tuple[bytes, str |
 
 
 def _byte_before(file: IO[bytes], offset: int) -> bytes:
-    """Return the byte before an offset of the file; a line end at offset 0."""
+    """Return the byte before an offset of the file. At offset 0, return a line end."""
     if offset == 0:
         return b"\n"
     file.seek(offset - 1)

@@ -76,7 +76,7 @@ class Plots(Listener):
         require_drawing()
 
     def outputs(self, plan: Plan) -> Sequence[str]:
-        """Return the names of the images."""
+        """Return the paths of the images in the run's directory."""
         return [f"plots/curves{suffix}" for suffix in SUFFIXES]
 
     @hookimpl
@@ -196,7 +196,7 @@ def _copy(curves: Curves) -> Curves:
 
 @use_plot_style()
 def draw_curves(curves: Curves) -> dict[str, bytes]:
-    """Return the plot as PNG and SVG, by suffix. Equal curves give equal bytes."""
+    """Return the plot as a mapping from `.png` and `.svg` to the file's bytes. Equal curves give equal bytes."""
     large = ["loss", "accuracy"] if "accuracy" in curves.held_out else ["loss"]
     extra = {f"held-out {name}": points for name, points in curves.held_out.items() if name not in large}
     extra |= {name: points for name, points in curves.steps.items() if name not in ("loss", "grad_norm", "lr")}

@@ -100,7 +100,7 @@ class Progress(Listener):
         self._seconds = self._seconds * weight + seconds
 
     def _speed_and_time(self, run: Run, step: int, now: float) -> dict[str, str]:
-        """Return the speed of the last steps, and the time left at the average pace, which includes evaluations."""
+        """Return texts for the `speed` of the last steps, and the time `left` at the average pace with evaluations."""
         rate = self._tokens / self._seconds if self._seconds else 0.0
         speed = f"{format_count(rate)} {run.plan.model.reads.units}/s"
         count = step - self._first
@@ -148,7 +148,7 @@ class Progress(Listener):
 
     @contextlib.contextmanager
     def _terminal(self) -> Iterator[None]:
-        """Stop the bar, not the run, if the terminal was closed."""
+        """Remove the bar if output within the context fails because the terminal was closed; the run continues."""
         try:
             yield
         except OSError:
@@ -175,7 +175,7 @@ class Bar:
         self.draw(completed)
 
     def draw(self, step: int, **parts: str) -> None:
-        """Draw the bar at `step`; update the numbers in `parts`."""
+        """Draw the bar at `step`. `parts` are the new texts beside the bar; other texts stay as they are."""
         from rich.progress_bar import ProgressBar
         from rich.table import Table
 
@@ -187,7 +187,7 @@ class Bar:
         self._live.update(line, refresh=True)
 
     def _text(self, step: int, width: int) -> str:
-        """Return the numbers that fit.
+        """Return the step, and those of the latest numbers that fit into `width` columns.
 
         In narrow terminals drop first the speed, then the held-out loss, then the time.
         """
@@ -218,7 +218,7 @@ class Cell:
         self._handle = display(self._output(completed), raw=True, display_id=True)
 
     def draw(self, step: int, **parts: str) -> None:
-        """Draw the bar at `step`; update the numbers in `parts`."""
+        """Draw the bar at `step`. `parts` are the new texts beside the bar; other texts stay as they are."""
         self._parts.update(parts)
         self._handle.update(self._output(step), raw=True)
 

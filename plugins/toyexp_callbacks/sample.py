@@ -17,7 +17,7 @@ MAX_DELAY = 4.0  # seconds that a sample may delay an interrupted run; the sampl
 
 @dataclass(eq=False)
 class Sample(Callback):
-    """Generate text, at the end and every so many steps."""
+    """Generate text at the end of the run, and every N steps with every=N."""
 
     name: ClassVar[str] = "sample"
 

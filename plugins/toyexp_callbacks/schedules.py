@@ -16,7 +16,7 @@ FRACTIONS = ("decay", "floor")  # settings from 0 to 1
 
 @dataclass(eq=False)
 class WarmupSchedule(Schedule):
-    """Base of the schedules here: a linear warmup to the base value, then `decay_factor`."""
+    """Base of these schedules: a linear warmup to the base value, then the factor that `decay_factor` returns."""
 
     warmup: int | float = 0  # warmup steps, in which the factor rises linearly to 1; below 1: fraction of the run
 
@@ -33,12 +33,12 @@ class WarmupSchedule(Schedule):
         return math.ceil(self.warmup * steps) if self.warmup < 1 else int(self.warmup)
 
     def factor(self, step: int, steps: int) -> float:
-        """Return the factor of the base value at the 0-based `step`."""
+        """Return the factor by which the base value is multiplied at `step`, which counts from 0."""
         warmup = self.warmup_steps(steps)
         return (step + 1) / warmup if step < warmup else self.decay_factor(step, steps)
 
     def decay_factor(self, step: int, steps: int) -> float:
-        """Return the factor at a step after the warmup."""
+        """Return the factor by which the base value is multiplied at a step after the warmup."""
         raise NotImplementedError
 
     def progress(self, step: int, steps: int) -> float:

@@ -81,7 +81,7 @@ class EarlyStop(MetricListener):
         return {"best": self._best, "waited": self._waited} if self._best < math.inf else {}
 
     def resume(self, state: Mapping[str, Any]) -> None:
-        """Restore both."""
+        """Restore the best value and the number of evaluations since."""
         self._best, self._waited = float(state["best"]), int(state["waited"])
 
     @hookimpl(trylast=True)  # after callbacks that log
@@ -97,7 +97,7 @@ class EarlyStop(MetricListener):
 
     @hookimpl
     def stop_reason(self) -> str | None:
-        """Return a reason once there were `patience` evaluations without improvement."""
+        """Return why the run must stop, after `patience` evaluations in a row without improvement; None before."""
         if self._waited < self.patience:
             return None
         target = self._best - self.min_delta
@@ -131,16 +131,16 @@ class QualityGate(MetricListener):
                 raise UserError(f"callbacks.quality_gate.{key}={value}: does not apply to metric={self.metric}")
 
     def state(self) -> dict[str, Any]:
-        """Return the first and the last value."""
+        """Return the first and the last value of the metric, to be saved in a checkpoint."""
         return {"values": [self._values[0], self._values[-1]]} if self._values else {}
 
     def resume(self, state: Mapping[str, Any]) -> None:
-        """Restore both."""
+        """Restore the first and the last value."""
         first, last = map(float, state["values"])
         self._values = [first, last]
 
     def join(self, step: int) -> None:
-        """Raise UserError, because the first evaluation is over."""
+        """Raise UserError: this callback needs the first evaluation, which a resumed run has behind it."""
         raise UserError(
             f"callbacks.{self.name} needs the first evaluation, which is before step {step}: "
             "remove it, or start a new run"
@@ -148,7 +148,7 @@ class QualityGate(MetricListener):
 
     @hookimpl(trylast=True)  # after callbacks that log
     def on_eval(self, metrics: Mapping[str, float]) -> None:
-        """Record the value."""
+        """Record the value of the metric."""
         self._values.append(self.score(metrics))
 
     @hookimpl
@@ -181,22 +181,26 @@ EVALS = 2  # number of high evaluations in a row that count as divergence
 
 @dataclass
 class Climb:
-    """Detector of a lasting rise of a loss: above its best by a fraction, and half way back to its first value."""
+    """Detector of a lasting rise of a loss.
+
+    A value counts as high if it exceeds the best value by a given fraction, and has also risen at least half of the way
+    back to the first value.
+    """
 
     first: float | None = None
     best: float = 0.0
     high: int = 0  # number of values in a row above the limit
 
     def limit(self, rise: float) -> float:
-        """Return the value above which a loss counts as high.
+        """Return the value above which a loss counts as high; `rise` is a fraction of the best value.
 
-        The second bound serves losses near zero, which vary a lot.
+        This is the larger of two bounds. Half of the way back to the first value serves losses near zero, which vary.
         """
         assert self.first is not None
         return max(self.best * (1 + rise), (self.best + self.first) / 2)
 
     def update(self, loss: float, rise: float, patience: int) -> bool:
-        """Process the next value; return True once, when `patience` values in a row were high."""
+        """Process the next loss. Return True only for the loss that is the `patience`-th high one in a row."""
         if self.first is None:
             self.first = self.best = loss
         self.best = min(self.best, loss)
@@ -255,10 +259,10 @@ class Watch(Listener):
 
     @hookimpl
     def on_step(self, run: Run, step: int, metrics: Mapping[str, float]) -> None:
-        """Compare the loss with its running mean and deviation.
+        """Warn if the loss jumps far above its running mean (a spike), or keeps rising (divergence).
 
-        The rule is that of ZClip (Kumar et al. 2025) for gradient norms: a z-score from exponential moving averages of
-        mean and variance, to which a spike contributes only its limit.
+        The rule for spikes is that of ZClip (Kumar et al. 2025) for gradient norms: a z-score from exponential moving
+        averages of mean and variance. A spike enters these averages only with the value of the limit.
         """
         loss = metrics["loss"]
         if not math.isfinite(loss):  # the run itself reports it

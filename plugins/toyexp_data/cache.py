@@ -1,4 +1,7 @@
-"""Cache of token ids (in mapped files) and of facts about texts. A cache failure never fails a run."""
+"""Cache of token ids, in memory-mapped files, and of facts about texts, such as their digests.
+
+A cache failure never fails a run.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +36,7 @@ def _cache_path(kind: str, key: str, suffix: str) -> Path | None:
 
 
 class _WriteFailed(Exception):
-    """The cache cannot be written; not an error of the text being read."""
+    """Failure to write the cache, as opposed to an error in reading the text."""
 
 
 @contextlib.contextmanager
@@ -46,7 +49,7 @@ def _disk_errors() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _write_file(path: Path) -> Iterator[IO[bytes]]:
-    """Yield a file that gets its name once it is complete, or is removed."""
+    """Open a temporary file; rename it to `path` when the context ends, or remove it after an error."""
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}.tmp")
     with _disk_errors():
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -71,7 +74,7 @@ def _write_file(path: Path) -> Iterator[IO[bytes]]:
 
 
 def recall(kind: str, key: str) -> dict[str, Any] | None:
-    """Return the facts stored under a key, or None if they are missing or damaged."""
+    """Return the facts that `remember` stored under `kind` and `key`; None if they are missing or damaged."""
     path = _cache_path(kind, key, "json")
     with contextlib.suppress(OSError, ValueError, UserError):
         digest, _, text = read_file(path).decode().partition("\n") if path else ("", "", "")
@@ -82,7 +85,7 @@ def recall(kind: str, key: str) -> dict[str, Any] | None:
 
 
 def remember(kind: str, key: str, facts: dict[str, Any]) -> None:
-    """Store facts (plain data) under a key."""
+    """Store facts, which must be JSON data, in the cache under `kind` and `key`."""
     path = _cache_path(kind, key, "json")
     text = json.dumps(facts)
     if path:
@@ -95,14 +98,18 @@ def remember(kind: str, key: str, facts: dict[str, Any]) -> None:
 
 @dataclass(frozen=True)
 class PackedIds:
-    """Parts of a text as read-only arrays of ids, and the SHA-256 of all ids as int32."""
+    """Token ids of a text: a read-only array per part (training, held-out), and the SHA-256 of all ids as int32."""
 
     parts: list[np.ndarray]
     sha256: str
 
 
 def load_or_pack(key: str, vocab: int, make: Callable[[], Iterable[Iterable[np.ndarray]]]) -> PackedIds:
-    """Return the cached ids of a key, mapped; or the ids that `make` yields, cached in a file or else in memory."""
+    """Return the token ids cached under `key`; if they are missing, store the ids that `make` yields.
+
+    `make` yields the parts of the text, each as arrays of ids. The result is memory-mapped from the cache file, or kept
+    in memory if the cache cannot be written.
+    """
     path = _cache_path("tokens", key, "ids")
     if path:
         damaged = (OSError, ValueError, LookupError, TypeError, UserError, _WriteFailed)
@@ -148,7 +155,7 @@ def _pack(file: IO[bytes], dtype: str, parts: Iterable[Iterable[np.ndarray]]) ->
 
 
 def _parts(view: memoryview) -> PackedIds:
-    """Return the ids of a cache file; raise ValueError, LookupError or TypeError if it is damaged."""
+    """Parse the bytes of a cache file; raise ValueError, LookupError or TypeError if it is damaged."""
     import numpy as np
 
     head = bytes(view[:HEADER]).rstrip()

@@ -1,4 +1,4 @@
-"""Prompts and conversations as text, split into parts that are learned and parts that are only read."""
+"""Split the text of prompts and conversations into learned parts (which count in the loss) and parts only read."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class BadExample(UserError):
 
 
 class Message(NamedTuple):
-    """One turn of a conversation; `further` has the message's other keys, such as tool calls."""
+    """Message of a conversation; `further` has its other keys, such as tool calls."""
 
     role: str
     content: str | None  # None: the message only has what `further` holds
@@ -44,7 +44,7 @@ class Message(NamedTuple):
 
 
 class Part(NamedTuple):
-    """A piece of an example's text that is learned or only read."""
+    """A piece of an example's text that is either learned (counts in the loss) or only read as context."""
 
     text: str
     learned: bool
@@ -53,7 +53,7 @@ class Part(NamedTuple):
 
 
 class Rows(NamedTuple):
-    """Rows of parts made from one example, with counts of changes by the chat template."""
+    """Training rows made from one example, each a list of parts; counts of answers that the chat template changes."""
 
     rows: list[list[Part]]
     off_prompt: int = 0  # answers that do not begin with the template's generation prompt
@@ -61,15 +61,19 @@ class Rows(NamedTuple):
 
 
 class Example(NamedTuple):
-    """Tokenized example: int32 ids, which are learned (never the first), and how many boundaries `split` a token."""
+    """Tokenized example."""
 
-    ids: np.ndarray
-    learned: np.ndarray
-    split: int
+    ids: np.ndarray  # int32 [N]
+    learned: np.ndarray  # bool [N]: the token counts in the loss; False for the first
+    split: int  # number of boundaries between parts that would lie within a token if the text were tokenized at once
 
 
 def plain_rows(messages: Sequence[Message], tools: Any = None) -> Rows:
-    """Return a conversation in the plain format: role line, content, and end-of-text after an answer."""
+    """Return a conversation as one row in the plain format, which needs no chat template.
+
+    Each message is a line with its role, then its content; end-of-text follows each answer. Raise BadExample for tools
+    and for messages that do not have exactly a role and a content.
+    """
     if tools:
         raise BadExample("has tools, which the plain format does not support")
     parts, prompt = [], ""
@@ -100,7 +104,10 @@ def iter_strings(value: Any) -> Iterator[str]:
 
 
 def tokenize(parts: Sequence[Part], tokenizer: Tokenizer, everything: bool) -> Example:
-    """Return the ids of parts, each tokenized on its own as at inference; raise BadExample if none is learned."""
+    """Tokenize the parts of a row, each on its own, as prompt and answer are tokenized at inference.
+
+    With `everything`, all tokens are learned. Raise BadExample if no token is learned.
+    """
     import numpy as np
 
     ids: list[int] = [tokenizer.bos] if tokenizer.add_bos and tokenizer.bos is not None else []

@@ -66,7 +66,7 @@ def slice_text(texts: Iterator[str], start: int, stop: int) -> Iterator[str]:
 
 @dataclass(frozen=True)
 class Facts:
-    """Cached facts about the text that is used."""
+    """Size and digest of the text that is used, as stored in the cache."""
 
     digest: str  # SHA-256 of the documents, joined by NUL
     documents: int
@@ -75,7 +75,7 @@ class Facts:
     skipped: list[str]  # unusable files, each with the reason
 
     def omissions(self) -> list[str]:
-        """Return how much of the text is used, and which files were skipped."""
+        """Return notes about text that is not used and files that were skipped; empty if there are none."""
         part = [f"{megabytes(self.taken, self.size)}: data.max_mb"] if self.taken < self.size else []
         count = len(self.skipped)
         return part + ([f"{count} skipped (data.on_error), such as {self.skipped[0]}"] if count else [])
@@ -91,7 +91,11 @@ def megabytes(part: float, total: float) -> str:
 
 
 class Corpus:
-    """Text of files, up to `limit` characters; the last `fraction` of each is held out; `skip` unusable files."""
+    """Text of several files; each file is a document with a training part and, at its end, a held-out part.
+
+    At most `limit` characters are used in all, and `fraction` of each document is held out. With `skip`, unusable files
+    are left out; otherwise reading them raises UserError.
+    """
 
     def __init__(self, files: Sequence[Path], limit: int | None, fraction: float, skip: bool = False):
         self._files, self._limit, self._fraction, self._skip = files, limit, fraction, skip
@@ -163,7 +167,7 @@ class Corpus:
 
 
 def _digest_text(path: Path, room: int, update: Callable[[bytes], object]) -> tuple[int, int]:
-    """Add at most `room` characters of a file to a digest; return the characters and bytes added."""
+    """Add at most `room` characters of a file to a digest; return the numbers of characters and bytes added."""
     length = size = 0
     for text in slice_text(chunks(path), 0, room):
         raw = text.encode()
@@ -173,7 +177,7 @@ def _digest_text(path: Path, room: int, update: Callable[[bytes], object]) -> tu
 
 
 class Stat(NamedTuple):
-    """Properties that change whenever a file changes."""
+    """Status of a file, which differs after any change of the file."""
 
     size: int
     change_time: float  # seconds: the later of mtime and ctime
@@ -190,7 +194,7 @@ def _stat(path: Path) -> Stat:
 
 
 def characters(texts: Iterator[Iterator[str]]) -> list[str]:
-    """Return all characters of the texts, in code-point order."""
+    """Return the distinct characters of the texts, sorted by code point."""
     import numpy as np
 
     is_present = np.zeros(0x110000, bool)
@@ -218,18 +222,21 @@ class FoundFiles:
     unreadable: list[str] = field(default_factory=list)  # files, links and directories, each with the reason
 
     def omissions(self) -> list[str]:
-        """Return how many files were not chosen, with the setting that chooses them, and the unreadable ones."""
+        """Return notes about files with other suffixes, and the setting to include them, and about unreadable files."""
         count = len(self.files)
         notes = [f"{count} of {count + self.others} files: data.suffixes"] if self.others else []
         return [*notes, *self.unreadable_note()]
 
     def unreadable_note(self) -> list[str]:
-        """Return a note about what could not be read."""
+        """Return a list with a note about unreadable files; empty if there are none."""
         return [f"{len(self.unreadable)} skipped, such as {self.unreadable[0]}"] if self.unreadable else []
 
 
 def find_files(path: str, suffixes: Collection[str]) -> FoundFiles:
-    """Return a file, a pattern's matches, or the files with one of the suffixes in a directory; UserError for none."""
+    """Return the files at `path`: one file, the files that match a pattern, or a directory's files with these suffixes.
+
+    Raise UserError if there is no such file.
+    """
     selection = FoundFiles()
     matches = match_paths(path)
     for match in matches:
@@ -247,7 +254,7 @@ def find_files(path: str, suffixes: Collection[str]) -> FoundFiles:
 
 
 def match_paths(path: str) -> list[Path]:
-    """Return the path, or the paths that match it as a pattern; raise UserError if there are none."""
+    """Return the path itself if it exists, else the paths that match it as a glob pattern. Raise UserError for none."""
     kinds = stat.S_IFREG, stat.S_IFDIR
     if os.path.lexists(path) or not glob.has_magic(path):
         return [require_file(path, f"data.path={path}", *kinds)]

@@ -46,16 +46,16 @@ class ExampleDataset(Dataset):
         }
 
     def describe(self) -> dict[str, Any]:
-        """Return counts and a digest."""
+        """Return the numbers of examples and tokens and a digest of all token ids, for the run's record."""
         return self._facts
 
     def prompt(self) -> list[int]:
-        """Return the prompt of the first held-out example, as ids."""
+        """Return the token ids of the first held-out example's prompt, or its first tokens if it has no prompt."""
         length = int(self.held_out.first[0]) or min(int(self.held_out.lengths[0]) // 4 + 1, 8)
         return cast("list[int]", self.held_out.ids[:length].tolist())
 
     def omissions(self) -> list[str]:
-        """Return a note about skipped lines."""
+        """Return a list with a note about skipped lines; empty if there are none."""
         skipped, count = self._facts.get("skipped", 0), len(self.train.lengths) + len(self.held_out.lengths)
         first = next(iter(self._facts.get("skipped_lines", ())), "")
         return [f"{skipped} of {count + skipped} examples skipped (data.on_error), such as {first}"] if skipped else []
@@ -72,7 +72,10 @@ class ExampleDataset(Dataset):
         return [*self._remarks, *notes]
 
     def batches(self, context: int, rows: int, seed: int) -> ExampleBatches:
-        """Return rows of one example each, or packed; raise UserError if no example fits the context."""
+        """Return batches of `rows` rows of `context` tokens; a row has one example, or several if examples are packed.
+
+        Raise UserError if no example has a learned token within the context.
+        """
         length = context + 1  # a row's tokens, and the last one's target
         for name, part in (("training", self.train), ("held-out", self.held_out)):
             if len(part.first) and not part.usable(length).any():
@@ -82,7 +85,7 @@ class ExampleDataset(Dataset):
 
 
 class Examples:
-    """Concatenated examples: token ids, which ids are learned, each example's length and first learned token."""
+    """Flat arrays of all examples: token ids, learned flags, and the length and first learned token of each example."""
 
     def __init__(self, examples: Sequence[Example], eos: int):
         self.eos = eos
@@ -93,11 +96,15 @@ class Examples:
         self.first = np.array([int(e.learned.argmax()) for e in examples], np.int64)
 
     def usable(self, length: int) -> np.ndarray:
-        """Return which examples have a learned token among their first `length` tokens, [N]."""
+        """Return a mask [N] of the examples that have a learned token among their first `length` tokens."""
         return self.first < length
 
     def rows(self, row_length: int, pack: bool, order: np.ndarray) -> list[list[int]]:
-        """Return the examples of each row: one, or with `pack` several that fit (best fit, longest first)."""
+        """Assign examples to rows; return the numbers of the examples in each row.
+
+        A row has one example, or with `pack` several that fit into `row_length` tokens (best fit, longest first).
+        `order` has the numbers of all examples; those without a learned token within `row_length` are left out.
+        """
         order, lengths = order[self.usable(row_length)[order]], np.minimum(self.lengths, row_length)
         if not pack:
             return [[example] for example in order.tolist()]
@@ -114,7 +121,10 @@ class Examples:
         return rows
 
     def fill(self, rows: Sequence[Sequence[int]], context: int) -> dict[str, np.ndarray]:
-        """Return tokens, targets and weights, each [rows, context], padded with end-of-text of weight 0."""
+        """Return the arrays of a batch: tokens, targets and weights, each [rows, context].
+
+        `rows` has the numbers of the examples in each row. Rows are padded with end-of-text tokens of weight 0.
+        """
         ids = np.full((len(rows), context + 1), self.eos, np.int32)
         learned = np.zeros(ids.shape, np.float32)
         for row, members in enumerate(rows):
@@ -130,7 +140,10 @@ class Examples:
 
 
 class ExampleBatches(Batches):
-    """Batches that contain each row once per epoch, in an order by (seed, epoch). The seed also packs the rows."""
+    """Batches that contain each row once per epoch, in an order that depends only on the seed and the epoch.
+
+    The seed also decides which examples are packed into a row.
+    """
 
     def __init__(
         self, train: Examples, held_out: Examples, context: int, rows: int, seed: int, pack: bool, eval_batches: int

@@ -15,7 +15,7 @@ MAX_NAMED = 20  # skipped examples that a run's record names
 
 @dataclass
 class SplitData(Data):
-    """Data with a held-out share `val_fraction`; an evaluation uses `eval_batches` or `eval_images` of it."""
+    """Base of data that holds out the fraction `val_fraction`, of which an evaluation uses a limited amount."""
 
     eval_settings: ClassVar[Mapping[str, Any]] = {"val_fraction": 1.0}
 

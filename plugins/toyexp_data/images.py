@@ -42,13 +42,13 @@ class Images(SplitData):
 
     @classmethod
     def recognises(cls, path: Path) -> int:
-        """Return 2 for a directory with images, up to three levels deep."""
+        """Return 2 (a certain match) for a directory with images, up to three levels deep, and 0 for other paths."""
         below = (f for depth in ("*", "*/*", "*/*/*") for f in path.glob(depth)) if path.is_dir() else ()
         return 2 if any(f.suffix.lower() in toyexp.IMAGE_SUFFIXES for f in below) else 0
 
     @classmethod
     def suggest_settings(cls, sizes: Mapping[str, Any], tokenizer: toyexp.Tokenizer | None) -> str | None:
-        """Suggest the image size and colour that the model was trained with."""
+        """Return overrides with a placeholder for the path, and with the image size and colour of the model."""
         size = f" data.image_size={sizes['image_size']}" if "image_size" in sizes else ""
         return f"data.path=FOLDER{size}" + " data.color=false" * (sizes.get("channels") == 1)
 
@@ -150,7 +150,10 @@ class Images(SplitData):
         return train, held_dir
 
     def _read_labels(self) -> tuple[list[tuple[Path, int | str]], list[str]]:
-        """Return the files in `labels`, each with its class or the reason why it is unusable, and the class names."""
+        """Read the CSV file `labels`. Return its image files and the class names.
+
+        Each file comes with its class number, or with the reason why the file is unusable.
+        """
         try:
             lines = [line for line in csv.reader(read_text(Path(self.labels)).splitlines()) if line]
         except csv.Error as error:
@@ -161,7 +164,7 @@ class Images(SplitData):
         listed: list[tuple[Path, int | str]] = []
         for file, number, line in entries:
             if len(line) != 2 or number is None:
-                raise UserError(f"data.labels={self.labels}: a line is a file and a class number, not {line}")
+                raise UserError(f"data.labels={self.labels}: a line must be a file and a class number, not {line}")
             if not Path(os.path.abspath(file)).is_relative_to(os.path.abspath(self.path)):  # noqa: PTH100 - as written
                 listed.append((file, f"lies outside of data.path={self.path}"))
                 continue

@@ -65,7 +65,7 @@ class Jsonl(TokenizedData):
 
     @classmethod
     def recognises(cls, path: Path) -> int:
-        """Return 2 for the suffixes of JSON lines."""
+        """Return 2 (a certain match) for the suffixes of JSON lines, and 0 for other paths."""
         return 2 if path.suffix in (".jsonl", ".ndjson") else 0
 
     def check(self) -> None:
@@ -81,7 +81,7 @@ class Jsonl(TokenizedData):
             raise UserError(f"data.date={self.date}: must be a date such as 2026-11-21 or 2026-11-21T17:30") from None
 
     def _now(self) -> datetime:
-        """Return `date`, or today, as the time that chat templates get; midnight without a time."""
+        """Return the time that chat templates receive: the setting `date`, or else today, at midnight by default."""
         return datetime.fromisoformat(self.date) if self.date else datetime.combine(date.today(), time())
 
     def warnings(self, preview: RunPreview) -> Iterable[str]:
@@ -146,7 +146,10 @@ class Jsonl(TokenizedData):
         return [row for _, rows in self._usable(examples, encode_rows, skipped) for row in rows]
 
     def _template_facts(self, template: ChatTemplate, examples: Sequence[Rows], now: datetime) -> dict[str, Any]:
-        """Return facts about the template for a run's record, and set `date` to the date it used."""
+        """Return the numbers of the chat template's changes, for the run's record.
+
+        If the template used the date, also return the date and store it in the setting `date`.
+        """
         several = [example.rows for example in examples if len(example.rows) > 1]
         if template.is_dated:
             self.date = self.date or now.date().isoformat()
@@ -172,7 +175,10 @@ class Jsonl(TokenizedData):
     def _usable(
         self, located: Iterable[tuple[str, S]], make: Callable[[S], T], skipped: list[str]
     ) -> list[tuple[str, T]]:
-        """Apply `make` to each line; an unusable line stops the run, or is added to `skipped`."""
+        """Apply `make` to the value of each line; return pairs of location and result.
+
+        For an unusable line, raise UserError with its location, or with on_error=skip add the reason to `skipped`.
+        """
         results = []
         for location, value in located:
             try:
@@ -205,7 +211,7 @@ def _other_format(path: Path, raw: bytes) -> str:
 
 
 def parse(line: bytes) -> dict[str, Any]:
-    """Parse and validate a line: prompt and completion, messages, or text. Raise BadExample."""
+    """Parse a line with prompt and completion, messages, or text. Raise BadExample if the line is invalid."""
     try:
         value = json.loads(line.decode("utf-8"))
     except UnicodeDecodeError as error:
@@ -285,7 +291,7 @@ def _kind(value: Any) -> str:
 
 
 def example_rows(value: Mapping[str, Any], write: Callable[[Sequence[Message], Any], Rows]) -> Rows:
-    """Return a validated object as rows of parts; `write` renders conversations with their tools."""
+    """Return a parsed line as training rows. `write` converts a conversation and its tools to rows."""
     if "messages" in value:
         return write(value["messages"], value["tools"])
     if "text" in value:
@@ -294,7 +300,11 @@ def example_rows(value: Mapping[str, Any], write: Callable[[Sequence[Message], A
 
 
 def spread_held_out(count: int, fraction: float) -> np.ndarray:
-    """Return which of `count` examples are held out: `fraction`, evenly spread, at least one; all only for 1."""
+    """Return a mask [count] of the held-out examples, which are evenly spread.
+
+    About `fraction` of the examples are held out, at least one if there are several. Unless `fraction` is 1, at least
+    one example is left for training.
+    """
     import numpy as np
 
     held_out = min(max(round(count * fraction), 1), count - (fraction < 1))

@@ -1,6 +1,6 @@
-"""Conversations rendered by a GGUF's own chat template, split into learned and read parts.
+"""Render conversations with a GGUF file's own chat template, and split them into learned and read parts.
 
-Each answer follows exactly the text with which the template asks for it at inference. If a template changes earlier
+The text before each answer is exactly the prompt that the template renders at inference. If a template changes earlier
 turns once others follow (for example, drops reasoning), a conversation becomes several rows.
 """
 
@@ -27,21 +27,21 @@ _NO_THOUGHT = re.compile(
 
 
 class Turn(NamedTuple):
-    """An answer: the text read before it, the text written, and the ranges of it that are learned."""
+    """An answer of the assistant, with the text before it."""
 
-    read: str
+    read: str  # the text before the answer
     answer: str
-    learned: list[tuple[int, int]]
+    learned: list[tuple[int, int]]  # character ranges of `answer` that count in the loss
     follows_prompt: bool  # the answer begins with the template's generation prompt
     ended: bool  # a control token, or the end of {% generation %}, ends the answer
 
     @property
     def text(self) -> str:
-        """Text up to the end of the last learned range."""
+        """Text before the answer, and the answer up to the end of its last learned range."""
         return self.read + self.answer[: self.learned[-1][1]]
 
     def parts(self, skip: int, end: bool) -> list[Part]:
-        """Return the parts without the first `skip` characters of `read`; with `end`, end-of-text follows."""
+        """Return the turn as parts, without the first `skip` characters of `read`. With `end`, end-of-text follows."""
         pieces, position = [(self.read[skip:], False)], 0
         for begin, stop in self.learned:
             pieces += [(self.answer[position:begin], False), (self.answer[begin:stop], True)]
@@ -51,7 +51,10 @@ class Turn(NamedTuple):
 
 
 class ChatTemplate:
-    """A GGUF's own chat template; raise UserError if it is unusable. The template gets the date `now`."""
+    """A GGUF file's own chat template. The constructor raises UserError if the template is unusable.
+
+    The template receives the date and time `now`.
+    """
 
     def __init__(self, template: str, tokenizer: Tokenizer, path: Path | str, now: datetime | None = None):
         try:
@@ -65,11 +68,15 @@ class ChatTemplate:
 
     @property
     def is_dated(self) -> bool:
-        """Whether the template used the date."""
+        """True if the template has used the date in a rendering."""
         return self._template.is_dated
 
     def rows(self, messages: Sequence[Message], tools: Any = None, everything: bool = False) -> Rows:
-        """Return a conversation as rows, or as one row with `everything`; raise BadExample if it is rejected."""
+        """Render a conversation and return it as training rows.
+
+        With `everything`, return a single row, because all text is learned. Raise BadExample if the template cannot
+        render the conversation, or its text cannot be split.
+        """
         self._check(messages, tools)
         conversation = _Conversation(self._template, messages, tools)
         rendered = conversation.beginning(len(messages), False).text
@@ -95,7 +102,7 @@ class ChatTemplate:
                     raise BadExample(f"{what} contains the control token {printable(control[0])}")
 
     def _turn(self, talk: _Conversation, number: int) -> Turn | None:
-        """Return the turn of answer `number`; None if the template marks nothing in it as generated."""
+        """Return the turn of the answer in message `number`; None if the template marks none of it as generated."""
         prompted, after = talk.beginning(number, True).text, talk.beginning(number + 1, False)
         read, answer, follows_prompt = prompted, after.text[len(prompted) :], True
         if not after.text.startswith(prompted):
@@ -118,7 +125,10 @@ class ChatTemplate:
         return ends[0] if ends else controls[-1].end() if controls else 0
 
     def _align(self, talk: _Conversation, number: int) -> tuple[str, str, bool]:
-        """Return read and written text of an answer that does not begin with the generation prompt."""
+        """Find where an answer begins that the template does not render after its generation prompt.
+
+        Return the text before the answer, the answer, and True if that text can be the generation prompt after all.
+        """
         message = talk.messages[number]
         prompted, after = talk.beginning(number, True).text, talk.beginning(number + 1, False).text
         begin, end = talk.find_content(number, number + 1, False) or (len(after), len(after))
@@ -141,7 +151,7 @@ class ChatTemplate:
 
 
 class _Conversation:
-    """A conversation under a template; all its beginnings are rendered in one request."""
+    """A conversation and its beginnings (the first messages, up to each answer), all rendered in one request."""
 
     def __init__(self, template: Template, messages: Sequence[Message], tools: Any):
         self.messages = messages
@@ -153,11 +163,14 @@ class _Conversation:
         self._rendered = dict(zip(beginnings, rendered, strict=True))
 
     def beginning(self, count: int, prompted: bool) -> Rendered:
-        """Return the first `count` messages; if `prompted`, with the generation prompt after them."""
+        """Return the rendering of the first `count` messages, followed by the generation prompt if `prompted`."""
         return _require_rendered(self._rendered[count, prompted])
 
     def find_content(self, number: int, count: int, prompted: bool) -> tuple[int, int] | None:
-        """Return the range of message `number` in the rendered text, found by rendering it with other content."""
+        """Return the character range of the content of message `number` in `beginning(count, prompted)`.
+
+        The range is found by rendering the message with other content; None if the text does not change.
+        """
         message, text = self.messages[number], self.beginning(count, prompted).text
         other = next(c for c in map(chr, range(0x2603, 0x110000)) if c not in message.text)
         variant = [*self.messages[:number], message._replace(content=other), *self.messages[number + 1 : count]]
@@ -170,7 +183,7 @@ class _Conversation:
         return begin, len(text) - after
 
     def turn_end(self, number: int, prompted: bool) -> int:
-        """Return where the message before answer `number` ends; raise BadExample if it is not found."""
+        """Return the offset of the end of the message before answer `number`; raise BadExample if it is not found."""
         content_range = self.find_content(number - 1, number + (not prompted), prompted) if number else (0, 0)
         if content_range is None:
             raise BadExample(f"the chat template changes a turn once others follow; {_ADVICE}")
@@ -195,7 +208,7 @@ def _require_rendered(rendered: Rendered | BadChat) -> Rendered:
 
 
 def _thinking(message: Message) -> str:
-    """Return the message's reasoning, from any of its places."""
+    """Return the reasoning of a message, from one of the keys in REASONING or its <think> tag; "" if there is none."""
     reasoning = next((str(message.further[key]) for key in REASONING if message.further.get(key)), "")
     return (reasoning or message.text.rpartition("</think>")[0].rpartition("<think>")[2]).strip()
 
@@ -215,7 +228,11 @@ def _common_prefix(first: str, second: str) -> int:
 
 
 def _join_turns(turns: Sequence[Turn], open_end: bool) -> list[list[Part]]:
-    """Join answers into few rows; end-of-text closes a row that has no end, the last one only if `open_end`."""
+    """Join turns into as few rows as possible.
+
+    A turn continues a row if the text before the answer begins with the text of that row. End-of-text is added to a row
+    whose last answer has no end token; to the last row only if `open_end`.
+    """
     rows: list[list[Part]] = []
     before = ""
     for number, turn in enumerate(turns):

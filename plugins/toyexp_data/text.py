@@ -32,7 +32,7 @@ NOT_CODE = {"test", "tests", "idlelib", "lib2to3", "site-packages", "__pycache__
 
 @dataclass
 class TokenizedData(SplitData):
-    """Base of data that starts as text: tokenizer and held-out settings."""
+    """Base of data sets that are read as text, with the settings of the tokenizer and the held-out part."""
 
     gives: ClassVar[Kind] = TOKENS
 
@@ -58,13 +58,13 @@ class TokenizedData(SplitData):
         yield from super().warnings(preview)
 
     def source(self, vocabulary: Path | None) -> Path | None:
-        """Return the GGUF whose tokenizer is used, or None."""
+        """Return the GGUF file of the tokenizer: the setting, or `vocabulary` (base or donor); None without one."""
         if self.tokenizer.endswith(".gguf"):
             return Path(self.tokenizer)
         return vocabulary if self.tokenizer == "auto" else None
 
     def read_tokenizer(self, vocabulary: Path | None) -> toyexp.Tokenizer:
-        """Return the tokenizer, unless it is made from the text."""
+        """Return the tokenizer of the GGUF file, or the byte tokenizer if no GGUF file is used."""
         source = self.source(vocabulary)
         if source is None:
             return toyexp.tokenizers.Bytes()
@@ -79,7 +79,7 @@ class TokenizedData(SplitData):
 
 @dataclass
 class TextData(TokenizedData):
-    """Base of plain text data: read and tokenized in pieces, and cached as mapped ids."""
+    """Base of plain text data, read and tokenized in pieces; the token ids are cached in memory-mapped files."""
 
     max_mb: float = 0.0  # million characters of text to learn from at most, from the start; 0: all
     bpe_mb: float = 100.0  # maximum million characters, evenly spread, to train tokenizer=bpe on; 0: all
@@ -96,7 +96,7 @@ class TextData(TokenizedData):
         require_choice("data", self, on_error=ON_ERROR)
 
     def open(self, vocabulary: Path | None) -> toyexp.TokenDataset:
-        """Read, split and tokenize the text; ids are cached by the digests of text and tokenizer."""
+        """Read, split and tokenize the text. The token ids are cached, keyed by the digests of text and tokenizer."""
         inputs = self.files()
         corpus = Corpus(inputs.files, math.ceil(self.max_mb * 1e6) or None, self.val_fraction, self.on_error == "skip")
         text = corpus.facts
@@ -127,7 +127,10 @@ class TextData(TokenizedData):
         )
 
     def _tokenizer(self, corpus: Corpus, vocabulary: Path | None) -> tuple[toyexp.Tokenizer, list[str]]:
-        """Return the tokenizer, made from the text at most once, and notes about text that it was not trained on."""
+        """Return the tokenizer, and notes about text on which it was not trained.
+
+        Tokenizers that are made from the text (char and bpe) are cached.
+        """
         if self.tokenizer not in ("char", "bpe"):
             return self.read_tokenizer(vocabulary), []
         settings = (self.bpe_vocab, self.bpe_mb) if self.tokenizer == "bpe" else ()
@@ -175,7 +178,7 @@ class Stdlib(TextData):
 
     @classmethod
     def suggest_settings(cls, sizes: Mapping[str, Any], tokenizer: toyexp.Tokenizer | None) -> str | None:
-        """Suggest the data for models whose tokenizer accepts any text."""
+        """Return "" (no settings needed) if the model's tokenizer accepts any text, else None."""
         try:
             if tokenizer and tokenizer.vocab <= SMALL:
                 tokenizer.encode(ANY_TEXT)
@@ -204,12 +207,12 @@ class Text(TextData):
 
     @classmethod
     def suggest_settings(cls, sizes: Mapping[str, Any], tokenizer: toyexp.Tokenizer | None) -> str | None:
-        """Suggest a path for models with a tokenizer."""
+        """Return a placeholder for the path if the model has a tokenizer, else None."""
         return "data.path=TEXT.txt" if tokenizer else None
 
     @classmethod
     def recognises(cls, path: Path) -> int:
-        """Return 2 for text suffixes and directories with such files, 1 for other files."""
+        """Return 2 (a certain match) for text suffixes and directories with such files, and 1 for other files."""
         suffixes = cls.suffixes.split()
         if path.is_dir():
             return 2 if any(f.suffix in suffixes for f in path.rglob("*")) else 0

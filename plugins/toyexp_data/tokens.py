@@ -1,4 +1,7 @@
-"""Token ids from files (packed uint16 or int32, TOYC, numpy's .npy), and random ids."""
+"""Token ids from files, and random ids.
+
+A file has packed uint16 or int32 ids, int32 ids after a 16-byte header that begins with TOYC, or numpy's .npy format.
+"""
 
 from __future__ import annotations
 
@@ -39,12 +42,12 @@ class Tokens(SplitData):
 
     @classmethod
     def recognises(cls, path: Path) -> int:
-        """Return how well a path's suffix matches."""
+        """Return 2 (a certain match) for the suffixes .bin and .npy, and 0 for other paths."""
         return 2 if path.suffix in (".bin", ".npy") else 0
 
     @classmethod
     def suggest_settings(cls, sizes: Mapping[str, Any], tokenizer: toyexp.Tokenizer | None) -> str | None:
-        """Suggest a path for models without a tokenizer."""
+        """Return a placeholder for the path if the model has no tokenizer, else None."""
         return None if tokenizer else "data.path=IDS.bin"
 
     def check(self) -> None:
@@ -87,19 +90,22 @@ def read_tokens(path: Path, dtype: str) -> tuple[np.ndarray, int]:
         what = f"its ids go up to {top - 1} as int32, to {halves.max()} as uint16"
         raise UserError(f"{path}: {what}; set data.dtype=uint16 or data.dtype=int32")
     if declared and top > declared:
-        raise UserError(f"{path}: its header says {declared} ids, position {int(ids.argmax())} holds {top - 1}")
+        raise UserError(
+            f"{path}: its header gives a vocabulary of {declared}, but position "
+            f"{int(ids.argmax())} has the id {top - 1}"
+        )
     return ids.astype("int32", copy=False), declared or top
 
 
 def _read_packed(path: Path, dtype: str) -> tuple[np.ndarray, int, bool]:
-    """Return the ids, the vocabulary size in the header (0: none), and whether the header names the dtype."""
+    """Return the ids, the vocabulary size in the header (0 if there is none), and True if a header gives the dtype."""
     import numpy as np
 
     raw = read_file(path)
     declared, body, has_header = 0, raw, raw[:4] == MAGIC
     if has_header:
         if len(raw) < 16:
-            raise UserError(f"{path}: a TOYC header has 16 bytes, the file {len(raw)}")
+            raise UserError(f"{path}: a TOYC header has 16 bytes, but the file has {len(raw)}")
         version, declared, _ = struct.unpack("<III", raw[4:16])
         if version != 1:
             raise UserError(f"{path}: TOYC version {version}; version 1 is supported")
@@ -108,12 +114,12 @@ def _read_packed(path: Path, dtype: str) -> tuple[np.ndarray, int, bool]:
         body, dtype = raw[16:], "int32"
     kind = np.dtype(DTYPES[dtype])
     if not body:
-        raise UserError(f"{path}: holds 0 bytes of ids")
+        raise UserError(f"{path}: holds 0 bytes of token ids")
     if len(body) % kind.itemsize:
         guess = "it is cut off, or holds none" if has_header or len(body) % 2 else "uint16 ids take data.dtype=uint16"
-        raise UserError(f"{path}: {len(body)} bytes are no whole number of {kind.itemsize}-byte ids; {guess}")
+        raise UserError(f"{path}: {len(body)} bytes are not a whole number of {kind.itemsize}-byte ids; {guess}")
     if declared > MAX_IDS:
-        raise UserError(f"{path}: its header says {declared} ids; the limit is {MAX_IDS}")
+        raise UserError(f"{path}: its header gives a vocabulary of {declared}; the limit is {MAX_IDS}")
     return np.frombuffer(body, kind).astype(np.int32), declared, has_header
 
 
@@ -152,6 +158,6 @@ class Random(Data):
         require_range("data", self, vocab=f"[1,{MAX_INT}]")
 
     def open(self, vocabulary: Path | None) -> toyexp.TokenDataset:
-        """Return the same ids every time; they have no tokenizer, so `vocabulary` is ignored."""
+        """Return random ids, which are the same in every run. They have no tokenizer, so `vocabulary` is ignored."""
         ids = generator(0, "data=random").integers(0, self.vocab, RANDOM, dtype="int32")
         return toyexp.TokenDataset(ids[HELD_OUT:], ids[:HELD_OUT], None, self.vocab, 16, {"vocab": self.vocab})

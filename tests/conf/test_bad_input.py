@@ -706,7 +706,7 @@ TOYC = struct.Struct("<4sIII")
         (b"", "data=tokens data.path=file", ["file", "0 bytes"]),
         (struct.pack("<3i", 1, -2, 3), "data=tokens data.path=file", ["id -2", "uint16 ids take data.dtype=uint16"]),
         (TOYC.pack(b"TOYC", 2, 300, 0) + b"\0" * 8, "data=tokens data.path=file", ["TOYC version 2"]),
-        (TOYC.pack(b"TOYC", 1, 5, 0) + struct.pack("<i", 7), "data=tokens data.path=file", ["says 5 ids", "holds 7"]),
+        (TOYC.pack(b"TOYC", 1, 5, 0) + struct.pack("<i", 7), "data=tokens data.path=file", ["of 5", "the id 7"]),
         (b"TOYC\1", "data=tokens data.path=file", ["TOYC header has 16 bytes"]),
         (b"\0" * 8, "data=tokens data.path=file data.dtype=int16", ["data.dtype=int16", "did you mean"]),
         (b"\0" * 8, "data=tokens data.path=file data.tokenizer=missing.gguf", ["data.tokenizer=missing.gguf"]),

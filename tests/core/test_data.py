@@ -927,10 +927,10 @@ def test_the_largest_uint16_ids_stay_positive(tmp_path):
 @pytest.mark.parametrize(
     ("raw", "dtype", "words"),
     [
-        (INT32[:-1], "auto", "39 bytes are no whole number of 4-byte ids; it is cut off, or holds none"),
-        (INT32[:-2], "auto", "38 bytes are no whole number of 4-byte ids; uint16 ids take"),
-        (UINT16[:-1], "uint16", "19 bytes are no whole number of 2-byte ids; it is cut off, or holds none"),
-        (toyc(IDS)[:-2], "auto", "38 bytes are no whole number of 4-byte ids; it is cut off, or holds none"),
+        (INT32[:-1], "auto", "39 bytes are not a whole number of 4-byte ids; it is cut off, or holds none"),
+        (INT32[:-2], "auto", "38 bytes are not a whole number of 4-byte ids; uint16 ids take"),
+        (UINT16[:-1], "uint16", "19 bytes are not a whole number of 2-byte ids; it is cut off, or holds none"),
+        (toyc(IDS)[:-2], "auto", "38 bytes are not a whole number of 4-byte ids; it is cut off, or holds none"),
         (b"", "auto", "0 bytes"),
         (struct.pack("<3i", 1, -2, 3), "auto", "1 holds the id -2; ids begin at 0; uint16 ids take data.dtype=uint16"),
         (struct.pack("<3i", 1, 2**24, 3), "auto", "position 1 holds the id 16777216; the limit is 16777216"),
@@ -938,9 +938,9 @@ def test_the_largest_uint16_ids_stay_positive(tmp_path):
         (struct.pack("<200H", *np.arange(200)), "auto", "set data.dtype=uint16"),
         (toyc(IDS, version=2), "auto", "TOYC version 2; version 1 is supported"),
         (toyc(IDS), "uint16", "is a TOYC file, whose ids are int32; remove data.dtype=uint16"),
-        (toyc(IDS)[:12], "auto", "a TOYC header has 16 bytes, the file 12"),
+        (toyc(IDS)[:12], "auto", "a TOYC header has 16 bytes, but the file has 12"),
         (toyc([]), "auto", "0 bytes"),
-        (toyc(IDS, vocab=9), "auto", "its header says 9 ids, position 5 holds 9"),
+        (toyc(IDS, vocab=9), "auto", "its header gives a vocabulary of 9, but position 5 has the id 9"),
     ],
 )
 def test_files_without_tokens_are_rejected_with_the_cause(tmp_path, raw, dtype, words):

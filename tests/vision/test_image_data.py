@@ -452,7 +452,7 @@ def test_directories_without_two_usable_classes_are_rejected(tmp_path):
 @pytest.mark.parametrize("line", [["red/0.png"], ["red/0.png", "zero"], ["red/0.png", "0", "1"]])
 def test_a_malformed_line_of_labels_is_rejected(tmp_path, line):
     write_class_directories(tmp_path / "all", red=2)
-    with pytest.raises(UserError, match="a line is a file and a class number"):
+    with pytest.raises(UserError, match="a line must be a file and a class number"):
         open_images(tmp_path / "all", labels=write_labels(tmp_path, line))
 
 

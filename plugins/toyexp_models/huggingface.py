@@ -38,7 +38,7 @@ def llama_layout(model: RotaryModel, data: Data) -> Layout:
     """Return the layout of LlamaForCausalLM. Raise UserError for heads that it does not support."""
     if model.d_model % model.n_heads:
         heads = f"{model.n_heads} do not divide {model.d_model}"
-        raise UserError(f"transformers' llama takes a number of heads that divides d_model; {heads}")
+        raise UserError(f"transformers' llama requires a number of heads that divides d_model; {heads}")
     return replace(_rotary(model), conversion=Conversion(prefix=None))
 
 
@@ -49,7 +49,7 @@ def qwen2_layout(model: RotaryModel, data: Data) -> Layout:
 
 def qwen3_layout(model: RotaryModel, data: Data) -> Layout:
     """Return the layout of Qwen3ForCausalLM, whose attention output also has a bias if q, k and v have biases."""
-    problem = "llama.cpp's qwen3 has no bias on attn_output, which transformers adds to the others" * model.qkv_bias
+    problem = "transformers adds a bias to attn_output; llama.cpp's qwen3 has no bias on attn_output" * model.qkv_bias
     return replace(_rotary(model), conversion=Conversion(ignored_setting=problem))
 
 
@@ -154,7 +154,7 @@ def rope_scaling(rotary: Rotary, size: int, context: int) -> dict[str, Any] | No
         factor = rotary.scale * float(factors[0])
         return None if factor == 1 else {"rope_type": "linear", "factor": factor}
     if rotary.scale != 1:
-        raise UserError("rope_factors together with rope_scale: transformers has only one of them")
+        raise UserError("model.rope_factors and model.rope_scale are both set; transformers supports only one of them")
     turns = np.array([rotary.base ** (-2 * i / size) for i in range(size // 2)]) / (
         2 * math.pi
     )  # rotations per position
@@ -168,7 +168,7 @@ def rope_scaling(rotary: Rotary, size: int, context: int) -> dict[str, Any] | No
         }
         if 0 < low < high and np.allclose(llama3(turns, parameters), factors, rtol=EXACT, atol=0):
             return parameters
-    raise UserError("rope_factors: no parameters of transformers' llama3 scaling give these factors")
+    raise UserError("model.rope_factors: transformers' llama3 scaling cannot produce these factors")
 
 
 def llama3(turns: np.ndarray, parameters: dict[str, Any]) -> np.ndarray:

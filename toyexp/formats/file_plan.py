@@ -87,5 +87,5 @@ def check_adapter(file: GGUFFile) -> float:
     if not isinstance(alpha, float) or not math.isfinite(alpha):
         raise file.error(f"its adapter.lora.alpha is {printable(str(alpha))}, expected a number")
     if not file.tensors:
-        raise file.error("a file without tensors fits no model")
+        raise file.error("holds no tensors, so it fits no model")
     return alpha

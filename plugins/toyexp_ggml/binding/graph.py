@@ -184,8 +184,8 @@ class Graph(StaticGraph):
     def adamw(self, w: Node, g: Node, m: Node, v: Node, hp: Node) -> Node:
         """Update the weight w and the moments m and v in place, from the gradient g.
 
-        `hp` [7] holds ggml's AdamW parameters: learning rate, beta1, beta2, eps, weight decay, and for each moment a
-        factor, which corrects its bias.
+        `hp` [7] holds ggml's AdamW parameters: learning rate, beta1, beta2, eps, weight decay, and the factors of m
+        and v in the update.
         """
         for operand in (g, m, v):
             self._check_same("adamw", w, operand)

@@ -137,7 +137,7 @@ def check_keys(model: Model) -> None:
         try:
             _pack_value(value, _kind(value))
         except (struct.error, OverflowError):
-            raise UserError(f"model={model.name}: no GGUF holds {printable(str(value))} as {key}") from None
+            raise UserError(f"model={model.name}: the GGUF key {key} cannot hold {printable(str(value))}") from None
 
 
 def _vocabulary(tokenizer: Tokenizer | None, rows: int) -> dict[str, Any]:

@@ -64,10 +64,10 @@ Answer = Callable[[], Any]  # returns the value to send to a loop, or raises the
 def drive(loops: Sequence[Requests[T]], stack: Stack, starts: Sequence[Resume] = ()) -> list[T | Exception]:
     """Run all training loops to their ends; return for each loop its result, or the exception that ended it.
 
-    Loop i uses session i of the stack. `starts` holds, for loops that have already yielded, a function each that
-    continues the loop. In each round every loop makes a request. If loops request evaluations, these are answered
-    first. Otherwise the driver launches the steps of all loops together, up to the number of the smallest request. An
-    Exception ends only its own loop; any other BaseException, such as a second Ctrl-C, ends all loops.
+    Loop i uses session i of the stack. If loops have already yielded, `starts` holds for each loop a function that
+    continues it. In each round every loop makes a request. If loops request evaluations, these are answered first.
+    Otherwise the driver launches the steps of all loops together, up to the number of the smallest request.
+    An Exception ends only its own loop; any other BaseException, such as a second Ctrl-C, ends all loops.
     """
     ends: dict[int, T | Exception] = {}
     requests: dict[int, Request] = {}

@@ -347,7 +347,7 @@ class RunSaver(Saver):
             return None
 
     def finish(self) -> Exception | None:
-        """Wait until the last checkpoint is written; return the error if that or a callback told of it failed."""
+        """Wait until the last checkpoint is written, and tell the callbacks. Return the error if either fails."""
         self._keeper.wait()
         self._tell(last=True)
         try:

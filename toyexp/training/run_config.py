@@ -93,13 +93,13 @@ class Prepared:
     recomputed: int | None = None  # blocks that engine.recompute=true computes twice; None: off or unknown
 
     def omissions(self) -> list[str]:
-        """Return a sentence for each kind of examples in the data that the run does not use."""
+        """Return sentences about data that the run does not use, such as examples that are too long."""
         return [*call_for_lines(self.dataset.omissions), *self.batches.omissions]
 
 
 @dataclass(frozen=True)
 class Result:
-    """Result of a run."""
+    """Result of a run: its directory, how training ended, and the files that it exported."""
 
     name: str
     dir: Path

@@ -124,9 +124,9 @@ def _exported_scores(result: Result) -> dict[str, Any]:
 
 
 def conclude_failure(prepared: Prepared, run_dir: RunDir, error: BaseException) -> None:
-    """Log the traceback of `error`, which ended a run, write result.json if it is missing, and tell how to resume.
+    """Log the traceback of `error`, which ended a run, write result.json if it is missing, and print how to resume.
 
-    The command that resumes the run becomes part of a one-line error; otherwise it is printed.
+    For an interrupt or a failed rank, the command that resumes the run becomes part of the error's one line.
     """
     if isinstance(error, RankFailed):  # the traceback that matters is that of the other rank
         error.args = (f"{error}, at step {prepared.bus.step}" if prepared.bus.step else str(error),)

@@ -70,9 +70,9 @@ class Warm(Recipe):
         return token_mismatch_warnings("donor", self.path, preview)
 
     def plan(self, model: Model, setup: Setup) -> Plan:
-        """Return a plan of the model's tensors, with the donor's rows as the token embedding.
+        """Return a plan of the model's tensors, whose token embedding is copied from the donor's GGUF file.
 
-        Unless `lens` is none, the plan also has the projection to the model's width.
+        Unless the setting `lens` is none, the plan also has a matrix that projects the donor's width to the model's.
         """
         specs = {t.name: t for t in model.tensors()}
         if self.init == "toy":

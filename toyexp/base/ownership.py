@@ -257,9 +257,9 @@ def rename_aside(path: Path) -> Path:
 
 
 def _head_digest(path: Path, entry: str = "") -> str:
-    """Return the number of bytes at the beginning of a file and their digest, as LENGTH+DIGEST.
+    """Return LENGTH+DIGEST: the digest of the first LENGTH bytes of a file.
 
-    `entry` is such a text from the ledger, which gives the length; without it, the digest covers the whole file.
+    LENGTH is taken from `entry`, an earlier LENGTH+DIGEST of the file; without `entry` it is the size of the file.
     """
     length = entry.partition("+")[0]
     with open(path, "rb") as file:

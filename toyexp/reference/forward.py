@@ -268,9 +268,10 @@ class Weight(Shaped):
 
 
 def reason_to_recompute(plan: Plan) -> str | None:
-    """Return why no decoder can compute only the new positions of a model, or None.
+    """Return why text generation must recompute all tokens at each step, or None if keys and values can be cached.
 
-    The forward pass is run over shapes for one position, two and all: each must call the same ops.
+    The forward pass is traced with shapes only, for one position, two positions and the full context; the traces must
+    call the same ops.
     """
     model = plan.model
     if not model.cached_decoding:

@@ -210,7 +210,10 @@ def _heads(q: Shaped, k: Shaped, causal: bool) -> str:
 
 
 class ListedOps(OpShapes):
-    """Op vocabulary on shapes that records a line for each op the model calls, not for the ops inside it."""
+    """Implementation of the ops that computes shapes only and records a line for each op that the model calls.
+
+    An op that another op calls has no line.
+    """
 
     def __init__(self, letters: Mapping[int, str]) -> None:
         super().__init__()

@@ -64,9 +64,10 @@ Answer = Callable[[], Any]  # returns the value to send to a loop, or raises the
 def drive(loops: Sequence[Requests[T]], stack: Stack, starts: Sequence[Resume] = ()) -> list[T | Exception]:
     """Run all training loops to their ends; return for each loop its result, or the exception that ended it.
 
-    Loop i uses session i of the stack. If loops have already yielded, `starts` holds for each loop a function that
+    Loop i uses session i of the stack. If the loops have begun already, `starts` holds for each loop a function that
     continues it. In each round every loop makes a request. If loops request evaluations, these are answered first.
-    Otherwise the driver launches the steps of all loops together, up to the number of the smallest request.
+    Otherwise every loop has requested a number of steps; the driver takes the smallest number of steps in all loops
+    together.
     An Exception ends only its own loop; any other BaseException, such as a second Ctrl-C, ends all loops.
     """
     ends: dict[int, T | Exception] = {}

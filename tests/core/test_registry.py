@@ -7,12 +7,14 @@ import subprocess
 import sys
 from importlib.metadata import EntryPoint
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from structure import PUBLIC
 
 import toyexp
 from toyexp import UserError
+from toyexp.base import require_choice, require_range
 from toyexp.cli.main import main
 from toyexp.config.paths import CONF
 from toyexp.interfaces.hooks import Registration, RunHooks
@@ -610,3 +612,13 @@ def test_hasattr_is_not_used():
     for path in [*sources(CORE), *(p for package in SHIPPED for p in sources(package))]:
         calls = [n for n in ast.walk(ast.parse(path.read_text())) if isinstance(n, ast.Call)]
         assert not any(isinstance(c.func, ast.Name) and c.func.id == "hasattr" for c in calls), path
+
+
+@pytest.mark.parametrize("name", ["section", "part", "words", "bounds"])
+def test_a_setting_may_be_named_like_a_parameter_of_its_check(name):
+    require_choice("data", SimpleNamespace(**{name: "a"}), **{name: ("a", "b")})
+    require_range("data", SimpleNamespace(**{name: 1}), **{name: "[1,2]"})
+    with pytest.raises(UserError, match=f"data.{name}=c: "):
+        require_choice("data", SimpleNamespace(**{name: "c"}), **{name: ("a", "b")})
+    with pytest.raises(UserError, match=f"data.{name}=3: "):
+        require_range("data", SimpleNamespace(**{name: 3}), **{name: "[1,2]"})

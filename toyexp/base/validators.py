@@ -28,7 +28,7 @@ def require_positive(key: str, value: float) -> None:
         raise UserError(f"{key}={value}: must be at most {MAX_INT}")
 
 
-def require_choice(section: str, part: object, **words: Collection[str]) -> None:
+def require_choice(section: str, part: object, /, **words: Collection[str]) -> None:
     """Raise UserError unless each setting of `part` has one of its allowed values.
 
     `words` maps names of settings to their allowed values. `section`, such as optim, is the first part of their keys.
@@ -38,7 +38,7 @@ def require_choice(section: str, part: object, **words: Collection[str]) -> None
             raise UserError(f"{section}.{name}={value}: {suggest(value, choices)}")
 
 
-def require_range(section: str, part: object, **bounds: str) -> None:
+def require_range(section: str, part: object, /, **bounds: str) -> None:
     """Raise UserError if a setting of `part` is outside its interval; None is always allowed.
 
     `bounds` maps names of settings to intervals, such as `[1,inf)` or `(0,1]`. `section`, such as optim, is the first

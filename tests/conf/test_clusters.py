@@ -70,8 +70,8 @@ class ScriptedCluster(Cluster):
     def limit(self):
         return self.most
 
-    def make_work(self, order):
-        return order
+    def make_work(self, spec):
+        return spec
 
     def submit(self, works):
         self.batches.append(list(works))
@@ -137,7 +137,7 @@ def test_a_job_waits_while_another_process_writes_its_run(tmp_path, monkeypatch)
     folder.mkdir()
     work, seen = NodeJob(LaunchSpec(folder, tmp_path / "log", [], [], False), tmp_path / "stop"), []
     monkeypatch.setattr(
-        "toyexp.sweeps.launchers.cluster.run_process", lambda order, *rest: seen.append(order.resumes) or JobExit(0)
+        "toyexp.sweeps.launchers.cluster.run_process", lambda spec, *rest: seen.append(spec.resumes) or JobExit(0)
     )
     held = lock(folder)
 
@@ -165,7 +165,7 @@ def test_a_job_saves_and_ends_when_the_lock_of_its_sweep_is_released(tmp_path, m
     def raising(path):
         raise OSError(errno.ESTALE, "Stale file handle")
 
-    def run(order, stop, show, poll):
+    def run(spec, stop, show, poll):
         for _ in range(2):
             poll()
             asked.append(stop.is_requested)

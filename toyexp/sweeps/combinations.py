@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 LIFELINE = "TOYEXP_LIFELINE"  # set for the process of a job
 TRIAL = "TOYEXP_TRIAL"  # set for a job that a search may stop
 STACK = "TOYEXP_STACK"  # directory of a process that trains several jobs
-ORDERS, REPORTS = "jobs.json", "reports"  # files in that directory: its jobs, and the pipe for its reports
+JOBS_FILE, REPORTS = "jobs.json", "reports"  # files in that directory: its jobs, and the pipe for its reports
 
 
 def experiment_sweep(request: Request) -> list[Override]:

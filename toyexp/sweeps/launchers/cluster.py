@@ -29,8 +29,8 @@ LOCK_TIMEOUT = 120.0  # seconds to wait until a lost run has saved, or until its
 class NodeJob:
     """Callable that runs a job's process on a node of the cluster. It is pickled and sent to the node."""
 
-    def __init__(self, order: LaunchSpec, stop_file: Path | None = None):
-        self.order, self.stop = replace(order, resumes=True), Stop()  # a cluster may start it again on its own
+    def __init__(self, spec: LaunchSpec, stop_file: Path | None = None):
+        self.spec, self.stop = replace(spec, resumes=True), Stop()  # a cluster may start it again on its own
         self._stop_file = stop_file  # created by the sweep to stop the job
         self._next_look = math.inf
 
@@ -41,7 +41,7 @@ class NodeJob:
         self._wait_for_lock()
         if self.stop.is_requested:
             return JobExit(128 + signal.SIGTERM, "interrupted")
-        return run_process(self.order, self.stop, lambda line, to: print(line, file=to, flush=True), self._poll)
+        return run_process(self.spec, self.stop, lambda line, to: print(line, file=to, flush=True), self._poll)
 
     def _poll(self) -> None:
         """Ask the job to save and exit if the sweep has created the stop file or is no longer running."""
@@ -53,7 +53,7 @@ class NodeJob:
 
     def _has_sweep(self) -> bool:
         try:
-            require_unlocked(self.order.log.parent.parent)
+            require_unlocked(self.spec.log.parent.parent)
         except DirectoryLocked:
             return True
         except OSError:
@@ -68,7 +68,7 @@ class NodeJob:
         until = time.monotonic() + LOCK_TIMEOUT
         while time.monotonic() < until and not self.stop.is_requested:
             try:
-                os.close(lock(self.order.directory))
+                os.close(lock(self.spec.directory))
             except DirectoryLocked:
                 time.sleep(POLL)
                 self._poll()
@@ -112,9 +112,9 @@ class Cluster(Launcher):
     def stop(self, handles: Sequence[Any], times: int) -> None:
         """Ask running jobs to save and exit, and cancel waiting ones. `times` is the number of earlier calls."""
 
-    def make_work(self, order: LaunchSpec) -> NodeJob:
+    def make_work(self, spec: LaunchSpec) -> NodeJob:
         """Return the work to submit for a job."""
-        return NodeJob(order)
+        return NodeJob(spec)
 
     def run(self, jobs: Iterator[Job], watch: Watch) -> Iterator[tuple[Job, JobExit]]:
         """Submit jobs, and yield each with its exit once it has ended. A lost job is resubmitted up to `retries` times.

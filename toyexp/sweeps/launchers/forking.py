@@ -130,9 +130,9 @@ class ForkedProcess:
             if not terminal:
                 self.stdout, its_output = _pipe()
                 stack.enter_context(its_output)
-            order = {"words": list(words), "environment": dict(environment), "directory": str(Path.cwd())}
+            request = {"words": list(words), "environment": dict(environment), "directory": str(Path.cwd())}
             with contextlib.suppress(ConnectionError):  # the server has exited; recv() raises EOFError below
-                control.send(order)
+                control.send(request)
                 for file in (its_input, its_output, its_errors, end):  # STREAMS files, as the server expects
                     send_handle(control, file.fileno(), None)
         try:

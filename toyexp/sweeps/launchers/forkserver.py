@@ -54,11 +54,11 @@ def serve() -> bool:
         control.send(fit)
         signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the processes that wait for jobs need no parent
         while fit:
-            order, files = control.recv(), [recv_handle(control) for _ in range(STREAMS)]
+            request, files = control.recv(), [recv_handle(control) for _ in range(STREAMS)]
             with contextlib.suppress(Exception):
-                _compose_request(order["words"])
+                _compose_request(request["words"])
             if _fork_job(control, files):
-                _become_job(order, files)
+                _become_job(request, files)
                 signal.pthread_sigmask(signal.SIG_SETMASK, mask)
                 return True
             for file in files:
@@ -141,7 +141,7 @@ def _fork_job(control: Connection, files: Sequence[int]) -> bool:
     os._exit(0)
 
 
-def _become_job(order: Mapping[str, Any], files: Sequence[int]) -> None:
+def _become_job(request: Mapping[str, Any], files: Sequence[int]) -> None:
     """Set up this process like a job that was started with its own command line."""
     os.setpgid(0, 0)  # a Ctrl-C reaches it through the sweep, once
     for number, file in enumerate(files[:-1]):
@@ -149,9 +149,9 @@ def _become_job(order: Mapping[str, Any], files: Sequence[int]) -> None:
     for file in files:
         os.close(file)
     os.environ.clear()
-    os.environ.update(order["environment"])
-    os.chdir(order["directory"])
-    sys.argv[1:] = order["words"]
+    os.environ.update(request["environment"])
+    os.chdir(request["directory"])
+    sys.argv[1:] = request["words"]
     for number, name in enumerate(("stdin", "stdout", "stderr")):
         before = getattr(sys, name)
         buffering = 1 if number == 2 or before.write_through else -1  # write_through is set by PYTHONUNBUFFERED

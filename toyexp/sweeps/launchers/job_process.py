@@ -91,7 +91,7 @@ class Stop:
 
 
 def run_process(
-    order: LaunchSpec,
+    spec: LaunchSpec,
     stop: Stop,
     show: Callable[[str, IO[str]], None],
     poll: Callable[[], None] = lambda: None,
@@ -105,13 +105,13 @@ def run_process(
     """
     last = _LastWords()
     try:
-        words = order.args()
-        environment = {**os.environ, **core_variables(order.cores), **order.environment, LIFELINE: "1"}
-        if order.gpus:
-            environment[VISIBLE_DEVICES] = ",".join(order.gpus)
-        make_directory(order.log.parent)
+        words = spec.args()
+        environment = {**os.environ, **core_variables(spec.cores), **spec.environment, LIFELINE: "1"}
+        if spec.gpus:
+            environment[VISIBLE_DEVICES] = ",".join(spec.gpus)
+        make_directory(spec.log.parent)
         with (
-            open(open_for_writing(order.log, os.O_APPEND), "ab", buffering=0) as log,
+            open(open_for_writing(spec.log, os.O_APPEND), "ab", buffering=0) as log,
             start(words, environment, terminal) as process,
             stop.forward_signals(process),
         ):

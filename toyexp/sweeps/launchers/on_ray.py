@@ -118,9 +118,9 @@ class OnRay(Cluster):
             return self.share.jobs
         return sum(node.fits(self._cores, self._gpus) for node in _read_nodes())
 
-    def make_work(self, order: LaunchSpec) -> NodeJob:
+    def make_work(self, spec: LaunchSpec) -> NodeJob:
         ours = {k: v for k, v in os.environ.items() if k.startswith(FORWARDED_VARIABLES) and k != CORES_VARIABLE}
-        return NodeJob(replace(order, cores=self._cores, environment={**ours, **order.environment}))
+        return NodeJob(replace(spec, cores=self._cores, environment={**ours, **spec.environment}))
 
     def submit(self, works: Sequence[NodeJob]) -> Sequence[tuple[str, Any]]:
         return [("", self._task.remote(work, str(Path.cwd()))) for work in works]

@@ -45,8 +45,8 @@ class OnSubmitit(Cluster):
         self._executor = make_executor(directory, self.settings.submitit, self.share.gpus)
         self._stop_file = directory / "stop"
 
-    def make_work(self, order: LaunchSpec) -> NodeJob:
-        return _Requeued(order, self._stop_file)
+    def make_work(self, spec: LaunchSpec) -> NodeJob:
+        return _Requeued(spec, self._stop_file)
 
     def submit(self, works: Sequence[NodeJob]) -> Sequence[tuple[str, Any]]:
         with self._executor.batch():
@@ -81,7 +81,7 @@ class _Requeued(NodeJob):
 
         self.stop.end()
         self.stop.wait(SAVE_TIMEOUT)
-        return DelayedSubmission(_Requeued(self.order, self._stop_file))
+        return DelayedSubmission(_Requeued(self.spec, self._stop_file))
 
     __submitit_checkpoint__ = checkpoint  # the name in later versions of submitit
 

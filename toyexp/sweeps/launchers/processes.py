@@ -49,9 +49,9 @@ class Processes(Launcher):
         def work(job: Job, hand_on: Callable[[tuple[Job, JobExit]], None]) -> None:
             with self.gpus.reserve(self.share.gpus) as gpus:
                 watch.begin([job])
-                order = replace(watch.launch_spec(job), gpus=gpus, cores=self.share.cores)
+                spec = replace(watch.launch_spec(job), gpus=gpus, cores=self.share.cores)
                 terminal = self.runs_singly and is_terminal()
-                ended = run_process(order, watch.stop, partial(watch.hear, job), terminal=terminal, start=self.start)
+                ended = run_process(spec, watch.stop, partial(watch.hear, job), terminal=terminal, start=self.start)
             hand_on((job, ended))
 
         return run_in_threads(jobs, work, self.limit())
@@ -85,10 +85,10 @@ class InProcess(Launcher):
     def _run(self, job: Job, watch: Watch) -> JobExit:
         try:
             with restore_process_state(), silence(watch.board is not None):
-                order = watch.launch_spec(job)
-                os.environ.update(order.environment)
+                spec = watch.launch_spec(job)
+                os.environ.update(spec.environment)
                 with attribute_part_errors():
-                    print_result(self._prepare(job, order).run())
+                    print_result(self._prepare(job, spec).run())
         except KeyboardInterrupt as error:
             code = getattr(error, "exit_code", 130)
             watch.stop.number = code - 128
@@ -99,12 +99,12 @@ class InProcess(Launcher):
             return JobExit.from_error(error)
         return JobExit(0)
 
-    def _prepare(self, job: Job, order: LaunchSpec) -> PreparedRun:
-        if order.args() is order.resume_args:
+    def _prepare(self, job: Job, spec: LaunchSpec) -> PreparedRun:
+        if spec.args() is spec.resume_args:
             return prepare_request(
-                replace(self.configs.request, settings=[]), str(order.directory), pop_pruning_callback()
+                replace(self.configs.request, settings=[]), str(spec.directory), pop_pruning_callback()
             )
-        return prepare_run(self.configs.run_config(job), order.directory, callbacks=pop_pruning_callback())
+        return prepare_run(self.configs.run_config(job), spec.directory, callbacks=pop_pruning_callback())
 
 
 def run_in_threads(items: Iterator[T], work: Callable[[T, Callable[[R], None]], None], limit: int) -> Iterator[R]:

@@ -33,7 +33,7 @@ from toyexp.interfaces.data import share_open_data
 from toyexp.interfaces.stack import Stack, program_difference
 from toyexp.interfaces.values import Constant
 from toyexp.runner.one_run import PreparedRun, prepare_run
-from toyexp.sweeps.combinations import ORDERS, REPORTS, STACK
+from toyexp.sweeps.combinations import JOBS_FILE, REPORTS, STACK
 from toyexp.sweeps.directory import Job, JobExit, prepare_resume
 from toyexp.sweeps.job_configs import JobConfigs
 from toyexp.sweeps.search.pruning import pop_pruning_callback
@@ -84,11 +84,11 @@ class Member:
 def train_stack(request: Request) -> int:
     """Train the jobs that the sweep gave to this process, and report to the sweep when each starts and ends.
 
-    The environment variable STACK holds a directory with the list of jobs (the file ORDERS) and a pipe for the reports
+    The environment variable STACK holds a directory with the list of jobs (JOBS_FILE) and a pipe for the reports
     (REPORTS). Return the exit code, which is 0 even if jobs failed.
     """
     folder = Path(os.environ.pop(STACK))
-    orders = json.loads((folder / ORDERS).read_text(encoding="utf-8"))
+    work = json.loads((folder / JOBS_FILE).read_text(encoding="utf-8"))
     signals = CommonSignals()
     with (
         open(folder / REPORTS, "w", encoding="utf-8", buffering=1) as pipe,
@@ -103,7 +103,7 @@ def train_stack(request: Request) -> int:
             with contextlib.suppress(OSError):  # the sweep has exited, and will signal this process
                 pipe.write(json.dumps(fields) + "\n")
 
-        return StackProcess(request, signals, tell, orders["limit"], orders["shared_by"]).train(orders["jobs"])
+        return StackProcess(request, signals, tell, work["limit"], work["shared_by"]).train(work["jobs"])
 
 
 @dataclass
@@ -136,16 +136,16 @@ class StackProcess:
 
     # -- which jobs --
 
-    def _prepare(self, order: Mapping[str, Any], configs: JobConfigs) -> Iterator[Member]:
+    def _prepare(self, request: Mapping[str, Any], configs: JobConfigs) -> Iterator[Member]:
         """Prepare a job and yield it before it trains. If that fails, report the error and yield nothing."""
-        job = Job(order["number"], order["overrides"])
-        context, directory = copy_context(), Path(order["directory"])
+        job = Job(request["number"], request["overrides"])
+        context, directory = copy_context(), Path(request["directory"])
         context.run(_tag.set, f"[{job.number}] ")
         self.tell(prepares=job.number)
 
         def make() -> PreparedRun:
-            os.environ.update(order["environment"])
-            can_resume = order["goes_on"] and prepare_resume(directory)
+            os.environ.update(request["environment"])
+            can_resume = request["goes_on"] and prepare_resume(directory)
             return prepare_run(
                 configs.run_config(job), directory, directory if can_resume else None, pop_pruning_callback()
             )

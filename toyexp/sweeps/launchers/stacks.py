@@ -14,7 +14,7 @@ from typing import IO, Any
 
 from toyexp.base.threads import available_cores
 from toyexp.config.top_level import PARTS
-from toyexp.sweeps.combinations import ORDERS, REPORTS, STACK
+from toyexp.sweeps.combinations import JOBS_FILE, REPORTS, STACK
 from toyexp.sweeps.directory import Job, JobExit, shared_args
 from toyexp.sweeps.job_configs import JobConfigs
 from toyexp.sweeps.launchers.gpus import visible_gpus
@@ -106,19 +106,19 @@ class Stacks(Processes):
             process_jobs.started, process_jobs.prepares = set(), None
 
     def _run_process(self, process_jobs: _ProcessJobs, gpus: Sequence[str], watch: Watch, hand_on: Ends) -> JobExit:
-        orders = [(job, watch.launch_spec(job)) for job in process_jobs.jobs.values()]
-        first = orders[0][1]
+        specs = [(job, watch.launch_spec(job)) for job in process_jobs.jobs.values()]
+        first = specs[0][1]
         entries = [
-            {"number": job.number, "overrides": job.overrides, "directory": str(order.directory),
-             "goes_on": order.resumes, "environment": dict(order.environment)}
-            for job, order in orders
+            {"number": job.number, "overrides": job.overrides, "directory": str(spec.directory),
+             "goes_on": spec.resumes, "environment": dict(spec.environment)}
+            for job, spec in specs
         ]  # fmt: skip
-        asked = {"limit": self.settings.jobs, "shared_by": self.share.stacks, "jobs": entries}
+        request = {"limit": self.settings.jobs, "shared_by": self.share.stacks, "jobs": entries}
         with tempfile.TemporaryDirectory(prefix="toyexp-") as folder, _pipe(Path(folder, REPORTS)) as reports:
-            Path(folder, ORDERS).write_text(json.dumps(asked))
+            Path(folder, JOBS_FILE).write_text(json.dumps(request))
             args = shared_args(watch.folder.spec)
             log = first.log.with_name(f"stack-{min(process_jobs.jobs)}.log")
-            order = replace(
+            spec = replace(
                 first, log=log, start_args=args, resume_args=args, resumes=False, is_stack=True, gpus=gpus,
                 cores=self.share.cores, environment={STACK: folder},
             )  # fmt: skip
@@ -136,7 +136,7 @@ class Stacks(Processes):
                 job = process_jobs.jobs.get(int(number[1])) if number else None
                 watch.hear(job, line.partition("] ")[2] if job else line, stream)
 
-            ended = run_process(order, watch.stop, show, poll, start=self.start)
+            ended = run_process(spec, watch.stop, show, poll, start=self.start)
             poll()
         return ended
 

@@ -105,8 +105,8 @@ class Progress(Listener):
         speed = f"{format_count(rate)} {run.plan.model.reads.units}/s"
         count = step - self._first
         pace = (now - self._start) / count if count else self._seconds
-        left = f"{format_duration(max(round((run.steps - step) * pace), 1))} left" if step < run.steps else ""
-        return {"speed": speed, "left": left}
+        time_left = f"{format_duration(max(round((run.steps - step) * pace), 1))} left" if step < run.steps else ""
+        return {"speed": speed, "left": time_left}
 
     @hookimpl(trylast=True)  # after callbacks that log
     def on_eval(self, run: Run, step: int, metrics: Mapping[str, float]) -> None:

@@ -119,8 +119,8 @@ class WarmupStableDecay(WarmupSchedule):
     def decay_factor(self, step: int, steps: int) -> float:
         """Return 1 in the constant phase, then the linear interpolation to `floor`."""
         length = self.decay * steps
-        left = steps - step
-        return 1.0 if left >= length else self.floor + (1 - self.floor) * left / length
+        steps_left = steps - step
+        return 1.0 if steps_left >= length else self.floor + (1 - self.floor) * steps_left / length
 
 
 @cache

@@ -296,6 +296,6 @@ class Watch(Listener):
         if is_diverging or (step == run.steps and climb.high == 1 and loss > climb.first * (1 + self.rise)):
             self._warn_divergence(run, step, "held-out loss", loss, climb)
 
-    def _warn_divergence(self, run: Run, step: int, what: str, loss: float, climb: Climb) -> None:
-        text = f"step {step}: the {what} has risen from {climb.best:.4f} to {loss:.4f}; {run.remedy}"
+    def _warn_divergence(self, run: Run, step: int, loss_name: str, loss: float, climb: Climb) -> None:
+        text = f"step {step}: the {loss_name} has risen from {climb.best:.4f} to {loss:.4f}; {run.remedy}"
         run.emit("warning", about="divergence", step=step, loss=loss, best=climb.best, text=text)

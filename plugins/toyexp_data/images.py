@@ -72,8 +72,8 @@ class Images(SplitData):
         listed, names = self._read_labels() if self.labels else self._folders()
         shape = (self.image_size, self.image_size, 3 if self.color else 1)
         if len(listed) * math.prod(shape) > self.max_mb * 1e6:
-            what = f"{len(listed)} images of {self.image_size} x {self.image_size} pixels"
-            raise UserError(f"data.path={self.path}: {what} are more than data.max_mb={self.max_mb:g}")
+            size_text = f"{len(listed)} images of {self.image_size} x {self.image_size} pixels"
+            raise UserError(f"data.path={self.path}: {size_text} are more than data.max_mb={self.max_mb:g}")
         import numpy as np
 
         images = np.empty((len(listed), *shape), np.uint8)
@@ -98,8 +98,8 @@ class Images(SplitData):
         missing = [name for number, name in enumerate(names) if number not in train_labels]
         if missing or len(names) < 2 or (held_dir and not is_held_out.any()):
             empty = f"class {printable(missing[0])}" if missing else f"{held_dir}, to be held out,"
-            what = f"{empty} has no image" if missing or len(names) > 1 else "has fewer than two classes"
-            raise UserError(f"data.path={self.path}: {what}{f' that can be used ({skipped[0]})' if skipped else ''}")
+            problem = f"{empty} has no image" if missing or len(names) > 1 else "has fewer than two classes"
+            raise UserError(f"data.path={self.path}: {problem}{f' that can be used ({skipped[0]})' if skipped else ''}")
         facts = {"path": self.path, "skipped": len(skipped), "skipped_files": skipped[:MAX_NAMED]}
         return toyexp.ImageDataset(
             images[: len(usable)], np.array([label for _, label in usable], np.int32), names,

@@ -240,8 +240,8 @@ def _messages(value: Any) -> list[Message]:
 
 def _message(entry: Any, number: int) -> Message:
     if not isinstance(entry, dict) or "role" not in entry:
-        what = ", ".join(printable(k, 20) for k in list(entry)[:8]) if isinstance(entry, dict) else _kind(entry)
-        raise BadExample(f"message {number} holds {what or 'nothing'}; {_MESSAGE}")
+        contents = ", ".join(printable(k, 20) for k in list(entry)[:8]) if isinstance(entry, dict) else _kind(entry)
+        raise BadExample(f"message {number} holds {contents or 'nothing'}; {_MESSAGE}")
     role, content = entry["role"], entry.get("content")
     if role not in ROLES:
         raise BadExample(f"message {number} has the role {printable(str(role))}; {suggest(str(role), ROLES)}")
@@ -267,19 +267,19 @@ def _tools(value: Any) -> list[Any] | None:
     return value
 
 
-def _text(value: Any, what: str) -> str:
+def _text(value: Any, subject: str) -> str:
     if not isinstance(value, str):
-        raise BadExample(f"{what} is {_kind(value)}, expected text")
+        raise BadExample(f"{subject} is {_kind(value)}, expected text")
     if not value:
-        raise BadExample(f"{what} is empty")
-    return _require_unicode(value, what)
+        raise BadExample(f"{subject} is empty")
+    return _require_unicode(value, subject)
 
 
-def _require_unicode(text: str, what: str) -> str:
+def _require_unicode(text: str, subject: str) -> str:
     try:
         text.encode("utf-8")
     except UnicodeEncodeError as error:
-        raise BadExample(f"{what} holds half a surrogate pair ({ascii(text[error.start])[1:-1]})") from None
+        raise BadExample(f"{subject} holds half a surrogate pair ({ascii(text[error.start])[1:-1]})") from None
     return text
 
 

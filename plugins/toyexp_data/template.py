@@ -96,10 +96,10 @@ class ChatTemplate:
 
     def _check(self, messages: Sequence[Message], tools: Any) -> None:
         fields = [(f"what the {m.role} says", m.fields()) for m in messages]
-        for what, value in [*fields, ("tools", tools)]:
+        for subject, value in [*fields, ("tools", tools)]:
             for text in iter_strings(value):
                 if control := self._control.search(text):
-                    raise BadExample(f"{what} contains the control token {printable(control[0])}")
+                    raise BadExample(f"{subject} contains the control token {printable(control[0])}")
 
     def _turn(self, talk: _Conversation, number: int) -> Turn | None:
         """Return the turn of the answer in message `number`; None if the template marks none of it as generated."""

@@ -87,8 +87,8 @@ def read_tokens(path: Path, dtype: str) -> tuple[np.ndarray, int]:
         raise UserError(f"{path}: {location} holds the id {top - 1}; the limit is {MAX_IDS}{hint}")
     halves = ids.astype("<i4").view("<u2")  # two uint16 ids read as one int32 give 65536 times the second
     if not is_explicit and dtype == "auto" and top > UINT16_RATIO * (int(halves.max()) + 1):
-        what = f"its ids go up to {top - 1} as int32, to {halves.max()} as uint16"
-        raise UserError(f"{path}: {what}; set data.dtype=uint16 or data.dtype=int32")
+        problem = f"its ids go up to {top - 1} as int32, to {halves.max()} as uint16"
+        raise UserError(f"{path}: {problem}; set data.dtype=uint16 or data.dtype=int32")
     if declared and top > declared:
         raise UserError(
             f"{path}: its header gives a vocabulary of {declared}, but position "

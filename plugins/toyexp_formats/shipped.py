@@ -36,8 +36,8 @@ class GGUF(Format):
         """
         formats.check_keys(model)
         if self.type in K_QUANTS and not (model.reads.text and "gguf" in model.forms):
-            what = f"{self.type} is written by llama.cpp, which has no {gguf_architecture(model)}"
-            raise UserError(f"{what}; {suggest('', FILE_TYPES)}")
+            problem = f"{self.type} is written by llama.cpp, which has no {gguf_architecture(model)}"
+            raise UserError(f"{problem}; {suggest('', FILE_TYPES)}")
 
     def write(self, export: ModelExport, path: Path) -> list[str]:
         """Write the file."""

@@ -68,8 +68,8 @@ class Qwen2(RotaryModel):
         """Raise UserError for sizes that cannot work."""
         super().check()
         if self.head_size * self.n_heads != self.d_model:
-            what = "in llama.cpp's qwen2 heads have d_model / n_heads features"
-            raise UserError(f"model.head_dim={self.head_dim}: {what}; leave it at 0, or use model=qwen3")
+            rule = "in llama.cpp's qwen2 heads have d_model / n_heads features"
+            raise UserError(f"model.head_dim={self.head_dim}: {rule}; leave it at 0, or use model=qwen3")
 
 
 @dataclass

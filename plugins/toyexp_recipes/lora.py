@@ -99,8 +99,8 @@ class Lora(FromBase):
         specs = {t.name: t for t in model.tensors()}
         pairs, adapters = self._load_adapters(model, specs) if self.adapter else self._new_adapters(specs)
         if self.dropout and not model.reads.sequence:
-            what = f"applies to text models only; model={model.name} reads {model.reads}"
-            raise UserError(f"recipe.dropout={self.dropout}: {what}")
+            problem = f"applies to text models only; model={model.name} reads {model.reads}"
+            raise UserError(f"recipe.dropout={self.dropout}: {problem}")
         masks = {}
         for adapter in adapters if self.dropout else ():
             rows = setup.inputs[model.reads.sequence].shape

@@ -247,10 +247,10 @@ class TorchSession(Session):
 
     def _gather(self, loss: Tensor, first: bool) -> None:
         """Copy a loss's gradients into the flat vector, or add them, with one multi-tensor kernel for each dtype."""
-        found = torch.autograd.grad(loss, self._leaves, allow_unused=True, materialize_grads=True)
+        gradients = torch.autograd.grad(loss, self._leaves, allow_unused=True, materialize_grads=True)
         add = torch._foreach_copy_ if first else torch._foreach_add_
-        for kind in {gradient.dtype for gradient in found}:
-            pairs = [(g, f.contiguous()) for g, f in zip(self._grads, found, strict=True) if f.dtype == kind]
+        for kind in {gradient.dtype for gradient in gradients}:
+            pairs = [(g, f.contiguous()) for g, f in zip(self._grads, gradients, strict=True) if f.dtype == kind]
             add([g for g, _ in pairs], [f for _, f in pairs])
 
     def do_gradients(self, micros: Sequence[Batch]) -> dict[str, np.ndarray]:

@@ -164,7 +164,7 @@ class Update:
         if not group_slice.group.rule.elementwise:
             for name in group_slice.names:
                 part, shape = self._slices[name], self._shapes[name]
-                view = partial(view_slice, place=part, shape=shape)
+                view = partial(view_slice, span=part, shape=shape)
                 rounded = None if self._rounded is None else view(self._rounded)
                 yield view(self._flat), view(self._grad), self.state[name], rounded
             return
@@ -176,14 +176,14 @@ class Update:
             yield self._flat.narrow(-1, start, length), self._grad.narrow(-1, start, length), state, rounded
 
 
-def _intersect(place: slice, begin: int, end: int) -> range:
+def _intersect(span: slice, begin: int, end: int) -> range:
     """Return the part of a slice within begin..end; empty if there is none."""
-    return range(max(place.start, begin), min(place.stop, end))
+    return range(max(span.start, begin), min(span.stop, end))
 
 
-def view_slice(vectors: Tensor, place: slice, shape: Sequence[int]) -> Tensor:
+def view_slice(vectors: Tensor, span: slice, shape: Sequence[int]) -> Tensor:
     """Return a slice of a vector, or of each row of a matrix, as a view of the given shape."""
-    return vectors.narrow(-1, place.start, place.stop - place.start).view((*vectors.shape[:-1], *shape))
+    return vectors.narrow(-1, span.start, span.stop - span.start).view((*vectors.shape[:-1], *shape))
 
 
 def _compute_results(rule: Rule, w: Tensor, g: Tensor, state: State, n: State) -> list[Tensor]:

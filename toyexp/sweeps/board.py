@@ -83,9 +83,9 @@ class Board:
         counts += [f"{pruned} pruned"] if (pruned := statuses.count(Status.PRUNED)) else []
         counts += [f"{failed} failed"] if failed else []
         if self._took and left_over:  # assumes that jobs take equally long
-            each, now = statistics.mean(self._took), time.monotonic()
-            seconds_left = waiting * each + sum(
-                max(each - (now - since), 0.0) for _, since, _ in self._running.values()
+            job_seconds, now = statistics.mean(self._took), time.monotonic()
+            seconds_left = waiting * job_seconds + sum(
+                max(job_seconds - (now - since), 0.0) for _, since, _ in self._running.values()
             )
             counts.append(f"about {format_duration(seconds_left / max(self.at_once, len(self._running)))} left")
         entries = list(self._running.values())

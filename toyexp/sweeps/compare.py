@@ -98,8 +98,8 @@ class ComparisonAnswer(Answer):
         run_count = len(point.values) + point.repeats
         counts = f"{run_count}/{len(point.jobs)}" if run_count < len(point.jobs) else str(len(done))
         mark = "best" if point is comparison.ranking.best and len(comparison.ranking.points) > 1 else ""
-        speed_told = "-" if speed is None else f"{format_count(speed)}/s"
-        return [*cells, counts, steps_text, str(point), *map(format_metric, other_means), speed_told, mark]
+        speed_text = "-" if speed is None else f"{format_count(speed)}/s"
+        return [*cells, counts, steps_text, str(point), *map(format_metric, other_means), speed_text, mark]
 
     def csv(self) -> str:
         """Return CSV with a row for each run, the runs of the best point first."""
@@ -132,12 +132,12 @@ def compare_runs(
     runs = filter_runs([read_run(path) for path in paths], filters, notes)
     if not runs:
         raise UserError(f"compare {' '.join(f.text for f in filters)}: none of {pluralise(len(paths), 'run')} matches")
-    comparison = Comparison.build(runs, metric or sweep_metric([Path(place) for place in places]), pool)
-    for place in map(Path, places):
+    comparison = Comparison.build(runs, metric or sweep_metric([Path(path) for path in places]), pool)
+    for path in map(Path, places):
         with contextlib.suppress(UserError):  # no sweep, or a damaged one
-            jobs = read_sweep(place)[0]
-            deleted_runs = [d for j in jobs if j.result and not (place / (d := str(j.directory))).is_dir()]
-            note = f"not counted: {pluralise(len(deleted_runs), 'run')} of {short_path(place)} no longer there: "
+            jobs = read_sweep(path)[0]
+            deleted_runs = [d for j in jobs if j.result and not (path / (d := str(j.directory))).is_dir()]
+            note = f"not counted: {pluralise(len(deleted_runs), 'run')} of {short_path(path)} no longer there: "
             notes += [note + ", ".join(deleted_runs[:3])] if deleted_runs else []
     comparison.selection_notes = notes
     if metric and metric not in (metrics := {"loss", "ppl", *comparison.scores}):

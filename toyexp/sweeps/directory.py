@@ -125,14 +125,14 @@ class Job:
 
         A job that exited with code 0 but left no result has failed.
         """
-        found = read_result(directory) if directory else {}
+        result = read_result(directory) if directory else {}
         self.code, self.status, self.error = ended.code, STATUS_BY_CODE.get(ended.code, Status.KILLED), str(ended)
-        self.result = {} if self.status in (Status.REFUSED, Status.KILLED) else _valid_numbers(found)
+        self.result = {} if self.status in (Status.REFUSED, Status.KILLED) else _valid_numbers(result)
         if self.status == Status.COMPLETED:
-            self.error = None if found else f"ended with exit code 0 without a result in {directory}"
-            self.status = Status.COMPLETED if found else Status.FAILED
-            if found.get("reason") == "aborted" and str(found.get("why")).startswith(PRUNED_PREFIX):
-                self.status, self.error = Status.PRUNED, str(found["why"])
+            self.error = None if result else f"ended with exit code 0 without a result in {directory}"
+            self.status = Status.COMPLETED if result else Status.FAILED
+            if result.get("reason") == "aborted" and str(result.get("why")).startswith(PRUNED_PREFIX):
+                self.status, self.error = Status.PRUNED, str(result["why"])
 
 
 def _valid_numbers(result: Mapping[str, Any]) -> dict[str, Any]:
@@ -405,8 +405,8 @@ def _job(number: int, entry: Mapping[str, Any]) -> Job:
     except ValueError as error:
         raise ValueError(f"job {number}: {error}") from None
     job.result = _valid_numbers(job.result)
-    place = PurePath(job.directory or "")
-    if place.is_absolute() or ".." in place.parts:
+    path = PurePath(job.directory or "")
+    if path.is_absolute() or ".." in path.parts:
         raise ValueError(f"job {number} has a directory outside of the sweep: {job.directory}")
     if job.number != number:
         raise ValueError(f"job {number} has number {job.number}")

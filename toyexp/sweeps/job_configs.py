@@ -125,8 +125,8 @@ class JobConfigs:
                 name = key.removesuffix(".name")
                 is_typed = name in parts or f"{key}.".startswith(tuple(f"{k}." for k in keys - parts))
                 if is_typed and str(run_value) != str(job_value):
-                    there = printable(f"{name} is {plain(run_value)}")
-                    return f"{there} in that run and {printable(plain(job_value))} in this job"
+                    run_text = printable(f"{name} is {plain(run_value)}")
+                    return f"{run_text} in that run and {printable(plain(job_value))} in this job"
         return ""
 
     def gpus(self, job: Job, auto: int) -> int | None:
@@ -209,14 +209,14 @@ class JobConfigs:
         recipe = cast("type[Recipe]", part_class("recipe", composed.cfg.recipe, self.request.registry))
         return recipe.base_file is not Recipe.base_file
 
-    def check(self, job: Job, whole: bool = False) -> None:
-        """Raise UserError if one of the job's varying values is invalid; with `whole`, check all settings of the job.
+    def check(self, job: Job, all_settings: bool = False) -> None:
+        """Raise UserError if a varying value of the job is invalid; with `all_settings`, check all its settings.
 
         Errors in the contents of files and in the engine are found only when the job runs.
         """
         names, other_words = split_choices(job.overrides)
         composed = self._compose_values(names, other_words)
-        if whole:
+        if all_settings:
             composed.check_parts()
             return
         for owner in {word.partition("=")[0].rpartition(".")[0] for word in other_words} - {"engine"}:
@@ -246,8 +246,8 @@ class JobConfigs:
             self._lists[key] = self._keys.is_list(key)
         value = self.values[word] if word in self.values else parse([word])[0].value()
         try:
-            one = self._lists[key] and isinstance(value, str | int | float)
-            OmegaConf.update(cfg, key, [value] if one else value, merge=True)
+            is_single = self._lists[key] and isinstance(value, str | int | float)
+            OmegaConf.update(cfg, key, [value] if is_single else value, merge=True)
         except (ConfigKeyError, AttributeError):
             raise UserError(unknown_key(key, cfg, self.request.registry)) from None
         except OmegaConfBaseException as error:
@@ -279,13 +279,13 @@ def check_values(jobs: Sequence[Job], configs: JobConfigs) -> dict[int, UserErro
         if names not in checked_names and len(checked_names) == CHOICES:
             continue
         try:
-            configs.check(job, whole=names not in checked_names)
+            configs.check(job, all_settings=names not in checked_names)
         except UserError as error:
             wrong[job.number] = error
         checked_names.add(names)
     if len(jobs) > 1 and (first := wrong.get(jobs[0].number)):
         try:
-            configs.check(jobs[-1], whole=True)  # the last job shares no varying value with the first
+            configs.check(jobs[-1], all_settings=True)  # the last job shares no varying value with the first
         except UserError as other:
             if str(other) == str(first) and not str(first).startswith(tuple(jobs[-1].overrides)):
                 raise first from None
@@ -303,7 +303,7 @@ def require_distinct_directories(jobs: Sequence[Job], configs: JobConfigs) -> No
     }
     for job in changed.values():
         try:
-            directories = [configs.directory(one, None)[1] for one in (first, job)]
+            directories = [configs.directory(candidate, None)[1] for candidate in (first, job)]
         except UserError:  # reported when the job starts
             continue
         if directories[0] == directories[1]:

@@ -198,8 +198,8 @@ class Runner:
         if job.directory is not None and self.folder:
             run = self.folder.run_dir(job)
             if difference := self.configs.other_run(job, run):
-                what = "put the job's own run back, or move this one away, then resume the sweep"
-                self._end(job, JobExit(NOT_STARTED, f"{short_path(run)}: holds another run: {difference}; {what}"))
+                remedy = "put the job's own run back, or move this one away, then resume the sweep"
+                self._end(job, JobExit(NOT_STARTED, f"{short_path(run)}: holds another run: {difference}; {remedy}"))
             return not difference
         try:
             root, directory = self.configs.directory(job, self.folder.path if self.folder else None)

@@ -66,12 +66,12 @@ class DataSuite(PluginSuite):
 
     def test_a_batch_is_a_function_of_seed_and_number(self) -> None:
         """Batch k does not depend on the order of calls; held-out data does not depend on the seed."""
-        one, two, other = self.batches(1), self.batches(1), self.batches(2)
-        later = two.batch(7)
-        held_out = [batch_digest(batch) for batch in two.held_out()]
-        assert [batch_digest(one.batch(k)) for k in (3, 7)] == [batch_digest(b) for b in (two.batch(3), later)]
-        assert any(batch_digest(one.batch(k)) != batch_digest(other.batch(k)) for k in range(4))
-        assert held_out == [batch_digest(batch) for batch in two.held_out()]
+        first, second, other = self.batches(1), self.batches(1), self.batches(2)
+        later = second.batch(7)
+        held_out = [batch_digest(batch) for batch in second.held_out()]
+        assert [batch_digest(first.batch(k)) for k in (3, 7)] == [batch_digest(b) for b in (second.batch(3), later)]
+        assert any(batch_digest(first.batch(k)) != batch_digest(other.batch(k)) for k in range(4))
+        assert held_out == [batch_digest(batch) for batch in second.held_out()]
         assert held_out == [batch_digest(batch) for batch in other.held_out()], "the held-out data depends on the seed"
 
     def test_batches_fit_what_they_declare(self) -> None:

@@ -329,8 +329,8 @@ class EngineSuite(EngineNumbers):
             assert math.isfinite(session.step(batch, hp).loss)
 
 
-def assert_same(one: Mapping[str, np.ndarray], two: Mapping[str, np.ndarray]) -> None:
+def assert_same(first: Mapping[str, np.ndarray], second: Mapping[str, np.ndarray]) -> None:
     """Assert that two snapshots are bit-identical."""
-    assert one.keys() == two.keys()
-    for name, array in one.items():
-        np.testing.assert_array_equal(array, two[name], err_msg=name)
+    assert first.keys() == second.keys()
+    for name, array in first.items():
+        np.testing.assert_array_equal(array, second[name], err_msg=name)

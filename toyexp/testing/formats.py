@@ -75,10 +75,10 @@ class FormatSuite(PluginSuite):
     def test_the_same_model_is_the_same_bytes(self, tmp_path: Path) -> None:
         """Two files of a model are identical: they hold no time stamp or random id."""
         for i, model in enumerate(self.models):
-            one, two = (tmp_path / f"{i}-{name}{self.form.suffix}" for name in "ab")
-            for path in (one, two):
+            first, second = (tmp_path / f"{i}-{name}{self.form.suffix}" for name in "ab")
+            for path in (first, second):
                 self.form.write(self.make_export(model), path)
-            assert _content(one) == _content(two)
+            assert _content(first) == _content(second)
 
     def test_a_run_writes_it_and_replaces_its_own_file_alone(self, tmp_path: Path) -> None:
         """A later export replaces the run's own earlier file, but never a file that the run did not write."""
@@ -129,9 +129,9 @@ def _content(path: Path) -> object:
     return {p.name: p.read_bytes() for p in path.iterdir()} if path.is_dir() else path.read_bytes()
 
 
-def _same_settings(one: Model, other: Model) -> None:
+def _same_settings(loaded_model: Model, model: Model) -> None:
     """Assert that two models have equal settings; floats may differ by rounding in the file."""
-    for name, value in other.settings().items():
-        read = one.settings()[name]
+    for name, value in model.settings().items():
+        read = loaded_model.settings()[name]
         is_same = math.isclose(read, value, rel_tol=1e-6) if isinstance(value, float) else read == value
         assert is_same, f"{name}={format_value(read)} was {format_value(value)}"

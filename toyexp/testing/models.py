@@ -189,9 +189,9 @@ class ModelSuite(PluginSuite):
             pytest.skip(f"engine={engine.name} keeps all activations")
         plan, batch, values = self.make_case()
         again: Any = dataclasses.replace(engine, recompute=True)  # type: ignore[call-arg]
-        with build_session(engine, plan, values) as one, build_session(again, plan, values) as two:
-            expected = one.gradients(batch)
-            for name, gradient in two.gradients(batch).items():
+        with build_session(engine, plan, values) as first, build_session(again, plan, values) as second:
+            expected = first.gradients(batch)
+            for name, gradient in second.gradients(batch).items():
                 atol = 1e-6 * np.abs(expected[name]).max()
                 np.testing.assert_allclose(gradient, expected[name], atol=atol, err_msg=name)
 

@@ -91,12 +91,12 @@ class RecipeSuite(PluginSuite):
 
     def test_plan_is_the_same_every_time(self) -> None:
         """Two plans have the same tensors with the same initial values."""
-        one, two = self.make_plan(), self.make_plan()
-        assert [(t.name, t.shape, t.trainable) for t in one.tensors] == [
-            (t.name, t.shape, t.trainable) for t in two.tensors
+        first, second = self.make_plan(), self.make_plan()
+        assert [(t.name, t.shape, t.trainable) for t in first.tensors] == [
+            (t.name, t.shape, t.trainable) for t in second.tensors
         ]
-        for a, b in zip(one.tensors, two.tensors, strict=True):
-            np.testing.assert_array_equal(one.initial_values(a), two.initial_values(b))
+        for a, b in zip(first.tensors, second.tensors, strict=True):
+            np.testing.assert_array_equal(first.initial_values(a), second.initial_values(b))
 
     def test_plan_trains_something_and_holds_the_whole_model(self) -> None:
         """Every tensor of the model is in the plan, and exported tensors have the model's shapes."""

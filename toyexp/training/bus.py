@@ -66,8 +66,8 @@ class Bus:
             rivals = [name for name in callbacks if scaled.get(name) == number]
             if len(rivals) > 1:
                 drop = next((name for name in rivals if name in default_callbacks()), rivals[0])
-                what = "the learning rate" if number == "lr" else number
-                raise UserError(f"callbacks {' and '.join(rivals)} both set {what}; drop one: '~callbacks.{drop}'")
+                label = "the learning rate" if number == "lr" else number
+                raise UserError(f"callbacks {' and '.join(rivals)} both set {label}; drop one: '~callbacks.{drop}'")
         by_factors = dict.fromkeys(name for name, c in callbacks.items() if has_hook(c, "factors"))
         self.schedules: dict[str, str | None] = by_factors | scaled  # scaled number by callback; None: varies by step
         implementers = [impl.plugin for impl in self.hook.factors.get_hookimpls()]
@@ -87,8 +87,8 @@ class Bus:
         if answer is None:
             return run.lr
         if not _is_scale(answer):
-            what = f"lr at step {step + 1} is {printable(repr(answer))}"
-            raise RunFailed(f"callbacks.{self._schedule}: {what}; it must be a finite number >= 0, or None")
+            problem = f"lr at step {step + 1} is {printable(repr(answer))}"
+            raise RunFailed(f"callbacks.{self._schedule}: {problem}; it must be a finite number >= 0, or None")
         return float(answer)
 
     def call_on_step(self, run: Run, step: int, metrics: Metrics, batch: Batch) -> None:
@@ -122,16 +122,16 @@ class Bus:
         else:
             self._pending |= numbers
 
-    def _calls(self, hook: str, *given: str) -> Sequence[Callable[..., Any]]:
+    def _calls(self, hook: str, *params: str) -> Sequence[Callable[..., Any]]:
         """Return the functions that implement `hook`, in the order of the callbacks.
 
-        Each takes the arguments named `given` by position. A call through pluggy would take twice as long.
+        Each takes `params` by position. A call through pluggy would take twice as long.
         """
         impls = getattr(self.hook, hook).get_hookimpls()
         if any(impl.wrapper or impl.hookwrapper for impl in impls):
-            return [lambda *values: getattr(self.hook, hook)(**dict(zip(given, values, strict=True)))]
+            return [lambda *values: getattr(self.hook, hook)(**dict(zip(params, values, strict=True)))]
         return [
-            _select_arguments(impl.function, [given.index(name) for name in impl.argnames]) for impl in reversed(impls)
+            _select_arguments(impl.function, [params.index(name) for name in impl.argnames]) for impl in reversed(impls)
         ]
 
     def factors(self, run: Run, step: int) -> dict[str, float]:
@@ -148,8 +148,8 @@ class Bus:
             answer: Any = impl.function(*[arguments[name] for name in impl.argnames])
             who = f"callbacks.{impl.plugin_name}"
             if answer is not None and not isinstance(answer, Mapping):
-                what = f"its factors at step {step + 1} are {printable(repr(answer))}"
-                raise RunFailed(f"{who}: {what}; they must be numbers by name, such as {{'beta1': 0.9}}, or None")
+                problem = f"its factors at step {step + 1} are {printable(repr(answer))}"
+                raise RunFailed(f"{who}: {problem}; they must be numbers by name, such as {{'beta1': 0.9}}, or None")
             for name, value in (answer or {}).items():
                 if name in owners:
                     raise RunFailed(f"{owners[name]} and {who} both scale {name}; drop one: '~{who}'")
@@ -247,7 +247,7 @@ class Bus:
 
 
 def _select_arguments(function: Callable[..., Any], indices: Sequence[int]) -> Callable[..., Any]:
-    return lambda *given: function(*[given[index] for index in indices])
+    return lambda *values: function(*[values[index] for index in indices])
 
 
 def _never_waits(callback: Callback) -> bool:
@@ -255,8 +255,8 @@ def _never_waits(callback: Callback) -> bool:
 
     This holds if the callback inherits the method and the method returns False for one step.
     """
-    own = getattr(callback.should_wait, "__func__", None)
-    return own in (Callback.should_wait, Schedule.should_wait) and not callback.should_wait(1)
+    method = getattr(callback.should_wait, "__func__", None)
+    return method in (Callback.should_wait, Schedule.should_wait) and not callback.should_wait(1)
 
 
 def _scales_only_lr(callback: object) -> bool:

@@ -81,7 +81,7 @@ def write_checkpoint(folder: Path, step: int, arrays: Mapping[str, np.ndarray], 
                 os.fsync(file.fileno())
             write_synced(temporary / STATE, dump_json(state).encode())
         digests = {ARRAYS: digest.result(), STATE: _digest(temporary / STATE)}
-        files = {name: {"bytes": size, "sha256": found} for name, (size, found) in digests.items()}
+        files = {name: {"bytes": size, "sha256": sha256} for name, (size, sha256) in digests.items()}
         write_synced(temporary / MANIFEST, dump_json({"format": FORMAT, "step": step, "files": files}, 1).encode())
         sync_directory(temporary)
         if os.path.lexists(final):  # written before the run was resumed from an earlier checkpoint
@@ -133,10 +133,10 @@ def read_checkpoint(path: Path, with_state: bool = True) -> Checkpoint:
         raise DamagedCheckpoint(f"{path / link}: is a link, which a checkpoint must not hold; replace it by the file")
     manifest = read_json(path / MANIFEST)
     if (version := manifest.get("format")) != FORMAT:
-        what = f"{path}: has format {printable(repr(version))}, this toyexp reads format {FORMAT}"
+        cause = f"{path}: has format {printable(repr(version))}, this toyexp reads format {FORMAT}"
         if isinstance(version, int) and version > FORMAT:
-            raise NewerCheckpointFormat(f"{what}; update toyexp, or move it away to resume from an earlier checkpoint")
-        raise DamagedCheckpoint(what)
+            raise NewerCheckpointFormat(f"{cause}; update toyexp, or move it away to resume from an earlier checkpoint")
+        raise DamagedCheckpoint(cause)
     files = manifest.get("files")
     if not isinstance(files, dict) or files.keys() != {ARRAYS, STATE}:
         raise DamagedCheckpoint(f"{path / MANIFEST}: does not list {ARRAYS} and {STATE}")

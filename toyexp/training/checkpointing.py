@@ -80,11 +80,11 @@ class CheckpointKeeper:
         if self.metric and scores and self.metric not in scores:
             raise UserError(f"checkpoint_best={printable(self.metric)}: {suggest(self.metric, scores)}")
 
-    def is_due(self, step: int, scores: Mapping[str, float], last: bool, asked: bool = False) -> bool:
+    def is_due(self, step: int, scores: Mapping[str, float], last: bool, is_requested: bool = False) -> bool:
         """Return True if the state after `step` should be saved.
 
         `scores` are the metrics of an evaluation at this step ({} if there was none), `last` marks the last step, and
-        `asked` a checkpoint that the user requested.
+        `is_requested` a checkpoint that the user requested.
         """
         if step == self._last_step:
             return False
@@ -95,7 +95,7 @@ class CheckpointKeeper:
                 self.scores[step], self.evals[step] = scores[self.metric], scores
                 better = self._best_step(self.scores) == step
         waited = time.monotonic() - self._last_time
-        return asked or better or (last and bool(self._interval)) or self._interval.due(step, waited)
+        return is_requested or better or (last and bool(self._interval)) or self._interval.due(step, waited)
 
     def needs_attention(self, step: int) -> bool:
         """Return True if a checkpoint is due after `step`, or if a finished or failed write is not yet reported."""

@@ -83,8 +83,8 @@ def _open_data(config: Config) -> Dataset:
         callback.check_run(config.plain, dataset)
     tokens = getattr(config.base, "vocab", dataset.vocab)
     if dataset.vocab > tokens:
-        what = f"the data's token ids go up to {dataset.vocab - 1}, but the base has {tokens} tokens"
-        raise UserError(f"{what}; leave data.tokenizer out")
+        problem = f"the data's token ids go up to {dataset.vocab - 1}, but the base has {tokens} tokens"
+        raise UserError(f"{problem}; leave data.tokenizer out")
     if config.base is not None and (path := config.recipe.base_file()):
         match_preprocessing(dataset, config.base, path)
     return dataset
@@ -109,8 +109,8 @@ def _count_steps(config: Config, batches: Batches) -> None:
     if settings.epochs is None:
         return
     if not rows:
-        what = f"data={config.data.name} does not know the length of an epoch"
-        raise UserError(f"epochs={settings.epochs:g}: {what}; set steps=... instead")
+        problem = f"data={config.data.name} does not know the length of an epoch"
+        raise UserError(f"epochs={settings.epochs:g}: {problem}; set steps=... instead")
     settings.steps = math.ceil(settings.epochs * rows / settings.batch_size)
     config.plain.update(steps=settings.steps, epochs=None)
     settings.check()
@@ -310,10 +310,10 @@ class RunSaver(Saver):
         With `checkpoint_every=0` nothing is saved after the last step. Also report the checkpoints written meanwhile.
         """
         self._step = outcome.steps
-        asked = self._signals.take_save_request()
-        if asked:
+        is_requested = self._signals.take_save_request()
+        if is_requested:
             self._run.emit("note", text=f"SIGUSR1: saving step {outcome.steps}; training continues")
-        due = self._keeper.is_due(outcome.steps, metrics, last, asked)
+        due = self._keeper.is_due(outcome.steps, metrics, last, is_requested)
         if self._base and (due or last):
             require_same_file(*self._base)
         if due:

@@ -104,7 +104,7 @@ class Training:
         self.bus.step = step + 1
         try:
             with self._in_engine:
-                waits = yield Step([each.input for each in upcoming.ready[:count]])
+                waits = yield Step([entry.input for entry in upcoming.ready[:count]])
         except Exception:
             self._weights_known = False
             raise

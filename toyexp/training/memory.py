@@ -23,12 +23,12 @@ def check_plan(plan: Plan, engine: Engine, remedy: str = REMEDY) -> None:
     Activations are not counted. `remedy` ends the message.
     """
     batch, weights = minimum_bytes(plan, engine)
-    left = available_bytes()
-    if left is not None and batch + weights > left:
+    free = available_bytes()
+    if free is not None and batch + weights > free:
         rows = plan.rows * plan.accumulate
         parts = [(batch, f"a batch of {rows} rows needs"), (weights, "the trainable weights and optimiser state need")]
-        most, what = max(parts)
-        raise UserError(f"too little memory: {what} {_gb(most)}, {_gb(left)} are free; {remedy}")
+        most, subject = max(parts)
+        raise UserError(f"too little memory: {subject} {_gb(most)}, {_gb(free)} are free; {remedy}")
 
 
 @contextlib.contextmanager
@@ -47,10 +47,10 @@ def open_checked_session(plan: Plan, engine: Engine, file: str, remedy: str = EV
 
 def check_snapshot(plan: Plan, engine: Engine) -> None:
     """Raise UserError if a run and a snapshot of its weights and optimiser state exceed the free memory."""
-    needed, left = sum(minimum_bytes(plan, engine)) + snapshot_bytes(plan), available_bytes()
-    if left is not None and needed > left:
+    needed, free = sum(minimum_bytes(plan, engine)) + snapshot_bytes(plan), available_bytes()
+    if free is not None and needed > free:
         copy = f"a checkpoint's copy of weights and optimiser state needs {_gb(snapshot_bytes(plan))}"
-        needs = f"{copy} of {_gb(needed)} in all, {_gb(left)} are free"
+        needs = f"{copy} of {_gb(needed)} in all, {_gb(free)} are free"
         raise UserError(f"too little memory: {needs}; checkpoint_every=0 needs no copy")
 
 

@@ -67,13 +67,13 @@ def source_digests(prepared: Prepared) -> dict[str, str]:
     return {**data_digests(facts), **digests}
 
 
-def require_same_file(base: Path, then: os.stat_result, digest: str) -> None:
+def require_same_file(base: Path, status: os.stat_result, digest: str) -> None:
     """Raise RunFailed if the memory-mapped file `base` was modified during the run.
 
-    `then` and `digest` are its status and SHA-256 at the start. A file that was replaced or deleted is not checked.
+    `status` and `digest` are its status and SHA-256 at the start. A file that was replaced or deleted is not checked.
     """
     with contextlib.suppress(FileNotFoundError):
-        if os.path.samestat(base.stat(), then) and cached_fingerprint(base) != digest:
+        if os.path.samestat(base.stat(), status) and cached_fingerprint(base) != digest:
             raise RunFailed(f"{base}: was modified while the run read it, so its results are invalid; "
                             "restore that file and start a new run")  # fmt: skip
 
@@ -167,10 +167,10 @@ def require_own_checkpoint(path: Path, state: Mapping[str, Any]) -> None:
     Digests and seed in its `state` are compared with the run's first event.
     """
     start = read_first_event(path.absolute().parents[1])
-    then, now = parse_origin(start), parse_origin(state)
-    changes = then.list_changes(now.sources)
-    if then.sources and now.sources:
-        roles = {"base", "donor"} & {*then.sources} ^ {"base", "donor"} & {*now.sources}
+    run_origin, saved_origin = parse_origin(start), parse_origin(state)
+    changes = run_origin.list_changes(saved_origin.sources)
+    if run_origin.sources and saved_origin.sources:
+        roles = {"base", "donor"} & {*run_origin.sources} ^ {"base", "donor"} & {*saved_origin.sources}
         changes += [f"only one of them has a {role}" for role in sorted(roles)]
     seeds = [config.get("seed") for part in (start, state) if isinstance(config := part.get("config"), Mapping)]
     if len(seeds) == 2 and seeds[0] != seeds[1]:

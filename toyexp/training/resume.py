@@ -60,19 +60,19 @@ class ResumeState:
 
         The reason is a difference between `engine`, the current description of the engine, and the saved one.
         """
-        then = self.checkpoint.state["engine"]
+        saved = self.checkpoint.state["engine"]
         for key in ("devices", "kind", "framework", "device", "dtype", "threads", "profile", "compile"):
             default = 1 if key == "devices" else None
-            if then.get(key, default) != engine.get(key, default):
-                changed = f"engine {key} was {then.get(key, default)} and is {engine.get(key, default)}"
+            if saved.get(key, default) != engine.get(key, default):
+                changed = f"engine {key} was {saved.get(key, default)} and is {engine.get(key, default)}"
                 return f"{changed}: further steps are not bit-identical"
         return None
 
 
-def _change(key: str, then: Any, now: Any) -> str:
-    if isinstance(now, Mapping) or isinstance(then, Mapping):  # a callback
-        return f"{printable(key)} {'added' if then is None else 'removed'}"
-    return f"{printable(key)} {printable(format_value(then))} -> {printable(format_value(now))}"
+def _change(key: str, old: Any, new: Any) -> str:
+    if isinstance(new, Mapping) or isinstance(old, Mapping):  # a callback
+        return f"{printable(key)} {'added' if old is None else 'removed'}"
+    return f"{printable(key)} {printable(format_value(old))} -> {printable(format_value(new))}"
 
 
 class Complete(UserError):
@@ -105,10 +105,10 @@ def restore_filled_settings(directory: Path, data: Data) -> None:
 
     These are settings that the data fills in itself when it is opened.
     """
-    then = _saved_config(directory).get("data")
+    saved = _saved_config(directory).get("data")
     for key in data.fills:
-        if not getattr(data, key) and isinstance(then, dict) and isinstance(then.get(key), str):
-            setattr(data, key, then[key])
+        if not getattr(data, key) and isinstance(saved, dict) and isinstance(saved.get(key), str):
+            setattr(data, key, saved[key])
     data.check()
 
 
@@ -151,22 +151,22 @@ def load_resume_state(directory: Path, prepared: Prepared) -> ResumeState:
     if saved is None:
         raise UserError(f"resume={short_path(directory)}: no checkpoint is valid: {'; '.join(damaged)}")
     state, settings = saved.state, prepared.config.settings
-    parts, then = ("outcome", "callbacks", "engine", "config", "scores"), parse_origin(state)
-    if not all(isinstance(state.get(part), dict) for part in parts) or not then.sources:
+    parts, saved_origin = ("outcome", "callbacks", "engine", "config", "scores"), parse_origin(state)
+    if not all(isinstance(state.get(part), dict) for part in parts) or not saved_origin.sources:
         raise UserError(f"{saved.path}: {checkpoint.STATE} is incomplete")
     require_own_checkpoint(saved.path, state)
     outcome = _outcome(saved)
     plain, complete = prepared.config.plain, with_defaults(state["config"], prepared.config)
     changed = dict(differences(complete, plain))
     new = dict(differences(state["config"], {k: v for k, v in complete.items() if k in plain}))
-    added = {k: now for k, (then, now) in new.items() if then is None and k.split(".")[0] not in ASIDE_KEYS}
-    free = {*FREE_KEYS, *(key for key, roles in MOVED.items() if then.sources.keys() & {*roles})}
+    added = {k: value for k, (old, value) in new.items() if old is None and k.split(".")[0] not in ASIDE_KEYS}
+    free = {*FREE_KEYS, *(key for key, roles in MOVED.items() if saved_origin.sources.keys() & {*roles})}
     fixed = {k: v for k, v in changed.items() if not {k, k.split(".")[0]} & free}
     changes = [
         f"{printable(k)} was {printable(format_value(a))} and is {printable(format_value(b))}"
         for k, (a, b) in fixed.items()
     ]
-    if changes := changes or then.list_changes(source_digests(prepared)):
+    if changes := changes or saved_origin.list_changes(source_digests(prepared)):
         more = f", and {len(changes) - 3} more" if len(changes) > 3 else ""
         problem = f"that run is another experiment: {'; '.join(changes[:3])}{more}"
         raise UserError(f"resume={short_path(directory)}: {problem}; to start a new run, set another name=...")
@@ -190,10 +190,10 @@ def load_resume_state(directory: Path, prepared: Prepared) -> ResumeState:
 def _require_unchanged_outputs(directory: Path, prepared: Prepared) -> None:
     outputs = [name for callback in prepared.config.callbacks.values() for name in callback.outputs(prepared.plan)]
     for path in Ledger.open(directory).foreign_paths(["result.json", *outputs]):
-        what = f"{short_path(path)} was not written by this run and would be replaced"
+        problem = f"{short_path(path)} was not written by this run and would be replaced"
         if path.is_file():
             open_file(path).close()  # raises if it cannot be read
-        raise UserError(f"resume={short_path(directory)}: {what}; move it away first")
+        raise UserError(f"resume={short_path(directory)}: {problem}; move it away first")
 
 
 def _outcome(saved: checkpoint.Checkpoint) -> Outcome:
@@ -224,40 +224,40 @@ def _restore_callbacks(saved_checkpoint: checkpoint.Checkpoint, callbacks: Mappi
                 raise UserError(f"{state}: has no valid state of callbacks.{name} ({cause})") from None
 
 
-def with_defaults(then: Mapping[str, Any], config: Config) -> dict[str, Any]:
-    """Return the saved configuration `then`, with defaults for settings that toyexp did not have when it was saved."""
-    parts = {kind: getattr(config, kind) for kind, now in config.plain.items() if isinstance(now, Mapping)}
+def with_defaults(saved: Mapping[str, Any], config: Config) -> dict[str, Any]:
+    """Return the saved configuration `saved`, with defaults for settings that toyexp did not have when it was saved."""
+    parts = {kind: getattr(config, kind) for kind, settings in config.plain.items() if isinstance(settings, Mapping)}
     del parts["callbacks"]
-    callbacks = _fill_defaults(then.get("callbacks"), config.plain["callbacks"], config.callbacks)
+    callbacks = _fill_defaults(saved.get("callbacks"), config.plain["callbacks"], config.callbacks)
     return {
-        **default_settings(config.settings), **then, "callbacks": callbacks,
-        **_fill_defaults({kind: then.get(kind) for kind in parts}, config.plain, parts),
+        **default_settings(config.settings), **saved, "callbacks": callbacks,
+        **_fill_defaults({kind: saved.get(kind) for kind in parts}, config.plain, parts),
     }  # fmt: skip
 
 
-def _fill_defaults(then: Any, now: Mapping[str, Any], parts: Mapping[str, Any]) -> Any:
-    """Return the saved settings `then`, with the defaults of settings that have been added since.
+def _fill_defaults(saved: Any, current: Mapping[str, Any], parts: Mapping[str, Any]) -> Any:
+    """Return the saved settings `saved`, with the defaults of settings that have been added since.
 
-    `parts` maps keys to the current parts; a part that has another name in `then` stays as saved.
+    `parts` maps keys to the current parts; a part that has another name in `saved` stays as saved.
     """
-    if not isinstance(then, Mapping):
-        return then
-    filled = dict(then)
+    if not isinstance(saved, Mapping):
+        return saved
+    filled = dict(saved)
     for kind, part in parts.items():
-        node = then.get(kind)
-        if isinstance(node, Mapping) and node.get("name") == now[kind]["name"]:
-            filled[kind] = {**{k: v for k, v in default_settings(part).items() if k in now[kind]}, **node}
+        node = saved.get(kind)
+        if isinstance(node, Mapping) and node.get("name") == current[kind]["name"]:
+            filled[kind] = {**{k: v for k, v in default_settings(part).items() if k in current[kind]}, **node}
     return filled
 
 
-def differences(then: Any, now: Any, key: str = "") -> Iterator[tuple[str, tuple[Any, Any]]]:
-    """Yield (dotted key, (value then, value now)) for each difference between two nested configurations.
+def differences(old: Any, new: Any, key: str = "") -> Iterator[tuple[str, tuple[Any, Any]]]:
+    """Yield (dotted key, (old value, new value)) for each difference between two nested configurations.
 
     If the `name` of a part differs, only the name is yielded.
     """
-    if isinstance(then, Mapping) and isinstance(now, Mapping):
-        is_other_part = bool(key) and then.get("name") != now.get("name")  # its settings are not comparable
-        for name in ["name"] if is_other_part else dict.fromkeys([*then, *now]):
-            yield from differences(then.get(name), now.get(name), f"{key}.{name}" if key else str(name))
-    elif then != now:
-        yield key, (then, now)
+    if isinstance(old, Mapping) and isinstance(new, Mapping):
+        is_other_part = bool(key) and old.get("name") != new.get("name")  # its settings are not comparable
+        for name in ["name"] if is_other_part else dict.fromkeys([*old, *new]):
+            yield from differences(old.get(name), new.get(name), f"{key}.{name}" if key else str(name))
+    elif old != new:
+        yield key, (old, new)

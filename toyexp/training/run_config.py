@@ -202,10 +202,10 @@ def introduction(prepared: Prepared) -> list[str]:
 
 def _groups(prepared: Prepared) -> Iterator[str]:
     optim = prepared.optim
-    for pattern, own in optim.groups.items():
+    for pattern, group in optim.groups.items():
         tensors = [t for t in prepared.plan.tensors if optim.find_group(t.name)[0] == pattern]
-        number = sum(t.trainable or own.get("frozen", False) for t in tensors)
-        settings = ", ".join(f"{name}={format_value(value)}" for name, value in own.items())
+        number = sum(t.trainable or group.get("frozen", False) for t in tensors)
+        settings = ", ".join(f"{name}={format_value(value)}" for name, value in group.items())
         yield f"{printable(pattern)}: {settings}; {pluralise(number, 'tensor')}"
 
 

@@ -77,8 +77,8 @@ class RunDir:
         except BaseException as error:
             self._undo(created, is_new)
             if isinstance(error, OSError):
-                what = f"{path}: cannot be written ({error.strerror})"
-                raise UserError(f"{what}; choose another: hydra.run.dir=...") from None
+                problem = f"{path}: cannot be written ({error.strerror})"
+                raise UserError(f"{problem}; choose another: hydra.run.dir=...") from None
             raise
         self._level = log.level
         log.setLevel(logging.INFO)

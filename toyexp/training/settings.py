@@ -48,8 +48,8 @@ class Interval:
         """Parse `0`, `500` (steps), `30s`, `10min` or `2h`. Raise UserError for other texts."""
         match = re.fullmatch(r"(\d{1,12})(s|min|h)?", text.strip())
         if match is None:
-            what = "takes steps or a time"
-            raise UserError(f"{key}={printable(text)}: {what}: {key}=500, {key}=10min, {key}=0 for never")
+            expected = "takes steps or a time"
+            raise UserError(f"{key}={printable(text)}: {expected}: {key}=500, {key}=10min, {key}=0 for never")
         number, unit = int(match[1]), match[2]
         return cls(seconds=number * {"s": 1, "min": 60, "h": 3600}[unit]) if unit else cls(steps=number)
 
@@ -67,11 +67,11 @@ def require_utf8(value: Any, key: str = "") -> None:
     Such strings come from file names; `key` is the key of `value`.
     """
     if isinstance(value, Mapping):
-        for name, one in value.items():
-            require_utf8(one, f"{key}.{name}".removeprefix("."))
+        for name, item in value.items():
+            require_utf8(item, f"{key}.{name}".removeprefix("."))
     elif isinstance(value, list | tuple):
-        for one in value:
-            require_utf8(one, key)
+        for item in value:
+            require_utf8(item, key)
     elif isinstance(value, str) and not value.isascii() and re.search("[\ud800-\udfff]", value):
         raise UserError(f"{key}={printable(value)}: is not valid UTF-8; choose another name")
 
@@ -127,14 +127,14 @@ class Settings:
                 raise UserError(f"{name}={value}: must be a whole number from {least}{most}")
         saves = Interval.parse(self.checkpoint_every, "checkpoint_every")
         if self.checkpoint_keep < 1:
-            what = f"checkpoint_keep={self.checkpoint_keep}"
-            raise UserError(f"{what}: must be at least 1; checkpoint_every=0 disables checkpoints")
+            override = f"checkpoint_keep={self.checkpoint_keep}"
+            raise UserError(f"{override}: must be at least 1; checkpoint_every=0 disables checkpoints")
         if self.checkpoint_best is not None and not self.eval_every:
-            key = f"checkpoint_best={self.checkpoint_best}"
-            raise UserError(f"{key}: needs evaluations of the held-out data: eval_every must be above 0")
+            override = f"checkpoint_best={self.checkpoint_best}"
+            raise UserError(f"{override}: needs evaluations of the held-out data: eval_every must be above 0")
         if self.checkpoint_best is not None and not saves:
-            what = f"checkpoint_best={self.checkpoint_best}"
-            raise UserError(f"{what}: has no effect with checkpoint_every=0; leave one of them out")
+            override = f"checkpoint_best={self.checkpoint_best}"
+            raise UserError(f"{override}: has no effect with checkpoint_every=0; leave one of them out")
         if self.nonfinite not in NONFINITE:
             raise UserError(f"nonfinite={self.nonfinite}: {suggest(self.nonfinite, NONFINITE)}")
         if self.epochs is not None:

@@ -45,11 +45,11 @@ def nonfinite_error(run: Run, step: int, metrics: Mapping[str, float], batch: Ba
 
     It names the first tensor that is not finite and settings that may help. `in_a_row` counts such steps.
     """
-    what = f"the loss is {metrics['loss']} and the gradient norm {metrics['grad_norm']}"
+    problem = f"the loss is {metrics['loss']} and the gradient norm {metrics['grad_norm']}"
     skipped = f"; {in_a_row} steps in a row were skipped" if in_a_row > 1 else ""
     skip = "" if run.plan.skip_nonfinite else ", or nonfinite=skip"
     return RunFailed(
-        f"step {step} (batch {step - 1}, digest {batch_digest(batch)}): {what}{skipped}; "
+        f"step {step} (batch {step - 1}, digest {batch_digest(batch)}): {problem}{skipped}; "
         f"{first_bad_tensor(run.session, batch)}; {run.remedy}, optim.grad_clip=1{skip}"
     )
 
@@ -68,8 +68,8 @@ def bad_eval_error(run: Run, outcome: Outcome) -> RunFailed | None:
     """Return the error to raise if the last held-out loss is not finite; None if it is, or the run was interrupted."""
     if outcome.reason == "interrupted" or outcome.eval_loss is None or math.isfinite(outcome.eval_loss):
         return None
-    what = f"the held-out loss after step {outcome.eval_step} is {outcome.eval_loss}"
-    return RunFailed(f"{what}; {run.remedy}, or optim.grad_clip=1")
+    problem = f"the held-out loss after step {outcome.eval_step} is {outcome.eval_loss}"
+    return RunFailed(f"{problem}; {run.remedy}, or optim.grad_clip=1")
 
 
 def end_reason(error: BaseException) -> str:

@@ -201,8 +201,8 @@ class Supervisor:
             failures = self._look(HEARTBEAT)
             if failures and not self._is_closing:
                 until = time.monotonic() + REPORT_TIME
-                while (left := until - time.monotonic()) > 0:
-                    failures += self._look(left)
+                while (seconds_left := until - time.monotonic()) > 0:
+                    failures += self._look(seconds_left)
                 self._fail(min(failures)[1:])
                 return
 

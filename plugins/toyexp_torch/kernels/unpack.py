@@ -44,15 +44,15 @@ def _unpack(
     block_bytes: tl.constexpr, group: tl.constexpr,
 ):  # fmt: skip
     first = tl.program_id(0).to(tl.int64) * blocks
-    left = tl.minimum(count - first, blocks).to(tl.int32)
+    block_count = tl.minimum(count - first, blocks).to(tl.int32)
     groups: tl.constexpr = per_block // group
     row = tl.arange(0, blocks * groups)
     i = tl.arange(0, group)[None, :]
     # Groups beyond the end read the last block again and are not stored.
-    block = raw + first * block_bytes + tl.minimum(row // groups, left - 1) * block_bytes
+    block = raw + first * block_bytes + tl.minimum(row // groups, block_count - 1) * block_bytes
     numbers = unpack_tile(block, row % groups, i)
     to = out + first * per_block + (row[:, None] * group + i)
-    tl.store(to, numbers.to(out.dtype.element_ty), mask=row[:, None] < left * groups)
+    tl.store(to, numbers.to(out.dtype.element_ty), mask=row[:, None] < block_count * groups)
 
 
 # -- parts of block layouts --------------------------------------------------------------------------------------------

@@ -25,12 +25,12 @@ class Gpus:
         self._use_counts = dict.fromkeys(names, 0)
         self._lock = threading.Lock()
 
-    def capacity(self, most: int, each: int = 1) -> int:
-        """Return how many jobs can run at once if each needs `most` GPUs and `each` jobs share a GPU.
+    def capacity(self, most: int, per_gpu: int = 1) -> int:
+        """Return how many jobs can run at once if each needs `most` GPUs and `per_gpu` jobs share a GPU.
 
         Return 0 if there is no limit, because jobs need no GPU or the pool is empty.
         """
-        return max(len(self._use_counts) // most, 1) * each if most and self._use_counts else 0
+        return max(len(self._use_counts) // most, 1) * per_gpu if most and self._use_counts else 0
 
     @contextlib.contextmanager
     def reserve(self, count: int) -> Iterator[list[str]]:

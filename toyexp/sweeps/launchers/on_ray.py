@@ -96,7 +96,7 @@ class OnRay(Cluster):
             int(max((node.gpus for node in self._nodes), default=0))
         )
         limit, self._cores = divide_cores(self._nodes, self.settings.jobs, resources.processes, gpus, settings.cpus)
-        each = pluralise(self._cores, "core") + (
+        job_needs = pluralise(self._cores, "core") + (
             f" and {format_value(gpus)} GPU{'s' if gpus > 1 else ''}" if gpus else ""
         )
         if not limit:
@@ -104,13 +104,13 @@ class OnRay(Cluster):
             node_texts = "; ".join(sizes) or "none"
             setting = f"sweep.ray.address={address}" if address else "sweep.launcher=ray"
             raise UserError(
-                f"{setting}: no node can run a job of {each} (nodes: {node_texts}); "
+                f"{setting}: no node can run a job of {job_needs} (nodes: {node_texts}); "
                 "for a cluster with autoscaling, set the parallel jobs: sweep.jobs=8"
             )
         self.share = resources._replace(jobs=limit)
         count = pluralise(len(self._nodes), "node")
         cluster_name = f"{address}, {count}" if address else "a new cluster on this machine"
-        print_line(f"ray     {cluster_name}: {pluralise(limit, 'job')} at once, {each} each")
+        print_line(f"ray     {cluster_name}: {pluralise(limit, 'job')} at once, {job_needs} each")
         self._task = ray.remote(num_cpus=self._cores, num_gpus=gpus, max_retries=0, max_calls=0)(_run_on_node)
 
     def limit(self) -> int:
@@ -184,7 +184,7 @@ def _read_nodes() -> Sequence[Node]:
     import ray
 
     resources = [node["Resources"] for node in ray.nodes() if node["Alive"]]
-    return [Node(one.get("CPU", 0.0), one.get("GPU", 0.0)) for one in resources]
+    return [Node(node_resources.get("CPU", 0.0), node_resources.get("GPU", 0.0)) for node_resources in resources]
 
 
 def _join(address: str | None, cores: int) -> None:

@@ -176,7 +176,7 @@ class StackProcess:
     def _size(self, members: Sequence[Member]) -> tuple[int, str]:
         """Return how many of these jobs, which have the same program, train together, and a line that says why."""
         prepared = [member.prepared for member in members]
-        if why := prepared[0].config.engine.stack_conflict([one.plan for one in prepared]):
+        if why := prepared[0].config.engine.stack_conflict([run.plan for run in prepared]):
             return 1, f"jobs train one after another: {why}"
         try:
             return choose_size(prepared, sum(member.steps for member in members), self.limit, self.shared_by)
@@ -304,17 +304,17 @@ def choose_size(prepared_runs: Sequence[Prepared], steps: int, limit: int, share
     disturb each other's measurements.
     """
     plan, engine = prepared_runs[0].plan, prepared_runs[0].config.engine
-    each, free = engine.stack_bytes(plan) or stack_bytes(plan), engine.free_bytes()
+    job_bytes, free = engine.stack_bytes(plan) or stack_bytes(plan), engine.free_bytes()
     most = min(limit or len(prepared_runs), len(prepared_runs))
     trained = sum(t.size for t in plan.trainable)
     jobs = f"{pluralise(len(prepared_runs), 'job')} of one program"
-    reason = f"{jobs}, {trained:,} trainable parameters, about {format_bytes(each)} each"
+    reason = f"{jobs}, {trained:,} trainable parameters, about {format_bytes(job_bytes)} each"
     if free is not None:
         frozen = 4 * sum(tensor.size for tensor in plan.tensors if not tensor.trainable)  # stored once for each stack
         free = max(free // shared_by - frozen, 0)
         reason += f" of {format_bytes(free)} free"
-        if each * most > MEMORY_SHARE * free:
-            most = max(int(MEMORY_SHARE * free / each), 1)
+        if job_bytes * most > MEMORY_SHARE * free:
+            most = max(int(MEMORY_SHARE * free / job_bytes), 1)
             reason += f": at most {most} at once"
     if limit or most == 1 or (shared_by > 1 and engine.on_gpu):
         return most, reason

@@ -52,8 +52,8 @@ class Search(JobSource):
         there_are = count_points(keys)
         self._points = int(min(there_are, settings.trials or there_are))
         if self.total > MAX_JOBS:
-            each = f" sweep.repeats={settings.repeats}" if settings.repeats > 1 else ""
-            raise UserError(f"sweep.trials={self._points}{each}: a sweep has at most {MAX_JOBS} jobs")
+            repeats = f" sweep.repeats={settings.repeats}" if settings.repeats > 1 else ""
+            raise UserError(f"sweep.trials={self._points}{repeats}: a sweep has at most {MAX_JOBS} jobs")
         self._first_asked = 0  # the first step at which a run may be stopped
         self.description = f"{self._describe_size()}, by {settings.search}: {' '.join(key.line for key in keys)}"
         self._data: set[str] = set()  # data digests of the runs that ended

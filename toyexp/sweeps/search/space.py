@@ -38,17 +38,17 @@ class Key:
             return len(self.settings)
         return self.numbers[1] - self.numbers[0] + 1 if self.is_whole else math.inf
 
-    def value(self, place: int) -> Any:
-        """Return the value at index `place`: a number for an interval or a range, and text for a list."""
+    def value(self, index: int) -> Any:
+        """Return the value at `index`: a number for an interval or a range, and text for a list."""
         if self.is_interval:
-            return self.numbers[0] + place
-        return self.numbers[place] if self.numbers else self.settings[place].partition("=")[2]
+            return self.numbers[0] + index
+        return self.numbers[index] if self.numbers else self.settings[index].partition("=")[2]
 
-    def distribution(self, of: Any) -> Any:
-        """Return Optuna's distribution of the values; `of` is the module optuna.distributions."""
+    def distribution(self, distributions: Any) -> Any:
+        """Return Optuna's distribution of the values; `distributions` is the module optuna.distributions."""
         if not self.numbers:
-            return of.CategoricalDistribution([self.value(place) for place in range(len(self.settings))])
-        kind, low = of.IntDistribution if self.is_whole else of.FloatDistribution, self.numbers[0]
+            return distributions.CategoricalDistribution([self.value(index) for index in range(len(self.settings))])
+        kind, low = distributions.IntDistribution if self.is_whole else distributions.FloatDistribution, self.numbers[0]
         if self.is_interval:
             return kind(low, self.numbers[1], log=self.log)
         step = self.numbers[1] - low
@@ -143,6 +143,6 @@ def nth_point(keys: Sequence[Key], number: int) -> dict[str, Any]:
     """
     point_values: dict[str, Any] = {}
     for key in reversed(keys):
-        number, place = divmod(number, int(key.count()))
-        point_values[key.key] = key.value(place)
+        number, index = divmod(number, int(key.count()))
+        point_values[key.key] = key.value(index)
     return point_values

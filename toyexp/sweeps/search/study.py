@@ -80,7 +80,7 @@ class Study:
             trial = self._study.ask()
         if len(trial.params) < len(self._space):  # set the values as if a sampler had drawn all of them jointly
             trial.relative_search_space, trial._relative_params = self._space, self._sample(trial, earlier_values)
-        return self._words({name: trial._suggest(name, found) for name, found in self._space.items()})
+        return self._words({name: trial._suggest(name, distribution) for name, distribution in self._space.items()})
 
     def tell(self, number: int, score: float | None) -> None:
         """Store the score of a trial in the study, unless it is stored already.
@@ -115,16 +115,16 @@ class Study:
 
         sign = 1 if self._study.direction.name == "MINIMIZE" else -1
 
-        def place(trial: Any) -> tuple[float, ...]:
+        def rank(trial: Any) -> tuple[float, ...]:
             if trial.state.name == "COMPLETE":
                 return (0, sign * trial.value)
             steps = trial.intermediate_values
             return (1, -max(steps), sign * steps[max(steps)]) if steps else (2,)
 
         trials = [trial for trial in self._trials() if trial.state.is_finished()]
-        order = sorted(set(map(place, trials)))
+        ranks = sorted(set(map(rank, trials)))
         values = {key.key: [trial.params.get(key.key) for trial in trials] for key in self._keys}
-        return compute_shares(values, [order.index(place(trial)) for trial in trials])
+        return compute_shares(values, [ranks.index(rank(trial)) for trial in trials])
 
     def outcomes(self) -> Iterator[dict[str, Any]]:
         """Yield each trial as a dict of its number, its values by key, its state, and its score."""
@@ -137,11 +137,11 @@ class Study:
     def _words(self, values: Mapping[str, Any]) -> list[str]:
         return [key.setting(values[key.key]) for key in self._keys]
 
-    def _sample(self, of: Any, taken: Set[tuple[str, ...]]) -> Mapping[str, Any]:
+    def _sample(self, open_trial: Any, earlier_values: Set[tuple[str, ...]]) -> Mapping[str, Any]:
         """Sample the values of a trial. Try to avoid values of earlier trials: repeating a run adds no information."""
         if self._search == "grid":
-            return nth_point(self._keys, of.number)
-        study, trial = self._study, of._cached_frozen_trial
+            return nth_point(self._keys, open_trial.number)
+        study, trial = self._study, open_trial._cached_frozen_trial
         seed = (self._seed * 1_000_003 + trial.number) % 2**32  # a resumed search draws the same
         sampler = self._sampler(seed)
         together = sampler.infer_relative_search_space(study, trial)
@@ -150,12 +150,12 @@ class Study:
             for name, space in self._space.items():
                 value = values[name] if name in values else sampler.sample_independent(study, trial, name, space)
                 values[name] = _round(value, space)
-            if tuple(self._words(values)) not in taken:
+            if tuple(self._words(values)) not in earlier_values:
                 return values
         if math.isfinite(count := count_points(self._keys)):  # few combinations are left
             first = random.Random(seed).randrange(int(count))
             points = (nth_point(self._keys, (first + more) % int(count)) for more in range(int(count)))
-            return next((p for p in points if tuple(self._words(p)) not in taken), values)
+            return next((p for p in points if tuple(self._words(p)) not in earlier_values), values)
         return values
 
     def _sampler(self, seed: int) -> Any:

@@ -104,8 +104,8 @@ class Description(Answer):
         lines = [f"{name:<10}  {text}".rstrip() for name, text in rows]
         lines += ["", "with toyexp"]
         for before, use in zip([None, *self.uses], self.uses, strict=False):
-            what = "" if before and before.what == use.what else use.what
-            lines.append(f"  {what:<8}  {use.command or 'no: ' + printable(str(use.reason), 200)}")
+            use_name = "" if before and before.what == use.what else use.what
+            lines.append(f"  {use_name:<8}  {use.command or 'no: ' + printable(str(use.reason), 200)}")
         if self.tensors:
             table = [
                 [printable(t["name"], 64), " x ".join(map(str, t["shape"])), *(str(t[k]) for k in ("type", *LOCATION))]
@@ -127,8 +127,8 @@ class Description(Answer):
         assert self.adapter
         ranks = " or ".join(map(str, self.adapter["ranks"])) or "none"
         alpha = self.adapter["alpha"]
-        what = f"{printable(self.adapter['type'])} for a base of architecture {printable(self.architecture)}"
-        rows = [("adapter", f"{what}, rank {ranks}, alpha {'not given' if alpha is None else f'{alpha:g}'}")]
+        description = f"{printable(self.adapter['type'])} for a base of architecture {printable(self.architecture)}"
+        rows = [("adapter", f"{description}, rank {ranks}, alpha {'not given' if alpha is None else f'{alpha:g}'}")]
         return rows + _wrap("targets", [printable(t) for t in self.adapter["targets"]])
 
     def _parameter_words(self) -> list[str]:
@@ -180,8 +180,8 @@ def describe(path: Path, registry: Registry, metadata: bool = False, tensors: bo
     own_keys = {k.removeprefix(prefix): v for k, v in meta.items() if k.startswith(prefix)}
     sizes = {printable(k): v for k, v in own_keys.items() if isinstance(v, bool | int | float | str)}
     parameters, outside = _parameters(file.tensors.values())
-    number, of = meta.get("split.no"), meta.get("split.count")
-    parts = {"part": number + 1, "of": of} if isinstance(number, int) and isinstance(of, int) and of > 1 else None
+    part, count = meta.get("split.no"), meta.get("split.count")
+    parts = {"part": part + 1, "of": count} if isinstance(part, int) and isinstance(count, int) and count > 1 else None
     return Description(
         file=str(path), bytes=file.size, converted=path != file.path, version=file.version,
         kind=kind, architecture=architecture,
@@ -506,7 +506,7 @@ class FileUses:
             return [Use("generate", None, _reason(error, self._file))]
         unknown = None if base else f"no model has its architecture, {printable(self._file.architecture)}"
         reason = unknown or self._bad_numbers
-        return [Use(what, command, reason) for what, command in commands.items() if not reason or what == "generate"]
+        return [Use(name, command, reason) for name, command in commands.items() if not reason or name == "generate"]
 
 
 def _reason(error: UserError, file: GGUFFile) -> str:

@@ -65,8 +65,8 @@ class Evaluation(Answer):
     def plain(self) -> dict[str, Any]:
         """Return all fields as plain data; perplexity and bits_per_byte are null if the data is not text."""
         plain = asdict(self)
-        known = {"perplexity": None, "bits_per_byte": None} | {name: value for name, value, _ in plain.pop("figures")}
-        return {**plain, **known}
+        derived = {"perplexity": None, "bits_per_byte": None} | {name: value for name, value, _ in plain.pop("figures")}
+        return {**plain, **derived}
 
     def lines(self) -> list[str]:
         """Return the lines printed to the user."""
@@ -86,17 +86,17 @@ class Evaluation(Answer):
         ]
 
 
-def evaluate(what: Path, request: Request, data: str | None = None, adapter: Path | None = None) -> Evaluation:
-    """Evaluate the model at `what`, optionally with a LoRA `adapter`; return its held-out loss and metrics.
+def evaluate(model_path: Path, request: Request, data: str | None = None, adapter: Path | None = None) -> Evaluation:
+    """Evaluate the model at `model_path`, optionally with a LoRA `adapter`; return its held-out loss and metrics.
 
     The data is the path `data`, else the `data=` setting of the request, else the data that the model's run was trained
     on, else the default data for the model.
     """
     overrides, registry = _check_settings(request), request.registry
-    loaded = LoadedModel.open(what, registry, adapter)
+    loaded = LoadedModel.open(model_path, registry, adapter)
     model = loaded.model
     training_run = find_training_run(adapter, request.modules) if adapter else None
-    training_run = training_run or find_training_run(what, request.modules)
+    training_run = training_run or find_training_run(model_path, request.modules)
     data_overrides = _choose_data(loaded, overrides, registry, training_run, data)
     batch_size = [f"batch_size={training_run.batch_size}"] if training_run and "batch_size" not in overrides else []
     with training_run.record.explain_missing_paths(["data.path"]) if training_run else nullcontext():
@@ -106,7 +106,7 @@ def evaluate(what: Path, request: Request, data: str | None = None, adapter: Pat
     dataset = _open_dataset(config, loaded)
     keys = [key for key in (*overrides, *(["data.path"] if data else [])) if key.split(".")[0] == "data"]
     path = (data_settings := config.plain["data"]).get("path")
-    own, note = training_run.compare(dataset, keys, str(path or "")) if training_run else (False, "")
+    is_own, note = training_run.compare(dataset, keys, str(path or "")) if training_run else (False, "")
     fitted = dataclasses.replace(model, **({"context": window} if window else {}))
     batches = fitted.batches(dataset, config.settings.batch_size, config.settings.seed)
     inputs = model.reads.with_bounds(batches.inputs, dataset.vocab)
@@ -124,7 +124,7 @@ def evaluate(what: Path, request: Request, data: str | None = None, adapter: Pat
         file=loaded.name, model=f"{model.name}, {model.parameters()} parameters",
         adapter=str(source_path(loaded.adapter)) if loaded.adapter else None, engine=config.engine_note,
         data=config.data.name, path=path, left_out=[*dataset.omissions(), *split_remarks, *batches.omissions],
-        own=own, note=note,
+        own=is_own, note=note,
         share={key: data_settings[key] for key in (SHARE[1:] if split_remarks else SHARE) if key in data_settings},
         targets=round(weights), loss=loss,
         figures=model.reads.derived_metrics(loss, held_out, dataset), scores=scores, classes=classes,
@@ -233,8 +233,8 @@ def class_table(classes: Sequence[ClassCounts]) -> list[str]:
 
     If there are more than MAX_ROWS classes, the table has only those with the most mistakes.
     """
-    present = [one for one in classes if one.examples]
-    by_mistakes = sorted(present, key=lambda one: one.right - one.examples)[:MAX_ROWS]
+    present = [counts for counts in classes if counts.examples]
+    by_mistakes = sorted(present, key=lambda counts: counts.right - counts.examples)[:MAX_ROWS]
     shown = present if len(present) <= MAX_ROWS else by_mistakes
     rows = [["class", "examples", "right", "taken for"], *map(_row, shown)]
     lines = align_columns(rows, right=(1, 2))
@@ -243,11 +243,11 @@ def class_table(classes: Sequence[ClassCounts]) -> list[str]:
     return lines
 
 
-def _row(one: ClassCounts) -> list[str]:
-    others = [f"{name} ({count})" for name, count in one.taken_for.items()]
+def _row(tally: ClassCounts) -> list[str]:
+    others = [f"{name} ({count})" for name, count in tally.taken_for.items()]
     more = [f"{len(others) - MAX_OTHERS} more"] if len(others) > MAX_OTHERS + 1 else []
     mistakes = ", ".join((others[:MAX_OTHERS] if more else others) + more)
-    return [escape_cell(one.name), str(one.examples), f"{one.right / one.examples:.1%}", escape_cell(mistakes)]
+    return [escape_cell(tally.name), str(tally.examples), f"{tally.right / tally.examples:.1%}", escape_cell(mistakes)]
 
 
 # -- which data -------------------------------------------------------------------------------------------------------
@@ -275,10 +275,10 @@ class TrainedRun:
         """
         name = self.data["name"]
         settings = resolve_paths(part_class("data", self.data, registry), self.data, self.record)
-        own = {key: value for key, value in settings.items() if key != "name"}
-        if own.get("tokenizer") not in (None, "", "auto") and has_text:
-            own["tokenizer"] = str(file)
-        return [f"data={name}", *(format_override(f"data.{key}", value) for key, value in own.items())]
+        run_settings = {key: value for key, value in settings.items() if key != "name"}
+        if run_settings.get("tokenizer") not in (None, "", "auto") and has_text:
+            run_settings["tokenizer"] = str(file)
+        return [f"data={name}", *(format_override(f"data.{key}", value) for key, value in run_settings.items())]
 
     def compare(self, dataset: Dataset, typed: Sequence[str], path: str = "") -> tuple[bool, str]:
         """Return whether `dataset` is the data that the run was trained on, and a note (or "") for the user.
@@ -286,12 +286,12 @@ class TrainedRun:
         `typed` are the data settings that the user gave, and `path` is the path of the data. Raise UserError if the
         run's data has changed and the user did not name the data explicitly.
         """
-        then, now = self.record, data_digests(dataset.describe())
-        if then.sources.get("data") in (None, now["data"]):
+        origin, digests = self.record, data_digests(dataset.describe())
+        if origin.sources.get("data") in (None, digests["data"]):
             unknown = "" if typed else "; not compared with the run's own data, of which the run recorded no digest"
-            return "data" in then.sources, "" if "data" in then.sources else unknown
-        contents = [role for role in CONTENTS if role in now and role in then.sources]
-        changes = then.list_changes({role: now[role] for role in contents})
+            return "data" in origin.sources, "" if "data" in origin.sources else unknown
+        contents = [role for role in CONTENTS if role in digests and role in origin.sources]
+        changes = origin.list_changes({role: digests[role] for role in contents})
         if {"data", "data.path"} & {*typed}:
             is_same, is_nested = self._overlap(path)
             is_known = not changes if contents else is_same
@@ -299,37 +299,37 @@ class TrainedRun:
             return False, ", some of which the run may have been trained on" if is_nested else part
         if typed and not changes:  # only the split may differ
             return False, "" if contents else ", split differently from the run's, so not compared with it"
-        own_path = then.resolve(str(self.data.get("path") or ""))
+        own_path = origin.resolve(str(self.data.get("path") or ""))
         override = f"data.path={own_path}" if own_path else f"data={self.data['name']}"
-        change = (changes or then.list_changes(now))[0]
+        change = (changes or origin.list_changes(digests))[0]
         raise UserError(f"eval {self.directory}: {override} is not the data that the run was trained on: {change}; "
                         f"to evaluate on it anyway, type {override}")  # fmt: skip
 
     def _overlap(self, path: str) -> tuple[bool, bool]:
         """Return whether `path` is the run's data path, and whether one of the two contains the other."""
-        own = self.record.resolve(str(self.data.get("path") or ""))
-        if not own or not path:
+        own_path = self.record.resolve(str(self.data.get("path") or ""))
+        if not own_path or not path:
             return False, False
-        here, there = Path(path).resolve(), Path(own).resolve()
-        return here == there, here != there and (here.is_relative_to(there) or there.is_relative_to(here))
+        new, old = Path(path).resolve(), Path(own_path).resolve()
+        return new == old, new != old and (new.is_relative_to(old) or old.is_relative_to(new))
 
 
-def find_training_run(what: Path, modules: Sequence[str]) -> TrainedRun | None:
+def find_training_run(directory: Path, modules: Sequence[str]) -> TrainedRun | None:
     """Return the training data of a run, or of a checkpoint's run; None if the path is neither.
 
     Raise UserError if the run's config.yaml names no data, or if a plugin of the run is not loaded.
     """
-    path = (what.absolute().parents[1] if is_checkpoint(what) else what) / CONFIG
+    path = (directory.absolute().parents[1] if is_checkpoint(directory) else directory) / CONFIG
     if not os.path.lexists(path):
         return None
     saved = load_yaml(path)
     if not isinstance(saved, dict) or not isinstance(saved.get("data"), dict) or "name" not in saved["data"]:
-        raise UserError(f"{path}: names no data; pass --data PATH, and the model's file instead of {what}")
+        raise UserError(f"{path}: names no data; pass --data PATH, and the model's file instead of {directory}")
     require_plugins(saved.get("plugins"), modules, str(path))
     model = saved.get("model")
     context = model.get("context") if isinstance(model, dict) else None
     context = context if isinstance(context, int) else None
-    return TrainedRun(what, saved["data"], saved.get("batch_size", 8), context, read_origin(what))
+    return TrainedRun(directory, saved["data"], saved.get("batch_size", 8), context, read_origin(directory))
 
 
 def recognise_data(path: Path, model: Model, registry: Registry) -> str:

@@ -58,16 +58,16 @@ class ExportResult(Answer):
         """Return warnings and notes, then the path with its size."""
         types = ", ".join(f"{count} {name}" for name, count in self.tensors.items())
         sizes = f"{format_bytes(self.source_bytes)} -> {format_bytes(self.bytes)}"
-        told = [*(f"warning: {w}" for w in self.warnings), *(f"note: {n}" for n in self.notes)]
-        return [*map(escape_controls, told), f"{self.path}  {sizes}  ({types})"]
+        lines = [*(f"warning: {w}" for w in self.warnings), *(f"note: {n}" for n in self.notes)]
+        return [*map(escape_controls, lines), f"{self.path}  {sizes}  ({types})"]
 
 
 def build_format(word: str, settings: Sequence[str], registry: Registry) -> Format:
     """Return the format named by `--type`, with its settings. Raise UserError for an unknown type or setting."""
-    known = registry.types()
-    if word not in known:
-        raise UserError(f"--type={word}: {suggest(word, known)}")
-    cls, values = known[word]
+    types = registry.types()
+    if word not in types:
+        raise UserError(f"--type={word}: {suggest(word, types)}")
+    cls, values = types[word]
     form = _build_with_settings(cls, values, settings, word) if settings else cls(**values)
     try:
         form.check()
@@ -97,7 +97,7 @@ def _build_with_settings(cls: type[Format], values: Mapping[str, Any], settings:
 
 
 def export(
-    what: Path, word: str, to: str | None, settings: Sequence[str], registry: Registry, force: bool, requantize: bool
+    model: Path, word: str, to: str | None, settings: Sequence[str], registry: Registry, force: bool, requantize: bool
 ) -> ExportResult:
     """Convert a model to the type `word` (a value of `--type`) and write it to the path `to`.
 
@@ -108,7 +108,7 @@ def export(
     form = build_format(word, settings, registry)
     # Appended to the stem of the file name: -q8_0.gguf, .onnx, -hf, -hf-f16.
     ending = form.suffix if word == form.name else f"-{word}" if form.contents else f"-{word}{form.suffix}"
-    with GGUFFile(find_model_file(what, registry=registry)) as file:
+    with GGUFFile(find_model_file(model, registry=registry)) as file:
         target = Path(to) if to else default_target(file, ending)
         if target.suffix in {suffix for suffix in registry.suffixes() if suffix != form.suffix}:
             raise UserError(f"--to {target}: the name must end in {form.suffix} with --type {word}")
@@ -191,9 +191,9 @@ def require_free(
         has_suffix = target.name.endswith(suffix)
         is_replaceable = _starts_like(target, ".gguf") or (has_suffix and _starts_like(target, suffix))
     if not is_replaceable:
-        what = "directory written by this format" if contents else "model file"
+        kind = "directory written by this format" if contents else "model file"
         hint = "name a file in it" if target.is_dir() and not contents else "choose another path"
-        raise UserError(f"{option}: already exists and is not a {what}, so --force does not replace it; {hint}")
+        raise UserError(f"{option}: already exists and is not a {kind}, so --force does not replace it; {hint}")
     if any(target.samefile(path) for path in read):
         raise UserError(f"{option}: is the file to be read; choose another path")
     if (run := owning_run(target)) is not None:
@@ -254,11 +254,11 @@ class MergeResult(Answer):
     def lines(self) -> list[str]:
         """Return warnings and the changed types, then the path with its size."""
         types = ", ".join(f"{count} {name}" for name, count in self.tensors.items())
-        told = [f"warning: {warning}" for warning in self.warnings]
+        lines = [f"warning: {warning}" for warning in self.warnings]
         if {*self.before} != {self.type}:
             types_before = ", ".join(f"{count} {name}" for name, count in self.before.items())
-            told.append(f"note: the {self.changed} changed tensors are now {self.type}, before: {types_before}")
-        return [*map(escape_controls, told), f"{self.path}  {format_bytes(self.bytes)}  ({types})"]
+            lines.append(f"note: the {self.changed} changed tensors are now {self.type}, before: {types_before}")
+        return [*map(escape_controls, lines), f"{self.path}  {format_bytes(self.bytes)}  ({types})"]
 
 
 def merge(base: Path, adapter: Path, out: Path, kind: str, force: bool, registry: Registry) -> MergeResult:

@@ -157,8 +157,8 @@ class Generator:
         self.loaded, self.options, self._step = loaded, options, step
         model: Any = loaded.model
         if not model.reads.sequence:
-            what = f"a {model.name} reads {model.reads} and cannot generate text"
-            raise UserError(f"{loaded.name}: {what}; try toyexp eval")
+            problem = f"a {model.name} reads {model.reads} and cannot generate text"
+            raise UserError(f"{loaded.name}: {problem}; try toyexp eval")
         self._model = model
         self.context: int = model.context
         self.tokenizer, self.slides = load_tokenizer(loaded, options), 0
@@ -192,8 +192,8 @@ class Generator:
         def note_slide() -> None:
             self.slides += 1
             if self.slides == 1:
-                kept = max(1, self.context // 2)
-                on_slide(f"note: the context of {self.context} tokens is full; continuing from the last {kept}")
+                count = max(1, self.context // 2)
+                on_slide(f"note: the context of {self.context} tokens is full; continuing from the last {count}")
 
         with convert_memory_errors(REMEDY):
             session, began, reason = self._open_session(len(ids) + self.options.tokens), time.perf_counter(), LIMIT

@@ -39,9 +39,9 @@ class LoadedModel:
     registry: Registry
 
     @classmethod
-    def open(cls, what: Path, registry: Registry, adapter: Path | None = None) -> LoadedModel:
+    def open(cls, model_path: Path, registry: Registry, adapter: Path | None = None) -> LoadedModel:
         """Find the files of a model and an adapter; warn if the adapter was trained on another base."""
-        path = find_model_file(what, registry=registry)
+        path = find_model_file(model_path, registry=registry)
         if adapter is None:
             return cls(path, None, registry)
         adapter_file = find_adapter_file(adapter, lambda: load_model(path, registry), registry)
@@ -84,8 +84,8 @@ def pick_engine(label: str, registry: Registry, rows: int) -> tuple[Engine, str]
     If the engine's devices cannot share batches of `rows` rows equally, the engine uses its first device only.
     """
     name = label.partition(":")[0]
-    if name not in (known := {*registry.offers["engine"], AUTO}):
-        raise UserError(f"--engine {label}: {suggest(name, known)}")
+    if name not in (names := {*registry.offers["engine"], AUTO}):
+        raise UserError(f"--engine {label}: {suggest(name, names)}")
     engine, note = pick_labelled_engine(label, registry, f"--engine {label}")
     return fit_rows(engine, note, rows)
 

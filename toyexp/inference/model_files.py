@@ -52,8 +52,8 @@ def is_checkpoint(path: Path) -> bool:
 def newest_checkpoint(path: Path) -> Path | None:
     """Return the newest checkpoint below a run's directory or its `checkpoints/`, without verifying it."""
     for folder in (path / "checkpoints", path):
-        if found := checkpoint.list_checkpoints(folder):
-            return next(iter(found.values()))
+        if checkpoints := checkpoint.list_checkpoints(folder):
+            return next(iter(checkpoints.values()))
     return None
 
 
@@ -93,25 +93,25 @@ def _convert_file(form: Format, path: Path, target: Path, registry: Registry) ->
         write_model(target, model.model, tensors, model.tokenizer, "f32", model.general, model.data)
 
 
-def _fitting(exported: ModelExport, what: str) -> LazyTensors:
+def _fitting(exported: ModelExport, subject: str) -> LazyTensors:
     """Return the tensors that a format has read, each loaded on access.
 
     Raise UserError if the tensors' names differ from the model's, and on access if a tensor has another shape.
     """
     if not isinstance(exported.model, Model):
-        raise UserError(f"{what} {printable(repr(exported.model))}, expected a model")
+        raise UserError(f"{subject} {printable(repr(exported.model))}, expected a model")
     shapes = {spec.name: spec.shape for spec in exported.model.tensors()}
     for name in sorted(shapes.keys() ^ exported.tensors.keys()):
         number = "no tensor" if name in shapes else "a tensor"
         verb = "has" if name in shapes else "has not"
-        raise UserError(f"{what} {number} {printable(name)}, which its model.{exported.model.name} {verb}")
+        raise UserError(f"{subject} {number} {printable(name)}, which its model.{exported.model.name} {verb}")
 
     def read(name: str) -> np.ndarray:
-        array, wanted = exported.tensors[name], list(shapes[name])
+        array, shape = exported.tensors[name], list(shapes[name])
         if not isinstance(array, np.ndarray):
-            raise UserError(f"{what} {printable(repr(array))} for {name}, expected an array {wanted}")
-        if list(array.shape) != wanted:
-            raise UserError(f"{what} shape {list(array.shape)} for {name}, expected {wanted}")
+            raise UserError(f"{subject} {printable(repr(array))} for {name}, expected an array {shape}")
+        if list(array.shape) != shape:
+            raise UserError(f"{subject} shape {list(array.shape)} for {name}, expected {shape}")
         return array
 
     return LazyTensors(shapes, read)
@@ -150,12 +150,12 @@ def _load_run(path: Path, registry: Registry) -> tuple[checkpoint.Checkpoint, Pl
             plan, recipe, dataset = _rebuild_plan(plain, registry, run_origin)
     except UserError as error:
         raise UserError(f"{path}: cannot rebuild the run's plan: {error}; or name a GGUF file of that run") from None
-    wanted, shapes = {t.name: t.shape for t in plan.trainable}, {k: array.shape for k, array in saved.arrays.items()}
-    for name in sorted(wanted.keys() | shapes.keys()):
-        if wanted.get(name) != shapes.get(name):
+    expected, shapes = {t.name: t.shape for t in plan.trainable}, {k: array.shape for k, array in saved.arrays.items()}
+    for name in sorted(expected.keys() | shapes.keys()):
+        if expected.get(name) != shapes.get(name):
             raise UserError(
                 f"{path}: its {printable(name)} has shape {list(shapes.get(name) or ())}, but the run's "
-                f"configuration needs {list(wanted.get(name) or ())}: its data or base has changed"
+                f"configuration needs {list(expected.get(name) or ())}: its data or base has changed"
             )
     return saved, plan, recipe, dataset
 

@@ -102,23 +102,23 @@ class Models(Answer):
 def find_models(registry: Registry, directories: Sequence[Path] = ()) -> Models:
     """Find GGUF files in all programs' default directories and in `directories`; read each file's header once."""
     home = os.path.expanduser("~")  # noqa: PTH111 - Path.home() raises where there is none
-    places = default_directories(Path(home), os.environ)
-    places += [ModelDirectory("named", d, _search_directory) for d in directories]
+    all_directories = default_directories(Path(home), os.environ)
+    all_directories += [ModelDirectory("named", d, _search_directory) for d in directories]
     files: dict[object, ListedFile] = {}
-    for place in places:
-        for name, path in _merge_splits(place.search(place)):
+    for directory in all_directories:
+        for name, path in _merge_splits(directory.search(directory)):
             identity = _identity(path)
             if identity not in files:
-                files[identity] = inspect(name, place.name, path, registry)
-                place.count += 1
+                files[identity] = inspect(name, directory.name, path, registry)
+                directory.count += 1
             elif name not in ((listed := files[identity]).name, *listed.also):
                 files[identity] = replace(listed, also=(*listed.also, name))
     readable = [file for file in files.values() if file.error is None]
     broken = [file for file in files.values() if file.error is not None]
-    return Models(readable, broken, places, registry.plugins_override)
+    return Models(readable, broken, all_directories, registry.plugins_override)
 
 
-def inspect(name: str, place: str, path: Path, registry: Registry) -> ListedFile:
+def inspect(name: str, origin: str, path: Path, registry: Registry) -> ListedFile:
     """Read the header of one file; the result holds the error if it cannot be read."""
     parts, size = _parts(path), 0
     try:
@@ -132,14 +132,14 @@ def inspect(name: str, place: str, path: Path, registry: Registry) -> ListedFile
         run_name = file.text("general.name") if name in ("model", "adapter") else ""
         main_types = [kind for kind, n in kinds.items() if n["bytes"] * 20 >= sum(k["bytes"] for k in kinds.values())]
         return ListedFile(
-            name=run_name or name, place=place, path=str(path), bytes=size,
+            name=run_name or name, place=origin, path=str(path), bytes=size,
             architecture=file.text("general.architecture"),
             parameters=sum(math.prod(t.shape) for t in file.tensors.values()), types=tuple(main_types),
             here=summarise_use(file, registry), parts=len(parts),
         )  # fmt: skip
     except (UserError, OSError) as error:
         cause = str(error).removeprefix(f"{path}: ") if isinstance(error, UserError) else str(error.strerror)
-        return ListedFile(name, place, str(path), size, parts=len(parts), error=cause)
+        return ListedFile(name, origin, str(path), size, parts=len(parts), error=cause)
 
 
 def summarise_use(file: GGUFFile, registry: Registry) -> str:
@@ -164,9 +164,9 @@ def default_directories(home: Path, environment: Mapping[str, str]) -> list[Mode
     """Return the model directories of each program, resolved from the environment as the program itself does."""
 
     def resolve(variable: str, *default: str | Path) -> Path:
-        given = environment.get(variable)
+        value = environment.get(variable)
         # Path.expanduser() raises for an unknown user.
-        return Path(os.path.expanduser(given)) if given else Path(home, *default)  # noqa: PTH111
+        return Path(os.path.expanduser(value)) if value else Path(home, *default)  # noqa: PTH111
 
     cache = resolve("XDG_CACHE_HOME", ".cache")
     hub = resolve("HF_HUB_CACHE", resolve("HF_HOME", cache / "huggingface") / "hub")
@@ -182,33 +182,33 @@ def default_directories(home: Path, environment: Mapping[str, str]) -> list[Mode
     ]
 
 
-def _search_tree(place: ModelDirectory) -> Iterator[tuple[str, Path]]:
-    for path in _walk(place, place.root):
+def _search_tree(directory: ModelDirectory) -> Iterator[tuple[str, Path]]:
+    for path in _walk(directory, directory.root):
         yield path.stem, path
 
 
-def _search_directory(place: ModelDirectory) -> Iterator[tuple[str, Path]]:
-    is_ollama = os.path.lexists(place.root / "manifests")
-    yield from (_search_ollama if is_ollama else _search_tree)(place)
+def _search_directory(directory: ModelDirectory) -> Iterator[tuple[str, Path]]:
+    is_ollama = os.path.lexists(directory.root / "manifests")
+    yield from (_search_ollama if is_ollama else _search_tree)(directory)
 
 
-def _search_hugging_face(place: ModelDirectory) -> Iterator[tuple[str, Path]]:
+def _search_hugging_face(directory: ModelDirectory) -> Iterator[tuple[str, Path]]:
     """Yield name and path of the GGUF files in a Hugging Face cache.
 
     Their paths are models--org--name/snapshots/<commit>/**/x.gguf, and they are links to blobs.
     """
-    for repository in sorted(place.root.glob("models--*")):
-        for path in _walk(place, repository / "snapshots"):
+    for repository in sorted(directory.root.glob("models--*")):
+        for path in _walk(directory, repository / "snapshots"):
             yield path.stem, path
 
 
-def _search_ollama(place: ModelDirectory) -> Iterator[tuple[str, Path]]:
+def _search_ollama(directory: ModelDirectory) -> Iterator[tuple[str, Path]]:
     """Yield name and path of Ollama's model and adapter files, which are called blobs.
 
     Ollama lists them in JSON files manifests/<host>/<namespace>/<name>/<tag>.
     """
-    manifests = place.root / "manifests"
-    for path in _walk(place, manifests, suffix=""):
+    manifests = directory.root / "manifests"
+    for path in _walk(directory, manifests, suffix=""):
         name = str(path.relative_to(manifests).parent).removeprefix("registry.ollama.ai/").removeprefix("library/")
         name += f":{path.name}"
         try:
@@ -217,35 +217,35 @@ def _search_ollama(place: ModelDirectory) -> Iterator[tuple[str, Path]]:
             layers = json.loads(path.read_bytes())["layers"]
             digests = [(la["mediaType"], la["digest"]) for la in layers if la["mediaType"] in OLLAMA_LAYERS]
         except OSError as error:
-            place.notes.append(f"{path}: {error.strerror}")
+            directory.notes.append(f"{path}: {error.strerror}")
             continue
         except (ValueError, KeyError, TypeError, RecursionError):
-            place.notes.append(f"{path}: is not an Ollama manifest")
+            directory.notes.append(f"{path}: is not an Ollama manifest")
             continue
         for kind, digest in digests:
             match = re.fullmatch(r"sha256[:-]([0-9a-f]{64})", str(digest))
             if match:
                 label = name if kind == OLLAMA_LAYERS[0] else f"{name} (adapter)"
-                yield label, place.root / "blobs" / f"sha256-{match[1]}"
+                yield label, directory.root / "blobs" / f"sha256-{match[1]}"
 
 
 # -- searching --------------------------------------------------------------------------------------------------------
 
 
-def _walk(place: ModelDirectory, root: Path, suffix: str = ".gguf") -> Iterator[Path]:
+def _walk(directory: ModelDirectory, root: Path, suffix: str = ".gguf") -> Iterator[Path]:
     """Yield files ending in `suffix` up to MAX_DEPTH levels below `root`, sorted; visit each directory once."""
 
     def note(error: OSError) -> None:
         if not isinstance(error, FileNotFoundError | NotADirectoryError):
-            place.notes.append(f"{error.filename}: {error.strerror}")
+            directory.notes.append(f"{error.filename}: {error.strerror}")
 
     seen: set[Path] = set()
-    left = MAX_ENTRIES
+    entries_left = MAX_ENTRIES
     for name, folders, files in os.walk(root, onerror=note, followlinks=True):
         folder = Path(name)
-        left -= len(folders) + len(files)
-        if left < 0:
-            place.notes.append(f"{root}: has more than {MAX_ENTRIES} entries; the rest was not searched")
+        entries_left -= len(folders) + len(files)
+        if entries_left < 0:
+            directory.notes.append(f"{root}: has more than {MAX_ENTRIES} entries; the rest was not searched")
             return
         is_repeated = folder.resolve() in seen  # through a link
         seen.add(folder.resolve())

@@ -83,12 +83,12 @@ class Predictions(Answer):
 
     def csv(self) -> str:
         """Return the predictions as CSV, one row per image."""
-        places = max((len(image.top) for image in self.images), default=1)
-        more = [f"{what}_{place}" for place in range(2, places + 1) for what in ("class", "probability")]
+        rank_count = max((len(image.top) for image in self.images), default=1)
+        more = [f"{column}_{rank}" for rank in range(2, rank_count + 1) for column in ("class", "probability")]
         table = [["file", "class", "probability", *more, "error"]]
         for image in self.images:
             cells = [cell for name, share in image.top for cell in (name, f"{share:.6g}")]
-            table.append([image.file, *cells, *[""] * (2 * places - len(cells)), image.error or ""])
+            table.append([image.file, *cells, *[""] * (2 * rank_count - len(cells)), image.error or ""])
         return format_csv(table)
 
 
@@ -114,14 +114,14 @@ def list_images(paths: Sequence[Path]) -> list[Path]:
 
 
 def predict(
-    what: Path, files: Sequence[Path], top: int, engine: str, registry: Registry, modules: Sequence[str] = ()
+    model_path: Path, files: Sequence[Path], top: int, engine: str, registry: Registry, modules: Sequence[str] = ()
 ) -> Predictions:
     """Return the `top` most probable classes of each image.
 
     Raise UserError if the model does not read images or if no image file is readable.
     """
-    loaded, training_run = LoadedModel.open(what, registry), find_training_run(what, modules)
-    reader = ImageInput.from_file(loaded.file, loaded.model, what)
+    loaded, training_run = LoadedModel.open(model_path, registry), find_training_run(model_path, modules)
+    reader = ImageInput.from_file(loaded.file, loaded.model, model_path)
     resize = training_run is None or training_run.data.get("resize") is not False
     rows = min(ROWS, len(files))
     chosen_engine, note = pick_engine(engine, registry, rows)
@@ -184,11 +184,11 @@ class ImageInput:
     std: np.ndarray
 
     @classmethod
-    def from_file(cls, file: GGUFFile, model: Model, what: Path) -> ImageInput:
+    def from_file(cls, file: GGUFFile, model: Model, model_path: Path) -> ImageInput:
         """Read the preprocessing from a file. Raise UserError if its model reads no images or a key is missing."""
         if model.reads != IMAGES:
             hint = "toyexp generate, or toyexp eval" if model.reads.sequence else "toyexp eval"
-            raise UserError(f"{what}: a {model.name} reads {model.reads}, but predict takes images; try {hint}")
+            raise UserError(f"{model_path}: a {model.name} reads {model.reads}, but predict takes images; try {hint}")
         size, channels = (model_settings(model).get(name) for name in ("image_size", "channels"))
         if not isinstance(size, int) or size < 1 or channels not in (1, 3):
             raise file.error("has no valid image_size and channels (1 or 3)")

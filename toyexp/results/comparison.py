@@ -78,7 +78,7 @@ class Comparison:
             _mark_owners(entries)
         differ = varying_keys([entry.settings for entry in entries])
         keys, along = group_keys([key for key in differ if key not in POOLED_KEYS], entries)
-        varying = [*keys, *(key for some in along.values() for key in some)]
+        varying = [*keys, *(key for group in along.values() for key in group)]
         for entry in entries:
             entry.overrides = [f"{key}={entry.settings[key]}" for key in keys if key in entry.settings]
             if not entry.has_settings:
@@ -101,7 +101,7 @@ class Comparison:
     @property
     def every_key(self) -> list[str]:
         """Settings that differ between these runs."""
-        return [*self.keys, *(key for some in self.linked_keys.values() for key in some), *self.other_keys]
+        return [*self.keys, *(key for group in self.linked_keys.values() for key in group), *self.other_keys]
 
     @property
     def scores(self) -> list[str]:
@@ -120,46 +120,46 @@ class Comparison:
 
     def notes(self) -> list[str]:
         """Return notes about differences that make the numbers hard to compare."""
-        told = [f"the best {len(self.entries)} of {self.total_runs} runs are shown"] if self.total_runs else []
-        told += self.ranking.notes()
+        notes = [f"the best {len(self.entries)} of {self.total_runs} runs are shown"] if self.total_runs else []
+        notes += self.ranking.notes()
         if changed := [key for key in self.keys if key.endswith(DIGEST)]:
-            told.append(f"runs with equal settings read different files ({', '.join(changed)}): separate points")
+            notes.append(f"runs with equal settings read different files ({', '.join(changed)}): separate points")
         if WHOSE in self.keys:
-            told.append(
+            notes.append(
                 f"equal runs of other directories or names form separate points ({WHOSE}); to combine them: --pool"
             )
-        told += self.selection_notes
+        notes += self.selection_notes
         lengths = {entry.run.of for entry in self.entries if entry.run.of is not None}
         if len(lengths) > 1 and "steps" not in self.keys:
-            told.append(f"runs were planned with {' or '.join(map(str, sorted(lengths)))} steps")
+            notes.append(f"runs were planned with {' or '.join(map(str, sorted(lengths)))} steps")
         if versions := _join_if_several(entry.facts.get("backend", {}).get("framework") for entry in self.entries):
-            told.append(f"several versions: {versions}")
+            notes.append(f"several versions: {versions}")
         if hosts := _join_if_several(entry.facts.get("host", {}).get("name") for entry in self.entries):
-            told.append(f"several machines: {hosts}; their speeds cannot be compared")
+            notes.append(f"several machines: {hosts}; their speeds cannot be compared")
         if repeats := sum(point.repeats for point in self.ranking.points):
             more = "a run repeats another's" if repeats == 1 else f"{repeats} runs repeat others'"
-            told.append(f"{more} settings and seed: runs of one seed count as one, with their mean")
+            notes.append(f"{more} settings and seed: runs of one seed count as one, with their mean")
         for entry in self.entries:
             if why := entry.run.unread or ("" if entry.has_settings else "whose config.yaml cannot be read"):
-                told.append(f"not {'read' if entry.has_settings else 'counted'}: {short_path(entry.run.path)}, {why}")
+                notes.append(f"not {'read' if entry.has_settings else 'counted'}: {short_path(entry.run.path)}, {why}")
         bad = [entry.run for entry in self.entries if entry.run.state not in FINAL_STATES and entry.has_settings]
         for state in dict.fromkeys(run.state for run in bad):
             state_runs = [run for run in bad if run.state == state]
             # For failed runs the first reason says most; reasons for pruning are not repeated.
             why = state_runs[0].why if state != "pruned" else ""
             first = "the first: " if len(state_runs) > 1 else ""
-            told.append(f"not counted: {len(state_runs)} {state}" + (f" ({first}{why})" if why else ""))
-        return told
+            notes.append(f"not counted: {len(state_runs)} {state}" + (f" ({first}{why})" if why else ""))
+        return notes
 
 
-def varying_keys(each: Sequence[Mapping[str, str]]) -> list[str]:
-    """Return the keys of the settings that have several values in `each`, the settings of each run.
+def varying_keys(run_settings: Sequence[Mapping[str, str]]) -> list[str]:
+    """Return the keys of the settings that have several values in `run_settings`, the settings of each run.
 
     Keys of parts, such as `model`, come first. A run without a setting, such as recipe.rank if its recipe is not lora,
     does not differ in it.
     """
-    keys = list(dict.fromkeys(key for one in each for key in one))
-    varying = [key for key in keys if len({one[key] for one in each if key in one}) > 1]
+    keys = list(dict.fromkeys(key for settings in run_settings for key in settings))
+    varying = [key for key in keys if len({settings[key] for settings in run_settings if key in settings}) > 1]
     return [key for key in PARTS if key in varying] + [key for key in varying if key not in PARTS]
 
 
@@ -210,19 +210,19 @@ def _mark_owners(entries: Sequence[Entry]) -> None:
         groups.setdefault(group_key, []).append(entry)
         seeds.setdefault((group_key, seed_key(entry)), []).append(entry)
     seed_groups = list(seeds.values())
-    moved_groups = [some for some in groups.values() if len({str(entry.facts.get("cwd")) for entry in some}) > 1]
+    moved_groups = [group for group in groups.values() if len({str(entry.facts.get("cwd")) for entry in group}) > 1]
     owners = {entry.number: entry.run.name for entry in known_entries}
-    if known_entries and not any(len({owners[entry.number] for entry in some}) > 1 for some in seed_groups):
+    if known_entries and not any(len({owners[entry.number] for entry in group}) > 1 for group in seed_groups):
         run_paths = {entry.number: Path.cwd() / display_path(entry.run.path.absolute()) for entry in known_entries}
-        top = os.path.commonpath([place.parent for place in run_paths.values()])
-        parts = {number: place.relative_to(top).parts for number, place in run_paths.items()}
-        owners = {number: some[0] for number, some in parts.items()}
+        top = os.path.commonpath([path.parent for path in run_paths.values()])
+        parts = {number: path.relative_to(top).parts for number, path in run_paths.items()}
+        owners = {number: names[0] for number, names in parts.items()}
         start_directories = {entry.number: str(entry.facts.get("cwd", "-")) for entry in known_entries}
-        if all(len(some) == 1 for some in parts.values()) and (
+        if all(len(names) == 1 for names in parts.values()) and (
             {*start_directories.values()} != {"-"} or len(seed_groups) > len(groups)
         ):
             owners, moved_groups = start_directories, []
-    if any(len({owners[entry.number] for entry in some}) > 1 for some in (*seed_groups, *moved_groups)):
+    if any(len({owners[entry.number] for entry in group}) > 1 for group in (*seed_groups, *moved_groups)):
         for entry in known_entries:
             entry.settings = {**entry.settings, WHOSE: owners[entry.number]}
 

@@ -152,8 +152,8 @@ def _number(value: Any) -> float:
     return float(value) if is_number else np.nan
 
 
-def _arrays(found: Mapping[str, Mapping[int, float]], count: int) -> dict[str, np.ndarray]:
-    return {name: np.array([values.get(n, np.nan) for n in range(count)]) for name, values in found.items()}
+def _arrays(series: Mapping[str, Mapping[int, float]], count: int) -> dict[str, np.ndarray]:
+    return {name: np.array([values.get(n, np.nan) for n in range(count)]) for name, values in series.items()}
 
 
 def _finite_points(steps: np.ndarray, values: np.ndarray) -> Curve:
@@ -194,5 +194,5 @@ def average_bins(curve: Curve, most: int) -> Curve:
         return steps.astype(np.float64), values
     begins = np.array([n * i // most for i in range(most)])
     counts = np.diff([*begins, n])
-    steps, values = (np.add.reduceat(of.astype(np.float64), begins) / counts for of in curve)
+    steps, values = (np.add.reduceat(numbers.astype(np.float64), begins) / counts for numbers in curve)
     return steps, values

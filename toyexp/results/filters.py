@@ -66,7 +66,7 @@ class Filter:
             return self.sign == "!=" or (self.sign == "=" and self.value in ("", "null"))
         if self.sign in ("=", "!="):
             printed = self.key != "lr" and "." not in self.key  # metrics also match with four decimals, as printed
-            return any(_is_equal(value, one, printed) for one in self.value.split(",")) is (self.sign == "=")
+            return any(_is_equal(value, item, printed) for item in self.value.split(",")) is (self.sign == "=")
         if self.key == "when":
             with contextlib.suppress(ValueError):
                 moment = _parse_time(self.text, self.value)
@@ -78,8 +78,8 @@ class Filter:
 def split_filters(words: Sequence[str]) -> tuple[list[str], list[Filter]]:
     """Split the words of a command line into paths and parsed filters."""
     filters = [Filter.parse(word) for word in words]
-    places = [word for word, one in zip(words, filters, strict=True) if one is None]
-    return places, [one for one in filters if one is not None]
+    paths = [word for word, f in zip(words, filters, strict=True) if f is None]
+    return paths, [f for f in filters if f is not None]
 
 
 def filter_runs(runs: Iterable[Run], filters: Sequence[Filter], notes: list[str]) -> list[Run]:
@@ -128,18 +128,18 @@ def sort_runs(runs: Iterable[Run], key: str) -> list[Run]:
     name = KEY_ALIASES.get(name, name)
     values: list[Any] = [run.value(name) for run in runs]
     if runs and name not in COLUMNS and all(value is None for value in values):
-        each = [setting_texts(run.path) for run in runs]
-        values = [one.get(name) for one in each]
+        run_settings = [setting_texts(run.path) for run in runs]
+        values = [settings.get(name) for settings in run_settings]
         if all(value is None for value in values):
-            near = _suggest_key(name, {*COLUMNS, *(key for one in each for key in one)})
+            near = _suggest_key(name, {*COLUMNS, *(key for settings in run_settings for key in settings)})
             raise UserError(f"--sort {key}: no run here has {name}; {near}")
     ranked_runs = [(_sort_key(value), run) for value, run in zip(values, runs, strict=True) if not _is_none(value)]
     ranked_runs.sort(key=lambda pair: pair[0], reverse=falling)
     return [run for _, run in ranked_runs] + [run for value, run in zip(values, runs, strict=True) if _is_none(value)]
 
 
-def _suggest_key(key: str, known: Iterable[str]) -> str:
-    near = suggest(key, known)
+def _suggest_key(key: str, keys: Iterable[str]) -> str:
+    near = suggest(key, keys)
     return near if near.startswith("did you") else "all keys: toyexp runs --json, and config.yaml"
 
 
@@ -152,13 +152,13 @@ def _sort_key(value: Any) -> tuple[bool, float, str]:
     return (number is None, 0.0 if number is None else number, str(value))
 
 
-def _is_equal(value: Any, asked: str, printed: bool) -> bool:
-    value_number, number = _to_float(value), _to_float(asked)
+def _is_equal(value: Any, text: str, printed: bool) -> bool:
+    value_number, number = _to_float(value), _to_float(text)
     if value_number is not None and number is not None:
-        return value_number == number or (printed and f"{value_number:.4f}" == asked)
+        return value_number == number or (printed and f"{value_number:.4f}" == text)
     if str(value) in ("true", "false", "null"):
-        return str(value) == asked.lower() or (value, asked) == ("null", "None")
-    return fnmatchcase(str(value), asked)
+        return str(value) == text.lower() or (value, text) == ("null", "None")
+    return fnmatchcase(str(value), text)
 
 
 def _parse_time(word: str, text: str) -> datetime:

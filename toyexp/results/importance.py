@@ -28,7 +28,7 @@ def compute_shares(settings: Mapping[str, Sequence[Any]], scores: Sequence[float
         return {}, "no setting has several values"
     if not (target := _ranks(scores)).any():
         return {}, "all points have the same score"
-    terms = {frozenset([key]): some for key, (some, _) in columns.items()}
+    terms = {frozenset([key]): matrix for key, (matrix, _) in columns.items()}
     joint = _matrix(terms.values(), count)
     if count < (least := POINTS_PER_COLUMN * joint.shape[1]):
         return {}, f"{count} points are too few, at least {least} are needed"
@@ -50,7 +50,7 @@ def compute_shares(settings: Mapping[str, Sequence[Any]], scores: Sequence[float
         return {}, f"the settings of {count} points do not predict the score: noise, or too few points"
     gains = {}
     for key in columns:
-        without = _matrix((some for keys, some in terms.items() if key not in keys), count)
+        without = _matrix((matrix for keys, matrix in terms.items() if key not in keys), count)
         gains[key] = max(_fit(without, target)[1] - unexplained, 0.0)
     total = sum(gains.values()) or 1.0
     return {key: gain / total for key, gain in sorted(gains.items(), key=lambda pair: -pair[1])}, ""
@@ -72,8 +72,8 @@ def _columns(values: Sequence[Any]) -> tuple[Array, Array]:
         ranks = _ranks([float(value) for value in values])
     except (TypeError, ValueError):
         names = np.array(list(map(str, values)))
-        each = (names[:, None] == np.unique(names)[1:]).astype(float)
-        return each, each - each.mean(0)
+        indicators = (names[:, None] == np.unique(names)[1:]).astype(float)
+        return indicators, indicators - indicators.mean(0)
     columns = np.stack([ranks, ranks**2], 1)[:, : len(np.unique(ranks)) - 1]
     return columns, columns[:, :1]
 

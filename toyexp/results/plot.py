@@ -61,9 +61,9 @@ class Line:
         for entry, (curve, done) in zip(point.jobs, runs, strict=True):
             if done and curve:
                 seeds.setdefault(seed_key(entry), []).append(curve)
-        each = [_average(curves) for curves in seeds.values()]
-        mean = _average(each)
-        spread = {at: statistics.stdev(one[at] for one in each) for at in mean} if len(each) > 1 else {}
+        averages = [_average(curves) for curves in seeds.values()]
+        mean = _average(averages)
+        spread = {at: statistics.stdev(curve[at] for curve in averages) for at in mean} if len(averages) > 1 else {}
         return cls(point, runs, mean, spread)
 
     @property
@@ -82,20 +82,20 @@ def draw_sheet(comparison: Comparison, title: str, search: Path | None = None) -
     return plot_search.draw_search(search_result, title) if search_result else draw_runs(comparison, title)
 
 
-def draw_runs(comparison: Comparison, place: str) -> Sheet:
-    """Draw runs as curves; `place` names their directories. Raise UserError if no run has a final metric."""
+def draw_runs(comparison: Comparison, source: str) -> Sheet:
+    """Draw runs as curves; `source` names their directories. Raise UserError if no run has a final metric."""
     total = len(comparison.entries)
     comparison = comparison.best(MOST_RUNS)
     ranking = comparison.ranking
     if not any(point.values for point in ranking.points):
-        raise UserError(f"{place}: no run has completed with a metric yet; there is nothing to draw")
+        raise UserError(f"{source}: no run has completed with a metric yet; there is nothing to draw")
     lines = [Line.read(point, ranking.column) for point in ranking.points]
     coloured = [line for line in lines if line.point.values][:MAX_POINTS]
     rest = [line for line in lines if line not in coloured]
     rows = max(len(coloured) + bool(rest), 2)
     heights = (4.6, 0.6 + ROW_INCHES * rows)
     picture = Sheet(
-        0.5 + sum(heights), describe_sweep(comparison), _footer(comparison, place, total), heights, columns=(1, 1)
+        0.5 + sum(heights), describe_sweep(comparison), _footer(comparison, source, total), heights, columns=(1, 1)
     )
     above, below = picture.panels
     low, high = _limits(lines, ranking.column)
@@ -136,10 +136,10 @@ def _format_values(values: Sequence[str]) -> str:
     return f"{values[0]} to {values[-1]} ({len(values)} values)" if numbers else f"{len(values)} values"
 
 
-def _footer(comparison: Comparison, place: str, total: int) -> str:
+def _footer(comparison: Comparison, source: str, total: int) -> str:
     """Return the line below the title: settings that all runs share, and notes about omitted runs."""
     runs = [entry.run for entry in comparison.entries]
-    parts = [place, pluralise(total, "run")]
+    parts = [source, pluralise(total, "run")]
     if len(runs) < total:
         parts.append(f"the best {len(runs)} are shown")
     for part in ("recipe", "model", "data", "engine"):

@@ -48,20 +48,20 @@ class Search:
     log_keys: Set[str]  # settings on a logarithmic scale, such as lr=tag(log, interval(1e-4, 1e-1))
 
     @classmethod
-    def read(cls, place: Path) -> Search | None:
+    def read(cls, directory: Path) -> Search | None:
         """Read the result of a finished search; return None for any other directory."""
-        record = {"notes": [], "no_importances": "", "trials": [], **read_json_or_empty(place / SEARCH_FILE)}
+        record = {"notes": [], "no_importances": "", "trials": [], **read_json_or_empty(directory / SEARCH_FILE)}
         hints = {"search": str, "metric": str, "repeats": int, "importances": Mapping[str, float], "notes": list[str],
                  "no_importances": str, "trials": list[Mapping[str, Any]]}  # fmt: skip
         of_each = {"trial": int, "values": Mapping[str, Any], "state": str, "score": float | int | None}
         if not all(matches_type(record.get(name), hint) for name, hint in hints.items()):
             return None
-        if not all(matches_type(one.get(name), hint) for one in record["trials"] for name, hint in of_each.items()):
+        if not all(matches_type(row.get(name), hint) for row in record["trials"] for name, hint in of_each.items()):
             return None
         trials = [
-            Trial(one["trial"], one["values"], one["state"] == "complete", one["score"]) for one in record["trials"]
+            Trial(row["trial"], row["values"], row["state"] == "complete", row["score"]) for row in record["trials"]
         ]
-        parted = [line.partition("=") for line in sweep_overrides(place, "space")]
+        parted = [line.partition("=") for line in sweep_overrides(directory, "space")]
         by_magnitude = {key.lstrip("+") for key, _, value in parted if re.match(r"tag\(\s*log\b", value)}
         return cls(
             record["search"], record["metric"], record["repeats"], trials, record["importances"],
@@ -71,8 +71,8 @@ class Search:
     @property
     def keys(self) -> list[str]:
         """Keys of the settings that were searched, the most important first."""
-        found = list(dict.fromkeys(key for trial in self.trials for key in trial.values))
-        return sorted(found, key=lambda key: -self.importances.get(key, 0.0))
+        keys = list(dict.fromkeys(key for trial in self.trials for key in trial.values))
+        return sorted(keys, key=lambda key: -self.importances.get(key, 0.0))
 
     @property
     def is_minimising(self) -> bool:
@@ -80,15 +80,15 @@ class Search:
         return lower_is_better(self.metric)
 
 
-def draw_search(search: Search, place: str) -> Sheet:
-    """Draw a search; `place` names its directory. Raise UserError if no trial has a metric."""
+def draw_search(search: Search, source: str) -> Sheet:
+    """Draw a search; `source` names its directory. Raise UserError if no trial has a metric."""
     done = [trial for trial in search.trials if trial.is_complete and trial.score is not None]
     if not done:
-        raise UserError(f"{place}: no trial of this search has a score yet; there is nothing to draw")
+        raise UserError(f"{source}: no trial of this search has a score yet; there is nothing to draw")
     best = (min if search.is_minimising else max)(done, key=lambda trial: trial.score or 0.0)
     keys, names = search.keys[:MAX_PANELS], short_keys(search.keys)
     rows = -(-len(keys) // PANELS_PER_ROW)
-    sheet = Sheet(0.5 + 3.2 + 2.4 * rows, _title(search), _footer(search, place, keys), [3.2] + [2.4] * rows,
+    sheet = Sheet(0.5 + 3.2 + 2.4 * rows, _title(search), _footer(search, source, keys), [3.2] + [2.4] * rows,
                   columns=[1] + [min(len(keys), PANELS_PER_ROW)] * rows)  # fmt: skip
     limits = _limits([trial.score for trial in done if trial.score is not None], search.is_minimising)
     above, *panels = sheet.panels
@@ -108,8 +108,8 @@ def _title(search: Search) -> str:
     )
 
 
-def _footer(search: Search, place: str, keys: Sequence[str]) -> str:
-    parts = [place, *search.notes, f"{search.repeats} seeds a trial, their mean" if search.repeats > 1 else ""]
+def _footer(search: Search, source: str, keys: Sequence[str]) -> str:
+    parts = [source, *search.notes, f"{search.repeats} seeds a trial, their mean" if search.repeats > 1 else ""]
     pruned = sum(not trial.is_complete and trial.score is not None for trial in search.trials)
     without = sum(trial.score is None for trial in search.trials)
     parts += [f"{pruned} stopped early (crosses)"] if pruned else []
@@ -134,7 +134,7 @@ def _limits(scores: Sequence[float], falls: bool) -> tuple[float, float]:
     return low, high
 
 
-def _draw_dots(axes: Any, places: Sequence[float], trials: Sequence[Trial], limits: tuple[float, float]) -> None:
+def _draw_dots(axes: Any, positions: Sequence[float], trials: Sequence[Trial], limits: tuple[float, float]) -> None:
     """Draw a dot for each completed trial, darker for later ones, and a cross for each trial that was stopped early.
 
     Trials outside the limits are drawn at the edge, completed ones as arrows.
@@ -142,12 +142,12 @@ def _draw_dots(axes: Any, places: Sequence[float], trials: Sequence[Trial], limi
     low, high = limits
     last = max((trial.number for trial in trials), default=0) or 1
     drawn: dict[tuple[str, str, float], list[tuple[float, float, float]]] = {}
-    for place, trial in zip(places, trials, strict=True):
+    for position, trial in zip(positions, trials, strict=True):
         if trial.score is not None:
             beyond = "^" if trial.score > high else "v" if trial.score < low else ""
             style = (beyond or "o", BLUE, 20.0) if trial.is_complete else ("x", GREY, 13.0)
             alpha = 0.25 + 0.75 * trial.number / last if trial.is_complete else 0.3 if beyond else 0.7
-            drawn.setdefault(style, []).append((place, min(max(trial.score, low), high), alpha))
+            drawn.setdefault(style, []).append((position, min(max(trial.score, low), high), alpha))
     for (mark, colour, size), points in drawn.items():
         x, y, shades = zip(*points, strict=True)
         axes.scatter(x, y, marker=mark, s=size, color=colour, alpha=shades, linewidths=0.8 if mark == "x" else 0,
@@ -192,11 +192,11 @@ def _draw_setting(
     if all(matches_type(value, float | int) for value in values):
         if key not in search.log_keys or not set_log_scale(axes, "x", values):
             axes.locator_params(axis="x", nbins=4)
-        places = {trial.number: float(value) for trial, value in zip(trials, values, strict=True)}
+        positions = {trial.number: float(value) for trial, value in zip(trials, values, strict=True)}
     else:
         names = sorted({format_value(value) for value in values})[:MAX_NAMES]
         # Spread equal values by trial number, so that dots do not overlap.
-        places = {
+        positions = {
             trial.number: names.index(format_value(value)) + 0.5 * trial.number / max(len(search.trials) - 1, 1) - 0.25
             for trial, value in zip(trials, values, strict=True)
             if format_value(value) in names
@@ -204,10 +204,10 @@ def _draw_setting(
         labels = [fit_text(name, 14) for name in names]
         axes.set_xticks(range(len(labels)), labels, rotation=30 if sum(map(len, labels)) > 24 else 0)
         axes.set_xlim(-0.5, len(names) - 0.5)
-    shown_trials = [trial for trial in trials if trial.number in places]
-    _draw_dots(axes, [places[trial.number] for trial in shown_trials], shown_trials, limits)
-    if best.number in places:
-        _draw_star(axes, places[best.number], best)
+    shown_trials = [trial for trial in trials if trial.number in positions]
+    _draw_dots(axes, [positions[trial.number] for trial in shown_trials], shown_trials, limits)
+    if best.number in positions:
+        _draw_star(axes, positions[best.number], best)
     share = search.importances.get(key)
     matters = f" (importance {share:.0%})" if share is not None else ""
     axes.set_xlabel(f"{fit_text(name, 26)}{matters}")
@@ -217,6 +217,6 @@ def _draw_setting(
         axes.set_yticklabels([])
 
 
-def _draw_star(axes: Any, place: float, best: Trial) -> None:
-    axes.plot(place, best.score, marker="*", markersize=12, color=VERMILLION, markeredgecolor="white",
+def _draw_star(axes: Any, position: float, best: Trial) -> None:
+    axes.plot(position, best.score, marker="*", markersize=12, color=VERMILLION, markeredgecolor="white",
               markeredgewidth=0.6, zorder=5, clip_on=False)  # fmt: skip

@@ -47,7 +47,7 @@ class Point(Generic[J]):
     @cached_property
     def mean(self) -> float:
         """Mean over the seeds; NaN if no job has completed."""
-        return math.nan if (found := mean(self.values)) is None else found
+        return math.nan if (value := mean(self.values)) is None else value
 
     @cached_property
     def deviation(self) -> float | None:
@@ -83,21 +83,21 @@ class Ranking(Generic[J]):
     @cached_property
     def differing_data(self) -> list[str]:
         """Names of the digests (`data`, `text`, ...) that differ between points; [] if losses are comparable."""
-        each = [job_sources(point.jobs[0]) for point in self.points if point.values]
-        differ = [role for role in DATA if len({one[role] for one in each if role in one}) > 1]
+        sources = [job_sources(point.jobs[0]) for point in self.points if point.values]
+        differ = [role for role in DATA if len({digests[role] for digests in sources if role in digests}) > 1]
         return differ if "data" in differ else []
 
     def notes(self) -> list[str]:
         """Return notes about data and files that a reader of the numbers must know."""
-        told = []
-        if self.changed_sources:
-            told.append(f"{' and '.join(self.changed_sources)} changed between runs of equal settings: separate points")
+        notes = []
+        if changed := " and ".join(self.changed_sources):
+            notes.append(f"{changed} changed between runs of equal settings: separate points")
         if self.differing_data:
             differ = ", ".join(self.differing_data[1:] or self.differing_data)
-            told.append(f"the data differ between points ({differ}): their losses cannot be compared")
+            notes.append(f"the data differ between points ({differ}): their losses cannot be compared")
         if self.best and (tied := sum(point.mean == self.best.mean for point in self.points)) > 1:
-            told.append(f"{tied} points are equally good; the first of them is marked as best")
-        return told
+            notes.append(f"{tied} points are equally good; the first of them is marked as best")
+        return notes
 
     @property
     def has_seeds(self) -> bool:
@@ -121,15 +121,15 @@ class Ranking(Generic[J]):
 
 
 def rank_jobs(
-    jobs: Iterable[J], own: Sequence[str] = (), seed: Callable[[J], object] = lambda job: job.number
+    jobs: Iterable[J], overrides: Sequence[str] = (), seed: Callable[[J], object] = lambda job: job.number
 ) -> Ranking[J]:
-    """Group jobs into points and rank these by the metric that the overrides `own` of the sweep name.
+    """Group jobs into points and rank these by the metric that the sweep's `overrides` name.
 
     The default is the held-out loss, or the training loss if no job has a held-out one. `seed` returns a job's seed:
     the jobs of a point with the same seed count as one, with their mean. By default each job counts.
     """
     jobs = list(jobs)
-    metric = next((word.removeprefix(METRIC) for word in reversed(own) if word.startswith(METRIC)), "loss")
+    metric = next((word.removeprefix(METRIC) for word in reversed(overrides) if word.startswith(METRIC)), "loss")
     column = "held-out loss" if metric == "ppl" else f"held-out {metric}"
     if all(_value(job, column) is None for job in jobs):
         metric, column = "loss", "held-out loss"
@@ -140,25 +140,25 @@ def rank_jobs(
     for job in jobs:
         own_words = tuple(word for word in job.overrides if word.partition("=")[0] != "seed")
         settings_groups.setdefault(own_words, []).append(job)
-    found: dict[tuple[str, ...], Point[J]] = {}
+    points_by_words: dict[tuple[str, ...], Point[J]] = {}
     changed_roles: dict[str, None] = {}
-    for words, some in settings_groups.items():
-        roles = dict.fromkeys(role for job in some for role in job_sources(job) if role not in UNCOMPARED_DIGESTS)
-        changed = [role for role in roles if len({s[role] for job in some if role in (s := job_sources(job))}) > 1]
+    for words, group in settings_groups.items():
+        roles = dict.fromkeys(role for job in group for role in job_sources(job) if role not in UNCOMPARED_DIGESTS)
+        changed = [role for role in roles if len({s[role] for job in group if role in (s := job_sources(job))}) > 1]
         changed_roles |= dict.fromkeys(changed)
-        for job in some:
+        for job in group:
             marks = [f"{role}#{job_sources(job)[role][:8]}" for role in changed if role in job_sources(job)]
-            found.setdefault((*words, *marks), Point(" ".join((*words, *marks)))).jobs.append(job)
-    for point in found.values():
+            points_by_words.setdefault((*words, *marks), Point(" ".join((*words, *marks)))).jobs.append(job)
+    for point in points_by_words.values():
         job_values = {job.number: value for job in point.jobs if (value := _value(job, column)) is not None}
         point.jobs.sort(key=lambda job: (job.number not in job_values, sign * job_values.get(job.number, 0.0)))
-        of_seeds: dict[object, list[float]] = {}
+        by_seed: dict[object, list[float]] = {}
         for job in sorted(point.jobs, key=lambda job: job.number):
             if job.number in job_values:
-                of_seeds.setdefault(seed(job), []).append(job_values[job.number])
-        point.values = [some[0] if len(some) == 1 else statistics.fmean(some) for some in of_seeds.values()]
+                by_seed.setdefault(seed(job), []).append(job_values[job.number])
+        point.values = [values[0] if len(values) == 1 else statistics.fmean(values) for values in by_seed.values()]
         point.repeats = len(job_values) - len(point.values)
-    points = sorted(found.values(), key=lambda p: (not p.values, sign * p.mean if p.values else 0.0))
+    points = sorted(points_by_words.values(), key=lambda p: (not p.values, sign * p.mean if p.values else 0.0))
     return Ranking(column, points, [*changed_roles])
 
 

@@ -54,10 +54,10 @@ def require_plotly() -> None:
         import plotly  # noqa: F401 - what packed_library() reads
 
 
-def title(places: Sequence[str]) -> str:
+def title(paths: Sequence[str]) -> str:
     """Return the title of the page: the compared paths, or the first of them if they are too long."""
-    places = [display_path(place) for place in places]
-    return " ".join(places) if sum(map(len, places)) <= 80 else f"{places[0]} and {len(places) - 1} more"
+    paths = [display_path(path) for path in paths]
+    return " ".join(paths) if sum(map(len, paths)) <= 80 else f"{paths[0]} and {len(paths) - 1} more"
 
 
 def is_report(path: Path) -> bool:
@@ -115,7 +115,7 @@ class Report:
     def _data(self, comparison: Comparison, most: int) -> dict[str, Any]:
         ranking = comparison.ranking
         shares, why = self.importance or compute_importance(comparison)
-        point_indices = {id(point): place for place, point in enumerate(ranking.points)}
+        point_indices = {id(point): index for index, point in enumerate(ranking.points)}
         differing_keys = comparison.every_key
         rising = not ranking.column.endswith("loss") and not lower_is_better(ranking.column.removeprefix("held-out "))
         return {
@@ -224,7 +224,7 @@ def _clock(history: History) -> list[Sequence[float]]:
     """Return [steps, seconds, tokens] at about 200 steps, between which the page interpolates linearly."""
     count = len(history.step)
     indices = sorted({count * i // 200 for i in range(200)} | {count - 1}) if count else []
-    steps, tokens = (of[indices].astype(int).tolist() for of in (history.step, history.tokens))
+    steps, tokens = (numbers[indices].astype(int).tolist() for numbers in (history.step, history.tokens))
     return [steps, _round(history.seconds[indices]), tokens]
 
 
@@ -249,7 +249,7 @@ def _environment(entry: Entry) -> dict[str, str]:
     names = [str(backend[key]) for key in ("kind", "framework", "device") if backend.get(key)]
     # drop names that another name contains: of "ggml", "ggml 0.15.3", "CPU" the first
     engine = [name for name in names if not any(name != other and name in other for other in names)]
-    told = {
+    environment = {
         "engine": " ".join(dict.fromkeys(engine)),
         "threads": backend.get("threads"),
         "machine": " ".join(str(host[k]) for k in ("name", "os", "arch") if host.get(k)),
@@ -257,7 +257,7 @@ def _environment(entry: Entry) -> dict[str, str]:
         "commit": str(git.get("sha") or "")[:12],
         "parameters": describe_parameters(model).replace(" parameters", ""),
     }
-    return {key: str(value)[:200] for key, value in told.items() if value}
+    return {key: str(value)[:200] for key, value in environment.items() if value}
 
 
 def _unit(entries: Iterable[Entry]) -> str:

@@ -89,7 +89,7 @@ class Run:
         }
 
 
-COLUMNS = tuple(one.name for one in fields(Run) if one.name not in ("path", "scores"))
+COLUMNS = tuple(f.name for f in fields(Run) if f.name not in ("path", "scores"))
 
 
 def find_runs(root: Path, notes: list[str] | None = None) -> Iterator[Path]:
@@ -135,13 +135,13 @@ def resolve_runs(command: str, words: Sequence[str], notes: list[str]) -> list[P
     A word is a run, a sweep, a directory that contains runs, or a glob pattern. Raise UserError, which quotes the
     `command`, for a word that names no run. See `find_runs` for `notes`.
     """
-    found: dict[Path, None] = {}
+    directories: dict[Path, None] = {}
     for word in words:
         if not word:
             raise UserError(f"{command} '': is empty (an unset shell variable?); leave it out, or name a directory")
         exists = os.path.lexists(word)
         paths = [word] if exists or not glob.has_magic(word) else sorted(glob.glob(word, recursive=True))  # noqa: PTH207
-        runs = [run for place in paths for run in _list_runs(Path(place), notes)]
+        runs = [run for path in paths for run in _list_runs(Path(path), notes)]
         if not runs:
             problem = (
                 "holds no run" if exists else "matches no run" if glob.has_magic(word) else explain_missing(Path(word))
@@ -149,8 +149,8 @@ def resolve_runs(command: str, words: Sequence[str], notes: list[str]) -> list[P
             if exists and (Path(word) / SWEEP_FILE).is_file():
                 problem = "is a sweep that has started no run"
             raise UserError(f"{command} {display_path(word)}: {problem}; to list runs: toyexp runs")
-        found.update(dict.fromkeys(runs))
-    return list(found)
+        directories.update(dict.fromkeys(runs))
+    return list(directories)
 
 
 @contextlib.contextmanager
@@ -189,16 +189,16 @@ def _extract(archive: Path, folder: Path) -> Path:
     return folder
 
 
-def _list_runs(place: Path, notes: list[str]) -> Iterator[Path]:
-    if place.is_dir():
-        yield from find_runs(place, notes)
-    elif place.name in ("events.jsonl", "config.yaml", "result.json"):
-        yield from (run for run in find_runs(place.parent) if run == place.parent)
+def _list_runs(path: Path, notes: list[str]) -> Iterator[Path]:
+    if path.is_dir():
+        yield from find_runs(path, notes)
+    elif path.name in ("events.jsonl", "config.yaml", "result.json"):
+        yield from (run for run in find_runs(path.parent) if run == path.parent)
 
 
-def sweep_metric(places: Sequence[Path]) -> str:
+def sweep_metric(directories: Sequence[Path]) -> str:
     """Return the metric of the sweeps in these directories if they agree on one, otherwise "loss"."""
-    overrides = [word for place in places for word in sweep_overrides(place, "sweep")]
+    overrides = [word for directory in directories for word in sweep_overrides(directory, "sweep")]
     metrics = {word.removeprefix(METRIC) for word in overrides if word.startswith(METRIC)}
     return metrics.pop() if len(metrics) == 1 else "loss"
 

@@ -121,23 +121,23 @@ class ComparisonAnswer(Answer):
 
 
 def compare_runs(
-    places: Sequence[str], filters: Sequence[Filter], metric: str | None, pool: bool = False
+    directories: Sequence[str], filters: Sequence[Filter], metric: str | None, pool: bool = False
 ) -> ComparisonAnswer:
-    """Compare those runs in `places` (run directories and sweep directories) that match the filters.
+    """Compare those runs in `directories` (of runs or sweeps) that match the filters.
 
     `metric` ranks the runs; if it is None, the sweep's metric does. With `pool`, equal runs in different directories or
     with different names are combined. Raise UserError if no run matches or has the metric.
     """
-    paths = resolve_runs("compare", places, notes := list[str]())
+    paths = resolve_runs("compare", directories, notes := list[str]())
     runs = filter_runs([read_run(path) for path in paths], filters, notes)
     if not runs:
         raise UserError(f"compare {' '.join(f.text for f in filters)}: none of {pluralise(len(paths), 'run')} matches")
-    comparison = Comparison.build(runs, metric or sweep_metric([Path(path) for path in places]), pool)
-    for path in map(Path, places):
+    comparison = Comparison.build(runs, metric or sweep_metric([Path(directory) for directory in directories]), pool)
+    for directory in map(Path, directories):
         with contextlib.suppress(UserError):  # no sweep, or a damaged one
-            jobs = read_sweep(path)[0]
-            deleted_runs = [d for j in jobs if j.result and not (path / (d := str(j.directory))).is_dir()]
-            note = f"not counted: {pluralise(len(deleted_runs), 'run')} of {short_path(path)} no longer there: "
+            jobs = read_sweep(directory)[0]
+            deleted_runs = [d for j in jobs if j.result and not (directory / (d := str(j.directory))).is_dir()]
+            note = f"not counted: {pluralise(len(deleted_runs), 'run')} of {short_path(directory)} no longer there: "
             notes += [note + ", ".join(deleted_runs[:3])] if deleted_runs else []
     comparison.selection_notes = notes
     if metric and metric not in (metrics := {"loss", "ppl", *comparison.scores}):

@@ -87,10 +87,10 @@ def check_words(call: str, words: Sequence[Any]) -> list[str]:
     return list(words)
 
 
-def check_path(what: str, value: Any) -> Path:
+def check_path(parameter: str, value: Any) -> Path:
     """Return a path; raise UserError for other types."""
     if not isinstance(value, str | os.PathLike) or isinstance(os.fspath(value), bytes) or not os.fspath(value):
-        raise UserError(f"{what}: must be a path, got {printable(repr(value))}")
+        raise UserError(f"{parameter}: must be a path, got {printable(repr(value))}")
     return Path(value)
 
 

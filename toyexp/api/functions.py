@@ -86,10 +86,10 @@ def run(
     return Result(ready.directory, request.registry)
 
 
-def _directory_override(key: str, what: str, path: str | os.PathLike[str] | None) -> list[str]:
+def _directory_override(key: str, parameter: str, path: str | os.PathLike[str] | None) -> list[str]:
     from toyexp.config.words import format_override
 
-    return [] if path is None else [format_override(key, check_path(what, path).absolute())]
+    return [] if path is None else [format_override(key, check_path(parameter, path).absolute())]
 
 
 def _build_request(call: str, flags: Mapping[str, str], settings: Sequence[str]) -> Request:

@@ -258,8 +258,8 @@ def require_run(directory: Path) -> None:
     """Raise UserError if the directory contains no run."""
     names = {path.name for path in directory.iterdir()} if directory.is_dir() else set()
     if "config.yaml" not in names or not names & RUN_FILES:
-        what = "holds no run" if directory.exists() else explain_missing(directory)
-        raise UserError(f"{os.fspath(directory)}: {what}; toyexp.open needs a run, a checkpoint or a sweep")
+        problem = "holds no run" if directory.exists() else explain_missing(directory)
+        raise UserError(f"{os.fspath(directory)}: {problem}; toyexp.open needs a run, a checkpoint or a sweep")
 
 
 # -- notebooks ----------------------------------------------------------------------------------------------------

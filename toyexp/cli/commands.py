@@ -35,10 +35,10 @@ class BuiltInCommand(Command):
     module: ClassVar[str]
     options: ClassVar[Sequence[Option]]
 
-    def _load(self, what: str) -> Any:
+    def _load(self, name: str) -> Any:
         several = f"_{self.name}" if self.module else ""
         module = import_module(f"toyexp.cli.{self.module or self.name}")
-        return getattr(module, what + (several.upper() if what == "HELP" else several))
+        return getattr(module, name + (several.upper() if name == "HELP" else several))
 
     def configure(self, parser: argparse.ArgumentParser) -> None:
         """Add the options of the table to a parser."""
@@ -62,8 +62,8 @@ class BuiltInCommand(Command):
             if self.name in NO_SETTINGS and "=" in word and not os.path.lexists(word):
                 if (flag := f"--{word.partition('=')[0]}") in self.parser().options:
                     raise UserError(f"{self.name} {word}: is an option here; type {flag} {word.partition('=')[2]}")
-                what = f"is a setting of a run; {self.name} only takes plugins=[...]"
-                raise UserError(f"{self.name} {word}: {what}; see toyexp {self.name} --help")
+                problem = f"is a setting of a run; {self.name} only takes plugins=[...]"
+                raise UserError(f"{self.name} {word}: {problem}; see toyexp {self.name} --help")
             if self.name in SETTINGS_ONLY and "=" not in word and word[:1] not in "~+":
                 raise UserError(f"{self.name} {word}: expected key=value; see toyexp {self.name} --help")
         return arguments
@@ -99,20 +99,20 @@ def _value(flag: str, example: str, about: str, type: Callable[[str], Any] | Non
 
 
 def _number(flag: str, example: str, about: str, high: float = 10**6) -> Option:
-    return _value(flag, example, about, number(*TEXT_LIMITS.get(flag, (1, high)), whole=example.isdigit()))
+    return _value(flag, example, about, number(*TEXT_LIMITS.get(flag, (1, high)), integer=example.isdigit()))
 
 
-def number(low: float, high: float = math.inf, whole: bool = False) -> Callable[[str], float]:
+def number(low: float, high: float = math.inf, integer: bool = False) -> Callable[[str], float]:
     """Return the `type` of an option whose value is a finite number from `low` to `high`."""
 
     def parse(text: str) -> float:
         try:
-            value = int(text) if whole else float(text)
+            value = int(text) if integer else float(text)
         except ValueError:
             value = math.nan
         if not (math.isfinite(value) and low <= value <= high):
-            limits = f"from {low} to {high}" if whole else f"from {low:g} to {high:g}"
-            raise argparse.ArgumentTypeError(f"must be a {'whole ' if whole else ''}number {limits}")
+            limits = f"from {low} to {high}" if integer else f"from {low:g} to {high:g}"
+            raise argparse.ArgumentTypeError(f"must be a {'whole ' if integer else ''}number {limits}")
         return value
 
     return parse

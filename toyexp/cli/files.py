@@ -45,8 +45,8 @@ def run_describe(arguments: Arguments) -> int:
     """Describe a GGUF file."""
     from toyexp.inference.describe import describe
 
-    what = parse_model_path("describe", arguments.rest, ": toyexp describe model.gguf")
-    return describe(what, load(arguments.modules), arguments.metadata, arguments.tensors).show(arguments)
+    path = parse_model_path("describe", arguments.rest, ": toyexp describe model.gguf")
+    return describe(path, load(arguments.modules), arguments.metadata, arguments.tensors).show(arguments)
 
 
 HELP_MODELS = """\
@@ -71,8 +71,8 @@ def run_models(arguments: Arguments) -> int:
     for path in directories:
         if not os.path.isdir(path):  # noqa: PTH112 - Path.is_dir() raises if a parent directory is not accessible
             exists = os.path.exists(path)  # noqa: PTH110 - likewise
-            what = "not a directory; to describe a file: toyexp describe" if exists else "not found"
-            raise UserError(f"models {path}: {what}")
+            problem = "not a directory; to describe a file: toyexp describe" if exists else "not found"
+            raise UserError(f"models {path}: {problem}")
     return find_models(load(arguments.modules), directories).show(arguments)
 
 
@@ -106,9 +106,9 @@ def run_eval(arguments: Arguments) -> int:
 
     files = [word for word in arguments.rest if "=" not in word]
     usage = ", then settings and options: toyexp eval model.gguf batch_size=4"
-    what = parse_model_path("eval", files, usage)
+    model_path = parse_model_path("eval", files, usage)
     request = parse_experiment("eval", [word for word in arguments.settings if "=" in word])
-    evaluation = evaluate(what, request, arguments.data, Path(arguments.adapter) if arguments.adapter else None)
+    evaluation = evaluate(model_path, request, arguments.data, Path(arguments.adapter) if arguments.adapter else None)
     evaluation.show(arguments)
     if not math.isfinite(evaluation.loss):
         raise RunFailed(f"{evaluation.file}: its held-out loss is {evaluation.loss}")
@@ -139,13 +139,13 @@ def run_predict(arguments: Arguments) -> int:
     if not arguments.rest[1:]:
         typed = f"predict {arguments.rest[0]}" if arguments.rest else "predict"
         raise UserError(f"{typed}: needs a model, then images or directories of images: toyexp predict RUN photo.png")
-    what, *image_paths = map(Path, arguments.rest)
+    model_path, *image_paths = map(Path, arguments.rest)
     table = arguments.csv
     if table is not None:
         _check_table(table, arguments)
     require_pillow()
     files, modules = list_images(image_paths), arguments.modules
-    predictions = predict(what, files, arguments.top or 1, arguments.engine or "auto", load(modules), modules)
+    predictions = predict(model_path, files, arguments.top or 1, arguments.engine or "auto", load(modules), modules)
     for image in predictions.failures:
         print(escape_cell(f"{image.file}: {image.error}"), file=sys.stderr)
     if table is None:
@@ -200,11 +200,11 @@ def run_export(arguments: Arguments) -> int:
 
     settings = tuple(word for word in arguments.rest if "=" in word and not os.path.lexists(word))
     files, word = [word for word in arguments.rest if word not in settings], arguments.type
-    what = parse_model_path("export", files, ", and a type: toyexp export model.gguf --type q8_0 --to small.gguf")
+    model = parse_model_path("export", files, ", and a type: toyexp export model.gguf --type q8_0 --to small.gguf")
     if word is None:
-        raise UserError(f"export {what}: needs a type: toyexp export {shlex.quote(str(what))} --type q8_0")
+        raise UserError(f"export {model}: needs a type: toyexp export {shlex.quote(str(model))} --type q8_0")
     registry = load(arguments.modules)
-    return export(what, word, arguments.to, settings, registry, arguments.force, arguments.requantize).show(arguments)
+    return export(model, word, arguments.to, settings, registry, arguments.force, arguments.requantize).show(arguments)
 
 
 HELP_MERGE = """\

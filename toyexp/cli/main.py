@@ -85,8 +85,8 @@ def _call_plugin_command(command: Command, words: Sequence[str]) -> int:
             raise error.__cause__ from None
         raise
     if type(code) is not int or not 0 <= code < 256:
-        what = f"{printable(repr(code))}; an exit code must be a whole number from 0 (success) to 255"
-        raise PluginFailed(f"command.{command.name} returned {what}")
+        problem = f"{printable(repr(code))}; an exit code must be a whole number from 0 (success) to 255"
+        raise PluginFailed(f"command.{command.name} returned {problem}")
     return code
 
 
@@ -110,8 +110,8 @@ def run(words: Sequence[str]) -> int:
         return inspect(flags, request)
     several = "--multirun" in flags or "sweep.resume" in request.values
     if started_ranks().count > 1 and (several or "--dry-run" in flags):
-        what = "-m: a sweep starts its own processes" if several else "--dry-run: runs in one process"
-        raise UserError(f"{what}; only use torchrun to train one run")
+        problem = "-m: a sweep starts its own processes" if several else "--dry-run: runs in one process"
+        raise UserError(f"{problem}; only use torchrun to train one run")
     if several:
         return _sweep(flags, request)
     from toyexp.training.resume import AUTO, Complete

@@ -243,5 +243,5 @@ def doctor_hints(engines: Sequence[str]) -> list[str]:
 
 def _next(commands: Sequence[tuple[str, str]]) -> list[str]:
     """Format commands for copying, with descriptions as shell comments."""
-    rows = [f"{'next  ' if i == 0 else '      '}{command}  # {what}" for i, (command, what) in enumerate(commands)]
+    rows = [f"{'next  ' if i == 0 else '      '}{command}  # {about}" for i, (command, about) in enumerate(commands)]
     return ["", *rows]

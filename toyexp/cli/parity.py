@@ -205,13 +205,13 @@ def _exceeded_messages(loss: LossDifference, tensors: Sequence[TensorDifference]
 
     if loss.largest > limits.loss:
         yield f"loss: differs at one step by {excess(loss.largest, limits.loss)}"
-    for what in ("gradient", "weights"):
-        limit = getattr(limits, what)
-        off = {t.name: getattr(t, what) for t in tensors if getattr(t, what) > limit}
+    for quantity in ("gradient", "weights"):
+        limit = getattr(limits, quantity)
+        off = {t.name: getattr(t, quantity) for t in tensors if getattr(t, quantity) > limit}
         if off:
             worst = max(off, key=lambda name: off[name])
             more = f"; {len(off)} of {len(tensors)} tensors exceed it" if len(off) > 1 else ""
-            yield f"{what}: {worst} differs by {excess(off[worst], limit)}{more}"
+            yield f"{quantity}: {worst} differs by {excess(off[worst], limit)}{more}"
 
 
 def _norm(array: np.ndarray) -> float:
@@ -255,8 +255,8 @@ def run(arguments: Arguments) -> int:
     watch: Callable[[str], None] = (lambda line: None) if as_json else print_output
     reports: dict[str, Report] = {}
     if picture and (several := [o.key_or_group for o in sweep if o.is_sweep_override()]):
-        what = f"plots a single experiment, but this one sweeps over {', '.join(several)}"
-        raise UserError(f"--plot {plot}: {what}; leave it out")
+        problem = f"plots a single experiment, but this one sweeps over {', '.join(several)}"
+        raise UserError(f"--plot {plot}: {problem}; leave it out")
     for varied in combinations(sweep):
         label = " ".join(varied)
         if varied:
@@ -267,7 +267,7 @@ def run(arguments: Arguments) -> int:
             watch(line)
         if picture:
             lines = [line.partition(" ") for line in introduction(runs[labels[0]])]
-            details = [about.strip() for what, _, about in lines if what in ("model", "data", "recipe")]
+            details = [about.strip() for name, _, about in lines if name in ("model", "data", "recipe")]
             drawn = sheet(report.plain(), f"{' and '.join(labels[1:])} against {report.reference}", details)
             watch(f"plot    {plot}, {format_bytes(drawn.write(picture))}")
     within = sum(report.within for report in reports.values())
@@ -288,7 +288,7 @@ def _require_schedules(request: Request) -> None:
             raise UserError(f"{override.input_line}: parity only uses learning rate schedules; leave it out")
 
 
-_ROWS = [(name, *(f"{getattr(limits, what):g}" for what in LIMITS)) for name, limits in TOLERANCES.items()]
+_ROWS = [(name, *(f"{getattr(limits, quantity):g}" for quantity in LIMITS)) for name, limits in TOLERANCES.items()]
 _TABLE = "\n".join(f"  {row}" for row in align_columns([("products in", *LIMITS), *_ROWS], right=range(1, 4)))
 HELP = f"""\
 usage: toyexp parity [engine=NAME,NAME,...] [key=value ...] [options]
@@ -317,7 +317,7 @@ def summary(report: Report, every_tensor: bool = False) -> list[str]:
         worst = [max((getattr(t, w) for t in engine.tensors), default=0.0) for w in ("gradient", "weights", "of_norm")]
         rows.append((engine.engine, *(f"{n:.1e}" for n in (*astuple(engine.loss), *worst))))
     for rounds_to, limits in {engine.rounds_to: engine.tolerances for engine in report.engines}.items():
-        loss, gradient, weights = (f"{getattr(limits, what):.1e}" for what in LIMITS)
+        loss, gradient, weights = (f"{getattr(limits, quantity):.1e}" for quantity in LIMITS)
         rows.append((f"tolerance, {rounds_to}", loss, "", "", "", gradient, weights, ""))
     lines = ["", *align_columns(rows, right=range(1, 8))]
     for engine in report.engines:

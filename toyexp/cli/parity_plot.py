@@ -24,11 +24,11 @@ def sheet(report: Mapping[str, Any], title: str, below: Sequence[str]) -> Sheet:
     losses, differences, gradients, weights = figure.panels
     _losses(losses, report)
     _differences(differences, report)
-    for axes, what, about in (
+    for axes, quantity, about in (
         (gradients, "gradient", "gradient of the first batch, relative error"),
         (weights, "weights", "weights after training, relative to their change"),
     ):
-        _errors(axes, engines, tensors, what, about)
+        _errors(axes, engines, tensors, quantity, about)
     gradients.set_yticks(range(len(tensors)), [fit_text(name, 34) for name in tensors], fontsize=SMALL - 1)
     weights.set_yticks(range(len(tensors)), [""] * len(tensors))
     return figure
@@ -40,7 +40,7 @@ def _worst_tensors(engines: Sequence[Mapping[str, Any]]) -> list[str]:
     for engine in engines:
         limits = engine["tolerances"]
         for tensor in engine["tensors"]:
-            error = max(tensor[what] / limits[what] if limits[what] else math.inf for what in ("gradient", "weights"))
+            error = max(tensor[name] / limits[name] if limits[name] else math.inf for name in ("gradient", "weights"))
             errors[tensor["name"]] = max(errors.get(tensor["name"], 0.0), error)
     return sorted(errors, key=lambda name: -errors[name])[:ROWS]
 
@@ -85,13 +85,13 @@ def _differences(axes: Any, report: Mapping[str, Any]) -> None:
 
 
 def _errors(
-    axes: Any, engines: Sequence[Mapping[str, Any]], tensors: Sequence[str], what: str, about: str
+    axes: Any, engines: Sequence[Mapping[str, Any]], tensors: Sequence[str], quantity: str, about: str
 ) -> None:  # fmt: skip
     """Plot one kind of error for each tensor, with a mark per engine, and the tolerance."""
     axes.grid(visible=False)
     axes.grid(axis="x")
-    errors = [{tensor["name"]: tensor[what] for tensor in engine["tensors"]} for engine in engines]
-    tolerances = {engine["rounds_to"]: engine["tolerances"][what] for engine in engines}
+    errors = [{tensor["name"]: tensor[quantity] for tensor in engine["tensors"]} for engine in engines]
+    tolerances = {engine["rounds_to"]: engine["tolerances"][quantity] for engine in engines}
     floor = _logarithmic(axes, "x", [by_tensor[name] for by_tensor in errors for name in tensors], tolerances.values())
     highest = axes.get_xlim()[1]
     for number, by_tensor in enumerate(errors):

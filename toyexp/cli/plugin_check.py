@@ -118,9 +118,9 @@ def _find_modules(target: Path) -> tuple[dict[str, str], list[Path]]:
     if not project.is_file() and (root / "__init__.py").is_file():
         return {root.name: root.name}, [root.parent]
     if not project.is_file():
-        what = "holds neither a pyproject.toml nor an __init__.py" if target.is_dir() else "is not a Python file"
-        what = what if os.path.lexists(target) else "no such file or directory"
-        raise UserError(f"{command}: {what}; expected a plugin's directory, or my_module.py")
+        problem = "holds neither a pyproject.toml nor an __init__.py" if target.is_dir() else "is not a Python file"
+        problem = problem if os.path.lexists(target) else "no such file or directory"
+        raise UserError(f"{command}: {problem}; expected a plugin's directory, or my_module.py")
     try:
         points = dict(tomllib.loads(project.read_text())["project"]["entry-points"][GROUP])
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
@@ -129,8 +129,8 @@ def _find_modules(target: Path) -> tuple[dict[str, str], list[Path]]:
         points = {}
     if not points or not all(isinstance(module, str) for module in points.values()):
         line = f"{root.name.replace('-', '_')} = {root.name.replace('-', '_')!r}"
-        what = f"[project.entry-points.{GROUP}] with a line such as {line}"
-        raise UserError(f"{command}: its pyproject.toml names no plugin: {what}")
+        problem = f"[project.entry-points.{GROUP}] with a line such as {line}"
+        raise UserError(f"{command}: its pyproject.toml names no plugin: {problem}")
     return points, [root, *(p for p in [root / "src"] if p.is_dir())]
 
 

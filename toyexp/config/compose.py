@@ -147,8 +147,8 @@ class Composition:
 
         Hydra's settings are left out.
         """
-        then, now = (OmegaConf.to_container(drop_hydra_keys(c.cfg)) for c in (other, self))
-        return [f"{key}={plain(value)}" for key, (_, value) in differences(then, now)]
+        old, new = (OmegaConf.to_container(drop_hydra_keys(c.cfg)) for c in (other, self))
+        return [f"{key}={plain(value)}" for key, (_, value) in differences(old, new)]
 
     def check_parts(self) -> None:
         """Check all parts except the base file and the engine; raise UserError for invalid settings."""
@@ -159,9 +159,9 @@ class Composition:
         registry = self.all_keys.registry
         if self.sweeps:
             name = OmegaConf.select(self.cfg, "hydra.runtime.choices.experiment")
-            what, line = (f"experiment={name}", f" experiment={name}") if name else ("this configuration", " ...")
+            subject, line = (f"experiment={name}", f" experiment={name}") if name else ("this configuration", " ...")
             line += registry.plugins_override
-            raise UserError(f"{what} sweeps over {', '.join(self.sweeps)}; run it with -m: toyexp -m{line}")
+            raise UserError(f"{subject} sweeps over {', '.join(self.sweeps)}; run it with -m: toyexp -m{line}")
         base, keys = self._base_and_keys
         try:
             parts = build_parts(self.cfg, keys, self.source.origin)

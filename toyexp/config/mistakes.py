@@ -348,13 +348,13 @@ _PLAIN_WORDS = {
 }
 
 
-def rephrase(what: str, error: BaseException) -> UserError:
-    """Convert an error of OmegaConf about the value of `what` to plain words, without names of Python types."""
+def rephrase(subject: str, error: BaseException) -> UserError:
+    """Convert an error of OmegaConf about the value of `subject` to plain words, without names of Python types."""
     text = re.sub(r"^In '\S+': \w+ raised while composing config:\s*", "", str(error)).strip()
     for pattern, words in _PLAIN_WORDS.items():
         if match := re.search(pattern, text):
-            return UserError(f"{what}: {words.format(*match.groups())}")
-    return UserError(f"{what}: {text.splitlines()[0] if text else 'is invalid'}")
+            return UserError(f"{subject}: {words.format(*match.groups())}")
+    return UserError(f"{subject}: {text.splitlines()[0] if text else 'is invalid'}")
 
 
 # -- configuration files -------------------------------------

@@ -59,13 +59,13 @@ def check_file(path: Path, text: str, ours: bool, preset: bool = False) -> None:
         _check_hydra(root, text, path, preset)
 
 
-def require_plugins(plugins: object, loaded: Sequence[str], what: str) -> None:
+def require_plugins(plugins: object, loaded: Sequence[str], subject: str) -> None:
     """Raise UserError if a configuration needs local plugins that are not loaded: files must not load code."""
     names = [str(name) for name in plugins] if isinstance(plugins, Iterable) and not isinstance(plugins, str) else []
     if missing := [name for name in names if name not in loaded]:
         add = f"'plugins=[{printable(','.join(names), 200)}]'"
         raise UserError(
-            f"{what} needs the plugin {printable(missing[0])}; only the command line can load code: add {add}"
+            f"{subject} needs the plugin {printable(missing[0])}; only the command line can load code: add {add}"
         )
 
 

@@ -130,8 +130,8 @@ def store_schemas(registry: Registry) -> None:
                 try:
                     OmegaConf.structured(schema(cls, name))
                 except OmegaConfBaseException as error:
-                    what = " ".join(str(error).split())
-                    registry.drop(offer, f"{kind}={name}: fields are not valid settings: {what}")
+                    cause = " ".join(str(error).split())
+                    registry.drop(offer, f"{kind}={name}: fields are not valid settings: {cause}")
                     continue
             node: Any = cls
             nodes[file] = ConfigNode(file, node, kind, package, None)

@@ -114,8 +114,8 @@ def _relative_scale(config: Mapping[str, Any], module: str, b: np.ndarray, alpha
     scale, patterns = alpha, config.get("alpha_pattern") or {}
     for pattern in patterns if isinstance(patterns, dict) else ():
         if not re.fullmatch(r"[\w.]+", pattern):  # an untrusted regular expression may never end
-            what = f"alpha_pattern has {printable(pattern)}, only module names are supported"
-            raise UserError(f"{folder / CONFIG}: {what}; merge it with PEFT")
+            problem = f"alpha_pattern has {printable(pattern)}, only module names are supported"
+            raise UserError(f"{folder / CONFIG}: {problem}; merge it with PEFT")
         if f".{module}".endswith(f".{pattern}"):
             scale = _number(folder, patterns, pattern)
             break

@@ -24,14 +24,14 @@ TYPES = {"F32": (0, 4), "F16": (1, 2), "BF16": (30, 2)}  # supported: ggml type 
 Tensor = tuple[tuple[int, ...], Callable[[], np.ndarray]]  # shape, and a function that returns the numbers
 
 
-def json_object(text: Any, what: str) -> dict[str, Any]:
-    """Parse a JSON object. If the text is not one, raise UserError with a message that begins with `what`."""
+def json_object(text: Any, subject: str) -> dict[str, Any]:
+    """Parse a JSON object. If the text is not one, raise UserError with a message that begins with `subject`."""
     try:
         value = json.loads(text) if isinstance(text, str | bytes) else None
     except (ValueError, RecursionError):
         value = None
     if not isinstance(value, dict):
-        raise UserError(f"{what} is not a JSON object")
+        raise UserError(f"{subject} is not a JSON object")
     return value
 
 

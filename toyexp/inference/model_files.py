@@ -89,11 +89,11 @@ def _convert_file(form: Format, path: Path, target: Path, registry: Registry) ->
     who = f"format.{form.name}"
     with attribute_errors(who, f"while it read {path}"):
         model = call_checked(ModelExport, form.read, path, registry.models(), who=who)
-        tensors = _fitting(model, f"{path}: format.{form.name} read")
+        tensors = _check_tensors(model, f"{path}: format.{form.name} read")
         write_model(target, model.model, tensors, model.tokenizer, "f32", model.general, model.data)
 
 
-def _fitting(exported: ModelExport, subject: str) -> LazyTensors:
+def _check_tensors(exported: ModelExport, subject: str) -> LazyTensors:
     """Return the tensors that a format has read, each loaded on access.
 
     Raise UserError if the tensors' names differ from the model's, and on access if a tensor has another shape.

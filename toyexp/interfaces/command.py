@@ -70,13 +70,13 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         """Raise UserError with a reworded `message`. In argparse's wording the option's name comes first."""
-        name, _, what = message.removeprefix("argument ").partition(": ")
+        name, _, problem = message.removeprefix("argument ").partition(": ")
         flag = name.rpartition("/")[2]
         if flag not in self.options:
             raise UserError(message)
-        if what.startswith("expected"):
+        if problem.startswith("expected"):
             raise UserError(f"{flag} needs a value{self._example(flag)}")
-        raise UserError(f"{flag} takes no value" if what.startswith("ignored") else f"{flag}: {what}")
+        raise UserError(f"{flag} takes no value" if problem.startswith("ignored") else f"{flag}: {problem}")
 
     def _example(self, flag: str) -> str:
         option = self.options[flag]
@@ -86,14 +86,14 @@ class Parser(argparse.ArgumentParser):
     def _get_value(self, action: argparse.Action, text: str) -> Any:
         flag = action.option_strings[-1]
         if not text and action.type is not str:
-            what = f"{self.command} {flag} '': is empty (an unset shell variable?)".strip()
-            raise UserError(f"{what}; leave it out, or give it a value{self._example(flag)}")
+            problem = f"{self.command} {flag} '': is empty (an unset shell variable?)".strip()
+            raise UserError(f"{problem}; leave it out, or give it a value{self._example(flag)}")
         try:
             return super()._get_value(action, text)
         except argparse.ArgumentError as error:
             kind = "a whole number" if action.type is int else "a number" if action.type is float else ""
-            what = f"must be {kind}" if kind else error.message
-            raise UserError(f"{flag} {text}: {what}") from None
+            problem = f"must be {kind}" if kind else error.message
+            raise UserError(f"{flag} {text}: {problem}") from None
 
     def _check_value(self, action: argparse.Action, value: Any) -> None:
         if action.choices is not None and value not in action.choices:

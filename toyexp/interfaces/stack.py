@@ -66,14 +66,14 @@ def _differences(a: Plan, b: Plan) -> Iterator[str]:
         yield from _differing_value(f"model.{name}", sizes[name], others.get(name))
     for name in ("rows", "accumulate"):
         yield from _differing_value(f"the plan's {name}", getattr(a, name), getattr(b, name))
-    for what, extract in (
+    for subject, extract in (
         ("the batches", lambda p: {n: (s.shape, s.dtype) for n, s in p.inputs.items()}),
         ("the tensors", lambda p: [(t.name, t.shape, t.trainable) for t in p.tensors]),
         ("the adapters", lambda p: p.adapters),
         ("the optimiser's groups", lambda p: [group.tensors for group in p.updates]),
     ):
         if extract(a) != extract(b):
-            yield f"{what} differ"
+            yield f"{subject} differ"
     for first, second in zip(a.updates, b.updates, strict=True):
         if _has_same_settings(first.rule, second.rule):  # comparing formulas takes longer
             continue
@@ -90,9 +90,9 @@ def _has_same_settings(a: Any, b: Any) -> bool:
         return False
 
 
-def _differing_value(what: str, a: Any, b: Any) -> Iterator[str]:
+def _differing_value(subject: str, a: Any, b: Any) -> Iterator[str]:
     if a != b:
-        yield f"{what} is {printable(str(a))} and {printable(str(b))}"
+        yield f"{subject} is {printable(str(a))} and {printable(str(b))}"
 
 
 def _formula(group: Group, shape: tuple[int, ...]) -> list[Any]:

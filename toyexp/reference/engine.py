@@ -206,12 +206,12 @@ TOLERANCES = {
 
 def precision(engine: Engine) -> str:
     """Return the dtype that the engine's matrix products round to; raise UserError for one without tolerances."""
-    found = engine.product_dtype()
-    if found not in TOLERANCES:
-        raise UserError(f"engine={engine.name}: product_dtype() is {found!r}; {suggest(found, TOLERANCES)}")
-    return found
+    dtype = engine.product_dtype()
+    if dtype not in TOLERANCES:
+        raise UserError(f"engine={engine.name}: product_dtype() is {dtype!r}; {suggest(dtype, TOLERANCES)}")
+    return dtype
 
 
-def coarser_precision(one: str, other: str) -> str:
+def coarser_precision(first: str, second: str) -> str:
     """Return the coarser of two precisions, by which two engines are compared."""
-    return max(one, other, key=list(TOLERANCES).index)
+    return max(first, second, key=list(TOLERANCES).index)

@@ -79,7 +79,7 @@ def _forward(plan: Plan, who: str, params: Params) -> None:
     """Run the forward pass and raise UserError naming `who` and the plugin's line for anything wrong."""
     ops = OpShapes()
     try:
-        found: Any = plan.model.forward(ops, params, _batch(plan))
+        logits: Any = plan.model.forward(ops, params, _batch(plan))
     except UserError as error:
         raise UserError(f"{who}: in its forward pass {error}{error_location(error, of_plugins=True)}") from error
     except (Exception, SystemExit) as error:
@@ -91,12 +91,12 @@ def _forward(plan: Plan, who: str, params: Params) -> None:
             raise UserError(f"{who}: in its forward pass {has}{error_location(error, of_plugins=True)}") from error
         raise UserError(str(plugin_failure(who, "in its forward pass", error))) from error
     targets = plan.inputs["targets"]
-    wanted = (plan.rows, *targets.shape)
-    if not _is_tensor(found) or found.shape[:-1] != wanted:
-        expected = ", ".join(map(str, (*wanted, "classes")))
-        raise UserError(f"{who}: its forward pass returns {_describe(found)}, expected logits [{expected}]")
-    if targets.below is not None and found.shape[-1] < targets.below:
-        classes = f"{found.shape[-1]} classes, but targets go up to {targets.below - 1}"
+    shape = (plan.rows, *targets.shape)
+    if not _is_tensor(logits) or logits.shape[:-1] != shape:
+        expected = ", ".join(map(str, (*shape, "classes")))
+        raise UserError(f"{who}: its forward pass returns {_describe(logits)}, expected logits [{expected}]")
+    if targets.below is not None and logits.shape[-1] < targets.below:
+        classes = f"{logits.shape[-1]} classes, but targets go up to {targets.below - 1}"
         raise UserError(f"{who}: its forward pass returns logits of {classes}")
 
 
@@ -134,9 +134,9 @@ class OpShapes(Ops):
                 raise UserError(f"ops.{op} takes tensors, got {_describe(x)}")
             self.read += math.prod(x.shape)
 
-    def _require(self, fits: bool, op: str, *given: object) -> None:
+    def _require(self, fits: bool, op: str, *values: object) -> None:
         if not fits:
-            raise UserError(f"ops.{op} got {' and '.join(map(_describe, given))}, which do not fit")
+            raise UserError(f"ops.{op} got {' and '.join(map(_describe, values))}, which do not fit")
 
     def block(self, function: Callable[..., Shaped], x: Shaped, p: Params, *rest: Any) -> Shaped:
         outer, self._inside = self._inside, True

@@ -53,8 +53,8 @@ class Line:
 
 def name_in_block(name: str) -> str:
     """Return a tensor's name inside its block: attn_q.weight for blk.3.attn_q.weight."""
-    found = BLOCK.search(name)
-    return name[found.end() :] if found else name
+    match = BLOCK.search(name)
+    return name[match.end() :] if match else name
 
 
 @dataclass(frozen=True)
@@ -147,10 +147,10 @@ class Listing:
 
     def _factor_letters(self, line: Line) -> list[str]:
         """Return the letters that remain in the operations of one token or image."""
-        left = list(line.per)
-        for letter in self.once.intersection(left):  # an op on weights alone runs once for all of them
-            left.remove(letter)
-        return left
+        letters = list(line.per)
+        for letter in self.once.intersection(letters):  # an op on weights alone runs once for all of them
+            letters.remove(letter)
+        return letters
 
 
 def listing(model: Model, weights: Iterable[WeightInfo]) -> Listing:
@@ -225,23 +225,23 @@ class ListedOps(OpShapes):
         op = super().__getattribute__(name)
         return partial(self._record_call, name, op) if name in LISTED else op
 
-    def _record_call(self, name: str, op: Callable[..., Any], *given: Any, **named: Any) -> Any:
+    def _record_call(self, name: str, op: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         self._depth += 1
         try:
-            found = op(*given, **named)
+            result = op(*args, **kwargs)
         finally:
             self._depth -= 1
         if not self._depth:
-            results = found if isinstance(found, tuple) else (found,)
-            reads = [x for one in (*given, *named.values()) for x in (one if isinstance(one, list | tuple) else [one])]
-            cost = [self._size(n) for n in COSTS[name](*given, **named)] if name in COSTS else []
+            results = result if isinstance(result, tuple) else (result,)
+            reads = [x for arg in (*args, *kwargs.values()) for x in (arg if isinstance(arg, list | tuple) else [arg])]
+            cost = [self._size(n) for n in COSTS[name](*args, **kwargs)] if name in COSTS else []
             numbers, letters = [n for n in cost if isinstance(n, int)], [n for n in cost if isinstance(n, str)]
             self.lines.append(Line(
                 name, tuple(x for x in reads if isinstance(x, WeightInfo)), tuple(map(self._size, results[0].shape)),
-                DETAILS[name](*given, **named) if name in DETAILS else "", math.prod(numbers) if cost else 0,
+                DETAILS[name](*args, **kwargs) if name in DETAILS else "", math.prod(numbers) if cost else 0,
                 tuple(letters), len(results), self.blocks - 1 if self._inside else None,
             ))  # fmt: skip
-        return found
+        return result
 
     def _size(self, n: int) -> Size:
         """Return the letter of a stand-in size; a size increased by 1 becomes `T+1`."""
@@ -251,7 +251,7 @@ class ListedOps(OpShapes):
     def _take(self, op: str, *tensors: object) -> None:
         """Accept everything: the listing checks nothing."""
 
-    def _require(self, fits: bool, op: str, *given: object) -> None:
+    def _require(self, fits: bool, op: str, *values: object) -> None:
         """Accept everything: the listing checks nothing."""
 
     def first_rows(self, table: Shaped, n: int) -> Shaped:

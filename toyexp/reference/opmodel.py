@@ -118,8 +118,8 @@ class OpModel(Model):
 
     def tensors(self) -> list[TensorSpec]:
         """Return the embedding and the case's tensors, scaled so that every nonlinearity has an effect."""
-        own = CASES[self.case][0]
-        specs = [TensorSpec(name, shape, Normal(0.7)) for name, shape in own.items()]
+        shapes = CASES[self.case][0]
+        specs = [TensorSpec(name, shape, Normal(0.7)) for name, shape in shapes.items()]
         return [TensorSpec("x", (CLASSES, WIDTH), Normal(1.0)), *specs]
 
     def forward(self, ops: Ops, p: Params, batch: Mapping[str, Tensor]) -> Tensor:

@@ -101,10 +101,10 @@ class Part:
         """Return an error about this file."""
         return GGUFError(f"{source_path(self.path)}: {cause}")
 
-    def pread(self, offset: int, count: int, what: str | _Label) -> bytes:
+    def pread(self, offset: int, count: int, label: str | _Label) -> bytes:
         """Return `count` bytes at `offset`; raise GGUFError if the file has fewer."""
         if not self.close.alive:
-            raise self.error(f"is closed: {what} cannot be read")
+            raise self.error(f"is closed: {label} cannot be read")
         data = _pread(self._fd, count, offset)
         while data and len(data) < count:
             more = _pread(self._fd, count - len(data), offset + len(data))
@@ -112,7 +112,7 @@ class Part:
                 break
             data += more
         if len(data) != count:
-            raise self.error(f"read failed: {what} needs {count} bytes at {offset}, the file gave {len(data)}")
+            raise self.error(f"read failed: {label} needs {count} bytes at {offset}, the file gave {len(data)}")
         return data
 
     def _split(self) -> tuple[int, int, int | None]:
@@ -242,50 +242,50 @@ class _Cursor:
         self.end = min(part.size, HEADER_LIMIT)
         self._buffer, self._start = b"", 0
 
-    def take(self, count: int, what: str | _Label) -> bytes:
+    def take(self, count: int, label: str | _Label) -> bytes:
         if count > self.end - self.at:
             where = "the file" if self.end == self.part.size else f"a header of {HEADER_LIMIT >> 20} MiB"
-            raise self.part.error(f"{what} does not fit into {where} (at byte {self.at})")
+            raise self.part.error(f"{label} does not fit into {where} (at byte {self.at})")
         first = self.at - self._start
         if first < 0 or first + count > len(self._buffer):
             size = min(max(count, CHUNK), self.end - self.at)
-            self._buffer, self._start, first = self.part.pread(self.at, size, what), self.at, 0
+            self._buffer, self._start, first = self.part.pread(self.at, size, label), self.at, 0
         self.at += count
         return self._buffer[first : first + count]
 
-    def number(self, form: str, what: str | _Label) -> Any:
-        return struct.unpack(form, self.take(struct.calcsize(form), what))[0]
+    def number(self, form: str, label: str | _Label) -> Any:
+        return struct.unpack(form, self.take(struct.calcsize(form), label))[0]
 
-    def allow(self, count: int, smallest: int, memory: int, what: str | _Label) -> None:
+    def allow(self, count: int, smallest: int, memory: int, label: str | _Label) -> None:
         """Raise GGUFError if `count` items do not fit into the rest of the file or the memory limit.
 
         An item takes at least `smallest` bytes of the file and `memory` bytes of memory.
         """
         if count * smallest > self.end - self.at:
-            raise self.part.error(f"claims {count} {what}, more than fit into the file")
-        self.spend(count * memory, count, what)
+            raise self.part.error(f"claims {count} {label}, more than fit into the file")
+        self.spend(count * memory, count, label)
 
-    def spend(self, memory: int, *what: object) -> None:
+    def spend(self, memory: int, *label: object) -> None:
         self.part.spent += memory
         if self.part.spent > HEADER_LIMIT:
-            subject = " ".join(map(str, what))
+            subject = " ".join(map(str, label))
             raise self.part.error(f"{subject}: its header takes more than {HEADER_LIMIT >> 20} MiB of memory")
 
-    def string(self, what: str | _Label, limit: int) -> str:
-        length = self.number("<Q", what)
+    def string(self, label: str | _Label, limit: int) -> str:
+        length = self.number("<Q", label)
         if length > limit:
-            raise self.part.error(f"{what} claims {length} bytes, the limit is {limit}")
-        self.spend(4 * length, what)  # Python uses up to four bytes per character
+            raise self.part.error(f"{label} claims {length} bytes, the limit is {limit}")
+        self.spend(4 * length, label)  # Python uses up to four bytes per character
         try:
-            return self.take(length, what).decode("utf-8")
+            return self.take(length, label).decode("utf-8")
         except UnicodeDecodeError:
-            raise self.part.error(f"{what} is not UTF-8") from None
+            raise self.part.error(f"{label} is not UTF-8") from None
 
-    def strings(self, count: int, what: _Label) -> list[str]:
+    def strings(self, count: int, label: _Label) -> list[str]:
         """Read `count` strings. Strings that lie completely in the buffer skip the slow checks of `string`."""
         texts: list[str] = []
         while len(texts) < count:
-            texts.append(self.string(what, STRING_LIMIT))
+            texts.append(self.string(label, STRING_LIMIT))
             buffer, first = self._buffer, self.at - self._start
             position, size, add, length = first, len(buffer), texts.append, _LENGTH
             with contextlib.suppress(struct.error, UnicodeDecodeError):  # the checked path then reports the error
@@ -297,7 +297,7 @@ class _Cursor:
                     add(buffer[begin:stop].decode())
                     position = stop
             self.at += position - first
-            self.spend(4 * (position - first), what)
+            self.spend(4 * (position - first), label)
         return texts
 
     def value(self, kind: int, key: _Label) -> Any:

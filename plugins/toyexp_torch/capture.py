@@ -1,7 +1,8 @@
-"""CUDA graphs: work of many kernels that is launched with one call.
+"""CUDA graphs, which launch the many kernels of a training step with one call.
 
-A step of a small model is hundreds of kernels of a few microseconds each, which Python launches more slowly than the
-GPU runs them. A graph records the kernels with the addresses that they read; `Inputs` holds the arrays that change.
+A step of a small model consists of hundreds of kernels of a few microseconds each, and Python launches them more slowly
+than the GPU runs them. A graph records the kernels with the memory addresses that they read. Therefore `Inputs` keeps
+the arrays that change from step to step at fixed addresses.
 """
 
 from __future__ import annotations
@@ -25,9 +26,10 @@ ArraySpec = tuple[tuple[int, ...], np.dtype]  # shape and dtype
 
 
 class Inputs:
-    """Arrays that a graph reads, side by side in GPU memory, so that one copy uploads all of them.
+    """Arrays that a CUDA graph reads, side by side in GPU memory, so that one copy uploads all of them.
 
-    The host has `sets` of them: it fills one while the others may still be copied.
+    `specs` has the shape and dtype of each array, and `tensors` has the arrays on the GPU, with the same keys. The host
+    has `sets` buffers: it fills one while the others may still be copied to the GPU.
     """
 
     def __init__(self, specs: Mapping[Hashable, ArraySpec], sets: int = 2):
@@ -46,9 +48,10 @@ class Inputs:
             start += -(-sizes[key] // ALIGNMENT) * ALIGNMENT
 
     def put(self, parts: Mapping[Hashable, Sequence[np.ndarray]]) -> None:
-        """Upload arrays, each joined from its parts along the first axis, after all kernels queued so far.
+        """Queue the upload of new values for all arrays; the GPU runs it after the kernels that are queued so far.
 
-        Wait first if the host buffer used `sets` calls ago is still being copied.
+        `parts` maps an array's key to the parts that are joined along the first axis to give its values. Wait first if
+        the host buffer, which was last used `sets` calls ago, is still being copied.
         """
         host = self._hosts.pop(0)
         self._hosts.append(host)
@@ -61,7 +64,7 @@ class Inputs:
 
 @dataclass
 class _HostBuffer:
-    """Arrays in pinned memory, which the GPU copies while the host works."""
+    """Arrays in pinned host memory, which the GPU copies while the host works, and the event that ends the copy."""
 
     arrays: dict[Hashable, np.ndarray]
     memory: Tensor
@@ -69,13 +72,16 @@ class _HostBuffer:
 
 
 class Results:
-    """Pinned buffers for a few numbers of each step, of at most `steps` steps under way."""
+    """Pinned host buffers for the `size` result numbers of each of the last `steps` steps."""
 
     def __init__(self, size: int, dtype: torch.dtype = torch.float32, steps: int = 2):
         self._hosts = [torch.zeros(size, dtype=dtype, pin_memory=True) for _ in range(steps)]
 
     def fetch(self, numbers: Tensor) -> Callable[[], list[float]]:
-        """Begin to copy `numbers` to the host; return a function that waits for them."""
+        """Start to copy `numbers` to the host; return a function that waits for the copy and returns them as a list.
+
+        Call that function before `steps` further calls of `fetch`, which overwrite its buffer.
+        """
         host, arrived = self._hosts.pop(0), torch.cuda.Event()
         self._hosts.append(host)
         host.copy_(numbers, non_blocking=True)
@@ -89,9 +95,10 @@ class Results:
 
 
 class CapturedCall:
-    """`work()` as a CUDA graph, or as plain calls if it cannot be captured.
+    """Function `work()` as a CUDA graph, or as separate kernel launches if it cannot be captured.
 
-    `rehearse()` runs before the capture. It launches the same kernels, but must not change anything that lasts.
+    `rehearse()` is called before the capture. It must launch the same kernels as `work()` without changing weights or
+    optimiser state. `title` names the work in log messages. A graph is never captured if `uncaptured_reason` is given.
     """
 
     def __init__(
@@ -99,11 +106,11 @@ class CapturedCall:
         uncaptured_reason: str = "",
     ):  # fmt: skip
         self._title, self._run_work, self._rehearse, self._pool = title, work, rehearse, pool
-        self.uncaptured_reason = uncaptured_reason  # why there is no graph
+        self.uncaptured_reason = uncaptured_reason  # why `work` cannot be captured; empty if it can, or is untried
         self._graph: tuple[torch.cuda.CUDAGraph, Tensor] | None = None
 
     def __call__(self) -> Tensor:
-        """Run the work and return its result, which the next call overwrites."""
+        """Run the work, capturing it first if necessary; return its result, which the next call overwrites."""
         self.prepare()
         if self._graph is None:
             return self._run_work()
@@ -112,7 +119,7 @@ class CapturedCall:
         return result
 
     def prepare(self) -> None:
-        """Capture the graph, unless it exists. If that fails, keep the reason in `uncaptured_reason`."""
+        """Capture the graph if it does not exist yet. If that fails, store the reason in `uncaptured_reason`."""
         if self.uncaptured_reason or self._graph:
             return
         try:
@@ -131,7 +138,10 @@ class CapturedCall:
         self._graph = None
 
     def _warm_up(self) -> None:
-        """Run the work twice on a side stream, as capturing requires: kernels and libraries allocate and choose."""
+        """Rehearse the work twice on another stream, as a capture requires.
+
+        In their first calls, libraries allocate memory and choose kernels, which cannot be captured.
+        """
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
@@ -142,7 +152,7 @@ class CapturedCall:
 
 @contextlib.contextmanager
 def _disable_gc() -> Iterator[None]:
-    """Disable garbage collection: freeing another graph would break the one that is being captured."""
+    """Disable garbage collection in the body: freeing another graph would break the one that is being captured."""
     enabled = gc.isenabled()
     gc.disable()
     try:

@@ -58,8 +58,8 @@ class TorchEngine(Engine):
     compile: bool = False  # torch.compile the forward and backward pass: starts slower, runs faster
     deterministic: bool = False  # use only kernels whose results repeat bit for bit; some are slower
     packed: bool = False  # keep frozen matrices in their GGUF type and dequantise them at each use
-    recompute: bool = False  # activation checkpointing: keep one block's activations at a time, compute them twice
-    devices: str = "1"  # data parallel: number of devices, each with its share of every batch; all: every device here
+    recompute: bool = False  # activation checkpointing: recompute activations in the backward pass, to save memory
+    devices: str = "1"  # number of devices that train together, each on an equal part of every batch; all: all devices
     shard: bool = False  # split the optimiser state over the devices (ZeRO stage 1)
 
     def warnings(self, preview: RunPreview) -> Iterable[str]:
@@ -78,10 +78,13 @@ class TorchEngine(Engine):
 
     @abstractmethod
     def available_devices(self) -> tuple[int, str]:
-        """Return how many devices of this kind the machine has, and a phrase that names them."""
+        """Return how many devices of this kind the machine has, and a phrase for messages, such as "2 NVIDIA GPUs"."""
 
     def count(self) -> int:
-        """Return how many devices compute. Raise UserError if `engine.devices` is invalid or too large."""
+        """Return the number of devices on which a run computes.
+
+        Raise UserError if `engine.devices` is invalid, or larger than the number of devices.
+        """
         ranks = started_ranks()
         has_blanks = self.devices.split() != [self.devices]
         setting = f"engine.devices={printable(repr(self.devices) if has_blanks else self.devices)}"
@@ -99,7 +102,10 @@ class TorchEngine(Engine):
         return available if self.devices == "all" else int(self.devices)
 
     def check_devices(self) -> int:
-        """Return how many devices compute. Raise UserError or Unavailable if they cannot compute together."""
+        """Return the number of devices on which a run computes, after checking that they can compute together.
+
+        Raise UserError if settings contradict each other, and Unavailable if this PyTorch has no distributed backend.
+        """
         count = self.count()
         if self.shard and self.devices == "1" and count == 1:
             raise UserError(
@@ -239,12 +245,15 @@ class TorchCPU(TorchEngine):
         return replace(super()._session_settings(title), threads=self._threads_per_process())
 
     def _threads_per_process(self) -> int:
-        """Return the number of threads of each process on this machine."""
+        """Return the number of threads that each of the run's processes on this machine uses."""
         processes = int(os.environ.get("LOCAL_WORLD_SIZE", 1)) if started_ranks().count > 1 else self.count()
         return max((self.threads or available_cores()) // processes, 1)
 
     def advice(self) -> list[str]:
-        """Warn if threads outnumber cores. With several ranks the current load is ignored: it is the ranks' own."""
+        """Return a tip if there are too many threads for the cores of the machine and its current load.
+
+        With several ranks the load is ignored, because the ranks themselves cause it.
+        """
         line = crowding_note(self.threads or available_cores(), watched=self.count() == 1)
         return [line] if line else []
 
@@ -297,13 +306,16 @@ class TorchCUDA(TorchEngine):
         return f"torch {torch.__version__}, {f'{count} x ' if count > 1 else ''}{torch.cuda.get_device_name()}"
 
     def open_device_early(self) -> None:
-        """Open CUDA and load cuBLAS in a thread. It takes half a second, which overlaps with opening the data."""
+        """Initialise CUDA and load cuBLAS in a background thread.
+
+        This takes half a second, during which the run opens its data.
+        """
         if self.devices == "1" and started_ranks().count == 1 and not CUDA_IS_OPEN.is_set():
             CUDA_IS_OPEN.set()
             threading.Thread(target=_open_cuda, args=(self.deterministic,), daemon=True).start()
 
     def free_bytes(self) -> int | None:
-        """Return the GPU's free memory, plus the memory that this process has reserved and does not use."""
+        """Return the bytes of the GPU's free memory, plus those that PyTorch has reserved and does not use."""
         cuda = import_torch().cuda
         return int(cuda.mem_get_info()[0]) + int(cuda.memory_reserved()) - int(cuda.memory_allocated())
 

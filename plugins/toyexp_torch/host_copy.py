@@ -1,4 +1,4 @@
-"""Copies of a session's state on the host, with one transfer for each contiguous vector on the device."""
+"""Copy a session's tensors to host memory, with one transfer for all tensors that share device memory."""
 
 from __future__ import annotations
 
@@ -11,7 +11,11 @@ from torch import Tensor
 
 
 class HostCopy(dict[str, np.ndarray]):
-    """Arrays of a snapshot by name: views of host vectors with the same layout as the device's vectors."""
+    """Snapshot of a session's tensors in host memory: a dict of arrays, keyed by tensor name.
+
+    The arrays are views of host vectors that have the same layout as the device's vectors, so that each vector can be
+    copied in one transfer.
+    """
 
     def __init__(self, tensors: Mapping[str, Tensor]):
         super().__init__()
@@ -23,30 +27,33 @@ class HostCopy(dict[str, np.ndarray]):
                 self[name] = host[first : first + shape.numel()].view(shape).numpy()
 
     def matches(self, tensors: Mapping[str, Tensor]) -> bool:
-        """Return True if this copy was allocated for these tensors' memory."""
+        """Return True if this object was made for tensors in the same device memory, so that it can be reused."""
         return self._host_vectors.keys() == {vector.data_ptr() for _, vector in _device_vectors(tensors)}
 
     def copy_from(self, tensors: Mapping[str, Tensor]) -> None:
-        """Begin to copy the tensors into this object; `wait_for_copies` waits for the end."""
+        """Start to copy the tensors' values into the arrays; `wait_for_copies` waits until they have arrived."""
         for _, vector in _device_vectors(tensors):
             self._host_vectors[vector.data_ptr()].copy_(vector, non_blocking=vector.is_cuda)
 
 
 def put_on_host(arrays: dict[str, np.ndarray], name: str, values: Tensor) -> None:
-    """Begin to copy values into the array of that name, which is allocated if missing; see `wait_for_copies`."""
+    """Start to copy `values` into `arrays[name]`, which is allocated if it is missing.
+
+    `wait_for_copies` waits until they have arrived.
+    """
     if name not in arrays:
         arrays[name] = _host_vector(values).numpy()
     torch.from_numpy(arrays[name]).copy_(values.detach(), non_blocking=values.is_cuda)
 
 
 def wait_for_copies(device: torch.device) -> None:
-    """Wait until all copies queued on a GPU have arrived on the host."""
+    """Wait until all copies that were queued on an NVIDIA GPU have arrived on the host. Other devices copy at once."""
     if device.type == "cuda":
         torch.cuda.current_stream(device).synchronize()
 
 
 def _device_vectors(tensors: Mapping[str, Tensor]) -> list[tuple[list[str], Tensor]]:
-    """Return each contiguous stretch of device memory as one vector, with the names of the tensors in it."""
+    """Return, for each device storage, the names of the tensors in it and one vector that covers all of them."""
     by_storage = defaultdict[int, list[str]](list)
     for name, tensor in tensors.items():
         by_storage[tensor.untyped_storage().data_ptr()].append(name)
@@ -59,7 +66,10 @@ def _device_vectors(tensors: Mapping[str, Tensor]) -> list[tuple[list[str], Tens
 
 
 def _host_vector(vector: Tensor) -> Tensor:
-    """Allocate a host vector like `vector`, in pinned memory for a GPU: copies are then fast and asynchronous."""
+    """Return a new host vector of the same length and dtype as `vector`.
+
+    If `vector` is on a GPU, pinned memory is used if possible, so that copies are fast and asynchronous.
+    """
     if vector.is_cuda:
         try:
             return torch.empty(vector.shape, dtype=vector.dtype, pin_memory=True)

@@ -1,4 +1,7 @@
-"""Ops for computing a loss, which defer the product that gives the logits until the needed positions are known."""
+"""Ops for computing a loss without the logits of positions that it does not need.
+
+They defer the last matrix product until `cross_entropy` knows which positions have a target with a non-zero weight.
+"""
 
 from __future__ import annotations
 
@@ -17,9 +20,9 @@ LARGE = 1 << 24  # from this many logits in a batch a GPU computes them in chunk
 
 
 class DeferredLogits:
-    """Logits x w^T that are not computed yet: x [..., d], w [V, d].
+    """Logits x w^T that are not computed yet, with x [..., d] and w [V, d].
 
-    If a model uses them in another operation, `compute()` computes all of them.
+    If a model passes them to any operation other than `cross_entropy`, all logits are computed first.
     """
 
     def __init__(self, ops: TorchOps, x: Tensor, w: Tensor | Packed | AdaptedWeight):
@@ -43,33 +46,36 @@ class DeferredLogits:
 
     @classmethod
     def __torch_function__(cls, function: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Replace deferred logits among the arguments of a torch function by computed ones."""
+        """Call a torch function with computed logits in place of the deferred logits among its arguments."""
         args, kwargs = tree_map_only(cls, cls.compute, (args, kwargs or {}))
         return function(*args, **kwargs)
 
 
 class LossOps(TorchOps):
-    """Ops for a loss on the CPU, which computes logits only for positions whose targets have a weight."""
+    """Ops for a loss on the CPU; logits are computed only for positions whose target has a non-zero weight."""
 
     def __init__(self, ops: TorchOps):
         super().__init__(ops.recompute, ops.activations)
         self.rotations = ops.rotations  # shared, so that the compiler finds its tables as constants
 
     def should_defer(self, x: Tensor, w: Tensor | Packed | AdaptedWeight) -> bool:
-        """Return True if the last product should be left to the loss."""
+        """Return True if the product of x and w, which gives the logits, should be deferred to `cross_entropy`."""
         masked = isinstance(w, AdaptedWeight) and w.low_rank is not None and w.low_rank.dropout is not None
         # The number of selected positions changes with every batch, which would recompile the step.
         return not (masked or torch.compiler.is_compiling())
 
     def compute_deferred(self, logits: DeferredLogits, targets: Tensor, weights: Tensor) -> Tensor:
-        """Return the cross-entropy of deferred logits; targets and weights [...]."""
+        """Compute the logits of positions with a weight; return the sum of weight times cross-entropy.
+
+        `targets` and `weights` have the shape of the logits without the last axis.
+        """
         if bool(weights.all()) or logits.x.shape[:-1] != weights.shape:
             return super().cross_entropy(logits.compute(), targets, weights)
         x, rows = logits.x.flatten(0, -2), weights.flatten().nonzero()[:, 0]
         return super().cross_entropy(self.linear(x[rows], logits.w), targets.flatten()[rows], weights.flatten()[rows])
 
     def logits(self, x: Tensor, w: Tensor | Packed | AdaptedWeight) -> Tensor | DeferredLogits:
-        """Return the logits, or deferred logits; see Ops."""
+        """Return the logits or, if `should_defer`, deferred logits; see Ops."""
         if not self.should_defer(x, w):
             return super().logits(x, w)
         return DeferredLogits(self, x, w)
@@ -82,7 +88,7 @@ class LossOps(TorchOps):
 
 
 class ProjectedLossOps(LossOps):
-    """Ops for a loss on a GPU with Triton, which never holds all logits of a large vocabulary in memory."""
+    """Ops for computing a loss on a GPU with Triton, which never hold all logits of a large vocabulary in memory."""
 
     selected: Tensor | None = None  # positions to compute logits for, [n]; None: all
 
@@ -93,21 +99,24 @@ class ProjectedLossOps(LossOps):
         self._projected_loss = projected_loss
 
     def should_defer(self, x: Tensor, w: Tensor | Packed | AdaptedWeight) -> bool:
-        """Return True if there are many logits, and no adapter, which the kernel does not support."""
+        """Return True if there are many logits and w has no adapter, which the kernel does not support."""
         return not isinstance(w, AdaptedWeight) and x.numel() // x.shape[-1] * len(w) >= LARGE
 
     @staticmethod
     def selects_positions(count: int) -> bool:
-        """Return True if there are so many logits that it pays to compute only those of positions with a weight."""
+        """Return True if `count` logits are so many that computing only those of positions with a weight saves time."""
         return count >= LARGE
 
     def compute_deferred(self, logits: DeferredLogits, targets: Tensor, weights: Tensor) -> Tensor:
-        """Return the loss from a kernel that computes the logits in chunks; see LossOps."""
+        """Return the loss from `projected_loss`, which holds only a chunk of the logits in memory; see LossOps."""
         return self._projected_loss(logits.x, logits.w, targets, weights, self)
 
 
 def make_loss_ops(ops: TorchOps, device: str) -> TorchOps:
-    """Return ops for computing a loss on that device, where logits may be deferred."""
+    """Return the ops with which a loss is computed on a device: "cpu", "cuda" or "mps".
+
+    They are variants of `ops` that defer the logits, or `ops` itself on mps and without Triton on cuda.
+    """
     if device == "cpu":
         return LossOps(ops)
     if device != "cuda":

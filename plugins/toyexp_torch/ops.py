@@ -1,4 +1,4 @@
-"""Op vocabulary in PyTorch, with gradients by autograd, and a decoder with a key-value cache."""
+"""Ops of models in PyTorch, with gradients by autograd, and a decoder with a key-value cache."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ CHUNK = 256  # prompt ids per forward pass: each id's logits are computed, which
 
 
 class TorchOps(Ops):
-    """The op vocabulary on torch tensors of one device."""
+    """Implementation of `toyexp.Ops` on torch tensors of one device."""
 
-    start = 0  # position of the first row, for rope
-    table_length = 0  # least number of positions in rope's tables; a decoder sets it, since its positions grow
+    start = 0  # position in the sequence of the first element of x's position axis, for rope
+    table_length = 0  # minimum number of positions in rope's tables; a decoder sets it, since its positions grow
 
     def __init__(self, recompute: bool = False, activations: torch.dtype | None = None) -> None:
         self.recompute = recompute  # compute a block again in the backward pass instead of keeping its activations
@@ -122,17 +122,21 @@ class TorchOps(Ops):
 def _rotations(
     length: int, frequencies: tuple[float, ...], device: torch.device, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
-    """Return cos and sin [T, 1, D/2] of position * frequency, computed in float64."""
+    """Return RoPE's tables for positions 0 to `length` - 1: cos and sin of position * frequency, [T, 1, D/2] each.
+
+    The angles are computed in float64.
+    """
     wide = torch.tensor(frequencies, dtype=torch.float64)
     angle = torch.outer(torch.arange(length, dtype=torch.float64), wide)[:, None]
     return angle.cos().to(device, dtype), angle.sin().to(device, dtype)
 
 
 def recompute_in_backward(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-    """Return function(x), recomputing it in the backward pass instead of keeping its activations (Chen et al. 2016).
+    """Return function(x), and compute it again in the backward pass instead of keeping its activations.
 
-    Like torch.utils.checkpoint with use_reentrant=False, but for functions that draw no random numbers and save the
-    same tensors in the same order at every call. With less bookkeeping it costs half as much.
+    This is activation checkpointing (Chen et al. 2016), as torch.utils.checkpoint does it with use_reentrant=False, but
+    at half the cost. In return, `function` must draw no random numbers, and must save the same tensors for its backward
+    pass, in the same order, at every call.
     """
     if torch.compiler.is_compiling():  # the compiler supports torch's own checkpoint
         return checkpoint(function, x, use_reentrant=False, preserve_rng_state=False)
@@ -152,7 +156,9 @@ def recompute_in_backward(function: Callable[[Tensor], Tensor], x: Tensor) -> Te
             with torch.enable_grad(), rounding(), saved_tensors_hooks(note, saved.__getitem__):
                 function(x.detach().requires_grad_(x.requires_grad))
             if [tensor.shape for tensor in saved.values()] != shapes:
-                raise RuntimeError("engine.recompute=true: a block saves other tensors when it is computed again")
+                raise RuntimeError(
+                    "engine.recompute=true: a block saved other tensors when it was computed again; use recompute=false"
+                )
         return saved.pop(index)
 
     with saved_tensors_hooks(forget, find):
@@ -160,14 +166,20 @@ def recompute_in_backward(function: Callable[[Tensor], Tensor], x: Tensor) -> Te
 
 
 def _autocast(device: str) -> Callable[[], contextlib.AbstractContextManager[Any]]:
-    """Return a context manager that restores the present autocast state, which does not apply to a backward pass."""
+    """Return a function whose context manager sets the autocast state of this moment.
+
+    A recomputation in the backward pass needs it, because autocast is off there.
+    """
     if not torch.is_autocast_enabled(device):
         return contextlib.nullcontext
     return partial(torch.autocast, device, torch.get_autocast_dtype(device), cache_enabled=False)
 
 
 class CachedOps(IncrementalOps, TorchOps):
-    """Ops for one sequence [1, T] from position `start`; attention also reads the cached earlier positions."""
+    """Ops for the new positions, from `start` on, of one sequence [1, T].
+
+    Attention also reads the keys and values of earlier positions from a cache.
+    """
 
     incremental_ops = frozenset({"rope"})  # supports a start position
 
@@ -178,16 +190,16 @@ class CachedOps(IncrementalOps, TorchOps):
         self._calls = 0
 
     def begin(self, start: int) -> None:
-        """Begin a forward pass whose first position is `start`."""
+        """Prepare for a forward pass whose first position is `start`."""
         self.start, self._calls = start, 0
 
     def first_rows(self, table: Tensor | Packed, n: int) -> Tensor:
-        """Return `n` rows of the table from row `start`; see Ops."""
+        """Return the `n` rows of the table that belong to the new positions, from row `start`; see Ops."""
         rows = slice(self.start, self.start + n)
         return table.dense(rows) if isinstance(table, Packed) else table[rows]
 
     def attention(self, q: Tensor, k: Tensor, v: Tensor, causal: bool = True) -> Tensor:
-        """Add k and v to the cache and attend to all cached positions; see Ops."""
+        """Add k and v to the cache, and return the attention of q to all cached positions; see Ops."""
         if not causal:
             raise SessionError("decoder(): this model's attention is not causal, so earlier positions cannot be cached")
         q, k, v = (t.transpose(1, 2) for t in (q, k, v))  # [1, H, T, D]
@@ -207,7 +219,11 @@ class CachedOps(IncrementalOps, TorchOps):
 
 
 class CachedDecoder(Decoder):
-    """Decoder with a key-value cache; `forward` returns the logits [V] after the last of the ids [1, T]."""
+    """Decoder with a key-value cache.
+
+    `forward(ops, ids)` runs the model with these ops on token ids [1, T], and returns the logits [V] after the last
+    one.
+    """
 
     def __init__(self, session: Session, forward: Callable[[TorchOps, np.ndarray], np.ndarray]):
         super().__init__(session)
@@ -215,7 +231,7 @@ class CachedDecoder(Decoder):
         self._forward = forward
 
     def do_feed(self, ids: np.ndarray) -> np.ndarray:
-        """Compute the ids in chunks; see Decoder."""
+        """Run the model on the ids, `CHUNK` at a time; return the logits after the last one. See Decoder."""
         for first in range(0, len(ids), CHUNK):
             self._ops.begin(self.position + first)
             logits = self._forward(self._ops, ids[None, first : first + CHUNK])

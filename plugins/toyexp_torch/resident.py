@@ -1,7 +1,7 @@
 """Training step and held-out loss of a session on a GPU, as CUDA graphs.
 
-Everything that changes from call to call is read from GPU memory, so that both can be captured. The host waits only for
-the loss and the gradient's norm.
+Both read all inputs that change from call to call from GPU memory, so that they can be captured. The host waits only
+for the loss and the gradient norm.
 """
 
 from __future__ import annotations
@@ -20,17 +20,18 @@ from toyexp_torch.capture import ArraySpec, CapturedCall, Inputs, Results
 from toyexp_torch.update import Update
 
 SELECTED = "selected positions"  # key in a micro-batch: the positions whose logits the loss needs
-PARTS, ROWS = 8, 128  # sizes of graph for numbers of selected positions; multiple at which products work best
+PARTS, ROWS = 8, 128  # most numbers of positions that get a graph of their own; multiple that suits matrix products
 
 Micro = dict[str, Tensor]
 
 
 class Resident:
-    """Step and held-out loss of one session, whose inputs are in GPU memory.
+    """Launcher of one session's training step and held-out loss, as CUDA graphs with inputs in GPU memory.
 
-    `compute_metrics` computes the gradients of micro-batches and returns [loss, norm]; `evaluate_loss` returns the loss
-    of one. With `selects` a micro-batch lists all positions whose targets have a weight, and a few others, under
-    `SELECTED`.
+    `compute_metrics` computes the gradients of micro-batches and returns a tensor [loss, gradient norm].
+    `evaluate_loss` returns the loss of one micro-batch. If `selects` is True, a micro-batch may list the positions
+    whose logits are computed under `SELECTED`: all those whose targets have a weight, and others to round their number
+    up.
     """
 
     def __init__(
@@ -67,17 +68,17 @@ class Resident:
 
     @property
     def uncaptured_reason(self) -> str:
-        """Reason why the step is not captured as a graph; empty if it is."""
+        """Reason why the step (or for a plan without training, the loss) is not captured as a graph; empty if it is."""
         return (self._step if self._plan.trainable else self._loss).complete.uncaptured_reason
 
     def launch(self, micros: Sequence[Batch], numbers: Sequence[np.ndarray]) -> Callable[[], list[float]]:
-        """Launch a step; return a function that waits for its loss and its gradient's norm."""
+        """Launch a step; return a function that waits for it and returns the list [loss, gradient norm]."""
         arrays, count = self._read(micros)
         self._inputs.put(arrays | {i: [vector] for i, vector in enumerate(numbers)})
         return self._results.fetch(self._step.get(count)())
 
     def loss(self, micro: Batch) -> Tensor:
-        """Return the held-out loss of one micro-batch."""
+        """Return the held-out loss of one micro-batch, as a GPU tensor that the next call may overwrite."""
         arrays, count = self._read([micro])
         self._loss_inputs.put(arrays)
         return self._loss.get(count)()
@@ -89,7 +90,10 @@ class Resident:
             self._step.close()
 
     def _read(self, micros: Sequence[Batch]) -> tuple[dict[Any, list[np.ndarray]], int]:
-        """Return the graphs' input arrays, and the number of positions of each micro-batch to compute."""
+        """Return the graph's input arrays, and how many positions of each micro-batch it must compute logits for.
+
+        The arrays are keyed by the index of the micro-batch and the name of the input. Each is a list of parts to join.
+        """
         arrays: dict[Any, list[np.ndarray]]
         arrays = {(i, name): [micro[name]] for i, micro in enumerate(micros) for name in self._plan.inputs}
         if not self._selects:
@@ -102,7 +106,10 @@ class Resident:
         return arrays, count
 
     def _micro(self, inputs: Inputs, i: int, count: int) -> Micro:
-        """Return micro-batch `i`; with fewer positions than it has, also which ones to compute."""
+        """Return the tensors of micro-batch `i`.
+
+        If `count` is less than its number of positions, they include the `count` positions to compute logits for.
+        """
         micro = {name: inputs.tensors[i, name] for name in self._plan.inputs}
         return micro if count == self._positions else {**micro, SELECTED: inputs.tensors[i, SELECTED][:count]}
 
@@ -110,30 +117,42 @@ class Resident:
         return self._evaluate_loss(self._micro(self._loss_inputs, 0, count))
 
     def _run_step(self, count: int, idle: bool = False) -> Tensor:
-        """Compute a step; if `idle`, without changing weights or state."""
+        """Compute a step, and return the tensor [loss, gradient norm].
+
+        If `idle` is True, weights and optimiser state do not change.
+        """
         metrics = self._compute_metrics([self._micro(self._inputs, i, count) for i in range(self._plan.accumulate)])
         skip = torch.ones((), device=metrics.device) if idle else self._skip(metrics)
         self._update.step_on_device(self._numbers, self._divisor(metrics[1]), skip)
         return metrics
 
     def _divisor(self, norm: Tensor) -> Tensor | None:
-        """Return the gradients' divisor for clipping (1 if the norm is small enough); None without clipping."""
+        """Return the number by which gradients are divided to clip their norm, at least 1; None without clipping."""
         return ((norm + 1e-6) / self._plan.grad_clip).clamp(min=1.0) if self._plan.grad_clip else None
 
     def _skip(self, metrics: Tensor) -> Tensor | None:
-        """Return 1 to skip a step whose loss or norm is not finite, else 0; None if steps are never skipped."""
+        """Return a tensor that is 1 if the step must be skipped, because loss or norm is not finite, and otherwise 0.
+
+        Return None if the plan never skips steps.
+        """
         return 1 - metrics.isfinite().all().to(torch.float32) if self._plan.skip_nonfinite else None
 
 
 class GraphsByCount:
-    """Graphs of the same work on different numbers of selected positions, each captured when it is first needed."""
+    """Graphs of the same work for different numbers of selected positions, each captured when it is first needed.
+
+    `make(count)` returns the graph for `count` positions. `complete` is the graph for all positions.
+    """
 
     def __init__(self, positions: int, make: Callable[[int], CapturedCall]):
         self._make, self.complete = make, make(positions)
         self._by_count = {positions: self.complete}
 
     def get(self, count: int) -> CapturedCall:
-        """Return the graph for `count` positions, or the one for all if only that could be captured."""
+        """Return the graph for `count` positions, captured if possible.
+
+        If it cannot be captured, but the graph for all positions can, return the latter.
+        """
         if count not in self._by_count:
             self._by_count[count] = self._make(count)
             self._by_count[count].uncaptured_reason = self.complete.uncaptured_reason
@@ -148,6 +167,9 @@ class GraphsByCount:
 
 
 def round_up_count(count: int, positions: int) -> int:
-    """Round a number of positions up to one of `PARTS` sizes, so that few graphs are needed."""
+    """Return `count` rounded up to one of at most `PARTS` numbers, so that few graphs are needed.
+
+    The largest of these numbers is `positions`.
+    """
     step = -(-positions // (PARTS * ROWS)) * ROWS
     return min(-(-max(count, 1) // step) * step, positions)

@@ -27,7 +27,10 @@ from toyexp_torch.update import ALIGNMENT, Update
 
 
 def flat_layout(plan: Plan) -> tuple[dict[str, slice], int]:
-    """Return each trainable tensor's slice of a flat vector, in the order of the groups, and the vector's length."""
+    """Return the slice of each trainable tensor in a flat vector, keyed by name, and the length of this vector.
+
+    The tensors are in the order of the plan's parameter groups.
+    """
     slices: dict[str, slice] = {}
     start = 0
     for tensor in (plan.tensor(name) for group in plan.updates for name in group.tensors):
@@ -47,13 +50,13 @@ class SessionSettings:
     deterministic: bool  # use only kernels whose results repeat bit for bit
     packed: bool  # keep frozen matrices in their GGUF type
     recompute: bool  # activation checkpointing, block by block
-    threads: int | None = None  # None: do not change the number of the process
+    threads: int | None = None  # CPU threads; None: do not change the number that the process uses
     tf32: bool | None = None  # round the inputs of float32 products to TF32; None: do not change torch's setting
     capture: bool = False  # launch a training step as one CUDA graph
 
 
 class TorchSession(Session):
-    """Session of a Plan on one torch device."""
+    """Session that holds a plan's tensors on one torch device and trains them."""
 
     def __init__(self, plan: Plan, settings: SessionSettings, update: Callable[..., Update] = Update):
         super().__init__(plan)
@@ -88,12 +91,15 @@ class TorchSession(Session):
         )
 
     def _allocate_vectors(self, length: int) -> tuple[Tensor, Tensor]:
-        """Allocate the flat vectors of the trainable tensors and of their gradients."""
+        """Return new flat vectors for the trainable tensors and for their gradients, filled with zeros."""
         flat = torch.zeros(length, dtype=self._dtype, device=self._device)
         return flat, torch.zeros_like(flat)
 
     def describe(self) -> dict[str, Any]:
-        """Describe device, precision and threads, and for a GPU whether steps are captured, or why not."""
+        """Return device, precision and threads for the event run_start; see Session.
+
+        On a GPU, `captured` is True if steps are CUDA graphs, or the reason why they are not.
+        """
         captured = {"captured": self._uncaptured_reason or True} if self._device.type == "cuda" else {}
         return captured | {
             "framework": f"torch {torch.__version__}",
@@ -106,7 +112,7 @@ class TorchSession(Session):
 
     @property
     def _uncaptured_reason(self) -> str:
-        """Reason why a GPU's steps are not captured as graphs; empty if they are."""
+        """Reason why steps on a GPU are not captured as CUDA graphs; empty if they are."""
         return "engine.dtype=float64" if self._resident is None else self._resident.uncaptured_reason
 
     def device_bytes(self) -> int | None:
@@ -143,7 +149,7 @@ class TorchSession(Session):
                 self._rounded[part].copy_(self._flat[part])
 
     def _weights(self, tensor: PlanTensor) -> Tensor:
-        """Return a trainable tensor in the precision of training, as a view of the flat vector."""
+        """Return a trainable tensor, in the precision in which the optimiser updates it; a view of the flat vector."""
         return self._flat[self._slices[tensor.name]].view(tensor.shape)
 
     def do_download(self, tensor: PlanTensor) -> np.ndarray:
@@ -175,7 +181,10 @@ class TorchSession(Session):
 
     @property
     def selects_positions(self) -> bool:
-        """True if the loss must be given the positions that have a weight, and computes only their logits."""
+        """True if micro-batches must list the positions whose targets have a weight, under `SELECTED`.
+
+        The loss then computes only the logits of these positions.
+        """
         targets = self.plan.inputs["targets"]
         count = self.plan.rows * math.prod(targets.shape) * (targets.below or 0)
         return isinstance(self._loss_ops, ProjectedLossOps) and self._loss_ops.selects_positions(count)
@@ -205,7 +214,7 @@ class TorchSession(Session):
 
     @property
     def depth(self) -> int:
-        """Number of steps under way at a time: 2 on a GPU, where the host only queues a step."""
+        """Maximum number of steps that are launched before the first is read: 2 on a GPU, which queues them, else 1."""
         return 1 if self._resident is None else 2
 
     def do_launch(self, micros: Sequence[Batch], numbers: Sequence[np.ndarray]) -> Callable[[], StepMetrics]:
@@ -226,13 +235,13 @@ class TorchSession(Session):
             return StepMetrics(*metrics.tolist())
 
     def _compute_metrics(self, micros: Sequence[dict[str, Tensor]]) -> Tensor:
-        """Write the summed gradient into the flat vector; return the loss and the gradient's norm, [2]."""
+        """Write the gradients, summed over micro-batches, into the flat vector; return a tensor [loss, norm]."""
         loss = self._backward(micros)
         norm = torch.linalg.vector_norm(self._grad)
         return torch.stack((loss, norm.to(loss.dtype)))  # one transfer, one wait
 
     def _backward(self, micros: Sequence[dict[str, Tensor]]) -> Tensor:
-        """Write the summed gradient into the flat vector; return the summed loss."""
+        """Write the gradient, summed over micro-batches, into the flat vector; return the summed loss."""
         losses: list[Tensor] = []
         if not self._gathers_gradients:
             self._grad.zero_()
@@ -246,7 +255,10 @@ class TorchSession(Session):
         return losses[0] if len(losses) == 1 else torch.stack(losses).sum()
 
     def _gather(self, loss: Tensor, first: bool) -> None:
-        """Copy a loss's gradients into the flat vector, or add them, with one multi-tensor kernel for each dtype."""
+        """Compute the gradients of `loss`, and write them into the flat vector (`first`) or add them to it.
+
+        This takes one multi-tensor kernel for each dtype of gradients.
+        """
         gradients = torch.autograd.grad(loss, self._leaves, allow_unused=True, materialize_grads=True)
         add = torch._foreach_copy_ if first else torch._foreach_add_
         for kind in {gradient.dtype for gradient in gradients}:
@@ -311,7 +323,7 @@ class TorchSession(Session):
     # -- helpers ---------------------------------------------------------------------------------------------------
 
     def _release_memory(self) -> None:
-        """Return the GPU's cached memory, so that other processes can use it."""
+        """Free the GPU memory that PyTorch has cached, so that other processes can use it."""
         if self._device.type == "cuda":
             torch.cuda.empty_cache()
 
@@ -336,9 +348,10 @@ def _to_numpy(tensor: Tensor) -> np.ndarray:
 
 
 class Switches:
-    """Process-wide torch switches of a session, set only while it computes.
+    """Process-wide torch settings of a session (threads, determinism, TF32), which are set only while it computes.
 
-    Several sessions with different settings may share a process (sweeps, parity), so each one restores the old values.
+    Sessions with different settings may share a process, in sweeps and `toyexp parity`, so each restores the old
+    values.
     """
 
     def __init__(self, settings: SessionSettings):
@@ -348,7 +361,7 @@ class Switches:
 
     @contextlib.contextmanager
     def apply(self) -> Iterator[None]:
-        """Set the switches that differ from the session's settings, and restore them at the end."""
+        """Set the process-wide settings to the session's for the time of the body."""
         threads, matmul = torch.get_num_threads(), torch.backends.cuda.matmul
         with contextlib.ExitStack() as undo:
             if self.threads is not None and threads != self.threads:

@@ -1,4 +1,4 @@
-"""Optimiser step on flat vectors, by torch's fused kernels or by the rules' own formulas."""
+"""Optimiser step on flat vectors, with fused kernels or with the formulas of the optimiser's update rules."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ Piece = tuple[Tensor, Tensor, State, Tensor | None]
 
 
 class TorchArithmetic(Arithmetic):
-    """Operations of an optimiser's rule on torch tensors; a scalar is a tensor without axes."""
+    """Operations of optimisers' update formulas on torch tensors. A scalar is a tensor without axes."""
 
     def sqrt(self, x: Tensor) -> Tensor:
         return x.sqrt()
@@ -48,13 +48,16 @@ class TorchArithmetic(Arithmetic):
 
 @dataclass(frozen=True)
 class Share:
-    """The part of the weights that this rank updates: part `rank` of `count`."""
+    """Part of the weights that this rank updates: part `rank`, counted from 0, of `count` parts."""
 
     rank: int = 0
     count: int = 1
 
     def cuts(self, begin: int, end: int, allowed: Sequence[int] = ()) -> list[int]:
-        """Return the bounds of the ranks' nearly equal parts of begin..end; `allowed` lists possible inner bounds."""
+        """Divide the range begin..end into `count` nearly equal parts, and return their `count` + 1 bounds.
+
+        If `allowed` is not empty, every inner bound is one of these positions, or `end`.
+        """
         even = [begin + (end - begin) * rank // self.count for rank in range(1, self.count)]
         if not allowed:
             return [begin, *(begin + (cut - begin) // ALIGNMENT * ALIGNMENT for cut in even), end]
@@ -70,7 +73,7 @@ class GroupSlice:
 
     group: Group
     kernel: Formula
-    names: Sequence[str]  # the tensors that this process changes, wholly or in part
+    names: Sequence[str]  # tensors that this process updates, entirely or in part
     start: int
     stop: int
     origin: int  # position in the flat vector where the state's vectors begin
@@ -79,10 +82,11 @@ class GroupSlice:
 
 
 class Update:
-    """Update of the weights in the vector `flat` by the gradients in `grad`; `slices` has each tensor's slice.
+    """Optimiser step that updates the weights in the vector `flat` by the gradients in the vector `grad`.
 
-    The vector `rounded` receives the new weights in a shorter dtype. For several runs `flat`, `grad` and the state are
-    matrices with a row for each run: see `StackedUpdate`.
+    `slices` has the slice of each trainable tensor in these vectors, keyed by name. The vector `rounded` receives the
+    new weights in a shorter dtype. For several runs, `flat`, `grad` and the optimiser state are matrices with a row for
+    each run; see `StackedUpdate`.
     """
 
     def __init__(
@@ -101,7 +105,7 @@ class Update:
             self._allocate(list(groups))
 
     def _allocate(self, groups: Sequence[Group]) -> None:
-        """Allocate this rank's state for one rule, and record each group's slice."""
+        """Allocate this rank's optimiser state for groups that share a rule, and record each group's slice."""
         rule = groups[0].rule
         kernel = self.choose_kernel(rule)(rule, self._compute_results, self._flat.new_tensor)
         allowed = [] if rule.elementwise else [self._slices[n].start for group in groups for n in group.tensors]
@@ -123,7 +127,7 @@ class Update:
         self.cuts.append(cuts)
 
     def choose_kernel(self, rule: Rule) -> type[Formula]:
-        """Return the class that applies this rule."""
+        """Return the class that applies this rule to tensors: Formula, or a subclass with a faster kernel."""
         return choose_kernel(rule, self._flat)
 
     def _zeros(self, shape: Sequence[int]) -> Tensor:
@@ -135,20 +139,21 @@ class Update:
         return slice(self._slices[group.tensors[0]].start, -(-stop // ALIGNMENT) * ALIGNMENT)
 
     def sizes(self) -> list[int]:
-        """Return the number of step-dependent numbers (learning rate, ...) of each group."""
+        """Return how many scalars, such as the learning rate, each group reads at every step."""
         return [len(group_slice.group.rule.names()) for group_slice in self._group_slices]
 
     @torch.no_grad()
     def step_on_device(self, numbers: Sequence[Tensor], divisor: Tensor | None, skip: Tensor | None) -> None:
-        """Take one step whose numbers for each group are read from device memory, so that a graph can record it.
+        """Take one step whose inputs are all in device memory, so that a CUDA graph can record it.
 
-        The gradient is divided by `divisor`, and nothing changes if `skip` is 1; both are tensors without axes.
+        `numbers` has a vector of scalars for each group. The gradient is divided by `divisor`, and nothing changes if
+        `skip` is 1; both are tensors without axes, or None.
         """
         for group_slice, vector in zip(self._group_slices, numbers, strict=True):
             self._change(group_slice, group_slice.kernel.bind_device(vector, divisor, skip))
 
     def __call__(self, numbers: Sequence[np.ndarray]) -> None:
-        """Take one step with each group's numbers, which are on the host."""
+        """Take one step; `numbers` has a vector of scalars for each group, in host memory."""
         with torch.no_grad():  # faster than the decorator, which matters for small models
             for group_slice, vector in zip(self._group_slices, numbers, strict=True):
                 self._change(group_slice, group_slice.kernel.bind_host(vector))
@@ -160,7 +165,10 @@ class Update:
             change(*piece)
 
     def _pieces(self, group_slice: GroupSlice) -> Iterator[Piece]:
-        """Yield the arguments of each call of the rule: one tensor, or for an element-wise rule one chunk."""
+        """Yield the weights, gradient, state and rounded weights (or None) for each call of the group's update.
+
+        A call updates one tensor, or if the rule is element-wise, one chunk of the flat vector.
+        """
         if not group_slice.group.rule.elementwise:
             for name in group_slice.names:
                 part, shape = self._slices[name], self._shapes[name]
@@ -177,12 +185,15 @@ class Update:
 
 
 def _intersect(span: slice, begin: int, end: int) -> range:
-    """Return the part of a slice within begin..end; empty if there is none."""
+    """Return the range of positions that are both in the slice `span` and in begin..end."""
     return range(max(span.start, begin), min(span.stop, end))
 
 
 def view_slice(vectors: Tensor, span: slice, shape: Sequence[int]) -> Tensor:
-    """Return a slice of a vector, or of each row of a matrix, as a view of the given shape."""
+    """Return a slice of a vector as a view of the given shape.
+
+    For a matrix, return the slice of all rows, as a view with the rows' axis before this shape.
+    """
     return vectors.narrow(-1, span.start, span.stop - span.start).view((*vectors.shape[:-1], *shape))
 
 
@@ -192,7 +203,10 @@ def _compute_results(rule: Rule, w: Tensor, g: Tensor, state: State, n: State) -
 
 @dataclass
 class Formula:
-    """Update by a rule's own formula. `to_tensor` makes a device tensor of a vector of numbers."""
+    """Update of tensors by the formula of a rule.
+
+    `results` computes the formula, and `to_tensor` copies a vector of scalars to the device.
+    """
 
     rule: Rule
     results: Callable[[Rule, Tensor, Tensor, State, State], list[Tensor]]
@@ -200,11 +214,14 @@ class Formula:
     is_single_pass = False  # True if one call changes a whole slice at full speed
 
     def bind_host(self, vector: np.ndarray) -> Change:
-        """Return the function that updates tensors with these numbers, which are on the host."""
+        """Return a function that updates tensors, given the step's scalars as a vector in host memory."""
         return self.bind_device(self.to_tensor(vector), None, None)
 
     def bind_device(self, numbers: Tensor, divisor: Tensor | None, skip: Tensor | None) -> Change:
-        """Return the function that updates tensors with these numbers, which are on the device."""
+        """Return a function that updates tensors, given the step's scalars as a tensor on the device.
+
+        The function divides the gradient by `divisor`, and changes nothing if `skip` is 1; both may be None.
+        """
         n = dict(zip(self.rule.names(), numbers.unbind(), strict=True))
 
         def change(w: Tensor, g: Tensor, state: State, rounded: Tensor | None) -> None:
@@ -218,18 +235,19 @@ class Formula:
 
 
 class FusedAdamW(Formula):
-    """AdamW in place on flat tensors, by torch's fused kernel.
+    """AdamW in place on flat tensors, with PyTorch's fused kernel.
 
-    From a step count t the kernel computes its own bias corrections c1 = 1 - beta1^t and c2 = 1 - beta2^t:
-    w = w (1 - lr wd) - lr / c1 m / (sqrt(v / c2) + eps).
+    The kernel computes w = w (1 - lr wd) - lr / c1 m / (sqrt(v / c2) + eps), with bias corrections c1 = 1 - beta1^t and
+    c2 = 1 - beta2^t that it derives from a step count t. The formula of toyexp.AdamW has the scalars s5 and s6 instead.
     """
 
     is_single_pass = True
 
     def bind_host(self, vector: np.ndarray) -> Change:
-        """Return the update, with slots 5 and 6 folded into the other numbers (the step count disables corrections).
+        """Return a function that updates tensors with the scalars of toyexp.AdamW; see Formula.
 
-        lr (m s5) / (sqrt(v s6) + eps) = (lr s5 / sqrt(s6)) m / (sqrt(v) + eps / sqrt(s6)).
+        s5 and s6 are folded into lr and eps: lr (m s5) / (sqrt(v s6) + eps) = (lr s5 / sqrt(s6)) m / (sqrt(v) + eps /
+        sqrt(s6)). The kernel gets a step count so large that its own bias corrections are 1.
         """
         lr, beta1, beta2, eps, weight_decay, slot5, slot6 = vector.tolist()
         root = slot6**0.5
@@ -249,7 +267,7 @@ class FusedAdamW(Formula):
 
 @dataclass
 class TritonAdamW(Formula):
-    """AdamW as one Triton kernel, which reads its numbers from GPU memory."""
+    """AdamW as one Triton kernel, which reads the step's scalars from GPU memory."""
 
     is_single_pass = True
     rows: Tensor | None = None  # rows of the matrices [K, n] to change, in the order of the gradient's rows; None: all
@@ -258,7 +276,7 @@ class TritonAdamW(Formula):
         self._no_skip = self.to_tensor(np.zeros(()))
 
     def bind_device(self, numbers: Tensor, divisor: Tensor | None, skip: Tensor | None) -> Change:
-        """Return the update: one pass over memory, including the division of the gradient and the skip."""
+        """Return a function that updates tensors in one pass over memory; see Formula."""
         from toyexp_torch.kernels.adamw import step  # imported here because it needs Triton
 
         def change(w: Tensor, g: Tensor, state: State, rounded: Tensor | None) -> None:
@@ -269,7 +287,7 @@ class TritonAdamW(Formula):
 
 
 def choose_kernel(rule: Rule, flat: Tensor) -> type[Formula]:
-    """Return the fastest class that applies this rule to the vector `flat`."""
+    """Return the fastest class that can apply this rule to a vector like `flat`: Formula or a subclass."""
     if rule.fused_kernel != "adamw":
         return Formula
     if flat.device.type != "cuda" or flat.dtype != torch.float32:

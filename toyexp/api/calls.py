@@ -26,10 +26,11 @@ _lock = threading.RLock()  # Hydra, environment and working directory are global
 
 @contextlib.contextmanager
 def isolated_call(call: str, quiet: bool = False) -> Iterator[None]:
-    """Run one API call at a time, and restore global state when it returns.
+    """Run the body of one API call at a time, and restore the global state of the process when it ends.
 
     Global state is: random state, environment (except variables that libraries read only at import), working directory,
-    logging, PyTorch settings, sys.path and Hydra. Raise UserError under torchrun, which is for the command line.
+    logging, PyTorch settings, sys.path and Hydra. `call` is the function's name in error messages; `quiet` suppresses
+    its output. Raise UserError in a process that torchrun has started, because API calls run in one process.
     """
     from toyexp.base.process_state import restore_process_state
     from toyexp.config.compose_cache import isolate_hydra
@@ -52,14 +53,22 @@ def isolated_call(call: str, quiet: bool = False) -> Iterator[None]:
 
 
 def translate_error(text: str) -> str:
-    """Replace options by keywords and commands by calls in an error message."""
+    """Rewrite an error message of the command line for Python.
+
+    Options become keyword arguments (`--top-k` becomes `top_k`), and commands become API calls (`toyexp eval` becomes
+    `toyexp.evaluate(...)`).
+    """
     text = re.sub(r"(?<![\w-])--([a-z]+(?:-[a-z]+)*)\b", lambda match: match[1].replace("-", "_"), text)
     return re.sub(rf"(?:\btoyexp |^|(?<=; ))({'|'.join(PYTHON_CALLS)})\b", lambda match: PYTHON_CALLS[match[1]], text)
 
 
 @contextlib.contextmanager
 def note_remains(directory: Path, call: str) -> Iterator[None]:
-    """Add a note to an error or interrupt of a run: how to open the run and how to resume it."""
+    """Add a note on how to open and resume the run to a RunFailed or KeyboardInterrupt that the body raises.
+
+    `call` is the beginning of the call that resumes it, such as `toyexp.run(`. Without a checkpoint, the note shows
+    only how to open the run; if nothing was written to `directory`, no note is added.
+    """
     try:
         yield
     except (RunFailed, KeyboardInterrupt) as error:
@@ -77,7 +86,7 @@ NESTED_KEYS = ("callbacks", "hydra", "sweep")  # their mappings may contain mapp
 
 
 def check_words(call: str, words: Sequence[Any]) -> list[str]:
-    """Return the words as a list; raise UserError for other types, such as a mapping of settings."""
+    """Return command-line arguments as a list. Raise UserError if one is not a string, such as a dict of settings."""
     for word in words:
         if not isinstance(word, str):
             raise UserError(
@@ -88,17 +97,18 @@ def check_words(call: str, words: Sequence[Any]) -> list[str]:
 
 
 def check_path(parameter: str, value: Any) -> Path:
-    """Return a path; raise UserError for other types."""
+    """Return `value` as a Path. Raise UserError, which names `parameter`, if it is not a path or is empty."""
     if not isinstance(value, str | os.PathLike) or isinstance(os.fspath(value), bytes) or not os.fspath(value):
         raise UserError(f"{parameter}: must be a path, got {printable(repr(value))}")
     return Path(value)
 
 
 def format_settings(settings: Mapping[str, Any], swept: bool = False) -> list[str]:
-    """Convert keywords to `key=value`; a mapping holds the settings of a part, with the part's name under `name`.
+    """Convert keyword arguments to overrides `key=value`.
 
-    With `swept`, a list or tuple holds the values of a sweep, except for `callbacks` and `plugins`, which are lists.
-    Raise UserError for invalid values.
+    The value of a part, such as `model`, may be a mapping that holds the part's name under `name` and its settings. If
+    `swept` is True, a list or tuple holds the values that a sweep tries, except for the settings `callbacks` and
+    `plugins`, whose values are lists themselves. Raise UserError for a value that cannot be written as an override.
     """
     return [word for key, value in settings.items() for word in _overrides(key, value, swept)]
 

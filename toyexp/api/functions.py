@@ -47,19 +47,22 @@ def run(
 ) -> Result:
     """Run or resume one experiment and return its result.
 
-    `words` are arguments of the command line, such as `"recipe=warm"` or `"--config-dir=mine"`. Keywords are settings
-    and override words: `steps=100`, `recipe="warm"`. A mapping holds the settings of a part, with the part's name under
-    `name`: `model={"name": "llama", "d_model": 128}`. Full keys work too: `**{"optim.beta1": 0.9}`.
+    `words` are arguments of the command line, such as `"recipe=warm"` or `"--config-dir=mine"`. Keyword arguments are
+    settings, such as `steps=100` or `recipe="warm"`, and take precedence over `words`. Set a part together with its
+    settings by a mapping that has the part's name under `name`: `model={"name": "llama", "d_model": 128}`. Set a single
+    setting of a part by its full key: `**{"optim.beta1": 0.9}`.
 
         result = toyexp.run("recipe=warm", steps=100, seed=1)
         result.history["loss"], result.held_out["loss"], result.generate("def ")
 
-    The run is written to `directory`, which must be empty, or by default below outputs/. `resume` is the directory (or
-    Result) of a run to resume, or "auto" for the newest run of the same name. With `quiet` nothing is printed.
+    The run is written to `directory`, which must be empty, or by default to a new directory below outputs/. `resume` is
+    the directory (or the Result) of a run to resume. `resume="auto"` resumes the newest run of the same name, or starts
+    a new run if there is none. If `quiet` is True, nothing is printed.
 
-    Raise UserError for invalid input, before anything is written, and RunFailed if the run fails. KeyboardInterrupt
-    (Ctrl-C) saves a checkpoint first, and has a note on how to resume. Calls from several threads wait for each other.
-    Global state of the process is restored.
+    Raise UserError for invalid input, before anything is written, and RunFailed if the run fails. On Ctrl-C, the run
+    saves a checkpoint, and the KeyboardInterrupt has a note on how to resume it. Calls from several threads wait for
+    each other. The global state of the process, such as random state and environment, is restored when the call
+    returns.
     """
     typed = [*check_words("toyexp.run", words), *format_settings(settings)]
     if resume is not None:
@@ -111,20 +114,24 @@ def sweep(
     quiet: bool = False,
     **settings: Any,
 ) -> SweepResult:
-    """Run every combination of values, or a search, and return the results: `toyexp -m ...` from Python.
+    """Run a sweep, as `toyexp -m ...` does, and return its results.
 
-    `words` are arguments of `toyexp -m`: `"seed=0,1,2"`, `"lr=tag(log, interval(1e-4, 1e-2))"`. A keyword with a list
-    holds the values of a sweep, `lr=[1e-3, 3e-3]`; other keywords are settings of all jobs. How jobs are run is
-    set by `sweep={"launcher": "processes", "jobs": 4}`. Give a setting whose value is a list as a word.
+    A sweep trains one job for each combination of the given values, or for each trial of a search. `words` are
+    arguments of `toyexp -m`, such as `"seed=0,1,2"` or `"lr=tag(log, interval(1e-4, 1e-2))"`. A keyword argument with a
+    list gives the values to try: `lr=[1e-3, 3e-3]`. Other keyword arguments are settings of all jobs. If a setting's
+    value is itself a list, pass the setting in `words`. `sweep={"launcher": "processes", "jobs": 4}` chooses how jobs
+    are launched.
 
         swept = toyexp.sweep("recipe=scratch,warm", seed=[0, 1, 2], steps=100)
         swept.best.held_out["loss"], swept.frame()
 
-    The sweep is written to `directory`, which must be empty, or by default below outputs/sweeps/. `resume` is the
-    directory (or SweepResult) of a sweep to resume. Each job runs in its own process, unless sweep.isolate=false.
+    The sweep is written to `directory`, which must be empty, or by default to a new directory below outputs/sweeps/.
+    `resume` is the directory (or the SweepResult) of a sweep to resume. Each job runs in its own process, unless
+    sweep.isolate=false. If `quiet` is True, nothing is printed.
 
-    Raise UserError for invalid input, or if no job could start. A failing job does not stop the others; see `errors`.
-    KeyboardInterrupt lets running jobs save a checkpoint first, and has a note on how to resume.
+    Raise UserError for invalid input, or if no job could start. A failing job does not stop the others; the result's
+    `errors` has its message. On Ctrl-C, running jobs save checkpoints, and the KeyboardInterrupt has a note on how to
+    resume the sweep.
     """
     typed = [*check_words("toyexp.sweep", words), *format_settings(settings, swept=True)]
     if not typed and resume is None:
@@ -151,9 +158,9 @@ def sweep(
 
 
 class SweepResult(Sequence[Result]):
-    """Result of a sweep: a sequence of its runs, best first; runs that did not complete come last.
+    """Result of a sweep: a sequence with a Result for each run, best first; runs that did not complete come last.
 
-    It can be used as a path: `toyexp.sweep(resume=swept)`.
+    Wherever a path is expected, the object stands for the sweep's directory: `toyexp.sweep(resume=swept)`.
     """
 
     def __init__(self, directory: Path, registry: Registry | None = None):
@@ -164,27 +171,37 @@ class SweepResult(Sequence[Result]):
         self._results = {job.number: self._result(job) for job, _ in self._ranking.jobs()}
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Pickle the directory only; see Result."""
+        """Pickle only the directory; unpickling reads the sweep again, with the plugins that are installed there."""
         return SweepResult, (self.directory, None)
 
     @property
     def runs(self) -> list[Result]:
-        """Results of the runs, best first, without jobs that did not start."""
+        """Results of the sweep's runs, best first. Jobs that ended before they wrote a run are left out."""
         return [result for result in self._results.values() if result]
 
     @property
     def best(self) -> Result | None:
-        """The best run of the best settings (by mean over seeds); None if no run completed."""
+        """The best run of the settings with the best mean over seeds.
+
+        None if no run completed, or if runs used different data, so that their losses cannot be compared.
+        """
         return self.runs[0] if self._ranking.best and self.runs else None
 
     @property
     def metric(self) -> str:
-        """Metric of the ranking: `held-out loss`, another metric, or `smoothed train loss` without held-out data."""
+        """Name of the metric that ranks the runs, such as `held-out loss`.
+
+        It is `smoothed train loss` if no run has a held-out metric.
+        """
         return self._ranking.column
 
     @cached_property
     def table(self) -> list[dict[str, Any]]:
-        """A row per job, best first; `mean` and `deviation` (n-1) are over jobs that differ only in their seed."""
+        """A dict for each job, best first: its number, swept settings, state, losses, metrics, seconds and error.
+
+        `mean` and `deviation` (the sample standard deviation) of the ranking metric are those of all jobs that differ
+        only in their seed.
+        """
         keys = list(dict.fromkeys(word.partition("=")[0] for job in self._jobs for word in job.overrides))
         rows = []
         for job, point in self._ranking.jobs():
@@ -203,19 +220,19 @@ class SweepResult(Sequence[Result]):
         return rows
 
     def frame(self) -> pandas.DataFrame:
-        """Return the table as a DataFrame with index `job`; raise Unavailable without pandas."""
+        """Return `table` as a DataFrame indexed by job number. Raise Unavailable if pandas is not installed."""
         with require_package("pandas", "pip install pandas"):
             import pandas
         return pandas.DataFrame(self.table).set_index("job")
 
     @property
     def errors(self) -> dict[int, str]:
-        """Error messages of jobs that failed, were rejected or were killed, by job number."""
+        """Error messages of the jobs that failed, were rejected or were killed, keyed by job number."""
         return {job.number: job.error for job in self._jobs if job.error and job.status != "pruned"}
 
     @property
     def report(self) -> Path | None:
-        """Path of report.html, or None if it was not written."""
+        """Path of the sweep's report.html, or None if the sweep did not write it."""
         path = self.directory / "report.html"
         return path if path.is_file() else None
 
@@ -268,9 +285,10 @@ def _text(value: Any) -> str:
 @reject_bad_names()
 @protect_imports()
 def open(path: str | os.PathLike[str], plugins: Sequence[str] = ()) -> Result | SweepResult:
-    """Open the run or sweep in a directory, or the run of a checkpoint with the weights of that checkpoint.
+    """Open a run, a sweep or a checkpoint by its directory, and return it as a Result or SweepResult.
 
-    `plugins` are the local plugin modules that the run needs. Raise UserError if there is no run or sweep.
+    For a checkpoint, the Result is that of its run, with the weights of the checkpoint instead of the final ones.
+    `plugins` names the local plugin modules that the run needs. Raise UserError if `path` is none of these directories.
     """
     from toyexp.base.process_state import restore_process_state
 
@@ -289,10 +307,12 @@ def evaluate(
     model: str | os.PathLike[str], *, data: str | os.PathLike[str] | None = None,
     adapter: str | os.PathLike[str] | None = None, plugins: Sequence[str] = (), **settings: Any,
 ) -> Evaluation:  # fmt: skip
-    """Evaluate a model file, run (or Result) or checkpoint; return its held-out loss and metrics.
+    """Evaluate a model on held-out data, and return its loss and metrics.
 
-    `data` is a path; by default the data of the run is used. `settings` are those of `toyexp eval`: `engine="ggml"`,
-    `batch_size=4`, `**{"data.val_fraction": 0.5}`. Raise UserError for invalid or incompatible settings.
+    `model` is a model file, a run directory (or a Result) or a checkpoint. `adapter` is a LoRA adapter file to apply to
+    it. `data` is the path of the data to evaluate on, by default that of the model's run. `plugins` names local plugin
+    modules. `settings` are those of `toyexp eval`: `engine="ggml"`, `batch_size=4`, `**{"data.val_fraction": 0.5}`.
+    Raise UserError for invalid settings, or if model, adapter and data do not fit together.
     """
     with isolated_call("toyexp.evaluate", quiet=True):
         from toyexp.config.request import parse_experiment
@@ -311,7 +331,11 @@ def predict(
     model: str | os.PathLike[str], *images: str | os.PathLike[str], top: int = 1, engine: str = "auto",
     plugins: Sequence[str] = (),
 ) -> Predictions:  # fmt: skip
-    """Classify images, given as files or directories; return the `top` most likely classes of each."""
+    """Classify images, and return the `top` most probable classes of each, with their probabilities.
+
+    `model` is a model file, a run directory (or a Result) or a checkpoint. `images` are image files and directories
+    with image files. Raise UserError if the model does not read images or if no image can be read.
+    """
     with isolated_call("toyexp.predict", quiet=True):
         from toyexp.batching.pictures import require_pillow
         from toyexp.inference import predict as predicting
@@ -325,7 +349,13 @@ def predict(
 
 @protect_imports()
 def compare(*runs: str | os.PathLike[str], metric: str | None = None, pool: bool = False) -> ComparisonAnswer:
-    """Compare runs, sweeps or directories of runs; arguments such as "lr>1e-3" are filters."""
+    """Compare runs and rank them by a metric.
+
+    `runs` are run directories (or Results), sweep directories and directories that contain runs. An argument such as
+    "lr>1e-3" is a filter: only matching runs are compared. `metric` ranks the runs, by default the sweep's metric or
+    the held-out loss. If `pool` is True, runs with equal settings in different directories or with different names are
+    combined. Raise UserError if no run matches or has the metric.
+    """
     with isolated_call("toyexp.compare", quiet=True):
         from toyexp.results.filters import split_filters
         from toyexp.sweeps.compare import compare_runs

@@ -37,10 +37,12 @@ FILE_DIRECTORIES = ("checkpoints", "plots", "logs")  # subdirectories listed in 
 
 
 class Result:
-    """Result of a run, as of the creation of this object. Files and weights are read from its directory on access.
+    """Result of a run: its state and numbers when this object was created, and access to its files and weights.
 
-    If the run is resumed later, access to files and weights raises UserError. A result can be used as a path:
-    `toyexp.run(resume=result)`. With `late`, events are only read on access, for sweeps with thousands of runs.
+    Files and weights are read from the run's directory on access, which raises UserError if the run was resumed in the
+    meantime. Wherever a path is expected, the object stands for that directory: `toyexp.run(resume=result)`. If `late`
+    is True, the run's settings and history are also read only on access, which saves time for sweeps of thousands of
+    runs.
     """
 
     def __init__(
@@ -63,47 +65,53 @@ class Result:
             self.lines()  # reads settings, history and warnings
 
     def _start_times(self) -> list[int]:
-        """Return the modification time of config.yaml in ns, which every process that trains the run rewrites."""
+        """Return a list with the modification time of config.yaml in ns; empty if the file is missing.
+
+        Each process that trains the run rewrites this file, so a new time means that the run was resumed.
+        """
         return [path.stat().st_mtime_ns for path in self.directory.glob("config.yaml")]
 
     @property
     def _run_directory(self) -> Path:
-        """The run's directory; raise UserError if the run was resumed since."""
+        """The run's directory; raise UserError if the run was resumed or moved since this object was created."""
         if self._when != self._start_times():
             now = f"toyexp.open({str(self.directory)!r}) reads it again"
             raise UserError(f"{short_path(self.directory)}: was resumed or moved after this result was read; {now}")
         return self.directory
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Pickle the directory only; unpickling opens it again with the plugins installed there."""
+        """Pickle only the paths of run and checkpoint; unpickling reads the run again, with the plugins found there."""
         return Result, (self.directory, None, self.checkpoint)
 
     # -- training --
 
     @cached_property
     def history(self) -> History:
-        """Numbers per step, as arrays."""
+        """Arrays with the loss, learning rate and other numbers of each recorded step; see History."""
         return History.read(self._run_directory)
 
     @cached_property
     def settings(self) -> dict[str, Any]:
-        """Settings by full key: settings["model"], settings["model.d_model"]."""
+        """All settings of the run, keyed by full key: settings["model"], settings["model.d_model"]."""
         return setting_values(self._run_directory)
 
     @cached_property
     def facts(self) -> dict[str, Any]:
-        """Facts recorded at the start: engine, machine, model, data."""
+        """Data of the event `run_start`: a dict for each subject, such as backend (the engine), model and data."""
         return read_run_facts(self._run_directory)
 
     @cached_property
     def warnings(self) -> list[str]:
-        """Warnings of the run."""
+        """Texts of the warnings that the run recorded."""
         events = read_events(self._run_directory / "events.jsonl")
         return [str(event.get("text")) for event in events if event.get("kind") == "warning"]
 
     @property
     def files(self) -> dict[str, Path]:
-        """Files of the run by relative path; a checkpoint is a directory: files["checkpoints/step-200"]."""
+        """Absolute paths of the run's files, keyed by relative path. Checkpoints are directories.
+
+        For example, files["checkpoints/step-200"] is the path of a checkpoint.
+        """
         files: dict[str, Path] = {}
         with contextlib.suppress(OSError):
             for path in sorted(self._run_directory.iterdir()):
@@ -116,17 +124,18 @@ class Result:
 
     @cached_property
     def model(self) -> Model:
-        """The trained model with its sizes; for an adapter, the base model. See `parameters` for weights.
+        """Model object with the sizes of the trained model, but not its weights, which `parameters` has.
 
-        Raise UserError if the run left no weights.
+        If the run trained an adapter, this is its base model. Raise UserError if the run left no weights.
         """
         return self._loaded_model.model
 
     @cached_property
     def parameters(self) -> Mapping[str, np.ndarray]:
-        """Trained weights as float32 arrays by GGUF tensor name; matrices are [out, in]. Each is read on access.
+        """Trained weights as float32 arrays, keyed by GGUF tensor name. Matrices are [out, in].
 
-        Weights of an adapter are `<tensor>.lora_a` [rank, in] and `<tensor>.lora_b` [out, rank], next to the base's.
+        Each array is read from the file when it is accessed. If the run trained an adapter, the mapping has the base
+        model's tensors and the adapter's matrices `<tensor>.lora_a` [rank, in] and `<tensor>.lora_b` [out, rank].
         """
         from toyexp.formats.file_plan import frozen_tensors
         from toyexp.interfaces.format import LazyTensors
@@ -142,17 +151,19 @@ class Result:
 
     @cached_property
     def tokenizer(self) -> Tokenizer:
-        """The tokenizer: encode(), decode(); raise UserError if the model has none."""
+        """The model's tokenizer, with the methods encode() and decode(). Raise UserError if the model has none."""
         return self._loaded_model.tokenizer()
 
     def logits(self, inputs: Any, engine: str | Engine = "auto") -> np.ndarray:
         """Return the float32 logits of the model, before the softmax.
 
-        For a language model, `inputs` is a text, or token ids [T] or [B, T]; the logits are [T, V] or [B, T, V]. A text
-        starts with the tokenizer's BOS token, if any. For an image model, `inputs` is uint8 [N, H, W, channels] of the
-        model's image size; the logits are [N, classes]. For a single image [H, W, channels] they are [classes].
+        For a language model, `inputs` is a text, or token ids [T] or [B, T], for B sequences of T tokens. The logits
+        are [T, V] or [B, T, V], with V tokens in the vocabulary. If the tokenizer has a BOS token, it is put before a
+        text, and has a row in the logits too. For an image model, `inputs` is uint8 [N, H, W, channels] of the model's
+        image size, and the logits are [N, classes]. For a single image [H, W, channels] they are [classes].
 
-        Raise UserError for invalid inputs, and for more tokens than the context.
+        `engine` is an engine object or a name such as "cpu". Raise UserError for invalid inputs, and for more tokens
+        than the model's context.
         """
         from toyexp.inference.predict import logits
 
@@ -164,14 +175,15 @@ class Result:
         top_p: float = 0.95, min_p: float = 0.0, seed: int = 0, chat: bool = False, system: str | None = None,
         engine: str = "auto",
     ) -> str | list[int]:  # fmt: skip
-        """Generate a continuation of a prompt, up to `tokens` tokens or the end-of-text token, without the prompt.
+        """Return a continuation of the prompt, without the prompt itself.
 
-        Temperature 0 is greedy decoding. `chat` formats the prompt and the `system` message with the chat template.
-        The same seed gives the same text. The result is a list of token ids if the prompt is one, or without a
-        tokenizer.
+        Generation ends after `tokens` tokens, or earlier at the end-of-text token. When the context is full, the model
+        continues from the second half of its tokens. The result is a text. It is a list of token ids if `prompt` is
+        one, or if the model has no tokenizer.
 
-        When the context is full, generation continues from the later half of the text. Raise UserError for invalid
-        arguments.
+        A temperature of 0 means greedy decoding; otherwise, the same `seed` gives the same tokens. If `chat` is True,
+        the model's chat template formats the prompt and the `system` message. `engine` names the engine, such as "cpu".
+        Raise UserError for invalid arguments.
         """
         from toyexp.inference.generate import Options
         from toyexp.inference.generate import generate as write
@@ -206,7 +218,10 @@ class Result:
 
     @property
     def _loaded_model(self) -> LoadedModel:
-        """The model file and its adapter; raise UserError if the run left no weights or was resumed since."""
+        """The run's model file, and its adapter if it trained one.
+
+        Raise UserError if the run left no weights or was resumed since, or if the adapter's base file has changed.
+        """
         from toyexp.inference.loaded_model import LoadedModel
         from toyexp.inference.model_files import ADAPTER, MODEL, find_model_file
 
@@ -225,7 +240,7 @@ class Result:
     # -- display --
 
     def lines(self) -> list[tuple[str, str]]:
-        """Return the summary as pairs of label and text."""
+        """Return a summary of the run as lines, each a pair of label and text."""
         chosen = [*(str(self.settings.get(part, "")) for part in ("recipe", "model", "data")), self._engine_name]
         after = "" if self.steps is None else f" after {pluralise(self.steps, 'step')}"
         duration = "" if self.seconds is None else f" in {self.seconds:.1f} s"
@@ -269,7 +284,7 @@ POINTS = 300  # maximum points of a curve; longer curves are averaged in segment
 
 
 def run_html(lines: Sequence[tuple[str, str]], history: History) -> str:
-    """Return the summary and loss curve of a run as HTML."""
+    """Return a run's summary, given as pairs of label and text, and its loss curve as HTML."""
     rows = "".join(
         f'<tr><td style="text-align:left">{escape(word)}</td><td style="text-align:left">{escape(text)}</td></tr>'
         for word, text in lines
@@ -285,7 +300,10 @@ def table_html(heads: Sequence[str], rows: Sequence[Sequence[str]], caption: str
 
 
 def loss_svg(history: History) -> str:
-    """Return training loss (line) and held-out loss (points) as SVG; an empty text for fewer than two values."""
+    """Return an SVG plot of the training loss (a line) and the held-out loss (points).
+
+    Return an empty string if the history has fewer than two values.
+    """
     trained, held_out = average_bins(history.curve("loss"), POINTS), history.held_out_curve("loss")
     steps, values = map(np.concatenate, zip(trained, held_out, strict=True))
     if len(values) < 2:

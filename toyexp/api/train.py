@@ -57,14 +57,16 @@ def train(
 ) -> Result:
     """Train a model from part objects and return the result.
 
-    Each part is an object, of a registered class or your own, or the name of a registered class, for its defaults.
-    `settings` are top-level settings: steps, batch_size, lr, seed, eval_every, name, ... The default model is that of
-    the recipe's base file, else llama. Callbacks hold state: create new ones for each run. Other parts can be reused.
+    Each part is an object of a plugin's class or of your own class, or the name of a plugin's class, which is then
+    created with its default settings. `settings` are top-level settings: steps, batch_size, lr, seed, eval_every, name
+    and others. The default model is that of the recipe's base file, or `llama` if the recipe has no base file.
+    Callbacks hold state, so create new ones for each run; other parts can be reused.
 
         result = toyexp.train(model=Llama(d_model=64), engine="cpu", steps=100, lr=1e-3)
 
-    The run is written to `directory`, which must be empty, or by default below outputs/. `resume` is the directory of a
-    run to resume; pass the same objects again. Errors and interrupts are as in `toyexp.run`.
+    The run is written to `directory`, which must be empty, or by default to a new directory below outputs/. To resume a
+    run, pass its directory as `resume`, and the same parts and settings as before. Errors and Ctrl-C are handled as
+    `toyexp.run` describes.
     """
     if resume is not None and directory is not None:
         raise UserError(f"train directory: resume={printable(str(resume))} uses that directory; leave directory out")
@@ -91,7 +93,10 @@ def train(
 
 
 def _extend_registry(parts: Sequence[Any]) -> Registry:
-    """Return the installed plugins and the classes of these parts, so that the run can be read."""
+    """Return a registry of the installed plugins and the classes of `parts`, with which the run can be opened later.
+
+    Raise UserError for a class without a name, or with a name that another class has.
+    """
     loaded = load()
     extended = Registry({kind: dict(offers) for kind, offers in loaded.offers.items()}, loaded.problems, loaded.notes)
     for part in parts:
@@ -152,7 +157,10 @@ def _resolve_part(kind: str, value: Any, registry: Registry) -> Any:
 
 
 def _resolve_callbacks(values: Sequence[Callback | str], registry: Registry) -> dict[str, Callback]:
-    """Return callbacks by name; `default` stands for the default callbacks."""
+    """Return callback objects, keyed by name. Raise UserError if two objects have the same name.
+
+    `values` are callback objects and names. The name `default` stands for all default callbacks.
+    """
     expanded = [item for value in values for item in (default_callbacks() if value == "default" else [value])]
     by_name: dict[str, Callback] = {}
     objects: dict[str, Callback] = {}

@@ -77,7 +77,8 @@ class Callback(ABC):
     def outputs(self, plan: Plan) -> Sequence[str]:
         """Return the names of the files that the callback writes to the run's directory.
 
-        A run is resumed only if all existing files of these names were written by the run itself.
+        When a run is resumed, toyexp checks these files before the callback overwrites them: it raises UserError if one
+        of them exists and was not written by the run itself.
         """
         return ()
 

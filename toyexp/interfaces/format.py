@@ -146,9 +146,10 @@ class Format(ABC):
         return None
 
     def read(self, path: Path, models: Models) -> ModelExport:
-        """Read a model file.
+        """Read the model file at `path`, and return its model, tensors, tokenizer and metadata.
 
-        Raise UserError if its architecture is not one of the classes `models`, or if toyexp can only write this format.
+        `models` are the available model classes. Raise UserError if the file's architecture is none of them, or if
+        toyexp can write this format but not read it.
         """
         raise UserError(f"{path}: toyexp can write {self.name} files, but not read them")
 

@@ -327,9 +327,10 @@ class Session(ABC):
 
     @property
     def depth(self) -> int:
-        """Maximum number of launched steps whose metrics have not been read: 2 if the device has a queue.
+        """Maximum number of steps that may be launched before the metrics of the first one are read.
 
-        The training loop may launch up to half of them at once.
+        1 means that each step is read before the next is launched, 2 that the device works on one step while another is
+        queued. The training loop may launch up to `depth` / 2 steps together, and reads their metrics together.
         """
         return 1
 

@@ -90,10 +90,10 @@ class Registry:
         return {form.suffix: name for name, form in self.classes("format").items()}
 
     def get(self, kind: str, name: str) -> type:
-        """Return the class of this kind and name.
+        """Return the class that a plugin registered under `name` as a part of this `kind`, such as "model".
 
-        If there is none, raise UserError, which suggests similar names or names the broken plugin that would have
-        provided it.
+        Raise UserError if there is none. The message suggests similar names, or names the broken plugin that has the
+        class and could not be loaded.
         """
         offer = self.offers[kind].get(name)
         if offer is not None:

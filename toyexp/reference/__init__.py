@@ -1,1 +1,1 @@
-"""Reference implementation in float64, with which every engine is compared."""
+"""Reference implementation of ops and optimisers in float64, with which the tests compare every engine."""

@@ -1,4 +1,4 @@
-"""Ops and optimiser arithmetic in float64 numpy, written for clarity: the reference for every engine."""
+"""Ops and optimiser arithmetic in float64 NumPy, written for clarity: the reference for every engine."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Array = np.ndarray
 
 
 class ReferenceOps(Ops):
-    """Every op on float64 arrays, as defined in toyexp.interfaces.ops."""
+    """Ops on float64 arrays, as `toyexp.interfaces.ops.Ops` defines them."""
 
     def rows(self, table: Array, ids: Array) -> Array:
         return table[ids]
@@ -74,7 +74,7 @@ class ReferenceOps(Ops):
         return x[:, i]
 
     def rope(self, x: Array, rotary: Rotary) -> Array:
-        """Rotate pairs of features, as a product of complex numbers."""
+        """Rotate each pair of features, by multiplying it as a complex number by exp(i * angle); see Ops."""
         size = x.shape[-1]
         angle = np.arange(x.shape[1])[:, None, None] * rotary.base ** (-np.arange(0, size, 2) / size) / rotary.scale
         if rotary.factors:
@@ -86,7 +86,7 @@ class ReferenceOps(Ops):
         return np.stack((pairs.real, pairs.imag), axis=-1).reshape(x.shape)
 
     def attention(self, q: Array, k: Array, v: Array, causal: bool = True) -> Array:
-        """Compute attention head by head."""
+        """Compute attention in a loop over heads; see Ops."""
         length, heads, size = q.shape[1:]
         out = np.empty_like(q)
         for h in range(heads):
@@ -115,13 +115,16 @@ class ReferenceOps(Ops):
 
 
 def reference_logits(plan: Plan, values: Mapping[str, Array], batch: Batch) -> Array:
-    """Return the plan's logits for a batch, in float64."""
+    """Return the logits of the plan's model for a batch, in float64. `values` are its tensors, keyed by name."""
     wide = {name: value.astype(np.float64) for name, value in values.items()}
     return plan.model.forward(ReferenceOps(), plan.params(wide, batch), batch)
 
 
 def reference_loss(plan: Plan, values: Mapping[str, Array], batch: Batch) -> float:
-    """Return the plan's mean loss over the batch's weighted targets, in float64."""
+    """Return the mean loss over the targets of a batch, weighted by the batch's `weights`, in float64.
+
+    `values` are the plan's tensors, keyed by name.
+    """
     weights = batch["weights"].astype(np.float64)
     logits = reference_logits(plan, values, batch)
     return float(ReferenceOps().cross_entropy(logits, batch["targets"], weights / weights.sum()))
@@ -130,9 +133,10 @@ def reference_loss(plan: Plan, values: Mapping[str, Array], batch: Batch) -> flo
 def reference_slope(
     plan: Plan, values: Mapping[str, Array], batch: Batch, name: str, direction: Array, h: float = 1e-4
 ) -> float:
-    """Return the loss's derivative when tensor `name` moves along `direction`, in float64.
+    """Return the directional derivative of the loss with respect to tensor `name` along `direction`, in float64.
 
-    Central differences of fourth order, (8 (f(h) - f(-h)) - (f(2h) - f(-2h))) / 12h, with an error of order h^4.
+    It is computed from losses f by central differences of fourth order, (8 (f(h) - f(-h)) - (f(2h) - f(-2h))) / 12h,
+    with an error of order h^4. `values` are the plan's tensors, keyed by name.
     """
 
     def loss(distance: float) -> float:
@@ -143,7 +147,10 @@ def reference_slope(
 
 
 def reference_adamw(w: Array, g: Array, m: Array, v: Array, hp: Array) -> tuple[Array, Array, Array]:
-    """Apply one AdamW step as defined in toyexp.interfaces.optimiser, in float64; return the new w, m and v."""
+    """Apply one AdamW step, as `toyexp.interfaces.optimiser.AdamW` defines it, in float64.
+
+    `hp` holds the seven scalars of that formula. Return the new weights w and the new moments m and v.
+    """
     lr, beta1, beta2, eps, decay, slot5, slot6 = (float(x) for x in hp)
     m = beta1 * m + (1 - beta1) * g
     v = beta2 * v + (1 - beta2) * g**2
@@ -151,7 +158,7 @@ def reference_adamw(w: Array, g: Array, m: Array, v: Array, hp: Array) -> tuple[
 
 
 class NumpyArithmetic(Arithmetic):
-    """Optimiser arithmetic on numpy arrays of any precision; scalars are Python floats."""
+    """Operations of optimisers' update formulas on NumPy arrays of any dtype; scalars are Python floats."""
 
     def sqrt(self, x: Array) -> Array:
         return np.sqrt(x)
@@ -172,7 +179,11 @@ class NumpyArithmetic(Arithmetic):
 def update_tensor(
     group: Group, numbers: Array, w: Array, g: Array, state: Mapping[str, Array]
 ) -> tuple[Array, Mapping[str, Array]]:
-    """Return a tensor of `group` and its optimiser state after one step, by the rule's own formula."""
+    """Apply one step of the group's update rule to one of its tensors; return the new values and the new state.
+
+    `w` is the tensor, `g` its gradient, `state` its optimiser state, keyed by slot, and `numbers` the result of
+    `group.numbers`.
+    """
     n = dict(zip(group.rule.names(), map(float, numbers), strict=True))
     return group.rule.update(NumpyArithmetic(), w, g, state, n)
 
@@ -182,13 +193,13 @@ def update_tensor(
 
 @dataclass(frozen=True)
 class Tolerances:
-    """Largest differences that count as agreement."""
+    """Largest differences between an engine and its reference that count as agreement, for one precision."""
 
-    values: float  # of an op's result, relative to its largest value; of a loss, relative to itself
-    slopes: float  # of the gradient of one tensor through one op, relative, in norm
-    loss: float  # of a model's loss after one training step, relative
-    gradient: float  # of the gradient of one tensor through a model, relative, in norm
-    weights: float  # of one tensor after training, relative to how far it moved
+    values: float  # of an op's result, relative to its largest value; of a single op's loss, relative to the loss
+    slopes: float  # of the gradient of one tensor through one op: norm of the difference, relative to its norm
+    loss: float  # of a model's loss after one training step, relative to the loss
+    gradient: float  # of the gradient of one tensor through a model: norm of the difference, relative to its norm
+    weights: float  # of one tensor after training, relative to the distance from its initial values
 
 
 # Finest first. AdamW takes equal steps for small and large gradients, so weights differ more than gradients do. With
@@ -205,7 +216,7 @@ TOLERANCES = {
 
 
 def precision(engine: Engine) -> str:
-    """Return the dtype that the engine's matrix products round to; raise UserError for one without tolerances."""
+    """Return the precision of the engine's matrix products, a key of TOLERANCES. Raise UserError for any other name."""
     dtype = engine.product_dtype()
     if dtype not in TOLERANCES:
         raise UserError(f"engine={engine.name}: product_dtype() is {dtype!r}; {suggest(dtype, TOLERANCES)}")
@@ -213,5 +224,5 @@ def precision(engine: Engine) -> str:
 
 
 def coarser_precision(first: str, second: str) -> str:
-    """Return the coarser of two precisions, by which two engines are compared."""
+    """Return the coarser of two precisions, whose tolerances apply when two engines are compared with each other."""
     return max(first, second, key=list(TOLERANCES).index)

@@ -1,6 +1,6 @@
-"""Run a model's forward pass over shapes alone, to report errors before an engine is opened.
+"""Run a model's forward pass with shapes instead of tensors, to report errors before an engine is opened.
 
-An error of the forward pass that passes this check is the engine's.
+If a model passes this check and its forward pass fails later, the cause is in the engine.
 """
 
 from __future__ import annotations
@@ -29,7 +29,10 @@ MOST_OPS = 1_000_000  # ops per forward pass; a block has about 30, a model at m
 
 
 def check_forward(plan: Plan, recipe: str) -> None:
-    """Raise UserError for a forward pass that no engine can run; it names the model or the `recipe`."""
+    """Raise UserError if the forward pass of the plan's model makes calls that not every engine can run.
+
+    The message names the model, or `recipe` if the model fails only with the plan's adapters or changed shapes.
+    """
     model = {t.name: t.shape for t in plan.model.tensors()}
     _forward(plan, f"model.{plan.model.name}", Params({name: Shaped(shape) for name, shape in model.items()}))
     planned = {t.name: Shaped(t.shape) for t in plan.tensors}
@@ -38,14 +41,20 @@ def check_forward(plan: Plan, recipe: str) -> None:
 
 
 def count_blocks(plan: Plan) -> int:
-    """Return how many outermost `ops.block` calls the forward pass of a checked plan makes."""
+    """Return how often the forward pass calls `ops.block`, without calls inside another block.
+
+    The plan must have passed `check_forward`.
+    """
     ops = OpShapes()
     plan.model.forward(ops, Params({t.name: Shaped(t.shape) for t in plan.model.tensors()}), _batch(plan))
     return ops.blocks
 
 
 def check_tensors(who: str, listed: Callable[[], Iterable[TensorSpec | PlanTensor]]) -> None:
-    """Raise UserError naming `who` for tensors of a model or plan that no engine can hold."""
+    """Check the names, shapes and initial values of the tensors that `listed()` returns, for a model or a plan.
+
+    Raise UserError, which begins with `who`, for tensors that no engine can hold.
+    """
     try:
         tensors = listed()
     except UserError as error:
@@ -76,7 +85,7 @@ def _batch(plan: Plan) -> dict[str, Shaped]:
 
 
 def _forward(plan: Plan, who: str, params: Params) -> None:
-    """Run the forward pass and raise UserError naming `who` and the plugin's line for anything wrong."""
+    """Run the forward pass over shapes. If it fails, raise UserError, which names `who` and the line of the plugin."""
     ops = OpShapes()
     try:
         logits: Any = plan.model.forward(ops, params, _batch(plan))
@@ -106,7 +115,11 @@ class Ids(Shaped):
 
 
 def count_activations(plan: Plan) -> int:
-    """Return about how many numbers a checked plan's forward pass keeps for the gradient: all that its ops read."""
+    """Return roughly how many activations, as a number of elements, the forward pass keeps for the backward pass.
+
+    The estimate counts all elements that ops read, without the plan's tensors. The plan must have passed
+    `check_forward`.
+    """
     ops = OpShapes()
     tensors = {t.name: Shaped(t.shape) for t in plan.tensors}
     logits = plan.model.forward(ops, plan.params(tensors, _batch(plan)), _batch(plan))
@@ -114,12 +127,12 @@ def count_activations(plan: Plan) -> int:
 
 
 class OpShapes(Ops):
-    """Op vocabulary on shapes; raise UserError for a call that not every engine supports."""
+    """Ops that compute only the shapes of results. They raise UserError for a call that not every engine supports."""
 
     def __init__(self) -> None:
         self._calls = 0
-        self.read = 0  # numbers, by all ops together
-        self.blocks, self._inside = 0, False
+        self.read = 0  # number of elements that all ops have read
+        self.blocks, self._inside = 0, False  # calls of `block` that are not nested; whether such a call is running
 
     def __getattr__(self, name: str) -> NoReturn:
         ops = (n for n in vars(Ops) if not n.startswith("_") and n != "positionwise")
@@ -128,7 +141,7 @@ class OpShapes(Ops):
     def _take(self, op: str, *tensors: object) -> None:
         self._calls += 1
         if self._calls > MOST_OPS:
-            raise UserError(f"there are more than {MOST_OPS} ops; is there an endless loop?")
+            raise UserError(f"it calls more than {MOST_OPS} ops; is there an endless loop?")
         for x in tensors:
             if not _is_tensor(x):
                 raise UserError(f"ops.{op} takes tensors, got {_describe(x)}")
@@ -136,7 +149,7 @@ class OpShapes(Ops):
 
     def _require(self, fits: bool, op: str, *values: object) -> None:
         if not fits:
-            raise UserError(f"ops.{op} got {' and '.join(map(_describe, values))}, which do not fit")
+            raise UserError(f"ops.{op} got {' and '.join(map(_describe, values))}, which do not fit together")
 
     def block(self, function: Callable[..., Shaped], x: Shaped, p: Params, *rest: Any) -> Shaped:
         outer, self._inside = self._inside, True
@@ -184,20 +197,24 @@ class OpShapes(Ops):
         self._take("rms_norm", x, w)
         self._require(bool(x.shape) and w.shape == x.shape[-1:], "rms_norm", x, w)
         if not isinstance(eps, Real) or not 0 <= eps < math.inf:
-            raise UserError(f"ops.rms_norm takes an eps from 0, got {_describe(eps)}")
+            raise UserError(f"ops.rms_norm takes a finite eps of at least 0, got {_describe(eps)}")
         return Shaped(x.shape)
 
     def reshape(self, x: Shaped, shape: Sequence[int]) -> Shaped:
         self._take("reshape", x)
         sizes = tuple(shape)
         if not is_shape(sizes) or len(sizes) > 4 or math.prod(sizes) != math.prod(x.shape):
-            raise UserError(f"ops.reshape gets {list(x.shape)} for {printable(repr(list(sizes)))}, which does not fit")
+            new_shape = printable(repr(list(sizes)))
+            raise UserError(
+                f"ops.reshape cannot reshape {list(x.shape)} to {new_shape}; the new shape needs as many elements, "
+                "at most 4 axes, and no -1"
+            )
         return Shaped(sizes)
 
     def part(self, x: Shaped, axis: int, start: int, stop: int) -> Shaped:
         self._take("part", x)
         if not (0 <= axis < len(x.shape) and 0 <= start < stop <= x.shape[axis]):
-            raise UserError(f"ops.part of {list(x.shape)} cannot take positions {start} to {stop} of axis {axis}")
+            raise UserError(f"ops.part cannot take positions {start} to {stop} of axis {axis} of {list(x.shape)}")
         return Shaped((*x.shape[:axis], stop - start, *x.shape[axis + 1 :]))
 
     def concat(self, parts: Sequence[Shaped], axis: int) -> Shaped:
@@ -211,7 +228,7 @@ class OpShapes(Ops):
     def split(self, x: Shaped, n: int) -> tuple[Shaped, ...]:
         self._take("split", x)
         if n < 1 or x.shape[-1] % n:
-            raise UserError(f"ops.split of {list(x.shape)} into {n}: its last axis does not divide")
+            raise UserError(f"ops.split cannot split the last axis of {list(x.shape)} into {n} equal parts")
         return super().split(x, n)
 
     def rope(self, x: Shaped, rotary: Rotary) -> Shaped:
@@ -237,7 +254,10 @@ class OpShapes(Ops):
 
 
 class PieceShapes(IncrementalOps, OpShapes):
-    """A decoder's ops on shapes; records each op with its weights and constants, but no activation's size."""
+    """Incremental ops on shapes, as a decoder calls them, which record each call in `calls`.
+
+    A record has the op's name, weights and constants, but not the sizes of activations, which depend on the length.
+    """
 
     incremental_ops = frozenset({"attention"})
 
@@ -264,7 +284,7 @@ class PieceShapes(IncrementalOps, OpShapes):
 
 @dataclass(frozen=True, eq=False)
 class Weight(Shaped):
-    """Shape of a model's tensor; equal only to itself."""
+    """Shape of one of the model's tensors. Two tensors of the same shape are not equal."""
 
 
 def reason_to_recompute(plan: Plan) -> str | None:
@@ -295,7 +315,7 @@ def _is_tensor(x: Any) -> TypeGuard[Shaped]:
 
 
 def _describe(x: object) -> str:
-    """Describe an op's argument."""
+    """Describe an op's argument for an error message: its shape, value or type."""
     if isinstance(x, Shaped):
         return f"{'integers ' if isinstance(x, Ids) else ''}{list(x.shape)}"
     if isinstance(x, AdaptedWeight):

@@ -1,4 +1,4 @@
-"""List the ops of a model's forward pass, by running it over shapes."""
+"""List the ops of a model's forward pass, by running it with shapes instead of tensors."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ BLOCK = re.compile(r"(?:^|\.)blk\.(\d+)\.")
 
 @dataclass(frozen=True)
 class WeightInfo:
-    """A weight's shape, name and type."""
+    """Shape, name and type (such as Q4_K) of a tensor in a model file."""
 
     shape: tuple[int, ...]
     name: str = ""
@@ -37,13 +37,16 @@ class Line:
     weights: tuple[WeightInfo, ...]  # tensors of the file that the op reads
     result: tuple[Size, ...]
     detail: str = ""  # other arguments
-    operations: int = 0  # multiplications and additions of matrix products and attention, times `per`
-    per: tuple[str, ...] = ()
-    results: int = 1
+    operations: int = 0  # multiplications and additions of a matrix product or attention, without the factors `per`
+    per: tuple[str, ...] = ()  # letters of the sizes by which `operations` must be multiplied
+    results: int = 1  # number of results
     block: int | None = None  # number of the enclosing block, from 0
 
     def anywhere(self, types: bool) -> Line:
-        """Return the line without block number, and without types unless `types`, to compare blocks."""
+        """Return a copy that is equal for the same op in another block, to compare blocks.
+
+        It has no block number, and its weights' names have no block prefix. If `types` is False, types are removed too.
+        """
         return replace(
             self,
             block=None,
@@ -52,27 +55,30 @@ class Line:
 
 
 def name_in_block(name: str) -> str:
-    """Return a tensor's name inside its block: attn_q.weight for blk.3.attn_q.weight."""
+    """Return a tensor's name without the prefix of its block, such as attn_q.weight for blk.3.attn_q.weight."""
     match = BLOCK.search(name)
     return name[match.end() :] if match else name
 
 
 @dataclass(frozen=True)
 class Listing:
-    """Forward pass in three parts: before, in and after the blocks."""
+    """Ops of a forward pass in three parts: before, in and after the blocks."""
 
     before: Sequence[Line]
-    blocks: Mapping[int, Sequence[Line]]
+    blocks: Mapping[int, Sequence[Line]]  # keyed by block number
     after: Sequence[Line]
-    once: frozenset[str] = frozenset()  # letters that one unit has once: a token's B and T, an image's B
+    once: frozenset[str] = frozenset()  # letters of the sizes that are 1 for one unit; for a token: B and T
     unit: str = "token"  # token or image
 
     def all(self) -> list[Line]:
-        """Return every op, in order."""
+        """Return the lines of all ops, in the order of the forward pass."""
         return [*self.before, *(line for block in self.blocks.values() for line in block), *self.after]
 
     def operations(self) -> dict[str, int]:
-        """Return operations per token or image, by the remaining factor: {"": 2.1e8, "T": 69120}."""
+        """Return the number of operations per token or image, keyed by the sizes that it must be multiplied by.
+
+        For example, {"": 210000000, "T": 69120} means 210000000 + 69120 T operations for T positions.
+        """
         total: dict[str, int] = {}
         for line in self.all():
             if line.operations:
@@ -81,7 +87,7 @@ class Listing:
         return total
 
     def lines(self) -> list[str]:
-        """Return a table with the first of equal blocks in full and a line for the others."""
+        """Return the lines of a text table of all ops. Of several equal blocks, only the first is shown in full."""
         shown: set[str] = set()
         rows = self._rows(self.before, shown)
         written: dict[tuple[Line, ...], int] = {}
@@ -99,7 +105,7 @@ class Listing:
         return align_columns([heads, *rows], right=(5, 6))
 
     def _runs(self) -> list[tuple[int, int]]:
-        """Return first and last number of consecutive blocks that are equal except for types."""
+        """Return the numbers of the first and last block of each series of blocks that are equal except for types."""
         runs: list[tuple[int, int]] = []
         previous = None
         for i, block in self.blocks.items():
@@ -146,7 +152,7 @@ class Listing:
         return rows
 
     def _factor_letters(self, line: Line) -> list[str]:
-        """Return the letters that remain in the operations of one token or image."""
+        """Return the letters of the sizes by which the line's operations for one token or image must be multiplied."""
         letters = list(line.per)
         for letter in self.once.intersection(letters):  # an op on weights alone runs once for all of them
             letters.remove(letter)
@@ -154,7 +160,10 @@ class Listing:
 
 
 def listing(model: Model, weights: Iterable[WeightInfo]) -> Listing:
-    """Run the model's forward function over shapes and list its ops; `weights` are all its tensors."""
+    """Run the model's forward function over shapes, and return a Listing of its ops.
+
+    `weights` describes all tensors of the model.
+    """
     inputs = model.inputs()
     letters = dict.fromkeys(["B", *(n for shape in inputs.values() for n in shape if isinstance(n, str))])
     numbers = {letter: LARGE + i * LARGE for i, letter in enumerate(letters)}
@@ -168,7 +177,10 @@ def listing(model: Model, weights: Iterable[WeightInfo]) -> Listing:
 
 
 def _cut(lines: Sequence[Line], once: frozenset[str]) -> Listing:
-    """Split the lines into blocks; lines between two blocks belong to the first."""
+    """Return a Listing of the lines, split at the blocks. Lines between two blocks count as part of the first one.
+
+    `once` is passed on to the Listing.
+    """
     numbers = [line.block for line in lines]
     inside = [at for at, number in enumerate(numbers) if number is not None]
     if not inside:
@@ -218,7 +230,7 @@ class ListedOps(OpShapes):
     def __init__(self, letters: Mapping[int, str]) -> None:
         super().__init__()
         self.lines: list[Line] = []
-        self._letters = letters  # the letter of each stand-in number
+        self._letters = letters  # letters of the sizes that a run chooses, keyed by the number that stands for each
         self._depth = 0  # nesting depth of ops that call other ops
 
     def __getattribute__(self, name: str) -> Any:
@@ -244,15 +256,19 @@ class ListedOps(OpShapes):
         return result
 
     def _size(self, n: int) -> Size:
-        """Return the letter of a stand-in size; a size increased by 1 becomes `T+1`."""
+        """Return a size as a Line shows it.
+
+        A number that stands for a letter becomes that letter, and one that is larger by 1 becomes, for example, `T+1`.
+        Other sizes are returned as they are.
+        """
         base = n // LARGE * LARGE
         return n if base not in self._letters else self._letters[base] + (f"+{n - base}" if n > base else "")
 
     def _take(self, op: str, *tensors: object) -> None:
-        """Accept everything: the listing checks nothing."""
+        """Accept any arguments: the listing does not check the model."""
 
     def _require(self, fits: bool, op: str, *values: object) -> None:
-        """Accept everything: the listing checks nothing."""
+        """Accept any arguments, as `_take` does."""
 
     def first_rows(self, table: Shaped, n: int) -> Shaped:
         return Shaped((n, table.shape[1]))

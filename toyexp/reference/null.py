@@ -17,12 +17,12 @@ from toyexp.interfaces.session import Session, StepMetrics
 
 @dataclass
 class NullEngine(Engine):
-    """Engine that computes nothing; its loss falls on its own."""
+    """Engine that computes nothing. Its loss depends on the number of steps alone: it falls from 2 towards 1."""
 
     name: ClassVar[str] = "noop"
     priority: ClassVar[int] = -1
 
-    nan_at: int = 0  # step at which the loss is NaN; 0: never
+    nan_at: int = 0  # number of the step (from 1) at which the loss is NaN; 0: never
 
     def check(self) -> str:
         return "computes nothing"
@@ -60,7 +60,7 @@ class NullSession(Session):
         return StepMetrics(self._loss(), 0.0)
 
     def do_loss(self, micro: Batch) -> float:
-        """Return the loss after the steps taken so far, times the batch's weights."""
+        """Return the loss after the steps taken so far, multiplied by the sum of the batch's weights."""
         return self._loss() * float(micro["weights"].sum())
 
     def do_logits(self, micro: Batch, rows: int) -> np.ndarray:
@@ -76,7 +76,7 @@ class NullSession(Session):
         return self._tensors[tensor.name].copy()
 
     def do_snapshot(self, into: Mapping[str, np.ndarray]) -> Mapping[str, np.ndarray]:
-        """Return the values, and as state the number of steps, on which the loss depends."""
+        """Return the tensors' values, and as optimiser state the number of steps, which determines the loss."""
         states = {
             t.name: {slot: np.full(shape, self._steps, np.float32) for slot, shape in self.plan.slots(t).items()}
             for t in self.plan.trainable

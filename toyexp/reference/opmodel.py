@@ -1,4 +1,4 @@
-"""Models of one op each, to check an engine's ops and gradients one by one through its sessions."""
+"""Small models that consist of a single op, to check each op and its gradient through an engine's sessions."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from toyexp.interfaces.plan import Lens, LoraAdapter, Plan, PlanTensor, lora_nam
 from toyexp.interfaces.values import Constant, Normal
 
 ROWS, LENGTH, WIDTH, CLASSES = 3, 5, 8, 8
-MOST_ROWS = 512  # largest number tried for an engine with several devices
+MOST_ROWS = 512  # largest number of rows that `case_rows` tries
 
 Forward = Callable[[Ops, Params, Tensor], Tensor]
 
@@ -34,13 +34,16 @@ def _heads_case(
 
 
 def _rope_case(**settings: Any) -> tuple[dict[str, tuple[int, ...]], Forward]:
-    """Return a case with heads of 4 features."""
+    """Return a case of `CASES` that applies rope with these settings of Rotary to heads of 4 features."""
     rotary = Rotary(100.0, **settings)
     return {"q": (16, 8), "k": (8, 8), "v": (8, 8)}, lambda ops, p, x: _heads_case(ops, p, x, rotary=rotary)
 
 
 def _blocks_case(ops: Ops, p: Params, x: Tensor) -> Tensor:
-    """Call three blocks, so that one is neither first nor last; each also reads the input of the first."""
+    """Return x after three blocks, so that the middle one is neither first nor last.
+
+    Each block also reads the input of the first one.
+    """
 
     def gated(ops: Ops, x: Tensor, p: Params, first: Tensor) -> Tensor:
         return ops.mul(first, ops.silu(ops.linear(x, p["w"])))
@@ -52,12 +55,12 @@ def _blocks_case(ops: Ops, p: Params, x: Tensor) -> Tensor:
 
 
 def _by_fours(ops: Ops, x: Tensor, w: Tensor) -> Tensor:
-    """Multiply each group of four consecutive features by w [4, 4]."""
+    """Multiply each group of four consecutive features of x by w [4, 4], to test reshape."""
     fours = ops.reshape(x, (x.shape[0], 2 * LENGTH, WIDTH // 2))
     return ops.reshape(ops.linear(fours, w), (x.shape[0], LENGTH, WIDTH))
 
 
-# name: (tensors besides the embedding, function of x [ROWS, LENGTH, WIDTH])
+# Cases by name: the shapes of tensors other than the embedding, and a function of its rows x [ROWS, LENGTH, WIDTH].
 CASES: dict[str, tuple[dict[str, tuple[int, ...]], Forward]] = {
     "rows": ({}, lambda ops, p, x: x),
     "first_rows": ({"table": (LENGTH + 3, WIDTH)}, lambda ops, p, x: ops.add(x, ops.first_rows(p["table"], LENGTH))),
@@ -106,7 +109,7 @@ TARGETS: dict[str, tuple[int, ...]] = {
 
 @dataclass
 class OpModel(Model):
-    """Model of one op between an embedding and the loss."""
+    """Model that applies the op of one case to rows of an embedding, and returns the result as logits."""
 
     name: ClassVar[str] = "op"
     reads: ClassVar[Kind] = TOKENS
@@ -117,7 +120,10 @@ class OpModel(Model):
         """Do nothing: every case is valid."""
 
     def tensors(self) -> list[TensorSpec]:
-        """Return the embedding and the case's tensors, scaled so that every nonlinearity has an effect."""
+        """Return the embedding table and the case's tensors.
+
+        Their initial values are large enough that every nonlinear op has a visible effect.
+        """
         shapes = CASES[self.case][0]
         specs = [TensorSpec(name, shape, Normal(0.7)) for name, shape in shapes.items()]
         return [TensorSpec("x", (CLASSES, WIDTH), Normal(1.0)), *specs]
@@ -128,7 +134,12 @@ class OpModel(Model):
 
 
 def op_plan(case: str, adapter: str | None = None, **changes: object) -> Plan:
-    """Return a plan of the case; `adapter` adds a lens to its embedding ("lens") or a LoRA pair to w ("lora")."""
+    """Return a plan that trains the model of a case.
+
+    `adapter` adds an adapter: "lens" a matrix that maps the rows of a narrower embedding table to the model's width,
+    "lora" a LoRA pair to the matrix w. `changes` are fields of the plan, such as rows=4, or frozen=True for an
+    embedding table that does not train.
+    """
     model = OpModel(case)
     tensors = {t.name: PlanTensor(t.name, t.shape, t.init) for t in model.tensors()}
     adapters: tuple[LoraAdapter | Lens, ...] = ()
@@ -149,7 +160,10 @@ def op_plan(case: str, adapter: str | None = None, **changes: object) -> Plan:
 
 
 def case_rows(engine: Engine) -> int:
-    """Return how many rows a plan of a case has: ROWS, or the next number that the engine's devices can share."""
+    """Return the number of rows for a case's plan on this engine: the lowest from ROWS that the engine accepts.
+
+    An engine with several devices accepts only numbers that it can split equally among them.
+    """
     for rows in range(ROWS, MOST_ROWS):
         try:
             engine.check_plan(op_plan("matmul", rows=rows))
@@ -169,7 +183,10 @@ def _inputs(case: str) -> dict[str, InputSpec]:
 
 
 def op_batch(rows: int = ROWS, seed: int = 0, case: str = "") -> Batch:
-    """Return random ids with the targets and weights of `case`; some targets have weight 0, and ids repeat."""
+    """Return a batch of random token ids, targets and weights with the shapes that `case` needs.
+
+    About a fifth of the weights are 0. Ids repeat, so that gradients of the same embedding row must be summed.
+    """
     draw = np.random.default_rng(seed)
     shape = (rows, *TARGETS.get(case, (LENGTH,)))
     weights = draw.uniform(0.2, 2.0, shape).astype(np.float32)

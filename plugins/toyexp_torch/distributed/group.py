@@ -25,7 +25,7 @@ LOCALHOST = "127.0.0.1"
 
 @dataclass(frozen=True)
 class RankConfig:
-    """Number and settings of one rank, and the store through which the ranks connect."""
+    """Settings of one rank: its number, the number of ranks, and the port of the store through which they connect."""
 
     rank: int
     count: int
@@ -35,7 +35,10 @@ class RankConfig:
 
 
 class Group:
-    """Collective operations, which all ranks must call in the same order."""
+    """Collective operations of the ranks of one session. All ranks must call them in the same order.
+
+    On the CPU, an operation calls `check` while it waits; `check` raises an error if another rank has failed.
+    """
 
     def __init__(self, config: RankConfig, store: dist.Store, device: str, check: Callable[[], None] = lambda: None):
         self._check, self._on_gpu = check, device == "cuda"
@@ -43,17 +46,20 @@ class Group:
         self._group = (_nccl if self._on_gpu else _gloo)(session_store, config)
 
     def sum(self, tensor: Tensor) -> Callable[[], None]:
-        """Begin to replace `tensor` by its sum over all ranks; return a function that waits for it."""
+        """Start to replace `tensor` by its sum over all ranks; return a function that waits for the sum."""
         return self._make_wait(self._group.allreduce([tensor], dist.AllreduceOptions()))
 
     def broadcast(self, tensor: Tensor, rank: int) -> Callable[[], None]:
-        """Begin to copy `tensor` from one rank to all others; return a function that waits for it."""
+        """Start to copy `tensor` from rank `rank` to all others; return a function that waits for the copy."""
         options = dist.BroadcastOptions()
         options.rootRank = rank
         return self._make_wait(self._group.broadcast([tensor], options))
 
     def abort(self) -> None:
-        """Abort operations that wait for other ranks, from any thread. On the CPU they end by themselves."""
+        """Abort the GPU's operations that wait for other ranks; any thread may call this.
+
+        On the CPU nothing is done, because there each operation calls `check` while it waits.
+        """
         if self._on_gpu:
             self._group.abort()
 
@@ -91,7 +97,7 @@ def _nccl(store: dist.Store, config: RankConfig) -> Any:
 
 
 def open_store(count: int) -> tuple[dist.Store, int]:
-    """Open a store for ranks on this machine only; return it and its port."""
+    """Open a torch store for `count` ranks that all run on this machine; return the store and its port."""
     with socket.socket() as listening:
         listening.bind((LOCALHOST, 0))
         listening.listen()
@@ -102,9 +108,10 @@ def open_store(count: int) -> tuple[dist.Store, int]:
 
 @functools.cache
 def torchrun_store() -> dist.Store:
-    """Return the store of the ranks that `torchrun` has started: torchrun's own, or one that rank 0 opens.
+    """Connect to the torch store of the ranks that `torchrun` has started, and return it.
 
-    Raise UserError if the host is unknown or rank 0 cannot open the store, and RunFailed if a rank cannot connect.
+    The store is torchrun's own if torchrun provides one; otherwise rank 0 opens it. Raise UserError if the host name in
+    MASTER_ADDR is unknown or if rank 0 cannot open the store, and RunFailed if another rank cannot connect to it.
     """
     ranks, limit = started_ranks(), timedelta(seconds=START_TIMEOUT)
     host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
@@ -117,19 +124,22 @@ def torchrun_store() -> dist.Store:
         socket.getaddrinfo(host, port)
     except OSError as error:
         raise UserError(
-            f"MASTER_ADDR={printable(host)}: the name of this host cannot be resolved ({error.strerror})"
+            f"MASTER_ADDR={printable(host)}: the name of this host cannot be resolved ({error.strerror}); set the "
+            "address of rank 0's machine"
         ) from None
     try:
         return run_interruptibly(connect)  # connecting waits in native code
     except (RuntimeError, OSError) as error:
         why = str(error).strip().partition("\n")[0]
         if serves:
-            raise UserError(f"MASTER_ADDR={host}, MASTER_PORT={port}: cannot listen there ({why})") from None
+            raise UserError(
+                f"MASTER_ADDR={host}, MASTER_PORT={port}: cannot listen there ({why}); set another port"
+            ) from None
         raise RunFailed(f"rank {ranks.rank}: cannot connect to rank 0 at {host}:{port} ({why})") from None
 
 
 def connect_store(config: RankConfig) -> dist.Store:
-    """Connect to the store of a run: one that rank 0 has opened on this machine, or torchrun's."""
+    """Return a connection to the store of a run: one that rank 0 has opened on this machine, or torchrun's."""
     return dist.TCPStore(LOCALHOST, config.port, config.count, False) if config.port else torchrun_store()
 
 

@@ -24,7 +24,7 @@ from toyexp import UserError
 
 
 class Link:
-    """Connection to another process of the run. One thread may read; any thread may send."""
+    """Connection to another process of the run. Only one thread may receive; any thread may send."""
 
     def __init__(self, connection: socket.socket):
         self._connection = Connection(connection.detach())
@@ -36,7 +36,7 @@ class Link:
             self._connection.send_bytes(message)
 
     def beat(self) -> None:
-        """Send a heartbeat, unless a message is being sent. Raise OSError if the other process is gone."""
+        """Send a heartbeat, unless another thread is sending a message. Raise OSError if the other process is gone."""
         if self._sending.acquire(blocking=False):
             try:
                 self._connection.send_bytes(b"")
@@ -44,7 +44,10 @@ class Link:
                 self._sending.release()
 
     def receive(self) -> Any:
-        """Return the next message, or None for a heartbeat. Raise EOFError if the other process is gone."""
+        """Wait for the next message and return its value, or None for a heartbeat.
+
+        Raise EOFError if the other process is gone.
+        """
         try:
             message = self._connection.recv_bytes()
         except OSError:
@@ -56,7 +59,7 @@ class Link:
         return self._connection.fileno()
 
     def cut(self) -> None:
-        """Shut the connection down in both directions, which wakes threads that read or send on either side."""
+        """Shut the connection down in both directions. This wakes threads on either side that receive or send."""
         with contextlib.suppress(OSError), socket.socket(fileno=os.dup(self.fileno())) as end:
             end.shutdown(socket.SHUT_RDWR)
 
@@ -66,7 +69,7 @@ class Link:
 
 
 def encode(value: Any) -> bytes:
-    """Return a message that holds a value. Raise UserError for a value that cannot be sent."""
+    """Return the bytes of a message that contains `value`. Raise UserError for a value that cannot be sent."""
     message = io.BytesIO()
     _Writer(message, protocol=5).dump(value)
     return message.getvalue()
@@ -86,7 +89,10 @@ ALLOWED = (*PLAIN, dict, Path, _array, _build)  # all that a message may contain
 
 class _Writer(pickle.Pickler):
     def reducer_override(self, value: Any) -> Any:
-        """Reduce a value to plain data or to a dataclass. Raise UserError for a value that cannot be sent."""
+        """Return how pickle stores a value: as plain data, or as a dataclass and its fields.
+
+        Raise UserError for a value that cannot be sent.
+        """
         cls = type(value)
         if isinstance(value, np.ndarray):
             return _array, (value.dtype.str, value.shape, bytearray(np.ascontiguousarray(value)))

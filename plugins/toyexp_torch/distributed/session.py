@@ -1,8 +1,9 @@
-"""Data parallel training: each rank computes its rows of every micro-batch, and the gradients are summed.
+"""Data-parallel training: each rank computes its rows of every micro-batch, and the gradients are summed.
 
-Rank 0 has the data, the run and the callbacks. Its session is used like any other; it calls the same methods on the
-other ranks, with their rows. After every step the weights are equal on all ranks. A target has the weight that it has
-in the whole batch, so the sums over the ranks are the loss and the gradient of a single device.
+Rank 0 has the data, the run and the callbacks. The training loop uses its session like any other. Each method of this
+session calls the same method on the other ranks, with their rows. After every step the weights are equal on all ranks.
+Target weights are those of the whole batch, so the sums over the ranks equal the loss and the gradient of a single
+device.
 """
 
 from __future__ import annotations
@@ -33,10 +34,10 @@ Frozen = list[tuple[str, str, list[int], str | None]]  # name, dtype, shape, and
 
 
 class GradientSums:
-    """Sum of the gradients over all ranks, in buckets that are sent as soon as the backward pass has filled them.
+    """Sum of the gradients over all ranks, in buckets, each of which is summed once the backward pass has filled it.
 
-    Buckets are slices of the flat vector. Collectives must be called in one order on all ranks: from the end of the
-    model to its beginning, which is probably the order of the backward pass.
+    A bucket is a slice of the flat gradient vector. All ranks must sum the buckets in the same order. It is from the
+    end of the model to its beginning, because a backward pass usually computes the gradients in this order.
     """
 
     def __init__(self, plan: Plan, grad: Tensor, slices: Mapping[str, slice], group: Group):
@@ -54,17 +55,20 @@ class GradientSums:
         self._sizes = [len(names) for names in buckets]
 
     def begin(self) -> None:
-        """Prepare for the last backward pass of a step."""
+        """Prepare for the last backward pass of a step, after which the gradients are summed over the ranks."""
         self._left, self._waits = [*self._sizes], list[Callable[[], None]]()
 
     def mark_complete(self, name: str) -> None:
-        """Note that a tensor's gradient is complete, and begin the sums of the next complete buckets."""
+        """Record that a tensor's gradient is complete. If the next buckets are complete, start to sum them."""
         self._left[self._bucket_of[name]] -= 1
         while (following := len(self._waits)) < len(self._left) and self._left[following] == 0:
             self._waits.append(self._group.sum(self._buckets[following]))
 
     def finish(self, total: Tensor) -> None:
-        """Sum the remaining buckets (with tensors that do not affect the loss) and `total`; wait for all sums."""
+        """Start to sum the remaining buckets and `total` over the ranks, and wait for all sums.
+
+        Buckets remain if they have tensors that do not affect the loss.
+        """
         for bucket in (*self._buckets[len(self._waits) :], total):
             self._waits.append(self._group.sum(bucket))
         for wait in self._waits:
@@ -72,7 +76,10 @@ class GradientSums:
 
 
 class ShardedUpdate(Update):
-    """Update in which each rank keeps the optimiser state of a part of the weights, and broadcasts its new weights."""
+    """Update that splits the optimiser state over the ranks (ZeRO stage 1).
+
+    Each rank updates a part of the weights, and broadcasts the new values to the others.
+    """
 
     group: Group
 
@@ -87,7 +94,10 @@ class ShardedUpdate(Update):
         self._exchange()
 
     def _exchange(self) -> None:
-        """Send each rank's part of the weights to the others, and round received parts as kernels do."""
+        """Broadcast each rank's part of the weights, and round received parts, if the session keeps rounded weights.
+
+        The update itself has already rounded this rank's own part.
+        """
         shares = (enumerate(itertools.pairwise(cuts)) for cuts in self.cuts)
         parts = [(rank, slice(*ends)) for share in shares for rank, ends in share if ends[0] < ends[1]]
         waits = [self.group.broadcast(self._flat[part], rank) for rank, part in parts]
@@ -97,7 +107,10 @@ class ShardedUpdate(Update):
                 self._rounded[part].copy_(self._flat[part])
 
     def gather_state(self, name: str, slots: Mapping[str, tuple[int, ...]]) -> dict[str, Tensor]:
-        """Return a tensor's complete state. All ranks must call this together."""
+        """Return a tensor's complete optimiser state from the parts of all ranks, keyed by slot.
+
+        `slots` has the shape of each slot. All ranks must call this together.
+        """
         local_state, state, parts = self.state.get(name, {}), {}, self._parts(name)
         for slot, shape in slots.items():
             state[slot] = values = self._flat.new_zeros(shape)
@@ -109,7 +122,10 @@ class ShardedUpdate(Update):
         return state
 
     def slice_state(self, name: str, state: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-        """Return this rank's part of a tensor's complete state."""
+        """Return this rank's part of a tensor's complete optimiser state, keyed by slot.
+
+        Return an empty dict if this rank does not update the tensor.
+        """
         parts = self._parts(name)
         if self._share.rank not in parts:
             return {}
@@ -117,7 +133,7 @@ class ShardedUpdate(Update):
         return {s: x if len(parts) == 1 else x.reshape(-1)[start:stop] for s, x in state.items()}
 
     def _parts(self, name: str) -> dict[int, tuple[int, int]]:
-        """Return the ranks that change a tensor, with the bounds of their parts in it."""
+        """Return the bounds (start, stop) of each rank's part of a flattened tensor, for the ranks that update it."""
         tensor = self._slices[name]
         cuts = next(cuts for cuts in self.cuts if cuts[0] <= tensor.start < cuts[-1])
         bounds = [min(max(cut, tensor.start), tensor.stop) - tensor.start for cut in cuts]
@@ -125,7 +141,10 @@ class ShardedUpdate(Update):
 
 
 class RankSession(TorchSession):
-    """Session of one rank, for its rows. All ranks must call the same methods in the same order."""
+    """Session of one rank, which computes its rows of each micro-batch.
+
+    The same methods must be called on all ranks, in the same order.
+    """
 
     selects_positions = False  # ranks would capture graphs at different steps, but must call collectives together
 
@@ -136,7 +155,7 @@ class RankSession(TorchSession):
         self._under_way: Callable[[], object] = lambda: None
 
     def join(self, group: Group) -> None:
-        """Join the group of ranks, and receive the values of rank 0."""
+        """Join the group of ranks. Rank 0 sends the values of all tensors, the others receive them."""
         self._group = group
         if isinstance(self._update, ShardedUpdate):
             self._update.group = group
@@ -150,7 +169,7 @@ class RankSession(TorchSession):
             self._rounded.copy_(self._flat)
 
     def frozen_layout(self) -> Frozen:
-        """Return the memory layout of the tensors that do not train."""
+        """Return how the device stores each frozen tensor: name, dtype, shape, and the GGUF type if it is packed."""
         layout: Frozen = []
         for name in self._frozen_names():
             values = self._tensors[name]
@@ -159,7 +178,7 @@ class RankSession(TorchSession):
         return layout
 
     def allocate_frozen(self, frozen_layout: Frozen) -> None:
-        """Allocate the tensors that do not train; `join` receives their values."""
+        """Allocate the frozen tensors with rank 0's `frozen_layout`. Later, `join` receives their values."""
         for name, dtype, shape, kind in frozen_layout:
             raw = torch.empty(shape, dtype=getattr(torch, dtype), device=self._device)
             self._tensors[name] = raw if kind is None else Packed(raw, kind, self._dtype)
@@ -168,7 +187,11 @@ class RankSession(TorchSession):
         return [t.name for t in self.plan.tensors if not t.trainable]
 
     def _backward(self, micros: Sequence[dict[str, Tensor]]) -> Tensor:
-        """Compute gradients as on one device, but begin to sum each as soon as the last pass has computed it."""
+        """Write the gradients, summed over micro-batches and ranks, into the flat vector; return the summed loss.
+
+        The sum over ranks starts as soon as the last micro-batch's backward pass has computed the gradients of a
+        bucket.
+        """
         losses = []
         self._grad.zero_()
         for number, micro in enumerate(micros, 1):
@@ -228,12 +251,12 @@ class RankSession(TorchSession):
     # -- calls from rank 0, in place of methods whose arguments or results cannot be sent --
 
     def join_ranks(self) -> None:
-        """Join the other ranks and build, at the same time as rank 0."""
+        """Join the group of ranks and prepare the training step. Rank 0 does the same at the same time."""
         self.join(Group(self._config, connect_store(self._config), self._settings.device))
         self.do_build()
 
     def launch_step(self, micros: Sequence[Batch], numbers: Sequence[np.ndarray]) -> None:
-        """Launch a step, then wait for the one before."""
+        """Launch a step, then wait for the previous one to end."""
         before, self._under_way = self._under_way, self.do_launch(micros, numbers)
         before()
 
@@ -242,7 +265,7 @@ class RankSession(TorchSession):
 
 
 def open_rank(config: RankConfig, plan: Plan, settings: SessionSettings, frozen_layout: Frozen) -> RankSession:
-    """Open the session of a worker rank."""
+    """Return an open session of a worker rank. Its frozen tensors receive their values in `join_ranks`."""
     if settings.device == "cuda":
         select_gpu(config)
     session = RankSession(plan, settings, config)
@@ -252,7 +275,10 @@ def open_rank(config: RankConfig, plan: Plan, settings: SessionSettings, frozen_
 
 
 class LeadSession(RankSession):
-    """Session of rank 0, which calls each of its methods on the other ranks too."""
+    """Session of rank 0. Each of its methods also calls the same method on the sessions of the other ranks.
+
+    `gather` returns the supervisor of the other ranks, after starting them if necessary.
+    """
 
     _numbers = itertools.count()
 
@@ -323,7 +349,7 @@ class LeadSession(RankSession):
             super().do_restore(tensor, values, state)
 
     def describe(self) -> dict[str, Any]:
-        """Describe one device, with the threads of all ranks, and list the ranks."""
+        """Return the description of rank 0's device, with the threads of all ranks together and a list of the ranks."""
         facts, count = super().describe(), self._config.count
         ranks = [f"pid {os.getpid()} on {platform.node()}", *(f"pid {p.pid} on {p.host}" for p in self._others.ranks)]
         threads = facts["threads"] * count
@@ -342,7 +368,10 @@ class LeadSession(RankSession):
 
     @contextlib.contextmanager
     def _call_others(self, name: str, arguments: Callable[[int], Sequence[Any]] = lambda rank: ()) -> Iterator[None]:
-        """Call a method of the other ranks, with `arguments(rank)`, while the body does rank 0's part."""
+        """Call the method `name` of the other ranks' sessions, while the body does rank 0's part of the computation.
+
+        `arguments(rank)` returns the arguments for one rank.
+        """
         with self._others.watch_computation():
             self._others.call(name, arguments)
             yield

@@ -40,7 +40,10 @@ SERVE = (
 
 
 def silence_limit() -> float:
-    """Return how many seconds a rank may send no heartbeat. Raise UserError for an invalid setting."""
+    """Return the number of seconds without a heartbeat after which a rank counts as failed.
+
+    Raise UserError if the environment variable that sets it has an invalid value.
+    """
     text = os.environ.get(PATIENCE) or "20"
     try:
         seconds = float(text)
@@ -53,7 +56,10 @@ def silence_limit() -> float:
 
 @contextlib.contextmanager
 def report_missing(missing: Callable[[], str]) -> Iterator[None]:
-    """Print a line that names the missing ranks if the body takes more than a few seconds."""
+    """Print a line that names the ranks which are still missing if the body takes more than a few seconds.
+
+    `missing` returns their names for this line.
+    """
     timer = threading.Timer(NOTICE_DELAY, lambda: print_error(f"waiting for {missing()}"))
     timer.daemon = True
     timer.start()
@@ -65,7 +71,7 @@ def report_missing(missing: Callable[[], str]) -> Iterator[None]:
 
 @dataclass
 class Rank:
-    """Another rank, as rank 0 sees it."""
+    """Another rank from the point of view of rank 0: its process, its connection, and whether it is alive."""
 
     rank: int
     link: Link
@@ -73,16 +79,16 @@ class Rank:
     host: str
     process: subprocess.Popen[bytes] | None = None  # None if `torchrun` has started it
     errors: IO[bytes] | None = None  # its stderr
-    seen: bool = False  # whether a heartbeat has come
-    silent: float = 0.0  # seconds since the last heartbeat
+    seen: bool = False  # whether a message or heartbeat has arrived
+    silent: float = 0.0  # seconds since the last message or heartbeat
     ready: bool = False  # whether it has opened its session
-    gone: bool = False
+    gone: bool = False  # whether it has failed or ended
 
     def __str__(self) -> str:
         return f"rank {self.rank} (pid {self.pid} on {self.host})"
 
     def ending(self) -> str:
-        """Describe how the process ended."""
+        """Return a phrase that says how the process ended, such as "was killed by SIGKILL"."""
         if self.process is None or self.errors is None:
             return "is gone: it closed its connection"
         try:
@@ -96,7 +102,7 @@ class Rank:
         return f"ended with exit code {code}{f': {lines[-1][:300]}' if lines else ''}"
 
     def kill(self) -> None:
-        """Cut the connection, and kill the process if this process started it."""
+        """Cut the connection to the rank. If this process started the rank's process, kill it too."""
         self.link.cut()
         if self.process is not None:
             self.process.kill()
@@ -104,12 +110,15 @@ class Rank:
 
 @dataclass
 class Supervisor:
-    """Rank 0's view of the other ranks. A thread watches them and aborts computations that wait for a failed rank."""
+    """Control of the other ranks by rank 0: it calls methods on them, notices failures, and ends them.
+
+    A thread watches the ranks. If one fails, the thread aborts computations of rank 0 that wait for it.
+    """
 
     ranks: Sequence[Rank]
     is_persistent: bool = False  # the ranks outlive a session, because `torchrun` has started them
     abort: Callable[[], None] = lambda: None  # aborts operations in which this rank waits for other ranks
-    failed: bool = False
+    failed: bool = False  # a rank has failed
     _failure: tuple[str, str] = ("", "")  # one line about the rank that has failed, and its traceback
     _patience: float = field(default_factory=silence_limit)
     _is_computing: bool = False  # inside a computation that all ranks take part in
@@ -123,7 +132,7 @@ class Supervisor:
         self._watcher.start()
 
     def check(self) -> None:
-        """Raise RankFailed if a rank has failed."""
+        """Raise RankFailed, with the cause, if a rank has failed."""
         if self.failed:
             raise RankFailed(*self._failure)
 
@@ -142,9 +151,10 @@ class Supervisor:
                 time.sleep(0.01)
 
     def call(self, name: str, arguments: Callable[[int], Sequence[Any]] = lambda rank: ()) -> None:
-        """Call a method of the other ranks' sessions, with `arguments(rank)`, without waiting for it.
+        """Call the method `name` of the other ranks' sessions, without waiting for it to end.
 
-        Raise UserError, and call no rank, if the arguments cannot be sent.
+        `arguments(rank)` returns the arguments for one rank. If the arguments cannot be sent, call no rank and raise
+        UserError.
         """
         messages = [encode([name, *arguments(rank.rank)]) for rank in self.ranks]
         self._has_called = True
@@ -153,7 +163,10 @@ class Supervisor:
 
     @contextlib.contextmanager
     def watch_computation(self) -> Iterator[None]:
-        """Enclose a computation of all ranks: raise RankFailed for an error inside that a failed rank has caused."""
+        """Run the body, which takes part in a computation of all ranks.
+
+        Raise RankFailed if a rank fails meanwhile, also in place of an error of the body that this failure has caused.
+        """
         self.check()
         self._is_computing, self._has_called = True, False
         try:
@@ -172,7 +185,11 @@ class Supervisor:
         self.check()
 
     def close(self) -> None:
-        """End the other ranks, or only their session if `torchrun` has started them and nothing has failed."""
+        """End the processes of the other ranks.
+
+        If `torchrun` has started them and nothing has failed, end only their sessions, so that they can serve the next
+        run.
+        """
         self.abort = lambda: None
         broken = self.failed or self._is_broken
         if self.is_persistent and not broken:
@@ -207,7 +224,11 @@ class Supervisor:
                 return
 
     def _look(self, seconds: float) -> list[tuple[int, str, str]]:
-        """Read messages. Return each failure: its order (0 is the likeliest cause), one line, and a traceback."""
+        """Wait up to `seconds` for messages of the ranks and read them; return a tuple for each rank that has failed.
+
+        It consists of a number (0 if the rank is probably the cause, 2 if another rank probably is, 1 if unknown), a
+        line that describes the failure, and a traceback, which may be empty.
+        """
         failures: list[tuple[int, str, str]] = []
         alive: dict[Any, Rank] = {rank.link: rank for rank in self.ranks if not rank.gone}
         for rank in (alive[link] for link in wait([*alive], seconds)):
@@ -248,7 +269,10 @@ class Supervisor:
 
 
 def start_local_ranks(count: int) -> Supervisor:
-    """Start ranks 1 to `count` - 1 on this machine, as processes that end with this one."""
+    """Start ranks 1 to `count` - 1 as processes on this machine, and return their supervisor.
+
+    The processes end when this one ends.
+    """
     ranks: list[Rank] = []
     try:
         for number in range(1, count):

@@ -1,7 +1,7 @@
 """Connections between the ranks of a run, and the process of a worker rank.
 
-Rank 0 starts the other ranks on its machine, or `torchrun` starts all ranks on several machines. A worker rank does
-what rank 0 calls, and ends with rank 0. It has no run directory, data or callbacks, and prints nothing.
+Rank 0 starts the other ranks on its machine, or `torchrun` starts all ranks on several machines. A worker rank executes
+the calls that rank 0 sends, and ends when rank 0 ends. It has no run directory, data or callbacks, and prints nothing.
 """
 
 from __future__ import annotations
@@ -46,7 +46,10 @@ LOST = ("gloo", "NCCL", "Connection", "store")  # words in torch's errors that a
 
 
 def gather_ranks(count: int) -> Supervisor:
-    """Return a supervisor of the other ranks: those of `torchrun`, or `count` - 1 new processes on this machine."""
+    """Return the supervisor of the other ranks, which must be called on rank 0.
+
+    The ranks are those that `torchrun` has started, or `count` - 1 new processes on this machine.
+    """
     ranks = started_ranks()
     if ranks.rank:
         raise UserError(f"rank {ranks.rank}: only rank 0 can start a run; this rank takes part in it")
@@ -55,7 +58,10 @@ def gather_ranks(count: int) -> Supervisor:
 
 @functools.cache
 def _connect_torchrun_ranks() -> Supervisor:
-    """Publish rank 0's address in torchrun's store and wait until the other ranks connect."""
+    """Publish rank 0's address in torchrun's store, wait until the other ranks connect, and return their supervisor.
+
+    Raise RunFailed if a rank does not connect in time.
+    """
     count, token = started_ranks().count, secrets.token_hex(16)
     address = os.environ["MASTER_ADDR"]
     with closing(socket.create_server(("", 0), backlog=count)) as server:
@@ -77,14 +83,17 @@ def _connect_torchrun_ranks() -> Supervisor:
 
 
 def _describe_ranks(ranks: Iterable[int]) -> str:
-    """Describe these ranks, the number of all ranks, and the address at which they connect."""
+    """Return a phrase for messages, such as "ranks 1, 2 of 4 at node1:29500", where the address is torchrun's."""
     numbers, count = sorted(ranks), started_ranks().count
     names = f"rank{'' if len(numbers) == 1 else 's'} {', '.join(map(str, numbers))} of {count}"
     return f"{names} at {os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
 
 
 def _accept(connection: socket.socket, token: str, connected: set[int], count: int) -> Rank:
-    """Return the rank that has just connected. Raise ValueError if it is not a missing rank of this run."""
+    """Read the greeting of a process that has connected, answer it, and return the rank that it is.
+
+    Raise ValueError if it is not a rank of this run, which knows the `token`, or if this rank is `connected` already.
+    """
     connection.settimeout(10)
     key, rank, pid, host = connection.makefile("rb").readline(GREETING_BYTES).decode().split(maxsplit=3)
     if not hmac.compare_digest(key, token) or int(rank) in connected or not 0 < int(rank) < count:
@@ -96,7 +105,10 @@ def _accept(connection: socket.socket, token: str, connected: set[int], count: i
 
 
 def _configure(connection: socket.socket) -> None:
-    """Send data without delay, and notice data that is not acknowledged: a host may disappear silently."""
+    """Set socket options, so that messages are sent without delay and a connection to a lost host fails in time.
+
+    A host may disappear without closing its connections; the kernel then reports data that is not acknowledged.
+    """
     connection.settimeout(None)
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     if sys.platform == "linux":
@@ -104,7 +116,11 @@ def _configure(connection: socket.socket) -> None:
 
 
 def follow() -> None:
-    """Take part in the runs of rank 0, as a rank that `torchrun` has started, until this process ends."""
+    """Work as a worker rank that `torchrun` has started: connect to rank 0 and execute its calls.
+
+    The process ends when rank 0 ends. Return only if rank 0 does not accept this rank. Raise RunFailed if rank 0 cannot
+    be reached.
+    """
     rank = started_ranks().rank
     try:
         with report_missing(lambda: _describe_ranks([0])) if rank == 1 else nullcontext():  # one rank prints it
@@ -115,20 +131,24 @@ def follow() -> None:
             _configure(connection)
     except (RuntimeError, OSError) as error:
         why = str(error).strip().partition("\n")[0]
-        raise RunFailed(f"rank {rank}: lost the connection to rank 0, or found none ({why})") from None
+        raise RunFailed(f"rank {rank}: cannot connect to rank 0, or lost the connection ({why})") from None
     if accepted:
         serve(connection.detach())
 
 
 def serve(file: int) -> None:
-    """Take part in what rank 0 runs; `file` is the descriptor of this process's end of the connection."""
+    """Execute the calls of rank 0 until it ends; then end this process.
+
+    `file` is the file descriptor of this process's end of the connection.
+    """
     _Server(Link(socket.socket(fileno=file))).serve()
 
 
 class _Server:
-    """Loop of a worker rank: it serves one session after the other until rank 0 is gone, then ends the process.
+    """Main loop of a worker rank, which serves one session after the other until rank 0 is gone.
 
-    The exit code is 0 if no session was open. It exits at once, without waiting for threads, graphs or other ranks.
+    It then ends the process at once, without waiting for threads, graphs or other ranks. The exit code is 1 if a
+    session was open, otherwise 0.
     """
 
     def __init__(self, link: Link):
@@ -136,7 +156,7 @@ class _Server:
         self._session: Any = None
 
     def serve(self) -> NoReturn:
-        """Do what rank 0 calls, and send it any error."""
+        """Execute the calls of rank 0. If one raises an error, send the error to rank 0 and end the process."""
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             signal.signal(number, signal.SIG_IGN)  # rank 0 decides when to end, and may save the run before
         threading.Thread(target=self._beat, name="beat", daemon=True).start()
@@ -163,7 +183,10 @@ class _Server:
             self._session = None
 
     def _beat(self) -> None:
-        """Send heartbeats until the connection or the parent is gone (its other children may hold the connection)."""
+        """Send heartbeats until the connection is closed or the parent process has ended; then end this process.
+
+        The parent is checked too, because its other children may keep the connection open.
+        """
         parent = os.getppid()
         with suppress(OSError):
             while parent == os.getppid():
@@ -176,7 +199,10 @@ class _Server:
 
 
 def _describe_error(error: Exception) -> dict[str, str | bool]:
-    """Return an error for rank 0: one line, the traceback, and whether another rank probably caused it."""
+    """Return the message that reports an error to rank 0.
+
+    `failed` is the error in one line, `trace` the traceback, and `lost` is True if another rank probably caused it.
+    """
     words = " ".join(str(error).split())[:ERROR_LENGTH]
     line = words if isinstance(error, ToyexpError) else f"{type(error).__name__}: {words}{error_location(error)}"
     lost = any(word in str(error) for word in LOST)

@@ -1,1 +1,1 @@
-"""Triton kernels, and matrices that stay in the types of a GGUF file."""
+"""Triton kernels, and frozen matrices that are kept in the quantised type of a GGUF file."""

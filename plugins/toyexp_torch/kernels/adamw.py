@@ -1,4 +1,4 @@
-"""AdamW in Triton, as one pass over GPU memory that reads all its numbers there."""
+"""AdamW as one Triton kernel. It reads the step's scalars from GPU memory too, so that a CUDA graph can record it."""
 
 from __future__ import annotations
 
@@ -13,11 +13,14 @@ def step(
     w: Tensor, g: Tensor, m: Tensor, v: Tensor, numbers: Tensor, divisor: Tensor | None, skip: Tensor,
     rounded: Tensor | None = None, rows: Tensor | None = None,
 ) -> None:  # fmt: skip
-    """Apply the formula of toyexp.AdamW in place to float32 vectors, with its seven `numbers`, float64.
+    """Apply one step of the formula of toyexp.AdamW in place to the float32 vectors w, m and v [n].
 
-    The gradient is divided by `divisor`. If `skip` is 1 nothing changes. `rounded` receives the new weights. For
-    several runs, w, m and v are matrices [K, n], of which `rows` (default: all) change; g is [k, n], numbers [k, 7],
-    divisor and skip [k], or skip a single number for all. The last axis of each matrix must be contiguous.
+    `numbers` are the formula's seven scalars, float64. The gradient g is divided by `divisor`, if that is given. If
+    `skip` is 1, nothing changes. `rounded` receives a copy of the new weights in its own dtype.
+
+    To update several runs at once, pass matrices w, m and v [K, n] with a row for each run, of which the k rows in
+    `rows` (None: all) change. Then g is [k, n], numbers [k, 7] and divisor [k]; skip is [k], or one number for all
+    runs. The last axis of each matrix must be contiguous.
     """
     count, length = numbers.numel() // 7, w.shape[-1]
     _step[(triton.cdiv(length, BLOCK), count)](

@@ -1,8 +1,8 @@
-"""Cross-entropy of a final product on a GPU with Triton, computed from its inputs a chunk of positions at a time.
+"""Output projection and cross-entropy loss in one function, on a GPU with Triton, a chunk of positions at a time.
 
-The logits of a large vocabulary are by far the largest tensor of a language model's step. Here only those of a few
-thousand positions are in memory at a time. Each chunk is computed, replaced by the loss's gradient, and multiplied into
-the gradients of the input and the weight, all in the forward pass (Hsu et al. 2024, "Liger Kernel").
+With a large vocabulary, the logits are by far the largest tensor of a language model's step. Here, only the logits of a
+few thousand positions are in memory at a time. The forward pass computes a chunk of logits, overwrites it by the loss's
+gradient, and adds its products to the gradients of the input and the weight (Hsu et al. 2024, "Liger Kernel").
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ BLOCK = 8192  # logits that a program loads at a time
 
 
 class Choice(Protocol):
-    """Selection of the positions whose logits are computed."""
+    """Object that says which positions' logits are computed."""
 
     selected: Tensor | None  # [n] distinct positions, including all of non-zero weight; None: all positions
 
@@ -31,9 +31,10 @@ class Choice(Protocol):
 def projected_loss(
     x: Tensor, w: Tensor | Packed, targets: Tensor, weights: Tensor, choice: Choice | None = None
 ) -> Tensor:
-    """Return the cross-entropy of logits x w^T, like TorchOps: x [..., d], w [V, d], targets and weights [...].
+    """Return the sum over positions of weight times cross-entropy, for logits x w^T, as TorchOps.cross_entropy does.
 
-    A packed w is dequantised once, since the forward pass already computes the gradients.
+    x is [..., d], w [V, d], targets and weights [...]. Positions that `choice` does not select must have weight 0. A
+    packed w is dequantised only once, because the forward pass also computes the gradients.
     """
     device = x.device.type
     dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else torch.float32
@@ -46,8 +47,8 @@ def projected_loss(
 class ProjectedLoss(torch.autograd.Function):
     """Sum over n of weights[n] * -log softmax(x[n] w^T)[targets[n]], for x [N, d] and w [V, d].
 
-    The forward pass computes the gradients, for a backward pass that begins at this loss: backward() does not multiply
-    them by the incoming gradient.
+    The forward pass already computes the gradients, and backward() returns them without multiplying them by the
+    incoming gradient. Therefore a backward pass must begin at this loss, where the incoming gradient is 1.
     """
 
     @staticmethod
@@ -55,7 +56,10 @@ class ProjectedLoss(torch.autograd.Function):
         ctx: Any, x: Tensor, w: Tensor, targets: Tensor, weights: Tensor, dtype: torch.dtype,
         selected: Tensor | None = None,
     ) -> Tensor:  # fmt: skip
-        """Compute loss and gradients: products in `dtype`; softmax, loss and the weight's gradient in float32."""
+        """Compute the gradients and return the loss.
+
+        Matrix products are computed in `dtype`; softmax, loss and the weight's gradient in float32.
+        """
         wants_x, wants_w = ctx.needs_input_grad[:2]
         inputs = x.to(dtype)
         if selected is not None:
@@ -87,7 +91,7 @@ class ProjectedLoss(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        """Return the gradients that the forward pass computed."""
+        """Return the gradients of x and w that the forward pass computed."""
         return (*ctx.saved_tensors, None, None, None, None)
 
 
@@ -95,7 +99,11 @@ class ProjectedLoss(torch.autograd.Function):
 def _softmax(  # type: ignore[no-untyped-def]  # noqa: ANN202 - Triton's own types
     logits, targets, weights, losses, vocab, width, gradient: tl.constexpr, block: tl.constexpr
 ):
-    """Compute one row's loss; if `gradient`, overwrite its logits by weight * (softmax - one-hot), 0 beyond `vocab`."""
+    """Compute the loss of one row of logits.
+
+    If `gradient` is True, also overwrite the row by the loss's gradient, weight * (softmax - one-hot), with 0 in the
+    padding columns from `vocab` on.
+    """
     row = tl.program_id(0).to(tl.int64)
     logits += row * width
     target, weight = tl.load(targets + row), tl.load(weights + row)
@@ -119,7 +127,7 @@ def _softmax(  # type: ignore[no-untyped-def]  # noqa: ANN202 - Triton's own typ
 
 
 def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
-    """Compute total += a b, with sums in float32 for any dtype of a and b."""
+    """Add the matrix product a b to `total` in place, accumulating in the dtype of `total` (float32)."""
     if a.dtype == total.dtype:
         total.addmm_(a, b)
     else:

@@ -1,11 +1,12 @@
-"""Dequantisation of ggml's common types with torch ops, on any device, and matrices that stay packed.
+"""Dequantisation of ggml's common types with torch ops, on any device, and matrices that are kept packed.
 
 The layouts are those of ggml (`ggml-common.h`, and `dequantize_row_*` of `ggml-quants.c`): blocks of 32 or 256 numbers,
-most of them with scales for groups within the block. Below, `b` is [blocks, bytes of a block], and each function
-returns float32 [blocks, numbers of a block].
+most of them with scales for groups of numbers within the block. In the functions below, `b` is uint8 [blocks, bytes of
+a block], and a function named after a type, such as `_q4_0`, returns float32 [blocks, numbers of a block].
 
-A scale has 11 bits and its factor is at most 13. In float32 every product is therefore exact, and only the subtraction
-of a minimum rounds. Results are bit-identical whether or not a compiler fuses the two.
+A block's float16 scale has 11 significant bits, and the integers that it is multiplied by have at most 13 together. In
+float32 every product is therefore exact, and only the subtraction of a minimum rounds. Results are bit-identical
+whether or not a compiler fuses the two operations.
 """
 
 from __future__ import annotations
@@ -30,9 +31,10 @@ SIZES = {name: (per_block, block_bytes) for name, per_block, block_bytes in GGUF
 
 
 def unpack(raw: Tensor, kind: str, dtype: torch.dtype) -> Tensor:
-    """Return bytes [n, bytes of a row] of a type in `KINDS` as numbers [n, in], computed in float32 and rounded once.
+    """Dequantise n rows of a matrix: uint8 [n, bytes of a row] -> [n, in].
 
-    On an NVIDIA GPU with Triton, one kernel of `unpack.py` does it.
+    `kind` is a type in `KINDS`. The numbers are computed in float32 and rounded once, to `dtype`. On an NVIDIA GPU with
+    Triton, one kernel of `unpack.py` does all of this.
     """
     if kind in UNBLOCKED:
         return raw.view(UNBLOCKED[kind]).to(dtype)
@@ -52,7 +54,7 @@ def unpack(raw: Tensor, kind: str, dtype: torch.dtype) -> Tensor:
     "toyexp::unpacked", mutates_args=(), schema="(Tensor raw, str kind, ScalarType dtype) -> Tensor"
 )
 def unpack_op(raw: Tensor, kind: str, dtype: torch.dtype) -> Tensor:
-    """Unpack a block type as a single op of a compiled step."""
+    """Dequantise as `unpack` does, as a single op that torch.compile does not look into."""
     return unpack(raw, kind, dtype)
 
 
@@ -63,12 +65,12 @@ def _(raw: Tensor, kind: str, dtype: torch.dtype) -> Tensor:
 
 
 def _unpack_blocks(flat: Tensor, kind: str, dtype: torch.dtype) -> Tensor:
-    """Return consecutive blocks of bytes as numbers."""
+    """Dequantise consecutive blocks with torch ops: uint8 [bytes] -> [numbers]."""
     return _UNPACKERS[kind](flat.view(-1, SIZES[kind][1])).flatten().to(dtype)
 
 
 def _unpack_chunks(flat: Tensor, kind: str, dtype: torch.dtype) -> Tensor:
-    """Return blocks as numbers, `CHUNK` numbers at a time, so that intermediate results stay in the cache."""
+    """Dequantise as `_unpack_blocks` does, but `CHUNK` numbers at a time, so that the CPU's cache holds all results."""
     per_block, block_bytes = SIZES[kind]
     numbers = torch.empty(flat.numel() // block_bytes * per_block, dtype=dtype)
     for part, target in zip(flat.split(CHUNK // per_block * block_bytes), numbers.split(CHUNK), strict=True):
@@ -78,7 +80,10 @@ def _unpack_chunks(flat: Tensor, kind: str, dtype: torch.dtype) -> Tensor:
 
 @cache
 def _choose_gpu_unpacker() -> Callable[[Tensor, str, torch.dtype], Tensor]:
-    """Return the Triton function, after a trial on a few zeros, or the torch ops if Triton is missing or fails."""
+    """Return the function that dequantises blocks on a GPU.
+
+    It is the Triton kernel, or if that is missing or fails in a trial on a few zeros, the slower `_unpack_blocks`.
+    """
     try:
         from toyexp_torch.kernels.unpack import unpack_blocks
 
@@ -94,7 +99,7 @@ def _choose_gpu_unpacker() -> Callable[[Tensor, str, torch.dtype], Tensor]:
 
 
 def _half(b: Tensor, at: int) -> Tensor:
-    """Return the float16 at an even byte of each block, as float32 [blocks, 1]."""
+    """Return the float16 number at byte `at` (an even number) of each block, as float32 [blocks, 1]."""
     pair = b[:, at : at + 2]
     if torch.compiler.is_compiling():  # the compiler cannot fuse a view that changes the element size
         low, high = pair.int().unbind(-1)
@@ -103,18 +108,25 @@ def _half(b: Tensor, at: int) -> Tensor:
 
 
 def _fields(b: Tensor, bits: int, group: int) -> Tensor:
-    """Return bit fields as uint8 [blocks, numbers]: for each group of bytes, first the lowest field of all bytes."""
+    """Split bytes into fields of `bits` bits -> uint8 [blocks, numbers].
+
+    Each `group` of consecutive bytes gives first the lowest field of all its bytes, then the next field of all, and so
+    on.
+    """
     shifts = torch.arange(0, 8, bits, dtype=torch.uint8, device=b.device)
     return (b.unflatten(1, (-1, 1, group)) >> shifts[:, None] & (1 << bits) - 1).flatten(1)
 
 
 def _centre_codes(codes: Tensor, middle: int) -> Tensor:
-    """Return codes minus the code of 0, int8."""
+    """Subtract `middle`, the code of the number 0, from unsigned codes -> int8."""
     return codes.view(torch.int8) - middle
 
 
 def _scale(numbers: Tensor, scale: Tensor, low: Tensor | None = None) -> Tensor:
-    """Return numbers times their group's scale [blocks, groups], minus the group's minimum [blocks, groups]."""
+    """Multiply the numbers by the `scale` of their group, and subtract the group's minimum `low`, if given.
+
+    `scale` and `low` are [blocks, groups].
+    """
     scaled = numbers.to(torch.float32).unflatten(1, (scale.shape[1], -1)) * scale[..., None]
     return (scaled if low is None else scaled - low[..., None]).flatten(1)
 
@@ -167,9 +179,10 @@ def _q5_k(b: Tensor) -> Tensor:
 
 
 def _scale_and_minimum(b: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the scales and minimums of Q4_K and Q5_K, [blocks, 8] each.
+    """Return the scales and the minimums of the 8 groups in each block of Q4_K or Q5_K, float32 [blocks, 8] each.
 
-    Each has 6 bits, packed in 12 bytes. The upper two bits of the last four are stored above those of the first four.
+    They are 6-bit integers, packed in 12 bytes, times a float16 of the block. The upper two bits of the integers of the
+    last four groups are stored in the upper two bits of the bytes for the first four groups.
     """
     scale, minimum, rest = b[:, 4:16].unflatten(1, (3, 1, 4)).unbind(1)
     last = torch.arange(2, device=b.device)[:, None] > 0
@@ -194,9 +207,10 @@ KINDS = (*UNBLOCKED, *_UNPACKERS)
 
 
 class Packed:
-    """Frozen matrix [out, in] as bytes [out, bytes of a row] of a ggml type, which needs no more memory than its file.
+    """Frozen matrix [out, in], kept as bytes [out, bytes of a row] of a ggml type, as in its GGUF file.
 
-    The backward pass dequantises it again instead of keeping the numbers (Dettmers et al. 2023, "QLoRA").
+    It is dequantised at each use. The backward pass dequantises it again, instead of keeping the numbers of the forward
+    pass (Dettmers et al. 2023, "QLoRA").
     """
 
     def __init__(self, raw: Tensor, kind: str, dtype: torch.dtype):
@@ -204,7 +218,10 @@ class Packed:
 
     @classmethod
     def read(cls, tensor: PlanTensor, device: torch.device, dtype: torch.dtype) -> Packed | None:
-        """Return the tensor in its file's bytes; None for a type that is not in `KINDS`, such as F32."""
+        """Read the bytes of a tensor from its GGUF file, and return it as a Packed matrix on the device.
+
+        Return None if its values do not come from a GGUF file, or in a type that is not in `KINDS`, such as F32.
+        """
         info = mappable_tensor(tensor)
         if info is None or info.type not in KINDS:
             return None
@@ -216,15 +233,18 @@ class Packed:
         return len(self.raw)
 
     def numbers(self, dtype: torch.dtype) -> Tensor:
-        """Return the whole matrix in the given dtype, [out, in]."""
+        """Return the whole matrix, dequantised to `dtype`, [out, in]."""
         return unpack(self.raw, self.kind, dtype)
 
     def dense(self, rows: Tensor | slice = slice(None)) -> Tensor:
-        """Return the chosen rows in the session's dtype, [n, in]."""
+        """Return `rows` of the matrix (default: all), dequantised to the session's dtype, [n, in]."""
         return unpack(self.raw[rows], self.kind, self._dtype)
 
     def product(self, x: Tensor) -> Tensor:
-        """Return x [.., in] w^T -> [.., out], in autocast's dtype or that of x; only x has a gradient."""
+        """Return x [..., in] times the transposed matrix -> [..., out], in autocast's dtype or, without autocast, x's.
+
+        Only x has a gradient.
+        """
         device = x.device.type
         dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
         numbers = partial(self.numbers, dtype)
@@ -234,15 +254,18 @@ class Packed:
 
 
 class PackedLinear(torch.autograd.Function):
-    """Product of x [.., in] with a transposed matrix [out, in] that both passes dequantise; only x has a gradient."""
+    """Product of x [..., in] and a transposed matrix [out, in], which the forward and the backward pass dequantise.
+
+    Only x has a gradient.
+    """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, matrix: Callable[[], Tensor]) -> Tensor:
-        """Multiply x by `matrix()`, transposed."""
+        """Return x times the transpose of `matrix()`, which dequantises the matrix."""
         ctx.matrix, ctx.dtype = matrix, x.dtype
         return F.linear(x, matrix())
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:
-        """Return dx = dy w."""
+        """Return the gradient of x, dx = dy w, and None for the matrix."""
         return (dy @ ctx.matrix()).to(ctx.dtype), None

@@ -1,9 +1,10 @@
 """Dequantisation of the commonest ggml types as one pass over GPU memory, in Triton.
 
-`packed.py` defines the types, and the results are bit-identical to its own. A program computes a tile [groups, numbers
-of a group] of whole blocks; a group is the numbers that share a scale. Neighbouring numbers read neighbouring bytes and
-are stored together. A thread therefore computes eight numbers, loads two to sixteen bytes at once (as the alignment of
-blocks allows) and stores sixteen. Bytes that several numbers share come from the cache.
+`packed.py` defines the types, and the kernels' results are bit-identical to those of its torch ops. A Triton program
+computes a tile [groups, numbers of a group] of whole blocks, where a group consists of the numbers that share a scale.
+Neighbouring numbers read neighbouring bytes and are stored together. A thread therefore computes eight numbers, loads
+two to sixteen bytes at once (as the alignment of blocks allows) and stores sixteen. Bytes that several numbers share
+are read from the cache.
 """
 
 # mypy: disable-error-code="no-untyped-def"
@@ -28,7 +29,7 @@ EXACT_BITS = tl.constexpr(0x4B000000)
 
 
 def unpack_blocks(flat: Tensor, kind: str, dtype: torch.dtype) -> Tensor:
-    """Return consecutive blocks of bytes of a type in `KERNELS` as numbers [blocks * numbers of a block]."""
+    """Dequantise consecutive blocks of a type in `KERNELS` on a GPU: uint8 [bytes] -> [numbers] of `dtype`."""
     (unpack_tile, group), (per_block, block_bytes) = KERNELS[kind], SIZES[kind]
     count, blocks = flat.numel() // block_bytes, NUMBERS // per_block
     out = torch.empty(count * per_block, dtype=dtype, device=flat.device)
@@ -77,14 +78,14 @@ def _half(at):
 
 @triton.jit
 def _word(at):
-    """Load the 32 bits at an even address."""
+    """Load 32 bits from an address that is even, but need not be a multiple of 4."""
     halves = at.to(tl.pointer_type(tl.uint16), bitcast=True)
     return tl.load(halves).to(tl.int32) | tl.load(halves + 1).to(tl.int32) << 16
 
 
 @triton.jit
 def _nibbles(at, i):
-    """Return 4-bit fields of 16 bytes: the lower halves, then the upper ones."""
+    """Return the 32 4-bit fields of 16 bytes: first the lower halves of all bytes, then the upper halves."""
     return _byte(at[:, None] + i % 16) >> i // 16 * 4 & 15
 
 
@@ -92,7 +93,7 @@ def _nibbles(at, i):
 def _scale(codes, middle: tl.constexpr, scale):
     """Return (codes - middle) * scale, for codes of at most 23 bits.
 
-    The codes become the last bits of a float32, because converting integers to floats is a slow instruction.
+    The codes are written into the last bits of a float32, because the instruction that converts integers is slow.
     """
     return ((codes | EXACT_BITS).to(tl.float32, bitcast=True) - (EXACT + middle)) * scale[:, None]
 
@@ -146,7 +147,10 @@ def _q3_k(b, g, i):
 
 @triton.jit
 def _pairs(at, g, i):
-    """Return 2-bit fields of 64 bytes, in groups of 16: first the lowest fields of 32 bytes, then the next ones."""
+    """Return the 2-bit fields of 64 bytes, in groups of 16.
+
+    Each half of the 64 bytes gives first the lowest fields of its 32 bytes, then the next field of each, and so on.
+    """
     return _byte((at + g // 8 * 32 + g % 2 * 16)[:, None] + i) >> (g % 8 // 2 * 2)[:, None] & 3
 
 
@@ -165,7 +169,10 @@ def _q5_k(b, g, i):
 
 @triton.jit
 def _scale_with_minimum(codes, b, g):
-    """Apply the scales and minimums of Q4_K and Q5_K; packed.py describes their 6-bit fields."""
+    """Scale the codes and subtract the minimum of their group, as Q4_K and Q5_K do.
+
+    `_scale_and_minimum` in packed.py describes the 6-bit fields.
+    """
     j, last = g % 4, g > 3
     scale, minimum, rest = _byte(b + 4 + j), _byte(b + 8 + j), _byte(b + 12 + j)
     scale = tl.where(last, rest & 15 | scale >> 2 & 48, scale & 63)

@@ -1,1 +1,1 @@
-"""Stacks: several runs of one shape that are trained as one program."""
+"""Stacks: several runs with the same shapes that are trained as one program."""

@@ -16,11 +16,14 @@ from toyexp_torch.ops import TorchOps
 
 
 class StackedOps(TorchOps):
-    """Ops that treat the rows of all runs as one longer batch, and products as one matrix product per run."""
+    """Ops for several runs at once, inside `torch.vmap`.
+
+    Most ops treat the rows of all runs as one longer batch. Products with weights are batched, one per run.
+    """
 
     def __init__(self, rounds: torch.dtype | None = None, activations: torch.dtype | None = None) -> None:
         super().__init__(activations=activations)
-        self._rounds = rounds  # dtype of a product's factors; autocast does not reach products by run
+        self._rounds = rounds  # dtype to round a product's factors to; autocast does not apply to batched products
         self._complex_rotations: dict[Any, Tensor] = {}  # rope's tables as complex numbers
 
     def matmul(self, x: Tensor, w: Tensor | Packed, bias: Tensor | None = None) -> Tensor:
@@ -32,7 +35,7 @@ class StackedOps(TorchOps):
         return _apply_to_rows(partial(F.rms_norm, normalized_shape=x.shape[-1:], eps=eps), x.to(w.dtype)) * w
 
     def rope(self, x: Tensor, rotary: Rotary) -> Tensor:
-        """Rotate neighbours as complex numbers, with one product; see Ops."""
+        """Rotate all pairs of neighbouring features by one product of complex numbers; see Ops."""
         if rotary.halves or x.dtype != torch.float32 or x.device.type == "mps":
             return super().rope(x, rotary)
         key = (*x.shape[1:], rotary)
@@ -58,19 +61,25 @@ def _position_losses(logits: Tensor, targets: Tensor) -> Tensor:
 
 
 def _apply_to_rows(function: Callable[..., Tensor], *tensors: Tensor) -> Tensor:
-    """Apply `function`, which treats each row of the first axis on its own, to the rows of all runs at once."""
+    """Apply `function` to the rows of all runs at once, and return its results.
+
+    The function must compute each row, along the first axis, independently of the others.
+    """
     result: Tensor = _RowsFunction.apply(function, *tensors)
     return result
 
 
 class _RowsFunction(torch.autograd.Function):
-    """A function of the rows of all runs as one batch. Autograd records what `vmap` calls: nothing is saved."""
+    """Autograd function that applies a function to the rows of all runs as one batch.
+
+    It saves nothing for a backward pass, because autograd records the operations that `vmap` calls.
+    """
 
     generate_vmap_rule = False
 
     @staticmethod
     def forward(function: Callable[..., Tensor], *tensors: Tensor) -> Tensor:
-        """Call the function, if no argument differs between the runs."""
+        """Return function(*tensors). torch calls this only if no argument differs between the runs."""
         return function(*tensors)
 
     @staticmethod
@@ -79,20 +88,26 @@ class _RowsFunction(torch.autograd.Function):
 
     @staticmethod
     def vmap(info: Any, in_dims: Any, function: Callable[..., Tensor], *tensors: Tensor) -> tuple[Tensor, int]:
-        """Call the function on tensors [K, B, ...] as [K B, ...]; return [K, B, ...]."""
+        """Apply the function to tensors [K, B, ...] of K runs, reshaped to [K * B, ...].
+
+        Return its result as [K, B, ...], and 0, which tells vmap that the first axis is that of the runs.
+        """
         count, axes = info.batch_size, in_dims[1:]
         rows = [_with_run_axis(x, axis, count).flatten(0, 1) for x, axis in zip(tensors, axes, strict=True)]
         return function(*rows).unflatten(0, (count, -1)), 0
 
 
 class _Product(torch.autograd.Function):
-    """Product x w^T for all runs at once. Autograd records the operations inside `vmap`."""
+    """Autograd function for the product x w^T of all runs at once.
+
+    It saves nothing for a backward pass, because autograd records the operations that `vmap` calls.
+    """
 
     generate_vmap_rule = False
 
     @staticmethod
     def forward(x: Tensor, w: Tensor, rounds: torch.dtype | None) -> Tensor:
-        """Return the product, if no argument differs between the runs."""
+        """Return x w^T. torch calls this only if no argument differs between the runs."""
         return F.linear(x, w)
 
     @staticmethod
@@ -101,7 +116,10 @@ class _Product(torch.autograd.Function):
 
     @staticmethod
     def vmap(info: Any, in_dims: Any, x: Tensor, w: Tensor, rounds: torch.dtype | None) -> tuple[Tensor, int]:
-        """Multiply x [K, M, in] by w [K, out, in] -> [K, M, out], or by one w [out, in] that all runs share."""
+        """Multiply x [K, M, in] of K runs by w [K, out, in], transposed, or by one w [out, in] that all runs share.
+
+        Return the product [K, M, out], and 0, which tells vmap that the first axis is that of the runs.
+        """
         x = _with_run_axis(x, in_dims[0], info.batch_size)
         if in_dims[1] is None:
             return F.linear(x, w), 0
@@ -111,9 +129,10 @@ class _Product(torch.autograd.Function):
 
 
 class _Products(torch.autograd.Function):
-    """Product of x [K, M, in] with each run's w [K, out, in], transposed -> [K, M, out].
+    """Batched product of x [K, M, in] and the transposes of w [K, out, in] -> [K, M, out], for K runs.
 
-    torch's own gradient of w would be a transposed view, which would have to be copied.
+    It has its own backward pass, because the gradient that torch computes for w is a transposed view, which would have
+    to be copied.
     """
 
     @staticmethod
@@ -130,5 +149,9 @@ class _Products(torch.autograd.Function):
 
 
 def _with_run_axis(x: Tensor, axis: int | None, count: int) -> Tensor:
-    """Return x with the runs' axis first, [K, ...]; a tensor that all runs share is expanded."""
+    """Return x as [K, ...] with the runs' axis first.
+
+    `axis` is the present position of this axis, or None for a tensor that all runs share, which is expanded to `count`
+    runs without a copy.
+    """
     return x.expand(count, *x.shape) if axis is None else x.movedim(axis, 0)

@@ -1,4 +1,4 @@
-"""Trial of a stack's step on meta tensors: whether the step can be stacked, and how much memory a run needs."""
+"""Try a stack's training step on meta tensors, to find out whether it works and how much memory a run needs."""
 
 from __future__ import annotations
 
@@ -21,7 +21,10 @@ Frozen = Mapping[str, tuple[Tensor, bool]]  # tensors that do not train; see Sta
 
 
 def preload() -> None:
-    """Import what PyTorch imports at the first step on meta tensors, which takes as long as loading PyTorch."""
+    """Import the modules that PyTorch needs for its first step on meta tensors.
+
+    Importing them takes as long as importing PyTorch itself.
+    """
     importlib.import_module("torch._dynamo")
     importlib.import_module("torch.fx.experimental.symbolic_shapes")
 
@@ -30,10 +33,11 @@ _results: dict[tuple[int, torch.dtype], tuple[str, int]] = {}  # results by plan
 
 
 def try_step(plan: Plan, dtype: torch.dtype) -> tuple[str, int]:
-    """Return why runs of this plan cannot be stacked (empty if they can), and the bytes that each run needs.
+    """Return why runs of this plan cannot be stacked (empty if they can), and the bytes of memory that each run needs.
 
-    The bytes are the run's rows of the stack's matrices and its share of a step's peak memory. Tensors that do not
-    train are not counted, since runs may share them. A trial takes as long as many real steps, so its result is cached.
+    The bytes are those of weights, gradients and optimiser state, and a run's share of the peak memory of a step.
+    Frozen tensors are not counted, since runs may share them. A trial takes as long as many real steps, so its result
+    is cached.
     """
     if not plan.trainable:  # it takes no steps
         return "", 0
@@ -70,7 +74,10 @@ def _make_frozen(plan: Plan, dtype: torch.dtype) -> Frozen:
 
 
 class MemoryCounter(TorchDispatchMode):
-    """Counter of the bytes of all tensors that were created inside the context and still exist."""
+    """Context manager that counts the bytes of all tensors which were created inside it and still exist.
+
+    `peak` is the largest number so far.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -78,7 +85,7 @@ class MemoryCounter(TorchDispatchMode):
         self._alive: set[int] = set()
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run the operation and count its results."""
+        """Run a torch operation, count the memory of its results, and return them."""
         result = function(*args, **(kwargs or {}))
         for tensor in tree_leaves(result):
             if isinstance(tensor, Tensor):

@@ -1,7 +1,7 @@
-"""Stack: runs of one shape in one process, whose training steps are computed together.
+"""Stack: runs with the same shapes in one process, whose training steps are computed together.
 
-Each run has its own session, whose vectors are rows of the stack's matrices [K, N]. Everything but the training step
-and the held-out loss is done by `TorchSession`, and no run moves in memory when another one ends.
+Each of the K runs has its own session, whose flat vectors are rows of the stack's matrices [K, N]. The stack computes
+training steps and held-out losses; `TorchSession` does everything else. When a run ends, the others keep their rows.
 """
 
 from __future__ import annotations
@@ -25,7 +25,10 @@ AT_ONCE, BYTES = 8, 1 << 25  # most steps that are launched together, and most b
 
 
 class TorchStack(Stack):
-    """Memory and program of K runs. A step computes the runs that request one."""
+    """Stack of K runs on one torch device: their memory, and the program that computes their steps together.
+
+    A step trains only the runs that request one.
+    """
 
     sessions: Sequence[StackedSession]
 
@@ -45,7 +48,7 @@ class TorchStack(Stack):
         self._resident: StackedResident | None = None  # launches the step on a GPU
 
     def open(self) -> TorchStack:
-        """Open all sessions; close all of them if one fails."""
+        """Open all sessions and return the stack. If one fails, close all of them."""
         try:
             for session in self.sessions:
                 session.open()
@@ -61,12 +64,15 @@ class TorchStack(Stack):
 
     @property
     def uncaptured_reason(self) -> str:
-        """Reason why steps are not captured as CUDA graphs; empty if they are, or before the first step."""
+        """Reason why steps are not captured as CUDA graphs; empty if they are, or if no step was taken yet."""
         return self._resident.uncaptured_reason if self._resident else "" if self._capture else "engine.capture=false"
 
     @cached_property
     def depth(self) -> int:
-        """Most steps under way: on a GPU twice as many as are launched together, to keep it busy."""
+        """Maximum number of steps of a run that are launched before the first is read.
+
+        On a GPU, it is twice the number of steps that are launched together, so that the GPU is always busy.
+        """
         plan = self._plans[0]
         row = sum(math.prod(spec.shape) * np.dtype(spec.dtype).itemsize for spec in plan.inputs.values())
         room = BYTES // max(len(self._plans) * plan.accumulate * plan.rows * row, 1)
@@ -111,7 +117,10 @@ class TorchStack(Stack):
         return {row: partial(StepMetrics, *pair) for row, pair in zip(requests, metrics, strict=True)}
 
     def losses(self, requests: Mapping[int, Iterable[Batch]]) -> Mapping[int, Callable[[], float]]:
-        """Begin held-out losses, batch by batch; see Stack. A run with fewer batches than others idles at the end."""
+        """Compute the held-out losses of the runs whose rows are keys of `requests`; see Stack.
+
+        A run with fewer batches than the others is idle during their last ones.
+        """
         held_out = {row: HeldOut(self._plans[row], batches) for row, batches in sorted(requests.items())}
         micros: dict[int, Sequence[Batch]] = {}
         waits: dict[int, Callable[[], float]] = {}
@@ -128,7 +137,10 @@ class TorchStack(Stack):
         return waits | {row: partial(lambda row: held_out[row].mean(sums()[indices[row]]), row) for row in indices}
 
     def _losses(self, requests: Mapping[int, Sequence[Batch]]) -> Tensor:
-        """Return the sum of each run's losses, by its index in the program."""
+        """Return a vector with the sum of each run's losses over its batches, in the order of the program's runs.
+
+        `requests` has the micro-batches of each run, keyed by row.
+        """
         self._prepare([*requests])
         total = torch.zeros(len(self._indices), dtype=torch.float64 if self._device.type != "mps" else self._dtype)
         total = total.to(self._device)
@@ -144,9 +156,10 @@ class TorchStack(Stack):
         return total
 
     def _prepare(self, asking: Sequence[int]) -> None:
-        """Make sure that the current program contains the runs that ask, and no others.
+        """Make a new program, if necessary, so that it contains exactly the runs in the rows `asking`.
 
-        On a GPU, where capturing is slow, it contains all runs that train, and may contain some that have ended.
+        On a GPU, where capturing a program is slow, it contains all runs that still train. There, an existing program
+        is used as long as it contains the runs that ask, even if some of its other runs have ended.
         """
         on_gpu, rows = self.on_gpu, [*asking]
         if on_gpu:
@@ -168,7 +181,7 @@ class TorchStack(Stack):
         self._step, self._indices = step, {row: index for index, row in enumerate(rows)}
 
     def _upload(self, micros: Sequence[Batch]) -> dict[str, Tensor]:
-        """Stack the runs' micro-batches and upload them to the device."""
+        """Stack the micro-batches of k runs, and return the tensors [k, rows, ...] on the device, keyed by name."""
         tensors = {}
         for name in self._plans[0].inputs:
             host = torch.from_numpy(np.stack([micro[name] for micro in micros]))
@@ -176,9 +189,10 @@ class TorchStack(Stack):
         return tensors
 
     def _collect_frozen(self, rows: Sequence[int]) -> dict[str, tuple[Tensor, bool]]:
-        """Return each tensor that does not train, and whether it is a stack of different values for each run.
+        """Return each frozen tensor, keyed by name, and whether it is stacked.
 
-        The sessions of runs with different values hold rows of the stacked tensor from then on.
+        If the runs have different values, the tensor is a stack of them [k, ...], and the second value is True. From
+        then on, the runs' sessions hold rows of this stack. Otherwise it is the tensor that the runs share.
         """
         frozen_values = {}
         for tensor in self._plans[0].tensors:
@@ -193,7 +207,7 @@ class TorchStack(Stack):
         return frozen_values
 
     def find_equal(self, name: str, values: Tensor) -> Tensor:
-        """Return another run's tensor with the same values if there is one, else `values`."""
+        """Return the tensor `name` of another run if it has the same values, so that runs share it; else `values`."""
         for session in self.sessions:
             other = session.frozen_values(name)
             if other is not None and torch.equal(other, values):
@@ -206,7 +220,7 @@ def _raise(error: BaseException) -> NoReturn:
 
 
 class StackedSession(TorchSession):
-    """Session of one run in a stack; its `step` computes this run alone."""
+    """Session of one run in a stack. Its `step` trains this run alone, and the stack's `step` several together."""
 
     def __init__(self, plan: Plan, settings: SessionSettings, stack: TorchStack, row: int):
         super().__init__(plan, settings, self._view_state)  # type: ignore[arg-type]
@@ -214,7 +228,7 @@ class StackedSession(TorchSession):
         self._keeps_bfloat16 = False  # in bfloat16 the stack's program rounds the weights itself
 
     def _view_state(self, *_: object) -> SimpleNamespace:
-        """Return an object whose `state` is the optimiser state in this run's row."""
+        """Return an object that stands in for an Update: its `state` is the optimiser state of this run."""
         state = self.stack.update.state
         return SimpleNamespace(state={n: {s: x[self.row] for s, x in slots.items()} for n, slots in state.items()})
 
@@ -222,11 +236,11 @@ class StackedSession(TorchSession):
         return super().describe() | {"stacked": len(self.stack.sessions)}
 
     def frozen_values(self, name: str) -> Any:
-        """Return a tensor that does not train; None if it has no values yet."""
+        """Return the frozen tensor `name` on the device; None if it has no values yet."""
         return self._tensors.get(name)
 
     def set_frozen(self, name: str, values: Tensor) -> None:
-        """Replace a tensor that does not train."""
+        """Replace the frozen tensor `name` by a tensor with the same values."""
         self._tensors[name] = values
         if self._params is not None:
             self._params = self.plan.params(self._tensors)
@@ -242,7 +256,7 @@ class StackedSession(TorchSession):
         return self.stack.uncaptured_reason
 
     def do_upload(self, tensor: PlanTensor, array: np.ndarray) -> None:
-        """Upload a tensor; runs share the memory of equal tensors that do not train. See TorchSession."""
+        """Upload a tensor; see TorchSession. Runs share the memory of frozen tensors with equal values."""
         super().do_upload(tensor, array)
         if not tensor.trainable:
             values = self._tensors.pop(tensor.name)
@@ -256,7 +270,7 @@ class StackedSession(TorchSession):
         return self.stack.do_step({self.row: StepInput(micros, numbers)})[self.row]()
 
     def _release_memory(self) -> None:
-        """Keep the memory cached for the stack's other runs."""
+        """Do nothing, so that the memory stays cached for the stack's other runs."""
 
     def do_close(self) -> None:
         super().do_close()

@@ -1,7 +1,8 @@
-"""Training step of several runs of one shape as one program: forward, backward and update with a leading axis.
+"""Training step of several runs with the same shapes as one program, whose tensors have a leading axis of runs.
 
-`torch.vmap` adds the axis [K] to a model's forward pass. Only the sum of the losses combines the runs. Its gradient is
-1 for each run, so NaNs of one run do not reach the others. On a GPU, `StackedResident` launches CUDA graphs.
+`torch.vmap` adds this axis [K] to a model's forward pass. The runs are combined only in the sum of their losses, from
+which the backward pass begins. The gradient of the sum is 1 for each run, so NaNs of one run do not reach the others.
+On a GPU, `StackedResident` launches the program as CUDA graphs.
 """
 
 from __future__ import annotations
@@ -25,10 +26,13 @@ StepRequest = tuple[Sequence[Batch], Sequence[np.ndarray]]  # a run's micro-batc
 
 
 class StackedFormula(Formula):
-    """Formula of a rule on the tensors of several runs [K, ...], each with its own numbers."""
+    """Formula of a rule on the tensors [K, ...] of several runs, each of which has its own scalars."""
 
     def bind_device(self, numbers: Tensor, divisor: Tensor | None, skip: Tensor | None) -> Change:
-        """Return the update for numbers [K, names], and a divisor and a skip [K]; see Formula."""
+        """Return a function that updates tensors [K, ...] of K runs; see Formula.
+
+        `numbers` has a row of scalars for each run; `divisor` and `skip` are [K].
+        """
 
         def update_one(w: Tensor, g: Tensor, state: Mapping[str, Tensor], n: Tensor, d: Any, s: Any) -> Tensor:
             Formula.bind_device(self, n.to(w.dtype), d, s)(w, g, state, None)
@@ -44,10 +48,10 @@ class StackedFormula(Formula):
 
 
 class AdamWByRow(FusedAdamW):
-    """AdamW by torch's fused kernel, called for each run: on the CPU that is faster than one call of the formula."""
+    """AdamW with PyTorch's fused kernel, called once per run, which on the CPU is faster than the formula for all."""
 
     def bind_device(self, numbers: Tensor, divisor: Tensor | None, skip: Tensor | None) -> Change:
-        """Return the update; see StackedFormula."""
+        """Return a function that updates the tensors of all runs; see StackedFormula."""
         updates = [self.bind_host(vector) for vector in numbers.numpy()]
         skipped = [False] * len(updates) if skip is None else (skip > 0).tolist()
 
@@ -61,7 +65,10 @@ class AdamWByRow(FusedAdamW):
 
 
 class StackedUpdate(Update):
-    """Optimiser step on the given `rows` of matrices [K, ...]; `grad` has their gradients in its first rows."""
+    """Optimiser step that updates only the `rows` of matrices [K, ...] with a row for each run.
+
+    The gradients of these rows are in the first rows of `grad`, in the same order.
+    """
 
     def __init__(self, plan: Plan, flat: Tensor, grad: Tensor, slices: Mapping[str, slice]):
         super().__init__(plan, flat, grad, slices, compiled=False)
@@ -69,7 +76,7 @@ class StackedUpdate(Update):
         self.rows: Tensor | None = None  # None: all rows
 
     def choose_kernel(self, rule: Rule) -> type[Formula]:
-        """Return a kernel that supports different numbers for each run, or the formula."""
+        """Return the class that applies this rule with different scalars for each run."""
         kernel = choose_kernel(rule, self._flat)
         if kernel is FusedAdamW and self._flat.device.type == "cpu":
             return AdamWByRow
@@ -90,10 +97,10 @@ class StackedUpdate(Update):
 
 
 class StackedStep:
-    """Steps and losses of the runs in some rows of `flat` [K, N].
+    """Program that computes training steps and losses of the k runs in `rows` of the matrix `flat` [K, N].
 
-    `frozen` has each tensor that does not train, and whether it is a stack [k, ...] with the values of each run or one
-    tensor that the runs share.
+    `frozen` maps the name of each frozen tensor to the tensor and a bool: True if the tensor is a stack [k, ...] with
+    the values of each run, False if the runs share it.
     """
 
     def __init__(
@@ -116,9 +123,10 @@ class StackedStep:
         self._in_dims = (dict.fromkeys(slices, 0), axes, 0)
 
     def __call__(self, micros: Sequence[Micro], numbers: Sequence[Tensor], idle: Tensor | None = None) -> Tensor:
-        """Take a step with numbers [k, names] for each group; return losses and gradient norms, [2, k].
+        """Take a step of all runs; return a tensor [2, k] with their losses and their gradient norms.
 
-        A run whose `idle` [k] is 1 keeps its weights and state.
+        `numbers` has a matrix for each parameter group, with a row of scalars for each run. A run whose element of
+        `idle` [k] is 1 keeps its weights and optimiser state.
         """
         losses = self._backward(micros)
         norms = torch.linalg.vector_norm(self._grad, dim=1)
@@ -135,7 +143,7 @@ class StackedStep:
         return metrics
 
     def losses(self, micro: Micro) -> Tensor:
-        """Return the loss of one micro-batch of each run without training, [k]."""
+        """Return the loss of one micro-batch of each run, [k], without training."""
         with torch.no_grad(), self._autocast():
             return self._losses(self._weights(), self._frozen, micro)
 
@@ -144,7 +152,7 @@ class StackedStep:
         return {name: view_slice(flat, part, self._shapes[name]) for name, part in self._slices.items()}
 
     def _backward(self, micros: Sequence[Micro]) -> Tensor:
-        """Write each run's summed gradient into its row; return the summed losses, [k]."""
+        """Write each run's gradient, summed over micro-batches, into its row; return the summed losses [k]."""
         leaves = {name: values.detach().requires_grad_() for name, values in self._weights().items()}
         losses: list[Tensor] = []
         for micro in micros:
@@ -167,11 +175,11 @@ class StackedStep:
 
 
 class StackedResident:
-    """The step and the held-out loss of `count` runs as CUDA graphs, whose inputs are in GPU memory.
+    """Launcher of the training step and held-out loss of `count` runs, as CUDA graphs with inputs in GPU memory.
 
-    Runs are known by their index. Up to `under_way` steps may be launched before the first is waited for. The graphs
-    always compute all runs. A run without a request is idle: it reads its previous batch again and keeps its weights
-    and state.
+    Runs are identified by their index in the program. Up to `under_way` steps may be launched before the results of the
+    first are read. The graphs always compute all runs. A run without a request is idle: it reads its previous batch
+    again and keeps its weights and optimiser state.
     """
 
     def __init__(
@@ -202,7 +210,10 @@ class StackedResident:
         return self._captured_step.uncaptured_reason
 
     def launch(self, requests: Mapping[int, StepRequest]) -> Callable[[], list[float]]:
-        """Launch a step of some runs, by index; return a function that waits for all losses, then all norms."""
+        """Launch a step of the runs whose indices are keys of `requests`; return a function that waits for it.
+
+        That function returns a list of the losses of all `count` runs, followed by their gradient norms.
+        """
         for index, request in requests.items():
             self._latest[index] = request
         micros, numbers = zip(*self._latest, strict=True)
@@ -214,7 +225,10 @@ class StackedResident:
         return self._results.fetch(self._captured_step().flatten())
 
     def losses(self, micros: Mapping[int, Batch]) -> Tensor:
-        """Return each run's loss, [count], from micro-batches by index (0 for others); valid until the next call."""
+        """Return the loss of each run, [count]; the next call overwrites this tensor.
+
+        `micros` has the micro-batches to evaluate, keyed by the run's index. The loss of other runs is 0.
+        """
         by_run = [micros.get(index, self._blank) for index in range(self._count)]
         self._held_out.put({(0, name): [micro[name] for micro in by_run] for name in self._plan.inputs})
         return self._losses()
@@ -232,6 +246,6 @@ class StackedResident:
         return self._step.losses(self._micro(self._held_out, 0))
 
     def _micro(self, inputs: Inputs, i: int) -> Micro:
-        """Return micro-batch `i` by run, with fractions in the dtype of the weights."""
+        """Return micro-batch `i` of all runs, [count, rows, ...], with floats in the dtype of the weights."""
         by_run = {n: inputs.tensors[i, n].unflatten(0, (self._count, -1)) for n in self._plan.inputs}
         return {name: x.to(self._dtype) if x.is_floating_point() else x for name, x in by_run.items()}

@@ -71,7 +71,7 @@ peak           peak memory of all processes of the engine; beyond import: used a
 
 
 def run(arguments: Arguments) -> int:
-    """Time the engines and print the report."""
+    """Time training steps on each engine and print the report; with --plot also write a plot. Return 0."""
     if word := next((word for word in arguments.rest if word.startswith("steps=")), None):
         how = f"--{word.replace('=', ' ', 1)}"
         raise UserError(f"{word}: has no effect in bench, which chooses the steps per round; to set them: {how}")
@@ -92,32 +92,36 @@ def run(arguments: Arguments) -> int:
 
 @dataclass(frozen=True)
 class Work:
-    """The workload of a benchmark, the same for every engine."""
+    """Workload of a benchmark: the machine, and the model and data with which every engine trains."""
 
-    machine: str
-    model: str
-    data: str
-    unit: str  # tokens or images
-    units: int  # per step
-    flops: float  # per step
+    machine: str  # cores, operating system and versions
+    model: str  # name, number of parameters, and size of a step
+    data: str  # name, and number of tokens in the vocabulary or of classes
+    unit: str  # what speeds count: tokens or images
+    units: int  # number of tokens or images per step
+    flops: float  # floating-point operations per step
 
 
 @dataclass(frozen=True)
 class Report(Answer):
-    """Results of a benchmark. Ratios are relative to the first engine."""
+    """Results of a benchmark: speed and memory of each engine and baseline. Ratios compare speeds with the first."""
 
     work: Work
     engines: list[dict[str, Any]]  # measurements in seconds, bytes and operations
-    left_out: dict[str, str]  # baselines that could not run, with the reason
+    left_out: dict[str, str]  # {name of a baseline that could not run: reason}
 
     def plain(self) -> dict[str, Any]:
-        """Return workload and measurements as plain data."""
+        """Return the workload and the measurements of each engine, for --json."""
         work = asdict(self.work)
         counts = {f"{work.pop('unit')}_per_step": work.pop("units"), "flops_per_step": work.pop("flops")}
         return {**work, **counts, "engines": self.engines, "left_out": self.left_out}
 
     def lines(self) -> list[str]:
-        """Return a table of speed, a table of memory, and notes of the engines."""
+        """Return the report as lines of text.
+
+        These are a table of speeds, a table of memory (unless --no-memory), and notes about engines and baselines, such
+        as their versions and devices.
+        """
         speed = [["engine", "ms/step", "quartiles", f"{self.work.unit}/s", "GFLOP/s", "of peak", "ratio"]]
         memory = [["engine", "first step", "on device", "peak", "beyond import"]]
         notes = []
@@ -147,7 +151,7 @@ class Report(Answer):
 
 
 def describe_work(prepared: Prepared) -> Work:
-    """Describe the workload and the machine."""
+    """Return the description of this machine, and of the model and data of a prepared run."""
     plan, flops, cores = prepared.plan, step_flops(prepared.plan), available_cores()
     rows = plan.rows * plan.accumulate
     machine = [f"{cores} cores", f"{platform.system()} {platform.machine()}", f"Python {platform.python_version()}"]
@@ -165,19 +169,24 @@ def describe_work(prepared: Prepared) -> Work:
 
 
 def row_positions(plan: Plan) -> int:
-    """Return the positions of a row: the first axis of the input if it is a sequence or has several axes, else 1."""
+    """Return how many positions (tokens) the model computes for one row of a batch, as `step_flops` counts them.
+
+    For a sequence this is its length, for an input with several axes the size of the first one, otherwise 1.
+    """
     name, spec = next((n, spec) for n, spec in plan.inputs.items() if n not in ("targets", "weights"))
     return spec.shape[0] if name == plan.model.reads.sequence or len(spec.shape) > 1 else 1
 
 
 def step_flops(plan: Plan) -> float:
-    """Return the floating-point operations of a step: 6 N + 12 L d T for each of the T positions of a row.
+    """Return an estimate of the floating-point operations of a training step: 6 N + 12 L d T per position.
 
-    This is the estimate of PaLM (Chowdhery et al. 2022, appendix B), also used by nanoGPT. N counts the parameters in
-    matrix products: 2 operations forward and 4 backward, of which 2 compute the weight gradient and are not needed for
-    frozen weights. N includes adapters and a tied embedding, but no table that is only looked up. Attention is counted
-    without its mask; L is the number of layers and d the width of all heads. Models without n_layers and d_model count
-    N only.
+    This is the estimate of PaLM (Chowdhery et al. 2022, appendix B), which nanoGPT uses too.
+
+    - N is the number of parameters in matrix products. Each takes 2 operations forward and 4 backward; for a frozen
+      weight it is 2 backward, because its own gradient is not computed. N includes adapters and a tied embedding, but
+      not a table whose rows are only looked up, such as position embeddings.
+    - L is the number of layers, d the total width of a layer's attention heads, and T the number of positions in a row.
+      Attention counts as if every position attended to all T. A model without n_layers or d_model counts 6 N only.
     """
     model, length = plan.model, row_positions(plan)
     sizes = {t.name: math.prod(t.shape) for t in model.tensors() if len(t.shape) > 1}
@@ -196,7 +205,11 @@ def step_flops(plan: Plan) -> float:
 
 
 def measure(request: Request, labels: Sequence[str], arguments: Arguments, watch: Callable[[str], None]) -> Report:
-    """Run the benchmark; call `watch` with a line about machine, model and data before it starts."""
+    """Time every engine, and the baselines with --baseline, and return the report.
+
+    `labels` are the engines as typed, such as ggml:blas=false. Before the first step, call `watch` with one line each
+    about the machine, the model and the data.
+    """
     environment = dict(os.environ)  # engines may change it, for libraries that read it once
     runs = prepare_runs(request, labels)
     first = runs[labels[0]]
@@ -251,7 +264,11 @@ def measure(request: Request, labels: Sequence[str], arguments: Arguments, watch
 def take_turns(
     ready: Mapping[str, tuple[Stepper, int]], batches: Sequence[Batch], rounds: int
 ) -> dict[str, list[float]]:
-    """Return the seconds per step of each stepper in every round; the first stepper rotates from round to round."""
+    """Time the steppers in turn, `rounds` times each, and return {name: seconds per step in each round}.
+
+    `ready` holds each stepper with its number of steps per round. Each round begins with the next stepper, so that
+    none is always first.
+    """
     names = list(ready)
     seconds: dict[str, list[float]] = {name: [] for name in names}
     for r in range(rounds):
@@ -270,9 +287,10 @@ ROW = 0.5  # inches
 
 @use_plot_style()
 def sheet(engines: Sequence[Mapping[str, Any]], unit: str, title: str, below: Sequence[str]) -> Sheet:
-    """Draw the speed of each engine of a report as a bar, in `unit` per second.
+    """Return a plot with a bar for the speed of each engine, in `unit` (tokens or images) per second.
 
-    A bar ends at the median of the rounds. A line spans the interquartile range and each round has a mark.
+    `engines` are those of a report, and `below` are the parts of the subtitle. The length of a bar is the median over
+    the rounds. A line in it spans the interquartile range, and each round has a mark.
     """
     rounds = len(engines[0]["rounds"])
     how = f"bars: median of {pluralise(rounds, 'round')}, lines: interquartile range" if rounds > 1 else ""

@@ -1,6 +1,7 @@
-"""Steppers: engines and baseline training loops behind one interface, for `toyexp bench`, `parity` and `doctor`.
+"""Measurements for `toyexp bench`, and the preparation of a run on several engines for `parity` and `doctor` too.
 
-Run as a program, this module opens a single stepper, to measure its memory and startup time.
+A stepper takes training steps with an engine, or with a baseline such as nanoGPT, behind one interface. When it is run
+as a program, this module measures the memory and the startup time of a single stepper.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ from toyexp.training.run_config import Prepared
 from toyexp.training.settings import OF_A_RUN, Settings, keys_by_role
 
 RUN_ONLY_KEYS = {*keys_by_role(OF_A_RUN, Settings), "sweep", "hydra"}  # keys that have no effect outside of a run
-FIGURES = ("first_step_seconds", "device_bytes", "peak_rss_bytes", "beyond_import_bytes")
+FIGURES = ("first_step_seconds", "device_bytes", "peak_rss_bytes", "beyond_import_bytes")  # see measure_alone
 STEPS_ALONE = 3  # later steps may need more memory than the first
 SLICE = 0.3  # seconds per round of one stepper
 WARM_UP = 0.1  # minimum seconds of steps that are not timed
@@ -52,36 +53,46 @@ BASELINES = Path(__file__).resolve().parents[2] / "tests" / "benchmarks" / "base
 
 
 def prepare_runs(request: Request, labels: Sequence[str]) -> dict[str, Prepared]:
-    """Prepare the experiment on each engine; keys are the labels as typed, such as ggml or ggml:blas=false."""
+    """Prepare a run of the experiment on each engine and return {label: prepared run}.
+
+    `labels` are engines as typed, such as ggml or ggml:blas=false.
+    """
     return {label: prepare(for_engine.build_config()) for label, for_engine in request.per_engine(labels).items()}
 
 
 def parse_engines(
     command: str, arguments: Arguments, ignored: Collection[str], default: str = "cpu,ggml"
 ) -> tuple[Request, list[str]]:
-    """Return the request of one experiment (see `parse_experiment`) and the labels of its engines."""
+    """Return the settings of the experiment, without `engine=`, and the labels of the engines to run it on.
+
+    `default` lists the engines if the user typed no `engine=`. Raise UserError for a setting with several values, and
+    for one whose key is in `ignored`, because `command` does not use it.
+    """
     labels, settings = take_engines(arguments.settings, default)
     return parse_experiment(command, settings, ignored), labels
 
 
 class Stepper(Protocol):
-    """A model and its optimiser, ready to train."""
+    """Interface to an engine or a baseline that is ready to train: it takes and times training steps."""
 
     note: str  # versions, device and threads
     devices: int = 1  # number of devices that share the work
     pids: Sequence[int] = ()  # process ids of its other processes on this machine
 
     def step(self, batch: Batch) -> object:
-        """Launch one training step; wait for it, or on an asynchronous device for an earlier one."""
+        """Launch one training step.
+
+        Return when this step has finished, or on an asynchronous device when an earlier one has.
+        """
 
     def wait(self) -> None:
         """Wait until all launched steps are done."""
 
     def close(self) -> None:
-        """Free all resources."""
+        """Free the memory of the model and optimiser, and end other processes."""
 
     def time_steps(self, batches: Sequence[Batch], steps: int) -> float:
-        """Train `steps` steps and return the seconds per step."""
+        """Take `steps` steps, reusing `batches` in turn, and return the mean seconds per step."""
         began = time.perf_counter()
         for k in range(steps):
             self.step(batches[k % len(batches)])
@@ -94,7 +105,7 @@ class Stepper(Protocol):
 
 
 class EngineStepper(Stepper):
-    """A session of an engine, driven as in a run whose callbacks do not look at steps."""
+    """Stepper of an engine. It launches steps without waiting, as the training loop does between evaluations."""
 
     def __init__(self, prepared: Prepared):
         self.session = start_session(prepared.config.recipe, prepared.config.engine, prepared.plan)
@@ -114,7 +125,10 @@ class EngineStepper(Stepper):
         self.note = "; ".join((note, *idle, *prepared.config.engine.advice(), *self.session.notes()))
 
     def step(self, batch: Batch) -> None:
-        """Launch one step with the optimiser's numbers of this step."""
+        """Launch one step with the optimiser's scalars for it, at the constant base learning rate.
+
+        If the session's queue of launched steps is full, wait for the oldest.
+        """
         step_input = self.session.step_input(batch, self._plan.numbers(self._steps, self._lr))
         self._steps += 1
         self._pending.append(self.stack.step({0: step_input})[0])
@@ -127,7 +141,7 @@ class EngineStepper(Stepper):
             self._pending.pop(0)()
 
     def device_bytes(self) -> int | None:
-        """Return the session's peak device memory in bytes."""
+        """Return the session's peak memory on the device in bytes; None if unknown."""
         return self.session.device_bytes()
 
     def close(self) -> None:
@@ -136,13 +150,19 @@ class EngineStepper(Stepper):
 
 
 def worker_pids(ranks: Sequence[str]) -> list[int]:
-    """Return the process ids of other ranks on this machine, from descriptions such as `pid 12 on host`."""
+    """Return the ids of the other processes of a distributed run that are on this machine.
+
+    `ranks` describes each process, such as `pid 12 on host`.
+    """
     matches = [re.fullmatch(r"pid (\d+) on (.*)", rank) for rank in ranks]
     return [int(rank[1]) for rank in matches if rank and rank[2] == platform.node() and int(rank[1]) != os.getpid()]
 
 
 def warm_up(open_stepper: Callable[[], Stepper], batches: Sequence[Batch], steps: int) -> tuple[Stepper, int]:
-    """Open a stepper and warm it up; return it and the steps per round: `steps`, or if 0 enough for SLICE seconds."""
+    """Open a stepper, take a few steps that are not reported, and return it and its number of steps per round.
+
+    That number is `steps`, or if `steps` is 0, as many as take SLICE seconds.
+    """
     stepper = open_stepper()
     try:
         times: list[float] = []
@@ -159,7 +179,7 @@ def warm_up(open_stepper: Callable[[], Stepper], batches: Sequence[Batch], steps
 
 @dataclass(frozen=True)
 class Entry:
-    """An engine or baseline to measure, before it is imported."""
+    """Name and settings of an engine or baseline to measure; its libraries need not be imported yet."""
 
     name: str
     settings: list[str]  # as typed, without the engine
@@ -167,7 +187,7 @@ class Entry:
     file: str = ""  # path of the baseline; empty for an engine
 
     def prepare(self) -> tuple[Prepared, Callable[[], Stepper]]:
-        """Prepare the experiment; return it with a function that opens the stepper."""
+        """Prepare a run of the experiment; return it, and a function that opens the stepper for it."""
         prepared = prepare_runs(Request.parse(self.settings), [self.engine])[self.engine]
         if not self.file:
             return prepared, partial(EngineStepper, prepared)
@@ -176,9 +196,10 @@ class Entry:
 
 
 def baselines(settings: Sequence[str], engines: Iterable[str]) -> Iterable[tuple[str, Entry | str]]:
-    """Return the baselines for these engines: each name with its entry, or with the reason why it cannot run.
+    """Return a pair for each baseline that compares with these engines: its name, and its entry to measure.
 
-    Raise UserError outside of a source checkout.
+    If the baseline's library cannot be imported, the second value is the reason, a string. Raise UserError if toyexp is
+    installed without its source checkout, which has the baselines.
     """
     if not BASELINES.is_dir():
         raise UserError(
@@ -201,19 +222,19 @@ REPETITIONS = 5
 
 @dataclass(frozen=True)
 class Peak:
-    """Highest measured speed, and the matrix size n that reached it."""
+    """Highest measured speed of matrix products, and the `size` n of the n x n matrices that reached it."""
 
     flops_per_second: float
     size: int
 
 
 def measure_peak(engine: Engine, max_rows: int) -> Peak:
-    """Measure the peak floating-point operations per second of an engine in products of n x n matrices.
+    """Measure the highest speed that an engine reaches in products of n x n matrices, for several n.
 
-    The products run in the forward pass of an evaluation, with the engine's own op and dtype; each counts 2 n^3
-    operations. The result is measured at the current clock with the installed libraries, not a data sheet's value.
-    An engine on several devices gets one row per device, up to `max_rows`. Errors of the engine, such as too little
-    memory, are raised.
+    The products are computed by the engine's own op and dtype, in the forward pass of an evaluation, and each counts
+    2 n^3 operations. So the result depends on the current clock and the installed libraries, unlike the peak in a data
+    sheet. An engine on several devices gets a batch of as many rows as it needs, at most `max_rows`. Errors of the
+    engine, such as too little memory, are raised.
     """
     best = Peak(0.0, 0)
     for size, products in SIZES:
@@ -227,7 +248,10 @@ def measure_peak(engine: Engine, max_rows: int) -> Peak:
 
 
 def _plan(engine: Engine, size: int, products: int, max_rows: int) -> Plan:
-    """Return a plan of `products` matrix products without trainable tensors."""
+    """Return a plan that computes `products` products of size x size matrices and has no trainable tensors.
+
+    Its batch has one row, or the next number of rows up to `max_rows` that the engine can split among its devices.
+    """
     model = Products(size=size, products=products)
     ids = InputSpec((size,), "int32", below=CLASSES)
     inputs = {"tokens": ids, "targets": ids, "weights": InputSpec((size,), "float32")}
@@ -241,7 +265,7 @@ def _plan(engine: Engine, size: int, products: int, max_rows: int) -> Plan:
 
 
 def _median_seconds(engine: Engine, plan: Plan) -> float:
-    """Return the median seconds of an evaluation, after two warm-up evaluations."""
+    """Return the median duration in seconds of an evaluation of one batch, after two warm-up evaluations."""
     length = plan.inputs["tokens"].shape[0]
     ids = np.tile(np.arange(length, dtype=np.int32) % CLASSES, (plan.rows, 1))
     batch = {"tokens": ids, "targets": ids, "weights": np.ones(ids.shape, np.float32)}
@@ -259,16 +283,16 @@ CLASSES = 8
 
 
 class RepeatedNormal(Normal):
-    """Normal values, repeated: drawing 8192 x 8192 values would take longer than the products."""
+    """Initial values that repeat a short normal sample: 8192 x 8192 samples would take longer than the products."""
 
     def draw(self, shape: tuple[int, ...], seed: int, name: str) -> np.ndarray:
-        """Return 2^20 values, repeated to fill the shape."""
+        """Draw 2^20 normal values and repeat them until they fill `shape`."""
         return np.resize(super().draw((1 << 20,), seed, name), shape)
 
 
 @dataclass
 class Products(Model):
-    """A chain of products of [size, size] matrices."""
+    """Model whose forward pass is a chain of products of [size, size] matrices, to measure their speed."""
 
     name: ClassVar[str] = "products"
     reads: ClassVar[Kind] = TOKENS
@@ -277,10 +301,13 @@ class Products(Model):
     products: int = 4
 
     def check(self) -> None:
-        """Do nothing."""
+        """Do nothing: every size is valid."""
 
     def tensors(self) -> list[TensorSpec]:
-        """Return the tensors. Their scale preserves the scale of activations."""
+        """Return the tensors: an embedding, one matrix for all products, and an output matrix.
+
+        The standard deviation of the matrices keeps the scale of activations from product to product.
+        """
         size, std = self.size, self.size**-0.5
         return [
             TensorSpec("table", (CLASSES, size), RepeatedNormal(1.0)),
@@ -289,7 +316,7 @@ class Products(Model):
         ]
 
     def forward(self, ops: Ops, p: Params, batch: Mapping[str, Tensor]) -> Tensor:
-        """Return logits [rows, size, CLASSES] after all products."""
+        """Compute the products on the embedded tokens and return logits of shape [rows, size, CLASSES]."""
         x = ops.embed(p["table"], batch["tokens"])
         for _ in range(self.products):
             x = ops.linear(x, p["w"])
@@ -300,11 +327,14 @@ class Products(Model):
 
 
 def measure_alone(entry: Entry, environment: Mapping[str, str] | None = None) -> dict[str, float | None]:
-    """Measure startup time and memory of an entry in a new process; raise RunFailed if it fails.
+    """Measure startup time and memory of an engine or baseline in a new process; raise RunFailed if that fails.
 
-    Return by FIGURES: seconds from process start to the end of the first step; peak device memory in bytes, None if
-    unknown; peak memory of the process and its workers in bytes, None if the system does not report it; and the
-    process's own memory used after imports, in bytes.
+    The result has these keys, whose names are FIGURES:
+
+    - first_step_seconds: from the start of the process to the end of the first step, including imports
+    - device_bytes: peak memory on the device; None if unknown
+    - peak_rss_bytes: peak host memory of the process and its workers; None if the system does not report it
+    - beyond_import_bytes: how far the peak of the process, without workers, exceeds its memory after imports
     """
     command = [sys.executable, "-m", "toyexp.cli.bench_stepper", json.dumps(asdict(entry)), str(time.monotonic())]
     done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
@@ -317,7 +347,10 @@ def measure_alone(entry: Entry, environment: Mapping[str, str] | None = None) ->
 
 
 def main(words: Sequence[str]) -> None:
-    """Open the entry given as JSON in `words[0]`, run a few steps and print FIGURES; `words[1]` is the start time."""
+    """Measure one entry in this process, for `measure_alone`, and print the values named in FIGURES as JSON.
+
+    `words` are the entry as JSON, and the time.monotonic() at which the process was started.
+    """
     entry, began = Entry(**json.loads(words[0])), float(words[1])
     prepared, open_stepper = entry.prepare()
     imported, before = memory_bytes()
@@ -337,7 +370,10 @@ def main(words: Sequence[str]) -> None:
 
 
 def memory_bytes() -> tuple[int, int]:
-    """Return the current and peak memory of this process in bytes; where only the peak is known, return it twice."""
+    """Return the current and the peak memory of this process in bytes.
+
+    On systems that report only the peak, both values are the peak.
+    """
     if fields := _linux_memory("self"):  # getrusage on Linux starts at the peak of the parent process
         return fields
     import resource  # deferred: not on Windows
@@ -347,7 +383,7 @@ def memory_bytes() -> tuple[int, int]:
 
 
 def _linux_memory(pid: int | str) -> tuple[int, int] | None:
-    """Return current and peak memory of a process in bytes, on Linux; None elsewhere."""
+    """Return the current and the peak memory of a process in bytes; None on other systems, or if it has ended."""
     try:
         fields = dict(re.findall(r"(VmRSS|VmHWM):\s+(\d+) kB", Path(f"/proc/{pid}/status").read_text()))
     except OSError:
@@ -356,7 +392,10 @@ def _linux_memory(pid: int | str) -> tuple[int, int] | None:
 
 
 def reset_peak() -> None:
-    """Reset the peak memory counter, on Linux: reading data may have needed more memory than training."""
+    """Set this process's peak memory to its current memory, on Linux; elsewhere do nothing.
+
+    Without this, the peak could be that of reading the data, which may need more memory than training.
+    """
     with contextlib.suppress(OSError):
         Path("/proc/self/clear_refs").write_text("5")
 

@@ -1,6 +1,6 @@
-"""The table of built-in sub-commands with their options. The module that runs a command is imported when it is called.
+"""Table of the built-in sub-commands and their options; the module that runs a command is imported when it is called.
 
-They are registered as plugins register theirs. Plugins cannot reuse their names.
+Built-in commands are registered through the same hook as those of plugins. A plugin cannot take a built-in name.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ SETTINGS_ONLY = ("bench", "parity")
 
 
 class BuiltInCommand(Command):
-    """A command that a module of toyexp/cli/ implements with HELP, its usage text, and `run`.
+    """A sub-command that a module of toyexp/cli/ implements with a usage text, HELP, and a function `run`.
 
-    In a module of several commands their names are HELP_NAME and run_name. The list of options replaces the line
-    `options` of HELP.
+    A module with several commands, such as files, has HELP_EXPORT and run_export for the command `export`. Where the
+    usage text has the line `options`, argparse inserts the list of options.
     """
 
-    module: ClassVar[str]
+    module: ClassVar[str]  # module of toyexp/cli/ with several commands; empty: the module has the command's name
     options: ClassVar[Sequence[Option]]
 
     def _load(self, name: str) -> Any:
@@ -41,12 +41,15 @@ class BuiltInCommand(Command):
         return getattr(module, name + (several.upper() if name == "HELP" else several))
 
     def configure(self, parser: argparse.ArgumentParser) -> None:
-        """Add the options of the table to a parser."""
+        """Add the command's options to an argparse parser."""
         for flag, how in self.options:
             parser.add_argument(flag, **how)
 
     def usage(self, modules: Sequence[str] = ()) -> str:
-        """Return what `toyexp NAME --help` prints. A HELP that lists plugins is a function of the local modules."""
+        """Return the text of `toyexp NAME --help`.
+
+        A HELP that lists plugins is a function; it is called with `modules`, the names of local plugins.
+        """
         text, parser = self._load("HELP"), Parser(self.name, usage=argparse.SUPPRESS)
         self.configure(parser)
         text = text(modules) if callable(text) else text
@@ -54,7 +57,10 @@ class BuiltInCommand(Command):
         return parser.format_help().rstrip()
 
     def read(self, words: Sequence[str]) -> Arguments:
-        """Parse the words, except those of `completion`: a shell passes it the command line to complete."""
+        """Parse the words after `toyexp NAME`; raise UserError for a setting that the command does not take.
+
+        The words of `completion` are not parsed, because the shell passes the command line that it completes.
+        """
         if self.completions == "shells":
             return Arguments(rest=list(words))
         arguments = super().read(words)
@@ -69,7 +75,10 @@ class BuiltInCommand(Command):
         return arguments
 
     def unknown_option(self, word: str, after: Sequence[str]) -> UserError:
-        """Return an error about an unknown option, which may be a setting typed with dashes."""
+        """Return the error for an unknown option `word`; `after` are the words that follow it.
+
+        If the option is a setting typed with dashes, such as --lr 0.1, the message contains the setting as key=value.
+        """
         from toyexp.config.flags import dashed_setting, other_tools
 
         setting = dashed_setting(word, after) if "settings" in self.completions else None
@@ -103,7 +112,10 @@ def _number(flag: str, example: str, about: str, high: float = 10**6) -> Option:
 
 
 def number(low: float, high: float = math.inf, integer: bool = False) -> Callable[[str], float]:
-    """Return the `type` of an option whose value is a finite number from `low` to `high`."""
+    """Return a function for argparse's `type=` that parses a number and rejects one outside `low` to `high`.
+
+    With `integer`, it parses an int, otherwise a float.
+    """
 
     def parse(text: str) -> float:
         try:
@@ -119,7 +131,7 @@ def number(low: float, high: float = math.inf, integer: bool = False) -> Callabl
 
 
 def ids(text: str) -> list[int]:
-    """Parse token ids separated by commas or spaces."""
+    """Parse the value of --ids: token ids separated by commas or spaces."""
     parts = re.split(r"\s*,\s*|\s+", text.strip())
     if not all(is_integer(part, 0, 2**31 - 1) for part in parts):
         raise argparse.ArgumentTypeError("must be token ids separated by commas, such as 1,2,3")
@@ -213,7 +225,10 @@ def register_commands(register: Register) -> None:
 
 
 def find(name: str, words: Sequence[str]) -> Command | None:
-    """Return a command by name, or None. Load plugins, also local ones in `words`, only if it is not built in."""
+    """Return the command of this name, or None if there is none.
+
+    For a name that is not built in, load the installed plugins and the local ones of plugins=[...] in `words`.
+    """
     if name in COMMANDS:
         return COMMANDS[name]()
     from toyexp.plugins.discovery import load

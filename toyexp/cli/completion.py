@@ -37,16 +37,16 @@ SHELLS = ("bash", "fish", "zsh")
 
 @dataclass(frozen=True)
 class Candidate:
-    """A completion of the word at the cursor."""
+    """A possible completion of the word at the cursor."""
 
-    text: str
-    help: str = ""
-    more: bool = False  # do not add a space: more text must follow
-    path: bool = False
+    text: str  # the whole completed word
+    help: str = ""  # description that zsh and fish show
+    more: bool = False  # True: the shell adds no space after it, because more text must follow
+    path: bool = False  # True: it is a path, whose special characters are escaped
 
 
 def complete(words: Sequence[str]) -> list[Candidate]:
-    """Return the completions of the last word, which may be empty; `words` are those after `toyexp`."""
+    """Return the completions of the last of `words`, which follow `toyexp` on the line; it may be empty."""
     *before, word = words
     command = find(before[0], before) if before and before[0].isidentifier() else None
     unique: dict[str, Candidate] = {}
@@ -65,7 +65,11 @@ class Line:
     # -- kinds of words ------------------------------------------------------------------------------------------
 
     def candidates(self, command: Command | None) -> Iterator[Candidate]:
-        """Yield completions for a sub-command, or for a run or sweep: options, values of options, or other words."""
+        """Yield completions of the word at the cursor for a sub-command, or if that is None, for a run or sweep.
+
+        They are values if the word follows an option, options if it begins with a dash, or otherwise settings, files
+        and names. They need not begin with the word.
+        """
         parser = command.parser() if command else flag_parser()
         kinds = ["settings"] if self.before else ["settings", "commands"]
         if command:
@@ -109,7 +113,10 @@ class Line:
         return (Candidate(form.format(n), o.help) for n, o in self.registry.offers.get(kind, {}).items())
 
     def _option_values(self, flag: str, option: Action, word: str) -> Iterator[Candidate]:
-        """Yield values of an option: its choices, or files if its example value is a file name."""
+        """Yield values of the option `flag`; `word` is the part of the value that is typed.
+
+        These are engines, file types, directories, the option's choices, or files if the option takes a file.
+        """
         match flag:
             case "--engine":
                 yield from [*self._choices("engine"), Candidate(LLAMA_CPP)]
@@ -125,7 +132,7 @@ class Line:
     # -- settings ----------------------------------------------------------------------------------------------------
 
     def settings(self) -> Iterator[Candidate]:
-        """Yield completions of a setting: keys, or values after `key=`."""
+        """Yield keys of settings, or if the word at the cursor is `key=...`, values of that key."""
         key, equals, value = self.word.partition("=")
         if equals:
             for c in self._values(key.lstrip("+~"), value):
@@ -138,7 +145,10 @@ class Line:
         yield from (replace(c, text=prefix + c.text) for c in candidates)
 
     def _keys(self, word: str) -> Iterator[Candidate]:
-        """Yield keys: first the part up to a dot, then full keys. Keys of callbacks have two such parts."""
+        """Yield keys to complete `word`, one section at a time: `optim.` first, then `optim.lr=`.
+
+        Keys of callbacks have two sections, such as callbacks.sample.every.
+        """
         short = "." not in word
         keys = [(name, "") for name in (*GROUPS, *(f"{name}." for name in GROUPS if short and name != "experiment"))]
         keys += [(key, s.comment) for key, s in self._settings(word)]
@@ -159,7 +169,11 @@ class Line:
                 yield from paths(value, suffixes)
 
     def _group_names(self, kind: str, value: str) -> Iterator[Candidate]:
-        """Yield names of a config group: a single name, in a list, or between the commas of a sweep."""
+        """Yield completions of `value`, which consists of names in the config group `kind`.
+
+        It may be one name, a list such as [default,sample], or several names separated by commas for a sweep. Names
+        that it already contains are left out.
+        """
         head = value[: max(value.rfind("["), value.rfind(",")) + 1] or ("[" if kind == "callbacks" else "")
         typed = re.split(r"[\[,]", head)
         candidates = [c for c in self._choices(kind) if c.text not in typed]
@@ -176,7 +190,7 @@ class Line:
     # -- sources --------------------------------------------------------------------------------------------------
 
     def _choices(self, kind: str) -> list[Candidate]:
-        """Return the choices of a config group: plugins, and presets in the config directories."""
+        """Return the names in the config group `kind`: of plugins, and of presets in the config directories."""
         pairs = zip(self.before, self.before[1:], strict=False)
         chosen = [value for flag, value in pairs if SHORT_FLAGS.get(flag, flag) in ("--config-dir", "--config-path")]
         roots = [d / kind for d in (*map(Path, chosen), CONF)]
@@ -185,7 +199,11 @@ class Line:
         return list({c.text: c for c in (*candidates, *self._plugin_names(kind))}.values())
 
     def _settings(self, key: str) -> Iterator[tuple[str, Setting]]:
-        """Yield top-level settings and those of the key's group: of the chosen part, else of all parts."""
+        """Yield (full key, setting) for every top-level setting, and for settings of parts in the group of `key`.
+
+        Of a group such as data, use the part that the line chooses with data=NAME, or all parts if it chooses none. All
+        callbacks are used.
+        """
         yield from top_level_settings()
         yield from ((key, Setting("dir", "str", "", "")) for key in HYDRA_KEYS[:3])
         kind = key.partition(".")[0]
@@ -198,9 +216,10 @@ class Line:
 
 
 def possible_values(setting: Setting) -> tuple[list[str], tuple[str, ...] | None]:
-    """Return the choices of a setting, and the suffixes of files that it accepts, from its type and comment.
+    """Return the values that a setting can have, and the suffixes of the files that it accepts.
 
-    A comment has the form `one | other (why) | a GGUF file`. The suffixes are empty for any file, None for no path.
+    Both are read from its type and its comment, such as `one | other (why) | a GGUF file`. The suffixes are None if
+    the setting is not a path, () if any file is accepted, and ("/",) if only directories are.
     """
     if setting.type.startswith("bool"):
         return ["true", "false"], None
@@ -220,7 +239,10 @@ def possible_values(setting: Setting) -> tuple[list[str], tuple[str, ...] | None
 
 
 def paths(word: str, suffixes: Sequence[str] = ()) -> Iterator[Candidate]:
-    """Yield completions of a path: directories, and files with one of the suffixes; all files if there are none."""
+    """Yield directories and files that begin with `word`.
+
+    Files are limited to those with one of `suffixes`, if any are given; ("/",) leaves only directories.
+    """
     folder, slash, start = word.rpartition("/")
     with contextlib.suppress(OSError), os.scandir(Path(folder + slash or ".").expanduser()) as entries:
         for entry in entries:
@@ -233,7 +255,7 @@ def paths(word: str, suffixes: Sequence[str] = ()) -> Iterator[Candidate]:
 
 
 def runs() -> list[Candidate]:
-    """Return the newest runs in outputs/."""
+    """Return the directories of the newest runs in outputs/ as completions, newest first."""
     with contextlib.suppress(OSError):
         directories = [path.parent for path in Path("outputs").glob("*/*/config.yaml")]
         newest = sorted(directories, key=lambda p: p.name, reverse=True)[:RUNS]
@@ -298,7 +320,7 @@ SHELL_CHARACTERS = r"""[ \t\n"'`\\$&;<>|()!*?]"""  # characters that bash needs 
 
 
 def run(arguments: Arguments) -> int:
-    """Print a shell's script, or with --for the completions that the script requests."""
+    """Print the completion script of a shell. With --for, which the script passes, print completions of a line."""
     words = arguments.rest
     if words[:1] == ["--for"] and words[1:2] and words[1] in SHELLS:
         print_line("\n".join(answer(words[1], words[2:])))
@@ -311,7 +333,10 @@ def run(arguments: Arguments) -> int:
 
 
 def answer(shell: str, words: Sequence[str]) -> list[str]:
-    """Return the output for a shell's script. bash passes the line and COMP_WORDBREAKS, the others pass words."""
+    """Return the lines that a shell's script reads: one per completion, in the format of that shell.
+
+    For bash, `words` are the line up to the cursor and COMP_WORDBREAKS. For zsh and fish they are the line's words.
+    """
     if shell == "bash":
         typed = read_line(*words[:2])
         return [typed.replacement(c) for c in complete(typed.words[1:] or [""])]
@@ -322,14 +347,14 @@ def answer(shell: str, words: Sequence[str]) -> list[str]:
 
 
 class TypedLine(NamedTuple):
-    """A command line up to the cursor, parsed as bash does."""
+    """Command line up to the cursor, split into words as in bash; the last word is the one to complete."""
 
     words: list[str]  # unquoted
-    kept_length: int  # characters of the last word that readline does not replace
-    quote: str  # open quote, or empty
+    kept_length: int  # number of characters at the start of the last word that readline keeps
+    quote: str  # the quote that the last word opens and does not close; empty: none
 
     def replacement(self, candidate: Candidate) -> str:
-        """Return the text that replaces the rest of the word."""
+        """Return the text with which readline replaces the end of the word at the cursor, for this candidate."""
         text = candidate.text[self.kept_length :]
         if self.quote:  # readline closes the quote
             return text
@@ -339,7 +364,11 @@ class TypedLine(NamedTuple):
 
 
 def read_line(line: str, breaks: str = "") -> TypedLine:
-    """Parse a line that may end within a word; drop variable assignments before the command."""
+    """Split a command line, which may end within a word or a quote, into words.
+
+    Readline replaces only the text after the last of the characters `breaks`. Assignments before the command, such as
+    CUDA_VISIBLE_DEVICES=0, are dropped.
+    """
     for quote in ("", "'", '"'):
         with contextlib.suppress(ValueError):  # another quote is open
             words = shlex.split(f"{line}_{quote}")  # the letter makes a trailing space start a new word

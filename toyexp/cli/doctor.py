@@ -1,4 +1,4 @@
-"""`toyexp doctor`: check the engines on this machine, their numerics, and the device of each op."""
+"""`toyexp doctor`: check which engines work here and whether their numbers are right; show which device runs an op."""
 
 from __future__ import annotations
 
@@ -51,7 +51,10 @@ options
 
 
 def run(arguments: Arguments) -> int:
-    """Print the status of the engines, the check of their numerics, or the placement of ops."""
+    """Print the status of each engine, or with --numerics its errors, or with --graph the device of each op.
+
+    Return the exit code: 1 if a numerical check fails, otherwise 0.
+    """
     working_directory()  # without one MKL ends the process
     if arguments.graph:
         request, labels = parse_engines(
@@ -84,7 +87,10 @@ def run(arguments: Arguments) -> int:
 
 
 def _check_numerics(arguments: Arguments) -> int:
-    """Compare each op's values and gradients, and a short training, with float64; return 1 if a check fails."""
+    """Compare each engine's ops, gradients and a short training with float64, and print a table for each engine.
+
+    Return the exit code: 0 if all checks pass, otherwise 1.
+    """
     labels, others = take_engines(arguments.rest, "")
     if others:
         raise UserError(f"doctor --numerics {others[0]}: only takes engine=name[:key=value],... and plugins=[...]")
@@ -97,7 +103,10 @@ def _check_numerics(arguments: Arguments) -> int:
 
 
 def placement(runs: Mapping[str, Prepared]) -> list[str]:
-    """Return, for each engine, the number of graph nodes per device and op in a training step."""
+    """Return lines on how many graph nodes of a training step run on each device, by op; `runs` is keyed by engine.
+
+    An engine without a static graph gets a line that says so.
+    """
     lines = []
     for label, prepared in runs.items():
         with start_session(prepared.config.recipe, prepared.config.engine, prepared.plan) as session:
@@ -118,7 +127,11 @@ def placement(runs: Mapping[str, Prepared]) -> list[str]:
 
 
 def verdict(offer: Offer) -> str:
-    """Return the status of an engine: PASS with facts and advice; else `no` or FAIL with the reason."""
+    """Return one line on whether an engine works here.
+
+    It begins with PASS, followed by the device and tips; `no` with the reason and the remedy if the device or a package
+    is missing; or FAIL with the error if the engine itself is broken.
+    """
     try:
         engine = offer.cls()
         return "; ".join((f"PASS  {engine.check()}", *engine.remedies()))
@@ -129,7 +142,10 @@ def verdict(offer: Offer) -> str:
 
 
 def missing_packages(registry: Registry) -> Iterator[str]:
-    """Yield a line for each feature, apart from engines, whose package is missing or broken."""
+    """Yield a line for each feature that does not work because its package is missing or broken.
+
+    Features are, for example, data and callback plugins, sweep launchers and K-quants. Engines are not included.
+    """
     for label, check in _checks(registry):
         try:
             check()
@@ -169,22 +185,26 @@ TRAINING_CASE = "rope"  # case of the short training: grouped-query attention wi
 
 @dataclass(frozen=True)
 class Line:
-    """Result of one numerical check of an engine."""
+    """Result of one numerical check of an engine: of an op, or of a short training."""
 
     name: str
-    values: float  # maximum error, relative to the largest value
-    gradients: float  # relative error (norm) of the worst gradient; of a training, of the change of weights
-    tolerances: tuple[float, float]  # of values, and of gradients or weights
+    values: float  # largest error of logits and loss, relative to the largest logit or the loss
+    gradients: float  # relative error (norm) of the worst gradient; of a training: of the worst tensor's change
+    tolerances: tuple[float, float]  # maximum of `values`, and of `gradients`
     failure: str = ""  # error message of the engine, if it raised
 
     @property
     def passed(self) -> bool:
-        """True if all errors are within the tolerances; NaN is not."""
+        """True if both errors are within their tolerances; an error of NaN is not."""
         return not self.failure and self.values <= self.tolerances[0] and self.gradients <= self.tolerances[1]
 
 
 def build_engines(labels: Sequence[str], registry: Registry) -> list[tuple[str, Engine]]:
-    """Return the named engines; by default all that work here, and the first of the others that can be emulated."""
+    """Return (label, engine) for each label, such as ggml:threads=1.
+
+    Without labels, return every engine that works here, and the first of the others that the CPU can emulate. Raise
+    UserError if there is none.
+    """
     if labels:
         return [(label, build_engine(label, registry)) for label in labels]
     results: list[tuple[str, Engine]] = []
@@ -203,7 +223,7 @@ def build_engines(labels: Sequence[str], registry: Registry) -> list[tuple[str, 
 
 @dataclass(frozen=True)
 class Op:
-    """Reference values and gradients of an op on one batch, in float64."""
+    """Reference for one op: the loss, logits and gradients of a small model with that op, in float64."""
 
     tolerance_name: ClassVar[str] = "slopes"
 
@@ -212,10 +232,13 @@ class Op:
     batch: Batch
     loss: float
     logits: np.ndarray
-    gradients: Arrays
+    gradients: Arrays  # keyed by tensor
 
     def errors(self, engine: Engine) -> tuple[float, float]:
-        """Return the relative errors of an engine's values and of its worst gradient."""
+        """Return two relative errors of an engine: the larger of its logits and loss, and that of the worst gradient.
+
+        The first is of the maximum, the second of the norm. They are NaN if the engine computes a NaN.
+        """
         with engine.realize(self.plan) as session:
             session.build()
             logits, loss = session.logits(self.batch), session.evaluate([self.batch])
@@ -228,19 +251,22 @@ class Op:
 
 @dataclass(frozen=True)
 class Training:
-    """Reference of a short training with AdamW, in float64."""
+    """Reference for a short training with AdamW: losses and weights in float64."""
 
     tolerance_name: ClassVar[str] = "weights"
 
     name: str
     plan: Plan
     adamw: AdamW
-    losses: list[float]
-    start: Arrays
-    end: Arrays
+    losses: list[float]  # one per step
+    start: Arrays  # initial weights, keyed by tensor
+    end: Arrays  # weights after the last step
 
     def errors(self, engine: Engine) -> tuple[float, float]:
-        """Return the relative errors of an engine's losses, and of its worst tensor relative to the tensor's change."""
+        """Return two errors of an engine: the largest relative error of a loss, and that of the worst tensor.
+
+        The error of a tensor after the last step is its norm relative to the norm of the tensor's change in training.
+        """
         steps = range(len(self.losses))
         with engine.realize(self.plan) as session:
             session.build()
@@ -253,7 +279,10 @@ class Training:
 
 @functools.cache
 def build_references(rows: int = ROWS) -> list[Op | Training]:
-    """Compute the references of all ops, of adapters, and of a training in both modes of AdamW."""
+    """Compute the references of every op, of the adapters (lens and LoRA), and of a training in each mode of AdamW.
+
+    `rows` is the number of rows in a batch.
+    """
     results: list[Op | Training] = []
     for case, adapter in [*((case, None) for case in CASES), ("matmul", "lens"), ("bias", "lora")]:
         plan, batch = op_plan(case, adapter, rows=rows), op_batch(rows, case=case)
@@ -266,7 +295,10 @@ def build_references(rows: int = ROWS) -> list[Op | Training]:
 
 
 def gradient(plan: Plan, values: Arrays, batch: Batch, name: str, h: float = 1e-5) -> np.ndarray:
-    """Return the gradient of the loss with respect to one tensor, by central differences with step `h` in float64."""
+    """Return the gradient of the loss with respect to the tensor `name`.
+
+    It is computed in float64 by central differences with step `h`. `values` holds all tensors of the plan.
+    """
     wide = {**values, name: values[name].astype(np.float64)}
     moved, results = wide[name].reshape(-1), np.empty(wide[name].shape)
     for i, value in enumerate(moved.copy()):
@@ -278,7 +310,7 @@ def gradient(plan: Plan, values: Arrays, batch: Batch, name: str, h: float = 1e-
 
 
 def training(adamw: AdamW, rows: int) -> Training:
-    """Train a few steps in float64, with gradient clipping and weight decay."""
+    """Train STEPS steps in float64, with gradient clipping and weight decay, and return the reference."""
     plan = op_plan(TRAINING_CASE, rows=rows, grad_clip=CLIP)
     start = {t.name: plan.initial_values(t).astype(np.float64) for t in plan.tensors}
     weights = dict(start)
@@ -296,7 +328,7 @@ def training(adamw: AdamW, rows: int) -> Training:
 
 
 def check_engine(engine: Engine, checks: Sequence[Op | Training]) -> Iterator[Line]:
-    """Yield the result of each check; an error of the engine fails only that check."""
+    """Run each check on an engine and yield its result. If the engine raises an error, only that check fails."""
     limits = TOLERANCES[precision(engine)]
     for check in checks:
         tolerances = limits.values, getattr(limits, check.tolerance_name)
@@ -308,12 +340,12 @@ def check_engine(engine: Engine, checks: Sequence[Op | Training]) -> Iterator[Li
 
 
 def norm(*arrays: np.ndarray) -> float:
-    """Return the Euclidean norm over all arrays."""
+    """Return the Euclidean norm of the values of all arrays together."""
     return math.sqrt(sum(float((a.astype(np.float64) ** 2).sum()) for a in arrays))
 
 
 def format_table(label: str, engine: Engine, lines: Sequence[Line]) -> list[str]:
-    """Return the results as a table in lines."""
+    """Return the results of one engine as lines: how many checks pass, then a table with a row per check."""
     rows = [("op", "values", "at most", "gradients", "at most", "")]
     for line in lines:
         (values, gradients), verdict = line.tolerances, "PASS" if line.passed else f"FAIL  {line.failure}"

@@ -1,4 +1,4 @@
-"""`--dry-run`: estimate time and memory of a run, or of the jobs of a sweep, from a few steps; write nothing."""
+"""`--dry-run`: take a few steps to estimate the time and memory of a run or sweep, without writing a run directory."""
 
 from __future__ import annotations
 
@@ -54,7 +54,10 @@ FRACTION = re.compile(r"[+-]?(\d+\.\d*|\.\d+|\d+(?=e))(e[+-]?\d+)?", re.IGNORECA
 
 
 def dry_run(request: Request, resume: str | None, as_json: bool) -> int:
-    """Estimate a run and print the result; return the exit code. Errors are those of the run."""
+    """Estimate the time and memory of a run, print them (with `as_json` as JSON) and return exit code 0.
+
+    `resume` is as for `prepare_request`. Raise the errors that starting the run itself would raise.
+    """
     request, composed, saved_run = locate(request, resume)
     prepared, directory, resumed = prepare_run(composed, resume=saved_run)
     show_status("taking a few steps")
@@ -68,9 +71,10 @@ def dry_run(request: Request, resume: str | None, as_json: bool) -> int:
 def _estimate_run(
     request: Request, composed: Composition, prepared: Prepared, directory: Path, resumed: ResumeState | None
 ) -> dict[str, Any]:
-    """Measure a few steps of a prepared run and return the estimate; raise UserError if the run would be rejected.
+    """Take a few steps of a prepared run and return the estimate, as printed by --json.
 
-    Units are bytes, seconds and floating-point operations.
+    Sizes are in bytes, times in seconds, and compute in floating-point operations. Raise UserError for a checkpoint or
+    a directory that the run could not write.
     """
     config, plan = prepared.config, prepared.plan
     saves = bool(Interval.parse(config.settings.checkpoint_every, "checkpoint_every"))
@@ -88,7 +92,7 @@ def _estimate_run(
     rows = prepared.batches.rows_per_epoch
     batch, weights = minimum_bytes(plan, config.engine)
     return {
-        "settings": settings,  # other than the defaults of the chosen parts
+        "settings": settings,  # those that differ from the defaults of the chosen parts
         "about": about, "directory": str(directory), "begins": begins, "steps": steps,
         "parameters": prepared.model.parameters(), "trainable": sum(t.size for t in plan.trainable),
         "units": units,
@@ -98,7 +102,7 @@ def _estimate_run(
         "batch_bytes": batch,
         "weights_bytes": weights,  # trainable weights, gradients and optimiser state
         "frozen_bytes": _frozen_bytes(prepared),
-        "checkpoint_bytes": snapshot_bytes(plan) if saves else 0,  # of the copy that is written
+        "checkpoint_bytes": snapshot_bytes(plan) if saves else 0,  # of the copy in memory while a checkpoint is written
         "free_bytes": available_bytes(),
         "flops_per_step": flops, "flops": steps * flops,
         "tried": tried,
@@ -108,7 +112,7 @@ def _estimate_run(
 
 
 def _run_lines(estimate: Mapping[str, Any]) -> list[str]:
-    """Format the estimate of a run as text."""
+    """Return the estimate of a run as lines of text to print."""
     tried, units, epochs, free = estimate["tried"], estimate["units"], estimate["epochs"], estimate["free_bytes"]
     in_about = any(word.startswith("epochs=") for word in estimate["settings"])
     in_epochs = "" if epochs is None or in_about else f" ({epochs:.3g} epochs)"
@@ -149,13 +153,17 @@ def _run_lines(estimate: Mapping[str, Any]) -> list[str]:
 
 
 def _align(line: str) -> str:
-    """Align the text of an introduction line with the other lines."""
+    """Pad the first word of a line, such as `model`, so that the text after it lines up with the estimate's lines."""
     name, _, rest = line.partition(" ")
     return f"{name:<8} {rest.lstrip()}"
 
 
 def _frozen_bytes(prepared: Prepared) -> int:
-    """Return the minimum bytes of frozen weights: as in their file if it is used in place, else float32."""
+    """Return the host memory in bytes that the frozen weights need at least.
+
+    A tensor that the engine uses in place in its GGUF file needs its size in the file, any other one 4 bytes per value.
+    Return 0 for an engine whose device has its own memory.
+    """
     engine, size = prepared.config.engine, 0
     in_files = getattr(engine, "packed", True)  # an engine without this setting uses files in place
     for tensor in prepared.plan.tensors if not engine.own_memory else ():
@@ -166,7 +174,10 @@ def _frozen_bytes(prepared: Prepared) -> int:
 
 
 def _changed_settings(request: Request, composed: Composition) -> list[str]:
-    """Return the typed choices, and each setting that differs from the default of the chosen parts."""
+    """Return the overrides to print: the typed choices of parts, and each setting that differs from its default.
+
+    For example, model=gpt2 is a choice; the defaults are then those of gpt2.
+    """
     chosen = [o for o in request.settings if o.key_or_group in GROUPS and o.key_or_group != "experiment"]
     try:
         defaults = replace(request, settings=chosen).compose()
@@ -176,16 +187,22 @@ def _changed_settings(request: Request, composed: Composition) -> list[str]:
 
 
 def _try_steps(prepared: Prepared, begins: int) -> dict[str, Any]:
-    """Run a few steps and held-out batches on weights that are discarded afterwards.
+    """Take a few steps, evaluate a few held-out batches and return what they took; the weights are discarded.
 
-    Return the seconds until the end of the first step (`ready`), per step, per evaluation, and of all after `ready`.
+    Times are in seconds: `ready` until the end of the first step, `step` per step, `evaluation` per evaluation, and
+    `seconds` for everything after `ready`. `evaluations` counts those of the whole run, `steps` the steps taken here,
+    and `learned` is the mean number of targets with a loss per step. `device_bytes` and `process_bytes` are the peak
+    memory. `begins` is the step at which the run starts.
     """
     settings, began = prepared.config.settings, time.perf_counter()
     learned: list[int] = []
     with contextlib.closing(EngineStepper(prepared)) as stepper:
 
         def seconds_of_a_step(least: int, slice_full: float) -> float:
-            """Run at least `least` steps and `slice_full` seconds, or stop after PATIENCE; return s per step."""
+            """Take at least `least` steps for at least `slice_full` seconds and return the seconds per step.
+
+            Stop earlier if the steps have taken more than PATIENCE seconds.
+            """
             began, before = time.perf_counter(), len(learned)
             while True:
                 batch = prepared.batches.batch(begins + len(learned))
@@ -211,7 +228,7 @@ def _try_steps(prepared: Prepared, begins: int) -> dict[str, Any]:
 
 
 def _time_evaluation(prepared: Prepared, stepper: EngineStepper) -> float:
-    """Estimate the seconds of an evaluation from some of its batches."""
+    """Time some of the held-out batches and return an estimate of the seconds of a whole evaluation."""
     held_out = prepared.batches.held_out()
     if not len(held_out):  # the run warns of this itself
         return 0.0
@@ -233,16 +250,19 @@ def _time_evaluation(prepared: Prepared, stepper: EngineStepper) -> float:
 
 @dataclass
 class Shape:
-    """Jobs whose steps should cost the same, judging by their settings."""
+    """Group of jobs whose steps should take equal time and memory, because only settings such as the seed differ."""
 
-    settings: list[str]  # settings that distinguish this group
+    settings: list[str]  # overrides that distinguish this group from others
     jobs: list[Job]
-    start: float = 0.0  # seconds from the start of a job's process to its first step
+    start: float = 0.0  # seconds from the start of a job's process to the end of its first step
     estimate: Mapping[str, Any] | None = None  # output of --dry-run --json for the first job; None: not measured
 
 
 def dry_run_sweep(runner: Runner, as_json: bool) -> int:
-    """Estimate the jobs of a sweep; return 2 if a measured job is rejected, 1 if one fails."""
+    """Measure one job of each group of similar jobs, and print an estimate of the whole sweep.
+
+    Return the exit code: 1 if a measured job fails, otherwise 2 if the settings of a job are invalid, otherwise 0.
+    """
     try:
         codes = [2 * runner.prepare()]
         shapes = _group_jobs(runner.source.remaining_jobs())
@@ -275,7 +295,10 @@ def _group_jobs(jobs: Sequence[Job]) -> Sequence[Shape]:
 
 
 def _is_cost_neutral(word: str) -> bool:
-    """Return True if a setting does not change the cost of a step, such as a seed, a learning rate or a fraction."""
+    """Return True if an override does not change the time or memory of a step.
+
+    This holds for a seed and a learning rate, and for a fractional number in a setting of the optimiser or a callback.
+    """
     key, _, value = word.partition("=")
     kind = key.split(".")[0]
     return key in COST_NEUTRAL or (
@@ -284,7 +307,11 @@ def _is_cost_neutral(word: str) -> bool:
 
 
 def _sweep_directory(runner: Runner, jobs: Sequence[Job]) -> Path:
-    """Return the sweep's directory, given by the first valid job; raise UserError if the sweep could not use it."""
+    """Return the sweep's directory, as set by hydra.sweep.dir in the configuration of the first valid job.
+
+    For a resumed sweep return its directory, and if no job is valid the working directory. Raise UserError if the
+    directory is not empty or cannot be written.
+    """
     if runner.folder:
         return runner.folder.path
     for job in jobs:
@@ -299,7 +326,10 @@ def _sweep_directory(runner: Runner, jobs: Sequence[Job]) -> Path:
 
 
 def _try_job(shape: Shape, runner: Runner, root: Path) -> None:
-    """Measure the first job in its own process; raise UserError or RunFailed if that fails."""
+    """Run `--dry-run` for the first job of a group in a process of its own, and store the estimate in `shape`.
+
+    Raise UserError if the job's settings are invalid, RunFailed if it fails. `root` is the sweep's directory.
+    """
     launcher, out = runner.launcher, list[str]()
     of_machine = launcher.uses_fork_server and not launcher.trains_stacks
     words = [*_trial_words(shape.jobs[0], runner, root), "--dry-run", "--json"]
@@ -324,7 +354,10 @@ def _try_job(shape: Shape, runner: Runner, root: Path) -> None:
 
 
 def _trial_words(job: Job, runner: Runner, root: Path) -> list[str]:
-    """Return the command line that measures a job."""
+    """Return the words of the command line that runs a job: `resume=` if it has a checkpoint, otherwise its overrides.
+
+    `root` is the sweep's directory.
+    """
     spec = runner.request.spec
     if job.directory and checkpoint.list_checkpoints(root / job.directory / "checkpoints"):
         return [f"resume={root / job.directory}", *(word for word in spec["settings"] if word.startswith("plugins="))]
@@ -334,7 +367,11 @@ def _trial_words(job: Job, runner: Runner, root: Path) -> list[str]:
 
 
 def _sum_jobs(shapes: Sequence[Shape], runner: Runner, root: Path) -> dict[str, Any]:
-    """Sum up the estimates of all jobs; groups that were not measured count as the mean."""
+    """Combine the estimates of all groups into that of the sweep, as printed by --json.
+
+    A job in a group that was not measured counts as the mean of the others. The total time assumes that each job starts
+    as soon as one of the parallel jobs ends.
+    """
     launcher, request, search = runner.launcher, runner.request, runner.source.description
     seconds, flops = dict[int, float](), dict[int, float]()
     unmeasured, groups = list[int](), list[dict[str, Any]]()
@@ -376,7 +413,7 @@ def _sum_jobs(shapes: Sequence[Shape], runner: Runner, root: Path) -> dict[str, 
 
 
 def _sweep_lines(estimate: Mapping[str, Any], runner: Runner) -> list[str]:
-    """Format the estimate of a sweep as text."""
+    """Return the estimate of a sweep as lines of text to print."""
     shapes, search, unmeasured, prune = (
         estimate["shapes"],
         estimate["search"],

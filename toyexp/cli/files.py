@@ -1,6 +1,6 @@
 """Commands on model files: `toyexp describe`, `models`, `eval`, `predict`, `export` and `merge`.
 
-Each command imports its part of `toyexp.inference` when it is called.
+Each command imports the module of `toyexp.inference` that does its work when it is called.
 """
 
 from __future__ import annotations
@@ -21,7 +21,10 @@ from toyexp.plugins.discovery import load
 
 
 def parse_model_path(command: str, files: Sequence[str], usage: str) -> Path:
-    """Return the model path of a command line; raise UserError, with `usage`, unless there is exactly one."""
+    """Return the only path in `files`, the model that a command reads.
+
+    If there are none or several, raise UserError; `usage` ends its message with an example.
+    """
     if len(files) != 1 or not files[0]:
         raise UserError(f"{shlex.join([command, *files])}: needs exactly one file or run directory{usage}")
     return Path(files[0])
@@ -42,7 +45,7 @@ multiplications and additions in matrix products and attention for one token (or
 
 
 def run_describe(arguments: Arguments) -> int:
-    """Describe a GGUF file."""
+    """Describe a GGUF file, or the model of a run or checkpoint; return 0."""
     from toyexp.inference.describe import describe
 
     path = parse_model_path("describe", arguments.rest, ": toyexp describe model.gguf")
@@ -64,7 +67,7 @@ The column `path` can be pasted after recipe.base= or recipe.donor=. More about 
 
 
 def run_models(arguments: Arguments) -> int:
-    """List GGUF files on this machine."""
+    """List the GGUF files in the caches of other programs and in the given directories; return 0."""
     from toyexp.inference.models import find_models
 
     directories = [Path(word) for word in arguments.rest]
@@ -100,7 +103,7 @@ engine.*, plugins=[...]."""
 
 
 def run_eval(arguments: Arguments) -> int:
-    """Evaluate a model and print its metrics; raise RunFailed if the loss is not finite."""
+    """Evaluate a model on held-out data, print its metrics and return 0; raise RunFailed if the loss is not finite."""
     from toyexp.config.request import parse_experiment
     from toyexp.inference.evaluate import evaluate
 
@@ -132,7 +135,7 @@ Exit code: 1 if some images cannot be read; 2 if none can be read (nothing is wr
 
 
 def run_predict(arguments: Arguments) -> int:
-    """Classify images; return 1 if any of them could not be read."""
+    """Classify images and print the classes or write them to a CSV file; return 1 if an image could not be read."""
     from toyexp.batching.pictures import require_pillow
     from toyexp.inference.predict import list_images, predict
 
@@ -158,7 +161,7 @@ def run_predict(arguments: Arguments) -> int:
 
 
 def _check_table(table: str, arguments: Arguments) -> None:
-    """Raise UserError before anything is read if the CSV file could not be written."""
+    """Raise UserError if the CSV file `table` cannot be written or already exists, before images are read."""
     if arguments.json:
         raise UserError(f"--csv {table} --json: choose one output format; leave out the other")
     path = Path(table)
@@ -170,7 +173,7 @@ def _check_table(table: str, arguments: Arguments) -> None:
 
 
 def HELP_EXPORT(modules: Sequence[str]) -> str:  # noqa: N802 - a help text that lists the formats of plugins
-    """Return the help text, with the types of all formats."""
+    """Return the usage text of `toyexp export`, which lists the types of all formats, also of plugins in `modules`."""
     registry, listed = load(modules), []
     for offer in registry.offers["format"].values():
         words = [word for word, (form, _) in registry.types().items() if form is offer.cls]
@@ -195,7 +198,7 @@ position embeddings are written in f32. A split model, given by its first part, 
 
 
 def run_export(arguments: Arguments) -> int:
-    """Convert a model file."""
+    """Convert a model file to another quantisation or format; return 0."""
     from toyexp.inference.export import export
 
     settings = tuple(word for word in arguments.rest if "=" in word and not os.path.lexists(word))
@@ -222,7 +225,7 @@ general.description, base_model.0.* and adapter_digest record what was merged.""
 
 
 def run_merge(arguments: Arguments) -> int:
-    """Merge an adapter into a base model."""
+    """Merge a LoRA adapter into its base model and write one GGUF file; return 0."""
     from toyexp.inference.export import TYPES, merge
 
     out = arguments.out

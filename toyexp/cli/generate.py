@@ -62,7 +62,10 @@ text; llama.cpp stops there. A seed gives the same random numbers on every engin
 
 
 def run(arguments: Arguments) -> int:
-    """Generate text; print its speed to standard error."""
+    """Generate text or hold a conversation, and print statistics such as the speed to standard error.
+
+    Return the exit code: 1 if a message of a conversation was skipped, otherwise 0.
+    """
     options = read(arguments)
     registry, write = load(arguments.modules), (lambda text: None) if options.json else print_text
     notes: list[str] = []  # printed after the text, not inside of it
@@ -85,7 +88,11 @@ def run(arguments: Arguments) -> int:
 
 
 def read(arguments: Arguments) -> Options:
-    """Return the options of the command line; raise UserError for invalid values or a missing prompt."""
+    """Return the options that the command line sets, with defaults for the others.
+
+    Raise UserError for options that contradict each other, and if none or several of --prompt, --ids and --chat are
+    given. Only --prompt and --chat can be combined.
+    """
     typed = {name: value for name, value in vars(arguments).items() if value is not None}
     typed["model"] = model = parse_model_path(
         "generate", arguments.rest, ": toyexp generate model.gguf --prompt 'def '"
@@ -130,10 +137,10 @@ def _decode(raw: bytes, option: str) -> str:
 
 
 class Conversation:
-    """The messages of a conversation, and their token ids for the model.
+    """Messages of a conversation: builds the prompt of each answer from them and generates the answer.
 
-    Without a chat template, messages and answers are consecutive lines of a text. When the context is full, the oldest
-    messages are dropped.
+    Without a chat template, the prompt is a plain text: each message, directly followed by its answer, is a line. When
+    the context is full, the oldest messages and answers are dropped.
     """
 
     def __init__(self, author: Generator, template: ChatTemplate | None):
@@ -146,7 +153,11 @@ class Conversation:
         self._random = stream(author.options.seed, "generate")
 
     def ids(self, message: str) -> list[int]:
-        """Add a user message and return all ids; raise UserError if the message alone exceeds the context."""
+        """Add a user message to the conversation and return the token ids of the whole prompt for its answer.
+
+        Drop the oldest messages if the prompt leaves too little room for the answer. Raise UserError if the message
+        alone exceeds the context.
+        """
         turns, context = [*self._turns, {"role": "user", "content": message}], self._author.context
         room = context - min(self._author.options.tokens, context // 4)  # leave room for the answer
         while len(ids := self._ids(turns)) > room and len(turns) > self._fixed + 2:
@@ -166,7 +177,10 @@ class Conversation:
         return self._tokenizer.prompt("\n".join("".join(t["content"] for t in pair) for pair in pairs)).tolist()
 
     def answer(self, message: str, ids: list[int], write: Callable[[str], None]) -> Generated:
-        """Generate the answer to a message, until its end or the first Ctrl-C."""
+        """Generate the answer to `message` from `ids`, the token ids of the prompt, and add it to the conversation.
+
+        Call `write` with pieces of text as they are generated. Ctrl-C ends the answer early.
+        """
         builder, self._answering, self._stopped = TextBuilder(self._tokenizer, write), True, False
         generated = self._author.write(
             message, ids, builder, self._random, self._chat_template, lambda: self._stopped, print_note
@@ -176,7 +190,7 @@ class Conversation:
         return generated
 
     def interrupt(self, number: int, frame: FrameType | None) -> None:
-        """Stop the answer at the first Ctrl-C; raise Interrupted at the second, or between answers."""
+        """Handle Ctrl-C: the first one during an answer stops the answer, any other one raises Interrupted."""
         if not self._answering or self._stopped:
             raise Interrupted(number)
         self._stopped = True
@@ -185,10 +199,10 @@ class Conversation:
 def chat(
     options: Options, registry: Registry, write: Callable[[str], None], on_answer: Callable[[Generated], object]
 ) -> int:
-    """Answer messages until /quit or the end of the input; call `write` with text as it is generated.
+    """Read messages from standard input and answer them, until /quit or the end of the input.
 
-    Call `on_answer` with each finished or stopped answer. Return the number of messages from a pipe that were skipped.
-    Raise UserError for a model without a tokenizer.
+    Call `write` with pieces of text as they are generated, and `on_answer` with each answer at its end. Return how many
+    messages from a pipe were skipped because they exceed the context. Raise UserError for a model without a tokenizer.
     """
     loaded, skipped = load_model(options, registry), 0
     if options.engine.partition(":")[0] == LLAMA_CPP:
@@ -224,7 +238,10 @@ def chat(
 
 
 def messages() -> Iterator[str]:
-    """Yield the non-empty lines typed or piped in; Ctrl-C discards the current line of a terminal."""
+    """Yield each message of the user: a non-empty line of standard input, until /quit or its end.
+
+    In a terminal Ctrl-C discards the current line.
+    """
     if sys.stdin is None:
         raise UserError("generate --chat: standard input is closed; use --prompt TEXT")
     is_interactive = sys.stdin.isatty() and is_terminal()
@@ -251,7 +268,7 @@ def messages() -> Iterator[str]:
 
 
 def _read_line() -> str:
-    """Return the next line of a pipe or file; raise EOFError at the end."""
+    """Return the next line of standard input if it is a pipe or file; raise EOFError at its end."""
     if raw := sys.stdin.buffer.readline():
         return _decode(raw, "generate --chat")
     raise EOFError

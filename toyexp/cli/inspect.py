@@ -1,4 +1,4 @@
-"""Print the configuration or Hydra's information about it, without running: --cfg, --info and --hydra-help."""
+"""The options --cfg, --info and --hydra-help: print the composed configuration, or what Hydra tells about it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,10 @@ if TYPE_CHECKING:
 
 
 def inspect(flags: Mapping[str, str], request: Request) -> int:
-    """Print the information that the flags request and return the exit code; raise UserError if it is invalid."""
+    """Print what --cfg, --info or --hydra-help asks for and return 0; `flags` maps the typed flags to their values.
+
+    Raise UserError for an invalid setting, or a value that Hydra rejects.
+    """
     from toyexp.config.mistakes import rephrase
 
     if "--hydra-help" in flags:
@@ -36,7 +39,10 @@ def inspect(flags: Mapping[str, str], request: Request) -> int:
 
 
 def _print_from_hydra(info: str | None, source: Source, words: list[str]) -> None:
-    """Print Hydra's --info, or its help if `info` is None; remove the log handlers that Hydra adds."""
+    """Print what Hydra's option --info prints for the value `info`, or Hydra's help if `info` is None.
+
+    `words` are overrides in Hydra's syntax. Remove the log handlers that Hydra adds.
+    """
     from hydra import initialize_config_dir
     from hydra._internal.utils import get_args_parser
     from hydra.core.global_hydra import GlobalHydra
@@ -57,7 +63,11 @@ def _print_from_hydra(info: str | None, source: Source, words: list[str]) -> Non
 
 
 def _format_config(composed: Composition, flags: Mapping[str, str]) -> str:
-    """Return the configuration, or the part named by --package, as YAML; raise UserError for an unknown part."""
+    """Return the configuration as YAML: the keys of a run, Hydra's keys, or all, as --cfg says.
+
+    With --package, return only the section of that name, and with --resolve replace interpolations such as ${seed}.
+    Raise UserError for an unknown section.
+    """
     from omegaconf import Container, OmegaConf
     from omegaconf.errors import OmegaConfBaseException
 

@@ -30,13 +30,19 @@ if TYPE_CHECKING:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a command line and return its exit code: 0 success, 1 failure, 2 invalid input, 130/143 interrupted."""
+    """Run a command line, by default sys.argv, print its error if it fails, and return its exit code.
+
+    The code is 0 for success, 1 for failure, 2 for invalid input, and 130 or 143 after SIGINT or SIGTERM.
+    """
     typed = sys.argv[1:] if argv is None else argv
     return run_to_exit_code(partial(run_words, typed), lambda error: add_page(error, typed))
 
 
 def add_page(error: str, typed: Sequence[str]) -> str:
-    """Append the documentation page that explains an error, but not in a job, whose errors the sweep prints."""
+    """Append to an error message the name of the page that explains it; `typed` are the words of the command line.
+
+    In a job of a sweep return the message unchanged, because the sweep prints it.
+    """
     from toyexp.cli.pages import add_page
 
     return error if is_job() else add_page(error, typed[0] if typed else "")
@@ -45,7 +51,7 @@ def add_page(error: str, typed: Sequence[str]) -> str:
 @reject_bad_names()
 @attribute_part_errors()
 def run_words(typed: Sequence[str]) -> int:
-    """Run the words of a command line and return the exit code."""
+    """Run a sub-command, print the help or the version, or train, as the words say, and return the exit code."""
     exit_with_sweep()
     words = list(typed)
     if words[:1] in (["-sc"], ["--shell-completion"]):  # Hydra's flags for completion
@@ -76,7 +82,10 @@ def _call(command: Command, words: Sequence[str]) -> int:
 
 
 def _call_plugin_command(command: Command, words: Sequence[str]) -> int:
-    """Run a plugin's sub-command; report an unexpected exception as a failure of the plugin."""
+    """Run a plugin's sub-command and return its exit code.
+
+    Raise RunFailed, with the plugin's name, for an unexpected exception, and PluginFailed for an invalid exit code.
+    """
     try:
         with attribute_errors(f"command.{command.name}", "while it ran"):
             code = _call(command, words)
@@ -94,7 +103,10 @@ def _call_plugin_command(command: Command, words: Sequence[str]) -> int:
 
 
 def run(words: Sequence[str]) -> int:
-    """Run one experiment, or a sweep with -m; return the exit code."""
+    """Run the words that follow `toyexp` without a sub-command, and return the exit code.
+
+    They train one run, or a sweep with -m. With --dry-run estimate it, and with flags such as --cfg print information.
+    """
     available_cores()  # validates TOYEXP_CORES, even if engine.threads overrides it
     working_directory()  # raises if the directory, into which runs are written, is gone
     flags, settings, resume = read_flags(words)
@@ -130,7 +142,11 @@ def run(words: Sequence[str]) -> int:
 
 
 def _train(request: Request, resume: str | None, is_bare: bool) -> int:
-    """Train one run. After a bare `toyexp` without an outputs directory, also print suggestions."""
+    """Train one run, print its result and return 0.
+
+    `resume` is as for `prepare_request`. `is_bare` says that the user typed no words: if there is no outputs/ yet, also
+    print commands to try next.
+    """
     from toyexp.cli.pages import run_hints
     from toyexp.runner.one_run import follow, prepare_request
     from toyexp.training.verdict import print_result

@@ -34,7 +34,7 @@ USAGE = "toyexp new KIND NAME, such as toyexp new optimiser sgdr"
 
 
 def run(arguments: Arguments) -> int:
-    """Create the plugin and print the next commands."""
+    """Create a plugin from the template of its kind, print the commands to type next, and return 0."""
     words = arguments.rest
     if len(words) != 2:
         raise UserError(f"new{''.join(f' {word}' for word in words)}: needs a kind and a name: {USAGE}")
@@ -51,7 +51,11 @@ def run(arguments: Arguments) -> int:
 
 
 def write(kind: str, name: str, into: Path, modules: list[str]) -> Path:
-    """Write the plugin, or nothing on an error, and return its directory; raise UserError for an invalid name."""
+    """Write a plugin called `name`, from the template of `kind`, into a new directory in `into`, and return that.
+
+    Raise UserError for a name that is invalid or in use; `modules` are local plugins, whose names count too. If an
+    error occurs, nothing is left behind.
+    """
     files = {path.name: path.read_text() for path in (TEMPLATES / kind).iterdir() if path.is_file()}
     _check_name(kind, name, "".join(files.values()), modules)
     directory = (working_directory() / into / f"toyexp-{name.replace('_', '-')}").resolve()
@@ -69,19 +73,25 @@ def write(kind: str, name: str, into: Path, modules: list[str]) -> Path:
 
 
 def fill_template(text: str, kind: str, name: str) -> str:
-    """Replace `my_<kind>` in a template with the name, also in class and distribution names."""
+    """Replace the placeholder `my_<kind>` in a template's text with the plugin's name.
+
+    Its forms as a class (MyModel) and as a distribution (my-model) are replaced as well.
+    """
     for old, new in zip(_name_forms(f"my_{kind}"), _name_forms(name), strict=True):
         text = text.replace(old, new)
     return text
 
 
 def _name_forms(name: str) -> tuple[str, str, str]:
-    """Return the name of the module and setting, of the class, and of the distribution."""
+    """Return three forms of a name such as my_model: itself, as a class (MyModel), and as a distribution (my-model)."""
     return name, "".join(part.capitalize() for part in name.split("_")), name.replace("_", "-")
 
 
 def _check_name(kind: str, name: str, template: str, modules: list[str]) -> None:
-    """Raise UserError for a name that is invalid or taken."""
+    """Raise UserError if `name` is malformed or in use by a plugin, a preset or a module.
+
+    `template` is the text of the template's files, which must not use the name of the plugin's class already.
+    """
     command = f"new {kind} {name}"
     if not re.fullmatch(r"[a-z][a-z0-9]*(_[a-z0-9]+)*", name):
         guess = "_".join(re.findall("[a-z0-9]+", re.sub("([a-z0-9])([A-Z])", r"\1_\2", name).lower()))

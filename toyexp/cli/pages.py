@@ -1,4 +1,4 @@
-"""`toyexp help` and `toyexp --help`: usage, pages of the documentation, and which page explains an error."""
+"""`toyexp help` and `toyexp --help`: print the usage and documentation pages, and name the page about an error."""
 
 from __future__ import annotations
 
@@ -26,7 +26,10 @@ _TEMPLATE = re.compile(r"^\[[\w.]+\]\((?:\.\./)+templates/([\w./]+)\)$", re.MULT
 
 
 def topics() -> dict[str, Path]:
-    """Return the pages by topic, such as `data` or `plugins/data`; `start` is the first page."""
+    """Return {topic: file} for every documentation page.
+
+    Topics are, for example, data, plugins/data, and start for the first page.
+    """
     pages: dict[str, Path] = {}
     for path in sorted(PAGES.rglob("*.md")):
         relative = path.relative_to(PAGES)
@@ -36,7 +39,10 @@ def topics() -> dict[str, Path]:
 
 
 def read_page(topic: str) -> str:
-    """Return a page with templates inserted and links as `toyexp help` commands; raise UserError for unknown topics."""
+    """Return the Markdown text of a page, prepared for a terminal; raise UserError for an unknown topic.
+
+    Links to other pages become `toyexp help` commands, and links to templates become the content of the files.
+    """
     pages = topics()
     if topic not in pages:
         stem = topic.removesuffix(".md").rpartition("/")[2]  # guides/data.md: data
@@ -56,9 +62,10 @@ def read_page(topic: str) -> str:
 
 
 def search(words: str) -> list[tuple[str, int, str]]:
-    """Search the pages; return topic, line number and text of the best line of each, best page first.
+    """Search the pages for a text and return (topic, line number, line) of each page that contains it, best page first.
 
-    The page about a setting of that name comes first, then pages ranked by titles, headings and number of matches.
+    The line is a heading if one contains the text, otherwise the first match. If the text is a key, such as optim, the
+    page about that key comes first; then come pages by the level of the matching heading and the number of matches.
     """
     results, pattern = [], re.compile(rf"(?<!\w){re.escape(words)}", re.IGNORECASE)
     for topic in topics():
@@ -71,7 +78,10 @@ def search(words: str) -> list[tuple[str, int, str]]:
 
 
 def insert_templates(page: str) -> str:
-    """Replace each line with only a link to a template, such as `[x.py](../../templates/x.py)`, by the file."""
+    """Replace each line that consists of a link to a template by a code block with the content of the file.
+
+    Such a line is `[x.py](../../templates/x.py)`.
+    """
 
     def template_block(match: re.Match[str]) -> str:
         text = (TEMPLATES / match[1]).read_text().rstrip()
@@ -81,7 +91,7 @@ def insert_templates(page: str) -> str:
 
 
 def print_page(page: str) -> None:
-    """Print a page; on a terminal, render its Markdown."""
+    """Print a page: rendered if standard output is a terminal, otherwise as Markdown text."""
     if not is_terminal():
         print(page, end="")
         return
@@ -121,7 +131,10 @@ _COMMAND_PAGES = {
 
 
 def page_about(error: str, command: str = "") -> str:
-    """Return the topic that explains an error; an empty text if there is none."""
+    """Return the topic of the page that explains an error message; an empty string if there is none.
+
+    `command` is the sub-command that raised the error, if any.
+    """
     if command in _COMMAND_PAGES and re.search(r"^--|the GGUF files on this machine", error):
         return _COMMAND_PAGES[command]
     for pattern, topic in _ERROR_PAGES:
@@ -135,7 +148,7 @@ def page_about(error: str, command: str = "") -> str:
 
 
 def add_page(error: str, command: str = "") -> str:
-    """Append the page that explains an error to it."""
+    """Append to an error message the command that prints the page about it, such as (more: toyexp help data)."""
     topic = page_about(error, command)
     return f"{error} (more: toyexp help {topic})" if topic else error
 
@@ -165,7 +178,7 @@ Enable tab completion: eval "$(toyexp completion bash)" (or zsh, fish)"""
 
 
 def run_help(arguments: Arguments) -> int:
-    """Print the usage, a page of the documentation, or the pages that mention a word."""
+    """Print the usage, the page of a topic, or a list of the pages that contain the typed words; return 0."""
     if not arguments.rest:
         print(usage_text())
         return 0
@@ -187,7 +200,7 @@ def run_help(arguments: Arguments) -> int:
 
 
 def usage_text(modules: Sequence[str] = ()) -> str:
-    """Return the usage text of `toyexp --help`."""
+    """Return the text of `toyexp --help`, which lists also the plugins in the local modules `modules`."""
     registry = load(modules)
     commands = [f"  {n:<12} {o.help.removesuffix('.')}{o.origin}" for n, o in registry.offers["command"].items()]
     keys = [
@@ -216,7 +229,7 @@ def _choices(registry: Registry) -> Iterator[str]:
 
 
 def run_hints(result: Result) -> list[str]:
-    """Return suggestions to print after the first run in a directory."""
+    """Return lines with commands to try next, to print after the first run in a directory."""
     run = shlex.quote(short_path(result.dir))
     written = any(path.suffix == ".gguf" for path in result.artifacts)
     return _next([
@@ -227,7 +240,10 @@ def run_hints(result: Result) -> list[str]:
 
 
 def doctor_hints(engines: Sequence[str]) -> list[str]:
-    """Return suggestions for the engines that work; the first is the choice of engine=auto."""
+    """Return lines with commands to try next, given the names of the engines that work here.
+
+    `engines` begins with the one that engine=auto selects. If it is empty, the commands install engines.
+    """
     if not engines:
         return _next([
             ("pip install 'toyexp[torch]'", "install the PyTorch engines"),
@@ -242,6 +258,6 @@ def doctor_hints(engines: Sequence[str]) -> list[str]:
 
 
 def _next(commands: Sequence[tuple[str, str]]) -> list[str]:
-    """Format commands for copying, with descriptions as shell comments."""
+    """Return lines that list (command, description) pairs; a description follows its command as a shell comment."""
     rows = [f"{'next  ' if i == 0 else '      '}{command}  # {about}" for i, (command, about) in enumerate(commands)]
     return ["", *rows]

@@ -32,10 +32,10 @@ from toyexp.training.run_config import Prepared, introduction
 STEPS = 20  # default
 LIMITS = ("loss", "gradient", "weights")  # quantities that have a tolerance
 TENSORS_SHOWN = 3  # tensors listed for each engine without --all
-# A tensor's gradient with a smaller norm than this fraction of the total is compared with the fraction.
+# The error of a gradient is relative to its norm, or if that is smaller, to this fraction of the norm of all gradients.
 SMALL = 1e-6
-# Below float32's precision a gradient is only rounding error. An example is the bias of attention keys without RoPE,
-# which the softmax cancels.
+# A gradient whose norm is below this fraction of the norm of all gradients is only float32 rounding error. An example
+# is that of the bias of attention keys without RoPE: the softmax cancels the bias, so the true gradient is zero.
 ROUNDING = 2.0**-23
 
 Arrays = Mapping[str, np.ndarray]
@@ -43,28 +43,28 @@ Arrays = Mapping[str, np.ndarray]
 
 @dataclass(frozen=True)
 class TensorDifference:
-    """Difference of one trainable tensor from the reference."""
+    """How far one trainable tensor of an engine is from that of the reference engine: its gradient and its weights."""
 
     name: str
-    gradient: float  # |g - g_ref| / |g_ref|; small gradients: see tensor_differences
+    gradient: float  # |g - g_ref| / |g_ref| on the first batch; for small gradients see tensor_differences
     cosine: float  # cosine similarity of the gradients; 1 if both are zero
-    weights: float  # |w - w_ref| / |w_ref - w_start|
+    weights: float  # |w - w_ref| / |w_ref - w_start| after training
     of_norm: float  # |w - w_ref| / |w_ref|
 
 
 @dataclass(frozen=True)
 class LossDifference:
-    """Differences of the losses from the reference, over all steps."""
+    """How far the training losses of an engine are from those of the reference engine, over all steps."""
 
-    largest: float
-    mean: float
-    largest_relative: float
+    largest: float  # largest absolute difference at any step, in nats
+    mean: float  # mean absolute difference
+    largest_relative: float  # the same, relative to the reference's loss at that step
     mean_relative: float
 
 
 @dataclass(frozen=True)
 class EngineReport:
-    """Comparison of one engine with the reference."""
+    """Comparison of one engine with the reference engine, which is the first one that the user names."""
 
     engine: str  # label as typed
     note: str  # device and version
@@ -78,21 +78,21 @@ class EngineReport:
 
 @dataclass(frozen=True)
 class Report:
-    """Comparison of every engine with the first."""
+    """Comparison of every other engine with the first one, the reference."""
 
-    reference: str
-    note: str
-    losses: list[float]
+    reference: str  # label as typed
+    note: str  # device and version of the reference
+    losses: list[float]  # of the reference, one per step
     steps: int
-    engines: list[EngineReport]
+    engines: list[EngineReport]  # the other engines
 
     @property
     def within(self) -> bool:
-        """True if no tolerance is exceeded."""
+        """True if no engine exceeds a tolerance."""
         return not any(engine.exceeded for engine in self.engines)
 
     def plain(self) -> dict[str, Any]:
-        """Return the report as plain data."""
+        """Return the fields of the report and whether it is `within` the tolerances, for --json."""
         return {"within": self.within, **asdict(self)}
 
 
@@ -101,18 +101,20 @@ class Report:
 
 @dataclass(frozen=True)
 class Measured:
-    """Results of one engine."""
+    """Results of training on one engine; arrays are keyed by tensor name."""
 
-    start: Arrays  # every tensor before the first step
-    gradients: Arrays  # of the first batch
-    losses: list[float]
-    weights: Arrays  # the trainable tensors after the last step
+    start: Arrays  # values of every tensor before the first step
+    gradients: Arrays  # of the trainable tensors, on the first batch before the first step
+    losses: list[float]  # one per step
+    weights: Arrays  # values of the trainable tensors after the last step
 
 
 def compare(runs: Mapping[str, Prepared], limits: Mapping[str, float], watch: Callable[[str], None]) -> Report:
-    """Train on each engine and compare it with the first; call `watch` with a line as each starts.
+    """Train on each engine, compare each with the first, and return the report.
 
-    Raise UserError for fewer than two engines, RunFailed if their initial weights differ.
+    `runs` is keyed by engine, and `limits` replaces tolerances by name (a key of LIMITS). Before each engine starts,
+    call `watch` with lines that describe it. Raise UserError for fewer than two engines, and RunFailed if initial
+    weights differ between engines.
     """
     if len(runs) < 2:
         raise UserError(f"engine={','.join(runs)}: parity needs two or more engines: engine=cpu,ggml")
@@ -142,7 +144,7 @@ def compare(runs: Mapping[str, Prepared], limits: Mapping[str, float], watch: Ca
 
 
 def measure(prepared: Prepared, batches: Batches) -> Measured:
-    """Train without evaluation, with the run's schedule; return weights, first gradients and losses."""
+    """Train on one engine, with the run's learning rate schedule but without evaluations, and return the results."""
     plan, config, settings = prepared.plan, prepared.config, prepared.config.settings
     with start_session(config.recipe, config.engine, plan) as session:
         run = Run(settings.name, Path(), settings.seed, settings.steps, settings.lr, config.plain,
@@ -157,20 +159,29 @@ def measure(prepared: Prepared, batches: Batches) -> Measured:
 
 
 def loss_difference(losses: Sequence[float], reference: Sequence[float]) -> LossDifference:
-    """Compare two loss curves, absolutely and relative to `reference`; NaN counts as an infinite difference."""
+    """Compare the losses of two runs step by step, absolutely and relative to the losses in `reference`.
+
+    A loss of NaN counts as an infinite difference.
+    """
     absolute = [_ratio(abs(a - b), 1) for a, b in zip(losses, reference, strict=True)]
     relative = [_ratio(d, abs(b)) for d, b in zip(absolute, reference, strict=True)]
     return LossDifference(max(absolute), fmean(absolute), max(relative), fmean(relative))
 
 
 def tensor_differences(measured: Measured, reference: Measured) -> list[TensorDifference]:
-    """Compare every trainable tensor with the reference; NaN counts as an infinite difference.
+    """Compare the gradient and the weights of every trainable tensor with those of the reference engine.
 
-    Differences of weights are relative to their change in training, which is independent of learning rate, steps and
-    initial scale. Relative to their norm, an engine that does not train at all would pass. The change of a tensor is
-    at least that of a typical tensor. The norm of a gradient is at least `SMALL` times the norm of all gradients. If
-    both gradients are below `ROUNDING` of it, the true gradient is zero: the gradient is then compared with the total,
-    and weights are not compared, because AdamW and similar rules take full steps even from rounding errors.
+    A value of NaN counts as an infinite difference. The differences are relative:
+
+    - Weights: the norm of the difference is divided by the norm of the tensor's change in training. This ratio does not
+      depend on learning rate, number of steps or initial scale. (Divided by the norm of the weights instead, the
+      difference would be small even for an engine that does not train at all.) If the tensor changes less than is
+      average for its size, the divisor is that average change.
+    - Gradients: the norm of the difference is divided by the norm of the reference gradient, or by `SMALL` times the
+      norm of all gradients if that is larger.
+    - If a gradient is below `ROUNDING` times the norm of all gradients on both engines, the true gradient is zero and
+      both are rounding errors. Then the divisor of the gradient is the norm of all gradients. The weights count as
+      equal, because AdamW and similar rules take full steps even from rounding errors.
     """
     moved = {name: _distance(w, reference.start[name]) for name, w in reference.weights.items()}
     numbers = sum(w.size for w in reference.weights.values())
@@ -198,7 +209,7 @@ def _tolerance_ratio(limits: Tolerances, tensor: TensorDifference) -> float:
 
 
 def _exceeded_messages(loss: LossDifference, tensors: Sequence[TensorDifference], limits: Tolerances) -> Iterator[str]:
-    """Yield a sentence for each exceeded tolerance, with the worst tensor."""
+    """Yield a sentence for each tolerance that an engine exceeds, with the name and error of its worst tensor."""
 
     def excess(value: float, limit: float) -> str:
         return f"{value:.1e}, {_ratio(value, limit):.3g} times the tolerance {limit:g}"
@@ -231,7 +242,7 @@ def _cosine(array: np.ndarray, reference: np.ndarray) -> float:
 
 
 def _ratio(difference: float, scale: float) -> float:
-    """Return difference / scale; 0 if there is no difference, infinity for NaN or a scale of 0."""
+    """Return difference / scale. If the difference is 0, return 0; if the result is NaN or the scale 0, infinity."""
     if difference == 0:
         return 0.0
     ratio = difference / scale if scale else math.inf
@@ -242,7 +253,10 @@ def _ratio(difference: float, scale: float) -> float:
 
 
 def run(arguments: Arguments) -> int:
-    """Compare the engines, job by job if the experiment is a sweep; return 1 if a tolerance is exceeded."""
+    """Compare the engines and print the report; if the experiment is a sweep, do so for each of its jobs.
+
+    Return the exit code: 1 if an engine exceeds a tolerance, otherwise 0.
+    """
     plot, as_json = arguments.plot, arguments.json
     picture = check_plot_path("--plot", plot) if plot else None
     typed = {name: getattr(arguments, name) for name in LIMITS}
@@ -280,7 +294,10 @@ def run(arguments: Arguments) -> int:
 
 
 def _require_schedules(request: Request) -> None:
-    """Raise UserError for a setting of a callback other than a learning rate schedule, which has no effect here."""
+    """Raise UserError if a typed setting belongs to a callback that does not set the learning rate.
+
+    Such callbacks have no effect in `toyexp parity`.
+    """
     for override in request.settings:
         kind, _, rest = override.key_or_group.partition(".")
         offer = request.registry.offers["callbacks"].get(rest.partition(".")[0]) if kind == "callbacks" else None
@@ -310,7 +327,10 @@ Exit code 0: all engines are within the tolerances; 1: at least one is not; 2: i
 
 
 def summary(report: Report, every_tensor: bool = False) -> list[str]:
-    """Return the report in lines: a row per engine, the tensors that differ most, and the verdict."""
+    """Return the report as lines of text: a row per engine, a table of tensors for each engine, and the verdict.
+
+    The tables list the tensors that differ most or, with `every_tensor`, all trainable tensors.
+    """
     head = ("loss, largest", "mean", "relative", "mean", "gradient", "weights", "of norm")
     rows: list[tuple[str, ...]] = [(f"against {report.reference}", *head)]
     for engine in report.engines:

@@ -1,4 +1,4 @@
-"""The plot of `toyexp parity`: losses, their differences, and the errors of tensors."""
+"""The plot of `toyexp parity`: losses of each engine, their differences, and errors of gradients and weights."""
 
 from __future__ import annotations
 
@@ -14,7 +14,10 @@ ROW = 0.2  # inches
 
 @use_plot_style()
 def sheet(report: Mapping[str, Any], title: str, below: Sequence[str]) -> Sheet:
-    """Plot a report, given as plain data."""
+    """Return the plot of a report of `toyexp parity`, as given by `Report.plain`.
+
+    `below` are the parts of the subtitle.
+    """
     engines = report["engines"]
     tensors = _worst_tensors(engines)
     rows = (2.4, 2.0, 0.75 + ROW * max(len(tensors), 3))
@@ -35,7 +38,10 @@ def sheet(report: Mapping[str, Any], title: str, below: Sequence[str]) -> Sheet:
 
 
 def _worst_tensors(engines: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Return the tensors with the largest errors relative to the tolerances of any engine, worst first."""
+    """Return the names of the ROWS tensors with the largest errors, worst first.
+
+    The error of a tensor is the largest of its gradient and weights over all engines, divided by its tolerance.
+    """
     errors: dict[str, float] = {}
     for engine in engines:
         limits = engine["tolerances"]
@@ -61,7 +67,7 @@ def _legend(engine: str, results: Mapping[str, Any]) -> str:
 
 
 def _differences(axes: Any, report: Mapping[str, Any]) -> None:
-    """Plot how far the losses of each engine are from those of the first one, and the tolerance."""
+    """Plot how far the losses of each engine are from those of the reference engine at each step, and the tolerance."""
     differences = [
         [abs(ours - theirs) for ours, theirs in zip(engine["losses"], report["losses"], strict=True)]
         for engine in report["engines"]
@@ -87,7 +93,10 @@ def _differences(axes: Any, report: Mapping[str, Any]) -> None:
 def _errors(
     axes: Any, engines: Sequence[Mapping[str, Any]], tensors: Sequence[str], quantity: str, about: str
 ) -> None:  # fmt: skip
-    """Plot one kind of error for each tensor, with a mark per engine, and the tolerance."""
+    """Plot an error of each tensor as a mark per engine, and the tolerance.
+
+    `what` is gradient or weights, a key of a tensor in the report; `about` is the label of the axis.
+    """
     axes.grid(visible=False)
     axes.grid(axis="x")
     errors = [{tensor["name"]: tensor[quantity] for tensor in engine["tensors"]} for engine in engines]
@@ -106,7 +115,10 @@ def _errors(
 
 
 def _logarithmic(axes: Any, which: str, values: Iterable[float], tolerances: Iterable[float]) -> float:
-    """Set a logarithmic axis that fits errors and tolerances; return its lower end, where 0 is drawn."""
+    """Make the axis `which` (x or y) logarithmic, with limits that include all errors and tolerances above 0.
+
+    Return its lower limit, where errors of 0 are drawn.
+    """
     positive = [value for value in (*values, *tolerances) if 0 < value < math.inf] or [1.0]
     low, high = min(positive) / 4, max(positive) * 4
     axes.set(**{f"{which}scale": "log", f"{which}lim": (low, high)})
@@ -114,7 +126,7 @@ def _logarithmic(axes: Any, which: str, values: Iterable[float], tolerances: Ite
 
 
 def _line(axes: Any, number: int, values: Sequence[float], **how: Any) -> None:
-    """Plot the values of one engine, from step 1."""
+    """Plot one value per step, from step 1, as a line in the colour of engine `number`."""
     every = max(len(values) // 12, 1)
     axes.plot(range(1, len(values) + 1), values, linewidth=1, markersize=3.5, markevery=(number % 3, every),
               **_line_style(number), **how)  # fmt: skip

@@ -1,4 +1,7 @@
-"""`toyexp plugins --check PATH`: run the tests and conformance suites of a plugin, which need not be installed."""
+"""`toyexp plugins --check PATH`: run a plugin's tests and the conformance suites of its parts.
+
+The plugin need not be installed. A part is one class that it registers, such as an optimiser.
+"""
 
 from __future__ import annotations
 
@@ -31,23 +34,23 @@ PACKAGE = "the plugin under test"
 
 @dataclass
 class Line:
-    """Test results of one part with one suite, or of other tests of the package."""
+    """Row of the report: results of one part in one conformance suite, or of the plugin's other tests."""
 
-    part: str  # optim=sgdr
-    suite: str
-    counts: Counter[str] = field(default_factory=Counter)
+    part: str  # how users select it, such as optim=sgdr; empty for other tests
+    suite: str  # name of the suite's class, such as OptimiserSuite
+    counts: Counter[str] = field(default_factory=Counter)  # number of tests: passed, failed and skipped
     failures: list[str] = field(default_factory=list)
-    note: str = ""  # why it was skipped or not run
+    note: str = ""  # for example, why tests were skipped or not run
 
     @property
     def verdict(self) -> str:
-        """FAIL, PASS, skipped or not run."""
+        """FAIL if a test failed, PASS if one passed, "skipped" if all were skipped, and "not run" without tests."""
         if self.failures:
             return "FAIL"
         return "PASS" if self.counts["passed"] else "skipped" if self.counts["skipped"] else "not run"
 
     def plain(self) -> dict[str, Any]:
-        """Return the results as plain data."""
+        """Return the part, suite, verdict, counts, failures and note, for --json."""
         counts = {name: self.counts[name] for name in ("passed", "failed", "skipped")}
         return {"part": self.part, "suite": self.suite, "verdict": self.verdict, **counts,
                 "failures": self.failures, "note": self.note}  # fmt: skip
@@ -55,22 +58,22 @@ class Line:
 
 @dataclass
 class CheckReport(Answer):
-    """Results of checking a plugin."""
+    """Results of checking a plugin: a line per part and suite."""
 
-    path: str
+    path: str  # as typed
     checked: list[Line]
 
     @property
     def has_passed(self) -> bool:
-        """True if every part was tested, or skipped for lack of its device, and nothing failed."""
+        """True if no test failed and every part has tests, even if all tests of a part were skipped."""
         return all(line.verdict in ("PASS", "skipped") for line in self.checked)
 
     def plain(self) -> dict[str, Any]:
-        """Return the report as plain data."""
+        """Return the path, whether the plugin passed, and the data of each line, for --json."""
         return {"path": self.path, "good": self.has_passed, "checked": [line.plain() for line in self.checked]}
 
     def lines(self) -> list[str]:
-        """Return a table, then one line per failure."""
+        """Return the report as lines of text: a table with a row per part and suite, then a line per failed test."""
         rows = []
         for line in self.checked:
             counts = ", ".join(f"{n} {word}" for word in ("passed", "failed", "skipped") if (n := line.counts[word]))
@@ -80,9 +83,9 @@ class CheckReport(Answer):
 
 
 def check(path: str) -> CheckReport:
-    """Run the tests of a plugin, and the conformance suite of each part that they do not cover.
+    """Run the tests in a plugin's directory, then the conformance suite of each part that has none among them.
 
-    Raise UserError if there is no plugin, Unavailable without pytest.
+    Return the results. Raise UserError if `path` is not a plugin, and Unavailable if pytest is not installed.
     """
     with require_package("pytest", "pip install pytest"):  # imported first, to rewrite the assertions of suites
         import pytest  # noqa: F401
@@ -107,9 +110,10 @@ def check(path: str) -> CheckReport:
 
 
 def _find_modules(target: Path) -> tuple[dict[str, str], list[Path]]:
-    """Return the plugin modules of a package or file by entry point name, and the directories to import them from.
+    """Return the modules of a plugin as {entry point: module}, and the directories to import them from.
 
-    Raise UserError if there are none.
+    `target` is a Python file, an importable package, or a directory with a pyproject.toml that declares entry points.
+    Raise UserError if it is none of these.
     """
     root, command = target.resolve(), f"plugins --check {target}"
     if target.is_file() and target.suffix == ".py":
@@ -135,7 +139,11 @@ def _find_modules(target: Path) -> tuple[dict[str, str], list[Path]]:
 
 
 def _check_defaults(offers: Sequence[Offer], results: _PytestResults, registry: Registry) -> list[Line]:
-    """Test each part that no test covers with its suite and default settings; return a line per part."""
+    """Run the conformance suite with default settings for each part that the plugin's own tests do not cover.
+
+    `results` are those of the plugin's own tests. Return a line for each of these parts. Its note says if the part
+    needs a test with settings, or if there is no suite for parts of this kind.
+    """
     from toyexp.testing.defaults import SUITES, SuiteParts, make_suite
 
     engines = []
@@ -183,24 +191,27 @@ def _label(offer: Offer) -> str:
 
 
 class _PytestResults:
-    """A pytest plugin that collects test results by part."""
+    """Hooks for pytest that count the results of tests separately for each part of the plugin under test."""
 
     def __init__(self, offers: Sequence[Offer], note: str = "") -> None:
         self._offers, self._note = offers, note
         self._lines: dict[tuple[str, str], Line] = {}
-        self._test_lines: dict[str, Line] = {}  # by test id
-        self._about: set[tuple[str, str | None]] = set()  # tested kinds, with the name if the suite has one
+        self._test_lines: dict[str, Line] = {}  # keyed by test id
+        self._about: set[tuple[str, str | None]] = set()  # (kind, name) of tested parts; name None: unknown
 
     def is_about(self, offer: Offer) -> bool:
-        """Return True if a suite of its kind tests this part, or does not say which part it tests."""
+        """Return True if one of the tests was a conformance suite for the part `offer`.
+
+        A suite counts for every part of its kind if it does not tell which part it tests.
+        """
         return bool(self._about & {(offer.kind, offer.name), (offer.kind, None)})
 
     def sorted_lines(self) -> list[Line]:
-        """Return the lines, suites before other tests."""
+        """Return the lines of all parts and suites; the line of other tests comes last."""
         return sorted(self._lines.values(), key=lambda line: line.part == "")
 
     def record_crash(self, why: str) -> None:
-        """Record that the tests could not be run."""
+        """Count a failure of the other tests, with the reason `why` the tests could not be run."""
         line = self._line("", "other tests")
         line.counts["failed"] += 1
         line.failures.append(f"the tests could not be run: {' '.join(why.split())[:300]}")
@@ -227,27 +238,31 @@ class _PytestResults:
     # -- pytest hooks
 
     def pytest_collection_modifyitems(self, items: Any) -> None:
-        """Assign each collected test to a part."""
+        """Remember for each collected test which line its result belongs to."""
         for item in items:
             self._test_lines[item.nodeid] = self._suite(getattr(item, "cls", None))
 
     def pytest_collectreport(self, report: Any) -> None:
-        """Count a file or class that failed to be collected or was skipped."""
+        """Count a test file or class that could not be imported, or that was skipped as a whole."""
         if report.outcome != "passed":
             self._count(self._line(report.nodeid.rpartition("::")[2] or report.nodeid, ""), report)
 
     def pytest_internalerror(self, excinfo: Any) -> bool:
-        """Record an unexpected exception such as SystemExit; return True, so that pytest does not print it."""
+        """Record an exception that ended pytest, such as SystemExit; return True so that pytest does not print it."""
         self.record_crash(explain_import_error(excinfo.value))
         return True
 
     def pytest_runtest_logreport(self, report: Any) -> None:
-        """Count the result of a test."""
+        """Count the result of a test: of its call, and of its setup or teardown if that failed or was skipped."""
         if report.when == "call" or report.outcome != "passed":
             self._count(self._test_lines[report.nodeid], report)
 
     def _file_line(self, raised: Any) -> str:
-        """Return the innermost line of a traceback in the files of the parts, or an empty text."""
+        """Return where in the plugin's files a test failed, such as " (sgdr.py, line 12)".
+
+        This is the innermost line of the traceback `raised` in a file that defines a part, or if there is none, an
+        empty string.
+        """
         files = {Path(source).resolve() for o in self._offers if (source := inspect.getsourcefile(o.cls))}
         entries = getattr(getattr(raised, "reprtraceback", None), "reprentries", [])
         for location in filter(None, (getattr(entry, "reprfileloc", None) for entry in reversed(entries))):
@@ -269,7 +284,10 @@ class _PytestResults:
 
 
 def _run_pytest(files: Sequence[Path | str], results: _PytestResults) -> None:
-    """Run tests in this process, without output and without the pytest settings of a surrounding project."""
+    """Run the tests in `files` with pytest in this process, and collect what happens in `results`.
+
+    Nothing is printed. The pytest settings of a surrounding project do not apply.
+    """
     import pytest
 
     with tempfile.TemporaryDirectory() as folder:

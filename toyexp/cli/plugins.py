@@ -27,7 +27,10 @@ need not be installed. Exit code: 1 if a test fails or cannot be run, 2 if there
 
 
 def run(arguments: Arguments) -> int:
-    """List plugins, show compatibility, show the settings of one plugin, or check a plugin."""
+    """List all plugins, or describe one, or with --matrix show which recipe can train which model.
+
+    With --check, test a plugin. Return the exit code: 1 if that check fails, otherwise 0.
+    """
     names, matrix, path = arguments.rest, arguments.matrix, arguments.check
     if path is not None:
         from toyexp.cli.plugin_check import check
@@ -71,7 +74,10 @@ def _list(registry: Registry) -> None:
 
 
 def broken_engines(registry: Registry) -> Iterator[str]:
-    """Yield a line for each package that is installed but cannot be imported, with the engines that need it."""
+    """Yield a line for each package that is installed but cannot be imported, with the engines that need it.
+
+    Such a line is `engine=cpu,cuda: REASON`.
+    """
     engines: dict[str, list[str]] = {}
     working_directory()  # without one MKL ends the process
     for offer in registry.engines():

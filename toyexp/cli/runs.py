@@ -52,23 +52,26 @@ DROP_ORDER = ("sweep", "name", "when", "data", "engine", "seed", "steps")
 
 @dataclass(frozen=True)
 class Runs(Answer):
-    """Runs that match the filters."""
+    """Result of `toyexp runs`: the runs that match the filters."""
 
     runs: Sequence[Run]
     seen: int  # number of runs before filtering
-    where: Sequence[str]
-    notes: Sequence[str] = ()  # runs without the filtered keys, links not followed
+    where: Sequence[str]  # directories and archives that were searched, as typed
+    notes: Sequence[str] = ()  # for example, about runs whose settings cannot be read, or links that were not followed
 
     def plain(self) -> dict[str, Any]:
-        """Return the runs with all their columns and metrics as plain data."""
+        """Return the runs with all their columns and metrics, and the notes, for --json."""
         return {"runs": [run.plain() for run in self.runs], "notes": self.note_lines()}
 
     def note_lines(self) -> list[str]:
-        """Return the notes, and a line for each run that could not be read."""
+        """Return the notes, and a line for each run with files that cannot be read."""
         return [*self.notes, *(f"not read: {short_path(run.path)}, {run.unread}" for run in self.runs if run.unread)]
 
     def lines(self) -> list[str]:
-        """Return the runs as a table, then notes and the number of runs by state."""
+        """Return a table of the runs, the notes, and a line with the number of runs in each state.
+
+        If no run matches, return a line that says so instead of the table.
+        """
         where, notes = ", ".join(self.where), [f"note: {escape_cell(note)}" for note in self.note_lines()]
         if not self.runs:
             none = f"none of {pluralise(self.seen, 'run')} in {where} matches the filters"
@@ -86,7 +89,7 @@ class Runs(Answer):
         return [*align_table(table, {*RIGHT, *scores}), "", *wrap_lines([*missing, *notes, count])]
 
     def csv(self) -> str:
-        """Return the runs as CSV with every column."""
+        """Return the text of a CSV file with a row per run and all columns and metrics."""
         scores = self._scores
         rows = [
             [display_path(r.path), *(getattr(r, c) for c in COLUMNS), *map(r.scores.get, scores)] for r in self.runs
@@ -99,7 +102,7 @@ class Runs(Answer):
 
 
 def run(arguments: Arguments) -> int:
-    """List runs."""
+    """Print the runs in directories and archives that match the filters, as text, CSV or JSON; return 0."""
     check_form(arguments)
     paths, filters = split_filters(arguments.rest)
     for word in paths:
@@ -121,13 +124,13 @@ def run(arguments: Arguments) -> int:
 
 
 def check_form(arguments: Arguments) -> None:
-    """Raise UserError for --json with --csv."""
+    """Raise UserError if both --json and --csv are given."""
     if arguments.json and arguments.csv:
         raise UserError("--json --csv: choose one output format; leave out the other")
 
 
 def row(run: Run, scores: Sequence[str]) -> list[str]:
-    """Return the table cells of a run."""
+    """Return the cells of a run in the table of runs; `scores` are the names of metrics that have a column."""
     steps = "-" if run.steps is None else str(run.steps)
     steps += f"/{run.of}" if run.of is not None and run.steps not in (None, run.of) else ""
     why = f": {run.why}" if run.why and run.state in ("failed", "stopped", "unreadable") else ""
@@ -141,7 +144,7 @@ def row(run: Run, scores: Sequence[str]) -> list[str]:
 
 
 def format_time(when: str) -> str:
-    """Format an ISO time in the local time zone."""
+    """Return an ISO 8601 time as local time, such as 2026-11-21 05:50; return another text unchanged, "" as "-"."""
     try:
         return datetime.fromisoformat(when).astimezone().strftime("%Y-%m-%d %H:%M")
     except ValueError:
@@ -149,10 +152,11 @@ def format_time(when: str) -> str:
 
 
 def fit_rows(rows: Sequence[Sequence[str]]) -> tuple[list[list[str]], list[str]]:
-    """Fit rows into the width of the terminal; return them with notes about dropped columns.
+    """Drop columns of a table, and shorten the column `state`, until it fits the terminal.
 
-    Columns with one value for all runs are dropped first, then those whose content is mostly in the path. Finally the
-    state is shortened.
+    The first of `rows` has the column heads. Columns with the same value for all runs are dropped first, then those of
+    DROP_ORDER, most of which the run's path contains too. Return the rows that remain, and notes for the user about
+    the columns that were dropped.
     """
     if fits_terminal(rows):
         return [list(row) for row in rows], []
@@ -190,7 +194,7 @@ setting."""
 
 
 def run_compare(arguments: Arguments) -> int:
-    """Compare runs and sweeps."""
+    """Compare runs and sweeps: print the comparison, or with --html or --plot write it to a file; return 0."""
     from toyexp.base.drawing import check_plot_path
     from toyexp.results.plot import draw_sheet
     from toyexp.results.report import Report, read_importance, title
@@ -226,7 +230,10 @@ def run_compare(arguments: Arguments) -> int:
 
 
 def check_report_path(page: str) -> None:
-    """Raise UserError if the report cannot be written there, before runs are read."""
+    """Raise UserError if the report of --html cannot be written to `page`, before runs are read.
+
+    A file that exists is only overwritten if toyexp wrote it. Raise Unavailable without plotly.
+    """
     from toyexp.results.report import is_report, require_plotly
 
     path = Path(page)

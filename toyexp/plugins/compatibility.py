@@ -47,12 +47,16 @@ def model_mismatch(recipe: Recipe, model: Model) -> str | None:
 def suggest_command(
     overrides_by_key: Mapping[str, str], recipe: Recipe, model: Model, data: type[Data], registry: Registry
 ) -> str:
-    """Return a hint with a command that works, or an empty string if there is none.
+    """Return the end of an error message about parts that do not fit together: `; try: ` and a command that works.
 
-    `overrides_by_key` holds the overrides that the user typed. The command keeps typed data, or else uses the default
-    data for the model, or for the recipe if that cannot train the model. It replaces a recipe or model that does not
-    read this kind of data. A recipe that the user did not type is also replaced unless this kind is the first that it
-    reads.
+    Return an empty string if no command works. `overrides_by_key` holds the overrides that the user typed; `recipe`,
+    `model` and `data` are the parts that do not fit. The command is chosen as follows:
+
+    1. Data: that of the user, if typed. Otherwise the default data of the kind that the model reads or, if the recipe
+       cannot train on that kind, of the first kind that the recipe reads.
+    2. Model: the same, if it reads the kind of these data. Otherwise the first model that does.
+    3. Recipe: the same, if it reads this kind of data. Otherwise the first recipe whose preferred (first) kind it is. A
+       recipe that the user did not type is kept only if the kind is its preferred one.
     """
     data_overrides = [
         shlex.quote(overrides_by_key[key]) for key in sorted(overrides_by_key) if key.partition(".")[0] == "data"

@@ -158,7 +158,7 @@ def test_every_flag_and_every_option_of_every_command_is_offered(complete_line):
     for name, command in COMMANDS.items():
         assert set(command().parser().options) <= set(complete_line(f"toyexp {name} -")), name
     assert {"--tokens", "--chat"} <= set(complete_line("toyexp generate -"))
-    assert [c.help for c in complete(["bench", "--ro"])] == ["number of timed rounds per engine (7)"]
+    assert [c.help for c in complete(["bench", "--ro"])] == ["number of timed rounds per engine (default: 7)"]
 
 
 @pytest.mark.parametrize(

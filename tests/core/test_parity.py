@@ -105,7 +105,7 @@ def test_a_nan_loss_exceeds_the_tolerance_and_the_json_is_valid(capsys):
     assert engine["loss"]["largest"] is None
     assert [line.partition(":")[0] for line in engine["exceeded"]] == ["loss"]
     assert main([*LINE, "engine=noop:nan_at=3,noop", "steps=4"]) == 1
-    assert "noop exceeds loss: differs at one step by inf" in capsys.readouterr().out
+    assert "noop exceeds the tolerance of the loss: at one step it differs by inf" in capsys.readouterr().out
 
 
 def test_help_names_every_option_and_the_tolerances(capsys):

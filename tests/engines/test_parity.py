@@ -158,7 +158,9 @@ def test_warm_tensors_start_from_the_same_bytes(capsys):
 def test_an_engine_with_an_error_exceeds_the_tolerances_that_it_affects(mistake, exceeded, capsys):
     code, (out, err) = run_parity(capsys, "plugins=[wrong_engine]", f"engine=ggml,wrong:mistake={mistake}")
     assert (code, err) == (1, "")
-    exceeded_lines = [line.split(" exceeds ")[1] for line in out.splitlines() if " exceeds " in line]
+    exceeded_lines = [
+        line.split(" exceeds the tolerance of the ")[1] for line in out.splitlines() if " exceeds " in line
+    ]
     assert {line.partition(":")[0] for line in exceeded_lines} == exceeded
     heading = next(i for i, line in enumerate(out.splitlines()) if line.startswith("wrong:") and "3 of" in line)
     if mistake == "gradient":

@@ -61,13 +61,18 @@ options
 --baseline times nanoGPT for model=gpt2, eager and compiled; on a CPU also a PyTorch loop for model=llama, eager and
 compiled, and ggml's autodiff; on a GPU also PEFT for recipe=lora. Baselines use engine.threads and engine.dtype.
 
-ms/step        median over the rounds; quartiles: interquartile range; ratio: speed relative to the first engine
-GFLOP/s        6 N + 12 L d T operations per position (PaLM, appendix B); N: parameters in matrix products; frozen
-               parameters count 4 instead of 6
+Columns of the report
+ms/step        median over the rounds
+quartiles      interquartile range of ms/step over the rounds
+ratio          speed relative to the first engine
+GFLOP/s        speed in 10^9 floating-point operations per second. The number of operations per position (token) is
+               estimated as 6 N + 12 L d T (PaLM, appendix B) for N parameters in matrix products, L layers of width d,
+               and T positions. Frozen parameters count 4 instead of 6.
 of peak        GFLOP/s divided by the speed of large matrix products on the same engine in the same dtype
 first step     seconds from process start to the end of the first step, including imports
-on device      peak GPU memory allocated by PyTorch, or size of ggml's buffers; first device only
-peak           peak memory of all processes of the engine; beyond import: used after imports, first process only"""
+on device      peak GPU memory allocated by PyTorch, or size of ggml's buffers, on the first device
+peak           peak host memory of all processes of the engine
+beyond import  by how much the peak exceeds the memory after imports, in the first process"""
 
 
 def run(arguments: Arguments) -> int:

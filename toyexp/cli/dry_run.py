@@ -431,7 +431,7 @@ def _sweep_lines(estimate: Mapping[str, Any], runner: Runner) -> list[str]:
     head = ["jobs", "parameters", "trainable", "memory", "peak", "step", "eval", "GFLOP/step", "start", "settings"]
     lines += ["", *align_columns([head, *map(_row, shapes)], right=range(9)), ""]
     if unmeasured:
-        mean = f"counted as the mean of the {len(shapes)} measured groups"
+        mean = f"each counts as the mean of the {len(shapes)} measured groups"
         lines.append(f"guessed  {pluralise(len(unmeasured), 'job')} in other groups were not measured: {mean}")
     seconds = estimate["seconds_of_jobs"].values()
     per_job = (
@@ -439,11 +439,11 @@ def _sweep_lines(estimate: Mapping[str, Any], runner: Runner) -> list[str]:
         if max(seconds) < 1.05 * min(seconds)
         else f"{format_duration(min(seconds))} to {format_duration(max(seconds))}"
     )
-    points = "trials are not chosen yet: these are runs at the ends of intervals and at each value"
+    points = "no trials are chosen yet: the jobs above have values at the ends of each interval, and each listed value"
     notes = [
         runner.launcher.caveat(estimate["at_once"]),
         points if search else "",
-        f"not counting the savings of sweep.prune={prune}" if prune else "",
+        f"without the time that sweep.prune={prune} will save" if prune else "",
         "callbacks, checkpoints and exports take extra time",
     ]
     return [

@@ -166,7 +166,7 @@ class Conversation:
                 print_note(f"note: the context of {context} tokens is full; the oldest messages are dropped")
             self._dropped = True
         if len(ids) > context:
-            raise UserError(f"the message has {len(ids)} tokens and the context only {context}: skipped")
+            raise UserError(f"the message was skipped: it has {len(ids)} tokens, and the context only {context}")
         self._turns = turns
         return ids
 

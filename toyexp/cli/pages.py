@@ -158,22 +158,28 @@ def add_page(error: str, command: str = "") -> str:
 
 MAX_HITS = 8  # pages listed by a search
 HEAD = """\
-usage: toyexp [key=value ...]        run one experiment
-       toyexp -m key=v1,v2 ...       sweep over values
-       toyexp resume=DIR             resume a run (or resume=auto)
-       toyexp sweep.resume=DIR       resume a sweep
-       toyexp ... --dry-run          estimate time and memory of any of these
-       toyexp COMMAND ...            run a command; see toyexp COMMAND --help
+usage: toyexp [key=value ...]        train one run with these settings
+       toyexp -m key=v1,v2 ...       sweep: train one run for each combination of values
+       toyexp resume=DIR             resume the run in this directory (resume=auto: the newest of its name)
+       toyexp sweep.resume=DIR       resume the sweep in this directory
+       toyexp ... --dry-run          estimate the time and memory of any of these, without training
+       toyexp COMMAND ...            run one of the commands below; toyexp COMMAND --help explains it
 """
 EXAMPLES = """
 examples
-  toyexp recipe=warm steps=300
-  toyexp recipe=scratch model=gpt2 data=text data.path=book.txt data.tokenizer=char
-  toyexp -m recipe=scratch,warm seed=0,1,2
-  toyexp callbacks=[default,sample,plots] ~callbacks.cosine callbacks.sample.every=50
+  train for 300 steps, with the token embedding of a pretrained model:
+    toyexp recipe=warm steps=300
+  train a GPT-2 from random weights on the characters of a book:
+    toyexp recipe=scratch model=gpt2 data=text data.path=book.txt data.tokenizer=char
+  sweep over two recipes with three seeds each, which are six runs:
+    toyexp -m recipe=scratch,warm seed=0,1,2
+  add plots and a generated text every 50 steps, and leave out the learning rate schedule:
+    toyexp 'callbacks=[default,sample,plots]' '~callbacks.cosine' callbacks.sample.every=50
 """
+PARTS = "parts of a run, and presets of them (toyexp plugins describes them; toyexp plugins NAME lists settings of one)"
+SETTINGS = "other settings of a run or sweep, with their defaults (conf/config.yaml)"
 TAIL = """
-Print the composed configuration: toyexp [key=value ...] --cfg job
+Print the configuration of a run without training: toyexp [key=value ...] --cfg job
 Enable tab completion: eval "$(toyexp completion bash)" (or zsh, fish)"""
 
 
@@ -207,8 +213,8 @@ def usage_text(modules: Sequence[str] = ()) -> str:
         f"  {f'{key}={format_value(setting.default)}':<34} {setting.comment}" for key, setting in top_level_settings()
     ]
     return "\n".join([
-        HEAD, "commands", *commands, EXAMPLES, "choices", *_choices(registry), "",
-        "top-level keys (conf/config.yaml)", *keys, "", "documentation: toyexp help TOPIC",
+        HEAD, "commands", *commands, EXAMPLES, PARTS, *_choices(registry), "", SETTINGS, *keys, "",
+        "documentation pages (toyexp help TOPIC prints one)",
         *(f"  {line}" for line in textwrap.wrap(", ".join(topics()), 108)), TAIL,
     ])  # fmt: skip
 

@@ -215,7 +215,7 @@ def _exceeded_messages(loss: LossDifference, tensors: Sequence[TensorDifference]
         return f"{value:.1e}, {_ratio(value, limit):.3g} times the tolerance {limit:g}"
 
     if loss.largest > limits.loss:
-        yield f"loss: differs at one step by {excess(loss.largest, limits.loss)}"
+        yield f"loss: at one step it differs by {excess(loss.largest, limits.loss)}"
     for quantity in ("gradient", "weights"):
         limit = getattr(limits, quantity)
         off = {t.name: getattr(t, quantity) for t in tensors if getattr(t, quantity) > limit}
@@ -350,4 +350,8 @@ def summary(report: Report, every_tensor: bool = False) -> list[str]:
     lines.append("")
     if report.within:
         return [*lines, f"within the tolerances, {report.steps} steps"]
-    return lines + [f"{engine.engine} exceeds {words}" for engine in report.engines for words in engine.exceeded]
+    return lines + [
+        f"{engine.engine} exceeds the tolerance of the {words}"
+        for engine in report.engines
+        for words in engine.exceeded
+    ]

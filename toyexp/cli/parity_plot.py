@@ -95,7 +95,7 @@ def _errors(
 ) -> None:  # fmt: skip
     """Plot an error of each tensor as a mark per engine, and the tolerance.
 
-    `what` is gradient or weights, a key of a tensor in the report; `about` is the label of the axis.
+    `quantity` is gradient or weights, a key of a tensor in the report; `about` is the label of the axis.
     """
     axes.grid(visible=False)
     axes.grid(axis="x")

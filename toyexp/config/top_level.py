@@ -41,23 +41,23 @@ HYDRA_KEYS = ("hydra.run.dir", "hydra.sweep.dir", "hydra.sweep.subdir", "hydra.s
 class Submitit:
     """Resources that `sweep.launcher=submitit` requests from the cluster."""
 
-    cluster: str | None = None  # slurm, local or debug; null: slurm if it is installed, else local
+    cluster: str | None = None  # slurm | local (processes) | debug (this process); null: slurm if installed, else local
     partition: str | None = None  # Slurm partition; null: the cluster's default
-    timeout_min: int = 60  # time limit of a job in minutes; it then saves a checkpoint and is queued again
+    timeout_min: int = 60  # time limit of a job in minutes; at the limit it saves a checkpoint and is queued again
     gpus: int = 0  # GPUs per job; 0: the number that the engine uses
     cpus: int | None = None  # CPU cores per job; null: the cluster's default
     mem_gb: float | None = None  # memory per job in GB; null: the cluster's default
-    requeues: int = 10  # how many times a job is queued again after its time limit
+    requeues: int = 10  # maximum number of times that a job is queued again after its time limit
 
 
 @dataclass
 class Ray:
     """Ray cluster that `sweep.launcher=ray` uses, and resources of each job."""
 
-    address: str | None = None  # cluster: auto (the one on this machine) | HOST:PORT; null: RAY_ADDRESS, or a new one
+    address: str | None = None  # Ray cluster: auto (the one running here) | HOST:PORT; null: $RAY_ADDRESS, or start one
     gpus: float = 0  # GPUs per job (0.5: two jobs share one); 0: the number that the engine uses
     cpus: int | None = None  # CPU cores per job; null: an equal share of the machines' cores
-    retries: int = 3  # how many times a job is restarted, from its checkpoint, after its node fails
+    retries: int = 3  # maximum number of times that a job is restarted from its checkpoint after its node failed
 
     def cluster(self) -> str | None:
         """Return the address of the running cluster to use; None to start a new one."""
@@ -71,19 +71,19 @@ LAUNCHER_SETTINGS = {"submitit": Submitit, "ray": Ray}
 class Sweep:
     """Settings of a sweep (-m). They do not affect the results of a run. conf/config.yaml repeats these comments."""
 
-    launcher: str = "serial"  # serial | processes (parallel) | stacked (as one program) | submitit | ray (clusters)
-    jobs: int = 0  # maximum parallel jobs; 0: automatic (depends on the launcher)
-    per_gpu: int = 0  # parallel jobs (with stacked: stacks of jobs) per GPU; 0: automatic (1 job, or 1 to 4 stacks)
-    isolate: bool = True  # run each job in its own process; false: all in this process, for many tiny jobs
+    launcher: str = "serial"  # how jobs run: serial | processes | stacked (as one program) | submitit (Slurm) | ray
+    jobs: int = 0  # maximum number of parallel jobs; 0: the launcher chooses
+    per_gpu: int = 0  # jobs (or with launcher=stacked: stacks) that share a GPU; 0: automatic (1 job, 1 to 4 stacks)
+    isolate: bool = True  # run each job in its own process; false: all jobs in this process (faster for tiny jobs)
     fail_fast: bool = False  # stop the sweep at the first failed job
-    resume: str | None = None  # directory of a sweep: resume its interrupted and killed jobs
+    resume: str | None = None  # directory of a sweep to resume: runs its waiting, interrupted and killed jobs
     retry: bool = False  # with sweep.resume: also rerun failed and rejected jobs
-    report: bool = True  # write report.html, as toyexp compare --html does, into the sweep's directory
-    search: str | None = None  # search method: random | tpe | cmaes | grid; null: run every combination
-    trials: int | None = None  # number of trials of a search; null: the whole grid
-    metric: str = "loss"  # metric of a search: loss or ppl (minimised), or another metric (maximised)
-    repeats: int = 1  # runs per trial, with seeds seed, seed+1, ...; a trial's score is their mean
-    prune: str | None = None  # pruner, which stops poor trials at an evaluation: asha | median; null: none
+    report: bool = True  # write report.html (as toyexp compare --html does) into the sweep's directory
+    search: str | None = None  # method that chooses trials: random | tpe | cmaes | grid; null: run all combinations
+    trials: int | None = None  # number of trials of a search; null: all, which only sweep.search=grid allows
+    metric: str = "loss"  # held-out metric that a search optimises: minimises loss and ppl, maximises any other
+    repeats: int = 1  # runs per trial, with the seeds seed, seed+1, ...; a search compares means of the metric
+    prune: str | None = None  # method that stops poor trials early: asha | median; null: trials are never stopped
     submitit: Submitit = field(default_factory=Submitit)  # resources of a job on a cluster
     ray: Ray = field(default_factory=Ray)  # Ray cluster, and resources of a job
 

@@ -94,27 +94,41 @@ class Settings:
         "${recipe.name}-${model.name}", "name of the run, its directory and its GGUF file", FREE, ASIDE, OF_A_RUN
     )
     seed: int = setting(0, "random seed of initial weights, data order and dropout")
-    data_seed: int | None = setting(None, "random seed of data order and image augmentation; null: seed")
-    model_seed: int | None = setting(None, "random seed of initial weights; null: seed")
-    steps: int = setting(200, "optimiser steps", FREE)
-    epochs: float | None = setting(None, "passes over the training data, instead of steps", FREE, ASIDE, OF_A_RUN)
-    batch_size: int = setting(8, "sequences (or images) per step")
-    lr: float = setting(0.003, "base learning rate, scaled by the schedule", FREE)
+    data_seed: int | None = setting(None, "random seed of data order and image augmentation; null: the value of seed")
+    model_seed: int | None = setting(None, "random seed of initial weights; null: the value of seed")
+    steps: int = setting(200, "number of optimiser steps", FREE)
+    epochs: float | None = setting(
+        None, "number of passes over the training data, to give instead of steps", FREE, ASIDE, OF_A_RUN
+    )
+    batch_size: int = setting(8, "number of sequences (or images) per step")
+    lr: float = setting(0.003, "base learning rate, which the schedule multiplies by a factor at each step", FREE)
     eval_every: int = setting(50, "steps between evaluations on held-out data; 0: never", FREE, OF_A_RUN)
     checkpoint_every: str = setting(
         "10min", "steps or time (30s, 10min, 2h) between checkpoints; 0: no checkpoints", FREE, ASIDE, OF_A_RUN
     )
     checkpoint_keep: int = setting(2, "number of latest checkpoints to keep", FREE, ASIDE, OF_A_RUN)
     checkpoint_best: str | None = setting(
-        None, "metric, such as loss, ppl or accuracy: also keep, and export, its best checkpoint", FREE, ASIDE, OF_A_RUN
+        None,
+        "metric (loss, ppl, accuracy, ...): also keep the checkpoint where it is best, and export it",
+        FREE,
+        ASIDE,
+        OF_A_RUN,
     )
-    nonfinite: str = setting("stop", "on a NaN or infinite loss or gradient: stop (the run) | skip (the step)", FREE)
+    nonfinite: str = setting(
+        "stop", "action if a loss or gradient is NaN or infinite: stop (end the run) | skip (leave out the step)", FREE
+    )
     resume: str | None = setting(
-        None, "run to resume: auto (the newest of this name) | a run's directory", FREE, ASIDE, OF_A_RUN
+        None,
+        "run to resume: auto (the newest run of this name) | a run's directory; null: start a new run",
+        FREE,
+        ASIDE,
+        OF_A_RUN,
     )
     plugins: list[str] = field(
         default_factory=list,
-        metadata=about("local plugin modules to import; command line only: plugins=[my_module]", FREE, ASIDE),
+        metadata=about(
+            "local plugin modules to import: plugins=[my_module]; only allowed on the command line", FREE, ASIDE
+        ),
     )
 
     def check(self) -> None:

@@ -201,7 +201,10 @@ def unknown_key(key: str, cfg: DictConfig | None, registry: Registry, value: str
         sections = [*PARTS, *(f"callbacks.{name}" for name in chosen_by_kind["callbacks"]), *launchers]
         homes = [translated] * bool(translated)
         homes += [f"{section}.{key}" for section in sections if key in keys.key_names(section)]
-        homes += [".".join([best, *rest]) for best in filter(None, [nearest(kind, keys.key_names(""))])]
+        # eval_every for eval.every, steps for train.steps
+        homes += [name for name in (key.replace(".", "_"), last) if name in keys.key_names("")]
+        if (best := nearest(kind, keys.key_names(""))) and (best in (*GROUPS, "sweep") or not rest):
+            homes.append(".".join([best, *rest]))
         hint = f"did you mean {homes[0]}?" if homes else f"the keys are: {', '.join(sorted(keys.key_names('')))}"
         return f"unknown key {key}; {hint}"
     if not rest:

@@ -104,6 +104,8 @@ def test_epochs_are_converted_to_steps_when_the_data_is_opened(capsys):
     assert dry(capsys, *words, "epochs=3")["epochs"] == pytest.approx(60 / 19)
     assert main([*words, "epochs=3", "--dry-run"]) == 0
     assert re.findall(r"\S*epochs\S*", capsys.readouterr().out) == ["epochs=3.0", "(epochs=3)"]
+    assert main([*words, "steps=15", "--dry-run"]) == 0
+    assert re.findall(r"\(.*epochs.*\)", capsys.readouterr().out) == ["(3.16 epochs)"]
     assert main([*words, "epochs=3", "hydra.run.dir=run"]) == 0
     events = [json.loads(line) for line in Path("run/events.jsonl").read_text().splitlines()]
     assert "steps: 15" in (saved := Path("run/config.yaml").read_text()) and "epochs: null" in saved

@@ -98,6 +98,8 @@ def test_an_invalid_experiment_file_is_rejected_with_a_hint(run_rejected, text, 
         ("steps: 3\nlr: -1\n", ["line 3: lr=-1.0: must be a finite number >= 0"]),
         ("model:\n  n_heads: 5\n", ["line 3: model.n_heads=5 does not divide"]),
         ("seed: many\n", ["line 2: seed: must be a whole number"]),
+        ("plugins: 3\n", ["line 2: plugins: "]),
+        ("sweep: 3\n", ["line 2: sweep: "]),
         ("steps: many\n", ["line 2: steps: must be a whole number"]),  # although the command line overrides it
         ("seed: 1\nlr: 3\nstepz: 3\n", ["line 4: unknown key stepz; did you mean steps?"]),
     ],
@@ -105,7 +107,7 @@ def test_an_invalid_experiment_file_is_rejected_with_a_hint(run_rejected, text, 
 def test_an_error_in_an_experiment_names_its_file_and_line(run_rejected, text, words):
     Path("own/experiment/mine.yaml").write_text(HEADER + text)
     line = run_rejected("--config-dir", "own", "experiment=mine")
-    assert "own/experiment/mine.yaml" in line
+    assert "own/experiment/mine.yaml" in line and "raised while composing" not in line
     for word in words:
         assert word in line
 

@@ -178,6 +178,9 @@ NEWCOMERS = [
     (["export", "trained"], "exports"),
     (["compare"], "compare"),
     (["new", "modle", "x"], "plugins"),
+    (["-m", "seed=0,1,0"], "sweeps"),
+    (["-m", "lr=interval(0.1,1)"], "sweeps"),
+    (["-m", "seed=range(0,9,0)"], "sweeps"),
 ]
 
 
@@ -201,6 +204,8 @@ def test_common_errors_name_the_help_page_that_explains_them(capsys):
         ("model.context=16: none of the 3 training examples has a learned token within it", "data"),
         ("model.context=99: a.gguf has a context of 30 tokens; use model.context=30 or less", "recipes"),
         ("checkpoint_keep=0: must be at least 1", "resume"),
+        ("nonfinite=ignore: choose one of: skip, stop", "resume"),
+        ("epochs=-1.0: must be above 0", "runs"),
         ("a file: No space left on device", ""),
         ("model.gguf: d_model=32 is too narrow", ""),
         ("callbacks.good failed at step 3: KeyError: 'x'; see outputs/x/log.txt", ""),

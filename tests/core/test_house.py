@@ -1,7 +1,11 @@
-"""The rooms of toyexp/ and the imports between them: one way, and never in a circle. And who writes files."""
+"""The rooms of toyexp/ and the imports between them: one way, and never in a circle. And who writes files.
+
+Also the check of prose, which `make check` runs.
+"""
 
 import ast
 
+import prose
 import pytest
 from structure import ROOT, import_cycles, module_graph
 
@@ -115,3 +119,51 @@ def test_files_are_written_only_by_functions_that_do_not_follow_links():
         if name != "toyexp/base/writing.py" and not name.startswith("toyexp/testing/"):
             found |= {(name, word) for node in ast.walk(ast.parse(path.read_text())) if (word := writes(node))}
     assert found == set(WRITERS)
+
+
+CLEAR = '"""Load files."""\n\n\ndef load_file(path):\n    """Return the text of a file."""\n'
+PAGE, WORD = "This page lists the files of a run.", "word "
+
+
+@pytest.fixture
+def check_prose(tmp_path, monkeypatch, capsys):
+    """Check a module and a page; return True if they pass, and the printed lines."""
+
+    def run(module: str = CLEAR, page: str = PAGE, *options: str):
+        for name, text in (("code.py", module), ("page.md", page)):
+            (tmp_path / name).write_text(text)
+        for name, roots in (("ROOT", tmp_path), ("CODE", ("code.py",)), ("PAGES", ("page.md",))):
+            monkeypatch.setattr(prose, name, roots)
+        monkeypatch.setattr("sys.argv", ["prose.py", *options])
+        return prose.main() == 0, capsys.readouterr().out
+
+    return run
+
+
+UNCLEAR = {
+    "docstring": (CLEAR.replace("Return the text of a", "Those of a"), PAGE, "code.py:4: Those of a file"),
+    "comment": (CLEAR + "# Whoever asks for a file is told.\n", PAGE, "code.py:6: Whoever asks"),
+    "page": (CLEAR, f"# Files\n\nThis is what the run writes. {200 * WORD}", "page.md:3: This is what the run"),
+    "name": (CLEAR.replace("load_file", "_loaded"), PAGE, "code.py:4: _loaded"),
+}
+
+
+@pytest.mark.parametrize("unclear", UNCLEAR)
+def test_the_check_of_prose_lists_an_unclear_text_or_name_and_fails(check_prose, unclear):
+    module, page, line = UNCLEAR[unclear]
+    passed, out = check_prose(module, page)
+    assert not passed and f"\n  {line}" in out
+
+
+def test_the_check_of_prose_passes_up_to_its_limits(check_prose):
+    """At most 3 hits per thousand words of a page; a list of hits is printed on request."""
+    page = "Whoever asks. " * 3 + WORD * 994
+    assert check_prose(page=page)[0] and not check_prose(page=f"Whoever {page}")[0]
+    assert "page.md:1: Whoever" not in check_prose(page=page)[1]
+    assert "page.md:1: Whoever" in check_prose(CLEAR, page, "--list")[1]
+
+
+def test_the_check_of_prose_reads_no_tables_code_or_openings_of_pages(check_prose):
+    page = "| before | Whoever is told |\n\n```\nwhat is told\n```\n\nThose of a run are its files."
+    assert check_prose(page=page)[0]
+    assert check_prose(CLEAR + "# Those of a run are its files.\n")[0], "an opening counts in docstrings only"

@@ -445,14 +445,16 @@ def sources(data="d1", **others):
 
 
 def test_runs_with_different_schedules_are_different_points(tmp_path, capsys):
-    for schedule in ("cosine", "linear"):
+    """A second schedule, of another setting, makes a point of its own."""
+    scaled = {"cosine": "lr", "linear": "lr", "linear_2": "weight_decay"}
+    for names in (["cosine"], ["linear"], ["cosine", "linear_2"]):
         for seed in (0, 1):
-            callbacks = {f"callbacks__{schedule}": {"name": schedule, "scales": "lr"}}
-            write_run(tmp_path / f"{schedule}-{seed}", seed=seed, held_out=3.0, **callbacks)
+            callbacks = {f"callbacks__{name}": {"name": name, "scales": scaled[name]} for name in names}
+            write_run(tmp_path / f"{'-'.join(names)}-{seed}", seed=seed, held_out=3.0, **callbacks)
     assert main(["compare", str(tmp_path), "--json"]) == 0
     told = json.loads(capsys.readouterr().out)
-    assert sorted(point["settings"]["schedule"] for point in told["points"]) == ["cosine", "linear"]
-    assert [len(point["runs"]) for point in told["points"]] == [2, 2]
+    assert sorted(point["settings"]["schedule"] for point in told["points"]) == ["cosine", "cosine,linear_2", "linear"]
+    assert [len(point["runs"]) for point in told["points"]] == [2, 2, 2]
 
 
 @pytest.mark.parametrize("role", ["data", "base"])

@@ -85,6 +85,14 @@ def test_a_warning_is_printed_for_a_warmup_that_overlaps_the_decay():
     assert [len(lines) for lines in warnings] == [1, 0] and "warmup=0.5: overlaps the decay" in warnings[0][0]
 
 
+def test_a_run_that_ends_in_the_warmup_of_its_rate_is_warned_of_the_rate_that_it_reaches():
+    preview = RunPreview({"steps": 10}, None, None, SimpleNamespace(updates=(SimpleNamespace(weight_decay=1, rule=0),)))
+    [line] = Linear(warmup=40).warnings(preview)
+    assert line.startswith("callbacks.linear.warmup=40: the run has 10 steps") and "learning rate of 0.25 lr" in line
+    for silent in (Linear(warmup=9), Linear(warmup=0.9), Linear(warmup=40, scales="weight_decay")):
+        assert [*silent.warnings(preview)] == []
+
+
 def test_the_rate_a_run_uses_is_the_base_rate_times_the_factor(train):
     run = train("callbacks=[wsd,events]", "callbacks.wsd.warmup=3", "callbacks.wsd.decay=0.5", "lr=0.01")
     expected = [0.01 * WarmupStableDecay(warmup=3, decay=0.5).factor(k, 12) for k in range(12)]

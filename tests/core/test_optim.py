@@ -106,6 +106,14 @@ def test_a_chosen_mode_wins_over_the_recipes_and_brings_its_own_beta2(chosen, de
     assert AdamWOptimiser(mode=chosen).with_mode(default).adamw == AdamWOptimiser().with_mode(chosen).adamw
 
 
+def test_the_title_of_adamw_says_whether_a_mode_corrects_the_bias():
+    titles = [AdamWOptimiser().with_mode(mode).title for mode in (LORA, FROM_SCRATCH)]
+    assert titles == [
+        "AdamW with bias correction (optim.mode=lora)",
+        "AdamW with constant betas (optim.mode=from_scratch)",
+    ]
+
+
 def test_a_chosen_beta2_wins_over_the_modes():
     assert AdamWOptimiser(mode=LORA, beta2=0.5).with_mode(FROM_SCRATCH).adamw.beta2 == 0.5
 

@@ -65,10 +65,10 @@ class Line:
     # -- kinds of words ------------------------------------------------------------------------------------------
 
     def candidates(self, command: Command | None) -> Iterator[Candidate]:
-        """Yield completions of the word at the cursor for a sub-command, or if that is None, for a run or sweep.
+        """Yield completions of the word at the cursor, also some that do not begin with it.
 
-        They are values if the word follows an option, options if it begins with a dash, or otherwise settings, files
-        and names. They need not begin with the word.
+        `command` is the sub-command of the line, or None for a run or sweep. After an option, yield values of that
+        option. If the word begins with a dash, yield options. Otherwise yield settings, files or names.
         """
         parser = command.parser() if command else flag_parser()
         kinds = ["settings"] if self.before else ["settings", "commands"]
@@ -201,8 +201,8 @@ class Line:
     def _settings(self, key: str) -> Iterator[tuple[str, Setting]]:
         """Yield (full key, setting) for every top-level setting, and for settings of parts in the group of `key`.
 
-        Of a group such as data, use the part that the line chooses with data=NAME, or all parts if it chooses none. All
-        callbacks are used.
+        In the group data, for example, these are the settings of the part that the line chooses with data=NAME, or of
+        every part if it chooses none. In the group callbacks, they are the settings of every callback.
         """
         yield from top_level_settings()
         yield from ((key, Setting("dir", "str", "", "")) for key in HYDRA_KEYS[:3])

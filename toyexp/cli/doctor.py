@@ -103,9 +103,9 @@ def _check_numerics(arguments: Arguments) -> int:
 
 
 def placement(runs: Mapping[str, Prepared]) -> list[str]:
-    """Return lines on how many graph nodes of a training step run on each device, by op; `runs` is keyed by engine.
+    """Return lines of text that list, for each engine, the ops of a training step on each device and their number.
 
-    An engine without a static graph gets a line that says so.
+    `runs` maps each engine, as typed, to its prepared run. An engine without a static graph gets a line that says so.
     """
     lines = []
     for label, prepared in runs.items():
@@ -127,10 +127,11 @@ def placement(runs: Mapping[str, Prepared]) -> list[str]:
 
 
 def verdict(offer: Offer) -> str:
-    """Return one line on whether an engine works here.
+    """Return one line that says whether an engine works here.
 
-    It begins with PASS, followed by the device and tips; `no` with the reason and the remedy if the device or a package
-    is missing; or FAIL with the error if the engine itself is broken.
+    - PASS, followed by its device and tips, if it works
+    - "no", followed by the reason and a remedy, if its device or a package is missing
+    - FAIL, followed by the error, if the engine itself is broken
     """
     try:
         engine = offer.cls()
@@ -189,7 +190,7 @@ class Line:
 
     name: str
     values: float  # largest error of logits and loss, relative to the largest logit or the loss
-    gradients: float  # relative error (norm) of the worst gradient; of a training: of the worst tensor's change
+    gradients: float  # relative error (norm) of the worst gradient; for a training, of the worst tensor's change
     tolerances: tuple[float, float]  # maximum of `values`, and of `gradients`
     failure: str = ""  # error message of the engine, if it raised
 
@@ -235,9 +236,11 @@ class Op:
     gradients: Arrays  # keyed by tensor
 
     def errors(self, engine: Engine) -> tuple[float, float]:
-        """Return two relative errors of an engine: the larger of its logits and loss, and that of the worst gradient.
+        """Return two relative errors of an engine on this op: that of logits or loss, and that of the worst gradient.
 
-        The first is of the maximum, the second of the norm. They are NaN if the engine computes a NaN.
+        The first is the largest error of a logit divided by the largest logit, or the relative error of the loss if
+        that is larger. The second is the norm of a gradient's error divided by its norm. An error is NaN if the engine
+        computes a NaN.
         """
         with engine.realize(self.plan) as session:
             session.build()
@@ -263,9 +266,10 @@ class Training:
     end: Arrays  # weights after the last step
 
     def errors(self, engine: Engine) -> tuple[float, float]:
-        """Return two errors of an engine: the largest relative error of a loss, and that of the worst tensor.
+        """Return two errors of an engine: the largest relative error of a loss, and the error of the worst tensor.
 
-        The error of a tensor after the last step is its norm relative to the norm of the tensor's change in training.
+        The error of a tensor is the norm of its difference from the reference after the last step, divided by the norm
+        of its change in training.
         """
         steps = range(len(self.losses))
         with engine.realize(self.plan) as session:

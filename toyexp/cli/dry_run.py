@@ -354,9 +354,9 @@ def _try_job(shape: Shape, runner: Runner, root: Path) -> None:
 
 
 def _trial_words(job: Job, runner: Runner, root: Path) -> list[str]:
-    """Return the words of the command line that runs a job: `resume=` if it has a checkpoint, otherwise its overrides.
+    """Return the words of the command line that runs a job, without --dry-run.
 
-    `root` is the sweep's directory.
+    A job that has a checkpoint in the sweep's directory `root` is resumed. Any other job gets its overrides.
     """
     spec = runner.request.spec
     if job.directory and checkpoint.list_checkpoints(root / job.directory / "checkpoints"):

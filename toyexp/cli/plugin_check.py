@@ -200,9 +200,9 @@ class _PytestResults:
         self._about: set[tuple[str, str | None]] = set()  # (kind, name) of tested parts; name None: unknown
 
     def is_about(self, offer: Offer) -> bool:
-        """Return True if one of the tests was a conformance suite for the part `offer`.
+        """Return True if the tests include a conformance suite for the part `offer`.
 
-        A suite counts for every part of its kind if it does not tell which part it tests.
+        A suite that does not tell which part it tests counts for every part of its kind.
         """
         return bool(self._about & {(offer.kind, offer.name), (offer.kind, None)})
 

@@ -166,9 +166,9 @@ def recompute_in_backward(function: Callable[[Tensor], Tensor], x: Tensor) -> Te
 
 
 def _autocast(device: str) -> Callable[[], contextlib.AbstractContextManager[Any]]:
-    """Return a function whose context manager sets the autocast state of this moment.
+    """Return a function that creates a context manager, which sets autocast as it is now.
 
-    A recomputation in the backward pass needs it, because autocast is off there.
+    A recomputation in the backward pass needs it, because autocast is off during a backward pass.
     """
     if not torch.is_autocast_enabled(device):
         return contextlib.nullcontext

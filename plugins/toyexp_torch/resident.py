@@ -30,8 +30,8 @@ class Resident:
 
     `compute_metrics` computes the gradients of micro-batches and returns a tensor [loss, gradient norm].
     `evaluate_loss` returns the loss of one micro-batch. If `selects` is True, a micro-batch may list the positions
-    whose logits are computed under `SELECTED`: all those whose targets have a weight, and others to round their number
-    up.
+    whose logits are computed under `SELECTED`: all those whose targets have a weight, and some others, because there
+    are graphs for a few numbers of positions only.
     """
 
     def __init__(

@@ -214,7 +214,7 @@ class TorchSession(Session):
 
     @property
     def depth(self) -> int:
-        """Maximum number of steps that are launched before the first is read: 2 on a GPU, which queues them, else 1."""
+        """Maximum number of launched steps whose metrics are unread: 2 on a GPU, which queues them, else 1."""
         return 1 if self._resident is None else 2
 
     def do_launch(self, micros: Sequence[Batch], numbers: Sequence[np.ndarray]) -> Callable[[], StepMetrics]:
@@ -235,13 +235,16 @@ class TorchSession(Session):
             return StepMetrics(*metrics.tolist())
 
     def _compute_metrics(self, micros: Sequence[dict[str, Tensor]]) -> Tensor:
-        """Write the gradients, summed over micro-batches, into the flat vector; return a tensor [loss, norm]."""
+        """Write the gradients, summed over micro-batches, into the flat vector.
+
+        Return a tensor with two elements: the summed loss, and the norm of all gradients before clipping.
+        """
         loss = self._backward(micros)
         norm = torch.linalg.vector_norm(self._grad)
         return torch.stack((loss, norm.to(loss.dtype)))  # one transfer, one wait
 
     def _backward(self, micros: Sequence[dict[str, Tensor]]) -> Tensor:
-        """Write the gradient, summed over micro-batches, into the flat vector; return the summed loss."""
+        """Write the gradients, summed over micro-batches, into the flat vector; return the summed loss."""
         losses: list[Tensor] = []
         if not self._gathers_gradients:
             self._grad.zero_()
@@ -255,9 +258,9 @@ class TorchSession(Session):
         return losses[0] if len(losses) == 1 else torch.stack(losses).sum()
 
     def _gather(self, loss: Tensor, first: bool) -> None:
-        """Compute the gradients of `loss`, and write them into the flat vector (`first`) or add them to it.
+        """Compute the gradients of `loss` and add them to the flat vector, with a multi-tensor kernel for each dtype.
 
-        This takes one multi-tensor kernel for each dtype of gradients.
+        If `first` is True, overwrite the vector instead.
         """
         gradients = torch.autograd.grad(loss, self._leaves, allow_unused=True, materialize_grads=True)
         add = torch._foreach_copy_ if first else torch._foreach_add_
@@ -361,7 +364,7 @@ class Switches:
 
     @contextlib.contextmanager
     def apply(self) -> Iterator[None]:
-        """Set the process-wide settings to the session's for the time of the body."""
+        """Apply the session's settings to the process, and restore the previous ones at the end of the body."""
         threads, matmul = torch.get_num_threads(), torch.backends.cuda.matmul
         with contextlib.ExitStack() as undo:
             if self.threads is not None and threads != self.threads:

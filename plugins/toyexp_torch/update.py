@@ -69,7 +69,7 @@ UNSHARED = Share()
 
 @dataclass
 class GroupSlice:
-    """Slice of one parameter group in the flat vectors, with the state of its rule."""
+    """Slice of one parameter group in the flat vectors, with the group's optimiser state."""
 
     group: Group
     kernel: Formula
@@ -134,7 +134,7 @@ class Update:
         return self._flat.new_zeros((*self._flat.shape[:-1], *shape))
 
     def _span(self, group: Group) -> slice:
-        """Return the slice from a group's first tensor to the padding after its last one."""
+        """Return a group's slice of the flat vectors, including the padding after its last tensor."""
         stop = self._slices[group.tensors[-1]].stop
         return slice(self._slices[group.tensors[0]].start, -(-stop // ALIGNMENT) * ALIGNMENT)
 

@@ -64,10 +64,10 @@ def translate_error(text: str) -> str:
 
 @contextlib.contextmanager
 def note_remains(directory: Path, call: str) -> Iterator[None]:
-    """Add a note on how to open and resume the run to a RunFailed or KeyboardInterrupt that the body raises.
+    """If the body raises RunFailed or KeyboardInterrupt, add a note that says how to open and resume the run.
 
-    `call` is the beginning of the call that resumes it, such as `toyexp.run(`. Without a checkpoint, the note shows
-    only how to open the run; if nothing was written to `directory`, no note is added.
+    `call` is the beginning of the call that resumes it, such as `toyexp.run(`. If the run has no checkpoint, the note
+    says only how to open it. If no run was written to `directory`, no note is added.
     """
     try:
         yield

@@ -199,8 +199,8 @@ class SweepResult(Sequence[Result]):
     def table(self) -> list[dict[str, Any]]:
         """A dict for each job, best first: its number, swept settings, state, losses, metrics, seconds and error.
 
-        `mean` and `deviation` (the sample standard deviation) of the ranking metric are those of all jobs that differ
-        only in their seed.
+        `mean` and `deviation` are the mean and the sample standard deviation of the ranking metric over the jobs that
+        differ from this one only in their seed.
         """
         keys = list(dict.fromkeys(word.partition("=")[0] for job in self._jobs for word in job.overrides))
         rows = []

@@ -36,8 +36,8 @@ Frozen = list[tuple[str, str, list[int], str | None]]  # name, dtype, shape, and
 class GradientSums:
     """Sum of the gradients over all ranks, in buckets, each of which is summed once the backward pass has filled it.
 
-    A bucket is a slice of the flat gradient vector. All ranks must sum the buckets in the same order. It is from the
-    end of the model to its beginning, because a backward pass usually computes the gradients in this order.
+    A bucket is a slice of the flat gradient vector. All ranks must sum the buckets in the same order:
+    from the end of the model to its beginning, because a backward pass usually computes the gradients in this order.
     """
 
     def __init__(self, plan: Plan, grad: Tensor, slices: Mapping[str, slice], group: Group):
@@ -55,7 +55,7 @@ class GradientSums:
         self._sizes = [len(names) for names in buckets]
 
     def begin(self) -> None:
-        """Prepare for the last backward pass of a step, after which the gradients are summed over the ranks."""
+        """Prepare for the last backward pass of a step, during which the gradients are summed over the ranks."""
         self._left, self._waits = [*self._sizes], list[Callable[[], None]]()
 
     def mark_complete(self, name: str) -> None:
@@ -133,7 +133,7 @@ class ShardedUpdate(Update):
         return {s: x if len(parts) == 1 else x.reshape(-1)[start:stop] for s, x in state.items()}
 
     def _parts(self, name: str) -> dict[int, tuple[int, int]]:
-        """Return the bounds (start, stop) of each rank's part of a flattened tensor, for the ranks that update it."""
+        """Return which ranks update a tensor: the bounds (start, stop) in the flattened tensor, keyed by rank."""
         tensor = self._slices[name]
         cuts = next(cuts for cuts in self.cuts if cuts[0] <= tensor.start < cuts[-1])
         bounds = [min(max(cut, tensor.start), tensor.stop) - tensor.start for cut in cuts]

@@ -165,7 +165,8 @@ class Supervisor:
     def watch_computation(self) -> Iterator[None]:
         """Run the body, which takes part in a computation of all ranks.
 
-        Raise RankFailed if a rank fails meanwhile, also in place of an error of the body that this failure has caused.
+        Raise RankFailed if another rank fails in the meantime. If that failure causes an error in the body, RankFailed
+        replaces this error.
         """
         self.check()
         self._is_computing, self._has_called = True, False
@@ -226,8 +227,8 @@ class Supervisor:
     def _look(self, seconds: float) -> list[tuple[int, str, str]]:
         """Wait up to `seconds` for messages of the ranks and read them; return a tuple for each rank that has failed.
 
-        It consists of a number (0 if the rank is probably the cause, 2 if another rank probably is, 1 if unknown), a
-        line that describes the failure, and a traceback, which may be empty.
+        The tuple consists of a number (0: the rank itself is probably the cause, 1: unknown, 2: another rank probably
+        is the cause), a line that describes the failure, and a traceback, which may be empty.
         """
         failures: list[tuple[int, str, str]] = []
         alive: dict[Any, Rank] = {rank.link: rank for rank in self.ranks if not rank.gone}

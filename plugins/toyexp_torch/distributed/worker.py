@@ -46,9 +46,9 @@ LOST = ("gloo", "NCCL", "Connection", "store")  # words in torch's errors that a
 
 
 def gather_ranks(count: int) -> Supervisor:
-    """Return the supervisor of the other ranks, which must be called on rank 0.
+    """Return a supervisor of the other ranks, after connecting to them. Raise UserError if this is not rank 0.
 
-    The ranks are those that `torchrun` has started, or `count` - 1 new processes on this machine.
+    The other ranks are processes that `torchrun` has started, or else `count` - 1 new processes on this machine.
     """
     ranks = started_ranks()
     if ranks.rank:
@@ -83,16 +83,17 @@ def _connect_torchrun_ranks() -> Supervisor:
 
 
 def _describe_ranks(ranks: Iterable[int]) -> str:
-    """Return a phrase for messages, such as "ranks 1, 2 of 4 at node1:29500", where the address is torchrun's."""
+    """Return a phrase for messages, such as "ranks 1, 2 of 4 at node1:29500", with the address of torchrun's store."""
     numbers, count = sorted(ranks), started_ranks().count
     names = f"rank{'' if len(numbers) == 1 else 's'} {', '.join(map(str, numbers))} of {count}"
     return f"{names} at {os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
 
 
 def _accept(connection: socket.socket, token: str, connected: set[int], count: int) -> Rank:
-    """Read the greeting of a process that has connected, answer it, and return the rank that it is.
+    """Read the greeting of a process that has connected, answer it, and return the process as a Rank.
 
-    Raise ValueError if it is not a rank of this run, which knows the `token`, or if this rank is `connected` already.
+    Raise ValueError if the greeting does not contain the run's `token`, or if its rank number is not between 1 and
+    `count` - 1 or is in `connected` already.
     """
     connection.settimeout(10)
     key, rank, pid, host = connection.makefile("rb").readline(GREETING_BYTES).decode().split(maxsplit=3)

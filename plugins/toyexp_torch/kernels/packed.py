@@ -220,7 +220,7 @@ class Packed:
     def read(cls, tensor: PlanTensor, device: torch.device, dtype: torch.dtype) -> Packed | None:
         """Read the bytes of a tensor from its GGUF file, and return it as a Packed matrix on the device.
 
-        Return None if its values do not come from a GGUF file, or in a type that is not in `KINDS`, such as F32.
+        Return None if the tensor is not stored in a GGUF file, or if its type there is not in `KINDS`, such as F32.
         """
         info = mappable_tensor(tensor)
         if info is None or info.type not in KINDS:

@@ -118,7 +118,8 @@ class _Product(torch.autograd.Function):
     def vmap(info: Any, in_dims: Any, x: Tensor, w: Tensor, rounds: torch.dtype | None) -> tuple[Tensor, int]:
         """Multiply x [K, M, in] of K runs by w [K, out, in], transposed, or by one w [out, in] that all runs share.
 
-        Return the product [K, M, out], and 0, which tells vmap that the first axis is that of the runs.
+        The factors are rounded to the dtype `rounds`, unless that is None. Return the product [K, M, out], and 0, which
+        tells vmap that the first axis is that of the runs.
         """
         x = _with_run_axis(x, in_dims[0], info.batch_size)
         if in_dims[1] is None:

@@ -69,7 +69,7 @@ class TorchStack(Stack):
 
     @cached_property
     def depth(self) -> int:
-        """Maximum number of steps of a run that are launched before the first is read.
+        """Maximum number of launched steps whose metrics are unread, for each run.
 
         On a GPU, it is twice the number of steps that are launched together, so that the GPU is always busy.
         """
@@ -119,7 +119,8 @@ class TorchStack(Stack):
     def losses(self, requests: Mapping[int, Iterable[Batch]]) -> Mapping[int, Callable[[], float]]:
         """Compute the held-out losses of the runs whose rows are keys of `requests`; see Stack.
 
-        A run with fewer batches than the others is idle during their last ones.
+        Return, for each row, a function that returns its mean loss. A run with fewer batches than the others is idle
+        while the others compute their last ones.
         """
         held_out = {row: HeldOut(self._plans[row], batches) for row, batches in sorted(requests.items())}
         micros: dict[int, Sequence[Batch]] = {}
@@ -137,7 +138,7 @@ class TorchStack(Stack):
         return waits | {row: partial(lambda row: held_out[row].mean(sums()[indices[row]]), row) for row in indices}
 
     def _losses(self, requests: Mapping[int, Sequence[Batch]]) -> Tensor:
-        """Return a vector with the sum of each run's losses over its batches, in the order of the program's runs.
+        """Return a vector with the sum of each run's losses over its micro-batches, in the order of the program's runs.
 
         `requests` has the micro-batches of each run, keyed by row.
         """
@@ -156,10 +157,11 @@ class TorchStack(Stack):
         return total
 
     def _prepare(self, asking: Sequence[int]) -> None:
-        """Make a new program, if necessary, so that it contains exactly the runs in the rows `asking`.
+        """Prepare a program, which is a StackedStep, that computes the runs in the rows `asking`.
 
-        On a GPU, where capturing a program is slow, it contains all runs that still train. There, an existing program
-        is used as long as it contains the runs that ask, even if some of its other runs have ended.
+        On the CPU, it contains exactly these runs. On a GPU, where capturing a new program is slow, it contains all
+        runs that still train. There, the present program is kept as long as it contains the runs that ask, even if a
+        few of its other runs have ended.
         """
         on_gpu, rows = self.on_gpu, [*asking]
         if on_gpu:
@@ -189,10 +191,10 @@ class TorchStack(Stack):
         return tensors
 
     def _collect_frozen(self, rows: Sequence[int]) -> dict[str, tuple[Tensor, bool]]:
-        """Return each frozen tensor, keyed by name, and whether it is stacked.
+        """Return a tuple for each frozen tensor, keyed by its name: the tensor, and whether it is stacked.
 
-        If the runs have different values, the tensor is a stack of them [k, ...], and the second value is True. From
-        then on, the runs' sessions hold rows of this stack. Otherwise it is the tensor that the runs share.
+        If the k runs in `rows` have different values, the tensor is a stack of them [k, ...], whose rows the runs'
+        sessions use from then on. Otherwise it is the tensor that the runs share.
         """
         frozen_values = {}
         for tensor in self._plans[0].tensors:
@@ -207,7 +209,10 @@ class TorchStack(Stack):
         return frozen_values
 
     def find_equal(self, name: str, values: Tensor) -> Tensor:
-        """Return the tensor `name` of another run if it has the same values, so that runs share it; else `values`."""
+        """Return the tensor `name` of another run if its values equal `values`, so that both share it.
+
+        If there is none, return `values`.
+        """
         for session in self.sessions:
             other = session.frozen_values(name)
             if other is not None and torch.equal(other, values):

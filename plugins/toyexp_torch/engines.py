@@ -315,7 +315,7 @@ class TorchCUDA(TorchEngine):
             threading.Thread(target=_open_cuda, args=(self.deterministic,), daemon=True).start()
 
     def free_bytes(self) -> int | None:
-        """Return the bytes of the GPU's free memory, plus those that PyTorch has reserved and does not use."""
+        """Return the bytes of free GPU memory, including memory that PyTorch has reserved but does not use."""
         cuda = import_torch().cuda
         return int(cuda.mem_get_info()[0]) + int(cuda.memory_reserved()) - int(cuda.memory_allocated())
 

@@ -216,7 +216,10 @@ TOLERANCES = {
 
 
 def precision(engine: Engine) -> str:
-    """Return the precision of the engine's matrix products, a key of TOLERANCES. Raise UserError for any other name."""
+    """Return the precision of the engine's matrix products, such as "tf32".
+
+    Raise UserError if the engine gives a name that is not a key of TOLERANCES.
+    """
     dtype = engine.product_dtype()
     if dtype not in TOLERANCES:
         raise UserError(f"engine={engine.name}: product_dtype() is {dtype!r}; {suggest(dtype, TOLERANCES)}")

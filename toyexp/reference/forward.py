@@ -31,7 +31,7 @@ MOST_OPS = 1_000_000  # ops per forward pass; a block has about 30, a model at m
 def check_forward(plan: Plan, recipe: str) -> None:
     """Raise UserError if the forward pass of the plan's model makes calls that not every engine can run.
 
-    The message names the model, or `recipe` if the model fails only with the plan's adapters or changed shapes.
+    The message names the model, or the `recipe` if only the adapters or tensor shapes of its plan cause the failure.
     """
     model = {t.name: t.shape for t in plan.model.tensors()}
     _forward(plan, f"model.{plan.model.name}", Params({name: Shaped(shape) for name, shape in model.items()}))

@@ -31,7 +31,7 @@ class WeightInfo:
 
 @dataclass(frozen=True)
 class Line:
-    """One op of the forward pass."""
+    """Row of a listing: an op of the forward pass, its weights, and the shape of its result."""
 
     op: str
     weights: tuple[WeightInfo, ...]  # tensors of the file that the op reads

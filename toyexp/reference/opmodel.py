@@ -160,9 +160,9 @@ def op_plan(case: str, adapter: str | None = None, **changes: object) -> Plan:
 
 
 def case_rows(engine: Engine) -> int:
-    """Return the number of rows for a case's plan on this engine: the lowest from ROWS that the engine accepts.
+    """Return the number of rows in a batch for a case's plan: ROWS, or the next larger number that the engine accepts.
 
-    An engine with several devices accepts only numbers that it can split equally among them.
+    An engine with several devices accepts only numbers of rows that it can split equally among them.
     """
     for rows in range(ROWS, MOST_ROWS):
         try:

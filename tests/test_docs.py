@@ -370,7 +370,7 @@ def test_the_tables_of_speeds_are_generated_from_bench_reports():
 
 
 def test_the_documented_fault_figures_are_those_of_the_last_run():
-    assert f"```\n{(Path(__file__).parent / 'faults' / 'figures.txt').read_text()}```\n" in ALL
+    assert f"```text\n{(Path(__file__).parent / 'faults' / 'figures.txt').read_text()}```\n" in ALL
 
 
 @pytest.mark.parametrize("page", [README, *PAGES.values()], ids=["README", *PAGES])

@@ -46,7 +46,7 @@ ROWS = [  # machine, title, engines of a cell, quantity
         "H200, another host", "whole runs on `cuda`, eager and compiled, with their callbacks",
         ["cuda", "cuda:compile=true"], STEP,
     ),
-    ("H200, another host", "the same, eager with `engine.capture=false`", ["cuda:capture=false"], STEP),
+    ("H200, another host", "whole runs on `cuda` with `engine.capture=false`, eager", ["cuda:capture=false"], STEP),
 ]  # fmt: skip
 
 WITHOUT_BLAS = "2 cores, without BLAS"  # the machine of the second table, whose figures are ratios to `cpu`
@@ -67,9 +67,9 @@ def text(machines):
     table = "".join("|" + "|".join(line) + "|\n" if line[0] == "---" else _line(line) for line in lines)
     here = machines["2 cores"]["runs"]
     *others, last = (f"{_ratio(here[shape], 'ggml', 'cpu'):.2f}" for shape in SHAPES)
-    torch = f"So `ggml` takes {', '.join(others)} and {last} times torch's time on this CPU"
-    autodiff = f"{_ratio(here['bench_6m'], 'ggml', 'ggml autodiff'):.2f} times that of ggml's own autodiff"
-    return f"{table}\n{torch}, and\n{autodiff} at 5.9M.\n"
+    torch = f"So on this CPU a step on `ggml` takes {', '.join(others)} and {last} times as long as on `cpu`. At"
+    autodiff = f"{_ratio(here['bench_6m'], 'ggml', 'ggml autodiff'):.2f} times as long as with ggml's own autodiff"
+    return f"{table}\n{torch}\n`bench_6m` it takes {autodiff}.\n"
 
 
 def ratios(machines):

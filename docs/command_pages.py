@@ -57,8 +57,8 @@ NOTES = {
     ),
     "runs": CommandNotes(guide="guides/compare.md"),
     "compare": CommandNotes("nothing, or with `--html` that file", guide="guides/compare.md"),
-    "completion": CommandNotes(guide="guides/runs.md#what-there-is"),
-    "help": CommandNotes(guide="guides/runs.md#what-there-is"),
+    "completion": CommandNotes(guide="guides/runs.md#look-up-parts-and-settings"),
+    "help": CommandNotes(guide="guides/runs.md#look-up-parts-and-settings"),
 }
 
 

@@ -128,7 +128,8 @@ class QualityGate(MetricListener):
             ("least", self.least, not lower_is_better(self.metric)),
         ):
             if value is not None and not applies:
-                raise UserError(f"callbacks.quality_gate.{key}={value}: does not apply to metric={self.metric}")
+                metric = f"callbacks.quality_gate.metric={self.metric}"
+                raise UserError(f"callbacks.quality_gate.{key}={value}: has no effect with {metric}; leave it out")
 
     def state(self) -> dict[str, Any]:
         """Return the first and the last value of the metric, to be saved in a checkpoint."""
@@ -142,8 +143,8 @@ class QualityGate(MetricListener):
     def join(self, step: int) -> None:
         """Raise UserError: this callback needs the first evaluation, which a resumed run has behind it."""
         raise UserError(
-            f"callbacks.{self.name} needs the first evaluation, which is before step {step}: "
-            "remove it, or start a new run"
+            f"callbacks.{self.name} needs the first evaluation, but the run resumes at step {step}; "
+            "leave it out, or start a new run"
         )
 
     @hookimpl(trylast=True)  # after callbacks that log

@@ -79,8 +79,8 @@ class ExampleDataset(Dataset):
         length = context + 1  # a row's tokens, and the last one's target
         for name, part in (("training", self.train), ("held-out", self.held_out)):
             if len(part.first) and not part.usable(length).any():
-                problem = f"none of the {len(part.lengths)} {name} examples has a learned token within it"
-                raise UserError(f"model.context={context}: {problem}; the shortest needs {part.first.min()}")
+                problem = f"each of the {len(part.lengths)} {name} examples has only prompt tokens within this context"
+                raise UserError(f"model.context={context}: {problem}; type model.context={part.first.min()} or more")
         return ExampleBatches(self.train, self.held_out, context, rows, seed, self._pack, self._eval_batches)
 
 

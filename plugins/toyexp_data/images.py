@@ -73,7 +73,9 @@ class Images(SplitData):
         shape = (self.image_size, self.image_size, 3 if self.color else 1)
         if len(listed) * math.prod(shape) > self.max_mb * 1e6:
             size_text = f"{len(listed)} images of {self.image_size} x {self.image_size} pixels"
-            raise UserError(f"data.path={self.path}: {size_text} are more than data.max_mb={self.max_mb:g}")
+            raise UserError(
+                f"data.path={self.path}: {size_text} take more than data.max_mb={self.max_mb:g} MB of memory"
+            )
         import numpy as np
 
         images = np.empty((len(listed), *shape), np.uint8)
@@ -99,7 +101,7 @@ class Images(SplitData):
         if missing or len(names) < 2 or (held_dir and not is_held_out.any()):
             empty = f"class {printable(missing[0])}" if missing else f"{held_dir}, to be held out,"
             problem = f"{empty} has no image" if missing or len(names) > 1 else "has fewer than two classes"
-            raise UserError(f"data.path={self.path}: {problem}{f' that can be used ({skipped[0]})' if skipped else ''}")
+            raise UserError(f"data.path={self.path}: {problem}{f' that can be read ({skipped[0]})' if skipped else ''}")
         facts = {"path": self.path, "skipped": len(skipped), "skipped_files": skipped[:MAX_NAMED]}
         return toyexp.ImageDataset(
             images[: len(usable)], np.array([label for _, label in usable], np.int32), names,
@@ -133,7 +135,7 @@ class Images(SplitData):
         names = [f.name for f in folders]
         for folder in _subdirectories(held_dir) if held_dir else []:
             if folder.name not in names:
-                raise UserError(f"{folder}: is held out, but {train} has no class of that name")
+                raise UserError(f"{folder}: holds held-out images, but {train} has no class {printable(folder.name)}")
             folders.append(folder)
         listed: list[tuple[Path, int | str]] = [
             (file, names.index(folder.name)) for folder in folders for file in sorted(toyexp.iter_images(folder))
@@ -170,7 +172,7 @@ class Images(SplitData):
                 continue
             listed.append((file, number if 0 <= number < count else f"its class {number} is not one of 0..{count - 1}"))
         if count > len(lines):
-            raise UserError(f"data.labels={self.labels}: {count} classes for {len(lines)} images; each needs one")
+            raise UserError(f"data.labels={self.labels}: {count} classes need as many images, it lists {len(lines)}")
         self._check_once(entries)
         return listed, [str(number) for number in range(count)]
 

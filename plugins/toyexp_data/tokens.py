@@ -67,7 +67,7 @@ class Tokens(SplitData):
         if tokenizer is not None:
             if tokenizer.vocab < vocab:
                 has = f"{self.tokenizer} has {tokenizer.vocab} tokens"
-                raise UserError(f"{self.path}: its ids go up to {vocab - 1}, {has}")
+                raise UserError(f"{self.path}: its ids go up to {vocab - 1}, but data.tokenizer={has}")
             vocab = tokenizer.vocab
         facts = {"path": self.path, **(tokenizer_facts(tokenizer) if tokenizer else {})}
         cut = len(ids) - int(len(ids) * self.val_fraction)
@@ -78,7 +78,7 @@ def read_tokens(path: Path, dtype: str) -> tuple[np.ndarray, int]:
     """Return the int32 ids of a token file and its vocabulary size; raise UserError for an invalid file."""
     read = _read_npy if path.suffix in (".npy", ".npz") else _read_packed
     ids, declared, is_explicit = read(path, dtype)
-    hint = "" if is_explicit else "; uint16 ids take data.dtype=uint16"
+    hint = "" if is_explicit else "; for uint16 ids: data.dtype=uint16; for text: data=text"
     if ids.min() < 0:
         raise UserError(f"{path}: position {int(ids.argmin())} holds the id {ids.min()}; ids begin at 0{hint}")
     top = int(ids.max()) + 1
@@ -105,16 +105,16 @@ def _read_packed(path: Path, dtype: str) -> tuple[np.ndarray, int, bool]:
     declared, body, has_header = 0, raw, raw[:4] == MAGIC
     if has_header:
         if len(raw) < 16:
-            raise UserError(f"{path}: a TOYC header has 16 bytes, but the file has {len(raw)}")
+            raise UserError(f"{path}: is cut off: a TOYC file has a header of 16 bytes, this one only {len(raw)} bytes")
         version, declared, _ = struct.unpack("<III", raw[4:16])
         if version != 1:
-            raise UserError(f"{path}: TOYC version {version}; version 1 is supported")
+            raise UserError(f"{path}: is a TOYC file of version {version}; only version 1 is supported")
         if dtype == "uint16":
             raise UserError(f"{path}: is a TOYC file, whose ids are int32; remove data.dtype=uint16")
         body, dtype = raw[16:], "int32"
     kind = np.dtype(DTYPES[dtype])
     if not body:
-        raise UserError(f"{path}: holds 0 bytes of token ids")
+        raise UserError(f"{path}: holds no token ids")
     if len(body) % kind.itemsize:
         guess = "it is cut off, or holds none" if has_header or len(body) % 2 else "uint16 ids take data.dtype=uint16"
         raise UserError(f"{path}: {len(body)} bytes are not a whole number of {kind.itemsize}-byte ids; {guess}")

@@ -36,7 +36,7 @@ class Llama(RotaryModel):
         if len(self.rope_factors) not in (0, self.head_size // 2):
             count, pairs = len(self.rope_factors), self.head_size // 2
             raise UserError(
-                f"model.rope_factors holds {count} numbers; heads of {self.head_size} features take {pairs}"
+                f"model.rope_factors has {count} numbers; heads of {self.head_size} features need {pairs}, one a pair"
             )
         for factor in self.rope_factors:
             require_positive("model.rope_factors", factor)

@@ -43,7 +43,7 @@ class RotaryModel(LanguageModel):
         if self.n_heads % self.n_kv_heads:
             raise UserError(f"model.n_kv_heads={self.n_kv_heads} does not divide model.n_heads={self.n_heads}")
         if self.head_size % 2:
-            raise UserError(f"{setting}: rope rotates pairs, so the size of a head must be even")
+            raise UserError(f"{setting}: RoPE rotates pairs of features, so a head must have an even number")
         self._check_angles()
 
     def _check_angles(self, factors: Sequence[float] = ()) -> None:
@@ -58,7 +58,7 @@ class RotaryModel(LanguageModel):
         fastest = fastest or [0, slope * (self.head_size // 2 - 1)]
         if max(fastest) + math.log10(self.context / self.rope_scale) > math.log10(MAX_INT):
             settings = f"model.rope_base={self.rope_base}, model.rope_scale={self.rope_scale}"
-            raise UserError(f"{settings}: position {self.context} would rotate by more than {MAX_INT} radians")
+            raise UserError(f"{settings}: RoPE would rotate position {self.context} by more than {MAX_INT} radians")
 
     def tensors(self) -> list[TensorSpec]:
         """Return the specs of all tensors.

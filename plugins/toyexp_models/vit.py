@@ -77,7 +77,7 @@ def vit_layout(model: Any, data: Mapping[str, Any]) -> Layout:
     Raise UserError unless model.block is layernorm_gelu.
     """
     if model.block != "layernorm_gelu":
-        raise UserError(f"model.block={model.block} has no Hugging Face layout; transformers' ViT is layernorm_gelu")
+        raise UserError(f"model.block={model.block}: only GGUF can hold it; transformers' ViT is layernorm_gelu")
     config = {
         "architectures": ["ViTForImageClassification"],
         "model_type": "vit",

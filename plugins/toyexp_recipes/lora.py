@@ -145,7 +145,7 @@ class Lora(FromBase):
         targets = self._targets(specs) if self.targets is not None else [*ranks]
         subject = f"recipe.adapter={self.adapter} has"
         if len(alphas) > 1:
-            raise UserError(f"{subject} pairs of several ranks and no alpha, but adapter.gguf can store only one alpha")
+            raise UserError(f"{subject} matrices of several ranks and no alpha; a run can only save one alpha for all")
         if self.rank is not None and {*ranks.values()} != {self.rank}:
             actual = ", ".join(map(str, sorted({*ranks.values()})))
             raise UserError(f"recipe.rank={self.rank}: {subject} rank {actual}; leave recipe.rank out")
@@ -157,7 +157,7 @@ class Lora(FromBase):
             )
         if {*targets} != {*ranks}:
             name = min({*targets} ^ {*ranks})
-            difference = f"a pair on {name}" if name in ranks else f"none on {name}"
+            difference = f"{'' if name in ranks else 'no '}matrices on {name}"
             typed = ",".join(self.targets or ())
             raise UserError(f"recipe.targets=[{typed}]: {subject} {difference}; leave recipe.targets out")
         return [replace(t, trainable=True) for t in frozen], [replace(a, dropout=self.dropout) for a in adapters]
@@ -186,7 +186,7 @@ class Lora(FromBase):
             if not match:
                 modules = {*linears.values()}
                 if any(target in n.split(".") for n in specs):
-                    raise UserError(f"recipe.targets=[{target}]: is not a linear of a block; {suggest('', modules)}")
+                    raise UserError(f"recipe.targets=[{target}]: is no linear layer of a block; {suggest('', modules)}")
                 raise UserError(f"recipe.targets=[{target}]: {suggest(SHORT_NAMES.get(target, target), modules)}")
             selected.update(match)
         return [name for name in linears if name in selected]

@@ -89,7 +89,7 @@ class TorchEngine(Engine):
         has_blanks = self.devices.split() != [self.devices]
         setting = f"engine.devices={printable(repr(self.devices) if has_blanks else self.devices)}"
         if self.devices != "all" and not is_integer(self.devices, 1, MAX_INT):
-            raise UserError(f"{setting}: must be a number from 1, or all")
+            raise UserError(f"{setting}: must be a number of devices from 1, or all")
         if ranks.count > 1:
             if self.devices not in ("1", "all", str(ranks.count)):
                 raise UserError(f"{setting}: torchrun has started {ranks.count} ranks; leave engine.devices out")
@@ -363,7 +363,7 @@ class TorchMPS(TorchEngine):
             torch.ones(1, device="mps")
         except RuntimeError as error:  # a virtual machine has the device, but without memory
             reason = str(error).partition("\n")[0]
-            raise Unavailable(f"torch {torch.__version__}: its MPS device does not work here ({reason})") from None
+            raise Unavailable(f"torch {torch.__version__}: MPS fails here ({reason}); use engine=cpu") from None
         return f"torch {torch.__version__}, {platform.machine()}"
 
     def available_devices(self) -> tuple[int, str]:

@@ -340,7 +340,12 @@ SYNTAX = [
     ("--data.max_mb 4", "settings have no dashes: data.max_mb=4"),
     ("--learning_rate=0.1", "settings have no dashes: lr=0.1"),
     ("--num-train-epochs 3", "settings have no dashes: epochs=3"),
-    ("--bananas", "unknown option", "--cfg"),
+    ("--bananas", "unknown option", "--cfg", "--help"),
+    ("dry_run=true", "unknown key dry_run; did you mean --dry-run (an option, without =true)?"),
+    ("optim.lr=0.1", "unknown key optim.lr; did you mean lr?"),
+    ("lr=0,001", "has several values; for a decimal number type lr=0.001; add -m"),
+    ("data=a/book.txt", "for this file: data=text data.path=a/book.txt"),
+    ("recipe=lora recipe.base=org/name", "recipe.base=org/name: not found; only local", "hf download org/name"),
     ("--multirum", "did you mean --multirun?"),
 ]
 
@@ -431,7 +436,7 @@ def test_a_pattern_with_brackets_is_rejected_with_the_valid_form(run_rejected, n
         ("doctor --graph engine=nope", ["unknown name"]),
         ("plugins warmm", ["did you mean warm?"]),
         ("plugins imagenet", ["plugins imagenet: unknown name; list all names: toyexp plugins"]),
-        ("plugins warm scratch", ["takes one name or --matrix"]),
+        ("plugins warm scratch", ["takes either one name or --matrix"]),
         ("help dta", ["help dta: unknown page", "did you mean data?"]),
         ("help guides/compare", ["did you mean compare?"]),
         ("help guides/compar.md", ["did you mean compare?"]),
@@ -706,11 +711,11 @@ TOYC = struct.Struct("<4sIII")
         (None, "data=tokens", ["data.path=..."]),
         (None, "data=tokens data.path=missing.bin", ["data.path=missing.bin: not found"]),
         (b"abcde", "data=tokens data.path=file", ["file", "5 bytes", "4-byte ids"]),
-        (b"", "data=tokens data.path=file", ["file", "0 bytes"]),
-        (struct.pack("<3i", 1, -2, 3), "data=tokens data.path=file", ["id -2", "uint16 ids take data.dtype=uint16"]),
-        (TOYC.pack(b"TOYC", 2, 300, 0) + b"\0" * 8, "data=tokens data.path=file", ["TOYC version 2"]),
+        (b"", "data=tokens data.path=file", ["file: holds no token ids"]),
+        (struct.pack("<3i", 1, -2, 3), "data=tokens data.path=file", ["id -2", "for uint16 ids: data.dtype=uint16"]),
+        (TOYC.pack(b"TOYC", 2, 300, 0) + b"\0" * 8, "data=tokens data.path=file", ["is a TOYC file of version 2"]),
         (TOYC.pack(b"TOYC", 1, 5, 0) + struct.pack("<i", 7), "data=tokens data.path=file", ["of 5", "the id 7"]),
-        (b"TOYC\1", "data=tokens data.path=file", ["TOYC header has 16 bytes"]),
+        (b"TOYC\1", "data=tokens data.path=file", ["a TOYC file has a header of 16 bytes"]),
         (b"\0" * 8, "data=tokens data.path=file data.dtype=int16", ["data.dtype=int16", "did you mean"]),
         (b"\0" * 8, "data=tokens data.path=file data.tokenizer=missing.gguf", ["data.tokenizer=missing.gguf"]),
     ],
@@ -770,7 +775,7 @@ def test_a_donor_that_cannot_be_read_is_one_plain_error(run_rejected, tmp_path):
         ("missing.gguf", "not found"),
         ("folder", "is a directory"),
         ("text.gguf", "not a GGUF file"),
-        ("cut.gguf", "after the end of the file"),
+        ("cut.gguf", "after the end of the file; if it is incomplete, download or copy it again"),
     ):
         run_rejected([*BOOK, "recipe=warm", f"recipe.donor={donor}"], donor, word)
 

@@ -99,7 +99,7 @@ def test_settings_of_other_tools_are_translated_to_existing_settings():
         assert not {*theirs.split()} & known, theirs
         for setting in re.sub(r" \(.*\)", "", ours).split():
             key, _, value = setting.strip("'~").partition("=")
-            assert key in known or key.startswith("callbacks."), ours
+            assert key in known or key.startswith(("callbacks.", "--dry-run")), ours
             for name in re.findall(r"\w+", value if key in GROUPS else ""):
                 assert name in (*every.offers[key], "default"), ours
     options = load().offers["command"]["generate"].cls().parser().options
@@ -201,13 +201,16 @@ def test_common_errors_name_the_help_page_that_explains_them(capsys):
         ("the loss is nan at step 12", "symptoms"),
         ("writing q4_k takes llama-quantize, which is not here", "exports"),
         ("--type=q4_k: did you mean q4_k_s?", "exports"),
-        ("model.context=16: none of the 3 training examples has a learned token within it", "data"),
+        ("model.context=16: each of the 3 training examples has only prompt tokens within this context", "data"),
         ("model.context=99: a.gguf has a context of 30 tokens; use model.context=30 or less", "recipes"),
         ("checkpoint_keep=0: must be at least 1", "resume"),
         ("nonfinite=ignore: choose one of: skip, stop", "resume"),
         ("epochs=-1.0: must be above 0", "runs"),
         ("a file: No space left on device", ""),
         ("model.gguf: d_model=32 is too narrow", ""),
+        ("my.yaml, line 4: recipe.base=a.gguf: is not a GGUF file", "recipes"),
+        ("callbacks.sample needs a tokenizer: remove it", "callbacks"),
+        ("recipe.targets: the model has no q_proj", "recipes"),
         ("callbacks.good failed at step 3: KeyError: 'x'; see outputs/x/log.txt", ""),
     ],
 )

@@ -54,7 +54,7 @@ def test_each_answer_follows_from_all_turns_before_it(chat):
     assert first["prompt_ids"] == chatml_ids(("user", b"Hi"))
     spoken = first["text"].encode("utf-8")
     assert second["prompt_ids"] == chatml_ids(("user", b"Hi"), ("assistant", spoken), ("user", b"You?"))
-    assert "chat template of chat.gguf" in told and told.count("(token limit, --tokens 4)") == 2
+    assert "chat template of chat.gguf" in told and told.count("(token limit: --tokens 4)") == 2
 
 
 def test_the_first_answer_equals_that_of_a_single_prompt_on_all_engines(chat, capsys):
@@ -73,7 +73,7 @@ def test_the_system_message_comes_first_and_is_kept_when_turns_are_dropped(chat,
     head = chatml_ids(("system", b"Be brief."))[: -len(b"assistant\n") - 1]
     assert answers[0]["prompt_ids"] == chatml_ids(("system", b"Be brief."), ("user", b"Hi"))
     assert all(answer["prompt_ids"][: len(head)] == head for answer in answers)
-    assert "the oldest messages are dropped" in told
+    assert "the model forgets the oldest messages" in told
     asked = ["generate", "chat.gguf", "--chat", "--prompt", "Hi", "--json", *system, *NOOP]
     assert main([*asked, "--tokens", "8", "--temperature", "0"]) == 0
     assert json.loads(capsys.readouterr().out)["prompt_ids"] == answers[0]["prompt_ids"]
@@ -106,7 +106,7 @@ def test_without_a_template_the_text_is_continued(chat):
 def test_the_oldest_turns_are_dropped_when_the_context_is_full_with_one_note(chat):
     """Only complete exchanges are dropped, so that the template sees valid conversations."""
     answers, told = chat("".join(f"message {i}\n" for i in range(6)), "--tokens", "8", "--temperature", "0")
-    assert told.count("the context of 120 tokens is full; the oldest messages are dropped") == 1
+    assert told.count("the context of 120 tokens is full; the model forgets the oldest messages") == 1
     for i, answer in enumerate(answers):
         ids = answer["prompt_ids"]
         assert len(ids) + 8 <= 120 and ids[:6] == [257, *b"user\n"]
@@ -138,7 +138,7 @@ def test_an_answer_may_be_longer_than_the_context(chat):
 
 @pytest.mark.parametrize(("lines", "words", "said"), [
     (b"\xff\n", [], "not UTF-8 text (byte 0 is 0xff)"),
-    (b"Hi\n", ["--engine", "llama.cpp"], "cannot hold a conversation"),
+    (b"Hi\n", ["--engine", "llama.cpp"], "cannot chat; add --prompt"),
     (b"Hi\n", ["--ids", "1"], "has no effect with --ids; use --prompt"),
     (b"Hi\n", ["--tokens", "0"], "--tokens 0: must be a whole number"),
 ])  # fmt: skip

@@ -931,15 +931,15 @@ def test_the_largest_uint16_ids_stay_positive(tmp_path):
         (INT32[:-2], "auto", "38 bytes are not a whole number of 4-byte ids; uint16 ids take"),
         (UINT16[:-1], "uint16", "19 bytes are not a whole number of 2-byte ids; it is cut off, or holds none"),
         (toyc(IDS)[:-2], "auto", "38 bytes are not a whole number of 4-byte ids; it is cut off, or holds none"),
-        (b"", "auto", "0 bytes"),
-        (struct.pack("<3i", 1, -2, 3), "auto", "1 holds the id -2; ids begin at 0; uint16 ids take data.dtype=uint16"),
+        (b"", "auto", "holds no token ids"),
+        (struct.pack("<3i", 1, -2, 3), "auto", "1 holds the id -2; ids begin at 0; for uint16 ids: data.dtype=uint16"),
         (struct.pack("<3i", 1, 2**24, 3), "auto", "position 1 holds the id 16777216; the limit is 16777216"),
         (struct.pack("<60H", *[7, 49] * 30), "auto", "up to 3211271 as int32, to 49 as uint16; set data.dtype=uint16"),
         (struct.pack("<200H", *np.arange(200)), "auto", "set data.dtype=uint16"),
-        (toyc(IDS, version=2), "auto", "TOYC version 2; version 1 is supported"),
+        (toyc(IDS, version=2), "auto", "is a TOYC file of version 2; only version 1 is supported"),
         (toyc(IDS), "uint16", "is a TOYC file, whose ids are int32; remove data.dtype=uint16"),
-        (toyc(IDS)[:12], "auto", "a TOYC header has 16 bytes, but the file has 12"),
-        (toyc([]), "auto", "0 bytes"),
+        (toyc(IDS)[:12], "auto", "a TOYC file has a header of 16 bytes, this one only 12 bytes"),
+        (toyc([]), "auto", "holds no token ids"),
         (toyc(IDS, vocab=9), "auto", "its header gives a vocabulary of 9, but position 5 has the id 9"),
     ],
 )
@@ -982,7 +982,7 @@ def test_ids_beyond_the_tokenizer_are_rejected(tmp_path):
     model = Llama(d_model=16, n_layers=1, n_heads=2, n_kv_heads=1, d_ff=32, context=8, vocab=257)
     values = {t.name: np.zeros(t.shape, np.float32) for t in model.tensors()}
     write_model(tmp_path / "tokenizer.gguf", model, values, Bytes())
-    with pytest.raises(UserError, match=r"its ids go up to 257, .*tokenizer\.gguf has 257 tokens"):
+    with pytest.raises(UserError, match=r"its ids go up to 257, but data\.tokenizer=.*tokenizer\.gguf has 257 tokens"):
         token_file(tmp_path, struct.pack("<3i", 1, 257, 3), tokenizer=str(tmp_path / "tokenizer.gguf"))
     good = token_file(tmp_path, struct.pack("<3i", 104, 105, 256), tokenizer=str(tmp_path / "tokenizer.gguf"))
     assert good.vocab == 257 and good.tokenizer.decode(good.train) == "hi"

@@ -306,7 +306,7 @@ def test_a_prompt_can_be_piped(run_generate, monkeypatch):
 def test_a_prompt_too_long_for_any_context_is_rejected_before_tokenizing(run_generate, monkeypatch, capsys):
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"x" * ((16 << 20) + 1))))
     assert main(["generate", "text.gguf", "--prompt", "-"]) == 2
-    assert "--prompt -: more than 16 MiB, which fits no context" in capsys.readouterr().err
+    assert "--prompt: the text has more than 16 MiB, more than any context" in capsys.readouterr().err
 
 
 def test_an_empty_prompt_starts_with_end_of_text(run_generate):

@@ -390,7 +390,7 @@ SPLIT: dict[str, tuple[dict[int, bytes], int, str]] = {
     "a file that is no part": ({**WHOLE, 1: gguf_file()}, 1, "is not part 2 of 3 of m-00001-of-00003.gguf"),
     "a tensor in two parts": ({**WHOLE, 2: part(2, 3, 3, (A, C))}, 2, "has the tensor a, as has m-00002-of-00003.gguf"),
     "too few tensors": ({**WHOLE, 2: part(2, 3, 3, (B,))}, 0, "split.tensors.count is 3, its parts have 2 tensors"),
-    "a part cut short": ({**WHOLE, 2: WHOLE[2][:-8]}, 2, "tensor c ends 8 bytes after the end of the file (part 3"),
+    "a part cut short": ({**WHOLE, 2: WHOLE[2][:-8]}, 2, "tensor c ends 8 bytes after the end of the file"),
 }  # fmt: skip
 
 

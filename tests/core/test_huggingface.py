@@ -108,9 +108,9 @@ def test_one_rope_factor_for_all_pairs_is_linear_scaling(rotary, wanted):
 @pytest.mark.parametrize(
     ("rotary", "said"),
     [
-        (Rotary(1e4, factors=(1.0, 1.0, 0.5, 4.0)), "cannot produce these factors"),
-        (Rotary(1e4, factors=(4.0, 2.0, 1.5, 1.0)), "cannot produce these factors"),
-        (Rotary(1e4, factors=(1.0, 1.5, 1.6, 1.7, 3.0, 3.0)), "cannot produce these factors"),
+        (Rotary(1e4, factors=(1.0, 1.0, 0.5, 4.0)), "cannot give these"),
+        (Rotary(1e4, factors=(4.0, 2.0, 1.5, 1.0)), "cannot give these"),
+        (Rotary(1e4, factors=(1.0, 1.5, 1.6, 1.7, 3.0, 3.0)), "cannot give these"),
         (Rotary(1e4, 2.0, (1.0, 1.0, 2.0, 4.0)), "rope_scale are both set"),
     ],
 )
@@ -228,10 +228,13 @@ def test_force_keeps_directories_without_settings_and_weights(files, capsys):
     ("model", "said"),
     [
         (MODELS["llama_all"], "rope_factors and model.rope_scale are both set"),
-        (replace(MODELS["llama"], n_heads=5, n_kv_heads=1, head_dim=6), "5 do not divide 32"),
+        (
+            replace(MODELS["llama"], n_heads=5, n_kv_heads=1, head_dim=6),
+            "model.n_heads=5 does not divide model.d_model=32",
+        ),
         (
             ViT(d_model=16, n_layers=1, block="rmsnorm_silu", image_size=4, channels=1, classes=2),
-            "model.block=rmsnorm_silu has no Hugging Face layout",
+            "model.block=rmsnorm_silu: only GGUF can hold it; transformers' ViT is layernorm_gelu",
         ),
     ],
 )

@@ -38,5 +38,5 @@ def test_mps_that_cannot_allocate_memory_is_unavailable(monkeypatch):
     mps = SimpleNamespace(is_available=lambda: True)
     torch = SimpleNamespace(__version__="2.13.0", backends=SimpleNamespace(mps=mps), ones=ones)
     monkeypatch.setattr(engines, "import_torch", lambda: torch)
-    with pytest.raises(Unavailable, match=r"MPS device does not work here \(MPS backend out of memory .*bytes\)\.\)"):
+    with pytest.raises(Unavailable, match=r"MPS fails here \(MPS backend out of memory .*bytes\)\.\); use engine=cpu"):
         TorchMPS().check()

@@ -288,7 +288,7 @@ def test_the_memory_peak_is_measured_and_can_be_reset():
 
 
 def test_the_error_of_a_measuring_process_is_reported():
-    with pytest.raises(RunFailed, match=r"odd: failed in its own process: .*unknown key modle; .*--no-memory"):
+    with pytest.raises(RunFailed, match=r"odd: measuring its memory failed: .*unknown key modle; .*--no-memory"):
         measure_alone(Entry("odd", ["modle=llama"], "ggml"))
 
 

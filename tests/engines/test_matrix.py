@@ -104,4 +104,4 @@ def test_the_plugins_command_prints_the_matrix(capsys):
     assert lines[0].split() == ["recipe", *models]
     assert [line.split()[0] for line in lines[1 : 1 + len(recipes)]] == recipes
     assert main(["plugins", "--matrix", "warm"]) == 2
-    assert "takes one name or --matrix" in capsys.readouterr().err
+    assert "takes either one name or --matrix" in capsys.readouterr().err

@@ -420,8 +420,8 @@ def test_an_alpha_that_float32_rounds_equals_the_adapters():
 @pytest.mark.parametrize(("words", "message"), [
     ("recipe.adapter=run recipe.rank=8", "recipe.rank=8: recipe.adapter=run has rank 3; leave recipe.rank out"),
     ("recipe.adapter=run recipe.alpha=3", "recipe.alpha=3: recipe.adapter=run has alpha 5; leave recipe.alpha out"),
-    ("recipe.adapter=run recipe.targets=[q]", "recipe.targets=[q]: recipe.adapter=run has a pair on blk.0"),
-    ("recipe.adapter=run recipe.targets=[q,k,o,down,up]", "has none on blk.0.ffn_up.weight"),
+    ("recipe.adapter=run recipe.targets=[q]", "recipe.targets=[q]: recipe.adapter=run has matrices on blk.0"),
+    ("recipe.adapter=run recipe.targets=[q,k,o,down,up]", "has no matrices on blk.0.ffn_up.weight"),
     ("recipe.adapter=run recipe.rslora=true", "recipe.rslora=true: recipe.adapter=run has its own scale"),
     ("recipe.adapter=base.gguf", "base.gguf: holds no LoRA adapter"),
     ("recipe.adapter=none.gguf", "none.gguf: not found"),

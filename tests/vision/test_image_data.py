@@ -213,7 +213,7 @@ def test_directories_named_train_and_val_are_a_split_and_not_classes(tmp_path, h
     assert data.remarks() == ["2 classes: blue, red", f"held out: {tmp_path / held_out_name}"]
     assert Images.recognises(tmp_path) == 2
     (tmp_path / held_out_name / "green").mkdir()
-    with pytest.raises(UserError, match=r"green: is held out, but .*train has no class of that name"):
+    with pytest.raises(UserError, match=r"green: holds held-out images, but .*train has no class green"):
         open_images(tmp_path)
 
 
@@ -422,7 +422,7 @@ def test_a_label_out_of_range_is_rejected_by_name_or_skipped_and_counted(tmp_pat
         ({"val_fraction": 1.1}, "data.val_fraction=1.1"),
         ({"eval_images": -1}, "data.eval_images=-1"),
         ({"max_mb": 0.0}, "data.max_mb=0.0"),
-        ({"max_mb": 0.001}, "12 images of 8 x 8 pixels are more than data.max_mb=0.001"),
+        ({"max_mb": 0.001}, "12 images of 8 x 8 pixels take more than data.max_mb=0.001 MB"),
     ],
     ids=lambda v: v if isinstance(v, str) else "",
 )
@@ -443,7 +443,7 @@ def test_directories_without_two_usable_classes_are_rejected(tmp_path):
     with pytest.raises(UserError, match=r"class green has no image$"):
         open_images(tmp_path / "empty")
     (tmp_path / "empty" / "green" / "a.png").write_bytes(b"no")
-    with pytest.raises(UserError, match=r"class green has no image that can be used \(green/a\.png: cannot be read"):
+    with pytest.raises(UserError, match=r"class green has no image that can be read \(green/a\.png: cannot be read"):
         open_images(tmp_path / "empty", on_error="skip")
     with pytest.raises(UserError, match=r"data\.val_fraction=0\.1 holds out none of 2 images"):
         open_images(write_class_directories(tmp_path / "few", red=1, blue=1))

@@ -38,7 +38,7 @@ def isolated_call(call: str, quiet: bool = False) -> Iterator[None]:
     if not isinstance(quiet, bool):
         raise UserError(f"{call} quiet: must be True or False, got {printable(repr(quiet))}")
     if started_ranks().count > 1:
-        raise UserError(f"{call}: runs in one process; only use torchrun with `toyexp ...`")
+        raise UserError(f"{call}: runs in one process, not under torchrun; use python, or torchrun -m toyexp ...")
     available_cores()  # validates TOYEXP_CORES
     working_directory()  # raises if the directory is gone
     with _lock, restore_process_state(), isolate_hydra(), silence(quiet), reject_bad_names(), attribute_part_errors():

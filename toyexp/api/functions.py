@@ -245,7 +245,7 @@ class SweepResult(Sequence[Result]):
         except UserError:  # the job ended before it wrote anything
             return None
         if other := job.difference(read_result(path)):
-            print_error(f"warning: job {job.number}: {short_path(path)} is not the recorded run: {other}")
+            print_error(f"warning: job {job.number}: {short_path(path)} is not the run of this sweep: {other}")
         return Result(path, self._registry, late=True)
 
     def __getitem__(self, index: Any) -> Any:
@@ -342,7 +342,7 @@ def predict(
 
         require_pillow()
         if not images or type(top) is not int or top < 1:
-            raise UserError("toyexp.predict(model, image, ..., top=1): needs images; top is a whole number from 1")
+            raise UserError("toyexp.predict(model, image, ..., top=1): needs images, and top a whole number from 1")
         files = predicting.list_images([check_path("toyexp.predict", image) for image in images])
         return predicting.predict(check_path("toyexp.predict", model), files, top, engine, load(plugins), plugins)
 

@@ -185,8 +185,8 @@ def check_nodes(root: Any, path: Path) -> None:
             inside = [part for pair in node.value for part in (pair if isinstance(pair, tuple) else (pair,))]
             sizes[id(node)] = 1 + (0 if isinstance(node.value, str) else sum(map(size, inside)))
         elif not sizes[id(node)]:
-            raise UserError(f"{path}, line {node.start_mark.line + 1}: a value contains itself")
+            raise UserError(f"{path}, line {node.start_mark.line + 1}: a value contains itself; remove its YAML alias")
         return sizes[id(node)]
 
     if size(root) > NODE_LIMIT:
-        raise UserError(f"{path}: contains more than {NODE_LIMIT} values (aliases are expanded)")
+        raise UserError(f"{path}: contains more than the limit of {NODE_LIMIT} values (YAML aliases count each time)")

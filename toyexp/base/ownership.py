@@ -105,7 +105,7 @@ def require_empty(path: Path, key: str) -> None:
             raise UserError(f"{link}: is a link to {link.readlink()}, which does not exist; {other}") from None
         return
     except OSError as error:  # such as a file, or too long a name
-        raise UserError(f"{path}: cannot be written ({error.strerror}); choose: {key}=...") from None
+        raise UserError(f"{path}: cannot be written ({error.strerror}); {other}") from None
     # A lock and a log: another process has just created the directory.
     is_starting = "log.txt" in names and any(entry.name == LOCK_FILE for entry in entries)
     has_run = is_starting or any(name in RUN_FILES or TEMPORARY_NAME.fullmatch(name) for name in names)
@@ -184,7 +184,7 @@ class Ledger:
         if not isinstance(digests, dict) or not all(
             isinstance(v, list) and all(isinstance(digest, str) for digest in v) for v in digests.values()
         ):
-            raise UserError(f"{path}: is damaged; to continue, remove it and the files that the run exported")
+            raise UserError(f"{path}: this list of files is damaged; remove it and the files that the run exported")
         return cls(root, digests)
 
     def foreign_paths(self, names: Iterable[str]) -> list[Path]:

@@ -341,7 +341,7 @@ def measure_alone(entry: Entry, environment: Mapping[str, str] | None = None) ->
     if done.returncode:
         last = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
         why = re.sub(r"^toyexp\.base\.errors\.\w+: ", "", last)
-        raise RunFailed(f"{entry.name}: failed in its own process: {why}; skip this measurement with --no-memory")
+        raise RunFailed(f"{entry.name}: measuring its memory failed: {why}; to skip that: --no-memory")
     figures: dict[str, float | None] = json.loads(done.stdout)
     return figures
 

@@ -67,7 +67,7 @@ def run(arguments: Arguments) -> int:
     if word := next(iter(arguments.settings), ""):
         if "=" not in word:
             raise UserError(f"doctor {word}: takes no names; to test an engine: toyexp doctor --numerics engine={word}")
-        raise UserError(f"doctor {word}: settings need --numerics or --graph")
+        raise UserError(f"doctor {word}: settings only have an effect with --numerics or --graph; leave {word} out")
     registry = load()
     print_output(
         f"toyexp {toyexp.__version__}, Python {platform.python_version()}, {platform.system()} {platform.machine()}"

@@ -121,7 +121,7 @@ def _read_prompt(prompt: str | None) -> str | None:
     raw = sys.stdin.buffer.read(MAX_PROMPT_BYTES + 1) if prompt == "-" else os.fsencode(prompt)
     if len(raw) > MAX_PROMPT_BYTES:
         raise UserError(
-            f"--prompt -: more than {MAX_PROMPT_BYTES >> 20} MiB, which fits no context; give its last part"
+            f"--prompt: the text has more than {MAX_PROMPT_BYTES >> 20} MiB, more than any context; give its last part"
         )
     return _decode(raw, "--prompt")
 
@@ -163,7 +163,7 @@ class Conversation:
         while len(ids := self._ids(turns)) > room and len(turns) > self._fixed + 2:
             del turns[self._fixed : self._fixed + 2]
             if not self._dropped:
-                print_note(f"note: the context of {context} tokens is full; the oldest messages are dropped")
+                print_note(f"note: the context of {context} tokens is full; the model forgets the oldest messages")
             self._dropped = True
         if len(ids) > context:
             raise UserError(f"the message was skipped: it has {len(ids)} tokens, and the context only {context}")
@@ -206,7 +206,7 @@ def chat(
     """
     loaded, skipped = load_model(options, registry), 0
     if options.engine.partition(":")[0] == LLAMA_CPP:
-        raise UserError(f"--engine {options.engine}: cannot hold a conversation; use --prompt")
+        raise UserError(f"--engine {options.engine}: cannot chat; add --prompt TEXT, or use another engine")
     with Generator(loaded, options, CHAT_STEP) as author:
         if author.tokenizer is None:
             raise UserError(f"{loaded.name}: has no tokenizer, which --chat needs; use --ids 1,2,3")
@@ -233,7 +233,7 @@ def chat(
                 answer = conversation.answer(message, ids, write)
                 on_answer(answer)
                 if answer.reason in (LIMIT, STOPPED):
-                    print_note(f"({answer.reason}{f', --tokens {options.tokens}' if answer.reason == LIMIT else ''})")
+                    print_note(f"({answer.reason}{f': --tokens {options.tokens}' if answer.reason == LIMIT else ''})")
     return skipped
 
 

@@ -62,7 +62,7 @@ def write(kind: str, name: str, into: Path, modules: list[str]) -> Path:
     if directory.exists() or directory.is_symlink():
         raise UserError(f"new {kind} {name}: {short_path(directory)} already exists; choose another name or --into")
     if why := unwritable_reason(directory):
-        raise UserError(f"new {kind} {name}: {short_path(directory)} cannot be written ({why})")
+        raise UserError(f"new {kind} {name}: {short_path(directory)} cannot be written ({why}); type --into DIR")
     with convert_write_errors(directory):
         directory.parent.mkdir(parents=True, exist_ok=True)
         with write_atomically(directory) as new:
@@ -105,7 +105,7 @@ def _check_name(kind: str, name: str, template: str, modules: list[str]) -> None
     offer = load(modules).offers[KINDS[kind]].get(name)
     if offer is not None:
         key = "--type " if kind == "format" else f"{KINDS[kind]}="
-        raise UserError(f"{command}: {key}{name} is already the name of {offer.plugin} ({offer.package})")
+        raise UserError(f"{command}: {key}{name} exists, in {offer.plugin} ({offer.package}); choose another name")
     preset = CONF / KINDS[kind] / f"{name}.yaml"
     if preset.is_file() or (kind, name) == ("engine", "auto"):
         raise UserError(f"{command}: {KINDS[kind]}={name} is already in use; choose another name")

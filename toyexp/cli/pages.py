@@ -101,6 +101,7 @@ def print_page(page: str) -> None:
     Console(width=min(Console().width, 110)).print(Markdown(page, hyperlinks=False))
 
 
+_NO_MODEL = r"the GGUF files on this machine|is not a GGUF file|is a directory without"
 # Patterns of error messages and the pages that explain them. The first match counts, then the key, then the command.
 _ERROR_PAGES = (
     (r"^model\.context=.*\bexamples\b", "data"),
@@ -110,10 +111,11 @@ _ERROR_PAGES = (
     (r"^--type[ =]", "exports"),
     (r"^(--?[a-z]|'[^']*' is neither)", "runs"),
     (r"to train longer: resume=", "resume"),
-    (r"the GGUF files on this machine", "recipes"),
+    (_NO_MODEL, "recipes"),
     (r"llama-quantize|llama\.cpp", "exports"),
     (r"^hydra\.(run|sweep)\.dir=|is not empty|choose another directory", "outputs"),
     (r"^plugins=", "plugins"),
+    (r"torchrun|^MASTER_|^rank \d", "gpus"),
 )
 _KEY_PAGES = {
     "engine": "engines", "recipe": "recipes", "model": "models", "data": "data", "optim": "optimisers",
@@ -135,14 +137,17 @@ def page_about(error: str, command: str = "") -> str:
 
     `command` is the sub-command that raised the error, if any.
     """
-    if command in _COMMAND_PAGES and re.search(r"^--|the GGUF files on this machine", error):
+    error = re.sub(r"^.*?\.yaml, line \d+: ", "", error)
+    if command in _COMMAND_PAGES and re.search(rf"^--|{_NO_MODEL}", error):
         return _COMMAND_PAGES[command]
     for pattern, topic in _ERROR_PAGES:
         if re.search(pattern, error):
             return topic
     if key := re.match(r"unknown key ([a-z_]+)", error):
         return _KEY_PAGES.get(key[1], "runs")
-    if key := re.match(r"([a-z_]+)(?:\.[\w.]+)?=", error):
+    if key := re.match(
+        r"([a-z_]+)((?:\.[\w.]+)?=|\.\w+ (needs|does not|holds|has|is|and) |\.(devices|targets): )", error
+    ):
         return _KEY_PAGES.get(key[1], "")
     return _COMMAND_PAGES.get(error.partition(" ")[0].removesuffix(":"), "")
 

@@ -131,7 +131,7 @@ def compare(runs: Mapping[str, Prepared], limits: Mapping[str, float], watch: Ca
         measured = measure(run, prepared.batches)
         for name, array in reference.start.items():
             if array.tobytes() != measured.start[name].tobytes():
-                raise RunFailed(f"{label}: the initial values of {name} differ from the reference")
+                raise RunFailed(f"{label}: {name} does not start with the same values as on {first}")
         loss, tensors = loss_difference(measured.losses, reference.losses), tensor_differences(measured, reference)
         judged_by = coarser_precision(rounds[first], rounds[label])
         tolerances = replace(TOLERANCES[judged_by], **limits)
@@ -302,7 +302,7 @@ def _require_schedules(request: Request) -> None:
         kind, _, rest = override.key_or_group.partition(".")
         offer = request.registry.offers["callbacks"].get(rest.partition(".")[0]) if kind == "callbacks" else None
         if offer is not None and "lr" not in dir(offer.cls):
-            raise UserError(f"{override.input_line}: parity only uses learning rate schedules; leave it out")
+            raise UserError(f"{override.input_line}: only learning rate schedules have an effect here; leave it out")
 
 
 _ROWS = [(name, *(f"{getattr(limits, quantity):g}" for quantity in LIMITS)) for name, limits in TOLERANCES.items()]

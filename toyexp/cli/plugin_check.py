@@ -134,7 +134,7 @@ def _find_modules(target: Path) -> tuple[dict[str, str], list[Path]]:
     if not points or not all(isinstance(module, str) for module in points.values()):
         line = f"{root.name.replace('-', '_')} = {root.name.replace('-', '_')!r}"
         problem = f"[project.entry-points.{GROUP}] with a line such as {line}"
-        raise UserError(f"{command}: its pyproject.toml names no plugin: {problem}")
+        raise UserError(f"{command}: its pyproject.toml names no plugin; add {problem}")
     return points, [root, *(p for p in [root / "src"] if p.is_dir())]
 
 

@@ -43,7 +43,7 @@ def run(arguments: Arguments) -> int:
     if arguments.json:
         raise UserError("plugins --json: only has an effect with --check PATH")
     if len(names) > (0 if matrix else 1):
-        raise UserError(f"plugins {' '.join(names)}: takes one name or --matrix")
+        raise UserError(f"plugins {' '.join(names)}: takes either one name or --matrix")
     registry = load(arguments.modules)
     if matrix:
         print("\n".join(table(registry)))

@@ -135,7 +135,8 @@ class Composition:
         The first access also puts the settings of that model into the configuration.
         """
         keys = check_keys(self.cfg, self.all_keys)
-        base = load_base(self.cfg, self.typed, keys, self.source.origin)
+        with self.locate_errors():
+            base = load_base(self.cfg, self.typed, keys, self.source.origin)
         if base is None:
             return None, keys
         with open_dict(self.cfg):
@@ -197,8 +198,8 @@ class Composition:
             engine["devices"] = str(count)
 
     def locate_errors(self) -> AbstractContextManager[None]:
-        """Add file and line to the message of a UserError about a setting that comes from a file."""
-        return locate_errors(self.typed, self.source)
+        """Add to the message of a UserError the key that gave a file, and the line of a setting that a file gave."""
+        return locate_errors(self.cfg, self.typed, self.source)
 
     def sweep_settings(self) -> Sweep:
         """Return the checked settings of a sweep; raise UserError for invalid ones."""

@@ -14,8 +14,9 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from toyexp.base.errors import UserError, nearest, printable, suggest
+from toyexp.base.errors import Unavailable, UserError, nearest, printable, suggest
 from toyexp.base.formatting import format_value
+from toyexp.base.user_paths import expand_path
 from toyexp.config.compose_cache import compose_cached
 from toyexp.config.keys import Keys, choices, chosen_names
 from toyexp.config.paths import CONF
@@ -84,7 +85,9 @@ def _form_mistake(override: Override, types: Collection[Any], keys: Keys) -> str
         return f"{line}: '@' is not supported; write {key}={override.get_value_element_as_str()}"
     if override.is_sweep_override():
         listed = f"{key}=[{text}] is a list, or " if keys.is_list(key) else ""
-        return f"{line}: has several values; {listed}add -m to sweep over them"
+        is_number = float in types and re.fullmatch(r"\d+,\d+", text)
+        decimal = f"for a decimal number type {line.replace(',', '.')}; " if is_number else ""
+        return f"{line}: has several values; {listed}{decimal}add -m to sweep over them"
     if line.endswith("=") and key not in GROUPS and (types or kind == "hydra"):
         return f"{line}: {EMPTY}" + (f"; an empty text is \"{line}''\"" if kind == "callbacks" and str in types else "")
     if (kind == "hydra" and key not in HYDRA_KEYS) or (kind == "sweep" and key not in (*_sweep_keys(), *keys.classes)):
@@ -151,6 +154,9 @@ def _choice_mistake(override: Override, keys: Keys, source: Source) -> str | Non
     unknown = [name for name in unknown if name not in valid]
     if kind == "model" and unknown and re.search(r"[/.]", unknown[0]):
         return f"{line}: must be an architecture; to fine-tune a model file: recipe=full recipe.base=FILE.gguf"
+    if kind == "data" and unknown and re.search(r"[/.]", unknown[0]):
+        reader = {".jsonl": "jsonl", ".bin": "tokens", ".npy": "tokens"}.get(Path(unknown[0]).suffix, "text")
+        return f"{line}: must be a kind of data; for this file: data={reader} data.path={unknown[0]}"
     return keys.registry.explain_missing(kind, unknown[0], valid) if unknown else None
 
 
@@ -223,8 +229,9 @@ def unknown_key(key: str, cfg: DictConfig | None, registry: Registry, value: str
         return f"unknown key {key} with {chosen}; it belongs to {kind}={owners}: choose that, or leave the key out"
     valid = keys.key_names(where) - {"name"}
     best = nearest(last, valid)
-    top_level_key = f"{kind}_{last}"  # data.seed -> data_seed
-    meant = translated or (top_level_key if top_level_key in keys.key_names("") else best and f"{where}.{best}")
+    # data.seed: data_seed; optim.lr: lr
+    top_level_key = next((name for name in (f"{kind}_{last}", last) if name in keys.key_names("")), None)
+    meant = translated or top_level_key or (best and f"{where}.{best}")
     hint = f"did you mean {meant}?" if meant else f"{chosen} has {', '.join(sorted(valid)) or 'no settings'}"
     return f"unknown key {key}; {hint}"
 
@@ -402,19 +409,28 @@ def config_files(parsed: Sequence[Override], source: Source) -> Iterator[Path]:
 
 
 @contextlib.contextmanager
-def locate_errors(typed: Sequence[Override], source: Source) -> Iterator[None]:
-    """Prefix a UserError about a setting with the file and line that set it, unless it was typed."""
+def locate_errors(cfg: DictConfig, typed: Sequence[Override], source: Source) -> Iterator[None]:
+    """Prefix a UserError with the file and line of its setting, if not typed, and a path with its setting's key."""
     try:
         yield
-    except UserError as error:
+    except UserError as caught:
+        path_key = None if isinstance(caught, Unavailable) else _key_of_path(str(caught), cfg)
+        error = UserError(f"{path_key}={caught}") if path_key else caught
         match = re.match(r"([a-z]\w*(?:\.\w+)*)(=|: | )", str(error))
         if type(error) is not UserError or not match or source.saved or match[1] in {o.key_or_group for o in typed}:
-            raise
+            raise error from caught.__cause__
         key, message = match[1], str(error)[match.end() :]
         for path in config_files(typed, source):
             if not path.is_relative_to(CONF) and _has_key(load_yaml(path), key, one_value=match[2] == "="):
-                raise UserError(f"{file_line(path, key, message)}: {error}") from error
-        raise
+                raise UserError(f"{file_line(path, key, message)}: {error}") from caught
+        raise error from caught.__cause__
+
+
+def _key_of_path(message: str, cfg: DictConfig) -> str | None:
+    """Return the key of the part's setting whose value, a path, begins the message; None if there is none."""
+    values = {f"{kind}.{name}": str(cfg[kind]._get_node(name)) for kind in PARTS[::-1] for name in cfg[kind]}
+    paths = {key: Path(expand_path(value)) for key, value in values.items() if re.search("[./]", value)}
+    return next((key for key, path in paths.items() if message.startswith((f"{path}:", f"{path} "))), None)
 
 
 def file_line(path: Path, key: str, message: str = "") -> str:

@@ -204,7 +204,9 @@ def find_model_file(path: Path, leaves: Sequence[str] = (MODEL,), registry: Regi
     if not os.path.lexists(path):
         if is_address(path):
             raise UserError(f"{str(path).replace(':/', '://', 1)}: {ADDRESS_MESSAGE}")
-        raise UserError(f"{path}: not found; to list the GGUF files on this machine: toyexp models")
+        hub = re.fullmatch(r"\w[\w.-]*/[\w.-]+(?<!gguf)", str(path)) and not path.parent.exists()
+        download = f"only local files are read; to get it: hf download {path} --local-dir {path.name}; " if hub else ""
+        raise UserError(f"{path}: not found; {download}to list the GGUF files on this machine: toyexp models")
     if form := _find_reader(path, plugins := registry or current_registry()):
         inside = sorted(path.iterdir()) if form.contents else [path]
         require_file(inside[0] if inside else path, str(path))

@@ -162,7 +162,7 @@ class Command(ABC):
 
     def unknown_option(self, word: str, following: Sequence[str]) -> UserError:
         """Return the error for an unknown option `word`; `following` are the words after it."""
-        flag, flags = word.partition("=")[0], sorted(self.parser().options)
+        flag, flags = word.partition("=")[0], sorted([*self.parser().options, "--help"])
         parts = re.split("[-_]", flag.lstrip("-"))  # of --max_new_tokens
         similar = [option for option in flags if f"-{flag}" == option[:3] or option[2:] in parts]
         if len(similar) == 1:

@@ -45,6 +45,7 @@ _LENGTH = struct.Struct("<Q").unpack_from
 # In config.json of image models of transformers and timm.
 IMAGE_KEYS = re.compile(rb'"(image_size|patch_size|num_channels|input_size)"')
 
+CUT = "if it is incomplete, download or copy it again"
 SOURCE_PATHS: dict[Path, Path] = {}  # temporary file: the file it was converted from, named in errors
 
 
@@ -211,7 +212,7 @@ def check_offsets(
     in_order = sorted(tensors, key=lambda t: t.offset)
     for tensor in in_order:
         if (beyond := tensor.offset + tensor.nbytes - size) > 0:
-            raise error(f"tensor {printable(tensor.name)} ends {beyond} bytes after the end of the file")
+            raise error(f"tensor {printable(tensor.name)} ends {beyond} bytes after the end of the file; {CUT}")
     for previous, following in itertools.pairwise(in_order):
         if previous.offset + previous.nbytes > following.offset:
             raise error(f"tensors {printable(previous.name)} and {printable(following.name)} overlap")
@@ -244,8 +245,8 @@ class _Cursor:
 
     def take(self, count: int, label: str | _Label) -> bytes:
         if count > self.end - self.at:
-            where = "the file" if self.end == self.part.size else f"a header of {HEADER_LIMIT >> 20} MiB"
-            raise self.part.error(f"{label} does not fit into {where} (at byte {self.at})")
+            where = f"the file; {CUT}" if self.end == self.part.size else f"a header of {HEADER_LIMIT >> 20} MiB"
+            raise self.part.error(f"at byte {self.at}: {label} does not fit into {where}")
         first = self.at - self._start
         if first < 0 or first + count > len(self._buffer):
             size = min(max(count, CHUNK), self.end - self.at)
@@ -262,7 +263,7 @@ class _Cursor:
         An item takes at least `smallest` bytes of the file and `memory` bytes of memory.
         """
         if count * smallest > self.end - self.at:
-            raise self.part.error(f"claims {count} {label}, more than fit into the file")
+            raise self.part.error(f"claims {count} {label}, more than fit into the file; {CUT}")
         self.spend(count * memory, count, label)
 
     def spend(self, memory: int, *label: object) -> None:

@@ -324,8 +324,8 @@ def test_a_run_resumed_after_a_failure_ends_like_an_uninterrupted_one(capsys):
     [("on_start", "user", 2, "mine: on purpose"), ("on_step", "run", 1, "on purpose")],
 )
 def test_errors_raised_on_purpose_keep_their_message(at, kind, code, words, capsys):
-    given = [*NOOP, CALLBACKS, f"callbacks.clumsy.at={at}", f"callbacks.clumsy.kind={kind}"]
-    assert main(given) == code
+    overrides = [*NOOP, CALLBACKS, f"callbacks.clumsy.at={at}", f"callbacks.clumsy.kind={kind}"]
+    assert main(overrides) == code
     assert capsys.readouterr().err == f"toyexp: error: {words}\n"
     assert list(checkpoint.list_checkpoints(Path("run/checkpoints"))) == ([3] if at == "on_step" else [])
 
@@ -360,7 +360,7 @@ def test_a_full_disk_in_a_callback_is_attributed_to_the_callback(capsys):
 
 
 @pytest.mark.parametrize(
-    ("words", "told"),
+    ("words", "message"),
     [
         (["recipe=clumsy_recipe", "recipe.at=plan"], "recipe.clumsy_recipe failed in plan()"),
         (["recipe=clumsy_recipe", "recipe.at=check"], "recipe.clumsy_recipe failed in check()"),
@@ -372,14 +372,14 @@ def test_a_full_disk_in_a_callback_is_attributed_to_the_callback(capsys):
         ([CALLBACKS, "callbacks.clumsy.at=warnings"], "callbacks.clumsy failed in warnings()"),
     ],
 )
-def test_a_plugin_failing_before_the_run_is_named_with_its_line_and_no_directory_is_created(words, told, capsys):
+def test_a_plugin_failing_before_the_run_is_named_with_its_line_and_no_directory_is_created(words, message, capsys):
     line, _ = run_failing_noop(capsys, *words)
-    assert line.startswith(f"{told}: KeyError: ") and "(clumsy_plugin.py, line " in line
+    assert line.startswith(f"{message}: KeyError: ") and "(clumsy_plugin.py, line " in line
     assert not Path("run").exists()
 
 
 @pytest.mark.parametrize(
-    ("words", "told"),
+    ("words", "message"),
     [
         (
             [CALLBACKS, "callbacks.clumsy.at=text"],
@@ -389,8 +389,8 @@ def test_a_plugin_failing_before_the_run_is_named_with_its_line_and_no_directory
         (["engine=clumsy_engine", "engine.at=describe"], "Session.describe() returned None, expected dict"),
     ],
 )
-def test_a_return_value_of_the_wrong_type_is_reported(words, told, capsys):
-    assert run_failing_noop(capsys, *words)[0] == told
+def test_a_return_value_of_the_wrong_type_is_reported(words, message, capsys):
+    assert run_failing_noop(capsys, *words)[0] == message
 
 
 def test_unexpected_errors_are_attributed_to_the_plugin_whose_method_raised(capsys):
@@ -405,7 +405,7 @@ def test_a_bug_in_toyexp_keeps_its_traceback(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("words", "told", "saved"),
+    ("words", "message", "saved"),
     [
         (["recipe=clumsy_recipe", "recipe.at=warm"], "recipe.clumsy_recipe failed in warm()", None),
         (["engine=clumsy_engine", "engine.at=realize"], "engine.clumsy_engine failed while it realized", None),
@@ -418,17 +418,17 @@ def test_a_bug_in_toyexp_keeps_its_traceback(monkeypatch):
         (["engine=clumsy_engine", "model=clumsy_model", "model.at=scores"], "failed at step 4", 4),
     ],
 )
-def test_a_plugin_failing_during_the_run_is_named_and_the_last_valid_state_is_saved(words, told, saved, capsys):
+def test_a_plugin_failing_during_the_run_is_named_and_the_last_valid_state_is_saved(words, message, saved, capsys):
     """A step that broke off is not whole; then the last checkpoint counts."""
     line, _ = run_failing_noop(capsys, *words)
-    assert told in line and line.endswith("; see " + log())
+    assert message in line and line.endswith("; see " + log())
     assert "Traceback (most recent call last)" in Path("run/log.txt").read_text()
     assert next(iter(checkpoint.list_checkpoints(Path("run/checkpoints"))), None) == saved
 
 
 def test_other_jobs_of_a_sweep_continue_after_a_plugin_failure(capsys):
-    given = [w for w in NOOP if not w.startswith("hydra")]
-    sweep = ["-m", *given, CALLBACKS, "callbacks.clumsy.at=on_step,nowhere", "sweep.isolate=false"]
+    overrides = [w for w in NOOP if not w.startswith("hydra")]
+    sweep = ["-m", *overrides, CALLBACKS, "callbacks.clumsy.at=on_step,nowhere", "sweep.isolate=false"]
     assert main([*sweep, "hydra.sweep.dir=s"]) == 1
     err = capsys.readouterr().err
     assert "error in job 0: callbacks.clumsy failed at step 3: KeyError: " in err and "Traceback" not in err

@@ -152,8 +152,8 @@ def test_every_hook_is_called_on_all_callbacks_in_config_order(heard):
 )
 def test_any_callback_may_set_the_learning_rate_and_none_means_the_base_rate(heard, answer, rate):
     bus = make_bus(heard, Answering("a", rate=answer))
-    found = bus.lr(make_run(), 3)
-    assert found == rate and type(found) is float
+    lr = bus.lr(make_run(), 3)
+    assert lr == rate and type(lr) is float
     assert heard == [("a", "lr 3/10")]
 
 
@@ -208,7 +208,7 @@ class Scaling(Callback):
 
 
 @pytest.mark.parametrize(
-    ("by", "told"),
+    ("by", "message"),
     [
         ({"momentun": 0.5}, "momentun at step 3: this optimiser has no such number; did you mean momentum?"),
         ({"lr": 2.0}, "lr at step 3: this optimiser has no such number; use the hook `lr`"),
@@ -218,10 +218,10 @@ class Scaling(Callback):
         ({"beta2": 0.0}, "beta2 at step 3 is 0: optim.beta2=0: from_scratch"),
     ],
 )
-def test_a_factor_that_the_optimiser_cannot_take_names_its_callback_and_the_step(by, told):
+def test_a_factor_that_the_optimiser_cannot_take_names_its_callback_and_the_step(by, message):
     with pytest.raises(RunFailed) as error:
         Bus({"mine": Scaling(by)}).factors(make_run(), 2)
-    assert str(error.value).startswith(f"callbacks.mine: the factor of {told}")
+    assert str(error.value).startswith(f"callbacks.mine: the factor of {message}")
 
 
 @pytest.mark.parametrize("answer", [[0.5], [], 0.5, "beta1", {"beta1"}])
@@ -244,9 +244,9 @@ def test_two_callbacks_scaling_the_same_number_are_both_named():
      ("half own", "half", "half"), ("half own", "own", "own")],
 )  # fmt: skip
 def test_two_callbacks_setting_the_learning_rate_are_rejected_with_what_to_type(heard, names, by_default, dropped):
-    known = {"half": Half(), "falling": Falling(), "own": Answering("own").bind(heard)}
+    callbacks = {"half": Half(), "falling": Falling(), "own": Answering("own").bind(heard)}
     with pytest.raises(UserError) as error:
-        Bus({name: known[name] for name in names.split()}, by_default.split)
+        Bus({name: callbacks[name] for name in names.split()}, by_default.split)
     assert f"callbacks {' and '.join(names.split())} both" in str(error.value)
     assert f"'~callbacks.{dropped}'" in str(error.value)
 
@@ -291,10 +291,10 @@ class Around(Recorder):
 def test_direct_hook_calls_match_pluggy(heard, first):
     bus = make_bus(heard, first("a"), Recorder("b"), Answering("c", rate=0.5), Recorder("d"))
     bus.hook.on_step(run=make_run(), step=3, metrics={"loss": 1.5}, batch={})
-    asked = list(heard)
+    hooks = list(heard)
     heard.clear()
     bus.call_on_step(make_run(), 3, {"loss": 1.5}, {})
-    assert heard == asked and len(asked) >= 4
+    assert heard == hooks and len(hooks) >= 4
     assert bus.lr(make_run(), 0) == bus.hook.lr(run=make_run(), step=0, steps=make_run().steps) == 0.5
 
 
@@ -320,8 +320,8 @@ def test_recorders_are_called_last_and_get_the_first_failure(heard):
 def test_a_signal_before_the_recorders_are_called_is_recorded_as_an_interrupted_run(heard, reason):
     bus, signal = make_bus(heard, Closing("log"), Recorder("a")), KeyboardInterrupt("SIGINT")
     assert bus.end(make_run(), reason, None, lambda: signal) == []
-    told = "interrupted" if reason == "completed" else reason
-    assert heard == [("a", f"on_end {reason} None"), ("log", f"on_end {told} {signal!r}")]
+    end_reason = "interrupted" if reason == "completed" else reason
+    assert heard == [("a", f"on_end {reason} None"), ("log", f"on_end {end_reason} {signal!r}")]
 
 
 def test_recorders_of_a_failed_run_get_its_error(heard):

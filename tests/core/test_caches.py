@@ -68,8 +68,8 @@ def manifest(root, name, **layers):
     path.write_text(json.dumps({"schemaVersion": 2, "config": {}, "layers": entries}))
 
 
-def by_name(found):
-    return {f.name: f for f in found.files}
+def by_name(listing):
+    return {f.name: f for f in listing.files}
 
 
 # -- each program's own way -------------------------------------------------------------------------------------------
@@ -88,9 +88,9 @@ def test_a_file_in_two_revisions_of_the_hub_cache_is_listed_once(variable, below
     hub(root, "org/tiny-GGUF", "bbb", "tiny-Q8_0.gguf", "1234")
     foreign(hub(root, "org/phi-GGUF", "ccc", "sub/phi.gguf", "5678"))
     hub(root, "org/phi-GGUF", "ccc", "README.md", "5678")
-    found = find_models(registry)
-    assert set(by_name(found)) == {"tiny-Q8_0", "phi"}
-    tiny, phi = by_name(found)["tiny-Q8_0"], by_name(found)["phi"]
+    listing = find_models(registry)
+    assert set(by_name(listing)) == {"tiny-Q8_0", "phi"}
+    tiny, phi = by_name(listing)["tiny-Q8_0"], by_name(listing)["phi"]
     assert (tiny.place, tiny.architecture, tiny.here, tiny.bytes) == (
         "Hugging Face",
         "llama",
@@ -100,14 +100,14 @@ def test_a_file_in_two_revisions_of_the_hub_cache_is_listed_once(variable, below
     assert tiny.path == str(root / "models--org--tiny-GGUF/snapshots/aaa/tiny-Q8_0.gguf")
     assert "Q8_0" in tiny.types
     assert (phi.architecture, phi.here) == ("phi3", "donor")
-    assert found.unreadable == []
+    assert listing.unreadable == []
 
 
 def test_a_deleted_blob_is_listed_as_unreadable(home, registry):
     hub(home / ".cache/huggingface/hub", "org/gone", "aaa", "gone.gguf", "1234")
-    found = find_models(registry)
-    assert found.files == []
-    assert [(f.name, f.error) for f in found.unreadable] == [
+    listing = find_models(registry)
+    assert listing.files == []
+    assert [(f.name, f.error) for f in listing.unreadable] == [
         ("gone", "is a link to ../../blobs/1234, which does not exist")
     ]
 
@@ -122,14 +122,14 @@ def test_blobs_are_named_by_ollama_manifests(home, registry):
     manifest(root, "registry.ollama.ai/library/smollm2/latest", model=digests["model"])
     manifest(root, "registry.ollama.ai/someone/tuned/v1", model=digests["model"], adapter=digests["adapter"])
     manifest(root, "hf.co/org/clip/Q8_0", model=digests["other"], projector="d" * 64)
-    found = find_models(registry)
-    assert {f.name: f.here for f in found.files} == {
+    listing = find_models(registry)
+    assert {f.name: f.here for f in listing.files} == {
         "smollm2:135m": "base",
         "someone/tuned:v1 (adapter)": "adapter",
         "hf.co/org/clip:Q8_0": "no: architecture clip",
     }
-    assert by_name(found)["smollm2:135m"].also == ("smollm2:latest", "someone/tuned:v1")
-    assert by_name(found)["smollm2:135m"].path == str(root / "blobs" / f"sha256-{digests['model']}")
+    assert by_name(listing)["smollm2:135m"].also == ("smollm2:latest", "someone/tuned:v1")
+    assert by_name(listing)["smollm2:135m"].path == str(root / "blobs" / f"sha256-{digests['model']}")
 
 
 def test_another_ollama_directory_can_be_named(tmp_path, registry):
@@ -152,14 +152,14 @@ def test_a_manifest_cannot_lead_out_of_the_blobs_or_break_the_search(home, regis
     (folder / "binary").write_bytes(b"\xff\xfe")
     (folder / "odd").write_text('{"layers": [{"mediaType": {}, "digest": 1}]}')
     (root / "manifests/loose").write_text("{}")
-    found = find_models(registry)
-    assert found.files == []
-    notes = [n for p in found.places for n in p.notes]
+    listing = find_models(registry)
+    assert listing.files == []
+    notes = [n for p in listing.places for n in p.notes]
     assert sorted(Path(n.partition(":")[0]).name for n in notes) == ["binary", "deep", "large", "list", "loose", "text"]
 
 
 @pytest.mark.parametrize(
-    ("place", "below"),
+    ("program", "below"),
     [
         ("LM Studio", ".lmstudio/models/org/tiny-GGUF"),
         ("LM Studio", ".cache/lm-studio/models/org/tiny-GGUF"),
@@ -167,12 +167,12 @@ def test_a_manifest_cannot_lead_out_of_the_blobs_or_break_the_search(home, regis
         ("llama.cpp", "Library/Caches/llama.cpp"),
     ],
 )
-def test_files_of_lm_studio_and_llama_cpp_are_found(place, below, home, registry):
+def test_files_of_lm_studio_and_llama_cpp_are_found(program, below, home, registry):
     base(home / below / "tiny-F32.gguf")
     (home / below / "half.gguf.downloadInProgress").write_bytes(b"GGUF")
-    found = find_models(registry)
-    assert [(f.name, f.place, f.path) for f in found.files] == [
-        ("tiny-F32", place, str(home / below / "tiny-F32.gguf"))
+    listing = find_models(registry)
+    assert [(f.name, f.place, f.path) for f in listing.files] == [
+        ("tiny-F32", program, str(home / below / "tiny-F32.gguf"))
     ]
 
 
@@ -197,8 +197,8 @@ def test_runs_below_the_working_directory_are_listed_by_name(home, registry):
     base(Path(".venv/lib/hidden.gguf"))
     base(Path("node_modules/x/passed_over.gguf"))
     base(Path("a/b/c/d/e/f/too_deep.gguf"))
-    found = {f.path: (f.name, f.here) for f in find_models(registry).files}
-    assert found == {
+    listing = {f.path: (f.name, f.here) for f in find_models(registry).files}
+    assert listing == {
         "outputs/warm-llama/2026_1/model.gguf": ("model", "base"),
         "outputs/sweeps/2026_2/0-warm/model.gguf": ("model", "base"),
         "outputs/adapter.gguf": ("lora-llama", "adapter"),
@@ -216,12 +216,12 @@ def test_parts_of_a_split_file_are_one_entry_and_a_missing_part_is_named(tmp_pat
     (tmp_path / "models/torn-00003-of-00003.gguf").unlink()
     (tmp_path / "models/headless-00001-of-00003.gguf").unlink()
     base(tmp_path / "models/plain-00002-of-00001.gguf")  # only looks like a part
-    found = find_models(registry, [tmp_path / "models"])
-    whole = by_name(found)["whole-00001-of-00003"]
+    listing = find_models(registry, [tmp_path / "models"])
+    entry = by_name(listing)["whole-00001-of-00003"]
     parts = sorted(tmp_path.glob("models/whole-*"))
-    assert (whole.parts, whole.path, whole.bytes) == (3, str(parts[0]), sum(p.stat().st_size for p in parts))
-    assert set(by_name(found)) == {"whole-00001-of-00003", "plain-00002-of-00001"}
-    assert {f.name: f.error for f in found.unreadable} == {
+    assert (entry.parts, entry.path, entry.bytes) == (3, str(parts[0]), sum(p.stat().st_size for p in parts))
+    assert set(by_name(listing)) == {"whole-00001-of-00003", "plain-00002-of-00001"}
+    assert {f.name: f.error for f in listing.unreadable} == {
         "torn-00001-of-00003": "its part torn-00003-of-00003.gguf is missing",
         "headless-00001-of-00003": "its part headless-00001-of-00003.gguf is missing",
     }
@@ -238,9 +238,9 @@ def test_circular_links_and_special_files_are_skipped(tmp_path, registry):
     (models / "folder.gguf").mkdir()
     (models / "broken.gguf").write_bytes(b"GGUF" + b"\xff" * 40)
     (models / "empty.gguf").touch()
-    found = find_models(registry, [models, models])
-    assert [(f.name, f.also) for f in found.files] == [("real", ("same",))]
-    assert {f.name for f in found.unreadable} == {"self", "broken", "empty"}
+    listing = find_models(registry, [models, models])
+    assert [(f.name, f.also) for f in listing.files] == [("real", ("same",))]
+    assert {f.name for f in listing.unreadable} == {"self", "broken", "empty"}
 
 
 def test_an_unreadable_directory_is_noted(home, registry, monkeypatch):
@@ -254,9 +254,9 @@ def test_an_unreadable_directory_is_noted(home, registry, monkeypatch):
         return scandir(path)
 
     monkeypatch.setattr(caches.os, "scandir", raise_if_guarded)
-    found = find_models(registry)
-    assert set(by_name(found)) == {"a"}
-    notes = [n for p in found.places for n in p.notes]
+    listing = find_models(registry)
+    assert set(by_name(listing)) == {"a"}
+    notes = [n for p in listing.places for n in p.notes]
     assert f"{home}/.lmstudio/models/shut: Permission denied" in notes
     assert "/usr/share/ollama/.ollama/models/manifests: Permission denied" in notes
 
@@ -271,8 +271,8 @@ def test_an_unreadable_file_is_listed_with_the_reason(tmp_path, registry, monkey
         return opened(path, *rest, **named)
 
     monkeypatch.setattr(os, "open", raise_if_guarded)
-    found = find_models(registry, [tmp_path / "models"])
-    assert [(f.name, f.error) for f in found.unreadable] == [("shut", "cannot be opened: Permission denied")]
+    listing = find_models(registry, [tmp_path / "models"])
+    assert [(f.name, f.error) for f in listing.unreadable] == [("shut", "cannot be opened: Permission denied")]
 
 
 def test_a_huge_directory_is_searched_up_to_a_limit(tmp_path, registry, monkeypatch):
@@ -280,9 +280,9 @@ def test_a_huge_directory_is_searched_up_to_a_limit(tmp_path, registry, monkeypa
     base(tmp_path / "models/a.gguf")
     for i in range(30):
         (tmp_path / f"models/z{i:02}").touch()
-    found = find_models(registry, [tmp_path / "models"])
-    assert set(by_name(found)) <= {"a"}
-    assert [n for p in found.places for n in p.notes] == [
+    listing = find_models(registry, [tmp_path / "models"])
+    assert set(by_name(listing)) <= {"a"}
+    assert [n for p in listing.places for n in p.notes] == [
         f"{tmp_path}/models: has more than 10 entries; the rest was not searched"
     ]
 
@@ -320,8 +320,8 @@ def test_if_nothing_is_found_the_searched_directories_are_printed(home, capsys):
     assert main(["models"]) == 0
     out = capsys.readouterr().out
     assert out.startswith("no GGUF models found; searched:\n")
-    for place in default_directories(home, os.environ):
-        assert str(place.root) in out
+    for directory in default_directories(home, os.environ):
+        assert str(directory.root) in out
     assert f"{home}/.ollama/models (does not exist)" in out
     assert "search another directory: toyexp models DIR" in out
 
@@ -330,10 +330,10 @@ def test_json_has_models_unreadable_files_and_directories(home, capsys):
     base(home / ".lmstudio/models/a.gguf")
     (home / ".lmstudio/models/b.gguf").write_bytes(b"GGUF")
     assert main(["models", "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)
-    assert [(m["name"], m["here"], m["parameters"] > 1000) for m in found["models"]] == [("a", "base", True)]
-    assert [m["error"] for m in found["unreadable"]] == ["is not a GGUF file (4 bytes)"]
-    assert {p["name"] for p in found["places"]} >= {"Hugging Face", "Ollama", "LM Studio", "llama.cpp", "here"}
+    listing = json.loads(capsys.readouterr().out)
+    assert [(m["name"], m["here"], m["parameters"] > 1000) for m in listing["models"]] == [("a", "base", True)]
+    assert [m["error"] for m in listing["unreadable"]] == ["is not a GGUF file (4 bytes)"]
+    assert {p["name"] for p in listing["places"]} >= {"Hugging Face", "Ollama", "LM Studio", "llama.cpp", "here"}
 
 
 @pytest.mark.parametrize(

@@ -32,10 +32,10 @@ def chat(monkeypatch, capsys):
         raw = lines if isinstance(lines, bytes) else lines.encode()
         monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(raw)))
         capsys.readouterr()
-        asked = ["generate", file, "--chat", "--json", *words, *([] if "--engine" in words else NOOP)]
-        assert main(asked) == code, capsys.readouterr().err
-        found = capsys.readouterr()
-        return [json.loads(line) for line in found.out.splitlines()], found.err
+        command = ["generate", file, "--chat", "--json", *words, *([] if "--engine" in words else NOOP)]
+        assert main(command) == code, capsys.readouterr().err
+        output = capsys.readouterr()
+        return [json.loads(line) for line in output.out.splitlines()], output.err
 
     return hold
 
@@ -49,12 +49,12 @@ def chatml_ids(*turns):
 
 
 def test_each_answer_follows_from_all_turns_before_it(chat):
-    answers, told = chat("Hi\n\n  You?  \n", "--tokens", "4", "--temperature", "0", "--engine", "ggml:threads=1")
+    answers, stderr = chat("Hi\n\n  You?  \n", "--tokens", "4", "--temperature", "0", "--engine", "ggml:threads=1")
     first, second = answers
     assert first["prompt_ids"] == chatml_ids(("user", b"Hi"))
     spoken = first["text"].encode("utf-8")
     assert second["prompt_ids"] == chatml_ids(("user", b"Hi"), ("assistant", spoken), ("user", b"You?"))
-    assert "chat template of chat.gguf" in told and told.count("(token limit: --tokens 4)") == 2
+    assert "chat template of chat.gguf" in stderr and stderr.count("(token limit: --tokens 4)") == 2
 
 
 def test_the_first_answer_equals_that_of_a_single_prompt_on_all_engines(chat, capsys):
@@ -69,13 +69,13 @@ def test_the_first_answer_equals_that_of_a_single_prompt_on_all_engines(chat, ca
 
 def test_the_system_message_comes_first_and_is_kept_when_turns_are_dropped(chat, capsys):
     system = ["--system", "Be brief."]
-    answers, told = chat("Hi\n" * 5, *system, "--tokens", "8", "--temperature", "0")
+    answers, stderr = chat("Hi\n" * 5, *system, "--tokens", "8", "--temperature", "0")
     head = chatml_ids(("system", b"Be brief."))[: -len(b"assistant\n") - 1]
     assert answers[0]["prompt_ids"] == chatml_ids(("system", b"Be brief."), ("user", b"Hi"))
     assert all(answer["prompt_ids"][: len(head)] == head for answer in answers)
-    assert "the model forgets the oldest messages" in told
-    asked = ["generate", "chat.gguf", "--chat", "--prompt", "Hi", "--json", *system, *NOOP]
-    assert main([*asked, "--tokens", "8", "--temperature", "0"]) == 0
+    assert "the model forgets the oldest messages" in stderr
+    command = ["generate", "chat.gguf", "--chat", "--prompt", "Hi", "--json", *system, *NOOP]
+    assert main([*command, "--tokens", "8", "--temperature", "0"]) == 0
     assert json.loads(capsys.readouterr().out)["prompt_ids"] == answers[0]["prompt_ids"]
 
 
@@ -83,13 +83,13 @@ def test_a_system_message_without_a_template_for_it_is_rejected(chat, capsys, tm
     assert main(["generate", "chat.gguf", "--prompt", "Hi", "--system", "x"]) == 2
     said = "generate --system: only works with --chat: toyexp generate chat.gguf --chat --system ... --prompt ..."
     assert said in capsys.readouterr().err
-    _, told = chat("Hi\n", "--system", "x", file="text.gguf", code=2)
-    assert "text.gguf: has no chat template, which --system needs" in told
+    _, stderr = chat("Hi\n", "--system", "x", file="text.gguf", code=2)
+    assert "text.gguf: has no chat template, which --system needs" in stderr
     tokenizer = chat_tokenizer()
     tokenizer.chat_template = "{% for m in messages if m.role == 'user' %}{{ m.content }}{% endfor %}"
     write_base(tmp_path / "deaf.gguf", "llama", tokenizer=tokenizer, context=120)
-    _, told = chat("Hi\n", "--system", "Be brief.", file="deaf.gguf", code=2)
-    assert "deaf.gguf: the chat template ignores --system" in told
+    _, stderr = chat("Hi\n", "--system", "Be brief.", file="deaf.gguf", code=2)
+    assert "deaf.gguf: the chat template ignores --system" in stderr
 
 
 def test_quit_ends_the_chat_and_further_input_is_not_read(chat):
@@ -98,15 +98,15 @@ def test_quit_ends_the_chat_and_further_input_is_not_read(chat):
 
 
 def test_without_a_template_the_text_is_continued(chat):
-    answers, told = chat("ab\ncd\n", "--tokens", "2", "--temperature", "0", file="text.gguf")
-    assert "no chat template: messages are continued as plain text" in told
+    answers, stderr = chat("ab\ncd\n", "--tokens", "2", "--temperature", "0", file="text.gguf")
+    assert "no chat template: messages are continued as plain text" in stderr
     assert answers[1]["prompt_ids"] == [*b"ab", *answers[0]["ids"], *b"\ncd"]
 
 
 def test_the_oldest_turns_are_dropped_when_the_context_is_full_with_one_note(chat):
     """Only complete exchanges are dropped, so that the template sees valid conversations."""
-    answers, told = chat("".join(f"message {i}\n" for i in range(6)), "--tokens", "8", "--temperature", "0")
-    assert told.count("the context of 120 tokens is full; the model forgets the oldest messages") == 1
+    answers, stderr = chat("".join(f"message {i}\n" for i in range(6)), "--tokens", "8", "--temperature", "0")
+    assert stderr.count("the context of 120 tokens is full; the model forgets the oldest messages") == 1
     for i, answer in enumerate(answers):
         ids = answer["prompt_ids"]
         assert len(ids) + 8 <= 120 and ids[:6] == [257, *b"user\n"]
@@ -126,14 +126,14 @@ def test_turns_leave_room_for_the_answers_tokens_or_a_quarter_of_the_context(cha
 
 
 def test_a_message_that_is_too_long_is_reported_and_the_chat_continues(chat):
-    answers, told = chat(f"{'x' * 200}\nHi\n", "--tokens", "2", code=1)
-    assert "the message was skipped: it has 219 tokens, and the context only 120" in told
+    answers, stderr = chat(f"{'x' * 200}\nHi\n", "--tokens", "2", code=1)
+    assert "the message was skipped: it has 219 tokens, and the context only 120" in stderr
     assert [answer["prompt_ids"] for answer in answers] == [chatml_ids(("user", b"Hi"))]
 
 
 def test_an_answer_may_be_longer_than_the_context(chat):
-    (answer,), told = chat("Hi\n", "--tokens", "150", "--temperature", "0")
-    assert answer["tokens"] == 150 and answer["slides"] >= 1 and told.count("continuing from the last 60") == 1
+    (answer,), stderr = chat("Hi\n", "--tokens", "150", "--temperature", "0")
+    assert answer["tokens"] == 150 and answer["slides"] >= 1 and stderr.count("continuing from the last 60") == 1
 
 
 @pytest.mark.parametrize(("lines", "words", "said"), [
@@ -143,8 +143,8 @@ def test_an_answer_may_be_longer_than_the_context(chat):
     (b"Hi\n", ["--tokens", "0"], "--tokens 0: must be a whole number"),
 ])  # fmt: skip
 def test_invalid_input_gives_a_one_line_error(chat, lines, words, said):
-    told = chat(lines, *words, code=2)[1]
-    assert said in told and told.count("toyexp: error: ") == 1
+    stderr = chat(lines, *words, code=2)[1]
+    assert said in stderr and stderr.count("toyexp: error: ") == 1
 
 
 def test_a_chat_needs_a_tokenizer(chat, tmp_path):

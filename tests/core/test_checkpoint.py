@@ -58,19 +58,19 @@ def checkpoint_path(tmp_path: Path) -> Path:
 def test_invalid_evals_in_a_checkpoint_are_rejected(checkpoint_path, evals):
     """A run of 7 steps writes the scores of an evaluation by its step, each a number or null."""
     state = {"outcome": asdict(Outcome(steps=7)), "scores": {}}
-    whole = replace(read_checkpoint(checkpoint_path), state={**state, "evals": {"2": {"loss": 1.0, "accuracy": None}}})
-    assert _outcome(whole).steps == _outcome(replace(whole, state=state)).steps == 7
+    valid = replace(read_checkpoint(checkpoint_path), state={**state, "evals": {"2": {"loss": 1.0, "accuracy": None}}})
+    assert _outcome(valid).steps == _outcome(replace(valid, state=state)).steps == 7
     with pytest.raises(UserError, match="evals are invalid"):
-        _outcome(replace(whole, state={**state, "evals": evals}))
+        _outcome(replace(valid, state={**state, "evals": evals}))
 
 
 def test_a_checkpoint_is_read_back_bit_for_bit(checkpoint_path):
-    found = read_checkpoint(checkpoint_path)
-    assert (found.step, found.path) == (7, checkpoint_path)
-    assert {n: (a.dtype, a.tobytes()) for n, a in found.arrays.items()} == {
+    restored = read_checkpoint(checkpoint_path)
+    assert (restored.step, restored.path) == (7, checkpoint_path)
+    assert {n: (a.dtype, a.tobytes()) for n, a in restored.arrays.items()} == {
         n: (a.dtype, a.tobytes()) for n, a in ARRAY.items()
     }
-    assert found.state["third"] == 1 / 3
+    assert restored.state["third"] == 1 / 3
 
 
 def test_a_change_of_any_byte_is_detected(checkpoint_path):
@@ -112,8 +112,8 @@ def test_a_damaged_checkpoint_is_reported_and_the_previous_one_is_used(checkpoin
     folder = checkpoint_path.parent
     write_checkpoint(folder, 9, ARRAY, {})
     (folder / "step-9" / file).write_text(content)
-    found, damaged = read_newest(folder)
-    assert found is not None and found.step == 7
+    newest, damaged = read_newest(folder)
+    assert newest is not None and newest.step == 7
     assert len(damaged) == 1 and "step-9" in damaged[0] and cause in damaged[0]
 
 
@@ -124,14 +124,14 @@ def test_a_link_inside_a_checkpoint_is_not_followed(checkpoint_path, tmp_path, f
     (checkpoint_path.parent / "step-9" / file).symlink_to(tmp_path / file)
     with pytest.raises(UserError, match=f"step-9/{file}: is a link"):
         read_checkpoint(checkpoint_path.parent / "step-9")
-    found, (line,) = read_newest(checkpoint_path.parent)
-    assert found is not None and found.step == 7 and f"step-9/{file}: is a link" in line
+    newest, (line,) = read_newest(checkpoint_path.parent)
+    assert newest is not None and newest.step == 7 and f"step-9/{file}: is a link" in line
 
 
 def test_a_checkpoint_whose_manifest_names_another_step_is_damaged(checkpoint_path):
     shutil.copytree(checkpoint_path, checkpoint_path.with_name("step-8"))
-    found, damaged = read_newest(checkpoint_path.parent)
-    assert found is not None and found.step == 7
+    newest, damaged = read_newest(checkpoint_path.parent)
+    assert newest is not None and newest.step == 7
     assert "names step 7" in damaged[0]
 
 
@@ -154,47 +154,47 @@ def test_a_failed_write_keeps_the_existing_checkpoint(checkpoint_path, monkeypat
     read_checkpoint(checkpoint_path)
 
 
-def _file(place):
-    place.write_text("mine")
+def _file(path):
+    path.write_text("mine")
 
 
-def _link(place):
-    place.symlink_to("nowhere")
+def _link(path):
+    path.symlink_to("nowhere")
 
 
-def _with_notes(place):
-    write_checkpoint(place.parent, 8, ARRAY, {})
-    (place / "theirs").mkdir()
-    (place / "theirs/notes.txt").write_text("mine")
+def _with_notes(path):
+    write_checkpoint(path.parent, 8, ARRAY, {})
+    (path / "theirs").mkdir()
+    (path / "theirs/notes.txt").write_text("mine")
 
 
-def _names_alone(place):
-    place.mkdir()
+def _names_alone(path):
+    path.mkdir()
     for name in ("manifest.json", "state.json", "state.safetensors"):
-        (place / name).write_text("mine")
+        (path / name).write_text("mine")
 
 
-def _torn_manifest(place):
-    write_checkpoint(place.parent, 8, ARRAY, {})
-    (place / "manifest.json").write_text("{")
+def _torn_manifest(path):
+    write_checkpoint(path.parent, 8, ARRAY, {})
+    (path / "manifest.json").write_text("{")
 
 
-def _whole(place):
-    if place.is_dir():
-        return {path.relative_to(place): path.read_bytes() for path in place.rglob("*") if path.is_file()}
-    return str(place.readlink()) if place.is_symlink() else place.read_text()
+def _whole(root):
+    if root.is_dir():
+        return {path.relative_to(root): path.read_bytes() for path in root.rglob("*") if path.is_file()}
+    return str(root.readlink()) if root.is_symlink() else root.read_text()
 
 
 @pytest.mark.parametrize("put", [_file, _link, _with_notes, _names_alone, _torn_manifest])
 def test_a_foreign_file_at_the_path_of_a_checkpoint_is_moved_aside(checkpoint_path, put, caplog):
-    place, aside = checkpoint_path.parent / "step-8", checkpoint_path.parent / "step-8.1"
-    put(place)
-    before = _whole(place)
+    path, aside = checkpoint_path.parent / "step-8", checkpoint_path.parent / "step-8.1"
+    put(path)
+    before = _whole(path)
     keeper = CheckpointKeeper(checkpoint_path.parent, Interval(1), keep=9)
     keeper.save(8, constant_snapshot(ARRAY), {})
     keeper.wait()
     assert [done.step for done in keeper.pop_written_checkpoints()] == [8]
-    read_checkpoint(place)
+    read_checkpoint(path)
     assert _whole(aside) == before
     assert f"moved to {aside}" in caplog.text
 
@@ -328,14 +328,14 @@ def test_a_failed_write_is_reported_once_and_the_next_checkpoint_is_tried(tmp_pa
     assert [s.step for s in keeper.pop_written_checkpoints()] == [1]
     shutil.rmtree(folder)
     folder.write_text("in the way")
-    told = []
+    errors = []
     for step in (2, 3):
         keeper.save(step, constant_snapshot(ARRAY), {})
         keeper.wait()
         assert not keeper.pop_written_checkpoints()
-        told.append(keeper.trouble)
+        errors.append(keeper.trouble)
         keeper.trouble = None
-    assert told[0] is not None and "step 2" in told[0] and told[1] is None
+    assert errors[0] is not None and "step 2" in errors[0] and errors[1] is None
     folder.unlink()
     keeper.save(4, constant_snapshot(ARRAY), {})
     keeper.wait()
@@ -349,8 +349,8 @@ def test_a_damaged_later_checkpoint_does_not_displace_a_valid_one(tmp_path):
     for step in (8, 9, 10):
         keeper.save(step, constant_snapshot(ARRAY), {})
         keeper.wait()
-        found, _ = read_newest(tmp_path)
-        assert found is not None and found.step == step
+        newest, _ = read_newest(tmp_path)
+        assert newest is not None and newest.step == step
 
 
 def test_the_result_of_the_last_write_is_known_after_earlier_failures(tmp_path):
@@ -444,7 +444,7 @@ def test_arrays_that_a_session_does_not_reuse_are_freed(tmp_path, monkeypatch):
         keeper.save(step, slow.snapshot, {})
         keeper.wait()
     assert slow.found == {step: [step, step] for step in range(1, 7)}
-    alive = [weakref.ref(made["w"]) for made in slow.made]
+    alive = [weakref.ref(arrays["w"]) for arrays in slow.made]
     slow.made.clear()
     gc.collect()
     assert sum(ref() is not None for ref in alive) <= 1

@@ -73,12 +73,12 @@ def test_a_plugin_command_gets_its_arguments_and_sets_the_exit_code(toyexp):
     done = toyexp(["greet", "--loud", "you"], alone=True)
     assert (done.out, done.err, done.returncode) == ("hello you!", "", 3)
     assert toyexp(["greet", "--times", "3", "you", "--loud"]).out == "hello you!!!"
-    told = toyexp(["greet", "--help"]).out
-    assert told.startswith("usage: toyexp greet [options] ...\n\nSays hello.") and "how often" in told
+    help_text = toyexp(["greet", "--help"]).out
+    assert help_text.startswith("usage: toyexp greet [options] ...\n\nSays hello.") and "how often" in help_text
 
 
 @pytest.mark.parametrize(
-    ("words", "told"),
+    ("words", "message"),
     [
         (["--times", "x"], "--times x: must be a whole number"),
         (["--to", "hem"], "--to hem: did you mean them?"),
@@ -87,14 +87,14 @@ def test_a_plugin_command_gets_its_arguments_and_sets_the_exit_code(toyexp):
         (["--time", "3"], "greet --time: unknown option; did you mean --times?"),
     ],
 )
-def test_a_wrong_argument_of_a_plugin_command_is_rejected(toyexp, words, told):
+def test_a_wrong_argument_of_a_plugin_command_is_rejected(toyexp, words, message):
     done = toyexp(["greet", *words])
     assert (done.out, done.returncode) == ("", 2)
-    assert done.err.startswith(f"toyexp: error: {told}") and len(done.err.splitlines()) == 1
+    assert done.err.startswith(f"toyexp: error: {message}") and len(done.err.splitlines()) == 1
 
 
 @pytest.mark.parametrize(
-    ("body", "told"),
+    ("body", "message"),
     [
         ("return 1 / 0", "command.greet failed while it ran: ZeroDivisionError: division by zero (strange.py, line"),
         ("import sys; sys.exit(7)", "command.greet failed while it ran: SystemExit: 7 (strange.py, line"),
@@ -104,11 +104,11 @@ def test_a_wrong_argument_of_a_plugin_command_is_rejected(toyexp, words, told):
         ),
     ],
 )
-def test_an_unexpected_error_of_a_plugin_command_is_one_line_that_names_it(toyexp, body, told):
+def test_an_unexpected_error_of_a_plugin_command_is_one_line_that_names_it(toyexp, body, message):
     done = toyexp(["greet"], body=body)
     assert done.returncode == 1 and done.out == ""
     (line,) = done.err.splitlines()
-    assert told in line
+    assert message in line
 
 
 def test_a_command_with_a_broken_help_is_reported_in_one_line(toyexp):
@@ -176,13 +176,13 @@ class Two(Command):
 
 
 def test_options_and_settings_are_told_apart():
-    found = Two().read(["a", "--to", "b", "--all", "c=1", "plugins=[m,n]", "--to=b"])
-    assert found == Arguments(all=True, to="b", type=None, rest=["a", "c=1"], modules=["m", "n"])
-    assert found.settings == ["a", "c=1", "plugins=[m,n]"]
+    arguments = Two().read(["a", "--to", "b", "--all", "c=1", "plugins=[m,n]", "--to=b"])
+    assert arguments == Arguments(all=True, to="b", type=None, rest=["a", "c=1"], modules=["m", "n"])
+    assert arguments.settings == ["a", "c=1", "plugins=[m,n]"]
 
 
 @pytest.mark.parametrize(
-    ("words", "told"),
+    ("words", "message"),
     [
         (["--al"], "two --al: unknown option; did you mean --all?"),
         (["-a"], "two -a: unknown option; did you mean --all?"),
@@ -197,8 +197,8 @@ def test_options_and_settings_are_told_apart():
         (["plugins=a,b"], r"such as plugins=\[a,b\]"),
     ],
 )
-def test_a_wrong_argument_is_rejected(words, told):
-    with pytest.raises(UserError, match=told):
+def test_a_wrong_argument_is_rejected(words, message):
+    with pytest.raises(UserError, match=message):
         Two().read(words)
 
 

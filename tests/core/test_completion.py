@@ -115,25 +115,25 @@ def test_completions_of_a_partial_command_line(complete_line, line, words):
 
 def test_a_hidden_file_is_offered_once_its_dot_is_typed(complete_line):
     assert "data.path=.hidden.gguf" in complete_line("toyexp data.path=.")
-    found = complete_line("toyexp data.path=")
-    assert "data.path=tiny.gguf" in found and "data.path=.hidden.gguf" not in found
+    candidates = complete_line("toyexp data.path=")
+    assert "data.path=tiny.gguf" in candidates and "data.path=.hidden.gguf" not in candidates
 
 
 def test_the_newest_runs_are_offered_whatever_they_are_called(complete_line):
     for day in range(1, RUNS + 1):
-        place = Path("outputs", "yours", f"2026-11-{day:02}_1")
-        place.mkdir(parents=True, exist_ok=True)
-        (place / "config.yaml").touch()
-    found = {word for word in complete_line("toyexp resume=") if "2026" in word}
-    assert len(found) == RUNS
-    assert "resume=outputs/mine/2026-11-21_1" in found and "resume=outputs/yours/2026-11-01_1" not in found
+        directory = Path("outputs", "yours", f"2026-11-{day:02}_1")
+        directory.mkdir(parents=True, exist_ok=True)
+        (directory / "config.yaml").touch()
+    candidates = {word for word in complete_line("toyexp resume=") if "2026" in word}
+    assert len(candidates) == RUNS
+    assert "resume=outputs/mine/2026-11-21_1" in candidates and "resume=outputs/yours/2026-11-01_1" not in candidates
 
 
 def test_an_empty_line_offers_all_commands_and_keys(complete_line):
-    found = complete_line("toyexp ")
-    assert set(COMMANDS) <= set(found)
-    assert {f"{f.name}=" for f in dataclasses.fields(schema.Root)} - {"sweep="} <= set(found)
-    assert {f"{group}=" for group in GROUPS} <= set(found) and "sweep." in found
+    candidates = complete_line("toyexp ")
+    assert set(COMMANDS) <= set(candidates)
+    assert {f"{f.name}=" for f in dataclasses.fields(schema.Root)} - {"sweep="} <= set(candidates)
+    assert {f"{group}=" for group in GROUPS} <= set(candidates) and "sweep." in candidates
 
 
 def test_offered_values_are_those_that_the_code_accepts():
@@ -162,7 +162,7 @@ def test_every_flag_and_every_option_of_every_command_is_offered(complete_line):
 
 
 @pytest.mark.parametrize(
-    ("line", "words", "kept", "quote"),
+    ("line", "words", "kept_length", "quote"),
     [
         ("toyexp recipe=wa", ["toyexp", "recipe=wa"], 7, ""),
         ("toyexp  a ", ["toyexp", "a", ""], 0, ""),
@@ -175,9 +175,9 @@ def test_every_flag_and_every_option_of_every_command_is_offered(complete_line):
         ("HERE=1 toyexp a", ["toyexp", "a"], 0, ""),
     ],
 )
-def test_a_line_is_split_like_bash_does(line, words, kept, quote):
-    found = read_line(line, " \t\n\"'><=;|&(:")
-    assert (found.words, found.kept_length, found.quote) == (words, kept, quote)
+def test_a_line_is_split_like_bash_does(line, words, kept_length, quote):
+    split_line = read_line(line, " \t\n\"'><=;|&(:")
+    assert (split_line.words, split_line.kept_length, split_line.quote) == (words, kept_length, quote)
 
 
 @pytest.mark.parametrize("shell", SHELLS)

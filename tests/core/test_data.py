@@ -157,9 +157,9 @@ def test_a_large_batch_equals_its_concatenated_micro_batches(rows, accumulate, k
 def test_a_block_equals_its_concatenated_batches(rows, count, k):
     """Also across the end of an epoch."""
     batches = corpus(60).batches(7, rows, seed=1)
-    block, each = batches.block(k, count), [batches.batch(k + i) for i in range(count)]
+    block, singles = batches.block(k, count), [batches.batch(k + i) for i in range(count)]
     for name, values in block.items():
-        assert np.array_equal(values, np.concatenate([batch[name] for batch in each]))
+        assert np.array_equal(values, np.concatenate([batch[name] for batch in singles]))
 
 
 def test_the_smallest_corpus_repeats_one_window():
@@ -184,13 +184,13 @@ def test_data_shorter_than_a_window_is_rejected_with_its_part_and_length(train, 
 def test_held_out_batches_cover_different_windows_and_repeats_have_weight_zero(held_out, context, rows, eval_batches):
     held_out = max(held_out, context + 1)
     batches = corpus(50, held_out, eval_batches).batches(context, rows, 0)
-    found = batches.held_out()
+    evaluations = batches.held_out()
     windows = (held_out - 1) // context
-    assert len(found) <= eval_batches
-    starts = [int(b["tokens"][i, 0]) for b in found for i in range(rows) if b["weights"][i].any()]
+    assert len(evaluations) <= eval_batches
+    starts = [int(b["tokens"][i, 0]) for b in evaluations for i in range(rows) if b["weights"][i].any()]
     assert len(starts) == len(set(starts)) == min(windows, eval_batches * rows)
     assert min(starts) == 50, "from the beginning of the held-out part"
-    for batch in found:
+    for batch in evaluations:
         assert set(np.unique(batch["weights"])) <= {0.0, 1.0}
         assert batch["tokens"].shape == (rows, context), "engines take one shape"
         assert np.array_equal(batch["targets"], batch["tokens"] + 1)
@@ -198,13 +198,13 @@ def test_held_out_batches_cover_different_windows_and_repeats_have_weight_zero(h
 
 
 def test_held_out_windows_are_spread_over_the_whole_part():
-    found = corpus(50, held_out=1001, eval_batches=2).batches(10, 2, 0).held_out()
-    assert [int(t) - 50 for b in found for t in b["tokens"][:, 0]] == [0, 250, 500, 750]
+    held_out = corpus(50, held_out=1001, eval_batches=2).batches(10, 2, 0).held_out()
+    assert [int(t) - 50 for b in held_out for t in b["tokens"][:, 0]] == [0, 250, 500, 750]
 
 
 def test_held_out_data_does_not_depend_on_the_seed():
-    one, two = (corpus(200, 200).batches(9, 3, seed).held_out() for seed in (0, 1))
-    assert [batch_digest(b) for b in one] == [batch_digest(b) for b in two]
+    first, second = (corpus(200, 200).batches(9, 3, seed).held_out() for seed in (0, 1))
+    assert [batch_digest(b) for b in first] == [batch_digest(b) for b in second]
 
 
 def test_the_digest_of_the_data_changes_with_a_token_and_with_the_split():
@@ -339,11 +339,11 @@ def test_a_folder_is_read_in_path_order_with_the_chosen_suffixes(tmp_path):
 def test_max_mb_limits_reading_with_a_note_and_has_no_default_for_own_text(tmp_path):
     (tmp_path / "t.txt").write_text("x" * 3000)
     sizes = ({"max_mb": 0.001}, {"max_mb": 1e-8}, {"max_mb": 0}, {})
-    found = [open_text(tmp_path / "t.txt", **size) for size in sizes]
-    lengths = [len(d.train) + len(d.held_out) for d in found]
+    datasets = [open_text(tmp_path / "t.txt", **size) for size in sizes]
+    lengths = [len(d.train) + len(d.held_out) for d in datasets]
     assert lengths == [1000 + 2, 1 + 1, 3000 + 2, 3000 + 2], "the least that is asked for is not everything"
-    told = ["0.001 of 0.003 MB: data.max_mb"], ["0.000001 of 0.003000 MB: data.max_mb"], [], []
-    assert [d.omissions() for d in found] == list(told)
+    omissions = ["0.001 of 0.003 MB: data.max_mb"], ["0.000001 of 0.003000 MB: data.max_mb"], [], []
+    assert [d.omissions() for d in datasets] == list(omissions)
 
 
 def test_omissions_are_in_the_data_line_the_log_and_run_start(tmp_path, capsys):
@@ -353,11 +353,13 @@ def test_omissions_are_in_the_data_line_the_log_and_run_start(tmp_path, capsys):
     for name, more in {"part": ["data.max_mb=0.05"], "whole": []}.items():
         run = tmp_path / name
         assert main([*words, *more, f"hydra.run.dir={run}", "eval_every=0", "callbacks=[events]"]) == 0
-        told = "0.05 of 0.12 MB: data.max_mb"
-        line = f"data    text ({told}; 47.5k tokens to train on)" if more else "data    text (114k tokens to train on)"
+        omission = "0.05 of 0.12 MB: data.max_mb"
+        line = (
+            f"data    text ({omission}; 47.5k tokens to train on)" if more else "data    text (114k tokens to train on)"
+        )
         assert line in capsys.readouterr().out and line in (run / "log.txt").read_text()
         start = json.loads((run / "events.jsonl").read_text().splitlines()[0])
-        assert start["data"]["left_out"] == ([told] if more else [])
+        assert start["data"]["left_out"] == ([omission] if more else [])
     quick = ["data.max_mb=0.05", "data.eval_batches=1", "model.context=8", "engine=ggml", "engine.threads=1"]
     assert main(["eval", str(next(DONOR.glob("*.gguf"))), *words[:2], *quick]) == 0
     assert "t.txt; 0.05 of 0.12 MB: data.max_mb, " in capsys.readouterr().out
@@ -371,8 +373,8 @@ def test_reported_megabytes_are_bytes_for_any_script(tmp_path):
 def test_the_stdlib_data_reports_how_much_is_read():
     data = Stdlib(tokenizer="byte")
     assert data.max_mb == 4.0
-    (told,) = Stdlib(max_mb=0.5, tokenizer="byte").open(None).omissions()
-    assert re.fullmatch(r"0\.5 of \d+\.\d MB: data\.max_mb", told)
+    (omission,) = Stdlib(max_mb=0.5, tokenizer="byte").open(None).omissions()
+    assert re.fullmatch(r"0\.5 of \d+\.\d MB: data\.max_mb", omission)
 
 
 def test_other_files_in_a_directory_are_counted(tmp_path):
@@ -401,8 +403,8 @@ def test_files_that_are_not_text_are_rejected_or_skipped_and_counted(tmp_path):
     for name in ("a.txt", "c.txt"):
         (good / name).write_bytes((tmp_path / name).read_bytes())
     assert open_text(good).describe()["text_sha256"] == dataset.describe()["text_sha256"], "what it left is no trace"
-    (told,) = dataset.omissions()
-    assert told.startswith("1 skipped (data.on_error), such as ") and "b.txt: not UTF-8 text" in told
+    (omission,) = dataset.omissions()
+    assert omission.startswith("1 skipped (data.on_error), such as ") and "b.txt: not UTF-8 text" in omission
 
 
 def test_a_pattern_selects_the_matching_files(tmp_path, monkeypatch):
@@ -435,7 +437,7 @@ def test_invalid_utf8_is_rejected_with_the_byte_and_a_remedy(tmp_path, raw, word
 
 
 @pytest.mark.parametrize(
-    ("raw", "place", "words"),
+    ("raw", "offset", "words"),
     [
         ("naïve text".encode("utf-16-le"), 1, "if it is UTF-16: iconv -f UTF-16LE -t UTF-8"),
         ("naïve text".encode("utf-16-be"), 0, "if it is UTF-16: iconv -f UTF-16LE -t UTF-8"),
@@ -445,16 +447,16 @@ def test_invalid_utf8_is_rejected_with_the_byte_and_a_remedy(tmp_path, raw, word
     ],
     ids=["UTF-16LE", "UTF-16BE", "all NUL", "one NUL", "the last byte"],
 )
-def test_a_text_with_a_nul_is_rejected_with_its_offset_or_skipped(tmp_path, monkeypatch, raw, place, words):
+def test_a_text_with_a_nul_is_rejected_with_its_offset_or_skipped(tmp_path, monkeypatch, raw, offset, words):
     monkeypatch.setattr(reading, "CHUNK", 4096)
     (tmp_path / "t.txt").write_bytes(raw)
     for read in (open_text, read_text):
-        with pytest.raises(UserError, match=rf"t\.txt: not text \(byte {place} is NUL\)") as error:
+        with pytest.raises(UserError, match=rf"t\.txt: not text \(byte {offset} is NUL\)") as error:
             read(tmp_path / "t.txt")
         assert words in str(error.value)
     (tmp_path / "u.txt").write_text("good text")
     dataset = open_text(tmp_path, on_error="skip")
-    assert dataset.describe()["documents"] == 1 and f"byte {place} is NUL" in dataset.omissions()[0]
+    assert dataset.describe()["documents"] == 1 and f"byte {offset} is NUL" in dataset.omissions()[0]
 
 
 def test_a_character_across_two_read_blocks_is_decoded(tmp_path, monkeypatch):
@@ -493,8 +495,8 @@ def test_a_character_missing_in_a_files_tokenizer_names_both_files(tmp_path):
 def test_the_standard_library_is_the_same_text_every_time():
     data = Stdlib(max_mb=0.05, tokenizer="byte")
     data.check()
-    one, two = data.open(None), data.open(None)
-    assert one.describe() == two.describe() and one.describe()["documents"] > 1
+    first, second = data.open(None), data.open(None)
+    assert first.describe() == second.describe() and first.describe()["documents"] > 1
 
 
 NO_FILES = {
@@ -530,10 +532,10 @@ ASKED = {
 
 @pytest.mark.timeout(10)  # a pipe would be waited for, and a device read, without end
 @pytest.mark.parametrize("name", NO_FILES)
-@pytest.mark.parametrize("asked", ASKED)
-def test_special_files_are_rejected_immediately_everywhere(no_files, asked, name):
+@pytest.mark.parametrize("part", ASKED)
+def test_special_files_are_rejected_immediately_everywhere(no_files, part, name):
     with pytest.raises(UserError) as error:
-        ASKED[asked](name).check()
+        ASKED[part](name).check()
     words = NO_FILES[name].partition(",")[0]  # only the error about a file has a remedy
     assert f"={name}: {words}" in str(error.value) and "\n" not in str(error.value)
 
@@ -576,14 +578,14 @@ def test_virtual_system_files_are_rejected_without_blocking(tmp_path):
 
 
 def test_a_long_directory_search_shows_progress(tmp_path, monkeypatch):
-    told = []
+    statuses = []
     monkeypatch.setattr(finding, "STATUS_EVERY", 2)
-    monkeypatch.setattr(finding, "show_status", told.append)
+    monkeypatch.setattr(finding, "show_status", statuses.append)
     for name in "abc":
         (tmp_path / "in" / name).mkdir(parents=True)
         (tmp_path / "in" / name / "t.txt").write_text("text")
     open_text(tmp_path / "in")
-    assert [line.rpartition("in ")[2] for line in told] == ["2 folders", "4 folders", "reading the text"]
+    assert [line.rpartition("in ")[2] for line in statuses] == ["2 folders", "4 folders", "reading the text"]
 
 
 @pytest.mark.parametrize("vocab", [257, 1_000_000_000])
@@ -601,19 +603,19 @@ def split(*parts):
 
 
 def test_tokens_are_cached_and_memory_mapped(cache):
-    made = []
+    calls = []
 
     def make():
-        made.append(1)
+        calls.append(1)
         return split(range(5), [7, 70_000])()
 
     first, again = (load_or_pack("key", 70_001, make) for _ in range(2))
-    assert len(made) == 1
+    assert len(calls) == 1
     assert [p.tolist() for p in first.parts] == [p.tolist() for p in again.parts] == [[*range(5)], [7, 70_000]]
-    whole = np.array([*range(5), 7, 70_000], np.int32).tobytes()
-    assert first.sha256 == again.sha256 == hashlib.sha256(whole).hexdigest()
+    content = np.array([*range(5), 7, 70_000], np.int32).tobytes()
+    assert first.sha256 == again.sha256 == hashlib.sha256(content).hexdigest()
     load_or_pack("another key", 70_001, make)
-    assert len(made) == 2
+    assert len(calls) == 2
     assert sorted(p.suffix for p in cache.iterdir()) == [".ids", ".ids"], "no temporary file stays"
 
 
@@ -628,13 +630,13 @@ def test_ids_take_two_bytes_where_they_fit(cache, vocab, size):
 def test_mapped_ids_make_the_same_batches_as_ids_in_memory():
     rng = np.random.default_rng(0)
     train, held_out = (rng.integers(0, 300, n, dtype=np.int32) for n in (900, 300))
-    kept = load_or_pack("key", 300, split(train, held_out))
-    one, two = (
+    mapped = load_or_pack("key", 300, split(train, held_out))
+    first, second = (
         TokenDataset(train, held_out, None, 300, 3, {}),
-        TokenDataset(*kept.parts, None, 300, 3, {}, kept.sha256),
+        TokenDataset(*mapped.parts, None, 300, 3, {}, mapped.sha256),
     )
-    assert one.describe() == two.describe()
-    a, b = (d.batches(16, 4, seed=5) for d in (one, two))
+    assert first.describe() == second.describe()
+    a, b = (d.batches(16, 4, seed=5) for d in (first, second))
     for k in (0, 40, 1000):
         assert batch_digest(a.batch(k)) == batch_digest(b.batch(k))
         assert type(b.batch(k)["tokens"]) is np.ndarray and b.batch(k)["tokens"].dtype == np.int32
@@ -649,19 +651,19 @@ def test_another_tokenizer_or_split_has_its_own_cached_tokens(tmp_path):
     assert byte.train.max() == 256 and char.train.max() == 4 and len(quarter.train) < len(byte.train)
 
 
-def damage_bytes(kind, whole):
+def damage_bytes(kind, content):
     """Return the bytes of a cache file with one kind of damage."""
-    middle = len(whole) // 2
+    middle = len(content) // 2
     return {
         "empty": b"",
-        "cut in half": whole[:middle],
-        "cut by a byte": whole[:-1],
+        "cut in half": content[:middle],
+        "cut by a byte": content[:-1],
         "garbage": b"garbage" * 50,
-        "a header, then garbage": whole[:512] + b"\xff" * 300,
-        "flipped contents": whole[:600] + bytes(b ^ 0xFF for b in whole[600:660]) + whole[660:],
-        "a flipped bit in the header": whole[:20] + bytes([whole[20] ^ 1]) + whole[21:],
-        "zeros, as a crash leaves them": bytes(len(whole)),
-        "longer": whole + b"\0" * 4,
+        "a header, then garbage": content[:512] + b"\xff" * 300,
+        "flipped contents": content[:600] + bytes(b ^ 0xFF for b in content[600:660]) + content[660:],
+        "a flipped bit in the header": content[:20] + bytes([content[20] ^ 1]) + content[21:],
+        "zeros, as a crash leaves them": bytes(len(content)),
+        "longer": content + b"\0" * 4,
     }[kind]
 
 
@@ -676,11 +678,11 @@ def test_a_damaged_cache_file_is_made_again(cache, kind):
     make = split(range(500), range(200))
     load_or_pack("key", 500, make)
     (path,) = cache.iterdir()
-    whole = path.read_bytes()
-    path.write_bytes(damage_bytes(kind, whole))
+    content = path.read_bytes()
+    path.write_bytes(damage_bytes(kind, content))
     again = load_or_pack("key", 500, make)
     assert [p.tolist() for p in again.parts] == [[*range(500)], [*range(200)]]
-    assert path.read_bytes() == whole, "and the next run finds a good one"
+    assert path.read_bytes() == content, "and the next run finds a good one"
 
 
 @pytest.mark.parametrize("kind", DAMAGE)
@@ -694,12 +696,12 @@ def test_a_damaged_cached_fact_is_ignored(cache, kind):
 
 @pytest.mark.parametrize("how", ["a file stands in its place", "it is a dangling link", "the parent is a file"])
 def test_an_unwritable_cache_only_costs_time(tmp_path, monkeypatch, how):
-    place = tmp_path / "place"
+    directory = tmp_path / "place"
     if how == "it is a dangling link":
-        place.symlink_to(tmp_path / "nowhere" / "deep")
+        directory.symlink_to(tmp_path / "nowhere" / "deep")
     else:
-        place.write_text("not a folder")
-    monkeypatch.setenv("TOYEXP_CACHE", str(place / "below" if how == "the parent is a file" else place))
+        directory.write_text("not a folder")
+    monkeypatch.setenv("TOYEXP_CACHE", str(directory / "below" if how == "the parent is a file" else directory))
     (tmp_path / "t.txt").write_text("abcd" * 100)
     assert len(open_text(tmp_path / "t.txt").train) == 301
 
@@ -774,8 +776,8 @@ def test_two_processes_making_the_same_tokens_both_succeed(cache):
         yield from split([1, 2], [3])()
 
     outer = load_or_pack("key", 9, make)
-    for found in (outer, inner[1], load_or_pack("key", 9, make)):
-        assert [p.tolist() for p in found.parts] == [[1, 2], [3]]
+    for tokens in (outer, inner[1], load_or_pack("key", 9, make)):
+        assert [p.tolist() for p in tokens.parts] == [[1, 2], [3]]
 
 
 @pytest.mark.parametrize("tokenizer", ["char", "bpe"])
@@ -829,17 +831,17 @@ def test_a_bpe_of_a_long_text_learns_from_a_part_with_a_note(tmp_path):
     (tmp_path / "t.txt").write_text("the cat sat on the mat\n" * 12_000)
     settings = {"tokenizer": "bpe", "bpe_vocab": 270, "val_fraction": 0.05}
     assert open_text(tmp_path / "t.txt", **settings).omissions() == []
-    (told,) = open_text(tmp_path / "t.txt", **settings, bpe_mb=0.1).omissions()
-    assert told == "bpe learned from 0.1 of 0.3 MB: data.bpe_mb"
+    (omission,) = open_text(tmp_path / "t.txt", **settings, bpe_mb=0.1).omissions()
+    assert omission == "bpe learned from 0.1 of 0.3 MB: data.bpe_mb"
 
 
 def test_a_bpe_that_learns_fewer_tokens_than_requested_reports_it(tmp_path):
     (tmp_path / "t.txt").write_text("the cat sat on the mat\n" * 40)
     (tmp_path / "t.jsonl").write_text('{"text": "the cat sat on the mat"}\n' * 40)
     for _ in range(2):  # the second run finds the cached result of the first
-        (told,) = open_text(tmp_path / "t.txt", tokenizer="bpe", bpe_vocab=10_000).remarks()
-        assert re.fullmatch(r"2\d\d of data\.bpe_vocab=10000 tokens learned: the text has no more pairs", told)
-    assert told in Jsonl(path=str(tmp_path / "t.jsonl"), tokenizer="bpe", bpe_vocab=10_000).open(None).remarks()
+        (remark,) = open_text(tmp_path / "t.txt", tokenizer="bpe", bpe_vocab=10_000).remarks()
+        assert re.fullmatch(r"2\d\d of data\.bpe_vocab=10000 tokens learned: the text has no more pairs", remark)
+    assert remark in Jsonl(path=str(tmp_path / "t.jsonl"), tokenizer="bpe", bpe_vocab=10_000).open(None).remarks()
     assert open_text(tmp_path / "t.txt", tokenizer="bpe", bpe_vocab=260).remarks() == []
 
 
@@ -848,9 +850,9 @@ def test_a_bpe_that_learns_fewer_tokens_than_requested_reports_it(tmp_path):
 def test_the_part_that_bpe_learns_from_is_spread_over_the_text(count, share):
     pieces = [f"{n:04}" for n in range(count)]
     limit = max(int(4 * count * share), 1)
-    taken = [int(p) for p in reading.sample_pieces(pieces, 4 * count, limit)]
-    assert taken[0] == 0 and abs(4 * len(taken) - limit) <= 4
-    assert max(np.diff([*taken, count]), default=0) <= 2 / share + 2
+    sample = [int(p) for p in reading.sample_pieces(pieces, 4 * count, limit)]
+    assert sample[0] == 0 and abs(4 * len(sample) - limit) <= 4
+    assert max(np.diff([*sample, count]), default=0) <= 2 / share + 2
 
 
 # -- token files ------------------------------------------------------------------------------------------------------

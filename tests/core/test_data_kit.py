@@ -181,11 +181,11 @@ def test_the_kit_reports_exactly_what_is_wrong(pytester):
     apart = [name for name, fault in names.items() if fault in ("nothing", "its record hangs on Python's hashes")]
     passed, skipped, failed = [], [], []
     for words in (["-k", "not another_process"], ["-k", "another_process", *(f"{name}.py" for name in apart)]):
-        for all_of_it, some in zip((passed, skipped, failed), _outcomes(pytester, words), strict=True):
-            all_of_it += some
-    found = {fault: set() for fault in FAULTS}
+        for all_of_it, outcomes in zip((passed, skipped, failed), _outcomes(pytester, words), strict=True):
+            all_of_it += outcomes
+    faults = {fault: set() for fault in FAULTS}
     for report in failed:
         file, _, test = report.nodeid.split("::")
-        found[names[file.removesuffix(".py")]].add(test.removeprefix("test_"))
-    assert found == {fault: expected for fault, (_, expected) in FAULTS.items()}
+        faults[names[file.removesuffix(".py")]].add(test.removeprefix("test_"))
+    assert faults == {fault: expected for fault, (_, expected) in FAULTS.items()}
     assert len(passed) + len(failed) == 9 * len(FAULTS) + len(apart) and not skipped

@@ -72,7 +72,7 @@ def run_and_print(capsys, *words):
     return capsys.readouterr().out
 
 
-def told(capsys, *words):
+def describe_json(capsys, *words):
     return json.loads(run_and_print(capsys, *words, "--json"))
 
 
@@ -101,12 +101,12 @@ class Shapes(ReferenceOps):
         self.found = []
 
     def __getattribute__(self, name):
-        found = super().__getattribute__(name)
+        description = super().__getattribute__(name)
         if name not in type(self).__abstractmethods__ and name not in ReferenceOps.__dict__:
-            return found
+            return description
 
         def noted(*arguments, **named):
-            result = found(*arguments, **named)
+            result = description(*arguments, **named)
             first = result[0] if isinstance(result, tuple) else result
             self.found.append((name, first.shape))
             return result
@@ -189,34 +189,34 @@ def test_a_run_directory_is_described(capsys):
     tokenizer.chat_template = "{{ messages[0].content }}"
     Path("run").mkdir()
     model = write_base(Path("run/model.gguf"), "llama", tokenizer=tokenizer)
-    found = told(capsys, "run")
+    description = describe_json(capsys, "run")
     reader = GGUFReader("run/model.gguf")
-    assert found["file"] == "run/model.gguf"
-    assert found["bytes"] == Path("run/model.gguf").stat().st_size
-    assert found["version"] == 3
-    assert (found["family"], found["architecture"], found["refused"]) == ("llama", "llama", None)
-    assert found["sizes"] == model.settings()
-    assert found["parameters"]["total"] == sum(int(t.n_elements) for t in reader.tensors) == model.parameters()
-    assert found["parameters"]["embedding"] == tokenizer.vocab * 32
+    assert description["file"] == "run/model.gguf"
+    assert description["bytes"] == Path("run/model.gguf").stat().st_size
+    assert description["version"] == 3
+    assert (description["family"], description["architecture"], description["refused"]) == ("llama", "llama", None)
+    assert description["sizes"] == model.settings()
+    assert description["parameters"]["total"] == sum(int(t.n_elements) for t in reader.tensors) == model.parameters()
+    assert description["parameters"]["embedding"] == tokenizer.vocab * 32
     block = sum(int(t.n_elements) for t in reader.tensors if t.name.startswith("blk.1."))
-    assert (found["parameters"]["blocks"], found["parameters"]["per_block"]) == (2, block)
-    assert found["types"] == {"F32": {"tensors": len(reader.tensors), "bytes": 4 * model.parameters()}}
-    said = found["tokenizer"]
+    assert (description["parameters"]["blocks"], description["parameters"]["per_block"]) == (2, block)
+    assert description["types"] == {"F32": {"tensors": len(reader.tensors), "bytes": 4 * model.parameters()}}
+    said = description["tokenizer"]
     assert (said["model"], said["pre"], said["size"], said["controls"]) == ("gpt2", "gpt-2", tokenizer.vocab, 1)
     assert said["special"]["eos"] == {"id": tokenizer.eos, "token": "<|endoftext|>"}
     assert (said["add_bos"], said["add_eos"], said["chat_template"], said["refused"]) == (False, None, True, None)
-    assert [u["what"] for u in found["uses"]] == ["train on", "train on", "donor", "eval", "generate", "export"]
-    assert "metadata" not in found
-    assert "tensors" not in found
+    assert [u["what"] for u in description["uses"]] == ["train on", "train on", "donor", "eval", "generate", "export"]
+    assert "metadata" not in description
+    assert "tensors" not in description
 
 
 def test_the_flags_add_every_key_and_every_tensor(capsys):
     model = write_base(Path("model.gguf"), "gpt2", tokenizer=Bytes())
-    found, reader = told(capsys, "model.gguf", "--metadata", "--tensors"), GGUFReader("model.gguf")
-    assert found["metadata"].keys() == {k for k in reader.fields if not k.startswith("GGUF.")}
-    assert found["metadata"]["tokenizer.ggml.tokens"][-1] == "<|endoftext|>"
-    assert found["metadata"]["tokenizer.ggml.token_type"] == [1] * 256 + [3]
-    assert [(t["name"], t["offset"], t["bytes"]) for t in found["tensors"]] == [
+    description, reader = describe_json(capsys, "model.gguf", "--metadata", "--tensors"), GGUFReader("model.gguf")
+    assert description["metadata"].keys() == {k for k in reader.fields if not k.startswith("GGUF.")}
+    assert description["metadata"]["tokenizer.ggml.tokens"][-1] == "<|endoftext|>"
+    assert description["metadata"]["tokenizer.ggml.token_type"] == [1] * 256 + [3]
+    assert [(t["name"], t["offset"], t["bytes"]) for t in description["tensors"]] == [
         (t.name, t.data_offset, t.n_bytes) for t in reader.tensors
     ]
     lines = run_and_print(capsys, "model.gguf", "--metadata", "--tensors").splitlines()
@@ -239,15 +239,15 @@ def test_the_origin_of_a_model_is_shown(capsys):
 
 def test_an_adapter_lists_its_targets(capsys):
     write_lora(Path("adapter.gguf"), Path("base.gguf"))
-    found = told(capsys, "adapter.gguf")
-    assert found["adapter"] == {
+    description = describe_json(capsys, "adapter.gguf")
+    assert description["adapter"] == {
         "type": "lora",
         "ranks": [4],
         "alpha": 6.0,
         "targets": ["attn_q in 2 blocks", "attn_v in 2 blocks"],
     }
-    assert found["parameters"]["total"] == 2 * 4 * (32 + 32 + 32 + 16)
-    commands = {u["what"]: u["command"] for u in found["uses"]}
+    assert description["parameters"]["total"] == 2 * 4 * (32 + 32 + 32 + 16)
+    commands = {u["what"]: u["command"] for u in description["uses"]}
     assert commands["train on"] == "toyexp recipe=lora recipe.base=BASE.gguf recipe.adapter=adapter.gguf lr=1e-3"
     assert commands["merge"] == "toyexp merge BASE.gguf adapter.gguf --out merged.gguf"
     assert "a base of architecture llama, rank 4, alpha 6" in run_and_print(capsys, "adapter.gguf")
@@ -256,16 +256,16 @@ def test_an_adapter_lists_its_targets(capsys):
 def test_a_directory_with_only_an_adapter_describes_the_adapter(capsys, tmp_path):
     (tmp_path / "run").mkdir()
     write_lora(Path("run/adapter.gguf"), Path("base.gguf"))
-    assert told(capsys, "run")["kind"] == "adapter"
+    assert describe_json(capsys, "run")["kind"] == "adapter"
 
 
 def test_an_image_classifier_can_be_trained_on_and_evaluated(capsys):
     write_vit(Path("vit.gguf"))
-    found = told(capsys, "vit.gguf")
-    assert found["family"] == "vit"
-    assert found["sizes"]["classes"] == 3
-    assert found["tokenizer"] is None
-    assert [u["what"] for u in found["uses"] if u["command"]] == [
+    description = describe_json(capsys, "vit.gguf")
+    assert description["family"] == "vit"
+    assert description["sizes"]["classes"] == 3
+    assert description["tokenizer"] is None
+    assert [u["what"] for u in description["uses"] if u["command"]] == [
         "train on", "train on", "eval", "predict", "export",
     ]  # fmt: skip
     assert "operations an image" in run_and_print(capsys, "vit.gguf")
@@ -281,11 +281,11 @@ def test_an_image_classifier_can_be_trained_on_and_evaluated(capsys):
 )
 def test_an_architecture_without_a_model_is_described_too(keys, tensors, reason, capsys):
     write_foreign(Path("model.gguf"), keys=keys, tensors=tensors)
-    found = told(capsys, "model.gguf")
-    assert found["family"] is None
-    assert found["refused"].startswith(reason)
-    assert found["sizes"] == {"embedding_length": 32, "block_count": 2}
-    donor = next(u for u in found["uses"] if u["what"] == "donor")
+    description = describe_json(capsys, "model.gguf")
+    assert description["family"] is None
+    assert description["refused"].startswith(reason)
+    assert description["sizes"] == {"embedding_length": 32, "block_count": 2}
+    donor = next(u for u in description["uses"] if u["what"] == "donor")
     assert (donor["command"] is None) == (tensors == {})
     assert f"train on  no: {reason}" in run_and_print(capsys, "model.gguf")
 
@@ -295,9 +295,9 @@ def test_a_model_with_an_unsupported_key_is_only_a_donor(capsys):
     data = Path("model.gguf").read_bytes()
     at = data.index(b"llama.rope.dimension_count") + len(b"llama.rope.dimension_count") + 4
     Path("model.gguf").write_bytes(data[:at] + struct.pack("<I", 4) + data[at + 4 :])
-    found = told(capsys, "model.gguf")
-    assert "llama.rope.dimension_count is 4" in found["refused"]
-    assert [u["what"] for u in found["uses"] if u["command"]] == ["donor"]
+    description = describe_json(capsys, "model.gguf")
+    assert "llama.rope.dimension_count is 4" in description["refused"]
+    assert [u["what"] for u in description["uses"] if u["command"]] == ["donor"]
 
 
 def test_missing_blocks_are_ignored(capsys):
@@ -305,16 +305,16 @@ def test_missing_blocks_are_ignored(capsys):
     data = Path("model.gguf").read_bytes()
     at = data.index(b"llama.block_count") + len(b"llama.block_count") + 4
     Path("model.gguf").write_bytes(data[:at] + struct.pack("<I", 2**31 - 1) + data[at + 4 :])
-    assert told(capsys, "model.gguf")["refused"] == "claims 2147483647 blocks, and has 3 tensors"
+    assert describe_json(capsys, "model.gguf")["refused"] == "claims 2147483647 blocks, and has 3 tensors"
 
 
 def test_the_first_part_of_a_split_file_counts_all_tensors(capsys):
     write_foreign(Path("model.gguf"), split=2)
     parts = sorted(Path().glob("*.gguf"))
     assert [p.name for p in parts] == ["model-00001-of-00002.gguf", "model-00002-of-00002.gguf"]
-    found = told(capsys, parts[0])
-    assert found["parts"] == {"part": 1, "of": 2}
-    assert found["bytes"] == sum(p.stat().st_size for p in parts)
+    description = describe_json(capsys, parts[0])
+    assert description["parts"] == {"part": 1, "of": 2}
+    assert description["bytes"] == sum(p.stat().st_size for p in parts)
 
 
 # -- strangers' files -------------------------------------------------------------------------------------------------
@@ -343,9 +343,9 @@ def test_text_from_a_file_is_escaped_for_the_terminal(capsys):
 def test_special_tokens_out_of_range_have_no_text(capsys):
     keys = {"model": "bert", "tokens": ["a", "b"], "bos_token_id": 9, "eos_token_id": 1}
     write_foreign(Path("model.gguf"), keys={f"tokenizer.ggml.{k}": v for k, v in keys.items()})
-    found = told(capsys, "model.gguf")["tokenizer"]
-    assert found["special"] == {"bos": {"id": 9, "token": None}, "eos": {"id": 1, "token": "b"}}
-    assert "is not supported" in found["refused"]
+    description = describe_json(capsys, "model.gguf")["tokenizer"]
+    assert description["special"] == {"bos": {"id": 9, "token": None}, "eos": {"id": 1, "token": "b"}}
+    assert "is not supported" in description["refused"]
 
 
 def make(kind):
@@ -406,7 +406,7 @@ def test_a_file_that_is_no_gguf_model_is_named(kind, said, capsys):
 
 def test_a_file_that_names_no_tokenizer_has_none(capsys):
     write_foreign(Path("model.gguf"), keys={"tokenizer.ggml.tokens": ["a", "b"]})
-    assert told(capsys, "model.gguf")["tokenizer"]["refused"] == "has no tokenizer"
+    assert describe_json(capsys, "model.gguf")["tokenizer"]["refused"] == "has no tokenizer"
     assert main(["recipe=warm", "recipe.donor=model.gguf"]) == 2
     assert "model.gguf: has no tokenizer; evaluate it on token ids: data=tokens" in capsys.readouterr().err
 
@@ -436,10 +436,10 @@ def test_a_failing_plugin_does_not_prevent_a_description(registry, monkeypatch):
         patch.setattr(type(cls.forms["gguf"]), "read", lambda self, cls, file: {}["\x1b"])
         assert describe(Path("model.gguf"), registry).refused == "KeyError: '\\\\x1b'"
     monkeypatch.setattr(cls, "forward", lambda self, ops, p, batch: batch["tokens"].values)
-    found = describe(Path("model.gguf"), registry)
-    assert found.forward is None
-    assert found.family == "llama"
-    assert "AttributeError" in found.refused
+    description = describe(Path("model.gguf"), registry)
+    assert description.forward is None
+    assert description.family == "llama"
+    assert "AttributeError" in description.refused
 
 
 def test_without_any_plugin_a_file_is_still_described():
@@ -529,12 +529,12 @@ def test_a_plugins_model_is_known_where_the_plugin_is_named(monkeypatch, capsys)
 
     model = replace(Mine(**{**SIZES, "d_ff": 64}), vocab=VOCAB)
     write_model(Path("mine.gguf"), model, {t.name: t.init.draw(t.shape, 0, t.name) for t in model.tensors()}, None)
-    assert told(capsys, "mine.gguf")["family"] is None
+    assert describe_json(capsys, "mine.gguf")["family"] is None
     assert main(["eval", "mine.gguf"]) == 2
     assert capsys.readouterr().err.endswith("; if it is in your own module, add 'plugins=[my_module]'\n")
-    found = told(capsys, "mine.gguf", "plugins=[my_models]")
-    assert found["family"] == "mine" and found["forward"]
-    commands = {use["what"]: use["command"] for use in found["uses"] if use["command"]}
+    description = describe_json(capsys, "mine.gguf", "plugins=[my_models]")
+    assert description["family"] == "mine" and description["forward"]
+    commands = {use["what"]: use["command"] for use in description["uses"] if use["command"]}
     assert commands.keys() >= {"train on", "eval", "generate", "export"}
     assert all(command.endswith(" 'plugins=[my_models]'") for command in commands.values())
     for words in ([], ["plugins=[my_models]"]):
@@ -550,7 +550,7 @@ def test_a_plugins_model_is_known_where_the_plugin_is_named(monkeypatch, capsys)
 def test_the_export_that_is_offered_writes_to_a_name_that_is_free(capsys):
     write_base(Path("model.gguf"), "llama", tokenizer=Bytes())
     for _ in range(2):
-        (command,) = (use["command"] for use in told(capsys, "model.gguf")["uses"] if use["what"] == "export")
+        (command,) = (use["command"] for use in describe_json(capsys, "model.gguf")["uses"] if use["what"] == "export")
         assert main(shlex.split(command)[1:]) == 0, command
 
 

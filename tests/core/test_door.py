@@ -91,13 +91,13 @@ def test_the_history_is_read_from_the_events(trained):
 
 
 def test_a_result_has_the_outcome_of_the_run(trained, book_directory):
-    told = json.loads((book_directory / "first" / "result.json").read_text())
-    assert (trained.state, trained.steps, trained.loss) == ("completed", 8, told["train_loss"])
-    assert trained.held_out == {"loss": told["eval_loss"]}
+    result = json.loads((book_directory / "first" / "result.json").read_text())
+    assert (trained.state, trained.steps, trained.loss) == ("completed", 8, result["train_loss"])
+    assert trained.held_out == {"loss": result["eval_loss"]}
     assert trained.settings["model"] == "llama" and trained.settings["model.d_model"] == 16
     assert {"model.gguf", "events.jsonl", "checkpoints/step-4", "checkpoints/step-8"} <= trained.files.keys()
     shown = repr(trained)
-    assert "completed after 8 steps" in shown and f"{told['eval_loss']:.4f}" in shown and shown.endswith("first")
+    assert "completed after 8 steps" in shown and f"{result['eval_loss']:.4f}" in shown and shown.endswith("first")
     page = trained._repr_html_()
     assert page.count("<circle") == 3 and "<polyline" in page and "completed after 8 steps" in page
 
@@ -140,19 +140,19 @@ def test_a_data_frame_has_a_row_per_step_or_names_the_missing_package(trained):
 def test_open_takes_runs_and_model_files_and_rejects_other_paths(trained, book_directory):
     again = toyexp.open("first")
     assert (again.state, again.held_out) == (trained.state, trained.held_out)
-    for place, reason in (("nowhere", "nowhere"), ("book.txt", "holds no run"), (".", "holds no run")):
+    for path, reason in (("nowhere", "nowhere"), ("book.txt", "holds no run"), (".", "holds no run")):
         with pytest.raises(UserError, match=reason):
-            toyexp.open(place)
+            toyexp.open(path)
 
 
 # -- going on ---------------------------------------------------------------------------------------------------------
 
 
 def test_a_resumed_run_equals_an_uninterrupted_one(trained, book_directory):
-    whole = toyexp.run(*WORDS, "callbacks=[events]", model=MODEL, **{**SETTINGS, "steps": 12}, quiet=True)
+    uninterrupted = toyexp.run(*WORDS, "callbacks=[events]", model=MODEL, **{**SETTINGS, "steps": 12}, quiet=True)
     part = toyexp.run(*WORDS, "callbacks=[events]", model=MODEL, **SETTINGS, name="part", quiet=True)
     assert toyexp.run(resume=part, steps=12, quiet=True).directory == part.directory
-    np.testing.assert_array_equal(toyexp.open(part).history.loss, whole.history.loss)
+    np.testing.assert_array_equal(toyexp.open(part).history.loss, uninterrupted.history.loss)
     same = toyexp.run(*WORDS, "callbacks=[events]", resume="auto", model=MODEL, **{**SETTINGS, "steps": 12},
                       name="part", quiet=True)  # fmt: skip
     assert same.directory == part.directory and same.steps == 12
@@ -161,12 +161,12 @@ def test_a_resumed_run_equals_an_uninterrupted_one(trained, book_directory):
 
 
 def test_a_result_does_not_change_when_its_run_is_resumed(book_directory):
-    given = toyexp.run(*WORDS, model=MODEL, **SETTINGS, name="stays", checkpoint_best="loss", quiet=True)
-    assert given.best == {"step": given.best["step"], "metric": "loss", "score": given.held_out["loss"]}
-    weights, held = given.parameters, {"held_out": given.held_out, "settings": given.settings, "best": given.best}
-    opened, begun = toyexp.open(given), repr(given)
-    longer = toyexp.run(resume=given, steps=12, quiet=True)
-    for result in (given, opened):
+    run = toyexp.run(*WORDS, model=MODEL, **SETTINGS, name="stays", checkpoint_best="loss", quiet=True)
+    assert run.best == {"step": run.best["step"], "metric": "loss", "score": run.held_out["loss"]}
+    weights, held = run.parameters, {"held_out": run.held_out, "settings": run.settings, "best": run.best}
+    opened, begun = toyexp.open(run), repr(run)
+    longer = toyexp.run(resume=run, steps=12, quiet=True)
+    for result in (run, opened):
         assert repr(result) == begun and result.steps == len(result.history.loss) == 8 and not result.warnings
         assert {name: getattr(result, name) for name in held} == held
         for look in (lambda r: r.files, lambda r: r.facts, lambda r: r.parameters["output_norm.weight"],
@@ -175,8 +175,8 @@ def test_a_result_does_not_change_when_its_run_is_resumed(book_directory):
             with pytest.raises(UserError, match=r"was resumed .* read; toyexp\.open\(.*\) reads it again"):
                 look(result)
     assert longer.steps == len(longer.history.loss) == 12 and "checkpoints/step-12" in longer.files
-    assert toyexp.open(given.directory / "checkpoints" / "step-8").logits("It was").ndim == 2
-    given.directory.rename(book_directory / "moved")
+    assert toyexp.open(run.directory / "checkpoints" / "step-8").logits("It was").ndim == 2
+    run.directory.rename(book_directory / "moved")
     with pytest.raises(UserError, match="or moved after this result was read"):
         longer.files  # noqa: B018
 
@@ -231,9 +231,9 @@ def test_an_interrupted_run_is_saved_and_can_be_resumed(trained, book_directory)
     assert signal.getsignal(signal.SIGINT) is handler
     assert "toyexp.open('stopped')" in caught.value.__notes__[0]
     assert "toyexp.train(..., resume='stopped')" in caught.value.__notes__[0]
-    left = toyexp.open("stopped")
-    assert (left.state, left.steps) == ("interrupted", 5)
-    done = toyexp.train(**parts(), resume=left)
+    interrupted = toyexp.open("stopped")
+    assert (interrupted.state, interrupted.steps) == ("interrupted", 5)
+    done = toyexp.train(**parts(), resume=interrupted)
     assert done.state == "completed"
     np.testing.assert_array_equal(done.history.loss, trained.history.loss)
 
@@ -278,7 +278,7 @@ def test_an_adapter_is_trained_on_a_base_and_can_be_loaded_with_it(book_director
         toyexp.train(model="llama", recipe=Lora(base=str(book_directory / "base.gguf")), quiet=True)
 
 
-@pytest.mark.parametrize(("given", "parts_of_it"), [
+@pytest.mark.parametrize(("keywords", "parts_of_it"), [
     ({"stepss": 3}, ["stepss", "did you mean steps?"]),
     ({"steps": "six"}, ["steps=six"]),
     ({"steps": 0}, ["steps=0", "from 1"]),
@@ -294,19 +294,19 @@ def test_an_adapter_is_trained_on_a_base_and_can_be_loaded_with_it(book_director
     ({"callbacks": Text(path="book.txt")}, ["['default', 'plots']"]),
     ({"callbacks": [Text, "plots"]}, ["callbacks", "Text()"]),
 ])  # fmt: skip
-def test_bad_objects_are_rejected_with_one_line(trained, given, parts_of_it):
+def test_bad_objects_are_rejected_with_one_line(trained, keywords, parts_of_it):
     with pytest.raises(UserError) as caught:
-        toyexp.train(**{**parts(), **given})
+        toyexp.train(**{**parts(), **keywords})
     assert all(part in str(caught.value) for part in parts_of_it), caught.value
     assert len(str(caught.value).splitlines()) <= 2
 
 
-@pytest.mark.parametrize("given", [3, None, [], b"first"])
-def test_a_path_that_is_not_a_directory_is_rejected(trained, given):
-    calls = [lambda: toyexp.open(given)]
-    if given is not None:
-        calls += [lambda: toyexp.run(resume=given), lambda: toyexp.sweep("seed=1", directory=given)]
-        calls += [lambda: toyexp.train(**parts(), directory=given)]
+@pytest.mark.parametrize("path", [3, None, [], b"first"])
+def test_a_path_that_is_not_a_directory_is_rejected(trained, path):
+    calls = [lambda: toyexp.open(path)]
+    if path is not None:
+        calls += [lambda: toyexp.run(resume=path), lambda: toyexp.sweep("seed=1", directory=path)]
+        calls += [lambda: toyexp.train(**parts(), directory=path)]
     for call in calls:
         with pytest.raises(UserError, match="must be a path, got "):
             call()
@@ -333,12 +333,12 @@ def test_an_impossible_file_name_is_a_user_error_in_every_call(trained, name):
 
 
 def test_a_model_is_evaluated_and_runs_are_compared_from_python(trained, book_directory):
-    found = toyexp.evaluate(trained, **ON_GGML)
-    assert found.loss == pytest.approx(trained.held_out["loss"], abs=1e-6) and found.own
+    evaluation = toyexp.evaluate(trained, **ON_GGML)
+    assert evaluation.loss == pytest.approx(trained.held_out["loss"], abs=1e-6) and evaluation.own
     part = {"data.val_fraction": trained.settings["data.val_fraction"]}
     named = toyexp.evaluate(trained.files["model.gguf"], data="book.txt", **ON_GGML, **part)
-    assert found.loss == pytest.approx(named.loss, abs=1e-6)
-    assert "first/model.gguf, llama" in str(found).splitlines()[0] and len(found.figures) == 2
+    assert evaluation.loss == pytest.approx(named.loss, abs=1e-6)
+    assert "first/model.gguf, llama" in str(evaluation).splitlines()[0] and len(evaluation.figures) == 2
     compared = toyexp.compare(trained, "lr=0.01")
     assert [entry.run.path for entry in compared.comparison.entries] == [trained.directory]
     assert "held-out loss" in str(compared) and f"{trained.held_out['loss']:.4f}" in str(compared)
@@ -381,13 +381,13 @@ def test_a_result_can_be_pickled(trained):
     np.testing.assert_array_equal(again.history.loss, trained.history.loss)
 
 
-@pytest.mark.parametrize(("method", "told"), [
+@pytest.mark.parametrize(("method", "message"), [
     ("on_step", "put @hookimpl above it"), ("on_steps", "did you mean on_step"),
     ("on_train_end", "choose one of: .*on_end"),
 ])  # fmt: skip
-def test_a_misspelt_hook_is_named(book_directory, method, told):
+def test_a_misspelt_hook_is_named(book_directory, method, message):
     silent = type("Silent", (Callback,), {"name": "silent", method: lambda self, step: None})
-    with pytest.raises(UserError, match=rf"Silent\.{method} .*{told}"):
+    with pytest.raises(UserError, match=rf"Silent\.{method} .*{message}"):
         toyexp.train(**parts(silent()), directory="silent")
     assert not (book_directory / "silent").exists()
 
@@ -458,13 +458,15 @@ def test_arguments_for_another_call_name_the_call_to_use(book_directory):
 
 
 def test_keywords_keep_their_values(book_directory):
-    given = {
+    keywords = {
         "steps": 100, "lr": 1e-3, "name": "a b", "data.path": "it's \"here\"\\", "resume": None, "x": True, "y": "true",
         "z": "12", "list": ["a", 1, None], "u": np.float32(0.5), "place": Path("a/b c"), "café": "é",
     }  # fmt: skip
-    found = {o.key_or_group: o.value() for o in parse(format_settings({k: v for k, v in given.items() if k != "café"}))}
-    expected = {k: str(v) if isinstance(v, Path) else v for k, v in given.items() if k != "café"}
-    assert {k: getattr(v, "text", v) for k, v in found.items()} == expected
+    parsed = {
+        o.key_or_group: o.value() for o in parse(format_settings({k: v for k, v in keywords.items() if k != "café"}))
+    }
+    expected = {k: str(v) if isinstance(v, Path) else v for k, v in keywords.items() if k != "café"}
+    assert {k: getattr(v, "text", v) for k, v in parsed.items()} == expected
     callbacks = {"default": {}, "plots": {"every": 5}}
     nested = format_settings({
         "model": {"name": "llama", "d_model": 8}, "callbacks": callbacks, "optim": {"groups": {"*[0]": {"lr": 1}}},
@@ -497,9 +499,9 @@ def test_a_sweep_is_a_sequence_of_its_runs_the_best_first(book_directory, capsys
 
 def test_invalid_jobs_are_listed_and_if_all_are_invalid_an_error_is_raised(book_directory):
     words = ["data=random", "data.vocab=32", "engine=ggml", "eval_every=0", "callbacks=[events]", "sweep.report=false"]
-    some = toyexp.sweep(*words, "model.n_heads=2,3", steps=1, model={"d_model": 16, "context": 8, "d_ff": 8},
+    result = toyexp.sweep(*words, "model.n_heads=2,3", steps=1, model={"d_model": 16, "context": 8, "d_ff": 8},
                         sweep={"isolate": False}, quiet=True)  # fmt: skip
-    assert [row["state"] for row in some.table] == ["completed", "refused"] and "n_heads" in some.errors[1]
+    assert [row["state"] for row in result.table] == ["completed", "refused"] and "n_heads" in result.errors[1]
     with pytest.raises(UserError, match="n_heads"):
         toyexp.sweep(*words, "model.n_heads=3,5", steps=1, model={"d_model": 16}, quiet=True)
     with pytest.raises(UserError, match=r"holds no sweep"):
@@ -569,9 +571,9 @@ def test_a_run_leaves_the_process_as_it_was(book_directory):
     (book_directory / "app" / "config.yaml").write_text("thing:\n  _target_: builtins.dict\n  a: 1\n")
     (book_directory / "beside.py").write_text(BESIDE)
     done = environments.run(sys.executable, "-c", AS_IT_WAS, cwd=book_directory)
-    told = ["steps=0: must be a whole number from 1", "builtins.dict", "False"]
+    expected = ["steps=0: must be a whole number from 1", "builtins.dict", "False"]
     assert done.returncode == 0, done.stderr
-    assert done.stdout.splitlines() == told and done.stderr == ""
+    assert done.stdout.splitlines() == expected and done.stderr == ""
 
 
 def test_environment_variables_that_a_library_reads_once_are_kept(monkeypatch):
@@ -607,7 +609,7 @@ def test_calls_compute_under_torchs_defaults_whatever_the_caller_has_set():
 def test_a_run_gives_the_same_numbers_in_any_state_of_torch(book_directory):
     torch = pytest.importorskip("torch")
     words = ["data=text", "data.path=book.txt", "engine=cpu", "engine.threads=1", "callbacks=[events]"]
-    told = []
+    losses = []
     for ambient in (False, True):
         with contextlib.ExitStack() as entered:
             if ambient:
@@ -619,12 +621,12 @@ def test_a_run_gives_the_same_numbers_in_any_state_of_torch(book_directory):
                 for context in [*contexts, torch.inference_mode()]:
                     entered.enter_context(context)
             run = toyexp.run(*words, model=MODEL, **SETTINGS, quiet=True)
-            told.append((run.history.loss.tolist(), run.held_out["loss"], run.logits("It was").sum()))
+            losses.append((run.history.loss.tolist(), run.held_out["loss"], run.logits("It was").sum()))
             if ambient:
                 assert torch.empty(1).device.type == "meta" and torch.get_default_dtype() is torch.float64
                 assert torch.is_autocast_enabled("cpu") and torch.is_inference_mode_enabled()
                 assert torch.get_float32_matmul_precision() == "medium"
-    assert told[0] == told[1]
+    assert losses[0] == losses[1]
 
 
 # The interrupt may come while pathlib reads a directory, which it then leaves to the garbage collector.
@@ -649,7 +651,7 @@ def test_an_interrupt_waits_for_the_end_of_an_import(book_directory, call, monke
 
 def test_plugin_modules_of_an_opened_run_are_found_after_a_change_of_directory(trained, book_directory, monkeypatch):
     (book_directory / "of_opening.py").write_text(BESIDE.replace("eside", "eyond"))
-    monkeypatch.setattr(sys, "path", [place for place in sys.path if place not in ("", str(book_directory))])
+    monkeypatch.setattr(sys, "path", [path for path in sys.path if path not in ("", str(book_directory))])
     before = list(sys.path)
     assert toyexp.open("first", plugins=["of_opening"]).steps == 8
     assert sys.path == before

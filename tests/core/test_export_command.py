@@ -59,8 +59,10 @@ def source(tmp_path):
 
 def fields(path):
     """Every key with its type and bytes, by gguf-py."""
-    found = gguf.GGUFReader(path).fields.items()
-    return {k: ([t.name for t in f.types], [p.tobytes() for p in f.parts[3:]]) for k, f in found if k[:5] != "GGUF."}
+    reader_fields = gguf.GGUFReader(path).fields.items()
+    return {
+        k: ([t.name for t in f.types], [p.tobytes() for p in f.parts[3:]]) for k, f in reader_fields if k[:5] != "GGUF."
+    }
 
 
 def tensors(path):
@@ -127,10 +129,10 @@ def test_a_run_directory_stands_for_its_model_and_json_describes_the_export(sour
     (source.parent / "run").mkdir()
     source.rename(source.parent / "run" / "model.gguf")
     assert main(["export", "run", "--type=q8_0", "--json"]) == 0
-    told = json.loads(capsys.readouterr().out)
-    assert told["path"] == "run/model-q8_0.gguf" and told["source"] == "run/model.gguf" and told["type"] == "q8_0"
-    assert told["bytes"] == Path("run/model-q8_0.gguf").stat().st_size < told["source_bytes"]
-    assert told["tensors"] == {"Q8_0": 14, "F16": 2, "F32": 5} and told["warnings"] == []
+    result = json.loads(capsys.readouterr().out)
+    assert result["path"] == "run/model-q8_0.gguf" and result["source"] == "run/model.gguf" and result["type"] == "q8_0"
+    assert result["bytes"] == Path("run/model-q8_0.gguf").stat().st_size < result["source_bytes"]
+    assert result["tensors"] == {"Q8_0": 14, "F16": 2, "F32": 5} and result["warnings"] == []
 
 
 def test_values_out_of_range_are_written_with_a_warning(tmp_path, capsys):
@@ -262,9 +264,9 @@ def put_program(directory, body):
 def test_k_quants_are_made_by_llama_quantize(source, capsys):
     put_program(source.parent, 'echo "$@" > words; [ "$1" = --allow-requantize ] && shift; /bin/cp "$1" "$2"')
     assert main(["export", "model.gguf", "--type", "q4_k_m", "--to", "small.gguf"]) == 0
-    told = (source.parent / "words").read_text().split()
-    assert told[0] == "model.gguf" and told[2] == "Q4_K_M"
-    assert told[1] != "small.gguf" and not (source.parent / told[1]).exists()
+    arguments = (source.parent / "words").read_text().split()
+    assert arguments[0] == "model.gguf" and arguments[2] == "Q4_K_M"
+    assert arguments[1] != "small.gguf" and not (source.parent / arguments[1]).exists()
     assert (source.parent / "small.gguf").read_bytes() == source.read_bytes()
     assert main(["export", "model.gguf", "--type", "q8_0"]) == 0
     assert main(["export", "model-q8_0.gguf", "--type", "q6_k"]) == 2
@@ -295,8 +297,8 @@ def test_a_run_whose_quantising_fails_keeps_its_model(source, tmp_path):
     with pytest.raises(Exception, match=r"could not write it: it ended with 1; the model is in .*run-f32\.gguf"):
         write_model(tmp_path / "run.gguf", model, values, Bytes(), "q4_k_m")
     assert not (tmp_path / "run.gguf").exists()
-    found = tensors(tmp_path / "run-f32.gguf")
-    assert all(np.array_equal(found[n][1], values[n]) for n in values)
+    arrays = tensors(tmp_path / "run-f32.gguf")
+    assert all(np.array_equal(arrays[n][1], values[n]) for n in values)
     (tmp_path / "bin" / "llama-quantize").write_text('#!/bin/sh\n/bin/cp "$1" "$2"\n')
     write_model(tmp_path / "run.gguf", model, values, Bytes(), "q4_k_m")
     assert (tmp_path / "run.gguf").exists() and not (tmp_path / "run-f32.gguf").exists()

@@ -149,9 +149,9 @@ class Tall(Format):
 def test_the_export_callback_of_a_format_has_the_formats_settings():
     cls = exporter(Tall)
     check_class(cls, Callback)
-    found = {s.name: (s.default, s.comment) for s in list_settings(cls)}
-    assert list(found) == ["every", "weights", "digits", "names"]
-    assert found["digits"] == (9, "of a number") and found["every"][1]
+    settings = {s.name: (s.default, s.comment) for s in list_settings(cls)}
+    assert list(settings) == ["every", "weights", "digits", "names"]
+    assert settings["digits"] == (9, "of a number") and settings["every"][1]
     with pytest.raises(UserError, match=r"^callbacks\.tall_export\.digits=0: must be above 0"):
         cls(digits=0).check()
 
@@ -239,16 +239,16 @@ def test_a_file_in_a_readable_format_is_accepted_wherever_a_gguf_is(tall, capsys
     for kind in ("gguf", "q8_0"):
         assert main(["export", "model.safetensors", "--type", kind]) == 0
         assert main(["export", "first.gguf", "--type", kind, "--to", f"by-{kind}.gguf"]) == 0
-    for one, two in (("model.gguf", "first.gguf"), ("model-q8_0.gguf", "by-q8_0.gguf")):
-        with GGUFFile(tall / one) as back, GGUFFile(tall / two) as file:
+    for source, target in (("model.gguf", "first.gguf"), ("model-q8_0.gguf", "by-q8_0.gguf")):
+        with GGUFFile(tall / source) as back, GGUFFile(tall / target) as file:
             assert {n: t.type for n, t in back.tensors.items()} == {n: t.type for n, t in file.tensors.items()}
             assert all(np.array_equal(back.read(n), file.read(n)) for n in file.tensors)
     capsys.readouterr()
     assert main(["describe", "model.safetensors"]) == 0
-    told = capsys.readouterr().out
-    assert told.startswith("file        model.safetensors, ") and "read as GGUF" in told.splitlines()[0]
-    assert "llama (model=llama)" in told and "trained on ids" not in told
-    assert re.search(r"toyexp recipe=full recipe\.base=\S*model\.safetensors", told)
+    output = capsys.readouterr().out
+    assert output.startswith("file        model.safetensors, ") and "read as GGUF" in output.splitlines()[0]
+    assert "llama (model=llama)" in output and "trained on ids" not in output
+    assert re.search(r"toyexp recipe=full recipe\.base=\S*model\.safetensors", output)
     assert main(["recipe=full", "recipe.base=model.safetensors", "model.context=64"]) == 2
     assert "model.context=64: model.safetensors has a context of 12 tokens" in capsys.readouterr().err
     for words in (["generate", "model.safetensors", "--prompt", "a"], ["eval", "model.safetensors", "engine=ggml"]):
@@ -312,9 +312,9 @@ def broken(header=None, body=bytes(24), **tensors):
 )  # fmt: skip
 def test_broken_safetensors_give_a_one_line_error(tmp_path, raw, said):
     (tmp_path / "x.safetensors").write_bytes(raw)
-    with pytest.raises(UserError) as told:
+    with pytest.raises(UserError) as error:
         SafetensorsFile(tmp_path / "x.safetensors")
-    assert str(told.value).startswith(f"{tmp_path / 'x.safetensors'}: {said}") and "\n" not in str(told.value)
+    assert str(error.value).startswith(f"{tmp_path / 'x.safetensors'}: {said}") and "\n" not in str(error.value)
 
 
 def test_written_safetensors_are_read_by_the_safetensors_library(tmp_path):
@@ -363,9 +363,9 @@ def test_notes_of_a_format_are_one_line_each_without_control_characters(tall, ca
     monkeypatch.setattr(Tall, "write", odd)
     monkeypatch.setattr(Tall, "notes", lambda self, exported: ["read\nby \x1b]0;others\x07"], raising=False)
     assert main(["export", "model.gguf", "--type", "tall", "plugins=[tall_plugin]"]) == 0
-    told = capsys.readouterr().out
-    assert "warning: odd \\x1b[2Jnumbers\n" in told and "note: read by \\x1b]0;others\\x07\n" in told
-    assert "\x1b" not in told
+    output = capsys.readouterr().out
+    assert "warning: odd \\x1b[2Jnumbers\n" in output and "note: read by \\x1b]0;others\\x07\n" in output
+    assert "\x1b" not in output
 
 
 def test_a_format_that_leaves_a_link_is_an_error(tall, capsys, monkeypatch):
@@ -421,9 +421,9 @@ def bare(tall, capsys):
     return tall
 
 
-def evaluate_json(what, capsys):
+def evaluate_json(path, capsys):
     capsys.readouterr()
-    assert main(["eval", what, "--json", "plugins=[bare_model]", "engine=ggml"]) == 0, capsys.readouterr().err
+    assert main(["eval", path, "--json", "plugins=[bare_model]", "engine=ggml"]) == 0, capsys.readouterr().err
     return json.loads(capsys.readouterr().out)["loss"]
 
 
@@ -435,7 +435,7 @@ def test_a_model_without_a_form_can_be_evaluated_trained_on_and_generated_with(b
     earlier = toyexp.open("run/checkpoints/step-2", plugins=["bare_model"])
     assert earlier.directory == said.directory and earlier.model == said.model and "step-2" in repr(earlier)
     last, ggml = toyexp.open("run/checkpoints/step-4", ["bare_model"]), "ggml:threads=1"
-    written, again = (one.generate([1, 2], 4, temperature=0, engine=ggml) for one in (said, last))
+    written, again = (model.generate([1, 2], 4, temperature=0, engine=ggml) for model in (said, last))
     assert written == again and len(written) == 4
     assert np.abs(earlier.logits([1, 2, 3], ggml) - said.logits([1, 2, 3], ggml)).max() > 1e-4
     (bare / "run" / "model.gguf").unlink()  # as of a run that was killed
@@ -494,7 +494,7 @@ def test_force_checks_the_suffix_of_a_plugins_format_and_keeps_empty_files(tall,
 
 
 @pytest.mark.parametrize(
-    ("changes", "told"),
+    ("changes", "message"),
     [
         ({"name": "q8_0"}, "--type q8_0 already selects format=gguf"),
         ({"suffix": ".gguf"}, "format=gguf uses already"),
@@ -503,11 +503,11 @@ def test_force_checks_the_suffix_of_a_plugins_format_and_keeps_empty_files(tall,
         ({"types": {"hf-f16": {}}}, "--type hf-f16 already selects format=hf"),
     ],
 )
-def test_a_format_cannot_take_names_of_another(changes, told, monkeypatch):
-    made = dataclass(type("Theirs", (Tall,), {"name": "theirs", "suffix": ".theirs", "types": {}, **changes}))
-    made.__doc__ = "Numbers as text."
+def test_a_format_cannot_take_names_of_another(changes, message, monkeypatch):
+    cls = dataclass(type("Theirs", (Tall,), {"name": "theirs", "suffix": ".theirs", "types": {}, **changes}))
+    cls.__doc__ = "Numbers as text."
     module = ModuleType("theirs")
-    module.register_formats = hookimpl(lambda register: register(made), specname="register_formats")
+    module.register_formats = hookimpl(lambda register: register(cls), specname="register_formats")
     monkeypatch.setitem(sys.modules, "theirs", module)
-    with pytest.raises(UserError, match=re.escape(told)):
+    with pytest.raises(UserError, match=re.escape(message)):
         load(["theirs"])

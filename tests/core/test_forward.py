@@ -193,7 +193,7 @@ def rejected_line(capsys, *words):
 
 
 @pytest.mark.parametrize(
-    ("at", "wanted"),
+    ("at", "message"),
     [
         ("unknown tensor", ["no tensor out.wieght", "did you mean out.weight?", "(odd_model.py, line "]),
         ("unknown op", ["no op conv2d", "(odd_model.py, line "]),
@@ -223,9 +223,9 @@ def rejected_line(capsys, *words):
         ("escape", ["named 'a\\"]),
     ],
 )
-def test_an_uncomputable_model_is_named_before_anything_is_written(at, wanted, change_directory, capsys):
+def test_an_uncomputable_model_is_named_before_anything_is_written(at, message, change_directory, capsys):
     line = rejected_line(capsys, f"model.at={at}")
-    assert line.startswith("model.odd") and all(word in line for word in wanted)
+    assert line.startswith("model.odd") and all(word in line for word in message)
 
 
 @pytest.mark.parametrize("engine", ["cpu", "ggml"])
@@ -236,11 +236,11 @@ def test_the_error_is_the_same_on_every_engine(engine, change_directory, capsys)
 @pytest.mark.parametrize("engine", ["cpu", "ggml"])
 def test_eval_and_generate_name_the_model_too(engine, change_directory, capsys):
     assert main([*drop_repeated_keys(*RUN, "callbacks=[gguf_export]", "eval_every=3")]) == 0
-    own = ["run", PLUGINS, f"engine={engine}"]
-    assert main(["eval", *own]) == 0
+    arguments = ["run", PLUGINS, f"engine={engine}"]
+    assert main(["eval", *arguments]) == 0
     Path("at").write_text("adds")
     generate = ["generate", "run", "--ids", "1", "--engine", engine, PLUGINS]
-    for words in (["eval", *own], generate):
+    for words in (["eval", *arguments], generate):
         line, _ = run_failing(capsys, *words, codes=(2,))
         assert line.startswith("model.odd: in its forward pass ops.add takes tensors, got 1 (odd_model.py, line ")
 
@@ -253,10 +253,10 @@ def test_an_engine_failing_on_a_valid_model_is_the_engines_error(change_director
     assert line.startswith("engine.broken failed while it evaluated: KeyError: 'rows' (broken_engine.py, line ")
 
 
-@pytest.mark.parametrize(("shape", "wanted"), [(8, "no tensor out.weight"), (0, "has the shape (16, 0)")])
-def test_missing_or_changed_tensors_of_a_plan_are_attributed_to_the_recipe(shape, wanted, change_directory, capsys):
+@pytest.mark.parametrize(("shape", "message"), [(8, "no tensor out.weight"), (0, "has the shape (16, 0)")])
+def test_missing_or_changed_tensors_of_a_plan_are_attributed_to_the_recipe(shape, message, change_directory, capsys):
     line = rejected_line(capsys, "recipe=odd_recipe", f"recipe.shape={shape}")
-    assert line.startswith("recipe.odd_recipe: ") and wanted in line
+    assert line.startswith("recipe.odd_recipe: ") and message in line
 
 
 def test_a_plan_without_trainable_tensors_is_rejected(change_directory, capsys):
@@ -264,10 +264,10 @@ def test_a_plan_without_trainable_tensors_is_rejected(change_directory, capsys):
     assert line == "recipe.odd_recipe: its plan trains no tensor"
 
 
-@pytest.mark.parametrize(("at", "wanted"), [("slots", "its slots of [16, 8] are {'m': 'shape'}"), ("list", "[0.0")])
-def test_invalid_numbers_and_slots_of_an_optimiser_are_reported(at, wanted, change_directory, capsys):
+@pytest.mark.parametrize(("at", "message"), [("slots", "its slots of [16, 8] are {'m': 'shape'}"), ("list", "[0.0")])
+def test_invalid_numbers_and_slots_of_an_optimiser_are_reported(at, message, change_directory, capsys):
     line = rejected_line(capsys, "optim=late", f"optim.at={at}")
-    assert line.startswith("optim.late: ") and wanted in line
+    assert line.startswith("optim.late: ") and message in line
 
 
 def test_an_optimiser_that_fails_on_scheduled_numbers_is_named(change_directory, capsys):
@@ -320,14 +320,14 @@ WRONG = {
 }
 
 
-@pytest.mark.parametrize("what", WRONG)
-def test_op_calls_that_engines_do_not_agree_on_are_rejected(what):
+@pytest.mark.parametrize("case", WRONG)
+def test_op_calls_that_engines_do_not_agree_on_are_rejected(case):
     called = []
 
     def function(ops, p, batch):
         x = ops.embed(p["table"], batch["tokens"])
         called.append(x)
-        WRONG[what](ops, x, ops.heads(x, 2), p["w"])
+        WRONG[case](ops, x, ops.heads(x, 2), p["w"])
         return ops.logits(x, p["w"])
 
     arrays = {"table": np.ones((5, 8), np.float32), "w": np.ones((5, 8), np.float32)}

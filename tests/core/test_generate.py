@@ -61,7 +61,7 @@ def test_tokens_are_sampled_with_softmax_probabilities(temperature):
 
 # The probabilities of LOGITS: 0.126, 0.563, 0.028, 0.207, 0.076.
 @pytest.mark.parametrize(
-    ("cuts", "kept"),
+    ("cuts", "count"),
     [
         ({"top_k": 2}, [1, 3]),
         ({"top_k": 100}, [0, 1, 2, 3, 4]),
@@ -77,9 +77,9 @@ def test_tokens_are_sampled_with_softmax_probabilities(temperature):
         ({"top_p": 0.89, "temperature": 3.0}, [0, 1, 3]),  # the cut does not see the temperature
     ],
 )
-def test_filtered_tokens_are_never_sampled_and_the_rest_is_renormalised(cuts, kept):
+def test_filtered_tokens_are_never_sampled_and_the_rest_is_renormalised(cuts, count):
     shares = np.zeros(5)
-    shares[kept] = softmax(LOGITS[kept] / cuts.get("temperature", 1.0))
+    shares[count] = softmax(LOGITS[count] / cuts.get("temperature", 1.0))
     assert token_shares(LOGITS, **cuts) == pytest.approx(shares, abs=2 / 4000)
 
 
@@ -225,46 +225,46 @@ def run_generate(files, capsys):
     def run(*words):
         capsys.readouterr()
         code = main(["generate", *words, *([] if "--engine" in words else NOOP)])
-        found = capsys.readouterr()
-        assert code == 0, found.err
-        return json.loads(found.out) if "--json" in words else found
+        output = capsys.readouterr()
+        assert code == 0, output.err
+        return json.loads(output.out) if "--json" in words else output
 
     return run
 
 
 def test_text_goes_to_stdout_and_the_speed_to_stderr(run_generate):
-    found = run_generate("text.gguf", "--prompt", "ab", "--tokens", "5", "--temperature", "0")
-    assert found.out == "\0" * 5 + "\n"  # of equal logits the first is taken: the byte 0
-    assert found.err.startswith("5 tokens in ") and "token limit" in found.err and found.err.count("\n") == 1
+    result = run_generate("text.gguf", "--prompt", "ab", "--tokens", "5", "--temperature", "0")
+    assert result.out == "\0" * 5 + "\n"  # of equal logits the first is taken: the byte 0
+    assert result.err.startswith("5 tokens in ") and "token limit" in result.err and result.err.count("\n") == 1
 
 
 def test_json_is_one_object_on_one_line(run_generate, capsys):
-    found = run_generate("text.gguf", "--prompt=ab", "--tokens=3", "--seed=7", "--json")
-    assert found.keys() == {
+    result = run_generate("text.gguf", "--prompt=ab", "--tokens=3", "--seed=7", "--json")
+    assert result.keys() == {
         "file", "engine", "prompt", "prompt_ids", "text", "ids", "tokens", "reason", "seconds", "seed",
         "template", "slides", "tokens_per_second",
     }  # fmt: skip
-    assert found["prompt"] == "ab" and found["prompt_ids"] == [97, 98] and found["seed"] == 7
-    assert len(found["ids"]) == found["tokens"] == 3 and found["reason"] == "token limit"
-    assert found["text"] == Bytes().decode(found["ids"])
+    assert result["prompt"] == "ab" and result["prompt_ids"] == [97, 98] and result["seed"] == 7
+    assert len(result["ids"]) == result["tokens"] == 3 and result["reason"] == "token limit"
+    assert result["text"] == Bytes().decode(result["ids"])
 
 
 def test_the_same_seed_repeats_and_another_differs(run_generate):
-    one, again, other = (
+    first, again, other = (
         run_generate("text.gguf", "--prompt", "ab", "--top-k", "0", "--seed", seed, "--json")["ids"] for seed in "112"
     )
-    assert one == again != other
+    assert first == again != other
 
 
 def test_generation_continues_beyond_the_context_with_one_note(run_generate):
-    found = run_generate("text.gguf", "--prompt", "x" * 28, "--temperature", "0")
-    assert found.err.count("the context of 30 tokens is full; continuing from the last 15") == 1
-    assert "64 tokens in" in found.err and found.err.count("\n") == 2
+    result = run_generate("text.gguf", "--prompt", "x" * 28, "--temperature", "0")
+    assert result.err.count("the context of 30 tokens is full; continuing from the last 15") == 1
+    assert "64 tokens in" in result.err and result.err.count("\n") == 2
     with contextlib.redirect_stdout(io.StringIO()) as seen, contextlib.redirect_stderr(seen):  # as on a terminal
         run_generate("text.gguf", "--prompt", "x" * 28, "--temperature", "0")
     assert seen.getvalue().startswith("\0" * 64 + "\nnote: the context"), "behind the text, and not in it"
-    found = run_generate("text.gguf", "--prompt", "x" * 28, "--temperature", "0", "--json")
-    assert (found["tokens"], found["reason"], found["slides"]) == (64, "token limit", 4)  # 3, and 16 after each
+    result = run_generate("text.gguf", "--prompt", "x" * 28, "--temperature", "0", "--json")
+    assert (result["tokens"], result["reason"], result["slides"]) == (64, "token limit", 4)  # 3, and 16 after each
 
 
 @pytest.mark.parametrize("engine", ["cpu:threads=1", "ggml:threads=1"])
@@ -280,18 +280,18 @@ def test_beyond_the_context_each_token_follows_from_the_second_half(run_generate
 def test_an_end_token_ends_the_generation_and_is_not_written(run_generate):
     ends = [run_generate("chat.gguf", "--prompt", "x", "--top-k", "0", "--top-p", "1", "--tokens", "70",
                          "--seed", str(s), "--json") for s in range(4)]  # fmt: skip
-    assert "end of text" in {found["reason"] for found in ends}
-    for found in ends:
-        assert not set(found["ids"]) & {256, 257, 258}
+    assert "end of text" in {result["reason"] for result in ends}
+    for result in ends:
+        assert not set(result["ids"]) & {256, 257, 258}
 
 
 def test_only_the_first_of_several_devices_is_used(run_generate, monkeypatch):
     torch_cpu = load().offers["engine"]["cpu"].cls
     monkeypatch.setattr(torch_cpu, "available_devices", lambda self: (2, "2 cores"))
     words = ["text.gguf", "--prompt", "ab", "--tokens", "5", "--temperature", "0", "--json", "--engine"]
-    one, two = (run_generate(*words, f"cpu:threads=1{more}") for more in ("", ":devices=2:shard=true"))
-    assert one["ids"] == two["ids"]
-    assert one["engine"] in two["engine"] and two["engine"].endswith("its first device only")
+    first, second = (run_generate(*words, f"cpu:threads=1{more}") for more in ("", ":devices=2:shard=true"))
+    assert first["ids"] == second["ids"]
+    assert first["engine"] in second["engine"] and second["engine"].endswith("its first device only")
 
 
 def test_a_run_directory_stands_for_its_model(run_generate):
@@ -320,17 +320,17 @@ def test_a_closed_stdin_is_reported(run_generate, monkeypatch, capsys):
 
 
 def test_ids_may_be_the_prompt_and_text_is_returned_if_there_is_a_tokenizer(run_generate):
-    found = run_generate("text.gguf", "--ids", "97, 98", "--json", "--temperature", "0", "--tokens", "2")
-    assert (found["prompt"], found["prompt_ids"], found["text"]) == (None, [97, 98], "\0\0")
-    found = run_generate("ids.gguf", "--ids", "1,2", "--temperature", "0", "--tokens", "3")
-    assert found.out == "0,0,0\n"
+    result = run_generate("text.gguf", "--ids", "97, 98", "--json", "--temperature", "0", "--tokens", "2")
+    assert (result["prompt"], result["prompt_ids"], result["text"]) == (None, [97, 98], "\0\0")
+    result = run_generate("ids.gguf", "--ids", "1,2", "--temperature", "0", "--tokens", "3")
+    assert result.out == "0,0,0\n"
     assert run_generate("ids.gguf", "--ids", "1", "--json", "--tokens", "2")["text"] is None
 
 
 def test_a_chat_uses_the_chat_template_of_the_file(run_generate):
-    found = run_generate("chat.gguf", "--chat", "--prompt", "Hi", "--tokens", "1", "--json")
+    result = run_generate("chat.gguf", "--chat", "--prompt", "Hi", "--tokens", "1", "--json")
     words = [257, *b"user\nHi", 258, *b"\n", 257, *b"assistant\n"]
-    assert found["prompt_ids"] == words and found["prompt"] == "Hi"
+    assert result["prompt_ids"] == words and result["prompt"] == "Hi"
 
 
 @pytest.mark.parametrize(

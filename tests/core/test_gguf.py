@@ -143,9 +143,9 @@ def test_tensors_are_located_by_the_files_alignment(put):
     values = np.arange(8, dtype="<f4")
     tensors = (tensor("a", (4, 2)), tensor("b", (4, 2), 0, 256))
     data = values.tobytes() + bytes(224) + (values + 8).tobytes()
-    found = read_all(put(gguf_file(keys, tensors, data, alignment=256)))
-    assert found["a"].tolist() == values.reshape(2, 4).tolist()
-    assert found["b"].tolist() == (values + 8).reshape(2, 4).tolist()
+    arrays = read_all(put(gguf_file(keys, tensors, data, alignment=256)))
+    assert arrays["a"].tolist() == values.reshape(2, 4).tolist()
+    assert arrays["b"].tolist() == (values + 8).reshape(2, 4).tolist()
 
 
 @pytest.mark.parametrize("kind", GGUF_TYPES, ids=lambda k: GGUF_TYPES[k][0])
@@ -376,9 +376,9 @@ def test_a_model_split_by_gguf_py_is_read_as_one_file(tmp_path):
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-    found = read_all(tmp_path / "m-00001-of-00003.gguf")
-    assert found.keys() == values.keys()
-    assert all(np.array_equal(found[name], values[name]) for name in values)
+    arrays = read_all(tmp_path / "m-00001-of-00003.gguf")
+    assert arrays.keys() == values.keys()
+    assert all(np.array_equal(arrays[name], values[name]) for name in values)
 
 
 SPLIT: dict[str, tuple[dict[int, bytes], int, str]] = {
@@ -578,16 +578,16 @@ def test_a_changed_byte_never_crashes_the_reader(put, value):
     errors = 0
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", RuntimeWarning)  # a scale of infinity times 0 is no crash
-        for place in range(len(GOOD)):
+        for offset in range(len(GOOD)):
             data = bytearray(GOOD)
-            data[place] = value
+            data[offset] = value
             try:
-                found = read_all(put(bytes(data)))
+                arrays = read_all(put(bytes(data)))
             except GGUFError as error:
                 errors += 1
                 assert "\n" not in str(error)
             else:
-                assert all(array.dtype == np.float32 for array in found.values())
+                assert all(array.dtype == np.float32 for array in arrays.values())
     assert errors > 20
 
 
@@ -615,11 +615,11 @@ def test_reading_needs_little_memory_beyond_the_data(put):
     with GGUFFile(path) as file:
         file.read("a", rows=1)  # import its dependencies first
         tracemalloc.start()
-        found = file.read("a")
+        numbers = file.read("a")
         peak = tracemalloc.get_traced_memory()[1]
         tracemalloc.stop()
-    assert found.nbytes == 32 << 20
-    assert peak < found.nbytes + (12 << 20)
+    assert numbers.nbytes == 32 << 20
+    assert peak < numbers.nbytes + (12 << 20)
 
 
 def test_pipes_and_directories_are_rejected_immediately(tmp_path):
@@ -695,11 +695,11 @@ def test_f32_tensors_are_read_back_bit_for_bit(tmp_path):
     tensors["token_embd.weight"][0, :6] = strange
     tensors["blk.0.attn_q.bias"][:6] = strange
     write_model(tmp_path / "m.gguf", Tiny(), tensors, Bytes())
-    found = read_all(tmp_path / "m.gguf")
-    assert list(found) == list(tensors)
+    arrays = read_all(tmp_path / "m.gguf")
+    assert list(arrays) == list(tensors)
     for name, values in tensors.items():
-        assert found[name].shape == values.shape
-        assert found[name].tobytes() == values.tobytes()
+        assert arrays[name].shape == values.shape
+        assert arrays[name].tobytes() == values.tobytes()
 
 
 def test_a_setting_that_gguf_cannot_store_is_rejected_before_training(monkeypatch):
@@ -737,9 +737,9 @@ def test_keys_are_written_in_the_types_that_llama_cpp_expects(tmp_path):
         "tokenizer.ggml.add_bos_token": (False, "BOOL"),
     }
     with GGUFFile(path) as file:
-        found = dict(file.metadata)
-    found["tokenizer.ggml.token_type"] = found["tokenizer.ggml.token_type"].tolist()
-    assert found == {name: value for name, (value, _) in expected.items()}
+        metadata = dict(file.metadata)
+    metadata["tokenizer.ggml.token_type"] = metadata["tokenizer.ggml.token_type"].tolist()
+    assert metadata == {name: value for name, (value, _) in expected.items()}
     fields = gguf.GGUFReader(path).fields
     assert {k: fields[k].types[-1].name for k in expected} == {k: kind for k, (_, kind) in expected.items()}
 
@@ -755,7 +755,7 @@ def test_every_type_is_rounded_and_read_like_gguf_py(tmp_path, kind, tied):
     output = "Q8_0" if blocks else upper  # the output matrix is rounded less
     types = dict.fromkeys(tensors, "F32") | {"output.weight": output, "token_embd.weight": output if tied else upper}
     types["blk.0.ffn_down.weight"] = "F16" if blocks else upper  # rows of 80 are no whole blocks of 32
-    found = read_all(path)
+    arrays = read_all(path)
     reader = gguf.GGUFReader(path)
     assert gguf.LlamaFileType(reader.fields["general.file_type"].contents()).name.removeprefix("ALL_").removeprefix(
         "MOSTLY_"
@@ -766,8 +766,8 @@ def test_every_type_is_rounded_and_read_like_gguf_py(tmp_path, kind, tied):
         assert other.tensor_type.name == types[name]
         theirs = gguf.quants.dequantize(other.data, other.tensor_type).reshape(values.shape)
         rounded = gguf.quants.dequantize(gguf.quants.quantize(values, other.tensor_type), other.tensor_type)
-        assert found[name].tobytes() == theirs.astype(np.float32).tobytes()
-        assert found[name].tobytes() == rounded.astype(np.float32).tobytes()
+        assert arrays[name].tobytes() == theirs.astype(np.float32).tobytes()
+        assert arrays[name].tobytes() == rounded.astype(np.float32).tobytes()
 
 
 NUMPY = {
@@ -793,16 +793,16 @@ def test_values_keep_their_type_and_value(tmp_path):
     writer.add("no words", [])
     writer.save(tmp_path / "m.gguf")
     with GGUFFile(tmp_path / "m.gguf") as file:
-        found, kinds = dict(file.metadata), dict(file.kinds)
+        metadata, kinds = dict(file.metadata), dict(file.kinds)
     for name, value in arrays.items():
-        assert (found[name].dtype, found[name].tolist()) == (value.dtype, value.tolist())
+        assert (metadata[name].dtype, metadata[name].tolist()) == (value.dtype, value.tolist())
     assert {n: kinds[n] for n in single} == {f"one.{d}": kind for d, kind in NUMPY.items()}
-    assert {n: found[n] for n in single} == dict.fromkeys(single, 1)
-    assert found["float"] == np.float32(0.1)
+    assert {n: metadata[n] for n in single} == dict.fromkeys(single, 1)
+    assert metadata["float"] == np.float32(0.1)
     for name, (value, _) in plain.items():
         if name != "float":
-            assert list(np.ravel(found[name])) == list(np.ravel(value)), name
-    assert (found["none"].dtype, found["none"].size, found["no words"]) == (np.float32, 0, [])
+            assert list(np.ravel(metadata[name])) == list(np.ravel(value)), name
+    assert (metadata["none"].dtype, metadata["none"].size, metadata["no words"]) == (np.float32, 0, [])
     fields = gguf.GGUFReader(tmp_path / "m.gguf").fields
     assert {n: fields[n].types[-1].name for n in plain} == {n: kind for n, (_, kind) in plain.items()}
 
@@ -930,11 +930,11 @@ def test_a_tokenizer_is_read_back_unchanged(tmp_path, kind, spare):
     with GGUFFile(tmp_path / "m.gguf") as file:
         assert len(file.metadata["tokenizer.ggml.tokens"]) == model.vocab
         assert has_text(file)
-        found = read_tokenizer(file)
-    assert (found.kind, found.vocab, found.eos) == (kind, tokenizer.vocab, tokenizer.eos)
-    assert found.fingerprint() == tokenizer.fingerprint()
-    assert found.encode(CORPUS).tolist() == tokenizer.encode(CORPUS).tolist()
-    assert found.decode(found.encode(CORPUS)) == CORPUS
+        restored = read_tokenizer(file)
+    assert (restored.kind, restored.vocab, restored.eos) == (kind, tokenizer.vocab, tokenizer.eos)
+    assert restored.fingerprint() == tokenizer.fingerprint()
+    assert restored.encode(CORPUS).tolist() == tokenizer.encode(CORPUS).tolist()
+    assert restored.decode(restored.encode(CORPUS)) == CORPUS
 
 
 def test_padding_tokens_have_unique_texts(tmp_path):
@@ -968,9 +968,9 @@ def test_the_order_of_byte_tokens_in_a_foreign_file_is_kept(put):
         assert read_tokenizer(file).encode("cab").tolist() == [255 - ord("c"), 256]
     plain = {"tokens": [*reversed(SYMBOLS), END_OF_TEXT], "merges": ["ÿ ÿ"], "eos_token_id": 256}
     with GGUFFile(put(gguf_file(tokenizer_keys(**plain)))) as file:
-        found = read_tokenizer(file)
-    assert found.encode("ab é").tolist() == [255 - b for b in "ab é".encode()]
-    assert found.decode(found.encode("ab é")) == "ab é"
+        restored = read_tokenizer(file)
+    assert restored.encode("ab é").tolist() == [255 - b for b in "ab é".encode()]
+    assert restored.decode(restored.encode("ab é")) == "ab é"
 
 
 @pytest.mark.parametrize(

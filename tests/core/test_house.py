@@ -113,12 +113,12 @@ def writes(node):
 
 
 def test_files_are_written_only_by_functions_that_do_not_follow_links():
-    found = set()
+    writers = set()
     for path in [*(ROOT / "toyexp").rglob("*.py"), *(ROOT / "plugins").rglob("*.py")]:
         name = path.relative_to(ROOT).as_posix()
         if name != "toyexp/base/writing.py" and not name.startswith("toyexp/testing/"):
-            found |= {(name, word) for node in ast.walk(ast.parse(path.read_text())) if (word := writes(node))}
-    assert found == set(WRITERS)
+            writers |= {(name, word) for node in ast.walk(ast.parse(path.read_text())) if (word := writes(node))}
+    assert writers == set(WRITERS)
 
 
 CLEAR = '"""Load files."""\n\n\ndef load_file(path):\n    """Return the text of a file."""\n'

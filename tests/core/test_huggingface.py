@@ -79,21 +79,24 @@ def test_rope_factors_of_the_same_formula_get_matching_parameters():
     for _ in range(300):
         base, size = float(10 ** rng.uniform(2, 6)), int(rng.choice([4, 8, 16, 64, 128]))
         factor, low = float(rng.uniform(1.5, 40)), float(rng.uniform(0.3, 2))
-        given = (factor, low, low * float(rng.uniform(1.05, 6)), int(rng.integers(20, 10_000)))
-        factors = llama3_factors(base, size, *given)
+        arguments = (factor, low, low * float(rng.uniform(1.05, 6)), int(rng.integers(20, 10_000)))
+        factors = llama3_factors(base, size, *arguments)
         between.add(min(3, sum(1 < f < max(factors) for f in factors)))
-        told = rope_scaling(Rotary(base, factors=factors), size, 4096)
-        if told is None or told["rope_type"] == "linear":
+        parameters = rope_scaling(Rotary(base, factors=factors), size, 4096)
+        if parameters is None or parameters["rope_type"] == "linear":
             assert len(set(factors)) == 1
             continue
-        assert json.loads(json.dumps(told)) == told and told["high_freq_factor"] > told["low_freq_factor"] > 0
-        found = llama3_factors(base, size, *(told[k] for k in list(told)[1:]))
-        np.testing.assert_allclose(found, factors, rtol=2e-5)
+        assert (
+            json.loads(json.dumps(parameters)) == parameters
+            and parameters["high_freq_factor"] > parameters["low_freq_factor"] > 0
+        )
+        restored = llama3_factors(base, size, *(parameters[k] for k in list(parameters)[1:]))
+        np.testing.assert_allclose(restored, factors, rtol=2e-5)
     assert between == {0, 1, 2, 3}
 
 
 @pytest.mark.parametrize(
-    ("rotary", "wanted"),
+    ("rotary", "expected"),
     [
         (Rotary(1e4), None),
         (Rotary(1e4, factors=(1.0, 1.0, 1.0, 1.0)), None),
@@ -101,8 +104,8 @@ def test_rope_factors_of_the_same_formula_get_matching_parameters():
         (Rotary(1e4, 2.0, (3.0, 3.0, 3.0, 3.0)), {"rope_type": "linear", "factor": 6.0}),
     ],
 )
-def test_one_rope_factor_for_all_pairs_is_linear_scaling(rotary, wanted):
-    assert rope_scaling(rotary, 8, 100) == wanted
+def test_one_rope_factor_for_all_pairs_is_linear_scaling(rotary, expected):
+    assert rope_scaling(rotary, 8, 100) == expected
 
 
 @pytest.mark.parametrize(
@@ -126,10 +129,12 @@ def test_rope_factors_that_transformers_lacks_are_rejected(rotary, said):
 def test_export_writes_the_directory(capsys, kind, word):
     model = write_base(Path("m.gguf"), "llama_tied_bias", tokenizer=Bytes(), vocab=260)
     assert main(["export", "m.gguf", "--type", kind, "--json"]) == 0
-    told = json.loads(capsys.readouterr().out)
-    assert told["path"] == f"m-{kind}" and told["tensors"] == {word: len(model.tensors())} and told["warnings"] == []
+    result = json.loads(capsys.readouterr().out)
+    assert (
+        result["path"] == f"m-{kind}" and result["tensors"] == {word: len(model.tensors())} and result["warnings"] == []
+    )
     assert names() == ["m-" + kind, "m.gguf"] and names(f"m-{kind}") == FILES
-    assert told["bytes"] == sum(f.stat().st_size for f in Path(f"m-{kind}").iterdir())
+    assert result["bytes"] == sum(f.stat().st_size for f in Path(f"m-{kind}").iterdir())
     config = load_json(f"m-{kind}/config.json")
     assert config["architectures"] == ["LlamaForCausalLM"] and config["vocab_size"] == 260
     assert config["torch_dtype"] == {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}[word]
@@ -213,11 +218,11 @@ def test_force_keeps_directories_without_settings_and_weights(files, capsys):
     words = ["export", "m.gguf", "--type", "hf", "--to", "out", "--force"]
     Path("out").mkdir()
     assert main(words) == 0 and names("out") == FILES, "an empty directory is no loss"
-    whole = Path("out/model.safetensors").read_bytes()
+    weights = Path("out/model.safetensors").read_bytes()
     shutil.rmtree("out")
     Path("out").mkdir()
     for name, content in files.items():
-        Path("out", name).write_bytes(whole if content == "whole" else content.encode())
+        Path("out", name).write_bytes(weights if content == "whole" else content.encode())
     before = {file: file.read_bytes() for file in Path("out").iterdir()}
     assert main(words) == 2
     assert "--to out: already exists and is not a directory written by this format" in capsys.readouterr().err
@@ -254,21 +259,21 @@ def test_directories_are_written_atomically(monkeypatch):
     import toyexp.formats.huggingface as module
 
     with GGUFFile("m.gguf") as file:
-        whole = read_exported(file, [type(model)])
+        export = read_exported(file, [type(model)])
         for count in range(len(FILES) - 1):
-            left = iter(range(count))
+            remaining = iter(range(count))
 
-            def write(path, content, left=left):
-                if next(left, None) is None:
+            def write(path, content, remaining=remaining):
+                if next(remaining, None) is None:
                     raise OSError(28, "No space left on device")
                 path.write_bytes(content)
 
             with monkeypatch.context() as patch:
                 patch.setattr(module, "write_synced", write)
                 with pytest.raises(RunFailed, match="out: could not be written: No space left on device"):
-                    write_folder(Path("out"), whole)
+                    write_folder(Path("out"), export)
             assert names() == ["m.gguf"]
-        write_folder(Path("out"), whole)
+        write_folder(Path("out"), export)
         Path("out/config.json").write_text("first")
 
         class Broken(dict):
@@ -276,7 +281,7 @@ def test_directories_are_written_atomically(monkeypatch):
                 raise OSError(5, "Input/output error")
 
         with pytest.raises(RunFailed, match="Input/output error"):
-            write_folder(Path("out"), replace(whole, tensors=Broken()))
+            write_folder(Path("out"), replace(export, tensors=Broken()))
     assert names() == ["m.gguf", "out"] and Path("out/config.json").read_text() == "first"
 
 
@@ -289,12 +294,12 @@ def test_an_interrupt_while_replacing_restores_the_earlier_directory(monkeypatch
         return rename(self, target)
 
     with GGUFFile("m.gguf") as file:
-        whole = read_exported(file, [type(model)])
-        write_folder(Path("out"), whole)
+        export = read_exported(file, [type(model)])
+        write_folder(Path("out"), export)
         Path("out/config.json").write_text("first")
         monkeypatch.setattr(Path, "rename", interrupted)
         with pytest.raises(KeyboardInterrupt):
-            write_folder(Path("out"), whole)
+            write_folder(Path("out"), export)
     assert names() == ["m.gguf", "out"] and Path("out/config.json").read_text() == "first"
 
 
@@ -305,9 +310,14 @@ def sentencepiece(unknown=1, **keys):
     pieces = ["<unk>", "<s>", "</s>", BLANK + "a", "  ", BLANK, "a"]
     types = np.array([2 * unknown or 1, 3, 3, 1, 4, 1, 1], np.int32)
     scores = np.array([0, 0, 0, -1.5, 0, -2, -3], np.float32)
-    made = SentencePiece(pieces, scores, types, 2, frozenset({0, 1, 2}), **keys)
-    made.bos, made.add_bos, made.user_defined, made.controls = 1, True, frozenset({4}), frozenset({0, 1})
-    return made
+    tokenizer = SentencePiece(pieces, scores, types, 2, frozenset({0, 1, 2}), **keys)
+    tokenizer.bos, tokenizer.add_bos, tokenizer.user_defined, tokenizer.controls = (
+        1,
+        True,
+        frozenset({4}),
+        frozenset({0, 1}),
+    )
+    return tokenizer
 
 
 # What SentencePiece's own protobuf classes write.
@@ -327,8 +337,8 @@ def test_a_sentencepiece_vocabulary_is_also_written_to_its_own_file(capsys):
     assert Path("m-hf/tokenizer.model").read_bytes().hex() == MODEL_FILE
     config = load_json("m-hf/tokenizer_config.json")
     assert (config["unk_token"], config["add_prefix_space"], config["add_bos_token"]) == ("<unk>", True, True)
-    (found,) = config["added_tokens_decoder"].items()
-    assert found[0] == "4" and (found[1]["content"], found[1]["special"]) == ("  ", False)
+    (added_token,) = config["added_tokens_decoder"].items()
+    assert added_token[0] == "4" and (added_token[1]["content"], added_token[1]["special"]) == ("  ", False)
     assert main(["export", "m.gguf", "--type", "hf", "--force"]) == 0  # it is one of ours
 
 
@@ -346,8 +356,8 @@ def test_a_directory_names_its_tokenizer_class_if_transformers_would_use_another
     for name in ("llama", "qwen2", "qwen3", "gemma", "gpt2"):
         write_base(Path(f"{name}.gguf"), name, tokenizer=Bytes())
         assert main(["export", f"{name}.gguf", "--type", "hf"]) == 0
-        own = "auto_map" in load_json(f"{name}-hf/tokenizer_config.json")
-        assert own == Path(f"{name}-hf/tokenization.py").exists() == (name == "qwen2")
+        has_class = "auto_map" in load_json(f"{name}-hf/tokenizer_config.json")
+        assert has_class == Path(f"{name}-hf/tokenization.py").exists() == (name == "qwen2")
     assert main(["export", "qwen2.gguf", "--type", "hf", "--force"]) == 0
 
 
@@ -363,9 +373,9 @@ def test_settings_that_the_converter_reads_from_gpt2_and_gemma():
 
 def foreign_bpe(vocab=257, **keys):
     """A BPE as a GGUF from elsewhere has it, whose vocabulary the converter may know."""
-    made = BPE([*SYMBOLS, "<|endoftext|>", *(f"word{i}" for i in range(257, vocab))], [], 256)
-    made.source = {"ggml.pre": "qwen2", **keys}
-    return made
+    tokenizer = BPE([*SYMBOLS, "<|endoftext|>", *(f"word{i}" for i in range(257, vocab))], [], 256)
+    tokenizer.source = {"ggml.pre": "qwen2", **keys}
+    return tokenizer
 
 
 @pytest.mark.parametrize(
@@ -395,9 +405,9 @@ def foreign_bpe(vocab=257, **keys):
     ],
 )
 def test_limits_of_the_converter_are_noted_in_one_line(name, sizes, tokenizer, said):
-    found = hf_notes(replace(MODELS[name], vocab=300, **sizes), {}, tokenizer)
-    assert len(found) == bool(said)
-    assert not said or (said in found[0] and "convert_hf_to_gguf.py" in found[0])
+    notes = hf_notes(replace(MODELS[name], vocab=300, **sizes), {}, tokenizer)
+    assert len(notes) == bool(said)
+    assert not said or (said in notes[0] and "convert_hf_to_gguf.py" in notes[0])
 
 
 def test_export_prints_the_note_of_the_converter(capsys):
@@ -434,8 +444,8 @@ def test_a_run_exports_directories_and_prints_their_sizes(capsys):
                 "learning rate | 0.003", "engine | noop"):  # fmt: skip
         assert f"| {row} |" in card
     assert "held-out" not in Path("run/model-2-hf", CARD).read_text(), "there was no eval at step 2"
-    for what in ("run", "run/model.gguf"):
-        assert main(["export", what, "--type", "hf", "--to", "again", "--force"]) == 0
+    for path in ("run", "run/model.gguf"):
+        assert main(["export", path, "--type", "hf", "--to", "again", "--force"]) == 0
         again = {line for line in card.splitlines() if "| held-out ppl |" not in line}
         assert {*Path("again", CARD).read_text().splitlines()} == again
     assert main(["export", "run", "--type", "f16"]) == 0
@@ -443,11 +453,11 @@ def test_a_run_exports_directories_and_prints_their_sizes(capsys):
     assert f"| held-out loss before rounding to F16 | {score:.6g} |" in Path("again", CARD).read_text()
     shutil.copytree("run", "other")
     Path("other/config.yaml").write_text(Path("run/config.yaml").read_text().replace("seed: 0", "seed: 1"))
-    for what in (
+    for path in (
         "run/model-2.gguf",
         "other/model.gguf",
     ):  # of a step without an evaluation, and next to another run's settings
-        assert main(["export", what, "--type", "hf", "--to", "again", "--force"]) == 0
+        assert main(["export", path, "--type", "hf", "--to", "again", "--force"]) == 0
         assert "held-out" not in Path("again", CARD).read_text()
     assert "data file" not in Path("again", CARD).read_text()
     assert load_json("run/model-hf/config.json")["torch_dtype"] == "bfloat16"
@@ -455,8 +465,10 @@ def test_a_run_exports_directories_and_prints_their_sizes(capsys):
     assert f"model-hf  {format_bytes(size)}" in capsys.readouterr().out
     events = [json.loads(line) for line in Path("run/events.jsonl").read_text().splitlines()]
     assert "model-hf: llama.cpp's convert_hf_to_gguf.py cannot" in Path("run/log.txt").read_text()
-    told = [e for e in events if e["kind"] == "export" and e["path"].endswith("-hf")]
-    assert [(e["step"], e["type"]) for e in told] == [(2, "bfloat16"), (3, "bfloat16")] and told[1]["bytes"] == size
+    exports = [e for e in events if e["kind"] == "export" and e["path"].endswith("-hf")]
+    assert [(e["step"], e["type"]) for e in exports] == [(2, "bfloat16"), (3, "bfloat16")] and exports[1][
+        "bytes"
+    ] == size
 
 
 def test_a_model_card_omits_the_data_path_if_there_is_none():

@@ -100,16 +100,16 @@ def test_the_loss_of_a_pair_covers_the_completion_and_its_end_token(tokenizers, 
     before, after = tokenizer.encode(prompt).tolist(), tokenizer.encode(completion).tolist()
     assert example.ids.tolist() == [*before, *after, tokenizer.eos]
     assert example.learned.tolist() == [False] * len(before) + [True] * (len(after) + 1)
-    whole = tokenizer.encode(prompt + completion).tolist()
-    assert example.split == (whole != [*before, *after])
+    ids = tokenizer.encode(prompt + completion).tolist()
+    assert example.split == (ids != [*before, *after])
 
 
 def test_tokens_never_span_the_boundary_of_prompt_and_completion():
     tokenizer = BPE([*SYMBOLS, "Ġx", END_OF_TEXT], [("Ġ", "x")], 257)
     example = tokenize(example_rows({"prompt": "a ", "completion": "x"}, plain_rows).rows[0], tokenizer, False)
     assert example.ids.tolist() == [ord("a"), ord(" "), ord("x"), 257] and example.split == 1
-    whole = tokenize(example_rows({"prompt": "a", "completion": " x"}, plain_rows).rows[0], tokenizer, False)
-    assert whole.ids.tolist() == [ord("a"), 256, 257] and whole.split == 0
+    ids = tokenize(example_rows({"prompt": "a", "completion": " x"}, plain_rows).rows[0], tokenizer, False)
+    assert ids.ids.tolist() == [ord("a"), 256, 257] and ids.split == 0
 
 
 @pytest.mark.parametrize("kind", ["byte", "bpe"])
@@ -142,10 +142,10 @@ def test_the_plain_format_equals_the_exported_chat_template(messages):
     sandbox = pytest.importorskip("jinja2.sandbox")
     template = sandbox.ImmutableSandboxedEnvironment().from_string(PLAIN_TEMPLATE)
     said = [m.fields() for m in messages]
-    whole = template.render(messages=said, eos_token=END_OF_TEXT, add_generation_prompt=False)
+    rendered = template.render(messages=said, eos_token=END_OF_TEXT, add_generation_prompt=False)
     prompt = template.render(messages=said[:-1], eos_token=END_OF_TEXT, add_generation_prompt=True)
     spelled = "".join(p.text + END_OF_TEXT * p.end for p in plain_rows(messages).rows[0])
-    assert spelled + "\n" == whole
+    assert spelled + "\n" == rendered
     assert spelled == prompt + messages[-1].content + END_OF_TEXT, "what is learned begins where a chat asks"
 
 
@@ -292,8 +292,8 @@ def test_an_epoch_trains_on_every_fitting_completion_token_once(tmp_path_factory
     dataset = open_jsonl(path, of_lengths(lengths), tokenizer="char", pack=pack, val_fraction=0.2)
     held = spread_held_out(len(lengths), 0.2)
     fits = [min(c + 1, context + 1 - p) for p, c in lengths]
-    wanted = {n: f for n, (f, h) in enumerate(zip(fits, held, strict=True)) if f > 0 and not h}
-    if not wanted or not any(f > 0 for f, h in zip(fits, held, strict=True) if h):
+    expected = {n: f for n, (f, h) in enumerate(zip(fits, held, strict=True)) if f > 0 and not h}
+    if not expected or not any(f > 0 for f, h in zip(fits, held, strict=True) if h):
         with pytest.raises(UserError, match=f"model.context={context}: none of the"):
             dataset.batches(context, rows, seed)
         return
@@ -309,13 +309,13 @@ def test_an_epoch_trains_on_every_fitting_completion_token_once(tmp_path_factory
             shown[name].append(array)
     tokens, targets, weights = (np.concatenate(shown[n])[:epoch] for n in ("tokens", "targets", "weights"))
     assert (weights.sum(axis=1) > 0).all(), "every row teaches something"
-    assert weights.sum() == sum(wanted.values()) and set(np.unique(weights)) <= {0.0, 1.0}
+    assert weights.sum() == sum(expected.values()) and set(np.unique(weights)) <= {0.0, 1.0}
     assert np.array_equal(tokens[:, 1:], targets[:, :-1])
     # Completions are identified by their character; the last id is end-of-text.
     texts = [dataset.tokenizer.decode([i]) for i in targets[weights > 0] if i != dataset.tokenizer.eos]
-    counts = {n: texts.count(chr(0x100 + n)) for n in wanted}
-    assert counts == {n: min(f, lengths[n][1]) for n, f in wanted.items()}
-    assert pack or epoch == len(wanted)
+    counts = {n: texts.count(chr(0x100 + n)) for n in expected}
+    assert counts == {n: min(f, lengths[n][1]) for n, f in expected.items()}
+    assert pack or epoch == len(expected)
 
 
 def test_rows_are_padded_with_end_of_text_of_weight_zero(tmp_path):
@@ -329,10 +329,8 @@ def test_rows_are_padded_with_end_of_text_of_weight_zero(tmp_path):
 def test_examples_are_packed_into_rows_and_a_truncated_one_fills_its_own(tmp_path):
     lines = [{"prompt": "a", "completion": "bc"}, {"prompt": "a" * 9, "completion": "b" * 9}] * 3
     batches = open_jsonl(tmp_path / "x.jsonl", lines, pack=True, val_fraction=0.1).batches(11, 2, 0)
-    found = {
-        bytes(np.where(ids == EOS, ord("."), ids).tolist()) for k in range(9) for ids in batches.batch(k)["tokens"]
-    }
-    assert found == {b"aaaaaaaaabb", b"abc.abc.abc"}
+    rows = {bytes(np.where(ids == EOS, ord("."), ids).tolist()) for k in range(9) for ids in batches.batch(k)["tokens"]}
+    assert rows == {b"aaaaaaaaabb", b"abc.abc.abc"}
 
 
 @given(k=st.integers(0, 40), rows=st.integers(1, 4), accumulate=st.integers(1, 4), pack=st.booleans())
@@ -354,9 +352,9 @@ def test_held_out_examples_are_spread_evenly_and_never_trained_on(tmp_path):
     assert np.flatnonzero(spread_held_out(20, 0.2)).tolist() == [4, 9, 14, 19]
     assert spread_held_out(3, 0.01).sum() == 1 and spread_held_out(2, 0.99).sum() == 1
     dataset = open_jsonl(tmp_path / "x.jsonl", of_lengths([(1, 2)] * 20), tokenizer="char", val_fraction=0.2)
-    one, two = (dataset.batches(6, 3, seed).held_out() for seed in (0, 1))
-    assert [batch_digest(b) for b in one] == [batch_digest(b) for b in two]
-    texts = [dataset.tokenizer.decode(t[w > 0]) for b in one for t, w in zip(b["targets"], b["weights"], strict=True)]
+    first, second = (dataset.batches(6, 3, seed).held_out() for seed in (0, 1))
+    assert [batch_digest(b) for b in first] == [batch_digest(b) for b in second]
+    texts = [dataset.tokenizer.decode(t[w > 0]) for b in first for t, w in zip(b["targets"], b["weights"], strict=True)]
     assert texts == [chr(0x100 + n) * 2 for n in (4, 9, 14, 19)] + ["", ""], "the last rows repeat and weigh nothing"
     train = dataset.tokenizer.decode(dataset.train.ids)
     assert not {chr(0x100 + n) for n in (4, 9, 14, 19)} & set(train)

@@ -63,9 +63,11 @@ def test_text_has_perplexity_and_bits_per_byte(tokenizer, bits):
     assert values == {"perplexity": pytest.approx(4), "bits_per_byte": bits and pytest.approx(bits)}
     assert TOKENS.derived_metrics(1e6, [batch], dataset)[0].value < math.inf
     assert IMAGES.derived_metrics(2.0, [batch], dataset) == SOUNDS.derived_metrics(2.0, [batch], dataset) == []
-    found = Evaluation("f", "m", None, "e", "d", None, [], {}, True, 2, 1.0, figures, {})
-    assert "perplexity 4.00" in found.lines()[-1] and ("2.000 bits per byte" in found.lines()[-1]) is bool(bits)
-    assert found.plain()["perplexity"] == pytest.approx(4) and "figures" not in found.plain()
+    evaluation = Evaluation("f", "m", None, "e", "d", None, [], {}, True, 2, 1.0, figures, {})
+    assert "perplexity 4.00" in evaluation.lines()[-1] and ("2.000 bits per byte" in evaluation.lines()[-1]) is bool(
+        bits
+    )
+    assert evaluation.plain()["perplexity"] == pytest.approx(4) and "figures" not in evaluation.plain()
 
 
 def test_ids_are_bounded_by_the_data_or_the_vocabulary():
@@ -80,12 +82,12 @@ def test_a_row_of_a_kind_without_positions_counts_as_one():
     """So that its operations are not counted for each number of it; an image's patches and a text's tokens are many."""
     ends = {"targets": InputSpec((), "int32"), "weights": InputSpec((), "float32")}
     tensors = [PlanTensor(t.name, t.shape, t.init) for t in OpModel("rows").tensors()]
-    for inputs, model, wanted in [
+    for inputs, model, count in [
         ({"waves": InputSpec((32,), "float32"), **ends}, Hears("rows"), 1),
         ({"frames": InputSpec((7, 32), "float32"), **ends}, Hears("rows"), 7),
         (TOKENS.inputs(9), OpModel("rows"), 9),
     ]:
-        assert row_positions(Setup(inputs, rows=2).plan(model, tensors)) == wanted
+        assert row_positions(Setup(inputs, rows=2).plan(model, tensors)) == count
 
 
 def test_wrapped_batches_report_the_omissions_of_the_inner_ones():

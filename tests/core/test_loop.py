@@ -69,9 +69,9 @@ class Noting(Stack):
         super().__init__([run.session for run in runs])
         self.rows = []
 
-    def do_step(self, asked):
-        self.rows.append([*asked])
-        return super().do_step(asked)
+    def do_step(self, requests):
+        self.rows.append([*requests])
+        return super().do_step(requests)
 
 
 @dataclass(eq=False)
@@ -284,10 +284,10 @@ def test_target_weights_are_normalised_in_float64_and_rounded_once(stage, monkey
     it = stage(1, data=Weighted(batches, weights))
     micros = it.session.gradients(it.training.batches.batch(0)).values()
     assert len(micros) == 2
-    found = np.concatenate([m["weights"] for m in micros])
-    wanted = [float(w) / sum(weights.ravel().tolist()) for w in weights.ravel()]  # exact: few numbers of one size
-    assert found.ravel().tolist() == np.array(wanted).astype(np.float32).tolist()
-    assert found.ravel().tolist() != (weights / weights.sum()).ravel().tolist()
+    normalised = np.concatenate([m["weights"] for m in micros])
+    expected = [float(w) / sum(weights.ravel().tolist()) for w in weights.ravel()]  # exact: few numbers of one size
+    assert normalised.ravel().tolist() == np.array(expected).astype(np.float32).tolist()
+    assert normalised.ravel().tolist() != (weights / weights.sum()).ravel().tolist()
 
 
 def test_held_out_targets_of_weight_zero_do_not_count(stage):
@@ -326,8 +326,8 @@ def test_each_step_gets_its_own_batch_whatever_is_prefetched(stage):
 def test_every_step_gets_the_next_batch_and_its_own_numbers(stage):
     it = stage(3, adamw=AdamW.for_lora())
     it.train()
-    wanted = [batch_digest({"tokens": it.training.batches.batch(k)["tokens"]}) for k in range(3)]
-    assert it.session.digests == wanted
+    expected = [batch_digest({"tokens": it.training.batches.batch(k)["tokens"]}) for k in range(3)]
+    assert it.session.digests == expected
     lora = replace(AdamW.for_lora(), lr=BASE_LR)
     assert [hp.tolist() for hp in it.session.hps] == [lora.hp_for_step(i).tolist() for i in range(3)]
 
@@ -419,11 +419,11 @@ def test_a_signal_before_the_first_step_prevents_all_steps(stage):
 @pytest.mark.parametrize("batches_seen", [1, 3])
 def test_an_interrupted_evaluation_stops_between_batches_and_is_not_reported(stage, batches_seen):
     """Also while the model's own metrics are computed, in a second pass over the two batches."""
-    asked = []
+    requests = []
 
     def should_stop():
-        asked.append(1)
-        return len(asked) > batches_seen + 1
+        requests.append(1)
+        return len(requests) > batches_seen + 1
 
     it = stage(4, model=Scored("rows"), eval_every=2, should_stop=should_stop)
     outcome = it.train()
@@ -438,9 +438,9 @@ def test_an_interrupted_evaluation_stops_between_batches_and_is_not_reported(sta
 
 def resumed_outcome(**changes):
     """Return the outcome in a checkpoint at step 3 of an interrupted run."""
-    known = {"steps": 3, "reason": "interrupted", "why": "a signal", "train_loss": 1.75, "tokens": 45, "skipped": 2}
-    known |= {"seconds": 100.0, "training_seconds": 50.0, "first_eval_loss": 2.0, "eval_loss": 1.5, "eval_step": 2}
-    return Outcome(**{**known, **changes})
+    recorded = {"steps": 3, "reason": "interrupted", "why": "a signal", "train_loss": 1.75, "tokens": 45, "skipped": 2}
+    recorded |= {"seconds": 100.0, "training_seconds": 50.0, "first_eval_loss": 2.0, "eval_loss": 1.5, "eval_step": 2}
+    return Outcome(**{**recorded, **changes})
 
 
 def test_resume_continues_with_the_next_step_and_its_counts(stage):
@@ -540,7 +540,7 @@ def test_all_loops_launch_their_steps_before_any_is_waited_for(stage):
     assert [end.steps for end in together(*runs, stack=stack)] == [4, 2, 4]
     work = [hook.split()[0] for hook in heard if hook.split()[0] in ("launch", "on_step")]
     rounds = [[hook] * count for count in (3, 3, 2, 2) for hook in ("launch", "on_step")]
-    assert work == [hook for each in rounds for hook in each]
+    assert work == [hook for hooks in rounds for hook in hooks]
     assert stack.rows == [[0, 1, 2]] * 2 + [[0, 2]] * 2
 
 
@@ -551,16 +551,16 @@ def test_all_evaluations_of_a_round_are_launched_before_any_is_waited_for(stage)
     class Held(Stack):
         broken = ()
 
-        def losses(self, asked):
-            heard.append([*asked])
-            return {row: partial(self.wait, row, batches) for row, batches in asked.items()}
+        def losses(self, requests):
+            heard.append([*requests])
+            return {row: partial(self.wait, row, batches) for row, batches in requests.items()}
 
         def wait(self, row, batches):
             heard.append("wait")
             return 1 / 0 if row in self.broken else self.sessions[row].evaluate(batches)
 
     class None_(Held):
-        def losses(self, asked):
+        def losses(self, requests):
             raise ValueError("no device")
 
     def runs():
@@ -624,10 +624,10 @@ def test_a_signal_between_an_answer_and_the_next_request_reaches_the_run(stage):
     it, heard = stage(5), []
 
     class Interrupts(Noting):
-        def do_step(self, asked):
+        def do_step(self, requests):
             if len(self.rows) == 2:
                 raise KeyboardInterrupt("now")
-            return super().do_step(asked)
+            return super().do_step(requests)
 
     def run():
         try:
@@ -659,9 +659,9 @@ def test_an_error_of_an_answer_keeps_its_traceback(stage):
         raise KeyError("weights")
 
     it.session.do_step = broken
-    with pytest.raises(PluginFailed) as found:
+    with pytest.raises(PluginFailed) as error:
         it.train()
-    way = [frame.name for frame in traceback.extract_tb(found.value.__cause__.__traceback__)]
+    way = [frame.name for frame in traceback.extract_tb(error.value.__cause__.__traceback__)]
     assert way[-1] == "broken"
 
 
@@ -681,8 +681,8 @@ def test_the_next_step_is_launched_early_if_nothing_reads_the_weights(stage):
     """At most one step is launched early; the reported metrics equal those without it."""
     it, plain = queued_training(stage), stage(6)
     assert it.train().steps == plain.train().steps == 6
-    wanted = ["launch", *(hook for k in range(1, 6) for hook in ("launch", f"on_step {k}")), "on_step 6"]
-    assert heard_hooks(it, "launch", "on_step") == wanted
+    expected = ["launch", *(hook for k in range(1, 6) for hook in ("launch", f"on_step {k}")), "on_step 6"]
+    assert heard_hooks(it, "launch", "on_step") == expected
     assert it.session.digests == plain.session.digests and np.array_equal(it.session.hps, plain.session.hps)
     assert [m["tokens"] for m in it.recorder.metrics] == [m["tokens"] for m in plain.recorder.metrics]
     assert sum(m["wall_us"] for m in it.recorder.metrics) <= it.training.outcome.seconds * 1e6
@@ -754,9 +754,9 @@ def test_no_checkpoint_is_saved_if_a_launched_step_fails(stage, looked_at):
 def test_a_rejected_batch_still_saves_a_checkpoint(stage):
     """The batch is rejected before the weights change, whether or not a step is launched."""
     for it, ahead in ((queued_training(stage, 9), False), (stage(9), False), (stage(9), True)):
-        whole = it.training.batches
+        batches = it.training.batches
 
-        class Torn(type(whole)):
+        class Torn(type(batches)):
             def batch(self, k):
                 return super().batch(k) if k < 4 else {"tokens": np.zeros((1, 1), np.int32)}
 
@@ -764,7 +764,7 @@ def test_a_rejected_batch_still_saves_a_checkpoint(stage):
             def block(self, first, count):
                 return {name: values.astype(np.float16) for name, values in super().block(first, count).items()}
 
-        whole.__class__ = Ahead if ahead else Torn
+        batches.__class__ = Ahead if ahead else Torn
         with pytest.raises(PluginFailed, match=r"at step 5: the batch has no"):
             it.train()
         assert (it.training.outcome.steps, len(it.session.hps), it.saver.told[-1][0]) == (4, 4, 4)
@@ -808,11 +808,13 @@ def test_nonfinite_numbers_after_a_failing_callback_are_counted_or_not_saved(sta
 
 def test_loops_take_as_many_steps_at_once_as_all_of_them_request(stage):
     """No device is idle while a loop waits, and prefetched inputs are reused."""
-    one, two = several(stage, 9, eval_every=3), several(stage, 9)
-    ends = together(one, two)
-    assert [end.steps for end in ends] == [9, 9] and one.recorder.evals() == [0, 3, 6, 9]
-    assert 3 in at_once(two) and len(two.session.digests) == len(heard_hooks(two, "lr")) == 9
-    assert two.session.digests == [batch_digest({"tokens": two.training.batches.batch(k)["tokens"]}) for k in range(9)]
+    first, second = several(stage, 9, eval_every=3), several(stage, 9)
+    ends = together(first, second)
+    assert [end.steps for end in ends] == [9, 9] and first.recorder.evals() == [0, 3, 6, 9]
+    assert 3 in at_once(second) and len(second.session.digests) == len(heard_hooks(second, "lr")) == 9
+    assert second.session.digests == [
+        batch_digest({"tokens": second.training.batches.batch(k)["tokens"]}) for k in range(9)
+    ]
 
 
 def test_an_error_among_steps_launched_together_ends_the_run_at_the_same_step(stage):
@@ -823,23 +825,23 @@ def test_an_error_among_steps_launched_together_ends_the_run_at_the_same_step(st
     it = several(stage, 50, recorder=Failing(looked_at=(), at=3))
     (error,) = together(it)
     assert "callbacks.recorder failed at step 3: ValueError: boom" in str(error)
-    taken = len(it.session.hps)  # all launched steps, which the session has taken
+    count = len(it.session.hps)  # all launched steps, which the session has taken
     assert (
-        taken == it.training.outcome.steps == it.saver.told[-1][0]
-        and heard_hooks(it, "on_step")[-1] == f"on_step {taken}"
+        count == it.training.outcome.steps == it.saver.told[-1][0]
+        and heard_hooks(it, "on_step")[-1] == f"on_step {count}"
     )
 
     it = several(stage, 50)
-    whole = it.training.batches
+    batches = it.training.batches
 
-    class Torn(type(whole)):
+    class Torn(type(batches)):
         def block(self, first, count):
             return {name: values.astype(np.float16) for name, values in super().block(first, count).items()}
 
         def batch(self, k):
             return super().batch(k) if k < 6 else {"tokens": np.zeros((1, 1), np.int32)}
 
-    whole.__class__ = Torn
+    batches.__class__ = Torn
     (error,) = together(it)
     assert "at step 7: the batch has no" in str(error)
     assert (it.training.outcome.steps, len(it.session.hps), it.saver.told[-1][0]) == (6, 6, 6)
@@ -885,13 +887,13 @@ def test_a_schedule_needs_no_wait_unless_it_has_on_step():
 
 def test_the_smoothed_loss_is_an_exponential_mean_with_a_short_start():
     losses = np.random.default_rng(0).normal(3.0, 0.5, 2000)
-    found = None
+    smoothed = None
     for step, loss in enumerate(losses, 1):
-        found = smooth_loss(found, float(loss), step)
+        smoothed = smooth_loss(smoothed, float(loss), step)
     share = np.maximum(0.02, np.minimum(1.0, 20 / np.arange(1, 2001)))
     weights = share * np.append(np.cumprod((1 - share)[::-1])[::-1][1:], 1.0)
-    assert weights.sum() == pytest.approx(1.0) and found == pytest.approx(float(weights @ losses), rel=1e-12)
-    assert smooth_loss(found, math.nan, 2001) == found and smooth_loss(None, math.inf, 1) is None
+    assert weights.sum() == pytest.approx(1.0) and smoothed == pytest.approx(float(weights @ losses), rel=1e-12)
+    assert smooth_loss(smoothed, math.nan, 2001) == smoothed and smooth_loss(None, math.inf, 1) is None
     assert 40 < float(weights @ np.arange(1999, -1, -1.0)) < 60  # steps that it lies behind
 
 

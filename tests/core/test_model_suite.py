@@ -22,10 +22,10 @@ SHIPPED = {
 }
 
 
-def suite(name, given):
+def suite(name, model):
     # A softmax does not change when all its scores grow alike: without rope a bias of all keys has no gradient.
     idle = ("*.attn_k.bias",) if name == "vit" else ()
-    members = {"model": given, "engines": ENGINES, "without_gradient": idle}
+    members = {"model": model, "engines": ENGINES, "without_gradient": idle}
     return {f"Test_{name}": type(f"Test_{name}", (ModelSuite,), members)}
 
 

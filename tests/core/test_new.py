@@ -26,7 +26,7 @@ OWN_SIZES = {"model": [*SMALL[:3], "model.context=16"], "data": [SMALL[0], SMALL
 
 
 @pytest.fixture(scope="module")
-def made(tmp_path_factory):
+def new_plugins(tmp_path_factory):
     """A directory with a plugin of each kind, under names that their templates do not have."""
     root = tmp_path_factory.mktemp("made")
     for kind in KINDS:
@@ -34,7 +34,7 @@ def made(tmp_path_factory):
     return root
 
 
-def place(root, kind):
+def plugin_directory(root, kind):
     return root / f"toyexp-own-{kind}-2"
 
 
@@ -44,9 +44,9 @@ def test_new_has_a_template_for_every_kind_with_a_suite():
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_new_plugin_is_a_package_with_its_own_name_and_entry_point(made, kind):
+def test_a_new_plugin_is_a_package_with_its_own_name_and_entry_point(new_plugins, kind):
     name = f"own_{kind}_2"
-    files = {path.name: path.read_text() for path in place(made, kind).iterdir()}
+    files = {path.name: path.read_text() for path in plugin_directory(new_plugins, kind).iterdir()}
     assert {*files} == {"README.md", "pyproject.toml", f"toyexp_{name}.py", f"test_toyexp_{name}.py"}
     project = tomllib.loads(files["pyproject.toml"])
     assert project["project"]["entry-points"]["toyexp"] == {name: f"toyexp_{name}"}
@@ -62,10 +62,12 @@ def test_a_part_may_be_named_like_its_template_and_its_directory_is_created(tmp_
 
 
 @pytest.mark.release
-def test_every_template_passes_the_conformance_suite_and_its_own_tests(made):
+def test_every_template_passes_the_conformance_suite_and_its_own_tests(new_plugins):
     """Run all templates in one process, without installing them."""
-    tests = [place(made, kind) / f"test_toyexp_own_{kind}_2.py" for kind in KINDS]
-    done = environments.run(sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-rs", *tests, cwd=made)
+    tests = [plugin_directory(new_plugins, kind) / f"test_toyexp_own_{kind}_2.py" for kind in KINDS]
+    done = environments.run(
+        sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-rs", *tests, cwd=new_plugins
+    )
     assert done.returncode == 0, done.stdout[-3000:]
     assert re.search(r"\d{3} passed, 1 skipped", done.stdout), "data whose lines are alike skip one test"
 
@@ -78,30 +80,34 @@ def test_without_pytest_the_printed_commands_install_it(tmp_path, monkeypatch, c
 
 
 @pytest.mark.parametrize("kind", ["model", "recipe", "data", "callback", "optimiser", "format", "engine"])
-def test_the_command_in_the_readme_runs(made, monkeypatch, capsys, kind):
+def test_the_command_in_the_readme_runs(new_plugins, monkeypatch, capsys, kind):
     """With fewer steps and a smaller model."""
-    monkeypatch.chdir(place(made, kind))
+    monkeypatch.chdir(plugin_directory(new_plugins, kind))
     line = next(line for line in Path("README.md").read_text().splitlines() if line.startswith("toyexp 'plugins"))
     words = [word for word in shlex.split(line)[1:] if not word.startswith(("steps=", "eval_every="))]
     engine = [] if kind == "engine" else ["engine=ggml"]
     assert main([*words, *engine, *OWN_SIZES.get(kind, SMALL), "hydra.run.dir=run"]) == 0, capsys.readouterr().err
-    settings, left = Path("run/config.yaml").read_text(), [path.name for path in Path("run").iterdir()]
-    assert f"own_{kind}_2" in settings or f"model.own_{kind}_2.json" in left
+    settings, files = Path("run/config.yaml").read_text(), [path.name for path in Path("run").iterdir()]
+    assert f"own_{kind}_2" in settings or f"model.own_{kind}_2.json" in files
 
 
 @pytest.mark.release
-def test_the_plugin_is_found_by_its_entry_point_once_it_is_installed(made, tmp_path):
-    python = environments.make_environment(tmp_path / "env", install=place(made, "optimiser"), editable=True)
+def test_the_plugin_is_found_by_its_entry_point_once_it_is_installed(new_plugins, tmp_path):
+    python = environments.make_environment(
+        tmp_path / "env", install=plugin_directory(new_plugins, "optimiser"), editable=True
+    )
     listed = environments.run(python, "-m", "toyexp", "plugins", cwd=tmp_path)
     assert re.search(r"own_optimiser_2 +RMSprop .*\[own_optimiser_2, toyexp-own-optimiser-2 0\.1\]", listed.stdout)
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("kind", KINDS)
-def test_every_template_can_be_installed_and_used_by_name(made, tmp_path, kind):
-    python = environments.make_environment(tmp_path / "env", install=place(made, kind), editable=True)
+def test_every_template_can_be_installed_and_used_by_name(new_plugins, tmp_path, kind):
+    python = environments.make_environment(tmp_path / "env", install=plugin_directory(new_plugins, kind), editable=True)
     line = next(
-        line for line in (place(made, kind) / "README.md").read_text().splitlines() if line.startswith("toyexp ")
+        line
+        for line in (plugin_directory(new_plugins, kind) / "README.md").read_text().splitlines()
+        if line.startswith("toyexp ")
     )
     words = [word for word in shlex.split(line)[1:] if not word.startswith("plugins=")]
     done = environments.run(python, "-m", "toyexp", *words, cwd=tmp_path)
@@ -109,7 +115,7 @@ def test_every_template_can_be_installed_and_used_by_name(made, tmp_path, kind):
 
 
 @pytest.mark.parametrize(
-    ("words", "told"),
+    ("words", "message"),
     [
         ("optimiser Sgd-R", "did you mean sgd_r?"),
         (f"callback {'a' * 300}", "has 300 characters; at most 60"),
@@ -133,14 +139,14 @@ def test_every_template_can_be_installed_and_used_by_name(made, tmp_path, kind):
         ("optimiser x --into", "--into needs a value"),
     ],
 )
-def test_invalid_arguments_of_new_give_one_line_and_write_nothing(tmp_path, monkeypatch, capsys, words, told):
+def test_invalid_arguments_of_new_give_one_line_and_write_nothing(tmp_path, monkeypatch, capsys, words, message):
     monkeypatch.chdir(tmp_path)
     Path("file").touch()
     Path("toyexp-there").mkdir()
     Path("toyexp-there/mine.py").write_text("mine")
     assert main(["new", *words.split()]) == 2
     err = capsys.readouterr().err
-    assert told in err and err.count("\n") == 1
+    assert message in err and err.count("\n") == 1
     assert sorted(str(path) for path in Path().rglob("*")) == ["file", "toyexp-there", "toyexp-there/mine.py"]
 
 
@@ -151,8 +157,8 @@ def test_invalid_arguments_of_new_give_one_line_and_write_nothing(tmp_path, monk
 def test_common_synonyms_of_a_kind_are_accepted(tmp_path, capsys, word, kind):
     assert main(["new", word, "of_mine", "--into", str(tmp_path)]) == 0
     assert f"toyexp help plugins/{kind}" in capsys.readouterr().out
-    one = tmp_path / "toyexp-of-mine"
-    assert {path.name for path in one.iterdir()} >= {"README.md", "pyproject.toml", "toyexp_of_mine.py"}
+    directory = tmp_path / "toyexp-of-mine"
+    assert {path.name for path in directory.iterdir()} >= {"README.md", "pyproject.toml", "toyexp_of_mine.py"}
 
 
 def test_the_templates_name_is_replaced_in_every_spelling():
@@ -170,16 +176,16 @@ def check(path, tmp_path, *more):
     return done
 
 
-def test_a_check_runs_the_tests_beside_a_plugin(made, tmp_path, monkeypatch):
+def test_a_check_runs_the_tests_beside_a_plugin(new_plugins, tmp_path, monkeypatch):
     monkeypatch.setenv("PYTEST_ADDOPTS", "-q")  # an option of pytest's terminal, which a check has none of
-    told = json.loads(check(place(made, "callback"), tmp_path, "--json").stdout)
-    suite, others = told["checked"]
-    assert told["good"] and (suite["part"], suite["suite"]) == ("callbacks=[own_callback_2]", "CallbackSuite")
+    report = json.loads(check(plugin_directory(new_plugins, "callback"), tmp_path, "--json").stdout)
+    suite, others = report["checked"]
+    assert report["good"] and (suite["part"], suite["suite"]) == ("callbacks=[own_callback_2]", "CallbackSuite")
     assert (suite["passed"], suite["note"]) == (6, "") and (others["suite"], others["passed"]) == ("other tests", 2)
 
 
 @pytest.mark.parametrize(
-    ("file", "text", "told"),
+    ("file", "text", "message"),
     [
         ("conftest.py", "raise RuntimeError('torn')", "could not be run: RuntimeError: torn"),
         pytest.param(
@@ -193,12 +199,12 @@ def test_a_check_runs_the_tests_beside_a_plugin(made, tmp_path, monkeypatch):
         ),
     ],
 )
-def test_tests_that_cannot_run_fail_the_check(made, tmp_path, monkeypatch, file, text, told):
+def test_tests_that_cannot_run_fail_the_check(new_plugins, tmp_path, monkeypatch, file, text, message):
     monkeypatch.setenv("TMPDIR", str(tmp_path))
-    shutil.copytree(place(made, "callback"), tmp_path / "its")
+    shutil.copytree(plugin_directory(new_plugins, "callback"), tmp_path / "its")
     (tmp_path / "its" / file).write_text(text)
     done = check("its", tmp_path)
-    assert done.returncode == 1 and told in done.stdout and not done.stderr, done.stdout + done.stderr
+    assert done.returncode == 1 and message in done.stdout and not done.stderr, done.stdout + done.stderr
     assert not list(tmp_path.glob("pytest-of-*")), "temporary files stay"
 
 
@@ -286,12 +292,12 @@ def test_a_check_without_tests_uses_the_default_suites(tmp_path):
     (tmp_path / "conftest.py").write_text("raise SystemExit('the conftest of another project')")
     done = check("several.py", tmp_path)
     assert done.returncode == 1
-    found = {part: (verdict, note) for part, verdict, note in ROW.findall(done.stdout)}
-    assert {part: verdict for part, (verdict, _) in found.items()} == {
+    verdicts = {part: (verdict, note) for part, verdict, note in ROW.findall(done.stdout)}
+    assert {part: verdict for part, (verdict, _) in verdicts.items()} == {
         "optim=good": "PASS", "optim=uphill": "FAIL", "optim=torn": "FAIL", "data=book": "not run",
         "toyexp hello": "PASS",
     }  # fmt: skip
-    assert found["data=book"][1].startswith("data.path=: there is no such file; write a test: class TestBook(Data")
+    assert verdicts["data=book"][1].startswith("data.path=: there is no such file; write a test: class TestBook(Data")
     assert "\n  optim=uphill: TestUphill::test_it_learns: " in done.stdout
     line = 1 + SEVERAL[: SEVERAL.index("ops.ad(")].count("\n")
     assert re.search(rf"\n  optim=torn: TestTorn::test_it_learns: .*\(several\.py, line {line}\)\n", done.stdout)
@@ -301,7 +307,7 @@ ROW = re.compile(r"^(\S.*?)  +\w+  +(PASS|FAIL|skipped|not run) *(.*)$", re.MULT
 
 
 @pytest.mark.parametrize(
-    ("name", "text", "code", "told"),
+    ("name", "text", "code", "message"),
     [
         ("none.py", "x = 1", 1, "none registers nothing"),
         ("lost.py", "import nowhere_at_all", 1, "there is no module nowhere_at_all"),
@@ -316,14 +322,14 @@ ROW = re.compile(r"^(\S.*?)  +\w+  +(PASS|FAIL|skipped|not run) *(.*)$", re.MULT
         ("torn/pyproject.toml", "[project", 2, "its pyproject.toml cannot be read"),
     ],
 )
-def test_a_missing_or_broken_plugin_is_reported_in_one_line(tmp_path, name, text, code, told):
+def test_a_missing_or_broken_plugin_is_reported_in_one_line(tmp_path, name, text, code, message):
     path = tmp_path / name
     path.parent.mkdir(exist_ok=True)
     if text is not None:
         path.write_text(text)
     done = check(name if path.parent == tmp_path else path.parent.name, tmp_path)
     assert done.returncode == code, done.stdout + done.stderr
-    assert told in (done.stdout if code == 1 else done.stderr)
+    assert message in (done.stdout if code == 1 else done.stderr)
 
 
 def test_json_needs_check_and_check_takes_one_directory(capsys):
@@ -376,8 +382,8 @@ def test_help_with_a_word_that_names_no_page_searches_the_pages(capsys, monkeypa
         (tmp_path / f"{name}.md").write_text(text)
     monkeypatch.setattr(pages, "PAGES", tmp_path)
     assert main(["help", "warmup"]) == 0
-    told = capsys.readouterr().out.splitlines()
-    assert [line.split()[2:5] for line in told[1:]] == [["runs", "line", "3"], ["data", "line", "3"]]
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[2:5] for line in lines[1:]] == [["runs", "line", "3"], ["data", "line", "3"]]
     for words in (["lions"], ["of", "lions"]):
         assert main(["help", *words]) == 0
         assert capsys.readouterr().out == "# Speed\n\nlr of lions\n"

@@ -25,8 +25,8 @@ LOOKS_FURTHER = {"reshape", "part", "concat", "first_rows", "prepend", "select",
 def test_composed_ops_equal_their_definition(case):
     the_plan, batch = op_plan(case), op_batch(case=case)
     values = {t.name: the_plan.initial_values(t).astype(np.float64) for t in the_plan.tensors}
-    made = the_plan.model.forward(Primitives(), the_plan.params(values), batch)
-    np.testing.assert_allclose(made, reference_logits(the_plan, values, batch), rtol=1e-12, atol=1e-12)
+    composed = the_plan.model.forward(Primitives(), the_plan.params(values), batch)
+    np.testing.assert_allclose(composed, reference_logits(the_plan, values, batch), rtol=1e-12, atol=1e-12)
 
 
 def test_an_engine_implements_only_a_dozen_ops():
@@ -50,11 +50,11 @@ def test_a_positionwise_op_computes_each_position_independently(case):
 
     the_plan, batch = op_plan(case), op_batch(case=case)
     params = the_plan.params({t.name: the_plan.initial_values(t).astype(np.float64) for t in the_plan.tensors})
-    whole = the_plan.model.forward(Noting(), params, batch)
+    logits = the_plan.model.forward(Noting(), params, batch)
     if used - {"__class__"} <= Ops.positionwise:
-        for i in range(whole.shape[1]):
+        for i in range(logits.shape[1]):
             alone = the_plan.model.forward(ReferenceOps(), params, {"tokens": batch["tokens"][:, i : i + 1]})
-            np.testing.assert_allclose(alone[:, 0], whole[:, i], rtol=1e-12)
+            np.testing.assert_allclose(alone[:, 0], logits[:, i], rtol=1e-12)
 
 
 # -- a stranger's op ------------------------------------------------------------------------------------------------
@@ -108,9 +108,9 @@ def test_a_decoder_gives_the_logits_of_the_full_sequence_for_custom_ops(kind, en
     ids = np.arange(12, dtype=np.int32)
     with engine.realize(planned(kind)) as session:
         session.build()
-        decoder, whole = session.decoder(), session.logits({"tokens": ids[None]})[0]
+        decoder, logits = session.decoder(), session.logits({"tokens": ids[None]})[0]
         assert isinstance(decoder, CachedDecoder) is (kind is Squared and engine.name == "cpu")
-        np.testing.assert_allclose([decoder.feed([i]) for i in ids], whole, atol=1e-5)
+        np.testing.assert_allclose([decoder.feed([i]) for i in ids], logits, atol=1e-5)
 
 
 class Positions(OpModel):

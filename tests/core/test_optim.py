@@ -75,8 +75,8 @@ def test_settings_take_mode_and_beta2_from_the_recipe(default, beta2):
 def test_recipes_and_models_have_their_optimiser_mode():
     offers = load().offers
     recipes = {name: offer.cls.optim_mode for name, offer in offers["recipe"].items()}
-    wanted = {"scratch": FROM_SCRATCH, "warm": FROM_SCRATCH, "vit_tiny": FROM_SCRATCH, "lora": LORA, "full": LORA}
-    assert recipes == wanted
+    expected = {"scratch": FROM_SCRATCH, "warm": FROM_SCRATCH, "vit_tiny": FROM_SCRATCH, "lora": LORA, "full": LORA}
+    assert recipes == expected
     assert {name for name, offer in offers["model"].items() if offer.cls.optim_mode == LORA} == {"gpt2"}
 
 
@@ -184,6 +184,6 @@ def test_unknown_numbers_are_rejected():
 
 @pytest.mark.parametrize("name", sorted(load().offers["optim"]))
 def test_the_recorded_optimiser_has_the_common_settings(name):
-    own = {"grad_clip": 0.5, "accumulate": 2, "groups": {"w": {"lr": 0.1}}}
-    recorded = load().offers["optim"][name].cls(**own).with_mode(LORA).describe(0.02)
-    assert {k: recorded[k] for k in own} == own
+    settings = {"grad_clip": 0.5, "accumulate": 2, "groups": {"w": {"lr": 0.1}}}
+    recorded = load().offers["optim"][name].cls(**settings).with_mode(LORA).describe(0.02)
+    assert {k: recorded[k] for k in settings} == settings

@@ -78,10 +78,10 @@ def test_a_base_cannot_be_overwritten_by_the_run_that_starts_from_it(capsys):
     assert "D is not empty (model.gguf)" in line
 
 
-@pytest.mark.parametrize("place", ["/", ".", ".."])
-def test_the_root_and_the_working_directory_are_no_run_directories(place, capsys):
+@pytest.mark.parametrize("path", ["/", ".", ".."])
+def test_the_root_and_the_working_directory_are_no_run_directories(path, capsys):
     write_file("mine.txt")
-    assert "is not empty" in rejected_line(capsys, *NOOP, f"hydra.run.dir={place}")
+    assert "is not empty" in rejected_line(capsys, *NOOP, f"hydra.run.dir={path}")
 
 
 def test_a_link_counts_as_its_target(capsys):
@@ -106,14 +106,14 @@ def test_system_files_in_an_empty_directory_are_ignored():
 def test_the_file_that_stdout_is_redirected_to_is_ignored(tmp_path):
     """`toyexp hydra.run.dir=D > D/out.txt`, and log files of a cluster job."""
     write_file("D/out.txt")
-    kept = os.dup(2)
+    stderr_copy = os.dup(2)
     with open("D/out.txt", "a") as file:
         os.dup2(file.fileno(), 2)
         try:
             require_empty(Path("D"), "hydra.run.dir")
         finally:
-            os.dup2(kept, 2)
-            os.close(kept)
+            os.dup2(stderr_copy, 2)
+            os.close(stderr_copy)
     with pytest.raises(UserError, match=r"is not empty \(out.txt\)"):
         require_empty(Path("D"), "hydra.run.dir")
 
@@ -122,15 +122,15 @@ def test_the_file_that_stdout_is_redirected_to_is_ignored(tmp_path):
 def test_redirecting_output_to_a_file_of_the_run_is_rejected(name):
     """`mkdir D; toyexp hydra.run.dir=D > D/log.txt`."""
     write_file(f"D/{name}")
-    kept = os.dup(2)
+    stderr_copy = os.dup(2)
     with open(f"D/{name}", "a") as file:
         os.dup2(file.fileno(), 2)
         try:
             with pytest.raises(UserError, match="D "):
                 require_empty(Path("D"), "hydra.run.dir")
         finally:
-            os.dup2(kept, 2)
-            os.close(kept)
+            os.dup2(stderr_copy, 2)
+            os.close(stderr_copy)
 
 
 def test_a_directory_locked_by_another_process_counts_as_a_run():
@@ -249,19 +249,19 @@ def test_a_file_that_appears_during_a_run_is_kept_and_the_export_fails():
     run = Run("r", Path.cwd(), 0, 1, 1e-3, {}, "noop", plan=None, session=None, dataset=None)
     write_file("model.gguf")
     refusal = r"model.gguf: could not be written: .* was not written by this run"
-    with pytest.raises(RunFailed, match=refusal), run.output(Path("model.gguf").absolute()) as place:
-        place.write_text("ours")
+    with pytest.raises(RunFailed, match=refusal), run.output(Path("model.gguf").absolute()) as path:
+        path.write_text("ours")
     assert contents() == {"model.gguf": b"mine"}
 
 
 def test_an_export_keeps_foreign_files_beside_it():
     run = Run("r", Path.cwd(), 0, 1, 1e-3, {}, "noop", plan=None, session=None, dataset=None)
     write_file("model-f32.gguf")
-    with run.output(Path("model.gguf").absolute()) as place:
-        for path in (place, place.with_name("model-f32.gguf"), place.with_name("model-f16.gguf")):
+    with run.output(Path("model.gguf").absolute()) as target:
+        for path in (target, target.with_name("model-f32.gguf"), target.with_name("model-f16.gguf")):
             path.write_text("ours")
-    del (found := contents())[LEDGER]
-    assert found == {"model.gguf": b"ours", "model-f16.gguf": b"ours", "model-f32.gguf": b"mine"}
+    del (files := contents())[LEDGER]
+    assert files == {"model.gguf": b"ours", "model-f16.gguf": b"ours", "model-f32.gguf": b"mine"}
 
 
 def test_a_link_to_a_directory_is_replaced_without_leftovers():
@@ -280,8 +280,8 @@ def test_after_a_kill_between_ledger_and_file_both_contents_are_owned(monkeypatc
             if dies:
                 patch.setattr("toyexp.base.ownership.swap", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
             try:
-                with ledger.output(name) as place:
-                    place.write_text(text)
+                with ledger.output(name) as path:
+                    path.write_text(text)
             except KeyboardInterrupt:
                 assert dies
     ledger = Ledger.open(root)
@@ -343,17 +343,17 @@ def test_a_dangling_link_is_reported(capsys, name):
 @pytest.fixture(scope="module")
 def run_of_a_stranger(tmp_path_factory):
     """A run to copy, with a checkpoint, and a sweep."""
-    place = tmp_path_factory.mktemp("stranger")
-    assert main([*NOOP, f"hydra.run.dir={place / 'D'}"]) == 0
-    return place / "D"
+    path = tmp_path_factory.mktemp("stranger")
+    assert main([*NOOP, f"hydra.run.dir={path / 'D'}"]) == 0
+    return path / "D"
 
 
-def put_link(place, kind):
+def put_link(path, kind):
     """Replace a file or directory of a run by a link to its contents outside the run."""
-    if place.is_dir() and not place.is_symlink():
-        shutil.rmtree(place)
-    place.unlink(missing_ok=True)
-    place.parent.mkdir(exist_ok=True)
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    path.unlink(missing_ok=True)
+    path.parent.mkdir(exist_ok=True)
     Path("outside").mkdir()
     target = Path("outside", {"file": "thesis.txt", "nothing": "gone", "folder": "folder"}[kind]).absolute()
     if kind == "folder":
@@ -361,7 +361,7 @@ def put_link(place, kind):
         write_file("outside/folder/mine.txt")
     elif kind == "file":
         write_file("outside/thesis.txt", '{"kind": "run_start"}\n')
-    place.symlink_to(target)
+    path.symlink_to(target)
 
 
 LINKED = ("run.lock", "log.txt", "events.jsonl", "config.yaml", "result.json", "written.json", "model.gguf",
@@ -411,23 +411,23 @@ def test_concurrent_lock_checks_do_not_block_each_other():
 
 def test_without_fcntl_a_directory_can_be_locked_and_its_owner_is_known(tmp_path, monkeypatch):
     """There a locked byte can neither be read nor written by others, so it lies behind the name."""
-    taken = {}
+    locks = {}
 
     def locking(file, mode, count):
         byte = os.fstat(file).st_ino, os.lseek(file, 0, os.SEEK_CUR)
-        if taken.setdefault(byte, file) != file:
+        if locks.setdefault(byte, file) != file:
             raise PermissionError(13, "Permission denied")
 
     monkeypatch.setattr("toyexp.base.ownership.fcntl", None)
     monkeypatch.setitem(sys.modules, "msvcrt", SimpleNamespace(LK_NBLCK=2, locking=locking))
     held = lock(tmp_path)
-    ((_, place),) = taken
+    ((_, path),) = locks
     name = (tmp_path / "run.lock").read_text()
-    assert name.startswith(f"{os.getpid()} on ") and place > len(name)
+    assert name.startswith(f"{os.getpid()} on ") and path > len(name)
     for ask in (lock, require_unlocked):
         with pytest.raises(DirectoryLocked, match=f"is being written by process {os.getpid()} on "):
             ask(tmp_path)
-    taken.clear()
+    locks.clear()
     require_unlocked(tmp_path)
     os.close(held)
 

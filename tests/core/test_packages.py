@@ -137,16 +137,16 @@ def test_a_signal_during_an_import_is_not_delivered_to_a_later_handler(package):
 
 
 @pytest.mark.parametrize(
-    ("reason", "told"),
+    ("reason", "message"),
     [
         ("it is not installed", "callbacks.export: it is not installed"),
         ("callbacks.export.type=q4_k is written by another", "callbacks.export.type=q4_k is written by another"),
     ],
 )
-def test_plugins_with_missing_packages_are_named_once(reason, told):
-    with pytest.raises(Unavailable) as found, prefix_unavailable("callbacks.export"):
+def test_plugins_with_missing_packages_are_named_once(reason, message):
+    with pytest.raises(Unavailable) as error, prefix_unavailable("callbacks.export"):
         raise Unavailable(reason)
-    assert str(found.value) == told
+    assert str(error.value) == message
 
 
 def test_a_package_that_may_crash_is_tried_in_a_subprocess(tmp_path, monkeypatch):
@@ -189,7 +189,7 @@ def engine(name, check):
 
 
 @pytest.mark.parametrize(
-    ("on_gpu", "visible", "told"),
+    ("on_gpu", "visible", "note"),
     [
         (False, "0", " (auto; not tried: later)"),
         (False, "-1", " (auto)"),
@@ -197,14 +197,14 @@ def engine(name, check):
         (True, "0", " (auto)"),
     ],
 )
-def test_auto_notes_a_later_engine_if_the_environment_lists_gpus(monkeypatch, on_gpu, visible, told):
+def test_auto_notes_a_later_engine_if_the_environment_lists_gpus(monkeypatch, on_gpu, visible, note):
     registry = load(installed=[])
     for priority, (name, is_gpu) in enumerate({"taken": on_gpu, "later": True, "other": True}.items()):
         cls = engine(name, "a device")
         cls.priority, cls.on_gpu, cls.device_variable = -priority, is_gpu, "LATER_VISIBLE" if name == "later" else ""
         registry.offers["engine"][name] = Offer("engine", name, cls, "some_plugin", "some package")
     monkeypatch.setenv("LATER_VISIBLE", visible)
-    assert pick_engine({"name": "auto"}, registry)[1] == f"taken: a device{told}"
+    assert pick_engine({"name": "auto"}, registry)[1] == f"taken: a device{note}"
 
 
 def test_auto_reports_skipped_and_broken_engines():
@@ -284,15 +284,15 @@ def test_without_packages_for_any_engine_auto_says_what_to_install(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("names", "asked", "words"),
+    ("names", "engine", "words"),
     [
         (["torch"], "cpu", ["engine=cpu: torch is installed but cannot be loaded (OSError: libnothing.so.1"]),
         (["ggml"], "metal engine.emulate=true", ["engine=metal: ggml-python is installed but", "AttributeError"]),
         (["torch", "ggml"], "auto", ["engine=auto: no engine works here; torch is", "; ggml-python is", "doctor"]),
     ],
 )
-def test_a_named_engine_that_cannot_be_loaded_is_rejected_with_the_reason(run_without, tmp_path, names, asked, words):
-    done = run_without(names, *SMOKE, *f"engine={asked}".split())
+def test_a_named_engine_that_cannot_be_loaded_is_rejected_with_the_reason(run_without, tmp_path, names, engine, words):
+    done = run_without(names, *SMOKE, *f"engine={engine}".split())
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr.startswith("toyexp: error: ") and done.stderr.count("\n") == 1
     for word in words:

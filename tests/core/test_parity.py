@@ -24,28 +24,28 @@ def differences(ours, theirs):
 def test_differences_match_values_computed_by_hand():
     reference = measure_arrays({"w": [1, 1]}, {"w": [3, 4]}, {"w": [1, 3]})
     other = measure_arrays({"w": [1, 1]}, {"w": [3, 5]}, {"w": [1.5, 3]})
-    found = differences(other, reference)["w"]
-    assert found.gradient == pytest.approx(1 / 5)
-    assert found.cosine == pytest.approx((3 * 3 + 4 * 5) / (5 * math.sqrt(34)))
-    assert found.weights == pytest.approx(0.5 / 2)  # 0.5 apart, where the reference moved by 2
-    assert found.of_norm == pytest.approx(0.5 / math.sqrt(10))
+    difference = differences(other, reference)["w"]
+    assert difference.gradient == pytest.approx(1 / 5)
+    assert difference.cosine == pytest.approx((3 * 3 + 4 * 5) / (5 * math.sqrt(34)))
+    assert difference.weights == pytest.approx(0.5 / 2)  # 0.5 apart, where the reference moved by 2
+    assert difference.of_norm == pytest.approx(0.5 / math.sqrt(10))
 
 
 def test_losses_have_absolute_and_relative_differences():
-    found = loss_difference([4.0, 2.5, 1.0], [4.0, 2.0, 0.8])
-    assert found.largest == pytest.approx(0.5)
-    assert found.mean == pytest.approx(0.7 / 3)
-    assert found.largest_relative == pytest.approx(0.25)
-    assert found.mean_relative == pytest.approx(0.5 / 3)
+    difference = loss_difference([4.0, 2.5, 1.0], [4.0, 2.0, 0.8])
+    assert difference.largest == pytest.approx(0.5)
+    assert difference.mean == pytest.approx(0.7 / 3)
+    assert difference.largest_relative == pytest.approx(0.25)
+    assert difference.mean_relative == pytest.approx(0.5 / 3)
 
 
 def test_gradients_that_are_zero_on_one_engine_only_differ():
-    zero, some = {"w": [0, 0], "v": [1, 1]}, {"w": [0, 1], "v": [1, 1]}
+    zero, nonzero = {"w": [0, 0], "v": [1, 1]}, {"w": [0, 1], "v": [1, 1]}
     both = differences(measure_arrays(zero, zero, zero), measure_arrays(zero, zero, zero))["w"]
     assert (both.gradient, both.cosine, both.weights, both.of_norm) == (0, 1, 0, 0)
-    one = differences(measure_arrays(zero, some, zero), measure_arrays(zero, zero, zero))["w"]
-    assert one.gradient > 1e5
-    assert one.cosine == 0
+    first = differences(measure_arrays(zero, nonzero, zero), measure_arrays(zero, zero, zero))["w"]
+    assert first.gradient > 1e5
+    assert first.cosine == 0
 
 
 def test_a_tensor_moved_only_by_rounding_does_not_count():
@@ -67,9 +67,9 @@ def test_nan_is_infinitely_far(bad):
     fine = {"w": [1, 1], "v": [1, 1]}
     broken = {"w": [1, bad], "v": [1, 1]}
     for ours, theirs in ((broken, fine), (fine, broken), (broken, broken)):
-        found = differences(measure_arrays(fine, ours, ours), measure_arrays(fine, theirs, theirs))
-        assert (found["w"].gradient, found["w"].weights) == (math.inf, math.inf)
-        assert found["v"].gradient == found["v"].weights == 0
+        difference = differences(measure_arrays(fine, ours, ours), measure_arrays(fine, theirs, theirs))
+        assert (difference["w"].gradient, difference["w"].weights) == (math.inf, math.inf)
+        assert difference["v"].gradient == difference["v"].weights == 0
     assert loss_difference([1, bad], [1, bad]).largest == math.inf
 
 

@@ -24,10 +24,10 @@ def nasty(seed, size):
     """Return a text that is hard to cut into words: runs of characters of all lengths, and prose."""
     rng = random.Random(seed)
     pool = [*NASTY, *scramble_texts(seed, 100), *[PROSE] * 20]
-    found = []
-    while sum(map(len, found)) < size:
-        found.append(rng.choice(pool) if rng.random() < 0.8 else rng.choice(RUNS) * rng.randrange(1, 50))
-    return rng.choice(["", " ", "\n"]).join(found)
+    texts = []
+    while sum(map(len, texts)) < size:
+        texts.append(rng.choice(pool) if rng.random() < 0.8 else rng.choice(RUNS) * rng.randrange(1, 50))
+    return rng.choice(["", " ", "\n"]).join(texts)
 
 
 def in_chunks(text, seed):
@@ -43,19 +43,19 @@ def in_chunks(text, seed):
 def test_every_pre_tokenizer_finds_the_same_words_in_pieces(name):
     pre = PRE_TOKENIZERS[name]
     text = nasty(f"words {name}", 7_000)
-    found = [part.text for part in split_text(in_chunks(text, name), pre.cuts, size=600)]
-    assert "".join(found) == text
-    assert [word for piece in found for word in pre._words(piece)] == pre._words(text)
+    parts = [part.text for part in split_text(in_chunks(text, name), pre.cuts, size=600)]
+    assert "".join(parts) == text
+    assert [word for piece in parts for word in pre._words(piece)] == pre._words(text)
     if name != "superbpe":  # whose words are all that stands between two numbers
-        assert max(map(len, found)) < 6000
+        assert max(map(len, parts)) < 6000
 
 
 def byte_level(name):
     """Return a BPE with <b> as a token."""
     trained = BPE.train([PROSE], 300)
-    made = BPE([*trained.pieces[:-1], "<b>", END_OF_TEXT], trained.merges, 300, PRE_TOKENIZERS[name])
-    made.user_defined = frozenset([299])
-    return made
+    tokenizer = BPE([*trained.pieces[:-1], "<b>", END_OF_TEXT], trained.merges, 300, PRE_TOKENIZERS[name])
+    tokenizer.user_defined = frozenset([299])
+    return tokenizer
 
 
 def sentencepiece(prefix=True):
@@ -65,9 +65,9 @@ def sentencepiece(prefix=True):
     tokens = ["<s>", "</s>", *(f"<0x{b:02X}>" for b in range(256)), "<b>", *words]
     types = np.array([CONTROL] * 2 + [BYTE] * 256 + [USER_DEFINED] + [NORMAL] * len(words), np.int32)
     scores = np.array([0.0] * 259 + [-1.5 * n for n in range(len(words))], np.float32)
-    made = SentencePiece(tokens, scores, types, 1, frozenset([0, 1, 258]), prefix)
-    made.bos, made.add_bos, made.user_defined = 0, True, frozenset([258])
-    return made
+    tokenizer = SentencePiece(tokens, scores, types, 1, frozenset([0, 1, 258]), prefix)
+    tokenizer.bos, tokenizer.add_bos, tokenizer.user_defined = 0, True, frozenset([258])
+    return tokenizer
 
 
 TOKENIZERS = {
@@ -85,9 +85,9 @@ TOKENIZERS = {
 def test_every_tokenizer_gives_the_same_ids_in_pieces(name):
     tokenizer = TOKENIZERS[name]()
     text = nasty(1, 20_000).replace("12", "<b>")  # a token wherever it occurs
-    found = [part.text for part in split_text(in_chunks(text, 1), tokenizer.cuts, size=600)]
-    assert len(found) > 8 and "".join(found) == text
-    ids = np.concatenate(tokenizer.encode_pieces(found, [True, *[False] * (len(found) - 1)]))
+    parts = [part.text for part in split_text(in_chunks(text, 1), tokenizer.cuts, size=600)]
+    assert len(parts) > 8 and "".join(parts) == text
+    ids = np.concatenate(tokenizer.encode_pieces(parts, [True, *[False] * (len(parts) - 1)]))
     assert ids.tolist() == tokenizer.encode(text).tolist()
 
 
@@ -95,19 +95,19 @@ def test_every_tokenizer_gives_the_same_ids_in_pieces(name):
 def test_no_piece_ends_inside_or_after_a_special_token(name):
     tokenizer = TOKENIZERS[name]()
     text = "<b> word\n<b>the café<b>\n" * 400
-    places = [*tokenizer.cuts(text)]
-    assert places and not any("<b>" in text[place - 3 : place + 2] for place in places)
+    offsets = [*tokenizer.cuts(text)]
+    assert offsets and not any("<b>" in text[offset - 3 : offset + 2] for offset in offsets)
 
 
 def test_start_and_end_tokens_are_added_once_per_document(monkeypatch):
     tokenizer = sentencepiece()
     text = PROSE * 100
-    whole = tokenizer.encode(text).tolist()
+    ids = tokenizer.encode(text).tolist()
     monkeypatch.setattr(pieces, "BATCH", 3000)
     monkeypatch.setattr(pieces.split_text, "__defaults__", (500,))
-    found = [*encode_documents(tokenizer, [[text[:777], text[777:]], [], [""], [text]])]
-    assert len(found) > 10
-    assert np.concatenate(found).tolist() == [tokenizer.bos, *whole, tokenizer.eos] * 2
+    documents = [*encode_documents(tokenizer, [[text[:777], text[777:]], [], [""], [text]])]
+    assert len(documents) > 10
+    assert np.concatenate(documents).tolist() == [tokenizer.bos, *ids, tokenizer.eos] * 2
 
 
 def test_a_text_that_cannot_be_cut_is_one_piece_with_a_note(monkeypatch, capsys):

@@ -141,10 +141,10 @@ def test_a_licence_is_inherited_only_if_all_files_agree(licences, said):
 
 
 def test_a_snapshot_of_another_optimiser_is_rejected_with_both_states():
-    wanted = plan()
-    arrays = {name: np.zeros(shape) for name, shape in state_shapes(wanted).items()}
-    assert state_misfit(wanted, arrays) is None
+    expected = plan()
+    arrays = {name: np.zeros(shape) for name, shape in state_shapes(expected).items()}
+    assert state_misfit(expected, arrays) is None
     other = {(n.removesuffix("@m") + "@u" if n.endswith("@m") else n): a for n, a in arrays.items()}
-    assert str(state_misfit(wanted, other)).startswith("the optimiser state of p must be m, v, got u, v;")
+    assert str(state_misfit(expected, other)).startswith("the optimiser state of p must be m, v, got u, v;")
     del arrays["p"]
-    assert state_misfit(wanted, arrays) == "the snapshot lacks p, unlike the plan"
+    assert state_misfit(expected, arrays) == "the snapshot lacks p, unlike the plan"

@@ -54,12 +54,12 @@ def test_a_plot_of_runs_names_the_swept_settings_and_final_losses(grid, capsys):
     assert "recipe scratch, warm × lr 0.001, 0.003, 0.01, 0.5 × 4 seeds" in words
     common = "20 runs · llama · stdlib · ggml · 100 steps · 1 did not complete"
     assert common in " ".join(words), "in one line or two, by how long the place is"
-    found = Comparison.build([read_run(path) for path in find_runs(grid / "runs")]).ranking
+    ranking = Comparison.build([read_run(path) for path in find_runs(grid / "runs")]).ranking
     rows = [word for word in words if re.fullmatch(r"(scratch|warm)  lr=[\d.]+", word)]
-    best = found.points[0].jobs[0].run
+    best = ranking.points[0].jobs[0].run
     assert rows[0] == f"{best.recipe}  lr={best.lr:g}" and len(rows) == 7
     ends = [word for word in words if "±" in word and "over" not in word]
-    for text, point in zip(ends, found.points, strict=False):
+    for text, point in zip(ends, ranking.points, strict=False):
         mean, deviation = map(float, text.removesuffix(", best").split(" ± "))
         assert mean == pytest.approx(np.mean(point.values), abs=0.02)
         assert deviation == pytest.approx(np.std(point.values, ddof=1), rel=0.06)
@@ -69,15 +69,15 @@ def test_a_plot_of_runs_names_the_swept_settings_and_final_losses(grid, capsys):
 
 def test_the_band_is_the_mean_and_the_deviation_over_seeds_at_each_step(grid):
     runs = [read_run(path) for path in find_runs(grid / "runs")]
-    some = [run for run in runs if (run.recipe, run.lr) == ("warm", 3e-3)]
-    (point,) = Comparison.build(some).ranking.points
+    seed_runs = [run for run in runs if (run.recipe, run.lr) == ("warm", 3e-3)]
+    (point,) = Comparison.build(seed_runs).ranking.points
     line = Line.read(point, "held-out loss")
-    each = []
-    for run in some:
+    curves = []
+    for run in seed_runs:
         events = [json.loads(text) for text in (run.path / "events.jsonl").read_text().splitlines()]
-        each.append({event["step"]: event["loss"] for event in events if event["kind"] == "eval"})
-    done = [curve for run, curve in zip(some, each, strict=True) if run.state == "completed"]
-    assert len(some) == 4 and len(done) == 3 and list(line.mean) == [25, 50, 75, 100]
+        curves.append({event["step"]: event["loss"] for event in events if event["kind"] == "eval"})
+    done = [curve for run, curve in zip(seed_runs, curves, strict=True) if run.state == "completed"]
+    assert len(seed_runs) == 4 and len(done) == 3 and list(line.mean) == [25, 50, 75, 100]
     for at in line.mean:
         assert line.mean[at] == pytest.approx(np.mean([curve[at] for curve in done]))
         assert line.deviation[at] == pytest.approx(np.std([curve[at] for curve in done], ddof=1))
@@ -112,10 +112,10 @@ def test_one_run_and_runs_without_held_out_data_are_drawn_too(tmp_path, capsys):
         for file in ("result.json", "events.jsonl"):
             path = tmp_path / "none" / name / file
             lines = [json.loads(line) for line in path.read_text().splitlines()]
-            kept = [line for line in lines if line.get("kind") != "eval"]
-            if "eval_loss" in kept[0]:
-                kept[0]["eval_loss"] = None
-            path.write_text("".join(json.dumps(line) + "\n" for line in kept))
+            other_lines = [line for line in lines if line.get("kind") != "eval"]
+            if "eval_loss" in other_lines[0]:
+                other_lines[0]["eval_loss"] = None
+            path.write_text("".join(json.dumps(line) + "\n" for line in other_lines))
     assert "smoothed train loss" in plot_texts(capsys, "none", "none.svg")
 
 
@@ -125,22 +125,24 @@ def test_any_name_and_number_gives_a_readable_plot(tmp_path, capsys):
     for number, (name, held_out) in enumerate(zip(names, (0.0, -3.0, 700.0, float("nan")), strict=True)):
         write_run(tmp_path / f"runs/{number}", name=name, lr=10.0**-number, steps=5, held_out=held_out)
     write_run(tmp_path / "runs/none", until=0, lr=7.0, steps=5)
-    for place in ("runs", *(f"runs/{number}" for number in range(3))):
-        plot_texts(capsys, place, "curves.svg")
+    for path in ("runs", *(f"runs/{number}" for number in range(3))):
+        plot_texts(capsys, path, "curves.svg")
         assert xml.dom.minidom.parse("curves.svg").documentElement.tagName == "svg"
 
 
-def write_search(place, scores, metric="loss"):
+def write_search(directory, scores, metric="loss"):
     """A search as its directory keeps it: of each trial its rate, its optimiser and a score; one was stopped."""
-    write_run(place / "0", steps=5)
+    write_run(directory / "0", steps=5)
     draw = np.random.default_rng(0)
     values = [{"lr": float(10 ** draw.uniform(-4, -1)), "optim": name} for name in ("adamw", "lion") * 5]
     trials = [{"trial": number, "values": values[number], "score": score,
                "state": "complete" if number != 3 else "pruned"} for number, score in enumerate(scores)]  # fmt: skip
-    told = {"search": "tpe", "metric": metric, "repeats": 1, "prune": None, "best": None,
+    record = {"search": "tpe", "metric": metric, "repeats": 1, "prune": None, "best": None,
             "importances": {"optim": 0.25, "lr": 0.75}, "trials": trials}  # fmt: skip
-    (place / "search.json").write_text(json.dumps(told))
-    (place / "sweep.json").write_text(json.dumps({"space": ["lr=tag(log, interval(1e-4, 1e-1))", "optim=adamw,lion"]}))
+    (directory / "search.json").write_text(json.dumps(record))
+    (directory / "sweep.json").write_text(
+        json.dumps({"space": ["lr=tag(log, interval(1e-4, 1e-1))", "optim=adamw,lion"]})
+    )
     return trials
 
 
@@ -156,9 +158,9 @@ def test_a_search_is_plotted_by_trial_and_by_each_setting(tmp_path, capsys, metr
     assert "s · 1 stopped early (crosses) · 1 without a score" in words
     figure = draw_sheet(None, "s", tmp_path / "s").figure
     (so_far,) = (line for line in figure.axes[0].lines if len(line.get_xdata()) > 1)
-    kept = [(number, score) for number, score in enumerate(scores) if score is not None and number != 3]
+    points = [(number, score) for number, score in enumerate(scores) if score is not None and number != 3]
     pick = np.minimum if metric == "loss" else np.maximum
-    assert so_far.get_ydata()[:-1].tolist() == pick.accumulate([score for _, score in kept]).tolist()
+    assert so_far.get_ydata()[:-1].tolist() == pick.accumulate([score for _, score in points]).tolist()
     if metric == "loss":
         assert "1 beyond the edge, up to 90" in words
 
@@ -167,19 +169,19 @@ def test_long_labels_of_a_search_are_rotated_to_avoid_overlap(tmp_path):
     write_search(tmp_path / "s", [3.0, 2.0, 2.5, 1.0])
     file = tmp_path / "s/search.json"
     for names, turned in ((("adamw", "lion"), 0), (("adafactor_factored", "muon_nesterov_long"), 30)):
-        told = json.loads(file.read_text())
-        for trial, name in zip(told["trials"], names * 2, strict=True):
+        record = json.loads(file.read_text())
+        for trial, name in zip(record["trials"], names * 2, strict=True):
             trial["values"]["optim"] = name
-        file.write_text(json.dumps(told))
+        file.write_text(json.dumps(record))
         axes = draw_sheet(None, "s", tmp_path / "s").figure.axes[2]
         assert {label.get_rotation() for label in axes.get_xticklabels()} == {turned}
 
 
 def test_a_value_too_large_for_float_is_drawn_as_text(tmp_path, capsys):
     write_search(tmp_path / "s", [3.0, 2.0])
-    told = json.loads((tmp_path / "s/search.json").read_text())
-    told["trials"][0]["values"]["lr"] = 10**400
-    (tmp_path / "s/search.json").write_text(json.dumps(told))
+    record = json.loads((tmp_path / "s/search.json").read_text())
+    record["trials"][0]["values"]["lr"] = 10**400
+    (tmp_path / "s/search.json").write_text(json.dumps(record))
     assert "best 2, trial 1" in " ".join(plot_texts(capsys, "s", "search.svg"))
 
 
@@ -191,7 +193,7 @@ def test_selected_runs_of_a_search_are_drawn_as_curves(tmp_path, capsys):
 
 
 @pytest.mark.parametrize(
-    ("words", "told"),
+    ("words", "message"),
     [
         (["--plot", "a.jpg"], "--plot a.jpg: must end in .png, .svg, .pdf; type --plot a.svg"),
         (["--plot", "nowhere/a.svg"], "there is no directory nowhere"),
@@ -201,14 +203,14 @@ def test_selected_runs_of_a_search_are_drawn_as_curves(tmp_path, capsys):
         (["--plot", "a.svg", "--csv"], "--plot a.svg --csv: cannot be combined"),
     ],
 )
-def test_an_impossible_plot_gives_one_line_and_replaces_nothing(grid, tmp_path, capsys, words, told):
+def test_an_impossible_plot_gives_one_line_and_replaces_nothing(grid, tmp_path, capsys, words, message):
     (tmp_path / "theirs.svg").write_text("<svg>mine</svg>")
     (tmp_path / "folder.svg").mkdir()
     (tmp_path / "link.svg").symlink_to(tmp_path / "not-there.svg")
     before = sorted(tmp_path.iterdir())
     assert main(["compare", str(grid / "runs"), *words]) == 2
     err = capsys.readouterr().err
-    assert told in err and err.count("\n") == 1
+    assert message in err and err.count("\n") == 1
     assert sorted(tmp_path.iterdir()) == before and (tmp_path / "theirs.svg").read_text() == "<svg>mine</svg>"
 
 

@@ -251,8 +251,8 @@ def test_a_name_like_that_of_an_unloadable_plugin_suggests_nothing_else(install)
     registry = load(installed=install(GOOD, ("toyexp_good_on", "raise OSError('no driver')")))
     with pytest.raises(UserError) as error:
         registry.get("callbacks", "good_on")
-    told = "callbacks=good_on: unknown name; plugin toyexp_good_on is broken: OSError: no driver"
-    assert str(error.value) == told
+    message = "callbacks=good_on: unknown name; plugin toyexp_good_on is broken: OSError: no driver"
+    assert str(error.value) == message
 
 
 def test_an_unknown_part_names_the_broken_plugins_that_may_provide_it(install):
@@ -462,8 +462,8 @@ def shipped_registry():
 
 
 def test_nothing_that_ships_is_broken(shipped_registry):
-    own = [p for p in shipped_registry.problems if p.package.startswith("toyexp ")]
-    assert own == []
+    problems = [p for p in shipped_registry.problems if p.package.startswith("toyexp ")]
+    assert problems == []
     assert {p.name for p in SHIPPED} <= {
         o.plugin for offers in shipped_registry.offers.values() for o in offers.values()
     }
@@ -481,10 +481,12 @@ def test_every_setting_that_ships_has_a_comment_in_the_help(shipped_registry):
 
 
 def test_help_shows_inherited_settings_with_the_defaults_of_the_class_itself(shipped_registry):
-    found = {s.name: (s.default, s.type, s.comment) for s in list_settings(shipped_registry.get("callbacks", "cosine"))}
-    told = "warmup steps, in which the factor rises linearly to 1; below 1: fraction of the run"
-    assert found["warmup"] == (5, "int | float", told)
-    assert found["floor"][:2] == (0.01, "float")
+    settings = {
+        s.name: (s.default, s.type, s.comment) for s in list_settings(shipped_registry.get("callbacks", "cosine"))
+    }
+    comment = "warmup steps, in which the factor rises linearly to 1; below 1: fraction of the run"
+    assert settings["warmup"] == (5, "int | float", comment)
+    assert settings["floor"][:2] == (0.01, "float")
 
 
 def test_every_hook_is_documented_and_registration_hooks_share_one_shape():

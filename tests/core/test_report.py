@@ -38,9 +38,9 @@ def test_the_page_is_self_contained_and_has_the_numbers_of_the_runs(swept):
     text = page.read_text()
     assert not re.search(r"""(src|href)\s*=\s*["']?(https?:)?//""", text[: text.index('id="library"')])
     assert "default-src 'none'" in text and page.stat().st_size < 3_000_000
-    told = page_data(page)
-    assert len(told["runs"]) == 25 and len(told["points"]) == 7
-    for run in told["runs"]:
+    data = page_data(page)
+    assert len(data["runs"]) == 25 and len(data["points"]) == 7
+    for run in data["runs"]:
         events = [json.loads(line) for line in (Path(run["path"]) / "events.jsonl").read_text().splitlines()]
         losses = [event["loss"] for event in events if event["kind"] == "step"]
         assert run["curves"]["loss"]["y"] == pytest.approx(losses, rel=1e-4)
@@ -56,21 +56,21 @@ def test_a_thinned_curve_keeps_its_extremes():
     values = np.random.default_rng(0).normal(size=25_000)
     values[[3_333, 17_001]] = 50, -50
     curve = np.arange(1, 25_001), values
-    steps, kept = thin_curve(*curve, 1000)
+    steps, thinned = thin_curve(*curve, 1000)
     assert len(steps) <= 1000 and steps.tolist() == sorted(set(steps))
-    assert all(values[step - 1] == value for step, value in zip(steps, kept, strict=True))
+    assert all(values[step - 1] == value for step, value in zip(steps, thinned, strict=True))
     assert {3_334, 17_002} <= set(steps)
     for stretch in values.reshape(500, 50):
-        assert stretch.min() in kept and stretch.max() in kept
-    _, some = average_bins(curve, 250)
-    assert some == pytest.approx(values.reshape(250, 100).mean(1))
+        assert stretch.min() in thinned and stretch.max() in thinned
+    _, averages = average_bins(curve, 250)
+    assert averages == pytest.approx(values.reshape(250, 100).mean(1))
     assert thin_curve(*curve, 30_000)[1].tolist() == values.tolist()
 
 
 def test_the_last_of_many_held_out_scores_is_always_drawn(tmp_path):
     run = write_run(tmp_path / "run", steps=62, eval_every=1)
-    (told,) = Report("")._data(Comparison.build([read_run(run)]), 100)["runs"]
-    steps, losses = told["held"]["loss"]
+    (run_data,) = Report("")._data(Comparison.build([read_run(run)]), 100)["runs"]
+    steps, losses = run_data["held"]["loss"]
     assert len(steps) == len(losses) < 62 and (steps[0], steps[-1]) == (1, 62)
 
 
@@ -101,11 +101,11 @@ def test_impossible_steps_are_skipped_and_tokens_are_summed(tmp_path):
 def test_runs_of_one_seed_count_once_in_mean_and_deviation(tmp_path):
     for name, seed, held_out in (("a", 0, 3.0), ("b", 0, 2.0), ("c", 1, 1.5)):
         write_run(tmp_path / name, seed=seed, steps=5, held_out=held_out)
-    found = Comparison.build([read_run(path) for path in find_runs(tmp_path)])
-    (point,) = found.ranking.points
+    comparison = Comparison.build([read_run(path) for path in find_runs(tmp_path)])
+    (point,) = comparison.ranking.points
     assert (point.mean, point.deviation) == pytest.approx((2.0, np.std([2.5, 1.5], ddof=1)))
     assert (len(point.jobs), len(point.values), point.repeats) == (3, 2, 1)
-    assert "a run repeats another's settings and seed" in " ".join(found.notes())
+    assert "a run repeats another's settings and seed" in " ".join(comparison.notes())
 
 
 def test_the_best_point_is_marked_only_among_several(tmp_path):
@@ -133,7 +133,7 @@ def test_importance_of_a_grid_and_none_of_seven_runs(tmp_path, seven):
 
 
 @pytest.mark.parametrize(
-    ("words", "told"),
+    ("words", "phrases"),
     [
         (["--html", "no/where.html"], ["--html no/where.html", "there is no directory no"]),
         (["--html", "runs"], ["--html runs", "must be a file name"]),
@@ -141,12 +141,12 @@ def test_importance_of_a_grid_and_none_of_seven_runs(tmp_path, seven):
         (["--html", "new.html", "--json"], ["--json", "cannot be combined"]),
     ],
 )
-def test_an_impossible_page_is_reported_and_replaces_nothing(swept, monkeypatch, capsys, words, told):
+def test_an_impossible_page_is_reported_and_replaces_nothing(swept, monkeypatch, capsys, words, phrases):
     monkeypatch.chdir(swept)
     Path("mine.html").write_text("my own notes")
     assert main(["compare", "runs", *words]) == 2
     error = capsys.readouterr().err
-    assert error.count("\n") == 1 and all(word in error for word in told), error
+    assert error.count("\n") == 1 and all(word in error for word in phrases), error
     assert Path("mine.html").read_text() == "my own notes" and not Path("new.html").exists()
 
 
@@ -161,10 +161,10 @@ def test_a_sweep_writes_its_report_by_default(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     assert main(["-m", *SMALL, "lr=1e-2,1e-3", "seed=0,1", "hydra.sweep.dir=s"]) == 0
     assert capsys.readouterr().out.splitlines()[-1] == "report  s/report.html"
-    told = page_data(tmp_path / "s/report.html")
+    data = page_data(tmp_path / "s/report.html")
     results = [json.loads(path.read_text())["eval_loss"] for path in sorted(tmp_path.glob("s/*/result.json"))]
-    assert sorted(run["loss"] for run in told["runs"]) == pytest.approx(sorted(results))
-    assert [point["counted"] for point in told["points"]] == [2, 2] and told["keys"] == ["lr"]
+    assert sorted(run["loss"] for run in data["runs"]) == pytest.approx(sorted(results))
+    assert [point["counted"] for point in data["points"]] == [2, 2] and data["keys"] == ["lr"]
     (tmp_path / "s/report.html").write_text("mine")
     assert main(["sweep.resume=s"]) == 0
     assert "is not a report of toyexp" in capsys.readouterr().out and (tmp_path / "s/report.html").read_text() == "mine"
@@ -208,6 +208,6 @@ def test_only_the_best_of_very_many_runs_are_shown(tmp_path, monkeypatch):
     for number in range(5):
         write_run(tmp_path / f"s/{number}", steps=5, lr=10.0**-number, held_out=float(5 - number))
     Report("five").write(Comparison.build([read_run(path) for path in find_runs(tmp_path / "s")]), tmp_path / "r.html")
-    told = page_data(tmp_path / "r.html")
-    assert [run["loss"] for run in told["runs"]] == [1.0, 2.0, 3.0]
-    assert "the best 3 of 5 runs are shown" in told["notes"]
+    data = page_data(tmp_path / "r.html")
+    assert [run["loss"] for run in data["runs"]] == [1.0, 2.0, 3.0]
+    assert "the best 3 of 5 runs are shown" in data["notes"]

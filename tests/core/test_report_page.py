@@ -45,9 +45,9 @@ class Opened:
         self.context = chromium.new_context(**window)
         self.context.set_default_timeout(120_000)
         self.page, self.trouble = self.context.new_page(), []
-        self.page.on("console", lambda told: self.trouble.append(told.text) if told.type != "log" else None)
+        self.page.on("console", lambda message: self.trouble.append(message.text) if message.type != "log" else None)
         self.page.on("pageerror", lambda error: self.trouble.append(str(error)))
-        self.page.on("request", lambda asked: self.asked(asked.url))
+        self.page.on("request", lambda request: self.asked(request.url))
         self.page.goto(path.as_uri())
         self.page.wait_for_selector("html[data-ready]")
 
@@ -100,8 +100,8 @@ def axis(page, name, chart="main"):
 
 def traces(page, chart="main"):
     """Return the drawn curves: name, points, values."""
-    told = "t => [t.name, [...t.x], [...t.y], t.error_y ? [...t.error_y.array] : null]"
-    return page.evaluate(f"document.getElementById('{chart}').data.map({told})")
+    to_row = "t => [t.name, [...t.x], [...t.y], t.error_y ? [...t.error_y.array] : null]"
+    return page.evaluate(f"document.getElementById('{chart}').data.map({to_row})")
 
 
 def column(page, head):
@@ -111,13 +111,13 @@ def column(page, head):
 
 def events(swept, kind, **settings):
     """Return the events of a kind of the runs with these settings, to compare with the page."""
-    found = []
+    names = []
     for path in sorted(find_runs(swept / "runs")):
         run = read_run(path)
         if all(getattr(run, key) == value for key, value in settings.items()):
             lines = [json.loads(line) for line in (path / "events.jsonl").read_text().splitlines()]
-            found.append([line for line in lines if line["kind"] == kind])
-    return found
+            names.append([line for line in lines if line["kind"] == kind])
+    return names
 
 
 BEST = {"recipe": "warm", "lr": 0.003}
@@ -129,10 +129,10 @@ def test_hovering_shows_a_points_value_and_a_means_deviation(page, swept):
     page.mouse.move(x - 3, y)
     page.mouse.move(x, y)
     until(page, "document.querySelector('#main .hoverlayer .hovertext') !== null")
-    told = page.locator("#main .hoverlayer").text_content()
+    hover_text = page.locator("#main .hoverlayer").text_content()
     last = [lines[-1]["loss"] for lines in events(swept, "eval", **BEST)]
-    assert LABEL in told and "held-out loss, mean of 4 seeds" in told and "step 300" in told
-    assert f"{np.mean(last):.4f} ± {np.std(last, ddof=1):.4f}" in told
+    assert LABEL in hover_text and "held-out loss, mean of 4 seeds" in hover_text and "step 300" in hover_text
+    assert f"{np.mean(last):.4f} ± {np.std(last, ddof=1):.4f}" in hover_text
     page.mouse.move(5, 5)
 
 
@@ -267,7 +267,7 @@ def test_axes_are_linear_or_logarithmic(page):
         assert kinds == ["log" if log else "linear"] * 2
         places = "['xaxis', 'yaxis'].map((a, i) => [[10, 20, 40], [2, 3, 4.5]][i].map(v => axes[a].d2p(v)))"
         axes = f"(() => {{ const axes = document.getElementById('main')._fullLayout; return {places}; }})()"
-        distances[log] = [np.diff(some) for some in page.evaluate(axes)]
+        distances[log] = [np.diff(ticks) for ticks in page.evaluate(axes)]
     for linear, log, ratio in zip(distances[False], distances[True], (2, 1.5), strict=True):
         assert linear[1] / linear[0] == pytest.approx(ratio, rel=0.01) and log[1] / log[0] == pytest.approx(1, rel=0.01)
 
@@ -310,18 +310,18 @@ def test_seeds_are_drawn_as_mean_and_deviation_or_separately(page, swept):
     page.evaluate("(() => { const s = document.getElementById('smooth'); s.value = 0;"
                   "s.dispatchEvent(new Event('input')); })()")  # fmt: skip
     losses = np.array([[line["loss"] for line in lines] for lines in events(swept, "step", **BEST)])
-    told = traces(page)
-    place = max(n for n, (name, *_) in enumerate(told) if name == LABEL)
-    xs, means = told[place][1:3]
-    each = np.array([np.interp(xs, range(1, 301), run) for run in losses])  # at most 220 places of a band are drawn
-    assert len(xs) == 220 and means == pytest.approx(each.mean(0), rel=1e-4)
-    deviations = each.std(0, ddof=1)
-    bands = [ys for name, _, ys, _ in told if name == "" and len(ys) == 2 * len(xs)]
-    expected = np.array([*(each.mean(0) + deviations), *(each.mean(0) - deviations)[::-1]])
+    curves = traces(page)
+    index = max(n for n, (name, *_) in enumerate(curves) if name == LABEL)
+    xs, means = curves[index][1:3]
+    values = np.array([np.interp(xs, range(1, 301), run) for run in losses])  # at most 220 places of a band are drawn
+    assert len(xs) == 220 and means == pytest.approx(values.mean(0), rel=1e-4)
+    deviations = values.std(0, ddof=1)
+    bands = [ys for name, _, ys, _ in curves if name == "" and len(ys) == 2 * len(xs)]
+    expected = np.array([*(values.mean(0) + deviations), *(values.mean(0) - deviations)[::-1]])
     assert min(np.abs(np.array(ys) - expected).max() for ys in bands) < 1e-3
     held_out = np.array([[line["loss"] for line in lines] for lines in events(swept, "eval", **BEST)])
-    assert told[-1][2] == pytest.approx(held_out.mean(0), rel=1e-4)
-    assert told[-1][3] == pytest.approx(held_out.std(0, ddof=1), rel=1e-3)
+    assert curves[-1][2] == pytest.approx(held_out.mean(0), rel=1e-4)
+    assert curves[-1][3] == pytest.approx(held_out.std(0, ddof=1), rel=1e-3)
     page.set_checked("#bands", False)
     assert [name for name, *_ in traces(page)].count(LABEL) == 4
 

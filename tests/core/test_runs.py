@@ -51,12 +51,12 @@ def list_runs(capsys, *words):
 def test_runs_lists_settings_and_progress_of_each_run(here, capsys):
     runs = list_runs(capsys)
     assert len(runs) == 9
-    one = next(run for run in runs if run["path"].endswith("sweep/7"))
+    seventh = next(run for run in runs if run["path"].endswith("sweep/7"))
     result = json.loads((here / "outputs/sweep/7/result.json").read_text())
     expected = {"name": "warm-llama", "recipe": "warm", "engine": "ggml", "lr": 0.01, "seed": 1, "steps": 50, "of": 50,
                 "state": "completed"}  # fmt: skip
-    assert {key: one[key] for key in expected} == expected
-    assert one["loss"] == result["eval_loss"] and one["when"].startswith("2026-11-22T10:01")
+    assert {key: seventh[key] for key in expected} == expected
+    assert seventh["loss"] == result["eval_loss"] and seventh["when"].startswith("2026-11-22T10:01")
     killed = next(run for run in runs if run["path"].endswith("killed"))
     last = [json.loads(line) for line in (here / "outputs/killed/events.jsonl").read_text().splitlines()]
     evals = [event["loss"] for event in last if event["kind"] == "eval"]
@@ -67,12 +67,12 @@ def test_runs_lists_settings_and_progress_of_each_run(here, capsys):
 
 
 def test_a_diverged_run_is_marked_and_counted(here, capsys):
-    place = here / "outputs/sweep/0/result.json"
-    place.write_text(json.dumps({**json.loads(place.read_text()), "diverged": True}))
+    path = here / "outputs/sweep/0/result.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "diverged": True}))
     assert [run["path"] for run in list_runs(capsys, "state=diverged")] == ["outputs/sweep/0"]
     assert "9 runs: 7 completed, 1 diverged, 1 killed" in run_command(capsys, "runs")
-    told = json.loads(run_command(capsys, "compare", "outputs/sweep", "--json"))
-    assert [point["counted"] for point in told["points"]] == [2] * 4
+    result = json.loads(run_command(capsys, "compare", "outputs/sweep", "--json"))
+    assert [point["counted"] for point in result["points"]] == [2] * 4
 
 
 def test_a_run_is_unreadable_only_if_its_settings_are(here, capsys):
@@ -86,18 +86,18 @@ def test_a_run_is_unreadable_only_if_its_settings_are(here, capsys):
 
 def test_filters_match_metrics_by_four_decimals_and_rates_exactly(tmp_path, capsys):
     write_run(tmp_path / "a", steps=5, lr=0.00304, held_out=1.23456)
-    for word, found in (("loss=1.2346", 1), ("loss=1.235", 0), ("lr=0.0030", 0), ("lr=0.00304", 1)):
-        assert len(list_runs(capsys, str(tmp_path), word)) == found, word
+    for word, count in (("loss=1.2346", 1), ("loss=1.235", 0), ("lr=0.0030", 0), ("lr=0.00304", 1)):
+        assert len(list_runs(capsys, str(tmp_path), word)) == count, word
 
 
 def test_a_run_with_engine_auto_lists_the_chosen_engine(here, capsys):
-    place = here / "outputs/sweep/0/config.yaml"
-    place.write_text(place.read_text().replace("- engine: ggml", "- engine: auto"))
-    assert "- engine: auto" in place.read_text() and "ggml)" in repr(toyexp.open(place.parent))
+    path = here / "outputs/sweep/0/config.yaml"
+    path.write_text(path.read_text().replace("- engine: ggml", "- engine: auto"))
+    assert "- engine: auto" in path.read_text() and "ggml)" in repr(toyexp.open(path.parent))
     assert len(list_runs(capsys, "engine=ggml")) == 9
-    place.write_text(place.read_text().replace("name: ggml", "name: auto"))
-    told = json.loads(run_command(capsys, "compare", "outputs/sweep", "--json"))
-    assert [len(point["runs"]) for point in told["points"]] == [2] * 4 and "engine" not in told["differ"]
+    path.write_text(path.read_text().replace("name: ggml", "name: auto"))
+    result = json.loads(run_command(capsys, "compare", "outputs/sweep", "--json"))
+    assert [len(point["runs"]) for point in result["points"]] == [2] * 4 and "engine" not in result["differ"]
 
 
 def test_a_locked_run_is_listed_as_running(here, capsys):
@@ -151,8 +151,8 @@ def test_tables_fit_the_terminal_and_name_hidden_columns(here, capsys, monkeypat
     for number, lr in enumerate((3e-3, 1e-2)):
         settings = {"optim__weight_decay": 0.1, "optim__beta2": 0.9 + number / 100, "recipe": "warm", "steps": 50}
         write_run(f"outputs/other/{number}", lr=lr, scores={"accuracy": 0.5}, **settings)
-    whole = run_command(capsys, "runs").splitlines()
-    assert max(map(len, whole)) > width and "ggml" in whole[1]  # to a file or a pipe everything goes
+    lines = run_command(capsys, "runs").splitlines()
+    assert max(map(len, lines)) > width and "ggml" in lines[1]  # to a file or a pipe everything goes
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
     monkeypatch.setenv("COLUMNS", str(width))
     table = run_command(capsys, "runs").splitlines()
@@ -169,9 +169,9 @@ def test_tables_fit_the_terminal_and_name_hidden_columns(here, capsys, monkeypat
 def test_a_single_run_has_no_note_of_common_values(here, capsys, monkeypatch):
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
     monkeypatch.setenv("COLUMNS", "70")
-    told = run_command(capsys, "runs", "seed=9").splitlines()
-    assert told[-1] == "1 of 9 runs: 1 killed" and told[-2].startswith("columns left out to fit the terminal: ")
-    assert "same for all runs" not in "\n".join(told)
+    lines = run_command(capsys, "runs", "seed=9").splitlines()
+    assert lines[-1] == "1 of 9 runs: 1 killed" and lines[-2].startswith("columns left out to fit the terminal: ")
+    assert "same for all runs" not in "\n".join(lines)
 
 
 def test_csv_has_a_row_for_each_run(here, capsys):
@@ -180,21 +180,21 @@ def test_csv_has_a_row_for_each_run(here, capsys):
 
 
 def test_compare_has_means_over_seeds_with_the_deviation_of_a_sample(here, capsys):
-    told = json.loads(run_command(capsys, "compare", "outputs/sweep", "--json"))
-    assert told["metric"] == "held-out loss" and len(told["points"]) == 4
-    assert set(told["differ"]) == {"recipe", "lr", "seed", "name"}
-    for point in told["points"]:
+    result = json.loads(run_command(capsys, "compare", "outputs/sweep", "--json"))
+    assert result["metric"] == "held-out loss" and len(result["points"]) == 4
+    assert set(result["differ"]) == {"recipe", "lr", "seed", "name"}
+    for point in result["points"]:
         losses = []
         for run in point["runs"]:
             losses.append(json.loads((here / run["path"] / "result.json").read_text())["eval_loss"])
             assert (run["recipe"], f"{run['lr']:g}") == tuple(f"{v}" for v in point["settings"].values())
         assert len(losses) == 2 and point["mean"] == pytest.approx(np.mean(losses))
         assert point["deviation"] == pytest.approx(np.std(losses, ddof=1))
-    means = [point["mean"] for point in told["points"]]
-    assert means == sorted(means) and [point["best"] for point in told["points"]] == [True, False, False, False]
+    means = [point["mean"] for point in result["points"]]
+    assert means == sorted(means) and [point["best"] for point in result["points"]] == [True, False, False, False]
     table = run_command(capsys, "compare", "outputs/sweep").splitlines()
     assert table[0].split()[:4] == ["recipe", "lr", "runs", "steps"] and table[1].endswith("best")
-    assert f"{means[0]:.4f} ± {told['points'][0]['deviation']:.4f}" in table[1]
+    assert f"{means[0]:.4f} ± {result['points'][0]['deviation']:.4f}" in table[1]
     assert "8 runs in 4 points" in table[6]
 
 
@@ -209,9 +209,9 @@ def test_compare_takes_runs_sweeps_patterns_and_filters(here, capsys):
 
 
 def test_an_unfinished_run_is_not_counted_and_noted(here, capsys):
-    told = run_command(capsys, "compare", "outputs")
-    assert "not counted: 1 killed" in told
-    (row,) = [line for line in told.splitlines() if line.split()[:2] == ["scratch", "0.003"] and "2/3" in line]
+    output = run_command(capsys, "compare", "outputs")
+    assert "not counted: 1 killed" in output
+    (row,) = [line for line in output.splitlines() if line.split()[:2] == ["scratch", "0.003"] and "2/3" in line]
     assert "2-" not in row.split()[3]  # nor do its steps
 
 
@@ -229,8 +229,8 @@ def test_different_run_lengths_are_noted_if_the_table_has_no_column_for_them(tmp
         write_run(tmp_path / recipe, recipe=recipe, steps=steps)
     assert "runs were planned with 5 or 12 steps" in run_command(capsys, "compare", str(tmp_path))
     write_run(tmp_path / "longer", recipe="warm", steps=20)
-    told = run_command(capsys, "compare", str(tmp_path))  # steps are a column now
-    assert "runs were planned with" not in told and told.splitlines()[0].count("steps taken") == 1
+    output = run_command(capsys, "compare", str(tmp_path))  # steps are a column now
+    assert "runs were planned with" not in output and output.splitlines()[0].count("steps taken") == 1
     heads = run_command(capsys, "compare", str(tmp_path), "--csv").splitlines()[0].split(",")
     assert len(heads) == len(set(heads))
 
@@ -238,8 +238,8 @@ def test_different_run_lengths_are_noted_if_the_table_has_no_column_for_them(tmp
 def test_a_metric_that_should_rise_is_ranked_descending(tmp_path, capsys):
     for number, accuracy in enumerate((0.5, 0.9, 0.7)):
         write_run(tmp_path / str(number), lr=10.0**-number, steps=5, scores={"accuracy": accuracy})
-    told = json.loads(run_command(capsys, "compare", str(tmp_path), "--metric", "accuracy", "--json"))
-    assert [point["mean"] for point in told["points"]] == [0.9, 0.7, 0.5] and told["points"][0]["best"]
+    result = json.loads(run_command(capsys, "compare", str(tmp_path), "--metric", "accuracy", "--json"))
+    assert [point["mean"] for point in result["points"]] == [0.9, 0.7, 0.5] and result["points"][0]["best"]
     rows = list(
         csv.DictReader(io.StringIO(run_command(capsys, "compare", str(tmp_path), "--csv", "--metric=accuracy")))
     )
@@ -256,8 +256,8 @@ def test_losses_on_different_data_are_noted_as_not_comparable(here, capsys):
     write_run("outputs/other", steps=50, data__max_mb=2.0)
     events = here / "outputs/other/events.jsonl"
     events.write_text(events.read_text().replace('"tokens_sha256": "ab"', '"tokens_sha256": "cd"'))
-    told = run_command(capsys, "compare", "outputs/other", "outputs/sweep")
-    assert "the data differ between points (tokens)" in told and "best" not in told
+    output = run_command(capsys, "compare", "outputs/other", "outputs/sweep")
+    assert "the data differ between points (tokens)" in output and "best" not in output
     assert not any(p["best"] for p in json.loads(run_command(capsys, "compare", "outputs", "--json"))["points"])
     assert not any(
         row["best"] for row in csv.DictReader(io.StringIO(run_command(capsys, "compare", "outputs", "--csv")))
@@ -270,11 +270,11 @@ def test_a_score_that_is_too_large_for_a_cell_has_four_digits(tmp_path, capsys):
         write_run(tmp_path / f"{seed}", steps=5, seed=seed, held_out=2.0, scores={"accuracy": -12345678.9})
         file = tmp_path / f"{seed}/result.json"
         file.write_text(json.dumps({**json.loads(file.read_text()), "eval_loss": 1e300 * (seed + 1)}))
-    told = run_command(capsys, "runs", str(tmp_path)) + run_command(capsys, "compare", str(tmp_path))
-    told += run_command(capsys, "compare", str(tmp_path), "--metric", "accuracy")
+    output = run_command(capsys, "runs", str(tmp_path)) + run_command(capsys, "compare", str(tmp_path))
+    output += run_command(capsys, "compare", str(tmp_path), "--metric", "accuracy")
     cells = "  1e+300  ", "1.5e+300 ± 7.071e+299", "  -1.235e+07  ", "-1.235e+07 ± 0"
-    assert all(cell in told for cell in cells)
-    assert max(map(len, told.splitlines())) < 250
+    assert all(cell in output for cell in cells)
+    assert max(map(len, output.splitlines())) < 250
 
 
 def test_without_finite_losses_no_run_is_the_best(tmp_path, capsys):
@@ -286,7 +286,7 @@ def test_without_finite_losses_no_run_is_the_best(tmp_path, capsys):
 
 
 @pytest.mark.parametrize(
-    ("words", "told"),
+    ("words", "phrases"),
     [
         (["compare"], ["needs runs, sweeps"]),
         (["compare", "nowhere"], ["compare nowhere", "not found"]),
@@ -316,11 +316,11 @@ def test_without_finite_losses_no_run_is_the_best(tmp_path, capsys):
         (["runs", "--sorted"], ["did you mean --sort"]),
     ],
 )
-def test_invalid_arguments_give_a_one_line_error(here, capsys, words, told):
+def test_invalid_arguments_give_a_one_line_error(here, capsys, words, phrases):
     (here / "dangling.html").symlink_to("nowhere.html")
     assert main(words) == 2
     error = capsys.readouterr().err
-    assert error.count("\n") == 1 and len(error) < 400 and all(word in error for word in told), error
+    assert error.count("\n") == 1 and len(error) < 400 and all(word in error for word in phrases), error
 
 
 def test_an_empty_directory_says_what_to_type(tmp_path, monkeypatch, capsys):
@@ -335,17 +335,17 @@ def test_damaged_run_directories_are_skipped(here, capsys):
     (bad / "config.yaml").write_bytes(b'name: "\\e[31mred"\nseed: [\n\xff\nsteps: 99999999999999999999\n')
     (bad / "result.json").write_text('{"steps": "many", "eval_loss": [1], "reason": 3, "eval_scores": {"a": "b"}}')
     os.mkfifo(bad / "events.jsonl")
-    (one,) = [run for run in list_runs(capsys) if run["path"].endswith("bad")]
-    assert one["steps"] is None and one["loss"] is None and one["scores"] == {}
+    (run,) = [run for run in list_runs(capsys) if run["path"].endswith("bad")]
+    assert run["steps"] is None and run["loss"] is None and run["scores"] == {}
     assert "\x1b" not in run_command(capsys, "runs")
 
 
 def test_integers_too_large_for_float_are_skipped(here, capsys):
-    one = here / "outputs/sweep/7"
-    result = json.loads((one / "result.json").read_text())
-    (one / "result.json").write_text(json.dumps({**result, "tokens_per_second": 10**400}))
-    text = (one / "config.yaml").read_text()
-    (one / "config.yaml").write_text(text.replace("lr: 0.01", f"lr: {10**400}"))
+    directory = here / "outputs/sweep/7"
+    result = json.loads((directory / "result.json").read_text())
+    (directory / "result.json").write_text(json.dumps({**result, "tokens_per_second": 10**400}))
+    text = (directory / "config.yaml").read_text()
+    (directory / "config.yaml").write_text(text.replace("lr: 0.01", f"lr: {10**400}"))
     (run,) = [run for run in list_runs(capsys) if run["path"].endswith("sweep/7")]
     assert run["speed"] is None and run["loss"] == result["eval_loss"]
     assert len(list_runs(capsys, "outputs", "lr>0")) == 9
@@ -376,10 +376,10 @@ def test_thousands_of_runs_are_listed_quickly(tmp_path):
         for name in ("config.yaml", "events.jsonl", "result.json"):
             os.link(run / name, directory / name)
     before = os.times()
-    told = subprocess.run([sys.executable, "-m", "toyexp", "runs", str(tmp_path / "many"), "steps=2000", "--last", "3"],
+    proc = subprocess.run([sys.executable, "-m", "toyexp", "runs", str(tmp_path / "many"), "steps=2000", "--last", "3"],
                           capture_output=True, text=True, check=True)  # fmt: skip
     usage = os.times()
-    assert told.stdout.splitlines()[-1] == "3 of 2000 runs: 3 completed"
+    assert proc.stdout.splitlines()[-1] == "3 of 2000 runs: 3 completed"
     took = usage.children_user + usage.children_system - before.children_user - before.children_system
     assert took < 6
 
@@ -430,7 +430,7 @@ def test_filters_find_todays_runs_and_those_of_a_sweep(here, capsys):
 def test_yesterday_begins_a_day_before_today():
     late = datetime.now().astimezone().replace(hour=0, minute=0, second=0, microsecond=0) - timedelta(hours=1)
     _, filters = split_filters(["when>=yesterday", "when>=today"])
-    assert [one.matches(late.isoformat()) for one in filters] == [True, False]
+    assert [f.matches(late.isoformat()) for f in filters] == [True, False]
 
 
 def test_an_unreadable_run_is_noted_as_not_filtered():
@@ -452,9 +452,13 @@ def test_runs_with_different_schedules_are_different_points(tmp_path, capsys):
             callbacks = {f"callbacks__{name}": {"name": name, "scales": scaled[name]} for name in names}
             write_run(tmp_path / f"{'-'.join(names)}-{seed}", seed=seed, held_out=3.0, **callbacks)
     assert main(["compare", str(tmp_path), "--json"]) == 0
-    told = json.loads(capsys.readouterr().out)
-    assert sorted(point["settings"]["schedule"] for point in told["points"]) == ["cosine", "cosine,linear_2", "linear"]
-    assert [len(point["runs"]) for point in told["points"]] == [2, 2, 2]
+    result = json.loads(capsys.readouterr().out)
+    assert sorted(point["settings"]["schedule"] for point in result["points"]) == [
+        "cosine",
+        "cosine,linear_2",
+        "linear",
+    ]
+    assert [len(point["runs"]) for point in result["points"]] == [2, 2, 2]
 
 
 @pytest.mark.parametrize("role", ["data", "base"])
@@ -464,12 +468,12 @@ def test_runs_of_other_data_or_another_base_are_never_one_point(tmp_path, capsys
     for seed in range(4):
         read = sources(**({"base": "b1"} | {role: "1122334455667788"} if seed > 1 else {"base": "b1"}))
         write_run(f"pa/{seed}", seed=seed, steps=5, held_out=1.0 + seed, sources=read)
-    told = json.loads(run_command(capsys, "compare", "pa", "--json"))
-    assert [(p["mean"], p["counted"], p["best"]) for p in told["points"]] == [
+    result = json.loads(run_command(capsys, "compare", "pa", "--json"))
+    assert [(p["mean"], p["counted"], p["best"]) for p in result["points"]] == [
         (1.5, 2, role == "base"), (3.5, 2, False)]  # fmt: skip
-    assert told["points"][1]["settings"] == {f"{role} digest": "11223344"}
-    assert any(f"{role} digest" in note and "separate points" in note for note in told["notes"])
-    assert any("cannot be compared" in note for note in told["notes"]) is (role == "data")
+    assert result["points"][1]["settings"] == {f"{role} digest": "11223344"}
+    assert any(f"{role} digest" in note and "separate points" in note for note in result["notes"])
+    assert any("cannot be compared" in note for note in result["notes"]) is (role == "data")
     table = run_command(capsys, "compare", "pa")
     assert f"{role} digest" in table.splitlines()[0] and "1.5000 ± 0.7071" in table and "3.5000 ± 0.7071" in table
     assert main(["compare", "pa", "--csv"]) == 0
@@ -519,19 +523,19 @@ def test_equal_runs_of_a_class_are_told_apart_unless_they_are_pooled(tmp_path, c
             write_run(f"class/{person}/outputs/{seed}", seed=seed, steps=5, held_out=1.0 + seed + (person == "bob"))
 
     def points(*words):
-        told = json.loads(run_command(capsys, "compare", *words, "--json"))
-        return [(point["settings"].get("whose"), point["mean"]) for point in told["points"]], told["notes"]
+        result = json.loads(run_command(capsys, "compare", *words, "--json"))
+        return [(point["settings"].get("whose"), point["mean"]) for point in result["points"]], result["notes"]
 
     apart, notes = points("class")
     assert apart == [("ann", 1.5), ("bob", 2.5)] and any("--pool" in note for note in notes)
     assert points("class", "--pool")[0] == [(None, 2.0)]
     assert points("class/ann")[0] == [(None, 1.5)]  # one person's seeds are one point
-    one, other = "class/ann/outputs/0", "class/bob/outputs/1"
-    assert points(one, other)[0] == [(None, 2.0)]
-    for run in (one, other):  # of equal settings and other seeds, begun in different directories
+    first, second = "class/ann/outputs/0", "class/bob/outputs/1"
+    assert points(first, second)[0] == [(None, 2.0)]
+    for run in (first, second):  # of equal settings and other seeds, begun in different directories
         events = Path(run, "events.jsonl")
         events.write_text(events.read_text().replace('"schema"', f'"cwd": "/home/{run[6:9]}", "schema"'))
-    assert points(one, other)[0] == [("ann", 1.0), ("bob", 3.0)]
+    assert points(first, second)[0] == [("ann", 1.0), ("bob", 3.0)]
     for person in ("cy", "di"):  # side by side, told apart by their names alone
         write_run(f"flat/{person}", steps=5, name=person, held_out=1.0 + (person == "di"))
     assert points("flat")[0] == [("cy", 1.0), ("di", 2.0)]
@@ -545,8 +549,8 @@ def test_copied_runs_are_told_apart_by_their_working_directories(tmp_path, capsy
             events.write_text(events.read_text().replace('"schema"', f'"cwd": "/home/{person}", "schema"'))
 
     def points(*words):
-        told = json.loads(run_command(capsys, "compare", *map(str, words), "--json"))
-        return [(point["settings"].get("whose"), point["mean"]) for point in told["points"]]
+        result = json.loads(run_command(capsys, "compare", *map(str, words), "--json"))
+        return [(point["settings"].get("whose"), point["mean"]) for point in result["points"]]
 
     assert points(tmp_path) == [("/home/ann", 1.5), ("/home/bob", 2.5)]
     assert points(tmp_path, "--pool") == [(None, 2.0)]
@@ -567,8 +571,8 @@ def test_copied_runs_are_told_apart_by_their_working_directories(tmp_path, capsy
 
 def test_repeated_runs_are_told_apart_unless_they_have_other_seeds(tmp_path, capsys):
     def points():
-        told = json.loads(run_command(capsys, "compare", str(tmp_path), "--json"))["points"]
-        return [(point["settings"].get("whose"), point["mean"]) for point in told]
+        result = json.loads(run_command(capsys, "compare", str(tmp_path), "--json"))["points"]
+        return [(point["settings"].get("whose"), point["mean"]) for point in result]
 
     for held_out, name in enumerate("ab", 1):
         write_run(tmp_path / name, steps=5, held_out=float(held_out))
@@ -585,9 +589,9 @@ def test_a_run_whose_settings_cannot_be_read_adds_no_digest_to_those_of_others(t
     for name, data in (("0", "d1"), ("1", "d1"), ("bad", "d2")):
         write_run(tmp_path / name, seed=int(name == "1"), steps=5, sources=sources(data))
     (tmp_path / "bad/config.yaml").write_text("")
-    told = json.loads(run_command(capsys, "compare", str(tmp_path), "--json"))
-    assert not any(point["settings"] for point in told["points"])
-    assert not any("separate points" in note for note in told["notes"])
+    result = json.loads(run_command(capsys, "compare", str(tmp_path), "--json"))
+    assert not any(point["settings"] for point in result["points"])
+    assert not any("separate points" in note for note in result["notes"])
 
 
 def archive(path, **members):
@@ -601,14 +605,16 @@ def test_a_zip_of_runs_is_listed_and_compared(here, capsys):
     assert len(list_runs(capsys, "class.zip")) == 9 and "9 runs: 8 completed" in run_command(
         capsys, "runs", "class.zip"
     )
-    means = [[p["mean"] for p in json.loads(run_command(capsys, "compare", place, "--json"))["points"]]
-             for place in ("outputs", "class.zip")]  # fmt: skip
+    means = [[p["mean"] for p in json.loads(run_command(capsys, "compare", path, "--json"))["points"]]
+             for path in ("outputs", "class.zip")]  # fmt: skip
     assert means[0] == means[1]
 
 
 def test_a_zip_with_backslashes_in_names_is_read(here, capsys):
-    one = here / "outputs/killed"
-    archive("class.zip", **{f"ann\\run\\{path.name}": path.read_bytes() for path in one.iterdir() if path.is_file()})
+    directory = here / "outputs/killed"
+    archive(
+        "class.zip", **{f"ann\\run\\{path.name}": path.read_bytes() for path in directory.iterdir() if path.is_file()}
+    )
     assert [run["path"] for run in list_runs(capsys, "class.zip")] == ["class.zip/ann/run"]
 
 
@@ -627,18 +633,18 @@ def test_messages_name_the_zip_and_not_its_temporary_directory(here, capsys):
     shutil.make_archive("class", "zip", "outputs")
     archive("none.zip", **{"a/config.yaml": "a: 1"})
     assert {run["path"] for run in list_runs(capsys, "class.zip", "seed=9")} == {"class.zip/killed"}
-    told = [run_command(capsys, *words) for words in (
+    outputs = [run_command(capsys, *words) for words in (
         ["runs", "class.zip"], ["runs", "class.zip", "--csv"], ["compare", "class.zip", "--csv"],
         ["compare", "class.zip", "--json"], ["compare", "class.zip", "--plot", "x.svg"])]  # fmt: skip
-    assert all("class.zip/sweep/3" in text for text in told[:4])
+    assert all("class.zip/sweep/3" in text for text in outputs[:4])
     assert main(["compare", "none.zip"]) == 2
     error = capsys.readouterr().err
     assert error.startswith("toyexp: error: compare none.zip: holds no run")
-    with unzip_archives(["class.zip"]) as (place,):
-        assert title([place]) == "class.zip"
-        data = Report("")._data(Comparison.build([read_run(Path(place, "killed"))]), 100)
+    with unzip_archives(["class.zip"]) as (path,):
+        assert title([path]) == "class.zip"
+        data = Report("")._data(Comparison.build([read_run(Path(path, "killed"))]), 100)
         assert data["runs"][0]["path"] == "class.zip/killed" and "class.zip/killed" in data["runs"][0]["again"]
-    assert "toyexp-" not in "".join([*told, error, (here / "x.svg").read_text()])
+    assert "toyexp-" not in "".join([*outputs, error, (here / "x.svg").read_text()])
 
 
 @pytest.mark.parametrize("words", [["runs"], ["compare"], ["resume="], ["sweep.resume="]])
@@ -658,7 +664,7 @@ def test_a_zip_that_reaches_outside_or_is_too_large_writes_nothing(here, capsys,
     archive("dos.zip", **{"a\\..\\..\\config.yaml": "a: 1"})
     archive("big.zip", **{"a/config.yaml": b" " * 2000})
     (here / "bad.zip").write_bytes(b"PK\x03\x04" + b"x" * 50)
-    for name, told in (
+    for name, message in (
         ("out.zip", "outside of it"),
         ("big.zip", "take more than"),
         ("bad.zip", "cannot be unzipped"),
@@ -667,7 +673,7 @@ def test_a_zip_that_reaches_outside_or_is_too_large_writes_nothing(here, capsys,
         for command in ("runs", "compare"):
             assert main([command, name]) == 2
             error = capsys.readouterr().err
-            assert name in error and told in error and error.count("\n") == 1
+            assert name in error and message in error and error.count("\n") == 1
     assert not [*(here / "tmp").iterdir()] and not (here / "config.yaml").exists()
 
 
@@ -686,8 +692,8 @@ def test_directories_without_permission_are_reported(here, capsys, monkeypatch):
     (here / "outputs/sweep/4/events.jsonl").unlink()
     os.mkfifo(here / "outputs/sweep/4/events.jsonl")
     for command in (["runs", "outputs"], ["runs", "outputs", "optim.grad_clip=0"], ["compare", "outputs/sweep"]):
-        told = " ".join(run_command(capsys, *command).split())
-        assert "sweep/3, config.yaml is a pipe" in told and "sweep/4, events.jsonl is a pipe" in told
+        output = " ".join(run_command(capsys, *command).split())
+        assert "sweep/3, config.yaml is a pipe" in output and "sweep/4, events.jsonl is a pipe" in output
     assert main(["runs", "outputs", "--csv"]) == 0
     assert "not read: outputs/sweep/3" in capsys.readouterr().err
 
@@ -699,10 +705,10 @@ def test_a_run_without_config_yaml_is_listed_as_unreadable(here, capsys):
                for n in ("2", "3") for name in ("events.jsonl", "result.json")}  # fmt: skip
     archive("all.zip", **records, **{"2/config.yaml": (here / "outputs/sweep/2/config.yaml").read_text()})
     for where, runs in (("outputs", ("sweep/3", "sweep/4")), ("all.zip", ("all.zip/3",))):
-        told = " ".join(run_command(capsys, "runs", where).split())
+        output = " ".join(run_command(capsys, "runs", where).split())
         compared = " ".join(run_command(capsys, "compare", where).split())
         for run in runs:
-            assert f"{run}, config.yaml is missing or empty" in told and f"{len(runs)} unreadable" in told
+            assert f"{run}, config.yaml is missing or empty" in output and f"{len(runs)} unreadable" in output
             assert f"{run}, config.yaml is missing or empty" in compared
     (alone,) = (run for run in list_runs(capsys) if run["path"].endswith("sweep/3"))
     assert (alone["state"], alone["why"], alone["steps"]) == ("unreadable", "config.yaml is missing or empty", 50)
@@ -728,9 +734,9 @@ def test_links_to_the_outside_are_not_followed_with_a_note(here, capsys):
 
 def test_only_the_records_of_runs_are_extracted_from_a_zip(here):
     archive("class.zip", **{"a/config.yaml": "a: 1", "a/model.gguf": "x", "a/checkpoints/step-1/arrays": "x"})
-    with unzip_archives(["class.zip", "outputs"]) as (place, other):
-        assert [path.name for path in Path(place).rglob("*") if path.is_file()] == ["config.yaml"]
-    assert other == "outputs" and not Path(place).exists()
+    with unzip_archives(["class.zip", "outputs"]) as (path, other):
+        assert [path.name for path in Path(path).rglob("*") if path.is_file()] == ["config.yaml"]
+    assert other == "outputs" and not Path(path).exists()
 
 
 def test_the_loss_of_a_killed_run_is_the_smoothed_one(tmp_path):
@@ -746,9 +752,9 @@ def test_the_best_of_many_runs_are_ranked_as_among_all(tmp_path):
     runs = [
         read_run(write_run(tmp_path / name, name=name, steps=5, lr=lr)) for name, lr in (("a", 1), ("b", 1), ("c", 2))
     ]
-    whole = Comparison.build(runs, pool=True)
-    whole.selection_notes = ["settings unknown: d"]
-    best = whole.best(2)
+    comparison = Comparison.build(runs, pool=True)
+    comparison.selection_notes = ["settings unknown: d"]
+    best = comparison.best(2)
     assert best.pool and best.total_runs == 3 and len(best.entries) == 2
     assert {"settings unknown: d", "the best 2 of 3 runs are shown"} <= {*best.notes()}
 

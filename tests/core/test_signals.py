@@ -167,8 +167,8 @@ def test_an_output_that_goes_nowhere_harms_no_run(tmp_path, output):
     done = subprocess.run(
         ["sh", "-c", line], cwd=tmp_path, env=environment, timeout=60, stdout=-3, stderr=-1, text=True, check=False
     )
-    told = ["toyexp: warning: the output could not be written: No space left on device"] if "full" in output else []
-    assert [said.split(";")[0] for said in done.stderr.splitlines()] == told
+    expected = ["toyexp: warning: the output could not be written: No space left on device"] if "full" in output else []
+    assert [said.split(";")[0] for said in done.stderr.splitlines()] == expected
     assert (tmp_path / "code").read_text() == "0\n"
     events = (tmp_path / "run" / "events.jsonl").read_text().splitlines()
     assert events[0].startswith('{"kind": "run_start"') and events[-1].startswith('{"kind": "run_end"')
@@ -345,15 +345,15 @@ def callback(_):
 
 def test_a_signal_while_python_tidies_up_after_an_import_is_not_lost():
     """Python ignores exceptions there and keeps the import lock, so that other threads would wait forever."""
-    whole = []
-    names = {"os": os, "signal": signal, "time": time, "whole": whole}
+    modules = []
+    names = {"os": os, "signal": signal, "time": time, "whole": modules}
     exec(compile(LOCKED, "<frozen importlib._bootstrap>", "exec"), names)
     began = time.monotonic()
     with catch_signals() as signals, pytest.raises(Interrupted):
         thing = type("Thing", (), {})()
         watched = weakref.ref(thing, names["callback"])
         del thing
-        assert whole and watched() is None and signals.count() == 1
+        assert modules and watched() is None and signals.count() == 1
         time.sleep(30)
     assert time.monotonic() - began < 20  # a sleep was not slept to its end
     assert signals.count() == 1

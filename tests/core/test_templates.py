@@ -105,16 +105,16 @@ def test_if_earlier_thoughts_are_dropped_each_answer_follows_its_inference_promp
     for n, (text, (answer,)) in enumerate(zip(texts, learned, strict=True)):
         assert text == rendered(THINKING, THOUGHTS[: 2 * n + 1], ask=True) + answer
     assert "t1" not in texts[1] and "a1" in texts[1]
-    whole, all_learned = rows_and_learned(THINKING, THOUGHTS, everything=True)
-    assert whole == all_learned[0] == [rendered(THINKING, THOUGHTS)], "all of one text is learned once"
+    all_texts, all_learned = rows_and_learned(THINKING, THOUGHTS, everything=True)
+    assert all_texts == all_learned[0] == [rendered(THINKING, THOUGHTS)], "all of one text is learned once"
 
 
 def test_the_loss_starts_after_the_part_of_an_answer_that_the_template_writes():
     texts, learned = rows_and_learned(BEGUN, THOUGHTS)
     assert learned == [["t1\n</think>\n\na1<|im_end|>"], ["t2\n</think>\n\na2<|im_end|>"]]
     assert texts[1] == rendered(BEGUN, THOUGHTS[:3], ask=True) + learned[1][0]
-    made = ChatTemplate(BEGUN, vocabulary(), "x").rows(THOUGHTS)
-    assert (made.off_prompt, made.thoughts_dropped) == (0, 0)
+    rows = ChatTemplate(BEGUN, vocabulary(), "x").rows(THOUGHTS)
+    assert (rows.off_prompt, rows.thoughts_dropped) == (0, 0)
 
 
 def test_an_answer_without_the_expected_thought_is_used_unchanged_and_counted():
@@ -134,7 +134,7 @@ def test_an_empty_thought_of_the_generation_prompt_precedes_the_answer():
 
 
 @pytest.mark.parametrize(
-    ("asks", "writes", "left"),
+    ("asks", "writes", "remainder"),
     [
         ("<think></think>", "</think>", ""),  # as DeepSeek V3.2's: a thought that is empty, and the end of one
         ("<think>\n\n</think>\n\n", "</think>\n\n", ""),
@@ -142,7 +142,7 @@ def test_an_empty_thought_of_the_generation_prompt_precedes_the_answer():
         ("<think></think>", "", ""),
     ],
 )
-def test_the_generation_prompt_is_not_repeated_before_the_answer(asks, writes, left):
+def test_the_generation_prompt_is_not_repeated_before_the_answer(asks, writes, remainder):
     header = "<|im_start|>assistant\n"
     template = (
         "{% for m in messages %}{% if m.role == 'user' %}{{ m.content }}<|im_end|>{% else %}" + header + writes
@@ -151,7 +151,7 @@ def test_the_generation_prompt_is_not_repeated_before_the_answer(asks, writes, l
     )  # fmt: skip
     messages = talk("q1", "a1", "q2", "a2")
     texts, learned = rows_and_learned(template, messages)
-    assert learned == [[f"{left}a1<|im_end|>"], [f"{left}a2<|im_end|>"]]
+    assert learned == [[f"{remainder}a1<|im_end|>"], [f"{remainder}a2<|im_end|>"]]
     for n, text in enumerate(texts):
         assert text == rendered(template, messages[: 2 * n + 1], ask=True) + learned[n][0]
         assert text.count("</think>") == 1 + n * writes.count("</think>"), "one for each answer"
@@ -181,8 +181,8 @@ def test_rows_without_an_end_token_get_end_of_text():
     rows = ChatTemplate(template, vocabulary(), "x").rows(THOUGHTS).rows
     assert [[part.end for part in row] for row in rows] == [[False, True], [False, True]]
     assert tokenize(rows[0], vocabulary(), False).ids[-1] == 256
-    asked = ChatTemplate(template, vocabulary(), "x").rows([*THOUGHTS, Message("user", "q3")]).rows
-    assert not asked[1][-1].end, "a conversation that goes on has not ended"
+    extended = ChatTemplate(template, vocabulary(), "x").rows([*THOUGHTS, Message("user", "q3")]).rows
+    assert not extended[1][-1].end, "a conversation that goes on has not ended"
 
 
 # -- {% generation %} -------------------------------------------------------------------------------------------------
@@ -228,8 +228,8 @@ def test_an_empty_answer_is_rejected():
 def test_marks_are_counted_after_the_bos_token():
     tokenizer = vocabulary()
     tokenizer.bos, tokenizer.add_bos = 257, True
-    made = Template("{{ bos_token }}x{% generation %}yz{% endgeneration %}", tokenizer, "x").render([], False)
-    assert made.text == "xyz" and made.marked == [(1, 3)]
+    template = Template("{{ bos_token }}x{% generation %}yz{% endgeneration %}", tokenizer, "x").render([], False)
+    assert template.text == "xyz" and template.marked == [(1, 3)]
 
 
 # -- what templates know ----------------------------------------------------------------------------------------------
@@ -273,8 +273,8 @@ def test_control_tokens_are_found_in_any_field_of_a_message():
 
 def test_a_template_gets_the_date():
     template = "{{ strftime_now('%d %b %Y') }}{% if strftime_now is defined %}!{% endif %}"
-    made = Template(template, vocabulary(), "x", datetime(2024, 7, 26))
-    assert not made.is_dated and made.render([], False).text == "26 Jul 2024!" and made.is_dated
+    dated = Template(template, vocabulary(), "x", datetime(2024, 7, 26))
+    assert not dated.is_dated and dated.render([], False).text == "26 Jul 2024!" and dated.is_dated
     assert Template(template, vocabulary(), "x").render([], False).text.endswith(f" {date.today().year}!")
 
 

@@ -60,8 +60,8 @@ def test_only_words_longer_than_any_path_are_cut_in_errors(capsys):
 
 
 def test_public_names_are_imported_lazily():
-    there = "print('numpy' in sys.modules)"
-    program = f"import sys, toyexp; {there}; toyexp.Session; {there}"
+    print_code = "print('numpy' in sys.modules)"
+    program = f"import sys, toyexp; {print_code}; toyexp.Session; {print_code}"
     assert subprocess.check_output([sys.executable, "-c", program], text=True) == "False\nTrue\n"
     with pytest.raises(AttributeError, match="no attribute 'Plane'"):
         toyexp.Plane  # noqa: B018

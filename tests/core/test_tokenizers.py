@@ -98,8 +98,8 @@ def write(path: Path, tokenizer: Tokenizer, rows: int) -> Path:
 
 def fields(path: Path) -> dict[str, tuple[Any, Any]]:
     """Every `tokenizer.*` key by gguf-py, with its types."""
-    found = gguf.GGUFReader(path).fields
-    return {k: (f.types, f.contents()) for k, f in found.items() if k.startswith("tokenizer.")}
+    reader_fields = gguf.GGUFReader(path).fields
+    return {k: (f.types, f.contents()) for k, f in reader_fields.items() if k.startswith("tokenizer.")}
 
 
 # -- special tokens ---------------------------------------------------------------------------------------------------
@@ -227,13 +227,13 @@ def test_prompts_and_documents_start_with_the_files_tokens(tmp_path, keys, start
 
 def test_sentencepiece_adds_a_space_before_text_and_after_special_tokens(tmp_path):
     tokenizer = read(tmp_path, sentencepiece())
-    whole, rest = tokenizer.encode("The"), tokenizer.encode("The", after=tokenizer.encode("x")[-1])
-    assert tokenizer.token_bytes(whole[0])[:1] == b" " and b"".join(map(tokenizer.token_bytes, rest)) == b"The"
-    assert tokenizer.encode("The", after=tokenizer.eos).tolist() == whole.tolist()
-    assert tokenizer.encode("</s>The", special=True).tolist() == [tokenizer.eos, *whole]
+    with_space, rest = tokenizer.encode("The"), tokenizer.encode("The", after=tokenizer.encode("x")[-1])
+    assert tokenizer.token_bytes(with_space[0])[:1] == b" " and b"".join(map(tokenizer.token_bytes, rest)) == b"The"
+    assert tokenizer.encode("The", after=tokenizer.eos).tolist() == with_space.tolist()
+    assert tokenizer.encode("</s>The", special=True).tolist() == [tokenizer.eos, *with_space]
     assert tokenizer.decode(tokenizer.prompt("The café ")) == "The café "
     bare = read(tmp_path, sentencepiece(add_space_prefix=False))
-    assert bare.encode(" The").tolist() == whole.tolist() and bare.decode(whole) == " The"
+    assert bare.encode(" The").tolist() == with_space.tolist() and bare.decode(with_space) == " The"
 
 
 def test_sentencepiece_falls_back_to_bytes(tmp_path):
@@ -349,11 +349,13 @@ def test_the_vocabulary_is_padded_or_trimmed_to_the_embedding(tmp_path, make):
     tokenizer = read(tmp_path, keys)
     for rows in (tokenizer.vocab, len(keys["tokens"]) + 5):
         with GGUFFile(write(tmp_path / "model.gguf", tokenizer, rows)) as file:
-            found = {k: file.metadata[f"tokenizer.ggml.{k}"] for k in ("tokens", "token_type")}
-            assert [len(v) for v in found.values()] == [rows, rows] and len(set(found["tokens"])) == rows
-            assert found["token_type"].dtype == np.int32
-            assert found["token_type"][len(keys["tokens"]) :].tolist() == [UNUSED] * max(rows - len(keys["tokens"]), 0)
-            assert len(file.metadata.get("tokenizer.ggml.scores", found["tokens"])) == rows
+            vocabulary = {k: file.metadata[f"tokenizer.ggml.{k}"] for k in ("tokens", "token_type")}
+            assert [len(v) for v in vocabulary.values()] == [rows, rows] and len(set(vocabulary["tokens"])) == rows
+            assert vocabulary["token_type"].dtype == np.int32
+            assert vocabulary["token_type"][len(keys["tokens"]) :].tolist() == [UNUSED] * max(
+                rows - len(keys["tokens"]), 0
+            )
+            assert len(file.metadata.get("tokenizer.ggml.scores", vocabulary["tokens"])) == rows
             assert read_tokenizer(file).fingerprint() == tokenizer.fingerprint()
 
 

@@ -297,21 +297,21 @@ def error_line(capsys, *words):
 
 def run_error_line(capsys, *words):
     """Return the one-line error of a run on the null engine."""
-    own = words[0].startswith("experiment=")  # has sizes of its own
-    return error_line(capsys, *drop_repeated_keys(*(w for w in NOOP if not own or "model." not in w), *words))
+    is_experiment = words[0].startswith("experiment=")  # has sizes of its own
+    return error_line(capsys, *drop_repeated_keys(*(w for w in NOOP if not is_experiment or "model." not in w), *words))
 
 
 @pytest.mark.parametrize(
-    ("words", "wanted"),
+    ("words", "message"),
     [
         (["data.at=open"], ["open() returned None", "Dataset"]),
         (["data.vocab=0"], ["vocab is 0", "from 1"]),
         (["data.vocab=-3"], ["vocab is -3"]),
     ],
 )
-def test_invalid_data_is_named_before_anything_is_written(words, wanted, capsys):
+def test_invalid_data_is_named_before_anything_is_written(words, message, capsys):
     line = run_error_line(capsys, "data=odd", *words)
-    assert line.startswith("data.odd") and all(word in line for word in wanted)
+    assert line.startswith("data.odd") and all(word in line for word in message)
     assert not Path("run").exists()
 
 
@@ -323,7 +323,7 @@ def test_invalid_batches_are_rejected_before_anything_is_written(capsys):
 
 @pytest.mark.parametrize("late", [False, True])
 @pytest.mark.parametrize(
-    ("at", "wanted"),
+    ("at", "message"),
     [
         ("negative", "batch['tokens']: -1 is not one of 0..49"),
         ("beyond", "batch['targets']: 50 is not one of 0..49"),
@@ -333,9 +333,9 @@ def test_invalid_batches_are_rejected_before_anything_is_written(capsys):
         ("list", "arrays"),
     ],
 )
-def test_a_wrong_batch_is_attributed_to_the_data_and_not_the_engine(at, wanted, late, capsys):
+def test_a_wrong_batch_is_attributed_to_the_data_and_not_the_engine(at, message, late, capsys):
     line = run_error_line(capsys, "data=odd", f"data.at={at}", f"data.late={late}")
-    assert line.startswith(f"data.odd at step {0 if late else 3}: ") and wanted in line
+    assert line.startswith(f"data.odd at step {0 if late else 3}: ") and message in line
 
 
 @pytest.mark.parametrize("late", [False, True])
@@ -377,15 +377,15 @@ def test_non_integer_ids_are_rejected_before_anything_is_written(capsys):
 def test_eval_names_the_data_too(capsys):
     assert main([*NOOP, "steps=1"]) == 0
     Path("x.txt").write_text("words")
-    given = ["eval", "run", PLUGINS, "engine=noop"]
-    assert error_line(capsys, *given, "--data", "x.txt").startswith("data.odd failed in recognises(): KeyError")
-    assert error_line(capsys, *given, "data=odd", "data.at=open").startswith("data.odd.open() returned None, expected ")
-    line = error_line(capsys, *given, "data=odd", "data.at=negative", "data.late=true")
+    words = ["eval", "run", PLUGINS, "engine=noop"]
+    assert error_line(capsys, *words, "--data", "x.txt").startswith("data.odd failed in recognises(): KeyError")
+    assert error_line(capsys, *words, "data=odd", "data.at=open").startswith("data.odd.open() returned None, expected ")
+    line = error_line(capsys, *words, "data=odd", "data.at=negative", "data.late=true")
     assert line.startswith("data.odd ") and "-1 is not one of 0..49" in line
 
 
 @pytest.mark.parametrize(
-    ("at", "wanted"),
+    ("at", "message"),
     [
         ("shape", ["gives [1] for the tensor, expected [50, 16]"]),
         ("slot", ["gives [50, 1] for slot m"]),
@@ -401,9 +401,9 @@ def test_eval_names_the_data_too(capsys):
         ("raises", ["IndexError", "(odd_plugin.py, line "]),
     ],
 )
-def test_an_invalid_optimiser_update_is_rejected_with_the_plan(at, wanted, capsys):
+def test_an_invalid_optimiser_update_is_rejected_with_the_plan(at, message, capsys):
     line = run_error_line(capsys, "data=odd", "model.d_ff=50", "optim=odd_optim", f"optim.at={at}")
-    assert line.startswith("optim.odd_optim") and all(word in line for word in wanted)
+    assert line.startswith("optim.odd_optim") and all(word in line for word in message)
     assert not Path("run").exists()
 
 
@@ -418,7 +418,7 @@ def test_an_update_that_raises_on_an_engine_is_attributed_to_the_optimiser(engin
 
 
 @pytest.mark.parametrize(
-    ("form", "at", "wanted"),
+    ("form", "at", "message"),
     [
         ("odd", "nothing", "format.odd wrote nothing, expected a file"),
         ("odd", "directory", "format.odd wrote a directory, expected a file"),
@@ -428,21 +428,21 @@ def test_an_update_that_raises_on_an_engine_is_attributed_to_the_optimiser(engin
         ("odd_folder", "file", "format.odd_folder wrote a file, expected a directory"),
     ],
 )
-def test_a_format_that_writes_no_file_is_named_and_replaces_nothing(form, at, wanted, capsys):
+def test_a_format_that_writes_no_file_is_named_and_replaces_nothing(form, at, message, capsys):
     name = f"{form}_export"
-    assert run_error_line(capsys, f"callbacks=[{name}]", f"callbacks.{name}.at={at}").startswith(wanted)
+    assert run_error_line(capsys, f"callbacks=[{name}]", f"callbacks.{name}.at={at}").startswith(message)
     assert not list(Path("run").glob("*odd*"))
     assert main([*NOOP[:-1], "steps=1", "hydra.run.dir=whole"]) == 0
     target = Path("x.odd" if form == "odd" else "x-odd")
     target.write_text("before") if form == "odd" else target.mkdir()
     before = sorted(Path().iterdir())
-    given = ["export", "whole", "--type", form, f"at={at}", "--to", str(target), "--force", PLUGINS]
-    assert error_line(capsys, *given).startswith(wanted)
+    words = ["export", "whole", "--type", form, f"at={at}", "--to", str(target), "--force", PLUGINS]
+    assert error_line(capsys, *words).startswith(message)
     assert sorted(Path().iterdir()) == before and (form != "odd" or target.read_text() == "before")
 
 
 @pytest.mark.parametrize(
-    ("text", "wanted"),
+    ("text", "message"),
     [
         ("None", "format.odd.read() returned None, expected ModelExport"),
         ("model", "x.odd: format.odd read [<class"),
@@ -452,9 +452,9 @@ def test_a_format_that_writes_no_file_is_named_and_replaces_nothing(form, at, wa
         ("more", "x.odd: format.odd read a tensor nope, which its model.llama has not"),
     ],
 )
-def test_a_format_that_reads_a_wrong_model_is_named_and_nothing_is_written(text, wanted, capsys):
+def test_a_format_that_reads_a_wrong_model_is_named_and_nothing_is_written(text, message, capsys):
     Path("x.odd").write_text(text)
-    assert error_line(capsys, "export", "x.odd", "--type", "f16", PLUGINS).startswith(wanted)
+    assert error_line(capsys, "export", "x.odd", "--type", "f16", PLUGINS).startswith(message)
     assert not list(Path().glob("*.gguf"))
     Path("x.odd").write_text("whole")
     assert main(["export", "x.odd", "--type", "f16", PLUGINS]) == 0
@@ -466,14 +466,14 @@ def test_a_pipe_as_a_formats_file_is_rejected_without_blocking(capsys):
 
 
 def test_a_session_that_is_not_open_is_an_error(capsys):
-    wanted = "realize() returned a NullSession that is not open; return Session(plan).open()"
-    assert run_error_line(capsys, "engine=unopened") == wanted
+    message = "realize() returned a NullSession that is not open; return Session(plan).open()"
+    assert run_error_line(capsys, "engine=unopened") == message
     assert main([*NOOP, "steps=1", "hydra.run.dir=whole"]) == 0
-    assert error_line(capsys, "eval", "whole", PLUGINS, "engine=unopened") == wanted
+    assert error_line(capsys, "eval", "whole", PLUGINS, "engine=unopened") == message
 
 
 @pytest.mark.parametrize(
-    ("at", "wanted"),
+    ("at", "message"),
     [
         ("none", "OddModel.scores() returned None, expected dict"),
         ("text", "OddModel.scores() returned {'bleu': 'high'}, expected numbers by their names"),
@@ -482,12 +482,12 @@ def test_a_session_that_is_not_open_is_an_error(capsys):
         ("settings", "OddModel.settings() returned None, expected dict"),
     ],
 )
-def test_invalid_metrics_and_settings_of_a_model_are_named(at, wanted, capsys):
-    assert wanted in run_error_line(capsys, "model=odd_model", f"model.at={at}", "callbacks=[]")
+def test_invalid_metrics_and_settings_of_a_model_are_named(at, message, capsys):
+    assert message in run_error_line(capsys, "model=odd_model", f"model.at={at}", "callbacks=[]")
 
 
 @pytest.mark.parametrize(
-    ("at", "wanted"),
+    ("at", "message"),
     [
         ("nothing", " returned None, expected Mapping"),
         ("less", ": the snapshot lacks token_embd.weight, unlike the plan"),
@@ -496,9 +496,9 @@ def test_invalid_metrics_and_settings_of_a_model_are_named(at, wanted, capsys):
         ("more", ": the snapshot has nope, unlike the plan"),
     ],
 )
-def test_an_invalid_snapshot_is_attributed_to_the_engine(at, wanted, capsys):
+def test_an_invalid_snapshot_is_attributed_to_the_engine(at, message, capsys):
     line = run_error_line(capsys, "data=odd", "engine=forgetful", f"engine.at={at}", "checkpoint_every=2")
-    assert f"OddSession.do_snapshot(){wanted}" in line
+    assert f"OddSession.do_snapshot(){message}" in line
 
 
 def test_a_schedule_with_its_own_check_plan_still_checks_its_scaled_number(capsys):

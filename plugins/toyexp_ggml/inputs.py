@@ -107,10 +107,10 @@ class Inputs:
         """Return the given numbers as a tensor, [n]."""
         return self._constant(("vector", numbers), lambda: np.array(numbers, np.float32))
 
-    def causal_mask(self, queries: int, seen: int) -> Node:
-        """Return the causal mask [queries, seen] of the last `queries` of `seen` positions: 0 or, if hidden, -inf."""
-        hidden = lambda: np.triu(np.full((queries, seen), -np.inf, np.float32), 1 + seen - queries)  # noqa: E731
-        return self._constant(("mask", queries, seen), hidden)
+    def causal_mask(self, queries: int, keys: int) -> Node:
+        """Return the causal mask [queries, keys] of the last `queries` of `keys` positions: 0 or, if hidden, -inf."""
+        hidden = lambda: np.triu(np.full((queries, keys), -np.inf, np.float32), 1 + keys - queries)  # noqa: E731
+        return self._constant(("mask", queries, keys), hidden)
 
     # -- computed from the batch ------------------------------------------------------------------------------
 

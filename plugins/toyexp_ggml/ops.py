@@ -202,8 +202,8 @@ class GGMLOps(Products):
         if self._profile.has("RMS_NORM_BACK"):
             return g.rms_norm_back(dn, x, eps)
         root = g.sqrt(g.scale(g.sum_last(g.sqr(x)), 1 / d, eps))
-        along = g.mul(n, g.scale(g.sum_last(g.mul(dn, n)), 1 / d))
-        return g.div(g.sub(dn, along), root)
+        projection = g.mul(n, g.scale(g.sum_last(g.mul(dn, n)), 1 / d))
+        return g.div(g.sub(dn, projection), root)
 
     def centre(self, x: Node) -> Node:
         return self._record(self._centre(x), (x,), lambda dy: (lambda: self._centre(dy),))
@@ -271,12 +271,12 @@ class GGMLOps(Products):
         outs = []
         for start in range(0, length, n):
             stop = min(start + n, length)
-            seen = stop if causal else length
+            key_count = stop if causal else length
             queries = layout.group(g.part(q4, 2, start, stop))
-            scores = layout.split(g.mul_mat(g.part(k4, 2, 0, seen), queries))  # [B, H, n, seen]
-            mask = self._inputs.causal_mask(stop - start, seen) if causal else None
+            scores = layout.split(g.mul_mat(g.part(k4, 2, 0, key_count), queries))  # [B, H, n, seen]
+            mask = self._inputs.causal_mask(stop - start, key_count) if causal else None
             weights = g.softmax(scores, mask, 1 / math.sqrt(size))
-            outs.append(layout.split(self._multiply(layout.group(weights), g.part(v4, 2, 0, seen))))
+            outs.append(layout.split(self._multiply(layout.group(weights), g.part(v4, 2, 0, key_count))))
             blocks.append((start, stop, queries, weights))
         y = g.reshape(g.join_heads(outs, self._profile.slow_concat), rows, length, heads * size)
         return self._record(y, (q, k, v), partial(self._attention_back, layout, blocks, k4, v4))
@@ -290,15 +290,15 @@ class GGMLOps(Products):
         dqs: list[Node] = []
         dkv = None
         for start, stop, queries, p in reversed(blocks):
-            seen = p.shape[3]
+            key_count = p.shape[3]
             do = layout.group(g.part(dout, 2, start, stop))
-            dp = layout.split(g.mul_mat(g.part(v4, 2, 0, seen), do))
+            dp = layout.split(g.mul_mat(g.part(v4, 2, 0, key_count), do))
             ds = layout.group(self._softmax_back(dp, p, 1 / math.sqrt(size)))
-            dqs.insert(0, layout.split(self._multiply(ds, g.part(k4, 2, 0, seen))))
+            dqs.insert(0, layout.split(self._multiply(ds, g.part(k4, 2, 0, key_count))))
             # dk = ds^T q and dv = p^T do as one product. Later blocks see more keys, so they are added first.
             slow = self._profile.slow_cont
-            both = g.mul_mat(g.transpose_both(queries, do, slow), g.transpose_both(ds, layout.group(p), slow))
-            dkv = both if dkv is None else g.add_to_rows(dkv, both)
+            block_dkv = g.mul_mat(g.transpose_both(queries, do, slow), g.transpose_both(ds, layout.group(p), slow))
+            dkv = block_dkv if dkv is None else g.add_to_rows(dkv, block_dkv)
         assert dkv is not None
         dk, dv = (g.swap_middle(half) for half in g.halves(dkv, k4.shape))
         dq = g.join_heads(dqs, self._profile.slow_concat)

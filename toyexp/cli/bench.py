@@ -87,8 +87,8 @@ def run(arguments: Arguments) -> int:
     code, work = report.show(arguments), report.work
     if picture:
         name, size, workload = (*work.model.split(", ", 2), "", "")[:3]
-        drawn = sheet(report.engines, work.unit, f"Speed of {name}, {size}", [workload, work.data, work.machine])
-        watch(f"\nplot    {arguments.plot}, {format_bytes(drawn.write(picture))}")
+        plot = sheet(report.engines, work.unit, f"Speed of {name}, {size}", [workload, work.data, work.machine])
+        watch(f"\nplot    {arguments.plot}, {format_bytes(plot.write(picture))}")
     return code
 
 

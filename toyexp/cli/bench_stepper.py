@@ -337,12 +337,12 @@ def measure_alone(entry: Entry, environment: Mapping[str, str] | None = None) ->
     - beyond_import_bytes: how far the peak of the process, without workers, exceeds its memory after imports
     """
     command = [sys.executable, "-m", "toyexp.cli.bench_stepper", json.dumps(asdict(entry)), str(time.monotonic())]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
-    if done.returncode:
-        last = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
+    process = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
+    if process.returncode:
+        last = (process.stderr.strip().splitlines() or [f"exit code {process.returncode}"])[-1]
         why = re.sub(r"^toyexp\.base\.errors\.\w+: ", "", last)
         raise RunFailed(f"{entry.name}: measuring its memory failed: {why}; to skip that: --no-memory")
-    figures: dict[str, float | None] = json.loads(done.stdout)
+    figures: dict[str, float | None] = json.loads(process.stdout)
     return figures
 
 

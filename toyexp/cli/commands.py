@@ -82,8 +82,8 @@ class BuiltInCommand(Command):
         from toyexp.config.flags import dashed_setting, other_tools
 
         setting = dashed_setting(word, after) if "settings" in self.completions else None
-        if self.name == "generate" and (ours := other_tools("generate").get(word.partition("=")[0])):
-            return UserError(f"generate {word}: unknown option; use {ours}")
+        if self.name == "generate" and (option := other_tools("generate").get(word.partition("=")[0])):
+            return UserError(f"generate {word}: unknown option; use {option}")
         # Only parity takes a number of steps, and none of these commands takes epochs.
         if setting and not setting.startswith("epochs=" if self.name == "parity" else ("steps=", "epochs=")):
             return UserError(f"{self.name} {word}: settings have no dashes: {setting}")

@@ -69,7 +69,7 @@ def _legend(engine: str, results: Mapping[str, Any]) -> str:
 def _differences(axes: Any, report: Mapping[str, Any]) -> None:
     """Plot how far the losses of each engine are from those of the reference engine at each step, and the tolerance."""
     differences = [
-        [abs(ours - theirs) for ours, theirs in zip(engine["losses"], report["losses"], strict=True)]
+        [abs(loss - expected) for loss, expected in zip(engine["losses"], report["losses"], strict=True)]
         for engine in report["engines"]
     ]
     tolerances = {engine["rounds_to"]: engine["tolerances"]["loss"] for engine in report["engines"]}

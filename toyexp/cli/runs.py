@@ -218,8 +218,8 @@ def run_compare(arguments: Arguments) -> int:
             size = Report(title(paths), read_importance(single) if single else None).write(comparison, Path(page))
             print_line(f"report  {page}, {format_bytes(size)}")
         if picture:
-            drawn = draw_sheet(comparison, title(paths), None if filters or metric else single)
-            print_line(f"plot    {plot}, {format_bytes(drawn.write(picture))}")
+            figure = draw_sheet(comparison, title(paths), None if filters or metric else single)
+            print_line(f"plot    {plot}, {format_bytes(figure.write(picture))}")
         if not page and not picture:
             if not arguments.csv:
                 return answer.show(arguments)

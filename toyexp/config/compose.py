@@ -71,8 +71,8 @@ def compose(typed: Sequence[Override], registry: Registry, source: Source, modul
         for override in mapping_overrides(typed):  # typed patterns precede those of files: the first match counts
             node = OmegaConf.select(cfg, override.key_or_group)
             typed_names: Any = override.value()
-            both = {name: node[name] for name in (*typed_names, *node)}
-            OmegaConf.update(cfg, override.key_or_group, both, merge=False)
+            merged = {name: node[name] for name in (*typed_names, *node)}
+            OmegaConf.update(cfg, override.key_or_group, merged, merge=False)
         typed_keys = {o.key_or_group for o in typed}
         if "steps" in typed_keys and cfg.get("epochs") is not None:
             if "epochs" in typed_keys:

@@ -62,11 +62,11 @@ def read_flags(words: Sequence[str]) -> tuple[dict[str, str], list[str], str | N
 def parser() -> Parser:
     """Return the parser of the flags."""
     parser = Parser(argument_default=argparse.SUPPRESS)
-    for flag, takes in FLAGS.items():
-        if takes is None:
+    for flag, choices in FLAGS.items():
+        if choices is None:
             parser.add_argument(flag, action="store_true", default=argparse.SUPPRESS)
         else:
-            parser.add_argument(flag, choices=takes or None)
+            parser.add_argument(flag, choices=choices or None)
     return parser
 
 
@@ -179,8 +179,8 @@ def unknown_word(word: str, before: Sequence[str], after: Sequence[str], command
         hint = f"did you mean {setting}?"
     elif word in commands:
         hint = f"the command must come first: toyexp {word} ..."
-    elif near := nearest(word, commands):
-        hint = f"did you mean {near}?"
+    elif suggestion := nearest(word, commands):
+        hint = f"did you mean {suggestion}?"
     else:
         hint = f"commands: {', '.join(commands)}; settings: key=value"
     return UserError(f"{word!r} is neither a command nor a setting; {hint}")

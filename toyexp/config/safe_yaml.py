@@ -29,8 +29,8 @@ NUMBER_TAGS = {"tag:yaml.org,2002:int", "tag:yaml.org,2002:float"}
 
 
 @functools.lru_cache  # the result only depends on the arguments
-def check_file(path: Path, text: str, ours: bool, preset: bool = False) -> None:
-    """Raise UserError if a file holds anything other than settings; `ours` is True for files in toyexp's conf/.
+def check_file(path: Path, text: str, is_builtin: bool, preset: bool = False) -> None:
+    """Raise UserError if a file holds anything other than settings; `is_builtin` is True for files in toyexp's conf/.
 
     A `preset` is a file of a config group, such as an experiment, and more restricted than a main file.
     """
@@ -49,13 +49,13 @@ def check_file(path: Path, text: str, ours: bool, preset: bool = False) -> None:
             raise UserError(f"{location}: {printable(node.tag)} names a type; only plain values are allowed")
         if node.tag in NUMBER_TAGS and ":" in node.value:  # sexagesimal
             raise UserError(f"{location}: YAML parses {node.value} in base 60; write the number, or quote the text")
-        if key and not ours and re.search(rf"@{HYDRA_PACKAGE}", str(node.value)):
+        if key and not is_builtin and re.search(rf"@{HYDRA_PACKAGE}", str(node.value)):
             raise UserError(f"{location}: {printable(str(node.value))} sets Hydra's own settings, which is not allowed")
         if key and node.value in RESERVED_KEYS:
             raise UserError(f"{location}: {node.value} {CODE_ERROR}")
-        if not key and not ours and isinstance(node, yaml.ScalarNode):
+        if not key and not is_builtin and isinstance(node, yaml.ScalarNode):
             check_text(node.value, location)
-    if not ours:
+    if not is_builtin:
         _check_hydra(root, text, path, preset)
 
 

@@ -71,8 +71,8 @@ class FileConfigSource(file_config_source.FileConfigSource):
     def load_config(self, config_path: str) -> ConfigResult:
         """Load a file; raise UserError if it holds anything other than settings."""
         path = Path(self.path, self._normalize_file_name(config_path))
-        ours = path.is_relative_to(CONF)
-        if not ours and (".." in Path(config_path).parts or config_path.startswith("hydra/")):
+        is_builtin = path.is_relative_to(CONF)
+        if not is_builtin and (".." in Path(config_path).parts or config_path.startswith("hydra/")):
             raise UserError(f"{config_path}: cannot be loaded from {self.path}")
         if not os.path.lexists(path):
             return super().load_config(config_path)  # raises an error of Hydra

@@ -142,10 +142,10 @@ def translate_setting(key: str, value: str) -> str | None:
     last = key.rpartition(".")[2].lower()
     if last in ("direction", "directions", "mode") and not key.startswith(PARTS):
         return "sweep.metric=... (loss and ppl are minimised, any other metric is maximised)"
-    table = {name: ours for ours, names in other_tools("settings").items() for name in names.split()}
+    table = {name: hint for hint, names in other_tools("settings").items() for name in names.split()}
     lowered = value.strip("[]'\"").lower()
-    ours = table.get(f"{last}={'false' if lowered in ('no', 'none', 'null', 'off', '0') else lowered}", table.get(last))
-    return ours if ours is None or "=" in ours else f"{ours}={value}"
+    hint = table.get(f"{last}={'false' if lowered in ('no', 'none', 'null', 'off', '0') else lowered}", table.get(last))
+    return hint if hint is None or "=" in hint else f"{hint}={value}"
 
 
 def top_level_settings() -> Iterator[tuple[str, Setting]]:

@@ -80,7 +80,7 @@ def _parse_error(text: str) -> UserError:
     engine, *engine_settings = value.split(":")
     compact = re.sub(",[, ]*,", ",", text).rstrip(", ")
     tight, several, escaped = _strip_spaces(text), text.split(), _escape_brackets(key, value)
-    for wrong, words in (
+    for is_wrong, words in (
         (not equals, "expected key=value, such as steps=100"),
         (key.strip() and tight, f"no spaces are allowed around =: {tight}"),
         (
@@ -113,7 +113,7 @@ def _parse_error(text: str) -> UserError:
         ),
         (value.count('"') % 2 or value.count("'") % 2, "missing closing quote"),
     ):
-        if wrong:
+        if is_wrong:
             return UserError(f"{text!r}: {words}")
     quoted = f"'{key.strip()}=\"{value.strip()}\"'"
     return UserError(f"{text!r}: cannot be parsed; quote values with special characters: {quoted}")

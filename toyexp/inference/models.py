@@ -89,10 +89,10 @@ class Models(Answer):
             blocks.append(["cannot be read:", *(f"  {_show(f.path)}: {f.error}" for f in self.unreadable)])
         if not self.files:
             existing = {p.root for p in self.places if os.path.isdir(p.root)}  # noqa: PTH112 - Path.is_dir() may raise
-            places = [
+            searched_rows = [
                 [p.name, _show(str(p.root)) + ("" if p.root in existing else " (does not exist)")] for p in self.places
             ]
-            searched = [f"  {line}" for line in align_columns(places)]
+            searched = [f"  {line}" for line in align_columns(searched_rows)]
             elsewhere = f"to search another directory: toyexp models DIR{self.loading}"
             blocks.append(["no GGUF models found; searched:", *searched, elsewhere])
         lines = [line for block in blocks for line in ("", *block)][1:]

@@ -53,9 +53,9 @@ class Decoder(ABC):
         array, below = np.asarray(ids), self.session.plan.inputs[self.input].below
         if array.ndim != 1 or array.dtype.kind not in "iu" or not len(array):
             raise SessionError(f"feed(): expected token ids [n], got {list(array.shape)} {array.dtype}")
-        wrong = array[(array < 0) | (array >= (2**31 if below is None else below))]
-        if len(wrong):
-            raise SessionError(f"feed(): {wrong[0]} is not one of 0..{2**31 - 1 if below is None else below - 1}")
+        invalid_ids = array[(array < 0) | (array >= (2**31 if below is None else below))]
+        if len(invalid_ids):
+            raise SessionError(f"feed(): {invalid_ids[0]} is not one of 0..{2**31 - 1 if below is None else below - 1}")
         if self.position + len(array) > self.context:
             raise SessionError(f"feed(): {len(array)} ids after {self.position} exceed the context of {self.context}")
         logits = self.do_feed(array.astype(np.int32))

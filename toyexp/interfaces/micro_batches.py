@@ -123,8 +123,8 @@ def _check_arrays(plan: Plan, batch: Batch, count: int) -> None:
         if len(array) != count:
             raise BadBatch(f"batch[{name!r}] has {len(array)} rows, expected {count} as in 'targets'")
         if spec.below is not None and array.size and not 0 <= array.min() <= array.max() < spec.below:
-            wrong = array[(array < 0) | (array >= spec.below)][0]
-            raise BadBatch(f"batch[{name!r}]: {wrong} is not one of 0..{spec.below - 1}")
+            invalid_id = array[(array < 0) | (array >= spec.below)][0]
+            raise BadBatch(f"batch[{name!r}]: {invalid_id} is not one of 0..{spec.below - 1}")
         if name != "weights" and array.dtype.kind == "f" and not (spec.optional or np.isfinite(array).all()):
             raise BadBatch(f"batch[{name!r}] contains NaN or infinity")
 

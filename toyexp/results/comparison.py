@@ -34,8 +34,8 @@ class Entry:
     def __post_init__(self) -> None:
         run = self.run
         self.has_settings = bool(self.settings)  # without settings its point is unknown
-        done = "completed" if run.state in FINAL_STATES else run.state
-        self.status = done if self.has_settings else "unknown"  # whether its numbers count
+        status = "completed" if run.state in FINAL_STATES else run.state
+        self.status = status if self.has_settings else "unknown"  # whether its numbers count
         scores = {"train_loss": run.train_loss, "eval_loss": run.loss, "eval_scores": run.scores}
         self.result: dict[str, Any] = {**scores, "sources": self.sources}  # with the keys of result.json
 
@@ -77,14 +77,14 @@ class Comparison:
         if not pool:
             _mark_owners(entries)
         differ = varying_keys([entry.settings for entry in entries])
-        keys, along = group_keys([key for key in differ if key not in POOLED_KEYS], entries)
-        varying = [*keys, *(key for group in along.values() for key in group)]
+        keys, linked = group_keys([key for key in differ if key not in POOLED_KEYS], entries)
+        varying = [*keys, *(key for group in linked.values() for key in group)]
         for entry in entries:
             entry.overrides = [f"{key}={entry.settings[key]}" for key in keys if key in entry.settings]
             if not entry.has_settings:
                 entry.overrides = [f"unknown, of {entry.run.path.name}"]
         other_keys = [key for key in differ if key not in varying]
-        return cls(entries, keys, along, other_keys, rank_jobs(entries, [METRIC + metric], seed_key), metric, pool)
+        return cls(entries, keys, linked, other_keys, rank_jobs(entries, [METRIC + metric], seed_key), metric, pool)
 
     def best(self, most: int) -> Comparison:
         """Return a comparison of the best `most` runs."""
@@ -142,9 +142,9 @@ class Comparison:
         for entry in self.entries:
             if why := entry.run.unread or ("" if entry.has_settings else "whose config.yaml cannot be read"):
                 notes.append(f"not {'read' if entry.has_settings else 'counted'}: {short_path(entry.run.path)}, {why}")
-        bad = [entry.run for entry in self.entries if entry.run.state not in FINAL_STATES and entry.has_settings]
-        for state in dict.fromkeys(run.state for run in bad):
-            state_runs = [run for run in bad if run.state == state]
+        incomplete = [entry.run for entry in self.entries if entry.run.state not in FINAL_STATES and entry.has_settings]
+        for state in dict.fromkeys(run.state for run in incomplete):
+            state_runs = [run for run in incomplete if run.state == state]
             # For failed runs the first reason says most; reasons for pruning are not repeated.
             why = state_runs[0].why if state != "pruned" else ""
             first = "the first: " if len(state_runs) > 1 else ""
@@ -169,14 +169,14 @@ def group_keys(keys: Sequence[str], entries: Sequence[Entry]) -> tuple[list[str]
     Return the first key of each group, and a dict from it to the other keys of its group.
     """
     leaders: dict[tuple[int, ...], str] = {}
-    along: dict[str, list[str]] = {}
+    linked_keys: dict[str, list[str]] = {}
     for key in keys:
         values: dict[str | None, int] = {}
         pattern = tuple(values.setdefault(entry.settings.get(key), len(values)) for entry in entries)
         leader = leaders.setdefault(pattern, key)
         if leader != key:
-            along.setdefault(leader, []).append(key)
-    return list(leaders.values()), along
+            linked_keys.setdefault(leader, []).append(key)
+    return list(leaders.values()), linked_keys
 
 
 def _mark_sources(entries: Sequence[Entry]) -> None:

@@ -121,11 +121,11 @@ class History(Mapping[str, np.ndarray]):
         trained = pandas.DataFrame({name: self[name] for name in (*NAMES, *self.logged)}, index=self.step)
         scores = {f"held_out_{name}": array for name, array in self.held_out.items() if name != "step"}
         held_out = pandas.DataFrame(scores, index=self.held_out.get("step", ()))
-        both = trained[~trained.index.duplicated("last")].join(
+        joined = trained[~trained.index.duplicated("last")].join(
             held_out[~held_out.index.duplicated("last")], how="outer"
         )
-        both.index.name = "step"
-        return both
+        joined.index.name = "step"
+        return joined
 
     def __getitem__(self, name: str) -> np.ndarray:
         if name in self.logged:

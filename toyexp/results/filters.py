@@ -131,16 +131,16 @@ def sort_runs(runs: Iterable[Run], key: str) -> list[Run]:
         run_settings = [setting_texts(run.path) for run in runs]
         values = [settings.get(name) for settings in run_settings]
         if all(value is None for value in values):
-            near = _suggest_key(name, {*COLUMNS, *(key for settings in run_settings for key in settings)})
-            raise UserError(f"--sort {key}: no run here has {name}; {near}")
+            hint = _suggest_key(name, {*COLUMNS, *(key for settings in run_settings for key in settings)})
+            raise UserError(f"--sort {key}: no run here has {name}; {hint}")
     ranked_runs = [(_sort_key(value), run) for value, run in zip(values, runs, strict=True) if not _is_none(value)]
     ranked_runs.sort(key=lambda pair: pair[0], reverse=falling)
     return [run for _, run in ranked_runs] + [run for value, run in zip(values, runs, strict=True) if _is_none(value)]
 
 
 def _suggest_key(key: str, keys: Iterable[str]) -> str:
-    near = suggest(key, keys)
-    return near if near.startswith("did you") else "all keys: toyexp runs --json, and config.yaml"
+    hint = suggest(key, keys)
+    return hint if hint.startswith("did you") else "all keys: toyexp runs --json, and config.yaml"
 
 
 def _is_none(value: Any) -> bool:

@@ -50,8 +50,8 @@ def compute_shares(settings: Mapping[str, Sequence[Any]], scores: Sequence[float
         return {}, f"the settings of {count} points do not predict the score: noise, or too few points"
     gains = {}
     for key in columns:
-        without = _matrix((matrix for keys, matrix in terms.items() if key not in keys), count)
-        gains[key] = max(_fit(without, target)[1] - unexplained, 0.0)
+        reduced = _matrix((matrix for keys, matrix in terms.items() if key not in keys), count)
+        gains[key] = max(_fit(reduced, target)[1] - unexplained, 0.0)
     total = sum(gains.values()) or 1.0
     return {key: gain / total for key, gain in sorted(gains.items(), key=lambda pair: -pair[1])}, ""
 

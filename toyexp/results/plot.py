@@ -58,8 +58,8 @@ class Line:
             (_read_curve(History.read(entry.run.path), column), entry.run.state in FINAL_STATES) for entry in point.jobs
         ]
         seeds: dict[object, list[Steps]] = {}
-        for entry, (curve, done) in zip(point.jobs, runs, strict=True):
-            if done and curve:
+        for entry, (curve, is_complete) in zip(point.jobs, runs, strict=True):
+            if is_complete and curve:
                 seeds.setdefault(seed_key(entry), []).append(curve)
         averages = [_average(curves) for curves in seeds.values()]
         mean = _average(averages)
@@ -147,8 +147,8 @@ def _footer(comparison: Comparison, source: str, total: int) -> str:
         parts += values if len(values) == 1 else []
     lengths = {run.of for run in runs}
     parts += [f"{length} steps" for length in lengths if length] if len(lengths) == 1 else []
-    bad = [run for run in runs if run.state not in FINAL_STATES]
-    parts += [f"{len(bad)} did not complete" if len(bad) > 1 else "1 did not complete"] if bad else []
+    incomplete = [run for run in runs if run.state not in FINAL_STATES]
+    parts += [f"{len(incomplete)} did not complete"] if incomplete else []
     parts += ["different data: losses cannot be compared"] if comparison.ranking.differing_data else []
     return " · ".join(filter(None, parts))
 
@@ -190,10 +190,10 @@ def _draw_curves(
             axes.plot(list(curve), list(curve.values()), color=PALE, linewidth=0.7, zorder=1)
     for rank, line in reversed(list(enumerate(named))):
         colour, best = COLOURS[rank], rank == 0
-        for curve, done in line.runs:
-            if curve and (len(line.runs) > 1 or not done):
+        for curve, is_complete in line.runs:
+            if curve and (len(line.runs) > 1 or not is_complete):
                 axes.plot(list(curve), list(curve.values()), color=colour, linewidth=0.6, alpha=0.3, zorder=2)
-            if curve and not done:  # marks the end of a run that did not complete
+            if curve and not is_complete:  # marks the end of a run that did not complete
                 axes.plot(max(curve), curve[max(curve)], color=colour, marker="x", markersize=5, zorder=3)
         if line.deviation:
             sides = [[line.mean[at] + sign * line.deviation[at] for at in line.mean] for sign in (-1, 1)]
@@ -268,9 +268,9 @@ def _clip_outliers(axes: Any, points: Sequence[Point[Entry]], column: str) -> No
     limit = best + 4 * (middle - best)
     far = [value for value in reach if abs(value - best) > abs(limit - best) > 0]
     if far:
-        near = [value for value in reach if value not in far]
-        pad = 0.05 * (max(near) - min(near))
-        axes.set_xlim(min(near) - pad, max(near) + pad)
+        inliers = [value for value in reach if value not in far]
+        pad = 0.05 * (max(inliers) - min(inliers))
+        axes.set_xlim(min(inliers) - pad, max(inliers) + pad)
         for rank, mean in enumerate(ends):
             if abs(mean - best) > abs(limit - best):
                 axes.plot(0.995 if mean > best else 0.005, rank, transform=axes.get_yaxis_transform(), clip_on=False,

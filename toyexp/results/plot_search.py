@@ -82,17 +82,17 @@ class Search:
 
 def draw_search(search: Search, source: str) -> Sheet:
     """Draw a search; `source` names its directory. Raise UserError if no trial has a metric."""
-    done = [trial for trial in search.trials if trial.is_complete and trial.score is not None]
-    if not done:
+    completed = [trial for trial in search.trials if trial.is_complete and trial.score is not None]
+    if not completed:
         raise UserError(f"{source}: no trial of this search has a score yet; there is nothing to draw")
-    best = (min if search.is_minimising else max)(done, key=lambda trial: trial.score or 0.0)
+    best = (min if search.is_minimising else max)(completed, key=lambda trial: trial.score or 0.0)
     keys, names = search.keys[:MAX_PANELS], short_keys(search.keys)
     rows = -(-len(keys) // PANELS_PER_ROW)
     sheet = Sheet(0.5 + 3.2 + 2.4 * rows, _title(search), _footer(search, source, keys), [3.2] + [2.4] * rows,
                   columns=[1] + [min(len(keys), PANELS_PER_ROW)] * rows)  # fmt: skip
-    limits = _limits([trial.score for trial in done if trial.score is not None], search.is_minimising)
+    limits = _limits([trial.score for trial in completed if trial.score is not None], search.is_minimising)
     above, *panels = sheet.panels
-    _draw_trials(above, search, done, best, limits)
+    _draw_trials(above, search, completed, best, limits)
     for number, (axes, key) in enumerate(zip(panels, keys, strict=False)):
         _draw_setting(axes, search, key, names[number], best, limits, first=number % PANELS_PER_ROW == 0)
     for axes in panels[len(keys) :]:
@@ -111,9 +111,9 @@ def _title(search: Search) -> str:
 def _footer(search: Search, source: str, keys: Sequence[str]) -> str:
     parts = [source, *search.notes, f"{search.repeats} seeds a trial, their mean" if search.repeats > 1 else ""]
     pruned = sum(not trial.is_complete and trial.score is not None for trial in search.trials)
-    without = sum(trial.score is None for trial in search.trials)
+    unscored = sum(trial.score is None for trial in search.trials)
     parts += [f"{pruned} stopped early (crosses)"] if pruned else []
-    parts += [f"{without} without a score"] if without else []
+    parts += [f"{unscored} without a score"] if unscored else []
     parts += [f"importance unknown: {search.no_importances}"] if search.no_importances else []
     hidden_keys = [key for key in search.keys if key not in keys]
     parts += [f"not shown: {', '.join(hidden_keys)}"] if hidden_keys else []
@@ -141,14 +141,14 @@ def _draw_dots(axes: Any, positions: Sequence[float], trials: Sequence[Trial], l
     """
     low, high = limits
     last = max((trial.number for trial in trials), default=0) or 1
-    drawn: dict[tuple[str, str, float], list[tuple[float, float, float]]] = {}
+    dots_by_style: dict[tuple[str, str, float], list[tuple[float, float, float]]] = {}
     for position, trial in zip(positions, trials, strict=True):
         if trial.score is not None:
             beyond = "^" if trial.score > high else "v" if trial.score < low else ""
             style = (beyond or "o", BLUE, 20.0) if trial.is_complete else ("x", GREY, 13.0)
             alpha = 0.25 + 0.75 * trial.number / last if trial.is_complete else 0.3 if beyond else 0.7
-            drawn.setdefault(style, []).append((position, min(max(trial.score, low), high), alpha))
-    for (mark, colour, size), points in drawn.items():
+            dots_by_style.setdefault(style, []).append((position, min(max(trial.score, low), high), alpha))
+    for (mark, colour, size), points in dots_by_style.items():
         x, y, shades = zip(*points, strict=True)
         axes.scatter(x, y, marker=mark, s=size, color=colour, alpha=shades, linewidths=0.8 if mark == "x" else 0,
                      clip_on=False, rasterized=len(trials) > RASTER_TRIALS)  # fmt: skip
@@ -156,13 +156,13 @@ def _draw_dots(axes: Any, positions: Sequence[float], trials: Sequence[Trial], l
 
 
 def _draw_trials(
-    axes: Any, search: Search, done: Sequence[Trial], best: Trial, limits: tuple[float, float]
+    axes: Any, search: Search, completed: Sequence[Trial], best: Trial, limits: tuple[float, float]
 ) -> None:  # fmt: skip
     axes.margins(x=0.02)
     _draw_dots(axes, [trial.number for trial in search.trials], search.trials, limits)
     better = min if search.is_minimising else max
-    so_far = [*itertools.accumulate((trial.score for trial in done if trial.score is not None), better)]
-    numbers = [trial.number for trial in done]
+    so_far = [*itertools.accumulate((trial.score for trial in completed if trial.score is not None), better)]
+    numbers = [trial.number for trial in completed]
     last = max(trial.number for trial in search.trials)
     axes.step([*numbers, last], [*so_far, so_far[-1]], where="post", color=VERMILLION, linewidth=1.6)
     _draw_star(axes, best.number, best)
@@ -173,7 +173,7 @@ def _draw_trials(
     best_text = fit_text(f"best {best.score:.5g}, trial {best.number}: {best_settings}", 96)
     axes.text(0.01, 0.04 if down else 0.96, best_text,
               transform=axes.transAxes, va="bottom" if down else "top", fontsize=SMALL, color=VERMILLION)  # fmt: skip
-    beyond = [trial.score for trial in done if trial.score is not None and not low <= trial.score <= high]
+    beyond = [trial.score for trial in completed if trial.score is not None and not low <= trial.score <= high]
     if beyond:
         far = f"up to {max(beyond):.4g}" if down else f"down to {min(beyond):.4g}"
         text = f"{len(beyond)} beyond the edge, {far}"

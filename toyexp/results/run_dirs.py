@@ -229,8 +229,8 @@ def read_run(path: Path) -> Run:
     if "steps" not in numbers:
         numbers |= read_last_numbers(path)
     state, why = ("unreadable", unread[0]) if not head and unread else _read_state(path, result)
-    wrong = [k for k, hint in RESULT_TYPES.items() if k in result and not matches_type(result[k], hint)]
-    unread += [f"result.json has {printable(repr(result[k]))} for {k}" for k in wrong]
+    invalid_keys = [k for k, hint in RESULT_TYPES.items() if k in result and not matches_type(result[k], hint)]
+    unread += [f"result.json has {printable(repr(result[k]))} for {k}" for k in invalid_keys]
     scores = {k: float(v) for k, v in (numbers.get("eval_scores") or {}).items() if v is not None}
     return Run(
         path=path, name=_unquote(settings.get("name", "")) or path.name,

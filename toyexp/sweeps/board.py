@@ -75,11 +75,11 @@ class Board:
         statuses = [job.status for job in self.jobs()]
         if self._looked.is_pending:
             self._looked.request(len(statuses))
-        done, waiting = statuses.count(Status.COMPLETED), statuses.count(Status.WAITING)
+        completed, waiting = statuses.count(Status.COMPLETED), statuses.count(Status.WAITING)
         failed = sum(status in FAILURES for status in statuses)
         left_over = bool(waiting or self._running)
         counts = [f"{len(self._running)} running"] if left_over else []
-        counts += [f"{done} of {len(statuses)} done"]
+        counts += [f"{completed} of {len(statuses)} done"]
         counts += [f"{pruned} pruned"] if (pruned := statuses.count(Status.PRUNED)) else []
         counts += [f"{failed} failed"] if failed else []
         if self._took and left_over:  # assumes that jobs take equally long

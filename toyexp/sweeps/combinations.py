@@ -46,8 +46,8 @@ def check_unique(parsed: Sequence[Override]) -> None:
     for override in parsed:
         key = str(override.get_key_element()).lstrip("+~")
         if (earlier := several.get(key)) is not None:
-            both = f"{earlier.input_line} {override.input_line}"
-            raise UserError(f"{both}: {key} is given twice; {_suggest_merge(key, earlier, override)}")
+            overrides = f"{earlier.input_line} {override.input_line}"
+            raise UserError(f"{overrides}: {key} is given twice; {_suggest_merge(key, earlier, override)}")
         if override.is_sweep_override():
             several[key] = override
 

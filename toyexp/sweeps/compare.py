@@ -87,16 +87,16 @@ class ComparisonAnswer(Answer):
 
     def _row(self, point: Point[Entry], scores: list[str]) -> list[str]:
         comparison, first = self.comparison, point.jobs[0]
-        done = [entry.run for entry in point.jobs if entry.status == "completed"] or [e.run for e in point.jobs]
+        runs = [entry.run for entry in point.jobs if entry.status == "completed"] or [e.run for e in point.jobs]
         cells = [first.settings.get(key, "-") for key in comparison.keys] or [first.run.name]
-        steps = sorted({run.steps for run in done if run.steps is not None})
+        steps = sorted({run.steps for run in runs if run.steps is not None})
         steps_text = "-" if not steps else str(steps[0]) if len(steps) == 1 else f"{steps[0]}-{steps[-1]}"
-        other_means = [mean(run.value(name) for run in done) for name in scores]
+        other_means = [mean(run.value(name) for run in runs) for name in scores]
         if comparison.ranking.column != TRAIN:
-            other_means.append(mean(run.train_loss for run in done))
-        speed = mean(run.speed for run in done)
+            other_means.append(mean(run.train_loss for run in runs))
+        speed = mean(run.speed for run in runs)
         run_count = len(point.values) + point.repeats
-        counts = f"{run_count}/{len(point.jobs)}" if run_count < len(point.jobs) else str(len(done))
+        counts = f"{run_count}/{len(point.jobs)}" if run_count < len(point.jobs) else str(len(runs))
         mark = "best" if point is comparison.ranking.best and len(comparison.ranking.points) > 1 else ""
         speed_text = "-" if speed is None else f"{format_count(speed)}/s"
         return [*cells, counts, steps_text, str(point), *map(format_metric, other_means), speed_text, mark]

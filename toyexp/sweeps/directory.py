@@ -265,8 +265,8 @@ class SweepDir:
         directory = self.run_dir(job)
         run_args = [format_override("hydra.run.dir", directory), f"hydra.job.num={job.number}"]
         plugins = [word for word in self.spec["settings"] if word.startswith("plugins=")]
-        first, again = [*shared_args(self.spec), *job.overrides, *run_args], [f"resume={directory}", *plugins]
-        return LaunchSpec(directory, self.log_path(job), first, again, job.attempts > (job.status == Status.RUNNING))
+        start, resume = [*shared_args(self.spec), *job.overrides, *run_args], [f"resume={directory}", *plugins]
+        return LaunchSpec(directory, self.log_path(job), start, resume, job.attempts > (job.status == Status.RUNNING))
 
     def mark_running(self, jobs: Sequence[Job]) -> None:
         """Set the status of jobs to running, count the attempt of each, and record this in the journal."""

@@ -119,9 +119,9 @@ class JobConfigs:
             typed_keys = {o.key_or_group for o in overrides if "$" not in str(o.input_line)}
             keys = {key for key in typed_keys if key.split(".")[0] not in {*ASIDE_KEYS, "engine"}}
             parts = {key.split(".")[0] for key in keys} | COMPARED
-            ours = self.request.compose(*job.overrides, f"hydra.job.num={job.number}") if saved else None
-            config = resolve_config(self._load_base_model(ours).cfg) if ours else {}
-            for key, (run_value, job_value) in differences(saved, config) if ours else ():
+            composed = self.request.compose(*job.overrides, f"hydra.job.num={job.number}") if saved else None
+            config = resolve_config(self._load_base_model(composed).cfg) if composed else {}
+            for key, (run_value, job_value) in differences(saved, config) if composed else ():
                 name = key.removesuffix(".name")
                 is_typed = name in parts or f"{key}.".startswith(tuple(f"{k}." for k in keys - parts))
                 if is_typed and str(run_value) != str(job_value):
@@ -272,7 +272,7 @@ def check_values(jobs: Sequence[Job], configs: JobConfigs) -> dict[int, UserErro
 
     Return a dict that maps the number of an invalid job to its error. Raise UserError for an error that all jobs have.
     """
-    wrong: dict[int, UserError] = {}
+    errors: dict[int, UserError] = {}
     checked_names: set[tuple[str, ...]] = set()
     for job in _single_changes(jobs[:VALUES]):
         names = split_choices(job.overrides)[0]
@@ -281,15 +281,15 @@ def check_values(jobs: Sequence[Job], configs: JobConfigs) -> dict[int, UserErro
         try:
             configs.check(job, all_settings=names not in checked_names)
         except UserError as error:
-            wrong[job.number] = error
+            errors[job.number] = error
         checked_names.add(names)
-    if len(jobs) > 1 and (first := wrong.get(jobs[0].number)):
+    if len(jobs) > 1 and (first := errors.get(jobs[0].number)):
         try:
             configs.check(jobs[-1], all_settings=True)  # the last job shares no varying value with the first
         except UserError as other:
             if str(other) == str(first) and not str(first).startswith(tuple(jobs[-1].overrides)):
                 raise first from None
-    return wrong
+    return errors
 
 
 def require_distinct_directories(jobs: Sequence[Job], configs: JobConfigs) -> None:

@@ -138,12 +138,12 @@ class Runner:
             return
         directory, shared = folder.run_dir(deleted_jobs[0]), shared_args(folder.spec)
         args = [*(word for word in shared if not word.startswith("hydra.sweep.")), *deleted_jobs[0].overrides]
-        again = shlex.join(["toyexp", *args, format_override("hydra.run.dir", short_path(directory))])
+        command = shlex.join(["toyexp", *args, format_override("hydra.run.dir", short_path(directory))])
         more = f", and {len(deleted_jobs) - 1} more" if len(deleted_jobs) > 1 else ""
         move = "move that file away, and " if os.path.lexists(directory) else ""
         print_line(
             f"[{deleted_jobs[0].number}] is completed, but its run {short_path(directory)} is missing{more}; "
-            f"{move}train it: {again}"
+            f"{move}train it: {command}"
         )
 
     def prepare(self) -> bool:
@@ -152,10 +152,10 @@ class Runner:
         Record jobs with an invalid value as ended. Return True if there are any.
         """
         self.launcher.preload(shared_args(self.request.spec), self._stop)
-        wrong = self.source.check(self.configs, self.folder is None)
-        for job in [job for job in self.source.jobs if job.number in wrong]:
-            self._end(job, JobExit.from_error(wrong[job.number]))
-        return bool(wrong)
+        errors = self.source.check(self.configs, self.folder is None)
+        for job in [job for job in self.source.jobs if job.number in errors]:
+            self._end(job, JobExit.from_error(errors[job.number]))
+        return bool(errors)
 
     def _open(self) -> SweepDir | None:
         """Create or open the sweep's directory. The configuration of the first valid job gives the path of a new one.
@@ -271,7 +271,7 @@ class Runner:
         statuses = {job.status for job in jobs}
         if len(jobs) > 1 and not is_notebook():  # a notebook shows the result object
             print_table(jobs, folder)
-        done, has_jobs_left = self.source.progress()
+        progress, has_jobs_left = self.source.progress()
         command = ""
         retry = ["sweep.retry=true"] if any(job.is_machine_error for job in jobs) else []
         if (has_jobs_left or retry) and folder:
@@ -279,10 +279,10 @@ class Runner:
             command = shlex.join(["toyexp", format_override("sweep.resume", short_path(folder.path)), *retry, *plugins])
         if number := self._stop.number:
             name = signal.Signals(number).name
-            self._watch.say(f"toyexp: interrupted by {name}; {done}; to resume: {command}", sys.stderr)
+            self._watch.say(f"toyexp: interrupted by {name}; {progress}; to resume: {command}", sys.stderr)
             return 128 + number
         if command:
-            print_line(f"{done}; to resume: {command}")
+            print_line(f"{progress}; to resume: {command}")
         if statuses <= {*SUCCEEDED}:
             return 0
         return 2 if statuses <= {*SUCCEEDED, Status.REFUSED, Status.WAITING} else 1

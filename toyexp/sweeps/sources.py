@@ -41,10 +41,10 @@ class JobSource:
         if not new:
             return {}
         show_status(f"checking the settings of {len(new)} jobs")
-        wrong = check_values(new, configs)
+        errors = check_values(new, configs)
         if is_new:
             require_distinct_directories(new, configs)
-        return wrong
+        return errors
 
     def open(self, folder: SweepDir, is_new: bool) -> None:
         """Print the sweep's directory and number of jobs if the sweep is new."""
@@ -82,8 +82,8 @@ class JobSource:
 
     def progress(self) -> tuple[str, bool]:
         """Return a text such as "3 of 10 jobs are completed", and True if any job is left to run."""
-        done = sum(job.status == Status.COMPLETED for job in self.jobs)
-        return f"{done} of {len(self.jobs)} jobs are completed", any(job.status in UNFINISHED for job in self.jobs)
+        count = sum(job.status == Status.COMPLETED for job in self.jobs)
+        return f"{count} of {len(self.jobs)} jobs are completed", any(job.status in UNFINISHED for job in self.jobs)
 
     def summarise(self, folder: SweepDir) -> None:
         """Print and save results besides the table of jobs, which a search has."""

@@ -103,12 +103,12 @@ class DataSuite(PluginSuite):
         code += "import json, sys\nfrom toyexp.testing.data import fingerprint\n"
         code += f"print(fingerprint(data(**json.load(sys.stdin)), {self.context}, {self.rows}))"
         hashes = {"PYTHONHASHSEED": "7", "PYTHONPATH": os.pathsep.join(sys.path)}
-        done = subprocess.run(
+        process = subprocess.run(
             [sys.executable, "-c", code], input=json.dumps(asdict(self.data)), capture_output=True, text=True,
             env={**os.environ, **hashes},
         )  # fmt: skip
-        assert done.returncode == 0, done.stderr
-        assert done.stdout.strip() == fingerprint(self.data, self.context, self.rows)
+        assert process.returncode == 0, process.stderr
+        assert process.stdout.strip() == fingerprint(self.data, self.context, self.rows)
 
     @pytest.mark.skipif(not OPEN_FILES[0].is_dir(), reason="only Linux lists the open files of a process")
     def test_nothing_stays_open_behind_it(self) -> None:

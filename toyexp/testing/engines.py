@@ -126,12 +126,12 @@ class EngineNumbers(PluginSuite):
         for _ in range(2):
             inputs = [s.step_input(b, n) for s, b, n in zip(sessions, batches, numbers, strict=True)]
             metrics = [wait() for wait in stack.step(dict(enumerate(inputs))).values()]
-        for plan, batch, hp, ours, session in zip(plans, batches, numbers, metrics, sessions, strict=True):
+        for plan, batch, hp, stacked, session in zip(plans, batches, numbers, metrics, sessions, strict=True):
             with self.build_session(plan) as alone:
                 alone.step(batch, hp)
-                theirs = alone.step(batch, hp)
-                assert ours.loss == pytest.approx(theirs.loss, rel=self.rtol)
-                assert ours.grad_norm == pytest.approx(theirs.grad_norm, rel=10 * self.rtol)
+                single = alone.step(batch, hp)
+                assert stacked.loss == pytest.approx(single.loss, rel=self.rtol)
+                assert stacked.grad_norm == pytest.approx(single.grad_norm, rel=10 * self.rtol)
                 for tensor in plan.trainable:
                     values = session.download(tensor.name)
                     np.testing.assert_allclose(values, alone.download(tensor.name), atol=self.rtol, err_msg=tensor.name)
@@ -319,13 +319,13 @@ class EngineSuite(EngineNumbers):
             self.build_session(dataclasses.replace(plan, skip_nonfinite=False)) as usual,
         ):
             assert session.step(batch, hp) == pytest.approx(usual.step(batch, hp), rel=1e-6)
-            good = session.snapshot()
-            session.restore({n: a if "@" in n else a * np.finfo(a.dtype).max ** 0.78 for n, a in good.items()})
+            before = session.snapshot()
+            session.restore({n: a if "@" in n else a * np.finfo(a.dtype).max ** 0.78 for n, a in before.items()})
             huge = session.snapshot()
             metrics = session.step(batch, hp)
             assert not math.isfinite(metrics.loss) or not math.isfinite(metrics.grad_norm)
             assert_same(session.snapshot(), huge)
-            session.restore(good)
+            session.restore(before)
             assert math.isfinite(session.step(batch, hp).loss)
 
 

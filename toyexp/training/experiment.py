@@ -239,7 +239,7 @@ def _train(
     """
     bus, settings, error = prepared.bus, prepared.config.settings, None
     bus.log = run.dir / "log.txt"
-    reason, bad = "errored", None
+    reason, eval_error = "errored", None
     saver = RunSaver(run, prepared, resumed, signals)
     bus.best = saver.best
     try:
@@ -258,7 +258,7 @@ def _train(
             saver, resumed.outcome if resumed else Outcome(),
         ).requests()  # fmt: skip
         yield Pause()  # finish() waits for the last checkpoint
-        reason, bad = outcome.reason, bad_eval_error(run, outcome)
+        reason, eval_error = outcome.reason, bad_eval_error(run, outcome)
     except BaseException as caught:
         error, reason = caught, end_reason(caught)
         raise
@@ -267,8 +267,8 @@ def _train(
         try:
             unsaved = saver.finish()
         finally:  # a second signal may interrupt finish()
-            failures = bus.end(run, reason, error or bad or unsaved, signals.final_interrupt)
-        failures = [*filter(None, (bad, unsaved)), *failures]
+            failures = bus.end(run, reason, error or eval_error or unsaved, signals.final_interrupt)
+        failures = [*filter(None, (eval_error, unsaved)), *failures]
     if signals.final_interrupt():
         outcome.reason = "interrupted"
     return outcome, failures

@@ -50,8 +50,8 @@ def check_snapshot(plan: Plan, engine: Engine) -> None:
     needed, free = sum(minimum_bytes(plan, engine)) + snapshot_bytes(plan), available_bytes()
     if free is not None and needed > free:
         copy = f"a checkpoint's copy of weights and optimiser state needs {_gb(snapshot_bytes(plan))}"
-        needs = f"{copy} of {_gb(needed)} in all, {_gb(free)} are free"
-        raise UserError(f"too little memory: {needs}; checkpoint_every=0 needs no copy")
+        needs_text = f"{copy} of {_gb(needed)} in all, {_gb(free)} are free"
+        raise UserError(f"too little memory: {needs_text}; checkpoint_every=0 needs no copy")
 
 
 def snapshot_bytes(plan: Plan) -> int:

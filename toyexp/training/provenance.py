@@ -122,8 +122,8 @@ class Origin:
 
     def list_changes(self, now: Mapping[str, str]) -> list[str]:
         """Return a line for each digest that differs from `now`; digests that only one side has are ignored."""
-        both = [role for role in now if role in self.sources and self.sources[role] != now[role]]
-        return [f"{role} was {printable(self.sources[role])} and is {printable(now[role])}" for role in both]
+        changed_roles = [role for role in now if role in self.sources and self.sources[role] != now[role]]
+        return [f"{role} was {printable(self.sources[role])} and is {printable(now[role])}" for role in changed_roles]
 
 
 def read_origin(path: Path) -> Origin:

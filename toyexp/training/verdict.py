@@ -58,9 +58,9 @@ def first_bad_tensor(session: Session, batch: Batch) -> str:
     """Return a clause that names the first weight, or else the first gradient, that is not finite."""
     for kind, values in (("weight", session.download), ("gradient", session.gradients(batch).__getitem__)):
         for tensor in session.plan.tensors if kind == "weight" else session.plan.trainable:
-            bad = int((~np.isfinite(values(tensor.name))).sum())
-            if bad:
-                return f"the first {kind} that is not finite is {tensor.name} ({bad} of {tensor.size} numbers)"
+            count = int((~np.isfinite(values(tensor.name))).sum())
+            if count:
+                return f"the first {kind} that is not finite is {tensor.name} ({count} of {tensor.size} numbers)"
     return "all weights and gradients are finite, so the loss or the norm itself overflowed"
 
 

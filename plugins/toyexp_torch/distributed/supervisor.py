@@ -277,16 +277,16 @@ def start_local_ranks(count: int) -> Supervisor:
     ranks: list[Rank] = []
     try:
         for number in range(1, count):
-            ours, theirs = socket.socketpair()
+            parent_end, child_end = socket.socketpair()
             errors = tempfile.TemporaryFile()  # noqa: SIM115 - closed with the supervisor
-            arguments = json.dumps({"path": sys.path, "file": theirs.fileno()})
-            with theirs:
+            arguments = json.dumps({"path": sys.path, "file": child_end.fileno()})
+            with child_end:
                 process = subprocess.Popen(
                     [sys.executable, "-c", SERVE, arguments],
-                    stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=errors, pass_fds=[theirs.fileno()],
+                    stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=errors, pass_fds=[child_end.fileno()],
                     start_new_session=True,  # a terminal's signals must reach rank 0 only
                 )  # fmt: skip
-            ranks.append(Rank(number, Link(ours), process.pid, platform.node(), process, errors))
+            ranks.append(Rank(number, Link(parent_end), process.pid, platform.node(), process, errors))
     except BaseException:
         for rank in ranks:
             rank.kill()

@@ -133,9 +133,9 @@ def _q8_0(b, g, i):
 
 @triton.jit
 def _q2_k(b, g, i):
-    both = _byte(b + g)
+    packed_scales = _byte(b + g)
     codes = _pairs(b + 16, g, i)
-    return _scale(codes, 0, _half(b + 80) * (both & 15)) - (_half(b + 82) * (both >> 4))[:, None]
+    return _scale(codes, 0, _half(b + 80) * (packed_scales & 15)) - (_half(b + 82) * (packed_scales >> 4))[:, None]
 
 
 @triton.jit

@@ -56,16 +56,16 @@ def try_step(plan: Plan, dtype: torch.dtype) -> tuple[str, int]:
 
 
 def _run_step(plan: Plan, dtype: torch.dtype, frozen: Frozen) -> None:
-    places, length = flat_layout(plan)
+    slices, length = flat_layout(plan)
     flat, grad = (torch.zeros((RUNS, length), dtype=dtype, device="meta") for _ in range(2))
     micro = {
         name: torch.zeros((RUNS, plan.rows, *spec.shape), dtype=getattr(torch, spec.dtype), device="meta")
         for name, spec in plan.inputs.items()
     }
     micro = {name: x.to(dtype) if x.is_floating_point() else x for name, x in micro.items()}
-    update = StackedUpdate(plan, flat, grad, places)
+    update = StackedUpdate(plan, flat, grad, slices)
     numbers = [torch.zeros((RUNS, size), device="meta") for size in update.sizes()]
-    StackedStep([plan] * RUNS, range(RUNS), flat, grad, places, update, frozen)([micro] * plan.accumulate, numbers)
+    StackedStep([plan] * RUNS, range(RUNS), flat, grad, slices, update, frozen)([micro] * plan.accumulate, numbers)
 
 
 def _make_frozen(plan: Plan, dtype: torch.dtype) -> Frozen:

@@ -155,8 +155,8 @@ class Cluster(Launcher):
                     given_up = f", resubmitted {pluralise(self.retries, 'time')}" if self.retries else ""
                     yield job, JobExit(128 + signal.SIGKILL, f"{self.name}: {result.why}{given_up}")
                     continue
-                again = f"resubmitted, {tries[job.number]} of {self.retries} times"
-                watch.say(f"[{job.number}] lost ({result.why}): {again}")
+                note = f"resubmitted, {tries[job.number]} of {self.retries} times"
+                watch.say(f"[{job.number}] lost ({result.why}): {note}")
                 job.attempts += 1
                 lost.append(job)
 

@@ -56,13 +56,13 @@ class ForkServer:
         """
         self._stopped, self._lock = stopped, threading.Lock()
         self._ready: bool | None = None
-        self._control, theirs = Pipe()
-        with theirs:
+        self._control, server_end = Pipe()
+        with server_end:
             try:
                 self._process = subprocess.Popen(
-                    [sys.executable, "-m", "toyexp"], env={**environment, FORK_SERVER_FILE: str(theirs.fileno())},
+                    [sys.executable, "-m", "toyexp"], env={**environment, FORK_SERVER_FILE: str(server_end.fileno())},
                     stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
-                    pass_fds=[theirs.fileno()], process_group=0,
+                    pass_fds=[server_end.fileno()], process_group=0,
                 )  # fmt: skip
             except BaseException:
                 self._control.close()

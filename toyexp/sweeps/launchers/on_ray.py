@@ -119,8 +119,8 @@ class OnRay(Cluster):
         return sum(node.fits(self._cores, self._gpus) for node in _read_nodes())
 
     def make_work(self, spec: LaunchSpec) -> NodeJob:
-        ours = {k: v for k, v in os.environ.items() if k.startswith(FORWARDED_VARIABLES) and k != CORES_VARIABLE}
-        return NodeJob(replace(spec, cores=self._cores, environment={**ours, **spec.environment}))
+        forwarded = {k: v for k, v in os.environ.items() if k.startswith(FORWARDED_VARIABLES) and k != CORES_VARIABLE}
+        return NodeJob(replace(spec, cores=self._cores, environment={**forwarded, **spec.environment}))
 
     def submit(self, works: Sequence[NodeJob]) -> Sequence[tuple[str, Any]]:
         return [("", self._task.remote(work, str(Path.cwd()))) for work in works]
@@ -199,9 +199,9 @@ def _join(address: str | None, cores: int) -> None:
     logging.getLogger("ray").setLevel(logging.CRITICAL)
     ray._private.worker._worker_logs_enabled = False  # the sweep reports workers itself
     local_options: dict[str, Any] = {} if address else {"num_cpus": cores, "include_dashboard": False}
-    ours: dict[int, Any] = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+    handlers: dict[int, Any] = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
     try:
-        with handle_signals(ours):  # Ray would replace these handlers
+        with handle_signals(handlers):  # Ray would replace these handlers
             ray.init(address or "local", **local_options, log_to_driver=False, configure_logging=False)
     except (Exception, SystemExit) as error:
         if address == "auto" and isinstance(error, ConnectionError):

@@ -75,10 +75,10 @@ class Member:
 
     def stack_conflict(self, other: Member) -> str:
         """Return why this job and another cannot train in one program, or "" if they can."""
-        ours, theirs = self.prepared, other.prepared
-        if ours.config.engine != theirs.config.engine:
+        first, second = self.prepared, other.prepared
+        if first.config.engine != second.config.engine:
             return "their engines differ"
-        return program_difference([ours.plan, theirs.plan])
+        return program_difference([first.plan, second.plan])
 
 
 def train_stack(request: Request) -> int:

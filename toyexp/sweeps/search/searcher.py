@@ -146,9 +146,9 @@ class Search(JobSource):
 
     def _next_repeat(self, decided: bool) -> Job | None:
         for trial, jobs in self._group_by_trial().items():
-            bad = any(map(_is_bad, jobs)) or (decided and jobs[0].status != Status.COMPLETED)
+            has_bad_job = any(map(_is_bad, jobs)) or (decided and jobs[0].status != Status.COMPLETED)
             stuck = jobs[0].status == Status.KILLED or jobs[0].is_machine_error
-            if len(jobs) < self._settings.repeats and not bad and not stuck:
+            if len(jobs) < self._settings.repeats and not has_bad_job and not stuck:
                 return self._add(trial, [word for word in jobs[0].overrides if not word.startswith("seed=")], len(jobs))
         return None
 
@@ -230,10 +230,10 @@ class Search(JobSource):
     def progress(self) -> tuple[str, bool]:
         """Return a text such as "3 of 10 trials are done", and True if any trial is left to run."""
         finished_trials = [jobs for jobs in self._group_by_trial().values() if self._is_finished_trial(jobs)]
-        bad = sum(any(map(_is_bad, jobs)) for jobs in finished_trials)
-        without = f", {bad} of them without a score" if bad else ""
+        count = sum(any(map(_is_bad, jobs)) for jobs in finished_trials)
+        note = f", {count} of them without a score" if count else ""
         has_trials_left = len(finished_trials) < self._points or any(job.status in UNFINISHED for job in self.jobs)
-        return f"{len(finished_trials)} of {self._points} trials are done{without}", has_trials_left
+        return f"{len(finished_trials)} of {self._points} trials are done{note}", has_trials_left
 
     def _is_finished_trial(self, jobs: Sequence[Job]) -> bool:
         is_complete = len(jobs) == self._settings.repeats and all(job.status == Status.COMPLETED for job in jobs)

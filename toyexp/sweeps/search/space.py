@@ -79,8 +79,8 @@ def parse_space(search: str, parsed: Sequence[Override], types: Types = lambda k
     intervals = [key for key in keys if key.is_interval]
     for key in intervals:
         name, _, value = key.line.partition("=")
-        if not key.is_whole and (takes := types(key.key)) and not takes & {float, Any}:
-            accepted = f"whole numbers: {name}=int({value})" if int in takes else "no numbers"
+        if not key.is_whole and (accepted_types := types(key.key)) and not accepted_types & {float, Any}:
+            accepted = f"whole numbers: {name}=int({value})" if int in accepted_types else "no numbers"
             raise UserError(f"{key.line}: {key.key} takes {accepted}")
     if search == "grid" and intervals:
         raise UserError(
@@ -101,8 +101,8 @@ def _key(override: Override) -> Key:
     value: Any = override.value()
     tags: set[str] = getattr(value, "tags", set())  # a glob has no tags
     is_interval, log = override.is_interval_sweep(), "log" in tags
-    if wrong := sorted(tags - {"log"} if is_interval else tags):
-        raise UserError(f"{line}: tag {wrong[0]} is unknown; an interval takes log: tag(log, interval(1e-4, 1e-1))")
+    if unknown := sorted(tags - {"log"} if is_interval else tags):
+        raise UserError(f"{line}: tag {unknown[0]} is unknown; an interval takes log: tag(log, interval(1e-4, 1e-1))")
     if is_interval:
         low, high = value.start, value.end
         if not (math.isfinite(low) and math.isfinite(high) and low < high):

@@ -94,7 +94,7 @@ def register_optimisers(register):
     [
         ("optim.pace=0", "optim.pace=0.0: must be above 0"),
         ("optim.grad_clip=-1", "optim.grad_clip=-1.0: must be at least 0"),
-        ("optim.groups={blk.*: {lr: '0.1'}}", "lr='0.1': must be a finite number from 0; it is a string"),
+        ("optim.groups={blk.*: {lr: '0.1'}}", "lr='0.1': must be a finite number >= 0; it is a string"),
         ("optim.groups={blk.*: {lr: 1e300}}", "lr=1e+300: must be within float32's range"),
         ("optim.groups={blk.*: {lr: 0.1, frozen: true}}", "lr=0.1: has no effect with frozen=true; remove one"),
         ("optim.groups={blk.*: 3}", "optim.groups: blk.*: expected settings in braces"),
@@ -162,6 +162,7 @@ KEYS = [
 
 VALUES = [
     ("steps=abc", "steps=abc: must be a whole number"),
+    ("steps==3", "'steps==3': write one = sign: steps=3"),
     ("steps=1.5", "steps=1.5: must be a whole number"),
     ("steps=null", "steps=null: cannot be null"),
     ("steps=[1]", "steps=[1]: must be a whole number"),
@@ -177,7 +178,7 @@ VALUES = [
     ("name=${name}", "name", "refers to itself"),
     ("steps=0", "steps=0", "from 1"),
     ("steps=-1", "steps=-1", "from 1"),
-    ("steps=99999999999999999999", "must be a whole number from 1 to 9223372036854775807"),
+    ("steps=99999999999999999999", "must be a whole number from 1 to 2^63 - 1"),
     ("lr=-1", "lr=-1.0", ">= 0"),
     ("lr=nan", "lr=nan: must be a finite number"),
     ("lr=inf", "lr=inf: must be a finite number"),
@@ -239,7 +240,7 @@ BOUNDS = [
     ("steps=1e9", "steps=1e9: must be a whole number", "steps=1000000000"),
     ("batch_size=1e12", "batch_size=1e12: must be a whole number", "batch_size=1000000000000"),
     ("batch_size=1000000000000", "1000000000000 rows"),
-    ("seed=99999999999999999999", "from 0 to 9223372036854775807"),
+    ("seed=99999999999999999999", "from 0 to 2^63 - 1"),
     ("lr=1e300", "lr=1e+300", "3.4e+38"),
     ("optim.eps=1e-60", "optim.eps=1e-60", "1.18e-38"),
     ("optim.weight_decay=1e39", "optim.weight_decay=1e+39", "3.4e+38"),
@@ -362,7 +363,7 @@ def test_a_wrong_setting_is_one_plain_error(run_rejected, line, words):
 @pytest.mark.parametrize("text", ["def ", " def"])
 def test_a_text_with_significant_blanks_is_rejected_with_the_quoted_form(text, run_rejected):
     setting = f"callbacks.sample.prompt={text}"
-    told = (setting, "spaces at the ends are lost", f"\"callbacks.sample.prompt='{text}'\"")
+    told = (setting, "spaces at the ends are dropped", f"\"callbacks.sample.prompt='{text}'\"")
     run_rejected([*SMALL, "callbacks=[default,sample]", setting], *told)
 
 
@@ -371,7 +372,7 @@ def test_a_text_with_significant_blanks_is_rejected_with_the_quoted_form(text, r
 )
 def test_swept_texts_with_significant_blanks_are_rejected_with_the_quoted_form(values, kept, run_rejected):
     usual, key = ["-m", *SMALL, "callbacks=[default,sample]", "eval_every=0"], "callbacks.sample.prompt"
-    run_rejected([*usual, f"{key}={values}"], f"{key}={values}", "are lost", f'"{key}={kept}"')
+    run_rejected([*usual, f"{key}={values}"], f"{key}={values}", "are dropped", f'"{key}={kept}"')
     check_blanks(parse([f"{key}={kept}"])[0], Keys.from_registry(load()))  # blanks after a comma are allowed
 
 
@@ -525,7 +526,7 @@ def test_a_pattern_with_brackets_is_rejected_with_the_valid_form(run_rejected, n
         ("hydra.verbose=true", ["unknown key hydra.verbose", "hydra.run.dir"]),
         ("hydra/job_logging=stdout", ["unknown key hydra/job_logging"]),
         ("-m seed=1,2 sweep.submitit.gpus=1", ["sweep.submitit.gpus=1: only has an effect"]),
-        ("--config-path", ["--config-path needs a value"]),
+        ("--config-path", ["--config-path needs a value, such as --config-path my_directory"]),
         ("--config-path nowhere", ["--config-path nowhere: not found"]),
         ("--config-dir nowhere", ["--config-dir nowhere: not found"]),
         ("--config-name confg", ["did you mean config?"]),
@@ -623,7 +624,7 @@ def test_parity_on_an_unavailable_engine_says_why(run_rejected):
 @pytest.mark.parametrize(
     ("line", "words"),
     [
-        ("hydra.run.dir=''", ["hydra.run.dir=: needs a directory"]),
+        ("hydra.run.dir=''", ["hydra.run.dir=: is empty; it must be a directory"]),
         ("hydra.run.dir=${nope}", ["hydra.run.dir", "${nope}, which does not exist"]),
         ("hydra.run.dir=/dev/null/x", ["/dev/null/x", "cannot be written", "hydra.run.dir=..."]),
         ("engine=ggml batch_size=200000", ["12800000 positions times 257 classes", "2^31 - 1", "batch_size"]),
@@ -831,7 +832,7 @@ def test_a_config_file_with_wrong_types_is_rejected(run_rejected, tmp_path):
     config_file(tmp_path / "theirs", "steps: abc\n")
     path = tmp_path / "theirs" / "config.yaml"
     path.write_text(path.read_text().replace("[{model", "[schema, {model"))
-    run_rejected(["--config-path", "theirs", "data.tokenizer=byte"], "steps: must be a whole number")
+    run_rejected(["--config-path", "theirs", "data.tokenizer=byte"], "steps=abc: must be a whole number")
     path.write_text(path.read_text().replace("steps: abc", "step: 1"))
     run_rejected(["--config-path", "theirs", "data.tokenizer=byte"], "unknown key step;", "did you mean steps?")
 
@@ -1027,7 +1028,7 @@ def test_a_checkpoint_with_unknown_content_is_rejected(run_of_two_steps, run_rej
         manifest["files"][STATE] = {"bytes": len(raw), "sha256": hashlib.sha256(raw).hexdigest()}
         (folder / STATE).write_bytes(raw)
         (folder / MANIFEST).write_text(json.dumps(manifest))
-        words = [f"{folder}/{STATE}", told] if told else [f"{folder}: {STATE} is incomplete"]
+        words = [f"{folder}/{STATE}", told] if told else [f"{folder}: {STATE} is damaged: it lacks some keys"]
         run_rejected([*run_of_two_steps, "resume=outputs/tale/1", "steps=4"], *words)
 
 

@@ -89,7 +89,7 @@ def test_epochs_of_endless_data_are_rejected(capsys, monkeypatch):
     endless = property(lambda batches: None, lambda batches, rows: None)
     monkeypatch.setattr("toyexp.batching.tokens.TokenBatches.rows_per_epoch", endless, raising=False)
     assert main([*SMALL, "epochs=2", "hydra.run.dir=endless"]) == 2 and not Path("endless").exists()
-    error = "epochs=2: data=random does not know the length of an epoch; set steps=... instead"
+    error = "epochs=2: data=random has no epochs of a fixed length; set steps=... instead"
     assert error in capsys.readouterr().err
     assert main([*SMALL, "steps=1", "hydra.run.dir=endless"]) == 0
 

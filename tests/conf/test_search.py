@@ -261,7 +261,7 @@ def test_a_search_completes_when_its_summary_cannot_be_written(capsys, monkeypat
 
     monkeypatch.setattr("toyexp.sweeps.search.searcher.write_atomically", full)
     assert main(["-m", *NOOP, LOG, "sweep.search=random", "sweep.trials=1", HERE, "hydra.sweep.dir=s"]) == 0
-    assert "search.json: not written (No space left on device)" in capsys.readouterr().out
+    assert "search.json cannot be written (No space left on device)" in capsys.readouterr().out
     assert [trial.state.name for trial in trials()] == ["COMPLETE"]
 
 
@@ -352,9 +352,9 @@ def test_a_malformed_search_state_is_rejected(capsys):
     original = Path("s/sweep.json").read_text()
     state = json.loads(original)
     for part, message in (
-        ({"jobs": [{**state["jobs"][0], "trial": -1}]}, "is damaged: its jobs have the trials [-1]"),
-        ({"jobs": [{**state["jobs"][0], "trial": 5}]}, "is damaged: its jobs have the trials [5]"),
-        ({"jobs": [{**state["jobs"][0], "trial": None}]}, "is damaged: its jobs have the trials [None]"),
+        ({"jobs": [{**state["jobs"][0], "trial": -1}]}, "is damaged: the trials of its jobs are [-1]"),
+        ({"jobs": [{**state["jobs"][0], "trial": 5}]}, "is damaged: the trials of its jobs are [5]"),
+        ({"jobs": [{**state["jobs"][0], "trial": None}]}, "is damaged: the trials of its jobs are [None]"),
         ({"space": ["plugins=[a],[b]"]}, "plugins cannot vary"),
         ({"jobs": [{**state["jobs"][0], "overrides": ["+plugins=[a]"]}]}, "is damaged: job 0 sets plugins"),
         ({"space": 3}, "is damaged: space is 3"),
@@ -376,7 +376,7 @@ def test_a_malformed_search_state_is_rejected(capsys):
         ([LOG, "sweep.search=tep", "sweep.trials=3"], ["sweep.search=tep", "did you mean tpe?"]),
         ([LOG, "sweep.search=grid"], ["interval(1e-4, 1e-1)): an interval has infinitely many", "sweep.search=grid"]),
         ([LOG, "sweep.search=cmaes", "sweep.trials=3"], ["takes two keys or more"]),
-        ([LOG, "seed=1,2", "sweep.search=cmaes", "sweep.trials=3"], ["seed=1,2", "takes numeric intervals and ranges"]),
+        ([LOG, "seed=1,2", "sweep.search=cmaes", "sweep.trials=3"], ["seed=1,2", "takes only numeric ranges"]),
         (["lr=interval(0.2,0.1)", "sweep.search=tpe", "sweep.trials=3"], ["the lower one first"]),
         (
             ["lr=tag(log,interval(0,1))", "sweep.search=tpe", "sweep.trials=3"],
@@ -409,7 +409,10 @@ def test_a_malformed_search_state_is_rejected(capsys):
             ["eval_every=2,4", "sweep.search=grid", "sweep.prune=asha"],
             ["eval_every=2,4: ", "compares runs at the same steps"],
         ),
-        (["steps=1,2", "sweep.search=grid", "sweep.prune=asha"], ["before the last step: eval_every=2, steps=2"]),
+        (
+            ["steps=1,2", "sweep.search=grid", "sweep.prune=asha"],
+            ["before the last step; set eval_every=2 below 2"],
+        ),
         (["lr=glob(*)", "sweep.search=tpe", "sweep.trials=3"], ["globs are not supported"]),
         (["lr=interval(0.1)", "sweep.search=tpe", "sweep.trials=3"], ["interval(0.1, 0.5)", "tag(log, interval("]),
         (["lr=suggest_float(1,2)", "sweep.search=tpe", "sweep.trials=3"], ["interval(0.1, 0.5)", "tag(log, interval("]),
@@ -419,7 +422,10 @@ def test_a_malformed_search_state_is_rejected(capsys):
         (["seed=1,2", "sweep.search=grid", "direction=minimize"], ["did you mean sweep.metric=", "loss and ppl"]),
         (["seed=1,2", "sweep.search=grid", "sweep.direction=minimize"], ["did you mean sweep.metric=", "loss and ppl"]),
         (["seed=1,2", "hydra/sweeper=optuna"], ["sweep.search=tpe sweep.trials=20"]),
-        (["seed=1,2", "sweep.search=grid", "sweep.prune=asha", "eval_every=8"], ["no evaluation before the last step"]),
+        (
+            ["seed=1,2", "sweep.search=grid", "sweep.prune=asha", "eval_every=8"],
+            ["needs an evaluation before the last step"],
+        ),
         (
             [LOG, "sweep.search=tpe", "sweep.trials=2000000000"],
             ["sweep.trials=2000000000: must be at least 1 and at most 100000"],

@@ -42,7 +42,7 @@ def test_a_started_trial_without_a_result_is_sampled_again(tmp_path, search):
     assert [later.ask(1), later.ask(1)] == [chosen[1]] * 2
     assert len(trials(study)) == 2 and trials(study)[0].value == 1.0
     assert later.ask(2)[0] not in {words[0] for words in chosen}  # the sampler continues and does not restart
-    with pytest.raises(UserError, match=r"study\.log: holds 3 trials, but the sweep has started 4"):
+    with pytest.raises(UserError, match=r"study\.log: is damaged: holds 3 of the 4 trials"):
         later.require_trials(4)
 
 

@@ -210,8 +210,11 @@ class Scaling(Callback):
 @pytest.mark.parametrize(
     ("by", "message"),
     [
-        ({"momentun": 0.5}, "momentun at step 3: this optimiser has no such number; did you mean momentum?"),
-        ({"lr": 2.0}, "lr at step 3: this optimiser has no such number; use the hook `lr`"),
+        (
+            {"momentun": 0.5},
+            "momentun at step 3: this optimiser has no setting of that name; did you mean momentum?",
+        ),
+        ({"lr": 2.0}, "lr at step 3: this optimiser has no setting of that name; use the hook `lr`"),
         ({"momentum": -1.0}, "momentum at step 3 is -1.0; it must be a finite number >= 0"),
         ({"momentum": 1.2}, "momentum at step 3 is 1.2: optim.momentum=1.08: must be at least 0 and below 1"),
         ({"beta1": 3.0}, "beta1 at step 3 is 3: optim.beta1=2.7"),

@@ -60,7 +60,7 @@ def test_invalid_evals_in_a_checkpoint_are_rejected(checkpoint_path, evals):
     state = {"outcome": asdict(Outcome(steps=7)), "scores": {}}
     valid = replace(read_checkpoint(checkpoint_path), state={**state, "evals": {"2": {"loss": 1.0, "accuracy": None}}})
     assert _outcome(valid).steps == _outcome(replace(valid, state=state)).steps == 7
-    with pytest.raises(UserError, match="evals are invalid"):
+    with pytest.raises(UserError, match="invalid evals"):
         _outcome(replace(valid, state={**state, "evals": evals}))
 
 
@@ -277,7 +277,7 @@ def test_weights_that_are_not_finite_are_never_written(tmp_path):
     keeper.wait()
     assert [s.step for s in keeper.pop_written_checkpoints()] == [10] and sorted(list_checkpoints(tmp_path)) == [10]
     assert keeper.trouble == (
-        "checkpoint of step 20: not written (w is not finite; the previous checkpoint stays the newest)"
+        "checkpoint of step 20: not written (weight w has NaN or infinity; the previous checkpoint stays the newest)"
     )
     # An overflowed moment only slows its weight down: such a run can be resumed.
     keeper.save(30, constant_snapshot({**ARRAY, "w@m": np.array([np.inf])}), {})

@@ -372,7 +372,7 @@ def test_a_chat_uses_the_chat_template_of_the_file(run_generate):
         ("text.gguf --ids 1 --chat", "has no effect with --ids; use --prompt"),
         ("text.gguf --prompt x --chat", "has no chat template"),
         ("silent.gguf --prompt x --chat", "the chat template renders an empty prompt"),
-        ("text.gguf --prompt " + 31 * "x", "the prompt has 31 tokens, but the model's context is 30"),
+        ("text.gguf --prompt " + 31 * "x", "the prompt has 31 tokens; use at most 30, the model's context"),
         ("text.gguf --prompt x --engine ggm", "--engine ggm: did you mean ggml?"),
         ("text.gguf --prompt x --engine llamacpp", "did you mean llama.cpp?"),
         ("text.gguf --prompt x --engine cpu:threads", "such as cpu:threads=1"),

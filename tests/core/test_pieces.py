@@ -114,9 +114,9 @@ def test_a_text_that_cannot_be_cut_is_one_piece_with_a_note(monkeypatch, capsys)
     monkeypatch.setattr(pieces, "LARGE", 1 << 12)
     text, superbpe = "no number in it. " * 3000, PRE_TOKENIZERS["superbpe"]
     assert [part.text for part in split_text(in_chunks(text, 0), superbpe.cuts, size=1 << 10)] == [text]
-    assert capsys.readouterr().err.count("cannot cut the text") == 1
+    assert capsys.readouterr().err.count("cannot split the text") == 1
     monkeypatch.setattr(pieces, "available_bytes", lambda: 10_000)
-    with pytest.raises(UserError, match=r"GB are free: choose another data\.tokenizer"):
+    with pytest.raises(UserError, match=r"are free; choose another data\.tokenizer"):
         list(split_text(in_chunks(text, 0), superbpe.cuts, size=1 << 10))
 
 

@@ -167,7 +167,7 @@ def test_a_sweep_writes_its_report_by_default(tmp_path, monkeypatch, capsys):
     assert [point["counted"] for point in data["points"]] == [2, 2] and data["keys"] == ["lr"]
     (tmp_path / "s/report.html").write_text("mine")
     assert main(["sweep.resume=s"]) == 0
-    assert "is not a report of toyexp" in capsys.readouterr().out and (tmp_path / "s/report.html").read_text() == "mine"
+    assert "was not written by toyexp" in capsys.readouterr().out and (tmp_path / "s/report.html").read_text() == "mine"
     assert main(["-m", *SMALL, "seed=0,1", "hydra.sweep.dir=none", "sweep.report=false"]) == 0
     assert "report" not in capsys.readouterr().out and not (tmp_path / "none/report.html").exists()
 
@@ -177,7 +177,7 @@ def test_a_sweep_without_the_plotting_package_says_what_to_install(tmp_path, mon
     pack_library.cache_clear()
     monkeypatch.setitem(sys.modules, "plotly", None)
     SweepReport()(tmp_path / "s", True)
-    assert "pip install 'toyexp[report]'; or switch it off: sweep.report=false" in capsys.readouterr().out
+    assert "pip install 'toyexp[report]' (to write no report: sweep.report=false)" in capsys.readouterr().out
 
 
 def test_a_report_is_refreshed_within_a_time_budget_and_reads_only_new_events(tmp_path, monkeypatch, capsys):

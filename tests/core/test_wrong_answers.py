@@ -305,7 +305,7 @@ def run_error_line(capsys, *words):
     ("words", "message"),
     [
         (["data.at=open"], ["open() returned None", "Dataset"]),
-        (["data.vocab=0"], ["vocab is 0", "from 1"]),
+        (["data.vocab=0"], ["vocab is 0", ">= 1"]),
         (["data.vocab=-3"], ["vocab is -3"]),
     ],
 )
@@ -394,7 +394,7 @@ def test_eval_names_the_data_too(capsys):
         ("number", ["ops.scale"]),
         ("lost", ["no tensor for slot m"]),
         ("more", ["slot q"]),
-        ("counts", ["its slots of", "at the second call", "resumed"]),
+        ("counts", ["its slots(", "at the second call", "resumed"]),
         ("alone", ["two things"]),
         ("backwards", ["[1]", "cannot broadcast"]),
         ("unknown", ["has no attribute 'exp' (odd_plugin.py, line "]),
@@ -448,8 +448,8 @@ def test_a_format_that_writes_no_file_is_named_and_replaces_nothing(form, at, me
         ("model", "x.odd: format.odd read [<class"),
         ("shape", "x.odd: format.odd read shape [3, 3] for token_embd.weight, expected [8, 8]"),
         ("list", "x.odd: format.odd read [1.0] for token_embd.weight, expected an array [8, 8]"),
-        ("less", "x.odd: format.odd read no tensor output_norm.weight, which its model.llama has"),
-        ("more", "x.odd: format.odd read a tensor nope, which its model.llama has not"),
+        ("less", "x.odd: format.odd read no tensor output_norm.weight, which model.llama has"),
+        ("more", "x.odd: format.odd read a tensor nope, which model.llama does not have"),
     ],
 )
 def test_a_format_that_reads_a_wrong_model_is_named_and_nothing_is_written(text, message, capsys):
@@ -503,5 +503,8 @@ def test_an_invalid_snapshot_is_attributed_to_the_engine(at, message, capsys):
 
 def test_a_schedule_with_its_own_check_plan_still_checks_its_scaled_number(capsys):
     line = run_error_line(capsys, "callbacks=[odd_schedule]", "callbacks.odd_schedule.scales=nope")
-    assert line.startswith("callbacks.odd_schedule.scales=nope: this optimiser has no such setting") and "lr" in line
+    assert (
+        line.startswith("callbacks.odd_schedule.scales=nope: this optimiser has no setting of that name")
+        and "lr" in line
+    )
     assert not Path("run").exists()

@@ -181,8 +181,8 @@ def test_the_error_says_why_the_plan_of_a_checkpoint_cannot_be_rebuilt(capsys):
     Path("book.txt").unlink()
     assert main(["eval", "run/checkpoints/step-1"]) == 2
     error = capsys.readouterr().err
-    assert "run/checkpoints/step-1: cannot rebuild the run's plan: " in error
-    assert "cd to where its files are now; or name a GGUF file of that run" in error
+    assert "run/checkpoints/step-1: needs the run's data and files: " in error
+    assert "cd to where its files are now; or use a GGUF file of the run" in error
     Path("run/model.gguf").unlink()
     assert main(["eval", "run"]) == 2
     assert "using its newest checkpoint, run/checkpoints/step-1" in capsys.readouterr().err

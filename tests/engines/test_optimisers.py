@@ -487,12 +487,12 @@ def test_a_schedule_can_scale_weight_decay(tmp_path, monkeypatch, capsys):
 @pytest.mark.parametrize(
     ("words", "message_parts"),
     [
-        (["callbacks.linear.scales=momentum"], ["momentum", "no such setting to scale"]),
+        (["callbacks.linear.scales=momentum"], ["momentum", "this optimiser has no setting of that name"]),
         (
             ["callbacks.linear.scales=beta2", "callbacks.linear.floor=0"],
             [
                 "callbacks.linear.scales=beta2: invalid factor 0 (warmup=0, floor=0.0): ",
-                "optim.beta2=0: from_scratch multiplies a moment by it; choose: optim.mode=lora",
+                "optim.beta2=0: from_scratch multiplies a moment by it; set optim.mode=lora",
             ],
         ),
         (
@@ -548,7 +548,7 @@ def register_optimisers(register):
     [
         ("slots", 1, ["optim.raises failed", "KeyError: 'boom'"]),
         ("list", 2, ["optim.raises: ", "names to shapes"]),
-        ("nan", 2, ["optim.raises: ", "names to finite numbers"]),
+        ("nan", 2, ["optim.raises: ", "expected finite numbers by name"]),
         ("late", 1, ["optim.raises failed at step 3", "KeyError: 'boom'"]),
     ],
 )
@@ -577,4 +577,4 @@ def test_a_schedule_of_a_number_that_the_formula_does_not_read_is_rejected(tmp_p
         ["optim=adafactor", "callbacks.linear.scales=clip"],
     ):
         assert main([*WORDS, "engine=ggml", "steps=2", "callbacks=[linear]", *words]) == 2
-        assert "this optimiser has no such setting" in capsys.readouterr().err
+        assert "this optimiser has no setting of that name" in capsys.readouterr().err

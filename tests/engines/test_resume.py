@@ -95,7 +95,7 @@ def test_resuming_another_experiment_is_rejected_with_the_keys_that_differ(capsy
         capsys.readouterr()
         assert main(["resume=run", "steps=4", *change.split()]) == 2
         (line,) = capsys.readouterr().err.splitlines()
-        assert line.startswith("toyexp: error: resume=run: that run is another experiment: ")
+        assert line.startswith("toyexp: error: resume=run: the run has other settings or data: ")
         assert message in line
         assert {path: path.read_bytes() for path in Path("run").rglob("*") if path.is_file()} == before, change
 

@@ -180,7 +180,7 @@ def test_data_without_a_digest_of_its_bytes_cannot_be_moved(capsys, monkeypatch)
     assert main([*QUICK, *NANO, "hydra.run.dir=run"]) == 0
     Path("book.txt").rename("moved.txt")
     error = run_cli(capsys, "resume=run", "steps=3", "data.path=moved.txt", code=2)
-    assert "another experiment: data.path was book.txt and is moved.txt" in error
+    assert "other settings or data: data.path was book.txt and is moved.txt" in error
 
 
 @pytest.mark.parametrize("cause", ["not found", "matches no file"])

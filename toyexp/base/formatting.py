@@ -65,8 +65,9 @@ def pluralise(n: int, noun: str = "thread") -> str:
 
 
 def format_bytes(n: int) -> str:
-    """Format a size in bytes: 948 kB, 145 MB, 4.92 GB."""
-    size, unit = next(((s, u) for s, u in ((1e9, "GB"), (1e6, "MB")) if n >= 0.9995 * s), (1e3, "kB"))
+    """Format a size in bytes: 948 kB, 145 MB, 4.92 GB, 6.4 PB."""
+    units = ((1e15, "PB"), (1e12, "TB"), (1e9, "GB"), (1e6, "MB"))
+    size, unit = next(((s, u) for s, u in units if n >= 0.9995 * s), (1e3, "kB"))
     return f"{n / size:.3g} {unit}"
 
 

@@ -78,8 +78,9 @@ class TokenDataset(Dataset):
         """
         for part, ids in (("training", self.train), ("held-out", self.held_out)):
             if len(ids) <= context and (len(ids) or part == "held-out"):  # an evaluation may hold out all
+                what = f"model.context={context} is longer than the {part} part of the data"
                 size = f"{len(ids)} tokens; a window needs {context + 1}"
-                raise UserError(f"model.context={context} is longer than the {part} part of the data ({size})")
+                raise UserError(f"{what} ({size}); reduce it, or use more data")
         return TokenBatches(self.train, self.held_out, context, rows, seed, self._eval_batches)
 
 

@@ -123,7 +123,8 @@ def number(low: float, high: float = math.inf, integer: bool = False) -> Callabl
         except ValueError:
             value = math.nan
         if not (math.isfinite(value) and low <= value <= high):
-            limits = f"from {low} to {high}" if integer else f"from {low:g} to {high:g}"
+            most = f"2^{int(high).bit_length()} - 1" if integer and high > 10**6 else high
+            limits = f"from {low} to {most}" if integer else f"from {low:g} to {high:g}"
             raise argparse.ArgumentTypeError(f"must be a {'whole ' if integer else ''}number {limits}")
         return value
 
@@ -202,7 +203,7 @@ BUILT_IN = (
         JSON, module="files"),
     _command("runs", "List runs with their settings, state and loss.", "directory",
         _value("--sort", "loss", "sort by a column or setting, ascending; descending with a minus: --sort -loss"),
-        _number("--last", "20", "show only the last n runs", 1 << 40),
+        _number("--last", "20", "show only the last n runs", (1 << 40) - 1),
         _switch("--csv", "print every column as CSV"), _switch("--json", "print the runs with all metrics as JSON")),
     _command("compare", "Compare runs and sweeps: their settings and results.", "directory",
         _value("--metric", "accuracy", "held-out metric to rank by (default: loss, or the sweep.metric of a search)"),

@@ -116,7 +116,7 @@ class Composition:
         except OmegaConfBaseException as error:
             raise rephrase(key, error) from None
         if not text.strip():
-            raise UserError(f"{key}=: needs a directory")
+            raise UserError(f"{key}=: is empty; it must be a directory, such as {key}=outputs/mine")
         require_visible(key, text)
         return (below / text).absolute()
 

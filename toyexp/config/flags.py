@@ -34,6 +34,7 @@ FLAGS: dict[str, tuple[str, ...] | None] = {
     "--config-dir": (),
     "--hydra-help": None,
 }
+EXAMPLES = {"--config-path": "my_directory", "--config-name": "config", "--config-dir": "my_directory"}
 PRINTING_FLAGS = {"--cfg", "--info", "--hydra-help"}  # flags that only print
 # Overrides known from Hydra, and the settings of toyexp that do the same.
 HYDRA_CHOICES = {
@@ -66,7 +67,7 @@ def parser() -> Parser:
         if choices is None:
             parser.add_argument(flag, action="store_true", default=argparse.SUPPRESS)
         else:
-            parser.add_argument(flag, choices=choices or None)
+            parser.add_argument(flag, choices=choices or None, metavar=EXAMPLES.get(flag))
     return parser
 
 

@@ -63,7 +63,7 @@ def check_blanks(override: Override, keys: Keys) -> None:
     values = LIST_ITEM.findall(line.partition("=")[2])
     quoted = [v if _keeps_blanks(v if i == 0 else v.lstrip()) else f"'{v}'" for i, v in enumerate(values)]
     if quoted != values:
-        raise UserError(f'{line!r}: spaces at the ends are lost; to keep them, quote: "{key}={",".join(quoted)}"')
+        raise UserError(f'{line!r}: spaces at the ends are dropped; to keep them, quote: "{key}={",".join(quoted)}"')
 
 
 def _keeps_blanks(text: str) -> bool:
@@ -98,7 +98,7 @@ def _form_mistake(override: Override, types: Collection[Any], keys: Keys) -> str
         allowed = kind == "hydra" or (kind == "callbacks" and len(rest) == 1)
         return None if allowed else f"{line}: only callbacks can be removed, such as '~callbacks.progress'"
     if text.strip() and not _keeps_blanks(text) and isinstance(value, str) and str in types and key not in GROUPS:
-        return f"{line!r}: spaces at the ends are lost; to keep them, quote: \"{key}='{text}'\""
+        return f"{line!r}: spaces at the ends are dropped; to keep them, quote: \"{key}='{text}'\""
     if isinstance(value, int) and value not in (0, 1) and types == {bool}:
         return f"{line}: must be true or false"
     if isinstance(value, float) and not value and re.search("[1-9]", re.split("[eE]", text)[0]):
@@ -211,7 +211,7 @@ def unknown_key(key: str, cfg: DictConfig | None, registry: Registry, value: str
         homes += [name for name in (key.replace(".", "_"), last) if name in keys.key_names("")]
         if (best := nearest(kind, keys.key_names(""))) and (best in (*GROUPS, "sweep") or not rest):
             homes.append(".".join([best, *rest]))
-        hint = f"did you mean {homes[0]}?" if homes else f"the keys are: {', '.join(sorted(keys.key_names('')))}"
+        hint = _did_you_mean(homes[0], cfg, keys) if homes else f"the keys are: {', '.join(sorted(keys.key_names('')))}"
         return f"unknown key {key}; {hint}"
     if not rest:
         return f"{key}: not in the configuration file; put 'schema' first in its defaults list"
@@ -232,8 +232,18 @@ def unknown_key(key: str, cfg: DictConfig | None, registry: Registry, value: str
     # data.seed: data_seed; optim.lr: lr
     top_level_key = next((name for name in (f"{kind}_{last}", last) if name in keys.key_names("")), None)
     meant = translated or top_level_key or (best and f"{where}.{best}")
-    hint = f"did you mean {meant}?" if meant else f"{chosen} has {', '.join(sorted(valid)) or 'no settings'}"
+    hint = _did_you_mean(meant, cfg, keys) if meant else f"{chosen} has {', '.join(sorted(valid)) or 'no settings'}"
     return f"unknown key {key}; {hint}"
+
+
+def _did_you_mean(meant: str, cfg: DictConfig | None, keys: Keys) -> str:
+    """Return `did you mean KEY?`, and which choice of the part has that setting if the chosen one lacks it."""
+    where, _, last = meant.partition("=")[0].rpartition(".")
+    if cfg is None or where not in PARTS or last in keys.key_names(where):
+        return f"did you mean {meant}?"
+    owners = sorted(n for n, offer in keys.registry.offers[where].items() if last in Keys.field_names(offer.cls))
+    chosen = "".join(f"{where}={name}" for name in chosen_names(cfg, where))
+    return f"did you mean {meant}? {chosen} has no such setting; it belongs to {where}={' or '.join(owners)}"
 
 
 def _missing_callback(key: str) -> str:
@@ -270,7 +280,16 @@ def explain(error: Exception, typed: Sequence[Override], registry: Registry, sou
     explained = _explain_key(error, typed, registry, source) or wrong_value(error, key, [] if path else typed, registry)
     if path is None or str(explained).startswith(str(path)):
         return explained
-    return UserError(f"{file_line(path, key or '')}: {explained}")
+    with_value = str(explained).replace(f"{key}: ", f"{key}{_file_value(path, key or '')}: ", 1)
+    return UserError(f"{file_line(path, key or '')}: {with_value}")
+
+
+def _file_value(path: Path, key: str) -> str:
+    """Return `=value` for a key in a file, or "" for a mapping, null, or a key that the file does not set."""
+    node = load_yaml(path)
+    for part in key.split("."):  # the keys of a preset are relative
+        node = node.get(part, node) if isinstance(node, dict) else node
+    return "" if node is None or isinstance(node, dict) else f"={printable(format_value(node), 60)}"
 
 
 def _choice_hint(kind: str, value: Any) -> str:
@@ -347,8 +366,9 @@ _PLAIN_WORDS = {
     r"could not be converted to Boolean|is not a valid bool": "must be true or false",
     r"Cannot convert '\w+' to string": "must be a single text",
     r"is not Optional|Incompatible value 'None'": "cannot be null",
-    r"Cannot merge DictConfig with ListConfig": "must be a list: [a,b]",
+    r"Cannot merge DictConfig with ListConfig|is not a ListConfig": "must be a list: [a,b]",
     r"NoneType is not a subclass": "cannot be null",
+    r"is not a subclass of": "must be a mapping of settings",
     r"Key (\S+) \(\w+\) is incompatible": "keys must be text, got {0}",
     r"Interpolation key '(.+)' not found": "refers to ${{{0}}}, which does not exist",
     r"Unsupported interpolation type (\S+)": "refers to ${{{0}:...}}, an unknown resolver",

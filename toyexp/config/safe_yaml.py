@@ -46,11 +46,11 @@ def check_file(path: Path, text: str, is_builtin: bool, preset: bool = False) ->
     for node, key in _nodes(root):
         location = f"{path}, line {node.start_mark.line + 1}"
         if node.tag not in PLAIN_TAGS:
-            raise UserError(f"{location}: {printable(node.tag)} names a type; only plain values are allowed")
+            raise UserError(f"{location}: {printable(node.tag)} is a type; write numbers, texts, lists and mappings")
         if node.tag in NUMBER_TAGS and ":" in node.value:  # sexagesimal
             raise UserError(f"{location}: YAML parses {node.value} in base 60; write the number, or quote the text")
         if key and not is_builtin and re.search(rf"@{HYDRA_PACKAGE}", str(node.value)):
-            raise UserError(f"{location}: {printable(str(node.value))} sets Hydra's own settings, which is not allowed")
+            raise UserError(f"{location}: {printable(str(node.value))} sets Hydra's own settings; remove it")
         if key and node.value in RESERVED_KEYS:
             raise UserError(f"{location}: {node.value} {CODE_ERROR}")
         if not key and not is_builtin and isinstance(node, yaml.ScalarNode):
@@ -97,7 +97,7 @@ def _check_hydra(root: yaml.Node, text: str, path: Path, preset: bool) -> None:
     package = re.search(r"^\s*#\s*@package\s+(\S+)", text, re.MULTILINE)
     if package and re.match(HYDRA_PACKAGE, package[1]):
         raise UserError(
-            f"{path}: sets Hydra's own settings by '@package {printable(package[1])}', which is not allowed"
+            f"{path}: sets Hydra's own settings by '@package {printable(package[1])}'; use '# @package _global_'"
         )
     for key, value in root.value if isinstance(root, yaml.MappingNode) else ():
         if key.value != "hydra" or not isinstance(value, yaml.MappingNode):

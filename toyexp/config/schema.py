@@ -38,6 +38,7 @@ from toyexp.training.settings import Settings
 
 AUTO = "auto"
 START_DIRECTORY = "TOYEXP_BEGUN"  # environment variable: where a resumed sweep was started
+EXPERIMENT_HINT = "to choose DIR/experiment/NAME.yaml, type --config-dir DIR experiment=NAME"
 
 
 @dataclass
@@ -73,7 +74,7 @@ class FileConfigSource(file_config_source.FileConfigSource):
         path = Path(self.path, self._normalize_file_name(config_path))
         is_builtin = path.is_relative_to(CONF)
         if not is_builtin and (".." in Path(config_path).parts or config_path.startswith("hydra/")):
-            raise UserError(f"{config_path}: cannot be loaded from {self.path}")
+            raise UserError(f"{config_path}: files in {self.path} may only include other files in it, except hydra/")
         if not os.path.lexists(path):
             return super().load_config(config_path)  # raises an error of Hydra
 
@@ -216,7 +217,10 @@ class Source:
     @classmethod
     def from_flags(cls, path: str | None = None, name: str | None = None, extra: str | None = None) -> Source:
         """Return the source named by --config-path, --config-name and --config-dir; raise UserError if missing."""
-        for flag, value in (("--config-path", path), ("--config-dir", extra)):
+        main_hint = "type --config-path DIR --config-name NAME"
+        for flag, value, hint in (("--config-path", path, main_hint), ("--config-dir", extra, EXPERIMENT_HINT)):
+            if value is not None and Path(value).is_file():
+                raise UserError(f"{flag} {value}: is a file, but must be a directory; {hint}")
             if value is not None:
                 require_directory(value, f"{flag} {value}")
         directory = Path(path).absolute() if path else CONF
@@ -225,8 +229,14 @@ class Source:
         source = cls(directory, (name or "config").removesuffix(".yaml"), extra_directory, origin=origin)
         file = directory / f"{source.name}.yaml"
         if not file.exists():
-            hint = suggest(source.name, [p.stem for p in directory.glob("*.yaml")])
-            raise UserError(f"--config-name {source.name}: {directory} has no {source.name}.yaml; {hint}")
+            stems = [p.stem for p in directory.glob("*.yaml")]
+            hint = (
+                f"{'' if name else 'add --config-name NAME; '}{suggest(source.name, stems)}"
+                if stems
+                else EXPERIMENT_HINT
+            )
+            subject = f"--config-name {source.name}" if name else f"--config-path {path}"
+            raise UserError(f"{subject}: {directory} has no {source.name}.yaml; {hint}")
         require_file(file, f"--config-name {source.name}: {file}")
         return source
 

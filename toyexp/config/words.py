@@ -80,8 +80,10 @@ def _parse_error(text: str) -> UserError:
     engine, *engine_settings = value.split(":")
     compact = re.sub(",[, ]*,", ",", text).rstrip(", ")
     tight, several, escaped = _strip_spaces(text), text.split(), _escape_brackets(key, value)
+    single = f"{key.strip()}={value.strip(' =')}"  # for steps==3
     for is_wrong, words in (
         (not equals, "expected key=value, such as steps=100"),
+        (value[:1] == "=" and _is_readable(single), f"write one = sign: {single}"),
         (key.strip() and tight, f"no spaces are allowed around =: {tight}"),
         (
             len(several) > 1 and all(re.fullmatch(r"[+~]*[A-Za-z_][\w./]*=\S+", word) for word in several),

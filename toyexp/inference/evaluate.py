@@ -136,7 +136,7 @@ def _check_settings(request: Request) -> list[str]:
     for key in keys:
         if key.split(".")[0] not in ALLOWED and key != "model.context":
             allowed = ", ".join(("model.context", *ALLOWED))
-            raise UserError(f"eval {key}: the model comes from its file; eval takes {allowed}")
+            raise UserError(f"eval {key}: cannot be set, because the model comes from its file; eval takes {allowed}")
     return keys
 
 
@@ -163,10 +163,12 @@ def _choose_data(
 def _open_dataset(config: Config, loaded: LoadedModel) -> Dataset:
     reads = loaded.model.reads
     if reason := kind_mismatch(loaded.name, reads, config.data):
-        raise UserError(reason)
+        raise UserError(
+            f"{reason}; for data, {suggest('', matching_data(reads, loaded.registry))}, or type --data PATH"
+        )
     dataset = open_data(config.data, loaded.path if reads.text else None)
     if reads.text and dataset.vocab > model_settings(loaded.model).get("vocab", dataset.vocab):
-        raise UserError(f"{loaded.name}: the data's token ids exceed its vocabulary; leave data.tokenizer out")
+        raise UserError(f"{loaded.name}: the data's token ids exceed the model's vocabulary; leave data.tokenizer out")
     match_preprocessing(dataset, loaded.model, loaded.path)
     return dataset
 
@@ -344,6 +346,6 @@ def recognise_data(path: Path, model: Model, registry: Registry) -> str:
     if not fits[best]:
         raise UserError(f"--data {path}: no data plugin recognises it; name one: data=NAME data.path=...")
     if best.name not in readable:
-        raise UserError(f"--data {path}: is data={best.name}, which yields {best.gives}; the model reads "
-                        f"{model.reads}; {suggest('', readable)}")  # fmt: skip
+        raise UserError(f"--data {path}: holds {best.gives} (data={best.name}), but the model reads {model.reads}; "
+                        f"for other data, {suggest('', readable)}")  # fmt: skip
     return best.name

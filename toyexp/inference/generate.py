@@ -158,7 +158,7 @@ class Generator:
         model: Any = loaded.model
         if not model.reads.sequence:
             problem = f"a {model.name} reads {model.reads} and cannot generate text"
-            raise UserError(f"{loaded.name}: {problem}; try toyexp eval")
+            raise UserError(f"{loaded.name}: {problem}; to measure its loss, use toyexp eval")
         self._model = model
         self.context: int = model.context
         self.tokenizer, self.slides = load_tokenizer(loaded, options), 0
@@ -303,7 +303,7 @@ def chat_ids(tokenizer: Tokenizer, template: Template, turns: Sequence[Mapping[s
 def require_room(loaded: LoadedModel, count: int, context: int) -> None:
     """Raise UserError if a prompt of `count` tokens is longer than the context."""
     if count > context:
-        raise UserError(f"{loaded.name}: the prompt has {count} tokens, but the model's context is {context}")
+        raise UserError(f"{loaded.name}: the prompt has {count} tokens; use at most {context}, the model's context")
 
 
 def _generate_with_llama_cpp(loaded: LoadedModel, options: Options, write: Callable[[str], None]) -> Generated:

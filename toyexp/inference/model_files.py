@@ -103,8 +103,8 @@ def _check_tensors(exported: ModelExport, subject: str) -> LazyTensors:
     shapes = {spec.name: spec.shape for spec in exported.model.tensors()}
     for name in sorted(shapes.keys() ^ exported.tensors.keys()):
         number = "no tensor" if name in shapes else "a tensor"
-        verb = "has" if name in shapes else "has not"
-        raise UserError(f"{subject} {number} {printable(name)}, which its model.{exported.model.name} {verb}")
+        verb = "has" if name in shapes else "does not have"
+        raise UserError(f"{subject} {number} {printable(name)}, which model.{exported.model.name} {verb}")
 
     def read(name: str) -> np.ndarray:
         array, shape = exported.tensors[name], list(shapes[name])
@@ -143,13 +143,13 @@ def _load_run(path: Path, registry: Registry) -> tuple[checkpoint.Checkpoint, Pl
     saved = checkpoint.read_checkpoint(path, with_state=False)
     plain, run_origin = saved.state.get("config"), parse_origin(saved.state)
     if not isinstance(plain, dict):
-        raise UserError(f"{path / checkpoint.STATE}: holds no configuration")
+        raise UserError(f"{path / checkpoint.STATE}: is damaged (no configuration); use another checkpoint")
     require_own_checkpoint(path, saved.state)
     try:
         with run_origin.explain_missing_paths():
             plan, recipe, dataset = _rebuild_plan(plain, registry, run_origin)
     except UserError as error:
-        raise UserError(f"{path}: cannot rebuild the run's plan: {error}; or name a GGUF file of that run") from None
+        raise UserError(f"{path}: needs the run's data and files: {error}; or use a GGUF file of the run") from None
     expected, shapes = {t.name: t.shape for t in plan.trainable}, {k: array.shape for k, array in saved.arrays.items()}
     for name in sorted(expected.keys() | shapes.keys()):
         if expected.get(name) != shapes.get(name):
@@ -220,7 +220,7 @@ def find_model_file(path: Path, leaves: Sequence[str] = (MODEL,), registry: Regi
     if existing:
         leaf = next((leaf for leaf in existing if leaf.is_file()), existing[0])  # opening it reports what it is
         if Ledger.open(path).is_replaced(leaf):
-            raise UserError(f"{leaf}: was replaced after the run wrote it; to use it anyway, name the file itself")
+            raise UserError(f"{leaf}: was replaced after the run wrote it; to use it anyway, type this path")
         return leaf
     if is_checkpoint(path):
         return checkpoint_gguf(path, registry)

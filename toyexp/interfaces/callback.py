@@ -126,7 +126,7 @@ class Schedule(Callback):
         scalable = {"lr"}.union(*(group.scalable for group in plan.updates))
         key = f"callbacks.{self.name}.scales={printable(self.scales)}"
         if self.scales not in scalable:
-            raise UserError(f"{key}: this optimiser has no such setting to scale; {suggest(self.scales, scalable)}")
+            raise UserError(f"{key}: this optimiser has no setting of that name; {suggest(self.scales, scalable)}")
         if self.scales == "lr":
             return
         samples = {*range(0, steps, max(1, steps // SCHEDULE_SAMPLES)), steps - 1, steps}

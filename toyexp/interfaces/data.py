@@ -99,5 +99,5 @@ def open_data(data: Data, vocabulary: Path | None) -> Dataset:
     """Open the data. Raise PluginFailed if the result is not a Dataset or has no vocabulary."""
     dataset = call_checked(Dataset, data.open, vocabulary, who=f"data.{data.name}")
     if not isinstance(dataset.vocab, Integral) or dataset.vocab < 1:
-        raise PluginFailed(f"data.{data.name}: vocab is {dataset.vocab!r}; it must be a whole number from 1")
+        raise PluginFailed(f"data.{data.name}: vocab is {dataset.vocab!r}; it must be a whole number >= 1")
     return dataset

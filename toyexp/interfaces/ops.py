@@ -43,7 +43,7 @@ class Rotary:
         """
         if size % 2 or len(self.factors) not in (0, size // 2):
             count = f" with {len(self.factors)} factors" if self.factors else ""
-            raise UserError(f"rope{count} for heads of size {size}: must be even, with a factor for each pair or none")
+            raise UserError(f"rope{count} for heads of size {size}: the size must be even, the factors half as many")
         factors = self.factors or (1.0,) * (size // 2)
         return tuple(self.base ** (-2 * i / size) / f / self.scale for i, f in enumerate(factors))
 

@@ -112,7 +112,7 @@ class Group:
         if numbers.keys() != set(self._names):
             name = getattr(self.rule, "name", type(self.rule).__name__)
             now, before = ", ".join(map(str, numbers)), ", ".join(self._names)
-            raise RunFailed(f"optim.{name}: its numbers at step {step + 1} are {now}, expected {before}")
+            raise RunFailed(f"optim.{name}: its numbers() returned {now} at step {step + 1}, expected {before}")
         import numpy as np
 
         return np.array([numbers[name] for name in self._names], np.float64)
@@ -140,12 +140,12 @@ def check_rule(rule: Rule, shape: tuple[int, ...]) -> None:
     """Raise UserError if a rule's slots, or its update of a tensor of this shape, cannot run on every engine."""
     slots = rule.slots(shape)
     if not isinstance(slots, Mapping) or not all(is_shape(s) for s in slots.values()):
-        raise UserError(f"its slots of {list(shape)} are {slots!r}; expected a mapping of names to shapes")
+        raise UserError(f"its slots({shape}) returned {slots!r}; expected a mapping of names to shapes")
     if [*slots.items()] != [*(second := rule.slots(shape)).items()]:
-        problem = f"its slots of {list(shape)} are {slots!r}, and {second!r} at the second call"
-        raise UserError(f"{problem}; no checkpoint could be resumed")
+        problem = f"its slots({shape}) returned {slots!r}, and {second!r} at the second call"
+        raise UserError(f"{problem}; both must be equal, or a checkpoint could not be resumed")
     if rule.elementwise and any(tuple(s) != shape for s in slots.values()):
-        raise UserError(f"its slots of {list(shape)} are {slots!r}; if elementwise, each needs the tensor's shape")
+        raise UserError(f"its slots({shape}) returned {slots!r}; if elementwise, each needs the tensor's shape")
     state = {slot: Shaped(tuple(s)) for slot, s in slots.items()}
     n = dict.fromkeys(rule.names(), Shaped((1,)))
     results = rule.update(Shapes(rule.elementwise), Shaped(shape), Shaped(shape), state, n)
@@ -222,7 +222,7 @@ class AdamW(Rule):
         require_range("optim", self, beta1="[0,1)", beta2="[0,1)", eps="(0,inf)")
         for name in ("beta1", "beta2"):
             if self.mode == FROM_SCRATCH and getattr(self, name) == 0:
-                raise UserError(f"optim.{name}=0: {FROM_SCRATCH} multiplies a moment by it; choose: optim.mode={LORA}")
+                raise UserError(f"optim.{name}=0: {FROM_SCRATCH} multiplies a moment by it; set optim.mode={LORA}")
 
     @property
     def fused_kernel(self) -> str:
@@ -336,7 +336,7 @@ def _check_group(pattern: str, settings: Any) -> None:
                 raise UserError(f"{key}: frozen={printable(str(value))}: must be true or false")
         elif isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < math.inf:
             hint = "; it is a string: remove the quotes" if isinstance(value, str) else ""
-            raise UserError(f"{key}: {name}={printable(repr(value))}: must be a finite number from 0{hint}")
+            raise UserError(f"{key}: {name}={printable(repr(value))}: must be a finite number >= 0{hint}")
         elif settings.get("frozen") is True:
             raise UserError(f"{key}: {name}={value}: has no effect with frozen=true; remove one of them")
         else:

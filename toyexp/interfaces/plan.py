@@ -196,7 +196,7 @@ def group_tensors(
     for t in tensors:
         index = next((i for i, rule in enumerate(rules) if rule.takes(t.name, t.shape)), None)
         if index is None:
-            raise UserError(f"optim: no rule takes {t.name} {list(t.shape)}")
+            raise UserError(f"optim: no rule of this optimiser takes the tensor {t.name} {list(t.shape)}")
         decay, lr_scale = choose_settings(t, rules[index])
         key = (index, not t.has_weight_decay, decay if t.has_weight_decay else 0.0, lr_scale)
         members.setdefault(key, []).append(t.name)
@@ -222,7 +222,7 @@ def apply_optimiser(plan: Plan, optimiser: Optimiser, lr: float) -> Plan:
             raise UserError(f"{key}: matches no trainable tensor; {hint}")
     frozen = {name for name in names if optimiser.find_group(name)[1].get("frozen")}
     if names and frozen.issuperset(names):
-        raise UserError("optim.groups: freezes every tensor, so nothing is left to train")
+        raise UserError("optim.groups: freezes every tensor, so nothing is left to train; unfreeze some")
     tensors = tuple(replace(t, trainable=False) if t.name in frozen else t for t in plan.tensors)
 
     def choose_settings(tensor: PlanTensor, rule: Rule) -> tuple[float, float]:
@@ -298,7 +298,7 @@ def _check_group(group: Group, shapes: Mapping[str, tuple[int, ...]], lr: float)
     numbers = group.rule.numbers(0, lr, 0.0)
     values = [*numbers.values()] if isinstance(numbers, Mapping) else []
     if not values or not all(isinstance(n, int | float) and math.isfinite(n) for n in values):
-        raise UserError(f"its numbers are {printable(repr(numbers))}; expected a mapping of names to finite numbers")
+        raise UserError(f"its numbers() returned {printable(repr(numbers))}; expected finite numbers by name")
     for shape in {shapes[name] for name in group.tensors}:
         check_rule(group.rule, shape)
 

@@ -139,7 +139,7 @@ class Run:
         """
         for name, value in numbers.items():
             if isinstance(value, bool) or not isinstance(value, Real):
-                raise ValueError(f"run.log({name}={value!r}): takes numbers")
+                raise ValueError(f"run.log({name}={value!r}): the value must be a number")
             if name in RESERVED_NAMES:
                 raise ValueError(f"run.log({name}=...): the run records a number of that name; choose another")
         if self.bus is not None:

@@ -46,7 +46,7 @@ class Normal(Values):
 
     def __post_init__(self) -> None:
         if not isinstance(self.std, Real) or not 0 <= self.std < math.inf:
-            raise UserError(f"{self!r}: std must be a finite number from 0")
+            raise UserError(f"{self!r}: std must be a finite number >= 0")
 
     def draw(self, shape: tuple[int, ...], seed: int, name: str) -> np.ndarray:
         """Return random values. Each pair of seed and tensor name has its own random stream."""

@@ -69,7 +69,7 @@ def check_tensors(who: str, listed: Callable[[], Iterable[TensorSpec | PlanTenso
             raise UserError(f"{who}: a tensor is named {_describe(t.name)}; expected printable text")
         if not isinstance(t.shape, tuple) or not is_shape(t.shape):
             shape = printable(repr(t.shape))
-            raise UserError(f"{who}: tensor {t.name} has the shape {shape}; expected a tuple of whole numbers from 1")
+            raise UserError(f"{who}: tensor {t.name} has the shape {shape}; expected a tuple of whole numbers >= 1")
         if not isinstance(values := t.init if isinstance(t, TensorSpec) else t.values, Values):
             raise UserError(
                 f"{who}: tensor {t.name} has the initial values {_describe(values)}, expected such as Normal(0.02)"

@@ -317,7 +317,7 @@ class SweepReport:
             if not runs:
                 return
             if path.exists() and not is_report(path):
-                raise Unavailable(f"{short_path(path)} is not a report of toyexp")
+                raise Unavailable(f"{short_path(path)} was not written by toyexp; move it away")
             self._report.title = short_path(sweep)
             self._report.importance = read_importance(sweep)
             self._report.write(Comparison.build(runs, sweep_metric([sweep])), path)
@@ -325,7 +325,7 @@ class SweepReport:
             self._next = math.inf
             log.info("%s: not written (%s)", path, error)
             if last:
-                print_line(f"report  none: {error}; or switch it off: sweep.report=false")
+                print_line(f"report  not written: {error} (to write no report: sweep.report=false)")
         else:
             self._next = time.monotonic() + max(FIRST_DELAY, (time.monotonic() - began) / MAX_TIME_SHARE)
             if last:

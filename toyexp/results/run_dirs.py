@@ -178,14 +178,14 @@ def _extract(archive: Path, folder: Path) -> Path:
             for info in members:
                 info.filename = name = info.filename.replace("\\", "/")  # the archiver of Windows writes backslashes
                 if name.startswith("/") or ".." in PurePosixPath(name).parts:
-                    raise UserError(f"{archive}: holds {printable(name)}, a path outside of it")
+                    raise UserError(f"{archive}: the path {printable(name)} leads out of the archive")
             if sum(info.file_size for info in members) > MAX_UNZIPPED_BYTES:
                 raise UserError(f"{archive}: its runs take more than {MAX_UNZIPPED_BYTES >> 20} MiB; unzip it yourself")
             zip_file.extractall(folder, members)
     except (zipfile.BadZipFile, zlib.error, NotImplementedError, RuntimeError, OSError, ValueError) as error:
         raise UserError(f"{archive}: cannot be unzipped: {printable(str(error).rpartition('> ')[2])}") from None
     if not members:
-        raise UserError(f"{archive}: holds no run")
+        raise UserError(f"{archive}: holds no run directory")
     return folder
 
 

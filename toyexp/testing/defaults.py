@@ -50,7 +50,7 @@ class SuiteParts:
                 data = cls()
                 data.check()
                 return data.open(None)
-        raise UserError(f"no data of {kind} opens with its defaults")
+        raise UserError(f"the test needs data that gives {kind}; no data plugin opens with its default settings")
 
     def fit_model(self, model: Model) -> Model:
         """Return the model with its sizes, such as the vocabulary, fitted to tiny data of its kind."""
@@ -76,13 +76,13 @@ def make_suite(kind: str, cls: type, beside: SuiteParts) -> type[PluginSuite]:
 
 def _suite_attributes(kind: str, part: Any, beside: SuiteParts) -> dict[str, Any]:
     if kind in ("optim", "model") and not beside.engines:
-        raise UserError("no engine works on this machine; see: toyexp doctor")
+        raise UserError("the test needs an engine, and none works on this machine; see: toyexp doctor")
     if kind == "optim":
         return {"engine": beside.engines[0]}
     if kind == "model":
         size = beside.fit_model(part).parameters()
         if size > MOST:
-            raise UserError(f"with its defaults it has {size:,} parameters; the suite needs at most {MOST:,}")
+            raise UserError(f"its defaults give {size:,} parameters; the test needs at most {MOST:,}")
         return {"engines": tuple(beside.engines), **_dataset_attribute(part, beside)}
     if kind == "recipe":
         return _recipe_attributes(part, beside)
@@ -101,7 +101,7 @@ def _recipe_attributes(recipe: Recipe, beside: SuiteParts) -> dict[str, Any]:
 
     Raise UserError if there is no such model.
     """
-    refused = UserError(f"no model reads {' or '.join(map(str, recipe.reads))}")
+    refused = UserError(f"the test needs a model that reads {' or '.join(map(str, recipe.reads))}; none is installed")
     for cls in (cls for cls in beside.models if cls.reads in recipe.reads):
         try:
             attributes = {"recipe": recipe, "model": cls(), **_dataset_attribute(cls(), beside)}
@@ -115,7 +115,7 @@ def _recipe_attributes(recipe: Recipe, beside: SuiteParts) -> dict[str, Any]:
 
 def _format_models(form: Format, beside: SuiteParts) -> list[Model]:
     """Return up to three small models that the format supports. Raise UserError if there is none."""
-    refused, models = UserError("no model is installed to write"), []
+    refused, models = UserError("the test needs a model to write; none is installed"), []
     for cls in beside.models:
         try:
             model = beside.fit_model(cls())

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from toyexp.base.errors import UserError
+from toyexp.base.formatting import format_bytes
 from toyexp.base.memory import available_bytes
 from toyexp.base.signals import run_interruptibly
 from toyexp.base.terminal import print_error
@@ -365,11 +366,13 @@ def _check_memory(size: int) -> None:
     """Raise UserError for a piece that needs more memory than is free; print a warning for a very large one."""
     free = available_bytes() if size >= LARGE else None
     if free is not None and size * CHARACTER_MEMORY > free:
-        needed = f"needs {size * CHARACTER_MEMORY / 1e9:.3g} GB of memory, {free / 1e9:.3g} GB are free"
-        run = f"a run of {size / 1e6:.0f} million characters cannot be cut"
-        raise UserError(f"{run} and {needed}: choose another data.tokenizer")
+        needed = f"needs {format_bytes(size * CHARACTER_MEMORY)} of memory, {format_bytes(free)} are free"
+        run = f"the tokenizer cannot split {size / 1e6:.0f} million characters of the text, which"
+        raise UserError(f"{run} {needed}; choose another data.tokenizer")
     if size == LARGE:
-        print_error("this tokenizer cannot cut the text: it is tokenized in one piece, which needs much memory")
+        print_error(
+            "warning: this tokenizer cannot split the text, so it is tokenized in one piece, which needs much memory"
+        )
 
 
 def encode_documents(tokenizer: Tokenizer, documents: Iterable[Iterable[str]]) -> Iterator[np.ndarray]:

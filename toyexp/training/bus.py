@@ -270,7 +270,7 @@ def _check_factor(key: str, plan: Plan, name: str, value: Any) -> None:
     scalable = set().union(*(group.scalable for group in plan.updates))
     if name not in scalable:
         hint = "use the hook `lr`" if name == "lr" else suggest(str(name), scalable)
-        raise RunFailed(f"{key}: this optimiser has no such number; {hint}")
+        raise RunFailed(f"{key}: this optimiser has no setting of that name; {hint}")
     for group in plan.updates:
         try:
             group.scale_rule({name: value}).check()

@@ -150,7 +150,7 @@ class CheckpointKeeper:
         try:
             # Only weights are checked: a run may survive optimiser state that is not finite.
             if tensor := next((n for n, a in arrays.items() if SLOT not in n and not np.isfinite(a).all()), None):
-                raise ValueError(f"{tensor} is not finite; the previous checkpoint stays the newest")
+                raise ValueError(f"weight {tensor} has NaN or infinity; the previous checkpoint stays the newest")
             sync()
             if os.path.lexists(target := self._folder / f"step-{step}") and not is_own_checkpoint(target):
                 log.warning("%s: not a checkpoint of this run, or damaged; moved to %s", target, rename_aside(target))

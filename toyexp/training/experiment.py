@@ -109,7 +109,7 @@ def _count_steps(config: Config, batches: Batches) -> None:
     if settings.epochs is None:
         return
     if not rows:
-        problem = f"data={config.data.name} does not know the length of an epoch"
+        problem = f"data={config.data.name} has no epochs of a fixed length"
         raise UserError(f"epochs={settings.epochs:g}: {problem}; set steps=... instead")
     settings.steps = math.ceil(settings.epochs * rows / settings.batch_size)
     config.plain.update(steps=settings.steps, epochs=None)
@@ -129,7 +129,7 @@ def _build_plan(config: Config, dataset: Dataset, model: Model, batches: Batches
     plan = call_checked(Plan, recipe.plan, model, setup, who=who)
     check_tensors(who, lambda: plan.tensors)
     if not plan.trainable:
-        raise UserError(f"{who}: its plan trains no tensor")
+        raise UserError(f"{who}: its plan has no trainable tensor")
     check_forward(plan, who)
     return plan
 

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from toyexp.base.errors import UserError
+from toyexp.base.formatting import format_bytes
 from toyexp.base.memory import EVALUATE_REMEDY, REMEDY, available_bytes, convert_memory_errors
 from toyexp.interfaces.engine import Engine
 from toyexp.interfaces.plan import Plan
@@ -28,7 +29,7 @@ def check_plan(plan: Plan, engine: Engine, remedy: str = REMEDY) -> None:
         rows = plan.rows * plan.accumulate
         parts = [(batch, f"a batch of {rows} rows needs"), (weights, "the trainable weights and optimiser state need")]
         most, subject = max(parts)
-        raise UserError(f"too little memory: {subject} {_gb(most)}, {_gb(free)} are free; {remedy}")
+        raise UserError(f"too little memory: {subject} {format_bytes(most)}, {format_bytes(free)} are free; {remedy}")
 
 
 @contextlib.contextmanager
@@ -49,9 +50,9 @@ def check_snapshot(plan: Plan, engine: Engine) -> None:
     """Raise UserError if a run and a snapshot of its weights and optimiser state exceed the free memory."""
     needed, free = sum(minimum_bytes(plan, engine)) + snapshot_bytes(plan), available_bytes()
     if free is not None and needed > free:
-        copy = f"a checkpoint's copy of weights and optimiser state needs {_gb(snapshot_bytes(plan))}"
-        needs_text = f"{copy} of {_gb(needed)} in all, {_gb(free)} are free"
-        raise UserError(f"too little memory: {needs_text}; checkpoint_every=0 needs no copy")
+        copy = f"a checkpoint's copy of weights and optimiser state needs {format_bytes(snapshot_bytes(plan))}"
+        needs_text = f"{copy} of {format_bytes(needed)} in all, {format_bytes(free)} are free"
+        raise UserError(f"too little memory: {needs_text}; to train without checkpoints: checkpoint_every=0")
 
 
 def snapshot_bytes(plan: Plan) -> int:
@@ -75,7 +76,3 @@ def minimum_bytes(plan: Plan, engine: Engine) -> tuple[int, int]:
     batch = rows * sum(math.prod(s.shape) * np.dtype(s.dtype).itemsize for s in plan.inputs.values())
     sizes = [4 * t.size for t in plan.trainable]
     return batch, max(sizes, default=0) if engine.own_memory else sum(sizes) + snapshot_bytes(plan)
-
-
-def _gb(size: int) -> str:
-    return f"{size / 1e9:.3g} GB"

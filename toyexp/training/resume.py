@@ -153,7 +153,7 @@ def load_resume_state(directory: Path, prepared: Prepared) -> ResumeState:
     state, settings = saved.state, prepared.config.settings
     parts, saved_origin = ("outcome", "callbacks", "engine", "config", "scores"), parse_origin(state)
     if not all(isinstance(state.get(part), dict) for part in parts) or not saved_origin.sources:
-        raise UserError(f"{saved.path}: {checkpoint.STATE} is incomplete")
+        raise UserError(f"{saved.path}: {checkpoint.STATE} is damaged: it lacks some keys; remove this checkpoint")
     require_own_checkpoint(saved.path, state)
     outcome = _outcome(saved)
     plain, complete = prepared.config.plain, with_defaults(state["config"], prepared.config)
@@ -168,10 +168,10 @@ def load_resume_state(directory: Path, prepared: Prepared) -> ResumeState:
     ]
     if changes := changes or saved_origin.list_changes(source_digests(prepared)):
         more = f", and {len(changes) - 3} more" if len(changes) > 3 else ""
-        problem = f"that run is another experiment: {'; '.join(changes[:3])}{more}"
+        problem = f"the run has other settings or data: {'; '.join(changes[:3])}{more}"
         raise UserError(f"resume={short_path(directory)}: {problem}; to start a new run, set another name=...")
     if saved.step > settings.steps:
-        raise UserError(f"steps={settings.steps}: the run is already at step {saved.step}")
+        raise UserError(f"steps={settings.steps}: the run is already at step {saved.step}; set a larger number")
     result = checkpoint.read_result(directory)
     if saved.step == settings.steps and result.get("reason") == "completed" and not result.get("error"):
         raise Complete(
@@ -202,11 +202,11 @@ def _outcome(saved: checkpoint.Checkpoint) -> Outcome:
     except ValueError as error:
         raise UserError(f"{saved.path / checkpoint.STATE}: outcome.{error}") from None
     if outcome.steps != saved.step:
-        raise UserError(f"{saved.path / checkpoint.STATE}: has step {outcome.steps}, expected {saved.step}")
+        raise UserError(f"{saved.path}: is damaged: {checkpoint.STATE} is of step {outcome.steps}; remove it")
     for part, kind in (("scores", Mapping[str, float | None]), ("evals", Mapping[str, Mapping[str, float | None]])):
         scores = saved.state.get(part, {})
         if not checkpoint.matches_type(scores, kind) or not all(is_integer(k, 0, saved.step) for k in scores):
-            raise UserError(f"{saved.path / checkpoint.STATE}: {part} are invalid")
+            raise UserError(f"{saved.path / checkpoint.STATE}: has invalid {part}; remove this checkpoint")
     return outcome
 
 
@@ -221,7 +221,7 @@ def _restore_callbacks(saved_checkpoint: checkpoint.Checkpoint, callbacks: Mappi
             except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
                 cause = f"{type(error).__name__}: {printable(str(error))}"
                 state = saved_checkpoint.path / checkpoint.STATE
-                raise UserError(f"{state}: has no valid state of callbacks.{name} ({cause})") from None
+                raise UserError(f"{state}: invalid state ({cause}); to go on without it: '~callbacks.{name}'") from None
 
 
 def with_defaults(saved: Mapping[str, Any], config: Config) -> dict[str, Any]:

@@ -48,7 +48,7 @@ class Interval:
         """Parse `0`, `500` (steps), `30s`, `10min` or `2h`. Raise UserError for other texts."""
         match = re.fullmatch(r"(\d{1,12})(s|min|h)?", text.strip())
         if match is None:
-            expected = "takes steps or a time"
+            expected = "must be a number of steps, or a time in s, min or h"
             raise UserError(f"{key}={printable(text)}: {expected}: {key}=500, {key}=10min, {key}=0 for never")
         number, unit = int(match[1]), match[2]
         return cls(seconds=number * {"s": 1, "min": 60, "h": 3600}[unit]) if unit else cls(steps=number)
@@ -137,7 +137,7 @@ class Settings:
         for name, least in (("steps", 1), ("batch_size", 1), *seeds, ("eval_every", 0)):
             value = getattr(self, name)
             if value is not None and not least <= value < 2**63:
-                most = f" to {2**63 - 1}" if value > least else ""
+                most = " to 2^63 - 1" if value > least else ""
                 raise UserError(f"{name}={value}: must be a whole number from {least}{most}")
         saves = Interval.parse(self.checkpoint_every, "checkpoint_every")
         if self.checkpoint_keep < 1:

@@ -37,7 +37,7 @@ class GGUFForm(ABC, Generic[M]):
 
     def read(self, cls: type[M], file: ModelFile) -> M:
         """Return the model of class `cls` in `file`; raise UserError for what `cls` cannot represent exactly."""
-        raise UserError(f"{file.path}: model={cls.name} cannot be read from a GGUF")
+        raise UserError(f"{file.path}: toyexp can write model={cls.name} as GGUF, but not read it")
 
 
 class PlainForm(GGUFForm[Any]):
@@ -48,7 +48,7 @@ class PlainForm(GGUFForm[Any]):
         try:
             return {"settings": json.dumps(model_settings(model), allow_nan=False)}
         except (TypeError, ValueError) as error:
-            raise UserError(f"model={model.name}: its settings cannot be written: {error}") from None
+            raise UserError(f"model={model.name}: its settings cannot be written to a GGUF file: {error}") from None
 
     def read(self, cls: type[Any], file: ModelFile) -> Any:
         """Return the model with the settings in the file; raise UserError if they are those of another class."""

@@ -59,7 +59,7 @@ def write_model(
         try:
             quantise(exact, path, kind)
         except RunFailed as error:
-            raise RunFailed(f"{error}; the model is in {exact}") from error
+            raise RunFailed(f"{error}; the model is saved in float32 as {exact}") from error
         exact.unlink()
         return problems
     general = dict(general or {})

@@ -122,9 +122,9 @@ class Search(JobSource):
         steps, every = max(lengths)
         varying_key = next((key for key in self._keys if key.key == "eval_every"), None)
         if settings.prune and varying_key:
-            raise UserError(f"{varying_key.line}: {setting} compares runs at the same steps; give it one value")
+            raise UserError(f"{varying_key.line}: {setting} compares runs at the same steps; give eval_every one value")
         if settings.prune and every >= steps:
-            raise UserError(f"{setting}: no evaluation before the last step: eval_every={every}, steps={steps}")
+            raise UserError(f"{setting}: no evaluation before the last step: set eval_every={every} below {steps}")
         self._first_asked = first_pruning_step(steps, every)
         if settings.repeats > 1 and any(key.key == "seed" for key in self._keys):
             raise UserError(f"sweep.repeats={settings.repeats}: sets the seeds of each trial; leave out seed=...")
@@ -246,9 +246,9 @@ class Search(JobSource):
         shares, why = ({}, "the scores cannot be compared") if ranking.differing_data else study.importances()
         best = None
         if ranking.differing_data:
-            print_line("best    none: the scores of these trials cannot be compared")
+            print_line("best    none: the trials read different data, so their scores cannot be compared")
         elif (trial := study.best()) is None:
-            print_line(f"best    none: no trial has a held-out {settings.metric}")
+            print_line(f"best    none: no trial has recorded a held-out {settings.metric}")
         else:
             best = self._describe_best(trial)
             share_text = ", ".join(f"{key} {share:.0%}" for key, share in shares.items())
@@ -264,7 +264,7 @@ class Search(JobSource):
             with write_atomically(folder.path / "search.json") as temporary:
                 temporary.write_text(dump_json(summary, indent=1) + "\n")
         except OSError as error:
-            print_line(f"search.json: not written ({error.strerror})")
+            print_line(f"note    search.json cannot be written ({error.strerror})")
 
     def _describe_best(self, trial: int) -> dict[str, Any]:
         """Print the best trial and return its entry for search.json."""

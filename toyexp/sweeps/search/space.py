@@ -73,7 +73,7 @@ def parse_space(search: str, parsed: Sequence[Override], types: Types = lambda k
     keys = [_key(override) for override in parsed if override.is_sweep_override()]
     if not keys:
         example = "'lr=tag(log, interval(1e-4, 1e-1))'"
-        raise UserError(f"sweep.search={search}: no key has several values, such as {example}")
+        raise UserError(f"sweep.search={search}: needs a key with several values or an interval, such as {example}")
     if loads := [key.line for key in keys if key.key.lstrip("+") == "plugins"]:
         raise UserError(f"{loads[0]}: plugins cannot vary; load all of them: plugins=[a,b]")
     intervals = [key for key in keys if key.is_interval]
@@ -90,9 +90,9 @@ def parse_space(search: str, parsed: Sequence[Override], types: Types = lambda k
     if search == "cmaes":
         cmaes, list_keys = "sweep.search=cmaes takes", [key for key in keys if not key.numbers]
         if list_keys:
-            raise UserError(f"{list_keys[0].line}: {cmaes} numeric intervals and ranges; tpe takes lists too")
+            raise UserError(f"{list_keys[0].line}: {cmaes} only numeric ranges; for lists: sweep.search=tpe")
         if len(keys) < 2:
-            raise UserError(f"{keys[0].line}: {cmaes} two keys or more; tpe takes one")
+            raise UserError(f"{keys[0].line}: {cmaes} two keys or more; for one: sweep.search=tpe")
     return keys
 
 

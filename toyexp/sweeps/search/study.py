@@ -97,7 +97,7 @@ class Study:
     def require_trials(self, points: int) -> None:
         """Raise UserError if the journal holds fewer than `points` trials."""
         if (count := len(self._trials())) < points:
-            raise UserError(f"{self.path}: holds {count} trials, but the sweep has started {points}")
+            raise UserError(f"{self.path}: is damaged: holds {count} of the {points} trials that the sweep started")
 
     def best(self) -> int | None:
         """Return the number of the best completed trial, or None if no trial has completed."""

@@ -473,6 +473,7 @@ def test_settings_that_contradict_an_existing_sweep_are_rejected(sweep_json, wor
         (["seed=range(0,2)", "seed=2,3"], "seed=range(0,2) seed=2,3: seed is given twice; give its values once"),
         (["seed=0,1", "lr=1", "seed=2"], "seed=0,1 seed=2: seed is given twice"),
         (["lr=[1e-3,1e-2]"], "lr=[1e-3,1e-2]: write the values of a sweep without brackets: lr=1e-3,1e-2"),
+        (["data_seed=[1,2]"], "data_seed=[1,2]: write the values of a sweep without brackets: data_seed=1,2"),
         (["seed=0,1", "sweep.dir=s"], "did you mean hydra.sweep.dir?"),
     ],
 )

@@ -183,7 +183,10 @@ class _Conversation:
         return begin, len(text) - after
 
     def turn_end(self, number: int, prompted: bool) -> int:
-        """Return the offset of the end of the message before answer `number`; raise BadExample if it is not found."""
+        """Return the character offset in the rendered chat at which the message before answer `number` ends.
+
+        If `prompted`, the template adds a generation prompt after that message. Raise BadExample if it is not found.
+        """
         content_range = self.find_content(number - 1, number + (not prompted), prompted) if number else (0, 0)
         if content_range is None:
             raise BadExample(f"the chat template changes a turn once others follow; {_ADVICE}")

@@ -98,7 +98,7 @@ class Warm(Recipe):
             key = _width_key(model, d_model)
             remedies += [f"recipe.lens=none {key}={width}"] * bool(key and width != d_model)
             raise UserError(
-                "recipe=warm with a lens needs a model with its own output layer (output.weight): "
+                "recipe.lens (a projection) needs a model with its own output layer (output.weight): "
                 + (f"add {' or '.join(remedies)}" if remedies else f"model={model.name} has none; use another model")
             )
         if self._lens(d_model, width) == "pca" and d_model > width:

@@ -957,7 +957,10 @@ def run_of_two_steps(tmp_path, capsys):
         ("resume=outputs/tale/1 data=stdlib steps=4", ["resumes with data=text; leave data=stdlib out"]),
         ("resume=outputs/tale/1 model=gpt2 steps=4", ["resumes with model=llama; leave model=gpt2 out"]),
         ("resume=outputs/tale/1 model=small steps=4", ["resumes with model=llama", "leave model=small out"]),
-        ("resume=outputs/tale/1 steps=4 hydra.run.dir=x", ["hydra.run.dir=x", "continues in that directory"]),
+        (
+            "resume=outputs/tale/1 steps=4 hydra.run.dir=x",
+            ["hydra.run.dir=x", "continues in the directory of that run"],
+        ),
         ("resume=outputs/tale/1 recipe=scratch", ["outputs/tale/1: is complete", "resume=outputs/tale/1 steps=4"]),
     ],
     ids=lambda v: v if isinstance(v, str) else "",

@@ -352,9 +352,9 @@ def test_a_malformed_search_state_is_rejected(capsys):
     original = Path("s/sweep.json").read_text()
     state = json.loads(original)
     for part, message in (
-        ({"jobs": [{**state["jobs"][0], "trial": -1}]}, "is damaged: the trials of its jobs are [-1]"),
-        ({"jobs": [{**state["jobs"][0], "trial": 5}]}, "is damaged: the trials of its jobs are [5]"),
-        ({"jobs": [{**state["jobs"][0], "trial": None}]}, "is damaged: the trials of its jobs are [None]"),
+        ({"jobs": [{**state["jobs"][0], "trial": -1}]}, "is damaged: its jobs have trial numbers [-1]"),
+        ({"jobs": [{**state["jobs"][0], "trial": 5}]}, "is damaged: its jobs have trial numbers [5]"),
+        ({"jobs": [{**state["jobs"][0], "trial": None}]}, "is damaged: its jobs have trial numbers [None]"),
         ({"space": ["plugins=[a],[b]"]}, "plugins cannot vary"),
         ({"jobs": [{**state["jobs"][0], "overrides": ["+plugins=[a]"]}]}, "is damaged: job 0 sets plugins"),
         ({"space": 3}, "is damaged: space is 3"),

@@ -732,7 +732,7 @@ def test_swapped_and_missing_runs_are_reported_by_the_api_and_compare(capsys):
     swap(first, second)
     toyexp.open("s", plugins=["toyexp.testing.null", "mishap"])
     errors = capsys.readouterr().err
-    assert "job 0: s/0-scratch-llama is not the run of this sweep: " in errors and "job 1: s/1-" in errors
+    assert "job 0: s/0-scratch-llama contains a run of another sweep: " in errors and "job 1: s/1-" in errors
     first.rename("elsewhere")
     assert main(["compare", "s"]) == 0
     output = " ".join(capsys.readouterr().out.split())

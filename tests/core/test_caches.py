@@ -222,8 +222,8 @@ def test_parts_of_a_split_file_are_one_entry_and_a_missing_part_is_named(tmp_pat
     assert (entry.parts, entry.path, entry.bytes) == (3, str(parts[0]), sum(p.stat().st_size for p in parts))
     assert set(by_name(listing)) == {"whole-00001-of-00003", "plain-00002-of-00001"}
     assert {f.name: f.error for f in listing.unreadable} == {
-        "torn-00001-of-00003": "its part torn-00003-of-00003.gguf is missing",
-        "headless-00001-of-00003": "its part headless-00001-of-00003.gguf is missing",
+        "torn-00001-of-00003": "the file torn-00003-of-00003.gguf of this split model is missing",
+        "headless-00001-of-00003": "the file headless-00001-of-00003.gguf of this split model is missing",
     }
 
 

@@ -245,7 +245,7 @@ class SweepResult(Sequence[Result]):
         except UserError:  # the job ended before it wrote anything
             return None
         if other := job.difference(read_result(path)):
-            print_error(f"warning: job {job.number}: {short_path(path)} is not the run of this sweep: {other}")
+            print_error(f"warning: job {job.number}: {short_path(path)} contains a run of another sweep: {other}")
         return Result(path, self._registry, late=True)
 
     def __getitem__(self, index: Any) -> Any:

@@ -78,9 +78,8 @@ class TokenDataset(Dataset):
         """
         for part, ids in (("training", self.train), ("held-out", self.held_out)):
             if len(ids) <= context and (len(ids) or part == "held-out"):  # an evaluation may hold out all
-                what = f"model.context={context} is longer than the {part} part of the data"
-                size = f"{len(ids)} tokens; a window needs {context + 1}"
-                raise UserError(f"{what} ({size}); reduce it, or use more data")
+                what = f"a window needs model.context + 1 = {context + 1} tokens, but the {part} part of the data has "
+                raise UserError(f"model.context={context}: {what}{len(ids)}; reduce model.context, or use more data")
         return TokenBatches(self.train, self.held_out, context, rows, seed, self._eval_batches)
 
 

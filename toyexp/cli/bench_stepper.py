@@ -250,7 +250,7 @@ def measure_peak(engine: Engine, max_rows: int) -> Peak:
 def _plan(engine: Engine, size: int, products: int, max_rows: int) -> Plan:
     """Return a plan that computes `products` products of size x size matrices and has no trainable tensors.
 
-    Its batch has one row, or the next number of rows up to `max_rows` that the engine can split among its devices.
+    Its batch has the smallest number of rows, from 1 to `max_rows`, that the engine can split among its devices.
     """
     model = Products(size=size, products=products)
     ids = InputSpec((size,), "int32", below=CLASSES)

@@ -155,8 +155,8 @@ def fit_rows(rows: Sequence[Sequence[str]]) -> tuple[list[list[str]], list[str]]
     """Drop columns of a table, and shorten the column `state`, until it fits the terminal.
 
     The first of `rows` has the column heads. Columns with the same value for all runs are dropped first, then those of
-    DROP_ORDER, most of which the run's path contains too. Return the rows that remain, and notes for the user about
-    the columns that were dropped.
+    DROP_ORDER, whose values are mostly part of the run's path anyway. Return the rows that remain, and notes for the
+    user about the columns that were dropped.
     """
     if fits_terminal(rows):
         return [list(row) for row in rows], []

@@ -68,7 +68,10 @@ def write_folder(path: Path, exported: ModelExport, dtype: str = "float32") -> l
 
 
 def hf_notes(model: Model, data: Mapping[str, Any], tokenizer: Tokenizer | None) -> list[str]:
-    """Return a sentence for each way in which transformers or llama.cpp's converter reads the directory differently."""
+    """Return sentences about an exported directory.
+
+    Each says what transformers or llama.cpp's converter will read differently from toyexp.
+    """
     lines: list[str] = []
     if isinstance(tokenizer, SentencePiece) and (count := tokenizer.count_reordered()):
         lines.append(f"transformers may merge {count} of its {tokenizer.vocab} tokens in another order than llama.cpp")

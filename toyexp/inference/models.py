@@ -125,7 +125,7 @@ def inspect(name: str, origin: str, path: Path, registry: Registry) -> ListedFil
         missing = [p.name for p in parts if not p.is_file()] if len(parts) > 1 else []
         size = sum(p.stat().st_size for p in parts if p.is_file())
         if missing:
-            raise UserError(f"its part {printable(missing[0], 200)} is missing")
+            raise UserError(f"the file {printable(missing[0], 200)} of this split model is missing")
         file = open_gguf(str(path))
         kinds = count_types(file)
         # The files of all runs have the same names: use the name in the header.

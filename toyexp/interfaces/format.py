@@ -167,9 +167,9 @@ class Format(ABC):
 
 
 def require_written(form: Format, path: Path, problems: list[str]) -> list[str]:
-    """Return the warnings `problems` of a format's `write`, each as one line, after checking its output.
+    """Check what the method `write` of a format wrote to `path`, and return its warnings `problems`, one line each.
 
-    Raise PluginFailed if `path` is not a file, or a directory if the format writes one, or if `problems` is not a list.
+    Raise PluginFailed if `path` is no file (no directory, if the format writes directories), or `problems` no list.
     """
     kinds = {**KINDS, stat.S_IFDIR: "a directory"}
     expected, got = kinds[stat.S_IFDIR if form.contents else stat.S_IFREG], "nothing"

@@ -73,7 +73,8 @@ def locate(request: Request, resume: str | None) -> tuple[Request, Composition, 
         require_run(Path(resume), "resume")
         for override in request.settings:
             if override.key_or_group == "hydra.run.dir":
-                raise UserError(f"{override.input_line}: resume={resume} continues in that directory; leave it out")
+                known = f"resume={resume} continues in the directory of that run"
+                raise UserError(f"{override.input_line}: {known}; leave out {override.key_or_group}")
         request = request.use_saved_config(Path(resume))
         return request, request.compose(), Path(resume).absolute()
     composed = request.compose()

@@ -135,7 +135,7 @@ def _source(settings: Sweep, folder: SweepDir, types: Callable[[str], set[Any]])
     trials = list(dict.fromkeys(job.trial for job in folder.jobs))
     if trials != list(range(len(trials))):
         text = printable(str(trials), 60)
-        raise UserError(f"{folder.path / SWEEP_FILE}: is damaged: the trials of its jobs are {text}")
+        raise UserError(f"{folder.path / SWEEP_FILE}: is damaged: its jobs have trial numbers {text}, not 0, 1, ...")
     keys = parse_space(settings.search, parse(folder.spec["space"]), types)
     return Search(settings, keys, folder.jobs, shared_args(folder.spec))
 

@@ -2,8 +2,8 @@
 
 Rank 0 has the data, the run and the callbacks. The training loop uses its session like any other. Each method of this
 session calls the same method on the other ranks, with their rows. After every step the weights are equal on all ranks.
-Target weights are those of the whole batch, so the sums over the ranks equal the loss and the gradient of a single
-device.
+The weights of the targets in the loss are normalised over the whole batch, not over the rows of a rank. The sums over
+the ranks therefore equal the loss and the gradient of a single device.
 """
 
 from __future__ import annotations

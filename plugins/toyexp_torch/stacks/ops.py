@@ -70,9 +70,10 @@ def _apply_to_rows(function: Callable[..., Tensor], *tensors: Tensor) -> Tensor:
 
 
 class _RowsFunction(torch.autograd.Function):
-    """Autograd function that applies a function to the rows of all runs as one batch.
+    """Autograd function that applies a function to the rows of all stacked runs, joined into one batch.
 
-    It saves nothing for a backward pass, because autograd records the operations that `vmap` calls.
+    Its rule for `vmap` calls ordinary torch operations. Autograd records these, so this function saves nothing for the
+    backward pass.
     """
 
     generate_vmap_rule = False

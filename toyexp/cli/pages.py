@@ -115,7 +115,7 @@ _ERROR_PAGES = (
     (r"llama-quantize|llama\.cpp", "exports"),
     (r"^hydra\.(run|sweep)\.dir=|is not empty|choose another directory", "outputs"),
     (r"^plugins=", "plugins"),
-    (r"torchrun|^MASTER_|^rank \d", "gpus"),
+    (r"torchrun|^MASTER_|^rank \d+: ", "gpus"),
 )
 _KEY_PAGES = {
     "engine": "engines", "recipe": "recipes", "model": "models", "data": "data", "optim": "optimisers",

@@ -79,7 +79,7 @@ class ExampleDataset(Dataset):
         length = context + 1  # a row's tokens, and the last one's target
         for name, part in (("training", self.train), ("held-out", self.held_out)):
             if len(part.first) and not part.usable(length).any():
-                problem = f"each of the {len(part.lengths)} {name} examples has only prompt tokens within this context"
+                problem = f"the {name} examples ({len(part.lengths)}) have only prompt tokens within this context"
                 raise UserError(f"model.context={context}: {problem}; type model.context={part.first.min()} or more")
         return ExampleBatches(self.train, self.held_out, context, rows, seed, self._pack, self._eval_batches)
 

@@ -428,7 +428,7 @@ def test_a_name_that_the_run_records_itself_is_rejected(name):
     [
         ("write", "metrics are read-only; add your own numbers with run.log(name=value)"),
         ("taken", "run.log(grad_norm=...): the run records a number of that name"),
-        ("text", "run.log(mine='much'): takes numbers"),
+        ("text", "run.log(mine='much'): the value must be a number"),
         ("nan", "run.log(goodness=nan): a held-out metric must be a finite number"),
     ],
 )

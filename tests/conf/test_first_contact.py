@@ -201,7 +201,7 @@ def test_common_errors_name_the_help_page_that_explains_them(capsys):
         ("the loss is nan at step 12", "symptoms"),
         ("writing q4_k takes llama-quantize, which is not here", "exports"),
         ("--type=q4_k: did you mean q4_k_s?", "exports"),
-        ("model.context=16: each of the 3 training examples has only prompt tokens within this context", "data"),
+        ("model.context=16: the training examples (3) have only prompt tokens within this context", "data"),
         ("model.context=99: a.gguf has a context of 30 tokens; use model.context=30 or less", "recipes"),
         ("checkpoint_keep=0: must be at least 1", "resume"),
         ("nonfinite=ignore: choose one of: skip, stop", "resume"),

@@ -347,7 +347,10 @@ def test_a_model_is_evaluated_and_runs_are_compared_from_python(trained, book_di
 @pytest.mark.parametrize(
     ("call", "words"),
     [
-        (lambda run: toyexp.evaluate(run, lr=1), r"toyexp.evaluate\(...\) lr: the model comes from its file"),
+        (
+            lambda run: toyexp.evaluate(run, lr=1),
+            r"toyexp.evaluate\(...\) lr: cannot be set, because the model comes from its file",
+        ),
         (lambda run: toyexp.evaluate(run, lr=1), r"; toyexp.evaluate\(...\) takes model.context"),
         (lambda run: toyexp.evaluate(run, data="nowhere"), "data.path=nowhere: not found"),
         (

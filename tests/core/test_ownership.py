@@ -295,7 +295,7 @@ def test_after_a_kill_between_ledger_and_file_both_contents_are_owned(monkeypatc
 @pytest.mark.parametrize("text", ["{", "[]", '{"model.gguf": "x"}', '{"model.gguf": [1]}', "[" * 100_000])
 def test_a_damaged_ledger_is_named(text):
     write_file(LEDGER, text)
-    with pytest.raises(UserError, match=f"{LEDGER}: is damaged"):
+    with pytest.raises(UserError, match=f"{LEDGER}: this list of files is damaged"):
         Ledger.open(Path.cwd())
 
 

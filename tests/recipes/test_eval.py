@@ -260,7 +260,7 @@ def test_a_model_without_a_tokenizer_rejects_text_and_images(capsys):
     write_photos()
     for words, message in [
         (["--data", "book.txt"], "data=tokens"),
-        (["--data", "photos"], "yields images"),
+        (["--data", "photos"], "holds images"),
         (["data=stdlib"], "data=tokens"),
     ]:
         capsys.readouterr()

@@ -1,7 +1,8 @@
 """Draw plots in toyexp's style, and write them as PNG, SVG or PDF files.
 
-The colours are those of Okabe and Ito ("Color Universal Design", 2008), without their yellow, which is hard to see on
-white. Overlapping curves also differ by marker, so that a print in greyscale can be read.
+The colours are those of Okabe and Ito ("Color Universal Design", 2008), changed until each contrasts with its ground by
+at least 3:1 and each pair differs by at least 20 in CIELAB, also for the common colour blindnesses. Overlapping curves
+also differ by marker, so that a print in greyscale can be read.
 """
 
 from __future__ import annotations
@@ -23,9 +24,19 @@ from toyexp.base.files import open_file
 from toyexp.base.packages import require_package
 from toyexp.base.writing import convert_write_errors, require_writable, write_atomically
 
-BLUE, VERMILLION, GREEN, PURPLE = "#0072B2", "#D55E00", "#009E73", "#CC79A7"
+BLUE, VERMILLION, GREEN, PURPLE = "#0B4A8A", "#B3260A", "#26805A", "#C273A9"
 RED, INK, GREY, PALE = "#CC3311", "#222222", "#555555", "#BBBBBB"
-COLOURS = (BLUE, VERMILLION, GREEN, PURPLE, "#E69F00", "#56B4E9", "#000000", "#8C6D1F")
+COLOURS = (BLUE, VERMILLION, GREEN, PURPLE, "#D97A1A", "#3696ED", "#000000", "#968B4A")
+DARK_COLOURS = (
+    "#3CC6FF",
+    "#DD7416",
+    "#1E8F5A",
+    "#A06BA5",
+    "#FFE646",
+    "#CBF7FF",
+    "#A9B8A6",
+    "#F1AE6F",
+)  # on dark grounds
 MARKS = ("o", "s", "^", "D", "v", "P", "X", "p")
 TITLE, LABEL, SMALL = 12.0, 10.0, 9.0  # font sizes in points, for a figure 8 inches wide
 WIDTH = 8.0  # inches

@@ -197,7 +197,8 @@ def run_compare(arguments: Arguments) -> int:
     """Compare runs and sweeps: print the comparison, or with --html or --plot write it to a file; return 0."""
     from toyexp.base.drawing import check_plot_path
     from toyexp.results.plot import draw_sheet
-    from toyexp.results.report import Report, read_importance, title
+    from toyexp.results.plot_search import Search
+    from toyexp.results.report import Report, title
     from toyexp.sweeps.compare import compare_runs
 
     check_form(arguments)
@@ -215,7 +216,7 @@ def run_compare(arguments: Arguments) -> int:
         answer = compare_runs(paths, filters, metric, arguments.pool)
         comparison, single = answer.comparison, Path(paths[0]) if len(paths) == 1 else None
         if page:
-            size = Report(title(paths), read_importance(single) if single else None).write(comparison, Path(page))
+            size = Report(title(paths), Search.read(single) if single else None).write(comparison, Path(page))
             print_line(f"report  {page}, {format_bytes(size)}")
         if picture:
             figure = draw_sheet(comparison, title(paths), None if filters or metric else single)

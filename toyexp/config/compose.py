@@ -30,6 +30,7 @@ from toyexp.config.build import (
 from toyexp.config.compose_cache import compose_cached
 from toyexp.config.keys import Keys, mapping_overrides, single_value
 from toyexp.config.mistakes import check_files, check_keys, check_settings, explain, locate_errors, rephrase
+from toyexp.config.paths import CONF
 from toyexp.config.safe_yaml import require_plugins
 from toyexp.config.schema import AUTO, Root, Source, default_callbacks
 from toyexp.config.top_level import LAUNCHER_SETTINGS, Sweep
@@ -175,6 +176,9 @@ class Composition:
         return Config(
             **parts, engine=engine, engine_note=note, base=base, default_callbacks=default_callbacks,
             cwd=self.source.origin.cwd,
+            typed=[] if self.source != Source(CONF) else [
+                str(o.input_line) for o in self.typed if not str(o.key_or_group).startswith("hydra.")
+            ],
             suggest_command=lambda: suggest_command(
                 inputs_by_key(self.typed), parts["recipe"], parts["model"], type(parts["data"]), registry
             ),

@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from toyexp.base.drawing import thin_curve
+from toyexp.base.drawing import COLOURS, DARK_COLOURS, thin_curve
 from toyexp.base.errors import Unavailable
 from toyexp.base.files import read_head
 from toyexp.base.formatting import describe_parameters, display_path, short_path
@@ -32,6 +32,7 @@ from toyexp.results.importance import compute_shares
 from toyexp.results.plot import draw_sheet
 from toyexp.results.plot_search import Search
 from toyexp.results.run_dirs import FINAL_STATES, find_runs, read_run, setting_values, sweep_metric
+from toyexp.training.checkpoint import matches_type
 
 MAX_CURVE_POINTS = 10_000  # points of a curve
 MAX_LOSS_POINTS = 400_000  # points of the loss curves of all runs together
@@ -39,7 +40,7 @@ MAX_BYTES = 5_000_000
 MAX_RUNS = 500
 Importance = tuple[Mapping[str, float], str]  # share of each setting, and the reason if there are no shares
 PAGE = Path(__file__).parent / "page"
-SCRIPTS = ("data.js", "charts.js", "choices.js", "table.js", "page.js")
+SCRIPTS = ("data.js", "charts.js", "filter.js", "choices.js", "search.js", "table.js", "page.js")
 REPORT_FILE = "report.html"
 MAX_TIME_SHARE = 0.02  # share of a sweep's time that may be spent on reports before it ends
 FIRST_DELAY = 30.0  # seconds before the first report
@@ -79,7 +80,7 @@ class Report:
     """A report that can be rewritten while its runs train; unchanged runs are read from a cache."""
 
     title: str
-    importance: Importance | None = None  # found by a search; None: computed from the runs
+    search: Search | None = None  # the runs are the trials of this search
     _cache: dict[Path, tuple[tuple[float, ...], dict[str, Any]]] = field(default_factory=dict)
 
     def write(self, comparison: Comparison, path: Path) -> int:
@@ -114,7 +115,8 @@ class Report:
 
     def _data(self, comparison: Comparison, most: int) -> dict[str, Any]:
         ranking = comparison.ranking
-        shares, why = self.importance or compute_importance(comparison)
+        search = self.search
+        shares, why = (search.importances, search.no_importances) if search else compute_importance(comparison)
         point_indices = {id(point): index for index, point in enumerate(ranking.points)}
         differing_keys = comparison.every_key
         rising = not ranking.column.endswith("loss") and not lower_is_better(ranking.column.removeprefix("held-out "))
@@ -129,7 +131,8 @@ class Report:
             "differ": {key: comparison.values(key) for key in differing_keys},
             "scores": comparison.scores,
             "notes": comparison.notes(),
-            "importance": shares, "no_importance": why,
+            "importance": shares, "no_importance": why, "search": search and _search_data(search),
+            "colours": {"light": COLOURS, "dark": DARK_COLOURS},
             "points": [
                 {"label": comparison.label(point.jobs[0]), "deviation": point.deviation,
                  "mean": point.mean if math.isfinite(point.mean) else None,
@@ -147,7 +150,7 @@ class Report:
             **run.plain(), "path": path, "point": point, "counts": run.state in FINAL_STATES,
             "settings": {key: entry.settings[key] for key in differ if key in entry.settings},
             "all": dict(entry.settings), "facts": _environment(entry),
-            "again": shlex.join(["toyexp", "--config-path", path, "--config-name", "config"]),
+            "again": _command(entry, path),
             **self._read_events(run.path, most),
         }  # fmt: skip
 
@@ -164,6 +167,23 @@ class Report:
         if self._cache.get(path, (None,))[0] != mark:
             self._cache[path] = (mark, _history_data(History.read(path), most))
         return self._cache[path][1]
+
+
+def _command(entry: Entry, path: str) -> str:
+    """Return the command that repeats a run: its typed settings, or if they are unknown, its config.yaml."""
+    typed = entry.facts.get("typed")
+    words = typed if matches_type(typed, list[str]) else ["--config-path", path, "--config-name", "config"]
+    return shlex.join(["toyexp", *words])
+
+
+def _search_data(search: Search) -> dict[str, Any]:
+    """Return the page's data of a search: its metric, the searched settings, and all trials."""
+    return {
+        "algorithm": search.algorithm, "metric": f"held-out {search.metric}", "minimising": search.is_minimising,
+        "keys": search.keys, "log": sorted(search.log_keys), "importances": dict(search.importances),
+        "trials": [{"number": t.number, "values": dict(t.values), "complete": t.is_complete, "score": t.score}
+                   for t in search.trials],
+    }  # fmt: skip
 
 
 def _points_per_curve(count: int) -> int:
@@ -265,15 +285,6 @@ def _unit(entries: Iterable[Entry]) -> str:
     return "tokens or images" if len(images) > 1 else "images" if images == {True} else "tokens"
 
 
-def read_importance(search: Path) -> Importance | None:
-    """Return the importances that a search recorded: (shares by key, reason if there are none).
-
-    Return None if the directory is not that of a search.
-    """
-    result = Search.read(search)
-    return (result.importances, result.no_importances) if result else None
-
-
 # -- what lies beside the runs of a sweep -----------------------------------------------------------------------------
 
 
@@ -319,7 +330,7 @@ class SweepReport:
             if path.exists() and not is_report(path):
                 raise Unavailable(f"{short_path(path)} was not written by toyexp; move it away")
             self._report.title = short_path(sweep)
-            self._report.importance = read_importance(sweep)
+            self._report.search = Search.read(sweep)
             self._report.write(Comparison.build(runs, sweep_metric([sweep])), path)
         except Exception as error:  # also a full disk, or a run that is deleted meanwhile
             self._next = math.inf

@@ -79,8 +79,14 @@ def require_same_file(base: Path, status: os.stat_result, digest: str) -> None:
 
 
 def origin_facts(prepared: Prepared) -> dict[str, Any]:
-    """Return the origin that a run records: `cwd`, where it was first started, and `sources`, the digests."""
-    return {"cwd": str(prepared.config.cwd or working_directory()), "sources": source_digests(prepared)}
+    """Return the origin that a run records.
+
+    Its keys are `cwd`, the directory where the run was first started; `typed`, the settings that the user typed, if
+    they repeat the run without a configuration file; and `sources`, the digests.
+    """
+    config = prepared.config
+    typed = {"typed": [*config.typed]} if config.typed else {}
+    return {"cwd": str(config.cwd or working_directory()), **typed, "sources": source_digests(prepared)}
 
 
 @dataclass(frozen=True)

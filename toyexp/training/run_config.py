@@ -46,6 +46,7 @@ class Config:
     default_callbacks: Callable[[], Sequence[str]] = list  # names of the default callbacks
     suggest_command: Callable[[], str] = str  # ends an error about a mismatch of parts with what to type
     cwd: Path | None = None  # base of relative paths; None: the working directory
+    typed: Sequence[str] = ()  # settings that the user typed, if they repeat the run without a configuration file
     omissions: Sequence[str] = ()  # a warning for each plugin or part that is not used
 
     def warnings(self, planned: RunPreview) -> list[str]:

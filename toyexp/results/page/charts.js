@@ -11,17 +11,48 @@ function isDark() {
   return document.documentElement.dataset.theme === "dark";
 }
 
-const HUES = [[217, 62], [22, 75], [152, 52], [285, 45], [43, 72], [340, 62], [190, 70], [28, 18], [245, 60], [75, 50]];
+// Colours by rank, the best first: the part of cividis (Nunez et al. 2018) that contrasts with the ground by at least 3:1.
+const RANKS = {
+  light: ["#00224e", "#1a386f", "#434e6c", "#61656f", "#7d7c78", "#8a8678"],
+  dark: ["#fee838", "#dec958", "#bcae6c", "#9b9476", "#7d7c78", "#737475"],
+};
+const MARKS = ["circle", "square", "triangle-up", "diamond", "triangle-down", "cross", "x", "pentagon"];
+const SHAPES = [
+  "M6,1a5,5 0 1 0 .01,0z", "M1.5,1.5h9v9h-9z", "M6,1L11.2,10.5H.8z", "M6,.3L11.7,6L6,11.7L.3,6z", "M6,11L11.2,1.5H.8z",
+  "M4.2,.8h3.6v3.4h3.4v3.6H7.8v3.4H4.2V7.8H.8V4.2h3.4z", "M3,.8L6,3.8L9,.8L11.2,3L8.2,6L11.2,9L9,11.2L6,8.2L3,11.2L.8,9L3.8,6L.8,3z",
+  "M6,.6L11.6,4.7L9.5,11.2H2.5L.4,4.7z",
+];
+
+// Return true if each point has a colour and mark of its own; otherwise colours show the rank.
+function isDistinct() {
+  return data.points.length <= MARKS.length;
+}
 
 function colour(place, alpha = 1) {
-  const ranked = data.points.filter((p) => p.mean !== null).length || data.points.length, dark = isDark();
-  let [hue, much] = HUES[place % HUES.length], light = dark ? 66 : 45;
-  if (data.points.length > HUES.length) { // by rank: blue is best, orange worst, grey has no metric
-    hue = 225 - (205 * place) / Math.max(ranked - 1, 1);
-    if (place < ranked) much = 58;
-    else [much, light] = [0, dark ? 42 : 72];
+  const ranked = data.points.filter((p) => p.mean !== null).length || data.points.length, theme = isDark() ? "dark" : "light";
+  let hex = data.colours[theme][place % MARKS.length];
+  if (!isDistinct()) {
+    const ramp = RANKS[theme], at = (Math.min(place, ranked - 1) * (ramp.length - 1)) / Math.max(ranked - 1, 1), low = Math.floor(at);
+    const [a, b] = [ramp[low], ramp[Math.min(low + 1, ramp.length - 1)]].map(channels);
+    return `rgba(${a.map((v, i) => Math.round(v + (b[i] - v) * (at - low))).join(", ")}, ${alpha})`;
   }
-  return `hsla(${hue.toFixed(1)}, ${much}%, ${light}%, ${alpha})`;
+  return `rgba(${channels(hex).join(", ")}, ${alpha})`;
+}
+
+function channels(hex) {
+  return [1, 3, 5].map((i) => parseInt(hex.slice(i, i + 2), 16));
+}
+
+// Add a point's mark in its colour.
+function addMark(parent, place) {
+  const svg = addSvg("svg", { class: "chip", viewBox: "0 0 12 12", "aria-hidden": "true" }, parent);
+  addSvg("path", { d: SHAPES[isDistinct() ? place : 0], fill: colour(place) }, svg);
+}
+
+// Give a chart a name and a description for screen readers.
+function nameChart(id, text) {
+  byId(id).setAttribute("role", "img");
+  byId(id).setAttribute("aria-label", text);
 }
 
 function escapeHtml(text) {
@@ -52,14 +83,14 @@ function layout(extra) {
 
 // Remove plotly's button that uploads a chart: the page must not send anything.
 const CONFIG = {
-  responsive: true, displaylogo: false, doubleClick: false, plotlyServerURL: "",
+  responsive: true, displaylogo: false, doubleClick: false, plotlyServerURL: "", showTips: false,
   modeBarButtonsToRemove: ["select2d", "lasso2d", "resetScale2d", "sendChartToCloud"], toImageButtonOptions: { scale: 2 },
 };
 
 // Return the zoomed range of x, or the full length of the curves; null lets plotly choose.
 function xRange() {
   if (state.zoom || state.xlog) return state.zoom;
-  const ends = visible().flatMap(runsOf).flatMap((run) => {
+  const ends = shownRuns().flatMap((run) => {
     const steps = [run.curves.loss.x, ...Object.values(run.held).map(([xs]) => xs)].filter((xs) => xs.length);
     return steps.map((xs) => clockAt(run, xs[xs.length - 1], state.over));
   });
@@ -67,8 +98,8 @@ function xRange() {
   return last > 0 ? [-0.012 * last, 1.012 * last] : null;
 }
 
-// Return the range of y: smoothed curves and held-out values in full, raw values without outliers. The top 1 % is cut off
-// if it would flatten the rest; the switch "outliers" shows everything.
+// Return the range of y: smoothed curves and held-out values in full, raw values without outliers. Losses far above all
+// initial losses, as of a diverged run, are cut off; the switch "outliers" shows everything.
 function yRange(traces, raw) {
   const f = state.ylog ? Math.log10 : (v) => v;
   const [from, to] = zoomLimits(), seen = (x, y) => x >= from && x <= to && y !== null && (!state.ylog || y > 0);
@@ -76,14 +107,32 @@ function yRange(traces, raw) {
   const part = (ys, share) => f(ys[Math.floor((ys.length - 1) * share)]), ys = sorted(traces), raws = sorted(raw);
   state.cut = false;
   if (!ys.length) return null;
-  let low = part(ys, 0), high = part(ys, 0.99);
-  if (state.score !== "loss" || part(ys, 1) - low <= 1.4 * (high - low)) high = part(ys, 1);
-  if (raws.length) [low, high] = [Math.min(low, part(raws, 0.01)), Math.max(high, part(raws, 0.98))];
+  const start = f(Math.max(...shownRuns().flatMap(firstLosses))), cap = start + (start - part(ys, 0)) / 4;
+  const limit = ["loss", "ppl"].includes(state.score) && Number.isFinite(cap) ? cap : Infinity;
+  const near = (sorted) => sorted.filter((y) => f(y) <= limit);
+  let low = part(ys, 0), high = near(ys).length ? part(near(ys), 1) : part(ys, 1);
+  if (near(raws).length) [low, high] = [Math.min(low, part(raws, 0.01)), Math.max(high, part(near(raws), 0.98))];
   const whole = raws.length ? [Math.min(low, part(raws, 0)), Math.max(part(ys, 1), part(raws, 1))] : [low, part(ys, 1)];
   state.cut = whole[1] - whole[0] > 1.25 * (high - low);
   if (state.outliers || !state.cut) [low, high] = whole;
   const room = 0.04 * (high - low) || 0.1;
   return [low - room, high + room];
+}
+
+function shownRuns() {
+  return visible().flatMap(runsOf);
+}
+
+// Return true if the smoothed curve of a run exceeds `high`, an end of the y axis.
+function exceeds(run, high) {
+  const limit = state.ylog ? 10 ** high : high;
+  return state.score === "loss" && run.curves.loss.my.some((y) => y > limit);
+}
+
+// Return the first value of the shown score of a run, as a list: of its training curve, or else of its held-out curve.
+function firstLosses(run) {
+  const held = run.held[state.score], first = state.score === "loss" ? run.curves.loss.my : [];
+  return (first.length ? first : held ? held[1] : []).slice(0, 1).filter((v) => v !== null);
 }
 
 function zoomLimits() {
@@ -119,11 +168,13 @@ function runLabel(run) {
   return many ? `${label}  seed=${run.seed}` : label;
 }
 
+// Bands of many points are paler, so that overlapping ones stay transparent.
 function bandTrace(xs, means, deviations, place, log) {
+  const alpha = Math.max(0.16 * Math.min(1, 4 / Math.max(visible().length, 1)), 0.02);
   const least = log ? Math.min(...means.filter((m) => m > 0)) / 100 : -Infinity;
   const up = means.map((m, i) => m + deviations[i]), down = means.map((m, i) => Math.max(m - deviations[i], least));
   return lineTrace([...xs, ...xs.slice().reverse()], [...up, ...down.reverse()], "", {
-    fill: "toself", fillcolor: colour(place, 0.16), line: { width: 0 }, hoverinfo: "skip",
+    fill: "toself", fillcolor: colour(place, alpha), line: { width: 0 }, hoverinfo: "skip",
   });
 }
 
@@ -133,7 +184,8 @@ function lossTraces() {
   const most = Math.max(Math.floor(SCREEN / count / 2), 40);
   for (const place of shown.slice().reverse()) {
     const runs = runsOf(place).filter((run) => run.curves.loss.x.length), label = data.points[place].label;
-    const together = state.bands && runs.length > 1, wide = state.hot === place ? 4 : count > 30 ? 1.3 : 2.2;
+    const together = state.bands && runs.length > 1, held = state.held && runs.some((run) => run.held.loss && run.held.loss[0].length);
+    const wide = state.hot === place ? 3.5 : held ? 1 : count > 30 ? 1.3 : 2.2; // the held-out curve is the main one
     if (state.raw && !together) {
       for (const run of runs) {
         const [xs, ys] = clipAndThin(...readCurve(run, "loss", false), low, high, Math.min(most, 4000));
@@ -147,7 +199,7 @@ function lossTraces() {
     }
     if (together) {
       const [xs, means, deviations] = band(runs.map((run) => readCurve(run, "loss", true)));
-      bands.push(bandTrace(xs, means, deviations, place, state.ylog));
+      if (!held) bands.push(bandTrace(xs, means, deviations, place, state.ylog));
       const about = hoverTemplate(label, `training loss, mean of ${runs.length} seeds`, ".4f", true);
       front.push(lineTrace(xs, means, label, {
         line: { width: wide, color: colour(place) }, hoverinfo: "all", customdata: deviations, hovertemplate: about,
@@ -160,17 +212,33 @@ function lossTraces() {
         }));
       }
     }
-    if (state.held) marks.push(...heldTraces(place, "loss", "markers"));
+    if (state.held) marks.push(...heldTraces(place, "loss"));
+    marks.push(...endTraces(place));
   }
   return [[...back, ...bands, ...front, ...marks], [...bands, ...front, ...marks], back];
 }
 
-function heldTraces(place, score, mode) {
+// Return a cross at the last step of each run that did not complete.
+function endTraces(place) {
+  return runsOf(place).filter((run) => !run.counts && run.curves.loss.x.length).map((run) => {
+    const [xs, ys] = readCurve(run, "loss", true), last = ys.findLastIndex((y) => y !== null);
+    return {
+      type: "scatter", mode: "markers", x: xs.slice(last, last + 1), y: ys.slice(last, last + 1), name: "end",
+      marker: { symbol: "x-thin-open", size: 11, color: colour(place), line: { width: 2.5 } },
+      hovertemplate: `<b>${escapeHtml(runLabel(run))}</b><br>${escapeHtml(run.state)} at ${AXES[state.over]} %{x:.6~g}<extra></extra>`,
+    };
+  });
+}
+
+function heldTraces(place, score) {
   const runs = runsOf(place).filter((run) => run.held[score] && run.held[score][0].length);
-  const many = data.points.length > 12;
+  const many = data.points.length > 12, wide = state.hot === place ? 4 : many ? 1.3 : 2.2;
   const look = {
-    type: "scatter", mode, line: { width: 2, color: colour(place) },
-    marker: { size: many ? 5 : 8, color: colour(place), line: { width: many ? 0.5 : 1.5, color: style("card") } },
+    type: "scatter", mode: "lines+markers", line: { width: wide, color: colour(place) }, connectgaps: true,
+    marker: {
+      size: many ? 4 : 8, symbol: MARKS[isDistinct() ? place : 0], color: colour(place),
+      line: { width: many ? 0 : 1, color: style("card") },
+    },
   };
   if (state.bands && runs.length > 1) {
     const steps = [...new Set(runs.flatMap((run) => run.held[score][0]))].sort((a, b) => a - b);
@@ -178,13 +246,14 @@ function heldTraces(place, score, mode) {
     const found = each.map((some, i) => meanAndDeviation(some.map((run) => run.held[score][1][run.held[score][0].indexOf(steps[i])])));
     const xs = steps.map((step, i) => meanAndDeviation(each[i].map((run) => clockAt(run, step, state.over)))[0]);
     const about = hoverTemplate(data.points[place].label, `held-out ${score}, mean of ${runs.length} seeds`, ".4f", true);
-    return [{
-      ...look, x: xs, y: found.map((f) => f[0]), customdata: found.map((f) => f[1]), hovertemplate: about,
-      error_y: { type: "data", array: found.map((f) => f[1]), thickness: 1, width: 3, color: colour(place, 0.7) },
-    }];
+    const means = found.map((f) => f[0]), deviations = found.map((f) => f[1]);
+    return [
+      bandTrace(xs, means, deviations, place, state.ylog),
+      { ...look, name: "held out", x: xs, y: means, customdata: deviations, hovertemplate: about },
+    ];
   }
   return runs.map((run) => ({
-    ...look, x: xValues(run, run.held[score][0]), y: run.held[score][1],
+    ...look, name: "held out", x: xValues(run, run.held[score][0]), y: run.held[score][1],
     hovertemplate: hoverTemplate(runLabel(run), `held-out ${score}`),
   }));
 }
@@ -192,14 +261,20 @@ function heldTraces(place, score, mode) {
 function drawMain() {
   if (!Plotly) return;
   const loss = state.score === "loss";
-  const marks = loss ? [] : visible().slice().reverse().flatMap((p) => heldTraces(p, state.score, "lines+markers"));
+  const marks = loss ? [] : visible().slice().reverse().flatMap((p) => heldTraces(p, state.score));
   const [traces, front, back] = loss ? lossTraces() : [marks, marks, []];
   const range = state.tall || yRange(front, back);
+  const above = shownRuns().filter((run) => range && exceeds(run, range[1])).length;
   byId("outliers-label").hidden = !state.cut;
+  byId("outliers-label").lastChild.textContent = above ? ` outliers (${above} ${above === 1 ? "run" : "runs"} above)` : " outliers";
+  const unit = { tokens: " (nats per token)", images: " (nats per image)" }[data.unit] || "", best = data.points[0];
   const y = {
-    title: { text: loss ? "loss" : `held-out ${state.score}`, standoff: 4 },
+    title: { text: loss ? `loss${unit}` : `held-out ${state.score}`, standoff: 4 },
     ...(state.ylog ? { type: "log", tickformat: "~g", nticks: 7 } : { type: "linear" }), ...(range ? { range } : {}),
   };
+  nameChart("main", `${y.title.text} against ${AXES[state.over]}: ${visible().length} of ${data.points.length} points. ` +
+    (data.best ? `Best: ${best.label}, ${data.metric} ${value(best)}.` : ""));
+  saveView();
   return Plotly.react("main", traces, layout({ yaxis: y }), CONFIG);
 }
 
@@ -224,12 +299,22 @@ function drawSmall(name) {
     });
   }
   const y = {
-    lr: { type: "log", dtick: 1, tickformat: "~e" },
-    grad_norm: { type: "log", nticks: 5, tickformat: "~g" },
+    lr: { type: "log", nticks: 4, tickformat: "~e", ...logRange("lr") },
+    grad_norm: { type: "log", nticks: 5, tickformat: "~g", ...logRange("grad_norm") },
     speed: { type: "linear", nticks: 5, rangemode: "tozero", exponentformat: "SI" },
   }[name];
   const quiet = { ...CONFIG, displayModeBar: false };
+  nameChart(name, `${{ lr: "learning rate", grad_norm: "gradient norm", speed: `${data.unit} per second` }[name]} against ${AXES[state.over]}`);
   return Plotly.react(name, traces, layout({ yaxis: { ...y, fixedrange: true }, margin: { l: 44, r: 8, t: 4, b: 36 } }), quiet);
+}
+
+// Return the range of a logarithmic axis that fits the runs without a failure, so that a diverged run does not flatten them.
+function logRange(name) {
+  const fine = shownRuns().filter((run) => run.state === "completed");
+  const values = fine.flatMap((run) => run.curves[name].my).filter((y) => y > 0);
+  if (state.outliers || !values.length || fine.length === shownRuns().length) return {};
+  const low = values.reduce((a, b) => Math.min(a, b)), high = values.reduce((a, b) => Math.max(a, b));
+  return { range: [Math.log10(low) - 0.1, Math.log10(high) + 0.1], autorange: false };
 }
 
 function resetZoom() {

@@ -1,22 +1,12 @@
 // Settings against the metric: parallel coordinates (drag along an axis to filter) and importances.
 
-const SVG = "http://www.w3.org/2000/svg";
-
-function addSvg(tag, attributes, parent, text) {
-  const element = document.createElementNS(SVG, tag);
-  for (const [key, value] of Object.entries(attributes)) element.setAttribute(key, value);
-  if (text !== undefined) element.textContent = text;
-  parent.append(element);
-  return element;
-}
-
 // Return the position of each value on an axis, from 0 (bottom) to 1. Numbers are linear, or logarithmic over orders of
 // magnitude; names are evenly spaced. `turned` puts the lowest value at the top, as for a loss.
-function makeScale(values, turned = false, exact = true) {
+function makeScale(values, turned = false, exact = true, tagged = false) {
   const known = [...new Set(values.filter((v) => v !== null && v !== undefined))];
   const numbers = known.map(Number);
   if (known.length > 1 && known.every((v) => v !== "" && Number.isFinite(Number(v)))) {
-    const low = Math.min(...numbers), high = Math.max(...numbers), log = low > 0 && high / low >= 8;
+    const low = Math.min(...numbers), high = Math.max(...numbers), log = low > 0 && (tagged || high / low >= 8);
     const f = log ? Math.log : (v) => v;
     const up = (v) => (f(Number(v)) - f(low)) / (f(high) - f(low)), place = (v) => (turned ? 1 - up(v) : up(v));
     const few = exact && known.length <= 6 ? numbers : roundTicks(low, high, log);
@@ -49,15 +39,17 @@ function drawChoices() {
   section.hidden = scored.length < 3 || !data.keys.length;
   if (section.hidden) return;
   box.textContent = "";
+  const fresh = [...state.brushes.values()].some((brush) => brush.fresh);
   const means = scored.map((p) => p.mean);
   const width = Math.max(box.clientWidth, 280), height = 340, top = 50, foot = height - 26, left = 44;
   const several = (key) => new Set(scored.map((p) => p.settings[key])).size > 1;
-  const axes = [...data.keys.filter(several).slice(0, 11), data.metric];
-  const scales = axes.map((key, i) => i === axes.length - 1 ? makeScale(means, !data.rising, false) : makeScale(scored.map((p) => p.settings[key])));
+  const axes = [...data.keys.filter(several).slice(0, 11), data.metric], names = axes.slice(0, -1).join(", ");
+  const scales = axes.map((key, i) => i === axes.length - 1 ? makeScale(means, !data.rising, false) : 
+    makeScale(scored.map((p) => p.settings[key]), false, true, (data.search ? data.search.log : []).includes(key)));
   const x = (i) => left + (i * (width - left - 62)) / Math.max(axes.length - 1, 1);
   const y = (t) => foot - t * (foot - top);
   const valueOf = (p, i) => (i === axes.length - 1 ? p.mean : p.settings[axes[i]]);
-  const svg = addSvg("svg", { viewBox: `0 0 ${width} ${height}`, role: "img", "aria-label": "settings against score" }, box);
+  const svg = addSvg("svg", { viewBox: `0 0 ${width} ${height}`, role: "img", "aria-label": `${data.metric} of ${scored.length} points against ${names}` }, box);
   for (const p of scored.slice().reverse()) { // draws the best one on top
     const stops = axes.map((_, i) => [i, valueOf(p, i)]).filter(([, v]) => v !== null && v !== undefined);
     const path = stops.map(([i, v], n) => {
@@ -94,6 +86,7 @@ function drawChoices() {
       return v !== null && v !== undefined && scales[i].place(v) >= t[0] - 1e-9 && scales[i].place(v) <= t[1] + 1e-9;
     }).map((p) => p.place));
   });
+  if (fresh) refresh(); // now the points of axes in the address are known
 }
 
 // Dragging along an axis keeps the points that cross the range; a click removes the filter.
@@ -106,6 +99,7 @@ function addBrush(svg, key, x, top, foot, taken) {
     mark.setAttribute("height", (b - a) * (foot - top));
   };
   if (old) show(old.range);
+  if (old && old.fresh) state.brushes.set(key, { range: old.range, points: new Set(taken(old.range)), fresh: false });
   const place = (event) => {
     const box = svg.getBoundingClientRect(), at = ((event.clientY - box.top) * svg.viewBox.baseVal.height) / box.height;
     return Math.min(Math.max((foot - at) / (foot - top), 0), 1);
@@ -120,6 +114,7 @@ function addBrush(svg, key, x, top, foot, taken) {
     if (from !== null) show([from, place(event)].sort((a, b) => a - b));
   });
   grip.addEventListener("pointerup", (event) => {
+    if (from === null) return; // pressed elsewhere
     const range = [from, place(event)].sort((a, b) => a - b);
     from = null;
     if (range[1] - range[0] < 0.02) state.brushes.delete(key);

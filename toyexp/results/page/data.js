@@ -38,17 +38,23 @@ function clockAt(run, step, over) {
   return values[low] + ((values[high] - values[low]) * (step - steps[low])) / (steps[high] - steps[low]);
 }
 
-// Return an exponential moving average with a half-life of `half` steps and no bias to the first value.
+// Return a moving average whose weights halve every `half` steps to both sides, so that it does not lag behind. At the left
+// end the curve is continued by its reflection about the first point, so that it begins there.
 function smoothCurve(xs, ys, half) {
   if (!(half > 0)) return ys;
-  let sum = 0, weight = 0, before = xs[0];
-  return ys.map((y, i) => {
-    const keep = 2 ** (-(xs[i] - before) / half);
-    before = xs[i];
-    sum = sum * keep + y;
-    weight = weight * keep + 1;
-    return sum / weight;
-  });
+  const sums = ys.map(() => 0), weights = ys.map(() => 0);
+  for (const direction of [-1, 1]) {
+    let [sum, weight] = direction < 0 || ys[0] === null ? [0, 0] : [2 * ys[0] * weights[0] - sums[0], weights[0]];
+    for (let n = 0, i = direction > 0 ? 0 : ys.length - 1; n < ys.length; n++, i += direction) {
+      const keep = n ? 2 ** (-Math.abs(xs[i] - xs[i - direction]) / half) : 1;
+      sum *= keep;
+      weight *= keep;
+      sums[i] += sum;
+      weights[i] += weight;
+      if (ys[i] !== null) [sum, weight] = [sum + ys[i], weight + 1];
+    }
+  }
+  return ys.map((y, i) => (y === null ? null : (sums[i] + y) / (weights[i] + 1)));
 }
 
 // Return the values between low and high, and one beyond each end; if over `most`, the lowest and highest of each bin.

@@ -3,14 +3,25 @@
 let data, Plotly;
 const state = {
   score: "loss", over: "step", xlog: false, ylog: false, raw: true, held: true, bands: true, smooth: 45, zoom: null,
-  tall: null, outliers: false, cut: false, hidden: new Set(), words: [], brushes: new Map(), hot: null, rows: "points",
-  sort: null, falling: false, every: false,
+  tall: null, outliers: false, cut: false, hidden: new Set(), filter: "", brushes: new Map(), hot: null, rows: "points",
+  sort: null, falling: false, every: false, theme: null,
 };
+let defaults, conditions = { tests: [], problem: "" };
 
 function addElement(parent, tag, kind, text) {
   const element = document.createElement(tag);
   if (kind) element.className = kind;
   if (text !== undefined && text !== null) element.textContent = text;
+  parent.append(element);
+  return element;
+}
+
+const SVG = "http://www.w3.org/2000/svg";
+
+function addSvg(tag, attributes, parent, text) {
+  const element = document.createElementNS(SVG, tag);
+  for (const [key, value] of Object.entries(attributes)) element.setAttribute(key, value);
+  if (text !== undefined) element.textContent = text;
   parent.append(element);
   return element;
 }
@@ -35,11 +46,10 @@ function runsOf(place) {
   return data.runs.filter((run) => run.point === place);
 }
 
+// A point passes the filter if one of its runs does.
 function passes(place) {
-  const point = data.points[place], runs = runsOf(place);
-  const text = [point.label, ...runs.map((run) => `${run.name} ${run.state} seed=${run.seed}`)].join(" ").toLowerCase();
-  const brushed = [...state.brushes.values()].every((brush) => brush.points.has(place));
-  return brushed && state.words.every((word) => text.includes(word));
+  const brushed = [...state.brushes.values()].every((brush) => brush.fresh || brush.points.has(place));
+  return brushed && runsOf(place).some((run) => conditions.tests.every((test) => test(run)));
 }
 
 function shows(place) {
@@ -63,6 +73,37 @@ function highlight(place) {
   state.hot = place;
   cancelAnimationFrame(soon);
   soon = requestAnimationFrame(drawMain);
+}
+
+// -- the view in the page's address: it survives a reload, and can be sent --
+
+const KEPT = ["theme", "score", "over", "xlog", "ylog", "raw", "held", "bands", "outliers", "smooth", "filter", "rows", "sort", "falling", "zoom", "tall"];
+
+function saveView() {
+  const words = new URLSearchParams();
+  for (const key of KEPT) if (String(state[key]) !== String(defaults[key])) words.set(key, state[key]);
+  for (const place of state.hidden) words.append("hide", data.points[place].label);
+  for (const [key, { range }] of state.brushes) words.append("axis", `${key} ${range.map((t) => t.toFixed(3)).join(" ")}`);
+  const hash = String(words) ? `#${words}` : "";
+  if (location.hash !== hash) history.replaceState(null, "", hash || location.pathname + location.search);
+}
+
+function loadView() {
+  const words = new URLSearchParams(location.hash.slice(1)), numbers = (text) => text.split(/[ ,]/).map(Number);
+  for (const key of KEPT) {
+    const text = words.get(key), kind = typeof defaults[key];
+    if (text === null) continue;
+    if (key === "zoom" || key === "tall") state[key] = numbers(text).length === 2 && numbers(text).every(Number.isFinite) ? numbers(text) : null;
+    else state[key] = kind === "boolean" ? text === "true" : kind === "number" ? Number(text) || 0 : text;
+  }
+  if (!["loss", ...data.scores].includes(state.score)) state.score = defaults.score;
+  if (!(state.over in AXES)) state.over = defaults.over;
+  const hidden = new Set(words.getAll("hide"));
+  data.points.forEach((point, place) => { if (hidden.has(point.label)) state.hidden.add(place); });
+  for (const text of words.getAll("axis")) {
+    const [key, low, high] = text.split(" ");
+    if (high) state.brushes.set(key, { range: numbers(`${low} ${high}`), points: new Set(), fresh: true });
+  }
 }
 
 // -- words and numbers --
@@ -114,11 +155,15 @@ function drawAbout() {
   data.notes.forEach((note) => addElement(byId("notes"), "li", "", note));
   const thin = data.runs.filter((run) => run.curves.loss.n > run.curves.loss.x.length);
   const longest = Math.max(0, ...data.runs.map((run) => run.curves.loss.n));
+  const scored = data.runs.some((run) => run.held.loss && run.held.loss[0].length);
   byId("said").textContent = [
+    scored ? "Lines with marks are held-out losses, thin lines smoothed training losses." : "",
     isTouch() ? "Tap a curve to read its values; buttons to zoom then appear." : "Drag to zoom, double click to zoom out.",
     thin.length ? `Curves of up to ${longest} steps are reduced to at most ${data.most} values: the lowest and highest loss of each bin; smoothing uses bin means.` : "Every step is kept.",
     "Zooming shows all values that were kept.",
     data.points.some((p) => p.counted > 1) ? "Bands and ± are one standard deviation over the seeds (n-1)." : "",
+    data.runs.some((run) => !run.counts) ? "A cross ends the curve of a run that did not complete." : "",
+    isDistinct() ? "" : "Colours show the rank: the best point has the strongest contrast.",
   ].join(" ");
 }
 
@@ -129,18 +174,28 @@ function drawLinks() {
     const title = section.querySelector("h2");
     if (!title) continue;
     const more = section.id === "warnings" ? ` (${warned})` : "";
-    addElement(byId("ways"), "a", more && "best", title.textContent.toLowerCase() + more).href = `#${section.id}`;
+    const link = addElement(byId("ways"), "a", more && "best", title.textContent.toLowerCase() + more);
+    link.href = `#${section.id}`;
+    link.addEventListener("click", (event) => { // the address holds the view
+      event.preventDefault();
+      section.scrollIntoView();
+    });
   }
 }
 
 function drawLegend() {
   const box = byId("legend"), shown = data.points.filter((_, place) => passes(place)).length;
+  const focused = document.activeElement.dataset.place, total = data.points.length;
   box.textContent = "";
+  byId("count").textContent = conditions.problem || (shown < total ? `${shown} of ${total} points` : "");
+  byId("count").classList.toggle("problem", conditions.problem !== "");
   data.points.forEach((point, place) => {
     if (!passes(place)) return;
     const button = addElement(box, "button");
     button.setAttribute("aria-pressed", String(!state.hidden.has(place)));
-    addElement(button, "span", "chip").style.background = colour(place);
+    button.dataset.place = place;
+    if (focused === String(place)) button.focus();
+    addMark(button, place);
     addElement(button, "span", "label", point.label);
     addElement(button, "span", place === 0 && data.best ? "value best" : "value", value(point));
     button.addEventListener("click", (event) => {
@@ -152,7 +207,8 @@ function drawLegend() {
     button.addEventListener("pointerenter", () => highlight(place));
     button.addEventListener("pointerleave", () => highlight(null));
   });
-  const hint = isTouch() ? "Tap to hide or show, double tap to show only one." : "Click to hide or show, double click to show only one.";
+  const hint = isTouch() ? "Tap to hide or show, double tap to show only one." :
+    "Click to hide or show, double click (or Shift+Enter) to show only one.";
   addElement(box, "p", "small hint", shown ? hint : "No point passes the filter.");
 }
 
@@ -185,7 +241,7 @@ function drawSamples() {
   for (const run of some.slice(0, 12)) {
     const card = addElement(cards, "div", "card"), last = run.samples[run.samples.length - 1];
     const title = addElement(card, "h3");
-    addElement(title, "span", "chip").style.background = colour(run.point);
+    addMark(title, run.point);
     addElement(title, "span", "", ` ${runLabel(run)}, step ${last.step ?? "?"}`);
     addSample(card, last);
   }
@@ -221,7 +277,7 @@ function drawRuns() {
   showMoreButton("more-runs", shown.length);
   for (const run of state.every ? shown : shown.slice(0, MOST_ROWS)) {
     const details = addElement(box, "details"), summary = addElement(details, "summary");
-    addElement(summary, "span", "chip").style.background = colour(run.point);
+    addMark(summary, run.point);
     const state = run.state === "completed" ? "" : ` · ${run.state}`, warned = run.warned ? ` · warnings: ${run.warned}` : "";
     addElement(summary, "span", "", ` ${runLabel(run)}${state}${warned} · ${data.metric} ${formatNumber(scoreOf(run, data.metric))}`);
     details.addEventListener("toggle", () => details.childElementCount === 1 && drawRun(details, run));
@@ -260,10 +316,12 @@ function addChoice(id, options, key, then) {
 }
 
 function refresh() {
+  conditions = parseFilter(state.filter);
   drawLegend();
   drawCharts();
   drawTable();
   drawChoices();
+  drawSearch();
   drawSamples();
   drawWarnings();
   drawRuns();
@@ -271,6 +329,30 @@ function refresh() {
 
 function setTheme(theme) {
   document.documentElement.dataset.theme = theme;
+}
+
+// Print in light colours and at the width of a page.
+function listenPrint() {
+  let before = null;
+  addEventListener("beforeprint", () => {
+    before = document.documentElement.dataset.theme;
+    setTheme("light");
+    document.body.classList.add("print");
+    refresh();
+    resizeCharts();
+  });
+  addEventListener("afterprint", () => {
+    setTheme(before);
+    document.body.classList.remove("print");
+    refresh();
+    resizeCharts();
+  });
+}
+
+function resizeCharts() {
+  for (const chart of document.querySelectorAll(".js-plotly-plot")) {
+    Plotly.relayout(chart, { width: chart.clientWidth, height: chart.clientHeight, autosize: true });
+  }
 }
 
 function controls() {
@@ -283,18 +365,24 @@ function controls() {
     byId(name).addEventListener("change", () => {
       state[name] = byId(name).checked;
       if (name === "xlog" || name === "ylog") resetZoom();
-      else if (name === "bands") drawCharts();
+      else if (name === "bands" || name === "outliers") drawCharts();
       else drawMain();
     });
   }
   byId("bands-label").hidden = !data.points.some((_, place) => runsOf(place).length > 1);
+  byId("smooth").value = state.smooth;
   byId("smooth").addEventListener("input", () => { state.smooth = Number(byId("smooth").value); drawCharts(); });
   let waiting = 0;
   byId("filter").addEventListener("input", () => {
     clearTimeout(waiting);
-    waiting = setTimeout(() => { state.words = byId("filter").value.toLowerCase().split(/\s+/).filter(Boolean); refresh(); }, 150);
+    waiting = setTimeout(() => { state.filter = byId("filter").value.trim(); refresh(); }, 150);
   });
-  byId("theme").addEventListener("click", () => { setTheme(isDark() ? "light" : "dark"); refresh(); drawImportance(); });
+  byId("filter").value = state.filter;
+  byId("theme").addEventListener("click", () => {
+    setTheme(state.theme = isDark() ? "light" : "dark");
+    refresh();
+  });
+  byId("save").addEventListener("click", saveTable);
   for (const id of ["more-rows", "more-runs"]) {
     byId(id).addEventListener("click", () => { state.every = true; drawTable(); drawRuns(); });
   }
@@ -303,13 +391,15 @@ function controls() {
 }
 
 async function begin() {
-  const asked = matchMedia("(prefers-color-scheme: dark)");
-  setTheme(asked.matches ? "dark" : "light");
+  const system = matchMedia("(prefers-color-scheme: dark)");
+  setTheme(new URLSearchParams(location.hash.slice(1)).get("theme") || (system.matches ? "dark" : "light"));
   if (!window.DecompressionStream) throw new Error("this page needs a browser of 2023 or later");
   data = prepare(JSON.parse(await unpack("data")));
   AXES.tokens = byId("unit").textContent = data.unit;
   state.rows = data.points.length < data.runs.length ? "points" : "runs";
   if (!data.runs.some((run) => run.curves.loss.x.length) && data.scores.length) state.score = data.scores[0];
+  defaults = { ...state };
+  loadView();
   byId("opening").remove();
   document.querySelector("main").hidden = false;
   drawAbout();
@@ -325,8 +415,13 @@ async function begin() {
   document.head.append(script);
   Plotly = window.Plotly;
   drawCharts();
+  drawSearch();
   listen();
-  asked.addEventListener("change", () => { setTheme(asked.matches ? "dark" : "light"); refresh(); });
+  listenPrint();
+  system.addEventListener("change", () => {
+    if (!state.theme) setTheme(system.matches ? "dark" : "light");
+    refresh();
+  });
   document.documentElement.dataset.ready = "yes";
 }
 

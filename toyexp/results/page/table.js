@@ -50,6 +50,7 @@ function compareCells(a, b) {
 
 function drawTable() {
   const head = document.querySelector("#table thead"), body = document.querySelector("#table tbody"), columns = listColumns();
+  const focused = document.activeElement.dataset.head;
   head.textContent = body.textContent = "";
   const line = addElement(head, "tr");
   addElement(line, "th");
@@ -57,27 +58,53 @@ function drawTable() {
     const cell = addElement(line, "th", column.number ? "number" : ""), sorted = state.sort === column.head;
     cell.setAttribute("aria-sort", sorted ? (state.falling ? "descending" : "ascending") : "none");
     const button = addElement(cell, "button", "", column.head + (sorted ? (state.falling ? " ↓" : " ↑") : ""));
+    button.dataset.head = column.head;
+    if (focused === column.head) button.focus();
     button.addEventListener("click", () => {
       state.falling = sorted && !state.falling;
       state.sort = column.head;
       drawTable();
     });
   }
-  let rows = state.rows === "points" ? data.points.map((p, place) => ({ ...p, point: place, runs: runsOf(place) })) : data.runs.slice();
-  rows = rows.filter((row) => shows(row.point));
-  const order = columns.find((column) => column.head === state.sort);
-  if (order) rows.sort((a, b) => compareCells(order.of(a), order.of(b)));
+  const rows = listRows(columns);
   showMoreButton("more-rows", rows.length);
+  saveView();
   for (const row of state.every ? rows : rows.slice(0, MOST_ROWS)) {
     const cells = addElement(body, "tr");
-    addElement(addElement(cells, "td"), "span", "chip").style.background = colour(row.point);
+    addMark(addElement(cells, "td"), row.point);
     for (const column of columns) {
-      const known = column.of(row), form = column.form || (column.number ? formatNumber : (v) => v);
-      const text = column.text ? column.text(row) : known === null || known === undefined ? "–" : form(known);
-      const best = column.best && row.point === 0 && known !== null && data.best;
+      const text = formatCell(column, row);
+      const best = column.best && row.point === 0 && column.of(row) !== null && data.best;
       const cell = addElement(cells, "td", (column.number ? "number" : "") + (best ? " best" : ""));
       if (best) addElement(cell, "span", "badge", "best");
       cell.append(text);
     }
   }
+}
+
+function formatCell(column, row) {
+  const known = column.of(row), form = column.form || (column.number ? formatNumber : (v) => v);
+  return column.text ? column.text(row) : known === null || known === undefined ? "–" : form(known);
+}
+
+// Return the rows of the table that pass the filter, sorted.
+function listRows(columns) {
+  let rows = state.rows === "points" ? data.points.map((p, place) => ({ ...p, point: place, runs: runsOf(place) })) : data.runs.slice();
+  rows = rows.filter((row) => shows(row.point));
+  const order = columns.find((column) => column.head === state.sort);
+  if (order) rows.sort((a, b) => compareCells(order.of(a), order.of(b)));
+  return rows;
+}
+
+// Offer the table as a CSV file. A text that a spreadsheet would run as a formula gets a leading quote.
+function saveTable() {
+  const columns = listColumns(), quote = (text) => `"${String(text).replace(/"/g, '""')}"`;
+  const safe = (cell) => (typeof cell === "string" && /^[=+@\t\r-]/.test(cell) && !isNumber(cell) ? `'${cell}` : cell);
+  const rows = listRows(columns).map((row) => columns.map((column) => column.of(row) ?? ""));
+  const lines = [columns.map((column) => column.head), ...rows].map((cells) => cells.map(safe).map(quote).join(","));
+  const link = document.createElement("a");
+  link.href = URL.createObjectURL(new Blob([`${lines.join("\n")}\n`], { type: "text/csv" }));
+  link.download = "results.csv";
+  link.click();
+  URL.revokeObjectURL(link.href);
 }

@@ -1,0 +1,57 @@
+// The section of a search: the metric of each trial, the best so far, and the metric against each setting.
+
+function drawSearch() {
+  const search = data.search, section = byId("search");
+  section.hidden = !search;
+  if (!search || !Plotly) return;
+  const scored = search.trials.filter((trial) => trial.score !== null), range = searchRange(scored);
+  const better = search.minimising ? Math.min : Math.max, done = scored.filter((trial) => trial.complete);
+  let best = null;
+  const history = done.map((trial) => (best = best === null ? trial.score : better(best, trial.score)));
+  const steps = { ...lineTrace(done.map((t) => t.number), history, "", { line: { width: 2, shape: "hv", color: style("mark") } }) };
+  drawTrials("trials", scored, scored.map((t) => t.number), range, { title: { text: "trial" } }, [steps]);
+  const box = byId("settings");
+  for (const key of box.childElementCount ? [] : search.keys) { // all figures first: a chart takes the width of its cell
+    const figure = addElement(box, "figure"), share = search.importances[key];
+    addElement(figure, "figcaption", "", key + (share === undefined ? "" : ` (importance ${(share * 100).toFixed(0)} %)`));
+    addElement(figure, "div", "chart").id = `setting-${key}`;
+  }
+  for (const key of search.keys) {
+    const trials = scored.filter((trial) => key in trial.values), values = trials.map((trial) => trial.values[key]);
+    const numeric = values.every((value) => typeof value === "number");
+    const log = search.log.includes(key) && values.every((value) => value > 0);
+    const axis = numeric ? { type: log ? "log" : "linear", nticks: 5, tickformat: "~g" } : { type: "category" };
+    drawTrials(`setting-${key}`, trials, numeric ? values : values.map(String), range, axis, []);
+  }
+  const pruned = scored.filter((trial) => !trial.complete).length, best_ = search.minimising ? "lowest" : "highest";
+  byId("search-note").textContent = `${search.trials.length} trials of a ${search.algorithm} search. The line is the ${best_} ` +
+    `${search.metric} so far.` + (pruned ? ` Crosses are ${pruned} pruned ${pruned === 1 ? "trial" : "trials"}, at their last metric.` : "") +
+    " Triangles at the edge are trials far beyond it.";
+}
+
+// Return the range of the metric: from the best trial to four times the distance of the median.
+function searchRange(scored) {
+  const sign = data.search.minimising ? 1 : -1;
+  const costs = scored.map((trial) => sign * trial.score).sort((a, b) => a - b);
+  if (!costs.length) return [0, 1];
+  const middle = costs[Math.floor((costs.length - 1) / 2)], near = costs.filter((cost) => cost <= costs[0] + 4 * (middle - costs[0]));
+  const room = 0.08 * (near[near.length - 1] - costs[0]) || 0.05 * Math.abs(costs[0]) || 1;
+  return [sign * (costs[0] - room), sign * (near[near.length - 1] + room)].sort((a, b) => a - b);
+}
+
+function drawTrials(id, trials, xs, [low, high], xaxis, more) {
+  const about = (t) => `<b>trial ${t.number}</b>${t.complete ? "" : " (pruned)"}<br>${escapeHtml(data.search.metric)} ${formatNumber(t.score)}` +
+    Object.entries(t.values).map(([key, value]) => `<br>${escapeHtml(key)}=${escapeHtml(value)}`).join("");
+  const dots = {
+    type: "scatter", mode: "markers", x: xs, y: trials.map((t) => Math.min(Math.max(t.score, low), high)),
+    text: trials.map(about), hovertemplate: "%{text}<extra></extra>", cliponaxis: false,
+    marker: {
+      size: 8, opacity: 0.75, color: trials.map((t) => style(t.complete ? "accent" : "soft")),
+      symbol: trials.map((t) => (t.score > high ? "triangle-up" : t.score < low ? "triangle-down" : t.complete ? "circle" : "x-thin-open")),
+    },
+  };
+  const shape = layout({ yaxis: { title: { text: data.search.metric, standoff: 4 }, range: [low, high], nticks: 6 }, margin: { l: 52, r: 10, t: 6, b: 36 } });
+  const plain = { gridcolor: style("line"), linecolor: style("line"), automargin: true, zeroline: false };
+  Plotly.react(id, [...more, dots], { ...shape, xaxis: { ...plain, ...xaxis }, dragmode: false }, { ...CONFIG, displayModeBar: false });
+  nameChart(id, `${data.search.metric} of ${trials.length} trials against ${id === "trials" ? "the trial's number" : id.replace("setting-", "")}`);
+}

@@ -78,8 +78,10 @@ def page(open_page):
       for (const id of ["score", "over", "rows"]) by(id).querySelector("button").click();
       const hidden = () => document.querySelector("#legend [aria-pressed=false]");
       while (hidden()) hidden().click();
-      by("filter").value = "";
-      tell(by("filter"), "input");
+      if (by("filter").value) {
+        by("filter").value = "";
+        tell(by("filter"), "input");
+      }
       if (by("smooth").value != 45) { by("smooth").value = 45; tell(by("smooth"), "input"); }
     }""")
 

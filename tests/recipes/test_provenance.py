@@ -3,6 +3,7 @@
 import hashlib
 import json
 import os
+import shlex
 import shutil
 import sys
 from pathlib import Path
@@ -16,6 +17,9 @@ import toyexp
 from toyexp.base.ownership import fingerprint
 from toyexp.cli.main import main
 from toyexp.inference.evaluate import TrainedRun
+from toyexp.results.comparison import Comparison
+from toyexp.results.report import report_command
+from toyexp.results.run_dirs import read_run
 from toyexp.tokenizers.byte_level import Bytes
 from toyexp.training.provenance import MOVED, Origin, data_digests, parse_origin
 
@@ -65,6 +69,22 @@ def test_a_run_records_its_working_directory_and_digests_of_its_files(home):
         assert result["sources"][role] == fingerprint(home / file)
         assert result["sources"]["text"] == begin["data"]["text_sha256"][:16]
         assert str(home) not in (home / run / "config.yaml").read_text()  # config.yaml holds paths as typed
+
+
+def test_the_typed_settings_of_a_run_and_of_a_job_repeat_it(home, monkeypatch):
+    monkeypatch.chdir(home)
+    assert main(["-m", *QUICK, *NANO, "seed=0,1", "sweep.isolate=false", "hydra.sweep.dir=sweep"]) == 0
+    for run, words in (("plain", [*QUICK, *NANO]), (next(Path("sweep").glob("1-*")), [*QUICK, *NANO, "seed=1"])):
+        typed = read_json(run)["typed"]
+        assert typed == read_json(run, "events.jsonl")["typed"] == words
+        (entry,) = Comparison.build([read_run(Path(run))]).entries
+        assert report_command(entry, str(run)) == shlex.join(["toyexp", *words])
+        assert main([*typed, f"hydra.run.dir=again-{words[-1]}"]) == 0
+        assert read_json(f"again-{words[-1]}")["eval_loss"] == read_json(run)["eval_loss"]
+    assert main(["--config-path", "plain", "--config-name", "config", "seed=2", "hydra.run.dir=other"]) == 0
+    assert "typed" not in read_json("other")  # the words alone do not repeat it
+    (entry,) = Comparison.build([read_run(Path("other"))]).entries
+    assert report_command(entry, "other") == "toyexp --config-path other --config-name config"
 
 
 @pytest.mark.parametrize(

@@ -150,7 +150,7 @@ class Report:
             **run.plain(), "path": path, "point": point, "counts": run.state in FINAL_STATES,
             "settings": {key: entry.settings[key] for key in differ if key in entry.settings},
             "all": dict(entry.settings), "facts": _environment(entry),
-            "again": _command(entry, path),
+            "again": report_command(entry, path),
             **self._read_events(run.path, most),
         }  # fmt: skip
 
@@ -169,10 +169,11 @@ class Report:
         return self._cache[path][1]
 
 
-def _command(entry: Entry, path: str) -> str:
+def report_command(entry: Entry, path: str) -> str:
     """Return the command that repeats a run: its typed settings, or if they are unknown, its config.yaml."""
-    typed = entry.facts.get("typed")
-    words = typed if matches_type(typed, list[str]) else ["--config-path", path, "--config-name", "config"]
+    words: Any = entry.facts.get("typed")
+    if not matches_type(words, list[str]):
+        words = ["--config-path", path, "--config-name", "config"]
     return shlex.join(["toyexp", *words])
 
 

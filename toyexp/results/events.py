@@ -17,6 +17,7 @@ from toyexp.base.errors import UserError
 from toyexp.base.files import open_file
 from toyexp.base.packages import require_package
 from toyexp.results.run_dirs import EVAL_KEYS
+from toyexp.training.checkpoint import matches_type
 from toyexp.training.provenance import read_first_event
 
 if TYPE_CHECKING:
@@ -36,11 +37,12 @@ Curve = tuple[np.ndarray, np.ndarray]  # steps, values
 def read_run_facts(run: Path) -> dict[str, Any]:
     """Return the facts in the first event of a run, such as host, model and data; {} if it cannot be read.
 
-    All values are dicts ({} if damaged), except that of `cwd`, which is a string.
+    All values are dicts ({} if damaged), except `cwd`, which is a string, and `typed`, which is a list of strings.
     """
-    first_event = read_first_event(run)
-    cwd = {key: value for key, value in first_event.items() if key == "cwd" and isinstance(value, str)}
-    return {key: value if isinstance(value, dict) else {} for key, value in first_event.items() if key != "kind"} | cwd
+    first_event, others = read_first_event(run), {"cwd": str, "typed": list[str]}
+    plain = {key: first_event[key] for key, hint in others.items() if matches_type(first_event.get(key), hint)}
+    dicts = {key: value if isinstance(value, dict) else {} for key, value in first_event.items() if key != "kind"}
+    return {**dicts, **plain}
 
 
 @dataclass(frozen=True, eq=False)

@@ -32,7 +32,6 @@ from toyexp.results.importance import compute_shares
 from toyexp.results.plot import draw_sheet
 from toyexp.results.plot_search import Search
 from toyexp.results.run_dirs import FINAL_STATES, find_runs, read_run, setting_values, sweep_metric
-from toyexp.training.checkpoint import matches_type
 
 MAX_CURVE_POINTS = 10_000  # points of a curve
 MAX_LOSS_POINTS = 400_000  # points of the loss curves of all runs together
@@ -171,10 +170,7 @@ class Report:
 
 def report_command(entry: Entry, path: str) -> str:
     """Return the command that repeats a run: its typed settings, or if they are unknown, its config.yaml."""
-    words: Any = entry.facts.get("typed")
-    if not matches_type(words, list[str]):
-        words = ["--config-path", path, "--config-name", "config"]
-    return shlex.join(["toyexp", *words])
+    return shlex.join(["toyexp", *(entry.facts.get("typed") or ["--config-path", path, "--config-name", "config"])])
 
 
 def _search_data(search: Search) -> dict[str, Any]:

@@ -20,7 +20,8 @@ function drawSearch() {
     const trials = scored.filter((trial) => key in trial.values), values = trials.map((trial) => trial.values[key]);
     const numeric = values.every((value) => typeof value === "number");
     const log = search.log.includes(key) && values.every((value) => value > 0);
-    const axis = numeric ? { type: log ? "log" : "linear", nticks: 5, tickformat: "~g" } : { type: "category" };
+    const decades = log && Math.max(...values) / Math.min(...values) > 50 ? { dtick: 1 } : {}; // else ticks overlap
+    const axis = numeric ? { type: log ? "log" : "linear", nticks: 5, tickformat: "~g", ...decades } : { type: "category" };
     drawTrials(`setting-${key}`, trials, numeric ? values : values.map(String), range, axis, []);
   }
   const pruned = scored.filter((trial) => !trial.complete).length, best_ = search.minimising ? "lowest" : "highest";

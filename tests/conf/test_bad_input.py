@@ -697,7 +697,7 @@ TOYC = struct.Struct("<4sIII")
         (None, "data=text data.path=missing.txt", ["data.path=missing.txt: not found", "looked in"]),
         (b"caf\xe9", "data=text data.path=file", ["file: not UTF-8", "byte 3", "0xe9"]),
         (b"", "data=text data.path=file", ["found no text"]),
-        (b"abc", "data=text data.path=file", ["a window needs model.context + 1 = 65 tokens", "4 tokens"]),
+        (b"abc", "data=text data.path=file", ["model.context + 1 = 65 tokens", "part of the data has 4"]),
         (b"a" * 9000, "data=text data.path=file model.context=10000", ["model.context + 1 = 10001 tokens"]),
         (b"a" * 9000, "data=text data.path=file model.vocab=9", ["model.vocab=9", "(0..256)"]),
         (None, "data.val_fraction=0", ["data.val_fraction=0.0", "above 0 and at most 1"]),

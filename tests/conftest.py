@@ -6,6 +6,7 @@ import sys
 
 import pytest
 
+os.environ["NO_COLOR"] = "1"  # tests compare plain text
 # Tests share two cores with other processes: threads that spin while waiting slow the others down up to ten times.
 # OpenMP reads this when the first library that uses it loads.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")

@@ -235,13 +235,13 @@ def test_a_killed_stack_resumes_its_unfinished_jobs(capfd):
     words += ["callbacks=[events,cosine,mishap]"]
     assert main(["-m", *words, STACKED, "hydra.sweep.dir=hurt"]) == 1
     assert statuses("hurt") == ["killed", "failed", "completed", "killed", "killed"]
-    out, err = capfd.readouterr()
-    assert "[4] prints 4" in out and "on purpose" in state("hurt")[1]["error"]
+    err = capfd.readouterr().err
+    assert "[4] prints 4" in Path("hurt/logs/stack-0.log").read_text() and "on purpose" in state("hurt")[1]["error"]
     assert err.count("killed by SIGKILL") == 3
     Path("mended").touch()
     assert main(["sweep.resume=hurt", "plugins=[wrong_by_seed]"]) == 1
     assert statuses("hurt") == ["completed", "failed", "completed", "completed", "completed"]
-    assert capfd.readouterr().out.count("resumed from step") == 3  # each from its last complete checkpoint
+    assert Path("hurt/logs/stack-0.log").read_text().count("resumed from step") == 3  # from checkpoints
     assert main(["-m", *words, "sweep.isolate=false", "hydra.sweep.dir=whole"]) == 1
     actual, expected = runs("hurt"), runs("whole")
     assert len(events(actual[1], "step")) == 5 and len(events(actual[2], "step")) == 7

@@ -7,6 +7,9 @@ import subprocess
 import sys
 import threading
 
+import pytest
+
+from toyexp.cli.main import main
 from toyexp.results.ranking import rank_jobs
 from toyexp.sweeps.board import MAX_ROWS, Board
 from toyexp.sweeps.directory import Job, Status, SweepDir
@@ -77,6 +80,33 @@ def test_a_sweep_on_a_terminal_shows_a_board_and_leaves_complete_lines(tmp_path)
     assert "completed after 20 steps" in (tmp_path / "s/logs/0.log").read_text()
     assert any(line.startswith("job  overrides") for line in lines)
     assert any(line.startswith("  0  lr=0.01 ") and "  s/0-scratch-llama" in line for line in lines)
+
+
+@pytest.mark.parametrize("isolate", ["true", "false"])
+def test_a_sweep_prints_two_lines_per_job_and_the_rest_into_logs(tmp_path, monkeypatch, capfd, isolate):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("NO_COLOR", "")
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    words = [
+        "-m",
+        *SMALL,
+        "steps=3",
+        "lr=1e-2,1e-3",
+        "sweep.launcher=serial",
+        "sweep.jobs=0",
+        f"sweep.isolate={isolate}",
+    ]
+    assert main(words) == 0
+    lines = [line for line in capfd.readouterr().out.splitlines() if line.startswith("[")]
+    assert lines[::2] == ["[0] lr=0.01  begins, job 1 of 2", "[1] lr=0.001  begins, job 2 of 2"]
+    assert [line.partition("  smoothed")[0] for line in lines[1::2]] == [
+        "[0] lr=0.01  completed after 3 steps", "[1] lr=0.001  completed after 3 steps"
+    ]  # fmt: skip
+    text = (tmp_path / "s/logs/1.log").read_text()
+    assert "step 3/3" in text and "completed after 3 steps" in text and "\x1b" not in text
+    assert main([*words, "sweep.verbose=true", "hydra.sweep.dir=t"]) == 0
+    output = capfd.readouterr().out
+    assert "[1] lr=0.001  (job 2 of 2)" in output and output.count("completed after 3 steps in") == 2
 
 
 def test_a_table_that_is_too_wide_shortens_run_paths(tmp_path, monkeypatch, capsys):

@@ -154,7 +154,7 @@ def test_the_default_of_a_setting_is_among_its_choices():
 
 
 def test_every_flag_and_every_option_of_every_command_is_offered(complete_line):
-    assert set(FLAGS) <= set(complete_line("toyexp -"))
+    assert {*FLAGS, "--color=never", "--version"} <= set(complete_line("toyexp -"))
     for name, command in COMMANDS.items():
         assert set(command().parser().options) <= set(complete_line(f"toyexp {name} -")), name
     assert {"--tokens", "--chat"} <= set(complete_line("toyexp generate -"))

@@ -4,6 +4,7 @@ import ast
 import contextlib
 import importlib
 import io
+import json
 import os
 import subprocess
 import sys
@@ -14,10 +15,13 @@ import yaml
 from structure import PUBLIC
 
 import toyexp
-from toyexp.base.terminal import print_error, print_line, replace_unencodable
+from toyexp.base.tables import wrap_columns
+from toyexp.base.terminal import choose_colour, has_colour, print_error, print_line, print_output, replace_unencodable
 from toyexp.base.user_paths import expand_home, expand_path, quote_letters
 from toyexp.cli.main import main
 from toyexp.config.words import parse
+
+TINY = ["data=random", "model.d_model=16", "model.n_layers=1", "engine=ggml", "engine.threads=1", "steps=1"]
 
 
 def test_characters_missing_in_the_encoding_are_replaced(tmp_path):
@@ -57,6 +61,84 @@ def test_the_status_line_is_erased_before_output(words):
 def test_only_words_longer_than_any_path_are_cut_in_errors(capsys):
     print_error(f"{'a/' * 249}b and {'c' * 500}")
     assert capsys.readouterr().err == f"toyexp: {'a/' * 249}b and {'c' * 200}... (500 characters)\n"
+
+
+class Terminal(io.StringIO):
+    def isatty(self):
+        return True
+
+
+@pytest.mark.parametrize(
+    ("option", "variables", "in_terminal", "in_pipe"),
+    [
+        ("auto", {}, True, False),
+        ("auto", {"NO_COLOR": "1"}, False, False),
+        ("auto", {"NO_COLOR": ""}, True, False),  # an empty variable does not count: no-color.org
+        ("auto", {"FORCE_COLOR": "1"}, True, True),
+        ("auto", {"FORCE_COLOR": "0"}, True, False),
+        ("auto", {"NO_COLOR": "1", "FORCE_COLOR": "1"}, False, False),
+        ("auto", {"TERM": "dumb"}, False, False),
+        ("always", {"NO_COLOR": "1"}, True, True),
+        ("never", {"FORCE_COLOR": "1"}, False, False),
+    ],
+)
+def test_the_option_precedes_the_variables_and_they_the_terminal(monkeypatch, option, variables, in_terminal, in_pipe):
+    for name, value in {"NO_COLOR": "", "FORCE_COLOR": "", "TERM": "xterm", **variables}.items():
+        monkeypatch.setenv(name, value)
+    assert choose_colour(["runs", f"--color={option}", "lr=0.1"]) == ["runs", "lr=0.1"]
+    assert (has_colour(Terminal()), has_colour(io.StringIO())) == (in_terminal, in_pipe)
+    choose_colour([])
+
+
+@pytest.mark.parametrize("word", ["--color", "--color=blue", "--colour=", "--color=ALWAYS"])
+def test_an_unknown_colour_choice_is_rejected(word, capsys):
+    assert main([word, "runs"]) == 2
+    out, error = capsys.readouterr()
+    assert f"{word}: type --color=auto" in error and not out
+
+
+def test_only_our_words_are_coloured_and_codes_in_texts_are_escaped(monkeypatch, capsys):
+    monkeypatch.setenv("NO_COLOR", "")
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    print_error("error: data.path=\x1b[31mred: not found")
+    print_error("warning: low memory")
+    print_output("a\x1b[2Jb\n  ggml  PASS\n  cuda  FAIL no GPU\n0  lr=1  2.5  s/0-run  best\nthe best error: none")
+    print_output("job  lr\x1b[0m", "bold")
+    out, error = capsys.readouterr()
+    red, yellow, green, bold = (f"\x1b[{code}m{{}}\x1b[0m".format for code in (31, 33, 32, 1))
+    assert error.splitlines() == [
+        red("toyexp: error:") + r" data.path=\x1b[31mred: not found", yellow("toyexp: warning:") + " low memory"
+    ]  # fmt: skip
+    assert out.splitlines() == [
+        r"a\x1b[2Jb", f"  ggml  {green('PASS')}", f"  cuda  {red('FAIL')} no GPU",
+        f"0  lr=1  2.5  s/0-run  {green('best')}", "the best error: none", bold(r"job  lr\x1b[0m"),
+    ]  # fmt: skip
+
+
+def test_data_for_programs_has_no_colours_and_headings_for_people_have(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert main(["--color=always", *TINY, "hydra.run.dir=one"]) == 0
+    capsys.readouterr()
+    assert main(["--color=always", "runs", "one", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)
+    for words in (["runs", "one"], ["help"], ["describe", "--help"], ["plugins"]):
+        assert main(["--color=always", *words]) == 0
+        assert "\x1b[1m" in capsys.readouterr().out, words
+        assert main(words) == 0
+        assert "\x1b" not in capsys.readouterr().out, words
+
+
+def test_texts_are_wrapped_below_their_column_and_commands_are_not(monkeypatch):
+    text = (
+        "  steps  the number of steps that the run trains\n  toyexp describe a/long/path/of/a/run/model.gguf\n\nshort"
+    )
+    assert wrap_columns(text) == text  # a pipe
+    monkeypatch.setattr(sys, "stdout", Terminal())
+    monkeypatch.setenv("COLUMNS", "30")
+    assert wrap_columns(text).splitlines() == [
+        "  steps  the number of steps", "         that the run trains",
+        "  toyexp describe a/long/path/of/a/run/model.gguf", "", "short",
+    ]  # fmt: skip
 
 
 def test_public_names_are_imported_lazily():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 import textwrap
 from collections.abc import Collection, Sequence
@@ -43,6 +44,26 @@ def align_table(rows: Sequence[Sequence[str]], right: Collection[str]) -> list[s
     Columns whose head is in `right` are right-aligned.
     """
     return align_columns(rows, right={column for column, head in enumerate(rows[0]) if head in right})
+
+
+def wrap_columns(text: str) -> str:
+    """Wrap lines at the terminal's width, between words. The rest of a line begins below the line's last column.
+
+    Columns are separated by at least two spaces. A column that begins in the last third does not count. Commands
+    to type are not wrapped, so that they can be copied.
+    """
+    width = terminal_width()
+    if width is None:
+        return text
+    wrapped = []
+    for line in text.split("\n"):
+        if len(line) <= width or re.match(r" *(?:next  )?toyexp (?!.*\S  )", line):
+            wrapped.append(line)
+            continue
+        starts = [m.end() for m in re.finditer(r"^ +|(?<=\S) {2,}(?=\S)", line) if m.end() <= width * 2 // 3]
+        indent = " " * (starts[-1] if starts else 0)
+        wrapped += textwrap.wrap(line, width, subsequent_indent=indent, break_on_hyphens=False) or [""]
+    return "\n".join(wrapped)
 
 
 def wrap_lines(lines: Sequence[str]) -> list[str]:

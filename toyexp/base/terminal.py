@@ -7,9 +7,21 @@ import io
 import os
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from functools import partial
+from typing import IO
 
-from toyexp.base.errors import escape_controls
+from toyexp.base.errors import UserError, escape_controls
+
+STYLES = {"bold": "1", "red": "31", "green": "32", "yellow": "33"}  # basic colours, readable on dark and light grounds
+COLOUR_CHOICES = ("auto", "always", "never")
+# The part of a line that is coloured, and its style: the first word of an error, warning or note, a verdict, the best.
+_STYLED = (
+    (re.compile(r"^(?:toyexp: )?error(?: in job \d+)?:"), "red"),
+    (re.compile(r"^(?:toyexp: )?(?:warning|note):|^(?:warning|note)(?=  )"), "yellow"),
+    (re.compile(r"\bFAIL\b|(?<=  )(?:failed|killed|diverged)(?=  |:|$)"), "red"),
+    (re.compile(r"\bPASS\b|(?<=  )best$"), "green"),
+)
 
 
 def replace_unencodable() -> None:
@@ -49,6 +61,55 @@ def is_terminal() -> bool:
     return bool(sys.stdout and sys.stdout.isatty())
 
 
+_colour = "auto"
+
+
+def choose_colour(words: Sequence[str]) -> list[str]:
+    """Take `--color=auto`, `always` or `never` out of the words of a command line; return the other words."""
+    global _colour
+    _colour, rest = "auto", []
+    for word in words:
+        flag, _, choice = word.partition("=")
+        if flag not in ("--color", "--colour"):
+            rest.append(word)
+        elif choice not in COLOUR_CHOICES:
+            raise UserError(f"{word}: type --color=auto, --color=always or --color=never")
+        else:
+            _colour = choice
+    return rest
+
+
+def has_colour(stream: IO[str] | None) -> bool:
+    """Return True if text on a stream may have colours.
+
+    The option --color decides, then the variables NO_COLOR and FORCE_COLOR, then whether it is a terminal.
+    """
+    if _colour != "auto":
+        return _colour == "always"
+    if os.environ.get("NO_COLOR"):
+        return False
+    if os.environ.get("FORCE_COLOR", "0") not in ("", "0"):
+        return True
+    return bool(stream and stream.isatty()) and os.environ.get("TERM") != "dumb"
+
+
+def paint(text: str, style: str, stream: IO[str] | None = None) -> str:
+    """Return a text in one of STYLES if the stream, by default standard output, has colours; else the text itself."""
+    return f"\x1b[{STYLES[style]}m{text}\x1b[0m" if text and has_colour(stream or sys.stdout) else text
+
+
+def _paint_lines(text: str, stream: IO[str]) -> str:
+    """Escape control characters in a text, and colour the words of its lines that _STYLED finds."""
+    lines = escape_controls(text).split("\n")
+    for pattern, style in _STYLED if has_colour(stream) else ():
+        lines = [pattern.sub(partial(_paint_match, style, stream), line) for line in lines]
+    return "\n".join(lines)
+
+
+def _paint_match(style: str, stream: IO[str], match: re.Match[str]) -> str:
+    return paint(match[0], style, stream)
+
+
 _status = ""  # text of the status line, erased before the next line
 
 
@@ -62,21 +123,28 @@ def show_status(text: str) -> None:
         _status = text
 
 
-def print_output(line: str) -> None:
-    """Print a line of a command's output; errors such as a full disk are raised."""
+def print_output(text: str, style: str = "") -> None:
+    """Print lines of a command's output, in one of STYLES or none; errors such as a full disk are raised."""
     show_status("")
-    print(escape_controls(line), flush=True)
+    print(paint(escape_controls(text), style) if style else _paint_lines(text, sys.stdout), flush=True)
 
 
-def print_line(line: str) -> None:
-    """Print a line of progress.
+def print_usage(text: str) -> None:
+    """Print the text of a help; headings, which are lines above an indented line, are bold."""
+    lines = text.split("\n")
+    for line, following in zip(lines, [*lines[1:], ""], strict=True):
+        print_output(line, "bold" if line[:1].strip() and following[:1] == " " else "")
+
+
+def print_line(line: str, style: str = "") -> None:
+    """Print a line of progress, in one of STYLES or none.
 
     If the reader of a pipe has exited or the disk is full, discard all later output and let the run continue.
     """
     if _silence_depth:
         return
     try:
-        print_output(line)
+        print_output(line, style)
     except BrokenPipeError:
         drop_output()
     except OSError as error:
@@ -122,7 +190,7 @@ def print_note(line: str) -> None:
         return
     show_status("")
     with contextlib.suppress(OSError):
-        print(escape_controls(line), file=sys.stderr, flush=True)
+        print(_paint_lines(line, sys.stderr), file=sys.stderr, flush=True)
 
 
 def print_error(line: str) -> None:
@@ -130,4 +198,4 @@ def print_error(line: str) -> None:
     show_status("")
     line = re.sub(r"\S{500,}", lambda word: f"{word[0][:200]}... ({len(word[0])} characters)", line)
     with contextlib.suppress(OSError):
-        print(f"toyexp: {escape_controls(line)}", file=sys.stderr)
+        print(_paint_lines(f"toyexp: {line}", sys.stderr), file=sys.stderr)

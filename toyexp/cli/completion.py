@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from toyexp.base.errors import UserError, suggest
-from toyexp.base.terminal import print_line
+from toyexp.base.terminal import COLOUR_CHOICES, print_line
 from toyexp.cli.commands import find
 from toyexp.cli.new import KINDS
 from toyexp.cli.pages import topics
@@ -83,7 +83,8 @@ class Line:
             yield from (replace(c, text=f"{flag}={c.text}") for c in self._option_values(flag, options[flag], value))
         elif self.word.startswith("-"):
             yield from (Candidate(flag, option.help or "") for flag, option in options.items())
-            yield from map(Candidate, ("--help",) if command else ("--help", "--version"))
+            yield from map(Candidate, (*(f"--color={choice}" for choice in COLOUR_CHOICES), "--help"))
+            yield from map(Candidate, () if command else ("--version",))
         else:
             for kind in kinds:
                 yield from self._words_of_kind(kind)

@@ -15,7 +15,8 @@ from toyexp.base.errors import PluginFailed, RunFailed, UserError, printable
 from toyexp.base.exit_codes import run_to_exit_code
 from toyexp.base.files import working_directory
 from toyexp.base.ranks import started_ranks
-from toyexp.base.terminal import print_line, show_status
+from toyexp.base.tables import wrap_columns
+from toyexp.base.terminal import choose_colour, print_line, print_usage, show_status
 from toyexp.base.threads import available_cores
 from toyexp.base.user_paths import expand_overrides
 from toyexp.base.writing import reject_bad_names
@@ -57,7 +58,7 @@ def run_words(typed: Sequence[str]) -> int:
     if words[:1] in (["-sc"], ["--shell-completion"]):  # Hydra's flags for completion
         words = ["completion", *(word.removeprefix("install=") for word in words[1:])]
     if words[:1] != ["completion"]:  # completion needs the words as typed
-        words = expand_overrides(words)
+        words = expand_overrides(choose_colour(words))
     if words and words[0].isidentifier() and (command := find(words[0], words)):
         if started_ranks().count > 1:
             raise UserError(f"{words[0]}: runs in one process; only use torchrun to train")
@@ -66,7 +67,7 @@ def run_words(typed: Sequence[str]) -> int:
             return _call(command, words[1:])
         return _call_plugin_command(command, words[1:])
     if {"-h", "--help"} & {*words} and not words[0].isidentifier():  # an unknown command is an error below
-        return run_words(["help"])
+        return _call(COMMANDS["help"](), [])
     if "--version" in words:
         show_status("")
         print(f"toyexp {toyexp.__version__}")
@@ -77,7 +78,7 @@ def run_words(typed: Sequence[str]) -> int:
 def _call(command: Command, words: Sequence[str]) -> int:
     if "-h" not in words and "--help" not in words:
         return command.run(command.read(words))
-    print(command.usage(parse_modules(words)))
+    print_usage(wrap_columns(command.usage(parse_modules(words))))
     return 0
 
 
@@ -144,8 +145,8 @@ def run(words: Sequence[str]) -> int:
 def _train(request: Request, resume: str | None, is_bare: bool) -> int:
     """Train one run, print its result and return 0.
 
-    `resume` is as for `prepare_request`. `is_bare` says that the user typed no words: if there is no outputs/ yet, also
-    print commands to try next.
+    `resume` is as for `prepare_request`. At the end it prints a command to try next, or several if the user typed no
+    words (`is_bare`) and there was no outputs/ yet.
     """
     from toyexp.cli.pages import run_hints
     from toyexp.runner.one_run import follow, prepare_request
@@ -170,8 +171,8 @@ def _train(request: Request, resume: str | None, is_bare: bool) -> int:
             stack.enter_context(update_summary(ready.directory, resumed=True))
         result = ready.run()
     print_result(result)
-    if is_first:
-        print_line("\n".join(run_hints(result)))
+    if not is_job():
+        print_line("\n".join(run_hints(result, is_first)))
     return 0
 
 

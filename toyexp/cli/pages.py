@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING
 
 from toyexp.base.errors import UserError, nearest, suggest
 from toyexp.base.formatting import format_value, short_path
-from toyexp.base.terminal import is_terminal
+from toyexp.base.tables import wrap_columns
+from toyexp.base.terminal import is_terminal, print_usage
 from toyexp.config.paths import CONF, PAGES, TEMPLATES
 from toyexp.config.top_level import GROUPS, top_level_settings
 from toyexp.interfaces.command import Arguments
@@ -185,13 +186,14 @@ PARTS = "parts of a run, and presets of them (toyexp plugins describes them; toy
 SETTINGS = "other settings of a run or sweep, with their defaults (conf/config.yaml)"
 TAIL = """
 Print the configuration of a run without training: toyexp [key=value ...] --cfg job
-Enable tab completion: eval "$(toyexp completion bash)" (or zsh, fish)"""
+Enable tab completion: eval "$(toyexp completion bash)" (or zsh, fish)
+Colours: --color=auto, always or never, with any command; the variables NO_COLOR and FORCE_COLOR count, too"""
 
 
 def run_help(arguments: Arguments) -> int:
     """Print the usage, the page of a topic, or a list of the pages that contain the typed words; return 0."""
     if not arguments.rest:
-        print(usage_text())
+        print_usage(wrap_columns(usage_text()))
         return 0
     typed, offers = " ".join(arguments.rest), load(arguments.modules).offers
     word = _PAGE_ALIASES.get(typed, typed)
@@ -239,10 +241,13 @@ def _choices(registry: Registry) -> Iterator[str]:
 # -- suggestions -------------------------------------------------------------------------------------------------
 
 
-def run_hints(result: Result) -> list[str]:
-    """Return lines with commands to try next, to print after the first run in a directory."""
+def run_hints(result: Result, is_first: bool) -> list[str]:
+    """Return lines with commands to try after a run; several if it is the first run in a directory."""
     run = shlex.quote(short_path(result.dir))
     written = any(path.suffix == ".gguf" for path in result.artifacts)
+    if not is_first:
+        use = (f"toyexp describe {run}", "show how to use the model")
+        return _next([use if written else ("toyexp runs", "list runs")])
     return _next([
         (f"toyexp generate {run} --prompt 'def '", "generate text") if written else ("toyexp runs", "list runs"),
         ("toyexp -m recipe=scratch,warm seed=0,1", "compare four such runs"),

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 from toyexp.base.errors import Broken, UserError
 from toyexp.base.files import working_directory
+from toyexp.base.tables import wrap_columns
 from toyexp.base.terminal import print_output
 from toyexp.interfaces.command import Arguments
 from toyexp.plugins.compatibility import table
@@ -50,7 +51,7 @@ def run(arguments: Arguments) -> int:
     elif names:
         from toyexp.config.describe import lines_about
 
-        print("\n".join(lines_about(names[0], registry)))
+        print_output(wrap_columns("\n".join(lines_about(names[0], registry))))
     else:
         _list(registry)
     return 0
@@ -59,16 +60,20 @@ def run(arguments: Arguments) -> int:
 def _list(registry: Registry) -> None:
     width = max(16, *(len(name) for offers in registry.offers.values() for name in offers))
     for kind, offers in registry.offers.items():
-        print(f"{kind}:")
+        print_output(f"{kind}:", "bold")
         if kind == "engine":
             order = ", ".join(offer.name for offer in registry.engines())
-            print(f"  {'auto':<{width}} The best engine on this machine: the first that works of {order}.")
+            print_output(
+                wrap_columns(f"  {'auto':<{width}}  The best engine on this machine: the first that works of {order}.")
+            )
         for name, offer in sorted(offers.items()):
-            print(f"  {name:<{width}} {offer.help}{offer.origin}")
+            print_output(wrap_columns(f"  {name:<{width}}  {offer.help}{offer.origin}"))
     for problem in registry.problems:
-        print(f"broken: {problem.plugin} ({problem.package}): {problem.reason}")
+        print_output(wrap_columns(f"broken: {problem.plugin} ({problem.package}): {problem.reason}"))
     command = f"toyexp plugins NAME{registry.plugins_override}"
-    print(f"\nSettings of a plugin or preset: {command}; which recipe can train which model: --matrix", flush=True)
+    print_output(
+        wrap_columns(f"\nSettings of a plugin or preset: {command}; which recipe can train which model: --matrix")
+    )
     for line in broken_engines(registry):  # last, because it imports the engines
         print_output(f"not here: {line}")
 

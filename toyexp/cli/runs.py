@@ -54,6 +54,7 @@ DROP_ORDER = ("sweep", "name", "when", "data", "engine", "seed", "steps")
 class Runs(Answer):
     """Result of `toyexp runs`: the runs that match the filters."""
 
+    has_head = True
     runs: Sequence[Run]
     seen: int  # number of runs before filtering
     where: Sequence[str]  # directories and archives that were searched, as typed

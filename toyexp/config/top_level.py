@@ -78,6 +78,7 @@ class Sweep:
     fail_fast: bool = False  # stop the sweep at the first failed job
     resume: str | None = None  # directory of a sweep to resume: runs its waiting, interrupted and killed jobs
     retry: bool = False  # with sweep.resume: also rerun failed and rejected jobs
+    verbose: bool = False  # print everything that jobs print; false: two lines per job, the rest is in logs/
     report: bool = True  # write report.html (as toyexp compare --html does) into the sweep's directory
     search: str | None = None  # method that chooses trials: random | tpe | cmaes | grid; null: run all combinations
     trials: int | None = None  # number of trials of a search; null: all, which only sweep.search=grid allows

@@ -59,6 +59,7 @@ class ListedFile:
 class Models(Answer):
     """Result of `toyexp models`."""
 
+    has_head = True
     files: list[ListedFile]
     unreadable: list[ListedFile]
     places: list[ModelDirectory]

@@ -11,6 +11,7 @@ from dataclasses import asdict, dataclass
 from typing import Any, ClassVar, NoReturn
 
 from toyexp.base.errors import UserError, suggest
+from toyexp.base.tables import wrap_columns
 from toyexp.base.terminal import print_output
 from toyexp.base.writing import dump_json
 
@@ -103,6 +104,8 @@ class Parser(argparse.ArgumentParser):
 class Answer(ABC):
     """Base of dataclasses that hold the result of a command, to print it as text or as JSON."""
 
+    has_head: ClassVar[bool] = False  # whether the first line is the head of a table
+
     def plain(self) -> dict[str, Any]:
         """Return the result as plain data, for --json."""
         return asdict(self)  # type: ignore[call-overload]
@@ -116,7 +119,14 @@ class Answer(ABC):
 
     def show(self, arguments: Arguments) -> int:
         """Print the result as text, or as JSON with --json, and return exit code 0."""
-        print_output(dump_json(self.plain(), indent=2) if arguments.json else str(self))
+        if arguments.json:
+            print_output(dump_json(self.plain(), indent=2))
+            return 0
+        text = str(self) if self.has_head else wrap_columns(str(self))
+        first, newline, others = text.partition("\n")
+        print_output(first, "bold" if self.has_head else "")
+        if newline:
+            print_output(others)
         return 0
 
 

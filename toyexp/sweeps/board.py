@@ -157,15 +157,15 @@ class NotebookBoard(Board):
 
 
 def make_board(
-    jobs: Callable[[], Sequence[Job]], ranking: Callable[[], Ranking[Job]], at_once: int, side_by_side: bool
+    jobs: Callable[[], Sequence[Job]], ranking: Callable[[], Ranking[Job]], at_once: int, wanted: bool
 ) -> Board | None:
     """Return the board that shows a sweep's progress, or None if the sweep should print lines instead.
 
-    A notebook always has a board, a terminal only with `side_by_side` (several jobs print at once). If output is
-    silenced, there is none. `at_once` is the number of parallel jobs, for the estimate of the time left.
+    A notebook always has a board, a terminal only if it is `wanted`. If output is silenced, there is none. `at_once` is
+    the number of parallel jobs, for the estimate of the time left.
     """
     if is_silent():
         return None
     if is_notebook():
         return NotebookBoard(jobs, ranking, at_once)
-    return Board(jobs, ranking, at_once) if is_terminal() and side_by_side else None
+    return Board(jobs, ranking, at_once) if is_terminal() and wanted else None

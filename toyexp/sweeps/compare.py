@@ -27,6 +27,7 @@ from toyexp.sweeps.directory import read_sweep
 class ComparisonAnswer(Answer):
     """Result of `toyexp compare`, as plain data, as lines of text, or as CSV."""
 
+    has_head = True
     comparison: Comparison
 
     def plain(self) -> dict[str, Any]:

@@ -59,7 +59,8 @@ class Runner:
         """
         self.request, self.source, self.launcher, self.configs, self.folder = request, source, launcher, configs, folder
         self._stop = Stop()
-        self._watch = Watch(source.environment, self._stop, launcher.runs_singly)
+        verbose = request.settings.verbose
+        self._watch = Watch(source.environment, self._stop, launcher.runs_singly, launcher.total, verbose)
         self._places = JobDirectories(source.jobs)
         self._report_page = SweepReport()
         self._refused: dict[str, int] = {}  # error message -> first job with it
@@ -75,8 +76,10 @@ class Runner:
                 self.launcher.connect()
             folder = self._open()
             self._advise()
-            several = self.launcher.uses_fork_server and not self.launcher.runs_singly  # several jobs print at once
-            self._watch.board = make_board(self.source.all_jobs, self._ranking, self.launcher.limit(), several)
+            settings = self.request.settings
+            runs_here = self.launcher.uses_fork_server or not settings.isolate
+            shown = runs_here and not (settings.verbose and self.launcher.runs_singly)  # else a job has the terminal
+            self._watch.board = make_board(self.source.all_jobs, self._ranking, self.launcher.limit(), shown)
             if folder:
                 with self._signals():
                     for job, ended in self.launcher.run(self._assign_jobs(), self._watch):

@@ -65,12 +65,12 @@ def print_table(jobs: Sequence[Job], folder: SweepDir | None) -> None:
         if max(map(len, itertools.compress(table_lines, count))) < width:
             break
     print_line("")
-    for line in table_lines:
-        print_line(line)
+    for number, line in enumerate(table_lines):
+        print_line(line, "" if number else "bold")
     if ranking.has_seeds or ranking.changed_sources:
         print_line(f"\n{SEEDS_CAPTION}")
-        for line in align_columns(ranking.table(), right={1}):
-            print_line(line)
+        for number, line in enumerate(align_columns(ranking.table(), right={1})):
+            print_line(line, "" if number else "bold")
     for note in ranking.notes():
         print_line(f"note    {note}")
 
@@ -83,7 +83,6 @@ def outcome(job: Job) -> str:
     heads = (TRAIN, "held-out loss", *(f"held-out {name}" for name in names))
     steps, *values = number_cells(job, names, "-")
     parts = [f"{head} {value}" for head, value in zip(heads, values, strict=True) if value != "-"]
-    seconds = job.result.get("seconds")
-    return "  ".join(
-        [f"{job_state(job)} after {steps} steps", *parts, *([] if seconds is None else [format_duration(seconds)])]
-    )
+    state, seconds = job_state(job), job.result.get("seconds")
+    parts += [] if seconds is None else [format_duration(seconds)]
+    return "  ".join([f"{state} after {steps} steps", *parts, *(["try a lower lr"] if state == "diverged" else [])])

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import IO
 
-from toyexp.base.terminal import print_line
+from toyexp.base.terminal import print_line, print_note
 from toyexp.sweeps.board import Board
 from toyexp.sweeps.directory import SUCCEEDED, Job, LaunchSpec, SweepDir
 from toyexp.sweeps.launchers.job_process import Stop
@@ -22,13 +22,17 @@ class Watch:
     folder: SweepDir  # set when the first job is composed
     board: Board | None = None  # shown instead of lines
 
-    def __init__(self, environment: Callable[[Job], Mapping[str, str]], stop: Stop, alone: bool):
-        """Create the output of a sweep. If jobs run `alone` (one at a time), lines are printed without a job number.
+    def __init__(
+        self, environment: Callable[[Job], Mapping[str, str]], stop: Stop, alone: bool, total: int = 0,
+        verbose: bool = True,
+    ):  # fmt: skip
+        """Create the output of a sweep of `total` jobs.
 
-        `environment` returns the extra environment variables of a job's process.
+        If jobs run `alone` (one at a time), their lines are printed without a job number. Without `verbose`, the
+        standard output of jobs is not printed. `environment` returns the extra environment variables of a job.
         """
-        self.stop = stop
-        self._environment, self._alone = environment, alone
+        self.stop, self.verbose = stop, verbose
+        self._environment, self._alone, self._total = environment, alone, total
         self._printing = threading.Lock()
 
     def launch_spec(self, job: Job) -> LaunchSpec:
@@ -44,32 +48,30 @@ class Watch:
                     self.board.begin(job)
             else:
                 head = f"[{job.number}] {job.label}".rstrip()
-                self.say(f"\n{head}" if self._alone else f"{head}  begins")
+                place = f"job {job.number + 1} of {self._total}"
+                self.say(f"\n{head}  ({place})" if self._alone and self.verbose else f"{head}  begins, {place}")
 
     def hear(self, job: Job | None, line: str, stream: IO[str]) -> None:
         """Show a line that a job (or, without `job`, a process of several jobs) has printed."""
         if self.board and job:
             with self._printing:
                 self.board.hear(job, line)
-        else:
+        elif self.verbose or job is None or stream is sys.stderr:
             self.say(line if self._alone or job is None else f"[{job.number}] {line}", stream)
 
     def end(self, job: Job) -> None:
-        """Remove a job from the board and, if it succeeded, print its result. Without a board, do nothing."""
+        """Remove a job from the board and, if it succeeded, print its result, unless its output was printed."""
         if self.board:
             with self._printing:
                 self.board.end(job)
-            if job.status in SUCCEEDED:
-                self.say(f"[{job.number}] {job.label}".rstrip() + f"  {outcome(job)}")
+        if job.status in SUCCEEDED and (self.board or not self.verbose):
+            self.say(f"[{job.number}] {job.label}".rstrip() + f"  {outcome(job)}")
 
     def say(self, line: str, stream: IO[str] | None = None) -> None:
         """Print a line above the board."""
         board = self.board.hide() if self.board else contextlib.nullcontext()
         with self._printing, contextlib.suppress(OSError), board:  # the reader or terminal may be gone
-            if stream is sys.stderr:
-                print(line, file=stream, flush=True)
-            else:
-                print_line(line)
+            (print_note if stream is sys.stderr else print_line)(line)
 
     def close(self) -> None:
         """Remove the board."""

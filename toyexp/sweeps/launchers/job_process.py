@@ -107,6 +107,8 @@ def run_process(
     try:
         words = spec.args()
         environment = {**os.environ, **core_variables(spec.cores), **spec.environment, LIFELINE: "1"}
+        if not terminal:
+            environment["NO_COLOR"] = "1"  # the output goes to a log
         if spec.gpus:
             environment[VISIBLE_DEVICES] = ",".join(spec.gpus)
         make_directory(spec.log.parent)

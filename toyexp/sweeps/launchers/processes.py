@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import logging
 import os
 import queue
+import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -14,7 +16,8 @@ from typing import TypeVar
 
 from toyexp.base.attribution import attribute_part_errors
 from toyexp.base.process_state import restore_process_state
-from toyexp.base.terminal import is_terminal, print_line, silence
+from toyexp.base.terminal import is_notebook, is_terminal, print_line, silence
+from toyexp.base.writing import make_directory, open_for_writing
 from toyexp.runner.one_run import PreparedRun, prepare_request, prepare_run
 from toyexp.sweeps.directory import Job, JobExit, LaunchSpec
 from toyexp.sweeps.launchers.gpus import visible_gpus
@@ -50,7 +53,7 @@ class Processes(Launcher):
             with self.gpus.reserve(self.share.gpus) as gpus:
                 watch.begin([job])
                 spec = replace(watch.launch_spec(job), gpus=gpus, cores=self.share.cores)
-                terminal = self.runs_singly and is_terminal()
+                terminal = self.runs_singly and watch.verbose and is_terminal()
                 ended = run_process(spec, watch.stop, partial(watch.hear, job), terminal=terminal, start=self.start)
             hand_on((job, ended))
 
@@ -84,11 +87,10 @@ class InProcess(Launcher):
 
     def _run(self, job: Job, watch: Watch) -> JobExit:
         try:
-            with restore_process_state(), silence(watch.board is not None):
-                spec = watch.launch_spec(job)
+            spec = watch.launch_spec(job)
+            with restore_process_state(), self._redirect(spec, watch), attribute_part_errors():
                 os.environ.update(spec.environment)
-                with attribute_part_errors():
-                    print_result(self._prepare(job, spec).run())
+                print_result(self._prepare(job, spec).run())
         except KeyboardInterrupt as error:
             code = getattr(error, "exit_code", 130)
             watch.stop.number = code - 128
@@ -98,6 +100,22 @@ class InProcess(Launcher):
             log.debug("job failed", exc_info=error)
             return JobExit.from_error(error)
         return JobExit(0)
+
+    @contextlib.contextmanager
+    def _redirect(self, spec: LaunchSpec, watch: Watch) -> Iterator[None]:
+        """Write into a job's log what the sweep does not print: lines, and with a board also notes and warnings."""
+        if watch.verbose and not watch.board:
+            yield
+            return
+        os.environ["NO_COLOR"] = "1"
+        make_directory(spec.log.parent)
+        with (
+            open(open_for_writing(spec.log, os.O_APPEND), "a", encoding="utf-8") as output,
+            contextlib.redirect_stdout(output),
+            contextlib.redirect_stderr(output if watch.board else sys.stderr),
+            silence(is_notebook()),
+        ):
+            yield
 
     def _prepare(self, job: Job, spec: LaunchSpec) -> PreparedRun:
         if spec.args() is spec.resume_args:

@@ -33,13 +33,14 @@ docs: $(INSTALLED)  ## build the documentation into outputs/docs
 docs-test: $(INSTALLED)  ## run every command and block of code that the documentation shows, and list what is not run
 	$(BIN)/python -m pytest tests/test_snippets.py tests/test_site.py -m "docs or release" -rs $(PYTEST)
 
-pictures: $(INSTALLED)  ## draw the documentation's pictures from real runs
+pictures: $(INSTALLED)  ## draw the documentation's pictures from real runs; those of the report need chromium and playwright
 	rm -rf outputs/pictures
 	$(BIN)/python -m toyexp experiment=vit_digits engine=cpu 'callbacks=[default,plots]' hydra.run.dir=outputs/pictures/vit_digits
 	mkdir -p docs/pages/pictures
 	cp outputs/pictures/vit_digits/plots/curves.svg docs/pages/pictures/curves.svg
-	$(BIN)/python -m toyexp -m recipe=scratch,warm lr=1e-3,3e-3,1e-2 seed=0,1,2 model=nano steps=150 eval_every=15 engine=ggml hydra.sweep.dir=outputs/pictures/sweep
+	$(BIN)/python -m toyexp -m recipe=scratch,warm lr=1e-3,3e-3,1e-2 seed=0,1,2 hydra.sweep.dir=outputs/pictures/sweep
 	$(BIN)/python -m toyexp compare outputs/pictures/sweep --plot docs/pages/pictures/sweep.svg
+	$(BIN)/python docs/pictures.py outputs/pictures
 
 faults: $(INSTALLED)  ## kill processes, fill disks, break files: 20 minutes on 2 cores; the figures go to tests/faults/figures.txt
 	TOYEXP_FIGURES=tests/faults/figures.txt $(BIN)/python -m pytest tests/faults -m "faults or not faults" $(PYTEST)

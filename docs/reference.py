@@ -13,7 +13,10 @@ from mkdocs.structure.files import File, Files
 from toyexp.cli.pages import insert_templates
 
 ROOT = Path(__file__).parent.parent
+PAGES_FOLDER = Path(__file__).parent / "pages"
 PAGES = {"CONTRIBUTING.md": "contributing.md", "SECURITY.md": "trust.md", "CHANGELOG.md": "changes.md"}
+# Relative weight in the site's search, whose first results should help users.
+SEARCH_BOOST = {"reference/changes.md": 0.1, "reference/house.md": 0.1, "reference/measured.md": 0.5}
 SECTIONS = {"Commands": command_pages, "Settings": setting_pages}
 
 
@@ -39,12 +42,39 @@ def on_files(files: Files, config: Any) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str:
-    """Insert the templates that a page links to; point links to files of the repository's root at their pages."""
-    return re.sub(
+    """Complete a page: templates that it links to, links to files of the repository's root, regions, dark pictures."""
+    name = page.file.src_uri
+    if name in SEARCH_BOOST:
+        page.meta["search"] = {"boost": SEARCH_BOOST[name]}
+    if name == "index.md":
+        page.meta["hide"] = ["navigation", "toc"]
+    markdown = re.sub(
         rf"\]\((?:\.\./)+({'|'.join(PAGES)})\)",
         lambda link: f"](../reference/{PAGES[link[1]]})",
         insert_templates(markdown),
     )
+    markdown = re.sub(r"^> \[!(\w+)\]\n((?:>.*\n?)+)", admonition, markdown, flags=re.MULTILINE)
+    markdown = re.sub(r"<!-- begin (\w+) -->", r'<div class="\1" markdown>', markdown)
+    markdown = markdown.replace("<!-- end -->", "</div>")
+    return add_dark_pictures(markdown, (PAGES_FOLDER / name).parent)
+
+
+def admonition(alert: re.Match[str]) -> str:
+    """Return a GitHub alert, a quote that begins with [!WARNING], as the site's admonition."""
+    text = re.sub(r"^> ?", "    ", alert[2], flags=re.MULTILINE)
+    return f"!!! {alert[1].lower()}\n{text}"
+
+
+def add_dark_pictures(markdown: str, folder: Path) -> str:
+    """Show pictures that have a dark form, such as report.webp and report_dark.webp, in the form of the theme."""
+
+    def both_forms(picture: re.Match[str]) -> str:
+        alt, path, suffix = picture.groups()
+        if not (folder / f"{path}_dark{suffix}").is_file():
+            return picture[0]
+        return f"![{alt}]({path}{suffix}#only-light)![{alt}]({path}_dark{suffix}#only-dark)"
+
+    return re.sub(r"!\[([^\]]*)\]\(([\w./-]+?)(\.\w+)\)", both_forms, markdown)
 
 
 def read_root_file(name: str) -> str:

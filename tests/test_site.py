@@ -1,7 +1,11 @@
 """The documentation site builds without warnings and documents every command and every setting."""
 
 import html
+import importlib.util
+import json
+import os
 import re
+import shutil
 import sys
 from pathlib import Path
 
@@ -17,8 +21,42 @@ pytestmark = pytest.mark.release
 ROOT = Path(__file__).parent.parent
 
 
+BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
+BROWSER = os.environ.get("TOYEXP_BROWSER") or next(filter(None, map(shutil.which, BROWSERS)), None)
+SHOWN = ("index", "start/researcher", "guides/sweeps", "guides/python", "guides/resume", "reference/settings",
+         "reference/architecture")  # fmt: skip
+# Lists the texts of a page whose contrast with their ground is below 4.5 (WCAG AA), as [element, contrast, text].
+FAINT = """() => {
+  const parse = (text) => { const n = text.match(/[\\d.]+/g).map(Number); return [n[0], n[1], n[2], n[3] ?? 1]; };
+  const over = (top, below) => [0, 1, 2].map((i) => top[i] * top[3] + below[i] * (1 - top[3])).concat(1);
+  const linear = (v) => v / 255 <= 0.04045 ? v / 255 / 12.92 : ((v / 255 + 0.055) / 1.055) ** 2.4;
+  const light = (c) => 0.2126 * linear(c[0]) + 0.7152 * linear(c[1]) + 0.0722 * linear(c[2]);
+  const faint = [], texts = document.createTreeWalker(document.body, NodeFilter.SHOW_TEXT);
+  for (let node; (node = texts.nextNode()); ) {
+    const box = node.parentElement, range = document.createRange();
+    range.selectNode(node);
+    const isShown = box.checkVisibility({ opacityProperty: true, visibilityProperty: true });
+    if (!node.data.trim() || !isShown || range.getBoundingClientRect().width < 2) continue;
+    let ground = [255, 255, 255, 1], opacity = 1;
+    const around = [box];
+    while (around[0].parentElement) around.unshift(around[0].parentElement);
+    for (const element of around) {
+      const style = getComputedStyle(element);
+      ground = over(parse(style.backgroundColor), ground);
+      opacity *= Number(style.opacity);
+    }
+    const ink = parse(getComputedStyle(box).color);
+    ink[3] *= opacity;
+    const [low, high] = [light(over(ink, ground)), light(ground)].sort((a, b) => a - b);
+    const contrast = (high + 0.05) / (low + 0.05);
+    if (contrast < 4.5) faint.push([`${box.tagName}.${box.className}`, contrast.toFixed(2), node.data.trim()]);
+  }
+  return faint;
+}"""
+
+
 @pytest.fixture(scope="module")
-def site(tmp_path_factory):
+def site_root(tmp_path_factory):
     """Build the site; a broken link or anchor is an error."""
     root = tmp_path_factory.mktemp("site")
     options = ["--config-file", str(ROOT / "docs" / "mkdocs.yml"), "--site-dir", str(root)]
@@ -26,7 +64,24 @@ def site(tmp_path_factory):
         patch.setenv("NO_MKDOCS_2_WARNING", "1")
         build = environments.run(sys.executable, "-m", "mkdocs", "build", "--quiet", *options, cwd=root)
     assert build.returncode == 0 and not build.stderr, build.stdout + build.stderr
-    return {str(path.relative_to(root)): path.read_text() for path in root.rglob("*.html")}
+    return root
+
+
+@pytest.fixture(scope="module")
+def site(site_root):
+    return {str(path.relative_to(site_root)): path.read_text() for path in site_root.rglob("*.html")}
+
+
+@pytest.fixture(scope="module")
+def chromium():
+    if BROWSER is None or importlib.util.find_spec("playwright") is None:
+        pytest.skip("no browser here: apt install chromium, pip install playwright; or TOYEXP_BROWSER=/path/to/chrome")
+    from playwright.sync_api import sync_playwright
+
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=BROWSER, args=["--no-sandbox"])
+        yield browser
+        browser.close()
 
 
 def table_rows(page):
@@ -89,3 +144,45 @@ def test_the_diagrams_are_drawn_and_name_existing_modules_and_classes(site):
     assert set(re.findall(r"^\| (\w+) \| ", plugin_section, re.MULTILINE)) - {"kind"} == {
         {"optim": "optimiser", "callbacks": "callback"}.get(kind, kind) for kind in load().offers
     }
+
+
+@pytest.mark.parametrize("theme", ["light", "dark"])
+def test_every_text_has_a_readable_contrast_and_no_page_is_wider_than_a_phone(chromium, site_root, theme):
+    for width in (1400, 390):
+        page = chromium.new_page(viewport={"width": width, "height": 900}, color_scheme=theme)
+        for name in SHOWN:
+            page.goto((site_root / f"{name}.html").as_uri())
+            assert page.evaluate("document.body.dataset.mdColorScheme") == {"light": "default", "dark": "slate"}[theme]
+            assert page.evaluate(FAINT) == [], (name, theme, width)
+            assert page.evaluate("document.documentElement.scrollWidth") <= width, (name, theme, width)
+        page.close()
+
+
+def test_the_home_page_shows_the_report_a_command_and_python_above_the_fold(chromium, site_root):
+    for theme, ending in (("light", "report.webp"), ("dark", "report_dark.webp")):
+        page = chromium.new_page(viewport={"width": 1400, "height": 900}, color_scheme=theme)
+        page.goto((site_root / "index.html").as_uri())
+        picture = page.locator(f'.hero img[src*="{ending}"]')
+        assert picture.is_visible() and page.locator(".hero img:visible").count() == 1
+        for shown in (picture, *page.locator(".hero .highlight").all()):
+            box = shown.bounding_box()
+            assert box["y"] + box["height"] < 900 and box["height"] > 100, theme
+        assert picture.evaluate("(image) => image.naturalWidth") > 1000
+        page.close()
+
+
+def test_the_pictures_are_small_and_each_is_on_a_page(site):
+    pictures = [*(ROOT / "docs" / "pages" / "pictures").iterdir()]
+    sizes = {picture.name: picture.stat().st_size for picture in pictures}
+    assert max(sizes.values()) < 150_000 and sum(sizes.values()) < 1_500_000, sizes
+    shown = "".join(site.values())
+    assert [name for name in sizes if f"pictures/{name}" not in shown] == []
+
+
+def test_the_search_lists_changes_and_the_source_tree_after_guides(site_root):
+    boosts = {
+        entry["location"].partition("#")[0]: entry.get("boost", 1)
+        for entry in json.loads((site_root / "search" / "search_index.json").read_text())["docs"]
+    }
+    assert boosts["reference/changes.html"] == boosts["reference/house.html"] == 0.1
+    assert boosts["guides/sweeps.html"] == boosts["index.html"] == 1

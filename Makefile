@@ -12,7 +12,7 @@ ifneq ($(wildcard /usr/include/*/openblas-openmp/cblas.h),)
 GGML_FLAGS += -DGGML_BLAS=ON -DGGML_BLAS_VENDOR=OpenBLAS
 endif
 
-.PHONY: run test test-all again docs pictures docs-test faults check donor bench table speeds golden wheel clean
+.PHONY: run test test-all again docs pictures docs-test faults check donor bench table speeds golden notebooks wheel clean
 
 run: $(INSTALLED)  ## train the main job: a warm-started nano llama, exported to GGUF
 	$(BIN)/python -m toyexp recipe=warm
@@ -66,6 +66,9 @@ speeds: $(INSTALLED)  ## measure the three shapes on this machine, and write the
 
 golden: $(INSTALLED)  ## record the numbers of tests/golden.json again, after a change of numbers that is meant
 	$(BIN)/python tests/support/golden.py
+
+notebooks: $(INSTALLED)  ## execute the documentation's notebooks and write their outputs into them
+	$(BIN)/python tests/support/notebooks.py
 
 wheel: $(INSTALLED)  ## build the wheel into dist/
 	$(BIN)/python -m build --wheel

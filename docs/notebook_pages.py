@@ -1,22 +1,46 @@
-"""Generate pages with the text and code of the notebooks; their output is only in the notebooks."""
+"""Generate pages with the text, code and outputs of the notebooks, and the pictures of the outputs."""
 
+import base64
 import json
+from html import escape
 from pathlib import Path
+from typing import Any
 
 NOTEBOOKS = ("first_run", "compare_and_sweep")  # in reading order
 
 
-def pages() -> dict[str, str]:
-    """Return all pages by their path in the site."""
-    return {f"notebooks/{name}.md": page(name) for name in NOTEBOOKS}
+def pages() -> dict[str, str | bytes]:
+    """Return all pages and pictures by their path in the site."""
+    files: dict[str, str | bytes] = {}
+    for name in NOTEBOOKS:
+        files |= notebook_files(name)
+    return files
 
 
-def page(name: str) -> str:
-    """Return a notebook's cells as Markdown, with its path below the title."""
+def notebook_files(name: str) -> dict[str, str | bytes]:
+    """Return a notebook's cells as a page in Markdown, with its path below the title, and its pictures."""
     notebook = json.loads((Path(__file__).parent / "notebooks" / f"{name}.ipynb").read_text(encoding="utf-8"))
-    parts = []
+    parts, pictures = [], {}
     for cell in notebook["cells"]:
         text = "".join(cell["source"])
         parts.append(text if cell["cell_type"] == "markdown" else f"```python\n{text}\n```")
+        shown = []
+        for output in cell.get("outputs", ()):
+            data, picture = output.get("data", {}), f"{name}-{len(pictures) + 1}.png"
+            if "image/png" in data:
+                pictures[f"notebooks/{picture}"] = base64.b64decode("".join(data["image/png"]))
+            shown.append(format_output(output, picture))
+        parts += [f'<div class="output">{"".join(shown)}</div>'] if shown else []
     title, _, rest = parts[0].partition("\n")
-    return "\n\n".join([title, f"The notebook is `docs/notebooks/{name}.ipynb`.", rest.strip(), *parts[1:]]) + "\n"
+    page = [title, f"The notebook is `docs/notebooks/{name}.ipynb`.", rest.strip(), *parts[1:]]
+    return {f"notebooks/{name}.md": "\n\n".join(page) + "\n", **pictures}
+
+
+def format_output(output: dict[str, Any], picture: str) -> str:
+    """Return an output as HTML; `picture` is the path of its picture, if it has one."""
+    data = output.get("data", {})
+    if "image/png" in data:
+        style = output["metadata"]["image/png"]
+        return f'<img src="{picture}" alt="{escape(style["alt"])}" width="{style["width"]}">'
+    text = "".join(data.get("text/plain", output.get("text", ())))
+    return "".join(data["text/html"]) if "text/html" in data else f"<pre>{escape(text.rstrip())}</pre>"

@@ -1,10 +1,10 @@
 """Run the Python code of the documentation: the page about the API and the notebooks."""
 
-import ast
 import json
 import re
 from pathlib import Path
 
+import notebooks
 import pytest
 
 pytestmark = pytest.mark.release
@@ -25,41 +25,51 @@ def test_all_code_of_the_python_page_runs(tmp_path, monkeypatch, capsys):
     assert "best held-out loss first" in capsys.readouterr().out
 
 
-def run_cells(notebook):
-    """Run the cells of a notebook with fewer steps; return its namespace and the displayed values."""
-    namespace, outputs = {"__name__": "notebook"}, []
-    for cell in json.loads(notebook.read_text())["cells"]:
-        if cell["cell_type"] == "code":
-            text = re.sub(r"steps=(\d+)", lambda m: f"steps={int(m[1]) // 10}", "".join(cell["source"]))
-            text = re.sub(r"eval_every=\d+", "eval_every=2, engine='ggml'", text)
-            body = ast.parse(text)
-            last = body.body.pop() if isinstance(body.body[-1], ast.Expr) else None
-            exec(compile(body, notebook.name, "exec"), namespace)
-            if last:
-                value = eval(compile(ast.Expression(last.value), notebook.name, "eval"), namespace)
-                outputs.append(value._repr_html_() if "_repr_html_" in dir(value) else repr(value))
-    return namespace, outputs
-
-
-def test_the_first_notebook_trains_shows_probabilities_and_resumes(tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
-    namespace, outputs = run_cells(DOCS / "notebooks" / "first_run.ipynb")
-    assert namespace["longer"].steps == 15 and namespace["result"].steps == 10
-    assert "<polyline" in outputs[0] and "completed after 10 steps" in outputs[0]
-    assert len(re.findall(r"^ *[\d.]+%  '", capsys.readouterr().out, re.MULTILINE)) == 5
-
-
-def test_the_second_notebook_sweeps_over_seeds_and_compares(tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
-    namespace, outputs = run_cells(DOCS / "notebooks" / "compare_and_sweep.ipynb")
-    assert len(namespace["swept"]) == len(namespace["final"]) == 8 and outputs[0].count("<tr>") == 9
-    assert capsys.readouterr().out.count(" ± ") >= 4
-
-
-@pytest.mark.parametrize("notebook", sorted((DOCS / "notebooks").glob("*.ipynb")), ids=lambda path: path.stem)
-def test_a_notebook_is_well_formed_and_has_no_outputs(notebook):
-    content = json.loads(notebook.read_text())
-    cells = content["cells"]
+@pytest.mark.parametrize("notebook", notebooks.NOTEBOOKS, ids=lambda path: path.stem)
+def test_a_notebook_runs_without_warnings_and_has_the_outputs_of_its_code(notebook):
+    content, executed = json.loads(notebook.read_text()), notebooks.execute(notebook)
+    written, now = notebooks.structure(content), notebooks.structure(executed)
+    assert content["metadata"] == executed["metadata"], f"{notebook.name}: code changed; run {notebooks.REFRESH}"
+    assert written == now, f"{notebook.name}: outputs are missing or stale; run {notebooks.REFRESH}"
     assert (content["nbformat"], content["nbformat_minor"]) == (4, 5)
-    assert len({cell["id"] for cell in cells}) == len(cells)
-    assert all(not cell["outputs"] for cell in cells if cell["cell_type"] == "code")
+    assert len({cell["id"] for cell in content["cells"]}) == len(content["cells"])
+    assert not [output for output in now if output[1] == "stderr"]
+    text = notebook.read_text()
+    assert not re.search(r"np\.float|/(home|tmp|root|work|Users)/|\\u001b| object at 0x", text)
+
+
+def test_the_notebooks_train_sweep_and_show_a_chart_and_a_continued_prompt():
+    first, second = ("\n".join(map(str, pages(name))) for name in ("first_run", "compare_and_sweep"))
+    assert "completed after 300 steps" in first and "completed after 400 steps" in first and first.count("<svg") == 2
+    assert re.search(r"PROMPT\n.+\n\nCONTINUATION\n", first)
+    assert len(re.findall(r"^ *[\d.]+%  '", first, re.MULTILINE)) == 5
+    assert second.count("image/png") == 1 and "8 of 8 done" in second and second.count("<tr>") == 9 + 5
+    assert len(re.findall(r"'(?:warm|scratch)', 0.00[13], [01]\): \d\.\d+[,}]", second)) == 8
+
+
+def pages(name):
+    """Yield the texts of a committed notebook's outputs, and the kinds of pictures."""
+    content = json.loads((DOCS / "notebooks" / f"{name}.ipynb").read_text())
+    for output in (o for cell in content["cells"] for o in cell.get("outputs", ())):
+        data = output.get("data", {"text": output.get("text")})
+        yield from (kind if kind == "image/png" else "".join(text) for kind, text in data.items())
+
+
+def test_outputs_are_refreshed_if_numbers_change_but_not_if_only_times_do(tmp_path):
+    notebook = tmp_path / "small.ipynb"
+    cell = {"cell_type": "code", "id": "a", "metadata": {}, "source": [], "execution_count": None, "outputs": []}
+    content = {"cells": [cell], "metadata": {}, "nbformat": 4, "nbformat_minor": 5}
+
+    def refresh(code):
+        content["cells"][0]["source"] = [code]
+        old = json.loads(notebook.read_text()) if notebook.exists() else content
+        notebook.write_text(json.dumps({**old, "cells": [{**old["cells"][0], "source": [code]}]}))
+        return notebooks.refresh(notebook)
+
+    clock = "import time, toyexp; print('run outputs/2026-11-24_{0:06d}_{0:06d} in {0}.1 s'.format(time.time_ns() % 9))"
+    assert refresh(clock) and not refresh(clock) and not refresh(clock)
+    (tmp_path / "number").write_text("1")
+    number = f"__import__('pathlib').Path({str(tmp_path / 'number')!r}).read_text()"
+    assert refresh(number) and not refresh(number)
+    (tmp_path / "number").write_text("2")
+    assert refresh(number) and "'2'" in notebook.read_text()

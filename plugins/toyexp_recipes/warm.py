@@ -62,8 +62,8 @@ class Warm(Recipe):
         return self.path
 
     def origin(self) -> tuple[str, str] | None:
-        """Return "donor", and a text with the donor's path that says if it is toyexp's own small donor."""
-        return "donor", f"{self.path}" if self.donor else f"toyexp's own small donor, {self.path}"
+        """Return "donor", and the donor's path, or "toyexp's own small donor"."""
+        return "donor", f"{self.path}" if self.donor else "toyexp's own small donor"
 
     def warnings(self, preview: RunPreview) -> Iterable[str]:
         """Warn if the data's tokenizer differs from the donor's."""

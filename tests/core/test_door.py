@@ -1,6 +1,7 @@
 """The Python API: run, train, sweep and open, their results, and the process state after a call."""
 
 import contextlib
+import html
 import json
 import os
 import pickle
@@ -498,6 +499,25 @@ def test_a_sweep_is_a_sequence_of_its_runs_the_best_first(book_directory, capsys
     assert repr(again).splitlines()[0].split() == ["job", "seed", "lr", "state", "steps", "loss", "held_out_loss",
                                                    "seconds", "mean", "deviation"]  # fmt: skip
     assert again._repr_html_().count("<tr>") == 5
+    head, *rows = [line.split() for line in repr(again).splitlines()[:5]]
+    forms = {"loss": r"\d\.\d{4}", "mean": r"\d\.\d{4}", "deviation": r"\d\.\d{4}", "seconds": r"\d+\.\d"}
+    assert all(re.fullmatch(forms[name], row[head.index(name)]) for name in forms for row in rows)
+    assert [row[head.index("lr")] for row in rows] == ["0.01", "0.01", "0", "0"]
+
+
+def test_a_sweep_draws_itself_as_a_picture_that_a_notebook_shows(book_directory):
+    pytest.importorskip("matplotlib")
+    sheet = toyexp.open("swept").plot()
+    picture, style = sheet._repr_png_()
+    assert picture.startswith(b"\x89PNG") and style["width"] == 768 and "seeds" in style["alt"]
+    assert sheet.write(book_directory / "drawn.svg") and "write(file)" in repr(sheet)
+    with pytest.raises(UserError, match=r"drawn.jpg: must end in .png, .svg, .pdf"):
+        sheet.write("drawn.jpg")
+
+
+def test_an_answer_shows_its_printed_lines_in_a_notebook(book_directory):
+    answer = toyexp.compare("swept")
+    assert answer._repr_html_() == f"<pre>{html.escape(str(answer))}</pre>"
 
 
 def test_invalid_jobs_are_listed_and_if_all_are_invalid_an_error_is_raised(book_directory):
@@ -712,5 +732,6 @@ def test_progress_in_a_notebook_is_one_output_that_is_updated(book_directory, mo
     swept = toyexp.sweep(*WORDS, seed=[0, 1], model=MODEL, **{**SETTINGS, "steps": 2},
                          sweep={"isolate": False, "report": False})  # fmt: skip
     assert len(shown) == 1 and shown[0][-1].splitlines()[0] == "2 of 2 done"
-    assert "job  overrides" not in capsys.readouterr().out  # the table is the result's own
+    printed = capsys.readouterr().out
+    assert "job  overrides" not in printed and "completed" not in printed  # the table is the result's own
     assert swept._repr_html_().count("<tr>") == 3

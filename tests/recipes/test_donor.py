@@ -38,7 +38,7 @@ def test_a_run_prints_the_file_that_it_starts_from(tmp_path, capsys, monkeypatch
     monkeypatch.chdir(tmp_path)
     (tmp_path / "mine.gguf").write_bytes(ASSET.read_bytes())
     lines_by_words = {
-        "recipe=warm": f"donor   toyexp's own small donor, {ASSET}",
+        "recipe=warm": "donor   toyexp's own small donor",
         "recipe=warm recipe.donor=mine.gguf": "donor   mine.gguf",
         "recipe=full recipe.base=mine.gguf": "base    mine.gguf",
         "recipe=scratch": None,

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from toyexp.api.calls import check_path, check_words, format_settings, isolated_call, note_remains
 from toyexp.api.result import Result, require_run, table_html
 from toyexp.base.errors import UserError
-from toyexp.base.formatting import align_columns, pluralise, short_path
+from toyexp.base.formatting import align_columns, format_metric, pluralise, short_path
 from toyexp.base.ownership import SWEEP_FILE
 from toyexp.base.packages import require_package
 from toyexp.base.signals import protect_imports
@@ -31,6 +31,7 @@ from toyexp.training.checkpoint import read_result
 if TYPE_CHECKING:
     import pandas
 
+    from toyexp.base.drawing import Sheet
     from toyexp.config.request import Request
     from toyexp.inference.evaluate import Evaluation
     from toyexp.inference.predict import Predictions
@@ -219,6 +220,12 @@ class SweepResult(Sequence[Result]):
             })  # fmt: skip
         return rows
 
+    def plot(self) -> Sheet:
+        """Draw what `toyexp compare --plot` draws: a notebook shows it, `plot().write("sweep.svg")` saves it."""
+        from toyexp.results.plot import draw_sheet
+
+        return draw_sheet(compare(self).comparison, "sweep", self.directory)
+
     def frame(self) -> pandas.DataFrame:
         """Return `table` as a DataFrame indexed by job number. Raise Unavailable if pandas is not installed."""
         with require_package("pandas", "pip install pandas"):
@@ -257,7 +264,7 @@ class SweepResult(Sequence[Result]):
     def _table_cells(self) -> tuple[list[str], list[list[str]], str]:
         left_out = {"error", *(name for name in ("mean", "deviation") if not self._ranking.has_seeds)}
         heads = [name for name in dict.fromkeys(key for row in self.table for key in row) if name not in left_out]
-        rows = [[_text(row.get(name)) for name in heads] for row in self.table[:MAX_ROWS]]
+        rows = [[_text(name, row.get(name)) for name in heads] for row in self.table[:MAX_ROWS]]
         more = f"{len(self.table) - MAX_ROWS} more in .table; " if len(self.table) > MAX_ROWS else ""
         failed = f", {len(self.errors)} without a result (.errors)" if self.errors else ""
         directory = short_path(self.directory)
@@ -275,8 +282,12 @@ class SweepResult(Sequence[Result]):
         return str(self.directory)
 
 
-def _text(value: Any) -> str:
-    return "-" if value is None else f"{value:.4g}" if isinstance(value, float) else str(value)
+def _text(name: str, value: Any) -> str:
+    if name in ("loss", "mean", "deviation") or name.startswith("held_out_"):
+        return format_metric(value)
+    if isinstance(value, float):
+        return f"{value:.1f}" if name == "seconds" else f"{value:.4g}"
+    return "-" if value is None else str(value)
 
 
 # -- finished models and runs -----------------------------------------------------------------------------------------

@@ -280,6 +280,7 @@ def require_run(directory: Path) -> None:
 # -- notebooks ----------------------------------------------------------------------------------------------------
 
 WIDTH, HEIGHT, LEFT, RIGHT, TOP, BELOW = 420, 130, 34, 8, 8, 20  # size and margins in pixels
+BLUE, ORANGE = "#2B83D6", "#C8680A"  # readable on white and on black
 POINTS = 300  # maximum points of a curve; longer curves are averaged in segments
 
 
@@ -300,7 +301,7 @@ def table_html(heads: Sequence[str], rows: Sequence[Sequence[str]], caption: str
 
 
 def loss_svg(history: History) -> str:
-    """Return an SVG plot of the training loss (a line) and the held-out loss (points).
+    """Return an SVG plot of the training loss (a line) and the held-out loss (points), readable on any ground.
 
     Return an empty string if the history has fewer than two values.
     """
@@ -317,10 +318,12 @@ def loss_svg(history: History) -> str:
         f'<circle cx="{x}" cy="{y}" r="3"><title>step {step}: {value:.4f}</title></circle>'
         for (x, y), step, value in zip(coordinates[len(trained[0]) :], *held_out, strict=True)
     )
-    words = f"loss; held-out as points; {last} steps"
+    bottom, box, end = HEIGHT - BELOW, f"0 0 {WIDTH} {HEIGHT}", WIDTH - RIGHT
     return (
-        f'<svg width="{WIDTH}" height="{HEIGHT}" role="img" aria-label="{words}" font-size="10" fill="currentColor">'
-        f'<polyline points="{line}" fill="none" stroke="currentColor" stroke-opacity="0.55" stroke-width="1.5"/>'
-        f'{points}<text y="14">{high:.2f}</text><text y="{HEIGHT - 18}">{low:.2f}</text>'
-        f'<text x="{LEFT}" y="{HEIGHT - 4}">{words}</text></svg>'
+        f'<svg width="{WIDTH}" viewBox="{box}" style="max-width:100%" role="img" aria-label="loss, to step {last}" '
+        f'font-size="10" fill="currentColor"><path d="M{LEFT},{TOP}H{end}M{LEFT},{bottom}H{end}" stroke="currentColor" '
+        f'opacity="0.2"/><polyline points="{line}" fill="none" stroke="{BLUE}" stroke-width="1.5"/>'
+        f'<g fill="{ORANGE}">{points}</g><text y="{TOP + 3}">{high:.2f}</text><text y="{bottom + 3}">{low:.2f}</text>'
+        f'<text x="{LEFT}" y="{HEIGHT - 4}"><tspan fill="{BLUE}">—</tspan> training loss<tspan dx="12" fill="{ORANGE}">'
+        f'●</tspan> held-out loss</text><text x="{end}" y="{HEIGHT - 4}" text-anchor="end">step {last}</text></svg>'
     )

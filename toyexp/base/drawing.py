@@ -148,6 +148,12 @@ class Sheet:
         subtitle = "\n".join(fit_text(line, 112) for line in lines)
         self.figure.text(0.01, 1, subtitle, transform=position, va="top", fontsize=SMALL, color=GREY)
 
+    def __repr__(self) -> str:
+        return f"Sheet: write(file) saves it as {', '.join(FILE_METADATA)}"
+
+    def _repr_png_(self) -> tuple[bytes, dict[str, Any]]:
+        return self.pictures(".png")[".png"], {"width": round(WIDTH * 96), "alt": self.figure.get_suptitle().strip()}
+
     def pictures(self, *suffixes: str) -> dict[str, bytes]:
         """Render the figure in the formats `suffixes`, such as .png, and return {suffix: file content}.
 
@@ -162,12 +168,12 @@ class Sheet:
                 rendered[suffix] = file.getvalue()
         return rendered
 
-    def write(self, path: Path) -> int:
+    def write(self, file: str | os.PathLike[str]) -> int:
         """Write the figure atomically and return its size in bytes.
 
-        Raise UserError if the file exists and is not a plot that toyexp drew.
+        Raise UserError if the file exists and is not a plot that toyexp drew, or for an unknown suffix.
         """
-        _require_own_plot(path)
+        path = check_plot_path("write", os.fspath(file))
         suffix = path.suffix.lower()
         picture = self.pictures(suffix)[suffix]
         with convert_write_errors(path), write_atomically(path) as temporary:

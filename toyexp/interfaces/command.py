@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import html
 import inspect
 import re
 from abc import ABC, abstractmethod
@@ -116,6 +117,9 @@ class Answer(ABC):
 
     def __str__(self) -> str:
         return "\n".join(self.lines())
+
+    def _repr_html_(self) -> str:
+        return f"<pre>{html.escape(str(self))}</pre>"
 
     def show(self, arguments: Arguments) -> int:
         """Print the result as text, or as JSON with --json, and return exit code 0."""

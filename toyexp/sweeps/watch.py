@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import IO
 
-from toyexp.base.terminal import print_line, print_note
+from toyexp.base.terminal import is_notebook, print_line, print_note
 from toyexp.sweeps.board import Board
 from toyexp.sweeps.directory import SUCCEEDED, Job, LaunchSpec, SweepDir
 from toyexp.sweeps.launchers.job_process import Stop
@@ -60,11 +60,11 @@ class Watch:
             self.say(line if self._alone or job is None else f"[{job.number}] {line}", stream)
 
     def end(self, job: Job) -> None:
-        """Remove a job from the board and, if it succeeded, print its result, unless its output was printed."""
+        """Remove a job from the board; if it succeeded, print its result unless output or notebook show it."""
         if self.board:
             with self._printing:
                 self.board.end(job)
-        if job.status in SUCCEEDED and (self.board or not self.verbose):
+        if job.status in SUCCEEDED and (self.board or not self.verbose) and not is_notebook():
             self.say(f"[{job.number}] {job.label}".rstrip() + f"  {outcome(job)}")
 
     def say(self, line: str, stream: IO[str] | None = None) -> None:

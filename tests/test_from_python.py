@@ -35,7 +35,7 @@ def test_a_notebook_runs_without_warnings_and_has_the_outputs_of_its_code(notebo
     assert len({cell["id"] for cell in content["cells"]}) == len(content["cells"])
     assert not [output for output in now if output[1] == "stderr"]
     text = notebook.read_text()
-    assert not re.search(r"np\.float|/(home|tmp|root|work|Users)/|\\u001b| object at 0x", text)
+    assert not re.search(r'np\.float|/(home|tmp|root|work|Users)/|\\u001b| object at 0x|"(note|warning)\b', text)
 
 
 def test_the_notebooks_train_sweep_and_show_a_chart_and_a_continued_prompt():

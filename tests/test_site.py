@@ -24,7 +24,7 @@ ROOT = Path(__file__).parent.parent
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
 BROWSER = os.environ.get("TOYEXP_BROWSER") or next(filter(None, map(shutil.which, BROWSERS)), None)
 SHOWN = ("index", "start/researcher", "guides/sweeps", "guides/python", "guides/resume", "reference/settings",
-         "reference/architecture")  # fmt: skip
+         "reference/architecture", "notebooks/first_run", "notebooks/compare_and_sweep")  # fmt: skip
 # Lists the texts of a page whose contrast with their ground is below 4.5 (WCAG AA), as [element, contrast, text].
 FAINT = """() => {
   const parse = (text) => { const n = text.match(/[\\d.]+/g).map(Number); return [n[0], n[1], n[2], n[3] ?? 1]; };
@@ -127,6 +127,14 @@ def test_every_setting_is_documented_with_its_default_and_the_parts_that_read_it
     assert keys > 150
     top = {row[0] for row in table_rows(site["reference/settings.html"]) if row}
     assert top >= {key for key, _ in top_level_settings()}
+
+
+def test_the_pages_of_the_notebooks_show_outputs_and_pictures(site, site_root):
+    first, second = (site[f"notebooks/{name}.html"] for name in ("first_run", "compare_and_sweep"))
+    assert "CONTINUATION" in first and first.count("<progress") == 2 and "training loss" in first
+    assert "held_out_loss" in second and "8 of 8 done" in second
+    picture = re.search(r'<img src="(compare_and_sweep-1.png)" alt="recipe scratch, warm[^"]*" width="768"', second)
+    assert picture and (site_root / "notebooks" / picture[1]).is_file()
 
 
 def test_the_diagrams_are_drawn_and_name_existing_modules_and_classes(site):

@@ -321,7 +321,7 @@ def loss_svg(history: History) -> str:
     bottom, box, end = HEIGHT - BELOW, f"0 0 {WIDTH} {HEIGHT}", WIDTH - RIGHT
     return (
         f'<svg width="{WIDTH}" viewBox="{box}" style="max-width:100%" role="img" aria-label="loss, to step {last}" '
-        f'font-size="10" fill="currentColor"><path d="M{LEFT},{TOP}H{end}M{LEFT},{bottom}H{end}" stroke="currentColor" '
+        f'font-size="11" fill="currentColor"><path d="M{LEFT},{TOP}H{end}M{LEFT},{bottom}H{end}" stroke="currentColor" '
         f'opacity="0.2"/><polyline points="{line}" fill="none" stroke="{BLUE}" stroke-width="1.5"/>'
         f'<g fill="{ORANGE}">{points}</g><text y="{TOP + 3}">{high:.2f}</text><text y="{bottom + 3}">{low:.2f}</text>'
         f'<text x="{LEFT}" y="{HEIGHT - 4}"><tspan fill="{BLUE}">—</tspan> training loss<tspan dx="12" fill="{ORANGE}">'

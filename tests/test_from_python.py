@@ -47,6 +47,16 @@ def test_the_notebooks_train_sweep_and_show_a_chart_and_a_continued_prompt():
     assert len(re.findall(r"'(?:warm|scratch)', 0.00[13], [01]\): \d\.\d+[,}]", second)) == 8
 
 
+def test_missing_or_renamed_outputs_are_stale_and_other_times_and_numbers_are_not():
+    content = json.loads(notebooks.NOTEBOOKS[0].read_text())
+    expected, text = notebooks.structure(content), json.dumps(content)
+    assert notebooks.structure(json.loads(re.sub(r"(?<=<td>)\d+\.\d+", "7.5", text))) == expected
+    assert notebooks.structure(json.loads(text.replace("<th>deviation</th>", "<th>spread</th>"))) != expected
+    shown = next(cell["outputs"] for cell in content["cells"] if cell.get("outputs"))
+    shown.pop()
+    assert notebooks.structure(content) != expected
+
+
 def pages(name):
     """Yield the texts of a committed notebook's outputs, and the kinds of pictures."""
     content = json.loads((DOCS / "notebooks" / f"{name}.ipynb").read_text())

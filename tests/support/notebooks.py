@@ -19,6 +19,7 @@ REFRESH = "make notebooks"
 # Text that differs from run to run: dates, times, speeds.
 TIMES = r"\d{4}-\d\d-\d\d_\d{6}_\d{6}|[\d.]+ (ms|s)\b|[\d.]+[kM]? \w+/s|(?<=<td>)\d+\.\d(?=</td>)|\b\d+\.\d +(?=[\d-])"
 BUSY = re.compile(r"^note +\d+ of \d+ cores busy.*\n", re.MULTILINE)  # says what else this machine was doing
+ENGINES = {"cpu", "cuda", "mps", "metal"}  # engine=auto takes another one on another machine
 BUNDLES = {"text/html": "_repr_html_", "image/png": "_repr_png_"}
 
 
@@ -124,7 +125,7 @@ def structure(content):
         for output in cell["outputs"]:
             page = "".join(output.get("data", {}).get("text/html", ""))
             value = page if output["output_type"] == "execute_result" else ""
-            words = set(re.findall(r"[a-z_]{3,}", re.sub(r"<[^>]*>", " ", value)))
+            words = set(re.findall(r"[a-z_]{3,}", re.sub(r"<[^>]*>", " ", value))) - ENGINES
             found.append((output["output_type"], output.get("name"), [*output.get("data", {})],
                           re.findall(r"<(\w+)", page), sorted(words)))  # fmt: skip
     return found

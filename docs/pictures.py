@@ -1,15 +1,17 @@
-"""Draw the site's pictures of the report and of the terminal, from the runs of `make pictures`.
+"""Draw the site's pictures of reports, a notebook and the terminal, from the runs of `make pictures`.
 
 usage: pictures.py RUNS
 
-A browser draws the report, light and dark; without one, its pictures stay as they are. Pictures of the terminal are SVG
-files with real text, and need no browser.
+A browser draws reports and the notebook, light and dark; without one, these pictures stay as they are. Pictures of the
+terminal are SVG files with real text, and need no browser.
 """
 
 import importlib.util
 import io
+import itertools
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -19,10 +21,17 @@ from rich.console import Console
 from rich.terminal_theme import TerminalTheme
 from rich.text import Text
 
-PICTURES = Path(__file__).parent / "pages" / "pictures"
+ROOT = Path(__file__).parent.parent
+PICTURES = ROOT / "docs" / "pages" / "pictures"
+# For each picture: the file below RUNS, the element that begins it, and elements that are left out.
+PAGES = {
+    "report": ("sweep/report.html", "header", "#opening"),
+    "report_search": ("search/report.html", "#search", "header"),
+    "notebook": ("site/notebooks/first_run.html", "article .highlight", ".md-header, .md-tabs, .md-sidebar"),
+}
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
 WIDTH, HEIGHT, PIXELS = 1100, 780, 1.25  # of the report's window; pixels of the picture for each of the window's
-COLUMNS = 96  # of the terminal
+COLUMNS = 112  # of the terminal
 GROUND, TEXT = "131b1c", "d7e2e0"
 # Black, red, green, yellow, blue, magenta, cyan and white of the terminal, then the bright ones.
 NORMAL = (GROUND, "ff7b72", "6fcf7a", "f2c960", "8ab4ff", "cfa6ff", "5fd6c4", TEXT)
@@ -35,11 +44,22 @@ def parse_rgb(colour: str) -> tuple[int, int, int]:
     return red, green, blue
 
 
-def draw_terminal(name: str, command: str, output: str) -> None:
-    """Write an SVG picture of a terminal that shows a command and its output, which may contain colour codes."""
+def draw_terminal(name: str, command: str, cwd: Path, keep: str = ".*") -> None:
+    """Run a command and write an SVG picture of a terminal that shows it with its output.
+
+    Lines that do not match `keep` are replaced by dots.
+    """
+    environment = {**os.environ, "COLUMNS": str(COLUMNS)}
+    words = [sys.executable, "-m", *shlex.split(command), "--color=always"]
+    done = subprocess.run(words, cwd=cwd, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    lines = [Text.from_ansi(line) for line in done.stdout.replace(f"{ROOT}/", "").rstrip().splitlines()]
     console = Console(record=True, width=COLUMNS, file=io.StringIO())
     console.print(Text.assemble(("$ ", "bold cyan"), (command, "bold")), soft_wrap=True)
-    console.print(Text.from_ansi(output.rstrip()), soft_wrap=True)
+    for is_kept, group in itertools.groupby(lines, lambda line: re.search(keep, line.plain) is not None):
+        for line in group if is_kept else [Text("...", style="bright_black")]:
+            assert line.cell_len <= COLUMNS, line.plain
+            console.print(line, soft_wrap=True)
+    console.print("")  # a margin
     theme = TerminalTheme(parse_rgb(GROUND), parse_rgb(TEXT), [*map(parse_rgb, NORMAL)], [*map(parse_rgb, BRIGHT)])
     svg = console.export_svg(title="toyexp", theme=theme, unique_id=name)
     svg = re.sub(r"@font-face \{.*?\}\n?", "", svg, flags=re.DOTALL)  # fonts of the network
@@ -47,20 +67,12 @@ def draw_terminal(name: str, command: str, output: str) -> None:
     PICTURES.joinpath(f"{name}.svg").write_text(re.sub(r" +$", "", svg, flags=re.MULTILINE))
 
 
-def run_toyexp(*words: str, cwd: Path) -> str:
-    """Return what a command prints in a terminal of COLUMNS columns."""
-    environment = {**os.environ, "COLUMNS": str(COLUMNS)}
-    command = [sys.executable, "-m", "toyexp", *words, "--color=always"]
-    done = subprocess.run(command, cwd=cwd, env=environment, stdout=subprocess.PIPE, text=True, check=True)
-    return done.stdout
-
-
-def photograph_reports(reports: dict[str, Path]) -> None:
-    """Write a light and a dark WebP picture of each report, by the name of the picture."""
+def photograph_pages(runs: Path) -> None:
+    """Write a light and a dark WebP picture of each page."""
     browser = os.environ.get("TOYEXP_BROWSER") or next(filter(None, map(shutil.which, BROWSERS)), None)
     if browser is None or importlib.util.find_spec("playwright") is None:
         sys.stderr.write(
-            "no browser: pictures of reports stay as they are; apt install chromium, pip install playwright\n"
+            "no browser: pictures of pages stay as they are; apt install chromium, pip install playwright\n"
         )
         return
     from PIL import Image
@@ -68,24 +80,47 @@ def photograph_reports(reports: dict[str, Path]) -> None:
 
     with sync_playwright() as playwright:
         chromium = playwright.chromium.launch(executable_path=browser, args=["--no-sandbox"])
-        for name, report in reports.items():
-            for theme, suffix in (("light", ""), ("dark", "_dark")):
-                page = chromium.new_page(
-                    viewport={"width": WIDTH, "height": HEIGHT}, color_scheme=theme, device_scale_factor=PIXELS
-                )
-                page.goto(f"{report.resolve().as_uri()}#raw=false")
-                page.wait_for_selector("html[data-ready]")
-                picture = Image.open(io.BytesIO(page.screenshot()))
-                picture.save(PICTURES / f"{name}{suffix}.webp", quality=82, method=6)
-                page.close()
+        for (name, (path, first, hidden)), theme in itertools.product(PAGES.items(), ("light", "dark")):
+            page = chromium.new_page(
+                viewport={"width": WIDTH, "height": HEIGHT}, color_scheme=theme, device_scale_factor=PIXELS
+            )
+            page.goto(f"{(runs / path).resolve().as_uri()}#raw=false")
+            page.wait_for_selector("html[data-ready], article")
+            page.add_style_tag(content=f"{hidden} {{ display: none !important }}")
+            page.locator(first).first.evaluate("(element) => scrollBy(0, element.getBoundingClientRect().top - 12)")
+            page.wait_for_timeout(1000)  # charts are drawn when they come into view
+            box = page.locator(first).first.bounding_box()
+            end = box["y"] + box["height"] + 12  # a section ends the picture, a heading begins it
+            clip = {"x": 0, "y": 0, "width": WIDTH, "height": min(end, HEIGHT) if end > HEIGHT / 2 else HEIGHT}
+            picture = Image.open(io.BytesIO(page.screenshot(clip=clip)))
+            picture.save(PICTURES / f"{name}{'' if theme == 'light' else '_dark'}.webp", quality=82, method=6)
+            page.close()
         chromium.close()
 
 
 def main(runs: Path) -> None:
-    """Draw all pictures from the runs below a directory."""
-    compare = run_toyexp("compare", "sweep", cwd=runs)
-    draw_terminal("terminal_compare", "toyexp compare outputs/sweeps/2026-11-24_094100_512034", compare)
-    photograph_reports({"report": runs / "sweep" / "report.html"})
+    """Draw all pictures from the runs below a directory, and the site."""
+    here = runs / "terminal"
+    shutil.rmtree(here, ignore_errors=True)
+    here.mkdir(parents=True)
+    shutil.copytree(runs / "sweep", here / "outputs" / "sweep")
+    draw_terminal("terminal_compare", "toyexp compare outputs/sweep", here)
+    draw_terminal("terminal_error", "toyexp recpe=warm", here)
+    draw_terminal(
+        "terminal_run",
+        "toyexp steps=200 eval_every=50 name=first",
+        here,
+        keep=r"^(?!note|step +\d*[2468]0/|step (60|1[2-8]0)/)",
+    )
+    draw_terminal(
+        "terminal_sweep",
+        "toyexp -m recipe=scratch,warm seed=0,1,2",
+        here,
+        keep=r"^(sweep|\[[05]\]|mean|settings|recipe|report)",
+    )
+    site = ["--config-file", str(ROOT / "docs" / "mkdocs.yml"), "--site-dir", str((runs / "site").resolve())]
+    subprocess.run([sys.executable, "-m", "mkdocs", "build", "--quiet", *site], check=True)
+    photograph_pages(runs)
 
 
 if __name__ == "__main__":

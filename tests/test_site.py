@@ -194,3 +194,12 @@ def test_the_search_lists_changes_and_the_source_tree_after_guides(site_root):
     }
     assert boosts["reference/changes.html"] == boosts["reference/house.html"] == 0.1
     assert boosts["guides/sweeps.html"] == boosts["index.html"] == 1
+
+
+def test_quotes_that_begin_with_a_warning_become_boxes_and_regions_become_boxes_of_the_home_page(site):
+    assert not [name for name, page in site.items() if "<p>[!" in page]
+    for page in (ROOT / "docs" / "pages").rglob("*.md"):
+        built = site[str(page.relative_to(ROOT / "docs" / "pages").with_suffix(".html"))]
+        for kind in ("warning", "danger"):
+            assert built.count(f'class="admonition {kind}"') == page.read_text().count(f"[!{kind.upper()}]"), page
+    assert all(f'<div class="{region}">' in site["index.html"] for region in ("lead", "hero", "facts", "cards"))

@@ -31,7 +31,10 @@ PAGES = {
 }
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
 WIDTH, HEIGHT, PIXELS = 1100, 780, 1.25  # of the report's window; pixels of the picture for each of the window's
-COLUMNS = 112  # of the terminal
+COLUMNS, SCALE = (
+    112,
+    0.62,
+)  # of the terminal; pixels of the picture for each of rich's, whose letters are 20 pixels high
 GROUND, TEXT = "131b1c", "d7e2e0"
 # Black, red, green, yellow, blue, magenta, cyan and white of the terminal, then the bright ones.
 NORMAL = (GROUND, "ff7b72", "6fcf7a", "f2c960", "8ab4ff", "cfa6ff", "5fd6c4", TEXT)
@@ -53,16 +56,19 @@ def draw_terminal(name: str, command: str, cwd: Path, keep: str = ".*") -> None:
     words = [sys.executable, "-m", *shlex.split(command), "--color=always"]
     done = subprocess.run(words, cwd=cwd, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     lines = [Text.from_ansi(line) for line in done.stdout.replace(f"{ROOT}/", "").rstrip().splitlines()]
-    console = Console(record=True, width=COLUMNS, file=io.StringIO())
+    columns = max(60, len(command) + 3, *(line.cell_len + 1 for line in lines if re.search(keep, line.plain)))
+    assert columns <= COLUMNS, "a line is longer than the terminal"
+    console = Console(record=True, width=columns, file=io.StringIO())
     console.print(Text.assemble(("$ ", "bold cyan"), (command, "bold")), soft_wrap=True)
     for is_kept, group in itertools.groupby(lines, lambda line: re.search(keep, line.plain) is not None):
         for line in group if is_kept else [Text("...", style="bright_black")]:
-            assert line.cell_len <= COLUMNS, line.plain
             console.print(line, soft_wrap=True)
     console.print("")  # a margin
     theme = TerminalTheme(parse_rgb(GROUND), parse_rgb(TEXT), [*map(parse_rgb, NORMAL)], [*map(parse_rgb, BRIGHT)])
     svg = console.export_svg(title="toyexp", theme=theme, unique_id=name)
     svg = re.sub(r"@font-face \{.*?\}\n?", "", svg, flags=re.DOTALL)  # fonts of the network
+    width, height = (float(side) * SCALE for side in re.findall(r'viewBox="0 0 (\S+) (\S+)"', svg)[0])
+    svg = svg.replace("<svg ", f'<svg width="{width:.0f}" height="{height:.0f}" ', 1)
     svg = svg.replace("Fira Code", "ui-monospace, Menlo, Consolas, DejaVu Sans Mono")
     PICTURES.joinpath(f"{name}.svg").write_text(re.sub(r" +$", "", svg, flags=re.MULTILINE))
 
@@ -119,7 +125,8 @@ def main(runs: Path) -> None:
         keep=r"^(sweep|\[[05]\]|mean|settings|recipe|report)",
     )
     site = ["--config-file", str(ROOT / "docs" / "mkdocs.yml"), "--site-dir", str((runs / "site").resolve())]
-    subprocess.run([sys.executable, "-m", "mkdocs", "build", "--quiet", *site], check=True)
+    environment = {**os.environ, "NO_MKDOCS_2_WARNING": "1"}
+    subprocess.run([sys.executable, "-m", "mkdocs", "build", "--quiet", *site], env=environment, check=True)
     photograph_pages(runs)
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
+import math
 import textwrap
 import threading
 import time
@@ -20,8 +22,10 @@ from toyexp.base import (
     VERMILLION,
     Sheet,
     describe_parameters,
+    fit_y_axis,
     label_line_ends,
     make_directory,
+    pluralise,
     require_drawing,
     set_log_scale,
     set_step_axis,
@@ -38,7 +42,8 @@ TIME_SHARE = 0.02  # maximum fraction of the run's time for plots before its end
 FIRST_DELAY = 30.0  # seconds before the first plot
 MAX_POINTS = 4000  # points per curve, more than a printer resolves
 MAX_EXTRA = 6  # panels for numbers that callbacks log
-LABEL_WIDTH = 44  # characters per line of a mark's label
+HALF = 45**2 / 60000  # of the steps, after which the weights of smoothing halve; as on the report page
+LABEL_WIDTH = 70  # characters per line of a mark's label
 NOT_PLOTTED = {"ppl", "tokens", "wall_us"}
 
 Points = tuple[list[int], list[float]]  # steps, and a value for each
@@ -180,6 +185,8 @@ class Plots(Listener):
             self._thread.join()
         if steps[-1] < run.steps:
             why = run.bus.stop_reason if run.bus is not None and reason == "aborted" else None
+            if not math.isfinite(loss := self._curves.steps["loss"][1][-1]):
+                why = f"the loss is {loss}"
             self._curves.early_end = steps[-1], printable(why or reason, 150)
         best = run.bus.best(False) if run.bus is not None else None
         self._curves.best = best.step if best is not None and best.step < steps[-1] else None
@@ -216,41 +223,58 @@ def draw_curves(curves: Curves) -> dict[str, bytes]:
     return sheet.pictures(".png", ".svg")
 
 
-def smooth(values: Sequence[float]) -> tuple[Any, int]:
-    """Return the mean over a centred window of 1/15 of the steps, truncated at both ends, and the window's width.
+def smooth(values: Sequence[float]) -> tuple[list[float], float]:
+    """Return a moving average and the number of steps after which its weights halve, to both sides.
 
-    NaN and infinite values are left out. The last value is the mean of half a window.
+    It is that of the report page: it does not lag, and begins at the first value, because the curve is continued there
+    by its reflection about the first point. NaN and infinite values stay NaN and do not count.
     """
-    import numpy as np
+    half = HALF * (len(values) - 1)
+    if not half:
+        return list(values), half
+    # Complex numbers sum values (real part) and weights (imaginary part) at once.
+    points = [complex(value, 1) if math.isfinite(value) else 0j for value in values]
+    before = [complex(2 * values[0] * point.imag - point.real, point.imag) for point in points[:0:-1] if points[0]]
 
-    y = np.asarray(values, np.float64)
-    is_finite = np.isfinite(y)
-    half = len(y) // 30
-    sums = np.concatenate([[0.0], np.cumsum(np.where(is_finite, y, 0.0))])
-    counts = np.concatenate([[0], np.cumsum(is_finite)])
-    index = np.arange(len(y))
-    low, high = np.maximum(index - half, 0), np.minimum(index + half + 1, len(y))
-    count = counts[high] - counts[low]
-    return np.where(count > 0, (sums[high] - sums[low]) / np.maximum(count, 1), np.nan), 2 * half + 1
+    def decay(total: complex, point: complex) -> complex:
+        return total * 2 ** (-1 / half) + point
+
+    left = [*itertools.accumulate(before + points, decay)][-len(points) :]
+    right = [*itertools.accumulate(points[::-1], decay)][::-1]
+    sums = zip(points, [a + b - point for a, b, point in zip(left, right, points, strict=True)], strict=True)
+    return [total.real / total.imag if point else math.nan for point, total in sums], half
 
 
 def _loss(axes: Any, curves: Curves) -> None:
     steps, values = curves.steps["loss"]
     ends = []
-    if steps:
-        means, width = smooth(values)
-        if width > 1:
+    shown = finite = sorted(value for value in values if math.isfinite(value))
+    if finite:
+        means, half = smooth(values)
+        if half > 1:
             axes.plot(*thin_curve(steps, values, MAX_POINTS), color=BLUE, linewidth=0.6, alpha=0.35)
         axes.plot(*thin_curve(steps, means, MAX_POINTS), color=BLUE, linewidth=1.6)
         last: float | None = None  # smoothed as in result.json and tables
         for step, value in zip(steps, values, strict=True):
             last = smooth_loss(last, value, step)
-        ends.append((means[-1], "training" if last is None else f"training {last:.4g}", BLUE))
+        stop, end = [pair for pair in zip(steps, means, strict=True) if math.isfinite(pair[1])][-1]
+        ends.append((end, "training" if last is None else f"training {last:.4g}", BLUE))
+        shown = [*filter(math.isfinite, means), *(finite[int(share * (len(finite) - 1))] for share in (0.01, 0.98))]
+        if stop < steps[-1]:
+            axes.plot(stop, end, marker="X", markersize=7, color=RED, markeredgecolor="white", zorder=5)
     eval_steps, held_out = curves.held_out.get("loss", ([], []))
     if eval_steps:
         _held_out(axes, eval_steps, held_out)
         ends.append((held_out[-1], f"held-out {held_out[-1]:.4g}", VERMILLION))
-    set_log_scale(axes, "y", [*values, *held_out])
+    if shown := [value for value in (*shown, *held_out) if math.isfinite(value)]:
+        # As on the report page, values far above the first and last ones do not wreck the axis.
+        edges = (*values[:1], *held_out[:1], *(end for end, _, _ in ends))
+        low, start = min(shown), max(filter(math.isfinite, edges), default=math.inf)
+        high = max(value for value in shown if value <= start + (start - low) / 4)
+        if finite and finite[-1] <= 2 * high - low:
+            low, high = min(low, finite[0]), max(high, finite[-1])
+        above = pluralise(sum(value > high for value in finite), "step")
+        fit_y_axis(axes, low, high, above, max(finite, default=high))
     axes.set_ylabel(f"loss (nats per {curves.unit})")
     label_line_ends(axes, ends)
 
@@ -268,7 +292,8 @@ def _held_out(axes: Any, steps: Sequence[int], values: Sequence[float]) -> None:
 
 
 def _small(axes: Any, points: Points, name: str) -> None:
-    axes.plot(*thin_curve(*points, MAX_POINTS), color=GREY, linewidth=0.8)
+    mark = "o" if len(points[0]) < 3 else ""
+    axes.plot(*thin_curve(*points, MAX_POINTS), color=GREY, linewidth=0.8, marker=mark, markersize=2)
     axes.set_ylabel(textwrap.fill(name, 14), fontsize=SMALL)  # panels are one inch high
     is_log = name != "learning rate" and set_log_scale(axes, "y", points[1])  # most schedules end near 0
     if not is_log:
@@ -294,8 +319,7 @@ def _marks(panels: Mapping[str, Any], curves: Curves) -> None:
     for step, text, colour in labels:
         is_right, lines = step < (low + high) / 2, textwrap.wrap(f"{text}, step {step}", LABEL_WIDTH)
         label = "\n".join(lines).replace("$", r"\$")  # matplotlib would read formulas
-        loss.annotate(label, (step, 0.97 - 0.06 * line), xycoords=("data", "axes fraction"),
-                      xytext=(4 if is_right else -4, 0), textcoords="offset points", ha="left" if is_right else "right",
-                      va="top", fontsize=SMALL, color=colour,
-                      bbox={"facecolor": "white", "edgecolor": "none", "pad": 1, "alpha": 0.8})  # fmt: skip
+        loss.annotate(label, (step, 1), xycoords=("data", "axes fraction"), xytext=(0, 4 + 12 * line),
+                      textcoords="offset points", ha="left" if is_right else "right", va="bottom", fontsize=SMALL,
+                      color=colour)  # fmt: skip
         line += len(lines)

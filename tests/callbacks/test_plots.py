@@ -33,7 +33,7 @@ class SynchronousThread:
         pass
 
 
-def measure_ink(path, size=(900, 1200)):
+def measure_ink(path, size=(1800, 2400)):
     """Return the share of pixels that are not white."""
     picture = imread(path)
     assert picture.shape[:2] == size
@@ -52,15 +52,37 @@ def test_a_run_writes_a_plot_of_its_curves(train):
     assert "plots/curves.png" in run.out, "the output must name the plot's path"
 
 
-def test_a_smoothed_curve_is_a_centred_moving_average():
+def test_the_plot_of_a_lora_run_says_what_trains(train):
+    base = train("callbacks=[default]", to="base")
+    run = train("recipe=lora", f"recipe.base={base.dir}", "recipe.rank=2", "callbacks=[default,plots]", to="lora")
+    assert run.code == 0, run.err
+    words = " ".join(svg_texts(run.dir / "plots" / "curves.svg"))
+    assert "LoRA r=2 on q: 64 of 10,576 parameters" in words, words
+
+
+def test_a_smoothed_curve_begins_at_its_first_value_and_weights_halve_to_both_sides():
     values = np.random.default_rng(0).normal(size=300)
     values[[7, 150]] = math.nan, math.inf
-    smooth, width = smooth_values(values)
-    assert width == 21
+    smooth, half = smooth_values(values.tolist())
     clean = np.where(np.isfinite(values), values, math.nan)
-    expected = [np.nanmean(clean[max(i - 10, 0) : i + 11]) for i in range(300)]
-    np.testing.assert_allclose(smooth, expected, rtol=0, atol=1e-12)
-    assert smooth_values([math.nan])[1] == 1
+    mirrored = np.concatenate([2 * clean[0] - clean[:0:-1], clean])
+    weights = 0.5 ** (np.abs(np.arange(300)[:, None] + 299 - np.arange(599)) / half) * np.isfinite(mirrored)
+    expected = (weights @ np.nan_to_num(mirrored)) / weights.sum(1)
+    np.testing.assert_allclose(smooth, np.where(np.isfinite(clean), expected, math.nan), rtol=0, atol=1e-3)
+    assert smooth[0] == pytest.approx(values[0], abs=1e-3) and 10 < half < 10.2
+    assert smooth_values([math.nan])[1] == 0
+
+
+def test_outliers_and_the_end_in_nan_are_marked_and_do_not_wreck_the_axis(tmp_path):
+    losses = [5 - step / 50 for step in range(100)]
+    losses[10], losses[-1] = 1e6, math.nan
+    held_out = {"loss": ([0, 50], [5.0, 4.0])}
+    steps = {"loss": (list(range(1, 101)), losses), "grad_norm": ([1], [1.0]), "lr": ([], [])}
+    curves = Curves("run", "", "token", steps, held_out, early_end=(100, "the loss is nan"))
+    (tmp_path / "a.svg").write_bytes(draw_curves(curves)[".svg"])
+    words = svg_texts(tmp_path / "a.svg")
+    assert "the loss is nan, step 100" in words and "1 step above the shown range, up to 1e+06" in words
+    assert {"3.0", "3.5", "4.0", "4.5", "5.0"} <= {*words}, "the axis fits the other steps"
 
 
 def test_a_long_curve_is_thinned_and_keeps_its_spikes():
@@ -189,6 +211,8 @@ def test_curves_with_missing_values_are_drawn(train, words):
     run = train("callbacks=[events,plots]", *words, engine="noop")
     assert run.code == (1 if "nan" in words[0] else 0)
     assert measure_ink(run.dir / "plots" / "curves.png") > 0.01
+    words_drawn = svg_texts(run.dir / "plots" / "curves.svg")
+    assert ("nan" in words[0]) == any(word.startswith("the loss is nan, step") for word in words_drawn), words_drawn
     assert "callback plots failed" not in (run.dir / "log.txt").read_text()
 
 

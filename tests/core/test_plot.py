@@ -64,7 +64,14 @@ def test_a_plot_of_runs_names_the_swept_settings_and_final_losses(grid, capsys):
         assert mean == pytest.approx(np.mean(point.values), abs=0.02)
         assert deviation == pytest.approx(np.std(point.values, ddof=1), rel=0.06)
     assert [text.endswith("best") for text in ends] == [True] + [False] * 5
-    assert "1 run exceeds the shown range, up to 40" in words
+    assert "1 run above the shown range, up to 40" in words
+    assert "× recipe=warm  lr=0.003" in words or ("× warm  lr=0.003" in words and "killed at step 60" in words)
+    assert "held-out loss (nats per token)" in words
+    runs = Comparison.build([read_run(path) for path in find_runs(grid / "runs")])
+    above, below = draw_sheet(runs, "runs").panels
+    crosses = [line.get_xdata().tolist() for line in above.lines if line.get_marker() == "x"]
+    assert crosses == [[60]], "a cross marks the last step of the run that was killed"
+    assert max(above.get_ylim()) < 10 and max(below.get_xlim()) < 10, "axes fit the other runs"
 
 
 def test_the_band_is_the_mean_and_the_deviation_over_seeds_at_each_step(grid):
@@ -86,7 +93,7 @@ def test_the_band_is_the_mean_and_the_deviation_over_seeds_at_each_step(grid):
 def test_curves_are_distinguishable_without_colour_and_fill_the_page(grid, capsys):
     assert main(["compare", str(grid / "runs"), "--plot", "curves.png"]) == 0
     picture = imread("curves.png")
-    assert picture.shape[1] == 1200 and 0.02 < (picture[..., :3] < 0.99).any(axis=-1).mean() < 0.4
+    assert picture.shape[1] == 2400 and 0.02 < (picture[..., :3] < 0.99).any(axis=-1).mean() < 0.4
     for side in (picture[:, :3], picture[:, -3:], picture[:3]):
         assert (side[..., :3] > 0.99).all(), "nothing is cut off at its edges"
     greys = sorted(np.dot(matplotlib.colors.to_rgb(colour), (0.299, 0.587, 0.114)) for colour in COLOURS[:3])
@@ -116,7 +123,7 @@ def test_one_run_and_runs_without_held_out_data_are_drawn_too(tmp_path, capsys):
             if "eval_loss" in other_lines[0]:
                 other_lines[0]["eval_loss"] = None
             path.write_text("".join(json.dumps(line) + "\n" for line in other_lines))
-    assert "smoothed train loss" in plot_texts(capsys, "none", "none.svg")
+    assert "smoothed train loss (nats per token)" in plot_texts(capsys, "none", "none.svg")
 
 
 def test_any_name_and_number_gives_a_readable_plot(tmp_path, capsys):
@@ -154,15 +161,17 @@ def test_a_search_is_plotted_by_trial_and_by_each_setting(tmp_path, capsys, metr
     assert "tpe search of lr, optim: 10 trials" in words
     values = trials[best]["values"]
     assert f"best {scores[best]:g}, trial {best}: lr={values['lr']} optim={values['optim']}" in words, words
-    assert {"lr (importance 75%)", "optim (importance 25%)", "adamw", "lion", "0.001", f"held-out {metric}"} <= {*words}
-    assert "s · 1 stopped early (crosses) · 1 without a score" in words
+    unit = " (nats per token)" if metric == "loss" else ""
+    assert {"(importance 75%)", "(importance 25%)", "adamw", "lion", "0.001", f"held-out {metric}{unit}"} <= {*words}
+    notes = " ".join(words)
+    assert "s · 1 stopped early (crosses) · 1 without a score · equal values stand side by side, by trial" in notes
     figure = draw_sheet(None, "s", tmp_path / "s").figure
     (so_far,) = (line for line in figure.axes[0].lines if len(line.get_xdata()) > 1)
     points = [(number, score) for number, score in enumerate(scores) if score is not None and number != 3]
     pick = np.minimum if metric == "loss" else np.maximum
     assert so_far.get_ydata()[:-1].tolist() == pick.accumulate([score for _, score in points]).tolist()
     if metric == "loss":
-        assert "1 beyond the edge, up to 90" in words
+        assert "1 beyond the edge (arrows), from 90 to 90" in notes
 
 
 def test_long_labels_of_a_search_are_rotated_to_avoid_overlap(tmp_path):
@@ -187,9 +196,9 @@ def test_a_value_too_large_for_float_is_drawn_as_text(tmp_path, capsys):
 
 def test_selected_runs_of_a_search_are_drawn_as_curves(tmp_path, capsys):
     write_search(tmp_path / "s", [3.0, 2.0])
-    assert "held-out loss at the end" in plot_texts(capsys, "s", "lr>0", "curves.svg")
+    assert "held-out loss at the end (nats per token)" in plot_texts(capsys, "s", "lr>0", "curves.svg")
     (tmp_path / "s/search.json").write_text('{"trials": [{"trial": "x"}]}')
-    assert "held-out loss at the end" in plot_texts(capsys, "s", "curves.svg")
+    assert "held-out loss at the end (nats per token)" in plot_texts(capsys, "s", "curves.svg")
 
 
 @pytest.mark.parametrize(
@@ -239,6 +248,36 @@ def test_a_sweep_without_plots_never_imports_matplotlib(tmp_path):
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert done.stdout.splitlines()[-1] == "False", done.stdout
     assert not (tmp_path / "s/plots").exists()
+
+
+@pytest.mark.parametrize(("column", "width"), [("single", 1050), ("double", 2160)])
+def test_a_plot_fits_a_journals_column_at_300_dots_per_inch(grid, tmp_path, capsys, column, width):
+    write_search(tmp_path / "s", [3.0, 2.5, 2.9, 5.0, 2.2, None, 2.6, 1.75, 2.0, 90.0])
+    for runs in (str(grid / "runs"), "s"):
+        assert main(["compare", runs, "--plot", "curves.png", "--column", column]) == 0
+        picture = imread("curves.png")
+        assert picture.shape[1] == width
+        for side in (picture[:, :2], picture[:, -2:], picture[:2]):
+            assert (side[..., :3] > 0.99).all(), "nothing is cut off at its edges"
+    assert main(["compare", str(grid / "runs"), "--plot", "curves.png", "--column", "triple"]) == 2
+    assert "choose one of" in capsys.readouterr().err
+
+
+def test_a_plot_can_be_written_in_several_sizes(grid):
+    comparison = Comparison.build([read_run(path) for path in find_runs(grid / "runs")])
+    sheet = draw_sheet(comparison, "runs")
+    page, small, again = (sheet.pictures(".svg", column=column)[".svg"] for column in (None, "single", None))
+    sizes = [set(re.findall(rb'(?:font: (?:bold )?[\d.]+px|width="[\d.]+pt")', svg)) for svg in (page, small, again)]
+    assert sizes[0] == sizes[2] and sizes[0].isdisjoint(sizes[1]), sizes
+
+
+def test_a_plot_of_lora_runs_says_what_trains(tmp_path, capsys):
+    write_run(tmp_path / "one", steps=50)
+    path = tmp_path / "one/events.jsonl"
+    first, *others = path.read_text().splitlines()
+    model = {"parameters": 1200, "trainable": 64, "adapters": "LoRA r=8 on q,v"}
+    path.write_text("\n".join([json.dumps({**json.loads(first), "model": model}), *others]) + "\n")
+    assert "LoRA r=8 on q,v: 64 of 1,200 parameters" in " ".join(plot_texts(capsys, "one", "one.svg"))
 
 
 def test_a_text_is_cut_only_when_it_is_too_long():

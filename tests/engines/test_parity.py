@@ -119,7 +119,10 @@ def test_the_plot_shows_losses_differences_and_gradient_errors_with_their_tolera
         engine["losses"][1:] = math.nan, math.inf
         engine["tolerances"] = dict.fromkeys(engine["tolerances"], 0.0)
         engine["tensors"][0]["gradient"] = math.inf
-    assert "tolerance of float32, 0 -->" in sheet(report, "", []).pictures(".svg")[".svg"].decode()
+    figure = sheet(report, "", [])
+    assert ">tolerance of float32, 0<" in figure.pictures(".svg")[".svg"].decode()
+    left, right = ({axes.get_position().x0, axes.get_position().x1} for axes in figure.panels[:2])
+    assert left == right, "losses and differences have one x axis"
 
 
 def test_a_plot_that_cannot_be_written_is_rejected_before_computing(tmp_path, capsys, monkeypatch):

@@ -1,8 +1,9 @@
-"""Read the texts of SVG plots: matplotlib writes each text as a comment next to its outlines."""
+"""Read the texts of SVG plots."""
 
-import re
+import xml.etree.ElementTree as ElementTree
 
 
 def svg_texts(path):
-    """Return the texts of an SVG file."""
-    return re.findall(r"<!-- (.*?) -->", path.read_text())
+    """Return the texts of an SVG file; the lines of a text are several."""
+    texts = ElementTree.fromstring(path.read_text()).iter("{http://www.w3.org/2000/svg}text")
+    return ["".join(text.itertext()).strip() for text in texts]

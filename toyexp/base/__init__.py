@@ -14,6 +14,7 @@ if TYPE_CHECKING:
         SMALL,
         VERMILLION,
         Sheet,
+        fit_y_axis,
         label_line_ends,
         require_drawing,
         set_log_scale,

@@ -27,21 +27,18 @@ from toyexp.base.writing import convert_write_errors, require_writable, write_at
 BLUE, VERMILLION, GREEN, PURPLE = "#0B4A8A", "#B3260A", "#26805A", "#C273A9"
 RED, INK, GREY, PALE = "#CC3311", "#222222", "#555555", "#BBBBBB"
 COLOURS = (BLUE, VERMILLION, GREEN, PURPLE, "#D97A1A", "#3696ED", "#000000", "#968B4A")
-DARK_COLOURS = (
-    "#3CC6FF",
-    "#DD7416",
-    "#1E8F5A",
-    "#A06BA5",
-    "#FFE646",
-    "#CBF7FF",
-    "#A9B8A6",
-    "#F1AE6F",
-)  # on dark grounds
+# on dark grounds
+DARK_COLOURS = ("#3CC6FF", "#DD7416", "#1E8F5A", "#A06BA5", "#FFE646", "#CBF7FF", "#A9B8A6", "#F1AE6F")
 MARKS = ("o", "s", "^", "D", "v", "P", "X", "p")
 TITLE, LABEL, SMALL = 12.0, 10.0, 9.0  # font sizes in points, for a figure 8 inches wide
 WIDTH = 8.0  # inches
 TITLE_LENGTH = 66  # characters
-RESOLUTION = 150  # dots per inch of a PNG
+RESOLUTION = 300  # dots per inch of a PNG
+COLUMNS = {
+    None: (WIDTH, 1.0),
+    "single": (3.5, 0.7),
+    "double": (7.2, 0.9),
+}  # of a journal: inches, and scale of the text
 LOG_RATIO = 20.0  # an axis becomes logarithmic if its largest value is this many times the smallest
 # Metadata by suffix: names toyexp as the creator, and no date, so that equal plots are equal bytes.
 FILE_METADATA: Mapping[str, Mapping[str, str | None]] = {
@@ -57,6 +54,7 @@ STYLE: Any = {
         ("color", INK), ("labelsize", SMALL), ("major.width", 0.6), ("minor.width", 0.4))},
     "axes.grid": True, "axes.grid.axis": "y", "grid.color": "#dddddd", "grid.linewidth": 0.5,
     "svg.hashsalt": "toyexp",  # without it SVG ids are random
+    "svg.fonttype": "none", "pdf.fonttype": 42,  # text stays text
 }  # fmt: skip
 _style_lock = threading.RLock()
 
@@ -123,59 +121,79 @@ class Sheet:
     def __init__(
         self, height: float, title: str, below: str, rows: Sequence[float] = (1,), columns: Sequence[int] = ()
     ):
-        # `height` is in inches; `rows` has relative heights, `columns` the panels per row. Without `columns` each row
-        # is one panel, and all rows share the x axis.
+        # `height` is in inches; `rows` has relative heights, `columns` the panels per row; -2 is two panels below
+        # each other, with one x axis. Without `columns` each row is one panel, and all rows share the x axis.
         from matplotlib.backends.backend_agg import FigureCanvasAgg  # needs neither a display nor global state
         from matplotlib.figure import Figure
-        from matplotlib.transforms import ScaledTranslation
 
+        self._height, self._title, self._below = height, title, below
+        self._scale = 1.0
         self.figure = Figure(figsize=(WIDTH, height), layout="constrained", facecolor="white")
         FigureCanvasAgg(self.figure)
         self.panels: list[Any] = []
         if columns:  # subfigures, so that each row has its own margins
             parts = self.figure.subfigures(len(rows), 1, height_ratios=list(rows), squeeze=False)
             for part, count in zip(parts.flat, columns, strict=True):
-                self.panels += list(part.subplots(1, count, squeeze=False).flat)
+                shape = (1, count) if count > 0 else (-count, 1)
+                self.panels += list(part.subplots(*shape, squeeze=False, sharex=count < 0).flat)
+                part.align_ylabels()
         else:
             panels = self.figure.subplots(len(rows), 1, height_ratios=list(rows), squeeze=False, sharex=True)
             self.panels = list(panels.flat)
             self.figure.align_ylabels()
-        lines = textwrap.wrap(below, 112, max_lines=2, placeholder=" …")
+        self._below_text = self.figure.text(0.01, 1, "", va="top", fontsize=SMALL, color=GREY)
+        self._resize(None)
+
+    def _resize(self, column: str | None) -> None:
+        """Set the size of the page and of all text to a journal's column; wrap the text below the title."""
+        from matplotlib.text import Text
+        from matplotlib.transforms import ScaledTranslation
+
+        width, scale = COLUMNS[column]
+        room = width / WIDTH / scale
+        self.figure.set_size_inches(width, self._height * scale)
+        text: Any
+        for text in self.figure.findobj(Text):
+            text.set_fontsize(round(text.get_fontsize() * scale / self._scale, 6))
+        self._scale = scale
+        lines = textwrap.wrap(self._below, round(112 * room), max_lines=3, placeholder=" …")
         # The empty lines reserve space for the subtitle, which has another font.
-        self.figure.suptitle(fit_text(title, TITLE_LENGTH) + "\n" * len(lines), x=0.01, ha="left", fontsize=TITLE,
-                             fontweight="bold")  # fmt: skip
-        position = self.figure.transFigure + ScaledTranslation(0, -22 / 72, self.figure.dpi_scale_trans)
-        subtitle = "\n".join(fit_text(line, 112) for line in lines)
-        self.figure.text(0.01, 1, subtitle, transform=position, va="top", fontsize=SMALL, color=GREY)
+        self.figure.suptitle(fit_text(self._title, round(TITLE_LENGTH * room)) + "\n" * len(lines), x=0.01, ha="left",
+                             fontsize=TITLE * scale, fontweight="bold")  # fmt: skip
+        shift = ScaledTranslation(0, -22 / 72 * scale, self.figure.dpi_scale_trans)
+        self._below_text.set(text="\n".join(fit_text(line, 112) for line in lines))
+        self._below_text.set_transform(self.figure.transFigure + shift)
 
     def __repr__(self) -> str:
         return f"Sheet: write(file) saves it as {', '.join(FILE_METADATA)}"
 
     def _repr_png_(self) -> tuple[bytes, dict[str, Any]]:
-        return self.pictures(".png")[".png"], {"width": round(WIDTH * 96), "alt": self.figure.get_suptitle().strip()}
+        picture = self.pictures(".png", resolution=RESOLUTION // 2)[".png"]
+        return picture, {"width": round(WIDTH * 96), "alt": self.figure.get_suptitle().strip()}
 
-    def pictures(self, *suffixes: str) -> dict[str, bytes]:
+    def pictures(self, *suffixes: str, column: str | None = None, resolution: int = RESOLUTION) -> dict[str, bytes]:
         """Render the figure in the formats `suffixes`, such as .png, and return {suffix: file content}.
 
-        Equal figures give equal bytes.
+        Equal figures give equal bytes. `column` is a size from COLUMNS, such as single.
         """
         rendered = {}
         with use_plot_style(), warnings.catch_warnings():
             warnings.filterwarnings("ignore", "Glyph .* missing")  # the font draws a box
+            self._resize(column)
             for suffix in suffixes:
                 file = io.BytesIO()
-                self.figure.savefig(file, format=suffix[1:], metadata=FILE_METADATA[suffix], dpi=RESOLUTION)
+                self.figure.savefig(file, format=suffix[1:], metadata=FILE_METADATA[suffix], dpi=resolution)
                 rendered[suffix] = file.getvalue()
         return rendered
 
-    def write(self, file: str | os.PathLike[str]) -> int:
-        """Write the figure atomically and return its size in bytes.
+    def write(self, file: str | os.PathLike[str], column: str | None = None) -> int:
+        """Write the figure atomically and return its size in bytes; `column` is `single` or `double` for a journal.
 
         Raise UserError if the file exists and is not a plot that toyexp drew, or for an unknown suffix.
         """
         path = check_plot_path("write", os.fspath(file))
         suffix = path.suffix.lower()
-        picture = self.pictures(suffix)[suffix]
+        picture = self.pictures(suffix, column=column)[suffix]
         with convert_write_errors(path), write_atomically(path) as temporary:
             temporary.write_bytes(picture)
         return len(picture)
@@ -237,6 +255,20 @@ def label_line_ends(axes: Any, ends: Sequence[tuple[float, str, str]]) -> None:
             heights[i - 1], heights[i] = heights[i - 1] - missing / 2, heights[i] + missing / 2
     for height_of, (_, text, colour) in zip(heights, finite, strict=True):
         axes.text(1.01, height_of, text, transform=axes.transAxes, color=colour, fontsize=LABEL, va="center")
+
+
+def caption(axes: Any, text: str, colour: str = GREY, side: str = "right") -> None:
+    """Write a note above a panel, where no data is."""
+    axes.set_title(text, loc=side, fontsize=SMALL, color=colour, pad=7)
+
+
+def fit_y_axis(axes: Any, low: float, high: float, above: str, largest: float) -> None:
+    """Fit the y axis to values from `low` to `high`; if `largest` is higher, write how many are `above`."""
+    is_log, room = set_log_scale(axes, "y", (low, high)), (high - low) / 20
+    if math.isfinite(room) and room:
+        axes.set_ylim(*((low * 0.9, high * 1.1) if is_log else (low - room, high + room)))
+    if largest > high:
+        caption(axes, f"{above} above the shown range, up to {largest:.4g}")
 
 
 def fit_text(text: str, limit: int) -> str:

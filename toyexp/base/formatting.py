@@ -50,11 +50,13 @@ def short_keys(keys: Sequence[str]) -> list[str]:
 
 
 def describe_parameters(model: Mapping[str, Any]) -> str:
-    """Return text such as "1,200 parameters, 300 train" (of which 300 are trained), or "" if no count is recorded.
+    """Return text such as "1,200 parameters, 300 train" or "LoRA r=8 on attn_q: 300 of 1,200 parameters", or "".
 
-    `model` holds the counts of a run's exported model.
+    `model` holds the facts of a run's model.
     """
     total, trainable = model.get("parameters"), model.get("trainable")
+    if (adapters := model.get("adapters")) and isinstance(trainable, int) and isinstance(total, int):
+        return f"{adapters}: {trainable:,} of {total:,} parameters"
     share = f", {trainable:,} train" if isinstance(trainable, int) and trainable != total else ""
     return f"{total:,} parameters{share}" if isinstance(total, int) else ""
 

@@ -88,7 +88,7 @@ def run(arguments: Arguments) -> int:
     if picture:
         name, size, workload = (*work.model.split(", ", 2), "", "")[:3]
         plot = sheet(report.engines, work.unit, f"Speed of {name}, {size}", [workload, work.data, work.machine])
-        watch(f"\nplot    {arguments.plot}, {format_bytes(plot.write(picture))}")
+        watch(f"\nplot    {arguments.plot}, {format_bytes(plot.write(picture, arguments.column))}")
     return code
 
 

@@ -143,6 +143,8 @@ JSON = _switch("--json", "print the result as JSON")
 FORCE = _switch("--force", "overwrite an existing model, unless a run wrote it")
 ENGINE = "auto (default: the best engine on this machine), or an engine with its settings (cpu:dtype=float64:threads=1)"
 PLOT = "also draw a plot: .svg, .png or .pdf (pip install 'toyexp[plots]')"
+COLUMN_WIDTHS = "with --plot: fit a journal's column, 3.5 in (single) or 7.2 in (double) wide"
+COLUMN: Option = ("--column", {"choices": ("single", "double"), "help": COLUMN_WIDTHS})
 BUILT_IN = (
     _command("plugins", "List plugins and their settings; report broken plugins and engines.", "names",
         _switch("--matrix", "show which recipe can train which model, and why not"),
@@ -158,14 +160,14 @@ BUILT_IN = (
         _value("--gradient", "1e-3", "maximum relative error of a tensor's gradient, on the first batch", number(0)),
         _value("--weights", "1e-3", "maximum difference of a tensor after training, relative to its change", number(0)),
         _switch("--all", "list every tensor, not only the worst ones"),
-        _value("--plot", "parity.svg", PLOT), JSON),
+        _value("--plot", "parity.svg", PLOT), COLUMN, JSON),
     _command("bench", "Compare the speed and memory of engines on this machine.", "settings",
         _number("--rounds", "7", "number of timed rounds per engine (default: 7)"),
         _number("--steps", "100", "steps per round (default: as many as take about 0.3 s)"),
         _switch("--baseline", "also time plain training loops; see below"),
         _switch("--no-peak", "do not measure the peak speed of matrix products (faster)"),
         _switch("--no-memory", "do not measure memory and startup time, which need a process per engine (faster)"),
-        _value("--plot", "bench.svg", PLOT), JSON),
+        _value("--plot", "bench.svg", PLOT), COLUMN, JSON),
     _command("eval", "Evaluate a model file on held-out data.", "file settings",
         _value("--data", "book.txt", "data to evaluate on; see below"),
         _value("--adapter", "adapter.gguf", "LoRA adapter to apply: a run, an adapter.gguf, or a PEFT directory"),
@@ -210,7 +212,7 @@ BUILT_IN = (
         _switch("--pool", "group equal runs of different directories or names; see below"),
         _switch("--csv", "print one CSV row per run"), _switch("--json", "print groups, runs and settings as JSON"),
         _value("--html", "report.html", "write a self-contained HTML report (pip install 'toyexp[report]')"),
-        _value("--plot", "curves.svg", "draw a plot: .svg, .png or .pdf (pip install 'toyexp[plots]')"),
+        _value("--plot", "curves.svg", "draw a plot: .svg, .png or .pdf (pip install 'toyexp[plots]')"), COLUMN,
         module="runs"),
     _command("completion", "Print a shell completion script.", "shells"),
     _command("help", "Show usage, or a page of the documentation.", "topics", module="pages"),

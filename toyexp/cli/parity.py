@@ -283,7 +283,7 @@ def run(arguments: Arguments) -> int:
             lines = [line.partition(" ") for line in introduction(runs[labels[0]])]
             details = [about.strip() for name, _, about in lines if name in ("model", "data", "recipe")]
             figure = sheet(report.plain(), f"{' and '.join(labels[1:])} against {report.reference}", details)
-            watch(f"plot    {plot}, {format_bytes(figure.write(picture))}")
+            watch(f"plot    {plot}, {format_bytes(figure.write(picture, arguments.column))}")
     within = sum(report.within for report in reports.values())
     if as_json:
         jobs = [{"overrides": label, **report.plain()} for label, report in reports.items()]

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from toyexp.base.drawing import COLOURS, GREY, INK, MARKS, RED, SMALL, Sheet, fit_text, set_step_axis, use_plot_style
+from toyexp.base.drawing import COLOURS, INK, MARKS, RED, SMALL, Sheet, caption, fit_text, set_step_axis, use_plot_style
 
 ROWS = 30  # maximum number of tensors shown
 ROW = 0.2  # inches
@@ -20,10 +20,10 @@ def sheet(report: Mapping[str, Any], title: str, below: Sequence[str]) -> Sheet:
     """
     engines = report["engines"]
     tensors = _worst_tensors(engines)
-    rows = (2.4, 2.0, 0.75 + ROW * max(len(tensors), 3))
+    rows = (4.4, 0.75 + ROW * max(len(tensors), 3))
     every = len(engines[0]["tensors"])
     left_out = f"the {len(tensors)} of {every} tensors that differ most" if len(tensors) < every else ""
-    figure = Sheet(0.5 + sum(rows), title, " · ".join(filter(None, [*below, left_out])), rows, columns=(1, 1, 2))
+    figure = Sheet(0.5 + sum(rows), title, " · ".join(filter(None, [*below, left_out])), rows, columns=(-2, 2))
     losses, differences, gradients, weights = figure.panels
     _losses(losses, report)
     _differences(differences, report)
@@ -56,10 +56,8 @@ def _losses(axes: Any, report: Mapping[str, Any]) -> None:
     axes.plot(steps, report["losses"], color=INK, linewidth=3, alpha=0.35, label=_legend(report["reference"], report))
     for number, engine in enumerate(report["engines"]):
         _line(axes, number, engine["losses"], label=_legend(engine["engine"], engine))
-    axes.set_ylabel("loss")
-    axes.xaxis.get_major_locator().set_params(integer=True)
-    axes.tick_params(labelbottom=False)
-    axes.legend(loc="upper right", frameon=False, fontsize=SMALL, labelcolor="linecolor")
+    axes.set_ylabel("loss (nats per target)")
+    axes.legend(frameon=False, fontsize=SMALL, labelcolor="linecolor")
 
 
 def _legend(engine: str, results: Mapping[str, Any]) -> str:
@@ -76,16 +74,12 @@ def _differences(axes: Any, report: Mapping[str, Any]) -> None:
     floor = _logarithmic(axes, "y", [value for values in differences for value in values], tolerances.values())
     for number, values in enumerate(differences):
         _line(axes, number, [max(value, floor) for value in values], clip_on=False)
-    for name, tolerance in tolerances.items():
-        height = max(tolerance, floor)
-        axes.axhline(height, color=RED, linewidth=1, linestyle="--")
-        axes.annotate(f"tolerance of {name}, {tolerance:g}", (0.99, height), xycoords=("axes fraction", "data"),
-                      xytext=(0, -3), textcoords="offset points", ha="right", va="top", fontsize=SMALL,
-                      color=RED)  # fmt: skip
+    for tolerance in tolerances.values():
+        axes.axhline(max(tolerance, floor), color=RED, linewidth=1, linestyle="--")
+    texts = [f"tolerance of {name}, {tolerance:g}" for name, tolerance in tolerances.items()]
+    caption(axes, "; ".join(texts), RED)
     if any(value == 0 for values in differences for value in values):
-        axes.annotate("at the bottom: bit-identical", (0.01, max(*tolerances.values(), floor)),
-                      xycoords=("axes fraction", "data"), xytext=(0, -3), textcoords="offset points", va="top",
-                      fontsize=SMALL, color=GREY)  # fmt: skip
+        caption(axes, "at the bottom: bit-identical", side="left")
     axes.set_ylabel(f"difference from {fit_text(report['reference'], 16)}")
     set_step_axis(axes)
 

@@ -221,7 +221,7 @@ def run_compare(arguments: Arguments) -> int:
             print_line(f"report  {page}, {format_bytes(size)}")
         if picture:
             figure = draw_sheet(comparison, title(paths), None if filters or metric else single)
-            print_line(f"plot    {plot}, {format_bytes(figure.write(picture))}")
+            print_line(f"plot    {plot}, {format_bytes(figure.write(picture, arguments.column))}")
         if not page and not picture:
             if not arguments.csv:
                 return answer.show(arguments)

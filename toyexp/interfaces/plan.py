@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -265,6 +266,14 @@ def sign_flip_warnings(plan: Plan, lr: float) -> Iterator[str]:
                 f"weight_decay={group.weight_decay:g} at lr={rate:g}: each step multiplies {group.tensors[0]}{more} by "
                 f"{factor:g}; lower one of them"
             )
+
+
+def describe_adapters(plan: Plan) -> str:
+    """Return text such as "LoRA r=8 on attn_q, attn_v", or "" without LoRA adapters."""
+    names = [adapter.target for adapter in plan.adapters if isinstance(adapter, LoraAdapter)]
+    ranks = {t.shape[0] for t in plan.tensors for name in names if t.name == lora_names(name)[0]}
+    kinds = dict.fromkeys(re.sub(r"^blk\.\d+\.|\.weight$", "", name).replace("attn_", "") for name in names)
+    return f"LoRA r={','.join(map(str, sorted(ranks)))} on {','.join(kinds)}" if names else ""
 
 
 def export_tensors(plan: Plan, values: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import statistics
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,22 +17,21 @@ from toyexp.base.drawing import (
     LABEL,
     MARKS,
     PALE,
-    SMALL,
     TITLE_LENGTH,
     Sheet,
     fit_text,
-    set_log_scale,
+    fit_y_axis,
     set_step_axis,
     use_plot_style,
 )
 from toyexp.base.errors import UserError
-from toyexp.base.formatting import pluralise, short_keys
+from toyexp.base.formatting import describe_parameters, pluralise, short_keys
 from toyexp.results import plot_search
 from toyexp.results.comparison import Comparison, Entry, seed_key
-from toyexp.results.events import History, average_bins
+from toyexp.results.events import History, average_bins, read_run_facts
 from toyexp.results.plot_search import Search
 from toyexp.results.ranking import TRAIN, Point
-from toyexp.results.run_dirs import FINAL_STATES
+from toyexp.results.run_dirs import FINAL_STATES, find_runs
 
 MOST_RUNS = 200  # runs in one picture; the best are drawn
 MAX_POINTS = len(COLOURS)  # points with a colour and a row; the others are grey
@@ -78,8 +78,10 @@ def draw_sheet(comparison: Comparison, title: str, search: Path | None = None) -
 
     Raise UserError if no run has a final metric, Unavailable without matplotlib.
     """
-    search_result = Search.read(search) if search else None
-    return plot_search.draw_search(search_result, title) if search_result else draw_runs(comparison, title)
+    if search and (result := Search.read(search)):
+        unit = describe_unit(next(find_runs(search), search), result.metric)
+        return plot_search.draw_search(result, title, unit)
+    return draw_runs(comparison, title)
 
 
 def draw_runs(comparison: Comparison, source: str) -> Sheet:
@@ -92,16 +94,29 @@ def draw_runs(comparison: Comparison, source: str) -> Sheet:
     lines = [Line.read(point, ranking.column) for point in ranking.points]
     coloured = [line for line in lines if line.point.values][:MAX_POINTS]
     rest = [line for line in lines if line not in coloured]
-    rows = max(len(coloured) + bool(rest), 2)
-    heights = (4.6, 0.6 + ROW_INCHES * rows)
+    others = [line for line in rest if any(is_complete for _, is_complete in line.runs)]
+    stopped = [entry for line in lines for entry in line.point.jobs if entry.run.state not in FINAL_STATES]
+    unit = describe_unit(comparison.entries[0].run.path, ranking.column)
+    rows = max(len(coloured) + bool(others) + bool(stopped), 2)
+    heights = (4.6, 0.75 + ROW_INCHES * rows)
     picture = Sheet(
         0.5 + sum(heights), describe_sweep(comparison), _footer(comparison, source, total), heights, columns=(1, 1)
     )
     above, below = picture.panels
-    low, high = _limits(lines, ranking.column)
-    _draw_curves(above, coloured, rest, ranking.column, (low, high))
-    _draw_ends(below, comparison, coloured, rest)
+    limits = _limits(lines, ranking.column)
+    _draw_curves(above, coloured, rest, limits)
+    above.set_ylabel(ranking.column + unit)
+    _draw_ends(below, comparison, coloured, others, stopped)
+    _clip_outliers(below, [line.point for line in coloured], limits[1])
+    spread = "\nmean ± deviation over seeds" if ranking.has_seeds else ""
+    below.set_xlabel(f"{ranking.column} at the end{unit}{spread}")
     return picture
+
+
+def describe_unit(run: Path, metric: str) -> str:
+    """Return the unit of a metric in brackets, such as " (nats per token)" for a loss, or ""."""
+    data = read_run_facts(run).get("data") or {}
+    return f" (nats per {'image' if 'classes' in data else 'token'})" if metric.endswith("loss") else ""
 
 
 def describe_sweep(comparison: Comparison) -> str:
@@ -147,6 +162,8 @@ def _footer(comparison: Comparison, source: str, total: int) -> str:
         parts += values if len(values) == 1 else []
     lengths = {run.of for run in runs}
     parts += [f"{length} steps" for length in lengths if length] if len(lengths) == 1 else []
+    trained = {describe_parameters(entry.facts.get("model") or {}) for entry in comparison.entries}
+    parts += [text for text in trained if " train" in text or ":" in text] if len(trained) == 1 else []
     incomplete = [run for run in runs if run.state not in FINAL_STATES]
     parts += [f"{len(incomplete)} did not complete"] if incomplete else []
     parts += ["different data: losses cannot be compared"] if comparison.ranking.differing_data else []
@@ -172,19 +189,19 @@ def _limits(lines: Sequence[Line], column: str) -> tuple[float, float]:
     if not all_values:  # no run recorded events
         return -math.inf, math.inf
     began = [curve[min(curve)] for line in lines for curve, _ in line.runs if curve]
-    low, top = min(all_values), max(began)
+    low, top = min(all_values), max(*began, *(line.point.mean for line in lines[:1]))
     if column.endswith("loss") and max(all_values) > top + (top - low) / 4:
         return low, top + (top - low) / 20
     return low, max(all_values)
 
 
-def _draw_curves(
-    axes: Any, named: Sequence[Line], rest: Sequence[Line], column: str, limits: tuple[float, float]
-) -> None:
+def _draw_curves(axes: Any, named: Sequence[Line], rest: Sequence[Line], limits: tuple[float, float]) -> None:
     """Draw the curves of the `named` points in colour, the best on top, and those of the `rest` in pale grey.
 
-    A coloured point has a line for its mean, a band for its standard deviation and a thin line for each run.
+    A coloured point has a line for its mean, a band for its standard deviation and a thin line for each run. A cross
+    marks the last step of a run that did not complete.
     """
+    low, high = limits
     for line in rest:
         for curve, _ in line.runs:
             axes.plot(list(curve), list(curve.values()), color=PALE, linewidth=0.7, zorder=1)
@@ -193,33 +210,29 @@ def _draw_curves(
         for curve, is_complete in line.runs:
             if curve and (len(line.runs) > 1 or not is_complete):
                 axes.plot(list(curve), list(curve.values()), color=colour, linewidth=0.6, alpha=0.3, zorder=2)
-            if curve and not is_complete:  # marks the end of a run that did not complete
-                axes.plot(max(curve), curve[max(curve)], color=colour, marker="x", markersize=5, zorder=3)
         if line.deviation:
             sides = [[line.mean[at] + sign * line.deviation[at] for at in line.mean] for sign in (-1, 1)]
             axes.fill_between(list(line.mean), *sides, color=colour, alpha=0.12, linewidth=0, zorder=2)
         axes.plot(list(line.mean), list(line.mean.values()), color=colour, linewidth=2.2 if best else 1.2,
                   marker=MARKS[rank], markersize=4.5 if best else 3.5, markevery=max(len(line.mean) // 12, 1),
                   zorder=5 if best else 4)  # fmt: skip
+    for line in (*named, *rest):
+        for (curve, is_complete), entry in zip(line.runs, line.point.jobs, strict=True):
+            if not is_complete:
+                at = max(curve, default=0)
+                stop, value = max(entry.run.steps or 0, at), min(curve.get(at, high), high)
+                axes.plot([at, stop], [value, value], color=INK, linewidth=0.8, linestyle=":", zorder=6, clip_on=False)
+                axes.plot(stop, value, color=INK, marker="x", markersize=6, zorder=6, clip_on=False)
     all_values = [value for line in (*named, *rest) for value in line.values]
-    low, high = limits
-    visible_values = [value for value in all_values if low <= value <= high]
-    if set_log_scale(axes, "y", visible_values):
-        axes.set_ylim(low * 0.9, high * 1.1)
-    elif math.isfinite(high) and high > low:
-        axes.set_ylim(low - (high - low) / 20, high + (high - low) / 20)
     above = sum(any(value > high for value in curve.values()) for line in (*named, *rest) for curve, _ in line.runs)
-    if above:
-        verb = "exceeds" if above == 1 else "exceed"
-        text = f"{pluralise(above, 'run')} {verb} the shown range, up to {max(all_values):.4g}"
-        axes.text(0.99, 0.98, text, transform=axes.transAxes, ha="right", va="top", fontsize=SMALL, color=GREY,
-                  bbox={"facecolor": "white", "edgecolor": "none", "pad": 1, "alpha": 0.8})  # fmt: skip
-    axes.set_ylabel(column)
+    fit_y_axis(axes, low, high, pluralise(above, "run"), max(all_values, default=high))
     set_step_axis(axes)
 
 
-def _draw_ends(axes: Any, comparison: Comparison, named: Sequence[Line], rest: Sequence[Line]) -> None:
-    """Draw a row for the final metric of each `named` point, the best at the top, and one row for the `rest`.
+def _draw_ends(
+    axes: Any, comparison: Comparison, named: Sequence[Line], rest: Sequence[Line], stopped: Sequence[Entry]
+) -> None:
+    """Draw a row for the final metric of each `named` point, the best at the top, and one for the `rest` and `stopped`.
 
     A row shows the values of the seeds, their mean and standard deviation, and the settings.
     """
@@ -247,31 +260,37 @@ def _draw_ends(axes: Any, comparison: Comparison, named: Sequence[Line], rest: S
         else:
             text = "without a score"
         axes.text(1.01, len(named), text, transform=axes.get_yaxis_transform(), color=GREY, fontsize=LABEL, va="center")
+    if stopped:
+        states = ", ".join(f"{number} {state}" for state, number in Counter(e.run.state for e in stopped).items())
+        text = states if len(stopped) > 1 else f"{stopped[0].run.state} at step {stopped[0].run.steps or 0}"
+        axes.text(1.01, len(labels), text, transform=axes.get_yaxis_transform(), fontsize=LABEL, va="center")
+        label = comparison.label(stopped[0], brief=True)
+        labels.append(f"× {fit_text(label, 44)}" if label and len(stopped) == 1 else "× did not complete")
     axes.set_yticks(range(len(labels)), labels)
     for rank, label in enumerate(axes.get_yticklabels()):
-        label.set_color(INK if rank < len(named) else GREY)  # text stays dark: some colours are too pale in print
+        label.set_color(GREY if rest and rank == len(named) else INK)  # dark: some colours are too pale in print
         label.set_fontweight("bold" if rank == 0 else "normal")
     axes.set_ylim(max(len(labels), 2) - 0.5, -0.5)
     axes.locator_params(axis="x", nbins=6)
     axes.tick_params(axis="y", length=0)
-    _clip_outliers(axes, [line.point for line in named], comparison.ranking.column)
-    spread = ", mean ± deviation over seeds" if comparison.ranking.has_seeds else ""
-    axes.set_xlabel(f"{comparison.ranking.column} at the end{spread}")
 
 
-def _clip_outliers(axes: Any, points: Sequence[Point[Entry]], column: str) -> None:
-    """Fit the x axis to the points near the best; points far away become arrows at the edge."""
+def _clip_outliers(axes: Any, points: Sequence[Point[Entry]], high: float) -> None:
+    """Fit the x axis to the points near the best and up to `high`; points far away become arrows at the edge."""
     ends = [point.mean for point in points]
     sides = [point.mean + sign * (point.deviation or 0.0) for point in points for sign in (-1, 1)]
     reach = [*(value for point in points for value in point.values), *sides]
     best, middle = ends[0], statistics.median(ends)
     limit = best + 4 * (middle - best)
-    far = [value for value in reach if abs(value - best) > abs(limit - best) > 0]
-    if far:
-        inliers = [value for value in reach if value not in far]
-        pad = 0.05 * (max(inliers) - min(inliers))
+
+    def is_far(value: float) -> bool:
+        return value > high or abs(value - best) > abs(limit - best) > 0
+
+    inliers = [value for value in reach if not is_far(value)]
+    if 0 < len(inliers) < len(reach):
+        pad = 0.05 * (max(inliers) - min(inliers)) or 0.01 * abs(best)
         axes.set_xlim(min(inliers) - pad, max(inliers) + pad)
         for rank, mean in enumerate(ends):
-            if abs(mean - best) > abs(limit - best):
-                axes.plot(0.995 if mean > best else 0.005, rank, transform=axes.get_yaxis_transform(), clip_on=False,
+            if is_far(mean):
+                axes.plot(0.98 if mean > best else 0.02, rank, transform=axes.get_yaxis_transform(), clip_on=False,
                           marker=">" if mean > best else "<", color=COLOURS[rank], markersize=6)  # fmt: skip

@@ -5,12 +5,13 @@ from __future__ import annotations
 import itertools
 import re
 import statistics
+import textwrap
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from toyexp.base.drawing import BLUE, GREY, SMALL, TITLE_LENGTH, VERMILLION, Sheet, fit_text, set_log_scale
+from toyexp.base.drawing import BLUE, GREY, TITLE_LENGTH, VERMILLION, Sheet, caption, fit_text, set_log_scale
 from toyexp.base.errors import UserError
 from toyexp.base.formatting import format_value, pluralise, short_keys
 from toyexp.interfaces.model import lower_is_better
@@ -80,21 +81,27 @@ class Search:
         return lower_is_better(self.metric)
 
 
-def draw_search(search: Search, source: str) -> Sheet:
-    """Draw a search; `source` names its directory. Raise UserError if no trial has a metric."""
+def draw_search(search: Search, source: str, unit: str) -> Sheet:
+    """Draw a search; `source` names its directory, `unit` is that of its metric. Raise UserError if none has one."""
     completed = [trial for trial in search.trials if trial.is_complete and trial.score is not None]
     if not completed:
         raise UserError(f"{source}: no trial of this search has a score yet; there is nothing to draw")
     best = (min if search.is_minimising else max)(completed, key=lambda trial: trial.score or 0.0)
     keys, names = search.keys[:MAX_PANELS], short_keys(search.keys)
     rows = -(-len(keys) // PANELS_PER_ROW)
-    sheet = Sheet(0.5 + 3.2 + 2.4 * rows, _title(search), _footer(search, source, keys), [3.2] + [2.4] * rows,
-                  columns=[1] + [min(len(keys), PANELS_PER_ROW)] * rows)  # fmt: skip
-    limits = _limits([trial.score for trial in completed if trial.score is not None], search.is_minimising)
+    scores = [trial.score for trial in completed if trial.score is not None]
+    limits = _limits(scores, search.is_minimising)
+    beyond = [score for score in scores if not limits[0] <= score <= limits[1]]
+    arrows = [f"{len(beyond)} beyond the edge (arrows), from {min(beyond):.4g} to {max(beyond):.4g}"] if beyond else []
+    sheet = Sheet(0.5 + 3.2 + 2.4 * rows, _title(search), " · ".join([*_footer(search, source, keys), *arrows]),
+                  [3.2] + [2.4] * rows, columns=[1] + [min(len(keys), PANELS_PER_ROW)] * rows)  # fmt: skip
     above, *panels = sheet.panels
     _draw_trials(above, search, completed, best, limits)
     for number, (axes, key) in enumerate(zip(panels, keys, strict=False)):
-        _draw_setting(axes, search, key, names[number], best, limits, first=number % PANELS_PER_ROW == 0)
+        _draw_setting(axes, search, key, names[number], best, limits)
+        axes.tick_params(labelleft=number % PANELS_PER_ROW == 0)
+    for axes in (above, *panels[::PANELS_PER_ROW]):
+        axes.set_ylabel(f"held-out {search.metric}{unit}")
     for axes in panels[len(keys) :]:
         axes.set_visible(False)
     return sheet
@@ -108,7 +115,7 @@ def _title(search: Search) -> str:
     )
 
 
-def _footer(search: Search, source: str, keys: Sequence[str]) -> str:
+def _footer(search: Search, source: str, keys: Sequence[str]) -> list[str]:
     parts = [source, *search.notes, f"{search.repeats} seeds a trial, their mean" if search.repeats > 1 else ""]
     pruned = sum(not trial.is_complete and trial.score is not None for trial in search.trials)
     unscored = sum(trial.score is None for trial in search.trials)
@@ -117,7 +124,9 @@ def _footer(search: Search, source: str, keys: Sequence[str]) -> str:
     parts += [f"importance unknown: {search.no_importances}"] if search.no_importances else []
     hidden_keys = [key for key in search.keys if key not in keys]
     parts += [f"not shown: {', '.join(hidden_keys)}"] if hidden_keys else []
-    return " · ".join(filter(None, parts))
+    has_names = any(isinstance(trial.values.get(key), str) for trial in search.trials for key in keys)
+    parts += ["equal values stand side by side, by trial"] if has_names else []
+    return [part for part in parts if part]
 
 
 def _limits(scores: Sequence[float], falls: bool) -> tuple[float, float]:
@@ -135,22 +144,20 @@ def _limits(scores: Sequence[float], falls: bool) -> tuple[float, float]:
 
 
 def _draw_dots(axes: Any, positions: Sequence[float], trials: Sequence[Trial], limits: tuple[float, float]) -> None:
-    """Draw a dot for each completed trial, darker for later ones, and a cross for each trial that was stopped early.
+    """Draw a dot for each completed trial, and a cross for each trial that was stopped early.
 
     Trials outside the limits are drawn at the edge, completed ones as arrows.
     """
     low, high = limits
-    last = max((trial.number for trial in trials), default=0) or 1
-    dots_by_style: dict[tuple[str, str, float], list[tuple[float, float, float]]] = {}
+    dots_by_style: dict[tuple[str, str, float], list[tuple[float, float]]] = {}
     for position, trial in zip(positions, trials, strict=True):
         if trial.score is not None:
             beyond = "^" if trial.score > high else "v" if trial.score < low else ""
             style = (beyond or "o", BLUE, 20.0) if trial.is_complete else ("x", GREY, 13.0)
-            alpha = 0.25 + 0.75 * trial.number / last if trial.is_complete else 0.3 if beyond else 0.7
-            dots_by_style.setdefault(style, []).append((position, min(max(trial.score, low), high), alpha))
+            dots_by_style.setdefault(style, []).append((position, min(max(trial.score, low), high)))
     for (mark, colour, size), points in dots_by_style.items():
-        x, y, shades = zip(*points, strict=True)
-        axes.scatter(x, y, marker=mark, s=size, color=colour, alpha=shades, linewidths=0.8 if mark == "x" else 0,
+        x, y = zip(*points, strict=True)
+        axes.scatter(x, y, marker=mark, s=size, color=colour, alpha=0.7, linewidths=0.8 if mark == "x" else 0,
                      clip_on=False, rasterized=len(trials) > RASTER_TRIALS)  # fmt: skip
     axes.set_ylim(low, high)
 
@@ -166,26 +173,16 @@ def _draw_trials(
     last = max(trial.number for trial in search.trials)
     axes.step([*numbers, last], [*so_far, so_far[-1]], where="post", color=VERMILLION, linewidth=1.6)
     _draw_star(axes, best.number, best)
-    (low, high), down = limits, search.is_minimising
     pairs = zip(search.keys, short_keys(search.keys), strict=True)
     best_settings = " ".join(f"{name}={format_value(best.values[key])}" for key, name in pairs if key in best.values)
-    # There are no dots beyond the best metric so far, so there is room for text.
-    best_text = fit_text(f"best {best.score:.5g}, trial {best.number}: {best_settings}", 96)
-    axes.text(0.01, 0.04 if down else 0.96, best_text,
-              transform=axes.transAxes, va="bottom" if down else "top", fontsize=SMALL, color=VERMILLION)  # fmt: skip
-    beyond = [trial.score for trial in completed if trial.score is not None and not low <= trial.score <= high]
-    if beyond:
-        far = f"up to {max(beyond):.4g}" if down else f"down to {min(beyond):.4g}"
-        text = f"{len(beyond)} beyond the edge, {far}"
-        axes.text(0.99, 0.97 if down else 0.03, text, transform=axes.transAxes, ha="right",
-                  va="top" if down else "bottom", fontsize=SMALL, color=GREY)  # fmt: skip
+    best_text = fit_text(f"best {best.score:.5g}, trial {best.number}: {best_settings}", 112)
+    caption(axes, "\n".join(textwrap.wrap(best_text, 56)), VERMILLION, "left")
     axes.set_xlabel("trial")
     axes.xaxis.get_major_locator().set_params(integer=True)
-    axes.set_ylabel(f"held-out {search.metric}")
 
 
 def _draw_setting(
-    axes: Any, search: Search, key: str, name: str, best: Trial, limits: tuple[float, float], first: bool
+    axes: Any, search: Search, key: str, name: str, best: Trial, limits: tuple[float, float]
 ) -> None:  # fmt: skip
     trials = [trial for trial in search.trials if key in trial.values]
     values = [trial.values[key] for trial in trials]
@@ -209,12 +206,8 @@ def _draw_setting(
     if best.number in positions:
         _draw_star(axes, positions[best.number], best)
     share = search.importances.get(key)
-    matters = f" (importance {share:.0%})" if share is not None else ""
+    matters = f"\n(importance {share:.0%})" if share is not None else ""
     axes.set_xlabel(f"{fit_text(name, 26)}{matters}")
-    if first:
-        axes.set_ylabel(f"held-out {search.metric}")
-    else:
-        axes.set_yticklabels([])
 
 
 def _draw_star(axes: Any, position: float, best: Trial) -> None:

@@ -20,7 +20,7 @@ from toyexp.interfaces.engine import Engine
 from toyexp.interfaces.kind import perplexity
 from toyexp.interfaces.model import Model, model_settings
 from toyexp.interfaces.optimiser import Optimiser
-from toyexp.interfaces.plan import Plan, idle_group_warnings, sign_flip_warnings
+from toyexp.interfaces.plan import Plan, describe_adapters, idle_group_warnings, sign_flip_warnings
 from toyexp.interfaces.recipe import Recipe
 from toyexp.interfaces.run import Best
 from toyexp.interfaces.run_preview import RunPreview
@@ -225,6 +225,7 @@ def facts(prepared: Prepared, engine: dict[str, Any]) -> dict[str, Any]:
             **model_settings(model),
             "parameters": model.parameters(),
             "trainable": sum(t.size for t in prepared.plan.trainable),
+            **({"adapters": text} if (text := describe_adapters(prepared.plan)) else {}),
         },
         "data": {"name": prepared.config.data.name, **data, "left_out": prepared.omissions()},
         "config": {"steps": settings.steps, "lr": settings.lr, "seed": settings.seed, "batch": settings.batch_size},

@@ -548,4 +548,4 @@ def test_a_full_disk_while_writing_a_page_or_plot_is_a_failure(monkeypatch):
             if module == "results.report":
                 write(Comparison.build([], "loss"), Path("a.html"))
             else:
-                write(SimpleNamespace(pictures=lambda suffix: {suffix: b""}), Path("a.svg"))
+                write(SimpleNamespace(pictures=lambda suffix, column: {suffix: b""}), Path("a.svg"))

@@ -292,8 +292,7 @@ def _held_out(axes: Any, steps: Sequence[int], values: Sequence[float]) -> None:
 
 
 def _small(axes: Any, points: Points, name: str) -> None:
-    mark = "o" if len(points[0]) < 3 else ""
-    axes.plot(*thin_curve(*points, MAX_POINTS), color=GREY, linewidth=0.8, marker=mark, markersize=2)
+    axes.plot(*thin_curve(*points, MAX_POINTS), ".-" if len(points[0]) < 3 else "-", color=GREY, linewidth=0.8)
     axes.set_ylabel(textwrap.fill(name, 14), fontsize=SMALL)  # panels are one inch high
     is_log = name != "learning rate" and set_log_scale(axes, "y", points[1])  # most schedules end near 0
     if not is_log:

@@ -20,7 +20,7 @@ def sheet(report: Mapping[str, Any], title: str, below: Sequence[str]) -> Sheet:
     """
     engines = report["engines"]
     tensors = _worst_tensors(engines)
-    rows = (4.4, 0.75 + ROW * max(len(tensors), 3))
+    rows = (4.4, 0.9 + ROW * max(len(tensors), 3))
     every = len(engines[0]["tensors"])
     left_out = f"the {len(tensors)} of {every} tensors that differ most" if len(tensors) < every else ""
     figure = Sheet(0.5 + sum(rows), title, " · ".join(filter(None, [*below, left_out])), rows, columns=(-2, 2))
@@ -28,8 +28,8 @@ def sheet(report: Mapping[str, Any], title: str, below: Sequence[str]) -> Sheet:
     _losses(losses, report)
     _differences(differences, report)
     for axes, quantity, about in (
-        (gradients, "gradient", "gradient of the first batch, relative error"),
-        (weights, "weights", "weights after training, relative to their change"),
+        (gradients, "gradient", "gradient of the first batch,\nrelative error"),
+        (weights, "weights", "weights after training,\nrelative to their change"),
     ):
         _errors(axes, engines, tensors, quantity, about)
     gradients.set_yticks(range(len(tensors)), [fit_text(name, 34) for name in tensors], fontsize=SMALL - 1)

@@ -108,7 +108,8 @@ def test_the_plugins_command_has_help_errors_and_completion_like_built_in_ones(e
         "1.2500  runs/better\n1.5000  runs/good\n"
     )
     completions = run(environment, "-m", "toyexp", "completion", "--for", "bash", "toyexp losses --", " ")
-    assert completions.stdout.split() == ["--help", "--top"]
+    colours = ["--color=always", "--color=auto", "--color=never"]
+    assert completions.stdout.split() == [*colours, "--help", "--top"]
 
 
 def check_conformance(environment, module):

@@ -332,7 +332,8 @@ def test_a_killed_search_resumes_and_repeats_no_run(capsys):
     assert [job["attempts"] for job in read_jobs()][:2] == [1, 1] and sum(job["attempts"] for job in read_jobs()) <= 6
     assert all(recorded_steps(job) == list(range(1, 301)) for job in read_jobs())
     assert {path: path.read_bytes() for path in untouched} == untouched and done
-    assert "resumed from step" in capsys.readouterr().out
+    assert "  begins again, job " in capsys.readouterr().out
+    assert any("resumed from step" in log.read_text() for log in Path("s/logs").iterdir())
     assert [(t.state.name, list(t.intermediate_values)) for t in trials()] == [("COMPLETE", [100, 200, 300])] * 4
     assert main([*again, "sweep.launcher=serial", "sweep.jobs=0", HERE, "sweep.trials=5"]) == 0  # one more trial
     assert len(read_jobs()) == 5 and [job["attempts"] for job in read_jobs()][4] == 1

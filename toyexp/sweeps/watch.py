@@ -49,7 +49,8 @@ class Watch:
             else:
                 head = f"[{job.number}] {job.label}".rstrip()
                 place = f"job {job.number + 1} of {self._total}"
-                self.say(f"\n{head}  ({place})" if self._alone and self.verbose else f"{head}  begins, {place}")
+                begins = "begins" if job.attempts == 1 else "begins again"
+                self.say(f"\n{head}  ({place})" if self._alone and self.verbose else f"{head}  {begins}, {place}")
 
     def hear(self, job: Job | None, line: str, stream: IO[str]) -> None:
         """Show a line that a job (or, without `job`, a process of several jobs) has printed."""

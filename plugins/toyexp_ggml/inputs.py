@@ -132,16 +132,15 @@ class Inputs:
         if below < self._checked[name]:
             self._tighter_bounds[name] = min(below, self._tighter_bounds.get(name, below))
 
-    def target_indices(self, n: int, classes: int) -> Node:
+    def target_indices(self, targets: Ids, n: int, classes: int) -> Node:
         """Return for each target [n] the index of its logit in the flattened logits [n * classes]."""
         if reason := too_many_logits(n, classes):
             raise GraphError(reason)
-        targets = self.batch["targets"]
         if not isinstance(targets, Ids) or targets.size != n:
             raise GraphError(f"logits have {n} positions, but targets are {list(targets.shape)}")
-        self._require_below("targets", classes)
-        base = np.arange(n, dtype=np.int32) * classes
-        return self._derive(("places", n, classes), (n,), np.int32, lambda batch: base + batch["targets"].reshape(-1))
+        name, base = targets.name, np.arange(n, dtype=np.int32) * classes
+        self._require_below(name, classes)
+        return self._derive(("places", name, classes), (n,), np.int32, lambda batch: base + batch[name].reshape(-1))
 
     def weights(self, n: int, classes: int) -> Node:
         """Return the batch's weights [n] as [n, k], each repeated k times (k divides `classes`), for speed in ggml."""

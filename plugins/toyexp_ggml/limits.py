@@ -25,7 +25,7 @@ def exceeded_limit(plan: Plan) -> str | None:
     for name, spec in plan.inputs.items():
         if plan.rows * math.prod(spec.shape) > LIMIT:
             return f"batch[{name!r}] of {plan.rows} rows has more than 2^31 - 1 numbers; {LESS}"
-    positions = plan.rows * math.prod(plan.inputs["targets"].shape)
+    positions = plan.rows * math.prod(plan.inputs["weights"].shape)
     return too_many_logits(positions, _count_classes(plan.model))
 
 

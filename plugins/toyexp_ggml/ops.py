@@ -11,7 +11,7 @@ import math
 from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import accumulate, pairwise
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from toyexp import Rotary
 from toyexp_ggml.binding import GraphError
@@ -361,27 +361,53 @@ class GGMLOps(Products):
 
     # -- the loss -----------------------------------------------------------------------------------------------
 
-    def cross_entropy(self, logits: Node, targets: Node, weights: Node) -> Node:
-        """Return the weighted cross-entropy. Target probabilities are looked up by index, without a one-hot matrix."""
-        return self.loss_and_gradient(logits, weights)[0]
+    def cross_entropy(
+        self, logits: Node, targets: Ids, weights: Node, smoothing: float = 0.0, z_loss: float = 0.0
+    ) -> Node:
+        """Return the weighted cross-entropy [1]. Target probabilities are looked up by index, not in a one-hot matrix.
 
-    def loss_and_gradient(self, logits: Node, weights: Node) -> tuple[Node, Callable[[], Node]]:
-        """Return the weighted loss [1], and a function that builds the gradient of the logits."""
+        With smoothing s and z-loss z, the gradient of a position's logits is its weight times
+        p (1 + 2 z log_sum) - (1 - s) one_hot(target) - s / V, with log_sum = log(sum(exp(logits))).
+        """
         g = self.g
         n, classes = logits.size // logits.shape[-1], logits.shape[-1]
-        target_indices = self._inputs.target_indices(n, classes)
-        p = g.softmax(g.reshape(logits, n, classes))
+        target_indices = self._inputs.target_indices(targets, n, classes)
+        rows = g.reshape(logits, n, classes)
+        p = g.softmax(rows)
         picked = g.get_rows(g.reshape(p, n * classes, 1), target_indices)  # [n, 1]
         column = g.reshape(weights, n, 1)
-        repeated = self._inputs.weights(n, classes) if self._profile.slow_column else column
-        # A probability that underflows to 0 counts as 1e-37, a loss of 85, close to the limit of float32. ggml's clamp
-        # turns NaN into a number, so 0 times its input is added: logits with NaN have to give a NaN loss.
-        log = g.add(g.log(g.clamp(g.scale(picked, 1.0), 1e-37, 1.0)), g.scale(picked, 0.0))
-        loss = g.scale(g.total(g.mul(log, column)), -1.0)
+        is_input = weights is self._inputs.batch["weights"]
+        repeated = self._inputs.weights(n, classes) if is_input and self._profile.slow_column else column
+        losses = g.scale(self._log(picked), -1.0)
+        log_sum: Any = None
+        if smoothing or z_loss:
+            log_sum = g.sum_last(g.mul(p, g.sub(rows, self._log(p))))  # log p = logits - log_sum, and p sums to 1
+        if smoothing:
+            spread = g.sub(log_sum, g.scale(g.sum_last(rows), 1 / classes))
+            losses = g.add(g.scale(losses, 1 - smoothing), g.scale(spread, smoothing))
+        if z_loss:
+            losses = g.add(losses, g.scale(g.sqr(log_sum), z_loss))
+        loss = g.total(g.mul(losses, column))
 
         def gradient() -> Node:
-            # (p - one_hot(target)) * weight: the target's entry is lowered by 1 in place, after `picked` was read.
-            lowered = g.set_rows(g.reshape(p, n * classes, 1), g.scale(picked, 1.0, -1.0), target_indices)
-            return g.reshape(g.mul(g.reshape(lowered, n, classes), repeated), *logits.shape)
+            # The target's entry of p is lowered in place, after `picked` was read.
+            q, at_target = p, picked
+            if z_loss:
+                factor = g.scale(log_sum, 2 * z_loss, 1.0)
+                q, at_target = g.mul(p, factor), g.mul(picked, factor)
+            lowered = g.set_rows(g.reshape(q, n * classes, 1), g.scale(at_target, 1.0, smoothing - 1.0), target_indices)
+            dlogits = g.reshape(lowered, n, classes)
+            if smoothing:
+                dlogits = g.scale(dlogits, 1.0, -smoothing / classes)
+            return g.reshape(g.mul(dlogits, repeated), *logits.shape)
 
-        return loss, gradient
+        return self._record(loss, (logits,), lambda dy: (lambda: self._times_scalar(gradient(), dy),))
+
+    def _log(self, p: Node) -> Node:
+        """Return log(p) of probabilities.
+
+        One that underflows to 0 counts as 1e-37, a loss of 85, close to the limit of float32. ggml's clamp turns NaN
+        into a number, so 0 times its input is added: logits with NaN have to give a NaN loss.
+        """
+        g = self.g
+        return g.add(g.log(g.clamp(g.scale(p, 1.0), 1e-37, 1.0)), g.scale(p, 0.0))

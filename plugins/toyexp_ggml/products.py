@@ -74,6 +74,7 @@ class TapedOps(Ops):
         self._tape: Tape = []
         self._segments: list[Tape | Block] = [self._tape]
         self._is_inside = not recompute  # True inside a block, and if all activations are kept
+        self._seed: tuple[Node, float] | None = None  # gradient of the loss: a constant, and its value
 
     def _record(self, out: Node, inputs: tuple[Node, ...], rule: Rule) -> Node:
         self._tape.append(((out,), inputs, rule))
@@ -99,12 +100,13 @@ class TapedOps(Ops):
         self._segments += [block, self._tape]
         return out
 
-    def backward(self, dlogits: dict[Node, Node], trainable: Sequence[Node]) -> dict[Node, Node]:
-        """Return the gradients of the `trainable` nodes, given the gradients of forward results in `dlogits`.
+    def backward(self, loss: Node, seed: Node, factor: float, trainable: Sequence[Node]) -> dict[Node, Node]:
+        """Return `factor` times the gradients of the scalar `loss` with respect to the `trainable` nodes.
 
-        Nodes on which no given result depends are left out.
+        `seed` is a node [1] with the value `factor`. Nodes on which the loss does not depend are left out.
         """
-        gradients, dependents = dict(dlogits), set(trainable)
+        self._seed = seed, factor
+        gradients, dependents = {loss: seed}, set(trainable)
         tapes = [s.tape if isinstance(s, Block) else s for s in self._segments]
         for tape in tapes:
             self._mark_dependents(tape, dependents)
@@ -116,6 +118,12 @@ class TapedOps(Ops):
                 self._mark_dependents(tape, dependents)
             self._walk(tape, gradients, dependents)
         return {node: gradients[node] for node in trainable if node in gradients}
+
+    def _times_scalar(self, x: Node, dy: Node) -> Node:
+        """Return x times dy [1], the gradient of a scalar."""
+        if self._seed is None or dy is not self._seed[0]:
+            return self.g.mul(x, dy)
+        return x if self._seed[1] == 1 else self.g.scale(x, self._seed[1])
 
     def _run_again(self, block: Block, gradients: dict[Node, Node]) -> Tape:
         """Run the block again and return the new tape, which is empty if the block's result has no gradient.

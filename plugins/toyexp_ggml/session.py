@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from toyexp import Batch, Plan, PlanTensor, Session, SessionError, StepMetrics
+from toyexp import Batch, Params, Plan, PlanTensor, Session, SessionError, StepMetrics
 from toyexp.formats import mappable_tensor
 from toyexp_ggml.binding import GraphError, version
 from toyexp_ggml.binding.backend import Backend
@@ -44,9 +44,10 @@ def choose_share_count(plan: Plan) -> int:
     The number depends only on the plan, not on the machine, because it changes the last digits of the results.
     """
     trained = sum(t.size for t in plan.trainable)
+    splits = plan.objective.rows_together == 1
     all_trained = len(plan.trainable) == len(plan.tensors)  # each share would dequantise frozen matrices again
-    work = trained * plan.rows * math.prod(plan.inputs["targets"].shape)
-    return SHARES if all_trained and trained <= MOST and work >= LONG and plan.rows % SHARES == 0 else 1
+    work = trained * plan.rows * math.prod(plan.inputs["weights"].shape)
+    return SHARES if splits and all_trained and trained <= MOST and work >= LONG and plan.rows % SHARES == 0 else 1
 
 
 @dataclass(frozen=True)
@@ -225,6 +226,9 @@ class GGMLSession(Session):
     def do_loss(self, micro: Batch) -> float:
         return _number(self._compute("loss", micro)["loss"])
 
+    def do_metrics(self, micro: Batch) -> Mapping[str, float]:
+        return {name: _number(node) for name, node in self._compute("metrics", micro).items()}
+
     def do_logits(self, micro: Batch, rows: int) -> np.ndarray:
         return get(self._compute("logits", micro)["logits"])[:rows]
 
@@ -282,27 +286,25 @@ class GGMLSession(Session):
             self._graphs[name] = graph
         return self._graphs[name]
 
-    def _forward(self, graph: Graph, inputs: Inputs) -> tuple[GGMLOps, Node]:
+    def _arguments(self, graph: Graph, inputs: Inputs) -> tuple[GGMLOps, Params, Mapping[str, Any]]:
+        """Return the arguments ops, p and batch for a forward pass in the graph."""
         ops = GGMLOps(graph, self._profile, inputs, self._recompute)
-        params = self.plan.params(self._weights, inputs.batch)
-        return ops, self.plan.model.forward(ops, params, inputs.batch)
+        return ops, self.plan.params(self._weights, inputs.batch), inputs.batch
 
     def _loss_and_gradients(self, graph: Graph, inputs: Inputs) -> tuple[Node, dict[str, Node]]:
         """Add the loss and the gradients to the graph. Return the loss, and the gradients by tensor name.
 
         After a computation only the loss can be read, because the memory of the gradients is reused.
         """
-        ops, logits = self._forward(graph, inputs)
-        loss, dlogits = ops.loss_and_gradient(logits, inputs.batch["weights"])
+        ops, params, batch = self._arguments(graph, inputs)
+        loss = self.plan.objective.loss(ops, self.plan.model, params, batch)
         graph.want(loss, keep=True)
         trainable = {t.name: self._weights[t.name] for t in self.plan.trainable}
-        if self._profile.half_products:
-            # The gradient of a mean over n targets is too small for float16's precision; n times it is not.
-            factor = 2.0 ** int(math.log2(math.prod(logits.shape[:-1])))
-            by_weight = ops.backward({logits: graph.scale(dlogits(), factor)}, list(trainable.values()))
+        # The gradient of a mean over n targets is too small for float16's precision; n times it is not.
+        factor = 2.0 ** int(math.log2(batch["weights"].size)) if self._profile.half_products else 1.0
+        by_weight = ops.backward(loss, inputs.vector((factor,)), factor, list(trainable.values()))
+        if factor != 1:
             by_weight = {node: graph.scale(gradient, 1 / factor) for node, gradient in by_weight.items()}
-        else:
-            by_weight = ops.backward({logits: dlogits()}, list(trainable.values()))
         gradients = {n: by_weight[w] if w in by_weight else inputs.zeros(*w.shape) for n, w in trainable.items()}
         # All gradients must precede the first update, which changes a weight in place that other gradients may read.
         for gradient in gradients.values():
@@ -371,13 +373,21 @@ class GGMLSession(Session):
         return {"norm": norm}
 
     def _build_loss(self, graph: Graph) -> dict[str, Node]:
-        ops, logits = self._forward(graph, self._inputs)
-        loss = ops.loss_and_gradient(logits, self._inputs.batch["weights"])[0]
+        ops, params, batch = self._arguments(graph, self._inputs)
+        loss = self.plan.objective.held_out_loss(ops, self.plan.model, params, batch)
         graph.want(loss, keep=True)
         return {"loss": loss}
 
+    def _build_metrics(self, graph: Graph) -> dict[str, Node]:
+        ops, params, batch = self._arguments(graph, self._inputs)
+        metrics = self.plan.objective.metrics(ops, self.plan.model, params, batch)
+        outputs = {name: graph.scale(value, 1.0) for name, value in metrics.items()}
+        for node in outputs.values():
+            graph.want(node, keep=True)
+        return outputs
+
     def _build_logits(self, graph: Graph) -> dict[str, Node]:
-        _, logits = self._forward(graph, self._inputs)
+        logits = self.plan.model.forward(*self._arguments(graph, self._inputs))
         copy = graph.scale(logits, 1.0)  # an output must own its memory; the logits may be a view
         graph.want(copy, keep=True)
         return {"logits": copy}

@@ -64,15 +64,18 @@ class LossOps(TorchOps):
         # The number of selected positions changes with every batch, which would recompile the step.
         return not (masked or torch.compiler.is_compiling())
 
-    def compute_deferred(self, logits: DeferredLogits, targets: Tensor, weights: Tensor) -> Tensor:
+    def compute_deferred(
+        self, logits: DeferredLogits, targets: Tensor, weights: Tensor, smoothing: float, z_loss: float
+    ) -> Tensor:
         """Compute the logits of positions with a weight; return the sum of weight times cross-entropy.
 
         `targets` and `weights` have the shape of the logits without the last axis.
         """
         if bool(weights.all()) or logits.x.shape[:-1] != weights.shape:
-            return super().cross_entropy(logits.compute(), targets, weights)
-        x, rows = logits.x.flatten(0, -2), weights.flatten().nonzero()[:, 0]
-        return super().cross_entropy(self.linear(x[rows], logits.w), targets.flatten()[rows], weights.flatten()[rows])
+            return super().cross_entropy(logits.compute(), targets, weights, smoothing, z_loss)
+        rows = weights.flatten().nonzero()[:, 0]
+        chosen = self.linear(logits.x.flatten(0, -2)[rows], logits.w)
+        return super().cross_entropy(chosen, targets.flatten()[rows], weights.flatten()[rows], smoothing, z_loss)
 
     def logits(self, x: Tensor, w: Tensor | Packed | AdaptedWeight) -> Tensor | DeferredLogits:
         """Return the logits or, if `should_defer`, deferred logits; see Ops."""
@@ -80,11 +83,14 @@ class LossOps(TorchOps):
             return super().logits(x, w)
         return DeferredLogits(self, x, w)
 
-    def cross_entropy(self, logits: Tensor | DeferredLogits, targets: Tensor, weights: Tensor) -> Tensor:
+    def cross_entropy(
+        self, logits: Tensor | DeferredLogits, targets: Tensor, weights: Tensor, smoothing: float = 0.0,
+        z_loss: float = 0.0,
+    ) -> Tensor:  # fmt: skip
         """Return the cross-entropy of logits or of deferred logits; see Ops."""
         if not isinstance(logits, DeferredLogits):
-            return super().cross_entropy(logits, targets, weights)
-        return self.compute_deferred(logits, targets, weights)
+            return super().cross_entropy(logits, targets, weights, smoothing, z_loss)
+        return self.compute_deferred(logits, targets, weights, smoothing, z_loss)
 
 
 class ProjectedLossOps(LossOps):
@@ -107,8 +113,12 @@ class ProjectedLossOps(LossOps):
         """Return True if `count` logits are so many that computing only those of positions with a weight saves time."""
         return count >= LARGE
 
-    def compute_deferred(self, logits: DeferredLogits, targets: Tensor, weights: Tensor) -> Tensor:
+    def compute_deferred(
+        self, logits: DeferredLogits, targets: Tensor, weights: Tensor, smoothing: float, z_loss: float
+    ) -> Tensor:
         """Return the loss from `projected_loss`, which holds only a chunk of the logits in memory; see LossOps."""
+        if smoothing or z_loss:
+            return TorchOps.cross_entropy(self, logits.compute(), targets, weights, smoothing, z_loss)
         return self._projected_loss(logits.x, logits.w, targets, weights, self)
 
 

@@ -114,9 +114,19 @@ class TorchOps(Ops):
     def silu(self, x: Tensor) -> Tensor:
         return F.silu(x)
 
-    def cross_entropy(self, logits: Tensor, targets: Tensor, weights: Tensor) -> Tensor:
-        losses = F.cross_entropy(logits.flatten(0, -2), targets.flatten().long(), reduction="none")
-        return (losses * weights.flatten()).sum()
+    def cross_entropy(
+        self, logits: Tensor, targets: Tensor, weights: Tensor, smoothing: float = 0.0, z_loss: float = 0.0
+    ) -> Tensor:
+        return (position_losses(logits, targets, smoothing, z_loss) * weights).sum()
+
+
+def position_losses(logits: Tensor, targets: Tensor, smoothing: float = 0.0, z_loss: float = 0.0) -> Tensor:
+    """Return the cross-entropy of each target [...], for logits [..., V]; see Ops.cross_entropy."""
+    flat = logits.flatten(0, -2)
+    losses = F.cross_entropy(flat, targets.flatten().long(), reduction="none", label_smoothing=smoothing)
+    if z_loss:
+        losses = losses + z_loss * flat.logsumexp(-1).square()
+    return losses.view(targets.shape)
 
 
 def _rotations(

@@ -40,7 +40,7 @@ class Resident:
     ):  # fmt: skip
         self._plan, self._update, self._selects = plan, update, selects
         self._compute_metrics, self._evaluate_loss = compute_metrics, evaluate_loss
-        self._positions = plan.rows * math.prod(plan.inputs["targets"].shape)
+        self._positions = plan.rows * math.prod(plan.inputs["weights"].shape)
         off = "" if capture else "engine.capture=false"
         pool = torch.cuda.graph_pool_handle()  # graphs that never run at the same time can share memory
         specs: dict[str, ArraySpec] = {

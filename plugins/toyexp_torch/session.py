@@ -11,13 +11,26 @@ import math
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from toyexp import Batch, Decoder, LoraAdapter, Plan, PlanTensor, Recompute, Session, StepMetrics, reason_to_recompute
+from toyexp import (
+    Batch,
+    CrossEntropy,
+    Decoder,
+    LoraAdapter,
+    Params,
+    Plan,
+    PlanTensor,
+    Recompute,
+    Session,
+    StepMetrics,
+    reason_to_recompute,
+)
 from toyexp_torch.host_copy import HostCopy, wait_for_copies
 from toyexp_torch.kernels.packed import Packed
 from toyexp_torch.loss import ProjectedLossOps, make_loss_ops
@@ -163,13 +176,17 @@ class TorchSession(Session):
     def do_build(self) -> None:
         self._params = None if self.plan.dropout_adapters else self.plan.params(self._tensors)
         self._forward: Callable[[dict[str, Tensor]], Tensor] = self._logits
-        self._loss: Callable[[dict[str, Tensor]], Tensor] = self._weighted_loss
+        objective = self.plan.objective
+        self._loss: Callable[[dict[str, Tensor]], Tensor] = partial(self._run_objective, objective.loss)
+        self._held_out_loss: Callable[[dict[str, Tensor]], Tensor]
+        self._held_out_loss = partial(self._run_objective, objective.held_out_loss)
         if self._settings.compile:
             # One eager pass fills the ops' tables (of RoPE), which the compiler then treats as constants.
             blank = {n: np.zeros((self._local_plan.rows, *s.shape), s.dtype) for n, s in self.plan.inputs.items()}
             with torch.no_grad(), self._autocast():
                 self._logits(self._upload_batch(blank))
             self._loss = torch.compile(self._loss, dynamic=False)
+            self._held_out_loss = torch.compile(self._held_out_loss, dynamic=False)
             self._forward = torch.compile(self._forward, dynamic=False)
         if self._device.type == "cuda" and self._dtype is torch.float32:
             with self._switches.apply():
@@ -185,27 +202,29 @@ class TorchSession(Session):
 
         The loss then computes only the logits of these positions.
         """
+        if type(self.plan.objective) is not CrossEntropy:  # it may need the logits of other positions
+            return False
         targets = self.plan.inputs["targets"]
         count = self.plan.rows * math.prod(targets.shape) * (targets.below or 0)
         return isinstance(self._loss_ops, ProjectedLossOps) and self._loss_ops.selects_positions(count)
 
-    def _compute_loss(self, micro: dict[str, Tensor]) -> Tensor:
+    def _compute_loss(self, micro: dict[str, Tensor], held_out: bool = False) -> Tensor:
         """Return the loss of a micro-batch, whose entry `SELECTED` may list the positions to compute logits for."""
         if isinstance(self._loss_ops, ProjectedLossOps):
             self._loss_ops.selected = micro.get(SELECTED)
+        loss = self._held_out_loss if held_out else self._loss
         with self._autocast():
-            return self._loss({name: tensor for name, tensor in micro.items() if name != SELECTED})
+            return loss({name: tensor for name, tensor in micro.items() if name != SELECTED})
 
     def _logits(self, batch: dict[str, Tensor]) -> Tensor:
-        return self._run_model(self._ops, batch)
+        return self.plan.model.forward(self._ops, self._get_params(batch), batch)
 
-    def _run_model(self, ops: TorchOps, batch: dict[str, Tensor]) -> Any:
-        params = self.plan.params(self._tensors, batch) if self._params is None else self._params
-        return self.plan.model.forward(ops, params, batch)
+    def _get_params(self, batch: dict[str, Tensor]) -> Params:
+        return self.plan.params(self._tensors, batch) if self._params is None else self._params
 
-    def _weighted_loss(self, batch: dict[str, Tensor]) -> Tensor:
-        logits = self._run_model(self._loss_ops, batch)
-        return self._loss_ops.cross_entropy(logits, batch["targets"], batch["weights"])
+    def _run_objective(self, method: Callable[..., Any], batch: dict[str, Tensor]) -> Any:
+        """Return the result of the method `loss`, `held_out_loss` or `metrics` of the plan's objective."""
+        return method(self._loss_ops, self.plan.model, self._get_params(batch), batch)
 
     def do_reset_state(self) -> None:
         for state in self._update.state.values():
@@ -281,7 +300,12 @@ class TorchSession(Session):
 
     def _evaluate_loss(self, micro: dict[str, Tensor]) -> Tensor:
         with torch.no_grad():
-            return self._compute_loss(micro)
+            return self._compute_loss(micro, held_out=True)
+
+    def do_metrics(self, micro: Batch) -> Mapping[str, float]:
+        with self._switches.apply(), torch.no_grad(), self._autocast():
+            metrics = self._run_objective(self.plan.objective.metrics, self._upload_batch(micro))
+            return {name: float(value) for name, value in metrics.items()}
 
     def do_logits(self, micro: Batch, rows: int) -> np.ndarray:
         with self._switches.apply(), torch.no_grad(), self._autocast():
@@ -319,7 +343,7 @@ class TorchSession(Session):
             self._resident.close()
         self._tensors.clear()
         self._leaves = self._grads = []
-        self._params = self._forward = self._loss = None  # type: ignore[assignment]
+        self._params = self._forward = self._loss = self._held_out_loss = None  # type: ignore[assignment]
         self._flat = self._grad = self._rounded = self._update = self._resident = None  # type: ignore[assignment]
         self._release_memory()
 

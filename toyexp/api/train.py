@@ -25,6 +25,7 @@ from toyexp.interfaces.data import Data
 from toyexp.interfaces.engine import Engine
 from toyexp.interfaces.hooks import RunHooks
 from toyexp.interfaces.model import Model
+from toyexp.interfaces.objective import Objective
 from toyexp.interfaces.optimiser import Optimiser
 from toyexp.interfaces.recipe import Recipe
 from toyexp.plugins.discovery import load
@@ -37,7 +38,8 @@ from toyexp.training.run_config import Config
 from toyexp.training.settings import Settings
 
 KINDS: Mapping[str, type] = {
-    "model": Model, "data": Data, "recipe": Recipe, "engine": Engine, "optim": Optimiser, "callbacks": Callback,
+    "model": Model, "data": Data, "recipe": Recipe, "engine": Engine, "optim": Optimiser, "objective": Objective,
+    "callbacks": Callback,
 }  # fmt: skip
 
 
@@ -48,6 +50,7 @@ def train(
     recipe: Recipe | str = "scratch",
     engine: Engine | str = "auto",
     optim: Optimiser | str = "adamw",
+    objective: Objective | str = "cross_entropy",
     callbacks: Sequence[Callback | str] = ("default",),
     *,
     directory: str | os.PathLike[str] | None = None,
@@ -74,7 +77,9 @@ def train(
         raise UserError("train callbacks: must be a list, such as ['default', 'plots']")
     with isolated_call("toyexp.train", quiet):
         show_status("starting the engine")
-        choices = {"model": model, "data": data, "recipe": recipe, "engine": engine, "optim": optim}
+        choices = {
+            "model": model, "data": data, "recipe": recipe, "engine": engine, "optim": optim, "objective": objective
+        }  # fmt: skip
         with convert_memory_errors():
             registry = _extend_registry([*choices.values(), *callbacks])
             built = _build_config(choices, callbacks, settings, registry)
@@ -117,7 +122,9 @@ def _extend_registry(parts: Sequence[Any]) -> Registry:
 def _build_config(
     choices: Mapping[str, Any], callbacks: Sequence[Callback | str], settings: Mapping[str, Any], registry: Registry
 ) -> Config:
-    parts = {kind: copy(_resolve_part(kind, choices[kind], registry)) for kind in ("data", "recipe", "optim")}
+    parts = {
+        kind: copy(_resolve_part(kind, choices[kind], registry)) for kind in ("data", "recipe", "optim", "objective")
+    }
     watchers = _resolve_callbacks(callbacks, registry)
     base = _load_base(parts["recipe"], choices["model"], registry)
     parts["model"] = base or _resolve_part("model", choices["model"] or "llama", registry)

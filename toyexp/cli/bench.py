@@ -168,7 +168,7 @@ def describe_work(prepared: Prepared) -> Work:
         model=f"{prepared.model.name}, {size} parameters, {per_step}",
         data=f"{prepared.config.data.name}, {prepared.dataset.vocab} {kind.targets}",
         unit=kind.units,
-        units=rows * math.prod(plan.inputs["targets"].shape),
+        units=rows * math.prod(plan.inputs["weights"].shape),
         flops=flops,
     )
 

@@ -35,8 +35,8 @@ from toyexp.training.settings import Settings
 def build_parts(cfg: DictConfig, keys: Keys, origin: Origin) -> dict[str, Any]:
     """Build and check the parts of a run, except the engine, and return them as keyword arguments of Config.
 
-    The keys are settings, model, data, recipe, optim, callbacks, and plain (the configuration as plain data). Relative
-    paths of a resumed run refer to the directory where it was started (`origin`).
+    The keys are settings, model, data, recipe, optim, objective, callbacks, and plain (the configuration as plain
+    data). Relative paths of a resumed run refer to the directory where it was started (`origin`).
     """
     plain = _apply_all_types(resolve_config(cfg))
     classes = {where: candidates[0] for where, candidates in keys.classes.items() if candidates}

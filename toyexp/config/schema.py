@@ -51,6 +51,7 @@ class Root(Settings):
     recipe: Any = MISSING
     engine: Any = MISSING
     optim: Any = MISSING
+    objective: Any = MISSING
     callbacks: dict[str, Any] = field(default_factory=dict)
 
 
@@ -180,8 +181,8 @@ class Source:
         """Return a source that reads the saved configuration of a run.
 
         `chosen` are the typed values by key. If they choose an engine or callbacks, those of the run are left out.
-        Raise UserError if they choose another model, data set, recipe or optimiser, or if a local plugin of the run is
-        not in `modules`.
+        Raise UserError if they choose another model, data set, recipe, optimiser or objective, or if a local plugin of
+        the run is not in `modules`.
         """
         file = directory / "config.yaml"
         saved = load_yaml(file)
@@ -190,7 +191,7 @@ class Source:
         require_plugins(saved.get("plugins"), modules, str(file))
         if "hydra" in saved:
             raise UserError(f"{file}: the key hydra has no effect when a run is resumed; remove it")
-        for kind in ("model", "data", "recipe", "optim"):
+        for kind in ("model", "data", "recipe", "optim", "objective"):
             saved_node, chosen_name = saved.get(kind), chosen.get(kind)
             if not isinstance(saved_node, dict) or chosen_name in (None, saved_node.get("name")):
                 continue

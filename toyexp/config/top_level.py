@@ -15,7 +15,7 @@ from toyexp.interfaces.run_preview import is_changed
 from toyexp.plugins.settings import Setting, list_settings
 from toyexp.training.settings import Settings
 
-PARTS = ("model", "data", "recipe", "engine", "optim")
+PARTS = ("model", "data", "recipe", "engine", "optim", "objective")
 GROUPS = (*PARTS, "callbacks", "experiment")  # config groups
 LAUNCHERS = ("serial", "processes", "stacked", "submitit", "ray")
 ALIASES = {"joblib": "processes"}  # other names of launchers

@@ -39,6 +39,10 @@ class Registration:
         """Register subclasses of toyexp.Optimiser, which update the weights (`optim=<name>`)."""
 
     @hookspec
+    def register_objectives(self, register: Register) -> None:
+        """Register subclasses of toyexp.Objective, which define the loss (`objective=<name>`)."""
+
+    @hookspec
     def register_models(self, register: Register) -> None:
         """Register subclasses of toyexp.Model: architectures (`model=<name>`)."""
 

@@ -38,8 +38,8 @@ def prepare_batches(plan: Plan, block: Batch, count: int) -> list[PreparedBatch]
     """
     full, total = _check_batch(plan, block)
     step_rows, size = plan.rows * plan.accumulate, plan.accumulate
-    if len(block["targets"]) != count * step_rows:
-        raise BadBatch(f"a block of {len(block['targets'])} rows, expected {count * step_rows}")
+    if len(block["weights"]) != count * step_rows:
+        raise BadBatch(f"a block of {len(block['weights'])} rows, expected {count * step_rows}")
     batches = _slice_rows(block, step_rows, PreparedBatch)
     if (block["weights"] == 1).all():  # every batch has the same total weight
         scaled = (block["weights"] / (total / count)).astype(np.float32)
@@ -80,12 +80,12 @@ class HeldOut:
 def split_batch(plan: Plan, batch: Batch) -> tuple[list[Batch], np.float64]:
     """Check a batch, and return its micro-batches and the sum of its target weights."""
     full, total = _check_batch(plan, batch)
-    return [full] if len(full["targets"]) == plan.rows else _slice_rows(full, plan.rows), total
+    return [full] if len(full["weights"]) == plan.rows else _slice_rows(full, plan.rows), total
 
 
 def _slice_rows(batch: Batch, rows: int, kind: type[Any] = dict) -> list[Any]:
     """Split a batch into batches of `rows` rows each, which are instances of `kind`."""
-    slices = [slice(i, i + rows) for i in range(0, len(batch["targets"]), rows)]
+    slices = [slice(i, i + rows) for i in range(0, len(batch["weights"]), rows)]
     parts = ([array[rows_slice] for rows_slice in slices] for array in batch.values())
     return [kind(zip(batch, arrays, strict=True)) for arrays in zip(*parts, strict=True)]
 
@@ -99,10 +99,10 @@ def _check_batch(plan: Plan, batch: Batch) -> tuple[Batch, np.float64]:
         raise BadBatch("a batch must be a mapping of names to numpy arrays")
     for name, spec in plan.inputs.items():
         if name not in batch:
-            if not spec.optional or "targets" not in batch:
+            if not spec.optional or "weights" not in batch:
                 raise BadBatch(f"the batch has no {name!r}; it has {', '.join(sorted(batch))}")
-            batch = {**batch, name: np.zeros((len(batch["targets"]), *spec.shape), spec.dtype)}
-    count, rows = len(batch["targets"]), plan.rows
+            batch = {**batch, name: np.zeros((len(batch["weights"]), *spec.shape), spec.dtype)}
+    count, rows = len(batch["weights"]), plan.rows
     _check_arrays(plan, batch, count)
     total: np.float64 = batch["weights"].sum(dtype=np.float64)
     if not math.isfinite(total):
@@ -121,7 +121,7 @@ def _check_arrays(plan: Plan, batch: Batch, count: int) -> None:
                 f"got {list(array.shape)} {array.dtype}"
             )
         if len(array) != count:
-            raise BadBatch(f"batch[{name!r}] has {len(array)} rows, expected {count} as in 'targets'")
+            raise BadBatch(f"batch[{name!r}] has {len(array)} rows, expected {count} as in 'weights'")
         if spec.below is not None and array.size and not 0 <= array.min() <= array.max() < spec.below:
             invalid_id = array[(array < 0) | (array >= spec.below)][0]
             raise BadBatch(f"batch[{name!r}]: {invalid_id} is not one of 0..{spec.below - 1}")
@@ -136,7 +136,7 @@ def pad_batch(plan: Plan, batch: Batch) -> tuple[dict[str, np.ndarray], tuple[ra
     """
     full: dict[str, np.ndarray] = {}
     ranges: tuple[range, ...] = ()
-    target_shape = plan.inputs["targets"].shape  # an input of this shape has one row of logits per position
+    target_shape = plan.inputs["weights"].shape  # an input of this shape has one row of logits per position
     for name, spec in plan.inputs.items():
         array = np.zeros((plan.rows, *spec.shape), spec.dtype)
         if name in batch:

@@ -221,10 +221,14 @@ class Ops(ABC):
         """
 
     @abstractmethod
-    def cross_entropy(self, logits: Tensor, targets: Tensor, weights: Tensor) -> Tensor:
+    def cross_entropy(
+        self, logits: Tensor, targets: Tensor, weights: Tensor, smoothing: float = 0.0, z_loss: float = 0.0
+    ) -> Tensor:
         """Return the sum over positions of weight * -log softmax(logits)[target]: a scalar.
 
-        logits [..., V], targets [...] integers, weights [...]; weights that sum to 1 make it a mean.
+        logits [..., V], targets [...] integers, weights [...]; weights that sum to 1 make it a mean. With label
+        `smoothing` s, a position counts (1 - s) * -log p[target] + s * mean over V of -log p (Szegedy et al. 2016).
+        `z_loss` z adds z * log(sum(exp(logits)))^2 (Chowdhery et al. 2022).
         """
 
     # -- composed of primitives; an engine may override them ---------------------------------------------------

@@ -7,7 +7,7 @@ import math
 import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -17,6 +17,7 @@ from toyexp.base.packages import error_location
 from toyexp.base.validators import require_range
 from toyexp.interfaces.dataset import InputSpec
 from toyexp.interfaces.model import Model
+from toyexp.interfaces.objective import CrossEntropy, Objective
 from toyexp.interfaces.ops import AdaptedWeight, LowRank, Params, Tensor
 from toyexp.interfaces.optimiser import AdamW, Group, Optimiser, Rule, check_rule
 from toyexp.interfaces.values import Values
@@ -79,7 +80,7 @@ class Plan:
 
     model: Model
     tensors: tuple[PlanTensor, ...]
-    inputs: Mapping[str, InputSpec]  # batch arrays by name, incl. integer `targets` and float `weights`
+    inputs: Mapping[str, InputSpec]  # batch arrays by name, incl. float `weights` and what model and objective read
     rows: int  # examples in a micro-batch
     accumulate: int = 1  # micro-batches per step
     grad_clip: float = 0.0  # maximum global gradient norm; 0: no clipping
@@ -87,6 +88,7 @@ class Plan:
     seed: int = 0
     skip_nonfinite: bool = False  # skip steps with a NaN or infinite loss or gradient
     groups: tuple[Group, ...] = ()  # parameter groups; () means one AdamW rule for all tensors
+    objective: Objective = field(default_factory=CrossEntropy)  # what a step minimises
 
     def __post_init__(self) -> None:
         names = Counter(t.name for t in self.tensors)
@@ -101,13 +103,21 @@ class Plan:
             if isinstance(adapter, LoraAdapter) and adapter.dropout and adapter.mask not in self.inputs:
                 raise UserError(f"plan: the dropout of {adapter.target} needs input {adapter.mask}, which is missing")
         require_range("plan", self, rows="[1,inf)", accumulate="[1,inf)", grad_clip="[0,inf)")
-        for name, kind in (("targets", "int"), ("weights", "float")):
-            dtype = self.inputs[name].dtype if name in self.inputs else "missing"
-            if not dtype.startswith(kind):
-                raise UserError(f"plan: inputs must include {kind} {name}; got {dtype}")
+        if "weights" not in self.inputs or not self.inputs["weights"].dtype.startswith("float"):
+            raise UserError("plan: inputs must include float weights")
+        self.objective.check_inputs(self.model, self.inputs)
+        self._check_rows()
         names_in_groups = [name for group in self.groups for name in group.tensors]
         if self.groups and sorted(names_in_groups) != sorted(t.name for t in self.trainable):
             raise UserError("plan: its groups must hold each trainable tensor exactly once")
+
+    def _check_rows(self) -> None:
+        """Raise UserError if micro-batches would separate rows that the objective compares with each other."""
+        together, name = self.objective.rows_together, self.objective.name
+        if together == 0 and self.accumulate > 1:
+            raise UserError(f"optim.accumulate={self.accumulate}: objective={name} compares all rows of a batch; set 1")
+        if together and self.rows % together:
+            raise UserError(f"objective={name}: needs micro-batches of a multiple of {together} rows, not {self.rows}")
 
     def tensor(self, name: str) -> PlanTensor:
         """Return a tensor by name. Raise KeyError if the plan does not have it."""

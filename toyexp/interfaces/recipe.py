@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
@@ -13,6 +13,7 @@ from toyexp.interfaces.dataset import InputSpec
 from toyexp.interfaces.engine import Engine
 from toyexp.interfaces.kind import TOKENS, Kind
 from toyexp.interfaces.model import Model
+from toyexp.interfaces.objective import CrossEntropy, Objective
 from toyexp.interfaces.optimiser import FROM_SCRATCH
 from toyexp.interfaces.plan import Lens, LoraAdapter, Plan, PlanTensor
 from toyexp.interfaces.run_preview import RunPreview
@@ -33,6 +34,7 @@ class Setup:
     grad_clip: float = 0.0
     seed: int = 0
     skip_nonfinite: bool = False
+    objective: Objective = field(default_factory=CrossEntropy)
 
     def plan(self, model: Model, tensors: Sequence[PlanTensor], adapters: Sequence[LoraAdapter | Lens] = ()) -> Plan:
         """Return a Plan of these tensors and adapters, with the other fields taken from this setup."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from enum import Enum
 from typing import Any, ClassVar, NamedTuple, Self, TypeVar, final
@@ -149,7 +150,7 @@ class Session(ABC):
             micros = micro_batches(self.plan, batch)
         if len(micros) != self.plan.accumulate:
             rows = self.plan.accumulate * self.plan.rows
-            raise BadBatch(f"step(): a batch of {len(batch['targets'])} rows, expected {rows}")
+            raise BadBatch(f"step(): a batch of {len(batch['weights'])} rows, expected {rows}")
         return StepInput(micros, numbers)
 
     @final
@@ -171,6 +172,17 @@ class Session(ABC):
         for micro in micros:
             total += self.do_loss(micro)
         return micros.mean(total)
+
+    @final
+    def metrics(self, batches: Iterable[Batch]) -> dict[str, float]:
+        """Return the objective's held-out metrics on `batches`, keyed by name: means weighted by the target weights."""
+        self._require(State.BUILT, "metrics()")
+        if not self.plan.objective.metric_names:
+            return {}
+        micros, totals = HeldOut(self.plan, batches), Counter[str]()
+        for micro in micros:
+            totals.update(self.do_metrics(micro))
+        return {name: micros.mean(totals[name]) for name in self.plan.objective.metric_names}
 
     @final
     def logits(self, batch: Batch) -> np.ndarray:
@@ -336,7 +348,12 @@ class Session(ABC):
 
     @abstractmethod
     def do_loss(self, micro: Batch) -> float:
-        """Return the sum of target weight times loss over one micro-batch, without training."""
+        """Return the sum over one micro-batch that `plan.objective.held_out_loss` computes, without training."""
+
+    def do_metrics(self, micro: Batch) -> Mapping[str, float]:
+        """Return the sums that `plan.objective.metrics` computes over one micro-batch, keyed by name."""
+        names = ", ".join(self.plan.objective.metric_names)
+        raise SessionError(f"{type(self).__name__} does not compute the objective's metrics {names}")
 
     @abstractmethod
     def do_logits(self, micro: Batch, rows: int) -> np.ndarray:

@@ -66,6 +66,8 @@ def _differences(a: Plan, b: Plan) -> Iterator[str]:
         yield from _differing_value(f"model.{name}", sizes[name], others.get(name))
     for name in ("rows", "accumulate"):
         yield from _differing_value(f"the plan's {name}", getattr(a, name), getattr(b, name))
+    if not _has_same_settings(a.objective, b.objective):
+        yield "the objectives differ"
     for subject, extract in (
         ("the batches", lambda p: {n: (s.shape, s.dtype) for n, s in p.inputs.items()}),
         ("the tensors", lambda p: [(t.name, t.shape, t.trainable) for t in p.tensors]),
@@ -83,7 +85,7 @@ def _differences(a: Plan, b: Plan) -> Iterator[str]:
 
 
 def _has_same_settings(a: Any, b: Any) -> bool:
-    """Return True if two rules have the same class and equal settings. Settings that cannot be compared differ."""
+    """Return True if two parts have the same class and equal settings. Settings that cannot be compared differ."""
     try:
         return type(a) is type(b) and bool(vars(a) == vars(b))
     except (TypeError, ValueError):  # arrays have no single truth value

@@ -24,6 +24,7 @@ from toyexp.interfaces.format import Format
 from toyexp.interfaces.hooks import RunHooks
 from toyexp.interfaces.kind import Kind
 from toyexp.interfaces.model import Model
+from toyexp.interfaces.objective import Objective
 from toyexp.interfaces.optimiser import MODES, Optimiser
 from toyexp.interfaces.recipe import Recipe
 
@@ -35,6 +36,7 @@ KINDS: dict[str, tuple[type, str]] = {
     "engine": (Engine, "register_engines"),
     "recipe": (Recipe, "register_recipes"),
     "optim": (Optimiser, "register_optimisers"),
+    "objective": (Objective, "register_objectives"),
     "model": (Model, "register_models"),
     "data": (Data, "register_data"),
     "callbacks": (Callback, "register_callbacks"),

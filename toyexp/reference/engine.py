@@ -107,11 +107,14 @@ class ReferenceOps(Ops):
     def swiglu(self, gate: Array, up: Array) -> Array:
         return gate / (1 + np.exp(-gate)) * up
 
-    def cross_entropy(self, logits: Array, targets: Array, weights: Array) -> Array:
+    def cross_entropy(
+        self, logits: Array, targets: Array, weights: Array, smoothing: float = 0.0, z_loss: float = 0.0
+    ) -> Array:
         top = logits.max(-1, keepdims=True)
         log_sum = np.log(np.exp(logits - top).sum(-1)) + top[..., 0]
         chosen = np.take_along_axis(logits, targets[..., None].astype(int), axis=-1)[..., 0]
-        return (weights * (log_sum - chosen)).sum()
+        expected = (1 - smoothing) * chosen + smoothing * logits.mean(-1)
+        return (weights * (log_sum - expected + z_loss * log_sum**2)).sum()
 
 
 def reference_logits(plan: Plan, values: Mapping[str, Array], batch: Batch) -> Array:
@@ -120,14 +123,17 @@ def reference_logits(plan: Plan, values: Mapping[str, Array], batch: Batch) -> A
     return plan.model.forward(ReferenceOps(), plan.params(wide, batch), batch)
 
 
-def reference_loss(plan: Plan, values: Mapping[str, Array], batch: Batch) -> float:
-    """Return the mean loss over the targets of a batch, weighted by the batch's `weights`, in float64.
+def reference_loss(plan: Plan, values: Mapping[str, Array], batch: Batch, held_out: bool = False) -> float:
+    """Return the mean loss of a batch, weighted by the batch's `weights`, in float64.
 
-    `values` are the plan's tensors, keyed by name.
+    It is the training loss of the plan's objective or, if `held_out`, its held-out loss. `values` are the plan's
+    tensors, keyed by name.
     """
-    weights = batch["weights"].astype(np.float64)
-    logits = reference_logits(plan, values, batch)
-    return float(ReferenceOps().cross_entropy(logits, batch["targets"], weights / weights.sum()))
+    wide = {name: value.astype(np.float64) for name, value in values.items()}
+    floats = {name: array.astype(np.float64) for name, array in batch.items() if array.dtype.kind == "f"}
+    scaled = {**batch, **floats, "weights": floats["weights"] / floats["weights"].sum()}
+    loss = plan.objective.held_out_loss if held_out else plan.objective.loss
+    return float(loss(ReferenceOps(), plan.model, plan.params(wide, scaled), scaled))
 
 
 def reference_slope(

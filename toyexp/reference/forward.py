@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import math
 import traceback
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from numbers import Real
 from typing import Any, NoReturn, TypeGuard
 
@@ -19,6 +20,7 @@ from toyexp.base.packages import error_location
 from toyexp.interfaces.arithmetic import Shaped, is_shape
 from toyexp.interfaces.decoder import IncrementalOps
 from toyexp.interfaces.model import TensorSpec
+from toyexp.interfaces.objective import CrossEntropy
 from toyexp.interfaces.ops import AdaptedWeight, Ops, Params, Rotary
 from toyexp.interfaces.plan import Plan, PlanTensor
 from toyexp.interfaces.values import Values
@@ -38,6 +40,8 @@ def check_forward(plan: Plan, recipe: str) -> None:
     planned = {t.name: Shaped(t.shape) for t in plan.tensors}
     if plan.adapters or {name: t.shape for name, t in planned.items()} != model:
         _forward(plan, recipe, plan.params(planned, _batch(plan)))
+    if type(plan.objective) is not CrossEntropy:
+        _check_objective(plan, plan.params(planned, _batch(plan)))
 
 
 def count_blocks(plan: Plan) -> int:
@@ -86,20 +90,10 @@ def _batch(plan: Plan) -> dict[str, Shaped]:
 
 def _forward(plan: Plan, who: str, params: Params) -> None:
     """Run the forward pass over shapes. If it fails, raise UserError, which names `who` and the line of the plugin."""
-    ops = OpShapes()
-    try:
-        logits: Any = plan.model.forward(ops, params, _batch(plan))
-    except UserError as error:
-        raise UserError(f"{who}: in its forward pass {error}{error_location(error, of_plugins=True)}") from error
-    except (Exception, SystemExit) as error:
-        if has_own_message(error):
-            raise
-        if isinstance(error, KeyError) and [*traceback.walk_tb(error.__traceback__)][-1][0].f_code is LOOK_UP:
-            name = str(error.args[0])
-            has = f"there is no tensor {printable(name)}; {suggest(name, params)}"
-            raise UserError(f"{who}: in its forward pass {has}{error_location(error, of_plugins=True)}") from error
-        raise UserError(str(plugin_failure(who, "in its forward pass", error))) from error
-    targets = plan.inputs["targets"]
+    logits = _call(who, "in its forward pass", params, lambda: plan.model.forward(OpShapes(), params, _batch(plan)))
+    targets = plan.inputs.get("targets")
+    if not isinstance(plan.objective, CrossEntropy) or targets is None:
+        return
     shape = (plan.rows, *targets.shape)
     if not _is_tensor(logits) or logits.shape[:-1] != shape:
         expected = ", ".join(map(str, (*shape, "classes")))
@@ -107,6 +101,39 @@ def _forward(plan: Plan, who: str, params: Params) -> None:
     if targets.below is not None and logits.shape[-1] < targets.below:
         classes = f"{logits.shape[-1]} classes, but targets go up to {targets.below - 1}"
         raise UserError(f"{who}: its forward pass returns logits of {classes}")
+
+
+def _check_objective(plan: Plan, params: Params) -> None:
+    """Run the methods of the plan's objective over shapes; raise UserError if one fails or returns no scalar."""
+    objective, batch, who = plan.objective, _batch(plan), f"objective.{plan.objective.name}"
+    methods: list[Callable[..., Any]] = [objective.loss, objective.held_out_loss, objective.metrics]
+    for method in methods:
+        when = f"in {method.__name__}()"
+        result = _call(who, when, params, partial(method, OpShapes(), plan.model, params, batch))
+        scalars = result if method == objective.metrics else {"the loss": result}
+        names = objective.metric_names if method == objective.metrics else ("the loss",)
+        if not isinstance(scalars, Mapping) or {*scalars} != {*names}:
+            expected = ", ".join(names) or "nothing"
+            raise UserError(f"{who}: metrics() returns {_describe(scalars)}, expected a mapping with {expected}")
+        for name, value in scalars.items():
+            if not _is_tensor(value) or value.shape != ():
+                raise UserError(f"{who}: {when} {name} is {_describe(value)}, expected a scalar, such as ops.sum(x)")
+
+
+def _call(who: str, when: str, params: Params, call: Callable[[], Any]) -> Any:
+    """Return call(). If it fails, raise UserError, which names `who`, `when` and the line of the plugin."""
+    try:
+        return call()
+    except UserError as error:
+        raise UserError(f"{who}: {when} {error}{error_location(error, of_plugins=True)}") from error
+    except (Exception, SystemExit) as error:
+        if has_own_message(error):
+            raise
+        if isinstance(error, KeyError) and [*traceback.walk_tb(error.__traceback__)][-1][0].f_code is LOOK_UP:
+            name = str(error.args[0])
+            has = f"there is no tensor {printable(name)}; {suggest(name, params)}"
+            raise UserError(f"{who}: {when} {has}{error_location(error, of_plugins=True)}") from error
+        raise UserError(str(plugin_failure(who, when, error))) from error
 
 
 @dataclass(frozen=True, eq=False)
@@ -122,7 +149,11 @@ def count_activations(plan: Plan) -> int:
     """
     ops = OpShapes()
     tensors = {t.name: Shaped(t.shape) for t in plan.tensors}
-    logits = plan.model.forward(ops, plan.params(tensors, _batch(plan)), _batch(plan))
+    batch = _batch(plan)
+    if type(plan.objective) is not CrossEntropy:
+        plan.objective.loss(ops, plan.model, plan.params(tensors, batch), batch)
+        return max(ops.read - sum(t.size for t in plan.tensors), 0)
+    logits = plan.model.forward(ops, plan.params(tensors, batch), batch)
     return max(ops.read - sum(t.size for t in plan.tensors), 0) + 2 * math.prod(logits.shape)
 
 
@@ -246,7 +277,9 @@ class OpShapes(Ops):
         self._require(fits, "attention", q, k, v)
         return Shaped((b, t, heads * size))
 
-    def cross_entropy(self, logits: Shaped, targets: Shaped, weights: Shaped) -> Shaped:
+    def cross_entropy(
+        self, logits: Shaped, targets: Shaped, weights: Shaped, smoothing: float = 0.0, z_loss: float = 0.0
+    ) -> Shaped:
         self._take("cross_entropy", logits, weights)
         fits = isinstance(targets, Ids) and logits.shape[:-1] == targets.shape == weights.shape
         self._require(fits, "cross_entropy", logits, targets, weights)

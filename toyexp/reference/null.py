@@ -63,9 +63,12 @@ class NullSession(Session):
         """Return the loss after the steps taken so far, multiplied by the sum of the batch's weights."""
         return self._loss() * float(micro["weights"].sum())
 
+    def do_metrics(self, micro: Batch) -> Mapping[str, float]:
+        return dict.fromkeys(self.plan.objective.metric_names, 0.0)
+
     def do_logits(self, micro: Batch, rows: int) -> np.ndarray:
         """Return zeros, so that all tokens are equally likely."""
-        shape = self.plan.inputs["targets"].shape
+        shape = self.plan.inputs["weights"].shape
         classes = next(t.shape[0] for t in self.plan.tensors if len(t.shape) > 1)
         return np.zeros((rows, *shape, classes), np.float32)
 

@@ -17,7 +17,8 @@ from toyexp.training.provenance import read_origin
 
 DIGEST = " digest"  # suffix of the column that separates runs with different data or base files
 WHOSE = "whose"  # column that separates equal runs of different people
-PARTS = ("recipe", "model", "data", "engine", "optim")  # presets come before the settings that they bring
+# Presets come before the settings that they bring.
+PARTS = ("recipe", "model", "data", "engine", "optim", "objective")
 # Settings that do not separate points: numbers do not depend on them, or only as they do on a seed.
 POOLED_KEYS = ("seed", "name", "plugins", "callbacks", "checkpoint_every", "checkpoint_keep")
 

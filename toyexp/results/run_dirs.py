@@ -44,7 +44,7 @@ RESULT_TYPES = {  # keys of result.json that are read, with their types
 }
 PRUNED_PREFIX = "sweep.prune="  # start of the stop reason of a run that a search pruned
 FINAL_STATES = ("completed", "diverged", "stopped")  # states of runs whose numbers count in a comparison
-_CHOICE = re.compile(r"^- (model|data|recipe|engine|optim): (\S+)$", re.MULTILINE)
+_CHOICE = re.compile(r"^- (model|data|recipe|engine|optim|objective): (\S+)$", re.MULTILINE)
 _SETTING = re.compile(r"^(name|seed|steps|batch_size|lr): (.+)$", re.MULTILINE)
 _ENGINE = re.compile(r'"backend": \{"kind": "([^"]+)"')
 _STARTED = re.compile(r'"started_at": "([^"]+)"')

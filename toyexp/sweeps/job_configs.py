@@ -43,7 +43,8 @@ from toyexp.training.rundir import read_settings
 
 CHOICES = 8  # combinations of presets that are composed for the check; each takes 0.1 s
 VALUES = 1000  # jobs that are checked before the first one starts
-COMPARED = {"model", "data", "recipe", "optim", "seed", "lr", "batch_size"}  # must agree when a job resumes a run
+# These must agree when a job resumes a run.
+COMPARED = {"model", "data", "recipe", "optim", "objective", "seed", "lr", "batch_size"}
 SMALL = 20_000_000  # parameters; models up to this size train faster in a stack on a GPU (at 6M three times as fast)
 
 

@@ -116,7 +116,8 @@ def forward_interrupts(loops: Iterable[Requests[Any]]) -> Iterator[None]:
 def _evaluate(stack: Stack, evals: Mapping[int, Callable[[], Iterable[Batch]]]) -> Mapping[int, Answer]:
     def wait(row: int, loss: Callable[[], float]) -> tuple[float, Mapping[str, float]]:
         session = stack.sessions[row]
-        return loss(), compute_scores(session.plan.model, session.logits, evals[row]())
+        scores = compute_scores(session.plan.model, session.logits, evals[row]())
+        return loss(), {**scores, **session.metrics(evals[row]())}
 
     try:
         losses = stack.losses({row: batches() for row, batches in evals.items()})

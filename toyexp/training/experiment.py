@@ -122,7 +122,7 @@ def _build_plan(config: Config, dataset: Dataset, model: Model, batches: Batches
         model.reads.with_bounds(batches.inputs, dataset.vocab),
         settings.batch_size // optim.accumulate, optim.accumulate, optim.grad_clip,
         settings.seed if settings.model_seed is None else settings.model_seed,
-        settings.nonfinite == "skip",
+        settings.nonfinite == "skip", config.objective,
     )  # fmt: skip
     check_tensors(f"model.{model.name}", model.tensors)
     who = f"recipe.{recipe.name}"

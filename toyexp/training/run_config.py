@@ -19,6 +19,7 @@ from toyexp.interfaces.dataset import Batches, Dataset
 from toyexp.interfaces.engine import Engine
 from toyexp.interfaces.kind import perplexity
 from toyexp.interfaces.model import Model, model_settings
+from toyexp.interfaces.objective import Objective
 from toyexp.interfaces.optimiser import Optimiser
 from toyexp.interfaces.plan import Plan, describe_adapters, idle_group_warnings, sign_flip_warnings
 from toyexp.interfaces.recipe import Recipe
@@ -39,6 +40,7 @@ class Config:
     recipe: Recipe
     engine: Engine = field(metadata=about("engine and device that compute the run", FREE))
     optim: Optimiser
+    objective: Objective
     callbacks: dict[str, Callback] = field(metadata=about("callbacks that log, stop and export the run", FREE, ASIDE))
     plain: dict[str, Any]  # the resolved settings, for the run directory
     engine_note: str  # name of the engine and why it was chosen
@@ -231,6 +233,7 @@ def facts(prepared: Prepared, engine: dict[str, Any]) -> dict[str, Any]:
         "config": {"steps": settings.steps, "lr": settings.lr, "seed": settings.seed, "batch": settings.batch_size},
         "config_sha256": config_hash(prepared.config.plain),
         "optim": prepared.optim.describe(settings.lr),
+        "objective": {"name": prepared.plan.objective.name, **prepared.plan.objective.settings()},
         "schedules": prepared.bus.schedules,
     }
 

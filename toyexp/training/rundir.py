@@ -37,7 +37,7 @@ from toyexp.base.writing import convert_write_errors, dump_json, open_for_writin
 log = logging.getLogger("toyexp")
 
 # Groups whose presets give a saved config its types when Hydra composes it again.
-_GROUPS = ("model", "data", "recipe", "engine", "optim")
+_GROUPS = ("model", "data", "recipe", "engine", "optim", "objective")
 CONFIG_LIMIT = 1 << 20  # bytes; a larger config.yaml is not read
 MAX_LIBYAML_SIZE = 8 << 10  # characters; longer YAML could nest deep enough to overflow libyaml's stack
 GIT_SECONDS = 5.0  # how long a commit is cached

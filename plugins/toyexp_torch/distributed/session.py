@@ -214,6 +214,12 @@ class RankSession(TorchSession):
         self._group.sum(total)()
         return float(total)
 
+    def do_metrics(self, micro: Batch) -> Mapping[str, float]:
+        local_metrics = super().do_metrics(micro)
+        totals = torch.tensor([*local_metrics.values()], dtype=torch.float64, device=self._device)
+        self._group.sum(totals)()
+        return dict(zip(local_metrics, totals.tolist(), strict=True))
+
     def do_logits(self, micro: Batch, rows: int) -> np.ndarray:
         local_logits = super().do_logits(micro, rows)
         logits = torch.zeros((self._config.count, *local_logits.shape), device=self._device)
@@ -333,6 +339,10 @@ class LeadSession(RankSession):
     def do_loss(self, micro: Batch) -> float:
         with self._call_others("do_loss", lambda rank: self._split_rows([micro], rank)):
             return super().do_loss(self._split_rows([micro], 0)[0])
+
+    def do_metrics(self, micro: Batch) -> Mapping[str, float]:
+        with self._call_others("do_metrics", lambda rank: self._split_rows([micro], rank)):
+            return super().do_metrics(self._split_rows([micro], 0)[0])
 
     def do_logits(self, micro: Batch, rows: int) -> np.ndarray:
         with self._call_others("do_logits", lambda rank: (self._split_rows([micro], rank)[0], self._local_plan.rows)):

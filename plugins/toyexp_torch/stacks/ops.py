@@ -12,7 +12,7 @@ from torch import Tensor
 
 from toyexp import Rotary
 from toyexp_torch.kernels.packed import Packed
-from toyexp_torch.ops import TorchOps
+from toyexp_torch.ops import TorchOps, position_losses
 
 
 class StackedOps(TorchOps):
@@ -47,17 +47,15 @@ class StackedOps(TorchOps):
     def attention(self, q: Tensor, k: Tensor, v: Tensor, causal: bool = True) -> Tensor:
         return _apply_to_rows(partial(super().attention, causal=causal), q, k, v)
 
-    def cross_entropy(self, logits: Tensor, targets: Tensor, weights: Tensor) -> Tensor:
-        return (_apply_to_rows(_position_losses, logits, targets) * weights).sum()
+    def cross_entropy(
+        self, logits: Tensor, targets: Tensor, weights: Tensor, smoothing: float = 0.0, z_loss: float = 0.0
+    ) -> Tensor:
+        losses = _apply_to_rows(partial(position_losses, smoothing=smoothing, z_loss=z_loss), logits, targets)
+        return (losses * weights).sum()
 
 
 def _rotate(x: Tensor, by: Tensor) -> Tensor:
     return torch.view_as_real(torch.view_as_complex(x.contiguous().unflatten(-1, (-1, 2))) * by).flatten(-2)
-
-
-def _position_losses(logits: Tensor, targets: Tensor) -> Tensor:
-    losses = F.cross_entropy(logits.flatten(0, -2), targets.flatten().long(), reduction="none")
-    return losses.view(targets.shape)
 
 
 def _apply_to_rows(function: Callable[..., Tensor], *tensors: Tensor) -> Tensor:

@@ -145,7 +145,7 @@ class StackedStep:
     def losses(self, micro: Micro) -> Tensor:
         """Return the loss of one micro-batch of each run, [k], without training."""
         with torch.no_grad(), self._autocast():
-            return self._losses(self._weights(), self._frozen, micro)
+            return self._map(self._plan.objective.held_out_loss, self._weights(), self._frozen, micro)
 
     def _weights(self) -> dict[str, Tensor]:
         flat = self._flat if self._rows is None else self._flat[self._rows]
@@ -157,21 +157,21 @@ class StackedStep:
         losses: list[Tensor] = []
         for micro in micros:
             with self._autocast():
-                by_run = self._losses(leaves, self._frozen, micro)
+                by_run = self._map(self._plan.objective.loss, leaves, self._frozen, micro)
             gradients = torch.autograd.grad(by_run.sum(), [*leaves.values()], allow_unused=True, materialize_grads=True)
             add = torch._foreach_add_ if losses else torch._foreach_copy_
             add(self._grads, gradients)
             losses.append(by_run.detach())
         return losses[0] if len(losses) == 1 else torch.stack(losses).sum(0)
 
-    def _losses(self, *arguments: Any) -> Tensor:
-        losses: Tensor = torch.vmap(self._loss, self._in_dims)(*arguments)
-        return losses
+    def _map(self, loss: Callable[..., Tensor], *arguments: Any) -> Tensor:
+        """Return the losses of all runs, [k], computed by a method of the objective."""
 
-    def _loss(self, leaves: Mapping[str, Tensor], frozen: Mapping[str, Tensor], batch: Micro) -> Tensor:
-        params = self._plan.params({**leaves, **frozen}, batch)
-        logits = self._plan.model.forward(self._ops, params, batch)
-        return self._ops.cross_entropy(logits, batch["targets"], batch["weights"])
+        def compute(leaves: Mapping[str, Tensor], frozen: Mapping[str, Tensor], batch: Micro) -> Tensor:
+            return loss(self._ops, self._plan.model, self._plan.params({**leaves, **frozen}, batch), batch)
+
+        losses: Tensor = torch.vmap(compute, self._in_dims)(*arguments)
+        return losses
 
 
 class StackedResident:

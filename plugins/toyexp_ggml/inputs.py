@@ -112,6 +112,23 @@ class Inputs:
         hidden = lambda: np.triu(np.full((queries, keys), -np.inf, np.float32), 1 + keys - queries)  # noqa: E731
         return self._constant(("mask", queries, keys), hidden)
 
+    def visible(self, length: int, window: int, fill: float) -> Node:
+        """Return a matrix [length, length] over queries and keys: `fill` if hidden; else 1 for fill 0, and 0 for -inf.
+
+        Later keys are hidden and, with a window, those that are `window` or more positions before the query.
+        """
+
+        def make() -> np.ndarray:
+            before = np.subtract.outer(np.arange(length), np.arange(length))
+            seen = (before >= 0) & ((before < window) | (window == 0))
+            return np.where(seen, np.float32(fill == 0), np.float32(fill))
+
+        return self._constant(("visible", length, window, fill), make)
+
+    def triangle(self, length: int) -> Node:
+        """Return a matrix [length, length] with 1 on and below its diagonal and 0 above."""
+        return self.visible(length, 0, 0.0)
+
     # -- computed from the batch ------------------------------------------------------------------------------
 
     def _derive(self, key: Any, shape: tuple[int, ...], dtype: Any, make: Callable[[Batch], np.ndarray]) -> Node:

@@ -104,25 +104,135 @@ class GGMLOps(Products):
         return y if bias is None else self.add(y, bias)
 
     def add(self, a: Node, b: Node) -> Node:
-        g = self.g
-        if a.shape[len(a.shape) - len(b.shape) :] != b.shape:
-            raise GraphError(f"add: {list(b.shape)} does not match the last axes of {list(a.shape)}")
-
-        def db(dy: Node) -> Node:
-            if a.shape == b.shape:
-                return dy
-            return g.reshape(self._sum_rows(g.reshape(dy, a.size // b.size, b.size)), *b.shape)
-
-        return self._record(g.add(a, b), (a, b), lambda dy: (lambda: dy, lambda: db(dy)))
+        self._check_repeats("add", a, b)
+        return self._record(self.g.add(a, b), (a, b), lambda dy: (lambda: dy, lambda: self._sum_to(dy, b.shape)))
 
     def mul(self, a: Node, b: Node) -> Node:
         g = self.g
-        if a.shape != b.shape:
-            raise GraphError(f"mul: the shapes {list(a.shape)} and {list(b.shape)} differ")
-        return self._record(g.mul(a, b), (a, b), lambda dy: (lambda: g.mul(dy, b), lambda: g.mul(dy, a)))
+        self._check_repeats("mul", a, b)
+        return self._record(
+            g.mul(a, b), (a, b), lambda dy: (lambda: g.mul(dy, b), lambda: self._sum_to(g.mul(dy, a), b.shape))
+        )
 
-    def scale(self, x: Node, factor: float) -> Node:
-        return self._record(self.g.scale(x, factor), (x,), lambda dy: (lambda: self.g.scale(dy, factor),))
+    def div(self, a: Node, b: Node) -> Node:
+        g = self.g
+        self._check_repeats("div", a, b)
+        y = g.div(a, b)
+
+        def db(dy: Node) -> Node:
+            return g.scale(self._sum_to(g.div(g.mul(dy, y), b), b.shape), -1.0)
+
+        return self._record(y, (a, b), lambda dy: (lambda: g.div(dy, b), lambda: db(dy)))
+
+    def _check_repeats(self, op: str, a: Node, b: Node) -> None:
+        """Raise GraphError unless b has the shape of a, apart from missing leading axes and axes of size 1."""
+        own = a.shape[max(len(a.shape) - len(b.shape), 0) :]
+        if len(own) != len(b.shape) or any(n not in (1, size) for n, size in zip(b.shape, own, strict=True)):
+            raise GraphError(f"{op}: {list(b.shape)} cannot be repeated to {list(a.shape)}")
+
+    def _sum_to(self, x: Node, shape: tuple[int, ...]) -> Node:
+        """Return x summed over the axes that `shape` lacks, or has with size 1, in `shape`."""
+        if x.shape == shape:
+            return x
+        own = x.shape[len(x.shape) - len(shape) :]  # the axes of x that shape has too
+        if len(own) < len(x.shape):
+            x = self.g.reshape(self._sum_rows(self.g.reshape(x, x.size // math.prod(own), math.prod(own))), *own)
+        for axis, size in enumerate(shape):
+            x = self._sum_axis(x, axis) if size < own[axis] else x
+        return x
+
+    def scale(self, x: Node, factor: float, offset: float = 0.0) -> Node:
+        return self._record(self.g.scale(x, factor, offset), (x,), lambda dy: (lambda: self.g.scale(dy, factor),))
+
+    def permute(self, x: Node, axes: Sequence[int]) -> Node:
+        back = [list(axes).index(i) for i in range(len(x.shape))]
+        return self._record(self.g.permute(x, axes), (x,), lambda dy: (lambda: self.g.permute(dy, back),))
+
+    def product(self, a: Node, b: Node, transposed: bool = False) -> Node:
+        fits = 2 <= len(a.shape) == len(b.shape) and a.shape[:-2] == b.shape[:-2]
+        if not fits or a.shape[-1] != b.shape[-1 if transposed else -2]:
+            raise GraphError(f"product: the shapes {list(a.shape)} and {list(b.shape)} do not fit")
+        g, turn = self.g, self._transpose_once
+        y = g.mul_mat(b if transposed else turn(b), a)
+
+        def rule(dy: Node) -> Sequence[Callable[[], Node]]:
+            if transposed:  # y = a b^T
+                return (lambda: g.mul_mat(turn(b), dy), lambda: g.mul_mat(turn(a), turn(dy)))
+            return (lambda: g.mul_mat(b, dy), lambda: g.mul_mat(turn(dy), turn(a)))
+
+        return self._record(y, (a, b), rule)
+
+    def sum(self, x: Node, axis: int | None = None, keep: bool = False) -> Node:
+        g = self.g
+        if axis is None:
+            y = g.total(x, by_rows=self._profile.narrow_sum)
+            return self._record(y, (x,), lambda dy: (lambda: self._repeat(dy, x.shape),))
+        self._check_axis("sum", axis, x)
+        kept = (*x.shape[:axis], 1, *x.shape[axis + 1 :])
+        y = g.reshape(self._sum_axis(x, axis), *(kept if keep or len(kept) == 1 else kept[:axis] + kept[axis + 1 :]))
+        return self._record(y, (x,), lambda dy: (lambda: self._repeat(g.reshape(dy, *kept), x.shape),))
+
+    def _repeat(self, x: Node, shape: tuple[int, ...]) -> Node:
+        return x if x.shape == shape else self.g.add(self._inputs.zeros(*shape), x)
+
+    def _sum_axis(self, x: Node, axis: int) -> Node:
+        """Return x summed over one axis, which stays with size 1."""
+        g, size, kept = self.g, x.shape[axis], (*x.shape[:axis], 1, *x.shape[axis + 1 :])
+        inner = math.prod(x.shape[axis + 1 :])
+        if inner > 1:
+            x = self._transpose(g.reshape(x, x.size // (size * inner), size, inner))
+        return g.reshape(g.sum_last(g.reshape(x, x.size // size, size)), *kept)
+
+    def cumsum(self, x: Node) -> Node:
+        g, length = self.g, x.shape[-1]
+        y = g.mul_mat(self._inputs.triangle(length), g.flat(x))  # y[i] = sum over j <= i of x[j]
+
+        def dx(dy: Node) -> Node:
+            return g.reshape(g.mul_mat(self._transpose_once(self._inputs.triangle(length)), g.flat(dy)), *x.shape)
+
+        return self._record(g.reshape(y, *x.shape), (x,), lambda dy: (lambda: dx(dy),))
+
+    def softmax(self, x: Node) -> Node:
+        p = self.g.softmax(x)
+        return self._record(p, (x,), lambda dy: (lambda: self._softmax_back(dy, p, 1.0),))
+
+    def log_softmax(self, x: Node) -> Node:
+        g = self.g
+        p = g.softmax(x)
+        y = g.sub(x, self._log_sum(x, p))
+
+        def dx(dy: Node) -> Node:
+            return g.sub(dy, g.mul(p, g.sum_last(dy)))
+
+        return self._record(y, (x,), lambda dy: (lambda: dx(dy),))
+
+    def _log_sum(self, x: Node, p: Node) -> Node:
+        """Return log(sum(exp(x))) over the last axis, [.., 1], given p = softmax(x).
+
+        It is sum(p (x - log p)), because log p = x - log(sum(exp(x))) and p sums to 1.
+        """
+        g = self.g
+        return g.sum_last(g.mul(p, g.sub(x, self._log(p))))
+
+    def take(self, x: Node, ids: Ids) -> Node:
+        g = self.g
+        n, classes = x.size // x.shape[-1], x.shape[-1]
+        indices = self._inputs.target_indices(ids, n, classes)
+        y = g.get_rows(g.reshape(x, n * classes, 1), indices)
+
+        def dx(dy: Node) -> Node:
+            zeros = g.scale(self._inputs.zeros(n * classes, 1), 0.0)
+            return g.reshape(g.set_rows(zeros, g.reshape(dy, n, 1), indices), *x.shape)
+
+        return self._record(g.reshape(y, *ids.shape), (x,), lambda dy: (lambda: dx(dy),))
+
+    def causal(self, x: Node, window: int = 0, fill: float = -math.inf) -> Node:
+        g = self.g
+        if x.shape[-1] != x.shape[-2]:
+            raise GraphError(f"causal: expected [.., T, T], got {list(x.shape)}")
+        mask, seen = (self._inputs.visible(x.shape[-1], window, value) for value in (fill, 0.0))
+        y = g.mul(x, mask) if fill == 0 else g.add(x, mask)
+        return self._record(y, (x,), lambda dy: (lambda: g.mul(dy, seen),))
 
     def heads(self, x: Node, n: int) -> Node:
         if len(x.shape) != 3 or n < 1 or x.shape[2] % n:
@@ -252,19 +362,24 @@ class GGMLOps(Products):
 
         return self._record(turn(x, back=False), (x,), lambda dy: (lambda: turn(dy, back=True),))
 
-    def attention(self, q: Node, k: Node, v: Node, causal: bool = True) -> Node:
+    def attention(
+        self, q: Node, k: Node, v: Node, causal: bool = True, *, window: int = 0, scale: float | None = None,
+        softcap: float = 0.0, sinks: Node | None = None,
+    ) -> Node:  # fmt: skip
         """Compute attention in blocks of queries, so that causal attention skips most hidden keys.
 
         The query heads that share a key/value head are adjacent, so reshaping [B, H, n, D] joins them without a copy;
-        see `Heads`.
+        see `Heads`. Windows, softcap, sinks and values of another size than keys are composed of other ops.
         """
         g = self.g
+        if (causal and 0 < window < q.shape[1]) or softcap or sinks is not None or v.shape[-1] != k.shape[-1]:
+            return self.compose_attention(q, k, v, causal, window=window, scale=scale, softcap=softcap, sinks=sinks)
         rows, length, heads, size = q.shape
         if k.shape != v.shape or k.shape != (rows, length, k.shape[2], size) or heads % k.shape[2]:
             raise GraphError(
                 f"attention: the shapes of q {list(q.shape)}, k {list(k.shape)} and v {list(v.shape)} do not fit"
             )
-        layout = Heads(g, rows, heads, k.shape[2])
+        layout, factor = Heads(g, rows, heads, k.shape[2]), 1 / math.sqrt(size) if scale is None else scale
         n = self._profile.query_block if causal else length
         q4, k4, v4 = (g.swap_middle(t) for t in (q, k, v))  # [B, H, T, D]
         blocks: list[Block] = []
@@ -275,14 +390,14 @@ class GGMLOps(Products):
             queries = layout.group(g.part(q4, 2, start, stop))
             scores = layout.split(g.mul_mat(g.part(k4, 2, 0, key_count), queries))  # [B, H, n, seen]
             mask = self._inputs.causal_mask(stop - start, key_count) if causal else None
-            weights = g.softmax(scores, mask, 1 / math.sqrt(size))
+            weights = g.softmax(scores, mask, factor)
             outs.append(layout.split(self._multiply(layout.group(weights), g.part(v4, 2, 0, key_count))))
             blocks.append((start, stop, queries, weights))
         y = g.reshape(g.join_heads(outs, self._profile.slow_concat), rows, length, heads * size)
-        return self._record(y, (q, k, v), partial(self._attention_back, layout, blocks, k4, v4))
+        return self._record(y, (q, k, v), partial(self._attention_back, layout, factor, blocks, k4, v4))
 
     def _attention_back(
-        self, layout: Heads, blocks: Sequence[Block], k4: Node, v4: Node, dy: Node
+        self, layout: Heads, scale: float, blocks: Sequence[Block], k4: Node, v4: Node, dy: Node
     ) -> Sequence[Callable[[], Node]]:
         g = self.g
         rows, _, length, size = k4.shape
@@ -293,7 +408,7 @@ class GGMLOps(Products):
             key_count = p.shape[3]
             do = layout.group(g.part(dout, 2, start, stop))
             dp = layout.split(g.mul_mat(g.part(v4, 2, 0, key_count), do))
-            ds = layout.group(self._softmax_back(dp, p, 1 / math.sqrt(size)))
+            ds = layout.group(self._softmax_back(dp, p, scale))
             dqs.insert(0, layout.split(self._multiply(ds, g.part(k4, 2, 0, key_count))))
             # dk = ds^T q and dv = p^T do as one product. Later blocks see more keys, so they are added first.
             slow = self._profile.slow_cont
@@ -312,6 +427,24 @@ class GGMLOps(Products):
         return g.scale(g.mul(p, g.sub(dp, g.sum_last(g.mul(p, dp)))), scale)
 
     # -- activations --------------------------------------------------------------------------------------------
+
+    def step(self, x: Node) -> Node:
+        return self.g.step(x)
+
+    def exp(self, x: Node) -> Node:
+        y = self.g.exp(x)
+        return self._record(y, (x,), lambda dy: (lambda: self.g.mul(dy, y),))
+
+    def log(self, x: Node) -> Node:
+        return self._record(self.g.log(x), (x,), lambda dy: (lambda: self.g.div(dy, x),))
+
+    def relu(self, x: Node) -> Node:
+        return self._record(self.g.relu(x), (x,), lambda dy: (lambda: self.g.mul(dy, self.g.step(x)),))
+
+    def tanh(self, x: Node) -> Node:
+        g = self.g
+        y = g.tanh(x)
+        return self._record(y, (x,), lambda dy: (lambda: g.mul(dy, g.scale(g.sqr(y), -1.0, 1.0)),))
 
     def sigmoid(self, x: Node) -> Node:
         g = self.g
@@ -381,7 +514,7 @@ class GGMLOps(Products):
         losses = g.scale(self._log(picked), -1.0)
         log_sum: Any = None
         if smoothing or z_loss:
-            log_sum = g.sum_last(g.mul(p, g.sub(rows, self._log(p))))  # log p = logits - log_sum, and p sums to 1
+            log_sum = self._log_sum(rows, p)
         if smoothing:
             spread = g.sub(log_sum, g.scale(g.sum_last(rows), 1 / classes))
             losses = g.add(g.scale(losses, 1 - smoothing), g.scale(spread, smoothing))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -58,8 +59,29 @@ class TorchOps(Ops):
     def mul(self, a: Tensor, b: Tensor) -> Tensor:
         return a * b
 
-    def scale(self, x: Tensor, factor: float) -> Tensor:
-        return x * factor
+    def div(self, a: Tensor, b: Tensor) -> Tensor:
+        return a / b
+
+    def scale(self, x: Tensor, factor: float, offset: float = 0.0) -> Tensor:
+        return x * factor + offset if offset else x * factor
+
+    def step(self, x: Tensor) -> Tensor:
+        return (x > 0).to(x.dtype)
+
+    def exp(self, x: Tensor) -> Tensor:
+        return x.exp()
+
+    def log(self, x: Tensor) -> Tensor:
+        return x.log()
+
+    def relu(self, x: Tensor) -> Tensor:
+        return F.relu(x)
+
+    def tanh(self, x: Tensor) -> Tensor:
+        return x.tanh()
+
+    def softplus(self, x: Tensor) -> Tensor:
+        return F.softplus(x, threshold=1e9)  # below torch's default threshold of 20 it is exact
 
     def rms_norm(self, x: Tensor, w: Tensor, eps: float) -> Tensor:
         return F.rms_norm(x.to(w.dtype), (x.shape[-1],), w, eps)
@@ -88,6 +110,30 @@ class TorchOps(Ops):
     def prepend(self, x: Tensor, token: Tensor) -> Tensor:
         return torch.cat((token.to(x.dtype).expand(x.shape[0], 1, -1), x), dim=1)
 
+    def permute(self, x: Tensor, axes: Sequence[int]) -> Tensor:
+        return x.permute(tuple(axes))
+
+    def product(self, a: Tensor, b: Tensor, transposed: bool = False) -> Tensor:
+        return a @ (b.transpose(-1, -2) if transposed else b)
+
+    def sum(self, x: Tensor, axis: int | None = None, keep: bool = False) -> Tensor:
+        return x.sum() if axis is None else x.sum(axis, keepdim=keep)
+
+    def cumsum(self, x: Tensor) -> Tensor:
+        return x.cumsum(-1)
+
+    def softmax(self, x: Tensor) -> Tensor:
+        return x.softmax(-1)
+
+    def log_softmax(self, x: Tensor) -> Tensor:
+        return x.log_softmax(-1)
+
+    def take(self, x: Tensor, ids: Tensor) -> Tensor:
+        return x.gather(-1, ids.long().unsqueeze(-1)).squeeze(-1)
+
+    def causal(self, x: Tensor, window: int = 0, fill: float = -math.inf) -> Tensor:
+        return x.masked_fill(~visible(x.shape[-2], x.shape[-1], window, x.device), fill)
+
     def rope(self, x: Tensor, rotary: Rotary) -> Tensor:
         end = self.start + x.shape[1]
         length = max(end, self.table_length)
@@ -102,10 +148,17 @@ class TorchOps(Ops):
         a, b = x.unflatten(-1, (-1, 2)).unbind(-1)
         return torch.stack((a * cos - b * sin, a * sin + b * cos), dim=-1).flatten(-2).to(x.dtype)
 
-    def attention(self, q: Tensor, k: Tensor, v: Tensor, causal: bool = True) -> Tensor:
+    def attention(
+        self, q: Tensor, k: Tensor, v: Tensor, causal: bool = True, *, window: int = 0, scale: float | None = None,
+        softcap: float = 0.0, sinks: Tensor | None = None,
+    ) -> Tensor:  # fmt: skip
+        if softcap or sinks is not None:
+            return self.compose_attention(q, k, v, causal, window=window, scale=scale, softcap=softcap, sinks=sinks)
         q, k, v = (t.transpose(1, 2) for t in (q, k, v))  # [B, H, T, D]
-        grouped = q.shape[1] != k.shape[1]
-        out = F.scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=grouped)
+        grouped, mask = q.shape[1] != k.shape[1], None
+        if causal and 0 < window < q.shape[2]:
+            causal, mask = False, visible(q.shape[2], k.shape[2], window, q.device)
+        out = F.scaled_dot_product_attention(q, k, v, mask, is_causal=causal, scale=scale, enable_gqa=grouped)
         return out.transpose(1, 2).flatten(-2)
 
     def gelu(self, x: Tensor) -> Tensor:
@@ -127,6 +180,15 @@ def position_losses(logits: Tensor, targets: Tensor, smoothing: float = 0.0, z_l
     if z_loss:
         losses = losses + z_loss * flat.logsumexp(-1).square()
     return losses.view(targets.shape)
+
+
+def visible(queries: int, keys: int, window: int, device: torch.device) -> Tensor:
+    """Return which keys [queries, keys] the last `queries` of `keys` positions see: themselves and earlier ones.
+
+    With a `window` above 0, they see only the last `window` positions, including their own.
+    """
+    ones = torch.ones(queries, keys, dtype=torch.bool, device=device).tril(keys - queries)
+    return ones.triu(keys - queries - window + 1) if window else ones
 
 
 def _rotations(
@@ -196,7 +258,7 @@ class CachedOps(IncrementalOps, TorchOps):
     def __init__(self, context: int):
         super().__init__()
         self.table_length = context
-        self._caches: list[tuple[Tensor, Tensor]] = []  # keys and values [1, Hkv, context, D] for each attention call
+        self._caches: list[tuple[Tensor, Tensor]] = []  # keys and values [1, Hkv, context, ..] for each attention call
         self._calls = 0
 
     def begin(self, start: int) -> None:
@@ -208,7 +270,10 @@ class CachedOps(IncrementalOps, TorchOps):
         rows = slice(self.start, self.start + n)
         return table.dense(rows) if isinstance(table, Packed) else table[rows]
 
-    def attention(self, q: Tensor, k: Tensor, v: Tensor, causal: bool = True) -> Tensor:
+    def attention(
+        self, q: Tensor, k: Tensor, v: Tensor, causal: bool = True, *, window: int = 0, scale: float | None = None,
+        softcap: float = 0.0, sinks: Tensor | None = None,
+    ) -> Tensor:  # fmt: skip
         """Add k and v to the cache, and return the attention of q to all cached positions; see Ops."""
         if not causal:
             raise SessionError("decoder(): this model's attention is not causal, so earlier positions cannot be cached")
@@ -219,10 +284,27 @@ class CachedOps(IncrementalOps, TorchOps):
         self._calls += 1
         new, end = q.shape[2], self.start + q.shape[2]
         keys[:, :, self.start : end], values[:, :, self.start : end] = k, v
-        mask = torch.ones(new, end, dtype=torch.bool, device=q.device).tril(self.start) if new > 1 else None
-        grouped = q.shape[1] != k.shape[1]
-        out = F.scaled_dot_product_attention(q, keys[:, :, :end], values[:, :, :end], mask, enable_gqa=grouped)
+        keys, values = keys[:, :, :end], values[:, :, :end]
+        mask = visible(new, end, window, q.device) if new > 1 or window else None
+        if softcap or sinks is not None:
+            out = self._attend(q, keys, values, mask, scale, softcap, sinks)
+        else:
+            grouped = q.shape[1] != k.shape[1]
+            out = F.scaled_dot_product_attention(q, keys, values, mask, scale=scale, enable_gqa=grouped)
         return out.transpose(1, 2).flatten(-2)
+
+    def _attend(
+        self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float | None, softcap: float,
+        sinks: Tensor | None,
+    ) -> Tensor:  # fmt: skip
+        """Return the attention of q [1, H, n, D] to keys and values [1, Hkv, T, ..], with softcap and sinks."""
+        k, v = (t.repeat_interleave(q.shape[1] // t.shape[1], 1) for t in (k, v))
+        scores = self.product(q, k, transposed=True) * (q.shape[3] ** -0.5 if scale is None else scale)
+        scores = self.softcap(scores, softcap) if softcap else scores
+        scores = scores if mask is None else scores.masked_fill(~mask, -math.inf)
+        if sinks is not None:
+            scores = torch.cat((scores, sinks.view(1, -1, 1, 1).expand(1, -1, scores.shape[2], 1).to(scores)), -1)
+        return self.product(scores.softmax(-1)[..., : k.shape[2]], v)
 
     def _empty_cache(self, x: Tensor) -> Tensor:
         return x.new_empty((1, x.shape[1], self.table_length, x.shape[3]))

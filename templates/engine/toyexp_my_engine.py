@@ -1,7 +1,7 @@
 """An engine that computes with PyTorch in float64 on the CPU. Change it into your own.
 
 The engine checks whether it works here and opens sessions. A session stores the tensors of a plan, takes training steps
-and computes logits: it implements `do_...` methods, whose arguments the base class has checked. The ops implement 14
+and computes logits: it implements `do_...` methods, whose arguments the base class has checked. The ops implement the
 primitives, from which the base class composes all other ops. `toyexp help plugins/ops` has shapes and formulas.
 """
 
@@ -128,7 +128,7 @@ class MyEngineSession(Session):
 
 
 class MyEngineOps(Ops):
-    """The 14 primitive ops on torch tensors."""
+    """The primitive ops on torch tensors."""
 
     def __init__(self, torch):
         self.torch = torch
@@ -145,8 +145,20 @@ class MyEngineOps(Ops):
     def mul(self, a, b):
         return a * b
 
-    def scale(self, x, factor):
-        return x * factor
+    def div(self, a, b):
+        return a / b
+
+    def scale(self, x, factor, offset=0.0):
+        return x * factor + offset
+
+    def step(self, x):
+        return (x > 0).to(x.dtype)
+
+    def exp(self, x):
+        return x.exp()
+
+    def log(self, x):
+        return x.log()
 
     def sigmoid(self, x):
         return x.sigmoid()
@@ -166,6 +178,31 @@ class MyEngineOps(Ops):
     def concat(self, parts, axis):
         return self.torch.cat(list(parts), axis)
 
+    def permute(self, x, axes):
+        return x.permute(tuple(axes))
+
+    def product(self, a, b, transposed=False):
+        return a @ (b.transpose(-1, -2) if transposed else b)
+
+    def sum(self, x, axis=None, keep=False):
+        return x.sum() if axis is None else x.sum(axis, keepdim=keep)
+
+    def cumsum(self, x):
+        return x.cumsum(-1)
+
+    def softmax(self, x):
+        return x.softmax(-1)
+
+    def log_softmax(self, x):
+        return x.log_softmax(-1)
+
+    def take(self, x, ids):
+        return x.gather(-1, ids.long()[..., None])[..., 0]
+
+    def causal(self, x, window=0, fill=-math.inf):
+        seen = self.torch.ones(x.shape[-2:], dtype=self.torch.bool).tril()
+        return x.masked_fill(~(seen.triu(1 - window) if window else seen), fill)
+
     def rope(self, x, rotary):
         positions, rates = self.torch.arange(x.shape[1]), self.torch.tensor(rotary.frequencies(x.shape[3]))
         angle = (positions[:, None] * rates.double())[:, None]  # [T, 1, D/2]
@@ -173,18 +210,13 @@ class MyEngineOps(Ops):
         turned = a * angle.cos() - b * angle.sin(), a * angle.sin() + b * angle.cos()
         return self.torch.stack(turned, -2 if rotary.halves else -1).reshape(x.shape)
 
-    def attention(self, q, k, v, causal=True):
-        share = q.shape[2] // k.shape[2]  # query heads that read one key/value head
-        q, k, v = (t.transpose(1, 2) for t in (q, k.repeat_interleave(share, 2), v.repeat_interleave(share, 2)))
-        scores = q @ k.transpose(2, 3) / math.sqrt(q.shape[3])  # [B, H, T, T]
-        if causal:
-            future = self.torch.ones(scores.shape[2:], dtype=self.torch.bool).triu(1)
-            scores = scores.masked_fill(future, -math.inf)
-        return (scores.softmax(-1) @ v).transpose(1, 2).flatten(2)
+    def attention(self, q, k, v, causal=True, **settings):
+        return self.compose_attention(q, k, v, causal, **settings)  # of the ops above
 
-    def cross_entropy(self, logits, targets, weights):
-        chosen = logits.log_softmax(-1).gather(-1, targets.long()[..., None])[..., 0]
-        return -(chosen * weights).sum()
+    def cross_entropy(self, logits, targets, weights, smoothing=0.0, z_loss=0.0):
+        flat, options = logits.flatten(0, -2), {"reduction": "none", "label_smoothing": smoothing}
+        losses = self.torch.nn.functional.cross_entropy(flat, targets.long().flatten(), **options)
+        return ((losses + z_loss * flat.logsumexp(-1) ** 2) * weights.flatten()).sum()
 
 
 @hookimpl

@@ -43,8 +43,54 @@ class TorchOps(Ops):
     def mul(self, a, b):
         return a * b
 
-    def scale(self, x, factor):
-        return x * factor
+    def div(self, a, b):
+        return a / b
+
+    def scale(self, x, factor, offset=0.0):
+        return x * factor + offset
+
+    def step(self, x):
+        return torch.where(x > 0, 1.0, 0.0).to(x.dtype)
+
+    def relu(self, x):
+        return F.relu(x)
+
+    def exp(self, x):
+        return torch.exp(x)
+
+    def log(self, x):
+        return torch.log(x)
+
+    def tanh(self, x):
+        return torch.tanh(x)
+
+    def softplus(self, x):
+        return torch.logaddexp(x, torch.zeros((), dtype=x.dtype))
+
+    def permute(self, x, axes):
+        return torch.permute(x, axes)
+
+    def product(self, a, b, transposed=False):
+        return torch.einsum("...nk,...mk->...nm" if transposed else "...nk,...km->...nm", a, b)
+
+    def sum(self, x, axis=None, keep=False):
+        return torch.sum(x, axis, keepdim=keep)
+
+    def cumsum(self, x):
+        return torch.cumsum(x, -1)
+
+    def softmax(self, x):
+        return F.softmax(x, -1)
+
+    def log_softmax(self, x):
+        return F.log_softmax(x, -1)
+
+    def take(self, x, ids):
+        return torch.take_along_dim(x, ids[..., None], -1)[..., 0]
+
+    def causal(self, x, window=0, fill=-math.inf):
+        before = torch.arange(x.shape[-2])[:, None] - torch.arange(x.shape[-1])
+        return torch.where((before >= 0) & ((before < window) | (window == 0)), x, fill)
 
     def rms_norm(self, x, w, eps):
         return F.rms_norm(x, w.shape, w, eps)
@@ -80,7 +126,17 @@ class TorchOps(Ops):
         even, odd = x[..., 0::2], x[..., 1::2]
         return torch.stack((even * cos - odd * sin, even * sin + odd * cos), -1).flatten(-2)
 
-    def attention(self, q, k, v, causal=True):
+    def attention(self, q, k, v, causal=True, window=0, scale=None, softcap=0.0, sinks=None):
+        """Attention score by score; with none of the settings, PyTorch's own function."""
+        if window or scale or softcap or sinks is not None or v.shape != k.shape:
+            share = q.shape[2] // k.shape[2]
+            k, v = k.repeat_interleave(share, 2), v.repeat_interleave(share, 2)
+            scores = torch.einsum("bihd,bjhd->bhij", q, k) * (q.shape[3] ** -0.5 if scale is None else scale)
+            scores = torch.tanh(scores / softcap) * softcap if softcap else scores
+            top = scores.detach().amax((1, 2, 3), keepdim=True)
+            weights = self.causal(torch.exp(scores - top), window, 0.0) if causal else torch.exp(scores - top)
+            total = weights.sum(-1) + (0 if sinks is None else torch.exp(sinks[:, None] - top[..., 0]))
+            return torch.einsum("bhij,bjhd,bhi->bihd", weights, v, 1 / total).flatten(2)
         q, k, v = (t.transpose(1, 2) for t in (q, k, v))
         return F.scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=True).transpose(1, 2).flatten(2)
 
@@ -457,6 +513,125 @@ def gelu_case(draw):
     return case
 
 
+def attention_settings_case(draw):
+    case = Case(draw)
+    batch, length, shared, share = draw(rows), draw(st.integers(1, 9)), draw(small_counts), draw(small_counts)
+    size, value_size = draw(st.integers(1, 20)), draw(st.integers(1, 20))
+    case.array("q", batch, length, shared * share, size, magnitude=1.0, uneven=False)
+    case.array("k", batch, length, shared, size, magnitude=1.0, uneven=False)
+    case.array("v", batch, length, shared, value_size)
+    options = {"window": draw(st.integers(0, 10)), "scale": draw(st.sampled_from([None, 0.3]))}
+    options["softcap"] = draw(st.sampled_from([0.0, 2.0]))
+    with_sinks, causal = draw(st.booleans()), draw(st.booleans())
+    if with_sinks:
+        case.array("sinks", shared * share, magnitude=1.0)
+    case.function = lambda ops, p, batch: ops.attention(
+        p["q"], p["k"], p["v"], causal, sinks=p["sinks"] if with_sinks else None, **options
+    )
+    return case
+
+
+def linear_attention_case(draw):
+    case = Case(draw)
+    batch, length, heads = draw(rows), draw(st.integers(1, 9)), draw(small_counts)
+    for name, size in (("q", draw(st.integers(1, 9))), ("v", draw(st.integers(1, 9)))):
+        case.array(name, batch, length, heads, size, magnitude=1.0)
+    case.array("k", *case.arrays["q"].shape, magnitude=1.0)
+    case.array("a", batch, length, heads, magnitude=1.0, uneven=False)
+    case.function = lambda ops, p, batch: ops.linear_attention(p["q"], p["k"], p["v"], ops.scale(ops.exp(p["a"]), -1.0))
+    return case
+
+
+def repeated_case(draw):
+    """Add, multiply and divide with a second tensor that lacks leading axes of the first, or has 1 on others."""
+    case, shape = Case(draw), tuple(draw(st.lists(st.integers(1, 7), min_size=2, max_size=4)))
+    other = [n if draw(st.booleans()) else 1 for n in shape][draw(st.integers(0, len(shape) - 1)) :]
+    case.array("x", *shape, magnitude=1.0)
+    case.array("w", *other, magnitude=1.0, uneven=False)
+    op = draw(st.sampled_from(["add", "mul", "div"]))
+    case.function = lambda ops, p, batch: getattr(ops, op)(
+        p["x"], ops.scale(ops.mul(p["w"], p["w"]), 1.0, 0.5) if op == "div" else p["w"]
+    )
+    return case
+
+
+def elementwise_case(draw):
+    case = Case(draw)
+    case.array("x", *draw(leads), draw(sizes), magnitude=1.0)
+    op = draw(st.sampled_from(["relu", "tanh", "softplus", "softmax", "log_softmax", "cumsum", "softcap"]))
+    case.function = lambda ops, p, batch: ops.softcap(p["x"], 3.0) if op == "softcap" else getattr(ops, op)(p["x"])
+    return case
+
+
+def exp_log_case(draw):
+    case = Case(draw)
+    case.array("x", *draw(leads), draw(sizes), magnitude=1.0, uneven=False)
+    case.function = lambda ops, p, batch: ops.log(ops.scale(ops.exp(p["x"]), 2.0, 0.25))
+    return case
+
+
+def reduced_case(draw):
+    case, shape = Case(draw), tuple(draw(st.lists(st.integers(1, 7), min_size=2, max_size=4)))
+    case.array("x", *shape, magnitude=1.0)
+    axis, op = draw(st.integers(0, len(shape) - 1)), draw(st.sampled_from(["sum", "mean"]))
+    case.function = lambda ops, p, batch: ops.mul(ops.mul(p["x"], p["x"]), getattr(ops, op)(p["x"], axis, keep=True))
+    return case
+
+
+def permuted_case(draw):
+    case, shape = Case(draw), tuple(draw(st.lists(st.integers(1, 7), min_size=2, max_size=4)))
+    case.array("x", *shape)
+    axes = draw(st.permutations(range(len(shape))))
+    case.function = lambda ops, p, batch: ops.permute(p["x"], axes)
+    return case
+
+
+def product_case(draw):
+    case, lead = Case(draw), draw(st.lists(st.integers(1, 4), max_size=2))
+    (n, k, m), transposed = (draw(sizes) for _ in range(3)), draw(st.booleans())
+    case.array("x", *lead, n, k)
+    case.array("w", *lead, *((m, k) if transposed else (k, m)))
+    case.function = lambda ops, p, batch: ops.product(p["x"], p["w"], transposed)
+    return case
+
+
+def take_case(draw):
+    case, lead, count = Case(draw), draw(leads), draw(st.integers(2, 30))
+    case.array("x", *lead, count, magnitude=1.0)
+    case.ids = {"ids": case.random.integers(0, count, lead, dtype=np.int32)}
+    op = draw(st.sampled_from(["take", "token_log_probs"]))
+    case.function = lambda ops, p, batch: ops.mul(
+        p["x"], ops.reshape(getattr(ops, op)(p["x"], batch["ids"]), (*lead, 1))
+    )
+    return case
+
+
+def causal_case(draw):
+    case, length = Case(draw), draw(st.integers(1, 12))
+    case.array("x", draw(rows), length, length, magnitude=1.0)
+    window, fill = draw(st.integers(0, 13)), draw(st.sampled_from([0.0, -math.inf]))
+    case.function = lambda ops, p, batch: (
+        ops.causal(p["x"], window, fill) if fill == 0 else ops.softmax(ops.causal(p["x"], window))
+    )
+    return case
+
+
+def shift_case(draw):
+    case = Case(draw)
+    case.array("x", draw(rows), draw(st.integers(1, 9)), draw(sizes))
+    n = draw(st.integers(1, 10))
+    case.function = lambda ops, p, batch: ops.add(p["x"], ops.shift(p["x"], n))
+    return case
+
+
+def route_case(draw):
+    case, count = Case(draw), draw(st.integers(2, 9))
+    case.array("x", *draw(leads), count, magnitude=1.0, uneven=False)
+    k, normalise = draw(st.integers(1, count)), draw(st.booleans())
+    case.function = lambda ops, p, batch: ops.route(p["x"], k, normalise)
+    return case
+
+
 def swiglu_case(draw):
     case = Case(draw)
     shape = (*draw(leads), draw(sizes))
@@ -469,7 +644,9 @@ def swiglu_case(draw):
 CASES = [
     rows_case, lens_case, first_rows_case, matmul_case, low_rank_case, add_case, mul_case, scale_case, rms_norm_case,
     layer_norm_case, heads_case, split_case, prepend_case, select_case, rope_case, attention_case, gelu_case,
-    silu_case, swiglu_case, sigmoid_case, centre_case, reshape_case, part_case, concat_case,
+    silu_case, swiglu_case, sigmoid_case, centre_case, reshape_case, part_case, concat_case, repeated_case,
+    elementwise_case, exp_log_case, reduced_case, permuted_case, product_case, take_case, causal_case, shift_case,
+    route_case, attention_settings_case, linear_attention_case,
 ]  # fmt: skip
 
 

@@ -104,10 +104,33 @@ class IncrementalOps(Ops):
         """Return the elementwise product. Raise SessionError unless both tensors have the same positions."""
         return cast("Any", super()).mul(a, self._check_same_positions("mul", b, a))
 
+    def div(self, a: Tensor, b: Tensor) -> Tensor:
+        """Return the elementwise quotient. Raise SessionError unless both tensors have the same positions."""
+        return cast("Any", super()).div(a, self._check_same_positions("div", b, a))
+
     def _check_same_positions(self, op: str, b: Tensor, a: Tensor) -> Tensor:
-        if a.shape[len(a.shape) - len(b.shape) :] != b.shape:
+        own = tuple(a.shape[len(a.shape) - len(b.shape) :])
+        if len(own) != len(b.shape) or any(n not in (1, size) for n, size in zip(b.shape, own, strict=True)):
             raise self.position_error(op)
         return b
+
+    def sum(self, x: Tensor, axis: int | None = None, keep: bool = False) -> Tensor:
+        """Return the sum over a feature axis. Raise SessionError for other axes."""
+        if axis is None or axis < 2:
+            raise self.position_error("sum")
+        return cast("Any", super()).sum(x, axis, keep)
+
+    def mean(self, x: Tensor, axis: int | None = None, keep: bool = False) -> Tensor:
+        """Return the mean over a feature axis. Raise SessionError for other axes."""
+        if axis is None or axis < 2:
+            raise self.position_error("mean")
+        return cast("Any", super()).mean(x, axis, keep)
+
+    def permute(self, x: Tensor, axes: Sequence[int]) -> Tensor:
+        """Reorder feature axes. Raise SessionError if the batch or position axis moves."""
+        if tuple(axes[:2]) != (0, 1):
+            raise self.position_error("permute")
+        return cast("Any", super()).permute(x, axes)
 
     def reshape(self, x: Tensor, shape: Sequence[int]) -> Tensor:
         """Reshape the feature axes. Raise SessionError if `shape` changes the batch or position axis."""

@@ -1,4 +1,4 @@
-"""The ops that a model's forward pass is written in, fourteen of which each engine must implement.
+"""The ops that a model's forward pass and an objective are written in; each engine implements the primitives.
 
 Shapes use B sequences, T positions, d features, H heads of size D, Hkv key/value heads, V classes or tokens. Tensors
 are whatever the engine works with (`Tensor` stands for it); a leading `...` is any number of axes. Weights follow GGUF:
@@ -111,8 +111,9 @@ class Ops(ABC):
     # Ops whose result at a position of x [B, T, ..] depends only on x at that position, and not on its index.
     # A decoder computes new positions only, so it rejects every other op that it does not implement itself.
     positionwise: ClassVar[frozenset[str]] = frozenset({
-        "embed", "linear", "logits", "block", "rows", "matmul", "add", "mul", "scale", "sigmoid", "centre", "rms_norm",
-        "layer_norm", "heads", "split", "silu", "gelu", "swiglu",
+        "embed", "linear", "logits", "block", "rows", "matmul", "add", "mul", "div", "scale", "sigmoid", "step", "exp",
+        "log", "centre", "rms_norm", "layer_norm", "softmax", "log_softmax", "heads", "split", "relu", "tanh",
+        "softplus", "softcap", "silu", "gelu", "swiglu", "top_k", "route",
     })  # fmt: skip
 
     # -- called by models, the same for every engine ------------------------------------------------------------
@@ -172,15 +173,34 @@ class Ops(ABC):
 
     @abstractmethod
     def add(self, a: Tensor, b: Tensor) -> Tensor:
-        """Return a [..., d] plus b. b has a's shape, or lacks some of its leading axes."""
+        """Return a [..., d] plus b.
+
+        b is repeated to a's shape: it may lack some of a's leading axes, and have size 1 on others.
+        """
 
     @abstractmethod
     def mul(self, a: Tensor, b: Tensor) -> Tensor:
-        """Return the elementwise product of a and b, which have the same shape."""
+        """Return the elementwise product of a and b; b is repeated to a's shape, as in `add`."""
 
     @abstractmethod
-    def scale(self, x: Tensor, factor: float) -> Tensor:
-        """Return x times a constant."""
+    def div(self, a: Tensor, b: Tensor) -> Tensor:
+        """Return a divided by b, element by element; b is repeated to a's shape, as in `add`."""
+
+    @abstractmethod
+    def scale(self, x: Tensor, factor: float, offset: float = 0.0) -> Tensor:
+        """Return x times a constant, plus another constant."""
+
+    @abstractmethod
+    def step(self, x: Tensor) -> Tensor:
+        """Return 1 where x is above 0, and 0 elsewhere. Its gradient is 0."""
+
+    @abstractmethod
+    def exp(self, x: Tensor) -> Tensor:
+        """Return e^x, element by element."""
+
+    @abstractmethod
+    def log(self, x: Tensor) -> Tensor:
+        """Return the natural logarithm of x, whose elements must be above 0."""
 
     @abstractmethod
     def sigmoid(self, x: Tensor) -> Tensor:
@@ -207,6 +227,44 @@ class Ops(ABC):
         """Return tensors joined along one axis; their other axes agree."""
 
     @abstractmethod
+    def permute(self, x: Tensor, axes: Sequence[int]) -> Tensor:
+        """Return x with its axes, up to four, in another order: axis i of the result is axis `axes[i]` of x."""
+
+    @abstractmethod
+    def product(self, a: Tensor, b: Tensor, transposed: bool = False) -> Tensor:
+        """Return the matrix product a b for a [..., n, k] and b [..., k, m] with the same leading axes -> [..., n, m].
+
+        With `transposed`, b is [..., m, k] and the result is a b^T. Both factors may be activations.
+        """
+
+    @abstractmethod
+    def sum(self, x: Tensor, axis: int | None = None, keep: bool = False) -> Tensor:
+        """Return the sum over one axis, or over all elements, a scalar. With `keep`, the axis stays with size 1."""
+
+    @abstractmethod
+    def cumsum(self, x: Tensor) -> Tensor:
+        """Return the cumulative sum over the last axis."""
+
+    @abstractmethod
+    def softmax(self, x: Tensor) -> Tensor:
+        """Return exp(x) / sum(exp(x)) over the last axis."""
+
+    @abstractmethod
+    def log_softmax(self, x: Tensor) -> Tensor:
+        """Return x - log(sum(exp(x))) over the last axis. Values below -85 may be less exact."""
+
+    @abstractmethod
+    def take(self, x: Tensor, ids: Tensor) -> Tensor:
+        """Return one element of each row of x [..., V]: that at the integer of `ids` [...], an array of the batch."""
+
+    @abstractmethod
+    def causal(self, x: Tensor, window: int = 0, fill: float = -math.inf) -> Tensor:
+        """Return x [..., T, T] with `fill` (0 or -inf) in place of the elements [i, j] that position i must not see.
+
+        These are the later positions j > i and, with a `window`, those that are `window` or more before i.
+        """
+
+    @abstractmethod
     def rope(self, x: Tensor, rotary: Rotary) -> Tensor:
         """Rotate pairs of x [B, T, H, D] by position * base^(-2i/D) / factors[i] / scale (Su et al. 2021).
 
@@ -214,10 +272,16 @@ class Ops(ABC):
         """
 
     @abstractmethod
-    def attention(self, q: Tensor, k: Tensor, v: Tensor, causal: bool = True) -> Tensor:
-        """Return softmax(q k^T / sqrt(D)) v for q [B, T, H, D] and k, v [B, T, Hkv, D] -> [B, T, H*D].
+    def attention(
+        self, q: Tensor, k: Tensor, v: Tensor, causal: bool = True, *, window: int = 0, scale: float | None = None,
+        softcap: float = 0.0, sinks: Tensor | None = None,
+    ) -> Tensor:  # fmt: skip
+        """Return softmax(q k^T * scale) v for q [B, T, H, D], k [B, T, Hkv, D] and v [B, T, Hkv, Dv] -> [B, T, H*Dv].
 
-        Query head h reads key/value head h // (H / Hkv); `causal` hides later positions.
+        Query head h reads key/value head h // (H / Hkv); `causal` hides later positions, and a `window` also those that
+        are `window` or more before (Beltagy et al. 2020). `scale` is 1/sqrt(D) if None. `softcap` c replaces a score s
+        by c tanh(s / c) (Gemma 2). `sinks` [H] are scores of one more position per head, whose value is 0 (gpt-oss).
+        An engine may call `compose_attention` for what its fast kernel does not support.
         """
 
     @abstractmethod
@@ -232,6 +296,101 @@ class Ops(ABC):
         """
 
     # -- composed of primitives; an engine may override them ---------------------------------------------------
+
+    def compose_attention(
+        self, q: Tensor, k: Tensor, v: Tensor, causal: bool = True, *, window: int = 0, scale: float | None = None,
+        softcap: float = 0.0, sinks: Tensor | None = None,
+    ) -> Tensor:  # fmt: skip
+        """Return the result of `attention`, composed of other ops. All scores are in memory at once."""
+        rows, length, heads, size = q.shape
+        shared, value_size = k.shape[2], v.shape[3]
+        # Query heads that share a key/value head are adjacent, so that reshape joins them.
+        queries = self.reshape(self.permute(q, (0, 2, 1, 3)), (rows, shared, heads // shared * length, size))
+        keys, values = self.permute(k, (0, 2, 1, 3)), self.permute(v, (0, 2, 1, 3))
+        scores = self.scale(self.product(queries, keys, transposed=True), size**-0.5 if scale is None else scale)
+        scores = self.reshape(scores, (rows, heads, length, length))
+        scores = self.softcap(scores, softcap) if softcap else scores
+        zeros = None if sinks is None else self.scale(self.part(scores, 3, 0, 1), 0.0)
+        scores = self.causal(scores, window) if causal else scores
+        if sinks is None:
+            weights = self.softmax(scores)
+        else:
+            column = self.add(zeros, self.reshape(sinks, (heads, 1, 1)))
+            weights = self.part(self.softmax(self.concat([scores, column], 3)), 3, 0, length)
+        out = self.product(self.reshape(weights, (rows, shared, heads // shared * length, length)), values)
+        out = self.reshape(out, (rows, heads, length, value_size))
+        return self.reshape(self.permute(out, (0, 2, 1, 3)), (rows, length, heads * value_size))
+
+    def linear_attention(self, q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor) -> Tensor:
+        """Return o[i] = sum over j <= i of exp(c[i] - c[j]) (q[i] . k[j]) v[j], with c = cumsum(log_decay) over T.
+
+        q, k [B, T, H, D], v [B, T, H, Dv], log_decay [B, T, H], at most 0 -> [B, T, H*Dv]. This is the masked product
+        form of Mamba-2 (Dao and Gu 2024) and of gated linear attention with one decay per head.
+        """
+        rows, length, heads, value_size = v.shape
+        queries, keys, values = (self.permute(x, (0, 2, 1, 3)) for x in (q, k, v))
+        total = self.cumsum(self.permute(log_decay, (0, 2, 1)))  # [B, H, T]
+        at_query, at_key = (self.reshape(total, (rows, heads, *shape)) for shape in ((length, 1), (1, length)))
+        scores = self.product(queries, keys, transposed=True)  # [B, H, T, T]
+        spread = self.add(self.add(self.scale(scores, 0.0), at_query), self.scale(at_key, -1.0))
+        weights = self.mul(scores, self.exp(self.causal(spread)))
+        out = self.permute(self.product(weights, values), (0, 2, 1, 3))
+        return self.reshape(out, (rows, length, heads * value_size))
+
+    def shift(self, x: Tensor, n: int = 1) -> Tensor:
+        """Return x [B, T, ...] moved by `n` positions along T: position i has what i - n had, the first n zeros."""
+        length = x.shape[1]
+        zeros = self.scale(self.part(x, 1, 0, min(n, length)), 0.0)
+        return zeros if n >= length else self.concat([zeros, self.part(x, 1, 0, length - n)], 1)
+
+    def mean(self, x: Tensor, axis: int | None = None, keep: bool = False) -> Tensor:
+        """Return the mean over one axis, or over all elements; see `sum`."""
+        return self.scale(self.sum(x, axis, keep), 1 / (math.prod(x.shape) if axis is None else x.shape[axis]))
+
+    def token_log_probs(self, logits: Tensor, targets: Tensor) -> Tensor:
+        """Return log softmax(logits)[target] for logits [..., V] and integer targets [...] -> [...]."""
+        return self.take(self.log_softmax(logits), targets)
+
+    def top_k(self, x: Tensor, k: int) -> Tensor:
+        """Return 1 at the k largest elements of the last axis and 0 elsewhere; of equal ones the first count.
+
+        It compares all pairs, so it is meant for short axes such as experts. Its gradient is 0.
+        """
+        count = x.shape[-1]
+        flat = self.reshape(x, (math.prod(x.shape) // count, 1, count))
+        others = self.reshape(x, (math.prod(x.shape) // count, count, 1))
+        zeros = self.scale(self.product(others, flat), 0.0)
+        gaps = self.add(self.add(zeros, others), self.scale(flat, -1.0))  # [n, i, j]: x[i] - x[j]
+        larger = self.step(gaps)
+        equal = self.scale(self.add(larger, self.step(self.scale(gaps, -1.0))), -1.0, 1.0)
+        rank = self.add(self.sum(larger, 1), self.sum(self.causal(equal, fill=0.0), 2))  # 1 for the largest
+        return self.reshape(self.step(self.scale(rank, -1.0, k + 0.5)), x.shape)
+
+    def route(self, scores: Tensor, k: int, normalise: bool = True) -> Tensor:
+        """Return the weights of experts [..., E]: the softmax of `scores` [..., E] at its k largest, 0 elsewhere.
+
+        With `normalise`, the weights of a position sum to 1 (Shazeer et al. 2017).
+        """
+        kept = self.mul(self.softmax(scores), self.top_k(scores, k))
+        return self.div(kept, self.sum(kept, len(kept.shape) - 1, keep=True)) if normalise else kept
+
+    def relu(self, x: Tensor) -> Tensor:
+        """Return max(x, 0)."""
+        return self.mul(x, self.step(x))
+
+    def tanh(self, x: Tensor) -> Tensor:
+        """Return (exp(2x) - 1) / (exp(2x) + 1)."""
+        return self.scale(self.sigmoid(self.scale(x, 2.0)), 2.0, -1.0)
+
+    def softplus(self, x: Tensor) -> Tensor:
+        """Return log(1 + exp(x))."""
+        positive = self.relu(x)
+        size = self.add(self.scale(x, -1.0), self.scale(positive, 2.0))  # |x|
+        return self.add(positive, self.log(self.scale(self.exp(self.scale(size, -1.0)), 1.0, 1.0)))
+
+    def softcap(self, x: Tensor, cap: float) -> Tensor:
+        """Return cap * tanh(x / cap), which lies between -cap and cap (Gemma 2)."""
+        return self.scale(self.tanh(self.scale(x, 1 / cap)), cap)
 
     def first_rows(self, table: Tensor, n: int) -> Tensor:
         """Return the first `n` rows of table [N, d] -> [n, d], such as learned position embeddings."""

@@ -36,8 +36,74 @@ class ReferenceOps(Ops):
     def mul(self, a: Array, b: Array) -> Array:
         return a * b
 
-    def scale(self, x: Array, factor: float) -> Array:
-        return x * factor
+    def div(self, a: Array, b: Array) -> Array:
+        return a / b
+
+    def scale(self, x: Array, factor: float, offset: float = 0.0) -> Array:
+        return x * factor + offset
+
+    def step(self, x: Array) -> Array:
+        return (x > 0).astype(np.float64)
+
+    def exp(self, x: Array) -> Array:
+        return np.exp(x)
+
+    def log(self, x: Array) -> Array:
+        return np.log(x)
+
+    def permute(self, x: Array, axes: Sequence[int]) -> Array:
+        return x.transpose(axes)
+
+    def product(self, a: Array, b: Array, transposed: bool = False) -> Array:
+        return np.einsum("...nk,...mk->...nm" if transposed else "...nk,...km->...nm", a, b)
+
+    def sum(self, x: Array, axis: int | None = None, keep: bool = False) -> Array:
+        return x.sum(axis, keepdims=keep)
+
+    def cumsum(self, x: Array) -> Array:
+        return x.cumsum(-1)
+
+    def softmax(self, x: Array) -> Array:
+        weights = np.exp(x - x.max(-1, keepdims=True))
+        return weights / weights.sum(-1, keepdims=True)
+
+    def log_softmax(self, x: Array) -> Array:
+        lower = x - x.max(-1, keepdims=True)
+        return lower - np.log(np.exp(lower).sum(-1, keepdims=True))
+
+    def take(self, x: Array, ids: Array) -> Array:
+        return np.take_along_axis(x, ids[..., None].astype(int), axis=-1)[..., 0]
+
+    def causal(self, x: Array, window: int = 0, fill: float = -np.inf) -> Array:
+        return np.where(_visible(x.shape[-1], window), x, fill)
+
+    def relu(self, x: Array) -> Array:
+        return np.maximum(x, 0)
+
+    def tanh(self, x: Array) -> Array:
+        return np.tanh(x)
+
+    def softplus(self, x: Array) -> Array:
+        return np.logaddexp(x, 0)
+
+    def top_k(self, x: Array, k: int) -> Array:
+        chosen = np.argsort(-x, axis=-1, kind="stable")[..., :k]
+        mask = np.zeros_like(x)
+        np.put_along_axis(mask, chosen, 1.0, axis=-1)
+        return mask
+
+    def linear_attention(self, q: Array, k: Array, v: Array, log_decay: Array) -> Array:
+        """Compute it position by position, with a state [B, H, D, Dv]; see Ops."""
+        state, outs = np.zeros((q.shape[0], *q.shape[2:], v.shape[3])), []
+        for t in range(q.shape[1]):
+            state = state * np.exp(log_decay[:, t, :, None, None]) + k[:, t, ..., None] * v[:, t, :, None]
+            outs.append(np.einsum("bhd,bhde->bhe", q[:, t], state))
+        return np.stack(outs, 1).reshape(*q.shape[:2], -1)
+
+    def shift(self, x: Array, n: int = 1) -> Array:
+        moved = np.zeros_like(x)
+        moved[:, n:] = x[:, : max(x.shape[1] - n, 0)]
+        return moved
 
     def sigmoid(self, x: Array) -> Array:
         return 1 / (1 + np.exp(-x))
@@ -85,18 +151,23 @@ class ReferenceOps(Ops):
         pairs = (x[..., 0::2] + 1j * x[..., 1::2]) * np.exp(1j * angle)
         return np.stack((pairs.real, pairs.imag), axis=-1).reshape(x.shape)
 
-    def attention(self, q: Array, k: Array, v: Array, causal: bool = True) -> Array:
+    def attention(
+        self, q: Array, k: Array, v: Array, causal: bool = True, *, window: int = 0, scale: float | None = None,
+        softcap: float = 0.0, sinks: Array | None = None,
+    ) -> Array:  # fmt: skip
         """Compute attention in a loop over heads; see Ops."""
-        length, heads, size = q.shape[1:]
-        out = np.empty_like(q)
+        heads, size = q.shape[2:]
+        out = np.empty((*q.shape[:3], v.shape[3]))
         for h in range(heads):
             shared = h // (heads // k.shape[2])
-            scores = q[:, :, h] @ k[:, :, shared].transpose(0, 2, 1) / np.sqrt(size)  # [B, T, T]
-            if causal:
-                scores = np.where(np.tril(np.ones((length, length), bool)), scores, -np.inf)
-            weights = np.exp(scores - scores.max(-1, keepdims=True))
-            out[:, :, h] = weights / weights.sum(-1, keepdims=True) @ v[:, :, shared]
-        return out.reshape(*q.shape[:2], heads * size)
+            scores = q[:, :, h] @ k[:, :, shared].transpose(0, 2, 1) * (size**-0.5 if scale is None else scale)
+            scores = softcap * np.tanh(scores / softcap) if softcap else scores  # [B, T, T]
+            scores = np.where(_visible(len(scores[0]), window), scores, -np.inf) if causal else scores
+            top = scores.max(-1, keepdims=True)
+            weights = np.exp(scores - top)
+            total = weights.sum(-1, keepdims=True) + (0 if sinks is None else np.exp(sinks[h] - top))
+            out[:, :, h] = weights / total @ v[:, :, shared]
+        return out.reshape(*q.shape[:2], -1)
 
     def gelu(self, x: Array) -> Array:
         return 0.5 * x * (1 + np.tanh(np.sqrt(2 / np.pi) * (x + 0.044715 * x**3)))
@@ -115,6 +186,12 @@ class ReferenceOps(Ops):
         chosen = np.take_along_axis(logits, targets[..., None].astype(int), axis=-1)[..., 0]
         expected = (1 - smoothing) * chosen + smoothing * logits.mean(-1)
         return (weights * (log_sum - expected + z_loss * log_sum**2)).sum()
+
+
+def _visible(length: int, window: int) -> Array:
+    """Return which positions [T, T] each position sees: itself and earlier ones, with a window only the last ones."""
+    before = np.subtract.outer(np.arange(length), np.arange(length))
+    return (before >= 0) & ((before < window) | (window == 0))
 
 
 def reference_logits(plan: Plan, values: Mapping[str, Array], batch: Batch) -> Array:

@@ -201,27 +201,89 @@ class OpShapes(Ops):
         return Shaped((*x.shape[:-1], w.shape[0]))
 
     def add(self, a: Shaped, b: Shaped) -> Shaped:
-        self._take("add", a, b)
-        self._require(a.shape[max(len(a.shape) - len(b.shape), 0) :] == b.shape, "add", a, b)
-        return Shaped(a.shape)
+        return self._combine("add", a, b)
 
     def mul(self, a: Shaped, b: Shaped) -> Shaped:
-        self._take("mul", a, b)
-        self._require(a.shape == b.shape, "mul", a, b)
+        return self._combine("mul", a, b)
+
+    def div(self, a: Shaped, b: Shaped) -> Shaped:
+        return self._combine("div", a, b)
+
+    def _combine(self, op: str, a: Shaped, b: Shaped) -> Shaped:
+        """Return the shape of an element-wise op on a and b, which is repeated to a's shape."""
+        self._take(op, a, b)
+        own = a.shape[max(len(a.shape) - len(b.shape), 0) :]
+        fits = len(own) == len(b.shape) and all(n in (1, size) for n, size in zip(b.shape, own, strict=True))
+        self._require(fits, op, a, b)
         return Shaped(a.shape)
 
-    def scale(self, x: Shaped, factor: float) -> Shaped:
+    def scale(self, x: Shaped, factor: float, offset: float = 0.0) -> Shaped:
         self._take("scale", x)
-        if not isinstance(factor, Real) or not math.isfinite(factor):
-            raise UserError(f"ops.scale takes a finite number, got {_describe(factor)}")
+        for number in (factor, offset):
+            if not isinstance(number, Real) or not math.isfinite(number):
+                raise UserError(f"ops.scale takes finite numbers, got {_describe(number)}")
+        return Shaped(x.shape)
+
+    def _same(self, op: str, x: Shaped) -> Shaped:
+        """Return the shape of an op on x [..., d] whose result has the shape of x."""
+        self._take(op, x)
         return Shaped(x.shape)
 
     def sigmoid(self, x: Shaped) -> Shaped:
-        self._take("sigmoid", x)
-        return Shaped(x.shape)
+        return self._same("sigmoid", x)
+
+    def step(self, x: Shaped) -> Shaped:
+        return self._same("step", x)
+
+    def exp(self, x: Shaped) -> Shaped:
+        return self._same("exp", x)
+
+    def log(self, x: Shaped) -> Shaped:
+        return self._same("log", x)
+
+    def cumsum(self, x: Shaped) -> Shaped:
+        return self._same("cumsum", x)
+
+    def softmax(self, x: Shaped) -> Shaped:
+        return self._same("softmax", x)
+
+    def log_softmax(self, x: Shaped) -> Shaped:
+        return self._same("log_softmax", x)
 
     def centre(self, x: Shaped) -> Shaped:
-        self._take("centre", x)
+        return self._same("centre", x)
+
+    def permute(self, x: Shaped, axes: Sequence[int]) -> Shaped:
+        self._take("permute", x)
+        order = tuple(axes)
+        if sorted(order) != [*range(len(x.shape))] or len(order) > 4:
+            raise UserError(f"ops.permute takes the axes of {list(x.shape)} (at most 4) in any order, got {order}")
+        return Shaped(tuple(x.shape[i] for i in order))
+
+    def product(self, a: Shaped, b: Shaped, transposed: bool = False) -> Shaped:
+        self._take("product", a, b)
+        fits = 2 <= len(a.shape) == len(b.shape) <= 4 and a.shape[:-2] == b.shape[:-2]
+        self._require(fits and a.shape[-1] == b.shape[-1 if transposed else -2], "product", a, b)
+        return Shaped((*a.shape[:-1], b.shape[-2 if transposed else -1]))
+
+    def sum(self, x: Shaped, axis: int | None = None, keep: bool = False) -> Shaped:
+        self._take("sum", x)
+        if axis is None:
+            return Shaped(())
+        if not 0 <= axis < len(x.shape):
+            raise UserError(f"ops.sum cannot sum {list(x.shape)} over axis {axis}; count axes from 0")
+        return Shaped((*x.shape[:axis], *((1,) if keep else ()), *x.shape[axis + 1 :]))
+
+    def take(self, x: Shaped, ids: Shaped) -> Shaped:
+        self._take("take", x)
+        self._require(isinstance(ids, Ids) and x.shape[:-1] == ids.shape, "take", x, ids)
+        return Shaped(ids.shape)
+
+    def causal(self, x: Shaped, window: int = 0, fill: float = -math.inf) -> Shaped:
+        self._take("causal", x)
+        self._require(len(x.shape) >= 2 and x.shape[-1] == x.shape[-2], "causal", x)
+        if window < 0 or fill not in (0.0, -math.inf):
+            raise UserError(f"ops.causal takes a window of at least 0 and the fill 0 or -inf, got {window} and {fill}")
         return Shaped(x.shape)
 
     def rms_norm(self, x: Shaped, w: Shaped, eps: float) -> Shaped:
@@ -269,13 +331,20 @@ class OpShapes(Ops):
             rotary.frequencies(x.shape[3])
         return Shaped(x.shape)
 
-    def attention(self, q: Shaped, k: Shaped, v: Shaped, causal: bool = True) -> Shaped:
-        self._take("attention", q, k, v)
-        self._require(len(q.shape) == len(k.shape) == 4 and k.shape == v.shape, "attention", q, k, v)
+    def attention(
+        self, q: Shaped, k: Shaped, v: Shaped, causal: bool = True, *, window: int = 0, scale: float | None = None,
+        softcap: float = 0.0, sinks: Shaped | None = None,
+    ) -> Shaped:  # fmt: skip
+        self._take("attention", q, k, v, *([] if sinks is None else [sinks]))
+        self._require(len(q.shape) == len(k.shape) == 4 and k.shape[:3] == v.shape[:3], "attention", q, k, v)
         b, t, heads, size = q.shape
         fits = (b, t, size) == (k.shape[0], k.shape[1], k.shape[3]) and heads % k.shape[2] == 0
-        self._require(fits, "attention", q, k, v)
-        return Shaped((b, t, heads * size))
+        self._require(fits and len(v.shape) == 4, "attention", q, k, v)
+        self._require(sinks is None or sinks.shape == (heads,), "attention", q, sinks)
+        for number in (window, softcap, scale or 0.0):
+            if not isinstance(number, Real) or not 0 <= number < math.inf:
+                raise UserError(f"ops.attention takes window, softcap and scale of at least 0, got {_describe(number)}")
+        return Shaped((b, t, heads * v.shape[3]))
 
     def cross_entropy(
         self, logits: Shaped, targets: Shaped, weights: Shaped, smoothing: float = 0.0, z_loss: float = 0.0
@@ -306,9 +375,9 @@ class PieceShapes(IncrementalOps, OpShapes):
         self._take("first_rows", table)
         return Shaped((n, table.shape[1]))
 
-    def scale(self, x: Shaped, factor: float) -> Shaped:
-        self.calls.append((factor,))
-        return super().scale(x, factor)
+    def scale(self, x: Shaped, factor: float, offset: float = 0.0) -> Shaped:
+        self.calls.append((factor, offset))
+        return super().scale(x, factor, offset)
 
     def rope(self, x: Shaped, rotary: Rotary) -> Shaped:
         self.calls.append((rotary,))

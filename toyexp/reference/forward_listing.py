@@ -195,16 +195,25 @@ def _cut(lines: Sequence[Line], once: frozenset[str]) -> Listing:
 
 # An op's other arguments as text, and the sizes whose product is its number of operations.
 DETAILS: dict[str, Callable[..., str]] = {
-    "scale": lambda x, factor: f"times {factor:g}",
+    "scale": lambda x, factor, offset=0.0: f"times {factor:g}" + (f" plus {offset:g}" if offset else ""),
+    "permute": lambda x, axes: f"axes {', '.join(map(str, axes))}",
+    "sum": lambda x, axis=None, keep=False: "all" if axis is None else f"axis {axis}",
+    "mean": lambda x, axis=None, keep=False: "all" if axis is None else f"axis {axis}",
+    "shift": lambda x, n=1: f"by {n}",
+    "softcap": lambda x, cap: f"cap {cap:g}",
+    "route": lambda scores, k, normalise=True: f"top {k}",
+    "causal": lambda x, window=0, fill=0.0: f"window {window}" if window else "",
     "part": lambda x, axis, start, stop: f"{start} to {stop - 1} of axis {axis}",
     "concat": lambda parts, axis: f"axis {axis}",
     "select": lambda x, i: f"position {i}",
     "rope": lambda x, rotary: _rotary(rotary),
-    "attention": lambda q, k, v, causal=True: _heads(q, k, causal),
+    "attention": lambda q, k, v, causal=True, **settings: _heads(q, k, causal, **settings),
 }
 COSTS: dict[str, Callable[..., tuple[int, ...]]] = {
     "matmul": lambda x, w, bias=None: (2, *x.shape, w.shape[0]),
-    "attention": lambda q, k, v, causal=True: (4, *q.shape, q.shape[1]),  # masked positions count too
+    "product": lambda a, b, transposed=False: (2, *a.shape, b.shape[-2 if transposed else -1]),
+    "attention": lambda q, k, v, *_, **__: (4, *q.shape, q.shape[1]),  # masked positions count too
+    "linear_attention": lambda q, k, v, log_decay: (4, *q.shape, q.shape[1]),
 }
 
 
@@ -216,9 +225,12 @@ def _rotary(rotary: Rotary) -> str:
     return ", ".join(words)
 
 
-def _heads(q: Shaped, k: Shaped, causal: bool) -> str:
+def _heads(q: Shaped, k: Shaped, causal: bool, window: int = 0, softcap: float = 0.0, **_: Any) -> str:
     heads, shared = q.shape[2], k.shape[2]
-    return ("causal" if causal else "all positions") + ("" if shared == heads else f", {heads} heads on {shared}")
+    words = ["causal" if causal else "all positions"] + ([f"{heads} heads on {shared}"] if shared != heads else [])
+    words += [f"window {window}"] if window else []
+    words += [f"softcap {softcap:g}"] if softcap else []
+    return ", ".join(words)
 
 
 class ListedOps(OpShapes):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, ClassVar
 
 import numpy as np
@@ -20,17 +21,61 @@ from toyexp.interfaces.values import Constant, Normal
 ROWS, LENGTH, WIDTH, CLASSES = 3, 5, 8, 8
 MOST_ROWS = 512  # largest number of rows that `case_rows` tries
 
-Forward = Callable[[Ops, Params, Tensor], Tensor]
+Forward = Callable[..., Tensor]  # takes ops, params and x; _take_case also the ids
 
 
 def _heads_case(
-    ops: Ops, p: Params, x: Tensor, causal: bool = True, kv: int = 2, rotary: Rotary | None = None
+    ops: Ops, p: Params, x: Tensor, causal: bool = True, kv: int = 2, rotary: Rotary | None = None, **settings: Any
 ) -> Tensor:
     q, k, v = (ops.linear(x, p[name]) for name in ("q", "k", "v"))
     q, k, v = ops.heads(q, 4), ops.heads(k, kv), ops.heads(v, kv)
     if rotary is not None:
         q, k = ops.rope(q, rotary), ops.rope(k, rotary)
-    return ops.attention(q, k, v, causal)
+    sinks = {"sinks": p["sinks"]} if "sinks" in p else {}
+    return ops.attention(q, k, v, causal, **settings, **sinks)
+
+
+def _wide_values_case(ops: Ops, p: Params, x: Tensor) -> Tensor:
+    q, k, v = ops.linear(ops.part(x, 2, 0, 4), p["q"]), ops.linear(x, p["k"]), ops.linear(x, p["v"])
+    return ops.attention(ops.heads(q, 4), ops.heads(k, 2), ops.heads(v, 2))
+
+
+def _means_case(ops: Ops, p: Params, x: Tensor) -> Tensor:
+    centred = ops.add(x, ops.scale(ops.mean(x, 2, keep=True), -1.0))
+    return ops.mul(ops.mul(centred, ops.reshape(ops.mean(ops.mul(x, x)), (1,))), ops.mean(x, 0))
+
+
+def _permute_case(ops: Ops, p: Params, x: Tensor) -> Tensor:
+    by_position = ops.linear(ops.permute(x, (2, 0, 1)), p["w"])  # [d, B, d]
+    return ops.mul(x, ops.sum(ops.permute(by_position, (1, 2, 0)), 1, keep=True))
+
+
+def _product_case(ops: Ops, p: Params, x: Tensor) -> Tensor:
+    scores = ops.product(ops.linear(x, p["q"]), x, transposed=True)  # [B, T, T]
+    return ops.product(ops.scale(scores, 0.2), x)
+
+
+def _causal_case(ops: Ops, p: Params, x: Tensor) -> Tensor:
+    scores = ops.product(x, x, transposed=True)
+    weights = ops.softmax(ops.causal(scores, window=3))
+    return ops.product(ops.add(ops.causal(scores, fill=0.0), weights), x)
+
+
+def _take_case(ops: Ops, p: Params, x: Tensor, ids: Tensor) -> Tensor:
+    """Multiply x by the log-probability of each position's own token, under logits x w^T."""
+    log_probs = ops.token_log_probs(ops.linear(x, p["w"]), ids)
+    return ops.mul(x, ops.reshape(log_probs, (*x.shape[:2], 1)))
+
+
+def _experts_case(ops: Ops, p: Params, x: Tensor) -> Tensor:
+    """Multiply x by four scalars, of which the two largest of a router count."""
+    weights = ops.route(ops.linear(x, p["w"]), 2)  # [B, T, 4]
+    return ops.mul(x, ops.sum(ops.mul(weights, ops.linear(x, p["w"])), 2, keep=True))
+
+
+def _decay_case(ops: Ops, p: Params, x: Tensor) -> Tensor:
+    q, k, v = (ops.heads(ops.linear(x, p[name]), 2) for name in ("q", "k", "v"))
+    return ops.linear_attention(ops.scale(q, 0.2), k, v, ops.scale(ops.softplus(ops.linear(x, p["a"])), -1.0))
 
 
 def _rope_case(**settings: Any) -> tuple[dict[str, tuple[int, ...]], Forward]:
@@ -94,6 +139,37 @@ CASES: dict[str, tuple[dict[str, tuple[int, ...]], Forward]] = {
     "rope_factors": _rope_case(factors=(0.5, 3.0)),
     "rope_halves": _rope_case(halves=True),
     "rope_halves_scaled_factors": _rope_case(halves=True, scale=1.6, factors=(1.5, 0.3)),
+    "attention_window": ({"q": (8, 8), "k": (4, 8), "v": (4, 8)}, partial(_heads_case, window=2, scale=0.3)),
+    "attention_softcap": ({"q": (8, 8), "k": (4, 8), "v": (4, 8)}, partial(_heads_case, softcap=1.5)),
+    "attention_sinks": ({"q": (8, 8), "k": (4, 8), "v": (4, 8), "sinks": (4,)}, partial(_heads_case, window=3)),
+    "attention_wide_values": ({"q": (8, 4), "k": (4, 8), "v": (4, 8)}, _wide_values_case),
+    "add_column": ({"w": (1, WIDTH)}, lambda ops, p, x: ops.add(x, ops.linear(x, p["w"]))),
+    "mul_vector": ({"w": (WIDTH,)}, lambda ops, p, x: ops.mul(x, p["w"])),
+    "mul_position": ({"w": (LENGTH, 1)}, lambda ops, p, x: ops.mul(x, p["w"])),
+    "div": ({"w": (WIDTH, WIDTH)}, lambda ops, p, x: ops.div(x, ops.exp(ops.linear(x, p["w"])))),
+    "div_column": (
+        {"w": (1, WIDTH)},
+        lambda ops, p, x: ops.div(x, ops.scale(ops.exp(ops.linear(x, p["w"])), 1.0, 1.0)),
+    ),
+    "exp": ({}, lambda ops, p, x: ops.exp(x)),
+    "log": ({}, lambda ops, p, x: ops.log(ops.scale(ops.mul(x, x), 1.0, 0.5))),
+    "step": ({}, lambda ops, p, x: ops.mul(x, ops.step(x))),
+    "relu": ({}, lambda ops, p, x: ops.relu(ops.scale(x, 3.0, 0.1))),
+    "tanh": ({}, lambda ops, p, x: ops.tanh(x)),
+    "softplus": ({}, lambda ops, p, x: ops.softplus(ops.scale(x, 4.0))),
+    "softcap": ({}, lambda ops, p, x: ops.softcap(x, 1.5)),
+    "softmax": ({}, lambda ops, p, x: ops.softmax(ops.scale(x, 2.0))),
+    "log_softmax": ({"w": (WIDTH, WIDTH)}, lambda ops, p, x: ops.linear(ops.log_softmax(x), p["w"])),
+    "sum": ({}, lambda ops, p, x: ops.mul(ops.mul(x, ops.sum(x, 1, keep=True)), ops.sum(x, 2, keep=True))),
+    "mean": ({}, _means_case),
+    "cumsum": ({}, lambda ops, p, x: ops.cumsum(x)),
+    "permute": ({"w": (WIDTH, LENGTH)}, _permute_case),
+    "product": ({"q": (8, 8)}, _product_case),
+    "causal": ({}, _causal_case),
+    "shift": ({}, lambda ops, p, x: ops.add(x, ops.shift(x, 2))),
+    "take": ({"w": (CLASSES, WIDTH)}, _take_case),
+    "top_k": ({"w": (4, WIDTH)}, _experts_case),
+    "linear_attention": ({"q": (8, 8), "k": (8, 8), "v": (8, 8), "a": (2, 8)}, _decay_case),
     "block": ({f"blk.{i}.w": (WIDTH, WIDTH) for i in range(3)}, _blocks_case),
 }
 # Shape of the targets, for cases without one target per input position.
@@ -130,7 +206,8 @@ class OpModel(Model):
 
     def forward(self, ops: Ops, p: Params, batch: Mapping[str, Tensor]) -> Tensor:
         """Return the op's result as logits."""
-        return CASES[self.case][1](ops, p, ops.embed(p["x"], batch["tokens"]))
+        function, x = CASES[self.case][1], ops.embed(p["x"], batch["tokens"])
+        return function(ops, p, x, batch["tokens"]) if function is _take_case else function(ops, p, x)
 
 
 def op_plan(case: str, adapter: str | None = None, **changes: object) -> Plan:

@@ -40,6 +40,7 @@ class Graph(StaticGraph):
 
     add, sub, mul, div = map(_binary, ("add", "sub", "mul", "div"))  # a op b, with b repeated over a
     sqr, sqrt, sgn, log, sigmoid, silu = map(_unary, ("sqr", "sqrt", "sgn", "log", "sigmoid", "silu"))
+    exp, step, relu, tanh = map(_unary, ("exp", "step", "relu", "tanh"))
 
     def scale(self, x: Node, factor: float, shift: float = 0.0) -> Node:
         """Return x * factor + shift."""
@@ -278,6 +279,16 @@ class Graph(StaticGraph):
             raise GraphError(f"halves: {list(x.shape)} cannot be split into two of {list(shape)}")
         first, second = (self._view(x, (x.size // 2,), start) for start in (0, x.size // 2))
         return self.reshape(first, *shape), self.reshape(second, *shape)
+
+    def permute(self, x: Node, axes: Sequence[int]) -> Node:
+        """Return a contiguous copy of x, whose axis i is axis `axes[i]` of x."""
+        self._check_float32("permute", x)
+        count = len(x.shape)
+        # ggml counts axes from the last one, and takes for each axis of x its place in the result.
+        places = [count - 1 - list(axes).index(count - 1 - i) for i in range(count)] + [*range(count, 4)]
+        self._node_count += 1
+        view = ggml.ggml_permute(self._context, x.ptr, *places)
+        return self._node(ggml.ggml_cont(self._context, view), tuple(x.shape[i] for i in axes))
 
     def swap_middle(self, x: Node) -> Node:
         """Return a contiguous copy of x [a, b, c, d] with its middle axes exchanged, [a, c, b, d]."""

@@ -44,8 +44,10 @@ class StackedOps(TorchOps):
             self._complex_rotations[key] = torch.complex(*self.rotations[x.shape[1], x.shape[3], rotary, False])
         return _apply_to_rows(partial(_rotate, by=self._complex_rotations[key]), x)
 
-    def attention(self, q: Tensor, k: Tensor, v: Tensor, causal: bool = True) -> Tensor:
-        return _apply_to_rows(partial(super().attention, causal=causal), q, k, v)
+    def attention(self, q: Tensor, k: Tensor, v: Tensor, causal: bool = True, **settings: Any) -> Tensor:
+        if settings.get("sinks") is not None:  # each run has its own
+            return super().attention(q, k, v, causal, **settings)
+        return _apply_to_rows(partial(super().attention, causal=causal, **settings), q, k, v)
 
     def cross_entropy(
         self, logits: Tensor, targets: Tensor, weights: Tensor, smoothing: float = 0.0, z_loss: float = 0.0

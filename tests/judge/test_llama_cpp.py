@@ -347,8 +347,8 @@ def test_an_adapter_on_a_q8_0_base_has_the_engines_results(workshop, tmp_path):
 def test_an_adapter_on_a_q4_k_base_has_the_engines_results(workshop, tmp_path):
     """As with q8_0, llama.cpp's kernels round the activations to 8 bits.
 
-    Single log-probabilities differ by up to 0.56 on a CPU with AMX, for which llama.cpp has another kernel for Q4_K, and
-    by less than 0.4 on others. The mean of all, the loss, agrees as with q8_0.
+    Single log-probabilities differ by up to 0.56 on a CPU with AMX, for which llama.cpp has another kernel for Q4_K,
+    and by less than 0.4 on others. The mean of all, the loss, agrees as with q8_0.
     """
     base = workshop("llama, 256 wide", WIDE)
     path = requantise(base.path, tmp_path / "base.gguf", GGMLQuantizationType.Q4_K, q4_k)

@@ -64,7 +64,7 @@ def translate_error(text: str) -> str:
 
 @contextlib.contextmanager
 def note_remains(directory: Path, call: str) -> Iterator[None]:
-    """If the body raises RunFailed or KeyboardInterrupt, add a note to it on how to open and resume the run.
+    """If the body raises RunFailed or KeyboardInterrupt, add a note to the exception: how to open and resume the run.
 
     `call` is the beginning of the Python call that resumes the run, such as `toyexp.run(`. If the run has no
     checkpoint, the note says only how to open the run. If no run was written to `directory`, no note is added.
@@ -86,7 +86,7 @@ NESTED_KEYS = ("callbacks", "hydra", "sweep")  # their values may be mappings of
 
 
 def check_words(call: str, words: Sequence[Any]) -> list[str]:
-    """Return command-line arguments as a list. Raise UserError if one is not a string, such as a dict of settings."""
+    """Return command-line arguments as a list. Raise UserError if one of them is not a string but, say, a dict."""
     for word in words:
         if not isinstance(word, str):
             raise UserError(
@@ -97,7 +97,7 @@ def check_words(call: str, words: Sequence[Any]) -> list[str]:
 
 
 def check_path(parameter: str, value: Any) -> Path:
-    """Return `value` as a Path. If it is not a path or is empty, raise UserError with the name `parameter`."""
+    """Return `value` as a Path. If it is not a path or is empty, raise UserError with `parameter` in the message."""
     if not isinstance(value, str | os.PathLike) or isinstance(os.fspath(value), bytes) or not os.fspath(value):
         raise UserError(f"{parameter}: must be a path, got {printable(repr(value))}")
     return Path(value)

@@ -182,7 +182,7 @@ class SweepResult(Sequence[Result]):
 
     @property
     def best(self) -> Result | None:
-        """A run: of the combination of settings with the best mean over seeds, the run with the best metric.
+        """Best run: of the settings with the best mean over seeds, the run with the best value of `metric`.
 
         None if no run completed, or if the runs cannot be compared because they used different data.
         """

@@ -124,7 +124,7 @@ class Result:
 
     @cached_property
     def model(self) -> Model:
-        """Model object with the sizes of the trained model, but not its weights, which `parameters` has.
+        """Model object: the architecture and sizes of the trained model. Its weights are in `parameters`.
 
         If the run trained an adapter, this is its base model. Raise UserError if the run left no weights.
         """

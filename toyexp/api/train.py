@@ -65,8 +65,8 @@ def train(
         result = toyexp.train(model=Llama(d_model=64), engine="cpu", steps=100, lr=1e-3)
 
     The run is written to `directory`, which must be empty, or by default to a new directory below outputs/. To resume a
-    run, pass its directory as `resume`, and the same parts and settings as before. Errors and Ctrl-C are handled as
-    `toyexp.run` describes.
+    run, pass its directory as `resume`, and the same parts and settings as before. Errors and Ctrl-C have the same
+    effect as in `toyexp.run`.
     """
     if resume is not None and directory is not None:
         where = f"the run continues in resume={printable(str(resume))}"

@@ -124,8 +124,8 @@ class Report(Answer):
     def lines(self) -> list[str]:
         """Return the report as lines of text.
 
-        These are a table of speeds, a table of memory (unless --no-memory), and notes about engines and baselines, such
-        as their versions and devices.
+        The report is a table of speeds, a table of memory (not with --no-memory), and notes about engines and
+        baselines, such as their versions and devices.
         """
         speed = [["engine", "ms/step", "quartiles", f"{self.work.unit}/s", "GFLOP/s", "of peak", "ratio"]]
         memory = [["engine", "first step", "on device", "peak", "beyond import"]]
@@ -187,8 +187,8 @@ def step_flops(plan: Plan) -> float:
 
     This is the estimate of PaLM (Chowdhery et al. 2022, appendix B), which nanoGPT uses too.
 
-    - N is the number of parameters in matrix products. Each takes 2 operations forward and 4 backward; for a frozen
-      weight it is 2 backward, because its own gradient is not computed. N includes adapters and a tied embedding, but
+    - N is the number of parameters in matrix products. Each takes 2 operations forward and 4 backward. A frozen weight
+      takes only 2 backward, because its own gradient is not computed. N includes adapters and a tied embedding, but
       not a table whose rows are only looked up, such as position embeddings.
     - L is the number of layers, d the total width of a layer's attention heads, and T the number of positions in a row.
       Attention counts as if every position attended to all T. A model without n_layers or d_model counts 6 N only.

@@ -150,7 +150,7 @@ class EngineStepper(Stepper):
 
 
 def worker_pids(ranks: Sequence[str]) -> list[int]:
-    """Return the ids of the other processes of a distributed run that are on this machine.
+    """Return the process ids of those other processes of a distributed run that are on this machine.
 
     `ranks` describes each process, such as `pid 12 on host`.
     """

@@ -1,4 +1,4 @@
-"""Table of the built-in sub-commands and their options. The module of a command is imported only when it is called.
+"""Table of the built-in sub-commands and their options. Running a command imports the module that implements it.
 
 Built-in commands are registered through the same hook as commands of plugins. A plugin cannot use a built-in name.
 """
@@ -114,7 +114,7 @@ def _number(flag: str, example: str, about: str, high: float = 10**6) -> Option:
 def number(low: float, high: float = math.inf, integer: bool = False) -> Callable[[str], float]:
     """Return a function for argparse's `type=` that parses a number and rejects one outside `low` to `high`.
 
-    With `integer`, it parses an int, otherwise a float.
+    If `integer` is True, the function parses an int, otherwise a float.
     """
 
     def parse(text: str) -> float:

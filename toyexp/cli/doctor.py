@@ -187,7 +187,7 @@ TRAINING_CASE = "rope"  # case of the short training: grouped-query attention wi
 
 @dataclass(frozen=True)
 class Line:
-    """Result of one numerical check of an engine: of an op, or of a short training."""
+    """Result of one numerical check of an engine: the check of an op, or that of a short training."""
 
     name: str
     values: float  # largest error of logits and loss, relative to the largest logit or the loss

@@ -1,6 +1,6 @@
 """Commands on model files: `toyexp describe`, `models`, `eval`, `predict`, `export` and `merge`.
 
-A command imports the module of `toyexp.inference` that does its work only when the user calls the command.
+The module of `toyexp.inference` that implements a command is imported only when the command runs.
 """
 
 from __future__ import annotations
@@ -136,7 +136,7 @@ Exit code: 1 if some images cannot be read; 2 if none can be read (nothing is wr
 
 
 def run_predict(arguments: Arguments) -> int:
-    """Classify images and print the classes or write them to a CSV file; return 1 if an image could not be read."""
+    """Classify images and print the classes or write them to a CSV file; return 1 if an image is unreadable, else 0."""
     from toyexp.batching.pictures import require_pillow
     from toyexp.inference.predict import list_images, predict
 
@@ -162,7 +162,7 @@ def run_predict(arguments: Arguments) -> int:
 
 
 def _check_table(table: str, arguments: Arguments) -> None:
-    """Raise UserError if the CSV file `table` cannot be written or already exists, before images are read."""
+    """Raise UserError if the CSV file `table` cannot be written or already exists. Called before images are read."""
     if arguments.json:
         raise UserError(f"--csv {table} --json: choose one output format; leave out the other")
     path = Path(table)

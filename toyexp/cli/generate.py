@@ -153,7 +153,7 @@ class Conversation:
         self._random = stream(author.options.seed, "generate")
 
     def ids(self, message: str) -> list[int]:
-        """Add a user message to the conversation and return the token ids of the whole prompt for its answer.
+        """Add a user message to the conversation and return the token ids of the whole prompt for the answer.
 
         Drop the oldest messages if the prompt leaves too little room for the answer. Raise UserError if the message
         alone exceeds the context.
@@ -177,7 +177,7 @@ class Conversation:
         return self._tokenizer.prompt("\n".join("".join(t["content"] for t in pair) for pair in pairs)).tolist()
 
     def answer(self, message: str, ids: list[int], write: Callable[[str], None]) -> Generated:
-        """Generate the answer to `message` from `ids`, the token ids of the prompt, and add it to the conversation.
+        """Generate the answer to `message` from `ids`, the token ids of the prompt, and add the answer to the messages.
 
         Call `write` with pieces of text as they are generated. Ctrl-C ends the answer early.
         """

@@ -244,7 +244,7 @@ def _choices(registry: Registry) -> Iterator[str]:
 
 
 def run_hints(result: Result, is_first: bool) -> list[str]:
-    """Return lines with a command to try after a run; if `is_first` (the user's first run here), with several."""
+    """Return lines with a command to try after a run, or with several if `is_first`: there was no run here before."""
     run = shlex.quote(short_path(result.dir))
     written = any(path.suffix == ".gguf" for path in result.artifacts)
     if not is_first:

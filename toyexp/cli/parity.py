@@ -43,7 +43,7 @@ Arrays = Mapping[str, np.ndarray]
 
 @dataclass(frozen=True)
 class TensorDifference:
-    """How far one trainable tensor of an engine is from that of the reference engine: its gradient and its weights."""
+    """Differences of a trainable tensor from that of the reference engine: of its gradient and of its weights."""
 
     name: str
     gradient: float  # |g - g_ref| / |g_ref| on the first batch; for small gradients see tensor_differences
@@ -54,7 +54,7 @@ class TensorDifference:
 
 @dataclass(frozen=True)
 class LossDifference:
-    """How far the training losses of an engine are from those of the reference engine, over all steps."""
+    """Differences of an engine's training losses from those of the reference engine, over all steps."""
 
     largest: float  # largest absolute difference at any step, in nats
     mean: float  # mean absolute difference
@@ -329,7 +329,7 @@ Exit code 0: all engines are within the tolerances; 1: at least one is not; 2: i
 def summary(report: Report, every_tensor: bool = False) -> list[str]:
     """Return the report as lines of text: a row per engine, a table of tensors for each engine, and the verdict.
 
-    The tables list the tensors that differ most or, with `every_tensor`, all trainable tensors.
+    The tables list the tensors that differ most, or all trainable tensors if `every_tensor` is True.
     """
     head = ("loss, largest", "mean", "relative", "mean", "gradient", "weights", "of norm")
     rows: list[tuple[str, ...]] = [(f"against {report.reference}", *head)]

@@ -238,7 +238,7 @@ class _PytestResults:
     # -- pytest hooks
 
     def pytest_collection_modifyitems(self, items: Any) -> None:
-        """Remember for each collected test which line its result belongs to."""
+        """Remember for each collected test the line of the report that counts its result."""
         for item in items:
             self._test_lines[item.nodeid] = self._suite(getattr(item, "cls", None))
 

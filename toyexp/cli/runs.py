@@ -232,7 +232,7 @@ def run_compare(arguments: Arguments) -> int:
 
 
 def check_report_path(page: str) -> None:
-    """Raise UserError if the report of --html cannot be written to `page`. To be called before runs are read.
+    """Raise UserError if the report of --html cannot be written to `page`. Called before runs are read.
 
     An existing file may be overwritten only if it is a report of toyexp. Raise Unavailable if plotly is not installed.
     """

@@ -161,7 +161,7 @@ def _write(
 
 
 def _about(file: GGUFFile) -> dict[str, Any]:
-    """Return the model card's entries about the run that wrote `file`; empty if `file` has left that run's directory."""
+    """Return model card entries about the run that wrote `file`; empty if `file` is not in that run's directory."""
     run = _sibling_path(file).parent
     config, result, step = read_settings(run / "config.yaml"), read_run(run), file.metadata.get("general.step")
     if config_hash({k: v for k, v in config.items() if k != "defaults"}) != file.text("general.config_sha256"):
@@ -178,8 +178,9 @@ def require_free(
 ) -> None:
     """Raise UserError if `target` must not be written; `option` begins the message.
 
-    Without `force`, `target` must not exist. With `force`, an existing target must look like a file with this suffix,
-    or a directory with these `contents`. It must not be one of the files in `read` and must not belong to a run.
+    If `force` is False, `target` must not exist. If `force` is True, an existing target must look like a file with this
+    suffix, or like a directory with these `contents`. The target must not be one of the files in `read`, and must not
+    belong to a run.
     """
     require_writable(option, target)
     if not os.path.lexists(target):

@@ -50,7 +50,10 @@ def is_checkpoint(path: Path) -> bool:
 
 
 def newest_checkpoint(path: Path) -> Path | None:
-    """Return the newest checkpoint below a run's directory or its `checkpoints/`, without verifying it."""
+    """Return the newest checkpoint of a run without verifying it; None if there is none.
+
+    `path` is the run's directory or its `checkpoints/`.
+    """
     for folder in (path / "checkpoints", path):
         if checkpoints := checkpoint.list_checkpoints(folder):
             return next(iter(checkpoints.values()))
@@ -156,7 +159,7 @@ def _load_run(path: Path, registry: Registry) -> tuple[checkpoint.Checkpoint, Pl
         if expected.get(name) != shapes.get(name):
             raise UserError(
                 f"{path}: its {printable(name)} has shape {list(shapes.get(name) or ())}, but the run's "
-                f"configuration needs {list(expected.get(name) or ())}: its data or base has changed"
+                f"configuration needs {list(expected.get(name) or ())}: the run's data or base has changed"
             )
     return saved, plan, recipe, dataset
 

@@ -952,11 +952,11 @@ def run_of_two_steps(tmp_path, capsys):
         ("sweep.resume=outputs/tale/1", ["holds no sweep", "it is a run: resume=outputs/tale/1"]),
         (
             "resume=outputs/tale/1 recipe=warm steps=4",
-            ["resumes with recipe=scratch; leave recipe=warm out"],
+            ["the run has recipe=scratch; leave recipe=warm out"],
         ),
-        ("resume=outputs/tale/1 data=stdlib steps=4", ["resumes with data=text; leave data=stdlib out"]),
-        ("resume=outputs/tale/1 model=gpt2 steps=4", ["resumes with model=llama; leave model=gpt2 out"]),
-        ("resume=outputs/tale/1 model=small steps=4", ["resumes with model=llama", "leave model=small out"]),
+        ("resume=outputs/tale/1 data=stdlib steps=4", ["the run has data=text; leave data=stdlib out"]),
+        ("resume=outputs/tale/1 model=gpt2 steps=4", ["the run has model=llama; leave model=gpt2 out"]),
+        ("resume=outputs/tale/1 model=small steps=4", ["the run has model=llama", "leave model=small out"]),
         (
             "resume=outputs/tale/1 steps=4 hydra.run.dir=x",
             ["hydra.run.dir=x", "continues in the directory of that run"],

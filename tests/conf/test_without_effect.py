@@ -123,12 +123,12 @@ IDLE = {
     ),
     "callbacks without the usual ones": (
         "callbacks=plots",
-        ["callbacks=[plots]: without cosine, progress, watch, events, gguf_export, which are on by default; "
+        ["callbacks=[plots]: leaves out cosine, progress, watch, events, gguf_export, which are on by default; "
          "to keep them: callbacks=[default,plots]"],
         "callbacks=[]",
     ),
     "a schedule without the usual callbacks": (
-        "callbacks=[linear]", ["callbacks=[linear]: without progress, watch, events, gguf_export"],
+        "callbacks=[linear]", ["callbacks=[linear]: leaves out progress, watch, events, gguf_export"],
         "callbacks=[default,linear] ~callbacks.cosine",
     ),
 }  # fmt: skip

@@ -133,7 +133,7 @@ class Inputs:
             self._tighter_bounds[name] = min(below, self._tighter_bounds.get(name, below))
 
     def target_indices(self, n: int, classes: int) -> Node:
-        """Return for each target [n] the index of its logit in the flattened logits [n * classes]."""
+        """Return the index of each target's logit in the flattened logits [n * classes], as a tensor [n]."""
         if reason := too_many_logits(n, classes):
             raise GraphError(reason)
         targets = self.batch["targets"]

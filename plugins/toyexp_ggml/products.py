@@ -34,14 +34,14 @@ SHORTEST = 128  # fewest terms in a slice: with fewer, writing the result costs 
 
 
 def stack_count(n: int, m: int) -> int:
-    """Return into how many products of NARROW rows to split a product with the result [n, m]; 1: do not split."""
+    """Return the number of products of NARROW rows into which to split a product with the result [n, m]."""
     if min(n, m) <= NARROW or n % NARROW or _groups(n, m, WIDE) >= ENOUGH:
         return 1
     return n // NARROW
 
 
 def slice_count(n: int, m: int, k: int) -> int:
-    """Return into how many slices to split the sums over k terms in a product with the result [n, m]."""
+    """Return the number of slices into which to split the sums of k terms in a product with the result [n, m]."""
     side = NARROW if min(n, m) <= NARROW or stack_count(n, m) > 1 else WIDE
     count, groups = 1, _groups(n, m, side)
     while min(n, m) > COLUMN and count * groups < ENOUGH and k % (2 * count * SHORTEST) == 0:
@@ -66,7 +66,7 @@ class TapedOps(Ops):
     """Ops that record each call as (results, inputs, gradient rule) on a tape, from which `backward` builds gradients.
 
     If `recompute` is True, `backward` runs each block's forward pass again, so that the allocator can free all
-    activations of the first pass except the block's result. It keeps activations between blocks and in the last block.
+    activations of the first pass except the block's result. Activations between blocks and in the last block are kept.
     """
 
     def __init__(self, graph: Graph, recompute: bool):
@@ -100,9 +100,9 @@ class TapedOps(Ops):
         return out
 
     def backward(self, dlogits: dict[Node, Node], trainable: Sequence[Node]) -> dict[Node, Node]:
-        """Return the gradients of the `trainable` nodes, given the gradients of forward results in `dlogits`.
+        """Return the gradients of the `trainable` nodes. `dlogits` maps results of the forward pass to their gradients.
 
-        Trainable nodes on which none of the results in `dlogits` depends are left out.
+        Trainable nodes on which none of these results depends are left out.
         """
         gradients, dependents = dict(dlogits), set(trainable)
         tapes = [s.tape if isinstance(s, Block) else s for s in self._segments]

@@ -20,7 +20,7 @@ FUSED = frozenset({"RMS_NORM_BACK", "SILU_BACK", "SOFT_MAX_BACK", "GET_ROWS_BACK
 
 @dataclass(frozen=True)
 class Profile:
-    """A device, the ops that it supports, and which of them are slow."""
+    """A device: its name, the ops that it supports, and flags for its slow ops."""
 
     device: str  # prefix of ggml's device names
     label: str  # name in messages

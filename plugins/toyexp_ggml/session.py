@@ -204,7 +204,7 @@ class GGMLSession(Session):
         return StepMetrics(loss, _number(self._compute("update")["norm"]))
 
     def _accumulate_all(self, micro: Batch) -> float:
-        """Add a micro-batch's gradients to the sums; return its loss. If a share fails, wait for the others first."""
+        """Add a micro-batch's gradients to the sums; return its loss. Wait for all shares, even if one fails."""
         if len(self._shares) == 1:
             return self._accumulate(micro, 0)
         calls = [self._pool.submit(self._accumulate, micro, i) for i in range(len(self._shares))]

@@ -65,7 +65,7 @@ class LossOps(TorchOps):
         return not (masked or torch.compiler.is_compiling())
 
     def compute_deferred(self, logits: DeferredLogits, targets: Tensor, weights: Tensor) -> Tensor:
-        """Compute the logits of positions with a weight; return the sum of weight times cross-entropy.
+        """Compute the logits of positions of non-zero weight; return the sum of weight times cross-entropy.
 
         `targets` and `weights` have the shape of the logits without the last axis.
         """
@@ -104,7 +104,7 @@ class ProjectedLossOps(LossOps):
 
     @staticmethod
     def selects_positions(count: int) -> bool:
-        """Return True if `count` logits are so many that computing only those of positions with a weight saves time."""
+        """Return True if `count` logits are so many that leaving out positions of weight 0 saves time."""
         return count >= LARGE
 
     def compute_deferred(self, logits: DeferredLogits, targets: Tensor, weights: Tensor) -> Tensor:

@@ -95,7 +95,7 @@ class Resident:
     def _read(self, micros: Sequence[Batch]) -> tuple[dict[Any, list[np.ndarray]], int]:
         """Return a graph's input arrays, and the number of positions per micro-batch whose logits it computes.
 
-        A key consists of the index of the micro-batch and the name of the input. The arrays of one key are joined.
+        The keys are (index of the micro-batch, name of the input). The arrays of one key are joined.
         """
         arrays: dict[Any, list[np.ndarray]]
         arrays = {(i, name): [micro[name]] for i, micro in enumerate(micros) for name in self._plan.inputs}

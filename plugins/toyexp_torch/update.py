@@ -134,7 +134,7 @@ class Update:
         return self._flat.new_zeros((*self._flat.shape[:-1], *shape))
 
     def _span(self, group: Group) -> slice:
-        """Return a group's slice of the flat vectors, including the padding after its last tensor."""
+        """Return a group's slice of `flat` and `grad`, including the padding after its last tensor."""
         stop = self._slices[group.tensors[-1]].stop
         return slice(self._slices[group.tensors[0]].start, -(-stop // ALIGNMENT) * ALIGNMENT)
 
@@ -192,7 +192,7 @@ def _intersect(span: slice, begin: int, end: int) -> range:
 def view_slice(vectors: Tensor, span: slice, shape: Sequence[int]) -> Tensor:
     """Return a slice of a vector as a view of the given shape.
 
-    For a matrix, return the slice of all rows, as a view with the rows' axis before this shape.
+    If `vectors` is a matrix, return this slice of each of its rows, as a view [rows, *shape].
     """
     return vectors.narrow(-1, span.start, span.stop - span.start).view((*vectors.shape[:-1], *shape))
 
@@ -235,7 +235,7 @@ class Formula:
 
 
 class FusedAdamW(Formula):
-    """AdamW in place on flat tensors, with PyTorch's fused kernel.
+    """AdamW in place on vectors, with PyTorch's fused kernel.
 
     The kernel computes w = w (1 - lr wd) - lr / c1 m / (sqrt(v / c2) + eps). It derives the bias corrections
     c1 = 1 - beta1^t and c2 = 1 - beta2^t from a step count t. The formula of toyexp.AdamW multiplies m and v by the

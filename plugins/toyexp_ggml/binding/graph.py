@@ -36,7 +36,7 @@ def _binary(name: str) -> Callable[[Graph, Node, Node], Node]:
 
 
 class Graph(StaticGraph):
-    """Static graph with one method per op; each raises GraphError for shapes that do not fit. See StaticGraph."""
+    """Static graph with one method per op. Each raises GraphError for shapes that do not fit. See StaticGraph."""
 
     add, sub, mul, div = map(_binary, ("add", "sub", "mul", "div"))  # a op b, with b repeated over a
     sqr, sqrt, sgn, log, sigmoid, silu = map(_unary, ("sqr", "sqrt", "sgn", "log", "sigmoid", "silu"))
@@ -61,7 +61,7 @@ class Graph(StaticGraph):
         return self.sum_last(self.reshape(x, count, x.size // count))
 
     def sum_of_squares(self, x: Node, by_dot: bool = False) -> Node:
-        """Return the sum of x^2, [1]. `by_dot` sums the dot product of each row of a matrix with itself."""
+        """Return the sum of x^2, [1]. `by_dot` sums, for a matrix, the dot product of each row with itself."""
         if not by_dot or len(x.shape) != 2:
             return self.total(self.sqr(x))
         rows = self.reshape(x, x.shape[0], 1, x.shape[1])
@@ -82,7 +82,7 @@ class Graph(StaticGraph):
     def mul_mat(self, w: Node, x: Node) -> Node:
         """Return x [.., n, in] times the transpose of w [.., out, in] -> [.., n, out].
 
-        The leading axes of w must equal those of x, or be absent, or equal those of x except for a 1 in the last one.
+        The leading axes of w must equal those of x, or be absent, or equal those of x except that the last is 1.
         """
         fits = w.shape[-1] == x.shape[-1] and 2 <= len(w.shape) <= len(x.shape)
         if not fits or (len(w.shape) > 2 and w.shape[:-2] not in (x.shape[:-2], (*x.shape[:-3], 1))):
@@ -234,7 +234,7 @@ class Graph(StaticGraph):
         return self._node(ggml.ggml_cont(self._context, self._transpose_view(x)), shape)
 
     def _view(self, x: Node, shape: tuple[int, ...], start: int, *strides: int) -> Node:
-        """Return a view of x from element `start` on; `strides`, in elements, are of all axes but the last."""
+        """Return a view of x from element `start` on. `strides`, in elements, are those of all axes but the last."""
         make = getattr(ggml, f"ggml_view_{len(shape)}d")
         return self._node(make(self._context, x.ptr, *shape[::-1], *(4 * s for s in strides[::-1]), 4 * start), shape)
 
@@ -334,7 +334,7 @@ class Graph(StaticGraph):
     def concat(self, parts: Sequence[Node], axis: int, by_set: bool = False) -> Node:
         """Concatenate tensors along one axis; their other axes must agree.
 
-        If `by_set` is True, copy each into one preallocated tensor, unless the result has SET_LIMIT bytes or more.
+        If `by_set` is True, copy each tensor into a preallocated one, unless the result has SET_LIMIT bytes or more.
         """
         if not parts:
             raise GraphError("concat: expected at least one tensor")
@@ -371,7 +371,7 @@ class Graph(StaticGraph):
         return self._node(tensor, shape)
 
     def _set(self, x: Node, values: Any, start: int, strides: tuple[int, ...]) -> Node:
-        """Copy values into x from element `start` on; `strides`, in elements, are of all axes but the last."""
+        """Copy values into x from element `start` on. `strides`, in elements, are those of all axes but the last."""
         sizes = (*(4 * s for s in strides[::-1]), *(4 * x.size,) * (3 - len(strides)))
         return self._node(ggml.ggml_set_inplace(self._context, x.ptr, values, *sizes, 4 * start), x.shape)
 

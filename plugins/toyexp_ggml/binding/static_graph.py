@@ -22,7 +22,7 @@ def op_name(node: Any) -> str:
 
 
 class StaticGraph:
-    """A static graph: nodes are added until `finish`, after which it can be computed repeatedly."""
+    """A static graph: first add its nodes, then call `finish` once, then `compute` repeatedly."""
 
     def __init__(self, backend: Backend, capacity: int):
         self._backend = backend

@@ -153,7 +153,7 @@ class StackedStep:
         return {name: view_slice(flat, part, self._shapes[name]) for name, part in self._slices.items()}
 
     def _backward(self, micros: Sequence[Micro]) -> Tensor:
-        """Write each run's gradient, summed over micro-batches, into its row; return the summed losses [k]."""
+        """Write each run's gradient, summed over micro-batches, into its row of `grad`; return summed losses [k]."""
         leaves = {name: values.detach().requires_grad_() for name, values in self._weights().items()}
         losses: list[Tensor] = []
         for micro in micros:

@@ -1090,7 +1090,7 @@ def test_a_ggml_setting_fixed_per_process_is_rejected_with_a_remedy(run_rejected
     monkeypatch.setenv("NVIDIA_TF32_OVERRIDE", "0")
     monkeypatch.delenv("GGML_VK_DISABLE_F16", raising=False)
     words = ["parity", f"engine={name},{name}:{own}", "data=random", "model.d_model=16", "model.context=16"]
-    run_rejected(words, "once per process", f"engine={name}:{own} beside other engines")
+    run_rejected(words, "once per process", f"one value per command: engine={name} or engine={name}:{own}, not both")
 
 
 def test_parity_lists_the_run_settings_that_it_rejects(run_rejected, capsys):

@@ -101,7 +101,7 @@ IDLE = {
     "a plain text": (
         "checkpoint_every=0 checkpoint_keep=5 data.bpe_vocab=300 data.eval_batches=4 data.suffixes=.txt",
         ["checkpoint_keep=5: has no effect with checkpoint_every=0", "data.bpe_vocab=300: has no effect",
-         "data.eval_batches=4: only 3 are held out", "data.suffixes=.txt"],
+         "data.eval_batches=4: only 3 batches are held out", "data.suffixes=.txt"],
         "checkpoint_every=0 data.bpe_vocab=300 data.tokenizer=bpe data.eval_batches=1 data.suffixes=.txt data.path=.",
     ),
     "examples without conversations": (
@@ -170,7 +170,7 @@ def test_more_evaluation_images_than_held_out_is_a_warning(registry):
     pytest.importorskip("sklearn")
     words = ["data=digits", "model=vit", "recipe=vit_tiny", "engine=noop", "data.eval_images=360"]
     prepared = prepare(Request([], registry, MODULES).build_config(*words))
-    assert prepared.warnings == ["data.eval_images=360: only 359 are held out; all are used"]
+    assert prepared.warnings == ["data.eval_images=360: only 359 images are held out; each evaluation uses all"]
     planned = RunPreview(prepared.config.plain, prepared.dataset, prepared.batches, prepared.plan)
     assert list(replace(prepared.config.data, eval_images=359).warnings(planned)) == []
 

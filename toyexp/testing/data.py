@@ -30,11 +30,11 @@ class DataSuite(PluginSuite):
     data: Data
     context: int = 8  # tokens of a row, if the data has rows of tokens
     rows: int = 4  # rows of a batch
-    epoch: int = 0  # batches in an epoch; 0: examples may be equal, so held-out data is not compared with training data
+    epoch: int = 0  # batches in an epoch; 0: do not compare held-out with training data, because examples may be equal
     expected_words: tuple[str, ...] = ()  # words that `omissions` must contain, such as the key that changes them
 
     def open_dataset(self) -> Dataset:
-        """Return the dataset."""
+        """Check the settings of `data`, open it and return the dataset."""
         self.data.check()
         return self.data.open(None)
 
@@ -97,7 +97,7 @@ class DataSuite(PluginSuite):
         assert trained and held_out and not trained & held_out
 
     def test_another_process_makes_the_same_bytes(self) -> None:
-        """Another process with other hash seeds makes the same batches."""
+        """Another process with another PYTHONHASHSEED makes the same batches."""
         cls = type(self.data)
         code = f"from {cls.__module__} import {cls.__qualname__} as data\n"
         code += "import json, sys\nfrom toyexp.testing.data import fingerprint\n"

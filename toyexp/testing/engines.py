@@ -32,8 +32,8 @@ def _values(plan: Plan) -> dict[str, np.ndarray]:
 class EngineNumbers(PluginSuite):
     """The tests of EngineSuite that check numbers, which depend on the device's kernels.
 
-    Set `engine`, and larger tolerances if the device rounds more than float32. The class is skipped if its device is
-    not available.
+    Set `engine`, and larger tolerances if the device rounds more than float32. pytest skips the class if the engine's
+    device is not available.
     """
 
     kind, part = "engine", "engine"
@@ -43,13 +43,13 @@ class EngineNumbers(PluginSuite):
 
     def pytest_generate_tests(self, metafunc: pytest.Metafunc) -> None:
         """Skip the whole class at collection if the engine's device is not available; pytest calls this."""
-        environment = dict(os.environ)  # restored below: check() may set variables that the tests must set themselves
+        environment = dict(os.environ)  # restored below: check() may set variables, and the tests call it anew
         try:
             self.engine.check()
         except Unavailable as reason:
             pytest.skip(str(reason))
         except (UserError, pytest.fail.Exception):
-            pass  # the device is available, or a fixture sets it later; the tests report errors
+            pass  # the tests report a UserError; a fixture may still set the engine
         finally:
             os.environ.clear()
             os.environ.update(environment)
@@ -71,8 +71,8 @@ class EngineNumbers(PluginSuite):
     def op_plan(self, case: str, adapter: str | None = None, **changes: object) -> Plan:
         """Return the plan of a model that consists of one op, `case`, with a number of rows that suits the engine.
 
-        `adapter` is "lora" or "lens" (a linear map of the embedding) to train one on top. `changes` are fields of
-        the plan.
+        `adapter` adds an adapter: "lora" a LoRA pair, "lens" a matrix that maps a narrower embedding to the model's
+        width. `changes` are fields of the plan.
         """
         return op_plan(case, adapter, **{"rows": self.rows, **changes})
 
@@ -289,9 +289,9 @@ class EngineSuite(EngineNumbers):
             assert_same(session.snapshot(), end)
 
     def test_a_snapshot_taken_over_an_earlier_one_is_the_one_that_a_fresh_one_would_be(self) -> None:
-        """snapshot(old) may reuse the arrays of `old`, an earlier snapshot, but no others.
+        """snapshot(old) may overwrite the arrays of the earlier snapshot `old`, but not those of other snapshots.
 
-        It equals a new snapshot, and a later step does not change it.
+        Its result equals that of snapshot(), and a later step does not change it.
         """
         plan, hp = self.op_plan("attention_grouped"), AdamW.for_lora().hp_for_step(0)
         with self.build_session(plan) as session:
@@ -311,7 +311,7 @@ class EngineSuite(EngineNumbers):
 
     @pytest.mark.parametrize("accumulate", [1, 2])
     def test_bad_numbers_left_out_change_nothing(self, accumulate: int) -> None:
-        """A step that overflows with skip_nonfinite changes no weights or optimiser state; later steps are normal."""
+        """With skip_nonfinite, a step that overflows changes no weights or optimiser state; later steps are normal."""
         plan = self.op_plan("swiglu", accumulate=accumulate, skip_nonfinite=True)
         batch, hp = self.op_batch(rows=accumulate * plan.rows), AdamW.for_lora().hp_for_step(0)
         with (

@@ -25,7 +25,7 @@ OURS = b"whoever wrote this wants to keep it"
 
 
 class FormatSuite(PluginSuite):
-    """Conformance suite of a file format: set `form`, `models` that it can store, and `unsupported` models."""
+    """Conformance suite of a file format: set `form`, `models` that it can store, and `unsupported` ones."""
 
     kind, part = "format", "form"
     form: Format
@@ -51,7 +51,7 @@ class FormatSuite(PluginSuite):
     def test_what_it_writes_it_reads_back(self, tmp_path: Path) -> None:
         """A written file gives the same model and tensors when it is read, bit-identical if stored as float32.
 
-        A format that only writes raises UserError.
+        The method `read` of a format that only writes raises UserError.
         """
         if type(self.form).read is Format.read:
             with pytest.raises(UserError, match="not read"):

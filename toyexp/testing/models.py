@@ -78,7 +78,7 @@ class ModelSuite(PluginSuite):
     model: Model
     engines: ClassVar[Sequence[Engine]] = ()
     vocab: int = 16
-    causal: bool | None = None  # no position depends on a later one; None: True if the kind of data is a sequence
+    causal: bool | None = None  # True: no position depends on a later one; None: True for sequences, else False
     without_gradient: ClassVar[tuple[str, ...]] = ()  # name patterns of tensors whose gradient is always 0
     rtol: float = 2e-5  # tolerance of an engine's logits, relative to the largest
     gradient_rtol: float = 1e-4  # tolerance of a gradient along a direction, relative to the gradient's norm
@@ -88,7 +88,7 @@ class ModelSuite(PluginSuite):
         return tiny_data(self.model.reads, self.vocab)
 
     def pytest_generate_tests(self, metafunc: pytest.Metafunc) -> None:
-        """Parametrise tests that take an engine; pytest calls this."""
+        """Run each test with the argument `engine` once per engine. pytest calls this hook."""
         if "engine" in metafunc.fixturenames:
             metafunc.parametrize("engine", self.engines, ids=[f"{e.name}{i}" for i, e in enumerate(self.engines)])
 

@@ -33,7 +33,7 @@ class OptimiserSuite(PluginSuite):
     def plans(self) -> Iterator[Plan]:
         """Yield small plans where one of the optimiser's rules updates all tensors.
 
-        For each rule there is a plan with matrices only and one with a matrix and vectors, if the rule takes these.
+        For each rule there is a plan with matrices only and one with a matrix and vectors, if it updates such tensors.
         """
         for rule in self.rules():
             for case in ("attention_grouped", "layer_norm"):
@@ -50,7 +50,7 @@ class OptimiserSuite(PluginSuite):
         return list(self.optimiser.with_mode(FROM_SCRATCH).rules())
 
     def test_its_numbers_have_the_same_names_at_every_step(self) -> None:
-        """A rule's numbers, such as lr and beta1, have the names that it declares, and their values are finite."""
+        """A rule's numbers, such as lr and beta1, have the names that `names` returns, and their values are finite."""
         for rule in self.rules():
             for step in (0, 1, 999):
                 numbers = rule.numbers(step, LR, 0.1)
@@ -74,7 +74,7 @@ class OptimiserSuite(PluginSuite):
             assert all(np.isfinite(array).all() for array in state.values())
 
     def test_what_is_element_wise_takes_tensors_in_one(self) -> None:
-        """An element-wise rule updates a tensor as it updates its parts, so that engines may join tensors."""
+        """An element-wise rule gives a tensor the same update as its slices one by one, so engines may join tensors."""
         for rule in (rule for rule in self.rules() if rule.elementwise):
             full_update, _ = self._update(rule, (8,), 1.0)
             parts = [self._update(rule, (8,), 1.0, part)[0] for part in (slice(0, 3), slice(3, 8))]

@@ -51,7 +51,7 @@ class PluginSuite:
         """Return the class under test."""
         return type(getattr(self, self.part))
 
-    if not TYPE_CHECKING:  # mypy would accept any attribute of a suite
+    if not TYPE_CHECKING:  # with __getattr__, mypy would accept any attribute of a suite
 
         def __getattr__(self, name: str) -> Any:
             """Fail the test with the name of a required attribute that the test class did not set."""
@@ -116,7 +116,7 @@ class CallbackSuite(PluginSuite):
 
     kind = "callbacks"
     steps: int = 4
-    rule: Rule = AdamW.for_from_scratch()  # must change the weights; set another one if the callback scales its numbers
+    rule: Rule = AdamW.for_from_scratch()  # must change the weights, and have the settings that the callback scales
     last: Callback  # the callback of the last run
 
     def callback(self) -> Callback:
@@ -153,7 +153,7 @@ class CallbackSuite(PluginSuite):
             assert self.run(tmp_path, NullEngine(), eval_every=0).reason in ("completed", "aborted")
 
     def run(self, directory: Path, engine: Engine, eval_every: int = 2) -> Any:
-        """Train a few steps with this callback alone and return the Outcome; raise the first error of on_end."""
+        """Train a few steps with only this callback and return the Outcome; raise the first error of on_end."""
         dataset = token_dataset(16)
         batches = dataset.batches(8, 2, 0)
         plan = Bare().plan(OpModel("rows"), Setup(batches.inputs, rows=2))

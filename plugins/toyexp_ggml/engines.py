@@ -326,10 +326,10 @@ class GGMLVulkan(GGMLGPU):
 @contextmanager
 def _set_variables(*variables: str) -> Iterator[None]:
     """Set environment variables to 1 inside the context, unless they are set already."""
-    unavailable_reason = [name for name in variables if name not in os.environ]
-    os.environ.update(dict.fromkeys(unavailable_reason, "1"))
+    unset = [name for name in variables if name not in os.environ]
+    os.environ.update(dict.fromkeys(unset, "1"))
     try:
         yield
     finally:
-        for name in unavailable_reason:
+        for name in unset:
             os.environ.pop(name, None)

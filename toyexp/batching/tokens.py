@@ -142,11 +142,11 @@ class TokenBatches(Batches):
 
 
 def _digest(parts: Sequence[np.ndarray], step: int = 1 << 20) -> str:
-    """Return the SHA-256 of concatenated arrays, reading `step` ids at a time (they may be memory-mapped)."""
+    """Return the SHA-256 of concatenated arrays as int32, reading `step` ids at a time (they may be memory-mapped)."""
     digest = hashlib.sha256()
     for ids in parts:
         for first in range(0, len(ids), step):
-            digest.update(ids[first : first + step].tobytes())
+            digest.update(ids[first : first + step].astype("<i4", copy=False).tobytes())
     return digest.hexdigest()
 
 

@@ -291,7 +291,7 @@ def check_values(jobs: Sequence[Job], configs: JobConfigs) -> dict[int, UserErro
         checked_names.add(names)
     if len(jobs) > 1 and (first := errors.get(jobs[0].number)):
         try:
-            configs.check(jobs[-1], all_settings=True)  # the last job differs from the first in every swept key
+            configs.check(jobs[-1], all_settings=True)  # of all combinations, the last shares no value with the first
         except UserError as other:
             if str(other) == str(first) and not str(first).startswith(tuple(jobs[-1].overrides)):
                 raise first from None

@@ -32,7 +32,7 @@ class Resources(NamedTuple):
     gpus: int  # number of GPUs of the job that uses the most
     processes: int = 1  # number of processes of the job that uses the most
     stacks: int = 1  # number of stacks that share a device's memory
-    counts: Sequence[int | None] = ()  # GPUs of a job, for each engine in the sweep; None: all
+    counts: Sequence[int | None] = ()  # GPUs of a job, for each engine in the sweep; None: all; or AUTO
 
     def max_gpus(self, machine_gpus: int) -> int:
         """Return the largest number of GPUs that a job uses on a machine with `machine_gpus` GPUs.

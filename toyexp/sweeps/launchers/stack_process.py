@@ -204,10 +204,9 @@ class StackProcess:
             self._drive(requests)
 
     def _drive(self, requests: Mapping[ContextLoop, Realize]) -> None:
-        """Train runs together as one stack, once each run waits for its session (its model on the device).
+        """Train runs together as one stack. If the memory runs out, train one half of the runs after the other.
 
-        `requests` maps the generator of each run to the request that it waits for. If the memory runs out, train one
-        half of the runs after the other.
+        Each run has requested a session (its model on the device). `requests` maps the run's generator to its request.
         """
         lives = [*requests]
         if not lives:

@@ -959,7 +959,7 @@ def run_of_two_steps(tmp_path, capsys):
         ("resume=outputs/tale/1 model=small steps=4", ["the run has model=llama", "leave model=small out"]),
         (
             "resume=outputs/tale/1 steps=4 hydra.run.dir=x",
-            ["hydra.run.dir=x", "continues in the directory of that run"],
+            ["hydra.run.dir=x", "contradicts resume=", "leave out hydra.run.dir"],
         ),
         ("resume=outputs/tale/1 recipe=scratch", ["outputs/tale/1: is complete", "resume=outputs/tale/1 steps=4"]),
     ],

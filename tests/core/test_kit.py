@@ -121,7 +121,8 @@ class TestGoesByEvals(CallbackSuite):
 
 def test_a_failing_test_shows_the_missing_setting_and_its_values(pytester):
     pytester.makepyfile(SUITES)
-    chosen = "engine_computes or has_one or same_names or (evaluations and NoCallback) or (explained and (NoEngine or Broken))"
+    chosen = "engine_computes or has_one or same_names or (evaluations and NoCallback)"
+    chosen += " or (explained and (NoEngine or Broken))"
     done = pytester.runpytest_subprocess("-p", "no:cacheprovider", "-rA", "-k", chosen)
     shown = done.stdout.str()
     for suite, missing in [

@@ -40,8 +40,8 @@ QUEUE_LIMIT = 10_000  # records; if the queue is full, new ones are dropped
 class Dashboard(Listener):
     """Base of the callbacks that send a run's numbers to a dashboard."""
 
-    library: ClassVar[str]  # the package that it needs
-    entry_point: ClassVar[str] = "init"  # a name in it, to detect the remains of an uninstalled package
+    library: ClassVar[str]  # the Python package that the callback needs
+    entry_point: ClassVar[str] = "init"  # a name that the package lacks if only remains of it are installed
 
     every: int = 1  # steps between logged points
 
@@ -52,10 +52,10 @@ class Dashboard(Listener):
 
     @abstractmethod
     def open_record(self, run: Run) -> Any:
-        """Return a new record of the run in the dashboard, with a method `log(fields, step)`. Called in the thread."""
+        """Return a new dashboard record of the run with a method `log(fields, step)`. Called in the sending thread."""
 
     def finish(self, record: Any) -> None:
-        """Finish the record that `open_record` returned. Called in the thread."""
+        """Finish the record that `open_record` returned. Called in the sending thread."""
         record.finish()
 
     def check(self) -> None:
@@ -95,7 +95,7 @@ class Dashboard(Listener):
     def _enqueue(self, run: Run, send: Callable[[Any], Any], size: int = 0) -> None:
         """Queue the function `send`; the thread calls it with the record of the run.
 
-        `size` is the size in bytes of the file that it uploads, if any. If the queue is full, `send` is dropped.
+        `size` is the size in bytes of the file that `send` uploads, if any. If the queue is full, `send` is dropped.
         """
         with contextlib.suppress(queue.Full):  # the dashboard is too slow
             self._queue.put_nowait(send)
@@ -103,20 +103,20 @@ class Dashboard(Listener):
         self._report_trouble(run)
 
     def _report_trouble(self, run: Run) -> None:
-        """Report the thread's error once, from the run's own thread, as callbacks require."""
+        """Report the thread's error once. Called in the run's own thread, because callbacks receive events there."""
         if self._trouble is not None:
             trouble, self._trouble = self._trouble, None
             log.warning(trouble)
             run.emit("note", text=trouble)
 
-    @hookimpl(trylast=True)  # after callbacks that log
+    @hookimpl(trylast=True)  # after callbacks that add metrics
     def on_step(self, run: Run, step: int, metrics: Mapping[str, float]) -> None:
         """Send the step's metrics."""
         if step % self.every == 0:
             fields = {f"train/{k}": v for k, v in metrics.items()}
             self._enqueue(run, lambda record: record.log(fields, step=step))
 
-    @hookimpl(trylast=True)  # after callbacks that log
+    @hookimpl(trylast=True)  # after callbacks that add metrics
     def on_eval(self, run: Run, step: int, metrics: Mapping[str, float]) -> None:
         """Send the held-out metrics."""
         fields = {f"held_out/{k}": v for k, v in metrics.items()}
@@ -144,8 +144,8 @@ class Dashboard(Listener):
 class Tracker(Dashboard):
     """Base of dashboards that group runs by project. A resumed run continues the same record."""
 
-    project: str = "toyexp"  # project of the run
-    group: str | None = None  # group of the run; null: for a job, the name of its sweep
+    project: str = "toyexp"  # project in the dashboard that the run belongs to
+    group: str | None = None  # group of the run in the project; null: the name of its sweep, if it is a job of one
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -161,7 +161,7 @@ class Tracker(Dashboard):
         self.id, self.is_resumed = str(state["id"]), True
 
     def run_group(self, run: Run) -> str | None:
-        """Return the `group` setting, or the name of the sweep that the run is a job of."""
+        """Return the setting `group`, or the name of the run's sweep; None if neither exists."""
         sweep = run.dir.parent
         return self.group or (sweep.name if (sweep / "sweep.json").is_file() else None)
 
@@ -174,14 +174,14 @@ DIRECTORY = "tensorboard"
 
 @dataclass(eq=False)
 class Tensorboard(Dashboard):
-    """Write event files for TensorBoard: tensorboard --logdir outputs."""
+    """Write event files for TensorBoard. To view them: tensorboard --logdir outputs."""
 
     name: ClassVar[str] = "tensorboard"
     library: ClassVar[str] = "tensorboardX"
     entry_point: ClassVar[str] = "SummaryWriter"
 
     def open_record(self, run: Run) -> Scalars:
-        """Return a new event file. In a resumed run, it hides the earlier files' steps after the checkpoint."""
+        """Return a new event file. In a resumed run, TensorBoard ignores older files' steps after the checkpoint."""
         return Scalars(run)
 
     def report_result(self, run: Run) -> None:
@@ -193,8 +193,8 @@ class Tensorboard(Dashboard):
 class Scalars:
     """TensorBoard event file, with the methods `log` and `finish`.
 
-    It is used instead of SummaryWriter, whose own thread prints tracebacks, is joined without a timeout, and blocks the
-    process if the disk is full or the clock is set back.
+    It replaces tensorboardX's SummaryWriter, because the thread of the latter prints tracebacks, is joined without a
+    timeout, and blocks the process if the disk is full or the clock is set back.
     """
 
     def __init__(self, run: Run):
@@ -203,7 +203,7 @@ class Scalars:
         from tensorboardX.summary import scalar, text
 
         self._event, self._scalar = Event, scalar
-        # The step keeps names unique if a run is resumed within a second.
+        # The step in the name keeps names unique if a run is resumed within a second.
         name = f"events.out.tfevents.{int(time.time())}.{platform.node()}.from-{run.resumed_step}"
         self._path = make_directory(run.dir / DIRECTORY) / name
         self._path.touch(exist_ok=False)
@@ -216,7 +216,7 @@ class Scalars:
             self._write(step=0, summary=text("config", "    " + config.replace("\n", "\n    ")))
 
     def _write(self, **fields: Any) -> None:
-        """Write one event. If the disk is full, remove the file, so that the run has space."""
+        """Write one event. If the disk is full, remove the file to free space for the run."""
         try:
             self._file.write(self._event(wall_time=time.time(), **fields).SerializeToString())
             self._file.flush()
@@ -241,7 +241,7 @@ class Scalars:
 
 @dataclass(eq=False)
 class Trackio(Tracker):
-    """Log the run to Trackio, locally by default: trackio show --project toyexp."""
+    """Log the run to Trackio, by default on this machine. To view it: trackio show --project toyexp."""
 
     name: ClassVar[str] = "trackio"
     library: ClassVar[str] = "trackio"
@@ -257,14 +257,14 @@ class Trackio(Tracker):
         super().check()
 
     def open_record(self, run: Run) -> Any:
-        """Return a run in trackio's database, which is identified by its name."""
+        """Return a trackio run. When the run is resumed, trackio finds this run again by its name, which has an id."""
         import trackio
 
         name = f"{run.name}-{run.seed}-{self.id}"
         points = self._recorded_points(run) if self.is_resumed and self.space is None else []
         with mute_thread():
             if points:  # delete the run and log it again up to the checkpoint
-                with contextlib.suppress(ValueError):  # the project was deleted
+                with contextlib.suppress(ValueError):  # raised if the project was deleted
                     for old in trackio.Api().runs(self.project):
                         if old.name == name:
                             old.delete()
@@ -332,10 +332,10 @@ class MutedStream:
 
 @contextlib.contextmanager
 def mute_thread() -> Iterator[None]:
-    """Drop what this thread prints within the context, because trackio has no setting for it.
+    """Drop the output of this thread within the context, because trackio has no setting that silences it.
 
-    contextlib.redirect_stdout would also affect the run's own thread. It would also restore a stale stream: a progress
-    bar, and runs in parallel threads, replace sys.stdout at the same time.
+    contextlib.redirect_stdout would also drop the output of the run's own thread. At its end it would restore an
+    outdated stream, because a progress bar and runs in parallel threads replace sys.stdout in the meantime.
     """
     if sys.stdout is None:
         yield
@@ -366,7 +366,7 @@ class Wandb(Tracker):
     mode: str = "offline"  # offline | online
     entity: str | None = None  # team or user of the project; null: your default entity
     tags: str | None = None  # tags, separated by commas
-    artifacts: bool = False  # upload files of exporters that are listed before it in callbacks
+    artifacts: bool = False  # also upload model files; list their exporters before wandb in `callbacks`
 
     _offline_path = ""  # directory of an offline run
 

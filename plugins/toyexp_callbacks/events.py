@@ -21,10 +21,10 @@ log = logging.getLogger("toyexp")
 
 FLUSH_SECONDS = 1.0
 FLUSH_BYTES = 1 << 16
-MAX_LINE = 1 << 20  # bytes of a line that is read back
-MAX_TAIL = 64 << 20  # bytes after a checkpoint that are examined
-RUN_LINES = re.compile(rb'(?:{"kind": "(?!run_end")[^"]*", "t": .*\n)*+(?:{"kind": "run_end", .*\n)?')  # one run's
-MAX_WAITING = 16 << 20  # bytes of lines that wait while the disk is full
+MAX_LINE = 1 << 20  # maximum length in bytes of a line that is read
+MAX_TAIL = 64 << 20  # maximum number of bytes after a checkpoint in which foreign lines are counted
+RUN_LINES = re.compile(rb'(?:{"kind": "(?!run_end")[^"]*", "t": .*\n)*+(?:{"kind": "run_end", .*\n)?')  # of one run
+MAX_WAITING = 16 << 20  # maximum bytes of lines that wait while the disk is full
 
 
 class Lines:
@@ -39,9 +39,9 @@ class Lines:
         self.lost = 0  # number of lines dropped because the memory limit was reached
 
     def add(self, line: str, now: float) -> None:
-        """Append a line to the waiting lines, and write them if a second has passed since the last write.
+        """Append a line to the waiting lines. Write all of them if there are many, or once a second.
 
-        They are also written if they are many. `now` is the time in seconds (time.monotonic).
+        `now` is the time in seconds (time.monotonic).
         """
         if len(self._waiting) >= MAX_WAITING:
             self.lost += 1
@@ -52,7 +52,7 @@ class Lines:
             self.flush()
 
     def flush(self, to_disk: bool = False) -> None:
-        """Write as many waiting lines as possible."""
+        """Write the waiting lines; with `to_disk`, also flush the file to disk. On failure, set `trouble`."""
         try:
             while self._done < len(self._waiting):
                 self._done += os.write(self._file, self._waiting[self._done :])
@@ -69,7 +69,7 @@ class Lines:
     def position(self) -> dict[str, Any]:
         """Write the waiting lines if possible. Return the state to save in a checkpoint.
 
-        It is the size of the file in bytes up to its last complete line, and the lines that still wait.
+        The state is the size of the file in bytes up to its last complete line, and the lines that still wait.
         """
         self.flush()
         return {"bytes": os.fstat(self._file).st_size - self._done, "waiting": self._waiting.decode()}
@@ -94,7 +94,7 @@ class Lines:
 
 @dataclass(eq=False)
 class Listener(Callback):
-    """Base of callbacks that only receive events: the next step may start before they have handled the last one."""
+    """Base of callbacks that only receive numbers and events. The next step may start before they handle the last."""
 
     def should_wait(self, step: int) -> bool:
         """Return False: the next step never waits for this callback."""
@@ -108,7 +108,7 @@ class Events(Listener):
     name: ClassVar[str] = "events"
     closes_last: ClassVar[bool] = True
 
-    every: int = 1  # steps between step records
+    every: int = 1  # steps from one recorded step to the next
 
     def __post_init__(self) -> None:
         self._lines: Lines | None = None
@@ -130,7 +130,7 @@ class Events(Listener):
         """Warn if no step is recorded."""
         return preview.interval_warnings("callbacks.events.every", self.every, "none of them is recorded")
 
-    @hookimpl(tryfirst=True)  # so that events and errors of the others' on_start are recorded
+    @hookimpl(tryfirst=True)  # to record events and errors of other callbacks' on_start
     def on_start(self, run: Run) -> None:
         """Write the event run_start, the first line, immediately.
 
@@ -170,7 +170,7 @@ class Events(Listener):
         self._run.emit("note", text=f"toyexp: warning: {text}")
 
     def state(self) -> dict[str, Any]:
-        """Return the position in the file."""
+        """Return the position in the file, the duration of the run so far, and the latest numbers for run_end."""
         if self._lines is None:
             return {}
         return {**self._lines.position(), "seconds": time.monotonic() - self._began, "last": {**self._last}}
@@ -181,13 +181,13 @@ class Events(Listener):
             self._lines.sync()
 
     def resume(self, state: Mapping[str, Any]) -> None:
-        """Restore the position."""
+        """Restore the position in the file, the duration and the numbers for run_end."""
         if not 0 <= int(state["bytes"]) < 1 << 50:
             raise ValueError(f"bytes is {state['bytes']}")
         self._position = int(state["bytes"]), str(state["waiting"]).encode()
         self._seconds, self._last = float(state["seconds"]), dict(state["last"])
 
-    @hookimpl(trylast=True)  # after callbacks that log
+    @hookimpl(trylast=True)  # after callbacks that add metrics
     def on_step(self, step: int, metrics: Mapping[str, float], batch: Batch) -> None:
         """Record a step, with a digest of the batch to compare the data of two runs."""
         self._last["final_step"], self._last["final_loss"] = step, metrics["loss"]
@@ -196,7 +196,7 @@ class Events(Listener):
             head = {"kind": "step", "t": seconds, "phase": "train", "step": step}
             self._add(dump_json({**head, **metrics, "batch": digest}))
 
-    @hookimpl(trylast=True)  # after callbacks that log
+    @hookimpl(trylast=True)  # after callbacks that add metrics
     def on_eval(self, step: int, metrics: Mapping[str, float]) -> None:
         """Record an evaluation."""
         self._write("eval", phase="eval", name="held_out", step=step, **metrics)
@@ -248,7 +248,7 @@ def truncate_events(path: Path, size: int, waiting: bytes) -> tuple[bytes, str |
     """Truncate the file to `size` bytes, because a resumed run repeats the steps after its checkpoint.
 
     Return the lines to write next, and a note about repairs and about lines written by other programs, or None. A file
-    that is shorter, or has no line end at `size`, keeps its complete lines.
+    that is shorter, or has no line end at `size`, keeps its complete lines up to there.
     """
     with open(open_for_writing(path), "rb+") as file:
         length = os.fstat(file.fileno()).st_size

@@ -42,8 +42,8 @@ TIME_SHARE = 0.02  # maximum fraction of the run's time for plots before its end
 FIRST_DELAY = 30.0  # seconds before the first plot
 MAX_POINTS = 4000  # points per curve, more than a printer resolves
 MAX_EXTRA = 6  # panels for numbers that callbacks log
-HALF = 45**2 / 60000  # of the steps, after which the weights of smoothing halve; as on the report page
-LABEL_WIDTH = 70  # characters per line of a mark's label
+HALF = 45**2 / 60000  # fraction of the steps over which a smoothing weight halves, as on the report page
+LABEL_WIDTH = 70  # characters per line of the label at a marked step
 NOT_PLOTTED = {"ppl", "tokens", "wall_us"}
 
 Points = tuple[list[int], list[float]]  # steps, and a value for each
@@ -58,7 +58,7 @@ class Curves:
     unit: str = "token"  # unit of the targets that a loss is averaged over
     steps: dict[str, Points] = field(default_factory=lambda: {name: ([], []) for name in ("loss", "grad_norm", "lr")})
     held_out: dict[str, Points] = field(default_factory=dict)  # loss, and the model's own metrics
-    warnings: list[int] = field(default_factory=list)  # steps
+    warnings: list[int] = field(default_factory=list)  # steps with a warning
     best: int | None = None  # step of the best weights
     early_end: tuple[int, str] | None = None  # step and reason, if the run ended before its last step
 
@@ -72,7 +72,7 @@ class Plots(Listener):
     def __post_init__(self) -> None:
         self._curves = Curves()
         self._thread: threading.Thread | None = None
-        self._images: dict[str, bytes] | None = None  # from the thread, not yet written
+        self._images: dict[str, bytes] | None = None  # drawn by the thread, not yet written to files
         self._warned = False
         self._next = 0.0
 
@@ -103,7 +103,7 @@ class Plots(Listener):
         self._next = time.monotonic() + FIRST_DELAY
 
     def _load_curves(self, run: Run) -> None:
-        """Load the earlier steps from events.jsonl; without it, the curves start at the checkpoint."""
+        """Load the earlier steps from events.jsonl. If this file is missing, the curves start at the checkpoint."""
         for kind, step, fields in recorded_events(run):
             if kind == "step":
                 self._add_step(step, fields)
@@ -114,7 +114,7 @@ class Plots(Listener):
 
     def _add_step(self, step: int, metrics: Mapping[str, Any]) -> None:
         for name, value in metrics.items():
-            if not name.endswith("_factor") and f"{name}_factor" not in metrics:  # added by schedules
+            if not name.endswith("_factor") and f"{name}_factor" not in metrics:  # skip schedules' numbers
                 self._add(self._curves.steps, name, step, value)
 
     def _add_eval(self, step: int, metrics: Mapping[str, Any]) -> None:
@@ -130,12 +130,12 @@ class Plots(Listener):
                 steps.append(step)
                 values.append(value)
 
-    @hookimpl(trylast=True)  # after callbacks that log
+    @hookimpl(trylast=True)  # after callbacks that add metrics
     def on_step(self, step: int, metrics: Mapping[str, float]) -> None:
         """Record the step's metrics."""
         self._add_step(step, metrics)
 
-    @hookimpl(trylast=True)  # after callbacks that log
+    @hookimpl(trylast=True)  # after callbacks that add metrics
     def on_eval(self, run: Run, step: int, metrics: Mapping[str, float]) -> None:
         """Record the held-out metrics; from time to time, plot in a thread while the run trains."""
         self._add_eval(step, metrics)
@@ -151,7 +151,7 @@ class Plots(Listener):
         start = time.monotonic()
         try:
             self._images = draw_curves(curves)
-        except Exception as error:  # the final plot reports the error to the run
+        except Exception as error:  # log it only: if the final plot fails too, the run warns
             log.info("plots: failed: %s", printable(str(error), 200))
         self._next = time.monotonic() + max(FIRST_DELAY, (time.monotonic() - start) / TIME_SHARE)
 
@@ -224,10 +224,10 @@ def draw_curves(curves: Curves) -> dict[str, bytes]:
 
 
 def smooth(values: Sequence[float]) -> tuple[list[float], float]:
-    """Return a moving average and the number of steps after which its weights halve, to both sides.
+    """Return a centred moving average, and the number of steps over which its weights halve on each side.
 
-    It is that of the report page: it does not lag, and begins at the first value, because the curve is continued there
-    by its reflection about the first point. NaN and infinite values stay NaN and do not count.
+    The report page uses the same average. It begins at the first value, because the point reflection of the curve about
+    its first point continues the curve to the left. NaN and infinite values have no weight and give NaN.
     """
     half = HALF * (len(values) - 1)
     if not half:
@@ -254,7 +254,7 @@ def _loss(axes: Any, curves: Curves) -> None:
         if half > 1:
             axes.plot(*thin_curve(steps, values, MAX_POINTS), color=BLUE, linewidth=0.6, alpha=0.35)
         axes.plot(*thin_curve(steps, means, MAX_POINTS), color=BLUE, linewidth=1.6)
-        last: float | None = None  # smoothed as in result.json and tables
+        last: float | None = None  # number in the label, smoothed as in result.json
         for step, value in zip(steps, values, strict=True):
             last = smooth_loss(last, value, step)
         stop, end = [pair for pair in zip(steps, means, strict=True) if math.isfinite(pair[1])][-1]
@@ -267,7 +267,7 @@ def _loss(axes: Any, curves: Curves) -> None:
         _held_out(axes, eval_steps, held_out)
         ends.append((held_out[-1], f"held-out {held_out[-1]:.4g}", VERMILLION))
     if shown := [value for value in (*shown, *held_out) if math.isfinite(value)]:
-        # As on the report page, values far above the first and last ones do not wreck the axis.
+        # As on the report page, the axis does not extend to values far above the first and the last ones.
         edges = (*values[:1], *held_out[:1], *(end for end, _, _ in ends))
         low, start = min(shown), max(filter(math.isfinite, edges), default=math.inf)
         high = max(value for value in shown if value <= start + (start - low) / 4)
@@ -317,7 +317,7 @@ def _marks(panels: Mapping[str, Any], curves: Curves) -> None:
     line = 0
     for step, text, colour in labels:
         is_right, lines = step < (low + high) / 2, textwrap.wrap(f"{text}, step {step}", LABEL_WIDTH)
-        label = "\n".join(lines).replace("$", r"\$")  # matplotlib would read formulas
+        label = "\n".join(lines).replace("$", r"\$")  # matplotlib would parse text between $ as a formula
         loss.annotate(label, (step, 1), xycoords=("data", "axes fraction"), xytext=(0, 4 + 12 * line),
                       textcoords="offset points", ha="left" if is_right else "right", va="bottom", fontsize=SMALL,
                       color=colour)  # fmt: skip

@@ -37,7 +37,7 @@ class Progress(Listener):
 
     name: ClassVar[str] = "progress"
 
-    every: int = 0  # steps between plain lines; 0: about ten lines per run, and at least one per minute
+    every: int = 0  # steps between two lines if there is no bar; 0: about ten lines per run, at least one per minute
 
     def __post_init__(self) -> None:
         self._bar: Any = None
@@ -100,7 +100,7 @@ class Progress(Listener):
         self._seconds = self._seconds * weight + seconds
 
     def _speed_and_time(self, run: Run, step: int, now: float) -> dict[str, str]:
-        """Return texts for the `speed` of the last steps, and the time `left` at the average pace with evaluations."""
+        """Return two texts: `speed` over the last seconds, and `left`, the remaining time ("" at the last step)."""
         rate = self._tokens / self._seconds if self._seconds else 0.0
         speed = f"{format_count(rate)} {run.plan.model.reads.units}/s"
         count = step - self._first
@@ -108,7 +108,7 @@ class Progress(Listener):
         time_left = f"{format_duration(max(round((run.steps - step) * pace), 1))} left" if step < run.steps else ""
         return {"speed": speed, "left": time_left}
 
-    @hookimpl(trylast=True)  # after callbacks that log
+    @hookimpl(trylast=True)  # after callbacks that add metrics
     def on_eval(self, run: Run, step: int, metrics: Mapping[str, float]) -> None:
         """Show the held-out loss and metrics."""
         scores = "".join(f"  {name} {value:.4f}" for name, value in metrics.items() if name not in ("loss", "ppl"))
@@ -126,7 +126,7 @@ class Progress(Listener):
             self._print(f"{_step_text(run, fields['step'])}  sample{text}")
         elif kind == "note":
             self._print(str(fields["text"]))
-        elif kind == "skipped":  # report the first one; their number follows when they end
+        elif kind == "skipped":  # print the first of a series; on_step prints their number after it
             self._skipped += 1
             if self._skipped == 1:
                 values = f"loss {fields['loss']:g}, gradient norm {fields['grad_norm']:g}"
@@ -175,7 +175,7 @@ class Bar:
         self.draw(completed)
 
     def draw(self, step: int, **parts: str) -> None:
-        """Draw the bar at `step`. `parts` are the new texts beside the bar; other texts stay as they are."""
+        """Draw the bar at `step`. `parts` are new texts next to the bar, keyed as in PARTS; other texts stay."""
         from rich.progress_bar import ProgressBar
         from rich.table import Table
 
@@ -187,9 +187,9 @@ class Bar:
         self._live.update(line, refresh=True)
 
     def _text(self, step: int, width: int) -> str:
-        """Return the step, and those of the latest numbers that fit into `width` columns.
+        """Return the step and the latest numbers as a line that fits into `width` columns.
 
-        In narrow terminals drop first the speed, then the held-out loss, then the time.
+        If the terminal is too narrow, omit the speed; then also the held-out loss; then also the remaining time.
         """
         count = f"{step:>{len(str(self._steps))}}/{self._steps}"
         for hidden in (set(), {"speed"}, {"speed", "held_out"}, {"speed", "held_out", "left"}):
@@ -209,7 +209,7 @@ class Bar:
 
 
 class Cell:
-    """A progress bar in a notebook: one output of the cell that is updated in place."""
+    """A progress bar in a notebook: one cell output, which is updated in place."""
 
     def __init__(self, steps: int, completed: int):
         from IPython.display import display
@@ -218,7 +218,7 @@ class Cell:
         self._handle = display(self._output(completed), raw=True, display_id=True)
 
     def draw(self, step: int, **parts: str) -> None:
-        """Draw the bar at `step`. `parts` are the new texts beside the bar; other texts stay as they are."""
+        """Draw the bar at `step`. `parts` are new texts next to the bar, keyed as in PARTS; other texts stay."""
         self._parts.update(parts)
         self._handle.update(self._output(step), raw=True)
 

@@ -12,7 +12,7 @@ import toyexp
 from toyexp import Callback, Dataset, Run, RunPreview, UserError, hookimpl, is_changed, printable
 from toyexp.base import require_range, stream
 
-MAX_DELAY = 4.0  # seconds that a sample may delay an interrupted run; the sample is cut off then
+MAX_DELAY = 4.0  # seconds for which a sample may delay an interrupted run before it is cut off
 
 
 @dataclass(eq=False)
@@ -26,7 +26,7 @@ class Sample(Callback):
     tokens: int = 48  # number of tokens to generate
     temperature: float = 0.8  # divides the logits; 0: always the most likely token
     top_k: int = 40  # sample from this many most likely tokens; 0: all
-    top_p: float = 1.0  # sample from the fewest tokens with this total probability; 1: all
+    top_p: float = 1.0  # sample from the fewest most likely tokens that reach this total probability; 1: all
     min_p: float = 0.0  # sample from tokens with at least this fraction of the highest probability; 0: all
 
     def check(self) -> None:
@@ -35,7 +35,7 @@ class Sample(Callback):
         require_range("callbacks.sample", self, temperature="[0,100)", top_p="(0,1]", min_p="[0,1]")
 
     def should_wait(self, step: int) -> bool:
-        """Return True if a sample is due at this step."""
+        """Return True if a sample is due at this step, because it needs the weights of this step."""
         return bool(self.every) and step % self.every == 0
 
     def warnings(self, preview: RunPreview) -> Iterable[str]:
@@ -47,10 +47,10 @@ class Sample(Callback):
             yield f"{setting}: has no effect with callbacks.sample.temperature=0"
 
     def check_run(self, config: Mapping[str, Any], dataset: Dataset) -> None:
-        """Encode the prompt, so that an invalid one is rejected before anything is built."""
+        """Encode the prompt before anything is built. Raise UserError if it is invalid or there is no tokenizer."""
         if dataset.tokenizer is None:
             remedy = "set data.tokenizer=..., or " if "tokenizer" in config["data"] else ""
-            raise UserError(f"callbacks.sample needs a tokenizer: {remedy}remove it with '~callbacks.sample'")
+            raise UserError(f"callbacks.sample needs a tokenizer: {remedy}remove the callback with '~callbacks.sample'")
         if self.prompt is None:
             self._prompt = dataset.prompt()
             return
@@ -61,7 +61,7 @@ class Sample(Callback):
 
     @hookimpl
     def on_start(self, run: Run) -> None:
-        """Record the step of a resumed run."""
+        """Store the last completed step: 0 in a new run, the step of the checkpoint in a resumed one."""
         self._step = run.resumed_step
 
     @hookimpl

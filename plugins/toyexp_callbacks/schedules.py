@@ -16,7 +16,7 @@ FRACTIONS = ("decay", "floor")  # settings from 0 to 1
 
 @dataclass(eq=False)
 class WarmupSchedule(Schedule):
-    """Base of these schedules: a linear warmup to the base value, then the factor that `decay_factor` returns."""
+    """Base of this module's schedules: a linear warmup to the base value, then the factor from `decay_factor`."""
 
     warmup: int | float = 0  # warmup steps, in which the factor rises linearly to 1; below 1: fraction of the run
 
@@ -52,7 +52,7 @@ class WarmupSchedule(Schedule):
         if self.scales == "lr" and self.warmup >= preview.steps:
             yield (
                 f"callbacks.{self.name}.warmup={self.warmup:g}: the run has {pluralise(preview.steps, 'step')}, so it "
-                f"ends in the warmup, at a learning rate of {preview.steps / self.warmup:.3g} lr; "
+                f"ends in the warmup, at {preview.steps / self.warmup:.3g} times lr; "
                 f"for a tenth of the run, type callbacks.{self.name}.warmup=0.1"
             )
 

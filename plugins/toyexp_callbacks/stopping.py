@@ -29,7 +29,7 @@ from toyexp_callbacks.events import Listener
 class MetricListener(Listener):
     """Base of callbacks that depend on a held-out metric."""
 
-    metric: str = "loss"  # held-out metric: loss or ppl (lower is better), or one of the model's (higher is better)
+    metric: str = "loss"  # held-out metric: loss or ppl (lower is better), or a metric of the model (higher is better)
 
     def check_run(self, config: Mapping[str, Any], dataset: Dataset) -> None:
         """Raise UserError for a run without evaluations."""
@@ -57,7 +57,7 @@ class EarlyStop(MetricListener):
     min_delta: float = 0.0  # minimum change that counts as improvement
 
     def __post_init__(self) -> None:
-        self._best, self._waited = math.inf, 0  # as a cost: negated if higher is better
+        self._best, self._waited = math.inf, 0  # _best is a cost: the metric, negated if higher is better
 
     def check(self) -> None:
         """Raise UserError for invalid settings."""
@@ -77,14 +77,14 @@ class EarlyStop(MetricListener):
             )
 
     def state(self) -> dict[str, Any]:
-        """Return the best value and the number of evaluations since."""
+        """Return the best value and the number of evaluations since then; {} before the first evaluation."""
         return {"best": self._best, "waited": self._waited} if self._best < math.inf else {}
 
     def resume(self, state: Mapping[str, Any]) -> None:
-        """Restore the best value and the number of evaluations since."""
+        """Restore the best value and the number of evaluations since then."""
         self._best, self._waited = float(state["best"]), int(state["waited"])
 
-    @hookimpl(trylast=True)  # after callbacks that log
+    @hookimpl(trylast=True)  # after callbacks that add metrics
     def on_eval(self, metrics: Mapping[str, float]) -> None:
         """Count the evaluations since the last improvement."""
         # Compare with the last improvement, so that several small gains can add up to min_delta.
@@ -111,9 +111,9 @@ class QualityGate(MetricListener):
 
     name: ClassVar[str] = "quality_gate"
 
-    max_ratio: float = 0.95  # maximum final / initial value; if higher is better, initial / final
-    max_loss: float | None = None  # with metric=loss: maximum final value; null: any
-    least: float | None = None  # if higher is better: minimum final value; null: any
+    max_ratio: float = 0.95  # maximum of final value / first value; if higher is better, of first value / final value
+    max_loss: float | None = None  # maximum final loss, only with metric=loss; null: no limit
+    least: float | None = None  # minimum final value, only for a metric where higher is better; null: no limit
 
     def __post_init__(self) -> None:
         self._values: list[float] = []
@@ -141,13 +141,13 @@ class QualityGate(MetricListener):
         self._values = [first, last]
 
     def join(self, step: int) -> None:
-        """Raise UserError: this callback needs the first evaluation, which a resumed run has behind it."""
+        """Raise UserError: this callback needs the run's first evaluation, which came before `step`."""
         raise UserError(
             f"callbacks.{self.name} needs the first evaluation, but the run resumes at step {step}; "
-            "leave it out, or start a new run"
+            "leave the callback out, or start a new run"
         )
 
-    @hookimpl(trylast=True)  # after callbacks that log
+    @hookimpl(trylast=True)  # after callbacks that add metrics
     def on_eval(self, metrics: Mapping[str, float]) -> None:
         """Record the value of the metric."""
         self._values.append(self.score(metrics))
@@ -188,14 +188,15 @@ class Climb:
     back to the first value.
     """
 
-    first: float | None = None
+    first: float | None = None  # None: no value yet
     best: float = 0.0
     high: int = 0  # number of values in a row above the limit
 
     def limit(self, rise: float) -> float:
         """Return the value above which a loss counts as high; `rise` is a fraction of the best value.
 
-        This is the larger of two bounds. Half of the way back to the first value serves losses near zero, which vary.
+        It is the larger of two bounds. The second, half of the way back to the first value, avoids false alarms for
+        losses near zero, which vary by a large fraction.
         """
         assert self.first is not None
         return max(self.best * (1 + rise), (self.best + self.first) / 2)
@@ -218,8 +219,8 @@ class Watch(Listener):
     factor: float = 6.0  # a loss this many standard deviations above the running mean is a spike
     warmup: int = 50  # number of first steps without spike detection
     horizon: int = 50  # averaging window of the running mean and deviation, in steps
-    rise: float = 0.1  # divergence: the smoothed loss is above its best by this fraction and half way back to the first
-    patience: int = 50  # divergence: the loss stays high for this many steps (or two evaluations)
+    rise: float = 0.1  # divergence: the loss exceeds its best by this fraction and is half way back to its first value
+    patience: int = 50  # divergence: the training loss stays high for this many steps (held-out loss: two evaluations)
 
     def __post_init__(self) -> None:
         self._steps = 0
@@ -262,8 +263,8 @@ class Watch(Listener):
     def on_step(self, run: Run, step: int, metrics: Mapping[str, float]) -> None:
         """Warn if the loss jumps far above its running mean (a spike), or keeps rising (divergence).
 
-        The rule for spikes is that of ZClip (Kumar et al. 2025) for gradient norms: a z-score from exponential moving
-        averages of mean and variance. A spike enters these averages only with the value of the limit.
+        Spikes are detected as ZClip (Kumar et al. 2025) detects them in gradient norms: by a z-score from exponential
+        moving averages of mean and variance. A spike changes these averages only as a loss at the limit would.
         """
         loss = metrics["loss"]
         if not math.isfinite(loss):  # the run itself reports it
@@ -288,7 +289,7 @@ class Watch(Listener):
 
     @hookimpl
     def on_eval(self, run: Run, step: int, metrics: Mapping[str, float]) -> None:
-        """Check the held-out loss for divergence; at the last evaluation, one high value suffices."""
+        """Check the held-out loss for divergence. At the last evaluation, one value far above the first suffices."""
         loss, climb = metrics["loss"], self._held_out
         if not math.isfinite(loss):
             return

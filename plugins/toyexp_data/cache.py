@@ -64,7 +64,7 @@ def _write_file(path: Path) -> Iterator[IO[bytes]]:
             file.close()
             temporary.replace(path)
     finally:
-        with contextlib.suppress(OSError):  # a full disk fails to flush
+        with contextlib.suppress(OSError):  # closing writes buffered data, which fails on a full disk
             file.close()
         with contextlib.suppress(OSError):
             temporary.unlink(missing_ok=True)

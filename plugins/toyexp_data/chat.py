@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
     from toyexp import Tokenizer
 
-# The chat template of `plain_rows`, exported with the model.
+# Chat template for the text that `plain_rows` builds. It is exported with the model.
 PLAIN_TEMPLATE = (
     r"{% for message in messages %}{{ message['role'] + ':\n' + message['content'] }}"
     r"{% if message['role'] == 'assistant' %}{{ eos_token }}{% endif %}{{ '\n' }}{% endfor %}"
@@ -22,14 +22,14 @@ PLAIN_TEMPLATE = (
 
 
 class BadExample(UserError):
-    """A line that is not a usable training example, with the reason."""
+    """Error with the reason why a line is not a usable training example."""
 
 
 class Message(NamedTuple):
-    """Message of a conversation; `further` has its other keys, such as tool calls."""
+    """Message of a conversation; `further` has the message's other keys, such as tool calls."""
 
     role: str
-    content: str | None  # None: the message only has what `further` holds
+    content: str | None  # None: the message has only the keys in `further`
     further: Mapping[str, Any] = MappingProxyType({})
 
     @property
@@ -48,12 +48,12 @@ class Part(NamedTuple):
 
     text: str
     learned: bool
-    end: bool = False  # an end-of-text token follows, learned if the text is
-    special: bool = False  # the text has control tokens spelled out
+    end: bool = False  # an end-of-text token follows; it is learned if the text is
+    special: bool = False  # control tokens spelled out in the text, such as <|im_end|>, become one token
 
 
 class Rows(NamedTuple):
-    """Training rows made from one example, each a list of parts; counts of answers that the chat template changes."""
+    """Training rows made from one example, and how many answers the chat template changed. A row is a list of parts."""
 
     rows: list[list[Part]]
     off_prompt: int = 0  # answers that do not begin with the template's generation prompt

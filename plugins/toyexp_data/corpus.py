@@ -23,14 +23,14 @@ CHUNK = 1 << 20  # bytes per read
 NO_LIMIT = 1 << 62
 STATUS_EVERY = 500  # directories between updates of the search's status
 ALL = "*"  # suffix that matches all files
-SETTLE_TIME = 2.0  # seconds: the resolution of modification times is up to 2 s
+SETTLE_TIME = 2.0  # seconds; some file systems round modification times to 2 s
 
 
 def chunks(path: Path) -> Iterator[str]:
     """Yield a file's text in chunks; raise UserError with the file and byte for a NUL or invalid UTF-8."""
     decoder = codecs.getincrementaldecoder("utf-8")()
     with open_file(path) as file:
-        # Later writes are ignored, and files in /proc are rejected, because some never end.
+        # Ignore later writes: read only the present size. Reject files in /proc, because some never end.
         size, bytes_read, start = os.fstat(file.fileno()).st_size, 0, b""
         if not size and path.resolve().is_relative_to("/proc"):
             raise UserError(f"{path}: is a system file in /proc, not a text file on a disk")
@@ -104,7 +104,7 @@ class Corpus:
 
     @cached_property
     def facts(self) -> Facts:
-        """Facts about the text, cached or from reading it."""
+        """Facts about the text, from the cache or, if they are not there, from reading the text."""
         cached = recall("text", self._key)
         return Facts(**cached) if cached else self._survey[0]
 
@@ -162,7 +162,7 @@ class Corpus:
     def check_unchanged(self) -> None:
         """Raise UserError if a file changed since this object was made."""
         for path, status in self._stats.items():
-            if status.size and _stat(path) != status:  # files in /proc are empty and always new
+            if status.size and _stat(path) != status:  # skip /proc: size 0, and its times always change
                 raise UserError(f"{path}: changed while it was read; start again when it is complete")
 
 
@@ -181,7 +181,7 @@ class Stat(NamedTuple):
 
     size: int
     change_time: float  # seconds: the later of mtime and ctime
-    marks: tuple[int, ...]
+    marks: tuple[int, ...]  # device, inode, and both times in nanoseconds
 
 
 def _stat(path: Path) -> Stat:
@@ -222,7 +222,7 @@ class FoundFiles:
     unreadable: list[str] = field(default_factory=list)  # files, links and directories, each with the reason
 
     def omissions(self) -> list[str]:
-        """Return notes about files with other suffixes, and the setting to include them, and about unreadable files."""
+        """Return notes about files that `data.suffixes` leaves out, and about unreadable files."""
         count = len(self.files)
         notes = [f"{count} of {count + self.others} files: data.suffixes"] if self.others else []
         return [*notes, *self.unreadable_note()]
@@ -254,7 +254,7 @@ def find_files(path: str, suffixes: Collection[str]) -> FoundFiles:
 
 
 def match_paths(path: str) -> list[Path]:
-    """Return the path itself if it exists, else the paths that match it as a glob pattern. Raise UserError for none."""
+    """Return the path itself if it exists, else the paths that match it as a glob pattern, else raise UserError."""
     kinds = stat.S_IFREG, stat.S_IFDIR
     if os.path.lexists(path) or not glob.has_magic(path):
         return [require_file(path, f"data.path={path}", *kinds)]

@@ -1,4 +1,4 @@
-"""Tokenized examples as batches of rows; batch k depends only on (seed, k)."""
+"""Tokenized examples as batches of rows. Batch number k depends only on the seed and on k."""
 
 from __future__ import annotations
 
@@ -63,10 +63,10 @@ class ExampleDataset(Dataset):
     def remarks(self) -> list[str]:
         """Return remarks from reading the data and from the chat template."""
         texts = {
-            "chats_in_rows": "{} conversations become {rows_of_these} rows, as their template changes earlier turns",
-            "answers_not_as_asked": "{} answers do not begin with the template's generation prompt",
-            "thoughts_dropped": "{} answers are without their reasoning, which their template drops",
-            "chat_date": "their template uses the date {} (data.date)",
+            "chats_in_rows": "{} conversations become {rows_of_these} rows: the chat template changes earlier turns",
+            "answers_not_as_asked": "{} answers do not begin with the chat template's generation prompt",
+            "thoughts_dropped": "{} answers are learned without their reasoning, which the chat template drops",
+            "chat_date": "the chat template uses the date {} (data.date)",
         }
         notes = [text.format(self._facts[key], **self._facts) for key, text in texts.items() if self._facts.get(key)]
         return [*self._remarks, *notes]
@@ -85,7 +85,7 @@ class ExampleDataset(Dataset):
 
 
 class Examples:
-    """Flat arrays of all examples: token ids, learned flags, and the length and first learned token of each example."""
+    """Token ids and learned flags of all examples, concatenated; and each example's length and first learned token."""
 
     def __init__(self, examples: Sequence[Example], eos: int):
         self.eos = eos
@@ -176,7 +176,7 @@ class ExampleBatches(Batches):
         return self._train.fill(members, self._context)
 
     def held_out(self) -> Sequence[Batch]:
-        """Return at most `eval_batches` batches, evenly spread; padding rows of the last have weight 0."""
+        """Return at most `eval_batches` batches of evenly spread rows. Rows that pad the last batch have weight 0."""
         count = len(self._held_out_rows)
         limit = min(count, self._eval_batches * self._count)
         indices = np.arange(limit) * count // limit

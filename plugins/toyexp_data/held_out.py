@@ -15,7 +15,7 @@ MAX_NAMED = 20  # skipped examples that a run's record names
 
 @dataclass
 class SplitData(Data):
-    """Base of data that holds out the fraction `val_fraction`, of which an evaluation uses a limited amount."""
+    """Base of data plugins that hold out the fraction `val_fraction` and limit the amount used per evaluation."""
 
     eval_settings: ClassVar[Mapping[str, Any]] = {"val_fraction": 1.0}
 
@@ -36,6 +36,6 @@ class SplitData(Data):
             yield f"{setting}: has no effect with eval_every=0"
         elif self.gives is IMAGES:
             if (images := preview.dataset.describe()["held_out_images"]) < getattr(self, key):
-                yield f"{setting}: only {images} are held out; all are used"
+                yield f"{setting}: only {images} images are held out; each evaluation uses all"
         elif (batches := len(preview.batches.held_out())) < getattr(self, key):
-            yield f"{setting}: only {batches} are held out; all are used"
+            yield f"{setting}: only {batches} batches are held out; each evaluation uses all"

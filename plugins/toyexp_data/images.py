@@ -17,7 +17,7 @@ from toyexp import IMAGES, Kind, RunPreview, Unavailable, UserError, is_changed,
 from toyexp.base import broken_package, read_text, require_choice, require_directory, require_file, require_range
 from toyexp_data.held_out import MAX_NAMED, ON_ERROR, SplitData
 
-HELD_OUT = ("val", "valid", "validation", "test")  # names of the directory next to one named train
+HELD_OUT = ("val", "valid", "validation", "test")  # names of a held-out directory next to one named `train`
 
 
 @dataclass
@@ -27,7 +27,7 @@ class Images(SplitData):
     name: ClassVar[str] = "images"
     gives: ClassVar[Kind] = IMAGES
 
-    path: str = ""  # directory with one directory of images per class
+    path: str = ""  # directory with one directory of images per class, or with train/ and val/ that have these
     labels: str = ""  # CSV file with lines "file,class" (classes from 0), instead of directories per class
     classes: int = 0  # with labels: number of classes; 0: the largest class + 1
     image_size: int = 32  # height and width of the model's input in pixels
@@ -35,7 +35,7 @@ class Images(SplitData):
     resize: bool = True  # crop to the centred square and scale; false: images of another size are errors
     on_error: str = "refuse"  # for an unusable image: refuse (stop the run) | skip (and count it)
     normalise: str = "train"  # pixel mean and std from: train (the training images) | fixed (0.5 and 0.5)
-    augment: str = "none"  # none | flip (horizontally) | shift (by up to 1/8 of the size) | flip_shift
+    augment: str = "none"  # random changes: none | flip (horizontally) | shift (by up to 1/8 of the size) | flip_shift
     val_fraction: float = 0.1  # share of each class held out for validation, the same for every seed; (0, 1]
     eval_images: int = 0  # held-out images per evaluation; 0: all
     max_mb: float = 4000.0  # maximum megabytes of pixels in memory
@@ -167,12 +167,12 @@ class Images(SplitData):
         for file, number, line in entries:
             if len(line) != 2 or number is None:
                 raise UserError(f"data.labels={self.labels}: a line must be a file and a class number, not {line}")
-            if not Path(os.path.abspath(file)).is_relative_to(os.path.abspath(self.path)):  # noqa: PTH100 - as written
+            if not Path(os.path.abspath(file)).is_relative_to(os.path.abspath(self.path)):  # noqa: PTH100 - keep links
                 listed.append((file, f"lies outside of data.path={self.path}"))
                 continue
             listed.append((file, number if 0 <= number < count else f"its class {number} is not one of 0..{count - 1}"))
         if count > len(lines):
-            raise UserError(f"data.labels={self.labels}: {count} classes need as many images, it lists {len(lines)}")
+            raise UserError(f"data.labels={self.labels}: {count} classes need an image each, but it lists {len(lines)}")
         self._check_once(entries)
         return listed, [str(number) for number in range(count)]
 
@@ -180,7 +180,7 @@ class Images(SplitData):
         """Raise UserError for an image listed twice, which could be both in the training and the held-out part."""
         labels: dict[str, int | None] = {}
         for file, number, line in listed:
-            path = os.path.abspath(file)  # noqa: PTH100 - ./a.png is a.png, and links are what they are called
+            path = os.path.abspath(file)  # noqa: PTH100 - ./a.png becomes a.png; Path.resolve would also follow links
             if path in labels:
                 classes = "" if labels[path] == number else f", as class {labels[path]} and {number}"
                 raise UserError(f"data.labels={self.labels}: {printable(line[0])} is listed twice{classes}")
@@ -216,7 +216,7 @@ class Digits(SplitData):
     gives: ClassVar[Kind] = IMAGES
 
     val_fraction: float = 0.2  # share of each digit held out for validation, the same for every seed; (0, 1]
-    augment: str = "none"  # none | flip (horizontally) | shift (by one pixel) | flip_shift
+    augment: str = "none"  # random changes: none | flip (horizontally) | shift (by one pixel) | flip_shift
     eval_images: int = 0  # held-out images per evaluation; 0: all
 
     def check(self) -> None:

@@ -50,16 +50,16 @@ S = TypeVar("S")
 
 @dataclass
 class Jsonl(TokenizedData):
-    """Prompts with completions, conversations or text, one JSON object per line; only completions are learned."""
+    """Prompts with completions, conversations or text, one JSON object per line; the loss covers only completions."""
 
     name: ClassVar[str] = "jsonl"
     fills: ClassVar[tuple[str, ...]] = ("date",)
 
-    path: str = ""  # file or pattern ('chats/*.jsonl'); lines {"prompt", "completion"}, {"messages": [...]} or {"text"}
+    path: str = ""  # file or pattern ('chats/*.jsonl'); a line has "prompt" and "completion", or "messages", or "text"
     train_on: str = "completion"  # compute the loss on: completion (in a conversation, the assistant's turns) | all
-    template: str = "auto"  # chat template: auto (from the tokenizer's GGUF, else plain) | plain
-    date: str = ""  # date for chat templates that write it, as 2026-11-21; empty: today
-    pack: bool = False  # several examples per row, which attend to each other, also held out; false: one, padded
+    template: str = "auto"  # chat template: auto (that of the tokenizer's GGUF file, if any, else plain) | plain
+    date: str = ""  # date for chat templates that contain the date, such as 2026-11-21; empty: today
+    pack: bool = False  # several examples per row, which attend to each other, also in evals; false: one per row
     on_error: str = "refuse"  # for an unusable line: refuse (stop the run) | skip (and count it)
     val_fraction: float = 0.05  # share of the examples held out for validation, evenly spread over the file; (0, 1]
 
@@ -81,7 +81,7 @@ class Jsonl(TokenizedData):
             raise UserError(f"data.date={self.date}: must be a date such as 2026-11-21 or 2026-11-21T17:30") from None
 
     def _now(self) -> datetime:
-        """Return the time that chat templates receive: the setting `date`, or else today, at midnight by default."""
+        """Return the time that chat templates receive: the setting `date`, or today; at midnight by default."""
         return datetime.fromisoformat(self.date) if self.date else datetime.combine(date.today(), time())
 
     def warnings(self, preview: RunPreview) -> Iterable[str]:
@@ -146,7 +146,7 @@ class Jsonl(TokenizedData):
         return [row for _, rows in self._usable(examples, encode_rows, skipped) for row in rows]
 
     def _template_facts(self, template: ChatTemplate, examples: Sequence[Rows], now: datetime) -> dict[str, Any]:
-        """Return the numbers of the chat template's changes, for the run's record.
+        """Return how many conversations and answers the chat template changes, for the run's record.
 
         If the template used the date, also return the date and store it in the setting `date`.
         """
@@ -185,7 +185,7 @@ class Jsonl(TokenizedData):
                 results.append((location, make(value)))
             except UserError as reason:
                 if self.on_error == "refuse":
-                    # If even the first line fails, it is more likely the wrong file.
+                    # If even the first line fails, the file is probably a wrong one, so give no hint.
                     hint = " (data.on_error=skip leaves such lines out)" if results else ""
                     raise UserError(f"{location}: {reason}{hint}") from None
                 skipped.append(f"{Path(location).name}: {reason}")
@@ -217,7 +217,7 @@ def parse(line: bytes) -> dict[str, Any]:
     except UnicodeDecodeError as error:
         raise BadExample(f"not UTF-8 text (byte {error.start} is 0x{line[error.start]:02x})") from None
     except (ValueError, RecursionError) as error:
-        raise BadExample(f"not one JSON object a line ({printable(str(error))})") from None
+        raise BadExample(f"is not one JSON object ({printable(str(error))})") from None
     if not isinstance(value, dict):
         raise BadExample(f"is {_kind(value)}; {EXPECTED}")
     forms = [form for form in FORMS if value.keys() & {*form}]

@@ -84,7 +84,7 @@ class ChatTemplate:
         numbered = [(number, turn) for number in answers if (turn := self._turn(conversation, number))]
         turns = [turn for _, turn in numbered]
         if not turns:
-            raise BadExample("the chat template marks none of it as the assistant's words ({% generation %})")
+            raise BadExample("the chat template encloses no text of the assistant in {% generation %}")
         open_end = not turns[-1].ended and answers[-1] == len(messages) - 1
         rows = _join_turns(turns, open_end)
         if everything and len(rows) > 1:
@@ -125,9 +125,9 @@ class ChatTemplate:
         return ends[0] if ends else controls[-1].end() if controls else 0
 
     def _align(self, talk: _Conversation, number: int) -> tuple[str, str, bool]:
-        """Find where an answer begins that the template does not render after its generation prompt.
+        """Find the start of an answer that the template does not render directly after its generation prompt.
 
-        Return the text before the answer, the answer, and True if that text can be the generation prompt after all.
+        Return the text before the answer, the answer, and True if the former can end in the generation prompt.
         """
         message = talk.messages[number]
         prompted, after = talk.beginning(number, True).text, talk.beginning(number + 1, False).text
@@ -135,7 +135,7 @@ class ChatTemplate:
         turn_asked, turn_after = talk.turn_end(number, True), talk.turn_end(number, False)
         cut = turn_after + _common_prefix(prompted[turn_asked:], after[turn_after:begin])
         cut = next((m.start() for m in self._control.finditer(after) if m.start() < cut < m.end()), cut)
-        header = _OPEN_TAG.sub("", after[turn_after:cut])  # common text before the answer, in whole tags
+        header = _OPEN_TAG.sub("", after[turn_after:cut])  # common text before the answer, cut at a tag
         read, answer = prompted[: turn_asked + len(header)], after[turn_after + len(header) :]
         opening, content = prompted[len(read) :].strip(), message.text.lstrip()
         if not opening or (_NO_THOUGHT.fullmatch(opening) and not _thinking(message)):
@@ -185,7 +185,7 @@ class _Conversation:
     def turn_end(self, number: int, prompted: bool) -> int:
         """Return the character offset in the rendered chat at which the message before answer `number` ends.
 
-        If `prompted`, the template adds a generation prompt after that message. Raise BadExample if it is not found.
+        If `prompted`, a generation prompt follows that message. Raise BadExample if the message's end is not found.
         """
         content_range = self.find_content(number - 1, number + (not prompted), prompted) if number else (0, 0)
         if content_range is None:
@@ -233,8 +233,8 @@ def _common_prefix(first: str, second: str) -> int:
 def _join_turns(turns: Sequence[Turn], open_end: bool) -> list[list[Part]]:
     """Join turns into as few rows as possible.
 
-    A turn continues a row if the text before the answer begins with the text of that row. End-of-text is added to a row
-    whose last answer has no end token; to the last row only if `open_end`.
+    A turn continues a row if the text before its answer begins with the whole text of that row. End-of-text is added to
+    a row whose last answer has no end token; to the last row only if `open_end`.
     """
     rows: list[list[Part]] = []
     before = ""

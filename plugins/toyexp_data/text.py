@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     import numpy as np
 
 KINDS = ("auto", "byte", "char", "bpe")
-SMALL = 2000  # a vocabulary this small may lack characters; ANY_TEXT has many
+SMALL = 2000  # a vocabulary of at most this size may lack characters of ANY_TEXT
 ANY_TEXT = "".join(map(chr, [*range(1, 256), 0x4E2D, 0x1F642]))
 LONG = 20_000_000  # bytes of text above which tokenizing is announced
 NOT_CODE = {"test", "tests", "idlelib", "lib2to3", "site-packages", "__pycache__", "turtledemo", "ensurepip"}
@@ -58,7 +58,7 @@ class TokenizedData(SplitData):
         yield from super().warnings(preview)
 
     def source(self, vocabulary: Path | None) -> Path | None:
-        """Return the GGUF file of the tokenizer: the setting, or `vocabulary` (base or donor); None without one."""
+        """Return the GGUF file with the tokenizer: the setting, or `vocabulary` for auto; None if there is none."""
         if self.tokenizer.endswith(".gguf"):
             return Path(self.tokenizer)
         return vocabulary if self.tokenizer == "auto" else None
@@ -74,15 +74,15 @@ class TokenizedData(SplitData):
         """Return a note if bpe learned fewer tokens than requested."""
         if self.tokenizer != "bpe" or tokenizer.vocab == self.bpe_vocab:
             return []
-        return [f"{tokenizer.vocab} of data.bpe_vocab={self.bpe_vocab} tokens learned: the text has no more pairs"]
+        return [f"only {tokenizer.vocab} of data.bpe_vocab={self.bpe_vocab} tokens learned: the text has no more pairs"]
 
 
 @dataclass
 class TextData(TokenizedData):
     """Base of plain text data, read and tokenized in pieces; the token ids are cached in memory-mapped files."""
 
-    max_mb: float = 0.0  # million characters of text to learn from at most, from the start; 0: all
-    bpe_mb: float = 100.0  # maximum million characters, evenly spread, to train tokenizer=bpe on; 0: all
+    max_mb: float = 0.0  # use only this many million characters, from the start of the text; 0: all
+    bpe_mb: float = 100.0  # train tokenizer=bpe on at most this many million characters, evenly spread; 0: all
     on_error: str = "refuse"  # for a file that is not UTF-8 text: refuse (stop the run) | skip (and count it)
 
     @abstractmethod
@@ -119,8 +119,8 @@ class TextData(TokenizedData):
         )  # fmt: skip
 
     def _unknown(self, character: str, corpus: Corpus, vocabulary: Path | None) -> UserError:
-        corpus.check_unchanged()  # a tokenizer made from this text has all its characters
-        file = corpus.first_file_containing(character) or "its text"  # None for a character that the tokenizer made
+        corpus.check_unchanged()  # a tokenizer made from this text lacks a character only if the text changed since
+        file = corpus.first_file_containing(character) or "its text"  # no file if the tokenizer itself added it
         return UserError(
             f"data={self.name}: {file} holds the character {character!r}, which is not in the tokenizer of "
             f"{self.source(vocabulary)}; use other text: data=text data.path=..."
@@ -174,7 +174,7 @@ class Stdlib(TextData):
 
     name: ClassVar[str] = "stdlib"
 
-    max_mb: float = 4.0  # million characters of text to learn from at most, from the start; 0: all
+    max_mb: float = 4.0  # use only this many million characters, from the start of the text; 0: all
 
     @classmethod
     def suggest_settings(cls, sizes: Mapping[str, Any], tokenizer: toyexp.Tokenizer | None) -> str | None:
@@ -212,7 +212,7 @@ class Text(TextData):
 
     @classmethod
     def recognises(cls, path: Path) -> int:
-        """Return 2 (a certain match) for text suffixes and directories with such files, and 1 for other files."""
+        """Return 2 (certain) for text suffixes and directories with such files, 1 for other files, otherwise 0."""
         suffixes = cls.suffixes.split()
         if path.is_dir():
             return 2 if any(f.suffix in suffixes for f in path.rglob("*")) else 0

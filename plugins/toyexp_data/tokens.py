@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 DTYPES = {"auto": "<i4", "int32": "<i4", "uint16": "<u2"}
 MAGIC, NUMPY = b"TOYC", b"\x93NUMPY"
 UINT16_RATIO = 1000  # if reading as uint16 makes the largest id this many times smaller, it is uint16
-RANDOM, HELD_OUT = 1_000_000, 50_000  # ids of data=random
+RANDOM, HELD_OUT = 1_000_000, 50_000  # number of ids of data=random, and of held-out ids among them
 MAX_IDS = 1 << 24  # each id needs a row of the embedding
 
 
@@ -35,8 +35,8 @@ class Tokens(SplitData):
     gives: ClassVar[Kind] = TOKENS
 
     path: str = ""  # the token file
-    dtype: str = "auto"  # int32 | uint16 | auto (int32; a TOYC file is always int32, an .npy says its own)
-    tokenizer: str = ""  # GGUF file whose tokenizer made the ids, for samples and the export; empty: ids only
+    dtype: str = "auto"  # int32 | uint16 | auto (int32). TOYC files are always int32; an .npy file states its type
+    tokenizer: str = ""  # GGUF file with the tokenizer that made the ids, for samples and exports; empty: none
     val_fraction: float = 0.05  # share of the file held out for validation, from its end; (0, 1]
     eval_batches: int = 16  # held-out batches per evaluation
 
@@ -87,7 +87,7 @@ def read_tokens(path: Path, dtype: str) -> tuple[np.ndarray, int]:
         raise UserError(f"{path}: {location} holds the id {top - 1}; the limit is {MAX_IDS}{hint}")
     halves = ids.astype("<i4").view("<u2")  # two uint16 ids read as one int32 give 65536 times the second
     if not is_explicit and dtype == "auto" and top > UINT16_RATIO * (int(halves.max()) + 1):
-        problem = f"its ids go up to {top - 1} as int32, to {halves.max()} as uint16"
+        problem = f"its ids go up to {top - 1} if read as int32, to {halves.max()} if read as uint16"
         raise UserError(f"{path}: {problem}; set data.dtype=uint16 or data.dtype=int32")
     if declared and top > declared:
         raise UserError(
@@ -116,7 +116,7 @@ def _read_packed(path: Path, dtype: str) -> tuple[np.ndarray, int, bool]:
     if not body:
         raise UserError(f"{path}: holds no token ids")
     if len(body) % kind.itemsize:
-        guess = "it is cut off, or holds none" if has_header or len(body) % 2 else "uint16 ids take data.dtype=uint16"
+        guess = "is the file cut off?" if has_header or len(body) % 2 else "for uint16 ids: data.dtype=uint16"
         raise UserError(f"{path}: {len(body)} bytes are not a whole number of {kind.itemsize}-byte ids; {guess}")
     if declared > MAX_IDS:
         raise UserError(f"{path}: its header gives a vocabulary of {declared}; the limit is {MAX_IDS}")

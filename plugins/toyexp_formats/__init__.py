@@ -1,4 +1,4 @@
-"""The formats of files that ship with toyexp."""
+"""Formats of model files that ship with toyexp."""
 
 from toyexp import Register, hookimpl
 

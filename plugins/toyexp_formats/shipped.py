@@ -1,4 +1,4 @@
-"""GGUF, safetensors and the transformers layout as format plugins, implemented by toyexp.formats."""
+"""Format plugins for GGUF, safetensors and directories for transformers. toyexp.formats reads and writes the files."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from toyexp.formats import FILE_TYPES, HF_FILES, HF_TYPES, K_QUANTS, gguf_archit
 
 @dataclass
 class GGUF(Format):
-    """A file for llama.cpp, with the tokenizer of a language model."""
+    """A file for llama.cpp. For a language model it includes the tokenizer."""
 
     name: ClassVar[str] = "gguf"
     suffix: ClassVar[str] = ".gguf"
@@ -23,42 +23,43 @@ class GGUF(Format):
     dtype_setting: ClassVar[str] = "type"
     writes_adapters: ClassVar[bool] = True
 
-    type: str = "f32"  # f32 | f16 | bf16 | q8_0 | q4_0 | q4_1 | q5_0 | q5_1, or with llama.cpp q2_k ... q6_k
+    type: str = "f32"  # f32 | f16 | bf16 | q8_0 | q4_0 | q4_1 | q5_0 | q5_1; with llama.cpp installed q2_k ... q6_k
 
     def check(self) -> None:
-        """Raise UserError for an unknown type, and Unavailable for one that needs llama.cpp if that is missing."""
+        """Raise UserError for an unknown type. Raise Unavailable if it needs llama.cpp, which is not installed."""
         formats.check_type(self.type)
 
     def check_model(self, model: Model) -> None:
         """Raise UserError for a model that GGUF cannot hold.
 
-        Types that llama.cpp writes also require an architecture that llama.cpp supports.
+        llama.cpp writes the K-quant types, so they also require an architecture that llama.cpp supports.
         """
         formats.check_keys(model)
         if self.type in K_QUANTS and not (model.reads.text and "gguf" in model.forms):
-            problem = f"{self.type} is written by llama.cpp, which has no {gguf_architecture(model)}"
+            problem = f"{self.type} is written by llama.cpp, which does not support {gguf_architecture(model)}"
             raise UserError(f"{problem}; {suggest('', FILE_TYPES)}")
 
     def write(self, export: ModelExport, path: Path) -> list[str]:
-        """Write the file."""
+        """Write the file. Return a warning for each tensor that is not finite or does not fit the type."""
         model, tensors, tokenizer = export.model, export.tensors, export.tokenizer
         return formats.write_model(path, model, tensors, tokenizer, self.type, export.general, export.data)
 
     def write_adapter(self, plan: Plan, export: ModelExport, path: Path) -> list[str]:
-        """Write an adapter for llama.cpp's --lora."""
+        """Write a GGUF file for llama.cpp's option --lora. Return warnings, as `write` does."""
         return formats.write_adapter(path, plan, export.tensors, export.general, export.chat_template)
 
     def write_again(self, file: ModelFile, path: Path, requantize: bool) -> list[str] | None:
-        """Copy a GGUF file to `path` in this type, with all its metadata.
+        """Copy a GGUF file to `path` in this format's type, with all its metadata.
 
-        Tensors that already have the right type are copied unchanged.
+        Return warnings, as `write` does, or None if `file` is not a GGUF. Tensors that already have the right type are
+        copied unchanged.
         """
         return formats.rewrite_gguf(file, path, self.type, requantize) if isinstance(file, formats.GGUFFile) else None
 
     def notes(self, export: ModelExport) -> list[str]:
         """Return a note if only toyexp can read the model."""
-        name = export.model.name
-        return [] if "gguf" in export.model.forms else [f"only toyexp reads it: model={name} has no form of GGUF"]
+        problem = f"only toyexp can read this file: model={export.model.name} has no form for GGUF"
+        return [] if "gguf" in export.model.forms else [problem]
 
     def read(self, path: Path, models: Models) -> ModelExport:
         """Return the file's model and tokenizer. The file stays open while its tensors are in use."""
@@ -67,13 +68,16 @@ class GGUF(Format):
 
 @dataclass
 class Safetensors(Format):
-    """A file of float32 tensors, with the GGUF keys in its metadata."""
+    """A file of float32 tensors. Its metadata holds the keys that the model's GGUF would have."""
 
     name: ClassVar[str] = "safetensors"
     suffix: ClassVar[str] = ".safetensors"
 
     def write(self, export: ModelExport, path: Path) -> list[str]:
-        """Write the file. Its metadata entry `gguf` holds the GGUF metadata as JSON."""
+        """Write the file; its metadata entry `gguf` holds the GGUF metadata as JSON.
+
+        Return a warning for each tensor with NaN or infinite numbers.
+        """
         model = export.model
         keys = {"general.architecture": gguf_architecture(model)}
         keys |= formats.model_metadata(model, export.general, export.data)
@@ -89,7 +93,7 @@ class Safetensors(Format):
 
 @dataclass
 class HuggingFace(Format):
-    """A directory for transformers, with the tokenizer of a language model; for adapters, a directory for PEFT."""
+    """A directory for transformers, including a language model's tokenizer; for an adapter, a directory for PEFT."""
 
     name: ClassVar[str] = "hf"
     suffix: ClassVar[str] = "-hf"
@@ -113,13 +117,13 @@ class HuggingFace(Format):
         hf_layout(model, {})
 
     def write(self, export: ModelExport, path: Path) -> list[str]:
-        """Write the directory."""
+        """Write the directory. Return a warning for each tensor that is not finite or does not fit the dtype."""
         return formats.write_folder(path, export, self.dtype)
 
     def write_adapter(self, plan: Plan, export: ModelExport, path: Path) -> list[str]:
-        """Write a directory for PEFT."""
+        """Write a directory for PEFT. Return warnings, as `write` does."""
         return formats.write_adapter_folder(path, plan, export)
 
     def notes(self, export: ModelExport) -> list[str]:
-        """Return notes on how transformers, and llama.cpp's converter, will read the directory."""
+        """Return a note for each difference in how transformers or llama.cpp's converter will read the directory."""
         return formats.hf_notes(export.model, export.data, export.tokenizer)

@@ -19,13 +19,13 @@ if TYPE_CHECKING:
     from toyexp import Session
 
 OVERRIDE = "NVIDIA_TF32_OVERRIDE"
-# Variables that ggml's Vulkan reads once per process: no float16 products, no matrix cores (which use float16 too), and
-# no 8-bit products with quantised matrices.
+# Variables that ggml's Vulkan reads once per process. They forbid float16 products, matrix cores (which also use
+# float16), and 8-bit products with quantised matrices.
 NO_HALF = "GGML_VK_DISABLE_F16"
 NO_ROUNDING = (NO_HALF, "GGML_VK_DISABLE_COOPMAT", "GGML_VK_DISABLE_COOPMAT2", "GGML_VK_DISABLE_INTEGER_DOT_PRODUCT")
 HEADERS, OPENBLAS = Path("/usr/include"), "*/openblas-openmp/cblas.h"
 # Advice if a library can be configured only once per process.
-ONE_VALUE_HINT = "use one value per command: engine={0}, or engine={0}:{1} beside other engines such as cpu or ggml"
+ONE_VALUE_HINT = "use one value per command: engine={0} or engine={0}:{1}, not both"
 VISIBLE = "GGML_VK_VISIBLE_DEVICES"
 SOFTWARE = ("llvmpipe", "lavapipe", "SwiftShader")  # names of Vulkan devices that are emulated on the CPU
 
@@ -226,7 +226,7 @@ class GGMLCUDA(GGMLGPU):
     profile: ClassVar[profiles.Profile] = profiles.CUDA
     needs: ClassVar[tuple[str, str]] = ("", "-DGGML_CUDA=ON -DGGML_CUDA_GRAPHS=ON")
     rounding: ClassVar[str] = "tf32"
-    products: ClassVar[str] = "tf32"  # for products of few rows, even if cuBLAS does not round the others
+    products: ClassVar[str] = "tf32"  # ggml's own kernel for few rows uses TF32, even if cuBLAS may not
 
     tf32: bool = False  # let matrix products round their inputs to TF32 (10-bit mantissa)
 
@@ -250,8 +250,8 @@ class GGMLCUDA(GGMLGPU):
         too_late = not forbidden and (GGMLCUDA._tf32_was_allowed or computed)
         if forbidden if self.tf32 else too_late:
             raise UserError(
-                f"engine.tf32={str(self.tf32).lower()}: cuBLAS reads {OVERRIDE} once per process, and it was set "
-                f"otherwise; {ONE_VALUE_HINT.format('ggml_cuda', 'tf32=true')}"
+                f"engine.tf32={str(self.tf32).lower()}: cuBLAS reads {OVERRIDE} once per process, and this "
+                f"process already has the other value; {ONE_VALUE_HINT.format('ggml_cuda', 'tf32=true')}"
             )
         if self.tf32:
             GGMLCUDA._tf32_was_allowed = True
@@ -273,12 +273,12 @@ class GGMLVulkan(GGMLGPU):
 
     half: bool = False  # let matrix products round their inputs to float16, which is faster on many GPUs
 
-    _opened_half: ClassVar[bool | None] = None  # value of `half` for which this process opened the device
+    _opened_half: ClassVar[bool | None] = None  # value of `half` with which this process has opened the device
     _is_exact: ClassVar[bool] = False  # whether a trial has confirmed that half=false is in effect
 
     @property
     def profile(self) -> profiles.Profile:
-        """Profile for float32 products or, with `half`, for float16 products, whose graphs scale the gradients."""
+        """Profile for float32 products; if `half` is True, for float16 products, which need scaled gradients."""
         return profiles.VULKAN_HALF if self.half else profiles.VULKAN
 
     def product_dtype(self) -> str:
@@ -306,11 +306,11 @@ class GGMLVulkan(GGMLGPU):
         return f"; to use a software device, select it with {VISIBLE}=0"
 
     def realize(self, plan: Plan) -> Session:
-        """Return a session. Raise UserError if half=false, but this process has opened the device for float16."""
+        """Return a session. Raise UserError if half=false, but this process has opened the device with float16."""
         if self.half or self.emulate:
             return super().realize(plan)
         self.check()
-        with _set_variables(*NO_ROUNDING):  # not longer: processes started later must not inherit them
+        with _set_variables(*NO_ROUNDING):  # only here: processes that start later must not inherit them
             if not GGMLVulkan._is_exact:
                 from toyexp_ggml.probe import rounds_products
 
@@ -326,10 +326,10 @@ class GGMLVulkan(GGMLGPU):
 @contextmanager
 def _set_variables(*variables: str) -> Iterator[None]:
     """Set environment variables to 1 inside the context, unless they are set already."""
-    unavailable_reason = [name for name in variables if name not in os.environ]
-    os.environ.update(dict.fromkeys(unavailable_reason, "1"))
+    unset = [name for name in variables if name not in os.environ]
+    os.environ.update(dict.fromkeys(unset, "1"))
     try:
         yield
     finally:
-        for name in unavailable_reason:
+        for name in unset:
             os.environ.pop(name, None)

@@ -18,7 +18,7 @@ from toyexp_ggml.binding.backend import Backend
 from toyexp_ggml.binding.tensors import Memory, Node, put
 from toyexp_ggml.limits import too_many_logits
 
-LONG = 256  # most columns of repeated weights: more are not faster
+LONG = 256  # largest k in `weights`: a larger one is not faster
 CHUNK = 256  # ids per membership matrix, whose size and work grow with the square of this
 
 
@@ -51,12 +51,12 @@ class Inputs:
         self._memories: list[Memory] = []
         self._nodes: dict[Any, Node] = {}
         self._from_batch: list[tuple[Node, Callable[[Batch], np.ndarray]]] = []
-        self._checked: dict[str, int] = {}  # upper bounds of ids that every session checks
-        self._tighter_bounds: dict[str, int] = {}  # upper bounds of ids for smaller tables, checked in `load`
+        self._checked: dict[str, int] = {}  # by array: bound (exclusive) of ids that every session checks
+        self._tighter_bounds: dict[str, int] = {}  # by array: smaller bound, for a small table, that `load` checks
         self.batch: dict[str, Any] = {}  # by name: a Node, or Ids
 
     def add(self, name: str, spec: InputSpec, rows: int) -> None:
-        """Add the tensor for the batch's array `name`, with the given number of rows."""
+        """Add an input tensor [rows, *spec.shape] for the array `name` of each batch."""
         shape = (rows, *spec.shape)
         self._checked[name] = spec.below or 2**31
         if spec.dtype == "int32":
@@ -108,7 +108,7 @@ class Inputs:
         return self._constant(("vector", numbers), lambda: np.array(numbers, np.float32))
 
     def causal_mask(self, queries: int, keys: int) -> Node:
-        """Return the causal mask [queries, keys] of the last `queries` of `keys` positions: 0 or, if hidden, -inf."""
+        """Return the causal mask [queries, keys] of the last `queries` of `keys` positions: -inf if hidden, else 0."""
         hidden = lambda: np.triu(np.full((queries, keys), -np.inf, np.float32), 1 + keys - queries)  # noqa: E731
         return self._constant(("mask", queries, keys), hidden)
 
@@ -150,7 +150,7 @@ class Inputs:
             self._tighter_bounds[name] = min(below, self._tighter_bounds.get(name, below))
 
     def target_indices(self, targets: Ids, n: int, classes: int) -> Node:
-        """Return for each target [n] the index of its logit in the flattened logits [n * classes]."""
+        """Return the index of each target's logit in the flattened logits [n * classes], as a tensor [n]."""
         if reason := too_many_logits(n, classes):
             raise GraphError(reason)
         if not isinstance(targets, Ids) or targets.size != n:
@@ -169,8 +169,8 @@ class Inputs:
     def memberships(self, ids: Node, rows: int) -> list[tuple[int, int, Node, Node]]:
         """Return (start, stop, member, distinct) for each chunk of c = stop - start ids of `ids` [n].
 
-        `distinct` [c] lists the chunk's distinct ids, padded with `rows`, the index of a spare row. `member` [c, c]
-        is 1 at [i, j] if position j of the chunk has the id distinct[i], else 0.
+        `distinct` [c] lists the chunk's distinct ids. It is padded with `rows`, the index of a spare row after a table
+        of this many rows. `member` [c, c] is 1 at [i, j] if position j of the chunk has the id distinct[i], else 0.
         """
         name = next(name for name, node in self.batch.items() if isinstance(node, Ids) and node.flat is ids)
         chunks = [(start, min(start + CHUNK, ids.size)) for start in range(0, ids.size, CHUNK)]

@@ -1,4 +1,4 @@
-/* Kernels of ggml custom ops on the CPU, for work that ggml's own ops do slowly. Each thread calls one for its share. */
+/* Kernels of ggml custom ops on the CPU, which replace slow ops of ggml. Every thread calls a kernel for a part. */
 
 #include <stdint.h>
 #include <string.h>
@@ -11,10 +11,10 @@ typedef int32_t places __attribute__((vector_size(16)));
 #define PICK(a, b, ...) __builtin_shuffle(a, b, (places){__VA_ARGS__})
 #endif
 
-enum { TILE = 16 }; /* floats in a cache line; a tile of so many lines stays in the cache while it is transposed */
+enum { TILE = 16 }; /* floats in a cache line; a tile of 16 lines stays in the cache while it is transposed */
 
 struct transpose {
-    const float *from[2]; /* all matrices, or the first and the second half of them */
+    const float *from[2]; /* pointer to all matrices and NULL, or pointers to the first half and the second half */
     float *to;
     int64_t matrices, rows, columns; /* of the input */
 };

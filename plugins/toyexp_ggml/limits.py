@@ -7,8 +7,8 @@ import math
 from toyexp import Model, Plan, WeightInfo, listing
 
 LIMIT = 2**31 - 1  # largest index and row count for ggml's int32 ids and kernels
-# ggml's allocator ends the process when its memory has 256 gaps. Gradients that wait for the norm leave gaps; this
-# happened from 820 trainable tensors on (a llama of 92 layers). The tables of ggml's scheduler take 5 MB per tensor.
+# ggml's allocator ends the process when its memory has 256 gaps. Gradients that are kept until the norm is known leave
+# gaps: a llama of 92 layers, with 820 trainable tensors, failed. The tables of ggml's scheduler take 5 MB per tensor.
 MOST_TRAINABLE, MOST_TENSORS = 600, 2000
 
 
@@ -29,7 +29,7 @@ def exceeded_limit(plan: Plan) -> str | None:
     return too_many_logits(positions, _count_classes(plan.model))
 
 
-LESS = "use a smaller batch_size, or optim.accumulate"
+LESS = "use a smaller batch_size, or a larger optim.accumulate"
 
 
 def too_many_logits(positions: int, classes: int) -> str | None:

@@ -1,8 +1,7 @@
 """C kernels that replace slow ggml ops on the CPU, compiled at first use by any compiler that could build ggml-python.
 
-Compiling takes a tenth of a second, so the library is cached where only this user can write, and loaded from nowhere
-else: a library that others could write would run their code. Without a compiler, ggml's own ops give the same
-results, bit for bit.
+Compiling takes a tenth of a second, so the library is cached. It is loaded only from a directory where no other user
+can write, because it runs as this user. Without a compiler, ggml's own ops give the same results, bit for bit.
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ class Transpose(ctypes.Structure):
 
 
 def kernel(name: str) -> Any:
-    """Return the address of a function of kernels.c, or None if kernels.c cannot be compiled."""
+    """Return the address of the function `name` of kernels.c, or None if kernels.c cannot be compiled."""
     library = _library()
     return None if isinstance(library, str) else ctypes.cast(getattr(library, name), ctypes.c_void_p).value
 
@@ -58,7 +57,7 @@ def _library() -> ctypes.CDLL | str:
     if not command:
         return "there is no C compiler"
     try:
-        with contextlib.suppress(OSError):  # a full disk, or one mounted noexec
+        with contextlib.suppress(OSError):  # the disk of the cache is full, or mounted noexec
             if path := _cached_path(command):
                 return _load_cached(command, path)
         with tempfile.TemporaryDirectory(prefix="toyexp-", ignore_cleanup_errors=True) as directory:
@@ -77,7 +76,7 @@ def _compile(command: Sequence[str], target: Path) -> str:
 
 
 def _cached_path(command: Sequence[str]) -> Path | None:
-    """Return where to cache the library for this compiler, source and machine; None without a private directory."""
+    """Return the cache path for this compiler, source and machine; None if there is no private directory for it."""
     folder, compiler = cache_dir(), shutil.which(command[0])
     if folder is None or not folder.is_absolute() or compiler is None or getattr(os, "getuid", None) is None:
         return None

@@ -20,9 +20,9 @@ from toyexp_ggml.binding.tensors import Node
 from toyexp_ggml.inputs import Ids
 from toyexp_ggml.products import Products
 
-Block = tuple[int, int, Node, Node]  # start and stop of the queries, queries, attention weights [B, H, n, seen]
+Block = tuple[int, int, Node, Node]  # start, stop, queries, weights [B, H, n, keys]
 
-SHRINK = 2.0**32  # divisor of NORM when it only has to centre; its square, used as eps, exceeds any variance
+SHRINK = 2.0**32  # NORM with eps = SHRINK^2, which exceeds any variance, gives (x - mean) / SHRINK
 TINY = 1e-30  # added to divisors that may be 0
 
 
@@ -67,14 +67,14 @@ class GGMLOps(Products):
         """Return a table of `shape` [V, d] whose row i is the sum of the rows of dy [n, d] with the id i.
 
         In each chunk of ids, a product with the chunk's membership matrix sums the rows of equal ids, so that each id
-        is written once. The padding of a chunk's ids writes to a spare row after the table.
+        is written once. Padding ids write to a spare row after the table.
         """
         g = self.g
         table = g.scale(self._inputs.zeros(shape[0] + 1, shape[1]), 0.0)
         for start, stop, member, distinct in self._inputs.memberships(ids, shape[0]):
             summed = g.mul_mat(self._transpose(g.part(dy, 0, start, stop)), member)
             table = g.set_rows(table, g.add(g.get_rows(table, distinct), summed), distinct)
-            g.want(table)  # the next chunk reads what this one wrote
+            g.want(table)  # the next chunk reads rows that this one wrote
         return g.first_rows(table, shape[0])
 
     def first_rows(self, table: Node, n: int) -> Node:
@@ -324,7 +324,7 @@ class GGMLOps(Products):
         return self.g.sub(x, self.g.scale(self.g.sum_last(x), 1 / x.shape[-1]))
 
     def _centre_shrunk(self, x: Node) -> Node:
-        """Return exactly (x - mean) / SHRINK. It is ggml's NORM with an eps so large that the variance rounds away."""
+        """Return exactly (x - mean) / SHRINK, by ggml's NORM with an eps so large that the variance rounds away."""
         return self.g.norm(x, SHRINK**2)
 
     def layer_norm(self, x: Node, w: Node, b: Node, eps: float) -> Node:
@@ -333,8 +333,8 @@ class GGMLOps(Products):
         self._check_features("layer_norm", x, w, b)
         if not 0 <= eps < math.inf:
             raise GraphError(f"layer_norm: eps={eps} must be 0 or above")
-        # With x / SHRINK and eps / SHRINK^2 RMSNorm's result is the same. Its gradient is larger by the factor by which
-        # _centre_shrunk then shrinks the gradient of x.
+        # With x / SHRINK and eps / SHRINK^2 RMSNorm's result is the same. Its gradient is SHRINK times as large, and
+        # `_centre_shrunk`, applied to this gradient, divides it by SHRINK.
         shrinks = self._profile.has("NORM")
         centre, eps = (self._centre_shrunk, eps / SHRINK**2) if shrinks else (self._centre, eps)
         centred = centre(x)

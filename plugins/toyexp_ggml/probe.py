@@ -32,7 +32,7 @@ def rounds_products(device: str) -> bool:
 
 
 def unsupported_ops(device: str) -> set[str]:
-    """Return the ops that every layer needs but the device does not support; this does not open the device."""
+    """Return the ops that every layer needs but the device does not support. The device is not opened."""
     backend = Backend("CPU", threads=1)
     memory, graph = Memory(backend, 1), Graph(backend, capacity=64)
     try:

@@ -1,12 +1,12 @@
-"""Matrix products, sums and concatenations for the ops and their gradient rules; each matrix is transposed once.
+"""Matrix products, sums and concatenations for the ops and their gradient rules. Transposes are reused.
 
-A device with `wide_tiles` divides a product among groups of threads by its shape alone. A group computes 128 x 128
-numbers, or 64 x 64 if the result has at most 64 rows or columns, and adds up all their terms, however few groups that
-makes (`ggml_vk_guess_matmul_pipeline` and `ggml_vk_guess_split_k` of ggml's Vulkan). 256 weights by 1024 positions make
-16 groups, and the weights' gradient makes 4, on GPUs with room for hundreds. Such products are therefore split into a
-stack of products of 64 rows each, with the same memory layout, and long sums are added up in slices.
+A device with `wide_tiles` divides a product among groups of threads only by the shape of the result. A group computes
+128 x 128 numbers, or 64 x 64 if the result has at most 64 rows or columns (`ggml_vk_guess_matmul_pipeline` and
+`ggml_vk_guess_split_k` of ggml's Vulkan). The product of a 256 x 256 weight with 1024 positions has 16 groups, and the
+weight's gradient has 4, while GPUs have room for hundreds. Such products are therefore split into a stack of products
+of 64 rows each, with the same memory layout, and groups share the long sums, which one group would add up on its own.
 
-`TapedOps` records a forward pass and computes its gradients. With `recompute` only one block's activations are in
+`TapedOps` records a forward pass and computes its gradients. If `recompute` is set, only one block's activations are in
 memory at a time, after Chen et al. 2016, "Training Deep Nets with Sublinear Memory Cost".
 """
 
@@ -23,25 +23,25 @@ from toyexp_ggml.binding.tensors import Node
 from toyexp_ggml.inputs import Inputs
 from toyexp_ggml.profiles import Profile
 
-Rule = Callable[..., Sequence[Callable[[], Node]]]  # takes each result's gradient, or None if the result was not used
-Tape = list[tuple[tuple[Node, ...], tuple[Node, ...], Rule]]
+Rule = Callable[..., Sequence[Callable[[], Node]]]  # gets each result's gradient, or None for an unused result
+Tape = list[tuple[tuple[Node, ...], tuple[Node, ...], Rule]]  # results, inputs and gradient rule of each op
 
 UNPACKED_ROWS = 8192  # rows of a quantised matrix that the backward pass dequantises at a time
 WIDE, NARROW = 128, 64  # sides of the tiles that a group of threads computes
 COLUMN = 8  # results with at most this many rows or columns have other kernels
 ENOUGH = 128  # groups of threads that keep a large GPU busy
-SHORTEST = 128  # least terms in a slice: with fewer, writing costs more than adding
+SHORTEST = 128  # fewest terms in a slice: with fewer, writing the result costs more than adding
 
 
 def stack_count(n: int, m: int) -> int:
-    """Return into how many products of NARROW rows to split a product with the result [n, m]; 1: do not split."""
+    """Return the number of products of NARROW rows into which to split a product with the result [n, m]."""
     if min(n, m) <= NARROW or n % NARROW or _groups(n, m, WIDE) >= ENOUGH:
         return 1
     return n // NARROW
 
 
 def slice_count(n: int, m: int, k: int) -> int:
-    """Return into how many slices to split the sums over k terms in a product with the result [n, m]."""
+    """Return the number of slices into which to split the sums of k terms in a product with the result [n, m]."""
     side = NARROW if min(n, m) <= NARROW or stack_count(n, m) > 1 else WIDE
     count, groups = 1, _groups(n, m, side)
     while min(n, m) > COLUMN and count * groups < ENOUGH and k % (2 * count * SHORTEST) == 0:
@@ -65,15 +65,15 @@ class Block:
 class TapedOps(Ops):
     """Ops that record each call as (results, inputs, gradient rule) on a tape, from which `backward` builds gradients.
 
-    With `recompute`, `backward` runs each block's forward pass again, so that the allocator can free all activations of
-    the first pass but the block's result. Activations between the blocks, and those of the last block, are kept.
+    If `recompute` is True, `backward` runs each block's forward pass again, so that the allocator can free all
+    activations of the first pass except the block's result. Activations between blocks and in the last block are kept.
     """
 
     def __init__(self, graph: Graph, recompute: bool):
         self.g = graph
         self._tape: Tape = []
         self._segments: list[Tape | Block] = [self._tape]
-        self._is_inside = not recompute  # True inside a block, and if all activations are kept
+        self._is_inside = not recompute  # True inside a block, and always if `recompute` is False
         self._seed: tuple[Node, float] | None = None  # gradient of the loss: a constant, and its value
 
     def _record(self, out: Node, inputs: tuple[Node, ...], rule: Rule) -> Node:
@@ -85,7 +85,7 @@ class TapedOps(Ops):
         return outs
 
     def block(self, function: Callable[..., Node], x: Node, p: Params, *rest: Any) -> Node:
-        """Run a block of the model, see Ops.block. A block inside another block is recorded as a part of that one."""
+        """Run a block of the model; see Ops.block. A block inside another is recorded as a part of the outer one."""
         if self._is_inside:
             return super().block(function, x, p, *rest)
 
@@ -132,7 +132,7 @@ class TapedOps(Ops):
         """
         gradient = gradients.pop(block.out, None)
         if any(out in gradients for outs, _, _ in block.tape for out in outs):
-            raise GraphError("engine.recompute=true: an inner tensor of a block is used outside the block")
+            raise GraphError("engine.recompute=true: a block's tensor is used outside the block; use recompute=false")
         if gradient is None:
             return []
         gradients[block.run()] = gradient
@@ -146,7 +146,7 @@ class TapedOps(Ops):
                 dependents.update(outs)
 
     def _walk(self, tape: Tape, gradients: dict[Node, Node], dependents: set[Node]) -> None:
-        """Read the tape backwards and replace, in `gradients`, each result's gradient by those of its inputs."""
+        """Read the tape backwards and replace, in `gradients`, the gradient of each result by those of its inputs."""
         for outs, inputs, rule in reversed(tape):
             dys = [gradients.pop(out, None) for out in outs]
             if not any(dys):
@@ -179,7 +179,7 @@ class Products(TapedOps):
         return self.g.transpose(x, slow_cont=self._profile.slow_cont)
 
     def _transpose_once(self, x: Node, slices: int = 1) -> Node:
-        """Return a cached contiguous transpose of x [n, d] or, if `slices` is above 1, of each slice of its rows."""
+        """Return a cached contiguous transpose of x [n, d], or of each of `slices` equal slices of its rows."""
         if (x, slices) not in self._transposes:
             rows = x if slices == 1 else self.g.reshape(x, slices, x.shape[0] // slices, x.shape[1])
             self._transposes[x, slices] = self._schedule(self._transpose(rows))

@@ -1,7 +1,7 @@
 """Ops that each device supports, as far as training needs them (ggml 0.15.3).
 
-A gradient rule uses a fused op if the profile has it, and plain ops otherwise, so that one set of rules gives a graph
-without ops that the device does not support. The tables come from the devices' own `supports_op`.
+A gradient rule uses a fused op if the profile has it, and plain ops otherwise. One set of rules thus serves all
+devices. The tables list the ops for which `supports_op` of each device returns True.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ FUSED = frozenset({"RMS_NORM_BACK", "SILU_BACK", "SOFT_MAX_BACK", "GET_ROWS_BACK
 
 @dataclass(frozen=True)
 class Profile:
-    """A device, the ops that it supports, and which of them are slow."""
+    """A device: its name, the ops that it supports, and flags for its slow ops."""
 
     device: str  # prefix of ggml's device names
     label: str  # name in messages
@@ -32,8 +32,8 @@ class Profile:
     narrow_sum: bool = False  # SUM runs on one group of threads, SUM_ROWS on a group for each row
     side_by_side: bool = False  # consecutive nodes run at the same time unless one reads what another writes
     slow_concat: bool = False  # CONCAT copies number by number, while SET copies row by row
-    slow_column: bool = False  # a column [n, 1] is repeated along rows number by number
-    shares: bool = False  # a step's rows may be computed in concurrent shares
+    slow_column: bool = False  # repeating a column [n, 1] along rows copies number by number, slowly
+    shares: bool = False  # parts of a batch may be computed concurrently; see session.py
     slow_sigmoid: bool = False  # SILU is vectorised, SIGMOID is not
     slow_repeat_back: bool = False  # REPEAT_BACK sums each column on one thread, which is slow for long columns
     wide_tiles: bool = False  # MUL_MAT uses few groups of threads; see products.py

@@ -28,18 +28,18 @@ from toyexp_ggml.update import Update
 SQUARES = 8  # squared gradients in memory at a time, for the norm
 
 # Shares of a step's rows that are computed at the same time, each by its own backend and threads. In one graph ggml's
-# threads wait for each other after every op and read what the others have just written, so on cores without a common
-# cache two threads are hardly faster than one. Shares wait for each other only once a step.
+# threads wait for each other after every op and read data that other threads have just written, so on cores without a
+# common cache two threads are hardly faster than one. Shares wait for each other only once a step.
 SHARES = 2
-# Least trained numbers times positions for a step to be long enough to be shared, and most trained numbers, since each
-# share adds up its own gradients and transposes the weights again.
+# A step is split into shares only if its trained numbers times positions are at least LONG, and its trained numbers at
+# most MOST, since each share sums its own gradients and transposes the weights again.
 LONG, MOST = 2e8, 2**24
 
 P = TypeVar("P", bound="Backend | Memory | MappedFile | Inputs")
 
 
 def choose_share_count(plan: Plan) -> int:
-    """Return into how many shares to split a step's rows, see SHARES.
+    """Return the number of shares into which the rows of a step are split; see SHARES.
 
     The number depends only on the plan, not on the machine, because it changes the last digits of the results.
     """
@@ -61,7 +61,7 @@ class Share:
 
 
 class GGMLSession(Session):
-    """Session of a Plan as ggml graphs: one for a training step, others built when first used."""
+    """Session of a Plan as ggml graphs: those of a training step are built at the start, others when first used."""
 
     def __init__(
         self, plan: Plan, device: str, profile: Profile, threads: int, recompute: bool, adaptive: bool = False
@@ -90,13 +90,13 @@ class GGMLSession(Session):
             t.name: self._frozen.get(t.name) or memory.tensor(t.shape, trainable=t.trainable) for t in plan.tensors
         }
         self._update = Update(plan, memory, self._profile)
-        # Gradients outlive a graph only if several graphs are summed, or if they are checked before the update.
+        # Gradients must outlive a graph if several graphs are summed, or if they are checked before the update.
         self._keeps_gradients = plan.accumulate > 1 or plan.skip_nonfinite or count > 1
         self._shares = self._make_shares(count) if self._keeps_gradients else []
         memory.allocate()
 
     def _make_shares(self, count: int) -> list[Share]:
-        """Return the shares of the rows: all of them on the session's backend, or several on their own backends."""
+        """Return `count` shares of the rows. A single share uses the session's backend; several have their own."""
         rows, threads, shares = self.plan.rows // count, max(1, self._threads // count), []
         for i in range(count):
             backend, inputs = self._backend, self._inputs
@@ -169,7 +169,7 @@ class GGMLSession(Session):
 
     def do_upload(self, tensor: PlanTensor, array: np.ndarray) -> None:
         if tensor.name in self._frozen:
-            raise SessionError(f"upload of {tensor.name}: frozen and mapped from its file, so it cannot be replaced")
+            raise SessionError(f"upload of {tensor.name}: frozen and mapped from its file; it cannot be replaced")
         put(self._weights[tensor.name], array)
 
     def do_download(self, tensor: PlanTensor) -> np.ndarray:
@@ -205,7 +205,7 @@ class GGMLSession(Session):
         return StepMetrics(loss, _number(self._compute("update")["norm"]))
 
     def _accumulate_all(self, micro: Batch) -> float:
-        """Add a micro-batch's gradients to the sums; return its loss. If a share raises, the other shares end first."""
+        """Add a micro-batch's gradients to the sums; return its loss. Wait for all shares, even if one fails."""
         if len(self._shares) == 1:
             return self._accumulate(micro, 0)
         calls = [self._pool.submit(self._accumulate, micro, i) for i in range(len(self._shares))]
@@ -300,7 +300,7 @@ class GGMLSession(Session):
         loss = self.plan.objective.loss(ops, self.plan.model, params, batch)
         graph.want(loss, keep=True)
         trainable = {t.name: self._weights[t.name] for t in self.plan.trainable}
-        # The gradient of a mean over n targets is too small for float16's precision; n times it is not.
+        # The gradient of a mean over n targets is too small for float16, so it is multiplied by about n.
         factor = 2.0 ** int(math.log2(batch["weights"].size)) if self._profile.half_products else 1.0
         by_weight = ops.backward(loss, inputs.vector((factor,)), factor, list(trainable.values()))
         if factor != 1:
@@ -321,7 +321,7 @@ class GGMLSession(Session):
         if not self._profile.narrow_sum:
             yield from (graph.sum_of_squares(g, by_dot=self._profile.slow_sum) for g in gradients)
             return
-        alike: dict[int, list[Node]] = {}  # squares of tensors of one size are added first, for one SUM per size
+        alike: dict[int, list[Node]] = {}  # tensors by size; tensors of one size share one SUM
         for gradient in gradients:
             alike.setdefault(gradient.size, []).append(graph.reshape(gradient, gradient.size))
         totals = [self._sum_of_squares(graph, same) for same in alike.values()]

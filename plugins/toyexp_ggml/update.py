@@ -88,7 +88,7 @@ class Update:
         return group.rule.fused_kernel == "adamw" and self._profile.has("OPT_STEP_ADAMW")
 
     def build(self, graph: Graph, weights: Mapping[str, Node], gradients: Mapping[str, Node]) -> None:
-        """Add nodes that update the weights and the optimiser state; both mappings are by tensor name."""
+        """Add nodes that update the weights and the optimiser state; both mappings have tensor names as keys."""
         ops = GGMLArithmetic(graph, self._profile)
         for group, numbers in zip(self._groups, self._numbers, strict=True):
             has_fused_op = self._has_fused_op(group)

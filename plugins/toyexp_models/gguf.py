@@ -23,7 +23,7 @@ SIZES = {
 
 
 class LanguageGGUF(GGUFForm[L]):
-    """GGUF form of language models: the keys that all architectures share."""
+    """GGUF form (key names and conversions) of language models, with the keys that all architectures share."""
 
     def metadata(self, model: L) -> dict[str, Any]:
         """Return the GGUF keys and values of the model's sizes."""
@@ -37,7 +37,7 @@ class LanguageGGUF(GGUFForm[L]):
         return model
 
     def sizes(self, keys: Keys) -> dict[str, Any]:
-        """Return the values in the file for the fields of the model class, by field name."""
+        """Return the model's fields, read from the file, by field name."""
         embedding = keys.file.tensors.get("token_embd.weight")
         if embedding is None:
             raise keys.file.error("lacks the tensor token_embd.weight")
@@ -53,12 +53,12 @@ class GPT2GGUF(LanguageGGUF[LanguageModel]):
         return {**super().metadata(model), "attention.layer_norm_epsilon": model.norm_eps}
 
     def sizes(self, keys: Keys) -> dict[str, Any]:
-        """Return the values in the file for the fields of the model class, by field name."""
+        """Return the model's fields, read from the file, by field name."""
         return super().sizes(keys) | {"norm_eps": keys.number("attention.layer_norm_epsilon")}
 
 
 class RotaryGGUF(LanguageGGUF[RotaryModel]):
-    """GGUF form of the models with rotary embedding: qwen2, qwen3 and gemma; the base class of llama's."""
+    """GGUF form of qwen2, qwen3 and gemma, which use rotary embedding. Base class of llama's form."""
 
     def metadata(self, model: RotaryModel) -> dict[str, Any]:
         """Return the GGUF keys and values of sizes, heads, eps and RoPE."""
@@ -76,7 +76,7 @@ class RotaryGGUF(LanguageGGUF[RotaryModel]):
         return keys
 
     def sizes(self, keys: Keys) -> dict[str, Any]:
-        """Return the values in the file for the fields of the model class, with llama.cpp's defaults for missing keys.
+        """Return the model's fields, read from the file, with llama.cpp's defaults for missing keys.
 
         Raise UserError for RoPE scaling other than linear, or other values that toyexp does not support.
         """
@@ -84,7 +84,7 @@ class RotaryGGUF(LanguageGGUF[RotaryModel]):
         head_size = common["d_model"] // common["n_heads"]
         size, value = (keys.integer(f"attention.{kind}_length", head_size or None) for kind in ("key", "value"))
         if size != value:
-            raise keys.file.error(f"its heads have keys of {size} features and values of {value}, toyexp's are equal")
+            raise keys.file.error(f"its heads have keys of {size} features and values of {value}; they must be equal")
         keys.expect("rope.dimension_count", size)
         return common | {
             "n_kv_heads": keys.integer("attention.head_count_kv", common["n_heads"]),
@@ -107,13 +107,13 @@ class LlamaGGUF(RotaryGGUF):
         return {FREQS: np.array(factors, np.float32)} if factors else {}
 
     def sizes(self, keys: Keys) -> dict[str, Any]:
-        """Return the values in the file for the fields of the model class, with llama.cpp's defaults."""
+        """Return the model's fields, read from the file, with llama.cpp's defaults for missing keys."""
         common = super().sizes(keys)
         keys.expect("tensor_data_layout", "Meta AI original pth")  # written by older converters; irrelevant in GGUF
         file, pairs = keys.file, (common["head_dim"] or common["d_model"] // common["n_heads"]) // 2
         info = file.tensors.get(FREQS)
         if info is not None and info.shape != (pairs,):
-            raise file.error(f"{FREQS} has the shape {list(info.shape)}, heads of {2 * pairs} take {pairs} numbers")
+            raise file.error(f"{FREQS} has the shape {list(info.shape)}, heads of {2 * pairs} need {pairs} numbers")
         return common | {
             "o_bias": "blk.0.attn_output.bias" in file.tensors,
             "ffn_bias": "blk.0.ffn_up.bias" in file.tensors,

@@ -35,10 +35,10 @@ Data = Mapping[str, Any]  # metadata of the data: see Dataset.gguf_metadata
 
 
 def llama_layout(model: RotaryModel, data: Data) -> Layout:
-    """Return the layout of LlamaForCausalLM. Raise UserError for heads that it does not support."""
+    """Return the layout of LlamaForCausalLM. Raise UserError for head sizes that transformers does not support."""
     if model.d_model % model.n_heads:
         heads = f"model.n_heads={model.n_heads} does not divide model.d_model={model.d_model}"
-        raise UserError(f"{heads}, which transformers' llama requires; only a GGUF can hold this model")
+        raise UserError(f"{heads}, which transformers' llama requires; only GGUF can store this model")
     return replace(_rotary(model), conversion=Conversion(prefix=None))
 
 
@@ -135,7 +135,7 @@ def _rotary(model: RotaryModel, biased: tuple[str, ...] | None = None) -> Layout
 
 
 def _row_order(model: RotaryModel, name: str) -> ArrayFunction:
-    """Return the function that reorders the outputs of a linear for RoPE on pairs (x[i], x[i + D/2])."""
+    """Return the function that reorders the outputs of the linear `name` for RoPE on pairs (x[i], x[i + D/2])."""
     heads = {"attn_q": model.n_heads, "attn_k": model.n_kv_heads}.get(name)
     if model.halves or heads is None:
         return identity
@@ -168,7 +168,7 @@ def rope_scaling(rotary: Rotary, size: int, context: int) -> dict[str, Any] | No
         }
         if 0 < low < high and np.allclose(llama3(turns, parameters), factors, rtol=EXACT, atol=0):
             return parameters
-    raise UserError("model.rope_factors: transformers' llama3 scaling cannot give these; only GGUF holds them")
+    raise UserError("model.rope_factors: transformers' llama3 scaling cannot give these; only GGUF can store them")
 
 
 def llama3(turns: np.ndarray, parameters: dict[str, Any]) -> np.ndarray:
@@ -186,7 +186,7 @@ def _guesses(turns: np.ndarray, factors: np.ndarray, context: int) -> list[tuple
     """Return candidates for (low_freq_factor, high_freq_factor, original context) of Llama 3's scaling.
 
     Between the low and the high frequencies, 1 / factor is a linear function of the frequency (`turns`). Each candidate
-    comes from a line fitted to some points of it.
+    comes from a line that is fitted to some points of this function.
     """
     import numpy as np
 

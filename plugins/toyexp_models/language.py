@@ -9,7 +9,7 @@ from toyexp import TOKENS, Constant, Dataset, Kind, Model, Normal, TensorSpec, U
 from toyexp.base import MAX_INT, require_range
 
 BLOCKS = "[1,10000]"  # limited, because a plan lists every block's tensors
-# If all inputs are 0, the gradient has the factor eps^-1.5, which must fit float32; above 1, eps dominates.
+# If all inputs are 0, the gradient has the factor eps^-1.5, which must fit float32. Above 1, eps hides the inputs.
 EPS = "[1e-24,1]"
 
 
@@ -24,7 +24,7 @@ class LanguageModel(Model):
     n_heads: int = 4  # number of attention heads
     d_ff: int = 192  # hidden size of the feed-forward layer
     context: int = 64  # sequence length in tokens
-    vocab: int = 0  # vocabulary size; 0: the tokenizer's
+    vocab: int = 0  # vocabulary size; 0: that of the data
     tied: bool = True  # tie the output layer to the embedding table
     norm_eps: float = 1e-5  # added to the variance inside the norms
 
@@ -37,7 +37,7 @@ class LanguageModel(Model):
         """Return the model with the data's vocabulary size if `vocab` is 0. Raise UserError if `vocab` is too small."""
         if self.vocab and self.vocab < dataset.vocab:
             last = dataset.vocab - 1
-            raise UserError(f"model.vocab={self.vocab} is smaller than the data's token ids (0..{last}); leave it out")
+            raise UserError(f"model.vocab={self.vocab} is too small for the data's token ids (0..{last}); leave it out")
         return replace(self, vocab=self.vocab or dataset.vocab)
 
 

@@ -1,7 +1,7 @@
 """Llama (Touvron et al. 2023), Qwen 2, 2.5 and 3 (Yang et al. 2024, 2025) and Gemma (Mesnard et al. 2024).
 
-Llama 2 and 3, Mistral, SmolLM and TinyLlama are `llama` in GGUF. In Qwen and Gemma, rope rotates pairs
-(x[i], x[i + D/2]).
+In GGUF, Llama 2 and 3, Mistral, SmolLM and TinyLlama have the architecture `llama`. In Qwen and Gemma, RoPE rotates the
+pairs (x[i], x[i + D/2]) of a head's D features.
 """
 
 from __future__ import annotations
@@ -36,20 +36,20 @@ class Llama(RotaryModel):
         if len(self.rope_factors) not in (0, self.head_size // 2):
             count, pairs = len(self.rope_factors), self.head_size // 2
             raise UserError(
-                f"model.rope_factors has {count} numbers; heads of {self.head_size} features need {pairs}, one a pair"
+                f"model.rope_factors has {count} numbers; heads of {self.head_size} features need {pairs}, one per pair"
             )
         for factor in self.rope_factors:
             require_positive("model.rope_factors", factor)
         self._check_angles(self.rope_factors)
 
     def biases(self) -> dict[str, int]:
-        """Return the sizes of the biases of a block, by the name of the linear."""
+        """Return the size of each bias in a block, by the name of its linear layer."""
         feed_forward = {"ffn_gate": self.d_ff, "ffn_up": self.d_ff, "ffn_down": self.d_model}
         output = {"attn_output": self.d_model}
         return super().biases() | (output if self.o_bias else {}) | (feed_forward if self.ffn_bias else {})
 
     def factors(self) -> Sequence[float]:
-        """Return the divisor of each RoPE frequency (Llama 3), or an empty list if all are 1."""
+        """Return the divisor of each RoPE frequency (Llama 3), or an empty list if there are none."""
         return self.rope_factors
 
 

@@ -53,7 +53,7 @@ class RotaryModel(LanguageModel):
         """
         slope = (
             -2 / self.head_size * math.log10(self.rope_base)
-        )  # of log10 of the pairs' speeds; the first pair has speed 1
+        )  # of log10(speed) from pair to pair; the first pair has speed 1
         fastest = [slope * i - math.log10(factor) for i, factor in enumerate(factors)]
         fastest = fastest or [0, slope * (self.head_size // 2 - 1)]
         if max(fastest) + math.log10(self.context / self.rope_scale) > math.log10(MAX_INT):
@@ -92,12 +92,12 @@ class RotaryModel(LanguageModel):
         return specs
 
     def biases(self) -> dict[str, int]:
-        """Return the sizes of the biases of a block, by the name of the linear."""
+        """Return the size of each bias in a block, by the name of its linear layer."""
         kv = self.n_kv_heads * self.head_size
         return {"attn_q": self.n_heads * self.head_size, "attn_k": kv, "attn_v": kv} if self.qkv_bias else {}
 
     def factors(self) -> Sequence[float]:
-        """Return the divisor of each RoPE frequency, or an empty sequence if all are 1."""
+        """Return the divisor of each RoPE frequency, or an empty sequence if there are none."""
         return ()
 
     def rotary(self) -> Rotary:

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     import numpy as np
 
 ARCHITECTURE = "toyexp-vit"
-# GGUF key of the norms' eps, by form of the blocks
+# GGUF key of the norms' eps, by block type (the setting `block`)
 FORMS = {"layernorm_gelu": "attention.layer_norm_epsilon", "rmsnorm_silu": "attention.layer_norm_rms_epsilon"}
 # Fields and their GGUF keys.
 SIZES = {
@@ -52,7 +52,7 @@ NAMES = {
 
 
 class ViTGGUF(GGUFForm[Any]):
-    """GGUF form of ViT. The data, not the model, adds the keys `classes`, `image_mean` and `image_std`."""
+    """GGUF form of ViT. The dataset, not this class, provides the keys `classes`, `image_mean` and `image_std`."""
 
     def architecture(self, model: Any) -> str:
         """Return toyexp's own architecture name, so that no other program misreads the file."""
@@ -72,7 +72,7 @@ class ViTGGUF(GGUFForm[Any]):
 
 
 def vit_layout(model: Any, data: Mapping[str, Any]) -> Layout:
-    """Return the layout of ViTForImageClassification, with the names of the data's classes.
+    """Return the layout of ViTForImageClassification; `data` has the class names and the pixel mean and std.
 
     Raise UserError unless model.block is layernorm_gelu.
     """
@@ -275,7 +275,7 @@ class Patches(Batches):
 def cut(images: np.ndarray, patch: int) -> np.ndarray:
     """Cut images [B, height, width, C] into patches [B, P, C * patch * patch].
 
-    The patches of an image are in row order, and the numbers of a patch in the order [C, y, x].
+    The patches of an image are ordered row by row, and the numbers in a patch as [C, y, x].
     """
     import numpy as np
 

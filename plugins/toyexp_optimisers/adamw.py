@@ -13,7 +13,7 @@ from toyexp.base import require_choice, require_range
 
 @dataclass
 class AdamWOptimiser(Optimiser):
-    """AdamW with its two modes, gradient clipping and micro-batch accumulation."""
+    """AdamW with constant betas or bias correction (`mode`), gradient clipping and gradient accumulation."""
 
     name: ClassVar[str] = "adamw"
 

@@ -13,7 +13,7 @@ from toyexp.base import require_choice, require_range
 SCALES = ("match_adamw", "original")
 # Coefficients of a x + b x^3 + c x^5, chosen for the steepest slope at 0 (Jordan 2024).
 A, B, C = 3.4445, -4.7750, 2.0315
-TINY = 1e-7
+TINY = 1e-7  # avoids a division by 0
 
 
 @dataclass
@@ -27,7 +27,7 @@ class Muon(Optimiser):
     nesterov: bool = True  # use Nesterov momentum
     iterations: int = 5  # number of Newton-Schulz iterations
     scale: str = "match_adamw"  # scale of a step: match_adamw (same lr as AdamW; Liu et al. 2025) | original
-    adamw_lr: float | None = None  # base learning rate of tensors trained by AdamW; null: lr
+    adamw_lr: float | None = None  # base learning rate of tensors trained by AdamW; null: the run's lr
     adamw_beta1: float = 0.9  # AdamW's decay of the first moment
     adamw_beta2: float = DEFAULT_BETA2[LORA]  # AdamW's decay of the second moment, with bias correction
 
@@ -54,7 +54,7 @@ class Muon(Optimiser):
         return {"m": shape}
 
     def numbers(self, step: int, lr: float, weight_decay: float) -> Mapping[str, float]:
-        """Return lr, the factor `kept` = 1 - lr * weight_decay of the weights, and the momentum."""
+        """Return lr, the weights' factor `kept` = 1 - lr * weight_decay, and the momentum."""
         return {"lr": lr, "kept": 1 - lr * weight_decay, "momentum": self.momentum}
 
     def update(self, ops: Arithmetic, w: Any, g: Any, state: Mapping[str, Any], n: Mapping[str, Any]) -> Any:
@@ -76,7 +76,7 @@ def orthogonal(ops: Arithmetic, x: Any, iterations: int) -> Any:
     """Return an approximation of the orthogonal matrix nearest to x. Its singular values are about 0.7 to 1.2.
 
     Divide x by its Frobenius norm, then repeat x <- a x + (b x x^T + c (x x^T)^2) x `iterations` times (Jordan 2024). A
-    matrix with more rows than columns is transposed meanwhile, so that x x^T is small.
+    matrix with more rows than columns is transposed before and after, so that x x^T is small.
     """
     is_tall = x.shape[0] > x.shape[1]
     x = ops.transpose(x) if is_tall else x
@@ -93,14 +93,14 @@ def orthogonal(ops: Arithmetic, x: Any, iterations: int) -> Any:
 
 @dataclass
 class Adafactor(Optimiser):
-    """Adafactor (Shazeer and Stern 2018): similar to AdamW with little memory; lr is relative to the tensor's RMS."""
+    """Adafactor (Shazeer and Stern 2018): like AdamW with little memory; lr is multiplied by each tensor's RMS."""
 
     name: ClassVar[str] = "adafactor"
     title: ClassVar[str] = "Adafactor"
 
-    beta2_decay: float = -0.8  # at step t, beta2 = 1 - t^beta2_decay
+    beta2_decay: float = -0.8  # at step t = 1, 2, ..., beta2 = 1 - t^beta2_decay
     eps1: float = 1e-30  # added to the squared gradient
-    eps2: float = 1e-3  # minimum RMS of a tensor that lr is relative to
+    eps2: float = 1e-3  # lr is multiplied by the tensor's RMS, or by eps2 if that is larger
     clip: float = 1.0  # maximum RMS of an update
 
     def check(self) -> None:
@@ -108,21 +108,22 @@ class Adafactor(Optimiser):
         require_range("optim", self, beta2_decay="[-1,0)", eps1="(0,inf)", eps2="(0,inf)", clip="(0,inf)")
 
     def slots(self, shape: tuple[int, ...]) -> Mapping[str, tuple[int, ...]]:
-        """Return the shapes of the state with the second moment.
+        """Return the shapes of the arrays that hold the second moment.
 
         A matrix has one value per row and one per column; another tensor has one per element.
         """
         return {"row": (shape[0], 1), "column": (1, shape[1])} if len(shape) == 2 else {"v": shape}
 
     def numbers(self, step: int, lr: float, weight_decay: float) -> Mapping[str, float]:
-        """Return the relative lr (at most 1/sqrt(t)), the factor `kept` = 1 - lr * weight_decay, and beta2."""
+        """Return lr, limited to 1/sqrt(step + 1); the weights' factor `kept` = 1 - lr * weight_decay; and beta2."""
         t = step + 1
         return {"lr": min(lr, 1 / math.sqrt(t)), "kept": 1 - lr * weight_decay, "beta2": 1 - t**self.beta2_decay}
 
     def update(self, ops: Arithmetic, w: Any, g: Any, state: Mapping[str, Any], n: Mapping[str, Any]) -> Any:
         """Apply algorithms 4 and 5 of the paper: w = w (1 - lr wd) - lr max(eps2, rms(w)) u, with u = g / sqrt(v).
 
-        u is scaled down if its RMS exceeds `clip`. For a matrix, v = row column / mean(row).
+        v is a moving average of g^2; for a matrix, v = row column / mean(row). u is scaled down if its RMS exceeds
+        `clip`.
         """
         squares = ops.shift(ops.square(g), self.eps1)
         if "v" in state:

@@ -24,7 +24,7 @@ class SGD(Optimiser):
         super().check()
         require_range("optim", self, momentum="[0,1)")
         if self.nesterov and not self.momentum:
-            raise UserError("optim.nesterov=true: needs optim.momentum, such as 0.9")
+            raise UserError("optim.nesterov=true: needs optim.momentum above 0, such as 0.9")
 
     @property
     def title(self) -> str:
@@ -36,7 +36,7 @@ class SGD(Optimiser):
         return {"m": shape} if self.momentum else {}
 
     def numbers(self, step: int, lr: float, weight_decay: float) -> Mapping[str, float]:
-        """Return lr, the factor `kept` = 1 - lr * weight_decay of the weights, and the momentum."""
+        """Return lr, the weights' factor `kept` = 1 - lr * weight_decay, and the momentum."""
         return {"lr": lr, "kept": 1 - lr * weight_decay, "momentum": self.momentum}
 
     def update(self, ops: Arithmetic, w: Any, g: Any, state: Mapping[str, Any], n: Mapping[str, Any]) -> Any:
@@ -70,11 +70,11 @@ class Lion(Optimiser):
         return {"m": shape}
 
     def numbers(self, step: int, lr: float, weight_decay: float) -> Mapping[str, float]:
-        """Return lr, the factor `kept` = 1 - lr * weight_decay of the weights, and the two betas."""
+        """Return lr, the weights' factor `kept` = 1 - lr * weight_decay, and the two betas."""
         return {"lr": lr, "kept": 1 - lr * weight_decay, "beta1": self.beta1, "beta2": self.beta2}
 
     def update(self, ops: Arithmetic, w: Any, g: Any, state: Mapping[str, Any], n: Mapping[str, Any]) -> Any:
-        """Apply w = w (1 - lr wd) - lr sign(b1 m + (1 - b1) g); m = b2 m + (1 - b2) g."""
+        """Apply w = w (1 - lr wd) - lr sign(beta1 m + (1 - beta1) g), then m = beta2 m + (1 - beta2) g."""
         direction = ops.sign(ops.blend(g, state["m"], n["beta1"]))
         m = ops.blend(g, state["m"], n["beta2"])
         return ops.sub(ops.scale(w, n["kept"]), ops.scale(direction, n["lr"])), {"m": m}

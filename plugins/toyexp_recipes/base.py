@@ -1,4 +1,4 @@
-"""Base class of recipes that start from a model in a GGUF file, and the recipe that trains all its weights."""
+"""`FromBase`, the base class of recipes that start from a model's GGUF, and `Full`, which trains all its weights."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from toyexp import IMAGES, LORA, TOKENS, Kind, Model, Plan, PlanTensor, Recipe, 
 
 @dataclass
 class FromBase(Recipe):
-    """Base of recipes that start from a GGUF file, which they never change.
+    """Base class of recipes that start from a GGUF file.
 
-    The model, the initial values and the tokenizer come from that file.
+    The file provides the model, its initial values and the tokenizer. A recipe never changes the file.
     """
 
     reads: ClassVar[tuple[Kind, ...]] = (TOKENS, IMAGES)
     optim_mode: ClassVar[str] = LORA
     starts_from: ClassVar[str] = "base"
 
-    base: str | None = None  # model to start from: a model file, a run's directory, or a checkpoint
+    base: str | None = None  # model to start from: a model file, a run's directory, or a checkpoint's directory
 
     def check(self) -> None:
         """Raise UserError if no base is set."""
@@ -30,11 +30,11 @@ class FromBase(Recipe):
             raise UserError(f"recipe={self.name} needs a model file to start from: add recipe.base=model.gguf")
 
     def base_file(self) -> Path | None:
-        """Return the base's GGUF file."""
+        """Return the path of the base's GGUF file, or None if no base is set."""
         return toyexp.find_model_file(Path(self.base)) if self.base else None
 
     def vocabulary(self) -> Path | None:
-        """Return the base's GGUF file, because its embedding fits only its own tokenizer."""
+        """Return the base's GGUF file, so that the data uses its tokenizer: the base's embedding fits no other."""
         return self.base_file()
 
     def origin(self) -> tuple[str, str] | None:
@@ -42,7 +42,7 @@ class FromBase(Recipe):
         return "base", str(self.base_file())
 
     def warnings(self, preview: RunPreview) -> Iterable[str]:
-        """Warn if the data's token ids differ from those of the base."""
+        """Return a warning if the data's token ids differ from those of the base."""
         path = self.base_file()
         return token_mismatch_warnings("base", path, preview) if path else ()
 
@@ -51,9 +51,9 @@ class FromBase(Recipe):
 
 
 def token_mismatch_warnings(role: str, path: Path, preview: RunPreview) -> Iterable[str]:
-    """Yield a warning if the data's tokenizer numbers tokens differently from the GGUF file at `path`.
+    """Yield a warning if the data's tokenizer gives tokens other ids than the GGUF file at `path` does.
 
-    The run uses the embedding of that file. `role` is its name in the warning: base or donor.
+    The run uses the embedding of this file. `role` is the word for the file in the warning: base or donor.
     """
     tokenizer = preview.dataset.tokenizer
     if tokenizer is None:
@@ -63,11 +63,11 @@ def token_mismatch_warnings(role: str, path: Path, preview: RunPreview) -> Itera
     if tokens and tokens[: tokenizer.vocab] != list(tokenizer.pieces):
         yield (
             f"data.tokenizer={preview.config['data'].get('tokenizer')}: its token ids differ from those of the {role}, "
-            f"so the {role}'s embedding does not fit them; remove data.tokenizer to use the {role}'s tokenizer"
+            f"whose embedding the run uses; remove data.tokenizer to use the {role}'s tokenizer"
         )
 
 
-EMBEDDINGS = ("token_embd.weight", "position_embd.weight", "v.position_embd.weight")  # the last one in a ViT
+EMBEDDINGS = ("token_embd.weight", "position_embd.weight", "v.position_embd.weight")  # the last name is that of a ViT
 
 
 @dataclass
@@ -78,10 +78,10 @@ class Full(FromBase):
     hint: ClassVar[str] = "lr=1e-4"
 
     train_embeddings: bool = True  # false: freeze token and position embeddings
-    new_head: bool = False  # classifiers: replace the output layer by a new one for the data's classes
+    new_head: bool = False  # for classifiers: true replaces the output layer by a new one for the data's classes
 
     def prepare_base(self, model: Model) -> Model:
-        """Return the model; with `new_head` its number of classes is 0, so that the data determine it.
+        """Return the model. If `new_head` is set, its number of classes is 0, which means: take it from the data.
 
         Raise UserError if `new_head` is set for a model that has no setting `classes`.
         """
@@ -90,9 +90,10 @@ class Full(FromBase):
         return replace(model, **({"classes": 0} if self.new_head else {}))
 
     def plan(self, model: Model, setup: Setup) -> Plan:
-        """Return a plan of all tensors with the base's values.
+        """Return a plan in which all tensors start with the base's values and are trained.
 
-        A new head has the model's initial values instead. Embeddings are frozen unless `train_embeddings` is set.
+        There are two exceptions: a new head starts with the model's initial values, and embeddings are frozen if
+        `train_embeddings` is False.
         """
         frozen, head = () if self.train_embeddings else EMBEDDINGS, self._head(model)
         return setup.plan(model, [
@@ -101,9 +102,9 @@ class Full(FromBase):
         ])  # fmt: skip
 
     def _head(self, model: Model) -> set[str]:
-        """Return the names of the tensors of the new head, or an empty set without `new_head`.
+        """Return the names of the new head's tensors, or an empty set if `new_head` is not set.
 
-        These are the tensors whose shape depends on the number of classes.
+        The head's tensors are those whose shape depends on the number of classes.
         """
         if not self.new_head:
             return set()

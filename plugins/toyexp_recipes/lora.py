@@ -1,7 +1,7 @@
 """LoRA: a frozen model with trainable low-rank updates of selected linear layers (Hu et al. 2021).
 
-The update of a layer is the product of B [out, r], which starts as 0, and A [r, in], which starts with normal values of
-standard deviation `init_scale`. So training starts from the outputs of the base.
+The update of a layer is the product B A. A [r, in] starts with normal values of standard deviation `init_scale`, and
+B [out, r] starts with zeros. So the first step sees the outputs of the base model.
 """
 
 from __future__ import annotations
@@ -34,17 +34,17 @@ from toyexp import (
 from toyexp.base import require_positive, require_range
 from toyexp_recipes.base import FromBase
 
-SHORT_NAMES = {  # short names of linears, and PEFT's names
+SHORT_NAMES = {  # short names and PEFT's names of linear layers, each with the names in toyexp
     "q": "attn_q", "k": "attn_k", "v": "attn_v", "o": "attn_out*", "qkv": "attn_[qkv]*", "gate": "ffn_gate",
     "up": "ffn_up", "down": "ffn_down", "q_proj": "attn_q", "k_proj": "attn_k", "v_proj": "attn_v",
     "o_proj": "attn_out*", "gate_proj": "ffn_gate", "up_proj": "ffn_up", "down_proj": "ffn_down", "all-linear": "*",
     "c_attn": "attn_[qkv]*", "c_fc": "ffn_up", "c_proj": "attn_out* ffn_down", "attn.c_proj": "attn_out*",
     "mlp.c_proj": "ffn_down",
 }  # fmt: skip
-# The part of a linear's name in transformers before its own name; the group is the block's number.
+# What a name in transformers has before the linear layer's own name; the group is the block's number.
 TRANSFORMERS_PATH = re.compile(r"^(?:.*\b(?:h|layers)\.(\d+|\*)\.)?(?:(?:self_attn|attn|mlp)\.(?!c_proj))?")
 RANK = 8  # default
-QUERIES = ("attn_q", "attn_qkv")  # default targets: the first of these that the model has
+QUERIES = ("attn_q", "attn_qkv")  # the default target is the first of these layers that the model has
 
 
 @dataclass
@@ -55,15 +55,15 @@ class Lora(FromBase):
     hint: ClassVar[str] = "lr=1e-3"
 
     adapter: str | None = None  # adapter to continue: a lora run's directory, its adapter.gguf, or a PEFT directory
-    rank: int | None = None  # rank of the adapters; null: 8, or the rank of recipe.adapter
+    rank: int | None = None  # rank of the adapters; null: the rank of recipe.adapter, or 8 without it
     alpha: float | None = None  # adapters are scaled by alpha / rank; null: alpha = rank
-    rslora: bool = False  # scale by alpha / sqrt(rank) instead (rsLoRA)
-    targets: list[str] | None = None  # linears: q k v o gate up down qkv, or patterns: ffn_*, blk.0.*; null: q or qkv
+    rslora: bool = False  # true: scale by alpha / sqrt(rank) instead (rsLoRA)
+    targets: list[str] | None = None  # layers: q k v o gate up down qkv, or patterns: ffn_*, blk.0.*; null: q or qkv
     init_scale: float = 0.01  # standard deviation of A's initial values
     dropout: float = 0.0  # dropout probability of the adapters' inputs
 
     def check(self) -> None:
-        """Raise UserError for invalid settings and a missing base."""
+        """Raise UserError for an invalid setting, or if no base is set."""
         super().check()
         if self.adapter == "":
             raise UserError("recipe.adapter='': is empty; leave it out, or set null, to start new adapters")
@@ -77,25 +77,25 @@ class Lora(FromBase):
             raise UserError("recipe.targets=[]: name at least one linear, such as recipe.targets=[q,v]")
 
     def warnings(self, preview: RunPreview) -> Iterable[str]:
-        """Warn about settings that have no effect, and if the adapter was trained on another base."""
+        """Yield a warning for each setting without effect, and one if the adapter was trained on another base."""
         yield from super().warnings(preview)
         if self.rslora and self.rank == 1:
             yield "recipe.rslora=true: has no effect with recipe.rank=1"
         if self.adapter and is_changed(self, "init_scale"):
-            yield f"recipe.init_scale={self.init_scale}: has no effect with recipe.adapter, which has its own values"
+            yield f"recipe.init_scale={self.init_scale}: has no effect, because the values come from recipe.adapter"
         if self.adapter and (base := self.base_file()):
             yield from toyexp.check_base(toyexp.find_adapter_file(Path(self.adapter), lambda: preview.plan.model), base)
 
     def further_files(self) -> Sequence[Path]:
-        """Return the files of the adapter to continue."""
+        """Return the files of the adapter that `recipe.adapter` names; empty without it."""
         return toyexp.adapter_files(Path(self.adapter)) if self.adapter else ()
 
     def origin(self) -> tuple[str, str] | None:
-        """Return "base", and a text with the path of the base and, if set, of the adapter to continue."""
+        """Return "base" and the path of the base, followed by the path of the adapter to continue if one is set."""
         return "base", f"{self.base_file()}{f', on it {self.adapter}' if self.adapter else ''}"
 
     def plan(self, model: Model, setup: Setup) -> Plan:
-        """Return a plan of the base's tensors, all frozen, and two trainable LoRA tensors for each target."""
+        """Return a plan of the base's tensors, which are frozen, and of the trainable A and B of each target layer."""
         specs = {t.name: t for t in model.tensors()}
         pairs, adapters = self._load_adapters(model, specs) if self.adapter else self._new_adapters(specs)
         if self.dropout and not model.reads.sequence:
@@ -109,10 +109,10 @@ class Lora(FromBase):
         return replace(setup, inputs={**setup.inputs, **masks}).plan(model, tensors, adapters)
 
     def _new_adapters(self, specs: Mapping[str, TensorSpec]) -> tuple[list[PlanTensor], list[LoraAdapter]]:
-        """Return the tensors and adapters of new LoRA pairs.
+        """Return new LoRA adapters, one per target layer, and their tensors A and B.
 
-        Their initial values do not change the model's outputs. Raise UserError if the rank exceeds the size of a
-        target.
+        Their initial values do not change the model's outputs. Raise UserError if the rank exceeds the number of a
+        target's rows or columns.
         """
         rank = self.rank or RANK
         alpha = rank if self.alpha is None else self.alpha
@@ -131,9 +131,9 @@ class Lora(FromBase):
     def _load_adapters(
         self, model: Model, specs: Mapping[str, TensorSpec]
     ) -> tuple[list[PlanTensor], list[LoraAdapter]]:
-        """Return the tensors and adapters read from `recipe.adapter`, to train them further.
+        """Read the adapters and their tensors from `recipe.adapter`, and return them as trainable.
 
-        Raise UserError for settings that contradict this adapter, such as another rank.
+        Raise UserError for settings that contradict the file, such as another rank.
         """
         path = toyexp.find_adapter_file(Path(str(self.adapter)), lambda: model)
         frozen, adapters = toyexp.formats.read_adapter(path, model)
@@ -145,7 +145,8 @@ class Lora(FromBase):
         targets = self._targets(specs) if self.targets is not None else [*ranks]
         subject = f"recipe.adapter={self.adapter} has"
         if len(alphas) > 1:
-            raise UserError(f"{subject} matrices of several ranks and no alpha; a run can only save one alpha for all")
+            problem = "matrices of several ranks and stores no alpha, so their scales differ"
+            raise UserError(f"{subject} {problem}; a run needs one alpha for all")
         if self.rank is not None and {*ranks.values()} != {self.rank}:
             actual = ", ".join(map(str, sorted({*ranks.values()})))
             raise UserError(f"recipe.rank={self.rank}: {subject} rank {actual}; leave recipe.rank out")
@@ -153,7 +154,7 @@ class Lora(FromBase):
             raise UserError(f"recipe.alpha={self.alpha:g}: {subject} alpha {alphas[0]:g}; leave recipe.alpha out")
         if self.rslora:
             raise UserError(
-                f"recipe.rslora=true: {subject} its own scale, alpha {alphas[0]:g}; leave recipe.rslora out"
+                f"recipe.rslora=true: {subject} its own scale (alpha {alphas[0]:g}); leave recipe.rslora out"
             )
         if {*targets} != {*ranks}:
             name = min({*targets} ^ {*ranks})
@@ -163,9 +164,9 @@ class Lora(FromBase):
         return [replace(t, trainable=True) for t in frozen], [replace(a, dropout=self.dropout) for a in adapters]
 
     def _targets(self, specs: Mapping[str, TensorSpec]) -> list[str]:
-        """Return the names of the linear layers that `targets` selects, in the model's order.
+        """Return the names of the linear layers that the setting `targets` selects, in the model's order.
 
-        Raise UserError if a target matches none.
+        Raise UserError if one of the targets matches no layer.
         """
         blocks = {n: n[n.find("blk.") :] for n in specs if n.startswith(("blk.", "v.blk."))}  # ViT names start with v.
         linears = {n: block_name.split(".")[2] for n, block_name in blocks.items() if len(specs[n].shape) == 2}
@@ -178,7 +179,7 @@ class Lora(FromBase):
         for target in targets:
             _, block, module = TRANSFORMERS_PATH.split(target, 1)
             short = [f"blk.{block or '*'}.{p}.*" for p in SHORT_NAMES.get(module, target).split()]
-            matches = (  # try the model's own names first, which may equal short names
+            matches = (  # try the model's own names first, because one may equal a short name
                 [n for n, forms in names.items() if any(fnmatchcase(name, p) for p in patterns for name in forms)]
                 for patterns in ([target], short)
             )
@@ -186,7 +187,8 @@ class Lora(FromBase):
             if not match:
                 modules = {*linears.values()}
                 if any(target in n.split(".") for n in specs):
-                    raise UserError(f"recipe.targets=[{target}]: is no linear layer of a block; {suggest('', modules)}")
+                    problem = "is not a linear layer of a block"
+                    raise UserError(f"recipe.targets=[{target}]: {problem}; {suggest('', modules)}")
                 raise UserError(f"recipe.targets=[{target}]: {suggest(SHORT_NAMES.get(target, target), modules)}")
             selected.update(match)
         return [name for name in linears if name in selected]

@@ -1,8 +1,8 @@
-"""Initial values of `recipe.init=toy`: those of the program that toyexp replaces.
+"""Initial values of `recipe.init=toy`: those of the Ruby program from which toyexp derives ("the original program").
 
-They come from the same generator, in the same order of tensors. The generator is linear congruential, with 31 bits.
-GPT-2 uses (upper 23 bits) / 2^23 - 1, so that every weight lies between -0.02 and 0. Llama turns pairs of uniform
-values into normal values (Box and Muller 1958).
+Both use the same random generator, in the same order of tensors. It is a linear congruential generator of 31 bits. For
+GPT-2 a value is (upper 23 bits) / 2^23 - 1, so every weight lies between -0.02 and 0. For llama each pair of uniform
+values becomes a pair of normal values (Box and Muller 1958).
 """
 
 from __future__ import annotations
@@ -21,24 +21,24 @@ Draws = Iterator[tuple[str, np.ndarray]]
 
 
 class LCG:
-    """The random generator s -> (1103515245 s + 12345) mod 2^31, where the first s is `seed`."""
+    """Random generator with the states s -> (1103515245 s + 12345) mod 2^31. The state before the first is `seed`."""
 
     def __init__(self, seed: int):
         self.state = seed & MASK
 
     @classmethod
     def for_llama(cls, seed: int) -> LCG:
-        """Return the original program's generator for llama: it scrambles `seed` and skips the first eight states."""
+        """Return the original program's generator for llama. It scrambles `seed` and skips the first eight states."""
         generator = cls((seed + 104729) * 2654435761 % 2147483647)
         generator.states(8)
         return generator
 
     def states(self, n: int) -> np.ndarray:
-        """Return the next `n` states of the generator, uint64 [n]."""
+        """Return the next `n` states of the generator as a uint64 array [n]."""
         out = np.empty(n, np.uint64)
         out[:1] = (MULTIPLIER * self.state + INCREMENT) & MASK
         a, c, count = MULTIPLIER, INCREMENT, 1
-        while count < n:  # `count` steps equal one step with other constants, so each pass doubles the computed part
+        while count < n:  # `count` steps are one step with constants a and c, so each pass doubles the computed part
             added = min(count, n - count)
             out[count : count + added] = (out[:added] * np.uint64(a) + np.uint64(c)) & np.uint64(MASK)
             a, c, count = a * a & MASK, (a * c + c) & MASK, count + added
@@ -58,9 +58,9 @@ class LCG:
 
 
 def gpt2(seed: int, sizes: Mapping[str, int], shapes: Shapes) -> Draws:
-    """Yield name and values of each random tensor of GPT-2, in the order of the original program.
+    """Yield the name and the values of each random tensor of GPT-2, in the order of the original program.
 
-    The order is the two embeddings, then per block q, k and v of each head, attn_output, ffn_up and ffn_down.
+    The two embeddings come first. Each block follows with q, k and v of each head, attn_output, ffn_up and ffn_down.
     """
     draw = LCG(seed).uniform
     d, heads = sizes["d_model"], sizes["n_heads"]
@@ -74,12 +74,12 @@ def gpt2(seed: int, sizes: Mapping[str, int], shapes: Shapes) -> Draws:
 
 
 def llama(seed: int, sizes: Mapping[str, int], shapes: Shapes) -> Draws:
-    """Yield name and values of each random tensor of llama, in the order of the original program.
+    """Yield the name and the values of each random tensor of llama, in the order of the original program.
 
-    The order is token embedding, lens, output layer, then per block q, k and v, attn_output, ffn_gate, ffn_up,
-    ffn_down. Tensors that the plan lacks are left out.
+    The token embedding, the lens (projection) of recipe=warm and the output layer come first. Each block follows with
+    q, k and v, attn_output, ffn_gate, ffn_up and ffn_down. A lens or output layer that is not in `shapes` is omitted.
     """
-    draw = LCG.for_llama(seed).normal  # draws pairs; heads of even size never leave half a pair
+    draw = LCG.for_llama(seed).normal  # draws values in pairs; all tensors have an even number of elements
     d, heads, kv = sizes["d_model"], sizes["n_heads"], sizes["n_kv_heads"]
     inner, outer = 1 / math.sqrt(d), 1 / math.sqrt(sizes["d_ff"])
     yield "token_embd.weight", 0.02 * draw(*shapes["token_embd.weight"])
@@ -98,9 +98,10 @@ def llama(seed: int, sizes: Mapping[str, int], shapes: Shapes) -> Draws:
 
 
 def pairs(heads: np.ndarray) -> np.ndarray:
-    """Return the rows [H, D, d] of H heads as [H*D, d], reordered for another layout of rope.
+    """Return the rows of H heads [H, D, d] as one matrix [H*D, d], reordered for toyexp's layout of rope.
 
-    The original program rotates rows j and j + D/2 as a pair; the result has the rows of each pair next to each other.
+    The original program rotates rows j and j + D/2 of a head as a pair. In the result the two rows of each pair are
+    adjacent.
     """
     count, size, d = heads.shape
     return heads.reshape(count, 2, size // 2, d).transpose(0, 2, 1, 3).reshape(-1, d)
@@ -110,7 +111,7 @@ ORIGINALS: dict[str, Callable[[int, Mapping[str, int], Shapes], Draws]] = {"gpt2
 
 
 def check_model(model: Model) -> None:
-    """Raise UserError unless the original program has this model with these settings."""
+    """Raise UserError unless the original program supports this model with these settings."""
     if model.name not in ORIGINALS:
         models = " and ".join(ORIGINALS)
         raise UserError(f"recipe.init=toy: supports {models} only; remove it to train model={model.name}")
@@ -121,9 +122,9 @@ def check_model(model: Model) -> None:
 
 
 def upload(session: Session) -> None:
-    """Upload the original program's initial values of all random tensors to the session.
+    """Upload the original program's initial values to the session, for all tensors that are random.
 
-    The other tensors are constant and keep the plan's values.
+    The other tensors, such as norms and biases, are constant and keep the plan's values.
     """
     plan = session.plan
     shapes = {t.name: t.shape for t in plan.tensors}

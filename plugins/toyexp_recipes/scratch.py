@@ -1,4 +1,4 @@
-"""Recipes that train from random values."""
+"""Recipes `scratch` and `vit_tiny`, which train a model from random values."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ class Scratch(Recipe):
     name: ClassVar[str] = "scratch"
     reads: ClassVar[tuple[Kind, ...]] = (TOKENS, IMAGES)
 
-    init: str = "default"  # initial values: default (random by tensor name) | toy (as in the original program)
+    init: str = "default"  # initial values: default (seeded by tensor name) | toy (as toyexp's predecessor in Ruby)
 
     def check(self) -> None:
         """Raise UserError for an unknown value of `init`."""
         require_choice("recipe", self, init=INITS)
 
     def vocabulary(self) -> Path | None:
-        """Return toyexp's small donor GGUF for its tokenizer.
+        """Return toyexp's small donor GGUF, so that the data uses its tokenizer.
 
-        recipe=warm uses it by default, so that losses of both recipes are comparable.
+        recipe=warm uses the same tokenizer by default, so the losses of both recipes are comparable.
         """
         return DONOR
 
@@ -59,7 +59,7 @@ class VitTiny(Recipe):
     name: ClassVar[str] = "vit_tiny"
     reads: ClassVar[tuple[Kind, ...]] = (IMAGES,)
 
-    init_scale: float = 1.0  # factor of the initial values of the blocks' matrices
+    init_scale: float = 1.0  # factor for the random initial values of the matrices in blocks
 
     def check(self) -> None:
         """Raise UserError unless `init_scale` is above 0."""
@@ -68,7 +68,7 @@ class VitTiny(Recipe):
     def plan(self, model: Model, setup: Setup) -> Plan:
         """Return a plan with all tensors trainable and the model's initial values.
 
-        Normal values of tensors in blocks are multiplied by `init_scale`.
+        In blocks, normally distributed initial values are multiplied by `init_scale`.
         """
         return setup.plan(model, [self._plan_tensor(t) for t in model.tensors()])
 

@@ -1,7 +1,7 @@
-"""Warm start: the token embedding comes from a donor GGUF, the other weights from random values.
+"""Warm start: the token embedding is copied from a GGUF file, the donor; all other weights start random.
 
-The donor's embedding rows fill a table [vocab, d_donor], frozen by default. A trainable projection W [d_model,
-d_donor], called the lens, maps each row e to the model's width: x = W e.
+The copied embedding is a table [vocab, d_donor], frozen by default. A trainable projection W [d_model, d_donor], called
+the lens, maps each row e of the table to the model's width: x = W e.
 """
 
 from __future__ import annotations
@@ -34,16 +34,16 @@ LENSES = ("auto", "pca", "random", "none")
 
 @dataclass
 class Warm(Recipe):
-    """Train with embeddings from a donor GGUF and random values for the rest."""
+    """Train with the token embedding of another GGUF (the donor) and random values for all other weights."""
 
     name: ClassVar[str] = "warm"
     starts_from: ClassVar[str] = "donor"
     needs_tensors: ClassVar[tuple[str, ...]] = (TABLE,)
 
-    donor: str | None = None  # model file, run or checkpoint with the embedding to use; null: toyexp's small donor
-    lens: str = "auto"  # projection to d_model: pca | random | none (equal widths) | auto: pca, or random if wider
-    freeze_donor: bool = True  # do not train the donor's rows
-    init: str = "default"  # other initial values: default (random by tensor name) | toy (as in the original program)
+    donor: str | None = None  # model file, run or checkpoint whose embedding to copy; null: toyexp's small donor
+    lens: str = "auto"  # projection to the model's width: pca | random | none | auto (pca, or random if wider)
+    freeze_donor: bool = True  # true: do not train the copied embedding
+    init: str = "default"  # other weights: default (seeded by tensor name) | toy (as toyexp's predecessor in Ruby)
 
     @property
     def path(self) -> Path:
@@ -51,28 +51,29 @@ class Warm(Recipe):
         return DONOR if self.donor is None else toyexp.find_model_file(Path(self.donor))
 
     def check(self) -> None:
-        """Raise UserError for an unknown value of `lens` or `init`, and for a donor that is missing or unsuitable."""
+        """Raise UserError for an unknown `lens` or `init`, or if the donor is missing or has no token embedding."""
         require_choice("recipe", self, init=INITS, lens=LENSES)
         if self.donor == "":
             raise UserError("recipe.donor='': is empty; leave it out, or set null, for toyexp's own small donor")
         donor_embed_width(self.path)
 
     def vocabulary(self) -> Path | None:
-        """Return the donor's GGUF file, because its embedding rows fit only its own tokenizer."""
+        """Return the donor's GGUF file, so that the data uses its tokenizer: the donor's embedding fits no other."""
         return self.path
 
     def origin(self) -> tuple[str, str] | None:
-        """Return "donor", and the donor's path, or "toyexp's own small donor"."""
+        """Return "donor" and the path of the donor. For the default donor the path is "toyexp's own small donor"."""
         return "donor", f"{self.path}" if self.donor else "toyexp's own small donor"
 
     def warnings(self, preview: RunPreview) -> Iterable[str]:
-        """Warn if the data's tokenizer differs from the donor's."""
+        """Return a warning if the data's token ids differ from those of the donor."""
         return token_mismatch_warnings("donor", self.path, preview)
 
     def plan(self, model: Model, setup: Setup) -> Plan:
-        """Return a plan of the model's tensors, whose token embedding is copied from the donor's GGUF file.
+        """Return a plan of the model's tensors, in which the token embedding has the donor's width.
 
-        Unless the setting `lens` is none, the plan also has a matrix that projects the donor's width to the model's.
+        The plan also has the lens, a matrix that projects this width to the model's. If the setting `lens` is none,
+        there is no such matrix, and both widths must be equal. `warm` fills in the donor's values.
         """
         specs = {t.name: t for t in model.tensors()}
         if self.init == "toy":
@@ -98,7 +99,7 @@ class Warm(Recipe):
             key = _width_key(model, d_model)
             remedies += [f"recipe.lens=none {key}={width}"] * bool(key and width != d_model)
             raise UserError(
-                "recipe.lens (a projection) needs a model with its own output layer (output.weight): "
+                "recipe.lens (a projection) needs a model with a separate output layer (output.weight): "
                 + (f"add {' or '.join(remedies)}" if remedies else f"model={model.name} has none; use another model")
             )
         if self._lens(d_model, width) == "pca" and d_model > width:
@@ -116,13 +117,13 @@ class Warm(Recipe):
 
     def _check_rows(self, vocab: int, width: int) -> None:
         file = _open_with_rows(self.path, vocab, width)
-        if vocab:  # 0 for a model without data, as in `toyexp plugins --matrix`
+        if vocab:  # 0 if the model was not fitted to data, as in `toyexp plugins --matrix`
             file.check_finite(TABLE, vocab)
 
     def warm(self, session: Session) -> None:
-        """Upload the donor's embedding rows and, for a PCA lens, the projection.
+        """Upload the donor's embedding rows to the session and, if the lens is PCA, the projection.
 
-        If `init` is toy, first upload the original program's values of the other tensors.
+        If `init` is toy, first upload the original program's values for all random tensors.
         """
         vocab, width = session.plan.tensor(TABLE).shape
         file = _open_with_rows(self.path, vocab, width)
@@ -137,15 +138,15 @@ class Warm(Recipe):
         d_model = session.plan.tensor(PROJECTION).shape[0]
         if self._lens(d_model, width) == "pca":
             projection, explained = pca(rows, d_model)
-            log.info("pca lens keeps %.1f%% of the donor's variance", 100 * explained)
+            log.info("the PCA projection keeps %.1f%% of the variance of the donor's embedding", 100 * explained)
             session.upload(PROJECTION, projection, source=str(self.path))
 
 
 def _width_key(model: Model, width: int) -> str:
     """Return the key of the setting with the model's width, such as `model.d_model`.
 
-    It is d_model or, for models without it, the only setting with this value. Return an empty string if several
-    settings have it, or none.
+    If the model has no d_model of this value, return the only integer setting that has the value. Return an empty
+    string if no setting, or more than one, has it.
     """
     names = [name for name, value in model.settings().items() if type(value) is int and value == width]
     names = ["d_model"] if "d_model" in names else names
@@ -153,7 +154,7 @@ def _width_key(model: Model, width: int) -> str:
 
 
 def donor_embed_width(path: Path) -> int:
-    """Return the donor's embedding width. Raise UserError for a file without a token embedding."""
+    """Return the donor's embedding width. Raise UserError if its file has no token embedding or no width."""
     file = _open(path)
     key = f"{file.architecture}.embedding_length"
     width = file.metadata.get(key)
@@ -167,9 +168,9 @@ def donor_embed_width(path: Path) -> int:
 def pca(rows: np.ndarray, directions: int) -> tuple[np.ndarray, float]:
     """Return the first principal axes of `rows` [n, d], and the fraction of the variance that they explain.
 
-    The axes [directions, d] are eigenvectors of the covariance of the centred rows in float64, those of the largest
-    eigenvalues first (Pearson 1901). The entry of largest magnitude in each axis is made positive, so that the axes are
-    the same on every machine.
+    The axes [directions, d] are eigenvectors of the covariance matrix, computed in float64, in descending order of
+    their eigenvalues (Pearson 1901). The sign of an axis makes its entry of largest magnitude positive, so that the
+    axes are the same on every machine.
     """
     import numpy as np
 
@@ -183,7 +184,7 @@ def pca(rows: np.ndarray, directions: int) -> tuple[np.ndarray, float]:
 
 def _open(path: Path) -> GGUFFile:
     file = toyexp.formats.open_gguf(str(path))
-    if TABLE not in file.tensors:  # any file with an embedding can be a donor
+    if TABLE not in file.tensors:  # a file with an embedding may have an unknown architecture
         toyexp.formats.require_model(file)
     return file
 

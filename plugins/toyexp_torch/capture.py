@@ -50,8 +50,8 @@ class Inputs:
     def put(self, parts: Mapping[Hashable, Sequence[np.ndarray]]) -> None:
         """Queue the upload of new values for all arrays; the GPU runs it after the kernels that are queued so far.
 
-        `parts` maps an array's key to the parts that are joined along the first axis to give its values. Wait first if
-        the host buffer, which was last used `sets` calls ago, is still being copied.
+        `parts` maps the key of an array to pieces, which are joined along the first axis. Each call uses the next of
+        the `sets` host buffers, and first waits until the buffer's previous contents have been copied.
         """
         host = self._hosts.pop(0)
         self._hosts.append(host)
@@ -64,7 +64,7 @@ class Inputs:
 
 @dataclass
 class _HostBuffer:
-    """Arrays in pinned host memory, which the GPU copies while the host works, and the event that ends the copy."""
+    """Arrays in pinned host memory, which the GPU copies while the host works. `sent` marks the end of the copy."""
 
     arrays: dict[Hashable, np.ndarray]
     memory: Tensor
@@ -80,7 +80,7 @@ class Results:
     def fetch(self, numbers: Tensor) -> Callable[[], list[float]]:
         """Start to copy `numbers` to the host; return a function that waits for the copy and returns them as a list.
 
-        Call that function before `steps` further calls of `fetch`, which overwrite its buffer.
+        Call the returned function before `steps` further calls of `fetch`, which overwrite its buffer.
         """
         host, arrived = self._hosts.pop(0), torch.cuda.Event()
         self._hosts.append(host)
@@ -95,10 +95,11 @@ class Results:
 
 
 class CapturedCall:
-    """Function `work()` as a CUDA graph, or as separate kernel launches if it cannot be captured.
+    """Call of the function `work` as a CUDA graph, or as separate kernel launches if it cannot be captured.
 
-    `rehearse()` is called before the capture. It must launch the same kernels as `work()` without changing weights or
-    optimiser state. `title` names the work in log messages. A graph is never captured if `uncaptured_reason` is given.
+    `rehearse` is called before the capture. It must launch the same kernels as `work` without changing weights or
+    optimiser state. `title` names the work in log messages. Graphs with the same memory `pool` never run at the same
+    time. If `uncaptured_reason` is given, no graph is captured.
     """
 
     def __init__(

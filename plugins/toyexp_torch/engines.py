@@ -37,7 +37,7 @@ DTYPES = ("float32", "bfloat16", "float64")
 
 
 def import_torch() -> types.ModuleType:
-    """Import and return torch. Raise Unavailable, with the command that installs it, if that fails."""
+    """Import and return torch. If this fails, raise Unavailable with the command that installs torch."""
     reduce_spinning()
     with require_package("torch", "pip install 'toyexp[torch]'"):
         import numpy as np
@@ -70,7 +70,7 @@ class TorchEngine(Engine):
 
             types = {info.type for tensor in preview.plan.tensors if (info := mappable_tensor(tensor))} - {"F32"}
             if not types:
-                yield "engine.packed=true: has no effect; no frozen matrix of this run has a packed type in a GGUF file"
+                yield "engine.packed=true: has no effect; no frozen matrix of this run has a GGUF type other than F32"
             elif others := sorted(types - {*KINDS}):
                 yield f"engine.packed=true: has no effect on {', '.join(others)} tensors; applies to {', '.join(KINDS)}"
         if self.shard and self.count() == 1:
@@ -89,7 +89,7 @@ class TorchEngine(Engine):
         has_blanks = self.devices.split() != [self.devices]
         setting = f"engine.devices={printable(repr(self.devices) if has_blanks else self.devices)}"
         if self.devices != "all" and not is_integer(self.devices, 1, MAX_INT):
-            raise UserError(f"{setting}: must be a number of devices from 1, or all")
+            raise UserError(f"{setting}: must be a number of devices, at least 1, or all")
         if ranks.count > 1:
             if self.devices not in ("1", "all", str(ranks.count)):
                 raise UserError(f"{setting}: torchrun has started {ranks.count} ranks; leave engine.devices out")
@@ -127,7 +127,7 @@ class TorchEngine(Engine):
         count, batch = self.count(), rows * accumulate
         if rows % count:
             multiple = count * accumulate
-            parts = f" ({rows} for each of optim.accumulate={accumulate})" if accumulate > 1 else ""
+            parts = f" ({rows} in each of optim.accumulate={accumulate} micro-batches)" if accumulate > 1 else ""
             setting = f"WORLD_SIZE={count}" if started_ranks().count > 1 else f"engine.devices={self.devices}"
             raise UserError(
                 f"{setting}: a batch of {batch} row{'' if batch == 1 else 's'}{parts} cannot be split equally over "
@@ -264,7 +264,7 @@ CUDA_IS_OPEN = threading.Event()  # set when this process opens CUDA, or begins 
 def _open_cuda(deterministic: bool) -> None:
     with contextlib.suppress(Exception):
         matrix = import_torch().ones((8, 8), device="cuda")
-        if not deterministic:  # a deterministic session configures cuBLAS before it is loaded
+        if not deterministic:  # a deterministic session must configure cuBLAS before cuBLAS is loaded
             matrix @ matrix
 
 
@@ -299,8 +299,8 @@ class TorchCUDA(TorchEngine):
             raise Unavailable(f"torch {torch.__version__}: {why}; use engine=cpu, or install a CUDA build of PyTorch")
         if self.tf32 and os.environ.get("NVIDIA_TF32_OVERRIDE") == "0":
             raise UserError(
-                "engine.tf32=true: NVIDIA_TF32_OVERRIDE=0 forbids it in this process (engine=ggml_cuda with tf32=false "
-                "sets it)"
+                "engine.tf32=true: the environment variable NVIDIA_TF32_OVERRIDE=0, which engine=ggml_cuda also sets, "
+                "forbids TF32 in this process; unset it, or leave engine.tf32 out"
             )
         count = self.check_devices()
         return f"torch {torch.__version__}, {f'{count} x ' if count > 1 else ''}{torch.cuda.get_device_name()}"
@@ -361,7 +361,7 @@ class TorchMPS(TorchEngine):
         self.check_devices()
         try:
             torch.ones(1, device="mps")
-        except RuntimeError as error:  # a virtual machine has the device, but without memory
+        except RuntimeError as error:  # in a virtual machine the device exists, but has no memory
             reason = str(error).partition("\n")[0]
             raise Unavailable(f"torch {torch.__version__}: MPS fails here ({reason}); use engine=cpu") from None
         return f"torch {torch.__version__}, {platform.machine()}"

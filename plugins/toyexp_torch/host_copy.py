@@ -1,4 +1,4 @@
-"""Copy a session's tensors to host memory, with one transfer for all tensors that share device memory."""
+"""Copy a session's tensors to host memory. Tensors that are views of one device vector need only one transfer."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from torch import Tensor
 class HostCopy(dict[str, np.ndarray]):
     """Snapshot of a session's tensors in host memory: a dict of arrays, keyed by tensor name.
 
-    The arrays are views of host vectors that have the same layout as the device's vectors, so that each vector can be
-    copied in one transfer.
+    On the device, many tensors are views of one vector. The arrays are views of host vectors with the same layout, so
+    that each vector is copied in one transfer.
     """
 
     def __init__(self, tensors: Mapping[str, Tensor]):
         super().__init__()
-        self._host_vectors: dict[int, Tensor] = {}  # by the address of the device's vector
+        self._host_vectors: dict[int, Tensor] = {}  # keyed by the address of the device vector
         for names, vector in _device_vectors(tensors):
             self._host_vectors[vector.data_ptr()] = host = _host_vector(vector)
             for name in names:
@@ -27,11 +27,11 @@ class HostCopy(dict[str, np.ndarray]):
                 self[name] = host[first : first + shape.numel()].view(shape).numpy()
 
     def matches(self, tensors: Mapping[str, Tensor]) -> bool:
-        """Return True if this object was made for tensors in the same device memory, so that it can be reused."""
+        """Return True if this object was made for the same device memory, so that it can be reused for `tensors`."""
         return self._host_vectors.keys() == {vector.data_ptr() for _, vector in _device_vectors(tensors)}
 
     def copy_from(self, tensors: Mapping[str, Tensor]) -> None:
-        """Start to copy the tensors' values into the arrays; `wait_for_copies` waits until they have arrived."""
+        """Start to copy the tensors' values into the arrays; `wait_for_copies` waits for the end of the copy."""
         for _, vector in _device_vectors(tensors):
             self._host_vectors[vector.data_ptr()].copy_(vector, non_blocking=vector.is_cuda)
 
@@ -39,7 +39,7 @@ class HostCopy(dict[str, np.ndarray]):
 def put_on_host(arrays: dict[str, np.ndarray], name: str, values: Tensor) -> None:
     """Start to copy `values` into `arrays[name]`, which is allocated if it is missing.
 
-    `wait_for_copies` waits until they have arrived.
+    `wait_for_copies` waits until the values have arrived.
     """
     if name not in arrays:
         arrays[name] = _host_vector(values).numpy()
@@ -47,7 +47,7 @@ def put_on_host(arrays: dict[str, np.ndarray], name: str, values: Tensor) -> Non
 
 
 def wait_for_copies(device: torch.device) -> None:
-    """Wait until all copies that were queued on an NVIDIA GPU have arrived on the host. Other devices copy at once."""
+    """Wait until all copies that were queued on an NVIDIA GPU have arrived. Other devices copy synchronously."""
     if device.type == "cuda":
         torch.cuda.current_stream(device).synchronize()
 

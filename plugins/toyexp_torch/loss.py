@@ -56,7 +56,7 @@ class LossOps(TorchOps):
 
     def __init__(self, ops: TorchOps):
         super().__init__(ops.recompute, ops.activations)
-        self.rotations = ops.rotations  # shared, so that the compiler finds its tables as constants
+        self.rotations = ops.rotations  # shared, so that the compiler treats the tables as constants
 
     def should_defer(self, x: Tensor, w: Tensor | Packed | AdaptedWeight) -> bool:
         """Return True if the product of x and w, which gives the logits, should be deferred to `cross_entropy`."""
@@ -67,7 +67,7 @@ class LossOps(TorchOps):
     def compute_deferred(
         self, logits: DeferredLogits, targets: Tensor, weights: Tensor, smoothing: float, z_loss: float
     ) -> Tensor:
-        """Compute the logits of positions with a weight; return the sum of weight times cross-entropy.
+        """Compute the logits of positions of non-zero weight; return the sum of weight times cross-entropy.
 
         `targets` and `weights` have the shape of the logits without the last axis.
         """
@@ -78,7 +78,7 @@ class LossOps(TorchOps):
         return super().cross_entropy(chosen, targets.flatten()[rows], weights.flatten()[rows], smoothing, z_loss)
 
     def logits(self, x: Tensor, w: Tensor | Packed | AdaptedWeight) -> Tensor | DeferredLogits:
-        """Return the logits or, if `should_defer`, deferred logits; see Ops."""
+        """Return the logits, or DeferredLogits if `should_defer` returns True; see Ops."""
         if not self.should_defer(x, w):
             return super().logits(x, w)
         return DeferredLogits(self, x, w)
@@ -110,7 +110,7 @@ class ProjectedLossOps(LossOps):
 
     @staticmethod
     def selects_positions(count: int) -> bool:
-        """Return True if `count` logits are so many that computing only those of positions with a weight saves time."""
+        """Return True if `count` logits are so many that leaving out positions of weight 0 saves time."""
         return count >= LARGE
 
     def compute_deferred(
@@ -125,7 +125,7 @@ class ProjectedLossOps(LossOps):
 def make_loss_ops(ops: TorchOps, device: str) -> TorchOps:
     """Return the ops with which a loss is computed on a device: "cpu", "cuda" or "mps".
 
-    They are variants of `ops` that defer the logits, or `ops` itself on mps and without Triton on cuda.
+    They are variants of `ops` that defer the logits. On mps, and on cuda if Triton is missing, they are `ops` itself.
     """
     if device == "cpu":
         return LossOps(ops)

@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 from toyexp import Decoder, IncrementalOps, Ops, Params, Rotary, Session, SessionError
 from toyexp_torch.kernels.packed import Packed
 
-CHUNK = 256  # prompt ids per forward pass: each id's logits are computed, which limits the memory of long prompts
+CHUNK = 256  # prompt ids per forward pass, which computes logits for each of them; limits the memory of long prompts
 
 
 class TorchOps(Ops):
@@ -210,7 +210,7 @@ def recompute_in_backward(function: Callable[[Tensor], Tensor], x: Tensor) -> Te
     at half the cost. In return, `function` must draw no random numbers, and must save the same tensors for its backward
     pass, in the same order, at every call.
     """
-    if torch.compiler.is_compiling():  # the compiler supports torch's own checkpoint
+    if torch.compiler.is_compiling():  # the compiler supports only torch's own checkpoint
         return checkpoint(function, x, use_reentrant=False, preserve_rng_state=False)
     rounding = _autocast(x.device.type)
     shapes, saved = list[torch.Size](), dict[int, Tensor]()
@@ -238,9 +238,9 @@ def recompute_in_backward(function: Callable[[Tensor], Tensor], x: Tensor) -> Te
 
 
 def _autocast(device: str) -> Callable[[], contextlib.AbstractContextManager[Any]]:
-    """Return a function that creates a context manager, which sets autocast as it is now.
+    """Return a function that makes a context manager which restores the present setting of autocast.
 
-    A recomputation in the backward pass needs it, because autocast is off during a backward pass.
+    A recomputation in the backward pass needs this, because autocast is off there.
     """
     if not torch.is_autocast_enabled(device):
         return contextlib.nullcontext
@@ -248,12 +248,12 @@ def _autocast(device: str) -> Callable[[], contextlib.AbstractContextManager[Any
 
 
 class CachedOps(IncrementalOps, TorchOps):
-    """Ops for the new positions, from `start` on, of one sequence [1, T].
+    """Ops that compute only the new positions of one sequence [1, T], which begin at `start`.
 
     Attention also reads the keys and values of earlier positions from a cache.
     """
 
-    incremental_ops = frozenset({"rope"})  # supports a start position
+    incremental_ops = frozenset({"rope"})  # this inherited op begins at `start`
 
     def __init__(self, context: int):
         super().__init__()
@@ -313,8 +313,8 @@ class CachedOps(IncrementalOps, TorchOps):
 class CachedDecoder(Decoder):
     """Decoder with a key-value cache.
 
-    `forward(ops, ids)` runs the model with these ops on token ids [1, T], and returns the logits [V] after the last
-    one.
+    `forward(ops, ids)` runs the model with the given ops on token ids [1, T], and returns the logits [V] after the last
+    id.
     """
 
     def __init__(self, session: Session, forward: Callable[[TorchOps, np.ndarray], np.ndarray]):

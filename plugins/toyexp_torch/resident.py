@@ -1,7 +1,7 @@
 """Training step and held-out loss of a session on a GPU, as CUDA graphs.
 
-Both read all inputs that change from call to call from GPU memory, so that they can be captured. The host waits only
-for the loss and the gradient norm.
+A graph always reads the same addresses, so all inputs that change from call to call are at fixed places in GPU memory.
+The host waits only for the loss and the gradient norm.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from toyexp import Batch, Plan
 from toyexp_torch.capture import ArraySpec, CapturedCall, Inputs, Results
 from toyexp_torch.update import Update
 
-SELECTED = "selected positions"  # key in a micro-batch: the positions whose logits the loss needs
-PARTS, ROWS = 8, 128  # most numbers of positions that get a graph of their own; multiple that suits matrix products
+SELECTED = "selected positions"  # key of a micro-batch's list of the positions whose logits the loss needs
+PARTS, ROWS = 8, 128  # at most PARTS numbers of positions have a graph; ROWS divides them, for fast products
 
 Micro = dict[str, Tensor]
 
@@ -29,9 +29,9 @@ class Resident:
     """Launcher of one session's training step and held-out loss, as CUDA graphs with inputs in GPU memory.
 
     `compute_metrics` computes the gradients of micro-batches and returns a tensor [loss, gradient norm].
-    `evaluate_loss` returns the loss of one micro-batch. If `selects` is True, a micro-batch may list the positions
-    whose logits are computed under `SELECTED`: all those whose targets have a weight, and some others, because there
-    are graphs for a few numbers of positions only.
+    `evaluate_loss` returns the loss of one micro-batch. If `selects` is True, the entry `SELECTED` of a micro-batch may
+    list the positions whose logits are computed. It contains all positions of non-zero weight, and as many others as
+    are needed to reach a number of positions for which a graph exists.
     """
 
     def __init__(
@@ -72,7 +72,10 @@ class Resident:
         return (self._step if self._plan.trainable else self._loss).complete.uncaptured_reason
 
     def launch(self, micros: Sequence[Batch], numbers: Sequence[np.ndarray]) -> Callable[[], list[float]]:
-        """Launch a step; return a function that waits for it and returns the list [loss, gradient norm]."""
+        """Launch a step; return a function that waits for it and returns the list [loss, gradient norm].
+
+        `numbers` has a vector of scalars, such as the learning rate, for each parameter group.
+        """
         arrays, count = self._read(micros)
         self._inputs.put(arrays | {i: [vector] for i, vector in enumerate(numbers)})
         return self._results.fetch(self._step.get(count)())
@@ -90,9 +93,9 @@ class Resident:
             self._step.close()
 
     def _read(self, micros: Sequence[Batch]) -> tuple[dict[Any, list[np.ndarray]], int]:
-        """Return the graph's input arrays, and how many positions of each micro-batch it must compute logits for.
+        """Return a graph's input arrays, and the number of positions per micro-batch whose logits it computes.
 
-        The arrays are keyed by the index of the micro-batch and the name of the input. Each is a list of parts to join.
+        The keys are (index of the micro-batch, name of the input). The arrays of one key are joined.
         """
         arrays: dict[Any, list[np.ndarray]]
         arrays = {(i, name): [micro[name]] for i, micro in enumerate(micros) for name in self._plan.inputs}
@@ -108,7 +111,8 @@ class Resident:
     def _micro(self, inputs: Inputs, i: int, count: int) -> Micro:
         """Return the tensors of micro-batch `i`.
 
-        If `count` is less than its number of positions, they include the `count` positions to compute logits for.
+        If `count` is less than the micro-batch's number of positions, an extra tensor `SELECTED` [count] lists the
+        positions whose logits are computed.
         """
         micro = {name: inputs.tensors[i, name] for name in self._plan.inputs}
         return micro if count == self._positions else {**micro, SELECTED: inputs.tensors[i, SELECTED][:count]}
@@ -139,7 +143,7 @@ class Resident:
 
 
 class GraphsByCount:
-    """Graphs of the same work for different numbers of selected positions, each captured when it is first needed.
+    """CUDA graphs of one computation for different numbers of selected positions. Each is captured at its first use.
 
     `make(count)` returns the graph for `count` positions. `complete` is the graph for all positions.
     """
@@ -149,9 +153,9 @@ class GraphsByCount:
         self._by_count = {positions: self.complete}
 
     def get(self, count: int) -> CapturedCall:
-        """Return the graph for `count` positions, captured if possible.
+        """Return the graph for `count` positions, after capturing it if possible.
 
-        If it cannot be captured, but the graph for all positions can, return the latter.
+        If this capture fails, but the graph for all positions could be captured, return the graph for all positions.
         """
         if count not in self._by_count:
             self._by_count[count] = self._make(count)

@@ -1,7 +1,7 @@
 """Tensors and training step of one run in PyTorch.
 
-All trainable tensors are views of one flat vector, and their gradients are views of another. Zeroing, norm, clipping
-and element-wise optimisers are then single passes over contiguous memory, however many tensors there are.
+All trainable tensors are views of one long vector (the flat vector), and their gradients are views of another. Thus
+zeroing, norm, clipping and element-wise optimisers each take one pass over contiguous memory.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from toyexp_torch.update import ALIGNMENT, Update
 
 
 def flat_layout(plan: Plan) -> tuple[dict[str, slice], int]:
-    """Return the slice of each trainable tensor in a flat vector, keyed by name, and the length of this vector.
+    """Lay out all trainable tensors in one vector. Return the slice of each, keyed by name, and the vector's length.
 
     The tensors are in the order of the plan's parameter groups.
     """
@@ -77,14 +77,14 @@ class TorchSession(Session):
         self._settings, self._make_update = settings, update
         self._device = torch.device(settings.device)
         self._dtype = torch.float64 if settings.dtype == "float64" else torch.float32
-        self._gathers_gradients = settings.device == "cuda"  # by few multi-tensor kernels, not one for each gradient
+        self._gathers_gradients = settings.device == "cuda"  # with a few multi-tensor kernels, not one per gradient
         self._keeps_bfloat16 = settings.device == "cuda" and settings.dtype == "bfloat16"
         self._ops = TorchOps(settings.recompute, torch.bfloat16 if self._keeps_bfloat16 else None)
         self._loss_ops = make_loss_ops(self._ops, settings.device)
         self._switches = Switches(settings)
         self._tensors: dict[str, Tensor | Packed] = {}
         self._exact_values: dict[str, np.ndarray] = {}  # frozen values that the device holds rounded to bfloat16
-        self._resident: Resident | None = None  # the step and the loss on a GPU
+        self._resident: Resident | None = None  # launches the step and the loss on a GPU
 
     def do_open(self) -> None:
         self._slices, length = flat_layout(self.plan)
@@ -162,7 +162,7 @@ class TorchSession(Session):
                 self._rounded[part].copy_(self._flat[part])
 
     def _weights(self, tensor: PlanTensor) -> Tensor:
-        """Return a trainable tensor, in the precision in which the optimiser updates it; a view of the flat vector."""
+        """Return a trainable tensor as a view of the flat vector, in the precision that the optimiser updates."""
         return self._flat[self._slices[tensor.name]].view(tensor.shape)
 
     def do_download(self, tensor: PlanTensor) -> np.ndarray:
@@ -198,7 +198,7 @@ class TorchSession(Session):
 
     @property
     def selects_positions(self) -> bool:
-        """True if micro-batches must list the positions whose targets have a weight, under `SELECTED`.
+        """True if micro-batches must have an entry `SELECTED`, the list of all positions of non-zero target weight.
 
         The loss then computes only the logits of these positions.
         """
@@ -233,7 +233,7 @@ class TorchSession(Session):
 
     @property
     def depth(self) -> int:
-        """Maximum number of launched steps whose metrics are unread: 2 on a GPU, which queues them, else 1."""
+        """Maximum number of launched steps whose metrics are unread: 2 if a GPU queues steps, otherwise 1."""
         return 1 if self._resident is None else 2
 
     def do_launch(self, micros: Sequence[Batch], numbers: Sequence[np.ndarray]) -> Callable[[], StepMetrics]:
@@ -254,16 +254,16 @@ class TorchSession(Session):
             return StepMetrics(*metrics.tolist())
 
     def _compute_metrics(self, micros: Sequence[dict[str, Tensor]]) -> Tensor:
-        """Write the gradients, summed over micro-batches, into the flat vector.
+        """Write the gradients, summed over micro-batches, into the flat gradient vector.
 
         Return a tensor with two elements: the summed loss, and the norm of all gradients before clipping.
         """
         loss = self._backward(micros)
         norm = torch.linalg.vector_norm(self._grad)
-        return torch.stack((loss, norm.to(loss.dtype)))  # one transfer, one wait
+        return torch.stack((loss, norm.to(loss.dtype)))  # the host fetches both with one transfer
 
     def _backward(self, micros: Sequence[dict[str, Tensor]]) -> Tensor:
-        """Write the gradients, summed over micro-batches, into the flat vector; return the summed loss."""
+        """Write the gradients, summed over micro-batches, into their flat vector; return the summed loss."""
         losses: list[Tensor] = []
         if not self._gathers_gradients:
             self._grad.zero_()
@@ -277,9 +277,9 @@ class TorchSession(Session):
         return losses[0] if len(losses) == 1 else torch.stack(losses).sum()
 
     def _gather(self, loss: Tensor, first: bool) -> None:
-        """Compute the gradients of `loss` and add them to the flat vector, with a multi-tensor kernel for each dtype.
+        """Compute the gradients of `loss` and add them to their flat vector, with one multi-tensor kernel per dtype.
 
-        If `first` is True, overwrite the vector instead.
+        If `first` is True, overwrite the vector instead of adding to it.
         """
         gradients = torch.autograd.grad(loss, self._leaves, allow_unused=True, materialize_grads=True)
         add = torch._foreach_copy_ if first else torch._foreach_add_
@@ -375,10 +375,10 @@ def _to_numpy(tensor: Tensor) -> np.ndarray:
 
 
 class Switches:
-    """Process-wide torch settings of a session (threads, determinism, TF32), which are set only while it computes.
+    """Process-wide torch settings of a session (threads, determinism, TF32), in effect only while the session computes.
 
-    Sessions with different settings may share a process, in sweeps and `toyexp parity`, so each restores the old
-    values.
+    In sweeps and `toyexp parity`, sessions with different settings share a process. Therefore each session restores the
+    previous values after a computation.
     """
 
     def __init__(self, settings: SessionSettings):

@@ -1,4 +1,4 @@
-"""Optimiser step on flat vectors, with fused kernels or with the formulas of the optimiser's update rules."""
+"""Optimiser step on one vector of all weights and one of all gradients, by fused kernels or the rules' formulas."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from toyexp import Arithmetic, Group, Plan, Rule
 
-NO_STEPS = 1e9  # a step count for which 1 - beta^t is 1: disables the fused kernel's bias correction
+NO_STEPS = 1e9  # step count for which 1 - beta^steps is 1, which disables the fused kernel's bias correction
 # Numbers that a formula computes at a time. With CHUNK intermediate results stay in a core's cache. With LARGE_CHUNK,
 # for GPUs and compiled formulas, they do not take the memory of several models.
 CHUNK, LARGE_CHUNK = 1 << 17, 1 << 24
@@ -69,16 +69,16 @@ UNSHARED = Share()
 
 @dataclass
 class GroupSlice:
-    """Slice of one parameter group in the flat vectors, with the group's optimiser state."""
+    """One parameter group: its slice (`start` to `stop`) of the flat vector of weights, and its optimiser state."""
 
     group: Group
     kernel: Formula
     names: Sequence[str]  # tensors that this process updates, entirely or in part
     start: int
     stop: int
-    origin: int  # position in the flat vector where the state's vectors begin
-    state: State  # vectors by slot, for an element-wise rule
-    pieces: list[Piece] = field(default_factory=list)  # filled at the first step
+    origin: int  # position in the flat vector of the first element of the state's vectors
+    state: State  # for an element-wise rule: a vector for each slot, such as m
+    pieces: list[Piece] = field(default_factory=list)  # arguments of each call of the kernel, filled at the first step
 
 
 class Update:
@@ -98,8 +98,8 @@ class Update:
         self._shapes = {t.name: t.shape for t in plan.trainable}
         self._compute_results = torch.compile(_compute_results, dynamic=False) if compiled else _compute_results
         self._chunk = CHUNK if flat.device.type == "cpu" and not compiled else LARGE_CHUNK
-        self.state: dict[str, State] = {}  # by tensor and slot; flat if this rank has only a part of the tensor
-        self.cuts: list[list[int]] = []  # for each rule: where the ranks' shares of its slice begin, and its end
+        self.state: dict[str, State] = {}  # by tensor and slot (such as m); a vector if only a part is on this rank
+        self.cuts: list[list[int]] = []  # for each rule: the start of each rank's share of the weights, and the end
         self._group_slices: list[GroupSlice] = []
         for _, groups in itertools.groupby(plan.updates, key=lambda group: id(group.rule)):
             self._allocate(list(groups))
@@ -134,7 +134,7 @@ class Update:
         return self._flat.new_zeros((*self._flat.shape[:-1], *shape))
 
     def _span(self, group: Group) -> slice:
-        """Return a group's slice of the flat vectors, including the padding after its last tensor."""
+        """Return a group's slice of `flat` and `grad`, including the padding after its last tensor."""
         stop = self._slices[group.tensors[-1]].stop
         return slice(self._slices[group.tensors[0]].start, -(-stop // ALIGNMENT) * ALIGNMENT)
 
@@ -192,7 +192,7 @@ def _intersect(span: slice, begin: int, end: int) -> range:
 def view_slice(vectors: Tensor, span: slice, shape: Sequence[int]) -> Tensor:
     """Return a slice of a vector as a view of the given shape.
 
-    For a matrix, return the slice of all rows, as a view with the rows' axis before this shape.
+    If `vectors` is a matrix, return this slice of each of its rows, as a view [rows, *shape].
     """
     return vectors.narrow(-1, span.start, span.stop - span.start).view((*vectors.shape[:-1], *shape))
 
@@ -235,10 +235,11 @@ class Formula:
 
 
 class FusedAdamW(Formula):
-    """AdamW in place on flat tensors, with PyTorch's fused kernel.
+    """AdamW in place on vectors, with PyTorch's fused kernel.
 
-    The kernel computes w = w (1 - lr wd) - lr / c1 m / (sqrt(v / c2) + eps), with bias corrections c1 = 1 - beta1^t and
-    c2 = 1 - beta2^t that it derives from a step count t. The formula of toyexp.AdamW has the scalars s5 and s6 instead.
+    The kernel computes w = w (1 - lr wd) - lr / c1 m / (sqrt(v / c2) + eps). It derives the bias corrections
+    c1 = 1 - beta1^t and c2 = 1 - beta2^t from a step count t. The formula of toyexp.AdamW multiplies m and v by the
+    scalars s5 and s6 instead.
     """
 
     is_single_pass = True

@@ -1,4 +1,4 @@
-"""Run the conformance suite, and test that sums are right and none is in both parts."""
+"""Run the conformance suite, and test that sums are right and no held-out sum is trained on."""
 
 from toyexp_my_data import MyData
 

@@ -1,7 +1,7 @@
-"""Data of sums such as 27+58=85, one per line, one token per character. Change it into your own.
+"""Data: sums such as 27+58=85, one sum per line and one token per character. Change it into your own.
 
 `open` reads the data and returns a `TokenDataset` (or an `ImageDataset`), which makes the batches. Batch k of a seed is
-the same on every engine, in every process and after a resume.
+the same on every engine, in every process and in a resumed run.
 """
 
 from dataclasses import dataclass
@@ -17,12 +17,12 @@ from toyexp.tokenizers import Characters
 class MyData(Data):
     """Sums of two numbers, such as 27+58=85."""
 
-    name: ClassVar[str] = "my_data"  # what `data=` takes
+    name: ClassVar[str] = "my_data"  # the name to type: `data=my_data`
     gives: ClassVar[Kind] = TOKENS  # the kind of data; IMAGES is another
 
-    # Fields are settings: `data.digits=3`. The comment behind a field is its help.
-    digits: int = 2  # most digits of a summand
-    val_fraction: float = 0.1  # fraction of the sums held out; the same ones for every seed
+    # Fields are settings: `data.digits=3`. The comment after a field is its help text.
+    digits: int = 2  # maximum number of digits of a summand
+    val_fraction: float = 0.1  # fraction of the sums held out for validation; every seed holds out the same sums
 
     def check(self):
         """Raise UserError for bad settings and missing files, before the data is opened."""
@@ -32,18 +32,18 @@ class MyData(Data):
             raise UserError(f"data.val_fraction={self.val_fraction}: must be above 0 and below 1")
 
     def open(self, vocabulary):
-        """Return the opened data. Ignore `vocabulary`, the GGUF whose tokenizer the recipe suggests."""
+        """Return the data set. `vocabulary`, a GGUF whose tokenizer the recipe suggests, is not used here."""
         numbers = range(10**self.digits)
         lines = [f"{a}+{b}={a + b}\n" for a in numbers for b in numbers]
         np.random.default_rng(0).shuffle(lines)  # a fixed seed, so that every run holds out the same sums
         cut = round(len(lines) * (1 - self.val_fraction))
         tokenizer = Characters("0123456789+=\n")
         train, held_out = (tokenizer.encode("".join(part)) for part in (lines[:cut], lines[cut:]))
-        facts = {"sums": len(lines)}  # recorded in events.jsonl, besides token counts and a digest
+        facts = {"sums": len(lines)}  # added to what events.jsonl records: token counts and a digest
         return TokenDataset(train, held_out, tokenizer, tokenizer.vocab, eval_batches=16, facts=facts)
 
 
 @hookimpl
 def register_data(register):
-    """Register the class; toyexp calls this when it loads the module."""
+    """Register the class. toyexp calls this function when it loads the module."""
     register(MyData)

@@ -1,8 +1,9 @@
 """An engine that computes with PyTorch in float64 on the CPU. Change it into your own.
 
-The engine checks whether it works here and opens sessions. A session stores the tensors of a plan, takes training steps
-and computes logits: it implements `do_...` methods, whose arguments the base class has checked. The ops implement the
-primitives, from which the base class composes all other ops. `toyexp help plugins/ops` has shapes and formulas.
+`MyEngine` checks whether the engine works on this machine, and opens sessions. `MyEngineSession` stores the tensors of a
+run, takes training steps and computes logits; the base class checks all arguments before it calls a `do_...` method.
+`MyEngineOps` implements the primitive operations, and the base class composes all other operations from these.
+`toyexp help plugins/ops` has shapes and formulas.
 """
 
 import math
@@ -16,27 +17,27 @@ from toyexp import Engine, Ops, Session, StepMetrics, hookimpl, require_package,
 class MyEngine(Engine):
     """PyTorch in float64 on the CPU."""
 
-    name: ClassVar[str] = "my_engine"  # what `engine=` takes
-    # Fields are settings, `threads: int = 1  # its help`; this engine has none.
+    name: ClassVar[str] = "my_engine"  # the name to type: `engine=my_engine`
+    # Fields are settings, and the comment after a field is its help text. This engine has none.
 
     def check(self):
-        """Return a line about the device; raise Unavailable with the remedy if torch is missing or broken."""
+        """Return a line about the device. Raise Unavailable, with what to install, if torch is missing or broken."""
         with require_package("torch", "pip install torch"):
             import torch  # imported here, so that `toyexp plugins` stays fast
         return f"torch {torch.__version__}, float64"
 
     def product_dtype(self):
-        """Return the number type of matrix products."""
+        """Return the dtype in which matrix products are computed."""
         return "float64"
 
     def realize(self, plan):
-        """Return an open session of the plan."""
+        """Return an open session for the plan, which lists the tensors, the batch and the optimiser of a run."""
         self.check()
         return MyEngineSession(plan).open()
 
 
 class MyEngineSession(Session):
-    """Tensors and training step of a plan; PyTorch differentiates the model's forward function."""
+    """Tensors and training step of one run. PyTorch computes the gradients of the model's forward function."""
 
     # -- tensors
 
@@ -62,18 +63,18 @@ class MyEngineSession(Session):
         self.tensors = self.states = {}
 
     def arrays(self):
-        """Return views of the tensors as numpy arrays."""
+        """Return the tensors as numpy arrays that share their memory."""
         return {name: tensor.numpy() for name, tensor in self.tensors.items()}
 
     # -- forward pass
 
     def forward(self, tensors, micro):
-        """Return logits; `plan.params` joins each weight with its adapter, if the recipe has one."""
+        """Return the logits. `plan.params` combines each weight with its LoRA adapter, if it has one."""
         inputs = {name: self.torch.from_numpy(array) for name, array in micro.items()}
         return self.plan.model.forward(self.ops, self.plan.params(tensors, inputs), inputs)
 
     def loss(self, tensors, micro):
-        """Return the weighted sum of a micro-batch's losses; the weights of a whole batch sum to 1."""
+        """Return the sum of a micro-batch's losses times their weights, which sum to 1 over the whole batch."""
         targets, weights = (self.torch.from_numpy(micro[name]) for name in ("targets", "weights"))
         return self.ops.cross_entropy(self.forward(tensors, micro), targets, weights)
 
@@ -88,17 +89,17 @@ class MyEngineSession(Session):
     # -- training
 
     def do_build(self):
-        """Compile the step; this engine has nothing to compile."""
+        """Prepare the training step. This engine has nothing to prepare."""
 
     def do_reset_state(self):
-        """Set the optimiser's state to zeros: numpy arrays, as `update_tensor` takes them."""
+        """Set the optimiser's state to zeros, as numpy arrays, because `update_tensor` takes these."""
         import numpy
 
         shapes = {t.name: self.plan.slots(t) for t in self.plan.trainable}
         self.states = {n: {slot: numpy.zeros(s) for slot, s in slots.items()} for n, slots in shapes.items()}
 
     def loss_and_gradients(self, micros):
-        """Return the loss of all micro-batches and the gradient of each trained tensor."""
+        """Return the batch's loss and the gradient of each trained tensor, both summed over the micro-batches."""
         trained = {t.name: self.tensors[t.name].clone().requires_grad_() for t in self.plan.trainable}
         loss = 0.0
         for micro in micros:
@@ -221,5 +222,5 @@ class MyEngineOps(Ops):
 
 @hookimpl
 def register_engines(register):
-    """Register the class; toyexp calls this when it loads the module."""
+    """Register the class. toyexp calls this function when it loads the module."""
     register(MyEngine)

@@ -1,4 +1,4 @@
-"""Run the conformance suite, and test that other files are rejected."""
+"""Run the conformance suite, and test that files of other formats are rejected."""
 
 import pytest
 from toyexp_my_format import MyFormat

@@ -1,7 +1,8 @@
 """A file format that stores models as JSON. Change it into your own.
 
-`toyexp export --type my_format` writes it, and `callbacks=[default,my_format_export]` writes it at the end of a run. Every
-command accepts files that it can read. `write` gets a temporary path; toyexp renames the file when `write` returns.
+`toyexp export --type my_format` writes such a file, and `callbacks=[default,my_format_export]` writes one at the end of a
+run. Because the class has a method `read`, all commands on model files accept these files. `write` gets a temporary
+path; toyexp renames the file when `write` returns.
 """
 
 import json
@@ -19,19 +20,19 @@ MAX_NUMBERS = 2_000_000  # larger files are too slow to open
 class MyFormat(Format):
     """JSON: the sizes of a model, and its tensors as lists of numbers."""
 
-    name: ClassVar[str] = "my_format"  # what `--type` takes
-    suffix: ClassVar[str] = ".my_format.json"  # the file is model.my_format.json; no other format may use it
+    name: ClassVar[str] = "my_format"  # the name to type: `--type my_format`
+    suffix: ClassVar[str] = ".my_format.json"  # files are named model.my_format.json; must be unique
 
-    # Fields are settings: `toyexp export RUN --type my_format indent=true`. The comment behind a field is its help.
+    # Fields are settings: `toyexp export RUN --type my_format indent=true`. The comment after a field is its help text.
     indent: bool = False  # write one number per line
 
     def check_model(self, model):
-        """Raise UserError for a model that the format cannot hold; called before training."""
+        """Raise UserError for a model that the format cannot hold. toyexp calls this before training."""
         if model.parameters() > MAX_NUMBERS:
-            raise UserError(f"model={model.name} has {model.parameters():,} numbers; JSON is for up to {MAX_NUMBERS:,}")
+            raise UserError(f"model={model.name} has {model.parameters():,} numbers; at most {MAX_NUMBERS:,} fit")
 
     def write(self, export, path):
-        """Write the model and its float32 tensors; return a sentence for each tensor that is not finite."""
+        """Write the model and its float32 tensors. Return a sentence for each tensor with NaN or infinite numbers."""
         problems = [f"{name} contains NaN or infinity" for name, t in export.tensors.items() if not is_finite(t)]
         tensors = {
             name: {"shape": list(tensor.shape), "values": np.asarray(tensor).ravel().tolist()}
@@ -46,7 +47,7 @@ class MyFormat(Format):
         return ["the tokenizer is not stored; the file works with token ids only"] if export.tokenizer else []
 
     def read(self, path, models):
-        """Return the model of a file, one of the classes `models`; raise UserError for other files."""
+        """Return the model in a file, an instance of one of the classes `models`. Raise UserError for other files."""
         try:
             content = json.loads(path.read_text())
             model, tensors = content["model"], content["tensors"]
@@ -66,5 +67,5 @@ def is_finite(tensor):
 
 @hookimpl
 def register_formats(register):
-    """Register the class; toyexp calls this when it loads the module."""
+    """Register the class. toyexp calls this function when it loads the module."""
     register(MyFormat)

@@ -1,7 +1,7 @@
 """RMSprop, which divides each gradient by its running root mean square. Change it into your own optimiser.
 
-`update` is a formula over `ops`, so every engine can run it. The base class adds clipping, gradient accumulation,
-parameter groups and checkpoints.
+`update` is a formula written with operations of `ops`, so every engine can run it. Clipping, gradient accumulation,
+parameter groups and checkpoints work without further code.
 """
 
 from dataclasses import dataclass
@@ -12,17 +12,17 @@ from toyexp import Optimiser, UserError, hookimpl
 
 @dataclass
 class MyOptimiser(Optimiser):
-    """RMSprop (Tieleman and Hinton 2012): gradients divided by the root of their mean square."""
+    """RMSprop: divide gradients by the running root of their mean square (Tieleman and Hinton 2012)."""
 
-    name: ClassVar[str] = "my_optimiser"  # what `optim=` takes
-    elementwise: ClassVar[bool] = True  # each element is updated independently, so engines may join tensors
+    name: ClassVar[str] = "my_optimiser"  # the name to type: `optim=my_optimiser`
+    elementwise: ClassVar[bool] = True  # elements are updated independently, so engines may join tensors
 
-    # Fields are settings: `optim.decay=0.9`. The comment behind a field is its help.
-    decay: float = 0.99  # decay of the running mean square per step
+    # Fields are settings: `optim.decay=0.9`. The comment after a field is its help text.
+    decay: float = 0.99  # share of the running mean square that a step keeps
     eps: float = 1e-8  # added to the root to avoid division by 0
 
     def check(self):
-        """Raise UserError for bad settings. The message has the key, its value and the allowed values."""
+        """Raise UserError for bad settings. The message names the key, its value and the allowed values."""
         super().check()
         if not 0 <= self.decay < 1:
             raise UserError(f"optim.decay={self.decay}: must be at least 0 and below 1")
@@ -30,13 +30,14 @@ class MyOptimiser(Optimiser):
             raise UserError(f"optim.eps={self.eps}: must be above 0")
 
     def slots(self, shape):
-        """Return the state of a tensor of this shape: names and shapes. State starts at 0 and is in checkpoints."""
+        """Return the names and shapes of the state for a tensor of this shape. It starts at 0; checkpoints save it."""
         return {"square": shape}
 
     def numbers(self, step, lr, weight_decay):
-        """Return the scalars of the 0-based `step`, with the same names at every step; `lr` follows the schedule.
+        """Return the scalars of a step by name; every step has the same names. `step` counts from 0.
 
-        The mean square starts at 0, so it is divided by 1 - decay^t (bias correction).
+        `lr` follows the schedule. The mean square starts at 0, so it is divided by 1 - decay^(step + 1) (bias
+        correction).
         """
         correction = 1 / (1 - self.decay ** (step + 1))
         return {
@@ -48,7 +49,7 @@ class MyOptimiser(Optimiser):
         }
 
     def update(self, ops, w, g, state, n):
-        """Return the new weights and the new state. `toyexp help plugins/optimiser` lists the operations of `ops`."""
+        """Return the new value of `w` and the new state. `toyexp help plugins/optimiser` lists the methods of `ops`."""
         square = ops.blend(ops.square(g), state["square"], n["decay"])  # decay * old + (1 - decay) * g^2
         root = ops.shift(ops.sqrt(ops.scale(square, n["correction"])), n["eps"])
         return ops.sub(ops.scale(w, n["shrink"]), ops.scale(ops.div(g, root), n["lr"])), {"square": square}
@@ -56,5 +57,5 @@ class MyOptimiser(Optimiser):
 
 @hookimpl
 def register_optimisers(register):
-    """Register the class; toyexp calls this when it loads the module."""
+    """Register the class. toyexp calls this function when it loads the module."""
     register(MyOptimiser)

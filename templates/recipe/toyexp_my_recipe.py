@@ -13,33 +13,33 @@ from toyexp import IMAGES, TOKENS, Kind, PlanTensor, Recipe, UserError, hookimpl
 class MyRecipe(Recipe):
     """Freeze every second block at random values and train the rest (Shen et al. 2021)."""
 
-    name: ClassVar[str] = "my_recipe"  # what `recipe=` takes
-    reads: ClassVar[tuple[Kind, ...]] = (TOKENS, IMAGES)  # kinds of data whose models it can train
+    name: ClassVar[str] = "my_recipe"  # the name to type: `recipe=my_recipe`
+    reads: ClassVar[tuple[Kind, ...]] = (TOKENS, IMAGES)  # it can train models that read these kinds of data
 
-    # Fields are settings: `recipe.every=3`. The comment behind a field is its help.
-    every: int = 2  # freeze one block of this many
+    # Fields are settings: `recipe.every=3`. The comment after a field is its help text.
+    every: int = 2  # freeze the last block of every group of this many
 
     def check(self):
-        """Raise UserError for bad settings. The message has the key, its value and the allowed values."""
+        """Raise UserError for bad settings. The message names the key, its value and the allowed values."""
         if self.every < 1:
             raise UserError(f"recipe.every={self.every}: must be at least 1")
 
     def is_frozen(self, name):
-        """Return True for a tensor of a frozen block; blocks are named blk.0, blk.1, ..."""
+        """Return True if the tensor `name` belongs to a frozen block. Blocks are named blk.0, blk.1, ..."""
         return name.startswith("blk.") and int(name.split(".")[1]) % self.every == self.every - 1
 
     def plan(self, model, setup):
         """Return the plan: each tensor with its initial values and whether it is trained.
 
-        `t.init` are the model's own values; `FromGGUF` reads values from a file.
+        This recipe uses the model's own initial values, `t.init`; `FromGGUF` would read values from a file.
         """
         tensors = [PlanTensor(t.name, t.shape, t.init, trainable=not self.is_frozen(t.name)) for t in model.tensors()]
         if not any(t.trainable for t in tensors):
-            raise UserError(f"recipe.every={self.every}: leaves nothing of model={model.name} to train")
+            raise UserError(f"recipe.every={self.every}: freezes all of model={model.name}; use a larger number")
         return setup.plan(model, tensors)
 
 
 @hookimpl
 def register_recipes(register):
-    """Register the class; toyexp calls this when it loads the module."""
+    """Register the class. toyexp calls this function when it loads the module."""
     register(MyRecipe)

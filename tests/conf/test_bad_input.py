@@ -952,14 +952,14 @@ def run_of_two_steps(tmp_path, capsys):
         ("sweep.resume=outputs/tale/1", ["holds no sweep", "it is a run: resume=outputs/tale/1"]),
         (
             "resume=outputs/tale/1 recipe=warm steps=4",
-            ["resumes with recipe=scratch; leave recipe=warm out"],
+            ["the run has recipe=scratch; leave recipe=warm out"],
         ),
-        ("resume=outputs/tale/1 data=stdlib steps=4", ["resumes with data=text; leave data=stdlib out"]),
-        ("resume=outputs/tale/1 model=gpt2 steps=4", ["resumes with model=llama; leave model=gpt2 out"]),
-        ("resume=outputs/tale/1 model=small steps=4", ["resumes with model=llama", "leave model=small out"]),
+        ("resume=outputs/tale/1 data=stdlib steps=4", ["the run has data=text; leave data=stdlib out"]),
+        ("resume=outputs/tale/1 model=gpt2 steps=4", ["the run has model=llama; leave model=gpt2 out"]),
+        ("resume=outputs/tale/1 model=small steps=4", ["the run has model=llama", "leave model=small out"]),
         (
             "resume=outputs/tale/1 steps=4 hydra.run.dir=x",
-            ["hydra.run.dir=x", "continues in the directory of that run"],
+            ["hydra.run.dir=x", "contradicts resume=", "leave out hydra.run.dir"],
         ),
         ("resume=outputs/tale/1 recipe=scratch", ["outputs/tale/1: is complete", "resume=outputs/tale/1 steps=4"]),
     ],
@@ -1090,7 +1090,7 @@ def test_a_ggml_setting_fixed_per_process_is_rejected_with_a_remedy(run_rejected
     monkeypatch.setenv("NVIDIA_TF32_OVERRIDE", "0")
     monkeypatch.delenv("GGML_VK_DISABLE_F16", raising=False)
     words = ["parity", f"engine={name},{name}:{own}", "data=random", "model.d_model=16", "model.context=16"]
-    run_rejected(words, "once per process", f"engine={name}:{own} beside other engines")
+    run_rejected(words, "once per process", f"one value per command: engine={name} or engine={name}:{own}, not both")
 
 
 def test_parity_lists_the_run_settings_that_it_rejects(run_rejected, capsys):

@@ -371,7 +371,7 @@ def sweep_json(sweep_dir):
         (lambda state: state["jobs"].append(5), "is damaged"),
         (lambda state: state.update(flags=[]), "flags is []"),
         (lambda state: state["jobs"][1].pop("code"), "code"),
-        (lambda state: state.update(format=9), "sweep.json: has format 9; this toyexp reads 1; if a newer"),
+        (lambda state: state.update(format=9), "sweep.json: has format 9; this toyexp reads format 1; if a newer"),
         (lambda state: state.update(settings=None), "settings is None"),
         (lambda state: state.clear(), "is damaged: 'format'"),
     ],
@@ -405,7 +405,7 @@ def test_a_job_directory_with_other_files_is_reported_with_a_remedy(sweep_json, 
     capsys.readouterr()
     assert main(retry) == 0
     output = capsys.readouterr().out
-    assert "[1] is completed, but its run s/b is missing; train it: toyexp" in output and "recorded" not in output
+    assert "[1] is completed, but its run s/b is missing; train it again: toyexp" in output and "recorded" not in output
     assert "hydra.sweep" not in output
     shutil.rmtree("s/a")
     state = json.loads(sweep_json.read_text())
@@ -413,7 +413,7 @@ def test_a_job_directory_with_other_files_is_reported_with_a_remedy(sweep_json, 
     sweep_json.write_text(json.dumps(state))
     assert main([*retry[:2], "sweep.report=false"]) == 1
     output = capsys.readouterr().out
-    assert "[1] is completed, but its run s/b is missing; train it: toyexp" in output
+    assert "[1] is completed, but its run s/b is missing; train it again: toyexp" in output
 
 
 def test_a_sweep_interrupted_before_it_is_saved_leaves_no_directory(monkeypatch):
@@ -940,4 +940,4 @@ def test_too_many_parallel_jobs_are_reduced_to_the_machines_limit_with_a_note(mo
     monkeypatch.setattr(processes, "run_process", lambda *order, **how: JobExit(3, "not run"))
     words = [*QUICK, "seed=0,1", "sweep.launcher=processes", "sweep.jobs=2", "sweep.report=false", "hydra.sweep.dir=s"]
     assert main(["-m", *words]) == 1
-    assert "sweep.jobs=2: 1 run at once" in capsys.readouterr().out
+    assert "sweep.jobs=2: only 1 run at once" in capsys.readouterr().out

@@ -101,7 +101,7 @@ IDLE = {
     "a plain text": (
         "checkpoint_every=0 checkpoint_keep=5 data.bpe_vocab=300 data.eval_batches=4 data.suffixes=.txt",
         ["checkpoint_keep=5: has no effect with checkpoint_every=0", "data.bpe_vocab=300: has no effect",
-         "data.eval_batches=4: only 3 are held out", "data.suffixes=.txt"],
+         "data.eval_batches=4: only 3 batches are held out", "data.suffixes=.txt"],
         "checkpoint_every=0 data.bpe_vocab=300 data.tokenizer=bpe data.eval_batches=1 data.suffixes=.txt data.path=.",
     ),
     "examples without conversations": (
@@ -123,12 +123,12 @@ IDLE = {
     ),
     "callbacks without the usual ones": (
         "callbacks=plots",
-        ["callbacks=[plots]: without cosine, progress, watch, events, gguf_export, which are on by default; "
+        ["callbacks=[plots]: leaves out cosine, progress, watch, events, gguf_export, which are on by default; "
          "to keep them: callbacks=[default,plots]"],
         "callbacks=[]",
     ),
     "a schedule without the usual callbacks": (
-        "callbacks=[linear]", ["callbacks=[linear]: without progress, watch, events, gguf_export"],
+        "callbacks=[linear]", ["callbacks=[linear]: leaves out progress, watch, events, gguf_export"],
         "callbacks=[default,linear] ~callbacks.cosine",
     ),
 }  # fmt: skip
@@ -170,7 +170,7 @@ def test_more_evaluation_images_than_held_out_is_a_warning(registry):
     pytest.importorskip("sklearn")
     words = ["data=digits", "model=vit", "recipe=vit_tiny", "engine=noop", "data.eval_images=360"]
     prepared = prepare(Request([], registry, MODULES).build_config(*words))
-    assert prepared.warnings == ["data.eval_images=360: only 359 are held out; all are used"]
+    assert prepared.warnings == ["data.eval_images=360: only 359 images are held out; each evaluation uses all"]
     planned = RunPreview(prepared.config.plain, prepared.dataset, prepared.batches, prepared.plan)
     assert list(replace(prepared.config.data, eval_images=359).warnings(planned)) == []
 

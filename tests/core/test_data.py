@@ -839,7 +839,7 @@ def test_a_bpe_that_learns_fewer_tokens_than_requested_reports_it(tmp_path):
     (tmp_path / "t.jsonl").write_text('{"text": "the cat sat on the mat"}\n' * 40)
     for _ in range(2):  # the second run finds the cached result of the first
         (remark,) = open_text(tmp_path / "t.txt", tokenizer="bpe", bpe_vocab=10_000).remarks()
-        assert re.fullmatch(r"2\d\d of data\.bpe_vocab=10000 tokens learned: the text has no more pairs", remark)
+        assert re.fullmatch(r"only 2\d\d of data\.bpe_vocab=10000 tokens learned: the text has no more pairs", remark)
     assert remark in Jsonl(path=str(tmp_path / "t.jsonl"), tokenizer="bpe", bpe_vocab=10_000).open(None).remarks()
     assert open_text(tmp_path / "t.txt", tokenizer="bpe", bpe_vocab=260).remarks() == []
 
@@ -928,14 +928,14 @@ def test_the_largest_uint16_ids_stay_positive(tmp_path):
 @pytest.mark.parametrize(
     ("raw", "dtype", "words"),
     [
-        (INT32[:-1], "auto", "39 bytes are not a whole number of 4-byte ids; it is cut off, or holds none"),
-        (INT32[:-2], "auto", "38 bytes are not a whole number of 4-byte ids; uint16 ids take"),
-        (UINT16[:-1], "uint16", "19 bytes are not a whole number of 2-byte ids; it is cut off, or holds none"),
-        (toyc(IDS)[:-2], "auto", "38 bytes are not a whole number of 4-byte ids; it is cut off, or holds none"),
+        (INT32[:-1], "auto", "39 bytes are not a whole number of 4-byte ids; is the file cut off?"),
+        (INT32[:-2], "auto", "38 bytes are not a whole number of 4-byte ids; for uint16 ids:"),
+        (UINT16[:-1], "uint16", "19 bytes are not a whole number of 2-byte ids; is the file cut off?"),
+        (toyc(IDS)[:-2], "auto", "38 bytes are not a whole number of 4-byte ids; is the file cut off?"),
         (b"", "auto", "holds no token ids"),
         (struct.pack("<3i", 1, -2, 3), "auto", "1 holds the id -2; ids begin at 0; for uint16 ids: data.dtype=uint16"),
         (struct.pack("<3i", 1, 2**24, 3), "auto", "position 1 holds the id 16777216; the limit is 16777216"),
-        (struct.pack("<60H", *[7, 49] * 30), "auto", "up to 3211271 as int32, to 49 as uint16; set data.dtype=uint16"),
+        (struct.pack("<60H", *[7, 49] * 30), "auto", "up to 3211271 if read as int32, to 49 if read as uint16"),
         (struct.pack("<200H", *np.arange(200)), "auto", "set data.dtype=uint16"),
         (toyc(IDS, version=2), "auto", "is a TOYC file of version 2; only version 1 is supported"),
         (toyc(IDS), "uint16", "is a TOYC file, whose ids are int32; remove data.dtype=uint16"),

@@ -140,32 +140,32 @@ FAULTS = {
         {"a_batch_is_a_function_of_seed_and_number"},
     ),
     "it holds out what it trains on": (
-        "ClipBatches.held_out = lambda self: [self.made(range(27, 31))]", {"nothing_is_both_trained_on_and_held_out"},
+        "ClipBatches.held_out = lambda self: [self.made(range(27, 31))]", {"training_and_held_out_data_do_not_overlap"},
     ),
     "its record changes": (
         "Clips.describe = lambda self: {'made': self.made}\nold = ClipBatches.batch\n"
         "def batch(self, k):\n    self.dataset.made += 1\n    return old(self, k)\nClipBatches.batch = batch",
-        {"what_it_says_of_itself_is_plain_and_stays"},
+        {"its_description_is_plain_data_and_constant"},
     ),
     "its record is none that JSON takes": (
         "Clips.describe = lambda self: {'mean': float('nan')}",
-        {"what_it_says_of_itself_is_plain_and_stays", "it_opens_the_same_every_time"},
+        {"its_description_is_plain_data_and_constant", "opening_twice_gives_equal_data"},
     ),
     "it does not say what it leaves out": (
-        "Clips.omissions = lambda self: []", {"what_is_left_out_is_told"},
+        "Clips.omissions = lambda self: []", {"omitted_data_is_reported"},
     ),
     "it declares another type": (
         "ClipBatches.inputs = {**ClipBatches.inputs, 'clips': InputSpec((6,), 'float64')}",
-        {"batches_fit_what_they_declare"},
+        {"batches_have_the_declared_shapes_and_dtypes"},
     ),
-    "its classes are more than it says": ("Clips.vocab = 1", {"batches_fit_what_they_declare"}),
+    "its classes are more than it says": ("Clips.vocab = 1", {"batches_have_the_declared_shapes_and_dtypes"}),
     "its record hangs on Python's hashes": (
         "Clips.describe = lambda self: {'order': hash('clips')}",
-        {"another_process_makes_the_same_bytes"},
+        {"another_process_reads_equal_batches"},
     ),
     "it leaves its file open": (
         "Sounds.open = lambda self, vocabulary: (OPENED.append(np.memmap(__file__)), Clips())[1]",
-        {"nothing_stays_open_behind_it"},
+        {"all_files_are_closed"},
     ),
 }  # fmt: skip
 

@@ -82,7 +82,7 @@ def test_the_history_is_read_from_the_events(trained):
     np.testing.assert_array_equal(history.step, range(1, 9))
     for name in ("loss", "lr", "grad_norm"):
         np.testing.assert_array_equal(history[name], [event[name] for event in steps])
-    with pytest.raises(KeyError, match="accuracy: there is step, loss, lr"):
+    with pytest.raises(KeyError, match="accuracy: no such array; choose step, loss, lr"):
         history["accuracy"]
     np.testing.assert_array_equal(history.tokens, 2 * 16 * np.arange(1, 9))
     np.testing.assert_array_equal(history.seconds, [event["t"] for event in steps])

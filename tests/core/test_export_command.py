@@ -186,7 +186,7 @@ def test_values_out_of_range_are_written_with_a_warning(tmp_path, capsys):
         ("other.gguf --type q8_0", "other.gguf: its architecture is mamba; choose one of: gemma, gpt2, llama"),
         (
             "vit.gguf --type q4_k_m",
-            "vit.gguf: q4_k_m is written by llama.cpp, which has no toyexp-vit; choose one of: bf16",
+            "vit.gguf: q4_k_m is written by llama.cpp, which does not support toyexp-vit; choose one of: bf16",
         ),
     ],
 )

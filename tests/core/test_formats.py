@@ -415,7 +415,7 @@ def bare(tall, capsys):
     (tall / "bare_model.py").write_text(OWN)
     words = [*(w for w in RUN if "_every" not in w), "model=bare", "plugins=[bare_model]", "hydra.run.dir=run"]
     assert main([*words, "checkpoint_every=2", "eval_every=4"]) == 0, capsys.readouterr().err
-    assert "only toyexp reads it: model=bare has no form of GGUF" in (tall / "run" / "log.txt").read_text()
+    assert "only toyexp can read this file: model=bare has no form for GGUF" in (tall / "run" / "log.txt").read_text()
     assert main([*words, "callbacks=[hf_export]", "hydra.run.dir=other"]) == 2
     assert "model=bare has no Hugging Face layout" in capsys.readouterr().err
     return tall

@@ -54,7 +54,7 @@ def test_there_are_no_import_cycles(package):
 
 
 # Writers besides base/writing.py, whose functions follow no link, and why that is safe.
-FRESH = "into a folder or under a name that in_one_piece or Ledger.output has just made"
+FRESH = "into a folder or under a name that write_atomically or Ledger.output has just made"
 ELSEWHERE = "outside of any run or sweep"
 WRITERS = {
     ("toyexp/base/drawing.py", "write_bytes"): FRESH,

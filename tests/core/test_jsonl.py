@@ -374,9 +374,9 @@ def chat_line(*turns):
 
 
 BAD = [
-    (b"{not json", "not one JSON object a line (Expecting property name"),
-    (b"[" * 100_000, "not one JSON object a line ("),
-    (b'{"prompt": "a', "not one JSON object a line (Unterminated string"),
+    (b"{not json", "is not one JSON object (Expecting property name"),
+    (b"[" * 100_000, "is not one JSON object ("),
+    (b'{"prompt": "a', "is not one JSON object (Unterminated string"),
     (b'{"text": "\xff"}', "not UTF-8 text (byte 10 is 0xff)"),
     (b"[1]", "is a list; expected prompt and completion, or messages, or text"),
     (b"3", "is a number; expected"),
@@ -420,7 +420,7 @@ def test_an_invalid_line_is_reported_or_counted(tmp_path, line, words):
     assert facts["skipped_lines"][0].startswith(f"x.jsonl:3: {words}")
 
 
-@pytest.mark.parametrize(("line", "words"), [(b"caf\xe9", "not UTF-8 text"), (b"hello", "not one JSON object a line")])
+@pytest.mark.parametrize(("line", "words"), [(b"caf\xe9", "not UTF-8 text"), (b"hello", "is not one JSON object")])
 def test_the_error_for_another_format_does_not_suggest_skipping_lines(tmp_path, line, words):
     path = tmp_path / "x.jsonl"
     path.write_bytes(line + b"\n" + line)

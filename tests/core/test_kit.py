@@ -121,9 +121,8 @@ class TestGoesByEvals(CallbackSuite):
 
 def test_a_failing_test_shows_the_missing_setting_and_its_values(pytester):
     pytester.makepyfile(SUITES)
-    chosen = (
-        "engine_computes or has_one or same_names or (evals and NoCallback) or (explained and (NoEngine or Broken))"
-    )
+    chosen = "engine_computes or has_one or same_names or (evaluations and NoCallback)"
+    chosen += " or (explained and (NoEngine or Broken))"
     done = pytester.runpytest_subprocess("-p", "no:cacheprovider", "-rA", "-k", chosen)
     shown = done.stdout.str()
     for suite, missing in [
@@ -139,5 +138,5 @@ def test_a_failing_test_shows_the_missing_setting_and_its_values(pytester):
 
 def test_a_callback_that_waits_for_an_eval_fails_the_kit(pytester):
     pytester.makepyfile(SUITES)
-    done = pytester.runpytest_subprocess("-p", "no:cacheprovider", "-k", "GoesByEvals and without_evals")
+    done = pytester.runpytest_subprocess("-p", "no:cacheprovider", "-k", "GoesByEvals and without_evaluations")
     assert "'GoesByEvals' object has no attribute 'loss'" in done.stdout.str()

@@ -93,11 +93,11 @@ class Foreseeing(Llama):
 @pytest.mark.parametrize(
     ("kind", "test", "words"),
     [
-        (Operators, "computes_with_ops_alone", "unsupported operand"),
-        (Method, "computes_with_ops_alone", "'Opaque' object has no attribute 'mean'"),
-        (Branching, "computes_with_ops_alone", "used a tensor as a condition"),
-        (Unused, "computes_with_ops_alone", "the result does not depend on blk.0.ffn_norm.weight, blk.1.ffn_norm"),
-        (Counting, "computes_with_ops_alone", "gives other numbers when it is called again"),
+        (Operators, "forward_uses_only_ops", "unsupported operand"),
+        (Method, "forward_uses_only_ops", "'Opaque' object has no attribute 'mean'"),
+        (Branching, "forward_uses_only_ops", "used a tensor as a condition"),
+        (Unused, "forward_uses_only_ops", "the result does not depend on blk.0.ffn_norm.weight, blk.1.ffn_norm"),
+        (Counting, "forward_uses_only_ops", "gives other numbers when it is called again"),
         (Muted, "tensor_has_a_gradient", "blk.0.ffn_norm.weight has no gradient"),
         (Foreseeing, "position_sees_a_later_one", "depend on later ones"),
     ],
@@ -121,4 +121,4 @@ def test_the_suite_finds_an_engine_with_wrong_numbers():
     wrong = ModelSuite()
     wrong.model = SHIPPED["gpt2"]
     with pytest.raises(AssertionError):
-        wrong.test_engines_compute_it(NullEngine())
+        wrong.test_engines_agree_with_float64(NullEngine())

@@ -323,7 +323,7 @@ def test_plugins_lists_everything_and_says_which_engines_are_broken(run_without)
     done = run_without(["torch"], "plugins")
     assert (done.returncode, done.stderr) == (0, "")
     assert "\n  cpu " in done.stdout and "\n  plots " in done.stdout
-    assert "\nnot here: engine=cuda,cpu: torch is installed but cannot be loaded (OSError: libnothing" in done.stdout
+    assert "\nbroken: engine=cuda,cpu: torch is installed but cannot be loaded (OSError: libnothing" in done.stdout
 
 
 def test_a_broken_requirement_gives_one_line_too(run_without, tmp_path):

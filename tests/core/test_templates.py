@@ -207,7 +207,7 @@ def test_generation_marks_select_the_trained_tokens():
 
 
 def test_a_conversation_without_marked_tokens_is_rejected():
-    with pytest.raises(BadExample, match="marks none of it"):
+    with pytest.raises(BadExample, match="encloses no text of the assistant"):
         rows_and_learned(MARKED.replace("'assistant' %}", "'nobody' %}"), talk("q", "a"))
 
 
@@ -215,7 +215,7 @@ def test_an_empty_answer_is_rejected():
     silent = [Message("user", "q"), Message("assistant", None, {"name": "x"})]
     with pytest.raises(BadExample, match="drops content of the assistant"):
         rows_and_learned("{% for m in messages %}{{ m.content }}{% endfor %}", silent)
-    with pytest.raises(BadExample, match="marks none of it"):
+    with pytest.raises(BadExample, match="encloses no text of the assistant"):
         rows_and_learned(
             MARKED.replace("{% generation %}", "").replace("{% endgen", "{% generation %}{% endgen"), talk("q", "a")
         )
@@ -324,7 +324,7 @@ def test_changes_and_omissions_by_a_template_are_noted(tmp_path):
     assert dataset.describe()["answers_not_as_asked"] == 2 and "2 answers do not begin" in dataset.remarks()[1]
     _, dataset = open_chats(tmp_path, DROPPED + ASK % "", [THOUGHTS] * 2)
     assert dataset.describe()["thoughts_dropped"] == 4
-    assert [words for words in dataset.remarks() if "4 answers are without their reasoning" in words]
+    assert [words for words in dataset.remarks() if "4 answers are learned without their reasoning" in words]
 
 
 def test_a_template_error_names_the_line_and_the_templates_message(tmp_path):
@@ -345,6 +345,6 @@ def test_the_date_used_by_a_template_is_recorded_as_a_setting(tmp_path):
     assert f"{data.date} 00:00" in dataset.tokenizer.decode(dataset.train.ids)
     data, dataset = open_chats(tmp_path, dated, [talk("q", "a")] * 2, date="2024-07-26T17:30")
     assert "2024-07-26 17:30" in dataset.tokenizer.decode(dataset.train.ids)
-    assert "their template uses the date 2024-07-26T17:30 (data.date)" in dataset.remarks()
+    assert "the chat template uses the date 2024-07-26T17:30 (data.date)" in dataset.remarks()
     data, dataset = open_chats(tmp_path, CHATML, [talk("q", "a")] * 2)
     assert data.date == "" and dataset.describe()["chat_date"] is None and dataset.remarks() == []

@@ -195,10 +195,10 @@ def test_the_conformance_kit_finds_a_model_that_cannot_be_cached(kind, words):
     suite = ModelSuite()
     suite.model = uncacheable_plan(kind).model
     if words is None:
-        suite.test_it_says_whether_a_decoder_can_keep_positions()
+        suite.test_cached_decoding_is_declared_correctly()
     else:
         with pytest.raises(AssertionError, match=rf"{words}.*cached_decoding: ClassVar\[bool\] = False"):
-            suite.test_it_says_whether_a_decoder_can_keep_positions()
+            suite.test_cached_decoding_is_declared_correctly()
     assert bool(reason_to_recompute(uncacheable_plan(kind))) is (kind is not Llama)
 
 

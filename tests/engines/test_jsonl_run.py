@@ -99,7 +99,7 @@ def test_a_resumed_run_keeps_the_date_that_its_chat_template_first_saw(lines, tm
     sizes = ["model.d_model=16", "model.d_ff=16", "model.context=32"]
     words = ["engine=ggml", "engine.threads=1", *data, *sizes, "checkpoint_every=1", "name=day"]
     assert main([*words, "steps=2", f"hydra.run.dir={tmp_path / 'runs' / 'a'}"]) == 0
-    assert "their template uses the date 2024-07-26 (data.date)" in capsys.readouterr().out
+    assert "the chat template uses the date 2024-07-26 (data.date)" in capsys.readouterr().out
     assert "date: '2024-07-26'" in (tmp_path / "runs" / "a" / "config.yaml").read_text()
     Day.today_is = datetime.date(2025, 1, 1)
     assert main([*words, "steps=3", "resume=auto", f"hydra.run.dir={tmp_path / 'runs' / 'b'}"]) == 0

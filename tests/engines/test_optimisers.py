@@ -262,7 +262,7 @@ def test_malformed_groups_are_rejected_before_a_run(groups, message_parts):
 
 
 def test_a_groups_rate_needs_a_nonzero_rate_of_the_run():
-    with pytest.raises(UserError, match=r"^lr=0: .* has lr=0\.1.*such as lr=0\.001"):
+    with pytest.raises(UserError, match=r"^lr=0: .* has lr=0\.1.*type lr=0\.001"):
         apply_optimiser(plan("llama"), SGD(groups={"*": {"lr": 0.1}}), 0.0)
 
 

@@ -352,19 +352,19 @@ def test_ranks_started_by_toyexp_or_torchrun_load_a_local_plugin(book, by_torchr
 @pytest.mark.parametrize(
     ("overrides", "pattern"),
     [
-        ("engine.devices=two", "engine.devices=two: must be a number of devices from 1, or all"),
+        ("engine.devices=two", "engine.devices=two: must be a number of devices, at least 1, or all"),
         ("engine.devices=9999", f"engine.devices=9999: only {os.cpu_count()} cores available; engine.devices=all"),
         ("engine.devices=2 batch_size=5", "a batch of 5 rows cannot be split .* 2 devices; use batch_size=6"),
         ("engine.devices=2 batch_size=5 data.path=empty.txt", "a batch of 5 rows"),  # before the data is opened
         (
             "engine.devices=2 batch_size=6 optim.accumulate=2",
-            "3 for each of optim.accumulate=2.* cannot be split .*; use batch_size=8",
+            "3 in each of optim.accumulate=2 micro-batches.* cannot be split .*; use batch_size=8",
         ),
         (
             "engine=ggml engine.devices=2",
             "unknown key engine.devices with engine=ggml; it belongs to engine=cpu or cuda: ",
         ),
-        ("engine.devices=\"' 2'\"", "engine.devices=' 2': must be a number of devices from 1, or all"),
+        ("engine.devices=\"' 2'\"", "engine.devices=' 2': must be a number of devices, at least 1, or all"),
         (
             "engine.shard=true",
             "engine.shard=true: .* engine.devices is 1; set engine.devices=2, or leave engine.shard out",

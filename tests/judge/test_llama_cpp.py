@@ -345,14 +345,20 @@ def test_an_adapter_on_a_q8_0_base_has_the_engines_results(workshop, tmp_path):
 
 
 def test_an_adapter_on_a_q4_k_base_has_the_engines_results(workshop, tmp_path):
-    """As with q8_0, llama.cpp's kernels round the activations to 8 bits."""
+    """As with q8_0, llama.cpp's kernels round the activations to 8 bits.
+
+    Single log-probabilities differ by up to 0.56 on a CPU with AMX, for which llama.cpp has another kernel for Q4_K,
+    and by less than 0.4 on others. The mean of all, the loss, agrees as with q8_0.
+    """
     base = workshop("llama, 256 wide", WIDE)
     path = requantise(base.path, tmp_path / "base.gguf", GGMLQuantizationType.Q4_K, q4_k)
     with GGUFFile(path) as file:
         assert {t.type for t in file.tensors.values() if len(t.shape) == 2} == {"Q4_K"}
     lora = workshop("llama, q4_k lora", (base.plan.model, "auto"), Lora(base=str(path), targets=["*"], rank=4))
     assert np.abs(lora.values["blk.0.attn_q.weight"] - base.values["blk.0.attn_q.weight"]).max() > 1e-3
-    assert_agrees(lora, path, "q8_0", adapter=lora.path.with_name("adapter.gguf"))
+    loss, worst = lora.judge(path, lora.path.with_name("adapter.gguf"))
+    assert loss == pytest.approx(lora.loss, abs=TOLERANCE["llama", "q8_0"][0])
+    assert worst < 0.8
     loss, worst = lora.judge(lora.path)
     assert loss == pytest.approx(lora.loss, abs=1e-5)
     assert worst < 1e-3  # its rows are four times as long as those measured for TOLERANCE; 2e-4 was measured

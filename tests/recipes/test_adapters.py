@@ -323,7 +323,7 @@ def test_a_merge_takes_the_chat_template_of_the_adapter(capsys):
     (["base.gguf", "other.gguf", "--out", "m.gguf"], "other.gguf: holds no LoRA adapter (general.type is model)"),
     (["other.gguf", "run", "--out", "m.gguf"], "blk.0.ffn_down.weight is 32 x 32"),
     (["gpt2.gguf", "run", "--out", "m.gguf"], "is an adapter of llama, the model is gpt2"),
-    (["gpt2.gguf", "run/adapter-hf", "--out", "m.gguf"], "matches no linear of this gpt2"),
+    (["gpt2.gguf", "run/adapter-hf", "--out", "m.gguf"], "matches no linear layer of this gpt2"),
     (["run/adapter.gguf", "run", "--out", "m.gguf"], "holds no model (general.type is adapter)"),
     (["base.gguf", "empty", "--out", "m.gguf"], "empty: is a directory without adapter.gguf or adapter_config.json"),
     (["base.gguf", "unfinished", "--out", "m.gguf"], "name a checkpoint, such as unfinished/checkpoints/step-6"),

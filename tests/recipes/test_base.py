@@ -303,7 +303,7 @@ QWEN2, QWEN3, GEMMA = Qwen2(vocab=40), Qwen3(vocab=40), Gemma(vocab=40)
 @pytest.mark.parametrize(
     ("model", "header", "message"),
     [
-        (LLAMA, {"tensors": ["rope_freqs.weight"]}, "rope_freqs.weight has the shape [3], heads of 16 take 8 numbers"),
+        (LLAMA, {"tensors": ["rope_freqs.weight"]}, "rope_freqs.weight has the shape [3], heads of 16 need 8 numbers"),
         (QWEN3, {"tensors": ["rope_freqs.weight"]}, "has the tensor rope_freqs.weight"),
         (LLAMA, {"tensors": ["blk.1.attn_output.bias"]}, "has the tensor blk.1.attn_output.bias"),
         (LLAMA, {"tensors": ["blk.0.attn_q_norm.weight"]}, "has the tensor blk.0.attn_q_norm.weight"),

@@ -226,7 +226,7 @@ def test_a_models_own_name_of_a_linear_takes_precedence_over_an_abbreviation():
     [
         ("llama", {"targets": ["attn_w"]}, "did you mean attn_"),
         ("llama", {"targets": ["attn_norm"]}, "recipe.targets="),
-        ("llama", {"targets": ["output"]}, "[output]: is no linear layer of a block; choose one of: attn_k, "),
+        ("llama", {"targets": ["output"]}, "[output]: is not a linear layer of a block; choose one of: attn_k, "),
         ("llama", {"targets": ["q", "blk.7.*"]}, "recipe.targets="),
         ("gpt2", {"targets": ["q"]}, "did you mean attn_qkv"),
         ("llama", {"targets": ["model.layers.9.self_attn.q_proj"]}, "self_attn.q_proj]: choose one of: attn_k, "),

@@ -26,11 +26,11 @@ _lock = threading.RLock()  # Hydra, environment and working directory are global
 
 @contextlib.contextmanager
 def isolated_call(call: str, quiet: bool = False) -> Iterator[None]:
-    """Run the body of one API call at a time, and restore the global state of the process when it ends.
+    """Run the body of one API call at a time, and restore the global state of the process when the body ends.
 
     Global state is: random state, environment (except variables that libraries read only at import), working directory,
-    logging, PyTorch settings, sys.path and Hydra. `call` is the function's name in error messages; `quiet` suppresses
-    its output. Raise UserError in a process that torchrun has started, because API calls run in one process.
+    logging, PyTorch settings, sys.path and Hydra. `call` is the API function's name in error messages; `quiet`
+    suppresses its output. Raise UserError in a process that torchrun has started, because API calls run in one process.
     """
     from toyexp.base.process_state import restore_process_state
     from toyexp.config.compose_cache import isolate_hydra
@@ -45,7 +45,7 @@ def isolated_call(call: str, quiet: bool = False) -> Iterator[None]:
         try:
             yield
         except UserError as error:
-            if call not in ("toyexp.run", "toyexp.sweep"):  # these take command-line words
+            if call not in ("toyexp.run", "toyexp.sweep"):  # these take options of the command line
                 error.args = (translate_error(str(error)),)
             raise
         finally:
@@ -64,10 +64,10 @@ def translate_error(text: str) -> str:
 
 @contextlib.contextmanager
 def note_remains(directory: Path, call: str) -> Iterator[None]:
-    """If the body raises RunFailed or KeyboardInterrupt, add a note that says how to open and resume the run.
+    """If the body raises RunFailed or KeyboardInterrupt, add a note to the exception: how to open and resume the run.
 
-    `call` is the beginning of the call that resumes it, such as `toyexp.run(`. If the run has no checkpoint, the note
-    says only how to open it. If no run was written to `directory`, no note is added.
+    `call` is the beginning of the Python call that resumes the run, such as `toyexp.run(`. If the run has no
+    checkpoint, the note says only how to open the run. If no run was written to `directory`, no note is added.
     """
     try:
         yield
@@ -82,11 +82,11 @@ def note_remains(directory: Path, call: str) -> Iterator[None]:
 # -- keywords as settings --------------------------------------------------
 
 
-NESTED_KEYS = ("callbacks", "hydra", "sweep")  # their mappings may contain mappings of settings
+NESTED_KEYS = ("callbacks", "hydra", "sweep")  # their values may be mappings of mappings
 
 
 def check_words(call: str, words: Sequence[Any]) -> list[str]:
-    """Return command-line arguments as a list. Raise UserError if one is not a string, such as a dict of settings."""
+    """Return command-line arguments as a list. Raise UserError if one of them is not a string but, say, a dict."""
     for word in words:
         if not isinstance(word, str):
             raise UserError(
@@ -97,7 +97,7 @@ def check_words(call: str, words: Sequence[Any]) -> list[str]:
 
 
 def check_path(parameter: str, value: Any) -> Path:
-    """Return `value` as a Path. Raise UserError, which names `parameter`, if it is not a path or is empty."""
+    """Return `value` as a Path. If it is not a path or is empty, raise UserError with `parameter` in the message."""
     if not isinstance(value, str | os.PathLike) or isinstance(os.fspath(value), bytes) or not os.fspath(value):
         raise UserError(f"{parameter}: must be a path, got {printable(repr(value))}")
     return Path(value)

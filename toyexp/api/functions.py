@@ -104,7 +104,7 @@ def _build_request(call: str, flags: Mapping[str, str], settings: Sequence[str])
     return build_request(flags, settings)
 
 
-MAX_ROWS = 30  # rows shown of a table
+MAX_ROWS = 30  # maximum number of table rows shown
 
 
 @protect_imports()
@@ -172,7 +172,7 @@ class SweepResult(Sequence[Result]):
         self._results = {job.number: self._result(job) for job, _ in self._ranking.jobs()}
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Pickle only the directory; unpickling reads the sweep again, with the plugins that are installed there."""
+        """Pickle only the directory; unpickling reads the sweep again, with the installed plugins."""
         return SweepResult, (self.directory, None)
 
     @property
@@ -182,9 +182,9 @@ class SweepResult(Sequence[Result]):
 
     @property
     def best(self) -> Result | None:
-        """The best run of the settings with the best mean over seeds.
+        """Best run: of the settings with the best mean over seeds, the run with the best value of `metric`.
 
-        None if no run completed, or if runs used different data, so that their losses cannot be compared.
+        None if no run completed, or if the runs cannot be compared because they used different data.
         """
         return self.runs[0] if self._ranking.best and self.runs else None
 
@@ -208,7 +208,7 @@ class SweepResult(Sequence[Result]):
         for job, point in self._ranking.jobs():
             result, summary = self._results[job.number], job.result
             values: dict[str, Any] = {word.partition("=")[0]: word.partition("=")[2] for word in job.overrides}
-            with contextlib.suppress(UserError):  # the run was resumed since
+            with contextlib.suppress(UserError):  # the run was resumed after this result was read
                 values |= result.settings if result else {}
             scores = {f"held_out_{name}": value for name, value in (summary.get("eval_scores") or {}).items()}
             rows.append({
@@ -221,7 +221,7 @@ class SweepResult(Sequence[Result]):
         return rows
 
     def plot(self) -> Sheet:
-        """Draw what `toyexp compare --plot` draws: a notebook shows it, `plot().write("sweep.svg")` saves it."""
+        """Return the plot of `toyexp compare --plot`. A notebook shows it; `plot().write("sweep.svg")` saves it."""
         from toyexp.results.plot import draw_sheet
 
         return draw_sheet(compare(self).comparison, "sweep", self.directory)
@@ -320,9 +320,10 @@ def evaluate(
 ) -> Evaluation:  # fmt: skip
     """Evaluate a model on held-out data, and return its loss and metrics.
 
-    `model` is a model file, a run directory (or a Result) or a checkpoint. `adapter` is a LoRA adapter file to apply to
-    it. `data` is the path of the data to evaluate on, by default that of the model's run. `plugins` names local plugin
-    modules. `settings` are those of `toyexp eval`: `engine="ggml"`, `batch_size=4`, `**{"data.val_fraction": 0.5}`.
+    `model` is a model file, a run directory (or a Result) or a checkpoint. `adapter` is a LoRA adapter to apply to the
+    model. `data` is the path of the data to evaluate on, by default the data of the model's run. `plugins` names local
+    plugin modules. `settings` are the settings that `toyexp eval` accepts, such as `engine="ggml"`, `batch_size=4` or
+    `**{"data.val_fraction": 0.5}`.
     Raise UserError for invalid settings, or if model, adapter and data do not fit together.
     """
     with isolated_call("toyexp.evaluate", quiet=True):
@@ -345,7 +346,8 @@ def predict(
     """Classify images, and return the `top` most probable classes of each, with their probabilities.
 
     `model` is a model file, a run directory (or a Result) or a checkpoint. `images` are image files and directories
-    with image files. Raise UserError if the model does not read images or if no image can be read.
+    with image files. `engine` is an engine with its settings, such as "cpu:threads=1". `plugins` names local plugin
+    modules. Raise UserError if the model does not read images or if no image can be read.
     """
     with isolated_call("toyexp.predict", quiet=True):
         from toyexp.batching.pictures import require_pillow
@@ -364,8 +366,8 @@ def compare(*runs: str | os.PathLike[str], metric: str | None = None, pool: bool
 
     `runs` are run directories (or Results), sweep directories and directories that contain runs. An argument such as
     "lr>1e-3" is a filter: only matching runs are compared. `metric` ranks the runs, by default the sweep's metric or
-    the held-out loss. If `pool` is True, runs with equal settings in different directories or with different names are
-    combined. Raise UserError if no run matches or has the metric.
+    the held-out loss. If `pool` is True, runs with equal settings form one group even if their directories or names
+    differ. Raise UserError if no run matches the filters, or if no run has the metric.
     """
     with isolated_call("toyexp.compare", quiet=True):
         from toyexp.results.filters import split_filters

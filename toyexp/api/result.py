@@ -39,28 +39,28 @@ FILE_DIRECTORIES = ("checkpoints", "plots", "logs")  # subdirectories listed in 
 class Result:
     """Result of a run: its state and numbers when this object was created, and access to its files and weights.
 
-    Files and weights are read from the run's directory on access, which raises UserError if the run was resumed in the
-    meantime. Wherever a path is expected, the object stands for that directory: `toyexp.run(resume=result)`. If `late`
-    is True, the run's settings and history are also read only on access, which saves time for sweeps of thousands of
-    runs.
+    Files and weights are read from the run's directory when they are accessed. If the run was resumed in the meantime,
+    the access raises UserError. Wherever a path is expected, the object stands for the run's directory:
+    `toyexp.run(resume=result)`. If `late` is True, the run's settings and history are also read only on access, which
+    saves time for sweeps of thousands of runs.
     """
 
     def __init__(
         self, directory: Path, registry: Registry | None = None, checkpoint: Path | None = None, late: bool = False
     ):
         self.directory = directory.absolute()
-        self.checkpoint = checkpoint  # read weights from it, instead of the final ones
+        self.checkpoint = checkpoint  # checkpoint to read weights from; None: use the final weights
         self._registry = registry or load()
         self._when, record = self._start_times(), read_run(self.directory)
         self.name, self._engine_name = record.name, record.engine
         self.state = record.state  # completed, diverged, stopped, pruned, interrupted, failed, killed or running
-        self.why = record.why  # message of the callback that stopped it, or error message, or empty
+        self.why = record.why  # message of the callback that stopped the run, or the error message; otherwise empty
         self.steps = record.steps  # optimiser steps; None if unknown
         self.loss = record.train_loss  # smoothed training loss, over about 50 steps, in nats per target
         # Held-out metrics of the exported model: loss in nats per target, and others such as accuracy.
         self.held_out = {**({} if record.loss is None else {"loss": record.loss}), **record.scores}
-        self.best: dict[str, Any] | None = read_result(directory).get("best")  # step, metric, score: `checkpoint_best`
-        self.seconds, self.speed = record.seconds, record.speed  # total; tokens (or images) per second of steps
+        self.best: dict[str, Any] | None = read_result(directory).get("best")  # of checkpoint_best
+        self.seconds, self.speed = record.seconds, record.speed  # seconds in all; tokens (images) per second
         if not late:
             self.lines()  # reads settings, history and warnings
 
@@ -73,14 +73,14 @@ class Result:
 
     @property
     def _run_directory(self) -> Path:
-        """The run's directory; raise UserError if the run was resumed or moved since this object was created."""
+        """The run's directory. Raise UserError if the run was resumed or moved after this object was created."""
         if self._when != self._start_times():
             now = f"toyexp.open({str(self.directory)!r}) reads it again"
             raise UserError(f"{short_path(self.directory)}: was resumed or moved after this result was read; {now}")
         return self.directory
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Pickle only the paths of run and checkpoint; unpickling reads the run again, with the plugins found there."""
+        """Pickle only the paths of run and checkpoint; unpickling reads the run again, with the installed plugins."""
         return Result, (self.directory, None, self.checkpoint)
 
     # -- training --
@@ -97,7 +97,7 @@ class Result:
 
     @cached_property
     def facts(self) -> dict[str, Any]:
-        """Data of the event `run_start`: a dict for each subject, such as backend (the engine), model and data."""
+        """The event `run_start` of events.jsonl: a dict per subject, such as `backend` (the engine) and `model`."""
         return read_run_facts(self._run_directory)
 
     @cached_property
@@ -124,7 +124,7 @@ class Result:
 
     @cached_property
     def model(self) -> Model:
-        """Model object with the sizes of the trained model, but not its weights, which `parameters` has.
+        """Model object: the architecture and sizes of the trained model. Its weights are in `parameters`.
 
         If the run trained an adapter, this is its base model. Raise UserError if the run left no weights.
         """
@@ -144,7 +144,7 @@ class Result:
         tensors = {t.name: t for t in frozen_tensors(self.model, loaded.path, loaded.adapter)[0]}
 
         def read(name: str) -> np.ndarray:
-            assert self._run_directory  # raises UserError if the run was resumed since
+            assert self._run_directory  # raises UserError if the run was resumed after this object was created
             return np.asarray(tensors[name].values.draw(tensors[name].shape, 0, name), np.float32)
 
         return LazyTensors({name: tensor.shape for name, tensor in tensors.items()}, read)
@@ -178,8 +178,8 @@ class Result:
         """Return a continuation of the prompt, without the prompt itself.
 
         Generation ends after `tokens` tokens, or earlier at the end-of-text token. When the context is full, the model
-        continues from the second half of its tokens. The result is a text. It is a list of token ids if `prompt` is
-        one, or if the model has no tokenizer.
+        continues from the second half of the tokens in it. The result is a text, or a list of token ids if `prompt` is
+        a list of token ids or the model has no tokenizer.
 
         A temperature of 0 means greedy decoding; otherwise, the same `seed` gives the same tokens. If `chat` is True,
         the model's chat template formats the prompt and the `system` message. `engine` names the engine, such as "cpu".
@@ -218,9 +218,10 @@ class Result:
 
     @property
     def _loaded_model(self) -> LoadedModel:
-        """The run's model file, and its adapter if it trained one.
+        """The run's model file, or if the run trained an adapter, this adapter and its base file.
 
-        Raise UserError if the run left no weights or was resumed since, or if the adapter's base file has changed.
+        Raise UserError if the run left no weights, if it was resumed after this object was created, or if the base file
+        has changed.
         """
         from toyexp.inference.loaded_model import LoadedModel
         from toyexp.inference.model_files import ADAPTER, MODEL, find_model_file
@@ -301,7 +302,7 @@ def table_html(heads: Sequence[str], rows: Sequence[Sequence[str]], caption: str
 
 
 def loss_svg(history: History) -> str:
-    """Return an SVG plot of the training loss (a line) and the held-out loss (points), readable on any ground.
+    """Return an SVG plot of the training loss (a line) and the held-out loss (points), for a background of any colour.
 
     Return an empty string if the history has fewer than two values.
     """

@@ -68,11 +68,12 @@ def train(
         result = toyexp.train(model=Llama(d_model=64), engine="cpu", steps=100, lr=1e-3)
 
     The run is written to `directory`, which must be empty, or by default to a new directory below outputs/. To resume a
-    run, pass its directory as `resume`, and the same parts and settings as before. Errors and Ctrl-C are handled as
-    `toyexp.run` describes.
+    run, pass its directory as `resume`, and the same parts and settings as before. Errors and Ctrl-C have the same
+    effect as in `toyexp.run`.
     """
     if resume is not None and directory is not None:
-        raise UserError(f"train directory: resume={printable(str(resume))} uses that directory; leave directory out")
+        where = f"the run continues in resume={printable(str(resume))}"
+        raise UserError(f"train directory={printable(str(directory))}: {where}; leave directory out")
     if isinstance(callbacks, str) or not isinstance(callbacks, Sequence):
         raise UserError("train callbacks: must be a list, such as ['default', 'plots']")
     with isolated_call("toyexp.train", quiet):
@@ -98,7 +99,7 @@ def train(
 
 
 def _extend_registry(parts: Sequence[Any]) -> Registry:
-    """Return a registry of the installed plugins and the classes of `parts`, with which the run can be opened later.
+    """Return a registry of the installed plugins and the classes of `parts`; the Result needs it to open the run.
 
     Raise UserError for a class without a name, or with a name that another class has.
     """

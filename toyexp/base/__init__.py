@@ -1,4 +1,4 @@
-"""General helpers that know nothing of experiments. The names listed here are open to plugins."""
+"""General helpers, independent of the rest of toyexp. Plugins may import the names listed here."""
 
 from typing import TYPE_CHECKING
 

@@ -19,9 +19,9 @@ MESSAGE_LIMIT = 300  # characters of an exception's message
 
 
 def has_own_message(error: BaseException) -> bool:
-    """Return True if an error can be reported as it is, without the name of a plugin.
+    """Return True if an error's message can be printed as it is, without the name of a plugin.
 
-    These are toyexp's own errors, MemoryError, and errors that a signal caused.
+    This holds for toyexp's own errors, for MemoryError, and for errors that a signal caused.
     """
     return isinstance(error, ToyexpError | MemoryError) or hidden_interrupt(error) is not None
 
@@ -29,9 +29,9 @@ def has_own_message(error: BaseException) -> bool:
 def plugin_failure(who: str, when: str, error: Exception | SystemExit, log: Path | None = None) -> Exception:
     """Return the exception to raise in place of `error`, which the plugin `who` raised.
 
-    It is a PluginFailed whose message names the plugin, the moment `when`, and the line of code or the file `log` with
-    the traceback. toyexp's own errors are returned unchanged; an error from importing a third-party package becomes a
-    RunFailed.
+    It is a PluginFailed whose message has the plugin, the moment `when`, and either the line of code or, if given, the
+    file `log`, which has the traceback. toyexp's own errors are returned unchanged; an error from importing a
+    third-party package becomes a RunFailed.
     """
     if has_own_message(error) and isinstance(error, Exception):
         return error
@@ -48,8 +48,9 @@ def plugin_failure(who: str, when: str, error: Exception | SystemExit, log: Path
 class attribute_errors:  # noqa: N801 - a context manager, cheap enough to enter in each step
     """Context manager that converts an exception to a PluginFailed, whose message names the plugin that raised it.
 
-    The plugin is the one whose method is in the traceback, or else `who`; for a BadBatch it is the data plugin `data`.
-    `when` describes the moment. toyexp's own errors and OSErrors about a file are raised unchanged.
+    The message names the plugin whose method is in the traceback, or `who` if there is none; for a BadBatch, it names
+    the data plugin `data`. `when` describes the moment. toyexp's own errors and OSErrors about a file are raised
+    unchanged.
     """
 
     def __init__(self, who: str, when: str | Callable[[], str], log: Path | None = None, data: str = ""):
@@ -78,7 +79,7 @@ class attribute_errors:  # noqa: N801 - a context manager, cheap enough to enter
 
 
 def call_checked(expected: type, method: Callable[..., T], *arguments: object, who: str = "") -> T:
-    """Call a plugin's method and return its result; raise PluginFailed unless it is of type `expected`."""
+    """Call a plugin's method and return its result. Raise PluginFailed if the result is not of type `expected`."""
     result = method(*arguments)
     if not isinstance(result, expected):
         raise wrong_return(method, result, expected.__name__, who)
@@ -97,7 +98,7 @@ def call_for_lines(method: Callable[..., object], *arguments: object) -> list[st
 
 
 def wrong_return(method: Callable[..., object], result: object, expected: str, who: str = "") -> PluginFailed:
-    """Return the PluginFailed for a method that returned another type than expected."""
+    """Return the PluginFailed for a method that returned a wrong type. It names `who`, or the method's class."""
     who = who or type(getattr(method, "__self__", None)).__name__
     return PluginFailed(f"{who}.{method.__name__}() returned {printable(repr(result))}, expected {expected}")
 

@@ -1,8 +1,8 @@
 """Draw plots in toyexp's style, and write them as PNG, SVG or PDF files.
 
-The colours are those of Okabe and Ito ("Color Universal Design", 2008), changed until each contrasts with its ground by
-at least 3:1 and each pair differs by at least 20 in CIELAB, also for the common colour blindnesses. Overlapping curves
-also differ by marker, so that a print in greyscale can be read.
+The colours are those of Okabe and Ito ("Color Universal Design", 2008), changed so that each has a contrast of at least
+3:1 with the background and any two differ by at least 20 in CIELAB, also for people with common colour blindnesses.
+Overlapping curves also differ by marker, so that they can be told apart in greyscale.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from toyexp.base.writing import convert_write_errors, require_writable, write_at
 BLUE, VERMILLION, GREEN, PURPLE = "#0B4A8A", "#B3260A", "#26805A", "#C273A9"
 RED, INK, GREY, PALE = "#CC3311", "#222222", "#555555", "#BBBBBB"
 COLOURS = (BLUE, VERMILLION, GREEN, PURPLE, "#D97A1A", "#3696ED", "#000000", "#968B4A")
-# on dark grounds
+# for dark backgrounds
 DARK_COLOURS = ("#3CC6FF", "#DD7416", "#1E8F5A", "#A06BA5", "#FFE646", "#CBF7FF", "#A9B8A6", "#F1AE6F")
 MARKS = ("o", "s", "^", "D", "v", "P", "X", "p")
 TITLE, LABEL, SMALL = 12.0, 10.0, 9.0  # font sizes in points, for a figure 8 inches wide
@@ -38,9 +38,9 @@ COLUMNS = {
     None: (WIDTH, 1.0),
     "single": (3.5, 0.7),
     "double": (7.2, 0.9),
-}  # of a journal: inches, and scale of the text
+}  # column of a journal: width in inches, and scale of the text
 LOG_RATIO = 20.0  # an axis becomes logarithmic if its largest value is this many times the smallest
-# Metadata by suffix: names toyexp as the creator, and no date, so that equal plots are equal bytes.
+# Metadata of files by suffix: toyexp as the creator, and no date, so that equal plots give equal bytes.
 FILE_METADATA: Mapping[str, Mapping[str, str | None]] = {
     ".png": {"Software": "toyexp"},
     ".svg": {"Creator": "toyexp", "Date": None},
@@ -71,8 +71,8 @@ def require_drawing() -> None:
 def use_plot_style() -> Iterator[None]:
     """Apply toyexp's plot style and matplotlib's defaults, instead of the user's matplotlibrc, inside this context.
 
-    Matplotlib reads these settings when it creates an object and again when it draws it, so do both inside. One thread
-    at a time can enter; others wait. Raise Unavailable if matplotlib is missing or broken.
+    Matplotlib reads these settings when it creates an object and again when it draws it, so do both inside this
+    context. One thread at a time can enter; others wait. Raise Unavailable if matplotlib is missing or broken.
     """
     require_drawing()
     import matplotlib
@@ -83,7 +83,7 @@ def use_plot_style() -> Iterator[None]:
 
 
 def check_plot_path(option: str, typed: str) -> Path:
-    """Check the path `typed` of a plot to write, which is the value of `option`, and return it.
+    """Return the path of a plot to write, after checking it. The user typed it as the value of `option`.
 
     Raise UserError if its suffix is not supported, it cannot be written, or it exists and is not a plot that toyexp
     drew. Raise Unavailable without matplotlib.
@@ -109,7 +109,7 @@ def is_own_plot(path: Path) -> bool:
     try:
         with open_file(path) as file:
             head = file.read(4096)
-            file.seek(max(path.stat().st_size - 65536, 0))  # where a PDF has its metadata
+            file.seek(max(path.stat().st_size - 65536, 0))  # the end of a PDF, where its metadata is
             return any(sign in part for part in (head, file.read()) for sign in _SIGNATURES)
     except (UserError, OSError):
         return False
@@ -121,8 +121,9 @@ class Sheet:
     def __init__(
         self, height: float, title: str, below: str, rows: Sequence[float] = (1,), columns: Sequence[int] = ()
     ):
-        # `height` is in inches; `rows` has relative heights, `columns` the panels per row; -2 is two panels below
-        # each other, with one x axis. Without `columns` each row is one panel, and all rows share the x axis.
+        # `height` is in inches; `below` is the subtitle. `rows` has the relative height of each row, `columns` its
+        # number of panels; -2 means two panels below each other that share the x axis. If `columns` is empty, each row
+        # is one panel, and all rows share the x axis.
         from matplotlib.backends.backend_agg import FigureCanvasAgg  # needs neither a display nor global state
         from matplotlib.figure import Figure
 
@@ -145,7 +146,7 @@ class Sheet:
         self._resize(None)
 
     def _resize(self, column: str | None) -> None:
-        """Set the size of the page and of all text to a journal's column; wrap the text below the title."""
+        """Set the size of the page and of all text for `column`, a key of COLUMNS, and wrap the subtitle."""
         from matplotlib.text import Text
         from matplotlib.transforms import ScaledTranslation
 
@@ -174,7 +175,7 @@ class Sheet:
     def pictures(self, *suffixes: str, column: str | None = None, resolution: int = RESOLUTION) -> dict[str, bytes]:
         """Render the figure in the formats `suffixes`, such as .png, and return {suffix: file content}.
 
-        Equal figures give equal bytes. `column` is a size from COLUMNS, such as single.
+        Equal figures give equal bytes. `column` is a key of COLUMNS, such as single; `resolution` is in dots per inch.
         """
         rendered = {}
         with use_plot_style(), warnings.catch_warnings():
@@ -223,7 +224,7 @@ def set_step_axis(axes: Any) -> None:
 
 
 def set_log_scale(axes: Any, which: str, values: Iterable[float]) -> bool:
-    """Make the axis `which` (`x`, `y`) logarithmic if its values span a factor of LOG_RATIO; return True if so."""
+    """Make the axis `which` (`x`, `y`) logarithmic if `values` span a factor of LOG_RATIO; return True if so."""
     from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
     finite = [value for value in values if math.isfinite(value)]
@@ -247,7 +248,7 @@ def label_line_ends(axes: Any, ends: Sequence[tuple[float, str, str]]) -> None:
     axes.get_ylim()  # matplotlib computes the limits lazily
     finite = sorted((end for end in ends if math.isfinite(end[0])), key=lambda end: end[0])
     height = axes.bbox.height * 72 / axes.figure.dpi
-    apart = 1.25 * LABEL / height  # of the height of the axes
+    apart = 1.25 * LABEL / height  # least distance of labels, as a fraction of the axes' height
     heights = [axes.transAxes.inverted().transform(axes.transData.transform((0, value)))[1] for value, _, _ in finite]
     for i in (i for _ in heights for i in range(1, len(heights))):  # moving two may create a new overlap
         missing = apart - (heights[i] - heights[i - 1])
@@ -258,12 +259,15 @@ def label_line_ends(axes: Any, ends: Sequence[tuple[float, str, str]]) -> None:
 
 
 def caption(axes: Any, text: str, colour: str = GREY, side: str = "right") -> None:
-    """Write a note above a panel, where no data is."""
+    """Write a note above a panel, at its `side` left, center or right."""
     axes.set_title(text, loc=side, fontsize=SMALL, color=colour, pad=7)
 
 
 def fit_y_axis(axes: Any, low: float, high: float, above: str, largest: float) -> None:
-    """Fit the y axis to values from `low` to `high`; if `largest` is higher, write how many are `above`."""
+    """Fit the y axis to values from `low` to `high`.
+
+    If `largest` is higher, add a note such as "3 runs above the shown range, up to 7.2", which begins with `above`.
+    """
     is_log, room = set_log_scale(axes, "y", (low, high)), (high - low) / 20
     if math.isfinite(room) and room:
         axes.set_ylim(*((low * 0.9, high * 1.1) if is_log else (low - room, high + room)))

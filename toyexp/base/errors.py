@@ -15,21 +15,21 @@ class ToyexpError(Exception):
 
 
 class UserError(ToyexpError):
-    """Invalid input, found before anything is built. The message names problem, allowed values and remedy."""
+    """Error: invalid input, found before anything is built. The message names problem, allowed values and remedy."""
 
     exit_code = 2
 
 
 class Unavailable(UserError):
-    """An engine or optional package that was requested but cannot be used; the message says how to install it."""
+    """Error: a requested engine or optional package cannot be used. The message says how to install it."""
 
 
 class Absent(Unavailable):
-    """An optional package that is not installed."""
+    """Error: an optional package is not installed."""
 
 
 class Broken(Unavailable):
-    """A package or engine that is installed but does not work; `fact` is the message without the remedy."""
+    """Error: an installed package or engine does not work. `fact` is the message without the remedy."""
 
     def __init__(self, fact: str, remedy: str = ""):
         self.fact = fact
@@ -37,7 +37,7 @@ class Broken(Unavailable):
 
 
 class UnknownCharacter(UserError):
-    """A character in a text that a tokenizer has no token for."""
+    """Error: a text contains a character for which the tokenizer has no token."""
 
     def __init__(self, character: str, kind: str):
         self.character = character
@@ -45,22 +45,22 @@ class UnknownCharacter(UserError):
 
 
 class SessionError(ToyexpError):
-    """A method of a session (a model on an engine) that was called out of order or with a wrong tensor."""
+    """Error: a method of a session (a model on an engine) was called out of order or with a wrong tensor."""
 
 
 class BadBatch(SessionError):
-    """A batch that is invalid, or does not have the inputs that the recipe declares.
+    """Error: a batch is invalid, or does not have the inputs that the recipe declares.
 
     The message does not name the data plugin; the code that catches this error adds the name.
     """
 
 
 class RunFailed(ToyexpError):
-    """A run that started but could not continue, for example because its loss became NaN."""
+    """Error: a run started but could not continue, for example because its loss became NaN."""
 
 
 class RankFailed(RunFailed):
-    """A failed or lost process of a distributed run; `trace` is its traceback as text, or "" if it sent none."""
+    """Error: a process of a distributed run failed or was lost. `trace` is its traceback, or "" if it sent none."""
 
     def __init__(self, fact: str, trace: str = ""):
         self.trace = trace
@@ -68,13 +68,13 @@ class RankFailed(RunFailed):
 
 
 class PluginFailed(RunFailed):
-    """An unexpected exception in a plugin; the message names the plugin, the moment and the exception."""
+    """Error: an unexpected exception in a plugin. The message names the plugin, the moment and the exception."""
 
 
 def nearest(word: str, choices: Iterable[str]) -> str | None:
     """Return the choice most similar to `word`, or None if none is similar.
 
-    A choice is similar if it is spelled almost alike, or contains the word as one of its parts (batch: batch_size).
+    A choice is similar if it is spelled almost alike, or has the word as one of its parts (`batch_size` for `batch`).
     """
     others = [c for c in choices if c != word]
     if word.lower() in others:
@@ -82,7 +82,7 @@ def nearest(word: str, choices: Iterable[str]) -> str | None:
     parts = set(re.split("[._]", word))
     supersets = [choice for choice in others if parts <= set(re.split("[._]", choice))]
     anagrams = [choice for choice in others if sorted(choice) == sorted(word)]
-    prefixes = [choice for choice in others if word.lower().startswith(f"{choice}_")]  # adamw_torch: adamw
+    prefixes = [choice for choice in others if word.lower().startswith(f"{choice}_")]  # `adamw` for `adamw_torch`
     cutoff = 0.72 if len(word) > 3 else 0.66  # two letters of three
     close = difflib.get_close_matches(word.lower(), others, 1, cutoff)
     candidates = close or anagrams or difflib.get_close_matches(word, supersets, 1, cutoff=0.0) or prefixes

@@ -38,7 +38,7 @@ def run_to_exit_code(work: Callable[[], int], explained: Callable[[str], str] = 
         with catch_signals() as signals:
             code = work()
             if sys.stdout:
-                sys.stdout.flush()  # here a failure can still be reported
+                sys.stdout.flush()  # raises a write error while it can still be reported
             return code
     except KeyboardInterrupt as error:
         return _report_interrupt(error)
@@ -55,7 +55,7 @@ def run_to_exit_code(work: Callable[[], int], explained: Callable[[str], str] = 
             raise
         if isinstance(error, UserError) and (rank := _torchrun_rank()):
             with contextlib.suppress(KeyboardInterrupt):
-                time.sleep(TORCHRUN_GRACE)  # torchrun ends this process if rank 0 reported the same
+                time.sleep(TORCHRUN_GRACE)  # if rank 0 reports the same error, torchrun ends this process meanwhile
             message = f"rank {rank} (on {platform.node()}): {message}"
         print_error(f"error: {explained(message)}")
         return error.exit_code if isinstance(error, ToyexpError) else 1
@@ -64,7 +64,7 @@ def run_to_exit_code(work: Callable[[], int], explained: Callable[[str], str] = 
 
 
 def _torchrun_rank() -> int:
-    """Return this process's rank if `torchrun` started it, else 0."""
+    """Return this process's rank if `torchrun` started it, otherwise 0."""
     try:
         return started_ranks().rank if "TORCHELASTIC_RUN_ID" in os.environ else 0
     except UserError:

@@ -21,7 +21,7 @@ KINDS = {
     stat.S_IFSOCK: "a socket",
 }
 NODE_LIMIT = 20_000  # values in a YAML file; aliased values count each time they are used
-READ_FLAGS = os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)  # never waits for a pipe's writer
+READ_FLAGS = os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)  # opening a pipe never waits
 HEAD_SIZE = 512  # leading bytes of a file, from which its format is guessed
 # Magic bytes of formats that users pass instead of text, and how to convert them.
 NOT_TEXT_HINTS: dict[bytes | tuple[bytes, ...], str] = {
@@ -41,7 +41,7 @@ def wrong_kind(mode: int, expected: int = stat.S_IFREG) -> str | None:
     kind = stat.S_IFMT(mode)
     if kind == expected:
         return None
-    if kind == stat.S_IFIFO and expected == stat.S_IFREG:  # such as <(command), or /dev/stdin after a |
+    if kind == stat.S_IFIFO and expected == stat.S_IFREG:  # such as <(command), or /dev/stdin behind `command |`
         return "is a pipe, which can be read only once; write its output to a file and name that file"
     return f"is {KINDS.get(kind, 'something else')}, not {KINDS[expected]}"
 
@@ -80,7 +80,7 @@ def dangling_link(path: Path) -> Path | None:
 
 
 def require_file(path: str | Path, subject: str, *kinds: int) -> Path:
-    """Return the path if it is a regular file, or of one of `kinds` (such as stat.S_IFDIR) if any are given.
+    """Return the path if it is a regular file or, if `kinds` are given, of one of these (such as stat.S_IFDIR).
 
     Otherwise raise a UserError whose message starts with `subject`.
     """
@@ -88,7 +88,7 @@ def require_file(path: str | Path, subject: str, *kinds: int) -> Path:
         mode = Path(path).stat().st_mode
     except (FileNotFoundError, NotADirectoryError):
         raise UserError(f"{subject}: {explain_missing(Path(path))}") from None
-    except (OSError, ValueError) as error:  # ValueError: a NUL character in it
+    except (OSError, ValueError) as error:  # ValueError: a NUL character in the path
         raise UserError(f"{subject}: cannot be read: {system_message(error)}") from None
     kinds = kinds or (stat.S_IFREG,)
     if stat.S_IFMT(mode) not in kinds:
@@ -130,7 +130,7 @@ def read_file(path: Path, limit: int | None = None) -> bytes:
         if limit is not None and size > limit:
             raise UserError(f"{path}: is larger than the limit of {limit >> 10} KiB")
         try:
-            return file.read(size)  # without bytes appended meanwhile
+            return file.read(size)  # no bytes that were appended meanwhile
         except OSError as error:
             raise UserError(f"{path}: cannot be read: {system_message(error)}") from None
         except MemoryError:

@@ -10,7 +10,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-UNZIP_PREFIX = "toyexp-zip-"  # begins the name of a directory that stands for a zip archive
+UNZIP_PREFIX = "toyexp-zip-"  # of the temporary directory with the files of a zip archive
 
 
 def format_count(n: float) -> str:
@@ -24,7 +24,7 @@ def format_count(n: float) -> str:
 def display_path(path: Path | str) -> str:
     """Return a path as the user knows it.
 
-    Toyexp opens a zip archive as a temporary directory; the path of a file in it is shown without that directory.
+    toyexp unpacks a zip archive into a temporary directory, which is left out of the path of a file in it.
     """
     return re.sub(rf"^(.*[/\\])?{UNZIP_PREFIX}\w+[/\\]", "", str(path))
 
@@ -50,9 +50,9 @@ def short_keys(keys: Sequence[str]) -> list[str]:
 
 
 def describe_parameters(model: Mapping[str, Any]) -> str:
-    """Return text such as "1,200 parameters, 300 train" or "LoRA r=8 on attn_q: 300 of 1,200 parameters", or "".
+    """Return text such as "1,200 parameters, 300 train" or "LoRA r=8 on attn_q: 300 of 1,200 parameters".
 
-    `model` holds the facts of a run's model.
+    `model` has `parameters`, `trainable` and `adapters`, as the event run_start records them. Without them, return "".
     """
     total, trainable = model.get("parameters"), model.get("trainable")
     if (adapters := model.get("adapters")) and isinstance(trainable, int) and isinstance(total, int):
@@ -82,7 +82,7 @@ def format_duration(seconds: float) -> str:
 
 
 def align_columns(rows: Sequence[Sequence[str]], right: Collection[int] = ()) -> list[str]:
-    """Align rows of cells into lines; columns in `right` are right-aligned. A row of one cell is left as it is."""
+    """Align rows of cells into lines; column indices in `right` are right-aligned. Rows of one cell are not changed."""
     table = [row for row in rows if len(row) > 1]
     widths = [max(map(len, column)) for column in zip(*table, strict=True)]
     lines = []

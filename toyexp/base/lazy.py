@@ -20,11 +20,11 @@ def lazy(package: str, file: str) -> tuple[Callable[[str], object], Callable[[],
     def get(name: str) -> object:
         if name not in modules:
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
-        from toyexp.base.signals import protect_imports  # deferred: this function loads its package
+        from toyexp.base.signals import protect_imports  # deferred: importing it calls `lazy` for toyexp.base
 
         with protect_imports():
             value = getattr(import_module(modules[name]), name)
-        # Cache it; importing a submodule of that name may have set it already.
+        # Cache the value; importing a submodule with the same name may have set it already.
         return vars(sys.modules[package]).setdefault(name, value)
 
     return get, lambda: sorted({*vars(sys.modules[package]), *modules}), sorted(modules)

@@ -12,7 +12,7 @@ from toyexp.base.errors import RunFailed, printable
 
 CGROUP_ROOT = Path("/sys/fs/cgroup")
 REMEDY = "reduce batch_size, model.context or model.d_model, or raise optim.accumulate"
-# engine.recompute saves activations, which the memory check before a run does not count.
+# engine.recompute saves memory for activations. The memory check before a run, which uses REMEDY, does not count them.
 TRAIN_REMEDY = f"{REMEDY}, or set engine.recompute=true"
 EVALUATE_REMEDY = "reduce batch_size or model.context"  # for commands that do not train
 
@@ -34,13 +34,13 @@ def available_bytes() -> int | None:
             pages = int(Path("/proc/self/statm").read_text().split()[0])
             limits.append(max(limit - pages * os.sysconf("SC_PAGE_SIZE"), 0))
     if not limits:
-        with contextlib.suppress(OSError, ValueError, AttributeError):  # Windows does not say
+        with contextlib.suppress(OSError, ValueError, AttributeError):  # not available on Windows
             limits.append(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
     return min(limits, default=None)
 
 
 def _cgroup_limits() -> Iterator[int]:
-    """Yield the free memory in bytes of each Linux control group (version 2, as containers use) of this process."""
+    """Yield the free memory in bytes of each Linux control group (cgroup v2) that this process is in."""
     with contextlib.suppress(OSError, ValueError, StopIteration):
         lines = Path("/proc/self/cgroup").read_text().splitlines()
         group_path = CGROUP_ROOT / next(line for line in lines if line.startswith("0::")).removeprefix("0::/")
@@ -62,7 +62,7 @@ def convert_memory_errors(remedy: str = TRAIN_REMEDY) -> Iterator[None]:
         yield
     except MemoryError as error:
         raise RunFailed(f"out of memory ({str(error) or 'allocation failed'}); {remedy}") from error
-    except RuntimeError as error:  # PyTorch only says so in the message
+    except RuntimeError as error:  # PyTorch has no type for it, only the message
         if not re.search(r"out of memory|allocate memory", str(error)):
             raise
         message = str(error).strip().splitlines()[0].rpartition("DefaultCPUAllocator: ")[2]

@@ -49,7 +49,7 @@ TEMPORARY_NAME = re.compile(r"\.tmp-\d+(-\d+)?|\..+\.(yaml|json)\.\d+\.tmp")  # 
 
 
 class DirectoryLocked(UserError):
-    """Another process is writing in the directory."""
+    """Error: another process is writing in the directory."""
 
 
 def lock(path: Path) -> int:
@@ -89,7 +89,7 @@ def _lock(file: int, path: Path, shared: bool = False) -> None:
 
 
 def require_empty(path: Path, key: str) -> None:
-    """Raise UserError unless the directory `path` is missing or empty; the message says what to type.
+    """Raise UserError, with what to type, unless the directory `path` is missing or empty.
 
     `key` is the setting that chooses the directory, such as hydra.run.dir. System files such as .DS_Store do not count.
     """
@@ -104,9 +104,9 @@ def require_empty(path: Path, key: str) -> None:
         if (link := dangling_link(path)) is not None:
             raise UserError(f"{link}: is a link to {link.readlink()}, which does not exist; {other}") from None
         return
-    except OSError as error:  # such as a file, or too long a name
+    except OSError as error:  # such as if `path` is a file, or its name is too long
         raise UserError(f"{path}: cannot be written ({error.strerror}); {other}") from None
-    # A lock and a log: another process has just created the directory.
+    # A directory with a lock and a log: another process has just created it.
     is_starting = "log.txt" in names and any(entry.name == LOCK_FILE for entry in entries)
     has_run = is_starting or any(name in RUN_FILES or TEMPORARY_NAME.fullmatch(name) for name in names)
     if has_run or SWEEP_FILE in names:
@@ -128,7 +128,7 @@ def require_empty(path: Path, key: str) -> None:
 def require_inside(directory: Path) -> None:
     """Raise UserError if a run's or sweep's directory contains a link or a special file such as a pipe.
 
-    Writing through a link would change a file elsewhere. Hidden links are allowed, because toyexp never writes to them.
+    Writing through a link would change a file elsewhere. Hidden links are allowed: toyexp never writes to them.
     """
     for folder in (directory, *(directory / name for name in RUN_DIRECTORIES)):
         with contextlib.suppress(FileNotFoundError), os.scandir(folder) as entries:
@@ -143,7 +143,7 @@ def require_inside(directory: Path) -> None:
 def _is_ignorable(entry: os.DirEntry[str]) -> bool:
     """Return True for an entry that an empty directory may contain.
 
-    These are the names in IGNORED_NAMES, a lock file, and a file to which this process's output is redirected.
+    Such entries are the names in IGNORED_NAMES, a lock file, and a file to which this process's output is redirected.
     """
     if entry.name in IGNORED_NAMES or entry.name.startswith(("._", ".nfs")):
         return True
@@ -207,8 +207,8 @@ class Ledger:
     def output(self, path: Path, grows: bool = False) -> Iterator[Path]:
         """Yield a temporary path to write to; on success, rename the file to `path` and record its digest.
 
-        For a file that `grows`, the digest covers only the bytes written so far, so it stays valid when bytes are
-        appended. Raise FileExistsError if `path` holds a file that this run did not write.
+        If `grows`, the digest covers only the bytes written so far, so it stays valid when bytes are appended to the
+        file. Raise FileExistsError if `path` holds a file that this run did not write.
         """
         if self.foreign_paths([self._name(path)]):
             raise FileExistsError(errno.EEXIST, "it exists and was not written by this run", str(path))
@@ -289,7 +289,7 @@ def _fingerprint_version(path: Path, *_version: int) -> str:
 def fingerprint(path: Path, samples: int = 64, size: int = 1 << 16) -> str:
     """Return a digest of a file as 16 hex digits, reading only part of a large file.
 
-    It covers the length, the first MiB, and `samples` blocks of `size` bytes at equal distances.
+    The digest covers the length, the first MiB, and `samples` blocks of `size` bytes at equal distances.
     """
     digest = hashlib.sha256()
     with open_file(path) as file:

@@ -18,7 +18,7 @@ from typing import NoReturn
 from toyexp.base.errors import Absent, Broken, Unavailable, UserError, printable
 from toyexp.base.signals import hidden_interrupt
 
-# First failure of each package: a second import attempt would fail on the remains of the first.
+# First import error of each package: a second attempt would fail with another error, on the remains of the first.
 _broken_packages: dict[str, str] = {}
 
 
@@ -26,7 +26,7 @@ _broken_packages: dict[str, str] = {}
 def require_package(package: str, how: str, distribution: str = "") -> Iterator[None]:
     """Convert errors from importing `package` inside this context to Absent (not installed) or Broken.
 
-    `how` is the command that installs it. `distribution` is its name on PyPI, if that differs from the module's name.
+    `how` is the command that installs the package; `distribution` is its name on PyPI, if different from `package`.
     """
     title = distribution or package
     if package in _broken_packages:
@@ -83,7 +83,7 @@ def block_exit() -> Iterator[None]:
 
 def explain_import_error(error: BaseException) -> str:
     """Return in one line what went wrong in an import."""
-    while isinstance(error, ImportError) and error.__cause__ is not None:  # numpy wraps it in a page of advice
+    while isinstance(error, ImportError) and error.__cause__ is not None:  # numpy wraps the cause in a page of advice
         error = error.__cause__
     words = " ".join(str(error).split())
     if isinstance(error, UserError):
@@ -92,14 +92,14 @@ def explain_import_error(error: BaseException) -> str:
         return f"there is no module {error.name}{error_location(error, of_plugins=True)}"
     owner = error.obj if isinstance(error, AttributeError) else None
     if isinstance(owner, ModuleType) and owner.__spec__ is not None:
-        words += f" in {owner.__spec__.origin}"  # it may be a local file of the same name
+        words += f" in {owner.__spec__.origin}"  # perhaps a local file with the package's name
     return printable(f"{type(error).__name__}: {words}", 300)
 
 
 def error_location(error: BaseException, of_plugins: bool = False) -> str:
     """Return " (FILE, line N)" for the last traceback frame outside toyexp and the standard library.
 
-    If there is no such frame, use the last frame of all, or with `of_plugins` return "".
+    If there is no such frame, use the last frame of all or, if `of_plugins`, return "".
     """
     frames = [*traceback.walk_tb(error.__traceback__)]
     skipped = {"toyexp", *sys.stdlib_module_names}
@@ -114,7 +114,7 @@ def prefix_unavailable(who: str) -> Iterator[None]:
     try:
         yield
     except Unavailable as reason:
-        if str(reason).startswith(who):  # already named, as for a setting
+        if str(reason).startswith(who):  # the message names it already
             raise
         raise Unavailable(f"{who}: {reason}") from None
 
@@ -142,7 +142,7 @@ def probe_import(package: str) -> str | None:
 def broken_requirement(error: BaseException) -> Broken | None:
     """Return a Broken error that names the third-party package whose import raised `error`.
 
-    Return None if the error did not come from importing one.
+    Return None if the error was not raised while such a package was imported.
     """
     imported, trace = [], error.__traceback__
     while trace is not None:

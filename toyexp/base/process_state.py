@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-# Libraries read these only once, when they load.
+# Variables that libraries read only once, when they load; they are not removed.
 LIBRARY_VARIABLES = ("GOMP_SPINCOUNT", "NVIDIA_TF32_OVERRIDE", "CUBLAS_WORKSPACE_CONFIG")
 
 

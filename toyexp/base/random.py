@@ -1,4 +1,4 @@
-"""Random streams that depend only on a key, equal on every machine."""
+"""Random streams that depend only on a key and are equal on every machine."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def stream(*key: object) -> np.random.Philox:
 
 
 def generator(seed: int, name: str) -> np.random.Generator:
-    """Return a random generator that depends only on `seed` and `name`, independent of those with other names."""
+    """Return a random generator that depends only on `seed` and `name`. Different names give independent generators."""
     import numpy as np
 
     return np.random.Generator(stream(seed, name))

@@ -12,7 +12,7 @@ RANK_VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")  # set by 
 TASK_VARIABLES = ("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS", "OMPI_COMM_WORLD_SIZE")  # set by srun and mpirun
 MAX_PORT = 65535  # highest port
 
-FORK_SERVER_FILE = "TOYEXP_FORKS"  # descriptor of the file from which a sweep's fork server reads its jobs
+FORK_SERVER_FILE = "TOYEXP_FORKS"  # variable with the descriptor from which a sweep's fork server reads jobs
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ def started_ranks() -> Ranks:
 def rank_warnings() -> list[str]:
     """Return a list with one warning if the environment names several processes that will not train together.
 
-    The list is empty otherwise. Such variables are set by `srun` and `mpirun`, or incompletely by hand.
+    If not, return an empty list. `srun` and `mpirun` set such variables, and users may set some of torchrun's by hand.
     """
     if started_ranks().count > 1:
         return []

@@ -11,11 +11,11 @@ import sys
 
 
 def drop_working_directory() -> None:
-    """Remove the entry that `python -m` puts first on sys.path; do nothing otherwise."""
-    if sys.argv[:1] != ["-m"] or sys.flags.safe_path:  # Python's placeholder until it has found the module
+    """Remove the working directory, which `python -m` puts first on sys.path; do nothing if it is not there."""
+    if sys.argv[:1] != ["-m"] or sys.flags.safe_path:  # `-m` is Python's placeholder until it has found the module
         return
     try:
-        here = os.getcwd()  # noqa: PTH109 - pathlib would be looked for first
+        here = os.getcwd()  # noqa: PTH109 - importing pathlib would search this directory
     except OSError:  # the directory was deleted
         return
     if sys.path[:1] in ([""], [here]):

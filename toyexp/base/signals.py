@@ -20,13 +20,13 @@ Handler = Callable[[int, FrameType | None], Any]  # signature of a Python signal
 
 IMPORT_TIMEOUT = 10.0  # seconds that a signal waits for an import to finish
 SIGHUP, SIGUSR1 = getattr(signal, "SIGHUP", None), getattr(signal, "SIGUSR1", None)  # Windows has neither
-USR1_VARIABLE = "TOYEXP_SIGUSR1"  # environment variable for a cluster's warning signal: save (and continue), or end
+USR1_VARIABLE = "TOYEXP_SIGUSR1"  # variable: SIGUSR1, a cluster's warning, means save (and continue) or end
 
 
 def ending_signals() -> list[signal.Signals]:
     """Return the signals that end a run: SIGINT, SIGTERM, SIGHUP (not under `nohup`), and SIGUSR1 if so configured.
 
-    TOYEXP_SIGUSR1=end adds SIGUSR1. Raise UserError if this variable has an unknown value.
+    The environment variable TOYEXP_SIGUSR1=end adds SIGUSR1. Raise UserError if it has an unknown value.
     """
     action = os.environ.get(USR1_VARIABLE) or "save"
     if action not in ("save", "end"):
@@ -40,7 +40,7 @@ _sweep_is_gone = threading.Event()
 
 
 def end_with_sweep() -> None:
-    """Send SIGTERM to this process, so that it saves and exits because its sweep has ended.
+    """Send SIGTERM to this process, so that it saves a checkpoint and exits. Called when its sweep has ended.
 
     If the process also receives a signal from the sweep, the second of the two does not force an immediate exit.
     """
@@ -52,8 +52,8 @@ class Signals:
     """Signals that one run has received, and the handlers that record them.
 
     The first ending signal raises Interrupted, with two exceptions: during training it is only recorded, and the
-    training loop acts on it after the step; during an import it is raised when the import is over. A second one raises
-    at once.
+    training loop acts on it after the step; during an import it is raised when the import is over. A second
+    signal raises at once.
     """
 
     def __init__(self) -> None:
@@ -169,7 +169,7 @@ class CommonSignals(Signals):
 
 @contextlib.contextmanager
 def catch_signals(signals: Signals | None = None) -> Iterator[Signals]:
-    """Record signals that end a run or request a checkpoint inside this context.
+    """Inside this context, record signals that end a run or request a checkpoint.
 
     Yield the object that records them: `signals`, or a new one.
     """
@@ -207,7 +207,7 @@ class Interrupted(KeyboardInterrupt):
 
 
 def hidden_interrupt(error: BaseException | None) -> Interrupted | None:
-    """Return the Interrupted that led to `error`: the error itself or one in its chain of `__context__`; else None."""
+    """Return the Interrupted that led to `error`, itself or one in its `__context__` chain; None if there is none."""
     while error is not None and not isinstance(error, Interrupted):
         error = error.__context__
     return error
@@ -217,7 +217,7 @@ _is_thread_abandoned = False  # whether an interrupted call left its thread runn
 
 
 def run_interruptibly(work: Callable[[], T]) -> T:
-    """Return the result of `work`, run in a thread so that signals are handled during long native calls."""
+    """Run `work` in a thread, so that signals are handled during long native calls, and return its result."""
     global _is_thread_abandoned
     if threading.current_thread() is not threading.main_thread():
         return work()
@@ -234,7 +234,7 @@ def run_interruptibly(work: Callable[[], T]) -> T:
     thread.start()
     try:
         while thread.is_alive():
-            thread.join(0.2)  # the signal may be delivered to another thread
+            thread.join(0.2)  # wakes up, as the signal may go to another thread
     except BaseException:
         _is_thread_abandoned = True
         raise
@@ -246,7 +246,7 @@ def run_interruptibly(work: Callable[[], T]) -> T:
 def end_process(code: int) -> int:
     """Return `code`, or end the process with it at once if an interrupted call has left its thread running.
 
-    In that case a normal exit would abort inside the native (Rust) code of the thread.
+    In that case a normal exit would abort inside the native (Rust) code that the thread still runs.
     """
     if _is_thread_abandoned:
         exit_now(code)
@@ -255,7 +255,7 @@ def end_process(code: int) -> int:
 
 def exit_now(code: int) -> NoReturn:
     """Run exit handlers, flush the streams and end the process without unloading libraries."""
-    atexit._run_exitfuncs()  # temporary directories, log files
+    atexit._run_exitfuncs()  # remove temporary directories, close log files
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(Exception):
             stream.flush()

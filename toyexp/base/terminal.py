@@ -15,7 +15,7 @@ from toyexp.base.errors import UserError, escape_controls
 
 STYLES = {"bold": "1", "red": "31", "green": "32", "yellow": "33"}  # basic colours, readable on dark and light grounds
 COLOUR_CHOICES = ("auto", "always", "never")
-# The part of a line that is coloured, and its style: the first word of an error, warning or note, a verdict, the best.
+# Patterns of words to colour, and their style: the word that begins an error, warning or note; verdicts; `best`.
 _STYLED = (
     (re.compile(r"^(?:toyexp: )?error(?: in job \d+)?:"), "red"),
     (re.compile(r"^(?:toyexp: )?(?:warning|note):|^(?:warning|note)(?=  )"), "yellow"),
@@ -82,7 +82,7 @@ def choose_colour(words: Sequence[str]) -> list[str]:
 def has_colour(stream: IO[str] | None) -> bool:
     """Return True if text on a stream may have colours.
 
-    The option --color decides, then the variables NO_COLOR and FORCE_COLOR, then whether it is a terminal.
+    The option --color decides; without it, NO_COLOR and FORCE_COLOR; without them, whether the stream is a terminal.
     """
     if _colour != "auto":
         return _colour == "always"
@@ -94,7 +94,7 @@ def has_colour(stream: IO[str] | None) -> bool:
 
 
 def paint(text: str, style: str, stream: IO[str] | None = None) -> str:
-    """Return a text in one of STYLES if the stream, by default standard output, has colours; else the text itself."""
+    """Return a text in one of STYLES if the stream, by default standard output, has colours; if not, unchanged."""
     return f"\x1b[{STYLES[style]}m{text}\x1b[0m" if text and has_colour(stream or sys.stdout) else text
 
 
@@ -114,7 +114,7 @@ _status = ""  # text of the status line, erased before the next line
 
 
 def show_status(text: str) -> None:
-    """Show the current activity in the terminal's last line until the next line; "" erases it."""
+    """Show the current activity in the terminal's last line until other output follows; "" erases it."""
     global _status
     if text == _status or _silence_depth or not is_terminal():
         return
@@ -130,7 +130,7 @@ def print_output(text: str, style: str = "") -> None:
 
 
 def print_usage(text: str) -> None:
-    """Print the text of a help; headings, which are lines above an indented line, are bold."""
+    """Print a help text with bold headings; a heading is a line above an indented line."""
     lines = text.split("\n")
     for line, following in zip(lines, [*lines[1:], ""], strict=True):
         print_output(line, "bold" if line[:1].strip() and following[:1] == " " else "")
@@ -162,7 +162,7 @@ def has_output_failed() -> bool:
     if not sys.stdout or sys.stdout.isatty():
         return False
     try:
-        print(flush=True)  # probe: the error does not name its file
+        print(flush=True)  # an OSError does not say whether stdout caused it
     except OSError:
         drop_output()
         return True
@@ -175,7 +175,7 @@ def open_standard_files() -> None:
         try:
             os.fstat(number)
         except OSError:
-            os.open(os.devnull, os.O_RDWR)  # gets the lowest free number
+            os.open(os.devnull, os.O_RDWR)  # gets the lowest free number, which is this one
 
 
 def print_text(text: str) -> None:

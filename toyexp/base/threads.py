@@ -9,7 +9,7 @@ from pathlib import Path
 from toyexp.base.errors import UserError
 from toyexp.base.validators import MAX_INT, is_integer
 
-_WAIT_VARIABLES = {"OMP_WAIT_POLICY", "GOMP_SPINCOUNT"}  # if the user set one of these, it is left alone
+_WAIT_VARIABLES = {"OMP_WAIT_POLICY", "GOMP_SPINCOUNT"}  # how threads wait; if the user set one, it is kept
 
 
 MAX_THREADS = 512  # ggml's limit; too many OpenMP threads end the process
@@ -18,7 +18,7 @@ CORES_VARIABLE = "TOYEXP_CORES"  # environment variable: number of cores for thi
 
 
 def available_cores() -> int:
-    """Return the number of cores to use: TOYEXP_CORES, or all. Raise UserError if it is no whole number."""
+    """Return the number of cores to use: $TOYEXP_CORES, or all. Raise UserError if that is not a whole number."""
     text = os.environ.get(CORES_VARIABLE, "")
     if text and not is_integer(text, 0, MAX_INT):
         raise UserError(f"{CORES_VARIABLE}={text}: must be a number of cores from 1; 0 or unset uses all")
@@ -41,7 +41,7 @@ def core_variables(count: int) -> dict[str, str]:
 
 
 def reduce_spinning() -> None:
-    """Make GNU OpenMP threads spin less: on busy cores spinning makes a run 20 to 50 times slower."""
+    """Let waiting GNU OpenMP threads spin less: on busy cores, spinning makes a run 20 to 50 times slower."""
     if not _WAIT_VARIABLES & os.environ.keys():
         os.environ["GOMP_SPINCOUNT"] = "5000"
 

@@ -1,4 +1,4 @@
-"""Paths on the command line (`~`, letters of any script), the cache directory, and private files."""
+"""Paths on the command line that contain `~` or non-ASCII letters, the cache directory, and private files."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def quote_letters(word: str) -> str:
 
 
 def expand_path(value: Any) -> Any:
-    """Expand `~` in a value from a configuration file if it is text that begins with `~/`; else return it unchanged."""
+    """Expand `~` in a value from a configuration file if it is text that begins with `~/`; return others unchanged."""
     return _expand_user(value) if isinstance(value, str) and value.startswith("~/") else value
 
 
@@ -44,7 +44,7 @@ def _expand_user(path: str) -> str:
 
 
 def cache_dir() -> Path | None:
-    """Return $TOYEXP_CACHE, or toyexp/ in the user's cache directory (XDG); None for a user without a home."""
+    """Return $TOYEXP_CACHE, or toyexp/ in the user's cache directory (XDG); None if the user has no home."""
     toyexp_cache, user_cache = os.environ.get("TOYEXP_CACHE"), os.environ.get("XDG_CACHE_HOME")
     if toyexp_cache or user_cache:
         return Path(toyexp_cache) if toyexp_cache else Path(user_cache or "", "toyexp")
@@ -55,7 +55,7 @@ def cache_dir() -> Path | None:
 
 
 def is_private(path: Path) -> bool:
-    """Return True if only this user or root can have written `path`; False on systems without users."""
+    """Return True if only this user or root can have written `path`; False on Windows."""
     if getattr(os, "getuid", None) is None:
         return False
     try:

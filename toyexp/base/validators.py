@@ -1,4 +1,4 @@
-"""Checks of numeric settings: engines compute in float32, and GGUF files count in 32 bits."""
+"""Checks of settings, such as that numbers fit float32 (used by engines) or 32-bit integers (used by GGUF files)."""
 
 from __future__ import annotations
 

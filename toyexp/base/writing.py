@@ -104,7 +104,7 @@ def swap(new: Path, path: Path) -> None:
 def require_plain(path: Path, kind: int = stat.S_IFREG, grows: bool = False) -> None:
     """Raise UserError if `path` exists and is not of `kind`, by default a regular file; a link is an error too.
 
-    A file that `grows`, which means that it is changed in place, must also have no second hard link.
+    `grows` means that the file is changed in place; it must then also have no second hard link.
     """
     try:
         status = path.lstat()
@@ -113,7 +113,7 @@ def require_plain(path: Path, kind: int = stat.S_IFREG, grows: bool = False) -> 
     if (actual := stat.S_IFMT(status.st_mode)) != kind:
         problem = f"it is {KINDS.get(actual, 'something else')}, not {KINDS[kind]}"
     elif grows and stat.S_ISREG(kind) and status.st_nlink > 1:
-        problem = "it has a hard link, and writing would change that file too"
+        problem = "it has a hard link, a second name under which the file would change too"
     else:
         return
     raise UserError(f"{path}: {problem}; move it away")

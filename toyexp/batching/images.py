@@ -16,7 +16,7 @@ from toyexp.interfaces.dataset import Batch, Batches, Dataset, InputSpec
 
 AUGMENTATIONS = ("none", "flip", "shift", "flip_shift")
 NORMALISATIONS = ("train", "fixed")
-MAX_NAMED = 12  # classes listed by name in a run's output
+MAX_NAMED = 12  # number of class names that a run's output lists
 
 
 class ImageDataset(Dataset):
@@ -36,7 +36,7 @@ class ImageDataset(Dataset):
         remarks: Sequence[str] = (),
         held_out: np.ndarray | None = None,
     ):
-        """Hold out the images where `held_out` [N] is true; if it is None, `val_fraction` of each class."""
+        """Hold out the images where `held_out` [N] is true; if it is None, hold out `val_fraction` of each class."""
         held_out = held_out_mask(labels, val_fraction) if held_out is None else held_out
         if not held_out.any():
             problem = f"data.val_fraction={val_fraction} holds out none of {len(labels)} images"
@@ -46,7 +46,7 @@ class ImageDataset(Dataset):
         self.train = images[~held_out], labels[~held_out].astype(np.int32)
         self.held_out = images[held_out], labels[held_out].astype(np.int32)
         channels = self.image_shape[-1]
-        training = self.train[0] if len(self.train[0]) else images  # an evaluation may hold out all
+        training = self.train[0] if len(self.train[0]) else images  # all may be held out, for an evaluation
         halves = np.full(channels, 0.5)
         self.mean, self.std = mean_and_std(training) if normalise == "train" else (halves, halves)
         self._augment, self._eval_images, self._left_out, self._remarks = augment, eval_images, left_out, remarks
@@ -85,7 +85,7 @@ class ImageDataset(Dataset):
         return {"classes": list(self.classes), "image_mean": mean, "image_std": std}
 
     def match_preprocessing(self, metadata: Mapping[str, Any]) -> None:
-        """Replace pixel mean, std and the numbers of classes by those in `metadata`, from a trained model's file.
+        """Use the pixel mean and std and the class numbers of a trained model, from the `metadata` of its file.
 
         Raise UserError if the data has a class that the model does not know.
         """
@@ -100,7 +100,7 @@ class ImageDataset(Dataset):
             raise UserError(f"its classes are {printable(str(model_classes))}, expected a list of names")
         unknown = [name for name in self.classes if name not in model_classes]
         if unknown and self.classes == tuple(map(str, range(self.vocab))) and self.vocab <= len(model_classes):
-            return  # numbered classes, with the model's numbers
+            return  # class names that are only numbers: equal to the model's numbers
         if unknown:
             names = printable(", ".join(model_classes))
             raise UserError(
@@ -117,7 +117,7 @@ class ImageDataset(Dataset):
 
 
 class Unlabelled(ImageDataset):
-    """Dataset of images without labels for inference, normalised with a model's `mean` and `std` of pixels.
+    """Dataset of images without labels for inference, normalised with the pixel `mean` and `std` of a model.
 
     The images are 8-bit arrays [N, height, width, channels]; `classes` are the model's.
     """
@@ -171,7 +171,7 @@ class ImageBatches(Batches):
         return self._batch(picked, labels[selected])
 
     def held_out(self) -> Sequence[Batch]:
-        """Return batches of held-out images: `eval_images` of them, evenly spread, or all if it is 0.
+        """Return batches of held-out images, evenly spread: as many as the setting `eval_images`, or all if it is 0.
 
         Padding rows of the last batch have weight 0.
         """
@@ -181,7 +181,7 @@ class ImageBatches(Batches):
         batches = []
         for first in range(0, count, self._rows):
             part = indices[first : first + self._rows]
-            padded = np.resize(part, self._rows)  # repeated rows fill the shape, with weight 0
+            padded = np.resize(part, self._rows)  # repeated rows fill the batch, with weight 0
             batch = self._batch(images[padded], labels[padded])
             batch["weights"][len(part) :] = 0
             batches.append(batch)
@@ -206,7 +206,7 @@ def _numbers(name: str, value: object) -> np.ndarray:
 def held_out_mask(labels: np.ndarray, fraction: float) -> np.ndarray:
     """Return a mask [N] that is True for the held-out images: `fraction` of each class.
 
-    It does not depend on the run's seed. Unless `fraction` is 1, at least one image of each class is left to train on.
+    The mask does not depend on the run's seed. Unless `fraction` is 1, it leaves an image of each class to train on.
     """
     order = np.argsort(stream("held-out").random_raw(len(labels)), kind="stable")
     mask = np.zeros(len(labels), bool)
@@ -235,7 +235,7 @@ def mean_and_std(images: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 def augment_image(image: np.ndarray, bits: int, flip: bool, shift: bool) -> np.ndarray:
     """Return an image [height, width, channels] that is randomly mirrored (if `flip`) and shifted (if `shift`).
 
-    The random `bits` decide; a shift is at most an eighth of the size, or one pixel.
+    The random `bits` decide. Shifts are up to an eighth of the height and width, or one pixel if that is less.
     """
     if flip and bits & 1:
         image = image[:, ::-1]

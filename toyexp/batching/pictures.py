@@ -65,7 +65,7 @@ def read_image(
 
 
 def _flat(image: Image, mode: str) -> Image:
-    """Convert an image to 8 bits per channel; transparent parts become black."""
+    """Convert an image to `mode`, with 8 bits per channel; transparent parts become black."""
     from PIL import Image
 
     if image.mode.startswith(("I", "F")):

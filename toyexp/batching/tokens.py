@@ -49,7 +49,7 @@ class TokenDataset(Dataset):
         }
 
     def describe(self) -> dict[str, Any]:
-        """Return token counts and a digest of both parts."""
+        """Return the token counts and a digest of the training and held-out parts."""
         return self._facts
 
     def prompt(self) -> list[int]:
@@ -77,7 +77,7 @@ class TokenDataset(Dataset):
         Raise UserError if the data is shorter than a window.
         """
         for part, ids in (("training", self.train), ("held-out", self.held_out)):
-            if len(ids) <= context and (len(ids) or part == "held-out"):  # an evaluation may hold out all
+            if len(ids) <= context and (len(ids) or part == "held-out"):  # all may be held out, for an evaluation
                 what = f"a window needs model.context + 1 = {context + 1} tokens, but the {part} part of the data has "
                 raise UserError(f"model.context={context}: {what}{len(ids)}; reduce model.context, or use more data")
         return TokenBatches(self.train, self.held_out, context, rows, seed, self._eval_batches)
@@ -94,7 +94,7 @@ class TokenBatches(Batches):
         self._context, self._rows, self._seed = context, rows, seed
         self._eval_batches = eval_batches
         self._span = np.arange(context + 1)
-        # One window fewer than fits, to leave room for the offset; a tiny corpus keeps one.
+        # One window fewer than fits, to leave room for the offset, but at least one.
         self._windows = self.rows_per_epoch = max((len(train) - 1) // context - 1, 1)
         self._order = lru_cache(maxsize=2)(self._epoch_order)
         self.inputs = TOKENS.inputs(context)
@@ -117,16 +117,16 @@ class TokenBatches(Batches):
     def _take_rows(self, first: int, count: int) -> Batch:
         row, end = first * self._rows, (first + count) * self._rows
         starts: list[np.ndarray] = []
-        while row < end:  # a batch may span epochs, several on a tiny corpus
+        while row < end:  # a batch may span two epochs, or more on a tiny corpus
             epoch, position = divmod(row, self._windows)
             starts.append(self._order(epoch)[position : position + end - row])
             row += len(starts[-1])
         return _windows(self._train, np.concatenate(starts), self._span)
 
     def held_out(self) -> Sequence[Batch]:
-        """Return at most `eval_batches` batches of held-out windows, evenly spread over the held-out sequence.
+        """Return batches of held-out windows, evenly spread over the held-out sequence.
 
-        Padding rows of the last batch have weight 0.
+        The setting `eval_batches` limits their number. Padding rows of the last batch have weight 0.
         """
         count = (len(self._held_out) - 1) // self._context
         chosen = min(count, self._eval_batches * self._rows)
@@ -134,7 +134,7 @@ class TokenBatches(Batches):
         batches = []
         for first in range(0, chosen, self._rows):
             part = starts[first : first + self._rows]
-            spare = self._rows - len(part)  # repeated rows fill the shape, with weight 0
+            spare = self._rows - len(part)  # repeated rows fill the batch, with weight 0
             batch = _windows(self._held_out, np.concatenate([part, np.repeat(part[:1], spare)]), self._span)
             batch["weights"][len(part) :] = 0
             batches.append(batch)
@@ -142,11 +142,11 @@ class TokenBatches(Batches):
 
 
 def _digest(parts: Sequence[np.ndarray], step: int = 1 << 20) -> str:
-    """Return the SHA-256 of concatenated arrays, reading `step` ids at a time (they may be memory-mapped)."""
+    """Return the SHA-256 of concatenated arrays as int32, reading `step` ids at a time (they may be memory-mapped)."""
     digest = hashlib.sha256()
     for ids in parts:
         for first in range(0, len(ids), step):
-            digest.update(ids[first : first + step].tobytes())
+            digest.update(ids[first : first + step].astype("<i4", copy=False).tobytes())
     return digest.hexdigest()
 
 
@@ -160,10 +160,11 @@ def _windows(ids: np.ndarray, starts: np.ndarray, span: np.ndarray) -> dict[str,
 
 
 class Dropout(Batches):
-    """Batches that also contain the dropout masks of a plan's adapters, which multiply their input by 1 + mask.
+    """Batches with a mask for each adapter of a plan that has dropout: its input is multiplied by 1 + mask.
 
     It is inverted dropout (Srivastava et al. 2014): the mask is -1 for dropped numbers, and scales the others up. Masks
-    are drawn on the host from (seed, adapter, k), so every engine drops the same numbers. Held-out batches have none.
+    are drawn on the host from (seed, adapter, k), so every engine drops the same numbers. Held-out batches have no
+    masks.
     """
 
     def __init__(self, batches: Batches, plan: Plan, seed: int | None = None):
@@ -171,7 +172,7 @@ class Dropout(Batches):
         self.inputs, self.facts, self.omissions = plan.inputs, batches.facts, batches.omissions
 
     def batch(self, k: int) -> Batch:
-        """Return training batch `k` with a mask for each adapter: an array [rows, *shape of the input]."""
+        """Return training batch `k` with a mask for each adapter: an array [rows, *shape of the adapter's input]."""
         batch = self._batches.batch(k)
         rows = len(batch["targets"])
         masks = {a.mask: self._mask(a.mask, a.dropout, rows, k) for a in self._plan.dropout_adapters}

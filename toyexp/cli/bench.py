@@ -50,8 +50,8 @@ HELP = """\
 usage: toyexp bench [key=value ...] [options]
 
 Time training steps of several engines on this machine. The engines take turns in one process. A setting after an
-engine's name applies to that engine only. Libraries that read a setting once per process (vulkan:half=true next to
-vulkan) need two commands.
+engine's name applies to that engine only. If a library reads a setting only once per process, type two commands (one
+for vulkan:half=true, one for vulkan).
   toyexp bench                                    engines cpu and ggml, default model
   toyexp bench engine=cpu,ggml,ggml:blas=false model=small engine.threads=2
   toyexp bench engine=cuda,cuda:capture=false,cuda:devices=2 engine.tf32=true
@@ -102,14 +102,14 @@ class Work:
     machine: str  # cores, operating system and versions
     model: str  # name, number of parameters, and size of a step
     data: str  # name, and number of tokens in the vocabulary or of classes
-    unit: str  # what speeds count: tokens or images
+    unit: str  # "tokens" or "images": the unit of speeds, per second
     units: int  # number of tokens or images per step
     flops: float  # floating-point operations per step
 
 
 @dataclass(frozen=True)
 class Report(Answer):
-    """Results of a benchmark: speed and memory of each engine and baseline. Ratios compare speeds with the first."""
+    """Results of a benchmark: speed and memory of each engine and baseline, and its speed relative to the first one."""
 
     work: Work
     engines: list[dict[str, Any]]  # measurements in seconds, bytes and operations
@@ -124,8 +124,8 @@ class Report(Answer):
     def lines(self) -> list[str]:
         """Return the report as lines of text.
 
-        These are a table of speeds, a table of memory (unless --no-memory), and notes about engines and baselines, such
-        as their versions and devices.
+        The report is a table of speeds, a table of memory (not with --no-memory), and notes about engines and
+        baselines, such as their versions and devices.
         """
         speed = [["engine", "ms/step", "quartiles", f"{self.work.unit}/s", "GFLOP/s", "of peak", "ratio"]]
         memory = [["engine", "first step", "on device", "peak", "beyond import"]]
@@ -176,7 +176,7 @@ def describe_work(prepared: Prepared) -> Work:
 def row_positions(plan: Plan) -> int:
     """Return how many positions (tokens) the model computes for one row of a batch, as `step_flops` counts them.
 
-    For a sequence this is its length, for an input with several axes the size of the first one, otherwise 1.
+    For a sequence this is its length, for another input with several axes the size of its first axis, otherwise 1.
     """
     name, spec = next((n, spec) for n, spec in plan.inputs.items() if n not in ("targets", "weights"))
     return spec.shape[0] if name == plan.model.reads.sequence or len(spec.shape) > 1 else 1
@@ -187,8 +187,8 @@ def step_flops(plan: Plan) -> float:
 
     This is the estimate of PaLM (Chowdhery et al. 2022, appendix B), which nanoGPT uses too.
 
-    - N is the number of parameters in matrix products. Each takes 2 operations forward and 4 backward; for a frozen
-      weight it is 2 backward, because its own gradient is not computed. N includes adapters and a tied embedding, but
+    - N is the number of parameters in matrix products. Each takes 2 operations forward and 4 backward. A frozen weight
+      takes only 2 backward, because its own gradient is not computed. N includes adapters and a tied embedding, but
       not a table whose rows are only looked up, such as position embeddings.
     - L is the number of layers, d the total width of a layer's attention heads, and T the number of positions in a row.
       Attention counts as if every position attended to all T. A model without n_layers or d_model counts 6 N only.
@@ -215,7 +215,7 @@ def measure(request: Request, labels: Sequence[str], arguments: Arguments, watch
     `labels` are the engines as typed, such as ggml:blas=false. Before the first step, call `watch` with one line each
     about the machine, the model and the data.
     """
-    environment = dict(os.environ)  # engines may change it, for libraries that read it once
+    environment = dict(os.environ)  # a copy, because engines set variables for libraries that read them only once
     runs = prepare_runs(request, labels)
     first = runs[labels[0]]
     settings = [str(override.input_line) for override in request.settings]
@@ -227,7 +227,7 @@ def measure(request: Request, labels: Sequence[str], arguments: Arguments, watch
 
     entries = [Entry(label, settings, label) for label in labels]
     batches = [first.batches.batch(k) for k in range(BATCHES)]
-    ready: dict[str, tuple[Stepper, int]] = {}  # with the steps per round
+    ready: dict[str, tuple[Stepper, int]] = {}  # by name: the open stepper, and its number of steps per round
     left_out: dict[str, str] = {}
     measured = {} if arguments.no_peak else runs
     peaks = {label: measure_peak(prepared.config.engine, prepared.plan.rows) for label, prepared in measured.items()}
@@ -271,8 +271,8 @@ def take_turns(
 ) -> dict[str, list[float]]:
     """Time the steppers in turn, `rounds` times each, and return {name: seconds per step in each round}.
 
-    `ready` holds each stepper with its number of steps per round. Each round begins with the next stepper, so that
-    none is always first.
+    `ready` holds each stepper (an engine or baseline that is ready to train) and its number of steps per round. Each
+    round begins with another stepper, so that none is always first.
     """
     names = list(ready)
     seconds: dict[str, list[float]] = {name: [] for name in names}
@@ -294,8 +294,8 @@ ROW = 0.5  # inches
 def sheet(engines: Sequence[Mapping[str, Any]], unit: str, title: str, below: Sequence[str]) -> Sheet:
     """Return a plot with a bar for the speed of each engine, in `unit` (tokens or images) per second.
 
-    `engines` are those of a report, and `below` are the parts of the subtitle. The length of a bar is the median over
-    the rounds. A line in it spans the interquartile range, and each round has a mark.
+    `engines` is the field of that name in a Report, and `below` are the parts of the subtitle. The length of a bar is
+    the median over the rounds. A line in the bar spans the interquartile range, and each round has a mark.
     """
     rounds = len(engines[0]["rounds"])
     how = f"bars: median of {pluralise(rounds, 'round')}, lines: interquartile range" if rounds > 1 else ""

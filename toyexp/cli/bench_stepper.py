@@ -1,7 +1,7 @@
-"""Measurements for `toyexp bench`, and the preparation of a run on several engines for `parity` and `doctor` too.
+"""Measurements for `toyexp bench`. Also prepares a run on several engines, for `bench`, `parity` and `doctor`.
 
-A stepper takes training steps with an engine, or with a baseline such as nanoGPT, behind one interface. When it is run
-as a program, this module measures the memory and the startup time of a single stepper.
+A stepper is a common interface to an engine and to a baseline such as nanoGPT; it takes training steps. Run as a
+program, this module measures the memory and the startup time of a single stepper.
 """
 
 from __future__ import annotations
@@ -42,13 +42,13 @@ from toyexp.training.experiment import prepare
 from toyexp.training.run_config import Prepared
 from toyexp.training.settings import OF_A_RUN, Settings, keys_by_role
 
-RUN_ONLY_KEYS = {*keys_by_role(OF_A_RUN, Settings), "sweep", "hydra"}  # keys that have no effect outside of a run
+RUN_ONLY_KEYS = {*keys_by_role(OF_A_RUN, Settings), "sweep", "hydra"}  # have no effect in bench, parity and doctor
 FIGURES = ("first_step_seconds", "device_bytes", "peak_rss_bytes", "beyond_import_bytes")  # see measure_alone
-STEPS_ALONE = 3  # later steps may need more memory than the first
+STEPS_ALONE = 3  # steps taken to measure memory; later steps may need more than the first
 SLICE = 0.3  # seconds per round of one stepper
 WARM_UP = 0.1  # minimum seconds of steps that are not timed
 WARM_UP_STEPS = 3  # minimum number of steps that are not timed
-BATCHES = 8  # prepared in advance, and reused
+BATCHES = 8  # number of batches, which are prepared in advance and reused
 BASELINES = Path(__file__).resolve().parents[2] / "tests" / "benchmarks" / "baselines"
 
 
@@ -63,10 +63,10 @@ def prepare_runs(request: Request, labels: Sequence[str]) -> dict[str, Prepared]
 def parse_engines(
     command: str, arguments: Arguments, ignored: Collection[str], default: str = "cpu,ggml"
 ) -> tuple[Request, list[str]]:
-    """Return the settings of the experiment, without `engine=`, and the labels of the engines to run it on.
+    """Return the settings of the experiment without `engine=`, and the engines in `engine=` as typed, such as cpu.
 
-    `default` lists the engines if the user typed no `engine=`. Raise UserError for a setting with several values, and
-    for one whose key is in `ignored`, because `command` does not use it.
+    `default` lists the engines if the user typed no `engine=`. `ignored` has the keys that have no effect in `command`.
+    Raise UserError for a setting with such a key, and for a setting with several values.
     """
     labels, settings = take_engines(arguments.settings, default)
     return parse_experiment(command, settings, ignored), labels
@@ -75,14 +75,14 @@ def parse_engines(
 class Stepper(Protocol):
     """Interface to an engine or a baseline that is ready to train: it takes and times training steps."""
 
-    note: str  # versions, device and threads
+    note: str  # versions, device and threads, for the report
     devices: int = 1  # number of devices that share the work
     pids: Sequence[int] = ()  # process ids of its other processes on this machine
 
     def step(self, batch: Batch) -> object:
         """Launch one training step.
 
-        Return when this step has finished, or on an asynchronous device when an earlier one has.
+        Return when this step has finished. On an asynchronous device, return when an earlier step has finished.
         """
 
     def wait(self) -> None:
@@ -118,14 +118,14 @@ class EngineStepper(Stepper):
         facts_note, is_auto, _ = prepared.config.engine_note.partition(" (auto")
         device = facts_note.partition(": ")[2].split(", ")
         threads = [pluralise(facts["threads"])] if "threads" in facts and self.devices == 1 else []
-        # An engine may report a fact twice.
+        # dict.fromkeys drops repetitions: an engine may report a fact twice.
         note = ", ".join(dict.fromkeys([facts.get("framework", device[0]), *device, *threads]))
         note = f"{prepared.config.engine.name}: {note}" if is_auto else note
         idle = [text for text in prepared.warnings if text.startswith("engine.")]
         self.note = "; ".join((note, *idle, *prepared.config.engine.advice(), *self.session.notes()))
 
     def step(self, batch: Batch) -> None:
-        """Launch one step with the optimiser's scalars for it, at the constant base learning rate.
+        """Launch one step with a constant learning rate, the setting `lr`.
 
         If the session's queue of launched steps is full, wait for the oldest.
         """
@@ -150,7 +150,7 @@ class EngineStepper(Stepper):
 
 
 def worker_pids(ranks: Sequence[str]) -> list[int]:
-    """Return the ids of the other processes of a distributed run that are on this machine.
+    """Return the process ids of those other processes of a distributed run that are on this machine.
 
     `ranks` describes each process, such as `pid 12 on host`.
     """
@@ -159,9 +159,9 @@ def worker_pids(ranks: Sequence[str]) -> list[int]:
 
 
 def warm_up(open_stepper: Callable[[], Stepper], batches: Sequence[Batch], steps: int) -> tuple[Stepper, int]:
-    """Open a stepper, take a few steps that are not reported, and return it and its number of steps per round.
+    """Open a stepper, take a few steps that are not reported, and return the stepper and its number of steps per round.
 
-    That number is `steps`, or if `steps` is 0, as many as take SLICE seconds.
+    This number is `steps`. If `steps` is 0, it is the number of steps that take about SLICE seconds.
     """
     stepper = open_stepper()
     try:
@@ -179,15 +179,15 @@ def warm_up(open_stepper: Callable[[], Stepper], batches: Sequence[Batch], steps
 
 @dataclass(frozen=True)
 class Entry:
-    """Name and settings of an engine or baseline to measure; its libraries need not be imported yet."""
+    """Name and settings of an engine or baseline to measure. Creating an Entry imports none of its libraries."""
 
     name: str
-    settings: list[str]  # as typed, without the engine
-    engine: str  # label, such as ggml:threads=1
-    file: str = ""  # path of the baseline; empty for an engine
+    settings: list[str]  # overrides as typed, without engine=
+    engine: str  # as typed, such as ggml:threads=1
+    file: str = ""  # path of the baseline's Python file; empty for an engine
 
     def prepare(self) -> tuple[Prepared, Callable[[], Stepper]]:
-        """Prepare a run of the experiment; return it, and a function that opens the stepper for it."""
+        """Prepare a run of the experiment; return the run, and a function that opens the stepper for it."""
         prepared = prepare_runs(Request.parse(self.settings), [self.engine])[self.engine]
         if not self.file:
             return prepared, partial(EngineStepper, prepared)
@@ -196,10 +196,10 @@ class Entry:
 
 
 def baselines(settings: Sequence[str], engines: Iterable[str]) -> Iterable[tuple[str, Entry | str]]:
-    """Return a pair for each baseline that compares with these engines: its name, and its entry to measure.
+    """Return a pair for each baseline that can be compared with these engines: its name, and its Entry.
 
-    If the baseline's library cannot be imported, the second value is the reason, a string. Raise UserError if toyexp is
-    installed without its source checkout, which has the baselines.
+    If the baseline's library cannot be imported, the second value is a string with the reason. Raise UserError if
+    toyexp does not run from a checkout of its source code, because only a checkout has the baselines.
     """
     if not BASELINES.is_dir():
         raise UserError(
@@ -216,7 +216,7 @@ def baselines(settings: Sequence[str], engines: Iterable[str]) -> Iterable[tuple
 
 
 SIZES = ((256, 4), (1024, 8), (4096, 16), (8192, 16))  # matrix size, number of products
-LONG_ENOUGH = 0.02  # seconds after which no larger size is tried: call overhead is negligible
+LONG_ENOUGH = 0.02  # seconds of a batch after which no larger size is tried, because call overhead is negligible
 REPETITIONS = 5
 
 
@@ -231,10 +231,10 @@ class Peak:
 def measure_peak(engine: Engine, max_rows: int) -> Peak:
     """Measure the highest speed that an engine reaches in products of n x n matrices, for several n.
 
-    The products are computed by the engine's own op and dtype, in the forward pass of an evaluation, and each counts
-    2 n^3 operations. So the result depends on the current clock and the installed libraries, unlike the peak in a data
-    sheet. An engine on several devices gets a batch of as many rows as it needs, at most `max_rows`. Errors of the
-    engine, such as too little memory, are raised.
+    The engine computes the products with its own op and dtype, in the forward pass of an evaluation. Each product
+    counts as 2 n^3 operations. Unlike the peak in a data sheet, the result depends on the current clock and the
+    installed libraries. An engine on several devices gets the smallest batch that it can split, of at most `max_rows`
+    rows. Errors of the engine, such as too little memory, are raised.
     """
     best = Peak(0.0, 0)
     for size, products in SIZES:
@@ -283,7 +283,7 @@ CLASSES = 8
 
 
 class RepeatedNormal(Normal):
-    """Initial values that repeat a short normal sample: 8192 x 8192 samples would take longer than the products."""
+    """Initial values that repeat 2^20 normal samples; drawing 8192 x 8192 would take longer than the products."""
 
     def draw(self, shape: tuple[int, ...], seed: int, name: str) -> np.ndarray:
         """Draw 2^20 normal values and repeat them until they fill `shape`."""
@@ -306,7 +306,7 @@ class Products(Model):
     def tensors(self) -> list[TensorSpec]:
         """Return the tensors: an embedding, one matrix for all products, and an output matrix.
 
-        The standard deviation of the matrices keeps the scale of activations from product to product.
+        The standard deviation of the matrices is such that each product keeps the scale of the activations.
         """
         size, std = self.size, self.size**-0.5
         return [
@@ -329,12 +329,12 @@ class Products(Model):
 def measure_alone(entry: Entry, environment: Mapping[str, str] | None = None) -> dict[str, float | None]:
     """Measure startup time and memory of an engine or baseline in a new process; raise RunFailed if that fails.
 
-    The result has these keys, whose names are FIGURES:
+    The keys of the result are the names in FIGURES:
 
     - first_step_seconds: from the start of the process to the end of the first step, including imports
     - device_bytes: peak memory on the device; None if unknown
     - peak_rss_bytes: peak host memory of the process and its workers; None if the system does not report it
-    - beyond_import_bytes: how far the peak of the process, without workers, exceeds its memory after imports
+    - beyond_import_bytes: peak host memory of the process (without workers) minus its memory after imports
     """
     command = [sys.executable, "-m", "toyexp.cli.bench_stepper", json.dumps(asdict(entry)), str(time.monotonic())]
     process = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
@@ -349,7 +349,7 @@ def measure_alone(entry: Entry, environment: Mapping[str, str] | None = None) ->
 def main(words: Sequence[str]) -> None:
     """Measure one entry in this process, for `measure_alone`, and print the values named in FIGURES as JSON.
 
-    `words` are the entry as JSON, and the time.monotonic() at which the process was started.
+    `words` are the entry as JSON, and the value of time.monotonic() when the process was started.
     """
     entry, began = Entry(**json.loads(words[0])), float(words[1])
     prepared, open_stepper = entry.prepare()
@@ -392,9 +392,9 @@ def _linux_memory(pid: int | str) -> tuple[int, int] | None:
 
 
 def reset_peak() -> None:
-    """Set this process's peak memory to its current memory, on Linux; elsewhere do nothing.
+    """Set the recorded peak memory of this process to its current memory, on Linux; elsewhere do nothing.
 
-    Without this, the peak could be that of reading the data, which may need more memory than training.
+    Otherwise the peak could come from reading the data, which may need more memory than training.
     """
     with contextlib.suppress(OSError):
         Path("/proc/self/clear_refs").write_text("5")

@@ -1,6 +1,6 @@
-"""Table of the built-in sub-commands and their options; the module that runs a command is imported when it is called.
+"""Table of the built-in sub-commands and their options. Running a command imports the module that implements it.
 
-Built-in commands are registered through the same hook as those of plugins. A plugin cannot take a built-in name.
+Built-in commands are registered through the same hook as commands of plugins. A plugin cannot use a built-in name.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ SETTINGS_ONLY = ("bench", "parity")
 
 
 class BuiltInCommand(Command):
-    """A sub-command that a module of toyexp/cli/ implements with a usage text, HELP, and a function `run`.
+    """A sub-command that is implemented by a module in toyexp/cli/ with a usage text, HELP, and a function `run`.
 
-    A module with several commands, such as files, has HELP_EXPORT and run_export for the command `export`. Where the
-    usage text has the line `options`, argparse inserts the list of options.
+    A module with several commands has one pair for each, such as HELP_EXPORT and run_export for the command `export`.
+    argparse inserts the list of options below the line `options` of the usage text.
     """
 
-    module: ClassVar[str]  # module of toyexp/cli/ with several commands; empty: the module has the command's name
+    module: ClassVar[str]  # name of a module with several commands; empty if the module is named like the command
     options: ClassVar[Sequence[Option]]
 
     def _load(self, name: str) -> Any:
@@ -48,7 +48,7 @@ class BuiltInCommand(Command):
     def usage(self, modules: Sequence[str] = ()) -> str:
         """Return the text of `toyexp NAME --help`.
 
-        A HELP that lists plugins is a function; it is called with `modules`, the names of local plugins.
+        If HELP is a function (because it lists plugins), call it with `modules`, the names of local plugin modules.
         """
         text, parser = self._load("HELP"), Parser(self.name, usage=argparse.SUPPRESS)
         self.configure(parser)
@@ -59,7 +59,7 @@ class BuiltInCommand(Command):
     def read(self, words: Sequence[str]) -> Arguments:
         """Parse the words after `toyexp NAME`; raise UserError for a setting that the command does not take.
 
-        The words of `completion` are not parsed, because the shell passes the command line that it completes.
+        The words of `completion` are not parsed, because they contain the user's unfinished command line.
         """
         if self.completions == "shells":
             return Arguments(rest=list(words))
@@ -84,7 +84,7 @@ class BuiltInCommand(Command):
         setting = dashed_setting(word, after) if "settings" in self.completions else None
         if self.name == "generate" and (option := other_tools("generate").get(word.partition("=")[0])):
             return UserError(f"generate {word}: unknown option; use {option}")
-        # Only parity takes a number of steps, and none of these commands takes epochs.
+        # Of the commands that take settings, only parity takes `steps`, and none takes `epochs`.
         if setting and not setting.startswith("epochs=" if self.name == "parity" else ("steps=", "epochs=")):
             return UserError(f"{self.name} {word}: settings have no dashes: {setting}")
         return super().unknown_option(word, after)
@@ -114,7 +114,7 @@ def _number(flag: str, example: str, about: str, high: float = 10**6) -> Option:
 def number(low: float, high: float = math.inf, integer: bool = False) -> Callable[[str], float]:
     """Return a function for argparse's `type=` that parses a number and rejects one outside `low` to `high`.
 
-    With `integer`, it parses an int, otherwise a float.
+    If `integer` is True, the function parses an int, otherwise a float.
     """
 
     def parse(text: str) -> float:
@@ -158,7 +158,7 @@ BUILT_IN = (
     _command("parity", "Compare the results of several engines, within tolerances.", "settings",
         _value("--loss", "1e-3", "maximum difference of the loss at any step", number(0)),
         _value("--gradient", "1e-3", "maximum relative error of a tensor's gradient, on the first batch", number(0)),
-        _value("--weights", "1e-3", "maximum difference of a tensor after training, relative to its change", number(0)),
+        _value("--weights", "1e-3", "maximum error of a tensor after training, relative to its change", number(0)),
         _switch("--all", "list every tensor, not only the worst ones"),
         _value("--plot", "parity.svg", PLOT), COLUMN, JSON),
     _command("bench", "Compare the speed and memory of engines on this machine.", "settings",
@@ -179,7 +179,7 @@ BUILT_IN = (
         module="files"),
     _command("generate", "Generate text with a model file.", "file",
         _value("--prompt", "TEXT", "prompt; - reads it from standard input", str),
-        _value("--ids", "1,2,3", "prompt as token ids; without a tokenizer the output is ids too", ids),
+        _value("--ids", "1,2,3", "prompt as token ids; the output is ids too if there is no tokenizer", ids),
         _switch("--chat", "use the chat template; without --prompt, hold a conversation; see below"),
         _value("--system", "TEXT", "with --chat: the system message"),
         _number("--tokens", "64", "maximum number of new tokens (default: 64; 512 per answer in a conversation)"),
@@ -209,7 +209,7 @@ BUILT_IN = (
         _switch("--csv", "print every column as CSV"), _switch("--json", "print the runs with all metrics as JSON")),
     _command("compare", "Compare runs and sweeps: their settings and results.", "directory",
         _value("--metric", "accuracy", "held-out metric to rank by (default: loss, or the sweep.metric of a search)"),
-        _switch("--pool", "group equal runs of different directories or names; see below"),
+        _switch("--pool", "group equal runs even if their directories or names differ; see below"),
         _switch("--csv", "print one CSV row per run"), _switch("--json", "print groups, runs and settings as JSON"),
         _value("--html", "report.html", "write a self-contained HTML report (pip install 'toyexp[report]')"),
         _value("--plot", "curves.svg", "draw a plot: .svg, .png or .pdf (pip install 'toyexp[plots]')"), COLUMN,
@@ -230,7 +230,7 @@ def register_commands(register: Register) -> None:
 def find(name: str, words: Sequence[str]) -> Command | None:
     """Return the command of this name, or None if there is none.
 
-    For a name that is not built in, load the installed plugins and the local ones of plugins=[...] in `words`.
+    If the name is not built in, load the installed plugins and the local ones that plugins=[...] in `words` names.
     """
     if name in COMMANDS:
         return COMMANDS[name]()

@@ -30,7 +30,7 @@ from toyexp.interfaces.command import Arguments, Command
 from toyexp.plugins.discovery import load
 from toyexp.plugins.settings import Setting, list_settings
 
-PATH = re.compile(r"\b(file|folder|GGUF|directory)\b")  # words in the comment of a setting that mean a path
+PATH = re.compile(r"\b(file|folder|GGUF|directory)\b")  # in a setting's comment: its value is a path
 RUNS = 20  # number of newest runs offered
 SHELLS = ("bash", "fish", "zsh")
 
@@ -42,17 +42,17 @@ class Candidate:
     text: str  # the whole completed word
     help: str = ""  # description that zsh and fish show
     more: bool = False  # True: the shell adds no space after it, because more text must follow
-    path: bool = False  # True: it is a path, whose special characters are escaped
+    path: bool = False  # True: the text is a path, so bash needs its special characters escaped
 
 
 def complete(words: Sequence[str]) -> list[Candidate]:
-    """Return the completions of the last of `words`, which follow `toyexp` on the line; it may be empty."""
+    """Return the completions of the last word, which may be empty. `words` are those after `toyexp` on the line."""
     *before, word = words
     command = find(before[0], before) if before and before[0].isidentifier() else None
     unique: dict[str, Candidate] = {}
     for candidate in Line(before, word).candidates(command):
         if candidate.text.startswith(word):
-            unique.setdefault(candidate.text.removesuffix("/"), candidate)  # a run directory is a complete value
+            unique.setdefault(candidate.text.removesuffix("/"), candidate)  # offer a run once, without slash
     return sorted(unique.values(), key=lambda c: c.text)
 
 
@@ -65,7 +65,7 @@ class Line:
     # -- kinds of words ------------------------------------------------------------------------------------------
 
     def candidates(self, command: Command | None) -> Iterator[Candidate]:
-        """Yield completions of the word at the cursor, also some that do not begin with it.
+        """Yield candidates for the word at the cursor; some do not begin with it, and `complete` drops these.
 
         `command` is the sub-command of the line, or None for a run or sweep. After an option, yield values of that
         option. If the word begins with a dash, yield options. Otherwise yield settings, files or names.
@@ -219,8 +219,8 @@ class Line:
 def possible_values(setting: Setting) -> tuple[list[str], tuple[str, ...] | None]:
     """Return the values that a setting can have, and the suffixes of the files that it accepts.
 
-    Both are read from its type and its comment, such as `one | other (why) | a GGUF file`. The suffixes are None if
-    the setting is not a path, () if any file is accepted, and ("/",) if only directories are.
+    Both come from the setting's type and its comment, such as `one | other (why) | a GGUF file`. The suffixes are None
+    if the setting is not a path, () if it accepts any file, and ("/",) if it accepts only directories.
     """
     if setting.type.startswith("bool"):
         return ["true", "false"], None
@@ -242,7 +242,7 @@ def possible_values(setting: Setting) -> tuple[list[str], tuple[str, ...] | None
 def paths(word: str, suffixes: Sequence[str] = ()) -> Iterator[Candidate]:
     """Yield directories and files that begin with `word`.
 
-    Files are limited to those with one of `suffixes`, if any are given; ("/",) leaves only directories.
+    If `suffixes` is not empty, yield only the files that end in one of them. With ("/",) yield only directories.
     """
     folder, slash, start = word.rpartition("/")
     with contextlib.suppress(OSError), os.scandir(Path(folder + slash or ".").expanduser()) as entries:
@@ -321,7 +321,7 @@ SHELL_CHARACTERS = r"""[ \t\n"'`\\$&;<>|()!*?]"""  # characters that bash needs 
 
 
 def run(arguments: Arguments) -> int:
-    """Print the completion script of a shell. With --for, which the script passes, print completions of a line."""
+    """Print the completion script of a shell, or with --for, which only that script types, completions of a line."""
     words = arguments.rest
     if words[:1] == ["--for"] and words[1:2] and words[1] in SHELLS:
         print_line("\n".join(answer(words[1], words[2:])))
@@ -336,7 +336,8 @@ def run(arguments: Arguments) -> int:
 def answer(shell: str, words: Sequence[str]) -> list[str]:
     """Return the lines that a shell's script reads: one per completion, in the format of that shell.
 
-    For bash, `words` are the line up to the cursor and COMP_WORDBREAKS. For zsh and fish they are the line's words.
+    For bash, `words` are two: the line up to the cursor, and COMP_WORDBREAKS. For zsh and fish, `words` are those after
+    `toyexp` on the line.
     """
     if shell == "bash":
         typed = read_line(*words[:2])
@@ -367,8 +368,8 @@ class TypedLine(NamedTuple):
 def read_line(line: str, breaks: str = "") -> TypedLine:
     """Split a command line, which may end within a word or a quote, into words.
 
-    Readline replaces only the text after the last of the characters `breaks`. Assignments before the command, such as
-    CUDA_VISIBLE_DEVICES=0, are dropped.
+    Of the last word, readline replaces only the text after the last character that is one of `breaks`. Assignments
+    before the command, such as CUDA_VISIBLE_DEVICES=0, are dropped.
     """
     for quote in ("", "'", '"'):
         with contextlib.suppress(ValueError):  # another quote is open

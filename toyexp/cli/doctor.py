@@ -1,4 +1,4 @@
-"""`toyexp doctor`: check which engines work here and whether their numbers are right; show which device runs an op."""
+"""`toyexp doctor`: check which engines work here and whether their numbers are right, and which device runs each op."""
 
 from __future__ import annotations
 
@@ -52,11 +52,11 @@ options
 
 
 def run(arguments: Arguments) -> int:
-    """Print the status of each engine, or with --numerics its errors, or with --graph the device of each op.
+    """Print the status of each engine, or with --numerics its numerical errors, or with --graph the device of each op.
 
     Return the exit code: 1 if a numerical check fails, otherwise 0.
     """
-    working_directory()  # without one MKL ends the process
+    working_directory()  # raises if the directory was deleted; importing MKL would then end the process
     if arguments.graph:
         request, labels = parse_engines(
             "doctor --graph", arguments, {*RUN_ONLY_KEYS, "steps", "lr", "callbacks"}, "ggml"
@@ -104,7 +104,7 @@ def _check_numerics(arguments: Arguments) -> int:
 
 
 def placement(runs: Mapping[str, Prepared]) -> list[str]:
-    """Return lines of text that list, for each engine, the ops of a training step on each device and their number.
+    """Return lines of text with the ops of a training step that run on each device of each engine, and their number.
 
     `runs` maps each engine, as typed, to its prepared run. An engine without a static graph gets a line that says so.
     """
@@ -187,25 +187,25 @@ TRAINING_CASE = "rope"  # case of the short training: grouped-query attention wi
 
 @dataclass(frozen=True)
 class Line:
-    """Result of one numerical check of an engine: of an op, or of a short training."""
+    """Result of one numerical check of an engine: the check of an op, or that of a short training."""
 
     name: str
     values: float  # largest error of logits and loss, relative to the largest logit or the loss
-    gradients: float  # relative error (norm) of the worst gradient; for a training, of the worst tensor's change
+    gradients: float  # relative error (norm) of the worst gradient; for a training, error of the worst tensor's change
     tolerances: tuple[float, float]  # maximum of `values`, and of `gradients`
     failure: str = ""  # error message of the engine, if it raised
 
     @property
     def passed(self) -> bool:
-        """True if both errors are within their tolerances; an error of NaN is not."""
+        """True if both errors are within their tolerances. False if an error is NaN or the engine raised."""
         return not self.failure and self.values <= self.tolerances[0] and self.gradients <= self.tolerances[1]
 
 
 def build_engines(labels: Sequence[str], registry: Registry) -> list[tuple[str, Engine]]:
     """Return (label, engine) for each label, such as ggml:threads=1.
 
-    Without labels, return every engine that works here, and the first of the others that the CPU can emulate. Raise
-    UserError if there is none.
+    If `labels` is empty, return every engine that works here. Of the engines that do not, add the first one that the
+    CPU can emulate. Raise UserError if there is neither.
     """
     if labels:
         return [(label, build_engine(label, registry)) for label in labels]
@@ -240,8 +240,8 @@ class Op:
         """Return two relative errors of an engine on this op: that of logits or loss, and that of the worst gradient.
 
         The first is the largest error of a logit divided by the largest logit, or the relative error of the loss if
-        that is larger. The second is the norm of a gradient's error divided by its norm. An error is NaN if the engine
-        computes a NaN.
+        that is larger. The second is the norm of the gradient's error divided by the gradient's norm. An error is NaN
+        if the engine computes a NaN.
         """
         with engine.realize(self.plan) as session:
             session.build()
@@ -250,7 +250,7 @@ class Op:
         values = np.abs(logits - self.logits).max() / np.abs(self.logits).max(), abs(loss - self.loss) / self.loss
         small = 1e-3 * norm(*self.gradients.values())  # scale for near-zero gradients
         off = [norm(gradients[n] - g) / max(norm(g), small) for n, g in self.gradients.items()]
-        return float(np.max(values)), float(np.max(off))  # NaN if any is
+        return float(np.max(values)), float(np.max(off))  # NaN if any value is NaN
 
 
 @dataclass(frozen=True)
@@ -284,9 +284,10 @@ class Training:
 
 @functools.cache
 def build_references(rows: int = ROWS) -> list[Op | Training]:
-    """Compute the references of every op, of the adapters (lens and LoRA), and of a training in each mode of AdamW.
+    """Compute the references of every op, of both kinds of adapter, and of a short training in each mode of AdamW.
 
-    `rows` is the number of rows in a batch.
+    The adapters are LoRA, and the lens: the matrix that recipe=warm trains to map a copied embedding to the model's
+    width. `rows` is the number of rows in a batch.
     """
     results: list[Op | Training] = []
     for case, adapter in [*((case, None) for case in CASES), ("matmul", "lens"), ("bias", "lora")]:

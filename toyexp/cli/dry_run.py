@@ -47,16 +47,17 @@ WARM_UP_STEPS, WARM_UP = 3, 0.1  # minimum number and seconds of steps that are 
 STEPS, SLICE = 3, 0.5  # minimum number and seconds of timed steps
 PATIENCE = 5.0  # seconds after which a single warm-up or timed step is enough
 NOTHING_WRITTEN = "dry run: nothing was trained or written, apart from the data cache"
-MAX_SHAPES = 8  # number of groups of jobs that are measured; the others count as their mean
+MAX_SHAPES = 8  # maximum number of groups of jobs to measure; other jobs count as the mean of the measured groups' jobs
 COST_NEUTRAL = ("seed", "data_seed", "model_seed", "lr", "steps", "name", "checkpoint_every", "checkpoint_keep",
         "checkpoint_best", "nonfinite")  # fmt: skip
 FRACTION = re.compile(r"[+-]?(\d+\.\d*|\.\d+|\d+(?=e))(e[+-]?\d+)?", re.IGNORECASE)
 
 
 def dry_run(request: Request, resume: str | None, as_json: bool) -> int:
-    """Estimate the time and memory of a run, print them (with `as_json` as JSON) and return exit code 0.
+    """Estimate the time and memory of a run, print them (as JSON if `as_json` is True) and return exit code 0.
 
-    `resume` is as for `prepare_request`. Raise the errors that starting the run itself would raise.
+    `resume` is the directory of a run to resume, "auto", or None for a new run. Raise the errors that starting the run
+    itself would raise.
     """
     request, composed, saved_run = locate(request, resume)
     prepared, directory, resumed = prepare_run(composed, resume=saved_run)
@@ -71,7 +72,7 @@ def dry_run(request: Request, resume: str | None, as_json: bool) -> int:
 def _estimate_run(
     request: Request, composed: Composition, prepared: Prepared, directory: Path, resumed: ResumeState | None
 ) -> dict[str, Any]:
-    """Take a few steps of a prepared run and return the estimate, as printed by --json.
+    """Take a few steps of a prepared run and return the estimate as the dict that --json prints.
 
     Sizes are in bytes, times in seconds, and compute in floating-point operations. Raise UserError for a checkpoint or
     a directory that the run could not write.
@@ -92,7 +93,7 @@ def _estimate_run(
     rows = prepared.batches.rows_per_epoch
     batch, weights = minimum_bytes(plan, config.engine)
     return {
-        "settings": settings,  # those that differ from the defaults of the chosen parts
+        "settings": settings,  # overrides that differ from the defaults of the chosen parts
         "about": about, "directory": str(directory), "begins": begins, "steps": steps,
         "parameters": prepared.model.parameters(), "trainable": sum(t.size for t in plan.trainable),
         "units": units,
@@ -102,7 +103,7 @@ def _estimate_run(
         "batch_bytes": batch,
         "weights_bytes": weights,  # trainable weights, gradients and optimiser state
         "frozen_bytes": _frozen_bytes(prepared),
-        "checkpoint_bytes": snapshot_bytes(plan) if saves else 0,  # of the copy in memory while a checkpoint is written
+        "checkpoint_bytes": snapshot_bytes(plan) if saves else 0,  # size of the copy in memory from which it is written
         "free_bytes": available_bytes(),
         "flops_per_step": flops, "flops": steps * flops,
         "tried": tried,
@@ -161,8 +162,8 @@ def _align(line: str) -> str:
 def _frozen_bytes(prepared: Prepared) -> int:
     """Return the host memory in bytes that the frozen weights need at least.
 
-    A tensor that the engine uses in place in its GGUF file needs its size in the file, any other one 4 bytes per value.
-    Return 0 for an engine whose device has its own memory.
+    A tensor that the engine reads in place, from the memory-mapped GGUF file, counts with its size in the file. Any
+    other tensor counts 4 bytes per value. Return 0 for an engine whose device has its own memory.
     """
     engine, size = prepared.config.engine, 0
     in_files = getattr(engine, "packed", True)  # an engine without this setting uses files in place
@@ -176,7 +177,7 @@ def _frozen_bytes(prepared: Prepared) -> int:
 def _changed_settings(request: Request, composed: Composition) -> list[str]:
     """Return the overrides to print: the typed choices of parts, and each setting that differs from its default.
 
-    For example, model=gpt2 is a choice; the defaults are then those of gpt2.
+    For example, model=gpt2 is a choice of a part; the sizes of the model are then compared with the defaults of gpt2.
     """
     chosen = [o for o in request.settings if o.key_or_group in GROUPS and o.key_or_group != "experiment"]
     try:
@@ -187,21 +188,25 @@ def _changed_settings(request: Request, composed: Composition) -> list[str]:
 
 
 def _try_steps(prepared: Prepared, begins: int) -> dict[str, Any]:
-    """Take a few steps, evaluate a few held-out batches and return what they took; the weights are discarded.
+    """Take a few steps, evaluate a few held-out batches and return their times and memory. Discard the weights.
 
-    Times are in seconds: `ready` until the end of the first step, `step` per step, `evaluation` per evaluation, and
-    `seconds` for everything after `ready`. `evaluations` counts those of the whole run, `steps` the steps taken here,
-    and `learned` is the mean number of targets with a loss per step. `device_bytes` and `process_bytes` are the peak
-    memory. `begins` is the step at which the run starts.
+    `begins` is the step at which the run starts. The keys of the result are:
+
+    - `ready`, `step`, `evaluation`, `seconds`: seconds until the end of the first step, per step, per evaluation, and
+      for everything after the first step
+    - `evaluations`, `steps`: number of evaluations in the whole run, and number of steps taken here
+    - `learned`: mean number of targets with a loss per step
+    - `device_bytes`, `process_bytes`: peak memory on the device, and of this process
     """
     settings, began = prepared.config.settings, time.perf_counter()
     learned: list[int] = []
     with contextlib.closing(EngineStepper(prepared)) as stepper:
 
         def seconds_of_a_step(least: int, slice_full: float) -> float:
-            """Take at least `least` steps for at least `slice_full` seconds and return the seconds per step.
+            """Take steps and return the seconds per step.
 
-            Stop earlier if the steps have taken more than PATIENCE seconds.
+            Stop after `least` steps or `slice_full` seconds, whichever comes later, but at the latest after PATIENCE
+            seconds.
             """
             began, before = time.perf_counter(), len(learned)
             while True:
@@ -230,7 +235,7 @@ def _try_steps(prepared: Prepared, begins: int) -> dict[str, Any]:
 def _time_evaluation(prepared: Prepared, stepper: EngineStepper) -> float:
     """Time some of the held-out batches and return an estimate of the seconds of a whole evaluation."""
     held_out = prepared.batches.held_out()
-    if not len(held_out):  # the run warns of this itself
+    if not len(held_out):  # the warnings of the run say that there is no held-out data
         return 0.0
 
     def seconds(batches: Sequence[Any]) -> float:
@@ -250,7 +255,7 @@ def _time_evaluation(prepared: Prepared, stepper: EngineStepper) -> float:
 
 @dataclass
 class Shape:
-    """Group of jobs whose steps should take equal time and memory, because only settings such as the seed differ."""
+    """Group of jobs whose steps should need equal time and memory: they differ only in settings such as the seed."""
 
     settings: list[str]  # overrides that distinguish this group from others
     jobs: list[Job]
@@ -297,7 +302,8 @@ def _group_jobs(jobs: Sequence[Job]) -> Sequence[Shape]:
 def _is_cost_neutral(word: str) -> bool:
     """Return True if an override does not change the time or memory of a step.
 
-    This holds for a seed and a learning rate, and for a fractional number in a setting of the optimiser or a callback.
+    This holds for the keys in COST_NEUTRAL, such as `seed` and `lr`. It also holds for a setting of the optimiser or a
+    callback whose value is a fractional number, such as 0.9.
     """
     key, _, value = word.partition("=")
     kind = key.split(".")[0]
@@ -309,8 +315,8 @@ def _is_cost_neutral(word: str) -> bool:
 def _sweep_directory(runner: Runner, jobs: Sequence[Job]) -> Path:
     """Return the sweep's directory, as set by hydra.sweep.dir in the configuration of the first valid job.
 
-    For a resumed sweep return its directory, and if no job is valid the working directory. Raise UserError if the
-    directory is not empty or cannot be written.
+    If the sweep is resumed, return its existing directory. If no job is valid, return the working directory. Raise
+    UserError if the directory of a new sweep is not empty or cannot be written.
     """
     if runner.folder:
         return runner.folder.path
@@ -356,7 +362,8 @@ def _try_job(shape: Shape, runner: Runner, root: Path) -> None:
 def _trial_words(job: Job, runner: Runner, root: Path) -> list[str]:
     """Return the words of the command line that runs a job, without --dry-run.
 
-    A job that has a checkpoint in the sweep's directory `root` is resumed. Any other job gets its overrides.
+    If the job has a checkpoint in the sweep's directory `root`, the words resume the job. Otherwise they start it with
+    its overrides.
     """
     spec = runner.request.spec
     if job.directory and checkpoint.list_checkpoints(root / job.directory / "checkpoints"):
@@ -367,10 +374,10 @@ def _trial_words(job: Job, runner: Runner, root: Path) -> list[str]:
 
 
 def _sum_jobs(shapes: Sequence[Shape], runner: Runner, root: Path) -> dict[str, Any]:
-    """Combine the estimates of all groups into that of the sweep, as printed by --json.
+    """Combine the estimates of the groups into one of the sweep; return the dict that --json prints.
 
-    A job in a group that was not measured counts as the mean of the others. The total time assumes that each job starts
-    as soon as one of the parallel jobs ends.
+    A job in a group that was not measured counts as the mean of the jobs in measured groups. The total time assumes
+    that a waiting job starts as soon as one of the running jobs ends.
     """
     launcher, request, search = runner.launcher, runner.request, runner.source.description
     seconds, flops = dict[int, float](), dict[int, float]()
@@ -400,7 +407,7 @@ def _sum_jobs(shapes: Sequence[Shape], runner: Runner, root: Path) -> dict[str, 
     free = [0.0] * at_once
     for number in sorted(seconds):  # each job starts when a slot is free
         heapq.heapreplace(free, free[0] + seconds[number])
-    varied: dict[str, dict[str, None]] = {}  # key -> its values, in order
+    varied: dict[str, dict[str, None]] = {}  # the values of each key that varies, in the order of the jobs
     for job in sorted((job for shape in shapes for job in shape.jobs), key=lambda job: job.number):
         for key, _, value in (word.partition("=") for word in job.overrides):
             varied.setdefault(key, {})[value] = None
@@ -431,7 +438,7 @@ def _sweep_lines(estimate: Mapping[str, Any], runner: Runner) -> list[str]:
     head = ["jobs", "parameters", "trainable", "memory", "peak", "step", "eval", "GFLOP/step", "start", "settings"]
     lines += ["", *align_columns([head, *map(_row, shapes)], right=range(9)), ""]
     if unmeasured:
-        mean = f"each counts as the mean of the {len(shapes)} measured groups"
+        mean = f"each counts as the mean job of the {len(shapes)} measured groups"
         lines.append(f"guessed  {pluralise(len(unmeasured), 'job')} in other groups were not measured: {mean}")
     seconds = estimate["seconds_of_jobs"].values()
     per_job = (
@@ -439,7 +446,7 @@ def _sweep_lines(estimate: Mapping[str, Any], runner: Runner) -> list[str]:
         if max(seconds) < 1.05 * min(seconds)
         else f"{format_duration(min(seconds))} to {format_duration(max(seconds))}"
     )
-    points = "no trials are chosen yet: the jobs above have values at the ends of each interval, and each listed value"
+    points = "the search has chosen no trials yet: the jobs above have the ends of each interval and each listed value"
     notes = [
         runner.launcher.caveat(estimate["at_once"]),
         points if search else "",

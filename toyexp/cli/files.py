@@ -1,6 +1,6 @@
 """Commands on model files: `toyexp describe`, `models`, `eval`, `predict`, `export` and `merge`.
 
-Each command imports the module of `toyexp.inference` that does its work when it is called.
+The module of `toyexp.inference` that implements a command is imported only when the command runs.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from toyexp.plugins.discovery import load
 
 
 def parse_model_path(command: str, files: Sequence[str], usage: str) -> Path:
-    """Return the only path in `files`, the model that a command reads.
+    """Return the single path in `files`, the model that a command reads.
 
-    If there are none or several, raise UserError; `usage` ends its message with an example.
+    Raise UserError if there is no path or several. The message ends with `usage`, an example of the command.
     """
     if len(files) != 1 or not files[0]:
         raise UserError(f"{shlex.join([command, *files])}: needs exactly one file or run directory{usage}")
@@ -59,10 +59,10 @@ List GGUF files in the caches of Hugging Face, Ollama, LM Studio and llama.cpp, 
 given directories. Only headers are read.
 
 The column `here` says what toyexp can use a file for:
-  base      fine-tune it (recipe=lora, recipe=full); of a language model also copy its embedding (recipe=warm)
+  base      fine-tune it (recipe=lora, recipe=full); if it is a language model, also copy its embedding (recipe=warm)
   donor     copy its embedding (recipe=warm)
   adapter   merge it into its base (toyexp merge), or train it further (recipe.adapter=)
-  other     the kind of data that the model reads, if no recipe can fine-tune it
+  otherwise the kind of data that the model reads, if no recipe can fine-tune it, or `no:` and the reason
 The column `path` can be pasted after recipe.base= or recipe.donor=. More about a file: toyexp describe PATH"""
 
 
@@ -82,8 +82,8 @@ def run_models(arguments: Arguments) -> int:
 HELP_EVAL = """\
 usage: toyexp eval MODEL [key=value ...] [options]
 
-Evaluate a model on held-out data: loss, perplexity and bits per byte; for images accuracy, also per class with the
-class it is most often confused with.
+Evaluate a model on held-out data: loss, perplexity and bits per byte; for images loss and accuracy, and for each class
+the share of right answers and the classes most often predicted instead.
 MODEL is a GGUF file, a run directory with a model.gguf, or a checkpoint (run/checkpoints/step-200).
   toyexp eval outputs/warm-llama/2026-11-21_050553_073724 engine=ggml
                                                           on the run's own held-out data
@@ -96,10 +96,10 @@ MODEL is a GGUF file, a run directory with a model.gguf, or a checkpoint (run/ch
 
 options
 Data, context and batch_size default to the run's config.yaml. --data takes text, .jsonl, packed token ids (.bin,
-.npy), or a directory of text or images. With --data all of it is evaluated, or its val/ directory if it has one;
-without --data, the held-out part. Only some batches are used; for all of them set data.eval_batches=1000000 (text)
-or data.eval_images=0 (images). Other settings: model.context=N (tokens per row), batch_size=N, data.*, engine,
-engine.*, plugins=[...]."""
+.npy), or a directory of text or images. With --data the whole path is evaluated, or its val/ directory if there is one;
+without --data, the held-out part of the data. The number of batches is limited; to use all of them, set
+data.eval_batches=1000000 (text) or data.eval_images=0 (images). Other settings: model.context=N (tokens per row),
+batch_size=N, data.*, engine, engine.*, plugins=[...]."""
 
 
 def run_eval(arguments: Arguments) -> int:
@@ -128,14 +128,15 @@ a directory, which is searched recursively.
   toyexp predict model.gguf photos --csv photos.csv
 
 Images are preprocessed as in training: centre crop, resize, greyscale if the training images were, and normalisation
-with the same mean and standard deviation. If the run's config.yaml has data.resize=false, other sizes are an error.
+with the same mean and standard deviation. If the run's config.yaml has data.resize=false, an image
+of another size is an error.
 
 options
 Exit code: 1 if some images cannot be read; 2 if none can be read (nothing is written)."""
 
 
 def run_predict(arguments: Arguments) -> int:
-    """Classify images and print the classes or write them to a CSV file; return 1 if an image could not be read."""
+    """Classify images and print the classes or write them to a CSV file; return 1 if an image is unreadable, else 0."""
     from toyexp.batching.pictures import require_pillow
     from toyexp.inference.predict import list_images, predict
 
@@ -161,7 +162,7 @@ def run_predict(arguments: Arguments) -> int:
 
 
 def _check_table(table: str, arguments: Arguments) -> None:
-    """Raise UserError if the CSV file `table` cannot be written or already exists, before images are read."""
+    """Raise UserError if the CSV file `table` cannot be written or already exists. Called before images are read."""
     if arguments.json:
         raise UserError(f"--csv {table} --json: choose one output format; leave out the other")
     path = Path(table)
@@ -173,7 +174,7 @@ def _check_table(table: str, arguments: Arguments) -> None:
 
 
 def HELP_EXPORT(modules: Sequence[str]) -> str:  # noqa: N802 - a help text that lists the formats of plugins
-    """Return the usage text of `toyexp export`, which lists the types of all formats, also of plugins in `modules`."""
+    """Return the usage text of `toyexp export`. It lists the types of all formats, also those of local `modules`."""
     registry, listed = load(modules), []
     for offer in registry.offers["format"].values():
         words = [word for word, (form, _) in registry.types().items() if form is offer.cls]
@@ -183,7 +184,7 @@ def HELP_EXPORT(modules: Sequence[str]) -> str:  # noqa: N802 - a help text that
 usage: toyexp export WHAT --type TYPE [key=value ...] [options] [plugins=[my_module]]
 
 Convert a model to another quantisation or format. WHAT is a GGUF file, a run directory (its model.gguf), or a
-checkpoint (run/checkpoints/step-200), whose model is written into the run directory.
+checkpoint (run/checkpoints/step-200). The new file of a checkpoint is written into the run directory.
   toyexp export model.gguf --type q8_0                    writes model-q8_0.gguf next to it
   toyexp export outputs/lora-llama/2026-11-21_050553_073724 --type q4_k_m --to small.gguf
   toyexp export model.gguf --type hf                      writes the directory model-hf for transformers

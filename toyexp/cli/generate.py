@@ -58,7 +58,7 @@ options
 --chat formats the prompt as a user message with the chat template of the adapter or the model. In a conversation each
 line is a message: /quit ends it, Ctrl-C stops an answer. llama.cpp needs the package xllamacpp or llama-cpp-python.
 Generation stops at an end token or after --tokens. When the context is full, it continues from the later half of the
-text; llama.cpp stops there. A seed gives the same random numbers on every engine except llama.cpp."""
+text; with --engine llama.cpp it stops. A seed gives the same random numbers on every engine except llama.cpp."""
 
 
 def run(arguments: Arguments) -> int:
@@ -68,7 +68,7 @@ def run(arguments: Arguments) -> int:
     """
     options = read(arguments)
     registry, write = load(arguments.modules), (lambda text: None) if options.json else print_text
-    notes: list[str] = []  # printed after the text, not inside of it
+    notes: list[str] = []  # collected here, to be printed after the text and not within it
 
     def show(generated: Generated) -> None:
         print(dump_json(generated.plain()) if options.json else "", flush=True)
@@ -90,8 +90,8 @@ def run(arguments: Arguments) -> int:
 def read(arguments: Arguments) -> Options:
     """Return the options that the command line sets, with defaults for the others.
 
-    Raise UserError for options that contradict each other, and if none or several of --prompt, --ids and --chat are
-    given. Only --prompt and --chat can be combined.
+    One of --prompt, --ids and --chat is needed; only --prompt and --chat can be combined. Raise UserError if none is
+    given, or for options that cannot be combined.
     """
     typed = {name: value for name, value in vars(arguments).items() if value is not None}
     typed["model"] = model = parse_model_path(
@@ -137,10 +137,10 @@ def _decode(raw: bytes, option: str) -> str:
 
 
 class Conversation:
-    """Messages of a conversation: builds the prompt of each answer from them and generates the answer.
+    """Conversation with a model: keeps the messages, builds the prompt of each answer, and generates the answer.
 
-    Without a chat template, the prompt is a plain text: each message, directly followed by its answer, is a line. When
-    the context is full, the oldest messages and answers are dropped.
+    If there is no chat template, the prompt is plain text in which each line is a message, directly followed by its
+    answer. When the context is full, the oldest messages and answers are dropped.
     """
 
     def __init__(self, author: Generator, template: ChatTemplate | None):
@@ -153,7 +153,7 @@ class Conversation:
         self._random = stream(author.options.seed, "generate")
 
     def ids(self, message: str) -> list[int]:
-        """Add a user message to the conversation and return the token ids of the whole prompt for its answer.
+        """Add a user message to the conversation and return the token ids of the whole prompt for the answer.
 
         Drop the oldest messages if the prompt leaves too little room for the answer. Raise UserError if the message
         alone exceeds the context.
@@ -177,7 +177,7 @@ class Conversation:
         return self._tokenizer.prompt("\n".join("".join(t["content"] for t in pair) for pair in pairs)).tolist()
 
     def answer(self, message: str, ids: list[int], write: Callable[[str], None]) -> Generated:
-        """Generate the answer to `message` from `ids`, the token ids of the prompt, and add it to the conversation.
+        """Generate the answer to `message` from `ids`, the token ids of the prompt, and add the answer to the messages.
 
         Call `write` with pieces of text as they are generated. Ctrl-C ends the answer early.
         """
@@ -238,7 +238,7 @@ def chat(
 
 
 def messages() -> Iterator[str]:
-    """Yield each message of the user: a non-empty line of standard input, until /quit or its end.
+    """Yield each non-empty line of standard input as a message of the user, until /quit or the end of the input.
 
     In a terminal Ctrl-C discards the current line.
     """

@@ -1,4 +1,4 @@
-"""The options --cfg, --info and --hydra-help: print the composed configuration, or what Hydra tells about it."""
+"""The options --cfg, --info and --hydra-help: print the composed configuration, or Hydra's information about it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def inspect(flags: Mapping[str, str], request: Request) -> int:
-    """Print what --cfg, --info or --hydra-help asks for and return 0; `flags` maps the typed flags to their values.
+    """Print the output of --cfg, --info or --hydra-help and return 0. `flags` maps the typed flags to their values.
 
     Raise UserError for an invalid setting, or a value that Hydra rejects.
     """
@@ -63,9 +63,9 @@ def _print_from_hydra(info: str | None, source: Source, words: list[str]) -> Non
 
 
 def _format_config(composed: Composition, flags: Mapping[str, str]) -> str:
-    """Return the configuration as YAML: the keys of a run, Hydra's keys, or all, as --cfg says.
+    """Return the configuration as YAML: a run's keys for --cfg job, Hydra's keys for hydra, and all keys for all.
 
-    With --package, return only the section of that name, and with --resolve replace interpolations such as ${seed}.
+    With --package, return only the section of that name. With --resolve, replace interpolations such as ${seed}.
     Raise UserError for an unknown section.
     """
     from omegaconf import Container, OmegaConf

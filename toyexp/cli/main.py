@@ -42,7 +42,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def add_page(error: str, typed: Sequence[str]) -> str:
     """Append to an error message the name of the page that explains it; `typed` are the words of the command line.
 
-    In a job of a sweep return the message unchanged, because the sweep prints it.
+    In the process of a sweep's job, return the message unchanged, because the sweep's own process prints it.
     """
     from toyexp.cli.pages import add_page
 
@@ -52,7 +52,7 @@ def add_page(error: str, typed: Sequence[str]) -> str:
 @reject_bad_names()
 @attribute_part_errors()
 def run_words(typed: Sequence[str]) -> int:
-    """Run a sub-command, print the help or the version, or train, as the words say, and return the exit code."""
+    """Execute the words of a command line (a sub-command, the help, the version, or training); return the exit code."""
     exit_with_sweep()
     words = list(typed)
     if words[:1] in (["-sc"], ["--shell-completion"]):  # Hydra's flags for completion
@@ -106,7 +106,8 @@ def _call_plugin_command(command: Command, words: Sequence[str]) -> int:
 def run(words: Sequence[str]) -> int:
     """Run the words that follow `toyexp` without a sub-command, and return the exit code.
 
-    They train one run, or a sweep with -m. With --dry-run estimate it, and with flags such as --cfg print information.
+    They train one run, or with -m a sweep. With --dry-run they only estimate its time and memory, and with flags such
+    as --cfg they only print information.
     """
     available_cores()  # validates TOYEXP_CORES, even if engine.threads overrides it
     working_directory()  # raises if the directory, into which runs are written, is gone
@@ -143,10 +144,10 @@ def run(words: Sequence[str]) -> int:
 
 
 def _train(request: Request, resume: str | None, is_bare: bool) -> int:
-    """Train one run, print its result and return 0.
+    """Train one run, print its result and a command to try next, and return 0.
 
-    `resume` is as for `prepare_request`. At the end it prints a command to try next, or several if the user typed no
-    words (`is_bare`) and there was no outputs/ yet.
+    `resume` is the directory of a run to resume, "auto", or None for a new run. If the user typed no words (`is_bare`)
+    and there was no outputs/ yet, print several commands to try next.
     """
     from toyexp.cli.pages import run_hints
     from toyexp.runner.one_run import follow, prepare_request

@@ -51,10 +51,10 @@ def run(arguments: Arguments) -> int:
 
 
 def write(kind: str, name: str, into: Path, modules: list[str]) -> Path:
-    """Write a plugin called `name`, from the template of `kind`, into a new directory in `into`, and return that.
+    """Write a plugin called `name`, from the template of `kind`, into a new directory in `into`; return its path.
 
-    Raise UserError for a name that is invalid or in use; `modules` are local plugins, whose names count too. If an
-    error occurs, nothing is left behind.
+    Raise UserError for a name that is invalid, or in use by an installed plugin or by one in the local `modules`. If an
+    error occurs, no files are left behind.
     """
     files = {path.name: path.read_text() for path in (TEMPLATES / kind).iterdir() if path.is_file()}
     _check_name(kind, name, "".join(files.values()), modules)
@@ -75,7 +75,7 @@ def write(kind: str, name: str, into: Path, modules: list[str]) -> Path:
 def fill_template(text: str, kind: str, name: str) -> str:
     """Replace the placeholder `my_<kind>` in a template's text with the plugin's name.
 
-    Its forms as a class (MyModel) and as a distribution (my-model) are replaced as well.
+    The placeholder's forms as a class name (MyModel) and as a distribution name (my-model) are replaced as well.
     """
     for old, new in zip(_name_forms(f"my_{kind}"), _name_forms(name), strict=True):
         text = text.replace(old, new)
@@ -90,7 +90,7 @@ def _name_forms(name: str) -> tuple[str, str, str]:
 def _check_name(kind: str, name: str, template: str, modules: list[str]) -> None:
     """Raise UserError if `name` is malformed or in use by a plugin, a preset or a module.
 
-    `template` is the text of the template's files, which must not use the name of the plugin's class already.
+    `template` is the text of the template's files. The name of the plugin's class must not occur in it.
     """
     command = f"new {kind} {name}"
     if not re.fullmatch(r"[a-z][a-z0-9]*(_[a-z0-9]+)*", name):

@@ -29,7 +29,7 @@ _TEMPLATE = re.compile(r"^\[[\w.]+\]\((?:\.\./)+templates/([\w./]+)\)$", re.MULT
 def topics() -> dict[str, Path]:
     """Return {topic: file} for every documentation page.
 
-    Topics are, for example, data, plugins/data, and start for the first page.
+    A topic is a name such as `data` or `plugins/data`. The topic of the first page is `start`.
     """
     pages: dict[str, Path] = {}
     for path in sorted(PAGES.rglob("*.md")):
@@ -63,10 +63,11 @@ def read_page(topic: str) -> str:
 
 
 def search(words: str) -> list[tuple[str, int, str]]:
-    """Search the pages for a text and return (topic, line number, line) of each page that contains it, best page first.
+    """Search the pages for the text `words`; return (topic, line number, line) for each page with it, best page first.
 
-    The line is a heading if one contains the text, otherwise the first match. If the text is a key, such as optim, the
-    page about that key comes first; then come pages by the level of the matching heading and the number of matches.
+    The line is the page's highest heading that contains the text, or if no heading does, the first line that does. If
+    the text is a key of a setting, such as `optim`, the page about this key comes first. The other pages are sorted by
+    the level of their heading, then by the number of lines that contain the text.
     """
     results, pattern = [], re.compile(rf"(?<!\w){re.escape(words)}", re.IGNORECASE)
     for topic in topics():
@@ -79,9 +80,9 @@ def search(words: str) -> list[tuple[str, int, str]]:
 
 
 def insert_templates(page: str) -> str:
-    """Replace each line that consists of a link to a template by a code block with the content of the file.
+    """Replace each line that is only a link to a template file by a code block with the content of that file.
 
-    Such a line is `[x.py](../../templates/x.py)`.
+    An example of such a line is `[x.py](../../templates/x.py)`.
     """
 
     def template_block(match: re.Match[str]) -> str:
@@ -103,7 +104,8 @@ def print_page(page: str) -> None:
 
 
 _NO_MODEL = r"the GGUF files on this machine|is not a GGUF file|is a directory without"
-# Patterns of error messages and the pages that explain them. The first match counts, then the key, then the command.
+# Patterns of error messages and the pages that explain them. The first pattern that matches decides. If none does, the
+# key at the start of the message decides (_KEY_PAGES), and without a key the command (_COMMAND_PAGES).
 _ERROR_PAGES = (
     (r"^model\.context=.*\bexamples\b", "data"),
     (r"^model\.context=.*; use model\.context=", "recipes"),
@@ -166,7 +168,7 @@ MAX_HITS = 8  # pages listed by a search
 HEAD = """\
 usage: toyexp [key=value ...]        train one run with these settings
        toyexp -m key=v1,v2 ...       sweep: train one run for each combination of values
-       toyexp resume=DIR             resume the run in this directory (resume=auto: the newest of its name)
+       toyexp resume=DIR             resume the run in this directory (resume=auto: newest of the same name)
        toyexp sweep.resume=DIR       resume the sweep in this directory
        toyexp ... --dry-run          estimate the time and memory of any of these, without training
        toyexp COMMAND ...            run one of the commands below; toyexp COMMAND --help explains it
@@ -182,12 +184,12 @@ examples
   add plots and a generated text every 50 steps, and leave out the learning rate schedule:
     toyexp 'callbacks=[default,sample,plots]' '~callbacks.cosine' callbacks.sample.every=50
 """
-PARTS = "parts of a run, and presets of them (toyexp plugins describes them; toyexp plugins NAME lists settings of one)"
+PARTS = "parts of a run and their presets (toyexp plugins describes all; toyexp plugins NAME lists the settings of one)"
 SETTINGS = "other settings of a run or sweep, with their defaults (conf/config.yaml)"
 TAIL = """
 Print the configuration of a run without training: toyexp [key=value ...] --cfg job
 Enable tab completion: eval "$(toyexp completion bash)" (or zsh, fish)
-Colours: --color=auto, always or never, with any command; the variables NO_COLOR and FORCE_COLOR count, too"""
+Colours: --color=auto, always or never, with any command, or the environment variables NO_COLOR and FORCE_COLOR"""
 
 
 def run_help(arguments: Arguments) -> int:
@@ -213,7 +215,7 @@ def run_help(arguments: Arguments) -> int:
 
 
 def usage_text(modules: Sequence[str] = ()) -> str:
-    """Return the text of `toyexp --help`, which lists also the plugins in the local modules `modules`."""
+    """Return the text of `toyexp --help`. Its lists include the plugins in the local modules `modules`."""
     registry = load(modules)
     commands = [f"  {n:<12} {o.help.removesuffix('.')}{o.origin}" for n, o in registry.offers["command"].items()]
     keys = [
@@ -242,7 +244,7 @@ def _choices(registry: Registry) -> Iterator[str]:
 
 
 def run_hints(result: Result, is_first: bool) -> list[str]:
-    """Return lines with commands to try after a run; several if it is the first run in a directory."""
+    """Return lines with a command to try after a run, or with several if `is_first`: there was no run here before."""
     run = shlex.quote(short_path(result.dir))
     written = any(path.suffix == ".gguf" for path in result.artifacts)
     if not is_first:

@@ -43,7 +43,7 @@ Arrays = Mapping[str, np.ndarray]
 
 @dataclass(frozen=True)
 class TensorDifference:
-    """How far one trainable tensor of an engine is from that of the reference engine: its gradient and its weights."""
+    """Differences of a trainable tensor from that of the reference engine: of its gradient and of its weights."""
 
     name: str
     gradient: float  # |g - g_ref| / |g_ref| on the first batch; for small gradients see tensor_differences
@@ -54,12 +54,12 @@ class TensorDifference:
 
 @dataclass(frozen=True)
 class LossDifference:
-    """How far the training losses of an engine are from those of the reference engine, over all steps."""
+    """Differences of an engine's training losses from those of the reference engine, over all steps."""
 
     largest: float  # largest absolute difference at any step, in nats
     mean: float  # mean absolute difference
-    largest_relative: float  # the same, relative to the reference's loss at that step
-    mean_relative: float
+    largest_relative: float  # largest ratio of a step's difference to the reference's loss at that step
+    mean_relative: float  # mean of these ratios
 
 
 @dataclass(frozen=True)
@@ -78,13 +78,13 @@ class EngineReport:
 
 @dataclass(frozen=True)
 class Report:
-    """Comparison of every other engine with the first one, the reference."""
+    """Comparison of several engines with the reference engine, which is the first one that the user names."""
 
     reference: str  # label as typed
     note: str  # device and version of the reference
     losses: list[float]  # of the reference, one per step
     steps: int
-    engines: list[EngineReport]  # the other engines
+    engines: list[EngineReport]  # all engines but the reference
 
     @property
     def within(self) -> bool:
@@ -92,7 +92,7 @@ class Report:
         return not any(engine.exceeded for engine in self.engines)
 
     def plain(self) -> dict[str, Any]:
-        """Return the fields of the report and whether it is `within` the tolerances, for --json."""
+        """Return the fields of the report and the property `within`, for --json."""
         return {"within": self.within, **asdict(self)}
 
 
@@ -112,9 +112,9 @@ class Measured:
 def compare(runs: Mapping[str, Prepared], limits: Mapping[str, float], watch: Callable[[str], None]) -> Report:
     """Train on each engine, compare each with the first, and return the report.
 
-    `runs` is keyed by engine, and `limits` replaces tolerances by name (a key of LIMITS). Before each engine starts,
-    call `watch` with lines that describe it. Raise UserError for fewer than two engines, and RunFailed if initial
-    weights differ between engines.
+    `runs` is keyed by engine. `limits` has tolerances that replace the defaults, keyed by a name in LIMITS. Before each
+    engine starts, call `watch` with lines that describe the engine. Raise UserError for fewer than two engines, and
+    RunFailed if initial weights differ between engines.
     """
     if len(runs) < 2:
         raise UserError(f"engine={','.join(runs)}: parity needs two or more engines: engine=cpu,ggml")
@@ -175,8 +175,8 @@ def tensor_differences(measured: Measured, reference: Measured) -> list[TensorDi
 
     - Weights: the norm of the difference is divided by the norm of the tensor's change in training. This ratio does not
       depend on learning rate, number of steps or initial scale. (Divided by the norm of the weights instead, the
-      difference would be small even for an engine that does not train at all.) If the tensor changes less than is
-      average for its size, the divisor is that average change.
+      difference would be small even for an engine that does not train at all.) If the tensor changes less than the
+      average tensor of its size, the divisor is the average change.
     - Gradients: the norm of the difference is divided by the norm of the reference gradient, or by `SMALL` times the
       norm of all gradients if that is larger.
     - If a gradient is below `ROUNDING` times the norm of all gradients on both engines, the true gradient is zero and
@@ -185,7 +185,7 @@ def tensor_differences(measured: Measured, reference: Measured) -> list[TensorDi
     """
     moved = {name: _distance(w, reference.start[name]) for name, w in reference.weights.items()}
     numbers = sum(w.size for w in reference.weights.values())
-    typical = math.hypot(*moved.values()) / math.sqrt(max(numbers, 1))  # of one number
+    typical = math.hypot(*moved.values()) / math.sqrt(max(numbers, 1))  # typical change of one number
     total_norm = math.hypot(*(_norm(g) for g in reference.gradients.values()))
     differences = []
     for name, w_ref in reference.weights.items():
@@ -242,7 +242,7 @@ def _cosine(array: np.ndarray, reference: np.ndarray) -> float:
 
 
 def _ratio(difference: float, scale: float) -> float:
-    """Return difference / scale. If the difference is 0, return 0; if the result is NaN or the scale 0, infinity."""
+    """Return difference / scale: 0 if the difference is 0, otherwise infinity if the scale is 0 or the result NaN."""
     if difference == 0:
         return 0.0
     ratio = difference / scale if scale else math.inf
@@ -329,7 +329,7 @@ Exit code 0: all engines are within the tolerances; 1: at least one is not; 2: i
 def summary(report: Report, every_tensor: bool = False) -> list[str]:
     """Return the report as lines of text: a row per engine, a table of tensors for each engine, and the verdict.
 
-    The tables list the tensors that differ most or, with `every_tensor`, all trainable tensors.
+    The tables list the tensors that differ most, or all trainable tensors if `every_tensor` is True.
     """
     head = ("loss, largest", "mean", "relative", "mean", "gradient", "weights", "of norm")
     rows: list[tuple[str, ...]] = [(f"against {report.reference}", *head)]

@@ -40,7 +40,8 @@ def sheet(report: Mapping[str, Any], title: str, below: Sequence[str]) -> Sheet:
 def _worst_tensors(engines: Sequence[Mapping[str, Any]]) -> list[str]:
     """Return the names of the ROWS tensors with the largest errors, worst first.
 
-    The error of a tensor is the largest of its gradient and weights over all engines, divided by its tolerance.
+    A tensor has two errors on each engine: that of its gradient and that of its weights. The largest of them counts,
+    each divided by its tolerance.
     """
     errors: dict[str, float] = {}
     for engine in engines:
@@ -111,7 +112,7 @@ def _errors(
 def _logarithmic(axes: Any, which: str, values: Iterable[float], tolerances: Iterable[float]) -> float:
     """Make the axis `which` (x or y) logarithmic, with limits that include all errors and tolerances above 0.
 
-    Return its lower limit, where errors of 0 are drawn.
+    Return the axis's lower limit, where errors of 0 are drawn.
     """
     positive = [value for value in (*values, *tolerances) if 0 < value < math.inf] or [1.0]
     low, high = min(positive) / 4, max(positive) * 4

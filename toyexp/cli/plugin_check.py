@@ -28,7 +28,7 @@ from toyexp.plugins.discovery import GROUP, load_package
 from toyexp.plugins.exporter import Exporter
 from toyexp.plugins.registry import Offer, Registry
 
-TRIAL_ENGINES = ("ggml", "cpu")  # engines for testing other parts, if available
+TRIAL_ENGINES = ("ggml", "cpu")  # engines on which parts of other kinds are tested, if they work here
 PACKAGE = "the plugin under test"
 
 
@@ -44,7 +44,7 @@ class Line:
 
     @property
     def verdict(self) -> str:
-        """FAIL if a test failed, PASS if one passed, "skipped" if all were skipped, and "not run" without tests."""
+        """FAIL if a test failed, else PASS if one passed, else "skipped" if one was skipped, else "not run"."""
         if self.failures:
             return "FAIL"
         return "PASS" if self.counts["passed"] else "skipped" if self.counts["skipped"] else "not run"
@@ -83,11 +83,11 @@ class CheckReport(Answer):
 
 
 def check(path: str) -> CheckReport:
-    """Run the tests in a plugin's directory, then the conformance suite of each part that has none among them.
+    """Run the tests in a plugin's directory, then the conformance suite of each part that these tests do not cover.
 
     Return the results. Raise UserError if `path` is not a plugin, and Unavailable if pytest is not installed.
     """
-    with require_package("pytest", "pip install pytest"):  # imported first, to rewrite the assertions of suites
+    with require_package("pytest", "pip install pytest"):  # before the suites: it rewrites their assertions
         import pytest  # noqa: F401
     with contextlib.suppress(OSError):  # standard error has no file descriptor in a notebook
         faulthandler.enable()  # prints the Python line if native code crashes
@@ -100,7 +100,7 @@ def check(path: str) -> CheckReport:
     if broken:
         return CheckReport(path, [Line(p.plugin, "rules", Counter(failed=1), [p.reason]) for p in broken])
     offers = [o for by_name in registry.offers.values() for o in by_name.values() if o.package == PACKAGE]
-    offers = [o for o in offers if not issubclass(o.cls, Exporter)]  # tested by the suite of their format
+    offers = [o for o in offers if not issubclass(o.cls, Exporter)]  # the suite of its format tests an Exporter
     adjacent = [target.with_name(f"test_{target.name}")] if target.is_file() else []
     tests = [*adjacent, *sorted(file for folder in (target, target / "tests") for file in folder.glob("test_*.py"))]
     results = _PytestResults(offers)
@@ -182,7 +182,7 @@ def _check_defaults(offers: Sequence[Offer], results: _PytestResults, registry: 
     return lines
 
 
-GENERATED_SUITES: dict[str, type] = {}  # test classes for the temporary test file
+GENERATED_SUITES: dict[str, type] = {}  # test classes that the temporary test file imports
 
 
 def _label(offer: Offer) -> str:
@@ -197,12 +197,12 @@ class _PytestResults:
         self._offers, self._note = offers, note
         self._lines: dict[tuple[str, str], Line] = {}
         self._test_lines: dict[str, Line] = {}  # keyed by test id
-        self._about: set[tuple[str, str | None]] = set()  # (kind, name) of tested parts; name None: unknown
+        self._about: set[tuple[str, str | None]] = set()  # (kind, name) of tested parts; the name is None if unknown
 
     def is_about(self, offer: Offer) -> bool:
         """Return True if the tests include a conformance suite for the part `offer`.
 
-        A suite that does not tell which part it tests counts for every part of its kind.
+        If it is unknown which part a suite tests, the suite counts for every part of its kind.
         """
         return bool(self._about & {(offer.kind, offer.name), (offer.kind, None)})
 
@@ -211,7 +211,7 @@ class _PytestResults:
         return sorted(self._lines.values(), key=lambda line: line.part == "")
 
     def record_crash(self, why: str) -> None:
-        """Count a failure of the other tests, with the reason `why` the tests could not be run."""
+        """Record that the tests could not be run, with the reason `why`, as a failure of the line `other tests`."""
         line = self._line("", "other tests")
         line.counts["failed"] += 1
         line.failures.append(f"the tests could not be run: {' '.join(why.split())[:300]}")
@@ -238,7 +238,7 @@ class _PytestResults:
     # -- pytest hooks
 
     def pytest_collection_modifyitems(self, items: Any) -> None:
-        """Remember for each collected test which line its result belongs to."""
+        """Remember for each collected test the line of the report that counts its result."""
         for item in items:
             self._test_lines[item.nodeid] = self._suite(getattr(item, "cls", None))
 
@@ -253,15 +253,15 @@ class _PytestResults:
         return True
 
     def pytest_runtest_logreport(self, report: Any) -> None:
-        """Count the result of a test: of its call, and of its setup or teardown if that failed or was skipped."""
+        """Count the result of a test's call, and of its setup and teardown if one of them failed or was skipped."""
         if report.when == "call" or report.outcome != "passed":
             self._count(self._test_lines[report.nodeid], report)
 
     def _file_line(self, raised: Any) -> str:
         """Return where in the plugin's files a test failed, such as " (sgdr.py, line 12)".
 
-        This is the innermost line of the traceback `raised` in a file that defines a part, or if there is none, an
-        empty string.
+        This is the innermost line of the traceback `raised` in a file that defines a part. Return an empty string if
+        there is no such line.
         """
         files = {Path(source).resolve() for o in self._offers if (source := inspect.getsourcefile(o.cls))}
         entries = getattr(getattr(raised, "reprtraceback", None), "reprentries", [])
@@ -277,14 +277,14 @@ class _PytestResults:
             text = crash.message if crash else str(report.longrepr).strip().splitlines()[-1]
             test = (
                 report.nodeid.partition("::")[2] or report.nodeid
-            )  # with its class, because a part may have several suites
+            )  # includes the class, because a part may have several suites
             line.failures.append(f"{test}: {' '.join(text.split())[:300]}{self._file_line(report.longrepr)}")
         elif report.outcome == "skipped" and isinstance(report.longrepr, tuple) and not line.note:
             line.note = str(report.longrepr[2]).removeprefix("Skipped: ")
 
 
 def _run_pytest(files: Sequence[Path | str], results: _PytestResults) -> None:
-    """Run the tests in `files` with pytest in this process, and collect what happens in `results`.
+    """Run the tests in `files` with pytest in this process, and count their outcomes in `results`.
 
     Nothing is printed. The pytest settings of a surrounding project do not apply.
     """
@@ -307,7 +307,7 @@ def _run_pytest(files: Sequence[Path | str], results: _PytestResults) -> None:
         except pytest.skip.Exception as error:  # of a conftest.py
             code = pytest.ExitCode.OK
             results.record_crash(f"conftest.py: pytest.skip: {error}")
-    if code == pytest.ExitCode.USAGE_ERROR:  # a conftest.py that cannot be imported is one
+    if code == pytest.ExitCode.USAGE_ERROR:  # for example, a conftest.py cannot be imported
         results.record_crash(stderr.getvalue().strip().rpartition("\n")[2].removeprefix("E "))
     if code == pytest.ExitCode.INTERRUPTED and not any(line.failures for line in results.sorted_lines()):
         raise KeyboardInterrupt

@@ -19,12 +19,12 @@ usage: toyexp plugins [NAME] [--matrix] [plugins=[my_module]]
 
 List engines, models, data sets, recipes, optimisers, callbacks, formats and commands, and broken plugins.
   toyexp plugins                      list everything
-  toyexp plugins warm                 show the settings of one
+  toyexp plugins warm                 show the settings of the plugin or preset `warm`
   toyexp plugins plugins=[my_module]  include the plugins of my_module.py in the current directory
 
 options
 --check runs the tests in the plugin's directory, and the conformance suite of each part that has no test. The plugin
-need not be installed. Exit code: 1 if a test fails or cannot be run, 2 if there is no plugin."""
+need not be installed. Exit code: 1 if a test fails or cannot be run, 2 if PATH is not a plugin."""
 
 
 def run(arguments: Arguments) -> int:
@@ -75,16 +75,16 @@ def _list(registry: Registry) -> None:
         wrap_columns(f"\nSettings of a plugin or preset: {command}; which recipe can train which model: --matrix")
     )
     for line in broken_engines(registry):  # last, because it imports the engines
-        print_output(f"not here: {line}")
+        print_output(f"broken: {line}")
 
 
 def broken_engines(registry: Registry) -> Iterator[str]:
     """Yield a line for each package that is installed but cannot be imported, with the engines that need it.
 
-    Such a line is `engine=cpu,cuda: REASON`.
+    The form of a line is `engine=cpu,cuda: REASON`.
     """
     engines: dict[str, list[str]] = {}
-    working_directory()  # without one MKL ends the process
+    working_directory()  # raises if the directory was deleted; importing MKL would then end the process
     for offer in registry.engines():
         try:
             offer.cls().check()

@@ -57,7 +57,7 @@ class Runs(Answer):
     has_head = True
     runs: Sequence[Run]
     seen: int  # number of runs before filtering
-    where: Sequence[str]  # directories and archives that were searched, as typed
+    where: Sequence[str]  # searched directories and archives, as typed
     notes: Sequence[str] = ()  # for example, about runs whose settings cannot be read, or links that were not followed
 
     def plain(self) -> dict[str, Any]:
@@ -145,7 +145,7 @@ def row(run: Run, scores: Sequence[str]) -> list[str]:
 
 
 def format_time(when: str) -> str:
-    """Return an ISO 8601 time as local time, such as 2026-11-21 05:50; return another text unchanged, "" as "-"."""
+    """Return an ISO 8601 time as local time, such as 2026-11-21 05:50; any other text unchanged; "-" for ""."""
     try:
         return datetime.fromisoformat(when).astimezone().strftime("%Y-%m-%d %H:%M")
     except ValueError:
@@ -155,9 +155,9 @@ def format_time(when: str) -> str:
 def fit_rows(rows: Sequence[Sequence[str]]) -> tuple[list[list[str]], list[str]]:
     """Drop columns of a table, and shorten the column `state`, until it fits the terminal.
 
-    The first of `rows` has the column heads. Columns with the same value for all runs are dropped first, then those of
-    DROP_ORDER, whose values are mostly part of the run's path anyway. Return the rows that remain, and notes for the
-    user about the columns that were dropped.
+    The first of `rows` has the column heads. Columns with the same value for all runs are dropped first. The columns in
+    DROP_ORDER come next, because the path of a run shows most of their values too. Return the shortened rows, and notes
+    for the user about the columns that were dropped.
     """
     if fits_terminal(rows):
         return [list(row) for row in rows], []
@@ -190,8 +190,8 @@ distinguishes them.
 options
 --pool groups equal runs from different directories, such as those of a class; without it the column `whose`
 distinguishes them. --html contains curves, table, settings against metric, samples, and the command of each run. --plot
-draws held-out curves with a band over seeds and the final value of each group; of a search, scores by trial and by
-setting."""
+draws held-out curves with a band over seeds and the final value of each group; for a search, it draws the scores by
+trial and by setting."""
 
 
 def run_compare(arguments: Arguments) -> int:
@@ -232,9 +232,9 @@ def run_compare(arguments: Arguments) -> int:
 
 
 def check_report_path(page: str) -> None:
-    """Raise UserError if the report of --html cannot be written to `page`, before runs are read.
+    """Raise UserError if the report of --html cannot be written to `page`. Called before runs are read.
 
-    A file that exists is only overwritten if toyexp wrote it. Raise Unavailable without plotly.
+    An existing file may be overwritten only if it is a report of toyexp. Raise Unavailable if plotly is not installed.
     """
     from toyexp.results.report import is_report, require_plotly
 

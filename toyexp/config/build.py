@@ -33,10 +33,10 @@ from toyexp.training.settings import Settings
 
 
 def build_parts(cfg: DictConfig, keys: Keys, origin: Origin) -> dict[str, Any]:
-    """Build and check the parts of a run, except the engine, and return them as keyword arguments of Config.
+    """Build and check all parts of a run except the engine; return them as keyword arguments of the class `Config`.
 
     The keys are settings, model, data, recipe, optim, objective, callbacks, and plain (the configuration as plain
-    data). Relative paths of a resumed run refer to the directory where it was started (`origin`).
+    data). `origin` holds the directory where a resumed run was started: relative paths in its settings refer to it.
     """
     plain = _apply_all_types(resolve_config(cfg))
     classes = {where: candidates[0] for where, candidates in keys.classes.items() if candidates}
@@ -56,12 +56,12 @@ def build_parts(cfg: DictConfig, keys: Keys, origin: Origin) -> dict[str, Any]:
 
 
 def check_parts(settings: Settings, parts: Mapping[str, Any], callbacks: Mapping[str, Any]) -> None:
-    """Raise UserError if the settings of a part, except the engine, are invalid or contradict another setting."""
+    """Raise UserError if a setting of the run or of a part (not the engine) is invalid or contradicts another one."""
     named = {f"{kind}={part.name}": part for kind, part in parts.items()}
     every = {"settings": settings, **named, **{f"callbacks.{name}": c for name, c in callbacks.items()}}
     for who, part in every.items():
         with attribute_part_errors(), prefix_unavailable(who):
-            if isinstance(part, Optimiser):  # a subclass may not call the base check
+            if isinstance(part, Optimiser):  # a subclass's check() may not call this one
                 Optimiser.check(part)
             part.check()
     batch_size, accumulate = settings.batch_size, parts["optim"].accumulate
@@ -70,9 +70,10 @@ def check_parts(settings: Settings, parts: Mapping[str, Any], callbacks: Mapping
 
 
 def _apply_all_types(values: dict[str, Any]) -> dict[str, Any]:
-    """Return the configuration with types and defaults applied to its top-level settings.
+    """Return the configuration `values` with types and defaults applied to its top-level settings.
 
-    The settings of the parts are unchanged, and `sweep` is checked and left out. The keys have the order of Root.
+    The settings of the parts stay unchanged. The section `sweep` is checked, but left out of the result. The keys are
+    in the order of the fields of `Root`.
     """
     groups = {kind: values[kind] for kind in (*PARTS, "callbacks") if isinstance(values.get(kind), dict)}
     if len(groups) <= len(PARTS):  # a part is missing or invalid
@@ -84,7 +85,7 @@ def _apply_all_types(values: dict[str, Any]) -> dict[str, Any]:
 
 
 def build_saved_parts(plain: Mapping[str, Any], registry: Registry, origin: Origin) -> tuple[Model, Data, Recipe]:
-    """Build and check the model, data and recipe of a saved configuration, and return them in this order.
+    """Build and check the model, data and recipe of the saved configuration `plain`, and return them in this order.
 
     Raise UserError if one is missing or invalid, for example because of a missing file.
     """
@@ -121,7 +122,7 @@ def _value(node: Any) -> Any:
     return node
 
 
-_typed_cache: dict[tuple[type, str], tuple[str, dict[str, Any]]] = {}  # of the previous job: repr, typed
+_typed_cache: dict[tuple[type, str], tuple[str, dict[str, Any]]] = {}  # of the previous job: repr, typed settings
 
 
 def _apply_types_cached(cls: type, node: Mapping[str, Any], where: str) -> dict[str, Any]:
@@ -157,8 +158,8 @@ def apply_types(cls: type, node: Mapping[str, Any], where: str) -> dict[str, Any
 def resolve_paths(cls: type, node: Mapping[str, Any], origin: Origin) -> Mapping[str, Any]:
     """Return the settings of a part, with relative paths resolved against the directory where the run was started.
 
-    A text is a path if such a file exists. The exception is a plain word, without . and /, in a setting whose default
-    is not empty: data.tokenizer=byte is never a path.
+    A text is treated as a path if a file of that name exists in the directory. A plain word, without . and /, is never
+    a path in a setting whose default is not empty, such as data.tokenizer=byte.
     """
     words = {f.name for f in dataclasses.fields(cls) if f.default not in ("", None)}
     texts = {key: value for key, value in node.items() if isinstance(value, str) and key != "name"}

@@ -1,4 +1,4 @@
-"""Compose the configuration of one run with Hydra. Parts are built by `build`, not by Hydra."""
+"""Compose the configuration of one run with Hydra. The module `build` then builds the parts; Hydra does not."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ from toyexp.training.run_config import Config
 def compose(typed: Sequence[Override], registry: Registry, source: Source, modules: Sequence[str] = ()) -> Composition:
     """Compose the configuration of one run from typed overrides; raise UserError if that fails.
 
-    `modules` are local plugins named on the command line.
+    `modules` are the local plugins that the command line names; `source` says which configuration files to read.
     """
     keys = Keys.from_registry(registry)
     check_settings(typed, keys, source)
@@ -69,7 +69,7 @@ def compose(typed: Sequence[Override], registry: Registry, source: Source, modul
             if is_number and isinstance(OmegaConf.select(cfg, override.key_or_group), str):
                 OmegaConf.update(cfg, override.key_or_group, str(override.input_line).partition("=")[2].strip())
         cfg.hydra.job.num = OmegaConf.select(cfg, "hydra.job.num", default=0)
-        for override in mapping_overrides(typed):  # typed patterns precede those of files: the first match counts
+        for override in mapping_overrides(typed):  # typed keys come first: in optim.groups the first match counts
             node = OmegaConf.select(cfg, override.key_or_group)
             typed_names: Any = override.value()
             merged = {name: node[name] for name in (*typed_names, *node)}
@@ -110,7 +110,7 @@ class Composition:
     def directory(self, key: str, below: Path = Path()) -> Path:
         """Return the absolute path of the directory that a setting such as `hydra.run.dir` gives.
 
-        A relative path refers to `below`.
+        A relative path is resolved against `below`.
         """
         try:
             text = str(OmegaConf.select(self.cfg, key, throw_on_missing=True))
@@ -122,10 +122,10 @@ class Composition:
         return (below / text).absolute()
 
     def apply_base(self) -> Model | None:
-        """Put the model of the recipe's base file (recipe.base) into the configuration, and return it.
+        """Put the settings of the model in the recipe's base file (recipe.base) into the configuration; return it.
 
-        Return None if the recipe has no base file. Run names and directories that contain the model's name then use
-        that of the base file's model.
+        Afterwards `${model.name}` in the run's name and directories gives the name of that model. Return None if the
+        recipe has no base file.
         """
         return self._base_and_keys[0]
 
@@ -202,7 +202,11 @@ class Composition:
             engine["devices"] = str(count)
 
     def locate_errors(self) -> AbstractContextManager[None]:
-        """Add to the message of a UserError the key that gave a file, and the line of a setting that a file gave."""
+        """Return a context manager that says in the message of a UserError where the wrong value was set.
+
+        It adds the key of the setting that holds the path named in the message, and the file and line of a setting that
+        comes from a configuration file.
+        """
         return locate_errors(self.cfg, self.typed, self.source)
 
     def sweep_settings(self) -> Sweep:
@@ -235,8 +239,8 @@ def _thread_warnings(plain: Mapping[str, Any], engine: Engine) -> list[str]:
 def _callback_warnings(typed: Sequence[Override], callbacks: Mapping[str, Callback], registry: Registry) -> list[str]:
     """Return a warning if `callbacks=[plots]` was typed, which drops the default callbacks.
 
-    There is no warning for an empty list or presets, nor about the default learning-rate schedule if another schedule
-    is chosen. Raise UserError if a callback is named twice.
+    An empty list and a preset give no warning, and neither does dropping the default learning-rate schedule if another
+    schedule is chosen. Raise UserError if a callback is named twice.
     """
     lists = [o for o in typed if o.key_or_group == "callbacks"]
     value = lists[-1].value() if lists else []
@@ -254,7 +258,7 @@ def _callback_warnings(typed: Sequence[Override], callbacks: Mapping[str, Callba
     overrides += [
         f"'~callbacks.{name}'" for name, schedule in usual.items() if schedule and name not in callbacks and scheduled
     ]
-    return [f"callbacks=[{','.join(names)}]: without {', '.join(missing)}, which are on by default; to keep them: "
+    return [f"callbacks=[{','.join(names)}]: leaves out {', '.join(missing)}, which are on by default; to keep them: "
             f"{' '.join(overrides)}"]  # fmt: skip
 
 
@@ -272,8 +276,8 @@ class Base:
 def load_base(cfg: DictConfig, typed: Sequence[Override], keys: Keys, origin: Origin) -> Base | None:
     """Load the model file that the recipe fine-tunes (recipe.base); return None if the recipe has no such file.
 
-    Raise UserError if no model class can represent the file, if a typed setting of `model` other than its context
-    differs from the file, or if the context is longer than the file's.
+    Raise UserError if no model class can represent the file, if a typed setting of `model` other than model.context
+    differs from the file, or if model.context exceeds the context in the file.
     """
     cls, described, data = (keys.classes[kind][0] for kind in ("recipe", "model", "data"))
     if cls.base_file is Recipe.base_file:

@@ -26,14 +26,14 @@ JOB_KEYS = ("hydra.run.dir", "hydra.sweep.", "hydra.job.num")  # keys that diffe
 CACHE_SIZE = 32  # maximum number of entries
 HYDRA_REFERENCE = re.compile(r"hydra[.:](?!job\.num)")  # ${hydra:job.override_dirname} depends on all overrides
 
-_presets: list[tuple[str, int, int]] = []  # files from which the cache was composed
+_presets: list[tuple[str, int, int]] = []  # the presets (see _preset_files) that the cache is valid for
 
 
 def compose_cached(words: Sequence[str], source: Source) -> DictConfig:
     """Compose overrides with Hydra; exceptions of Hydra are not converted to UserError.
 
-    The result for the same choices of parts is cached when they occur a second time, if they only use toyexp's own
-    presets. Plain values such as lr=0.1 are then set in a copy of the cached result.
+    When the same parts are chosen a second time, the composition of these choices is cached, if they only use toyexp's
+    own presets. From then on, plain values such as lr=0.1 are set in a copy of the cached composition.
     """
     names, _ = _split_job_words(words)
     if _presets != (now := _preset_files()):  # files may be edited while a notebook runs
@@ -53,7 +53,7 @@ def compose_cached(words: Sequence[str], source: Source) -> DictConfig:
 def store_composition(words: Sequence[str], source: Source) -> None:
     """Compose only the parts that the overrides choose, and cache the result.
 
-    Cache None instead if it refers to settings of Hydra that depend on all overrides, such as
+    Cache None instead if the result refers to settings of Hydra that depend on all overrides, such as
     hydra.job.override_dirname.
     """
     names, _ = _split_job_words(words)
@@ -108,12 +108,12 @@ def _is_choice(word: str) -> bool:
     return key in GROUPS and value[:1] != "{"
 
 
-_schemas: dict[str, Any] = {}  # schemas of plugins as in Hydra's store; slow to create
+_schemas: dict[str, Any] = {}  # schemas of plugins, in the form of Hydra's store; slow to create
 
 
 @contextlib.contextmanager
 def isolate_hydra() -> Iterator[None]:
-    """Use separate schemas, file readers and configuration of Hydra in this context; restore the old on exit."""
+    """Use separate schemas, file readers and configuration of Hydra in this context; restore the old ones on exit."""
     Plugins.instance()  # registers its file readers, once per process
     store, sources = ConfigStore.instance(), SourcesRegistry.instance()
     stored, readers = store.repo, sources.types

@@ -1,4 +1,4 @@
-"""`toyexp plugins NAME`: the settings of plugins, of engine=auto and of presets."""
+"""Describe plugins, engine=auto and presets with their settings, for `toyexp plugins NAME`."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from toyexp.plugins.settings import list_settings
 
 
 def lines_about(name: str, registry: Registry) -> list[str]:
-    """Return a title and a line per setting for each plugin and preset with this name, or for each plugin of this kind.
+    """Return lines about each plugin and preset called `name`, or about each plugin of the kind `name`, such as model.
 
-    Raise UserError for an unknown name.
+    They are a title and a line per setting. Raise UserError for an unknown name.
     """
     auto = [f"engine={AUTO}  {(AutoEngine.__doc__ or '').splitlines()[0]}", *_settings("engine.", AutoEngine)]
     blocks = [*_plugins(name, registry), *([auto] if name == AUTO else []), *_presets(name, registry)]

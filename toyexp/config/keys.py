@@ -29,7 +29,7 @@ class Keys:
 
     registry: Registry
     classes: Mapping[str, Sequence[type[Any]]]
-    offers: Mapping[str, Mapping[str, type]]  # choices of each kind, without presets
+    offers: Mapping[str, Mapping[str, type]]  # classes by kind and name; presets have none
 
     @classmethod
     def from_registry(cls, registry: Registry) -> Keys:
@@ -81,7 +81,8 @@ class Keys:
     def hydra_overrides(self, typed: Sequence[Override]) -> list[str]:
         """Return the typed overrides in Hydra's syntax.
 
-        A single value of a list gets brackets, and a key in a mapping gets the prefix ++, so that the key may be new.
+        A single value of a list setting is put in brackets. A key inside a mapping setting gets the prefix ++, because
+        the mapping may not have that key yet.
         """
         words = []
         for override in typed:

@@ -78,9 +78,9 @@ def _form_mistake(override: Override, types: Collection[Any], keys: Keys) -> str
     kind, *rest = key.split(".")
     kind = kind.split("/")[0]
     if key.replace("/", ".").startswith(("hydra.launcher", "hydra.sweeper")):
-        hint = f"-m key=a,b, with sweep.launcher={', '.join(LAUNCHERS)} and sweep.jobs=4"
-        hint += "; a search is sweep.search=tpe sweep.trials=20" if "sweeper" in key else ""
-        return f"{line}: toyexp runs the jobs of a sweep itself: {hint}"
+        hint = f"type -m key=a,b and, if needed, sweep.jobs=4 or sweep.launcher={', '.join(LAUNCHERS)}"
+        hint += "; for a search type sweep.search=tpe sweep.trials=20" if "sweeper" in key else ""
+        return f"{line}: toyexp runs the jobs of a sweep itself; {hint}"
     if override.package is not None:
         return f"{line}: '@' is not supported; write {key}={override.get_value_element_as_str()}"
     if override.is_sweep_override():
@@ -190,7 +190,10 @@ def check_keys(cfg: DictConfig, all_keys: Keys) -> Keys:
 
 
 def unknown_key(key: str, cfg: DictConfig | None, registry: Registry, value: str = "...") -> str:
-    """Return the error message for an unknown key, with the most similar valid key."""
+    """Return the error message for an unknown key, with the most similar valid key.
+
+    Keys of the parts that `cfg` chooses are valid; if `cfg` is None, those of all parts. `value` is the key's value.
+    """
     keys = Keys.from_registry(registry) if cfg is None else Keys.from_registry(registry).restrict(cfg)
     kind, *rest = re.split("[./]", key)
     where, _, last = key.rpartition(".")
@@ -214,7 +217,7 @@ def unknown_key(key: str, cfg: DictConfig | None, registry: Registry, value: str
         hint = _did_you_mean(homes[0], cfg, keys) if homes else f"the keys are: {', '.join(sorted(keys.key_names('')))}"
         return f"unknown key {key}; {hint}"
     if not rest:
-        return f"{key}: not in the configuration file; put 'schema' first in its defaults list"
+        return f"{key}: the configuration file lacks this key; put 'schema' first in the file's defaults list"
     offers = registry.offers.get(kind, {})
     if kind == "callbacks":
         if rest[0] not in offers:
@@ -351,7 +354,7 @@ def wrong_value(error: Exception, key: str | None, typed: Sequence[Override], re
 
 
 def _compose_choices(typed: Sequence[Override], source: Source) -> DictConfig | None:
-    """Compose only the typed choices, to know which keys to suggest; return None if that fails."""
+    """Compose only the typed choices of parts, to know which keys to suggest; return None if that fails."""
     chosen = [str(o.input_line) for o in typed if o.key_or_group in GROUPS]
     try:
         return compose_cached(chosen, source)
@@ -430,7 +433,11 @@ def config_files(parsed: Sequence[Override], source: Source) -> Iterator[Path]:
 
 @contextlib.contextmanager
 def locate_errors(cfg: DictConfig, typed: Sequence[Override], source: Source) -> Iterator[None]:
-    """Prefix a UserError with the file and line of its setting, if not typed, and a path with its setting's key."""
+    """Say at the start of a UserError's message where the wrong value was set.
+
+    If the message begins with a path, prefix it with the key of the setting that holds this path. If the setting was
+    not typed but comes from a configuration file, prefix it with the file and line.
+    """
     try:
         yield
     except UserError as caught:
@@ -447,7 +454,7 @@ def locate_errors(cfg: DictConfig, typed: Sequence[Override], source: Source) ->
 
 
 def _key_of_path(message: str, cfg: DictConfig) -> str | None:
-    """Return the key of the part's setting whose value, a path, begins the message; None if there is none."""
+    """Return the key of the setting that holds the path at the start of `message`; None if no part has one."""
     values = {f"{kind}.{name}": str(cfg[kind]._get_node(name)) for kind in PARTS[::-1] for name in cfg[kind]}
     paths = {key: Path(expand_path(value)) for key, value in values.items() if re.search("[./]", value)}
     return next((key for key, path in paths.items() if message.startswith((f"{path}:", f"{path} "))), None)
@@ -456,7 +463,7 @@ def _key_of_path(message: str, cfg: DictConfig) -> str | None:
 def file_line(path: Path, key: str, message: str = "") -> str:
     """Return `path, line 3` with the line that sets a key in a file; return only the path if no line does.
 
-    If `message` begins with the name of a key below it, return the line of that key.
+    If `message` begins with the name of a key below `key`, use the line of that key.
     """
     node, line = yaml.compose(read_config(path), Loader=yaml.SafeLoader), 0
     for part in key.split("."):  # the keys of a preset are relative
@@ -468,7 +475,7 @@ def file_line(path: Path, key: str, message: str = "") -> str:
 
 
 def _has_key(node: Any, key: str, one_value: bool = False) -> bool:
-    """Return True if a file sets a key; with `one_value`, only if the key's value is not a mapping."""
+    """Return True if the parsed file `node` sets a key; with `one_value`, only if its value is not a mapping."""
     for part in key.split("."):
         node = node.get(part) if isinstance(node, dict) else None
     return node is not None and not (one_value and isinstance(node, dict))

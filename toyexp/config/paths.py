@@ -6,7 +6,7 @@ from pathlib import Path
 
 
 def _bundled_directory(in_checkout: str, in_package: str) -> Path:
-    """Return a directory that ships with toyexp: `in_package` if toyexp is installed, `in_checkout` in its sources."""
+    """Return a directory that ships with toyexp: `in_package` if installed, `in_checkout` in a checkout."""
     package = Path(__file__).resolve().parents[1]
     copy = package / in_package
     return copy if copy.is_dir() else package.parent / in_checkout

@@ -93,7 +93,7 @@ class Request:
 def take_engines(words: Sequence[str], default: str) -> tuple[list[str], list[str]]:
     """Return the labels in `engine=name[:key=value...],...`, and the other words.
 
-    Without this override, return the labels in `default`, separated by commas.
+    If this override is absent, return the labels in `default`, which are separated by commas.
     """
     lists = [word.removeprefix("engine=") for word in words if word.startswith("engine=")]
     if len(lists) > 1:

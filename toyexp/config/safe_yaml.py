@@ -20,9 +20,9 @@ from toyexp.plugins.rules import RESERVED_KEYS
 SIZE_LIMIT = 256 << 10  # bytes per file
 CODE_ERROR = "names code, which is not allowed; choose parts by name: engine=, recipe=, callbacks=[...]"
 RESOLVERS = ("now", "hydra", "oc.select", "oc.dict.keys", "oc.dict.values")  # allowed in ${name:...}
-HYDRA_PACKAGE = r"(_\w+_\.)?hydra(\.|$)"  # packages of Hydra: hydra.run, _global_.hydra
+HYDRA_PACKAGE = r"(_\w+_\.)?hydra(\.|$)"  # an @package of Hydra's own settings: hydra.run, _global_.hydra
 HYDRA_KEYS = ("run", "sweep", "sweeper", "searchpath")  # allowed under hydra
-PLACES = ("run", "sweep")  # output directories, only allowed in a user's main file
+PLACES = ("run", "sweep")  # sections with output directories, only allowed in a user's main file
 TAGS = "str", "int", "float", "bool", "null", "map", "seq", "merge", "timestamp"
 PLAIN_TAGS = {f"tag:yaml.org,2002:{tag}" for tag in TAGS}
 NUMBER_TAGS = {"tag:yaml.org,2002:int", "tag:yaml.org,2002:float"}
@@ -32,7 +32,7 @@ NUMBER_TAGS = {"tag:yaml.org,2002:int", "tag:yaml.org,2002:float"}
 def check_file(path: Path, text: str, is_builtin: bool, preset: bool = False) -> None:
     """Raise UserError if a file holds anything other than settings; `is_builtin` is True for files in toyexp's conf/.
 
-    A `preset` is a file of a config group, such as an experiment, and more restricted than a main file.
+    A `preset` is a file of a config group, such as an experiment; fewer settings are allowed in it than in a main file.
     """
     try:
         root = yaml.compose(text, Loader=yaml.SafeLoader)

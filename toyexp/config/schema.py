@@ -116,7 +116,7 @@ composition_cache: dict[tuple[Source, tuple[str, ...]], DictConfig | None] = {} 
 
 
 def store_schemas(registry: Registry) -> None:
-    """Register every plugin's dataclass with Hydra by group and name, and install the checked file readers."""
+    """Register every plugin's dataclass with Hydra by group and name, and install the file readers below."""
     SourcesRegistry.instance().types |= {"file": FileConfigSource, "structured": StructuredConfigSource}
     store = ConfigStore.instance()
     if "schema.yaml" not in store.repo:  # storing it is slow
@@ -180,9 +180,9 @@ class Source:
     def from_run(cls, directory: Path, chosen: Mapping[str, str], modules: Sequence[str]) -> Source:
         """Return a source that reads the saved configuration of a run.
 
-        `chosen` are the typed values by key. If they choose an engine or callbacks, those of the run are left out.
-        Raise UserError if they choose another model, data set, recipe, optimiser or objective, or if a local plugin of
-        the run is not in `modules`.
+        `chosen` holds the typed values by key. If it has an engine or callbacks, the run's own are left out.
+        Raise UserError if it has another model, data set, recipe, optimiser or objective than the run, or if a local
+        plugin of the run is not in `modules`.
         """
         file = directory / "config.yaml"
         saved = load_yaml(file)
@@ -196,7 +196,7 @@ class Source:
             if not isinstance(saved_node, dict) or chosen_name in (None, saved_node.get("name")):
                 continue
             saved_name = printable(str(saved_node.get("name")))
-            raise UserError(f"resume={directory}: resumes with {kind}={saved_name}; leave {kind}={chosen_name} out")
+            raise UserError(f"resume={directory}: the run has {kind}={saved_name}; leave {kind}={chosen_name} out")
         others = {"engine", "callbacks"} & chosen.keys()
         origin = parse_origin(saved_state(directory))
         if others:
@@ -217,7 +217,7 @@ class Source:
 
     @classmethod
     def from_flags(cls, path: str | None = None, name: str | None = None, extra: str | None = None) -> Source:
-        """Return the source named by --config-path, --config-name and --config-dir; raise UserError if missing."""
+        """Return the source named by --config-path, --config-name, --config-dir; raise UserError if one is missing."""
         main_hint = "type --config-path DIR --config-name NAME"
         for flag, value, hint in (("--config-path", path, main_hint), ("--config-dir", extra, EXPERIMENT_HINT)):
             if value is not None and Path(value).is_file():
@@ -249,8 +249,8 @@ class Source:
     def overrides(self) -> list[str]:
         """Return the overrides that Hydra needs if presets can come from several directories; else an empty list.
 
-        They set the search path, the output directories, and for a user's file toyexp's logging. Only the main file may
-        set output directories, so these overrides take precedence over any preset.
+        They set the search path and the output directories and, if the main file is a user's, toyexp's logging. Only
+        the main file may set output directories, so these overrides take precedence over any preset.
         """
         if len(self.directories) == 1:
             return []
@@ -286,6 +286,6 @@ def load_yaml(path: Path, load: Callable[[str], Any] = yaml.safe_load, preset: b
 
 
 def compose_raw(overrides: Sequence[str], source: Source) -> DictConfig:
-    """Compose the overrides of the source, then `overrides`, with Hydra; Hydra's exceptions are not converted."""
+    """Compose `source` with Hydra: its own overrides first, then `overrides`. Hydra's exceptions are not converted."""
     with hydra.initialize_config_dir(str(source.directory), version_base="1.3", job_name="toyexp"):
         return hydra.compose(source.name, overrides=[*source.overrides(), *overrides], return_hydra_config=True)

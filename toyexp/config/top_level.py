@@ -32,7 +32,7 @@ TEXT_LIMITS = {  # minimum and maximum of the options of text generation
     "--tokens": (1, 10**6), "--top-k": (0, 10**6), "--seed": (0, 2**63 - 1),
     "--temperature": (0.0, 100.0), "--top-p": (1e-9, 1.0), "--min-p": (0.0, 1.0),
 }  # fmt: skip
-SEARCH_IDENTITY = ("sweep.search", "sweep.metric", "sweep.repeats", "sweep.prune")  # fixed for a search
+SEARCH_IDENTITY = ("sweep.search", "sweep.metric", "sweep.repeats", "sweep.prune")  # a resumed search keeps these
 # The settings of Hydra that toyexp reads. A sweep sets hydra.job.num for each job.
 HYDRA_KEYS = ("hydra.run.dir", "hydra.sweep.dir", "hydra.sweep.subdir", "hydra.searchpath", "hydra.job.num")
 
@@ -124,10 +124,10 @@ class Sweep:
 
 @cache
 def other_tools(kind: str) -> dict[str, str]:
-    """Return a table of other_tools.yaml; `kind` is settings, commands or generate (options of that command).
+    """Return the table `kind` of other_tools.yaml.
 
-    The first maps each setting of toyexp to its names in other tools, the other two map words of other tools to
-    toyexp's.
+    The table `settings` maps each setting of toyexp to its names in other tools. The tables `commands` and `generate`
+    map commands of other tools, and options of llama-cli, to the words to type for toyexp.
     """
     import yaml  # deferred: only error messages need it
 

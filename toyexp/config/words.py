@@ -18,7 +18,7 @@ from toyexp.base.formatting import format_value
 
 CACHE_SIZE = 1000  # parsing takes 1 ms per override, and the jobs of a sweep share most of them
 RESERVED_WORDS = {"null", "true", "false", "nan", "inf"}  # values that are not parsed as text
-# Expressions for random or multiple values, also of other tools.
+# Expressions for random or multiple values, in the syntax of Hydra and of other tools.
 DISTRIBUTIONS = re.compile(
     r"(suggest_\w+|\w*uniform|\w*normal|\w*randint|\w*space|arange|interval|range|choice|tag|log|int|float)\(.*\)"
 )

@@ -1,4 +1,4 @@
-"""Read and write model files; every byte from a file is untrusted. The names listed here are open to plugins."""
+"""Read and write model files; every byte from a file is untrusted. Plugins may import the names listed here."""
 
 from typing import TYPE_CHECKING
 

@@ -1,4 +1,4 @@
-"""Plans that open a model file without training it, and LoRA adapter files."""
+"""Build plans that load a model file, and optionally a LoRA adapter file, without training them."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def frozen_plan(model: Model, path: Path, setup: Setup, adapter: Path | None = N
 def frozen_tensors(
     model: Model, path: Path, adapter: Path | None = None
 ) -> tuple[list[PlanTensor], Sequence[LoraAdapter]]:
-    """Return the tensors of a model file and its LoRA adapter file, all frozen, and the target of each LoRA pair."""
+    """Return the tensors of a model file and its LoRA adapter file, all frozen, and target and scale of LoRA pairs."""
     tensors = [PlanTensor(t.name, t.shape, FromGGUF(str(path), t.name), trainable=False) for t in model.tensors()]
     pairs, adapters = read_adapter(adapter, model) if adapter else ([], [])
     return [*tensors, *pairs], adapters
@@ -63,14 +63,14 @@ def read_adapter(path: Path, model: Model) -> tuple[list[PlanTensor], Sequence[L
         ranks = [_rank(file, linear) for linear in adapted]
         names = [name for linear in adapted for name in lora_names(linear.name)]
         if unknown := file.tensors.keys() - set(names):
-            raise file.error(f"its tensor {printable(min(unknown))} matches no linear of this {model.name}")
+            raise file.error(f"its tensor {printable(min(unknown))} matches no linear layer of this {model.name}")
         pairs = [PlanTensor(n, file.tensors[n].shape, FromGGUF(str(path), n), trainable=False) for n in names]
     scales = [alpha / rank if alpha else 1.0 for rank in ranks]  # as in llama.cpp
     return pairs, [LoraAdapter(linear.name, scale) for linear, scale in zip(adapted, scales, strict=True)]
 
 
 def _rank(file: GGUFFile, linear: TensorSpec) -> int:
-    """Return the rank of a linear's LoRA pair; raise UserError if its shapes do not fit the linear."""
+    """Return the rank of the LoRA pair of a linear layer; raise UserError if the pair's shapes do not fit the layer."""
     a, b = (file.tensors[name].shape if name in file.tensors else () for name in lora_names(linear.name))
     (outputs, inputs), rank = linear.shape, a[0] if a else 0
     if (a, b) != ((rank, inputs), (outputs, rank)):
@@ -79,7 +79,7 @@ def _rank(file: GGUFFile, linear: TensorSpec) -> int:
 
 
 def check_adapter(file: GGUFFile) -> float:
-    """Return the alpha of a LoRA adapter file, or 0 if it has none; raise UserError if it is no LoRA adapter."""
+    """Return the alpha of a LoRA adapter file, or 0 if it has none; raise UserError if the file is no LoRA adapter."""
     kinds = [file.metadata.get(key) for key in ("general.type", "adapter.type")]
     if kinds != ["adapter", "lora"]:
         raise file.error(f"holds no LoRA adapter (general.type is {printable(str(kinds[0]))})")

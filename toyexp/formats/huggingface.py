@@ -74,7 +74,7 @@ def hf_notes(model: Model, data: Mapping[str, Any], tokenizer: Tokenizer | None)
     """
     lines: list[str] = []
     if isinstance(tokenizer, SentencePiece) and (count := tokenizer.count_reordered()):
-        lines.append(f"transformers may merge {count} of its {tokenizer.vocab} tokens in another order than llama.cpp")
+        lines.append(f"transformers may merge {count} of the {tokenizer.vocab} tokens in another order than llama.cpp")
     problem = conversion_problem(hf_layout(model, data).conversion, tokenizer) if model.reads.text else ""
     if problem:
         lines.append(f"llama.cpp's convert_hf_to_gguf.py cannot read this back: {problem}")
@@ -84,7 +84,7 @@ def hf_notes(model: Model, data: Mapping[str, Any], tokenizer: Tokenizer | None)
 def write_adapter_folder(path: Path, plan: Plan, exported: ModelExport) -> list[str]:
     """Write the plan's LoRA adapters as a directory for PEFT, atomically, in float32.
 
-    The rows of B are reordered as in transformers. Return a sentence for each tensor that is not finite.
+    The rows of each B get the order that transformers uses. Return a sentence for each tensor that is not finite.
     """
     adapters = [a for a in plan.adapters if isinstance(a, LoraAdapter)]
     stored_tensors = hf_layout(plan.model, {}).tensors
@@ -131,7 +131,7 @@ def model_card(exported: ModelExport, adapter: bool = False) -> str:
     cells = {key: printable(str(value)).replace("|", " ") for key, value in facts.items() if value is not None}
     load = [f"from transformers import {auto}", "", f'model = {auto}.from_pretrained(".")  # this directory']
     if adapter:
-        first = f'base = {auto}.from_pretrained("BASE")  # of a GGUF: toyexp export FILE.gguf --type hf --to BASE'
+        first = f'base = {auto}.from_pretrained("BASE")  # to make BASE: toyexp export FILE.gguf --type hf --to BASE'
         load = ["from peft import PeftModel", load[0], "", first, 'model = PeftModel.from_pretrained(base, ".")']
     return "\n".join([
         "---", *front, "---", "", f"# {printable(str(general.get('name', model.name)))}", "",
@@ -178,7 +178,7 @@ def conversion_problem(conversion: Conversion, tokenizer: Tokenizer | None) -> s
         return f"it has no {tokenizer.kind} tokenizer"
     if tokenizer.kind not in conversion.kinds:
         return f"for this architecture it has no {tokenizer.kind} tokenizer"
-    # Trained by toyexp, or read back from its GGUF: these have GPT-2's pre-tokenizer.
+    # A BPE that toyexp trained has GPT-2's pre-tokenizer, also if it was read back from a GGUF.
     is_small = tokenizer.source.get("ggml.pre", "gpt-2") == "gpt-2" and tokenizer.vocab < GPT2_TOKENS
     if isinstance(tokenizer, BPE) and is_small:
         return "it knows only published byte-level BPE vocabularies, not one trained by toyexp"
@@ -190,8 +190,8 @@ def conversion_problem(conversion: Conversion, tokenizer: Tokenizer | None) -> s
 
 
 # For some model_types transformers 5 only reads vocabulary and merges from tokenizer.json, and replaces the
-# pre-tokenizer and normaliser. It does not if the directory names its own tokenizer class, so one is written here.
-# It is only imported by users who allow code from the directory (trust_remote_code=True).
+# pre-tokenizer and normaliser. It keeps them if the directory has its own tokenizer class, so toyexp writes one.
+# transformers only imports the class for users who allow code from the directory (trust_remote_code=True).
 CLASS = {"AutoTokenizer": ["tokenization.FromFile", "tokenization.FromFile"]}  # slow and fast tokenizer
 CODE = '''\
 """Use this directory's tokenizer.json, also if transformers has another tokenizer for its model_type."""
@@ -207,8 +207,8 @@ class FromFile(PreTrainedTokenizerFast):
 def tokenizer_files(tokenizer: Tokenizer, is_replaced: bool) -> dict[str, bytes]:
     """Return the tokenizer's files as {name: content}.
 
-    `is_replaced` says that transformers would use its own tokenizer for this model type instead of tokenizer.json; then
-    the files include a tokenizer class that prevents this.
+    If `is_replaced`, transformers would use its own tokenizer for this model type instead of tokenizer.json. The files
+    then include a tokenizer class that prevents this.
     """
     library, settings = tokenizer.to_huggingface()
     files = {"tokenizer.json": library.encode()}

@@ -31,7 +31,7 @@ class HFTensor:
     """Name of a model's tensor in transformers, and the functions that convert its numbers."""
 
     name: str
-    rows: ArrayFunction = identity  # reorders outputs: a weight's rows, a bias, or the rows of a LoRA's B
+    rows: ArrayFunction = identity  # reorders output features: rows of a weight or of a LoRA's B, elements of a bias
     form: ArrayFunction = identity  # applied after `rows`; numpy.transpose for a Conv1D
 
 
@@ -40,8 +40,8 @@ class Conversion:
     """Support of one architecture in llama.cpp's converter."""
 
     kinds: tuple[str, ...] = ("bpe", "spm")  # supported kinds of tokenizers
-    prefix: bool | None = True  # add_space_prefix that the converter sets for SentencePiece; None: it reads the file's
-    ignored_setting: str = ""  # sentence about a model setting that it ignores; "": none
+    prefix: bool | None = True  # add_space_prefix that it sets for SentencePiece; None: as in the directory
+    ignored_setting: str = ""  # sentence about a model setting that the converter ignores; "": none
 
 
 @dataclass(frozen=True)
@@ -59,6 +59,6 @@ class Layout:
 def hf_layout(model: Model, data: Mapping[str, Any]) -> Layout:
     """Return the model's layout in transformers; raise UserError for a model that transformers does not have."""
     if "hf" not in model.forms:
-        raise UserError(f"model={model.name} has no Hugging Face layout: its class names none in forms['hf']")
+        raise UserError(f"model={model.name} has no Hugging Face layout: its class has no forms['hf']")
     layout: Layout = model.forms["hf"](model, data)
     return layout

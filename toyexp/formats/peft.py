@@ -33,8 +33,8 @@ CHANGES_BASE = ("pissa", "olora", "corda", "loftq")  # initialisations that also
 def read_peft(folder: Path, model: Model) -> tuple[float, dict[str, np.ndarray], dict[str, str]]:
     """Return alpha, the matrices A and B by GGUF name, and the values of ORIGIN_KEYS of an adapter in a PEFT directory.
 
-    Each pair adds alpha / rank * B A to its linear, where the rank is the number of rows of A; the rows of B are in the
-    model's order. Raise UserError if the adapter is damaged, fits another model, or is not plain LoRA.
+    Each pair adds alpha / rank * B A to the weight of its linear layer, where rank is the number of rows of A. The rows
+    of B are in the model's order. Raise UserError if the adapter is damaged, fits another model, or is not plain LoRA.
     """
     config = _config(folder / CONFIG)
     alpha, patterns = _number(folder, config, "lora_alpha", 8), config.get("rank_pattern") or {}  # 8 as in PEFT
@@ -45,7 +45,7 @@ def read_peft(folder: Path, model: Model) -> tuple[float, dict[str, np.ndarray],
     for stored_name in file.tensors:
         match = TENSOR.fullmatch(stored_name)
         if match is None or match["module"] not in targets:
-            raise file.error(f"its tensor {printable(stored_name)} matches no linear of this {model.name}")
+            raise file.error(f"its tensor {printable(stored_name)} matches no linear layer of this {model.name}")
         target, stored = targets[match["module"]]
         array, (a, b) = file.read(stored_name), lora_names(target)
         if array.ndim != 2:
@@ -87,7 +87,7 @@ def _number(folder: Path, config: Mapping[str, Any], key: str, default: int | No
 
 
 def _places(folder: Path, model: Model) -> dict[str, HFTensor]:
-    """Return the transformers tensor of each linear, by GGUF name; raise UserError if transformers lacks the model."""
+    """Return the transformers tensor of each linear layer by GGUF name; raise UserError if transformers has none."""
     try:
         stored = hf_layout(model, {}).tensors
     except UserError as error:
@@ -110,7 +110,7 @@ def _reorder_rows(b: np.ndarray, stored: HFTensor) -> np.ndarray:
 
 
 def _relative_scale(config: Mapping[str, Any], module: str, b: np.ndarray, alpha: float, folder: Path) -> float:
-    """Return the factor besides alpha / rank by which PEFT scales a LoRA pair: 1 without rsLoRA and alpha_pattern."""
+    """Return the factor by which PEFT scales a LoRA pair besides alpha / rank: 1 without rsLoRA and alpha_pattern."""
     scale, patterns = alpha, config.get("alpha_pattern") or {}
     for pattern in patterns if isinstance(patterns, dict) else ():
         if not re.fullmatch(r"[\w.]+", pattern):  # an untrusted regular expression may never end

@@ -20,7 +20,7 @@ from toyexp.formats.gguf.header import HEADER_LIMIT, check_offsets, how_to_conve
 from toyexp.interfaces.format import ModelFile, TensorInfo
 
 KEYS = "gguf"
-TYPES = {"F32": (0, 4), "F16": (1, 2), "BF16": (30, 2)}  # supported: ggml type id, bytes per number
+TYPES = {"F32": (0, 4), "F16": (1, 2), "BF16": (30, 2)}  # supported dtypes: (ggml type id, bytes per number)
 Tensor = tuple[tuple[int, ...], Callable[[], np.ndarray]]  # shape, and a function that returns the numbers
 
 
@@ -36,7 +36,7 @@ def json_object(text: Any, subject: str) -> dict[str, Any]:
 
 
 class TensorsFile(ModelFile):
-    """Open safetensors file of any origin; its metadata values are text. Raise UserError for a broken file."""
+    """An open safetensors file, by any program; its metadata values are text. Raises UserError for a broken file."""
 
     def __init__(self, path: Path):
         self.path, self._file = path, open_file(path)
@@ -83,7 +83,7 @@ class TensorsFile(ModelFile):
 
 
 class SafetensorsFile(TensorsFile):
-    """Open safetensors file that toyexp wrote; `metadata` holds the GGUF keys. Raise UserError for any other file."""
+    """An open safetensors file that toyexp wrote; `metadata` holds its GGUF keys. Raises UserError for any other."""
 
     def _keys(self, metadata: dict[str, Any]) -> Mapping[str, Any]:
         if KEYS not in metadata:
@@ -93,9 +93,10 @@ class SafetensorsFile(TensorsFile):
 
 
 def write_safetensors(path: Path, tensors: Mapping[str, Tensor], kind: str, metadata: Mapping[str, str]) -> list[str]:
-    """Write tensors in the dtype `kind`, one at a time; `tensors` maps names to shapes and functions that return them.
+    """Write tensors in the dtype `kind`, one at a time.
 
-    Return a sentence for each tensor with numbers that are not finite or too large for the dtype.
+    `tensors` maps each name to the tensor's shape and a function that returns its numbers. Return a sentence for each
+    tensor with numbers that are not finite or too large for the dtype.
     """
     problems: list[str] = []
     header: dict[str, Any] = {"__metadata__": metadata}

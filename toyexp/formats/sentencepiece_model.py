@@ -19,7 +19,7 @@ Value = int | float | str | bytes
 
 
 def missing_requirement(tokenizer: SentencePiece) -> str:
-    """Return a sentence about what this vocabulary lacks to be written as tokenizer.model, or ""."""
+    """Return the reason why this vocabulary cannot be written as tokenizer.model; "" if it can."""
     count = tokenizer.types.tolist().count(BYTE)
     if tokenizer.unknown is None:
         return "SentencePiece requires a token of type unknown"
@@ -27,7 +27,7 @@ def missing_requirement(tokenizer: SentencePiece) -> str:
 
 
 def sentencepiece_model(tokenizer: SentencePiece) -> bytes:
-    """Return the bytes of tokenizer.model, for a vocabulary without a missing requirement."""
+    """Return the bytes of tokenizer.model. `missing_requirement` must have returned "" for the tokenizer."""
     pieces = (_message({PIECE: piece, SCORE: score, TYPE: kind}) for piece, score, kind in _pieces(tokenizer))
     unknown, bos = tokenizer.unknown, tokenizer.bos
     assert unknown is not None

@@ -57,7 +57,7 @@ class Description(Answer):
     kind: str  # general.type: model, adapter, ...
     architecture: str
     family: str | None  # name of toyexp's model that implements the architecture
-    refused: str | None  # the reason if no model of toyexp can load it
+    refused: str | None  # why toyexp cannot load the model or list its forward pass; None if it can
     sizes: dict[str, Any]  # the model's settings, or the architecture's own keys if no model can load it
     parameters: dict[str, int]  # total, embedding, blocks (how many), per_block (of the largest block)
     outside: dict[str, int]  # parameters of each tensor outside the blocks
@@ -65,7 +65,7 @@ class Description(Answer):
     tokenizer: dict[str, Any] | None
     general: dict[str, str]
     adapter: dict[str, Any] | None
-    parts: dict[str, int] | None  # of a split file: number of this part (from 1) and of all parts
+    parts: dict[str, int] | None  # for a split file: `part`, the number of this file (from 1), `of` how many files
     uses: list[Use]
     forward: Listing | None
     metadata: dict[str, Any] = field(default_factory=dict)  # every key, with --metadata
@@ -162,10 +162,10 @@ class Description(Answer):
 def describe(path: Path, registry: Registry, metadata: bool = False, tensors: bool = False) -> Description:
     """Describe a GGUF file, or the model of a run or checkpoint. Raise GGUFError if the file is broken.
 
-    With `metadata`, the description includes every key of the header; with `tensors`, every tensor.
+    If `metadata` is True, the description includes every key of the header; if `tensors` is True, every tensor.
     """
     path = find_model_file(path, (MODEL, ADAPTER), registry)
-    file, path = open_gguf(str(path)), source_path(path)  # shared with the recipes that are asked about the file
+    file, path = open_gguf(str(path)), source_path(path)  # recipes get the same open file from its cache
     kind = file.text("general.type") or "model"
     offers = FileUses(file, path, registry)
     model, refused, forward = offers.model, offers.refused, None
@@ -176,7 +176,7 @@ def describe(path: Path, registry: Registry, metadata: bool = False, tensors: bo
         except Exception as error:  # a plugin's model may fail on shapes; describe the rest
             refused = f"its forward pass cannot be listed: {type(error).__name__}: {error}"
     architecture, meta = file.text("general.architecture"), file.metadata
-    prefix = f"{architecture or None}."  # how the architecture's own keys begin
+    prefix = f"{architecture or None}."  # of the metadata keys that belong to the architecture
     own_keys = {k.removeprefix(prefix): v for k, v in meta.items() if k.startswith(prefix)}
     sizes = {printable(k): v for k, v in own_keys.items() if isinstance(v, bool | int | float | str)}
     parameters, outside = _parameters(file.tensors.values())
@@ -291,7 +291,7 @@ def _short(value: Any) -> str:
     if isinstance(value, float):
         with np.errstate(over="ignore"):
             single = np.float32(value)
-        is_float32 = float(single) == value or math.isnan(value)  # a few are float64
+        is_float32 = float(single) == value or math.isnan(value)  # otherwise the value is float64
         return str(single if is_float32 else value).removesuffix(".0")
     if isinstance(value, str):
         return printable(value)
@@ -311,16 +311,16 @@ def _wrap(name: str, words: Sequence[str], between: str = ", ") -> list[tuple[st
 
 
 PLAIN_WORD = re.compile(r"[\w/.][\w/.+%@?|: -]*\.gguf|/[\w/.+%@?|:-]*", re.ASCII)  # needs no quotes in Hydra
-MAX_CHECKED_BYTES = 256 << 20  # larger files' numbers are not checked here, but when a run reads them
+MAX_CHECKED_BYTES = 256 << 20  # the numbers of larger files are only checked when a run reads them
 PROMPT = "Once upon a time"
 EXPORTS = ("q8_0", "f16", "f32")
 
 
 @dataclass(frozen=True)
 class Use:
-    """One use of a model: the command for this file, or the reason why it is impossible."""
+    """One use of a model file: the command, or the reason why this use is impossible."""
 
-    what: str
+    what: str  # name of the use, such as eval or donor
     command: str | None  # None if `reason` is set
     reason: str | None = None
 
@@ -334,7 +334,7 @@ class FileUses:
     def __init__(self, file: GGUFFile, path: Path, registry: Registry):
         self._file, self._path, self._registry = file, path, registry
         self.model: Model | None = None
-        self.refused: str | None = None  # the reason if toyexp has no model for it
+        self.refused: str | None = None  # why toyexp cannot load the model; None if it can
         try:
             self.model = load_open_model(file, registry)
         except UserError as error:
@@ -354,7 +354,7 @@ class FileUses:
 
     @cached_property
     def _bad_numbers(self) -> str | None:
-        """The error about the first tensor with NaN or infinity; None if there is none, or for large files."""
+        """The error about the first tensor with NaN or infinity; None if there is none or the file is large."""
         if self._file.size > MAX_CHECKED_BYTES:
             return None
         try:
@@ -386,7 +386,7 @@ class FileUses:
 
     @cached_property
     def _data(self) -> str:
-        """The `data=...` settings to add to a command; empty if the default data suits this file, or none does."""
+        """The `data=...` settings to add to a command; empty if the default data fits this file, or no data fits."""
         tokenizer, sizes = self.tokenizer, model_settings(self.model) if self.model else {}
         for name in matching_data(self.model.reads if self.model else TOKENS, self._registry):
             cls = cast("type[Data]", self._registry.get("data", name))
@@ -424,7 +424,7 @@ class FileUses:
         tokenizer, table = self.tokenizer, self._file.tensors.get("token_embd.weight")
         rows = tokenizer.vocab if isinstance(tokenizer, Tokenizer) else 1
         if self._file.size > MAX_CHECKED_BYTES and table is not None and rows <= table.shape[0]:
-            rows = 1  # a run checks the other rows
+            rows = 1  # only a run checks the other rows
         recipes = filter(self._accepts, self._recipes_by_source("donor"))
         return [Use("donor", self._command(recipe), self._donor_error(recipe, rows)) for recipe in recipes]
 
@@ -438,8 +438,8 @@ class FileUses:
     def best(self) -> str:
         """The file's best use in a word; empty if toyexp cannot use it.
 
-        It is `base` if the model can be fine-tuned, else the kind of data that the model reads. For a file without a
-        toyexp model it is `donor` if its embeddings can be copied.
+        If toyexp can load the model, it is `base` if the model can be fine-tuned, and otherwise the kind of data that
+        the model reads. If not, it is `donor` if a new model can copy the file's embeddings.
         """
         if self.model is not None:
             is_base = any(self._accepts(recipe) for recipe in self._recipes_by_source("base"))

@@ -51,15 +51,15 @@ class Evaluation(Answer):
     adapter: str | None  # the LoRA adapter added to the model
     engine: str
     data: str
-    path: str | None  # of the data, if it has one
+    path: str | None  # path of the data; None if it has no path
     left_out: list[str]  # parts of the data that are not used, each with the setting that changes it
-    share: Mapping[str, float]  # the data settings of SHARE
+    share: Mapping[str, float]  # data settings that limit how much is evaluated; for their names see SHARE
     own: bool  # True if the data has the digest that the model's training run recorded
     targets: int  # tokens predicted, or images classified
     loss: float  # nats per target
     figures: Sequence[DerivedMetric]  # derived from the loss; for text: perplexity and bits per byte
     scores: Mapping[str, float]  # the model's other metrics, such as accuracy
-    note: str = ""  # set if the data is not, or may not be, the run's own
+    note: str = ""  # says so if the data is not, or may not be, that of the training run
     classes: list[ClassCounts] | None = None  # counts per class, if each example has one class
 
     def plain(self) -> dict[str, Any]:
@@ -89,8 +89,8 @@ class Evaluation(Answer):
 def evaluate(model_path: Path, request: Request, data: str | None = None, adapter: Path | None = None) -> Evaluation:
     """Evaluate the model at `model_path`, optionally with a LoRA `adapter`; return its held-out loss and metrics.
 
-    The data is the path `data`, else the `data=` setting of the request, else the data that the model's run was trained
-    on, else the default data for the model.
+    The data is the first available one of these: the path `data`, the `data=` setting of the request, the data that the
+    model's run was trained on, the default data for the model.
     """
     overrides, registry = _check_settings(request), request.registry
     loaded = LoadedModel.open(model_path, registry, adapter)
@@ -112,7 +112,7 @@ def evaluate(model_path: Path, request: Request, data: str | None = None, adapte
     inputs = model.reads.with_bounds(batches.inputs, dataset.vocab)
     boundary = attribute_errors(f"engine.{config.engine.name}", "while it evaluated", data=config.data.name)
     with boundary, loaded.session(config.engine, inputs, config.settings.batch_size) as session:
-        held_out = batches.held_out()  # after the session: a plan that needs too much memory fails first
+        held_out = batches.held_out()  # after the session, so that a plan that needs too much memory fails first
         loss, scores = session.evaluate(held_out), compute_scores(model, session.logits, held_out)
         read = [name for name in inputs if name not in ("targets", "weights")]
         names = dataset.classes if isinstance(dataset, ImageDataset) else ()
@@ -176,8 +176,9 @@ def _open_dataset(config: Config, loaded: LoadedModel) -> Dataset:
 def _window(setting_value: str | None, model: Model, training_context: int | None) -> int | None:
     """Return the length of a row in tokens; None for a model without a context length.
 
-    It is the `model.context` setting, else the context of the training run, else 512, because longer rows cost much
-    more. Without the setting it is at most the model's context. Raise UserError for an invalid setting.
+    It is the `model.context` setting. Without the setting it is the context of the training run, or 512 if there is no
+    run, because longer rows cost much more; but it is at most the model's context. Raise UserError for an invalid
+    setting.
     """
     if not model.context:
         return None
@@ -210,8 +211,8 @@ def count_by_class(
 ) -> list[ClassCounts]:
     """Count right and wrong predictions for each class, without the examples of weight 0.
 
-    `logits` computes an array [rows, classes] from the inputs that `read` names. `names` are the class names; classes
-    without a name are numbered.
+    `logits` computes an array [rows, classes] from those arrays of a batch whose names are in `read`. `names` are the
+    class names; classes without a name are numbered.
     """
     counts = None
     for batch in batches:
@@ -267,13 +268,12 @@ class TrainedRun:
     data: dict[str, Any]  # the settings of `data`, with its name
     batch_size: int
     context: int | None  # window in tokens
-    record: Origin
+    record: Origin  # digests of the data and files, and where the run was started
 
     def settings(self, file: Path, has_text: bool, registry: Registry) -> list[str]:
         """Return the run's data settings as overrides, such as `data=text`.
 
-        If the run set a tokenizer and the model `file` contains one (`has_text`), the override names `file` in its
-        place.
+        If the run set data.tokenizer and the model `file` contains a tokenizer (`has_text`), data.tokenizer is `file`.
         """
         name = self.data["name"]
         settings = resolve_paths(part_class("data", self.data, registry), self.data, self.record)
@@ -283,10 +283,10 @@ class TrainedRun:
         return [f"data={name}", *(format_override(f"data.{key}", value) for key, value in run_settings.items())]
 
     def compare(self, dataset: Dataset, typed: Sequence[str], path: str = "") -> tuple[bool, str]:
-        """Return whether `dataset` is the data that the run was trained on, and a note (or "") for the user.
+        """Return True if `dataset` is the data that the run was trained on, and a note for the user ("" if none).
 
-        `typed` are the data settings that the user gave, and `path` is the path of the data. Raise UserError if the
-        run's data has changed and the user did not name the data explicitly.
+        `typed` are the keys of the data settings that the user gave, and `path` is the path of the data. Raise
+        UserError if the run's data has changed and the user did not name the data explicitly.
         """
         origin, digests = self.record, data_digests(dataset.describe())
         if origin.sources.get("data") in (None, digests["data"]):
@@ -308,7 +308,7 @@ class TrainedRun:
                         f"to evaluate on it anyway, type {override}")  # fmt: skip
 
     def _overlap(self, path: str) -> tuple[bool, bool]:
-        """Return whether `path` is the run's data path, and whether one of the two contains the other."""
+        """Return two values: True if `path` is the run's data path, and True if one of the two contains the other."""
         own_path = self.record.resolve(str(self.data.get("path") or ""))
         if not own_path or not path:
             return False, False

@@ -38,7 +38,7 @@ from toyexp.training.checkpoint import read_result
 from toyexp.training.run_config import config_hash
 from toyexp.training.rundir import read_settings
 
-BEGINNINGS = {".gguf": b"GGUF", ".safetensors": rb".{4}\0{4}\{", ".npz": b"PK"}  # patterns of first bytes
+BEGINNINGS = {".gguf": b"GGUF", ".safetensors": rb".{4}\0{4}\{", ".npz": b"PK"}  # patterns of a file's first bytes
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ class ExportResult(Answer):
     bytes: int
     tensors: dict[str, int]  # number of tensors per type
     warnings: list[str]
-    notes: list[str]  # what other programs do differently with the file
+    notes: list[str]  # sentences about how other programs treat the file differently
 
     def lines(self) -> list[str]:
         """Return warnings and notes, then the path with its size."""
@@ -63,7 +63,10 @@ class ExportResult(Answer):
 
 
 def build_format(word: str, settings: Sequence[str], registry: Registry) -> Format:
-    """Return the format named by `--type`, with its settings. Raise UserError for an unknown type or setting."""
+    """Return the format that `word`, a value of --type, names, with `settings` (key=value) applied.
+
+    Raise UserError for an unknown type or setting.
+    """
     types = registry.types()
     if word not in types:
         raise UserError(f"--type={word}: {suggest(word, types)}")
@@ -71,7 +74,7 @@ def build_format(word: str, settings: Sequence[str], registry: Registry) -> Form
     form = _build_with_settings(cls, values, settings, word) if settings else cls(**values)
     try:
         form.check()
-    except UserError as error:  # without settings, the fault lies in --type itself
+    except UserError as error:  # if no setting was typed, the error is about the value of --type
         raise type(error)(f"{'' if settings else '--'}{error}") from None
     return form
 
@@ -101,9 +104,9 @@ def export(
 ) -> ExportResult:
     """Convert a model to the type `word` (a value of `--type`) and write it to the path `to`.
 
-    Without `to` the file is written beside the model. `force` replaces an existing file, and `requantize` allows
-    quantised numbers to be rounded again. Raise UserError, before anything is written, if the model cannot be
-    converted.
+    If `to` is None, write the file beside the model. If `force` is True, replace an existing file. If `requantize` is
+    True, numbers that are already quantised may be quantised again. Raise UserError, before anything is written, if the
+    model cannot be converted.
     """
     form = build_format(word, settings, registry)
     # Appended to the stem of the file name: -q8_0.gguf, .onnx, -hf, -hf-f16.
@@ -132,7 +135,7 @@ def _write(
 ) -> tuple[ModelExport | None, list[str]]:
     """Write the model in `file` to `target` in the format `form`.
 
-    Return the model, or None if the format copied the tensors one by one without it, and warnings about the numbers.
+    Return two values: the exported model, or None if the format copied the file's tensors without it; and warnings.
     """
     model_class = find_model_class(file, registry.models())
     with (
@@ -141,7 +144,7 @@ def _write(
         write_atomically(target) as path,
     ):
         try:
-            form.check_model(model_class())  # default sizes: the format may accept sizes that toyexp cannot compute
+            form.check_model(model_class())  # at default sizes, because the file may have sizes that toyexp rejects
             problems = form.write_again(file, path, requantize)
             if problems is not None:
                 converted = source_path(file.path) != file.path and source_path(file.path).is_file()
@@ -158,7 +161,7 @@ def _write(
 
 
 def _about(file: GGUFFile) -> dict[str, Any]:
-    """Return the model card's entries about the run that wrote `file`; empty if the file was moved out of it."""
+    """Return model card entries about the run that wrote `file`; empty if `file` is not in that run's directory."""
     run = _sibling_path(file).parent
     config, result, step = read_settings(run / "config.yaml"), read_run(run), file.metadata.get("general.step")
     if config_hash({k: v for k, v in config.items() if k != "defaults"}) != file.text("general.config_sha256"):
@@ -175,8 +178,9 @@ def require_free(
 ) -> None:
     """Raise UserError if `target` must not be written; `option` begins the message.
 
-    Without `force`, `target` must not exist. With `force`, an existing target must look like a file with this suffix,
-    or a directory with these `contents`. It must not be one of the files in `read` and must not belong to a run.
+    If `force` is False, `target` must not exist. If `force` is True, an existing target must look like a file with this
+    suffix, or like a directory with these `contents`. The target must not be one of the files in `read`, and must not
+    belong to a run.
     """
     require_writable(option, target)
     if not os.path.lexists(target):
@@ -211,7 +215,7 @@ def _starts_like(path: Path, suffix: str, other: bytes = b".") -> bool:
 
 
 def default_target(file: GGUFFile, ending: str) -> Path:
-    """Return the default of `--to`: beside the model, with its name and `ending` in place of the suffix.
+    """Return the default path of `--to`: beside the model file, named like it, with `ending` in place of the suffix.
 
     The part number of a split file is left out. For a checkpoint, the path is in the run's directory.
     """
@@ -220,9 +224,9 @@ def default_target(file: GGUFFile, ending: str) -> Path:
 
 
 def _sibling_path(file: GGUFFile) -> Path:
-    """Return a path with the name of `file` in the directory in which new files are written.
+    """Return a path with the name of `file`, in the directory in which new files are written.
 
-    This is the directory of the model file, or for a checkpoint the directory of its run.
+    New files are written into the directory of the model file, or for a checkpoint into the directory of its run.
     """
     if (source := source_path(file.path)) == file.path:
         return file.path
@@ -233,7 +237,7 @@ def _sibling_path(file: GGUFFile) -> Path:
 
 
 TYPES = tuple(FILE_TYPES)
-# Prefixes of the base's keys that do not apply to the merged model.
+# Prefixes of metadata keys of the base that do not apply to the merged model.
 BASE_ONLY = ("split.", *(f"general.{key}" for key in ("run_id", "step", "config_sha256", "base_model.", *PARENT)))
 
 
@@ -244,7 +248,7 @@ class MergeResult(Answer):
     base: str
     adapter: str
     path: str
-    type: str  # of the changed tensors
+    type: str  # type of the changed tensors in the merged file
     changed: int  # number of tensors that the adapter changed
     before: dict[str, int]  # number of changed tensors per type in the base
     bytes: int
@@ -289,7 +293,7 @@ def merge(base: Path, adapter: Path, out: Path, kind: str, force: bool, registry
 
 
 def _merge_tensors(file: GGUFFile, adapter: GGUFFile, scales: dict[str, float], kind: str) -> Writer:
-    """Return a writer of the merged model, which computes the merged tensors while it writes them.
+    """Return a writer of the merged model. It computes the merged tensors when it writes them.
 
     `scales` maps the name of each tensor that the adapter changes to the adapter's scale.
     """

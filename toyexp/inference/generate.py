@@ -61,9 +61,9 @@ class Generated:
     prompt: str | None
     prompt_ids: list[int]
     text: str | None  # None if the file has no tokenizer
-    ids: list[int]  # generated, without the end token; empty for streamed llama.cpp output
+    ids: list[int]  # generated ids without the end token; empty for streamed llama.cpp output
     tokens: int  # number of generated tokens
-    reason: str
+    reason: str  # why generation ended, such as END
     seconds: float
     seed: int
     template: str | None = None  # with --chat: the file whose chat template was used
@@ -121,8 +121,8 @@ def generate(
 ) -> Generated:
     """Generate text and return it with statistics.
 
-    `write` receives each piece of text as soon as it is generated. `on_slide` receives a note when the context is full
-    for the first time.
+    Call `write` with each piece of text as soon as it is generated. Call `on_slide` with a note for the user when the
+    context is full for the first time.
     """
     loaded = load_model(options, registry)
     if options.engine.partition(":")[0] == LLAMA_CPP:
@@ -149,8 +149,8 @@ def load_model(options: Options, registry: Registry) -> LoadedModel:
 class Generator:
     """Text generator that keeps one session open for several calls of `write`; a context manager.
 
-    The session is opened for the number of tokens that a call needs, rounded up to a multiple of `step`. It is reopened
-    when a later call needs more.
+    The session is opened for the number of tokens that a call needs, rounded up to a multiple of `step`. If a later
+    call needs more tokens, the session is opened again.
     """
 
     def __init__(self, loaded: LoadedModel, options: Options, step: int = 1):
@@ -180,8 +180,9 @@ class Generator:
     ) -> Generated:  # fmt: skip
         """Generate a continuation of `ids` until an end token, the token limit, or until `should_stop()` returns True.
 
-        `builder` collects the text. When the context is full, generation continues from the second half of its tokens.
-        Raise UserError if the prompt is longer than the context or has ids outside the vocabulary.
+        `builder` collects the text. `prompt` and the file of `template` are only copied to the result. When the context
+        is full, call `on_slide` with a note and continue from the second half of the tokens in it. Raise UserError if
+        `ids` are longer than the context or not in the vocabulary.
         """
         unknown = [i for i in ids if i >= self.vocab]
         if unknown:
@@ -251,9 +252,9 @@ class ChatTemplate(NamedTuple):
 
 
 def chat_template(loaded: LoadedModel, options: Options, required: bool = True) -> ChatTemplate | None:
-    """Return the chat template in the adapter's file, or else in the model's file; None without --chat.
+    """Return the chat template in the adapter's file, or if there is none, in the model's file; None without --chat.
 
-    If neither file has a template, raise UserError, or return None unless `required`.
+    If neither file has a template, raise UserError if `required` is True, and return None if it is False.
     """
     if not options.chat:
         return None

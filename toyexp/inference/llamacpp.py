@@ -37,7 +37,7 @@ class Task:
     ids: list[int] | None  # the prompt as token ids; None: `text` is the prompt
     text: str
     chat: bool  # True if `text` is a user message for the chat template
-    context: int  # of the model, in tokens
+    context: int  # maximum number of tokens that the model reads at once
     n_ctx: int  # positions to reserve
     tokens: int  # maximum to generate
     sampling: Mapping[str, float]  # sampling settings and the seed
@@ -46,7 +46,7 @@ class Task:
 
 @dataclass(frozen=True)
 class Answer:
-    """Message of the subprocess: first the prompt's ids, then text pieces, last the token count and stop reason."""
+    """Message of the subprocess. The first has the prompt's ids, the next ones text, the last count and stop reason."""
 
     prompt_ids: list[int] | None = None
     text: str = ""
@@ -95,7 +95,7 @@ def stream(task: Task) -> Iterator[Answer]:
 
 
 def _cause(log: str, code: int) -> str:
-    """Return the line of llama.cpp's log about a failed assertion or an error, or else the last line."""
+    """Return the line of llama.cpp's log about a failed assertion or an error; the last line if there is none."""
     lines = [line.strip() for line in log.splitlines() if line.strip()]
     marks = ("GGML_ASSERT", "GGML_ABORT", " E ", "error", "SystemExit")
     errors = [line for mark in marks for line in lines if mark in line]
@@ -108,8 +108,8 @@ def _cause(log: str, code: int) -> str:
 
 def answer_with_xllamacpp(task: Task, send: Send) -> None:
     """Answer a task with xllamacpp, over HTTP to its server on this machine."""
-    server = _start_server(task)  # a reference is kept: the server stops when it is collected
-    # The server is local: ignore a proxy of the environment.
+    server = _start_server(task)  # the variable keeps the server alive: it stops when it is garbage-collected
+    # The server is local, so ignore a proxy that the environment sets.
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
     def post(path: str, **body: Any) -> Any:

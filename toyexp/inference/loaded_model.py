@@ -32,7 +32,7 @@ from toyexp.training.memory import open_checked_session
 
 @dataclass(frozen=True)
 class LoadedModel:
-    """GGUF file of a model, and optionally of a LoRA adapter, to open for inference."""
+    """The GGUF file of a model, and optionally that of a LoRA adapter, to be opened on an engine for inference."""
 
     path: Path
     adapter: Path | None
@@ -73,7 +73,10 @@ class LoadedModel:
     def session(
         self, engine: Engine, inputs: Mapping[str, InputSpec], rows: int, remedy: str = EVALUATE_REMEDY
     ) -> AbstractContextManager[Session]:
-        """Open a session for inference on batches of `rows` rows."""
+        """Open a session for inference on batches of `rows` rows with these `inputs`.
+
+        If memory runs out, the error message ends with `remedy`.
+        """
         plan = frozen_plan(self.model, self.path, Setup(inputs, rows), self.adapter)
         return open_checked_session(plan, engine, self.name, remedy)
 

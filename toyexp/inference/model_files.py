@@ -40,7 +40,7 @@ from toyexp.training.run_config import config_hash
 MODEL, ADAPTER = "model.gguf", "adapter.gguf"  # files that a run exports
 NAME_ADAPTER = f"name a run of recipe=lora, or an {ADAPTER}"
 
-_written: dict[Hashable, Path] = {}  # converted files of this process by the paths and mtimes of their sources
+_written: dict[Hashable, Path] = {}  # files converted in this process; for the key see write_once
 _note_once = cache(print_note)
 
 
@@ -50,7 +50,10 @@ def is_checkpoint(path: Path) -> bool:
 
 
 def newest_checkpoint(path: Path) -> Path | None:
-    """Return the newest checkpoint below a run's directory or its `checkpoints/`, without verifying it."""
+    """Return the newest checkpoint of a run without verifying it; None if there is none.
+
+    `path` is the run's directory or its `checkpoints/`.
+    """
     for folder in (path / "checkpoints", path):
         if checkpoints := checkpoint.list_checkpoints(folder):
             return next(iter(checkpoints.values()))
@@ -66,8 +69,8 @@ def checkpoint_gguf(path: Path, registry: Registry | None = None) -> Path:
 def write_once(files: Sequence[Path], source: Path, stem: str, write: Callable[[Path], object], kind: str = "") -> Path:
     """Return a temporary GGUF file that `write` converts from `source`; convert again only if `files` change.
 
-    `files` are the files that `write` reads, and `stem` names the new file. `kind` distinguishes different conversions
-    of the same files. The file is deleted when the process exits.
+    `files` are the files that `write` reads, and `stem` is the name of the new file without `.gguf`. `kind`
+    distinguishes different conversions of the same files. The new file is deleted when the process exits.
     """
     version = (kind, *((file.resolve(), file.stat().st_mtime_ns) for file in files))
     if version not in _written:
@@ -94,9 +97,10 @@ def _convert_file(form: Format, path: Path, target: Path, registry: Registry) ->
 
 
 def _check_tensors(exported: ModelExport, subject: str) -> LazyTensors:
-    """Return the tensors that a format has read, each loaded on access.
+    """Return the tensors that a format has read, each of them loaded on access.
 
-    Raise UserError if the tensors' names differ from the model's, and on access if a tensor has another shape.
+    Raise UserError if the tensors' names differ from the model's. The access raises it if a tensor has another shape
+    than in the model. `subject` begins the error messages.
     """
     if not isinstance(exported.model, Model):
         raise UserError(f"{subject} {printable(repr(exported.model))}, expected a model")
@@ -130,7 +134,7 @@ def _write(path: Path, target: Path, registry: Registry) -> None:
 
 
 def convert_adapter(path: Path, target: Path, registry: Registry) -> None:
-    """Write a checkpoint's LoRA adapter as a GGUF file. Raise UserError if its run trained none."""
+    """Write the LoRA adapter of the checkpoint at `path` to a GGUF file. Raise UserError if its run trained none."""
     saved, plan, _, dataset = _load_run(path, registry)
     if not any(isinstance(adapter, LoraAdapter) for adapter in plan.adapters):
         recipe = saved.state["config"]["recipe"]["name"]
@@ -155,7 +159,7 @@ def _load_run(path: Path, registry: Registry) -> tuple[checkpoint.Checkpoint, Pl
         if expected.get(name) != shapes.get(name):
             raise UserError(
                 f"{path}: its {printable(name)} has shape {list(shapes.get(name) or ())}, but the run's "
-                f"configuration needs {list(expected.get(name) or ())}: its data or base has changed"
+                f"configuration needs {list(expected.get(name) or ())}: the run's data or base has changed"
             )
     return saved, plan, recipe, dataset
 
@@ -199,7 +203,8 @@ def _rebuild_plan(plain: dict[str, Any], registry: Registry, run_origin: Origin)
 def find_model_file(path: Path, leaves: Sequence[str] = (MODEL,), registry: Registry | None = None) -> Path:
     """Return the GGUF file of a model, run or checkpoint, converted if needed. Raise UserError if there is none.
 
-    `leaves` are the file names to look for in a run's directory. If there is none, the newest checkpoint is converted.
+    `leaves` are the file names to look for in a run's directory. If it has none of them, but MODEL is one, convert the
+    newest checkpoint of the run.
     """
     if not os.path.lexists(path):
         if is_address(path):
@@ -220,7 +225,7 @@ def find_model_file(path: Path, leaves: Sequence[str] = (MODEL,), registry: Regi
     if existing:
         leaf = next((leaf for leaf in existing if leaf.is_file()), existing[0])  # opening it reports what it is
         if Ledger.open(path).is_replaced(leaf):
-            raise UserError(f"{leaf}: was replaced after the run wrote it; to use it anyway, type this path")
+            raise UserError(f"{leaf}: was replaced after the run wrote it; to use it anyway, type the file's path")
         return leaf
     if is_checkpoint(path):
         return checkpoint_gguf(path, registry)
@@ -262,7 +267,7 @@ def adapter_files(path: Path) -> list[Path]:
 
 
 def _has_no_adapter(saved: Path) -> bool:
-    """Return True if a checkpoint is readable and has no adapter; error messages must not suggest such a checkpoint."""
+    """Return True if a checkpoint can be read and has no adapter, so that error messages must not suggest it."""
     try:
         arrays = checkpoint.read_checkpoint(saved, with_state=False).arrays
         return not any(name.endswith((*lora_names(""),)) for name in arrays)
@@ -290,7 +295,7 @@ def find_adapter_file(path: Path, model: Callable[[], Model], registry: Registry
 
 
 def check_base(adapter: Path, base: Path) -> list[str]:
-    """Return a list with a warning if the adapter was trained on another base, else an empty list.
+    """Return a list with a warning if the adapter was trained on another base; otherwise return an empty list.
 
     Raise UserError if the adapter is already merged into `base`.
     """
@@ -308,5 +313,5 @@ def check_base(adapter: Path, base: Path) -> list[str]:
                         f"or name the base that it was trained on{base_name}")  # fmt: skip
     if adapter_keys.get("general.base_model.0.digest") in (None, cached_fingerprint(base)):
         return []
-    return [f"{source_path(adapter)}: was trained on another file ({name}) than {shown}; it only fits the same model, "
-            "for example in another type"]  # fmt: skip
+    return [f"{source_path(adapter)}: was trained on another file ({name}) than {shown}; the adapter only fits "
+            "the same model, for example in another type"]  # fmt: skip

@@ -33,9 +33,9 @@ class ModelDirectory:
 
     name: str
     root: Path
-    search: Callable[[ModelDirectory], Iterator[tuple[str, Path]]]  # yields the files with a name for each
-    count: int = 0  # files found
-    notes: list[str] = field(default_factory=list)  # what could not be read
+    search: Callable[[ModelDirectory], Iterator[tuple[str, Path]]]  # yields (name, path) for each GGUF file
+    count: int = 0  # number of files found
+    notes: list[str] = field(default_factory=list)  # errors of reading directories, and limits that were reached
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class ListedFile:
     """GGUF file that the search found, with its properties or the error of reading it."""
 
     name: str
-    place: str  # name of the directory list, such as Ollama
+    place: str  # name of its ModelDirectory, such as Ollama
     path: str
     bytes: int
     architecture: str = ""
@@ -120,7 +120,7 @@ def find_models(registry: Registry, directories: Sequence[Path] = ()) -> Models:
 
 
 def inspect(name: str, origin: str, path: Path, registry: Registry) -> ListedFile:
-    """Read the header of one file; the result holds the error if it cannot be read."""
+    """Read the header of one file. If that fails, the result has the error message."""
     parts, size = _parts(path), 0
     try:
         missing = [p.name for p in parts if not p.is_file()] if len(parts) > 1 else []
@@ -196,7 +196,7 @@ def _search_directory(directory: ModelDirectory) -> Iterator[tuple[str, Path]]:
 def _search_hugging_face(directory: ModelDirectory) -> Iterator[tuple[str, Path]]:
     """Yield name and path of the GGUF files in a Hugging Face cache.
 
-    Their paths are models--org--name/snapshots/<commit>/**/x.gguf, and they are links to blobs.
+    Their paths are models--org--name/snapshots/<commit>/**/x.gguf. Each is a link to a blob, a file named by its hash.
     """
     for repository in sorted(directory.root.glob("models--*")):
         for path in _walk(directory, repository / "snapshots"):
@@ -204,9 +204,9 @@ def _search_hugging_face(directory: ModelDirectory) -> Iterator[tuple[str, Path]
 
 
 def _search_ollama(directory: ModelDirectory) -> Iterator[tuple[str, Path]]:
-    """Yield name and path of Ollama's model and adapter files, which are called blobs.
+    """Yield name and path of Ollama's model and adapter files, which are blobs: files named by their hash.
 
-    Ollama lists them in JSON files manifests/<host>/<namespace>/<name>/<tag>.
+    The JSON files manifests/<host>/<namespace>/<name>/<tag> list the blobs of each model.
     """
     manifests = directory.root / "manifests"
     for path in _walk(directory, manifests, suffix=""):

@@ -67,7 +67,7 @@ class Predictions(Answer):
         return {"file": self.file, "engine": self.engine, "classes": list(self.classes), "images": images}
 
     def lines(self) -> list[str]:
-        """Return a line per image; for several images also a summary."""
+        """Return a line for each readable image, and if there are several, a summary."""
         rows = [
             [image.file, *(f"{name} {share:.1%}" for name, share in image.top)] for image in self.images if image.top
         ]
@@ -116,9 +116,10 @@ def list_images(paths: Sequence[Path]) -> list[Path]:
 def predict(
     model_path: Path, files: Sequence[Path], top: int, engine: str, registry: Registry, modules: Sequence[str] = ()
 ) -> Predictions:
-    """Return the `top` most probable classes of each image.
+    """Return the `top` most probable classes of each image in `files`.
 
-    Raise UserError if the model does not read images or if no image file is readable.
+    `engine` is a label such as `auto` or `cpu:threads=1`, and `modules` are the local plugins that are loaded. Raise
+    UserError if the model does not read images, if no image file is readable, or if a plugin of its run is not loaded.
     """
     loaded, training_run = LoadedModel.open(model_path, registry), find_training_run(model_path, modules)
     reader = ImageInput.from_file(loaded.file, loaded.model, model_path)

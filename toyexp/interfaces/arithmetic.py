@@ -1,8 +1,8 @@
 """Tensor operations for the update formulas of optimisers; each engine implements them for its own tensors.
 
-A tensor is an object of the engine, such as a torch.Tensor, with a `shape`. In operations on two tensors the second one
-broadcasts to the shape of the first: its leading axes may be missing, and each axis may be 1. The default methods use
-Python's operators; an engine whose tensors lack these operators overrides all methods.
+A tensor is an object of the engine, such as a torch.Tensor, with a `shape`. In an operation on two tensors the second
+broadcasts to the shape of the first: the second may lack leading axes, and its other axes may have size 1. The default
+methods use Python's operators; an engine whose tensors lack these operators overrides all methods.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from typing import Any, ClassVar, NoReturn
 from toyexp.base.errors import UserError
 from toyexp.interfaces.ops import Tensor
 
-Number = Tensor | float  # one of the step's numbers, or a constant of the formula
+Number = Tensor | float  # a scalar of the step, such as lr, or a constant of the formula
 
 
 class Arithmetic(ABC):
     """Base class of the tensor operations that an engine provides to update formulas."""
 
-    plugin_kind: ClassVar[str] = "engine"  # names it in error messages
+    plugin_kind: ClassVar[str] = "engine"  # kind of plugin that error messages name
 
     def add(self, a: Tensor, b: Tensor) -> Tensor:
         """Return a + b."""
@@ -115,14 +115,17 @@ class Shaped:
 
 
 class Shapes(Arithmetic):
-    """Arithmetic on shapes without values, to check a formula. Raises UserError if it cannot run on every engine."""
+    """Arithmetic on shapes without values, to check the formula of an update rule.
+
+    A method raises UserError if its operation cannot run on every engine or, if `elementwise`, reads a whole tensor.
+    """
 
     def __init__(self, elementwise: bool = False):
         self._elementwise = elementwise
 
     def _broadcast_result(self, a: Shaped, b: Shaped) -> Shaped:
         if not isinstance(a, Shaped) or not isinstance(b, Shaped):
-            raise UserError("its update adds or multiplies a number: use ops.shift and ops.scale for numbers")
+            raise UserError("its update passes a number to an op that takes tensors; use ops.shift or ops.scale")
         front = len(a.shape) - len(b.shape)
         if front < 0 or any(y not in (1, x) for x, y in zip(a.shape[front:], b.shape, strict=True)):
             raise UserError(f"its update cannot broadcast {list(b.shape)} to {list(a.shape)}")

@@ -28,8 +28,8 @@ SCHEDULE_SAMPLES = 1000  # steps of a run at which a schedule is checked in adva
 class Callback(ABC):
     """Base of all callbacks: subclass it as a `@dataclass(eq=False)` whose fields are its settings.
 
-    Its hook methods, marked `@hookimpl`, have the names of the methods of `RunHooks` in toyexp/interfaces/hooks.py.
-    Hooks observe the run or return values to it. Callbacks do not share state with each other: the training loop keeps
+    A hook method is marked `@hookimpl` and named after a method of `RunHooks` in toyexp/interfaces/hooks.py. Hooks
+    observe the run or return values to it. Callbacks do not share state with each other: the training loop keeps the
     state that several callbacks need.
 
     Before anything is written, toyexp calls `check`, `check_run`, `check_plan` and `warnings`, in this order. For a
@@ -39,8 +39,8 @@ class Callback(ABC):
 
     plugin_kind: ClassVar[str] = "callbacks"
     name: ClassVar[str]  # the name that `callbacks=[...]` lists
-    logs: ClassVar[tuple[str, ...]] = ()  # metrics that `on_eval` reports with run.log, e.g. for early_stop
-    closes_last: ClassVar[bool] = False  # call its on_end after those of the others, to record how the run ended
+    logs: ClassVar[tuple[str, ...]] = ()  # metrics that its `on_eval` logs with run.log; settings may name them
+    closes_last: ClassVar[bool] = False  # True: its on_end is called after those of the others
 
     def __init_subclass__(cls) -> None:
         LOGGED_METRICS.update(cls.logs)
@@ -66,7 +66,7 @@ class Callback(ABC):
     def best_metric(self) -> str | None:
         """Return the name of a held-out metric, or None.
 
-        The run then keeps the weights of the evaluation with the best value of this metric, as with `checkpoint_best`.
+        The run then keeps the weights with the best value of this metric, as if the setting `checkpoint_best` named it.
         """
         return None
 
@@ -87,14 +87,14 @@ class Callback(ABC):
         return {}
 
     def sync(self) -> None:  # noqa: B027 - optional, as above
-        """Flush the files to which the callback's `state` refers to disk. May raise OSError.
+        """Flush to disk (fsync) the files that the callback's `state` refers to. May raise OSError.
 
-        Called before a checkpoint with this state is complete, in another thread while the run trains, because disks
-        are slow.
+        Called in a background thread while the run trains, because disks are slow. A checkpoint with this state counts
+        as complete only afterwards.
         """
 
     def resume(self, state: Mapping[str, Any]) -> None:  # noqa: B027 - optional, as above
-        """Restore a state that `state` returned. Called before `on_start` when a run continues from a checkpoint."""
+        """Restore the callback from `state`, which its method `state` returned when the checkpoint was saved."""
 
     def join(self, step: int) -> None:  # noqa: B027 - optional, as above
         """Join a resumed run that started without this callback. Raise UserError if that is impossible at `step`."""
@@ -119,7 +119,7 @@ class Schedule(Callback):
 
     @final
     def check_scales(self, plan: Plan, steps: int) -> None:
-        """Raise UserError if the optimiser lacks the setting `scales`, or if a factor makes its value invalid.
+        """Raise UserError if the optimiser lacks the setting that is scaled, or if a factor makes its value invalid.
 
         The factor for step `steps` is checked too, although the last step is `steps` - 1. Called before `check_plan`.
         """
@@ -154,7 +154,7 @@ class Schedule(Callback):
 
     @hookimpl
     def factors(self, step: int, steps: int) -> Mapping[str, float] | None:
-        """Return the factor, keyed by the setting it scales, or None if the schedule scales the learning rate."""
+        """Return {setting: factor} for the setting it scales, or None if the schedule scales the learning rate."""
         return None if self.scales == "lr" else {self.scales: self.factor(step, steps)}
 
 

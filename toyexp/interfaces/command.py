@@ -18,14 +18,14 @@ from toyexp.base.writing import dump_json
 
 
 class Arguments(argparse.Namespace):
-    """Parsed arguments of a sub-command: an attribute for each option, as in argparse, and the other words."""
+    """Parsed arguments of a sub-command: an attribute for each option, as in argparse, and `rest` for other words."""
 
     rest: list[str]  # files, names and overrides
-    modules: list[str]  # the local plugins of plugins=[...]
+    modules: list[str]  # names of local plugin modules, from plugins=[...]
 
     @property
     def settings(self) -> list[str]:
-        """The other words, which are overrides of a run, and `plugins=[...]` if local plugins were given."""
+        """Overrides of a run: the words of `rest`, and `plugins=[...]` if local plugins were given."""
         return [*self.rest, *([f"plugins=[{','.join(self.modules)}]"] if self.modules else [])]
 
 
@@ -71,7 +71,7 @@ class Parser(argparse.ArgumentParser):
         return self._option_string_actions
 
     def error(self, message: str) -> NoReturn:
-        """Raise UserError with a reworded `message`. In argparse's wording the option's name comes first."""
+        """Raise UserError with a reworded form of argparse's `message`, which begins with the option's name."""
         name, _, problem = message.removeprefix("argument ").partition(": ")
         flag = name.rpartition("/")[2]
         if flag not in self.options:
@@ -105,7 +105,7 @@ class Parser(argparse.ArgumentParser):
 class Answer(ABC):
     """Base of dataclasses that hold the result of a command, to print it as text or as JSON."""
 
-    has_head: ClassVar[bool] = False  # whether the first line is the head of a table
+    has_head: ClassVar[bool] = False  # True: the first line has the column heads of a table
 
     def plain(self) -> dict[str, Any]:
         """Return the result as plain data, for --json."""
@@ -143,7 +143,7 @@ class Command(ABC):
 
     plugin_kind: ClassVar[str] = "command"
     name: ClassVar[str]
-    completions: ClassVar[str] = "file settings"  # completions besides options: file, directory, settings, names
+    completions: ClassVar[str] = "file settings"  # what a shell completes: file, directory, settings, names
 
     def configure(self, parser: argparse.ArgumentParser) -> None:  # noqa: B027 - most need not implement it
         """Declare options as with argparse: `parser.add_argument("--top", type=int, help=...)`."""
@@ -177,7 +177,7 @@ class Command(ABC):
     def unknown_option(self, word: str, following: Sequence[str]) -> UserError:
         """Return the error for an unknown option `word`; `following` are the words after it."""
         flag, flags = word.partition("=")[0], sorted([*self.parser().options, "--help"])
-        parts = re.split("[-_]", flag.lstrip("-"))  # of --max_new_tokens
+        parts = re.split("[-_]", flag.lstrip("-"))  # such as max, new and tokens of --max_new_tokens
         similar = [option for option in flags if f"-{flag}" == option[:3] or option[2:] in parts]
         if len(similar) == 1:
             hint = f"did you mean {similar[0]}?"
@@ -189,7 +189,7 @@ class Command(ABC):
     def run(self, arguments: Arguments) -> int:
         """Execute the command and return its exit code: 0 for success, 1 for failure.
 
-        For UserError toyexp exits with 2.
+        If it raises UserError, toyexp exits with 2.
         """
 
 

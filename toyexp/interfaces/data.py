@@ -29,8 +29,8 @@ class Data(ABC):
     plugin_kind: ClassVar[str] = "data"
     name: ClassVar[str]  # the value of `data=` that selects it
     gives: ClassVar[Kind]  # kind of data: TOKENS, IMAGES, or your own Kind
-    fills: ClassVar[tuple[str, ...]] = ()  # settings that `open` fills in if they are empty
-    eval_settings: ClassVar[Mapping[str, Any]] = {}  # settings that hold out all data, for `toyexp eval --data PATH`
+    fills: ClassVar[tuple[str, ...]] = ()  # settings that `open` sets if the user left them empty
+    eval_settings: ClassVar[Mapping[str, Any]] = {}  # settings with which `toyexp eval` holds out all data
 
     @classmethod
     def recognises(cls, path: Path) -> int:
@@ -44,8 +44,8 @@ class Data(ABC):
     def suggest_settings(cls, sizes: Mapping[str, Any], tokenizer: Tokenizer | None) -> str | None:
         """Return overrides that, besides `data=<name>`, suffice to evaluate a model file on this data, or None.
 
-        `sizes` and `tokenizer` are those of the model file. The overrides may contain words in capitals, which the user
-        replaces. None means that this data does not suit the model.
+        `sizes` and `tokenizer` are those of the model file. The overrides may contain placeholders in capitals, such as
+        PATH, which the user replaces. None means that this data does not suit the model.
         """
         return None
 
@@ -55,21 +55,21 @@ class Data(ABC):
 
     @abstractmethod
     def open(self, vocabulary: Path | None) -> Dataset:
-        """Open the data. The recipe may require the tokenizer of the GGUF file `vocabulary`."""
+        """Open the data. `vocabulary` is the GGUF file whose tokenizer the recipe requires, if any."""
 
     def warnings(self, preview: RunPreview) -> Iterable[str]:
         """Return a one-sentence warning for each setting that has no effect, or an unintended one, in this run."""
         return ()
 
 
-# Shared datasets by settings: the plugin that opened them, and a weak reference, so they are freed with the last run.
+# Shared datasets by settings: for each the plugin that opened it and a weak reference, to free it with its last run.
 _Cache = dict[tuple[Any, ...], tuple[Data, "weakref.ref[Dataset]"]]
 _cache: ContextVar[_Cache | None] = ContextVar("cache", default=None)
 
 
 @contextmanager
 def share_open_data() -> Iterator[None]:
-    """Open data only once for all runs inside the context with equal data settings. Each run has its own batches."""
+    """Share opened data between runs with equal data settings inside this context. Each run has its own batches."""
     token = _cache.set({})
     try:
         yield
@@ -96,7 +96,7 @@ def open_shared_data(data: Data, vocabulary: Path | None) -> tuple[Data, Dataset
 
 
 def open_data(data: Data, vocabulary: Path | None) -> Dataset:
-    """Open the data. Raise PluginFailed if the result is not a Dataset or has no vocabulary."""
+    """Open the data. Raise PluginFailed if the result is not a Dataset or its `vocab` is not at least 1."""
     dataset = call_checked(Dataset, data.open, vocabulary, who=f"data.{data.name}")
     if not isinstance(dataset.vocab, Integral) or dataset.vocab < 1:
         raise PluginFailed(f"data.{data.name}: vocab is {dataset.vocab!r}; it must be a whole number >= 1")

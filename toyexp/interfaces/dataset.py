@@ -1,6 +1,7 @@
-"""Opened data: batches of numpy arrays, where batch k depends only on (seed, k).
+"""Opened data: batches of numpy arrays, where training batch k depends only on (seed, k).
 
-So every engine reads the same data, micro-batches split the same rows, and the position in the data is one integer.
+So every engine reads the same data, the size of micro-batches does not change which rows a step reads, and one integer
+is enough to record the position in the data.
 """
 
 from __future__ import annotations
@@ -27,17 +28,17 @@ class InputSpec:
     shape: tuple[int, ...]
     dtype: str
     below: int | None = None  # integers must be from 0 to below - 1; None: not checked
-    optional: bool = False  # True: batches may omit it, which means zeros
+    optional: bool = False  # True: a batch may omit the array, which then counts as zeros
 
 
 class Dataset(ABC):
     """Opened data: its description and its batches."""
 
-    plugin_kind: ClassVar[str] = "data"  # names it in error messages
+    plugin_kind: ClassVar[str] = "data"  # kind of plugin that error messages name
 
     tokenizer: Tokenizer | None = None
     vocab: int = 0  # number of token ids or classes
-    chat_template: str = ""  # Jinja template that formats its conversations
+    chat_template: str = ""  # Jinja template that formats its conversations; empty: none
 
     @abstractmethod
     def describe(self) -> dict[str, Any]:
@@ -57,12 +58,12 @@ class Dataset(ABC):
     def gguf_metadata(self) -> dict[str, Any]:
         """Return metadata about the data to store in an exported model.
 
-        Its keys lack the prefix with the architecture's name, which is added when the file is written.
+        The keys have no prefix: toyexp adds the architecture's name when it writes the file.
         """
         return {}
 
     def match_preprocessing(self, metadata: Mapping[str, Any]) -> None:
-        """Preprocess the data as the training data of a model file were, for `toyexp eval`.
+        """Preprocess this data in the same way as the training data of a model file, for `toyexp eval`.
 
         `metadata` holds those keys of `gguf_metadata` that the file contains, with the file's values. Raise UserError
         if the model cannot be evaluated on this data.
@@ -70,9 +71,9 @@ class Dataset(ABC):
         return
 
     def prompt(self) -> list[int]:
-        """Return token ids, similar to the start of a held-out text, from which a model generates.
+        """Return the token ids of a prompt, from which a model generates sample texts during a run.
 
-        Requires a tokenizer.
+        A subclass may return the start of a held-out text; here the prompt is empty. Requires a tokenizer.
         """
         assert self.tokenizer is not None
         return cast("list[int]", self.tokenizer.prompt("").tolist())
@@ -88,10 +89,10 @@ class Dataset(ABC):
 class Batches(ABC):
     """An endless stream of training batches with random access, and the fixed batches of the held-out set."""
 
-    plugin_kind: ClassVar[str] = "data"  # names it in error messages
+    plugin_kind: ClassVar[str] = "data"  # kind of plugin that error messages name
 
     inputs: Mapping[str, InputSpec]  # arrays of each batch, incl. integer `targets` and float `weights`
-    facts: Mapping[str, Any] = MappingProxyType({})  # recorded by run_start besides Dataset.describe()
+    facts: Mapping[str, Any] = MappingProxyType({})  # JSON data for the event run_start, besides Dataset.describe()
     omissions: Sequence[str] = ()  # data that does not fit into rows, as in Dataset.omissions
     rows_per_epoch: int | None = None  # rows in one epoch of the training data; None: unknown or unlimited
 

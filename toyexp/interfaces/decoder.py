@@ -70,11 +70,12 @@ class Decoder(ABC):
 class IncrementalOps(Ops):
     """Ops that compute only the new positions of a sequence, for a decoder that caches earlier keys and values.
 
-    Define a subclass of it and of the engine's ops for whole sequences. An inherited op whose result may depend on
-    other positions raises an error, unless the subclass overrides the op or lists it in `incremental_ops`.
+    An engine defines a class that inherits from this one and from its ops for whole sequences. An inherited op whose
+    result may depend on other positions raises an error, unless the class overrides the op or lists it in
+    `incremental_ops`.
     """
 
-    incremental_ops: ClassVar[frozenset[str]] = frozenset()  # inherited ops that are correct for new positions only
+    incremental_ops: ClassVar[frozenset[str]] = frozenset()  # inherited ops that also work with new positions only
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
@@ -97,7 +98,7 @@ class IncrementalOps(Ops):
         return SessionError(f"decoder(): the model's ops.{name} may read other positions")
 
     def add(self, a: Tensor, b: Tensor) -> Tensor:
-        """Return a + b. Raise SessionError unless both have the same positions, as a table of all positions has not."""
+        """Return a + b. Raise SessionError if b has other positions than a, such as a table of all positions."""
         return cast("Any", super()).add(a, self._check_same_positions("add", b, a))
 
     def mul(self, a: Tensor, b: Tensor) -> Tensor:

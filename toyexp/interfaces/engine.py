@@ -27,7 +27,7 @@ class Engine(ABC):
     priority: ClassVar[int] = 0  # `engine=auto` selects the engine with the highest priority that works here
     own_memory: ClassVar[bool] = False  # True: its device has its own memory, separate from the host's
     on_gpu: ClassVar[bool] = False  # True: it computes on a GPU
-    device_variable: ClassVar[str] = ""  # environment variable that selects visible devices; empty: none
+    device_variable: ClassVar[str] = ""  # variable such as CUDA_VISIBLE_DEVICES; empty: none
 
     @abstractmethod
     def check(self) -> str:
@@ -50,7 +50,7 @@ class Engine(ABC):
         return "float32"
 
     def check_rows(self, rows: int, accumulate: int) -> None:  # noqa: B027 - optional, as below
-        """Raise UserError, before data is opened, if steps of `accumulate` micro-batches of `rows` rows cannot work."""
+        """Raise UserError if the engine cannot compute a step of `accumulate` micro-batches of `rows` rows each."""
 
     def check_plan(self, plan: Plan) -> None:  # noqa: B027 - optional on purpose: most engines take any size
         """Raise UserError if the plan exceeds the engine's limits. Called before anything is allocated."""
@@ -66,7 +66,7 @@ class Engine(ABC):
     def preload(self) -> None:  # noqa: B027 - optional on purpose: it saves time
         """Import the libraries that a run needs. Jobs of a sweep are forked from a process that has called this.
 
-        It must not open a device, compute or start threads, none of which survive a fork.
+        It must not open a device, compute or start threads, because a forked process cannot use any of these.
         """
 
     def preload_stack(self) -> None:
@@ -80,7 +80,7 @@ class Engine(ABC):
         """
 
     def generation_engine(self) -> Engine:
-        """Return the engine that generates a single sequence: this one, or one limited to its first device."""
+        """Return the engine to generate a single sequence with: this one, or a copy limited to the first device."""
         return self
 
     def processes(self) -> int:
@@ -104,7 +104,7 @@ class Engine(ABC):
         """Return an open session whose tensors hold the initial values: `return MySession(plan).open()`."""
 
     def stack_conflict(self, plans: Sequence[Plan]) -> str:
-        """Return why these plans cannot be trained together in a stack, as a sentence; an empty string if they can."""
+        """Return a sentence on why these plans cannot be trained together as one program, or "" if they can."""
         return f"engine={self.name}: does not support stacked runs"
 
     def stack_bytes(self, plan: Plan) -> int | None:

@@ -30,8 +30,8 @@ class TensorInfo:
 
     name: str
     shape: tuple[int, ...]
-    type: str
-    type_id: int
+    type: str  # name of the type, such as Q4_K or F32
+    type_id: int  # number of the type in the file's format
     path: Path  # file with its data; a split model has several
     offset: int  # in bytes from the start of that file
     nbytes: int
@@ -93,8 +93,8 @@ class ModelExport:
     model: Model
     tensors: Mapping[str, np.ndarray]  # the model's tensors by name, float32; may be read on access
     tokenizer: Tokenizer | None = None
-    general: Mapping[str, Any] = field(default_factory=dict)  # origin: name, step, license
-    data: Mapping[str, Any] = field(default_factory=dict)  # metadata of its data: classes, image_mean
+    general: Mapping[str, Any] = field(default_factory=dict)  # metadata about its origin, such as name, step, license
+    data: Mapping[str, Any] = field(default_factory=dict)  # metadata of its data, such as classes, image_mean
     chat_template: str = ""
     about: Mapping[str, Any] = field(default_factory=dict)  # entries for a model card: recipe, base, metrics
     unreadable: Sequence[str] = ()  # a sentence for each part of its file that could not be read
@@ -110,8 +110,8 @@ class Format(ABC):
 
     plugin_kind: ClassVar[str] = "format"
     name: ClassVar[str]  # the value of `toyexp export --type`
-    suffix: ClassVar[str]  # what its file or directory name ends with, after `model`: .onnx
-    types: ClassVar[Mapping[str, Mapping[str, Any]]] = {}  # further values of --type, and the settings that they mean
+    suffix: ClassVar[str]  # end of its file or directory name, after `model`, such as .onnx
+    types: ClassVar[Mapping[str, Mapping[str, Any]]] = {}  # more values of --type, with their settings
     dtype_setting: ClassVar[str] = ""  # setting that selects the dtype; empty: always f32
     contents: ClassVar[frozenset[str]] = frozenset()  # names allowed in its directory; empty: it is a file
     writes_adapters: ClassVar[bool] = False  # True: implements `write_adapter` for LoRA adapters
@@ -124,7 +124,7 @@ class Format(ABC):
 
     @abstractmethod
     def write(self, export: ModelExport, path: Path) -> list[str]:
-        """Write a file or directory to `path`, which does not exist yet. toyexp renames it when it is complete.
+        """Write a file or directory to `path`, a temporary path that does not exist yet.
 
         Return a warning for each tensor that has NaN or infinite values, or that could not be stored in the requested
         type.
@@ -138,7 +138,7 @@ class Format(ABC):
         raise NotImplementedError
 
     def write_again(self, file: ModelFile, path: Path, requantize: bool) -> list[str] | None:
-        """Copy an open model file of this format to `path` in the dtype of these settings, with all its metadata.
+        """Copy a model file of this format with all its metadata to `path`, in the dtype that the settings select.
 
         Return warnings, as `write` does, or None if `file` has another format. Raise UserError if values would be
         quantised a second time, unless `requantize` is True.
@@ -169,7 +169,7 @@ class Format(ABC):
 def require_written(form: Format, path: Path, problems: list[str]) -> list[str]:
     """Check what the method `write` of a format wrote to `path`, and return its warnings `problems`, one line each.
 
-    Raise PluginFailed if `path` is no file (no directory, if the format writes directories), or `problems` no list.
+    Raise PluginFailed if `problems` is not a list, or `path` is not a file (a directory, if the format writes one).
     """
     kinds = {**KINDS, stat.S_IFDIR: "a directory"}
     expected, got = kinds[stat.S_IFDIR if form.contents else stat.S_IFREG], "nothing"

@@ -1,8 +1,8 @@
 """Every extension point of toyexp, in one file.
 
 A plugin module marks functions with `@hookimpl` and names them after a hook of `Registration`. A callback is an object
-whose methods are marked in the same way and named after a hook of `RunHooks`. Both name only the arguments they use, so
-a hook that gains an argument breaks no plugin.
+whose methods are marked in the same way and named after a hook of `RunHooks`. These functions and methods declare only
+the arguments they use, so adding an argument to a hook breaks no plugin.
 """
 
 from __future__ import annotations
@@ -64,9 +64,9 @@ class Registration:
 
 
 class RunHooks:
-    """Hooks that toyexp calls on each callback during a run, in the order of the configured list.
+    """Hooks that toyexp calls on each callback during a run, in the order of the setting `callbacks`.
 
-    The `on_...` hooks report events, the others return a value to the training loop. `step` counts completed steps; in
+    The `on_...` hooks report events; the others return a value to the training loop. `step` counts completed steps; in
     `lr` and `factors` it is the 0-based number of the next step. An error raised by an `on_...` hook ends the run after
     the other callbacks have received the same event. An error raised by another hook ends the run at once.
     """
@@ -80,13 +80,13 @@ class RunHooks:
         """Handle a completed step on `batch`.
 
         `metrics` holds loss, lr, grad_norm, tokens (the number of targets) and wall_us (microseconds). If a schedule
-        scales other settings, such as weight_decay, `metrics` also holds `<name>` (the largest value over the parameter
-        groups) and `<name>_factor`.
+        scales other settings, such as weight_decay, `metrics` also holds for each of them `<name>` (the largest value
+        over the parameter groups) and `<name>_factor`.
         """
 
     @hookspec
     def on_eval(self, run: Run, step: int, metrics: Mapping[str, float]) -> None:
-        """Handle an evaluation; `metrics` holds held-out loss, ppl and the model's metrics, such as accuracy."""
+        """Handle an evaluation. `metrics` holds the held-out loss, ppl and the model's metrics, such as accuracy."""
 
     @hookspec
     def on_checkpoint(self, run: Run, step: int, path: Path) -> None:

@@ -1,6 +1,6 @@
 """Kinds of data, such as tokens or images: data plugins provide one kind, models and recipes declare what they read.
 
-Everything that depends on the kind is a method here, so a plugin can define another: AUDIO = Kind("audio", "clip").
+Everything that depends on the kind is a method here, so a plugin can add a kind: AUDIO = Kind("audio", "clip").
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Kind:
     unit: str  # singular noun for one item of data, in counts and speeds: token, image
     targets: str = "classes"  # plural noun for the targets, for messages
     text: bool = False  # True if models of this kind have a tokenizer, which is saved in their files
-    sequence: str = ""  # batch array of token ids that a model can continue; empty: none
+    sequence: str = ""  # name of the batch array with the token ids that a model continues; empty: none
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Kind) and other.name == self.name
@@ -59,14 +59,14 @@ class Kind:
         return {name: InputSpec((context,), kind) for name, kind in kinds.items() if name}
 
     def with_bounds(self, inputs: Mapping[str, InputSpec], vocab: int) -> dict[str, InputSpec]:
-        """Return the specs; token ids and targets without an upper bound `below` get the bound `vocab`."""
+        """Return the specs `inputs`, in which token ids and targets without a bound `below` get the bound `vocab`."""
         ids = self.sequence, "targets"
         return {n: replace(s, below=s.below or vocab) if n in ids else s for n, s in inputs.items()}
 
     def derived_metrics(self, loss: float, held_out: Sequence[Batch], dataset: Dataset) -> list[DerivedMetric]:
         """Return metrics computed from `loss`, a held-out loss in nats per target.
 
-        The model's `scores` are further metrics, which are not included.
+        The metrics that `Model.scores` returns are not included.
         """
         return []
 

@@ -25,7 +25,7 @@ def micro_batches(plan: Plan, batch: Batch) -> list[Batch]:
 
 
 class PreparedBatch(dict[str, np.ndarray]):
-    """A batch that was checked, and split into micro-batches for a plan, in advance of its step."""
+    """A batch that was checked and split into micro-batches for `plan` before its step."""
 
     plan: Plan
     micros: Sequence[Batch]
@@ -39,7 +39,7 @@ def prepare_batches(plan: Plan, block: Batch, count: int) -> list[PreparedBatch]
     full, total = _check_batch(plan, block)
     step_rows, size = plan.rows * plan.accumulate, plan.accumulate
     if len(block["weights"]) != count * step_rows:
-        raise BadBatch(f"a block of {len(block['weights'])} rows, expected {count * step_rows}")
+        raise BadBatch(f"got a block of {len(block['weights'])} rows, expected {count * step_rows}")
     batches = _slice_rows(block, step_rows, PreparedBatch)
     if (block["weights"] == 1).all():  # every batch has the same total weight
         scaled = (block["weights"] / (total / count)).astype(np.float32)
@@ -70,7 +70,7 @@ class HeldOut:
     def mean(self, total: float) -> float:
         """Return `total`, the weighted sum of the losses, divided by the sum of the weights.
 
-        Raise BadBatch if that is 0.
+        Raise BadBatch if the sum of the weights is not a finite number above 0.
         """
         if not 0 < self._weight < math.inf:
             raise BadBatch(f"evaluate(): all weights must sum to a finite number above 0, got {self._weight:g}")
@@ -130,7 +130,7 @@ def _check_arrays(plan: Plan, batch: Batch, count: int) -> None:
 
 
 def pad_batch(plan: Plan, batch: Batch) -> tuple[dict[str, np.ndarray], tuple[range, ...]]:
-    """Return `batch` padded with zeros to the plan's shape, and the ranges of logits without padding.
+    """Return `batch` padded with zeros to the plan's shape, and the index ranges of the logits without padding.
 
     There is one range for each axis of the logits except the last: rows and, for sequences, positions.
     """

@@ -27,7 +27,7 @@ LOGGED_METRICS: set[str] = set()  # held-out metrics that callbacks declare in `
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """Name, shape and initial values of one tensor. A matrix is [out, in], as in numpy and torch; names are GGUF's."""
+    """Name (as in GGUF), shape and initial values of one tensor. A matrix is [out, in], as in torch.nn.Linear."""
 
     name: str
     shape: tuple[int, ...]
@@ -47,7 +47,7 @@ class Model(ABC):
     name: ClassVar[str]  # the value of `model=` that selects it
     reads: ClassVar[Kind]  # kind of data it is trained on: TOKENS, IMAGES, or your own Kind
     optim_mode: ClassVar[str | None] = None  # the AdamW mode it needs; None: the recipe decides
-    forms: ClassVar[Mapping[str, Any]] = {}  # key names and tensor mapping by format: "gguf": GGUFForm, "hf": layout
+    forms: ClassVar[Mapping[str, Any]] = {}  # key and tensor names by format: "gguf": GGUFForm, "hf": layout
     cached_decoding: ClassVar[bool] = True  # False: generation recomputes the whole sequence for each token
     score_names: ClassVar[tuple[str, ...]] = ()  # metrics that `scores` returns, to check names before a run
 
@@ -79,7 +79,7 @@ class Model(ABC):
         return 0
 
     def fit(self, dataset: Dataset) -> Model:
-        """Return the model with sizes of 0, such as an unset vocabulary, replaced by those of the dataset."""
+        """Return the model with each size that is 0, such as an unset vocabulary, replaced by the dataset's."""
         return self
 
     def batches(self, dataset: Dataset, rows: int, seed: int) -> Batches:
@@ -94,9 +94,9 @@ class Model(ABC):
         return {}
 
     def require_metric(self, key: str, name: str) -> None:
-        """Raise UserError if evaluations do not report the metric `name`, which setting `key` asks for.
+        """Raise UserError if evaluations do not report the metric `name`, the value of the setting `key`.
 
-        A model that overrides `scores` without listing `score_names` can only be checked at the first evaluation.
+        If the model overrides `scores` without listing `score_names`, any name passes this check.
         """
         has_unlisted = not self.score_names and type(self).scores is not Model.scores
         reported = ("loss", "ppl", *self.score_names, *sorted(LOGGED_METRICS))

@@ -1,8 +1,8 @@
 """The ops that a model's forward pass and an objective are written in; each engine implements the primitives.
 
-Shapes use B sequences, T positions, d features, H heads of size D, Hkv key/value heads, V classes or tokens. Tensors
-are whatever the engine works with (`Tensor` stands for it); a leading `...` is any number of axes. Weights follow GGUF:
-a linear's weight is [out, in].
+Shapes use B sequences, T positions, d features, H heads of size D, Hkv key/value heads, V classes or tokens. A `Tensor`
+is an object of the engine, such as a torch.Tensor. A leading `...` is any number of axes. Weights follow GGUF: the
+weight of a linear layer is [out, in].
 """
 
 from __future__ import annotations
@@ -66,8 +66,8 @@ class LowRank:
 class AdaptedWeight:
     """A weight with an adapter that the recipe added.
 
-    The adapter is a low-rank update or, for an embedding table, a lens: a matrix that maps its rows to the model's
-    width.
+    The adapter is a low-rank update or, if the weight is an embedding table, a lens: a matrix that maps each row of the
+    table to the model's width.
     """
 
     base: Tensor
@@ -106,9 +106,9 @@ class Params(Mapping[str, Tensor]):
 class Ops(ABC):
     """Base class of an engine's ops. A subclass implements the primitives, and may override composed ops for speed."""
 
-    plugin_kind: ClassVar[str] = "engine"  # names it in error messages
+    plugin_kind: ClassVar[str] = "engine"  # kind of plugin that error messages name
 
-    # Ops whose result at a position of x [B, T, ..] depends only on x at that position, and not on its index.
+    # Ops whose result at a position of x [B, T, ..] depends only on x there, and not on the position's index.
     # A decoder computes new positions only, so it rejects every other op that it does not implement itself.
     positionwise: ClassVar[frozenset[str]] = frozenset({
         "embed", "linear", "logits", "block", "rows", "matmul", "add", "mul", "div", "scale", "sigmoid", "step", "exp",
@@ -148,8 +148,8 @@ class Ops(ABC):
     def logits(self, x: Tensor, w: Tensor | AdaptedWeight) -> Tensor:
         """Return a model's last product: x [..., d] times w [V, d] transposed -> [..., V].
 
-        The result is that of `linear`, but a model must pass it to the loss unchanged: an engine may fuse both ops, so
-        that the logits of all positions are never in memory at once.
+        The result is that of `linear`, but `forward` must return it unchanged: an engine may fuse this product with the
+        loss, so that the logits of all positions are never in memory at once.
         """
         return self.linear(x, w)
 
@@ -157,7 +157,7 @@ class Ops(ABC):
         """Return one of the model's blocks, `function(ops, x, p, *rest)`, applied to `x`.
 
         An engine may call `function` again in the backward pass instead of storing activations (Chen et al. 2016,
-        "Training Deep Nets with Sublinear Memory Cost"), so it must have no effect besides its result.
+        "Training Deep Nets with Sublinear Memory Cost"), so `function` must have no side effects.
         """
         return function(self, x, p, *rest)
 
@@ -216,15 +216,15 @@ class Ops(ABC):
 
     @abstractmethod
     def reshape(self, x: Tensor, shape: Sequence[int]) -> Tensor:
-        """Return x in another shape of up to four axes, its elements in the same order."""
+        """Return x in another shape of up to four axes. The order of its elements stays the same."""
 
     @abstractmethod
     def part(self, x: Tensor, axis: int, start: int, stop: int) -> Tensor:
-        """Return the slice start:stop of one axis."""
+        """Return the slice start:stop of x along `axis`."""
 
     @abstractmethod
     def concat(self, parts: Sequence[Tensor], axis: int) -> Tensor:
-        """Return tensors joined along one axis; their other axes agree."""
+        """Return the tensors joined along `axis`; their other axes have equal sizes."""
 
     @abstractmethod
     def permute(self, x: Tensor, axes: Sequence[int]) -> Tensor:
@@ -268,7 +268,8 @@ class Ops(ABC):
     def rope(self, x: Tensor, rotary: Rotary) -> Tensor:
         """Rotate pairs of x [B, T, H, D] by position * base^(-2i/D) / factors[i] / scale (Su et al. 2021).
 
-        The pair i is (x[2i], x[2i+1]), or with `halves` (x[i], x[i + D/2]); positions count from 0 along T.
+        `rotary` has base, factors, scale and halves. Pair i is (x[2i], x[2i+1]) or, if halves, (x[i], x[i + D/2]).
+        Positions count from 0 along T.
         """
 
     @abstractmethod

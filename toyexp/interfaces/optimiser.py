@@ -1,8 +1,9 @@
 """Base classes of optimisers and their update rules, and AdamW in its two modes.
 
-A `Rule` names the state it keeps of each tensor, the numbers that change from step to step, and its formula, written in
-`Arithmetic`. Every engine can execute the formula. An engine with a fused kernel for a rule uses it if the rule's
-`fused_kernel` names it. An `Optimiser` is the plugin behind `optim=<name>`: its settings, and its rules.
+A `Rule` declares the state arrays that it keeps for each tensor, the scalars that can change from step to step, and the
+update formula, written with the operations of `Arithmetic`. Every engine can execute the formula. An engine that has a
+fused kernel for it uses the kernel if the rule's `fused_kernel` names it. An `Optimiser` is the plugin that
+`optim=<name>` selects: it has the settings, and returns the rules.
 """
 
 from __future__ import annotations
@@ -33,8 +34,8 @@ DEFAULT_BETA2 = {FROM_SCRATCH: 0.95, LORA: 0.999}
 class Rule(ABC):
     """Base class of update rules of one tensor: subclass it as a dataclass whose fields are hyperparameters."""
 
-    plugin_kind: ClassVar[str] = "optim"  # names it in error messages
-    elementwise: ClassVar[bool] = False  # True: no reductions, so an engine may update many tensors as one flat vector
+    plugin_kind: ClassVar[str] = "optim"  # kind of plugin that error messages name
+    elementwise: ClassVar[bool] = False  # True: the update has no reductions, so an engine may join tensors
 
     @abstractmethod
     def slots(self, shape: tuple[int, ...]) -> Mapping[str, tuple[int, ...]]:
@@ -97,7 +98,7 @@ class Group:
     rule: Rule
     tensors: tuple[str, ...]
     weight_decay: float = 0.0
-    lr_scale: float = 1.0  # its learning rate divided by the run's
+    lr_scale: float = 1.0  # the group's learning rate divided by the run's
 
     def numbers(self, step: int, lr: float, factors: Mapping[str, float] | None = None) -> np.ndarray:
         """Return the rule's scalars at the 0-based `step`, as a float64 vector in the order of `Rule.names`.
@@ -137,7 +138,7 @@ class Group:
 
 
 def check_rule(rule: Rule, shape: tuple[int, ...]) -> None:
-    """Raise UserError if a rule's slots, or its update of a tensor of this shape, cannot run on every engine."""
+    """Raise UserError if a rule's `slots` or `update`, for a tensor of this shape, would fail on some engine."""
     slots = rule.slots(shape)
     if not isinstance(slots, Mapping) or not all(is_shape(s) for s in slots.values()):
         raise UserError(f"its slots({shape}) returned {slots!r}; expected a mapping of names to shapes")
@@ -172,7 +173,7 @@ def scalable(rule: Rule) -> set[str]:
 
 @dataclass
 class AdamW(Rule):
-    """AdamW; use `for_from_scratch()` or `for_lora()`, or set `mode`.
+    """AdamW in one of two modes: create it with `for_from_scratch()` or `for_lora()`, or set `mode`.
 
     Every engine computes exactly
 
@@ -180,9 +181,9 @@ class AdamW(Rule):
         v = b2 v + (1 - b2) g^2
         w = w (1 - lr wd) - lr (m s5) / (sqrt(v s6) + eps)
 
-    from hp = [lr, b1, b2, eps, wd, s5, s6] (ggml's OPT_STEP_ADAMW). The modes differ in s5 and s6: FROM_SCRATCH passes
-    the constant betas; LORA passes the bias corrections 1/(1 - b^t), which makes it torch.optim.AdamW (Loshchilov and
-    Hutter 2019). A mode must not be changed within an experiment: the results differ.
+    from hp = [lr, b1, b2, eps, wd, s5, s6] (ggml's OPT_STEP_ADAMW). The modes differ in s5 and s6. In from_scratch they
+    are b1 and b2. In lora they are the bias corrections 1/(1 - b1^t) and 1/(1 - b2^t) at step t = 1, 2, ..., as in
+    torch.optim.AdamW (Loshchilov and Hutter 2019). Use one mode within an experiment: the results differ.
     """
 
     elementwise: ClassVar[bool] = True
@@ -196,12 +197,12 @@ class AdamW(Rule):
 
     @classmethod
     def for_from_scratch(cls) -> AdamW:
-        """Return AdamW with constant betas in s5 and s6, for recipes scratch, warm and vit_tiny."""
+        """Return AdamW in mode from_scratch, for recipes scratch, warm and vit_tiny."""
         return cls(mode=FROM_SCRATCH)
 
     @classmethod
     def for_lora(cls) -> AdamW:
-        """Return AdamW with bias correction in s5 and s6 and beta2 0.999, for recipes lora and full, and model gpt2."""
+        """Return AdamW in mode lora, with beta2 0.999, for the recipes lora and full and the model gpt2."""
         return cls(beta2=DEFAULT_BETA2[LORA], mode=LORA)
 
     def hp_for_step(self, step: int) -> np.ndarray:
@@ -216,8 +217,8 @@ class AdamW(Rule):
     def check(self) -> None:
         """Raise UserError for invalid settings.
 
-        Mode from_scratch multiplies the moments by the betas, so that a beta of 0 is invalid there: with beta1=0 no
-        weight would change, with beta2=0 each step would be divided by eps only.
+        A beta of 0 is invalid in mode from_scratch, which multiplies the moments by the betas: with beta1=0 no weight
+        would change, with beta2=0 each step would be divided by eps only.
         """
         require_range("optim", self, beta1="[0,1)", beta2="[0,1)", eps="(0,inf)")
         for name in ("beta1", "beta2"):
@@ -279,7 +280,7 @@ class Optimiser(Rule):
     def check(self) -> None:
         """Raise UserError for invalid settings.
 
-        A subclass that overrides it need not call it: toyexp checks the settings common to all optimisers as well.
+        A subclass that overrides this method need not call it: toyexp also checks the settings of all optimisers.
         """
         for f in dataclasses.fields(self):
             value = getattr(self, f.name)
@@ -297,9 +298,9 @@ class Optimiser(Rule):
         return next(((p, settings) for p, settings in self.groups.items() if fnmatchcase(tensor, p)), ("", {}))
 
     def with_mode(self, mode: str) -> Self:
-        """Return the optimiser for the AdamW mode that the model or recipe requires.
+        """Return the optimiser in `mode`, the AdamW mode that the model or recipe requires.
 
-        Optimisers without modes return themselves.
+        An optimiser without modes returns itself.
         """
         return self
 
@@ -310,7 +311,8 @@ class Optimiser(Rule):
     def base_lr(self, rule: Rule) -> float | None:
         """Return the base learning rate of the tensors that `rule` updates, or None to use the run's `lr`.
 
-        If such a setting has a name that ends in `_lr` and exceeds `lr`, the message about a diverging loss names it.
+        The name of a setting with such a rate should end in `_lr`: if it exceeds `lr`, the message about a diverging
+        loss then names it.
         """
         return None
 

@@ -1,4 +1,4 @@
-"""A Plan: the training problem as plain data, from which any engine can open a session."""
+"""The class Plan: a training problem as plain data, from which any engine can open a session."""
 
 from __future__ import annotations
 
@@ -59,13 +59,16 @@ class LoraAdapter:
 
     @property
     def mask(self) -> str:
-        """Name of the batch array with the dropout mask of the adapter's input, which the class `Dropout` adds."""
+        """Name of the batch array that holds the dropout mask; toyexp.batching.tokens.Dropout adds it to the batch."""
         return f"{self.target}.dropout"
 
 
 @dataclass(frozen=True)
 class Lens:
-    """A matrix `projection` [d_model, d_table] that maps rows of the embedding table `target` to the model's width."""
+    """Matrix `projection` [d_model, d_table] that maps rows of the embedding table `target` to the model's width.
+
+    Both fields are names of tensors of the plan.
+    """
 
     target: str
     projection: str
@@ -104,7 +107,7 @@ class Plan:
                 raise UserError(f"plan: the dropout of {adapter.target} needs input {adapter.mask}, which is missing")
         require_range("plan", self, rows="[1,inf)", accumulate="[1,inf)", grad_clip="[0,inf)")
         if "weights" not in self.inputs or not self.inputs["weights"].dtype.startswith("float"):
-            raise UserError("plan: inputs must include float weights")
+            raise UserError("plan: input weights must have a dtype of kind float")
         self.objective.check_inputs(self.model, self.inputs)
         self._check_rows()
         names_in_groups = [name for group in self.groups for name in group.tensors]
@@ -133,7 +136,7 @@ class Plan:
 
     @cached_property
     def updates(self) -> tuple[Group, ...]:
-        """The parameter groups of the trainable tensors, in the order of the vectors that `numbers` returns."""
+        """The parameter groups of the trainable tensors; `numbers` returns a vector for each, in this order."""
         return self.groups or group_tensors(self.trainable, (AdamW(),))
 
     def numbers(self, step: int, lr: float, factors: Mapping[str, float] | None = None) -> tuple[np.ndarray, ...]:
@@ -199,9 +202,9 @@ def group_tensors(
 ) -> tuple[Group, ...]:
     """Return parameter groups: the tensors of a group share a rule, a weight decay and a learning-rate ratio.
 
-    Each tensor is updated by the first of `rules` that takes it. `choose_settings(tensor, rule)` returns its weight
-    decay, which is ignored for norms and biases, and the ratio of its learning rate to the run's. Raise UserError for a
-    tensor that no rule takes.
+    Each tensor is updated by the first of `rules` that takes it. `choose_settings(tensor, rule)` returns the
+    tensor's weight decay (ignored for norms and biases) and the ratio of its learning rate to the run's. Raise
+    UserError for a tensor that no rule takes.
     """
     members: dict[tuple[int, bool, float, float], list[str]] = {}
     for t in tensors:
@@ -211,7 +214,7 @@ def group_tensors(
         decay, lr_scale = choose_settings(t, rules[index])
         key = (index, not t.has_weight_decay, decay if t.has_weight_decay else 0.0, lr_scale)
         members.setdefault(key, []).append(t.name)
-    # Decaying tensors of a rule come first, so that they are contiguous in an engine's flat memory.
+    # A rule's tensors with weight decay come first, so that they are contiguous if an engine joins its tensors.
     return tuple(Group(rules[key[0]], tuple(members[key]), *key[2:]) for key in sorted(members))
 
 
@@ -240,7 +243,7 @@ def apply_optimiser(plan: Plan, optimiser: Optimiser, lr: float) -> Plan:
         settings = optimiser.find_group(tensor.name)[1]
         base = settings.get("lr", optimiser.base_lr(rule))
         if base is not None and not lr:
-            raise UserError(f"lr=0: {tensor.name} has lr={base:g}, a multiple of lr; set lr above 0, such as lr=0.001")
+            raise UserError(f"lr=0: must be above 0, as {tensor.name} has lr={base:g}, a multiple of it; type lr=0.001")
         return settings.get("weight_decay", optimiser.weight_decay), 1.0 if base is None else base / lr
 
     trainable = [t for t in tensors if t.trainable]
@@ -279,7 +282,7 @@ def sign_flip_warnings(plan: Plan, lr: float) -> Iterator[str]:
 
 
 def describe_adapters(plan: Plan) -> str:
-    """Return text such as "LoRA r=8 on attn_q, attn_v", or "" without LoRA adapters."""
+    """Return text such as "LoRA r=8 on attn_q,attn_v", or "" if the plan has no LoRA adapters."""
     names = [adapter.target for adapter in plan.adapters if isinstance(adapter, LoraAdapter)]
     ranks = {t.shape[0] for t in plan.tensors for name in names if t.name == lora_names(name)[0]}
     kinds = dict.fromkeys(re.sub(r"^blk\.\d+\.|\.weight$", "", name).replace("attn_", "") for name in names)
@@ -306,14 +309,14 @@ def export_tensors(plan: Plan, values: Mapping[str, np.ndarray]) -> dict[str, np
 def inherited_metadata(plan: Plan) -> Mapping[str, Any]:
     """Return the metadata of the file from which initial values were read.
 
-    Return an empty mapping if no file was read, or if files with different metadata were.
+    Return an empty mapping if there is no such file, or if there are several with different metadata.
     """
     sources = [metadata for tensor in plan.tensors if (metadata := tensor.values.export_metadata())]
     return sources[0] if sources and all(other == sources[0] for other in sources) else {}
 
 
 def _check_group(group: Group, shapes: Mapping[str, tuple[int, ...]], lr: float) -> None:
-    """Raise UserError if the group's rule has invalid numbers, or slots or an update that engines cannot run."""
+    """Raise UserError if `numbers`, `slots` or `update` of the group's rule are invalid or fail on some engine."""
     numbers = group.rule.numbers(0, lr, 0.0)
     values = [*numbers.values()] if isinstance(numbers, Mapping) else []
     if not values or not all(isinstance(n, int | float) and math.isfinite(n) for n in values):
@@ -330,8 +333,8 @@ def lora_names(target: str) -> list[str]:
 def adapter_digest(pairs: Mapping[str, np.ndarray], merged: str = "") -> str:
     """Return a digest of an adapter's tensors `pairs`: 16 hex digits.
 
-    If other adapters were merged into the adapter's base before, `merged` holds their digests, which come first in the
-    result, separated by commas.
+    If other adapters were merged into this adapter's base model before, `merged` holds their digests, separated by
+    commas. The result then begins with these digests.
     """
     digest = hashlib.sha256()
     for name in sorted(pairs):

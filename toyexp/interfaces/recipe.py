@@ -53,13 +53,13 @@ class Recipe(ABC):
     name: ClassVar[str]  # the value of `recipe=` that selects it
     optim_mode: ClassVar[str] = FROM_SCRATCH  # AdamW mode, unless the model sets one
     reads: ClassVar[tuple[Kind, ...]] = (TOKENS,)  # kinds of data its models may read
-    starts_from: ClassVar[str] = ""  # setting that names a GGUF file: base (a whole model) or donor (a part)
+    starts_from: ClassVar[str] = ""  # setting with the GGUF file to start from: "base", "donor" or none
     hint: ClassVar[str] = ""  # override to suggest for a first run, such as lr=1e-4
     needs_tensors: ClassVar[tuple[str, ...]] = ()  # names of tensors that the model must have
 
     @abstractmethod
     def plan(self, model: Model, setup: Setup) -> Plan:
-        """Return a plan of the tensors of `model`, the source of their initial values, and which of them are trained.
+        """Return a plan that lists the tensors of `model`, the source of their values, and which of them are trained.
 
         Build the result with `setup.plan(model, tensors)`. Raise UserError for settings that cannot work.
         """
@@ -90,7 +90,7 @@ class Recipe(ABC):
         return ()
 
     def origin(self) -> tuple[str, str] | None:
-        """Return the role and path of the file with the initial values, such as ("base", "model.gguf"), or None."""
+        """Return role and path of the initial values' file, such as ("base", "model.gguf"), or None if none is read."""
         return None
 
     def warnings(self, preview: RunPreview) -> Iterable[str]:
@@ -110,7 +110,7 @@ def start_session(
 ) -> Session:
     """Open a session for the plan, prepare it with `prepare_session`, and return it ready to train.
 
-    An exception of a plugin is reported with the plugin's name, and with the file log.txt in `directory`.
+    The message for a plugin's exception names the plugin and, if `directory` is given, the file log.txt in it.
     """
     log = directory / "log.txt" if directory else None
     with attribute_errors(f"engine.{engine.name}", "while it realized the plan", log):
@@ -123,7 +123,7 @@ def prepare_session(
 ) -> Session:
     """Run `recipe.warm`, build the training step, restore the snapshot `state` if given, and return the session.
 
-    Close the session on any error.
+    Close the session on any error. The message for a plugin's exception names the plugin and the file `log`.
     """
     try:
         with attribute_errors(f"recipe.{recipe.name}", "in warm()", log):

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from toyexp.interfaces.session import Session
 
 
-# Keys of a step's or evaluation's record.
+# Keys that the run itself writes to the record of a step or evaluation; callbacks cannot log under these names.
 RESERVED_NAMES = {"kind", "t", "phase", "name", "step", "batch", "loss", "ppl", "lr", "grad_norm", "tokens", "wall_us"}
 
 
@@ -33,17 +33,17 @@ class Best:
     step: int
     metric: str
     score: float
-    weights: Mapping[str, np.ndarray] | None = field(default=None, repr=False)  # trainable ones; None: the current ones
+    weights: Mapping[str, np.ndarray] | None = field(default=None, repr=False)  # trainable tensors; None: the session's
     scores: Mapping[str, float] = field(default_factory=dict)  # all metrics of that evaluation
 
 
 class Metrics(dict[str, float]):
-    """Numbers of a step or evaluation: read-only for callbacks, which add their own with `run.log`."""
+    """Numbers of a step or evaluation. Callbacks cannot change them, but add their own with `run.log`."""
 
     def __init__(self, numbers: Mapping[str, float], finite: bool = False):
         super().__init__(numbers)
         self.logged: dict[str, float] = {}  # numbers added by callbacks
-        self._finite = finite  # True for evaluations, whose metrics are compared
+        self._finite = finite  # True for evaluations: NaN cannot be compared
 
     def add(self, numbers: Mapping[str, float]) -> None:
         """Add numbers that a callback logged. Raise ValueError if the run itself records a number of that name."""
@@ -92,7 +92,7 @@ class Run:
     bus: Listeners | None = field(default=None, repr=False)
     resumed_step: int = 0  # step that a resumed run continues from; 0: new run
     ledger: Ledger | None = field(default=None, repr=False)  # files it has written
-    stop_signals: Callable[[], int] = lambda: 0  # number of signals received that ask it to end; from 2 on, end fast
+    stop_signals: Callable[[], int] = lambda: 0  # number of signals to end that were received; from 2 on, end fast
 
     def best(self) -> Best | None:
         """Return the best evaluation so far, with its weights; None if the run does not track one."""
@@ -116,7 +116,7 @@ class Run:
     def remedy(self) -> str:
         """Advice for a diverging loss: the settings to lower.
 
-        It names settings of `optim` that may be too high for some tensors, such as the `lr` of a group, and then `lr`.
+        The first are settings of `optim` that may be too high, such as the `lr` of a group; the last is `lr`.
         """
         optim = self.config.get("optim", {})
         base_values = {"lr": self.lr, "weight_decay": optim.get("weight_decay", 0.0)}

@@ -1,4 +1,4 @@
-"""Preview of a run before it starts, from which its parts detect settings that have no effect."""
+"""Preview of a run before it starts, from which plugins detect settings that have no effect."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class RunPreview:
-    """Configuration, data and plan of a run before it starts, passed to the `warnings` of its parts."""
+    """Configuration, data and plan of a run before it starts: the argument of `warnings` of each plugin in the run."""
 
     config: Mapping[str, Any]  # the resolved configuration
     dataset: Dataset
@@ -31,16 +31,16 @@ class RunPreview:
     def interval_warnings(self, key: str, every: int, effect: str) -> list[str]:
         """Return a list with one warning if the interval `every` exceeds the run's steps, else an empty list.
 
-        `key` is the setting's name; `effect` is the clause of the warning that says what happens.
+        `key` is the setting's name. `effect` ends the warning and says what happens, such as "nothing is saved".
         """
         return [f"{key}={every}: the run has {pluralise(self.steps, 'step')}; {effect}"] if every > self.steps else []
 
 
 def default_settings(part: Any) -> dict[str, Any]:
-    """Return the default values of the fields of `part`, a dataclass or its instance, keyed by field name."""
+    """Return the default values of the fields of a dataclass or of its instance, keyed by field name."""
     return {f.name: f.default_factory() if callable(f.default_factory) else f.default for f in dataclasses.fields(part)}
 
 
 def is_changed(part: Any, name: str) -> bool:
-    """Return True if a setting of a part differs from its default."""
+    """Return True if the setting `name` of a plugin's object `part` differs from its default."""
     return bool(getattr(part, name) != default_settings(part)[name])

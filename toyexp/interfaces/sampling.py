@@ -67,7 +67,7 @@ def generate_tokens(
 ) -> Iterator[int]:
     """Yield token ids below `vocab` that continue `ids`, until the decoder's context is full.
 
-    `random` is the generator that tokens are sampled with.
+    Tokens are sampled with `random`.
     """
     while len(ids) <= decoder.context - decoder.position:
         logits = decoder.feed(ids)[:vocab]
@@ -82,7 +82,7 @@ def generate_endlessly(
 ) -> Iterator[int]:  # fmt: skip
     """Yield token ids below `vocab` that continue `ids`, without end.
 
-    When the context is full, call `on_slide` and continue from the last tokens, half a context long.
+    When the context is full, call `on_slide` and continue from the last tokens, as many as fill half the context.
     """
     sequence = list(ids)
     while True:

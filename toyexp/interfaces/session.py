@@ -1,6 +1,6 @@
 """Base class of sessions: a plan with its tensors on a device, the session's states, and argument checks.
 
-A session is NEW until it is opened, REALIZED while its tensors exist and may still be replaced (the warm window), BUILT
+A session is NEW until it is opened, REALIZED while its tensors exist and `upload` may still replace their values, BUILT
 once `build()` has prepared the training step, and CLOSED at the end. Every public method here checks the state, names
 and shapes; an engine implements only the `do_*` methods, whose arguments are valid.
 """
@@ -45,7 +45,7 @@ class StepMetrics(NamedTuple):
 
 
 class StepInput(NamedTuple):
-    """Input of a step: micro-batches whose target weights sum to 1 in total, and a vector of scalars per group."""
+    """Input of a step: micro-batches whose target weights sum to 1, and a vector of scalars per parameter group."""
 
     micros: Sequence[Batch]
     numbers: Sequence[np.ndarray]
@@ -77,7 +77,7 @@ def _numbers_per_group(plan: Plan, numbers: Sequence[np.ndarray] | np.ndarray) -
 class Session(ABC):
     """A plan with its tensors on a device. Use it as a context manager, or call `close()`."""
 
-    plugin_kind: ClassVar[str] = "engine"  # names it in error messages
+    plugin_kind: ClassVar[str] = "engine"  # kind of plugin that error messages name
 
     def __init__(self, plan: Plan):
         self.plan = plan
@@ -104,7 +104,10 @@ class Session(ABC):
 
     @final
     def upload(self, name: str, array: np.ndarray, source: str = "the caller") -> None:
-        """Replace a tensor's values with `array`, which must have its shape. Raise SessionError after build()."""
+        """Replace a tensor's values with `array`, an array of the tensor's shape. Raise SessionError after build().
+
+        Error messages name `source`, the origin of the values.
+        """
         action = f"upload of {name} from {source}"
         if self.state is State.NEW:
             self._require(State.REALIZED, action)
@@ -188,8 +191,8 @@ class Session(ABC):
     def logits(self, batch: Batch) -> np.ndarray:
         """Return the float32 logits of the inputs in `batch`, [rows, ..., V].
 
-        `batch` may have any number of rows; they are computed `plan.rows` at a time. Missing or short rows are padded
-        for the computation, and the padding is removed from the result.
+        `batch` may have any number of rows, which are computed `plan.rows` at a time, and shorter sequences than the
+        plan's. Missing values are padded for the computation, and the padding is removed from the result.
         """
         self._require(State.BUILT, "logits()")
         count = max((len(array) for array in batch.values()), default=0)
@@ -227,8 +230,8 @@ class Session(ABC):
     def snapshot(self, into: Mapping[str, np.ndarray] | None = None) -> Mapping[str, np.ndarray]:
         """Return copies of the trainable tensors, keyed by name, and of the optimiser state, keyed by `<name>@<slot>`.
 
-        Arrays keep the engine's precision, so `restore` is exact. `into` is an earlier snapshot that is no longer
-        needed; the engine may overwrite its arrays, which is faster.
+        A slot is the name of a state array, such as m. Arrays keep the engine's precision, so `restore` is exact.
+        `into` is an earlier snapshot that is no longer needed; the engine may overwrite its arrays, which is faster.
         """
         self._require(State.BUILT, "snapshot()")
         if into is not None and (misfit := state_misfit(self.plan, into)):
@@ -241,7 +244,7 @@ class Session(ABC):
 
     @final
     def restore(self, arrays: Mapping[str, np.ndarray]) -> None:
-        """Load a snapshot that this or another engine returned. Raise SessionError if it does not match the plan."""
+        """Load a snapshot of a session of any engine. Raise SessionError if it does not match the plan."""
         self._require(State.BUILT, "restore()")
         misfit = state_misfit(self.plan, arrays)
         if misfit:
@@ -306,7 +309,7 @@ class Session(ABC):
         """Allocate memory for the tensors. toyexp then calls `do_load` for each tensor."""
 
     def do_load(self, tensor: PlanTensor) -> None:
-        """Set the tensor to its initial values. An engine may instead load a file's packed data directly."""
+        """Set the tensor to its initial values. An engine may instead load a file's quantised data directly."""
         self.do_upload(tensor, self.plan.initial_values(tensor))
 
     @abstractmethod
@@ -341,8 +344,9 @@ class Session(ABC):
     def depth(self) -> int:
         """Maximum number of steps that may be launched before the metrics of the first one are read.
 
-        1 means that each step is read before the next is launched, 2 that the device works on one step while another is
-        queued. The training loop may launch up to `depth` / 2 steps together, and reads their metrics together.
+        1 means that the metrics of each step are read before the next is launched, 2 that the device works on one step
+        while another is queued. The training loop may launch up to `depth` / 2 steps together, and reads their metrics
+        together.
         """
         return 1
 
@@ -388,7 +392,7 @@ class Session(ABC):
 
     @abstractmethod
     def do_close(self) -> None:
-        """Free the session's resources, which may be incomplete if opening failed."""
+        """Free the session's resources. Some may not exist if opening the session failed."""
 
     # -- checks -------------------------------------------------------------------------------------------------
 

@@ -9,7 +9,7 @@ import numpy as np
 from toyexp.base.errors import printable
 from toyexp.interfaces.plan import Plan
 
-SLOT = "@"  # separates tensor and slot in the names of optimiser state
+SLOT = "@"  # separates the tensor's name and the slot (m or v for AdamW) in names of optimiser state
 
 
 def slot_name(tensor: str, slot: str) -> str:

@@ -1,4 +1,4 @@
-"""Stacks: sessions whose training steps are launched together, and the check whether plans can be stacked."""
+"""Stacks: sessions whose training steps are launched together, and a check whether plans can form a stack."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ def _differing_value(subject: str, a: Any, b: Any) -> Iterator[str]:
 def _formula(group: Group, shape: tuple[int, ...]) -> list[Any]:
     """Return the group's update formula for a tensor of this shape, as a list of recorded operations.
 
-    The values of the rule's scalars are not part of it.
+    The formula does not contain the values of the rule's scalars.
     """
     rule = group.rule
     w, g, n = Shaped(shape), Shaped(shape), {name: Shaped((1,)) for name in rule.names()}
@@ -117,7 +117,7 @@ class _Recorder(Shapes):
     def __init__(self, operands: Sequence[Shaped]):
         super().__init__()
         self.lines: list[Any] = []
-        self._terms = [*operands]  # keeps them alive, so that ids stay unique
+        self._terms = [*operands]  # keeps the operands alive, so that ids stay unique
         self._numbers = {id(x): i for i, x in enumerate(operands)}
 
     def term(self, x: Any) -> Any:

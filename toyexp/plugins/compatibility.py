@@ -55,8 +55,8 @@ def suggest_command(
     1. Data: that of the user, if typed. Otherwise the default data of the kind that the model reads or, if the recipe
        cannot train on that kind, of the first kind that the recipe reads.
     2. Model: the same, if it reads the kind of these data. Otherwise the first model that does.
-    3. Recipe: the same, if it reads this kind of data. Otherwise the first recipe whose preferred (first) kind it is. A
-       recipe that the user did not type is kept only if the kind is its preferred one.
+    3. Recipe: the same, if it reads this kind of data. Otherwise the first recipe that prefers this kind, which means
+       that it lists the kind first. A recipe that the user did not type is kept only if it prefers this kind.
     """
     data_overrides = [
         shlex.quote(overrides_by_key[key]) for key in sorted(overrides_by_key) if key.partition(".")[0] == "data"
@@ -83,7 +83,7 @@ class Cell:
     recipe: str
     model: str
     reason: str | None  # why it cannot train
-    missing: str | None  # the error about a setting that is required first
+    missing: str | None  # the error about a required setting that has no default
 
 
 def cells(registry: Registry) -> Iterator[Cell]:
@@ -96,7 +96,7 @@ def cells(registry: Registry) -> Iterator[Cell]:
 
 
 def _missing_setting(recipe: Recipe, model: Model) -> str | None:
-    """Return the message of the UserError that planning with default settings raises, or None."""
+    """Return the message of the UserError that planning with default settings raises; None if it raises none."""
     try:
         recipe.check()
         recipe.plan(model, Setup(model.reads.inputs(1), rows=1))
@@ -110,7 +110,8 @@ def _missing_setting(recipe: Recipe, model: Model) -> str | None:
 def table(registry: Registry) -> list[str]:
     """Return the compatibility matrix as lines: a row per recipe and a column per model.
 
-    Further lines give the reason for each "no" and each "set" (a setting is required first).
+    A cell is "yes", "no" or "set" (a setting must be typed first). Further lines give the reason for each "no" and
+    "set".
     """
     rows: dict[str, dict[str, str]] = {}
     reasons: dict[str, None] = {}

@@ -21,7 +21,7 @@ from toyexp.plugins.registry import DISTRIBUTION, LOCAL, Problem, Registry
 from toyexp.plugins.rules import KINDS, Candidate, check_class, check_classes, check_hooks
 
 GROUP = "toyexp"  # group of entry points
-OWN_COMMANDS = EntryPoint("commands", "toyexp.cli.commands", GROUP)  # works without an installed distribution
+OWN_COMMANDS = EntryPoint("commands", "toyexp.cli.commands", GROUP)  # found even if toyexp is not installed
 
 _cached: Registry | None = None
 _latest: Registry | None = None
@@ -87,7 +87,7 @@ def _directory_hint(module: str, reason: str) -> str:
 def load_package(entries: Sequence[EntryPoint], package: str) -> Registry:
     """Load `entries` as plugins of `package`, and all installed plugins.
 
-    An installed plugin with the module of one of the entries is left out.
+    An installed plugin that has the same module as one of the entries is left out.
     """
     modules = {entry.module for entry in entries}
     others = [(entry, origin) for entry, origin in _installed_plugins() if entry.module not in modules]

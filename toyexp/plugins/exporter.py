@@ -1,4 +1,4 @@
-"""Callbacks that export a run's model and LoRA adapters as files; each registered format gets one."""
+"""Callbacks that export a run's model and LoRA adapters as files; each format gets one callback."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ log = logging.getLogger("toyexp")
 
 @dataclass(eq=False)
 class Exporter(Callback):
-    """Base of the callbacks that `exporter` creates. Each has the settings of its format as further fields."""
+    """Base class of the callbacks that `exporter` creates, each with the settings of its format as further fields."""
 
     form: ClassVar[type[Format]]
 
     every: int = 0  # also write model-<step> every this many steps; 0: only at the end
-    weights: str = "best"  # final file: best (with early_stop or checkpoint_best, else last) or last
+    weights: str = "best"  # step of the final file: best (the last one without early_stop or checkpoint_best) | last
 
     def __post_init__(self) -> None:
         self._format = self.form(**{f.name: getattr(self, f.name) for f in fields(self.form)})
@@ -93,7 +93,7 @@ class Exporter(Callback):
         if self.every and step % self.every == 0 and step < run.steps:
             try:
                 self._export(run, run.dir / f"model-{step}{self.form.suffix}")
-            except RunFailed as error:  # a failure of the final file fails the run, of an extra file not
+            except RunFailed as error:  # only a failure of the final file fails the run
                 if not self._warned:
                     run.emit("warning", text=f"{error}; training goes on")
                 self._warned = True
@@ -161,7 +161,7 @@ class AdapterExporter(Exporter):
     For a run with adapters it writes an adapter file and, if `merged` is true, also the merged model.
     """
 
-    merged: bool = True  # recipe=lora: besides the adapter, write the model with the adapter merged
+    merged: bool = True  # with recipe=lora: also write the model with the adapter added to its weights
 
     def outputs(self, plan: Plan) -> Sequence[str]:
         """Return the name of the adapter file if the run has adapters, and of the model file if it is written."""

@@ -52,7 +52,7 @@ class Candidate:
     plugin: str
     package: str
     importer: Callable[[], ModuleType]
-    reason: str | None = None  # why it is broken
+    reason: str | None = None  # why it is broken; None if it is not
     module: ModuleType | None = None
     classes: dict[str, list[type]] = field(default_factory=partial(defaultdict, list))  # registered classes by kind
     exporters: list[type[Callback]] = field(default_factory=list)  # callbacks of its formats
@@ -81,7 +81,7 @@ def check_class(cls: type, base: type) -> None:
         raise UserError(f"{label} is not decorated with @dataclass")
     has_doc = (cls.__doc__ or "").strip() and not str(cls.__doc__).startswith(f"{cls.__name__}(")
     if not has_doc and sys.flags.optimize < 2:  # python -OO removes docstrings
-        raise UserError(f"{label} has no docstring, whose first line is its help")
+        raise UserError(f"{label} has no docstring; toyexp shows the first line of the docstring as help")
     if inspect.isabstract(cls):
         raise UserError(f"{label} does not implement {', '.join(sorted(getattr(cls, '__abstractmethods__', ())))}")
     _check_settings(cls, base, label)
@@ -138,7 +138,7 @@ def _check_settings(cls: type, base: type, label: str) -> None:
 
 def _check_callback(cls: type[Callback], label: str) -> None:
     if cls.__eq__ is not object.__eq__:
-        raise UserError(f"{label} must be a @dataclass(eq=False), because callbacks with equal settings are not equal")
+        raise UserError(f"{label} must be a @dataclass(eq=False): two callbacks with equal settings are not the same")
     check_hooks(cls, RunHooks, label)
 
 
@@ -201,7 +201,7 @@ def _check_kinds(cls: type[Data] | type[Model] | type[Recipe], attribute: str, l
 
 
 def _check_mode(cls: type[Model] | type[Recipe], label: str) -> None:
-    """Raise UserError unless `optim_mode` is one of AdamW's modes, or None as a model may have it."""
+    """Raise UserError unless the class variable `optim_mode` is one of AdamW's modes or None."""
     if cls.optim_mode is not None and cls.optim_mode not in MODES:
         raise UserError(f"{label}.optim_mode is {cls.optim_mode!r}; {suggest(str(cls.optim_mode), MODES)}")
 

@@ -1,4 +1,4 @@
-"""Ops and optimiser arithmetic in float64 NumPy, written for clarity: the reference for every engine."""
+"""Ops and optimiser arithmetic in float64 NumPy, written for clarity: every engine is compared with them."""
 
 from __future__ import annotations
 
@@ -140,7 +140,7 @@ class ReferenceOps(Ops):
         return x[:, i]
 
     def rope(self, x: Array, rotary: Rotary) -> Array:
-        """Rotate each pair of features, by multiplying it as a complex number by exp(i * angle); see Ops."""
+        """Rotate each pair of features: multiply it, as a complex number, by exp(i * angle). See Ops."""
         size = x.shape[-1]
         angle = np.arange(x.shape[1])[:, None, None] * rotary.base ** (-np.arange(0, size, 2) / size) / rotary.scale
         if rotary.factors:
@@ -195,7 +195,7 @@ def _visible(length: int, window: int) -> Array:
 
 
 def reference_logits(plan: Plan, values: Mapping[str, Array], batch: Batch) -> Array:
-    """Return the logits of the plan's model for a batch, in float64. `values` are its tensors, keyed by name."""
+    """Return the logits of the plan's model for a batch, in float64. `values` are the plan's tensors, by name."""
     wide = {name: value.astype(np.float64) for name, value in values.items()}
     return plan.model.forward(ReferenceOps(), plan.params(wide, batch), batch)
 
@@ -218,8 +218,8 @@ def reference_slope(
 ) -> float:
     """Return the directional derivative of the loss with respect to tensor `name` along `direction`, in float64.
 
-    It is computed from losses f by central differences of fourth order, (8 (f(h) - f(-h)) - (f(2h) - f(-2h))) / 12h,
-    with an error of order h^4. `values` are the plan's tensors, keyed by name.
+    If f(x) is the loss after a move by x along `direction`, the result is the central difference
+    (8 (f(h) - f(-h)) - (f(2h) - f(-2h))) / 12h, with an error of order h^4. `values` are the plan's tensors, by name.
     """
 
     def loss(distance: float) -> float:
@@ -285,10 +285,10 @@ class Tolerances:
     weights: float  # of one tensor after training, relative to the distance from its initial values
 
 
-# Finest first. AdamW takes equal steps for small and large gradients, so weights differ more than gradients do. With
-# the ten mantissa bits of float16 and TF32 the gradients of the op case "block" (three gates in a row) are off by
-# 1.2e-2, on a device and in float64 with rounded operands. The key part of GPT-2's attn_qkv.bias has a gradient of
-# pure rounding error, which puts the bias 9e-2 off in float16.
+# The finest precision comes first. AdamW takes equal steps for small and large gradients, so weights differ more than
+# gradients do. With the ten mantissa bits of float16 and TF32 the gradients of the op case "block" (three gates in a
+# row) are off by 1.2e-2, both on a device and in float64 with rounded operands. The gradient of the keys' part of
+# GPT-2's attn_qkv.bias is only rounding error, which puts this bias 9e-2 off in float16.
 TOLERANCES = {
     "float64": Tolerances(1e-6, 1e-6, 1e-6, 1e-6, 1e-5),  # the compared arrays are float32
     "float32": Tolerances(1e-4, 1e-4, 1e-3, 1e-4, 5e-3),

@@ -33,7 +33,7 @@ MOST_OPS = 1_000_000  # ops per forward pass; a block has about 30, a model at m
 def check_forward(plan: Plan, recipe: str) -> None:
     """Raise UserError if the forward pass of the plan's model makes calls that not every engine can run.
 
-    The message names the model, or the `recipe` if only the adapters or tensor shapes of its plan cause the failure.
+    The message names the model or, if only the adapters or tensor shapes of the plan cause the failure, the `recipe`.
     """
     model = {t.name: t.shape for t in plan.model.tensors()}
     _forward(plan, f"model.{plan.model.name}", Params({name: Shaped(shape) for name, shape in model.items()}))
@@ -57,7 +57,7 @@ def count_blocks(plan: Plan) -> int:
 def check_tensors(who: str, listed: Callable[[], Iterable[TensorSpec | PlanTensor]]) -> None:
     """Check the names, shapes and initial values of the tensors that `listed()` returns, for a model or a plan.
 
-    Raise UserError, which begins with `who`, for tensors that no engine can hold.
+    Raise UserError, whose message begins with `who`, for tensors that no engine can hold.
     """
     try:
         tensors = listed()
@@ -76,7 +76,7 @@ def check_tensors(who: str, listed: Callable[[], Iterable[TensorSpec | PlanTenso
             raise UserError(f"{who}: tensor {t.name} has the shape {shape}; expected a tuple of whole numbers >= 1")
         if not isinstance(values := t.init if isinstance(t, TensorSpec) else t.values, Values):
             raise UserError(
-                f"{who}: tensor {t.name} has the initial values {_describe(values)}, expected such as Normal(0.02)"
+                f"{who}: tensor {t.name} has the initial values {_describe(values)}, expected one such as Normal(0.02)"
             )
         if t.name in names:
             raise UserError(f"{who}: tensor {t.name} is listed twice")
@@ -89,7 +89,7 @@ def _batch(plan: Plan) -> dict[str, Shaped]:
 
 
 def _forward(plan: Plan, who: str, params: Params) -> None:
-    """Run the forward pass over shapes. If it fails, raise UserError, which names `who` and the line of the plugin."""
+    """Run the forward pass with shapes. If it fails, raise UserError with `who` and the line of the plugin's code."""
     logits = _call(who, "in its forward pass", params, lambda: plan.model.forward(OpShapes(), params, _batch(plan)))
     targets = plan.inputs.get("targets")
     if not isinstance(plan.objective, CrossEntropy) or targets is None:
@@ -144,7 +144,7 @@ class Ids(Shaped):
 def count_activations(plan: Plan) -> int:
     """Return roughly how many activations, as a number of elements, the forward pass keeps for the backward pass.
 
-    The estimate counts all elements that ops read, without the plan's tensors. The plan must have passed
+    The estimate counts all elements that ops read, except the plan's tensors. The plan must have passed
     `check_forward`.
     """
     ops = OpShapes()
@@ -327,7 +327,7 @@ class OpShapes(Ops):
     def rope(self, x: Shaped, rotary: Rotary) -> Shaped:
         self._take("rope", x)
         self._require(len(x.shape) == 4 and isinstance(rotary, Rotary), "rope", x, rotary)
-        if x.shape[3] <= LARGEST_HEAD:  # a wider one is rejected for its memory
+        if x.shape[3] <= LARGEST_HEAD:  # a larger head is rejected later, because it exceeds the memory
             rotary.frequencies(x.shape[3])
         return Shaped(x.shape)
 
@@ -358,7 +358,7 @@ class OpShapes(Ops):
 class PieceShapes(IncrementalOps, OpShapes):
     """Incremental ops on shapes, as a decoder calls them, which record each call in `calls`.
 
-    A record has the op's name, weights and constants, but not the sizes of activations, which depend on the length.
+    A record has the op's name, weights and constants. It lacks the sizes of activations, which depend on the length.
     """
 
     incremental_ops = frozenset({"attention"})

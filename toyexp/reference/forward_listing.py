@@ -37,15 +37,15 @@ class Line:
     weights: tuple[WeightInfo, ...]  # tensors of the file that the op reads
     result: tuple[Size, ...]
     detail: str = ""  # other arguments
-    operations: int = 0  # multiplications and additions of a matrix product or attention, without the factors `per`
-    per: tuple[str, ...] = ()  # letters of the sizes by which `operations` must be multiplied
+    operations: int = 0  # multiplications and additions, divided by the sizes in `per`
+    per: tuple[str, ...] = ()  # letters of sizes: `operations` times these is the full number
     results: int = 1  # number of results
     block: int | None = None  # number of the enclosing block, from 0
 
     def anywhere(self, types: bool) -> Line:
         """Return a copy that is equal for the same op in another block, to compare blocks.
 
-        It has no block number, and its weights' names have no block prefix. If `types` is False, types are removed too.
+        The copy has no block number, and its weights' names have no block prefix. If `types` is False, it has no types.
         """
         return replace(
             self,
@@ -67,7 +67,7 @@ class Listing:
     before: Sequence[Line]
     blocks: Mapping[int, Sequence[Line]]  # keyed by block number
     after: Sequence[Line]
-    once: frozenset[str] = frozenset()  # letters of the sizes that are 1 for one unit; for a token: B and T
+    once: frozenset[str] = frozenset()  # letters of sizes that count as 1 for one token: B, T
     unit: str = "token"  # token or image
 
     def all(self) -> list[Line]:
@@ -154,7 +154,7 @@ class Listing:
     def _factor_letters(self, line: Line) -> list[str]:
         """Return the letters of the sizes by which the line's operations for one token or image must be multiplied."""
         letters = list(line.per)
-        for letter in self.once.intersection(letters):  # an op on weights alone runs once for all of them
+        for letter in self.once.intersection(letters):  # an op that reads only weights has none of these letters
             letters.remove(letter)
         return letters
 
@@ -179,7 +179,7 @@ def listing(model: Model, weights: Iterable[WeightInfo]) -> Listing:
 def _cut(lines: Sequence[Line], once: frozenset[str]) -> Listing:
     """Return a Listing of the lines, split at the blocks. Lines between two blocks count as part of the first one.
 
-    `once` is passed on to the Listing.
+    `once` becomes the field of this name of the Listing.
     """
     numbers = [line.block for line in lines]
     inside = [at for at, number in enumerate(numbers) if number is not None]
@@ -236,7 +236,7 @@ def _heads(q: Shaped, k: Shaped, causal: bool, window: int = 0, softcap: float =
 class ListedOps(OpShapes):
     """Implementation of the ops that computes shapes only and records a line for each op that the model calls.
 
-    An op that another op calls has no line.
+    An op that is called inside another op has no line.
     """
 
     def __init__(self, letters: Mapping[int, str]) -> None:

@@ -17,7 +17,7 @@ from toyexp.interfaces.session import Session, StepMetrics
 
 @dataclass
 class NullEngine(Engine):
-    """Engine that computes nothing. Its loss depends on the number of steps alone: it falls from 2 towards 1."""
+    """Engine that computes nothing. Its loss depends only on the number of steps, and falls from 2 towards 1."""
 
     name: ClassVar[str] = "noop"
     priority: ClassVar[int] = -1
@@ -79,7 +79,7 @@ class NullSession(Session):
         return self._tensors[tensor.name].copy()
 
     def do_snapshot(self, into: Mapping[str, np.ndarray]) -> Mapping[str, np.ndarray]:
-        """Return the tensors' values, and as optimiser state the number of steps, which determines the loss."""
+        """Return the tensors' values, and state arrays filled with the number of steps, which determines the loss."""
         states = {
             t.name: {slot: np.full(shape, self._steps, np.float32) for slot, shape in self.plan.slots(t).items()}
             for t in self.plan.trainable

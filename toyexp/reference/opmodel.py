@@ -105,7 +105,7 @@ def _by_fours(ops: Ops, x: Tensor, w: Tensor) -> Tensor:
     return ops.reshape(ops.linear(fours, w), (x.shape[0], LENGTH, WIDTH))
 
 
-# Cases by name: the shapes of tensors other than the embedding, and a function of its rows x [ROWS, LENGTH, WIDTH].
+# Cases by name: shapes of the tensors besides the embedding, and a function of embedding rows x [ROWS, LENGTH, WIDTH].
 CASES: dict[str, tuple[dict[str, tuple[int, ...]], Forward]] = {
     "rows": ({}, lambda ops, p, x: x),
     "first_rows": ({"table": (LENGTH + 3, WIDTH)}, lambda ops, p, x: ops.add(x, ops.first_rows(p["table"], LENGTH))),
@@ -213,9 +213,9 @@ class OpModel(Model):
 def op_plan(case: str, adapter: str | None = None, **changes: object) -> Plan:
     """Return a plan that trains the model of a case.
 
-    `adapter` adds an adapter: "lens" a matrix that maps the rows of a narrower embedding table to the model's width,
-    "lora" a LoRA pair to the matrix w. `changes` are fields of the plan, such as rows=4, or frozen=True for an
-    embedding table that does not train.
+    `adapter` selects an adapter to add: "lora" for a LoRA pair on the matrix w, or "lens" for a matrix that maps the
+    rows of a narrower embedding table to the model's width. `changes` are fields of the plan, such as rows=4, or
+    frozen=True for an embedding table that does not train.
     """
     model = OpModel(case)
     tensors = {t.name: PlanTensor(t.name, t.shape, t.init) for t in model.tensors()}

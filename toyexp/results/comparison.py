@@ -1,4 +1,4 @@
-"""Compare runs: which settings differ, and how good each choice of settings is over its seeds."""
+"""Compare runs: which settings differ, and how good each combination of settings is on average over its seeds."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from toyexp.training.provenance import read_origin
 
 DIGEST = " digest"  # suffix of the column that separates runs with different data or base files
 WHOSE = "whose"  # column that separates equal runs of different people
-# Presets come before the settings that they bring.
+# Parts, listed before the settings that depend on them.
 PARTS = ("recipe", "model", "data", "engine", "optim", "objective")
-# Settings that do not separate points: numbers do not depend on them, or only as they do on a seed.
+# Runs that differ only in these settings form one point: results do not depend on them, or only as on a seed.
 POOLED_KEYS = ("seed", "name", "plugins", "callbacks", "checkpoint_every", "checkpoint_keep")
 
 
 @dataclass
 class Entry:
-    """A run in a comparison; `overrides` are its values of the settings that differ between the compared runs."""
+    """A run in a comparison. `overrides` has its values of the settings by which points differ, such as "lr=0.1"."""
 
     number: int
     run: Run
@@ -34,9 +34,9 @@ class Entry:
 
     def __post_init__(self) -> None:
         run = self.run
-        self.has_settings = bool(self.settings)  # without settings its point is unknown
+        self.has_settings = bool(self.settings)  # if not, its point is unknown
         status = "completed" if run.state in FINAL_STATES else run.state
-        self.status = status if self.has_settings else "unknown"  # whether its numbers count
+        self.status = status if self.has_settings else "unknown"  # "completed" if its numbers count
         scores = {"train_loss": run.train_loss, "eval_loss": run.loss, "eval_scores": run.scores}
         self.result: dict[str, Any] = {**scores, "sources": self.sources}  # with the keys of result.json
 
@@ -56,12 +56,12 @@ class Comparison:
     """Comparison of runs. Runs that differ only in their seed form a point; points are ranked, the best first."""
 
     entries: list[Entry]
-    keys: list[str]  # settings that differ between points, one of each linked group
+    keys: list[str]  # settings that differ between points; of settings that vary together only the first
     linked_keys: dict[str, list[str]]  # settings that vary together with one of `keys`
-    other_keys: list[str]  # settings that differ but do not separate points
+    other_keys: list[str]  # settings that differ but form no separate points (POOLED_KEYS)
     ranking: Ranking[Entry]
     metric: str = "loss"
-    pool: bool = False  # count equal runs of different people as one point
+    pool: bool = False  # put runs with equal settings into one point, although different people ran them
     total_runs: int = 0  # number of runs before the best were selected; 0: all are here
     selection_notes: list[str] = field(
         default_factory=list
@@ -124,10 +124,10 @@ class Comparison:
         notes = [f"the best {len(self.entries)} of {self.total_runs} runs are shown"] if self.total_runs else []
         notes += self.ranking.notes()
         if changed := [key for key in self.keys if key.endswith(DIGEST)]:
-            notes.append(f"runs with equal settings read different files ({', '.join(changed)}): separate points")
+            notes.append(f"equal settings with different files ({', '.join(changed)}) form separate points")
         if WHOSE in self.keys:
             notes.append(
-                f"equal runs of other directories or names form separate points ({WHOSE}); to combine them: --pool"
+                f"equal settings of different people form separate points (column {WHOSE}); to combine them: --pool"
             )
         notes += self.selection_notes
         lengths = {entry.run.of for entry in self.entries if entry.run.of is not None}
@@ -167,7 +167,7 @@ def varying_keys(run_settings: Sequence[Mapping[str, str]]) -> list[str]:
 def group_keys(keys: Sequence[str], entries: Sequence[Entry]) -> tuple[list[str], dict[str, list[str]]]:
     """Group keys whose values change together from run to run.
 
-    Return the first key of each group, and a dict from it to the other keys of its group.
+    Return the first key of each group, and a dict that maps this key to the other keys of its group, if there are any.
     """
     leaders: dict[tuple[int, ...], str] = {}
     linked_keys: dict[str, list[str]] = {}
@@ -181,7 +181,7 @@ def group_keys(keys: Sequence[str], entries: Sequence[Entry]) -> tuple[list[str]
 
 
 def _mark_sources(entries: Sequence[Entry]) -> None:
-    """Add the digests of data and files that differ between runs to their settings.
+    """If runs read different data or files, add the digests of these to the settings of the runs.
 
     Runs that read different files then form different points.
     """
@@ -198,10 +198,11 @@ def _mark_sources(entries: Sequence[Entry]) -> None:
 def _mark_owners(entries: Sequence[Entry]) -> None:
     """Add the setting `whose` to separate runs of different people, which would otherwise count as repeats.
 
-    This is done if runs with equal settings have the same seed or were started in different directories. The value is
-    the run's name, if such repeats have different names. Otherwise it is the first directory (or zip archive) below the
-    common parent of all runs or, for runs in one directory, the directory where each was started. If none recorded
-    that and some settings have several seeds, nothing is added.
+    The value is the run's name if runs with equal settings and seed have different names. Otherwise it is the first
+    directory (or zip archive) below the common parent of all runs. If all runs lie in one directory, it is the
+    directory in which each was started, unless no run recorded that and no settings have several seeds. The setting is
+    added only if its value differs between runs with equal settings and seed or, if the runs do not lie in one
+    directory, between runs with equal settings that were started in different directories.
     """
     known_entries = [entry for entry in entries if entry.has_settings]
     groups: dict[str, list[Entry]] = {}
@@ -243,7 +244,7 @@ def _read_settings(run: Run) -> dict[str, str]:
 
 
 def seed_key(entry: Entry) -> object:
-    """Return the seed of a run, as a key that groups runs; a run whose seed is unknown gets a key of its own."""
+    """Return a key that is equal for runs with the same seed. A run whose seed is unknown gets a key of its own."""
     return ("seed", entry.settings["seed"]) if "seed" in entry.settings else entry.number
 
 

@@ -25,10 +25,10 @@ if TYPE_CHECKING:
 
 LINE = 1 << 20  # maximum bytes of a line
 LINES = 1000  # lines that are parsed at once, which is several times faster
-SAMPLES, WARNINGS = 3, 20  # number kept of a run: the last samples, the first warnings
+SAMPLES, WARNINGS = 3, 20  # a History keeps this many: the last samples, the first warnings
 TEXT = 2000  # maximum characters of a sample or warning
 NAMES = ("loss", "lr", "grad_norm", "tokens", "seconds", "speed")  # arrays other than `step`
-RECORDED = ("loss", "lr", "grad_norm", "tokens", "t", "wall_us")  # keys of a step event from which they are computed
+RECORDED = ("loss", "lr", "grad_norm", "tokens", "t", "wall_us")  # keys of a step event that give these arrays
 STEP_KEYS = {"kind", "phase", "step", "batch", *RECORDED}
 
 Curve = tuple[np.ndarray, np.ndarray]  # steps, values
@@ -57,7 +57,7 @@ class History(Mapping[str, np.ndarray]):
     lr: np.ndarray  # [N] learning rate
     grad_norm: np.ndarray  # [N] norm of all gradients before clipping
     tokens: np.ndarray  # [N] targets trained on in the recorded steps so far: tokens or images
-    seconds: np.ndarray  # [N] since the start, with evaluations; time between interruption and resumption is left out
+    seconds: np.ndarray  # [N] since the start, with evaluations, without the time between interruption and resumption
     speed: np.ndarray  # [N] tokens or images per second, of the step alone
     held_out: Mapping[str, np.ndarray] = field(default_factory=dict)  # `step` [M] int64, `loss` [M], other metrics [M]
     logged: Mapping[str, np.ndarray] = field(default_factory=dict)  # [N] from schedules and `run.log` of callbacks
@@ -104,7 +104,7 @@ class History(Mapping[str, np.ndarray]):
         return _finite_points(self.step, self[name])
 
     def held_out_curve(self, name: str) -> Curve:
-        """Return the steps at which a held-out metric is finite, and its values; two empty arrays without it."""
+        """Return the steps at which a held-out metric is finite, and its values; empty arrays if it is not recorded."""
         return (
             _finite_points(self.held_out["step"], self.held_out[name])
             if name in self.held_out
@@ -133,8 +133,8 @@ class History(Mapping[str, np.ndarray]):
         if name in self.logged:
             return self.logged[name]
         if name not in ("step", *NAMES):
-            held_out = "; history.held_out has the rest" if name in self.held_out else ""
-            raise KeyError(f"{name}: there is {', '.join(self)}{held_out}")
+            held_out = f"; for held-out values use history.held_out['{name}']" if name in self.held_out else ""
+            raise KeyError(f"{name}: no such array; choose {', '.join(self)}{held_out}")
         return np.asarray(getattr(self, name))
 
     def __iter__(self) -> Iterator[str]:
@@ -175,7 +175,7 @@ def read_events(path: Path) -> Iterator[dict[str, Any]]:
                     is_complete = False
                 events = (
                     parsed if is_complete else map(_parse_line, lines)
-                )  # one bad line spoils all: parse them singly
+                )  # if a line is invalid, parse them one by one
                 yield from (event for event in events if isinstance(event, dict))
     except (UserError, OSError):
         return

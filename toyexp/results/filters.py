@@ -60,12 +60,12 @@ class Filter:
     def matches(self, value: Any) -> bool:
         """Return True if a run with this value of the key matches the filter.
 
-        A run without a value (None) matches `!=`, and `=` with nothing or null behind it.
+        If the run has no value (None), it matches `key!=...`, `key=` and `key=null`.
         """
         if value is None:
             return self.sign == "!=" or (self.sign == "=" and self.value in ("", "null"))
         if self.sign in ("=", "!="):
-            printed = self.key != "lr" and "." not in self.key  # metrics also match with four decimals, as printed
+            printed = self.key != "lr" and "." not in self.key  # metrics also match as printed, with four decimals
             return any(_is_equal(value, item, printed) for item in self.value.split(",")) is (self.sign == "=")
         if self.key == "when":
             with contextlib.suppress(ValueError):
@@ -85,7 +85,7 @@ def split_filters(words: Sequence[str]) -> tuple[list[str], list[Filter]]:
 def filter_runs(runs: Iterable[Run], filters: Sequence[Filter], notes: list[str]) -> list[Run]:
     """Return the runs that match all filters. Add a note for each run whose settings cannot be read.
 
-    Raise UserError for a key that no run has, and if a value to compare with < or > is text.
+    Raise UserError for a key that no run has, or if a filter compares a text with < or >.
     """
     runs, known_keys = list(runs), set(COLUMNS)
     quick = [f for f in filters if f.key in COLUMNS]
@@ -140,7 +140,7 @@ def sort_runs(runs: Iterable[Run], key: str) -> list[Run]:
 
 def _suggest_key(key: str, keys: Iterable[str]) -> str:
     hint = suggest(key, keys)
-    return hint if hint.startswith("did you") else "all keys: toyexp runs --json, and config.yaml"
+    return hint if hint.startswith("did you") else "to see all keys: toyexp runs --json, or config.yaml of a run"
 
 
 def _is_none(value: Any) -> bool:

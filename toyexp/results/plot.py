@@ -1,4 +1,7 @@
-"""Draw runs as a figure for print: their held-out curves, and the final metric of each choice of settings."""
+"""Draw runs as a figure for print: their held-out curves, and their final metric.
+
+Runs that differ only in their seed form a point, which has one colour and one row.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +42,7 @@ CURVE_POINTS = 60  # averaged values of a training curve, drawn if there is no h
 MAX_VALUES = 4  # values of a setting that the title lists
 ROW_INCHES = 0.27
 
-Steps = dict[int, float]
+Steps = dict[int, float]  # values of a curve by step
 
 
 @dataclass
@@ -48,7 +51,7 @@ class Line:
 
     point: Point[Entry]
     runs: list[tuple[Steps, bool]]  # values of each run, and whether it completed
-    mean: Steps  # over seeds, at the steps that all of them have
+    mean: Steps  # over seeds, at the steps that the curves of all seeds have
     deviation: Steps  # empty for fewer than two seeds
 
     @classmethod
@@ -114,7 +117,7 @@ def draw_runs(comparison: Comparison, source: str) -> Sheet:
 
 
 def describe_unit(run: Path, metric: str) -> str:
-    """Return the unit of a metric in brackets, such as " (nats per token)" for a loss, or ""."""
+    """Return the unit of a loss in brackets, such as " (nats per token)", or "" for any other metric."""
     data = read_run_facts(run).get("data") or {}
     return f" (nats per {'image' if 'classes' in data else 'token'})" if metric.endswith("loss") else ""
 
@@ -232,9 +235,10 @@ def _draw_curves(axes: Any, named: Sequence[Line], rest: Sequence[Line], limits:
 def _draw_ends(
     axes: Any, comparison: Comparison, named: Sequence[Line], rest: Sequence[Line], stopped: Sequence[Entry]
 ) -> None:
-    """Draw a row for the final metric of each `named` point, the best at the top, and one for the `rest` and `stopped`.
+    """Draw a row for the final metric of each `named` point, the best at the top.
 
-    A row shows the values of the seeds, their mean and standard deviation, and the settings.
+    A row shows the values of the seeds, their mean and standard deviation, and the settings. Below, one more row shows
+    the range of all points of `rest`, and another names the runs in `stopped`, which did not complete.
     """
     axes.grid(visible=False)
     axes.grid(axis="x")
@@ -268,7 +272,7 @@ def _draw_ends(
         labels.append(f"× {fit_text(label, 44)}" if label and len(stopped) == 1 else "× did not complete")
     axes.set_yticks(range(len(labels)), labels)
     for rank, label in enumerate(axes.get_yticklabels()):
-        label.set_color(GREY if rest and rank == len(named) else INK)  # dark: some colours are too pale in print
+        label.set_color(GREY if rest and rank == len(named) else INK)  # not the point's: some are too pale in print
         label.set_fontweight("bold" if rank == 0 else "normal")
     axes.set_ylim(max(len(labels), 2) - 0.5, -0.5)
     axes.locator_params(axis="x", nbins=6)
@@ -276,7 +280,7 @@ def _draw_ends(
 
 
 def _clip_outliers(axes: Any, points: Sequence[Point[Entry]], high: float) -> None:
-    """Fit the x axis to the points near the best and up to `high`; points far away become arrows at the edge."""
+    """Fit the x axis to the points that are near the best and at most `high`. Draw the others as arrows at the edge."""
     ends = [point.mean for point in points]
     sides = [point.mean + sign * (point.deviation or 0.0) for point in points for sign in (-1, 1)]
     reach = [*(value for point in points for value in point.values), *sides]

@@ -21,8 +21,8 @@ from toyexp.training.checkpoint import matches_type, read_json_or_empty
 SEARCH_FILE = "search.json"
 MAX_PANELS = 6  # settings with a panel; the most important ones
 PANELS_PER_ROW = 3
-MAX_NAMES = 12  # values of a setting that is not numeric
-RASTER_TRIALS = 500  # trials; from this number on, an SVG has its dots as a bitmap
+MAX_NAMES = 12  # values that are shown of a setting that is not numeric
+RASTER_TRIALS = 500  # with more trials, an SVG contains the dots as a bitmap
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class Trial:
     number: int
     values: Mapping[str, Any]
     is_complete: bool
-    score: float | None  # final metric, or the one at which it was stopped
+    score: float | None  # final metric; of a pruned trial, the last metric; None if there is none
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class Search:
 
     algorithm: str  # tpe, random, ...
     metric: str
-    repeats: int
+    repeats: int  # runs of each trial, which differ in their seed
     trials: Sequence[Trial]
     importances: Mapping[str, float]
     no_importances: str  # reason if there are none
@@ -82,7 +82,10 @@ class Search:
 
 
 def draw_search(search: Search, source: str, unit: str) -> Sheet:
-    """Draw a search; `source` names its directory, `unit` is that of its metric. Raise UserError if none has one."""
+    """Draw a search; `source` names its directory, `unit` is the unit of its metric.
+
+    Raise UserError if no trial has a score.
+    """
     completed = [trial for trial in search.trials if trial.is_complete and trial.score is not None]
     if not completed:
         raise UserError(f"{source}: no trial of this search has a score yet; there is nothing to draw")
@@ -130,9 +133,9 @@ def _footer(search: Search, source: str, keys: Sequence[str]) -> list[str]:
 
 
 def _limits(scores: Sequence[float], falls: bool) -> tuple[float, float]:
-    """Return the lowest and highest metric to show; trials outside, far from the better half, are drawn at the edge.
+    """Return the lowest and highest metric to show. Trials outside are drawn at the edge.
 
-    `falls` is True if a lower metric is better.
+    The limits leave out trials that are much worse than the better half. `falls` is True if a lower metric is better.
     """
     sign = 1 if falls else -1
     costs = sorted(sign * score for score in scores)

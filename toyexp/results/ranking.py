@@ -12,7 +12,7 @@ from typing import Any, Generic, Protocol, TypeVar
 from toyexp.interfaces.model import lower_is_better
 
 METRIC = "sweep.metric="
-DATA = ("data", "text", "tokenizer", "tokens", "images")  # digests; `data` alone decides whether data differ
+DATA = ("data", "text", "tokenizer", "tokens", "images")  # names of digests; `data` decides whether data differ
 UNCOMPARED_DIGESTS = (*DATA[1:], "vocabulary")  # digests that do not separate points, since `data` covers them
 TRAIN = "smoothed train loss"  # the metric if there is no held-out data
 
@@ -42,7 +42,7 @@ class Point(Generic[J]):
     label: str
     jobs: list[J] = field(default_factory=list)  # completed jobs come first, the best at the head
     values: list[float] = field(default_factory=list)  # one value for each seed with a completed job
-    repeats: int = 0  # completed runs beyond the first of their seed; their mean is the seed's value
+    repeats: int = 0  # completed runs beyond the first of each seed; a seed's value is the mean of all its runs
 
     @cached_property
     def mean(self) -> float:
@@ -73,7 +73,7 @@ class Ranking(Generic[J]):
     points: list[Point[J]]
     changed_sources: list[str] = field(
         default_factory=list
-    )  # roles of files that changed between jobs of equal settings
+    )  # names of digests that differ between jobs with equal settings
 
     @property
     def best(self) -> Point[J] | None:
@@ -91,7 +91,7 @@ class Ranking(Generic[J]):
         """Return notes about data and files that a reader of the numbers must know."""
         notes = []
         if changed := " and ".join(self.changed_sources):
-            notes.append(f"{changed} changed between runs of equal settings: separate points")
+            notes.append(f"{changed} changed between runs of equal settings, which form separate points")
         if self.differing_data:
             differ = ", ".join(self.differing_data[1:] or self.differing_data)
             notes.append(f"the data differ between points ({differ}): their losses cannot be compared")
@@ -125,8 +125,8 @@ def rank_jobs(
 ) -> Ranking[J]:
     """Group jobs into points and rank these by the metric that the sweep's `overrides` name.
 
-    The default is the held-out loss, or the training loss if no job has a held-out one. `seed` returns a job's seed:
-    the jobs of a point with the same seed count as one, with their mean. By default each job counts.
+    The default is the held-out loss, or the training loss if no job has a held-out loss. `seed` returns a job's seed:
+    the jobs of a point with the same seed count as one job with their mean. By default each job counts on its own.
     """
     jobs = list(jobs)
     metric = next((word.removeprefix(METRIC) for word in reversed(overrides) if word.startswith(METRIC)), "loss")

@@ -51,11 +51,11 @@ log = logging.getLogger("toyexp")
 def require_plotly() -> None:
     """Raise Unavailable if plotly is not installed."""
     with require_package("plotly", "pip install 'toyexp[report]'"):
-        import plotly  # noqa: F401 - what packed_library() reads
+        import plotly  # noqa: F401 - pack_library() reads its source
 
 
 def title(paths: Sequence[str]) -> str:
-    """Return the title of the page: the compared paths, or the first of them if they are too long."""
+    """Return the title of the page: the compared paths, or if they are too long, the first and the number of others."""
     paths = [display_path(path) for path in paths]
     return " ".join(paths) if sum(map(len, paths)) <= 80 else f"{paths[0]} and {len(paths) - 1} more"
 
@@ -154,9 +154,9 @@ class Report:
         }  # fmt: skip
 
     def _read_events(self, path: Path, most: int) -> dict[str, Any]:
-        """Return the page's data of a run: curves of at most `most` points, samples and warnings.
+        """Return the data of a run for the page: curves of at most `most` points, samples and warnings.
 
-        Its events are read again only if they have changed since the last page.
+        The run's events are read again only if they have changed since the last page.
         """
         try:
             status = (path / "events.jsonl").stat()
@@ -169,12 +169,12 @@ class Report:
 
 
 def report_command(entry: Entry, path: str) -> str:
-    """Return the command that repeats a run: its typed settings, or if they are unknown, its config.yaml."""
+    """Return the command that repeats a run, with its typed settings or, if they are unknown, with its config.yaml."""
     return shlex.join(["toyexp", *(entry.facts.get("typed") or ["--config-path", path, "--config-name", "config"])])
 
 
 def _search_data(search: Search) -> dict[str, Any]:
-    """Return the page's data of a search: its metric, the searched settings, and all trials."""
+    """Return the data of a search for the page: its metric, the searched settings, and all trials."""
     return {
         "algorithm": search.algorithm, "metric": f"held-out {search.metric}", "minimising": search.is_minimising,
         "keys": search.keys, "log": sorted(search.log_keys), "importances": dict(search.importances),
@@ -210,7 +210,7 @@ def _history_data(history: History, most: int) -> dict[str, Any]:
 
 
 def compute_importance(comparison: Comparison) -> Importance:
-    """Return how much each setting matters for the metric of these runs: (shares by key, reason if there are none)."""
+    """Return how much each setting matters for the metric: (shares by key, ""), or ({}, reason why it is unknown)."""
     points = [point for point in comparison.ranking.points if point.values]
     settings = {key: [point.jobs[0].settings.get(key, "") for point in points] for key in comparison.keys}
     return compute_shares(settings, [point.mean for point in points])
@@ -246,7 +246,7 @@ def _clock(history: History) -> list[Sequence[float]]:
 
 
 def _thin_scores(curve: Curve, most: int) -> list[list[float]]:
-    """Return [steps, values] of a held-out metric; of more than `most` points, every n-th and the last."""
+    """Return [steps, values] of a held-out metric. If there are more than `most`, keep every n-th and the last."""
     steps, values = curve
     indices = sorted({*range(0, len(steps), -(-len(steps) // most) or 1), len(steps) - 1} - {-1})
     return [steps[indices].tolist(), _round(values[indices])]
@@ -282,7 +282,7 @@ def _unit(entries: Iterable[Entry]) -> str:
     return "tokens or images" if len(images) > 1 else "images" if images == {True} else "tokens"
 
 
-# -- what lies beside the runs of a sweep -----------------------------------------------------------------------------
+# -- plots and report of a whole sweep --------------------------------------------------------------------------------
 
 
 def draw_sweep(sweep: Path) -> None:

@@ -1,4 +1,7 @@
-"""Find run directories and read a summary of each. Only the ends of files are read, so that thousands take a moment."""
+"""Find run directories and read a summary of each.
+
+Only the start and the end of long files are read, so that thousands of runs take a moment.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +35,8 @@ MAX_DEPTH = 8  # levels of directories that are searched
 MAX_UNZIPPED_BYTES = 1 << 30  # bytes that are extracted from an archive
 EXTRACTED_FILES = {"config.yaml", "events.jsonl", "result.json", "search.json", SWEEP_FILE}
 SKIPPED_DIRS = {"checkpoints", "plots", "logs", "node_modules", "site-packages", "__pycache__"}  # never searched
-RUN_FILES = {"events.jsonl", "result.json", LOCK_FILE}  # config.yaml and one of these, or two of these, make a run
+# A directory is a run if it holds two of these files, or config.yaml and one of them.
+RUN_FILES = {"events.jsonl", "result.json", LOCK_FILE}
 RESULT_TYPES = {  # keys of result.json that are read, with their types
     "steps": int,
     "train_loss": float | None,
@@ -57,7 +61,7 @@ class Run:
     path: Path
     name: str = ""
     when: str = ""  # start time, ISO 8601, UTC
-    sweep: str = ""  # name of the sweep's directory
+    sweep: str = ""  # name of its sweep's directory, if it belongs to one
     recipe: str = ""
     model: str = ""
     data: str = ""
@@ -77,7 +81,7 @@ class Run:
     unread: str = ""  # files that exist but cannot be read, and why
 
     def value(self, key: str) -> Any:
-        """Return the value of a column (field) or held-out metric; None if the run has none."""
+        """Return the value of a column (a name in COLUMNS) or of a held-out metric; None if the run has none."""
         return getattr(self, key) if key in COLUMNS else self.scores.get(key)
 
     def plain(self) -> dict[str, Any]:
@@ -95,8 +99,8 @@ COLUMNS = tuple(f.name for f in fields(Run) if f.name not in ("path", "scores"))
 def find_runs(root: Path, notes: list[str] | None = None) -> Iterator[Path]:
     """Yield the run directories in `root` and below it, sorted by name. Symbolic links below `root` are not followed.
 
-    A directory without read permission is yielded too: `read_run` reports it. If directory links were skipped, a line
-    about them is added to `notes`.
+    A directory without read permission is yielded too: `read_run` reports it. If links to directories outside `root`
+    were skipped, a line about them is added to `notes`.
     """
     links: list[Path] = []
 
@@ -157,7 +161,8 @@ def resolve_runs(command: str, words: Sequence[str], notes: list[str]) -> list[P
 def unzip_archives(words: Sequence[str]) -> Iterator[list[str]]:
     """Extract zip archives among `words`; yield the words with each archive replaced by a temporary directory.
 
-    It holds the files that `runs` and `compare` read, and is deleted at the end of the `with` block.
+    This directory holds the files that the commands `runs` and `compare` read. It is deleted at the end of the `with`
+    block.
 
     Raise UserError for an archive that is damaged, too large, or holds a path outside itself.
     """
@@ -171,7 +176,7 @@ def unzip_archives(words: Sequence[str]) -> Iterator[list[str]]:
 
 
 def _extract(archive: Path, folder: Path) -> Path:
-    """Extract the files that `runs` and `compare` read, without models and checkpoints; return `folder`."""
+    """Extract into `folder` the files that the commands `runs` and `compare` read, and return `folder`."""
     try:
         with open_file(archive) as file, zipfile.ZipFile(file) as zip_file:
             members = [info for info in zip_file.infolist() if re.split(r"[/\\]", info.filename)[-1] in EXTRACTED_FILES]
@@ -204,9 +209,9 @@ def sweep_metric(directories: Sequence[Path]) -> str:
 
 
 def sweep_overrides(sweep: Path, key: str) -> list[str]:
-    """Return overrides that a sweep recorded; [] if there are none.
+    """Return the overrides that a sweep recorded under `key` in its sweep.json; [] if there are none.
 
-    With key `sweep` these are the settings of the sweep itself, with key `space` the ranges of a search.
+    The key `sweep` has the sweep.* settings, and `space` has the value ranges of a search.
     """
     overrides: Any = read_json_or_empty(sweep / SWEEP_FILE).get(key)
     return list(overrides) if matches_type(overrides, list[str]) else []
@@ -245,11 +250,11 @@ def read_run(path: Path) -> Run:
     )  # fmt: skip
 
 
-EVAL_KEYS = ("kind", "t", "phase", "name", "step", "loss", "ppl")  # keys of an evaluation event that are no metrics
+EVAL_KEYS = ("kind", "t", "phase", "name", "step", "loss", "ppl")  # keys of an evaluation event; all others are metrics
 
 
 def read_last_numbers(path: Path) -> dict[str, Any]:
-    """Return the last steps, losses, metrics and seconds in a run's events, with the keys of result.json."""
+    """Return the last step, losses, metrics and seconds in a run's events, as a dict with the keys of result.json."""
     numbers: dict[str, Any] = {}
     smoothed: float | None = None
     for event in _last_events(path / "events.jsonl"):
@@ -279,7 +284,7 @@ def _last_events(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def _read_state(path: Path, result: Mapping[str, Any]) -> tuple[str, str]:
-    """Return the state of a run (see Run.state), and the reason if it did not complete, otherwise ''."""
+    """Return the state of a run (see Run.state) and its reason, which is "" if there is none or it is unknown."""
     try:
         require_unlocked(path)
     except DirectoryLocked:
@@ -300,7 +305,7 @@ def _read_state(path: Path, result: Mapping[str, Any]) -> tuple[str, str]:
 
 
 def _read_head(path: Path, unread: list[str]) -> str:
-    """Return the start of a file as text. If it cannot be read return '' and, if it exists, add why to `unread`."""
+    """Return the start of a file as text, or "" if it cannot be read. If it exists, add the reason to `unread`."""
     try:
         with open_file(path) as file:
             return file.read(HEAD_BYTES).decode(errors="replace")
@@ -342,9 +347,9 @@ def _finite_float(value: Any) -> float | None:
     return float(value) if is_number and abs(value) <= sys.float_info.max else None  # an int may be too large
 
 
-# -- the settings of runs under their whole names, as they are typed: optim.beta1 -------------------------------------
+# -- settings of runs by full key, such as optim.beta1 ----------------------------------------------------------------
 
-# Top-level keys of config.yaml that are no settings of the run: Hydra's, and the checkpoint it was resumed from.
+# Top-level keys of config.yaml that are not settings of the run: those of Hydra, and the run from which it resumed.
 IGNORED_KEYS = ("defaults", "resume", "hydra", "sweep")
 
 
@@ -362,8 +367,8 @@ def setting_values(run: Path) -> dict[str, Any]:
 def _flatten(saved: Mapping[Any, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
     """Yield (full key, value) for each setting in nested settings.
 
-    The key of a part's name is that of the part (`recipe`, not `recipe.name`). The value of `callbacks` is the list of
-    their names.
+    The name of a part (model, recipe, ...) has the key of the part: `recipe`, not `recipe.name`. The key `callbacks`
+    has the list of the callbacks' names.
     """
     for key, value in saved.items():
         full_key = f"{prefix}{key}"

@@ -45,8 +45,8 @@ def prepare_request(
 ) -> PreparedRun:
     """Build and check the run that a request describes, without training it.
 
-    `resume` is None for a new run, or the directory of the run to resume. With "auto", the newest run of the same name
-    is resumed, or if there is none, a new run is prepared. Raise UserError for invalid settings.
+    `resume` is None for a new run, or the directory of the run to resume. With "auto", resume the newest run of the
+    same name that has a checkpoint; if there is none, prepare a new run. Raise UserError for invalid settings.
     """
     request, composed, resume_directory = locate(request, resume)
     if resume == AUTO:
@@ -63,7 +63,7 @@ def locate(request: Request, resume: str | None) -> tuple[Request, Composition, 
     configuration; the directory, or None for a new run. Raise UserError for settings that only sweeps have.
     """
     is_job = any(o.key_or_group == "hydra.job.num" for o in request.settings)
-    prefixes = ("sweep.",) if is_job else ("sweep.", "hydra.sweep.")  # a job has those of its sweep
+    prefixes = ("sweep.",) if is_job else ("sweep.", "hydra.sweep.")  # a job's arguments include hydra.sweep.*
     for override in request.settings:
         if f"{override.key_or_group}.".startswith(prefixes):
             raise UserError(f"{override.input_line}: applies to sweeps; add -m to start one, or sweep.resume=DIR")
@@ -73,8 +73,8 @@ def locate(request: Request, resume: str | None) -> tuple[Request, Composition, 
         require_run(Path(resume), "resume")
         for override in request.settings:
             if override.key_or_group == "hydra.run.dir":
-                known = f"resume={resume} continues in the directory of that run"
-                raise UserError(f"{override.input_line}: {known}; leave out {override.key_or_group}")
+                conflict = f"contradicts resume={resume}, since a resumed run stays in its directory"
+                raise UserError(f"{override.input_line}: {conflict}; leave out {override.key_or_group}")
         request = request.use_saved_config(Path(resume))
         return request, request.compose(), Path(resume).absolute()
     composed = request.compose()
@@ -116,9 +116,9 @@ def prepare_run(
 
 
 def prepare_parts(config: Config, directory: Path, is_resumed: bool, key: str = "hydra.run.dir") -> PreparedRun:
-    """Prepare a run whose parts are built: a new run in an empty directory, or a resumed run from its checkpoint.
+    """Prepare a run whose parts (model, data, engine, ...) are built: a new run, or one that resumes its checkpoint.
 
-    If the directory is not empty, the error message names the setting `key`.
+    Raise UserError, which names the setting `key`, if the directory of a new run is not empty.
     """
     config.engine.follow()  # rank 0 starts the other ranks
     if is_resumed:
@@ -134,7 +134,7 @@ def _warn_of_changes(prepared: Prepared, origin: Origin, repeated: Path, compose
     if {"data", "recipe", "model"} & {o.key_or_group.split(".")[0] for o in composed.typed} or not origin.sources:
         return prepared
     changes = [
-        f"{short_path(repeated)}: this run repeats it, but {change}"
+        f"this run repeats {short_path(repeated)}, but {change}"
         for change in origin.list_changes(source_digests(prepared))
     ]
     return replace(prepared, warnings=[*prepared.warnings, *changes[:1]])

@@ -106,8 +106,9 @@ def _resume_sweep(flags: Mapping[str, str], request: Request, path: Path) -> Run
             if has_directory := Path(memory["cwd"]).is_dir():
                 os.environ[START_DIRECTORY] = memory["cwd"]
             if "--json" not in flags:
-                meaning = "refer to it" if has_directory else f"refer to {Path.cwd()}, since it no longer exists"
-                print_line(f"started in {printable(memory['cwd'])}: relative paths in its settings {meaning}")
+                meaning = "that directory" if has_directory else f"{Path.cwd()}, since that directory no longer exists"
+                began = f"the sweep was started in {printable(memory['cwd'])}"
+                print_line(f"{began}; relative paths in its settings refer to {meaning}")
         source = Source.from_flags(*(memory["flags"].get(flag) for flag in JOB_FLAGS))
         of_jobs = replace(request, settings=parse(memory["settings"]), source=source)
         sweep_overrides = [o for o in overrides if _is_sweep_setting(o)]

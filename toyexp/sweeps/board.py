@@ -34,7 +34,7 @@ class Board:
     jobs: Callable[[], Sequence[Job]]
     ranking: Callable[[], Ranking[Job]]
     at_once: int
-    _running: dict[int, tuple[Job, float, str]] = field(default_factory=dict)  # start time and last line by job number
+    _running: dict[int, tuple[Job, float, str]] = field(default_factory=dict)  # by number: job, start time, last line
     _took: list[float] = field(default_factory=list)  # seconds of successful jobs
     _best: str = ""
     _height: int = 0  # lines that are drawn
@@ -49,7 +49,7 @@ class Board:
         self.draw()
 
     def hear(self, job: Job, line: str) -> None:
-        """Show `line` as the latest output of a job, unless the board was drawn a moment ago."""
+        """Record `line` as the latest output of a job. Redraw the board at most every REDRAW seconds."""
         if line.strip() and job.number in self._running:
             self._running[job.number] = (job, self._running[job.number][1], line.strip())
         self.draw(soon=True)
@@ -161,7 +161,7 @@ def make_board(
 ) -> Board | None:
     """Return the board that shows a sweep's progress, or None if the sweep should print lines instead.
 
-    A notebook always has a board, a terminal only if it is `wanted`. If output is silenced, there is none. `at_once` is
+    A notebook always has a board, a terminal only if one is `wanted`. If output is silenced, return None. `at_once` is
     the number of parallel jobs, for the estimate of the time left.
     """
     if is_silent():

@@ -22,13 +22,16 @@ if TYPE_CHECKING:
     from toyexp.config.request import Request
 
 LIFELINE = "TOYEXP_LIFELINE"  # set for the process of a job
-TRIAL = "TOYEXP_TRIAL"  # set for a job that a search may stop
-STACK = "TOYEXP_STACK"  # directory of a process that trains several jobs
-JOBS_FILE, REPORTS = "jobs.json", "reports"  # files in that directory: its jobs, and the pipe for its reports
+TRIAL = "TOYEXP_TRIAL"  # set for a job that a search may prune
+STACK = "TOYEXP_STACK"  # set for a process that trains several jobs: a directory with the next two files
+JOBS_FILE, REPORTS = "jobs.json", "reports"  # the list of jobs, and a pipe in which the process reports their progress
 
 
 def experiment_sweep(request: Request) -> list[Override]:
-    """Return the overrides with several values in the chosen experiment preset, except keys on the command line."""
+    """Return the overrides that have several values in the chosen experiment preset.
+
+    A key that is also on the command line is left out.
+    """
     from toyexp.config.words import parse
 
     experiment = [o for o in request.settings if o.key_or_group == "experiment" and not o.is_sweep_override()]

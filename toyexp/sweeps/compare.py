@@ -50,9 +50,9 @@ class ComparisonAnswer(Answer):
         return {"metric": comparison.ranking.column, "points": points, "differ": differ, "notes": comparison.notes()}
 
     def lines(self) -> list[str]:
-        """Return a table with a row for each point, and below it further differences and notes.
+        """Return a table with a row for each point (a group of runs that differ only in their seed).
 
-        A point is a group of runs that differ only in their seed.
+        Below the table are the number of runs, the settings that are not columns but differ, and notes.
         """
         comparison = self.comparison
         ranking = comparison.ranking
@@ -77,7 +77,7 @@ class ComparisonAnswer(Answer):
             more = f" and {len(keys_along) - 6} more" if len(keys_along) > 6 else ""
             below.append(f"with {leader}: {linked}{more}")
         other_keys = [key for key in comparison.other_keys if key not in ("seed", "name")]
-        below += [f"also differ, without separating points: {', '.join(other_keys)}"] if other_keys else []
+        below += [f"also differ, but do not form separate points: {', '.join(other_keys)}"] if other_keys else []
         below += [f"note: {note}" for note in comparison.notes()]
         return [*lines, "", *wrap_lines([escape_cell(line) for line in below])]
 
@@ -124,10 +124,10 @@ class ComparisonAnswer(Answer):
 def compare_runs(
     directories: Sequence[str], filters: Sequence[Filter], metric: str | None, pool: bool = False
 ) -> ComparisonAnswer:
-    """Compare those runs in `directories` (of runs or sweeps) that match the filters.
+    """Compare the runs in `directories` (directories of runs or sweeps) that match the filters.
 
-    `metric` ranks the runs; if it is None, the sweep's metric does. With `pool`, equal runs in different directories or
-    with different names are combined. Raise UserError if no run matches or has the metric.
+    `metric` ranks the runs; if it is None, the sweep's metric does. With `pool`, runs with equal settings form one
+    point even if their directories or names differ. Raise UserError if no run matches or has the metric.
     """
     paths = resolve_runs("compare", directories, notes := list[str]())
     runs = filter_runs([read_run(path) for path in paths], filters, notes)

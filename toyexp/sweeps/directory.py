@@ -116,7 +116,10 @@ class Job:
         return " ".join(self.overrides)
 
     def difference(self, result: Mapping[str, Any]) -> str:
-        """Return a text about the first value of `result` that differs from the recorded one, or "" if none does."""
+        """Compare `result`, read again from the run, with the recorded result.
+
+        Return a text about the first value that differs, or "" if none does.
+        """
         differ = [name for name, value in self.result.items() if result.get(name) != value]
         return "; ".join(f"{k} was {self.result[k]} and is {printable(str(result.get(k)))}" for k in differ[:1])
 
@@ -192,8 +195,9 @@ def prepare_resume(directory: Path) -> bool:
 class SweepDir:
     """Directory of one sweep: sweep.json, summary.csv, summary.md, logs/, and a run directory for each job.
 
-    `spec` holds what is needed to resume the sweep: flags, settings, the sweep's own settings (`sweep`), the directory
-    in which it was started (`cwd`), and the value ranges of a search (`space`).
+    `spec` holds the data that resuming the sweep needs: the flags (`flags`), the settings of all jobs (`settings`), the
+    sweep.* settings (`sweep`), the directory in which the sweep was started (`cwd`), and the value ranges of a search
+    (`space`).
     """
 
     def __init__(self, path: Path, jobs: list[Job], spec: Mapping[str, Any], locked: int | None = None):
@@ -290,7 +294,7 @@ class SweepDir:
                 end = max((job.number + 1 for job in jobs), default=0)
                 changed_jobs = {
                     job.number: job for job in (*self.jobs[self._saved_count : end], *jobs)
-                }  # also jobs before them, so that no number is missing
+                }  # also earlier jobs that were never saved, so that no number is missing
                 self._journal.add(map(vars, changed_jobs.values()), flush=begin)
                 self._saved_count = max(self._saved_count, end)
             if (wait := self._writer.request(len(self.jobs))) and self._later is None:
@@ -382,7 +386,7 @@ def _check(state: Mapping[str, Any]) -> list[Job]:
     Raise KeyError, TypeError, ValueError or DamagedCheckpoint if they are invalid.
     """
     if state["format"] != FORMAT:
-        problem = f"{SWEEP_FILE}: has format {printable(str(state['format']))}; this toyexp reads {FORMAT}"
+        problem = f"{SWEEP_FILE}: has format {printable(str(state['format']))}; this toyexp reads format {FORMAT}"
         raise DamagedCheckpoint(f"{problem}; if a newer toyexp wrote it, update toyexp")
     types = {"flags": Mapping[str, str], "settings": list[str], "sweep": list[str], "cwd": str, "space": list[str],
              "jobs": list[Any]}  # fmt: skip
@@ -464,8 +468,8 @@ def summary_rows(jobs: Sequence[Job], where: Callable[[Job], str], ranking: Rank
     """Return the table of summary.csv: a header, then a row for each job, the best first.
 
     A row holds the job's overrides, status, steps, losses, metrics, run directory (as `where` returns it) and error.
-    The last columns describe all jobs that differ only in their seed: how many completed, mean and standard deviation
-    (over n-1) of the metric, and whether they are the best.
+    The last columns describe the job together with all jobs that differ from it only in their seed: how many completed,
+    mean and standard deviation (over n-1) of the metric, and whether these jobs are the best.
     """
     keys = list(dict.fromkeys(_key(word) for job in jobs for word in job.overrides))
     names = score_names(jobs)
@@ -484,7 +488,7 @@ def summary_rows(jobs: Sequence[Job], where: Callable[[Job], str], ranking: Rank
 
 
 def job_state(job: Job) -> str:
-    """Return the text for a job's status in tables: "diverged" for a completed job whose loss diverged."""
+    """Return the text for a job's status in tables, which is "diverged" for a completed job whose loss diverged."""
     return "diverged" if job.status == Status.COMPLETED and job.result.get("diverged") else str(job.status)
 
 

@@ -1,6 +1,7 @@
 """Compose and check the configurations of jobs.
 
-Before the first job starts, each value of a varying key is checked, but not each combination of values.
+Before the first job starts, each value of each swept key (a key with several values) is checked, but not each
+combination of values.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ from toyexp.training.run_config import ASIDE_KEYS
 from toyexp.training.rundir import read_settings
 
 CHOICES = 8  # combinations of presets that are composed for the check; each takes 0.1 s
-VALUES = 1000  # jobs that are checked before the first one starts
+VALUES = 1000  # maximum number of jobs that are checked before the first one starts
 # These must agree when a job resumes a run.
 COMPARED = {"model", "data", "recipe", "optim", "objective", "seed", "lr", "batch_size"}
 SMALL = 20_000_000  # parameters; models up to this size train faster in a stack on a GPU (at 6M three times as fast)
@@ -57,17 +58,20 @@ class JobConfigs:
     """
 
     request: Request  # holds the settings that all jobs share
-    values: Mapping[str, Any]  # parsed values of the varying overrides, if known
+    values: Mapping[str, Any]  # parsed value of each override of a swept key, such as "lr=0.1"; may lack some
     _bases: dict[tuple[str, ...], Composition | UserError] = field(default_factory=dict)  # by the chosen presets
-    _read_hydra: dict[tuple[str, ...], bool] = field(default_factory=dict)  # by presets: has ${hydra:...}
-    _lists: dict[str, bool] = field(default_factory=dict)  # by checked key: whether it holds a list
+    _read_hydra: dict[tuple[str, ...], bool] = field(default_factory=dict)  # by presets: contains ${hydra:...}
+    _lists: dict[str, bool] = field(default_factory=dict)  # keys that were checked, and whether each takes a list
 
     @cached_property
     def _keys(self) -> Keys:
         return Keys.from_registry(self.request.registry)
 
     def config(self, job: Job) -> Composition:
-        """Return a job's configuration; the next call may change it. Raise UserError if it cannot be composed."""
+        """Return a job's configuration. Raise UserError if it cannot be composed.
+
+        The next call may change the returned configuration.
+        """
         composed = self._compose_values(*split_choices(job.overrides))
         with read_write(composed.cfg.hydra.job):
             composed.cfg.hydra.job.num = job.number
@@ -83,12 +87,12 @@ class JobConfigs:
         return root, composed.directory("hydra.sweep.subdir", below=root)
 
     def run_config(self, job: Job) -> Composition:
-        """Return the configuration to run a job in this process."""
+        """Return the configuration with which a job runs in this process."""
         composed, is_whole = self._set_hydra_config(job)
         if is_whole:
             return composed
         overrides = [*self.request.settings, *parse(job.overrides)]
-        cfg = copy.deepcopy(composed.cfg) if self._has_base(composed) else composed.cfg  # changed by a base model
+        cfg = copy.deepcopy(composed.cfg) if self._has_base(composed) else composed.cfg  # apply_base() changes it
         keys = {override.key_or_group for override in overrides}
         with read_write(cfg.hydra.sweeper):  # leave out the experiment's own sweep: the job has one value of each key
             cfg.hydra.sweeper.params = {key: values for key, values in composed.sweeps.items() if key not in keys}
@@ -111,9 +115,10 @@ class JobConfigs:
         return composed, False
 
     def other_run(self, job: Job, run: Path) -> str:
-        """Compare a job with the run in the directory `run`. Return a text about one setting that differs, or "".
+        """Compare a job with the run in the directory `run`. Return a text about one setting that differs.
 
-        Only keys on the command line, swept keys, and the keys in COMPARED are compared.
+        Return "" if none differs or if the settings of either cannot be read. Only keys on the command line, swept
+        keys, and the keys in COMPARED are compared.
         """
         with contextlib.suppress(UserError):  # a configuration error is reported when the job starts
             saved, overrides = read_settings(run / "config.yaml"), [*self.request.settings, *parse(job.overrides)]
@@ -131,7 +136,7 @@ class JobConfigs:
         return ""
 
     def gpus(self, job: Job, auto: int) -> int | None:
-        """Return how many GPUs a job uses: None if it uses all of the machine, `auto` if its setting is engine=auto."""
+        """Return how many GPUs a job uses. None means all GPUs of the machine. For engine=auto, return `auto`."""
         engine = self._engine(job)
         return auto if engine == AUTO else engine.gpus() if isinstance(engine, Engine) else 0
 
@@ -145,9 +150,10 @@ class JobConfigs:
         return 1
 
     def can_stack(self, job: Job) -> bool:
-        """Return True if a job can probably train in a stack on a GPU: its engine supports it, its model is small.
+        """Return True if a job can probably train in a stack (several jobs as one program) on a GPU.
 
-        Only settings are used here. Before training, the engine may still find that the job cannot be stacked.
+        That needs an engine that supports stacks, and a small model. Only settings are used here. Before training, the
+        engine may still find that the job cannot be stacked.
         """
         engine = self._engine(job)
         cls = self._auto_gpu() if engine == AUTO else type(engine)
@@ -211,7 +217,7 @@ class JobConfigs:
         return recipe.base_file is not Recipe.base_file
 
     def check(self, job: Job, all_settings: bool = False) -> None:
-        """Raise UserError if a varying value of the job is invalid; with `all_settings`, check all its settings.
+        """Raise UserError if the value of a swept key is invalid in this job. With `all_settings`, check all settings.
 
         Errors in the contents of files and in the engine are found only when the job runs.
         """
@@ -269,7 +275,7 @@ class JobConfigs:
 
 
 def check_values(jobs: Sequence[Job], configs: JobConfigs) -> dict[int, UserError]:
-    """Check each varying value once, in a job that differs from the first job only in that value.
+    """Check each value of each swept key once, in a job that differs from the first job only in that value.
 
     Return a dict that maps the number of an invalid job to its error. Raise UserError for an error that all jobs have.
     """
@@ -286,7 +292,7 @@ def check_values(jobs: Sequence[Job], configs: JobConfigs) -> dict[int, UserErro
         checked_names.add(names)
     if len(jobs) > 1 and (first := errors.get(jobs[0].number)):
         try:
-            configs.check(jobs[-1], all_settings=True)  # the last job shares no varying value with the first
+            configs.check(jobs[-1], all_settings=True)  # of all combinations, the last shares no value with the first
         except UserError as other:
             if str(other) == str(first) and not str(first).startswith(tuple(jobs[-1].overrides)):
                 raise first from None
@@ -296,7 +302,7 @@ def check_values(jobs: Sequence[Job], configs: JobConfigs) -> dict[int, UserErro
 def require_distinct_directories(jobs: Sequence[Job], configs: JobConfigs) -> None:
     """Raise UserError if two jobs would have the same run directory.
 
-    That happens if hydra.sweep.subdir is set and does not contain a key that varies.
+    That happens if hydra.sweep.subdir is set and does not contain every swept key.
     """
     first = jobs[0]
     changed = {
@@ -311,7 +317,7 @@ def require_distinct_directories(jobs: Sequence[Job], configs: JobConfigs) -> No
             raise UserError(
                 f"hydra.sweep.subdir gives jobs {first.number} and {job.number} the same directory, "
                 f"{directories[0].name}; "
-                "add ${hydra.job.num} to it, or leave it out"
+                "add ${hydra.job.num} to this setting, or leave the setting out"
             )
 
 

@@ -63,7 +63,7 @@ class Journal:
         with open(open_for_writing(self._path, os.O_APPEND), "a+b", buffering=0) as file:
             if end := file.seek(0, os.SEEK_END):
                 file.seek(end - 1)
-                if file.read(1) != b"\n":  # a line that was cut off by a full disk or a kill
+                if file.read(1) != b"\n":  # a full disk or a kill has cut off the last line
                     file.truncate(self._path.read_bytes().rfind(b"\n") + 1)
             if file.write(text) < len(text):
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))

@@ -63,7 +63,7 @@ class Runner:
         self._watch = Watch(source.environment, self._stop, launcher.runs_singly, launcher.total, verbose)
         self._places = JobDirectories(source.jobs)
         self._report_page = SweepReport()
-        self._refused: dict[str, int] = {}  # error message -> first job with it
+        self._refused: dict[str, int] = {}  # error message -> number of the first job with it
         if folder:
             self._watch.folder = folder
             source.resume(self._unfinished_jobs(folder))
@@ -78,7 +78,7 @@ class Runner:
             self._advise()
             settings = self.request.settings
             runs_here = self.launcher.uses_fork_server or not settings.isolate
-            shown = runs_here and not (settings.verbose and self.launcher.runs_singly)  # else a job has the terminal
+            shown = runs_here and not (settings.verbose and self.launcher.runs_singly)  # if not, a job has the terminal
             self._watch.board = make_board(self.source.all_jobs, self._ranking, self.launcher.limit(), shown)
             if folder:
                 with self._signals():
@@ -143,14 +143,14 @@ class Runner:
         args = [*(word for word in shared if not word.startswith("hydra.sweep.")), *deleted_jobs[0].overrides]
         command = shlex.join(["toyexp", *args, format_override("hydra.run.dir", short_path(directory))])
         more = f", and {len(deleted_jobs) - 1} more" if len(deleted_jobs) > 1 else ""
-        move = "move that file away, and " if os.path.lexists(directory) else ""
+        move = "move the file with that name away, then " if os.path.lexists(directory) else ""
         print_line(
             f"[{deleted_jobs[0].number}] is completed, but its run {short_path(directory)} is missing{more}; "
-            f"{move}train it: {command}"
+            f"{move}train it again: {command}"
         )
 
     def prepare(self) -> bool:
-        """Start the fork server, and check each varying value before the first job starts.
+        """Start the fork server, and check every value of every swept key before the first job starts.
 
         Record jobs with an invalid value as ended. Return True if there are any.
         """
@@ -194,9 +194,9 @@ class Runner:
                 yield job
 
     def _assign_directory(self, job: Job) -> bool:
-        """Assign a run directory to a job. If the job has one, check that it does not hold another run.
+        """Assign a run directory to a job. If the job has a directory, check that it does not hold another run.
 
-        Return False if that fails; the job is then recorded as ended.
+        Return False if either fails; the job is then recorded as ended.
         """
         if job.directory is not None and self.folder:
             run = self.folder.run_dir(job)
@@ -210,7 +210,7 @@ class Runner:
         except Exception as error:
             self._end(job, JobExit.from_error(error))
             return False
-        if self.folder is None:  # its errors concern the sweep, not this job
+        if self.folder is None:  # errors of this call concern the sweep, not this job
             self._create(root)
         return True
 
@@ -253,7 +253,7 @@ class Runner:
         details += [] if log_file in str(job.error) else [f"log: {log_file}"]
         return f" ({'; '.join(details)})" if details else ""
 
-    # -- what came out -------------------------------------------------------------------------------------------------
+    # -- results -------------------------------------------------------------------------------------------------------
 
     def _ranking(self) -> Ranking[Job]:
         return self.folder.rank() if self.folder else rank_jobs(self.source.jobs)
@@ -267,8 +267,8 @@ class Runner:
     def _summarise(self) -> int:
         """Print the table of jobs and the command that resumes the sweep; return the exit code.
 
-        The code is 0 if all jobs succeeded, 2 if others only had invalid settings or are waiting, 128 plus the signal's
-        number after a signal, and otherwise 1.
+        The code is 0 if all jobs succeeded, 2 if all others have invalid settings or have not started, 128 plus the
+        signal's number after a signal, and otherwise 1.
         """
         jobs, folder = self.source.jobs, self.folder
         statuses = {job.status for job in jobs}

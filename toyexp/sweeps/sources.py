@@ -15,12 +15,12 @@ from toyexp.sweeps.job_configs import JobConfigs, check_values, require_distinct
 class JobSource:
     """Source of jobs that are known from the start: all combinations of values."""
 
-    probe: Job | None = None  # composed to find the sweep's directory if there is no job yet
+    probe: Job | None = None  # example whose configuration gives the sweep's directory before there are jobs
     description: str = ""  # how jobs are chosen; "": all combinations
 
     def __init__(self, jobs: list[Job]):
         self.jobs = jobs  # all jobs so far
-        self.samples: Sequence[Job] = jobs  # jobs that together have every value
+        self.samples: Sequence[Job] = jobs  # jobs that together have every value of every swept key
         self._remaining = OrderedDict((job.number, job) for job in jobs)
 
     @property
@@ -29,11 +29,11 @@ class JobSource:
         return len(self.jobs)
 
     def resume(self, jobs: Sequence[Job]) -> None:
-        """Run only these jobs."""
+        """Set the jobs that are left to run."""
         self._remaining = OrderedDict((job.number, job) for job in jobs)
 
     def check(self, configs: JobConfigs, is_new: bool) -> Mapping[int, UserError]:
-        """Check all varying values. Return a dict that maps the number of an invalid job to its error.
+        """Check every value of every swept key. Return a dict that maps the number of an invalid job to its error.
 
         Raise UserError for an error that all jobs have.
         """
@@ -86,4 +86,4 @@ class JobSource:
         return f"{count} of {len(self.jobs)} jobs are completed", any(job.status in UNFINISHED for job in self.jobs)
 
     def summarise(self, folder: SweepDir) -> None:
-        """Print and save results besides the table of jobs, which a search has."""
+        """Print and save the results of a search; other sweeps have nothing besides the table of jobs."""

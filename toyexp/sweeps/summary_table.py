@@ -1,4 +1,4 @@
-"""Tables of a sweep's jobs in the terminal: a line for each job that ends, and the table at the end."""
+"""Print a sweep's results in the terminal: a line for each job that ends, and a table of all jobs at the end."""
 
 from __future__ import annotations
 
@@ -23,16 +23,17 @@ from toyexp.sweeps.directory import (
 
 
 def print_table(jobs: Sequence[Job], folder: SweepDir | None) -> None:
-    """Print a line for each job, the best first, with the error if it failed.
+    """Print a table of the jobs, the best first. The row of a failed job shows its error.
 
-    In a narrow terminal the table is shortened in steps. First run directories are relative, keys are cut to their last
+    `folder` is None if no job was valid, so that the sweep has no directory. In a narrow terminal the table is
+    shortened in steps. First, run directories become relative to the sweep's directory, keys are cut to their last
     part, and reasons for pruning are left out. Then training losses are left out, and at last the run directories.
     """
     names, ranking = score_names(jobs), folder.rank() if folder else rank_jobs(jobs)
     ordered = [job for job, _ in ranking.jobs()]
     keys = list(dict.fromkeys(word.partition("=")[0] for job in jobs for word in job.overrides))
     brief_keys = dict(zip(keys, short_keys(keys), strict=True))
-    refused: dict[str, int] = {}  # error message -> first job with it
+    refused: dict[str, int] = {}  # error message -> number of the first job with it
 
     def label(job: Job, brief: int) -> str:
         parts = (word.partition("=") for word in job.overrides)
@@ -76,7 +77,7 @@ def print_table(jobs: Sequence[Job], folder: SweepDir | None) -> None:
 
 
 def outcome(job: Job) -> str:
-    """Return a line about a job that completed or was pruned."""
+    """Return a text with the results of a completed job, or with the reason why a job was pruned."""
     if job.status == Status.PRUNED:
         return f"pruned: {job.error}"
     names = score_names([job])

@@ -53,7 +53,7 @@ class Watch:
                 self.say(f"\n{head}  ({place})" if self._alone and self.verbose else f"{head}  {begins}, {place}")
 
     def hear(self, job: Job | None, line: str, stream: IO[str]) -> None:
-        """Show a line that a job (or, without `job`, a process of several jobs) has printed."""
+        """Show a line that a job has printed. `job` is None for a line of a process that trains several jobs."""
         if self.board and job:
             with self._printing:
                 self.board.hear(job, line)
@@ -61,7 +61,7 @@ class Watch:
             self.say(line if self._alone or job is None else f"[{job.number}] {line}", stream)
 
     def end(self, job: Job) -> None:
-        """Remove a job from the board; if it succeeded, print its result unless output or notebook show it."""
+        """Remove a job from the board. Print its result if it succeeded and nothing else shows its result."""
         if self.board:
             with self._printing:
                 self.board.end(job)

@@ -1,4 +1,4 @@
-"""Test kit of plugin authors: conformance suites, an engine that computes nothing, and float64 references."""
+"""Test kit for plugin authors: conformance suites, an engine that computes nothing, and float64 references."""
 
 import pkgutil
 import sys

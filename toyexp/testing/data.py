@@ -30,11 +30,11 @@ class DataSuite(PluginSuite):
     data: Data
     context: int = 8  # tokens of a row, if the data has rows of tokens
     rows: int = 4  # rows of a batch
-    epoch: int = 0  # batches in an epoch; 0: examples may be equal, so held-out data is not compared with training data
+    epoch: int = 0  # batches in an epoch; 0: do not compare held-out with training data, because examples may be equal
     expected_words: tuple[str, ...] = ()  # words that `omissions` must contain, such as the key that changes them
 
     def open_dataset(self) -> Dataset:
-        """Return the dataset."""
+        """Check the settings of `data`, open it and return the dataset."""
         self.data.check()
         return self.data.open(None)
 
@@ -42,11 +42,11 @@ class DataSuite(PluginSuite):
         """Open the dataset anew and return its batches."""
         return self.open_dataset().batches(self.context, self.rows, seed)
 
-    def test_it_opens_the_same_every_time(self) -> None:
+    def test_opening_twice_gives_equal_data(self) -> None:
         """The description of the dataset, with its sizes and digest, is the same if it is opened again."""
         assert self.open_dataset().describe() == self.open_dataset().describe()
 
-    def test_what_it_says_of_itself_is_plain_and_stays(self) -> None:
+    def test_its_description_is_plain_data_and_constant(self) -> None:
         """Descriptions are valid JSON, and making batches does not change them."""
         dataset = self.open_dataset()
         descriptions = [json.dumps((dataset.describe(), list(dataset.omissions()), dataset.remarks()), allow_nan=False)]
@@ -57,7 +57,7 @@ class DataSuite(PluginSuite):
             descriptions.append(json.dumps((dataset.describe(), list(dataset.omissions()), dataset.remarks())))
         assert descriptions == descriptions[:1] * 3
 
-    def test_what_is_left_out_is_told(self) -> None:
+    def test_omitted_data_is_reported(self) -> None:
         """Notes about data that is left out are single lines, and `expected_words` occur in them."""
         dataset = self.open_dataset()
         omissions = [*dataset.omissions(), *dataset.batches(self.context, self.rows, 0).omissions]
@@ -74,7 +74,7 @@ class DataSuite(PluginSuite):
         assert held_out == [batch_digest(batch) for batch in second.held_out()]
         assert held_out == [batch_digest(batch) for batch in other.held_out()], "the held-out data depends on the seed"
 
-    def test_batches_fit_what_they_declare(self) -> None:
+    def test_batches_have_the_declared_shapes_and_dtypes(self) -> None:
         """Training and held-out batches have the declared shapes and types, and ids below vocab."""
         dataset = self.open_dataset()
         batches = dataset.batches(self.context, self.rows, 0)
@@ -87,7 +87,7 @@ class DataSuite(PluginSuite):
             assert 0 <= batch["targets"].min() <= batch["targets"].max() < dataset.vocab
             assert batch["weights"].min() >= 0 < batch["weights"].sum()
 
-    def test_nothing_is_both_trained_on_and_held_out(self) -> None:
+    def test_training_and_held_out_data_do_not_overlap(self) -> None:
         """No training row of an epoch is also held out. The test is skipped unless the suite sets `epoch`."""
         if not self.epoch:
             pytest.skip("the suite does not set `epoch`: training and held-out examples may be equal")
@@ -96,8 +96,8 @@ class DataSuite(PluginSuite):
         held_out = {row for batch in batches.held_out() for row in _rows(batch)}
         assert trained and held_out and not trained & held_out
 
-    def test_another_process_makes_the_same_bytes(self) -> None:
-        """Another process with other hash seeds makes the same batches."""
+    def test_another_process_reads_equal_batches(self) -> None:
+        """Another process with another PYTHONHASHSEED makes the same batches."""
         cls = type(self.data)
         code = f"from {cls.__module__} import {cls.__qualname__} as data\n"
         code += "import json, sys\nfrom toyexp.testing.data import fingerprint\n"
@@ -111,7 +111,7 @@ class DataSuite(PluginSuite):
         assert process.stdout.strip() == fingerprint(self.data, self.context, self.rows)
 
     @pytest.mark.skipif(not OPEN_FILES[0].is_dir(), reason="only Linux lists the open files of a process")
-    def test_nothing_stays_open_behind_it(self) -> None:
+    def test_all_files_are_closed(self) -> None:
         """After the dataset is deleted, none of its files is open or memory-mapped."""
         self.batches().batch(0)  # modules that this imports may keep files open
         gc.collect()

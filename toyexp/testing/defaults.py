@@ -26,7 +26,7 @@ SUITES: Mapping[str, type[PluginSuite]] = {
     suite.kind: suite
     for suite in (EngineSuite, RecipeSuite, OptimiserSuite, ModelSuite, DataSuite, CallbackSuite, FormatSuite)
 }
-MOST = 300_000  # parameters; checking gradients in float64 needs about a thousand evaluations
+MOST = 300_000  # maximum parameters of a tested model: its gradients need about a thousand float64 evaluations
 VOCAB = 257
 
 
@@ -34,12 +34,12 @@ VOCAB = 257
 class SuiteParts:
     """Installed parts of other kinds (engines, models, data), which the tested part is combined with."""
 
-    engines: Sequence[Engine]  # that work here; an optimiser runs on the first, a model on all
-    models: Sequence[type[Model]]  # a recipe trains one of them, a format writes some
+    engines: Sequence[Engine]  # engines that work on this machine; an optimiser runs on the first, a model on all
+    models: Sequence[type[Model]]  # a recipe is tested with one of them, a format with some
     data: Sequence[type[Data]]  # used for kinds of data other than tokens and images
 
     def dataset(self, kind: Kind) -> Dataset:
-        """Return tiny data of a kind: built-in tokens or images, otherwise the first data plugin that opens.
+        """Return tiny data of a kind: built-in tokens or images, otherwise that of the first data plugin that opens.
 
         Raise UserError if no data of this kind opens with its defaults.
         """
@@ -58,9 +58,10 @@ class SuiteParts:
 
 
 def make_suite(kind: str, cls: type, beside: SuiteParts) -> type[PluginSuite]:
-    """Return a test class for the plugin class `cls` of a kind, such as `model`, with its default settings.
+    """Return a class of tests for the plugin class `cls` with its default settings.
 
-    `beside` holds the parts of other kinds to combine it with. Raise UserError if it cannot be tested so.
+    `kind` is the kind of the plugin, such as "model". `beside` holds the parts of other kinds that the tests need.
+    Raise UserError if the plugin class cannot be tested with its defaults.
     """
     attributes: dict[str, Any] = {"__doc__": f"{cls.__name__} with its defaults.", "__module__": cls.__module__}
     if kind == "callbacks":

@@ -32,8 +32,8 @@ def _values(plan: Plan) -> dict[str, np.ndarray]:
 class EngineNumbers(PluginSuite):
     """The tests of EngineSuite that check numbers, which depend on the device's kernels.
 
-    Set `engine`, and larger tolerances if the device rounds more than float32. The class is skipped if its device is
-    not available.
+    Set `engine`, and larger tolerances if the device rounds more than float32. pytest skips the class if the engine's
+    device is not available.
     """
 
     kind, part = "engine", "engine"
@@ -43,13 +43,13 @@ class EngineNumbers(PluginSuite):
 
     def pytest_generate_tests(self, metafunc: pytest.Metafunc) -> None:
         """Skip the whole class at collection if the engine's device is not available; pytest calls this."""
-        environment = dict(os.environ)  # restored below: check() may set variables that the tests must set themselves
+        environment = dict(os.environ)  # restored below: check() may set variables, and the tests call it anew
         try:
             self.engine.check()
         except Unavailable as reason:
             pytest.skip(str(reason))
         except (UserError, pytest.fail.Exception):
-            pass  # the device is available, or a fixture sets it later; the tests report errors
+            pass  # the tests report a UserError; a fixture may still set the engine
         finally:
             os.environ.clear()
             os.environ.update(environment)
@@ -71,8 +71,8 @@ class EngineNumbers(PluginSuite):
     def op_plan(self, case: str, adapter: str | None = None, **changes: object) -> Plan:
         """Return the plan of a model that consists of one op, `case`, with a number of rows that suits the engine.
 
-        `adapter` is "lora" or "lens" (a linear map of the embedding) to train one on top. `changes` are fields of
-        the plan.
+        `adapter` adds an adapter: "lora" a LoRA pair, "lens" a matrix that maps a narrower embedding to the model's
+        width. `changes` are fields of the plan.
         """
         return op_plan(case, adapter, **{"rows": self.rows, **changes})
 
@@ -138,7 +138,7 @@ class EngineNumbers(PluginSuite):
             session.close()
 
     @pytest.mark.parametrize("adamw", [AdamW.for_from_scratch(), AdamW.for_lora()], ids=["from_scratch", "lora"])
-    def test_adamw_is_the_formula(self, adamw: AdamW) -> None:
+    def test_adamw_computes_its_formula(self, adamw: AdamW) -> None:
         """Five AdamW steps equal float64 steps with the engine's gradients; only matrices have weight decay."""
         adamw = dataclasses.replace(adamw, lr=0.01, weight_decay=0.1)
         plan = self.op_plan("layer_norm")
@@ -198,7 +198,7 @@ class EngineNumbers(PluginSuite):
 class EngineSuite(EngineNumbers):
     """Conformance suite of an engine: its numbers, and its sessions from upload() to restore()."""
 
-    def test_frozen_tensors_stay_as_they_are(self) -> None:
+    def test_frozen_tensors_do_not_change(self) -> None:
         """Training changes all trainable tensors and no frozen one."""
         plan = self.op_plan("bias", frozen=True)
         with self.build_session(plan) as session:
@@ -222,7 +222,7 @@ class EngineSuite(EngineNumbers):
                 weights.append(session.download("w"))
         np.testing.assert_array_equal(weights[0], weights[1])
 
-    def test_a_run_repeats(self) -> None:
+    def test_two_runs_give_identical_results(self) -> None:
         """Two sessions with the same plan and batches give bit-identical losses."""
 
         def losses() -> list[float]:
@@ -232,7 +232,7 @@ class EngineSuite(EngineNumbers):
 
         assert losses() == losses()
 
-    def test_logits_of_fewer_and_shorter_rows(self) -> None:
+    def test_logits_accept_fewer_and_shorter_rows(self) -> None:
         """logits() takes fewer and shorter rows than a batch: a causal model gives the same logits for them."""
         batch = self.op_batch()
         with self.build_session(self.op_plan("attention")) as session:
@@ -242,7 +242,7 @@ class EngineSuite(EngineNumbers):
         np.testing.assert_allclose(part, full[:2, :3], atol=1e-5)
 
     @pytest.mark.parametrize("case", ["attention_grouped", "rope"])
-    def test_a_decoder_gives_the_logits_of_the_whole(self, case: str) -> None:
+    def test_a_decoder_gives_the_logits_of_the_whole_sequence(self, case: str) -> None:
         """The decoder gives the same logits as logits(), however the sequence is split, also after a training step."""
         tokens = self.op_batch()["tokens"][:1]
         with self.build_session(self.op_plan(case)) as session:
@@ -265,7 +265,7 @@ class EngineSuite(EngineNumbers):
             np.testing.assert_array_equal(session.download("w"), values)
 
     @pytest.mark.parametrize("accumulate", [1, 2])
-    def test_a_restored_session_goes_on_to_the_last_bit(self, accumulate: int) -> None:
+    def test_a_restored_session_continues_bit_for_bit(self, accumulate: int) -> None:
         """A fresh session restored from a snapshot gives bit-identical losses and weights."""
         plan = self.op_plan("attention_grouped", accumulate=accumulate, grad_clip=0.5)
         batches = [self.op_batch(rows=accumulate * plan.rows, seed=i) for i in range(6)]
@@ -288,10 +288,10 @@ class EngineSuite(EngineNumbers):
             assert steps(session, 3) == expected
             assert_same(session.snapshot(), end)
 
-    def test_a_snapshot_taken_over_an_earlier_one_is_the_one_that_a_fresh_one_would_be(self) -> None:
-        """snapshot(old) may reuse the arrays of `old`, an earlier snapshot, but no others.
+    def test_a_snapshot_into_an_earlier_one_equals_a_new_one(self) -> None:
+        """snapshot(old) may overwrite the arrays of the earlier snapshot `old`, but not those of other snapshots.
 
-        It equals a new snapshot, and a later step does not change it.
+        Its result equals that of snapshot(), and a later step does not change it.
         """
         plan, hp = self.op_plan("attention_grouped"), AdamW.for_lora().hp_for_step(0)
         with self.build_session(plan) as session:
@@ -310,8 +310,8 @@ class EngineSuite(EngineNumbers):
                 session.snapshot({**first_snapshot, "else": np.zeros(1)})
 
     @pytest.mark.parametrize("accumulate", [1, 2])
-    def test_bad_numbers_left_out_change_nothing(self, accumulate: int) -> None:
-        """A step that overflows with skip_nonfinite changes no weights or optimiser state; later steps are normal."""
+    def test_a_skipped_step_changes_nothing(self, accumulate: int) -> None:
+        """With skip_nonfinite, a step that overflows changes no weights or optimiser state; later steps are normal."""
         plan = self.op_plan("swiglu", accumulate=accumulate, skip_nonfinite=True)
         batch, hp = self.op_batch(rows=accumulate * plan.rows), AdamW.for_lora().hp_for_step(0)
         with (

@@ -25,7 +25,7 @@ OURS = b"whoever wrote this wants to keep it"
 
 
 class FormatSuite(PluginSuite):
-    """Conformance suite of a file format: set `form`, `models` that it can store, and `unsupported` models."""
+    """Conformance suite of a file format: set `form`, `models` that it can store, and `unsupported` ones."""
 
     kind, part = "format", "form"
     form: Format
@@ -42,16 +42,16 @@ class FormatSuite(PluginSuite):
         """Return the callback that writes the format at the end of a run."""
         return exporter(type(self.form))(**vars(self.form))
 
-    def test_its_words_for_type_are_settings_that_it_has(self) -> None:
+    def test_its_types_are_valid_settings(self) -> None:
         """Each value of the option --type stands for settings that the format accepts."""
         self.form.check()
         for settings in self.form.types.values():
             assert type(self.form)(**settings).kind
 
-    def test_what_it_writes_it_reads_back(self, tmp_path: Path) -> None:
+    def test_a_written_model_is_read_back(self, tmp_path: Path) -> None:
         """A written file gives the same model and tensors when it is read, bit-identical if stored as float32.
 
-        A format that only writes raises UserError.
+        The method `read` of a format that only writes raises UserError.
         """
         if type(self.form).read is Format.read:
             with pytest.raises(UserError, match="not read"):
@@ -72,7 +72,7 @@ class FormatSuite(PluginSuite):
                 else:
                     np.testing.assert_allclose(back.tensors[name], array, atol=0.1 * float(np.abs(array).max()))
 
-    def test_the_same_model_is_the_same_bytes(self, tmp_path: Path) -> None:
+    def test_equal_models_give_equal_files(self, tmp_path: Path) -> None:
         """Two files of a model are identical: they hold no time stamp or random id."""
         for i, model in enumerate(self.models):
             first, second = (tmp_path / f"{i}-{name}{self.form.suffix}" for name in "ab")
@@ -80,7 +80,7 @@ class FormatSuite(PluginSuite):
                 self.form.write(self.make_export(model), path)
             assert _content(first) == _content(second)
 
-    def test_a_run_writes_it_and_replaces_its_own_file_alone(self, tmp_path: Path) -> None:
+    def test_a_run_replaces_only_its_own_file(self, tmp_path: Path) -> None:
         """A later export replaces the run's own earlier file, but never a file that the run did not write."""
         for i, model in enumerate(self.models):
             directory = tmp_path / str(i)
@@ -100,7 +100,7 @@ class FormatSuite(PluginSuite):
             _end(self.callback(), _run(foreign, self.models[0]), step=2)
         assert [(p.name, p.read_bytes()) for p in foreign.iterdir()] == [(path.name, OURS)]
 
-    def test_what_it_cannot_hold_is_refused_in_one_line_before_the_run(self, tmp_path: Path) -> None:
+    def test_unsupported_models_are_rejected_before_the_run(self, tmp_path: Path) -> None:
         """An unsupported model is rejected in one line that shows how to run without the format; nothing is written."""
         for model in self.unsupported:
             callback = self.callback()

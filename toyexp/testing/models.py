@@ -78,7 +78,7 @@ class ModelSuite(PluginSuite):
     model: Model
     engines: ClassVar[Sequence[Engine]] = ()
     vocab: int = 16
-    causal: bool | None = None  # no position depends on a later one; None: True if the kind of data is a sequence
+    causal: bool | None = None  # True: no position depends on a later one; None: True for sequences, else False
     without_gradient: ClassVar[tuple[str, ...]] = ()  # name patterns of tensors whose gradient is always 0
     rtol: float = 2e-5  # tolerance of an engine's logits, relative to the largest
     gradient_rtol: float = 1e-4  # tolerance of a gradient along a direction, relative to the gradient's norm
@@ -88,7 +88,7 @@ class ModelSuite(PluginSuite):
         return tiny_data(self.model.reads, self.vocab)
 
     def pytest_generate_tests(self, metafunc: pytest.Metafunc) -> None:
-        """Parametrise tests that take an engine; pytest calls this."""
+        """Run each test with the argument `engine` once per engine. pytest calls this hook."""
         if "engine" in metafunc.fixturenames:
             metafunc.parametrize("engine", self.engines, ids=[f"{e.name}{i}" for i, e in enumerate(self.engines)])
 
@@ -108,7 +108,7 @@ class ModelSuite(PluginSuite):
 
     # -- the function -------------------------------------------------------------------------------------------
 
-    def test_it_reads_what_its_batches_hold(self) -> None:
+    def test_its_inputs_are_arrays_of_its_batches(self) -> None:
         """The batches contain the inputs that `Model.inputs` declares, with their shapes."""
         plan, batch, _ = self.make_case()
         assert set(plan.model.inputs()) <= set(batch) - {"targets", "weights"}
@@ -117,7 +117,7 @@ class ModelSuite(PluginSuite):
             assert len(shape) == len(batch_shape)
             assert all(n == m for n, m in zip(shape, batch_shape, strict=True) if not isinstance(n, str)), name
 
-    def test_it_computes_with_ops_alone(self) -> None:
+    def test_forward_uses_only_ops(self) -> None:
         """The model uses ops only, no Python operators, numpy or tensor methods, and its logits depend on each tensor.
 
         A block that is computed again gives the same numbers.
@@ -157,7 +157,7 @@ class ModelSuite(PluginSuite):
                 err_msg=f"the first {length} positions depend on later ones",
             )  # fmt: skip
 
-    def test_it_says_whether_a_decoder_can_keep_positions(self) -> None:
+    def test_cached_decoding_is_declared_correctly(self) -> None:
         """If `cached_decoding` is true, a decoder can compute the model token by token with cached positions."""
         plan, _, _ = self.make_case()
         if plan.model.reads.sequence and plan.model.cached_decoding:
@@ -168,7 +168,7 @@ class ModelSuite(PluginSuite):
 
     # -- on engines ---------------------------------------------------------------------------------------------
 
-    def test_engines_compute_it(self, engine: Engine) -> None:
+    def test_engines_agree_with_float64(self, engine: Engine) -> None:
         """The engine's logits equal the float64 reference, and its gradients the slopes of the reference loss."""
         plan, batch, values = self.make_case()
         expected = reference_logits(plan, values, batch)
@@ -183,7 +183,7 @@ class ModelSuite(PluginSuite):
             ):
                 assert float((gradient * direction).sum()) == pytest.approx(slope, abs=self.gradient_rtol * scale), name
 
-    def test_blocks_that_are_computed_twice_give_the_same_gradients(self, engine: Engine) -> None:
+    def test_recomputed_blocks_give_the_same_gradients(self, engine: Engine) -> None:
         """Gradients are the same with `recompute=true`, if the engine has this setting."""
         if "recompute" not in {f.name for f in dataclasses.fields(engine)}:
             pytest.skip(f"engine={engine.name} keeps all activations")
@@ -195,7 +195,7 @@ class ModelSuite(PluginSuite):
                 atol = 1e-6 * np.abs(expected[name]).max()
                 np.testing.assert_allclose(gradient, expected[name], atol=atol, err_msg=name)
 
-    def test_a_decoder_gives_the_logits_of_the_whole_or_refuses(self, engine: Engine) -> None:
+    def test_a_decoder_gives_the_logits_of_the_whole_sequence_or_raises(self, engine: Engine) -> None:
         """A decoder that is fed single tokens gives the logits of the whole sequence, or raises SessionError."""
         plan, batch, values = self.make_case()
         sequence = plan.model.reads.sequence

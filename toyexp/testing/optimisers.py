@@ -33,7 +33,7 @@ class OptimiserSuite(PluginSuite):
     def plans(self) -> Iterator[Plan]:
         """Yield small plans where one of the optimiser's rules updates all tensors.
 
-        For each rule there is a plan with matrices only and one with a matrix and vectors, if the rule takes these.
+        For each rule there is a plan with matrices only and one with a matrix and vectors, if it updates such tensors.
         """
         for rule in self.rules():
             for case in ("attention_grouped", "layer_norm"):
@@ -49,8 +49,8 @@ class OptimiserSuite(PluginSuite):
         """Return the optimiser's rules for training from scratch; a rule is the update of one tensor."""
         return list(self.optimiser.with_mode(FROM_SCRATCH).rules())
 
-    def test_its_numbers_have_the_same_names_at_every_step(self) -> None:
-        """A rule's numbers, such as lr and beta1, have the names that it declares, and their values are finite."""
+    def test_numbers_have_the_same_names_at_every_step(self) -> None:
+        """A rule's numbers, such as lr and beta1, have the names that `names` returns, and their values are finite."""
         for rule in self.rules():
             for step in (0, 1, 999):
                 numbers = rule.numbers(step, LR, 0.1)
@@ -73,8 +73,8 @@ class OptimiserSuite(PluginSuite):
             assert np.isfinite(w).all()
             assert all(np.isfinite(array).all() for array in state.values())
 
-    def test_what_is_element_wise_takes_tensors_in_one(self) -> None:
-        """An element-wise rule updates a tensor as it updates its parts, so that engines may join tensors."""
+    def test_an_elementwise_rule_can_join_tensors(self) -> None:
+        """An element-wise rule gives a tensor the same update as its slices one by one, so engines may join tensors."""
         for rule in (rule for rule in self.rules() if rule.elementwise):
             full_update, _ = self._update(rule, (8,), 1.0)
             parts = [self._update(rule, (8,), 1.0, part)[0] for part in (slice(0, 3), slice(3, 8))]
@@ -98,7 +98,7 @@ class OptimiserSuite(PluginSuite):
                 for name, expected in weights.items():
                     np.testing.assert_allclose(session.download(name), expected, atol=1e-5, rtol=1e-5, err_msg=name)
 
-    def test_a_snapshot_holds_its_state_and_brings_it_back(self) -> None:
+    def test_a_snapshot_restores_the_state(self) -> None:
         """A new session that restores a snapshot takes bit-identical further steps."""
         for plan in self.plans():
             with build_session(self.engine, plan) as session:
@@ -112,7 +112,7 @@ class OptimiserSuite(PluginSuite):
                 self._steps(session, 4, 4)
                 assert_same(session.snapshot(), end)
 
-    def test_it_learns(self) -> None:
+    def test_it_reduces_the_loss(self) -> None:
         """Repeated steps on one batch lower its loss."""
         batch = op_batch()
         for plan in self.plans():

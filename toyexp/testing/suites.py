@@ -51,7 +51,7 @@ class PluginSuite:
         """Return the class under test."""
         return type(getattr(self, self.part))
 
-    if not TYPE_CHECKING:  # mypy would accept any attribute of a suite
+    if not TYPE_CHECKING:  # with __getattr__, mypy would accept any attribute of a suite
 
         def __getattr__(self, name: str) -> Any:
             """Fail the test with the name of a required attribute that the test class did not set."""
@@ -61,7 +61,7 @@ class PluginSuite:
                 pytest.fail(f"{cls.__name__}: set `{name}` ({hint}) in the class", pytrace=False)
             return object.__getattribute__(self, name)  # raise the original error of a property
 
-    def test_the_registry_takes_the_class(self) -> None:
+    def test_the_registry_accepts_the_class(self) -> None:
         """toyexp accepts the class as a plugin: a dataclass with a name, a help line and defaults."""
         check_class(self.subject(), KINDS[self.kind][0])
 
@@ -98,14 +98,14 @@ class RecipeSuite(PluginSuite):
         for a, b in zip(first.tensors, second.tensors, strict=True):
             np.testing.assert_array_equal(first.initial_values(a), second.initial_values(b))
 
-    def test_plan_trains_something_and_holds_the_whole_model(self) -> None:
+    def test_plan_trains_something_and_exports_every_tensor(self) -> None:
         """Every tensor of the model is in the plan, and exported tensors have the model's shapes."""
         plan = self.make_plan()
         assert plan.trainable
         exported = export_tensors(plan, {t.name: plan.initial_values(t) for t in plan.tensors})
         assert {n: a.shape for n, a in exported.items()} == {t.name: t.shape for t in plan.model.tensors()}
 
-    def test_life_of_the_recipe(self) -> None:
+    def test_the_recipe_trains_and_exports(self) -> None:
         """The recipe starts a session on `engine`, which is then built and can step."""
         with start_session(self.recipe, self.engine, self.make_plan()) as session:
             assert session.state is State.BUILT
@@ -116,7 +116,7 @@ class CallbackSuite(PluginSuite):
 
     kind = "callbacks"
     steps: int = 4
-    rule: Rule = AdamW.for_from_scratch()  # must change the weights; set another one if the callback scales its numbers
+    rule: Rule = AdamW.for_from_scratch()  # must change the weights, and have the settings that the callback scales
     last: Callback  # the callback of the last run
 
     def callback(self) -> Callback:
@@ -129,17 +129,17 @@ class CallbackSuite(PluginSuite):
         """Return the callback's class."""
         return type(self.callback())
 
-    def test_it_listens_and_the_run_completes(self, tmp_path: Path) -> None:
+    def test_a_run_with_it_completes(self, tmp_path: Path) -> None:
         """A run with the callback completes, or the callback stops it; on_end raises no error."""
         outcome = self.run(tmp_path, NullEngine())
         assert outcome.reason in ("completed", "aborted")
 
-    def test_it_survives_a_run_that_fails(self, tmp_path: Path) -> None:
+    def test_it_handles_a_run_that_fails(self, tmp_path: Path) -> None:
         """on_end is called for a run that failed because its loss became NaN."""
         with pytest.raises(Exception, match="the loss is nan"):
             self.run(tmp_path, NullEngine(nan_at=1))
 
-    def test_its_state_survives_json_and_a_fresh_one_takes_it(self, tmp_path: Path) -> None:
+    def test_its_state_is_restored_from_json(self, tmp_path: Path) -> None:
         """state() is valid JSON without NaN, and a new callback that resumes from it has the same state."""
         self.run(tmp_path, NullEngine())
         state = json.loads(json.dumps(self.last.state(), allow_nan=False))
@@ -147,13 +147,13 @@ class CallbackSuite(PluginSuite):
         fresh.resume(state)
         assert fresh.state() in ({}, state)
 
-    def test_it_copes_without_evals(self, tmp_path: Path) -> None:
+    def test_it_works_without_evaluations(self, tmp_path: Path) -> None:
         """The callback works with `eval_every=0`, or rejects it with UserError."""
         with contextlib.suppress(UserError):
             assert self.run(tmp_path, NullEngine(), eval_every=0).reason in ("completed", "aborted")
 
     def run(self, directory: Path, engine: Engine, eval_every: int = 2) -> Any:
-        """Train a few steps with this callback alone and return the Outcome; raise the first error of on_end."""
+        """Train a few steps with only this callback and return the Outcome; raise the first error of on_end."""
         dataset = token_dataset(16)
         batches = dataset.batches(8, 2, 0)
         plan = Bare().plan(OpModel("rows"), Setup(batches.inputs, rows=2))

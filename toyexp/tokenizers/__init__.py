@@ -1,4 +1,4 @@
-"""Convert text to token ids and back exactly as llama.cpp does. The names listed here are open to plugins."""
+"""Convert text to token ids and back exactly as llama.cpp does. Plugins may import the names listed here."""
 
 from typing import TYPE_CHECKING
 

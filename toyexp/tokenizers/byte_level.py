@@ -47,7 +47,7 @@ class Characters(Tokenizer):
         self._characters = characters
         forms = ["".join(SYMBOLS[b] for b in c.encode()) for c in characters]
         self.pieces = [*forms, END_OF_TEXT]
-        # é is two bytes: merging them rebuilds the character. Only a first byte starts a pair, so no merge crosses.
+        # é is two bytes: merging them rebuilds the character. Pairs begin with a first byte, so no merge spans two.
         chains = {(f[:n], f[n]): None for f in forms for n in range(1, len(f))}
         self.merges = list(chains)
         self.bos = self.eos = len(forms)

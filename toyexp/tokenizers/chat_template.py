@@ -118,7 +118,7 @@ class _Renderer:
         with self._lock:
             if self._pid != os.getpid():
                 self._start()
-            line, self._pid = b"", 0  # if a signal interrupts us, its late answer must not be read
+            line, self._pid = b"", 0  # if a signal interrupts this, the late answer must not be read
             with contextlib.suppress(BrokenPipeError):
                 self._stdin.write(json.dumps(request).encode() + b"\n")
                 self._stdin.flush()

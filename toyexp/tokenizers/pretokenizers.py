@@ -25,11 +25,11 @@ WORD_ENDS = re.compile(r"(?<=\S)(?= [^\W\d_])|(?<=[^\W\d_])(?=[.,;:!?\u3001\u300
 
 @dataclass(frozen=True)
 class PreTokenizer:
-    """Patterns that cut text into words, and what else llama.cpp derives from the name of this pre-tokenizer."""
+    """Patterns that cut text into words, and the rules that llama.cpp derives from the pre-tokenizer's name."""
 
     patterns: tuple[str, ...]
     ignore_merges: bool = False  # a word that is a token is used as is, without merging
-    add_bos: bool = False  # default if the file does not say
+    add_bos: bool = False  # default of add_bos_token, for a GGUF that lacks this key
 
     def build(self) -> Any:
         """Return a pre-tokenizer of the tokenizers library with these patterns.

@@ -142,7 +142,7 @@ class SentencePiece(Tokenizer):
         return bytes([int(piece[3:5], 16)]) if self.types[i] == BYTE else piece.replace(BLANK, " ").encode()
 
     def decode(self, ids: Sequence[int] | np.ndarray) -> str:
-        """Return the text of the ids of a complete text, without the leading space that encoding added (`prefix`)."""
+        """Return the text of the ids of a complete text, without the leading space that `prefix` made `encode` add."""
         text = super().decode(ids)
         return text.removeprefix(" ") if self.prefix else text
 
@@ -174,7 +174,7 @@ class SentencePiece(Tokenizer):
                     yield self._cost[self._ids[piece]], piece[:n], piece[n:]
 
     def count_reordered(self) -> int:
-        """Return how many tokens the tokenizers library may merge in another order than llama.cpp, or never.
+        """Return how many tokens the tokenizers library may merge in another order than llama.cpp, or cannot merge.
 
         The library merges only pairs of tokens. Of two pairs with equal score it always merges the same one first,
         whereas llama.cpp merges the leftmost.

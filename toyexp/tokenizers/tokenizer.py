@@ -1,7 +1,8 @@
 """Base class of all tokenizers, and tokenization of long texts in pieces.
 
-Every tokenizer can be stored in a GGUF and gives the same ids in llama.cpp. byte_level.py has those that toyexp trains,
-sentencepiece.py the other kind that a GGUF may hold. A tokenizer read from a GGUF is exported with its keys unchanged.
+Every tokenizer can be stored in a GGUF and gives the same ids in llama.cpp. byte_level.py has the kinds that toyexp
+trains; sentencepiece.py has the other kind that a GGUF may hold. If a tokenizer was read from a GGUF, an export writes
+its keys unchanged.
 """
 
 from __future__ import annotations
@@ -104,7 +105,7 @@ class Tokenizer(ABC):
         """Return the int32 ids of each text.
 
         `begins` is True for a text that begins a document, False for one that continues a document that was cut.
-        `special` has the meaning that it has in `encode`.
+        `special` works as in `encode`.
         """
         before, after = self.swallow_before, self.swallow_after
         texts_cut = [_extract_special(text, self._literals[special], before, after) for text in texts]
@@ -188,7 +189,7 @@ class Tokenizer(ABC):
     # -- to files -----------------------------------------------------------------------------------------------
 
     def fingerprint(self) -> str:
-        """Return 16 hex digits of everything that determines the ids of a document."""
+        """Return a digest, in 16 hex digits, of everything that determines the ids of a document."""
         basics: list[Any] = [self.kind, list(self.pieces), [list(m) for m in self.merges]]
         rules = self._rules()
         text = json.dumps([*basics, rules] if rules else basics)
@@ -215,7 +216,7 @@ class Tokenizer(ABC):
 
     def _own_metadata(self) -> dict[str, Any]:
         # llama.cpp requires a merge list, and gguf-py cannot write an empty one. No UTF-8 contains the byte 0xFF, so
-        # this merge never applies; one that applied without being a token would lose bytes in llama.cpp.
+        # this merge never applies. If it applied, llama.cpp would lose bytes, because its result is not a token.
         merges = self.merges or [(SYMBOLS[0xFF], SYMBOLS[0xFF])]
         types = np.full(self.vocab, NORMAL, np.int32)
         types[[*self.user_defined]], types[[self.eos, *self.controls]] = USER_DEFINED, CONTROL
@@ -264,7 +265,7 @@ class Tokenizer(ABC):
 
 
 def _surround(pieces: Sequence[str], start: Sequence[int | None], end: Sequence[int | None]) -> dict[str, Any] | None:
-    """Return the post-processor for tokenizer.json that adds the ids `start` before and `end` after a text, or None."""
+    """Return the post-processor for tokenizer.json that adds `start` before and `end` after a text, or None."""
     tokens = [i for i in (*start, *end) if i is not None]
     if not tokens:
         return None
@@ -334,7 +335,7 @@ def _split(text: str, literal: str, i: int, before: bool, after: bool) -> list[s
 
 
 class Piece(NamedTuple):
-    """A piece of a document, and whether it is the first and the last one."""
+    """A piece of a document. `begins` is True for the first piece of a document, `ends` for the last one."""
 
     text: str
     begins: bool

@@ -23,7 +23,7 @@ from toyexp.interfaces.run import Best, Metrics, Run
 log = logging.getLogger("toyexp")
 
 QUESTIONS = {"lr", "factors", "stop_reason", "on_end"}  # hooks whose errors are raised immediately
-OBSERVERS = {"on_start", "on_step", "on_eval", "on_checkpoint", "on_event"}
+OBSERVERS = {"on_start", "on_step", "on_eval", "on_checkpoint", "on_event"}  # `Bus.check` raises their errors later
 
 
 class _Manager(pluggy.PluginManager):
@@ -58,7 +58,7 @@ class Bus:
                 impl.function = self._guard(f"callbacks.{impl.plugin_name}", impl.function, hook in QUESTIONS)
         self.artifacts: list[Path] = []
         self.artifact_steps: dict[Path, int] = {}  # artifacts whose event gave a step
-        self.best: Callable[[bool], Best | None] = lambda weights: None  # see Run.best; the argument: with weights
+        self.best: Callable[[bool], Best | None] = lambda weights: None  # see Run.best; True: with weights
         self.print_line: Callable[[str], None] = lambda line: None  # prints a line for the user
         scaled = {name: c.scales for name, c in callbacks.items() if isinstance(c, Schedule)}
         scaled |= {name: "lr" for name, c in callbacks.items() if sets_lr(c)}
@@ -125,7 +125,7 @@ class Bus:
     def _calls(self, hook: str, *params: str) -> Sequence[Callable[..., Any]]:
         """Return the functions that implement `hook`, in the order of the callbacks.
 
-        Each takes `params` by position. A call through pluggy would take twice as long.
+        Each function takes `params` by position. A call through pluggy would take twice as long.
         """
         impls = getattr(self.hook, hook).get_hookimpls()
         if any(impl.wrapper or impl.hookwrapper for impl in impls):
@@ -186,7 +186,7 @@ class Bus:
         return "at the end" if self._ending else "at the start" if self.step is None else f"at step {self.step}"
 
     def check(self) -> None:
-        """Raise the first error, since the last call, of on_start, on_step, on_eval, on_checkpoint or on_event."""
+        """Raise the first error that a callback raised since the last check, in the hooks `OBSERVERS`."""
         failure, self._failure = self._failure, None
         if failure is not None:
             raise failure

@@ -67,7 +67,7 @@ def write_checkpoint(folder: Path, step: int, arrays: Mapping[str, np.ndarray], 
     from safetensors import SafetensorError
     from safetensors.numpy import save_file
 
-    make_directory(folder)  # do not recreate a run directory that was removed
+    make_directory(folder)  # raises if the run directory was removed
     final, temporary = folder / f"step-{step}", folder / f".tmp-{step}-{os.getpid()}"
     try:
         make_empty_directory(temporary)
@@ -77,7 +77,7 @@ def write_checkpoint(folder: Path, step: int, arrays: Mapping[str, np.ndarray], 
             raise OSError(str(error)) from error
         with ThreadPoolExecutor(1) as executor:  # hash and flush in parallel: both take long
             digest = executor.submit(_digest, temporary / ARRAYS)
-            with open(temporary / ARRAYS, "rb+") as file:  # as in in_one_piece
+            with open(temporary / ARRAYS, "rb+") as file:  # as in write_atomically
                 os.fsync(file.fileno())
             write_synced(temporary / STATE, dump_json(state).encode())
         digests = {ARRAYS: digest.result(), STATE: _digest(temporary / STATE)}

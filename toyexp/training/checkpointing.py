@@ -48,8 +48,8 @@ class WrittenCheckpoint:
 class CheckpointKeeper:
     """Checkpoint writer of one run. It writes in a thread and keeps the last few checkpoints and the best.
 
-    A failed write does not stop training: the last good checkpoint stays, and the next one is written when it is due. A
-    snapshot's arrays are reused for a later snapshot only after its checkpoint was written.
+    A failed write does not stop training: the last good checkpoint stays, and the next one is written when it is due.
+    The arrays of a snapshot are reused for a later one only after the snapshot was written to disk.
     """
 
     def __init__(
@@ -58,7 +58,7 @@ class CheckpointKeeper:
         self._folder, self._interval, self._keep, self.metric = folder, interval, keep, best
         self._resumed = resumed.path if resumed else None  # not deleted until two others exist
         self.trouble: str | None = None  # error to report once
-        self.missing: str | None = None  # error of the last attempt; None if it succeeded
+        self.missing: str | None = None  # error of the last write; None if it succeeded
         self._thread: threading.Thread | None = None
         self._outcomes: list[WrittenCheckpoint | str] = []  # results of writes that were not yet reported
         # Arrays that may be reused, last written first; None: a further snapshot may be allocated.
@@ -105,7 +105,7 @@ class CheckpointKeeper:
         """Return the best evaluation whose weights still exist, in a checkpoint or in memory; None if there is none.
 
         `present` is the step of the weights in memory. `weights=False` does not read weights from the checkpoint. Raise
-        DamagedCheckpoint if they cannot be read.
+        DamagedCheckpoint if the weights cannot be read.
         """
         self.wait()  # count the checkpoint that is being written
         existing = list_checkpoints(self._folder)

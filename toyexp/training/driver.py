@@ -1,6 +1,7 @@
 """The driver of training loops, which are generators that yield requests for steps and evaluations.
 
-It answers the requests of one or more loops with the sessions of a stack: runs that are computed together.
+It answers the requests of one or more loops with the sessions of a stack. A stack is a set of runs that are computed
+together.
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ class Evaluate:
 
 @dataclass(frozen=True)
 class Pause:
-    """Request for nothing. A loop yields it before it waits for the disk, so that other runs take their steps first."""
+    """Request that needs no answer. A loop yields it before it waits for the disk, so that other runs step first."""
 
 
 T = TypeVar("T")
@@ -66,8 +67,7 @@ def drive(loops: Sequence[Requests[T]], stack: Stack, starts: Sequence[Resume] =
 
     Loop i uses session i of the stack. If the loops have begun already, `starts` holds for each loop a function that
     continues it. In each round every loop makes a request. If loops request evaluations, these are answered first.
-    Otherwise every loop has requested a number of steps; the driver takes the smallest number of steps in all loops
-    together.
+    Otherwise the driver takes the same number of steps in every loop that requested some: the smallest request.
     An Exception ends only its own loop; any other BaseException, such as a second Ctrl-C, ends all loops.
     """
     ends: dict[int, T | Exception] = {}

@@ -70,7 +70,7 @@ def prepare(config: Config) -> Prepared:
     batches = Dropout(batches, plan, config.settings.seed) if plan.dropout_adapters else batches
     warnings = config.warnings(RunPreview(config.plain, dataset, batches, plan))
     recomputed = count_blocks(plan) if getattr(config.engine, "recompute", False) else None
-    if recomputed == 0:  # neither the engine nor the model knows the other
+    if recomputed == 0:  # not the engine's own warning: it does not know the model
         warnings.append(f"engine.recompute=true: has no effect; model={model.name} has no ops.block")
     return Prepared(config, dataset, model, batches, plan, optim, bus, warnings, recomputed)
 
@@ -176,7 +176,7 @@ def run_requests(
 ) -> Requests[Result]:
     """Run an experiment as a generator, from its run directory to result.json; it returns the result.
 
-    It yields requests for its session, steps and evaluations, which a driver answers.
+    It yields requests for a session, steps and evaluations, which a driver answers.
     """
     config, bus, log_file = prepared.config, prepared.bus, directory / "log.txt"
     bus.print_line = say
@@ -336,7 +336,7 @@ class RunSaver(Saver):
             callback.sync()
 
     def best(self, weights: bool) -> Best | None:
-        """Return the best evaluation so far, with its weights if `weights`; None if there is none.
+        """Return the best evaluation so far, with its weights if `weights` is True; None if there is none.
 
         If the weights cannot be read, emit a warning and return None.
         """

@@ -112,7 +112,7 @@ class Training:
         self._under_way.append(Launched(steps, began, waits))
 
     def _take_step(self) -> tuple[Metrics, Batch]:
-        """Wait for the steps that were launched together; report the next of them to callbacks and return its data."""
+        """Wait for the launched steps; report the next of them to callbacks, and return its metrics and batch."""
         outcome, launched = self.outcome, self._under_way[0]
         self.bus.step = outcome.steps + 1
         if not launched.metrics:

@@ -33,7 +33,7 @@ class NextStep:
     input: StepInput
 
     def scaled_settings(self, plan: Plan) -> dict[str, float]:
-        """Return the metrics of scaled optimiser numbers: `<name>_factor`, and the number times its factor."""
+        """Return metrics of the optimiser's numbers that callbacks scale: `<name>_factor`, and the scaled `<name>`."""
         if not self.factors:
             return {}
         return {**{f"{n}_factor": f for n, f in self.factors.items()}, **plan.scaled_settings(self.factors)}
@@ -50,7 +50,7 @@ class Launched:
     seconds: float = 0.0  # duration of each step
 
     def wait(self, since: float) -> float:
-        """Wait until all steps are done, store their metrics and duration, and return the time (of time.perf_counter).
+        """Wait until all steps are done, store their metrics and duration, and return the end time (time.perf_counter).
 
         `since` is the time at which the previous steps ended: the duration counts from there, or from the launch if
         that is later.

@@ -22,7 +22,7 @@ from toyexp.training.checkpoint import ARRAYS, MANIFEST, STATE, read_json, read_
 from toyexp.training.run_config import Prepared
 
 DIGEST = re.compile(r"_?(sha256|digest)$")  # keys of digests among the facts of a data set
-NAMES = ("tokenizer", "classes")  # digests of the meaning of ids, not of the ids
+NAMES = ("tokenizer", "classes")  # digests that say what ids mean; they do not affect batches
 MAX_EVENT_BYTES = 1 << 20  # of the first event
 # Settings that a resumed run may change if a file was moved, and the digests that identify the file.
 MOVED = {"data.path": ("text", "images", "tokens"), "recipe.base": ("base",), "recipe.donor": ("donor",)}
@@ -97,10 +97,10 @@ class Origin:
     sources: Mapping[str, str] = field(default_factory=dict)  # digests by role
 
     def resolve(self, typed: str) -> str:
-        """Return a path (or glob pattern) of the run's settings such that it leads to the file of the run.
+        """Return the path (or glob pattern) `typed` of the run's settings so that it still leads to the run's file.
 
         A relative path that exists below the run's `cwd` becomes absolute, unless it leads to the same file from the
-        current directory. Other paths are returned as they are.
+        current directory. Other paths are returned unchanged.
         """
         if self.cwd is None or not typed or Path(typed).is_absolute():
             return typed
@@ -158,7 +158,7 @@ def read_first_event(run: Path) -> dict[str, Any]:
 
 
 def is_own_checkpoint(path: Path) -> bool:
-    """Return True if the run in whose directory `path` lies wrote this checkpoint and it holds no other files."""
+    """Return True if the run whose directory holds `path` wrote this checkpoint and no other files lie in it."""
     try:
         read_json(path / MANIFEST)
         require_own_checkpoint(path, read_json(path / STATE))

@@ -34,7 +34,7 @@ class ResumeState:
     checkpoint: checkpoint.Checkpoint
     outcome: Outcome  # progress at the checkpoint
     changed: Mapping[str, tuple[Any, Any]]  # changed settings: value then and now
-    added: Mapping[str, Any]  # settings that did not exist when the run started and affect numbers; at their defaults
+    added: Mapping[str, Any]  # defaults of settings that are newer than the run and affect numbers
     damaged: list[str]  # an error per newer checkpoint that was skipped
 
     def lines(self) -> list[str]:
@@ -76,7 +76,7 @@ def _change(key: str, old: Any, new: Any) -> str:
 
 
 class Complete(UserError):
-    """Error: the run to resume is complete."""
+    """Error: the run to resume has already taken all its steps."""
 
     def __init__(self, text: str, run: Path):
         self.run = run
@@ -101,9 +101,9 @@ def _saved_config(directory: Path) -> Mapping[str, Any]:
 
 
 def restore_filled_settings(directory: Path, data: Data) -> None:
-    """Set empty settings of `data` to the values that the run in `directory` saved for them.
+    """Set the empty settings in `data.fills` to the values that the run in `directory` saved for them.
 
-    These are settings that the data fills in itself when it is opened.
+    The data fills these settings in itself when it is opened.
     """
     saved = _saved_config(directory).get("data")
     for key in data.fills:
@@ -202,7 +202,7 @@ def _outcome(saved: checkpoint.Checkpoint) -> Outcome:
     except ValueError as error:
         raise UserError(f"{saved.path / checkpoint.STATE}: outcome.{error}") from None
     if outcome.steps != saved.step:
-        raise UserError(f"{saved.path}: is damaged: {checkpoint.STATE} is of step {outcome.steps}; remove it")
+        raise UserError(f"{saved.path}: is damaged: its {checkpoint.STATE} is of step {outcome.steps}; remove it")
     for part, kind in (("scores", Mapping[str, float | None]), ("evals", Mapping[str, Mapping[str, float | None]])):
         scores = saved.state.get(part, {})
         if not checkpoint.matches_type(scores, kind) or not all(is_integer(k, 0, saved.step) for k in scores):

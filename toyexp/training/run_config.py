@@ -46,10 +46,10 @@ class Config:
     engine_note: str  # name of the engine and why it was chosen
     base: Model | None = None  # the model of the recipe's base file; `model` is the same with the run's context
     default_callbacks: Callable[[], Sequence[str]] = list  # names of the default callbacks
-    suggest_command: Callable[[], str] = str  # ends an error about a mismatch of parts with what to type
+    suggest_command: Callable[[], str] = str  # returns the end of an error about parts that do not fit: what to type
     cwd: Path | None = None  # base of relative paths; None: the working directory
     typed: Sequence[str] = ()  # settings that the user typed, if they repeat the run without a configuration file
-    omissions: Sequence[str] = ()  # a warning for each plugin or part that is not used
+    omissions: Sequence[str] = ()  # warnings about plugins and settings that are not used
 
     def warnings(self, planned: RunPreview) -> list[str]:
         """Return the warnings to print before the first step, such as settings that have no effect."""
@@ -125,15 +125,15 @@ class Outcome:
     first_eval_loss: float | None = None
     seconds: float = 0.0  # total duration
     training_seconds: float = 0.0  # duration of the steps only
-    tokens: int = 0  # trained targets
+    tokens: int = 0  # number of targets (tokens, images) trained on
     skipped: int = 0  # steps without an update, because loss or gradient was not finite
     why: str | None = None  # the reason given by the callback that stopped the run
     eval_step: int | None = None  # step of the last evaluation
-    eval_scores: Mapping[str, float] = field(default_factory=dict)  # the model's further metrics
+    eval_scores: Mapping[str, float] = field(default_factory=dict)  # held-out metrics besides loss and ppl
     first_eval_scores: Mapping[str, float] = field(default_factory=dict)
 
     def count(self, loss: float, targets: int, seconds: float) -> None:
-        """Add one step to the progress: its loss, the number of trained targets, and its duration in seconds."""
+        """Add one step to the progress: its loss, number of targets and duration in seconds."""
         self.steps += 1
         self.train_loss = smooth_loss(self.train_loss, loss, self.steps)
         if self.steps == 1:
@@ -156,7 +156,7 @@ class Outcome:
 
     @property
     def tokens_per_second(self) -> float | None:
-        """Trained targets per second of the training steps, without evaluations; None before the first step."""
+        """Targets (tokens, images) per second of training steps, without evaluations; None before the first step."""
         return self.tokens / self.training_seconds if self.training_seconds else None
 
 
@@ -171,7 +171,7 @@ class Saver:
         return False
 
     def after(self, outcome: Outcome, metrics: Mapping[str, float], last: bool) -> None:
-        """Save the run if that is due, after each step.
+        """Save the run if a checkpoint is due. The loop calls this after each step.
 
         `metrics` are those of an evaluation at this step ({} if there was none); `last` marks the last step.
         """

@@ -36,7 +36,7 @@ from toyexp.base.writing import convert_write_errors, dump_json, open_for_writin
 
 log = logging.getLogger("toyexp")
 
-# Groups whose presets give a saved config its types when Hydra composes it again.
+# Config groups whose presets give a saved config its types when Hydra composes it again.
 _GROUPS = ("model", "data", "recipe", "engine", "optim", "objective")
 CONFIG_LIMIT = 1 << 20  # bytes; a larger config.yaml is not read
 MAX_LIBYAML_SIZE = 8 << 10  # characters; longer YAML could nest deep enough to overflow libyaml's stack
@@ -52,12 +52,12 @@ class RunDir:
     def __init__(
         self, path: Path, config: Mapping[str, Any], resumed: bool = False, origin: Mapping[str, Any] | None = None
     ):
-        self.path, self.origin = path, origin or {}  # copied into result.json
+        self.path, self.origin = path, origin or {}  # origin is copied into result.json
         self.has_result = False  # True once this process has written result.json
         self._lock: int | None = None
         self._log: LogFile | None = None
         created: list[Path] = []
-        is_new = False  # True if all files are of this process
+        is_new = False  # True if this process wrote all files in it
         try:
             if not resumed:
                 require_empty(path, "hydra.run.dir")

@@ -79,7 +79,7 @@ def require_utf8(value: Any, key: str = "") -> None:
 def evaluations(begins: int, steps: int, every: int) -> int:
     """Return the number of evaluations of a run from step `begins` to `steps`.
 
-    It is evaluated at each multiple of `every` (0: never), including its first step, and after the last step.
+    The run is evaluated at each multiple of `every` from `begins` on (never if `every` is 0) and after the last step.
     """
     if not every:
         return 0
@@ -167,12 +167,12 @@ class Settings:
         texts = []
         saves = Interval.parse(self.checkpoint_every, "checkpoint_every")
         if is_changed(self, "eval_every") and self.eval_every > self.steps:
-            evals = "it is evaluated before the first and after the last step"
+            evals = "it is only evaluated before the first and after the last step"
             texts.append(f"eval_every={self.eval_every}: the run has {pluralise(self.steps, 'step')}; {evals}")
         if saves.steps > self.steps:
             texts.append(
                 f"checkpoint_every={saves.steps}: the run has {pluralise(self.steps, 'step')}; "
-                "one is written at the end"
+                "the only checkpoint is written at the end"
             )
         if is_changed(self, "checkpoint_keep") and not saves:
             texts.append(f"checkpoint_keep={self.checkpoint_keep}: has no effect with checkpoint_every=0")

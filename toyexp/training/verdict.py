@@ -1,4 +1,4 @@
-"""The end of a run: result.json, the error to raise, and the last lines printed."""
+"""End a run: write result.json, choose the error to raise, and print the last lines."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def boundary(run: Run, bus: Bus, kind: str) -> attribute_errors:
 def nonfinite_error(run: Run, step: int, metrics: Mapping[str, float], batch: Batch, in_a_row: int) -> RunFailed:
     """Return the error to raise for a step whose loss or gradient norm is NaN or infinite.
 
-    It names the first tensor that is not finite and settings that may help. `in_a_row` counts such steps.
+    It names the first tensor that is not finite and settings that may help. `in_a_row` such steps came in a row.
     """
     problem = f"the loss is {metrics['loss']} and the gradient norm {metrics['grad_norm']}"
     skipped = f"; {in_a_row} steps in a row were skipped" if in_a_row > 1 else ""

@@ -1,7 +1,7 @@
 """Binding to ggml: library, devices, memory, and static graphs with one method per op.
 
 A failed GGML_ASSERT ends the whole process. Everything that ggml asserts is therefore checked here first and raises
-GraphError. Shapes are in numpy's order, [B, T, d]; ggml's own `ne` is reversed.
+GraphError. Shapes are in numpy's order, [B, T, d]; ggml's own shapes (`ne`) are in the reverse order.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ F32, I32 = ggml.GGML_TYPE_F32, ggml.GGML_TYPE_I32
 
 
 class GraphError(ToyexpError):
-    """Error for a graph that cannot be built; it names the op and the shapes."""
+    """Error for a graph that cannot be built or computed. If an op is wrong, it names the op and the shapes."""
 
 
 def find_device(name: str) -> Any:

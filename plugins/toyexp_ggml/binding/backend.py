@@ -23,7 +23,7 @@ except ImportError:  # not on Windows
 
 WINDOW, MIN_COUNT = 0.05, 3  # least seconds, and least computations, of one measurement
 SWITCHES = 10.0  # involuntary context switches per second from which fewer threads are tried
-GAIN = 0.95  # a trial counts as faster if it takes less than this share of the time before
+GAIN = 0.95  # a trial counts as faster if it takes less than this share of the previous time
 PAUSE = 20  # pause between trials, in multiples of a trial's time; it doubles with each failed trial
 MAX_DOUBLINGS = 3  # most doublings of the pause
 
@@ -31,7 +31,7 @@ MAX_DOUBLINGS = 3  # most doublings of the pause
 class Backend:
     """A ggml device, and the CPU for the ops that the device does not support.
 
-    If the device is the CPU, `blas` lets BLAS compute matrix products, and with `adaptive` a graph may use fewer than
+    If the device is the CPU, `blas` lets BLAS compute matrix products, and `adaptive` lets a graph use fewer than
     `threads` threads while other processes need the cores.
     """
 
@@ -90,8 +90,9 @@ def _memory(backend: Any) -> int:
 class ThreadTuner:
     """Tuner of the number of threads (`threads`) for one graph that is computed repeatedly.
 
-    It begins with `most` threads, tries fewer while other processes take the cores, and keeps the faster number. With
-    `fixed` it always uses `most`.
+    It begins with `most` threads, tries fewer while other processes take the cores, and keeps the faster number. If
+    `fixed` is True, it always uses `most`. `lost` counts this process's involuntary context switches, `others` the
+    threads of other processes that are running.
     """
 
     def __init__(

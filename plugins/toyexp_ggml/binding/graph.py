@@ -13,7 +13,7 @@ from toyexp_ggml.binding import F32, GraphError, ggml
 from toyexp_ggml.binding.static_graph import StaticGraph
 from toyexp_ggml.binding.tensors import Node
 
-SET_LIMIT = 2**30  # bytes that SET can count to
+SET_LIMIT = 2**30  # bytes of a tensor from which on ggml's op SET cannot write to it
 # Kernel of an op that only allocates memory. ggml_time_init does nothing except prepare a clock on some systems.
 NOTHING = ggml.ggml_custom_op_t(ctypes.cast(ggml.lib.ggml_time_init, ctypes.c_void_p).value)
 
@@ -36,7 +36,7 @@ def _binary(name: str) -> Callable[[Graph, Node, Node], Node]:
 
 
 class Graph(StaticGraph):
-    """Static graph with one method per op; each raises GraphError for shapes that do not fit. See StaticGraph."""
+    """Static graph with one method per op. Each raises GraphError for shapes that do not fit. See StaticGraph."""
 
     add, sub, mul, div = map(_binary, ("add", "sub", "mul", "div"))  # a op b, with b repeated over a
     sqr, sqrt, sgn, log, sigmoid, silu = map(_unary, ("sqr", "sqrt", "sgn", "log", "sigmoid", "silu"))
@@ -52,7 +52,7 @@ class Graph(StaticGraph):
         return self._node(ggml.ggml_clamp(self._context, x.ptr, low, high), x.shape)
 
     def total(self, x: Node, by_rows: bool = False) -> Node:
-        """Return the sum of all numbers of x, [1]. With `by_rows`, sum rows first, which is faster on some devices."""
+        """Return the sum of all numbers of x, [1]. `by_rows` sums rows first, which is faster on some devices."""
         x = self.row_sums(x) if by_rows else x
         return self._node(ggml.ggml_sum(self._context, x.ptr), (1,))
 
@@ -62,7 +62,7 @@ class Graph(StaticGraph):
         return self.sum_last(self.reshape(x, count, x.size // count))
 
     def sum_of_squares(self, x: Node, by_dot: bool = False) -> Node:
-        """Return the sum of x^2, [1]. With `by_dot`, sum the dot product of each row of a matrix with itself."""
+        """Return the sum of x^2, [1]. `by_dot` sums, for a matrix, the dot product of each row with itself."""
         if not by_dot or len(x.shape) != 2:
             return self.total(self.sqr(x))
         rows = self.reshape(x, x.shape[0], 1, x.shape[1])
@@ -83,7 +83,7 @@ class Graph(StaticGraph):
     def mul_mat(self, w: Node, x: Node) -> Node:
         """Return x [.., n, in] times the transpose of w [.., out, in] -> [.., n, out].
 
-        The leading axes of w must equal those of x, or be absent, or have 1 in place of the last one of x.
+        The leading axes of w must equal those of x, or be absent, or equal those of x except that the last is 1.
         """
         fits = w.shape[-1] == x.shape[-1] and 2 <= len(w.shape) <= len(x.shape)
         if not fits or (len(w.shape) > 2 and w.shape[:-2] not in (x.shape[:-2], (*x.shape[:-3], 1))):
@@ -93,7 +93,7 @@ class Graph(StaticGraph):
     def out_prod(self, a: Node, b: Node, transposed: bool = False) -> Node:
         """Return b^T a for a [.., k, m] and b [.., k, n] -> [.., n, m].
 
-        With `transposed`, b is given as [.., n, k] and is transposed by a view, without a copy.
+        If `transposed` is True, b is given as [.., n, k], and is transposed by a view, without a copy.
         """
         k, n = reversed(b.shape[-2:]) if transposed else b.shape[-2:]
         if a.shape[:-1] != (*b.shape[:-2], k):
@@ -102,7 +102,7 @@ class Graph(StaticGraph):
         return self._node(ggml.ggml_out_prod(self._context, a.ptr, b_ptr), (*b.shape[:-2], n, a.shape[-1]))
 
     def get_rows_back(self, dy: Node, ids: Node, table: Node) -> Node:
-        """Return the gradient of `table` [n, d] in get_rows: row ids[i] is the sum of all rows dy[i] with that id."""
+        """Return the gradient of `table` [n, d] in get_rows: its row j is the sum of all rows dy[i] with ids[i] = j."""
         return self._node(ggml.ggml_get_rows_back(self._context, dy.ptr, ids.ptr, table.ptr), table.shape)
 
     def repeat_back(self, x: Node, like: Node) -> Node:
@@ -154,8 +154,8 @@ class Graph(StaticGraph):
     def softmax_back(self, dp: Node, p: Node, scale: float) -> Node:
         """Return the gradient of x in p = softmax(x * scale), given dp: scale p (dp - sum(p dp)).
 
-        ggml may put a result into the memory of a source that nothing reads later, but its kernel reads p after it
-        begins to write. The graph therefore reads p once more afterwards, which keeps its memory reserved.
+        ggml may store a result in the memory of an operand that no later node reads, but this kernel still reads p
+        while it writes the result. An extra node therefore reads p afterwards, so that the result gets other memory.
         """
         self._check_same("softmax_back", dp, p)
         result = self._node(ggml.ggml_soft_max_ext_back(self._context, dp.ptr, p.ptr, scale, 0.0), p.shape)
@@ -164,7 +164,7 @@ class Graph(StaticGraph):
         return result
 
     def rope(self, x: Node, positions: Node, factors: Node | None, rotary: Rotary, back: bool) -> Node:
-        """Apply rotary position embedding to x [B, T, H, D]; with `back`, rotate in the opposite direction.
+        """Apply rotary position embedding to x [B, T, H, D]. If `back` is True, rotate in the opposite direction.
 
         `factors` [D/2] holds the frequency divisors `rotary.factors`; None if all are 1. The device computes the angles
         from the base, the factors and the scale in float32.
@@ -228,14 +228,14 @@ class Graph(StaticGraph):
         return self.reshape(x, x.size // x.shape[-1], x.shape[-1])
 
     def transpose(self, x: Node, slow_cont: bool = False) -> Node:
-        """Return a contiguous transpose (last two axes); with `slow_cont`, use kernels.c if it can be compiled."""
+        """Return a contiguous transpose (last two axes). `slow_cont` prefers kernels.c, if it can be compiled."""
         shape = (*x.shape[:-2], x.shape[-1], x.shape[-2])
         if slow_cont and (kernel := native.kernel("transpose")):
             return self.reshape(self._call_transpose(kernel, x), *shape)
         return self._node(ggml.ggml_cont(self._context, self._transpose_view(x)), shape)
 
     def _view(self, x: Node, shape: tuple[int, ...], start: int, *strides: int) -> Node:
-        """Return a view of x from element `start` on; `strides`, in elements, are of all axes but the last."""
+        """Return a view of x from element `start` on. `strides`, in elements, are those of all axes but the last."""
         make = getattr(ggml, f"ggml_view_{len(shape)}d")
         return self._node(make(self._context, x.ptr, *shape[::-1], *(4 * s for s in strides[::-1]), 4 * start), shape)
 
@@ -264,7 +264,7 @@ class Graph(StaticGraph):
         return node
 
     def transpose_both(self, a: Node, b: Node, slow_cont: bool = False) -> Node:
-        """Return one tensor [2 m, d, n] with the transposes of a and b, each m matrices [n, d], made by one copy."""
+        """Return the transposes of a and b (m matrices [n, d] each) as one tensor [2 m, d, n], made by one copy."""
         self._check_same("transpose_both", a, b)
         if slow_cont and (kernel := native.kernel("transpose")):
             return self._call_transpose(kernel, a, b)
@@ -301,7 +301,7 @@ class Graph(StaticGraph):
     def join_heads(self, blocks: Sequence[Node], by_set: bool = False) -> Node:
         """Concatenate blocks [B, H, n, D] along n and exchange the middle axes -> [B, T, H, D], contiguous.
 
-        With `by_set`, copy each block into one preallocated tensor, as `concat` does.
+        If `by_set` is True, copy each block into one preallocated tensor, as `concat` does.
         """
         rows, heads, _, size = blocks[0].shape
         length = sum(block.shape[2] for block in blocks)
@@ -345,7 +345,7 @@ class Graph(StaticGraph):
     def concat(self, parts: Sequence[Node], axis: int, by_set: bool = False) -> Node:
         """Concatenate tensors along one axis; their other axes must agree.
 
-        With `by_set`, copy each into one preallocated tensor, unless the result has SET_LIMIT bytes or more.
+        If `by_set` is True, copy each tensor into a preallocated one, unless the result has SET_LIMIT bytes or more.
         """
         if not parts:
             raise GraphError("concat: expected at least one tensor")
@@ -366,7 +366,7 @@ class Graph(StaticGraph):
 
     def _set_side_by_side(self, parts: Sequence[Node], axis: int, shape: tuple[int, ...]) -> Node:
         outer, inner = math.prod(shape[:axis]), math.prod(shape[axis + 1 :])
-        by_row = outer == 1 and inner > 1  # SET divides rows among threads, so one long row would be copied by one
+        by_row = outer == 1 and inner > 1  # SET divides rows among threads; one thread would copy one long row
         out, start = self._allocate(shape), 0
         for part in parts:
             n = part.shape[axis]
@@ -382,7 +382,7 @@ class Graph(StaticGraph):
         return self._node(tensor, shape)
 
     def _set(self, x: Node, values: Any, start: int, strides: tuple[int, ...]) -> Node:
-        """Copy values into x from element `start` on; `strides`, in elements, are of all axes but the last."""
+        """Copy values into x from element `start` on. `strides`, in elements, are those of all axes but the last."""
         sizes = (*(4 * s for s in strides[::-1]), *(4 * x.size,) * (3 - len(strides)))
         return self._node(ggml.ggml_set_inplace(self._context, x.ptr, values, *sizes, 4 * start), x.shape)
 

@@ -22,7 +22,7 @@ def op_name(node: Any) -> str:
 
 
 class StaticGraph:
-    """A static graph: nodes are added until `finish`, after which it can be computed repeatedly."""
+    """A static graph: first add its nodes, then call `finish` once, then `compute` repeatedly."""
 
     def __init__(self, backend: Backend, capacity: int):
         self._backend = backend
@@ -38,7 +38,7 @@ class StaticGraph:
         self.outputs: dict[str, Node] = {}  # nodes that stay readable
 
     def want(self, node: Node, keep: bool = False) -> None:
-        """Add a node to the graph, after all earlier nodes. With `keep`, its values can be read after a computation."""
+        """Add a node after all earlier nodes. If `keep` is True, its values can be read after a computation."""
         if keep:
             ggml.ggml_set_output(node.ptr)
         ggml.ggml_build_forward_expand(self._graph, node.ptr)
@@ -51,7 +51,7 @@ class StaticGraph:
         return listed
 
     def finish(self) -> None:
-        """Allocate the graph's memory, so that it can be computed. Raise GraphError if there is too little.
+        """Allocate memory for computing the graph. Raise GraphError if the device has too little memory.
 
         If needed, ggml's scheduler assigns nodes that the device does not support to the CPU, and matrix products to
         BLAS.
@@ -93,7 +93,7 @@ class StaticGraph:
         return int(ggml.ggml_gallocr_get_buffer_size(self._allocator, 0))
 
     def _nodes(self) -> list[Any]:
-        """Return the nodes that compute something, which excludes views."""
+        """Return the nodes that compute something: all nodes except views."""
         nodes = (ggml.ggml_graph_node(self._graph, i) for i in range(ggml.ggml_graph_n_nodes(self._graph)))
         return [n for n in nodes if op_name(n) not in VIEWS]
 

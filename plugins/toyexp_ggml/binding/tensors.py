@@ -35,7 +35,7 @@ def context(size: int) -> Any:
 
 
 class _Tensors:
-    """Base class of up to `count` tensors that exist until the session closes."""
+    """Base class of a container for up to `count` tensors, which `close` frees together."""
 
     def __init__(self, backend: Backend, count: int):
         self._backend = backend
@@ -55,7 +55,7 @@ class _Tensors:
 
 
 class Memory(_Tensors):
-    """Tensors in device memory: weights, moments, inputs."""
+    """Container for tensors in device memory: weights, moments, inputs."""
 
     _bytes = 0
 
@@ -85,7 +85,7 @@ class Memory(_Tensors):
 
 
 class MappedFile(_Tensors):
-    """Tensors of a file in their stored types: memory-mapped on the CPU, copied to other devices."""
+    """Container for tensors of a file in their stored types: memory-mapped on the CPU, copied to other devices."""
 
     def __init__(self, backend: Backend, path: str, count: int):
         super().__init__(backend, count)
@@ -97,8 +97,8 @@ class MappedFile(_Tensors):
     def tensor(self, shape: tuple[int, ...], type_id: int, offset: int, nbytes: int) -> Node:
         """Return the tensor of ggml's type `type_id` that is stored at byte `offset` of the file.
 
-        The caller must have validated both. Raise GraphError if the type and shape do not take `nbytes`, or if the file
-        ends earlier.
+        The caller must have validated `type_id` and `offset`. Raise GraphError if a tensor of this type and shape does
+        not have `nbytes` bytes, or if the file ends before the last of them.
         """
         ptr = self._new(shape, type_id)
         if ggml.ggml_nbytes(ptr) != nbytes or offset + nbytes > self._bytes.size:
@@ -150,7 +150,7 @@ def get_all(backend: Backend, pairs: Iterable[tuple[Node, np.ndarray]]) -> None:
 
 
 def host_arrays(backend: Backend, nodes: Mapping[str, Node]) -> dict[str, np.ndarray]:
-    """Return an uninitialised float32 array for each node, by name; for a GPU, in pinned memory for fast copies."""
+    """Return an uninitialised float32 array for each node, by name. For a GPU, use pinned memory for fast copies."""
     kind = ggml.ggml_backend_dev_host_buffer_type(ggml.ggml_backend_get_device(backend.ptr))
     size = 4 * sum(node.size for node in nodes.values())
     buffer = ggml.ggml_backend_buft_alloc_buffer(kind, size) if kind and size else None
@@ -168,7 +168,7 @@ class _PinnedBuffer:
         start = ggml.ggml_backend_buffer_get_base(buffer)
         self.__array_interface__ = {"version": 3, "typestr": "<f4", "shape": (size // 4,), "data": (start, False)}
         free = weakref.finalize(self, ggml.ggml_backend_buffer_free, buffer)
-        free.atexit = False  # the system frees it when the process ends
+        free.atexit = False  # the system frees the buffer when the process ends
 
 
 def clear(node: Node) -> None:

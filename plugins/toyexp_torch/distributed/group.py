@@ -18,7 +18,7 @@ from toyexp import RunFailed, UserError, printable
 from toyexp.base import run_interruptibly, started_ranks
 from toyexp_torch.distributed.supervisor import START_TIMEOUT
 
-COLLECTIVE_TIMEOUT = timedelta(hours=1)  # a rank may have to compile; lost ranks are noticed sooner
+COLLECTIVE_TIMEOUT = timedelta(hours=1)  # long, since a rank may have to compile; a lost rank is noticed sooner
 POLL_INTERVAL = timedelta(seconds=0.5)  # interval between checks that the other ranks are alive
 LOCALHOST = "127.0.0.1"
 
@@ -30,7 +30,7 @@ class RankConfig:
     rank: int
     count: int
     shard: bool  # split the optimiser state over the ranks
-    number: int  # session number, in a process with several sessions
+    number: int  # number of the session, since a process may have several sessions
     port: int  # port of the store on this machine; 0: use torchrun's store
 
 
@@ -73,7 +73,7 @@ class Group:
                 work.wait(POLL_INTERVAL)
                 return
             except RuntimeError:
-                if work.is_completed():  # failed; otherwise only POLL_INTERVAL is over
+                if work.is_completed():  # it has failed; otherwise only POLL_INTERVAL is over
                     raise
             self._check()
 
@@ -89,7 +89,7 @@ def _gloo(store: dist.Store, config: RankConfig) -> Any:
 
 
 def _nccl(store: dist.Store, config: RankConfig) -> Any:
-    # By default a thread of torch ends this process when another rank is lost, before the run is saved.
+    # By default, torch ends this process when another rank is lost, so that rank 0 could not save the run.
     os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
     options = dist.ProcessGroupNCCL.Options()
     options._timeout = COLLECTIVE_TIMEOUT

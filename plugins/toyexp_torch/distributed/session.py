@@ -1,7 +1,8 @@
 """Data-parallel training: each rank computes its rows of every micro-batch, and the gradients are summed.
 
-Rank 0 has the data, the run and the callbacks. The training loop uses its session like any other. Each method of this
-session calls the same method on the other ranks, with their rows. After every step the weights are equal on all ranks.
+Rank 0 has the data, the run and the callbacks. The training loop calls only rank 0's session, like that of one device.
+Each method of this session calls the same method on the other ranks, with their rows. After every step the weights are
+equal on all ranks.
 The weights of the targets in the loss are normalised over the whole batch, not over the rows of a rank. The sums over
 the ranks therefore equal the loss and the gradient of a single device.
 """
@@ -30,14 +31,14 @@ from toyexp_torch.session import SessionSettings, TorchSession
 from toyexp_torch.update import Share, Update
 
 BUCKET = 25 << 20  # bytes of gradients that are summed in one operation
-Frozen = list[tuple[str, str, list[int], str | None]]  # name, dtype, shape, and the file's type of a packed tensor
+Frozen = list[tuple[str, str, list[int], str | None]]  # name, dtype, shape, GGUF type (None: not packed)
 
 
 class GradientSums:
-    """Sum of the gradients over all ranks, in buckets, each of which is summed once the backward pass has filled it.
+    """Sum of the gradients over all ranks, in buckets. Each sum starts when the backward pass has filled its bucket.
 
-    A bucket is a slice of the flat gradient vector. All ranks must sum the buckets in the same order:
-    from the end of the model to its beginning, because a backward pass usually computes the gradients in this order.
+    A bucket is a slice of the flat gradient vector. All ranks must sum the buckets in the same order: from the end of
+    the model to its beginning, because a backward pass usually computes the gradients in this order.
     """
 
     def __init__(self, plan: Plan, grad: Tensor, slices: Mapping[str, slice], group: Group):
@@ -67,7 +68,7 @@ class GradientSums:
     def finish(self, total: Tensor) -> None:
         """Start to sum the remaining buckets and `total` over the ranks, and wait for all sums.
 
-        Buckets remain if they have tensors that do not affect the loss.
+        A bucket remains if a tensor in it, or in an earlier bucket, does not affect the loss.
         """
         for bucket in (*self._buckets[len(self._waits) :], total):
             self._waits.append(self._group.sum(bucket))
@@ -94,7 +95,7 @@ class ShardedUpdate(Update):
         self._exchange()
 
     def _exchange(self) -> None:
-        """Broadcast each rank's part of the weights, and round received parts, if the session keeps rounded weights.
+        """Broadcast each rank's part of the weights. If the session keeps rounded weights, also round received parts.
 
         The update itself has already rounded this rank's own part.
         """
@@ -107,7 +108,7 @@ class ShardedUpdate(Update):
                 self._rounded[part].copy_(self._flat[part])
 
     def gather_state(self, name: str, slots: Mapping[str, tuple[int, ...]]) -> dict[str, Tensor]:
-        """Return a tensor's complete optimiser state from the parts of all ranks, keyed by slot.
+        """Return a tensor's complete optimiser state from the parts of all ranks, keyed by slot (such as `m`).
 
         `slots` has the shape of each slot. All ranks must call this together.
         """
@@ -133,7 +134,7 @@ class ShardedUpdate(Update):
         return {s: x if len(parts) == 1 else x.reshape(-1)[start:stop] for s, x in state.items()}
 
     def _parts(self, name: str) -> dict[int, tuple[int, int]]:
-        """Return which ranks update a tensor: the bounds (start, stop) in the flattened tensor, keyed by rank."""
+        """Return (start, stop) for each rank that updates a part of the flattened tensor, keyed by rank."""
         tensor = self._slices[name]
         cuts = next(cuts for cuts in self.cuts if cuts[0] <= tensor.start < cuts[-1])
         bounds = [min(max(cut, tensor.start), tensor.stop) - tensor.start for cut in cuts]
@@ -146,7 +147,7 @@ class RankSession(TorchSession):
     The same methods must be called on all ranks, in the same order.
     """
 
-    selects_positions = False  # ranks would capture graphs at different steps, but must call collectives together
+    selects_positions = False  # if True, ranks would capture graphs, and so call collectives, at different times
 
     def __init__(self, plan: Plan, settings: SessionSettings, config: RankConfig):
         update = partial(ShardedUpdate, share=Share(config.rank, config.count)) if config.shard else Update
@@ -178,7 +179,7 @@ class RankSession(TorchSession):
         return layout
 
     def allocate_frozen(self, frozen_layout: Frozen) -> None:
-        """Allocate the frozen tensors with rank 0's `frozen_layout`. Later, `join` receives their values."""
+        """Allocate the frozen tensors in the layout that rank 0 sends. Later, `join` receives their values."""
         for name, dtype, shape, kind in frozen_layout:
             raw = torch.empty(shape, dtype=getattr(torch, dtype), device=self._device)
             self._tensors[name] = raw if kind is None else Packed(raw, kind, self._dtype)
@@ -187,7 +188,7 @@ class RankSession(TorchSession):
         return [t.name for t in self.plan.tensors if not t.trainable]
 
     def _backward(self, micros: Sequence[dict[str, Tensor]]) -> Tensor:
-        """Write the gradients, summed over micro-batches and ranks, into the flat vector; return the summed loss.
+        """Write the gradients, summed over micro-batches and ranks, into their flat vector; return the summed loss.
 
         The sum over ranks starts as soon as the last micro-batch's backward pass has computed the gradients of a
         bucket.
@@ -295,7 +296,7 @@ class LeadSession(RankSession):
         self._local_plan, self._gather_ranks = replace(plan, rows=plan.rows // count), gather
 
     def do_open(self) -> None:
-        self._others = self._gather_ranks()  # new processes load PyTorch in the meantime
+        self._others = self._gather_ranks()  # new processes load PyTorch while this one continues
         if self._others.is_persistent:
             self._store = torchrun_store()
         else:
@@ -312,7 +313,7 @@ class LeadSession(RankSession):
         with self._others.watch_computation():
             self._others.call("open", lambda rank: (replace(self._config, rank=rank), plan, self._settings, layout))
             self._others.wait_for_all()
-            self._others.call("join_ranks")  # it waits in native code, so only once all ranks are ready
+            self._others.call("join_ranks")  # uninterruptible native code, so all ranks must be ready
             group = Group(self._config, self._store, self._settings.device, self._others.check)
             self._others.abort = group.abort
             self.join(group)

@@ -24,7 +24,7 @@ from toyexp_torch.distributed.rpc import Link, encode
 
 PATIENCE = "TOYEXP_RANKS_PATIENCE"  # environment variable: seconds without a heartbeat until a rank counts as failed
 HEARTBEAT = 0.5  # seconds between heartbeats
-START_TIMEOUT = 300.0  # seconds until the first heartbeat, and until a rank is ready: it loads PyTorch, then plugins
+START_TIMEOUT = 300.0  # seconds for a first heartbeat, after loading PyTorch; then for being ready, after plugins
 NOTICE_DELAY = 5.0  # seconds of waiting at the start before a line about it is printed
 REPORT_TIME = 1.0  # seconds to collect the other ranks' errors after a failure, since another rank may know the cause
 STUCK_TIMEOUT = 5.0  # seconds for a computation to end after a rank has failed; then the process is ended
@@ -56,9 +56,9 @@ def silence_limit() -> float:
 
 @contextlib.contextmanager
 def report_missing(missing: Callable[[], str]) -> Iterator[None]:
-    """Print a line that names the ranks which are still missing if the body takes more than a few seconds.
+    """If the body takes more than a few seconds, print a line with the text that `missing` returns.
 
-    `missing` returns their names for this line.
+    This text names the ranks that have not connected yet or are not ready.
     """
     timer = threading.Timer(NOTICE_DELAY, lambda: print_error(f"waiting for {missing()}"))
     timer.daemon = True
@@ -110,7 +110,7 @@ class Rank:
 
 @dataclass
 class Supervisor:
-    """Control of the other ranks by rank 0: it calls methods on them, notices failures, and ends them.
+    """Rank 0's control of the other ranks: it calls their methods, notices their failures, and ends their processes.
 
     A thread watches the ranks. If one fails, the thread aborts computations of rank 0 that wait for it.
     """
@@ -122,7 +122,7 @@ class Supervisor:
     _failure: tuple[str, str] = ("", "")  # one line about the rank that has failed, and its traceback
     _patience: float = field(default_factory=silence_limit)
     _is_computing: bool = False  # inside a computation that all ranks take part in
-    _has_called: bool = False  # the other ranks were called in that computation
+    _has_called: bool = False  # the other ranks were called in the present computation
     _is_broken: bool = False  # the other ranks may wait for a call that this rank will not make
     _is_closing: bool = False
 
@@ -247,7 +247,7 @@ class Supervisor:
                     failures.append((1, f"{rank} {rank.ending()}", ""))
                 rank.gone = True
         now = time.monotonic()
-        # If this thread was delayed, by a suspended process or a busy machine, so were the ranks: count a short time.
+        # A suspended process or a busy machine delays this thread and the ranks alike: count only a short time.
         passed, self._last_look = min(now - self._last_look, 2 * HEARTBEAT), now
         for rank in self.ranks:
             rank.silent += passed

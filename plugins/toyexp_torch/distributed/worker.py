@@ -1,7 +1,8 @@
-"""Connections between the ranks of a run, and the process of a worker rank.
+"""Connections between the processes (ranks) of a run, and the main loop of a worker rank.
 
-Rank 0 starts the other ranks on its machine, or `torchrun` starts all ranks on several machines. A worker rank executes
-the calls that rank 0 sends, and ends when rank 0 ends. It has no run directory, data or callbacks, and prints nothing.
+Rank 0 starts the other ranks on its machine, or `torchrun` starts all ranks on several machines. All ranks but rank 0
+are workers. A worker executes the calls that rank 0 sends, and ends when rank 0 ends. It has no run directory, data or
+callbacks, and prints nothing.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ from toyexp_torch.distributed.supervisor import (
 KEY = "toyexp/first"  # key of rank 0's address in the store
 GREETING_BYTES = 1024  # most bytes of a rank's greeting
 ERROR_LENGTH = 500  # most characters of an error message
-LOST = ("gloo", "NCCL", "Connection", "store")  # words in torch's errors that another rank has caused
+LOST = ("gloo", "NCCL", "Connection", "store")  # if one of these is in torch's error, another rank probably caused it
 
 
 def gather_ranks(count: int) -> Supervisor:
@@ -77,7 +78,7 @@ def _connect_torchrun_ranks() -> Supervisor:
                 if not select.select([server], [], [], max(until - time.monotonic(), 0))[0]:
                     raise RunFailed(f"{missing()} did not connect within {START_TIMEOUT:.0f} s")
                 connection, _ = server.accept()
-                with suppress(ValueError, EOFError, OSError):  # not a rank of this run
+                with suppress(ValueError, EOFError, OSError):  # the process is not a rank of this run
                     ranks.append(_accept(connection, token, {rank.rank for rank in ranks}, count))
     return Supervisor(sorted(ranks, key=lambda rank: rank.rank), is_persistent=True)
 
@@ -124,7 +125,7 @@ def follow() -> None:
     """
     rank = started_ranks().rank
     try:
-        with report_missing(lambda: _describe_ranks([0])) if rank == 1 else nullcontext():  # one rank prints it
+        with report_missing(lambda: _describe_ranks([0])) if rank == 1 else nullcontext():  # only rank 1 prints it
             address, port, token = run_interruptibly(lambda: torchrun_store().get(KEY)).decode().split()
             connection = socket.create_connection((address, int(port)), timeout=START_TIMEOUT)
             connection.sendall(f"{token} {rank} {os.getpid()} {platform.node()}\n".encode())
@@ -138,7 +139,7 @@ def follow() -> None:
 
 
 def serve(file: int) -> None:
-    """Execute the calls of rank 0 until it ends; then end this process.
+    """Execute the calls of rank 0 until rank 0 ends; then end this process.
 
     `file` is the file descriptor of this process's end of the connection.
     """
@@ -157,9 +158,9 @@ class _Server:
         self._session: Any = None
 
     def serve(self) -> NoReturn:
-        """Execute the calls of rank 0. If one raises an error, send the error to rank 0 and end the process."""
+        """Execute the calls of rank 0. If a call raises an error, send the error to rank 0 and end this process."""
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-            signal.signal(number, signal.SIG_IGN)  # rank 0 decides when to end, and may save the run before
+            signal.signal(number, signal.SIG_IGN)  # rank 0 handles the signals, and may save the run before it ends
         threading.Thread(target=self._beat, name="beat", daemon=True).start()
         try:
             while True:

@@ -17,7 +17,7 @@ from torch import Tensor
 from toyexp_torch.kernels.packed import Packed
 
 CHUNK_BYTES = 512 << 20  # bytes of logits in memory at a time
-ROWS, COLUMNS = 128, 64  # multiples at which matrix products are fastest
+ROWS, COLUMNS = 128, 64  # matrix products are fastest if rows and columns are multiples of these
 BLOCK = 8192  # logits that a program loads at a time
 
 
@@ -78,7 +78,7 @@ class ProjectedLoss(torch.autograd.Function):
             logits = inputs[rows] @ table.T
             _softmax[(len(logits),)](
                 logits, targets[rows], weights[rows], losses[rows], vocab, width, wants_x or wants_w, BLOCK,
-                num_warps=16,  # few rows at a time, which are read twice and so stay in the cache
+                num_warps=16,  # with many warps, few rows run at a time, so each is still cached for its second read
             )  # fmt: skip
             if dx is not None:
                 torch.mm(logits, table, out=dx[rows])

@@ -41,7 +41,7 @@ def unpack(raw: Tensor, kind: str, dtype: torch.dtype) -> Tensor:
     compiling = torch.compiler.is_compiling()
     unpack_flat: Callable[[Tensor, str, torch.dtype], Tensor] = _unpack_blocks
     if raw.is_cuda and compiling:
-        # One kernel either way, and a step whose compiler looks into it takes five times as long to compile.
+        # Hide the operations in one op: compiling them gives one kernel too, but takes five times as long.
         return unpack_op(raw, kind, dtype)
     if raw.is_cuda:
         unpack_flat = _choose_gpu_unpacker()
@@ -90,7 +90,7 @@ def _choose_gpu_unpacker() -> Callable[[Tensor, str, torch.dtype], Tensor]:
         unpack_blocks(torch.zeros(4 * SIZES["Q8_0"][1], dtype=torch.uint8, device="cuda"), "Q8_0", torch.float32)
     except Exception as error:  # of any type: a missing C compiler, a driver that Triton does not support
         reason = str(error).strip().partition("\n")[0]
-        log.info("GGUF types are dequantised by torch ops, not by Triton, which is slower: %s", reason)
+        log.info("Triton does not work here (%s); GGUF types are dequantised by slower torch ops", reason)
         return _unpack_blocks
     return unpack_blocks
 
@@ -248,7 +248,7 @@ class Packed:
         device = x.device.type
         dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
         numbers = partial(self.numbers, dtype)
-        if torch.compiler.is_compiling():  # checkpoint() keeps the compiler from saving the numbers
+        if torch.compiler.is_compiling():  # checkpoint() keeps the compiler from saving the whole matrix
             return F.linear(x, checkpoint(numbers, use_reentrant=False, preserve_rng_state=False))
         return PackedLinear.apply(x, numbers)
 

@@ -2,9 +2,9 @@
 
 `packed.py` defines the types, and the kernels' results are bit-identical to those of its torch ops. A Triton program
 computes a tile [groups, numbers of a group] of whole blocks, where a group consists of the numbers that share a scale.
-Neighbouring numbers read neighbouring bytes and are stored together. A thread therefore computes eight numbers, loads
-two to sixteen bytes at once (as the alignment of blocks allows) and stores sixteen. Bytes that several numbers share
-are read from the cache.
+Neighbouring numbers come from neighbouring bytes and are stored side by side. Each thread therefore computes eight
+numbers: it loads two to sixteen bytes at once (as the alignment of blocks allows) and stores sixteen. Bytes that
+several numbers share are read from the cache.
 """
 
 # mypy: disable-error-code="no-untyped-def"
@@ -21,11 +21,11 @@ from toyexp.formats import GGUF_TYPES
 
 SIZES = {name: (per_block, block_bytes) for name, per_block, block_bytes in GGUF_TYPES.values()}
 
-# For each program. 32 numbers per thread were the fastest of nine choices on an H200, by 5 to 13 % on a large matrix of
-# Q8_0, Q4_K or Q6_K. A small matrix still has many programs.
+# Numbers and warps of a Triton program: 32 numbers per thread. This was the fastest of nine choices on an H200, by 5 to
+# 13 % on a large matrix of Q8_0, Q4_K or Q6_K, and even a small matrix is divided among many programs.
 NUMBERS, WARPS = 2048, 2
 EXACT = tl.constexpr(1 << 23)  # from here on float32 has no fractional bits
-EXACT_BITS = tl.constexpr(0x4B000000)
+EXACT_BITS = tl.constexpr(0x4B000000)  # bit pattern of EXACT as float32
 
 
 def unpack_blocks(flat: Tensor, kind: str, dtype: torch.dtype) -> Tensor:

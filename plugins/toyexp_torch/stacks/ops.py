@@ -1,4 +1,4 @@
-"""Ops for a forward pass that `torch.vmap` runs for several runs at once, each with its own weights."""
+"""Ops for a forward pass of several runs at once, inside `torch.vmap`. Each run has its own weights."""
 
 from __future__ import annotations
 
@@ -18,12 +18,13 @@ from toyexp_torch.ops import TorchOps, position_losses
 class StackedOps(TorchOps):
     """Ops for several runs at once, inside `torch.vmap`.
 
-    Most ops treat the rows of all runs as one longer batch. Products with weights are batched, one per run.
+    Most ops join the batches of all runs to one longer batch. A product with weights is a batched product, which
+    multiplies each run's batch by its own matrix.
     """
 
     def __init__(self, rounds: torch.dtype | None = None, activations: torch.dtype | None = None) -> None:
         super().__init__(activations=activations)
-        self._rounds = rounds  # dtype to round a product's factors to; autocast does not apply to batched products
+        self._rounds = rounds  # dtype to which products round their factors, since autocast ignores batched products
         self._complex_rotations: dict[Any, Tensor] = {}  # rope's tables as complex numbers
 
     def matmul(self, x: Tensor, w: Tensor | Packed, bias: Tensor | None = None) -> Tensor:
@@ -61,19 +62,19 @@ def _rotate(x: Tensor, by: Tensor) -> Tensor:
 
 
 def _apply_to_rows(function: Callable[..., Tensor], *tensors: Tensor) -> Tensor:
-    """Apply `function` to the rows of all runs at once, and return its results.
+    """Join the batches of all runs along their first axis, and return the result of `function` on the joined tensors.
 
-    The function must compute each row, along the first axis, independently of the others.
+    Inside `torch.vmap`, `tensors` are those of a single run. The result for one row must not depend on other rows.
     """
     result: Tensor = _RowsFunction.apply(function, *tensors)
     return result
 
 
 class _RowsFunction(torch.autograd.Function):
-    """Autograd function that applies a function to the rows of all stacked runs, joined into one batch.
+    """Autograd function that applies a function to the batches of all runs, joined into one batch.
 
-    Its rule for `vmap` calls ordinary torch operations. Autograd records these, so this function saves nothing for the
-    backward pass.
+    Its method `vmap` calls ordinary torch operations, and autograd records these. This class therefore saves nothing
+    for the backward pass.
     """
 
     generate_vmap_rule = False
@@ -89,7 +90,7 @@ class _RowsFunction(torch.autograd.Function):
 
     @staticmethod
     def vmap(info: Any, in_dims: Any, function: Callable[..., Tensor], *tensors: Tensor) -> tuple[Tensor, int]:
-        """Apply the function to tensors [K, B, ...] of K runs, reshaped to [K * B, ...].
+        """Apply the function to tensors [K, B, ...] of K runs with B rows each, reshaped to [K * B, ...].
 
         Return its result as [K, B, ...], and 0, which tells vmap that the first axis is that of the runs.
         """
@@ -117,10 +118,10 @@ class _Product(torch.autograd.Function):
 
     @staticmethod
     def vmap(info: Any, in_dims: Any, x: Tensor, w: Tensor, rounds: torch.dtype | None) -> tuple[Tensor, int]:
-        """Multiply x [K, M, in] of K runs by w [K, out, in], transposed, or by one w [out, in] that all runs share.
+        """Multiply x [K, M, in] of K runs by the transpose of w [K, out, in], or of a w [out, in] that all runs share.
 
-        The factors are rounded to the dtype `rounds`, unless that is None. Return the product [K, M, out], and 0, which
-        tells vmap that the first axis is that of the runs.
+        Factors of a batched product are rounded to the dtype `rounds`, unless that is None. Return the product
+        [K, M, out], and 0, which tells vmap that the first axis is that of the runs.
         """
         x = _with_run_axis(x, in_dims[0], info.batch_size)
         if in_dims[1] is None:

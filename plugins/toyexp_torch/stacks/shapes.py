@@ -17,7 +17,7 @@ from toyexp_torch.session import flat_layout
 from toyexp_torch.stacks.step import StackedStep, StackedUpdate
 
 RUNS = 2  # number of runs in the trial step
-Frozen = Mapping[str, tuple[Tensor, bool]]  # tensors that do not train; see StackedStep
+Frozen = Mapping[str, tuple[Tensor, bool]]  # the argument `frozen` of StackedStep
 
 
 def preload() -> None:
@@ -29,17 +29,16 @@ def preload() -> None:
     importlib.import_module("torch.fx.experimental.symbolic_shapes")
 
 
-_results: dict[tuple[int, torch.dtype], tuple[str, int]] = {}  # results by plan and dtype
+_results: dict[tuple[int, torch.dtype], tuple[str, int]] = {}  # results of `try_step`, by id of the plan and dtype
 
 
 def try_step(plan: Plan, dtype: torch.dtype) -> tuple[str, int]:
     """Return why runs of this plan cannot be stacked (empty if they can), and the bytes of memory that each run needs.
 
-    The bytes are those of weights, gradients and optimiser state, and a run's share of the peak memory of a step.
-    Frozen tensors are not counted, since runs may share them. A trial takes as long as many real steps, so its result
-    is cached.
+    The bytes include weights, gradients, optimiser state, and the run's share of a step's peak memory. They exclude
+    frozen tensors, since runs may share them. A trial takes as long as many real steps, so its result is cached.
     """
-    if not plan.trainable:  # it takes no steps
+    if not plan.trainable:  # such a run takes no steps
         return "", 0
     key = id(plan), dtype
     if key not in _results:

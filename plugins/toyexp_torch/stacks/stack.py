@@ -1,7 +1,8 @@
 """Stack: runs with the same shapes in one process, whose training steps are computed together.
 
-Each of the K runs has its own session, whose flat vectors are rows of the stack's matrices [K, N]. The stack computes
-training steps and held-out losses; `TorchSession` does everything else. When a run ends, the others keep their rows.
+Each of the K runs has its own session. A session's N weights are one row of a matrix [K, N] of the stack, and its
+gradients a row of another. The stack computes training steps and held-out losses; `TorchSession` does everything else.
+When a run ends, the others keep their rows.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ class TorchStack(Stack):
         self.update, self._slices = StackedUpdate(plans[0], self.flat, self.grad, slices), slices
         super().__init__([StackedSession(plan, settings, self, row) for row, plan in enumerate(plans)])
         self._under_way: list[Callable[[], object]] = []  # functions that wait for the steps under way on a GPU
-        self._indices: dict[int, int] = {}  # by row: the run's index in the program
+        self._indices: dict[int, int] = {}  # the index of each run in the program, keyed by the run's row
         self._step: StackedStep | None = None
         self._resident: StackedResident | None = None  # launches the step on a GPU
 
@@ -119,8 +120,8 @@ class TorchStack(Stack):
     def losses(self, requests: Mapping[int, Iterable[Batch]]) -> Mapping[int, Callable[[], float]]:
         """Compute the held-out losses of the runs whose rows are keys of `requests`; see Stack.
 
-        Return, for each row, a function that returns its mean loss. A run with fewer batches than the others is idle
-        while the others compute their last ones.
+        Return, for each row, a function that returns the run's mean loss. A run with fewer batches than the others is
+        idle while the others compute their remaining batches.
         """
         held_out = {row: HeldOut(self._plans[row], batches) for row, batches in sorted(requests.items())}
         micros: dict[int, Sequence[Batch]] = {}
@@ -157,11 +158,11 @@ class TorchStack(Stack):
         return total
 
     def _prepare(self, asking: Sequence[int]) -> None:
-        """Prepare a program, which is a StackedStep, that computes the runs in the rows `asking`.
+        """Make a program (a StackedStep) that computes the runs in the rows `asking`, or keep the present program.
 
-        On the CPU, it contains exactly these runs. On a GPU, where capturing a new program is slow, it contains all
-        runs that still train. There, the present program is kept as long as it contains the runs that ask, even if a
-        few of its other runs have ended.
+        On the CPU, the program contains exactly these runs. On a GPU, where capturing a new program is slow, it
+        contains all runs that still train, and is kept as long as it contains the runs in `asking`, even if a few of
+        its other runs have ended.
         """
         on_gpu, rows = self.on_gpu, [*asking]
         if on_gpu:
@@ -191,10 +192,10 @@ class TorchStack(Stack):
         return tensors
 
     def _collect_frozen(self, rows: Sequence[int]) -> dict[str, tuple[Tensor, bool]]:
-        """Return a tuple for each frozen tensor, keyed by its name: the tensor, and whether it is stacked.
+        """Return (tensor, is stacked) for each frozen tensor, keyed by name.
 
-        If the k runs in `rows` have different values, the tensor is a stack of them [k, ...], whose rows the runs'
-        sessions use from then on. Otherwise it is the tensor that the runs share.
+        If all runs in `rows` share the tensor, return it unstacked. Otherwise return the k runs' tensors stacked,
+        [k, ...], and make each run's session use its slice of this stack, so that its own copy is freed.
         """
         frozen_values = {}
         for tensor in self._plans[0].tensors:
@@ -203,15 +204,15 @@ class TorchStack(Stack):
                 is_shared = all(values is by_run[0] for values in by_run)
                 frozen_values[tensor.name] = (by_run[0] if is_shared else torch.stack(by_run), not is_shared)
                 if not is_shared:
-                    del by_run  # its memory is freed as the sessions take their rows of the stacked tensor
+                    del by_run  # frees each run's copy as soon as its session uses its row of the stack
                     for row, values in zip(rows, frozen_values[tensor.name][0], strict=True):
                         self.sessions[row].set_frozen(tensor.name, values)
         return frozen_values
 
     def find_equal(self, name: str, values: Tensor) -> Tensor:
-        """Return the tensor `name` of another run if its values equal `values`, so that both share it.
+        """Return another run's tensor `name` if it equals `values`, so that both runs share it.
 
-        If there is none, return `values`.
+        If no run has such a tensor, return `values`.
         """
         for session in self.sessions:
             other = session.frozen_values(name)
@@ -225,7 +226,7 @@ def _raise(error: BaseException) -> NoReturn:
 
 
 class StackedSession(TorchSession):
-    """Session of one run in a stack. Its `step` trains this run alone, and the stack's `step` several together."""
+    """Session of one run in a stack. Its `step` trains only this run; the stack's `step` trains several together."""
 
     def __init__(self, plan: Plan, settings: SessionSettings, stack: TorchStack, row: int):
         super().__init__(plan, settings, self._view_state)  # type: ignore[arg-type]
@@ -233,7 +234,7 @@ class StackedSession(TorchSession):
         self._keeps_bfloat16 = False  # in bfloat16 the stack's program rounds the weights itself
 
     def _view_state(self, *_: object) -> SimpleNamespace:
-        """Return an object that stands in for an Update: its `state` is the optimiser state of this run."""
+        """Return a substitute for an Update, whose only attribute `state` is the optimiser state of this run."""
         state = self.stack.update.state
         return SimpleNamespace(state={n: {s: x[self.row] for s, x in slots.items()} for n, slots in state.items()})
 

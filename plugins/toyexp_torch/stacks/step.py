@@ -1,7 +1,7 @@
 """Training step of several runs with the same shapes as one program, whose tensors have a leading axis of runs.
 
-`torch.vmap` adds this axis [K] to a model's forward pass. The runs are combined only in the sum of their losses, from
-which the backward pass begins. The gradient of the sum is 1 for each run, so NaNs of one run do not reach the others.
+`torch.vmap` adds this axis, of length K, to a model's forward pass. The backward pass begins at the sum of all runs'
+losses. The sum's gradient with respect to each loss is 1, so a NaN in one run does not reach the others.
 On a GPU, `StackedResident` launches the program as CUDA graphs.
 """
 
@@ -22,7 +22,7 @@ from toyexp_torch.stacks.ops import StackedOps
 from toyexp_torch.update import Change, Formula, FusedAdamW, GroupSlice, TritonAdamW, Update, choose_kernel, view_slice
 
 Micro = dict[str, Tensor]  # a micro-batch of each run, [K, rows, ...]
-StepRequest = tuple[Sequence[Batch], Sequence[np.ndarray]]  # a run's micro-batches, and its numbers for each group
+StepRequest = tuple[Sequence[Batch], Sequence[np.ndarray]]  # a run's micro-batches, and scalars per parameter group
 
 
 class StackedFormula(Formula):
@@ -48,7 +48,7 @@ class StackedFormula(Formula):
 
 
 class AdamWByRow(FusedAdamW):
-    """AdamW with PyTorch's fused kernel, called once per run, which on the CPU is faster than the formula for all."""
+    """AdamW with PyTorch's fused kernel, called once per run. On the CPU this is faster than StackedFormula."""
 
     def bind_device(self, numbers: Tensor, divisor: Tensor | None, skip: Tensor | None) -> Change:
         """Return a function that updates the tensors of all runs; see StackedFormula."""
@@ -65,9 +65,10 @@ class AdamWByRow(FusedAdamW):
 
 
 class StackedUpdate(Update):
-    """Optimiser step that updates only the `rows` of matrices [K, ...] with a row for each run.
+    """Optimiser step of a stack, whose weights and optimiser state are matrices with a row for each of K runs.
 
-    The gradients of these rows are in the first rows of `grad`, in the same order.
+    A step updates only the rows that the attribute `rows` lists. Their gradients are the first rows of `grad`, in the
+    same order.
     """
 
     def __init__(self, plan: Plan, flat: Tensor, grad: Tensor, slices: Mapping[str, slice]):
@@ -97,7 +98,7 @@ class StackedUpdate(Update):
 
 
 class StackedStep:
-    """Program that computes training steps and losses of the k runs in `rows` of the matrix `flat` [K, N].
+    """Program that computes training steps and losses of k runs, whose weights are the `rows` of the matrix `flat`.
 
     `frozen` maps the name of each frozen tensor to the tensor and a bool: True if the tensor is a stack [k, ...] with
     the values of each run, False if the runs share it.
@@ -152,7 +153,7 @@ class StackedStep:
         return {name: view_slice(flat, part, self._shapes[name]) for name, part in self._slices.items()}
 
     def _backward(self, micros: Sequence[Micro]) -> Tensor:
-        """Write each run's gradient, summed over micro-batches, into its row; return the summed losses [k]."""
+        """Write each run's gradient, summed over micro-batches, into its row of `grad`; return summed losses [k]."""
         leaves = {name: values.detach().requires_grad_() for name, values in self._weights().items()}
         losses: list[Tensor] = []
         for micro in micros:
@@ -177,8 +178,8 @@ class StackedStep:
 class StackedResident:
     """Launcher of the training step and held-out loss of `count` runs, as CUDA graphs with inputs in GPU memory.
 
-    Runs are identified by their index in the program. Up to `under_way` steps may be launched before the results of the
-    first are read. The graphs always compute all runs. A run without a request is idle: it reads its previous batch
+    A run is identified by its index in `step`. Up to `under_way` steps may be launched before the results of the first
+    are read. The graphs always compute all runs. A run without a request is idle: it reads its previous batch
     again and keeps its weights and optimiser state.
     """
 
@@ -200,7 +201,7 @@ class StackedResident:
         self._latest: list[StepRequest] = [([blank] * plan.accumulate, [np.zeros(size) for size in sizes])] * count
         self._numbers = [self._inputs.tensors[i].view(count, size) for i, size in enumerate(sizes)]
         self._inputs.put({"idle": [np.ones(count)]})
-        # All runs are idle, so a rehearsal changes nothing.
+        # All runs are marked idle, so that rehearsing the step for its capture changes no weights.
         self._captured_step = CapturedCall("a step", self._run_step, self._run_step, pool, off)
         self._captured_step.prepare()
 

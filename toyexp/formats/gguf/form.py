@@ -1,4 +1,4 @@
-"""How a model class is written in a GGUF: architecture, keys, constants, and how it is read back."""
+"""How a model class is written to a GGUF (architecture, keys, constant tensors) and read back from it."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class GGUFForm(ABC, Generic[M]):
         """Return the keys `<architecture>.*`, without that prefix, and their values."""
 
     def constants(self, model: M) -> Mapping[str, np.ndarray]:
-        """Return float32 tensors, by name, that the file needs besides `model.tensors()`, computed from settings."""
+        """Return further float32 tensors of the file by name, computed from settings; `model.tensors()` lacks them."""
         return {}
 
     def read(self, cls: type[M], file: ModelFile) -> M:
@@ -51,7 +51,7 @@ class PlainForm(GGUFForm[Any]):
             raise UserError(f"model={model.name}: its settings cannot be written to a GGUF file: {error}") from None
 
     def read(self, cls: type[Any], file: ModelFile) -> Any:
-        """Return the model with the settings in the file; raise UserError if they are those of another class."""
+        """Return the model with the settings in the file; raise UserError if they belong to another class."""
         try:
             return cls(**json.loads(file.text(f"{file.architecture}.settings")))
         except (TypeError, ValueError) as error:
@@ -73,7 +73,7 @@ def gguf_architecture(model: Model | type[Model]) -> str:
 
 
 def read_model(cls: type[M], file: ModelFile) -> M:
-    """Return the model of class `cls` in `file`; raise UserError if keys or tensors do not match it exactly."""
+    """Return the model of class `cls` in `file`; raise UserError if its keys or tensors do not match `cls`."""
     blocks = file.metadata.get(f"{file.architecture}.block_count")
     if isinstance(blocks, int) and blocks > len(file.tensors):  # too many to list their tensors
         raise file.error(f"claims {blocks} blocks, and has {len(file.tensors)} tensors")
@@ -108,14 +108,17 @@ class Keys:
         self._unread = {k: v for k, v in file.metadata.items() if k.startswith(self._prefix)}
 
     def integer(self, name: str, default: int | None = None) -> int:
-        """Return a key's integer above 0; raise GGUFError for another value, or if it is missing without a default."""
+        """Return a key's integer value, which must be above 0, or `default` if the key is missing.
+
+        Raise GGUFError for any other value, and if a key without a default is missing.
+        """
         value = self._take(name, default)
         if isinstance(value, bool) or not isinstance(value, int) or not 0 < value < 2**31:
             raise self._wrong(name, value)
         return value
 
     def number(self, name: str, default: float | None = None) -> float:
-        """Return a key's float32 as a short decimal, see `decimal`; raise UserError if it has no such value."""
+        """Return a key's float32 value as a short decimal (see `decimal`); raise UserError for any other value."""
         value = self._take(name, default)
         if not isinstance(value, float):
             raise self._wrong(name, value)

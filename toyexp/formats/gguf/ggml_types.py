@@ -52,7 +52,7 @@ def dequantise(raw: np.ndarray, type_id: int) -> np.ndarray:
 
 
 def encodes_finite(raw: np.ndarray, type_id: int) -> bool:
-    """Return True if bytes of a ggml type encode only finite numbers; of most quantised types only check the scales."""
+    """Return True if bytes of a ggml type encode only finite numbers, for most quantised types by their scales."""
     name, _, block_bytes = GGUF_TYPES[type_id]
     if name not in _SCALES:
         return all_finite(dequantise(raw, type_id))
@@ -61,7 +61,7 @@ def encodes_finite(raw: np.ndarray, type_id: int) -> bool:
 
 
 def all_finite(array: np.ndarray) -> bool:
-    """Return True if no number is NaN or infinite. Check the float64 sum, which finite float32 cannot overflow."""
+    """Return True if no number is NaN or infinite. Test the float64 sum: finite float32 numbers cannot overflow it."""
     with np.errstate(invalid="ignore"):  # infinity minus infinity
         return math.isfinite(array.sum(dtype=np.float64))
 

@@ -42,15 +42,15 @@ SCALARS = {0: "B", 1: "b", 2: "<H", 3: "<h", 4: "<I", 5: "<i", 6: "<f", 7: "?", 
 STRING, ARRAY = 8, 9
 _LENGTH = struct.Struct("<Q").unpack_from
 
-# In config.json of image models of transformers and timm.
+# Keys in the config.json of image models of transformers and timm.
 IMAGE_KEYS = re.compile(rb'"(image_size|patch_size|num_channels|input_size)"')
 
 CUT = "if it is incomplete, download or copy it again"
-SOURCE_PATHS: dict[Path, Path] = {}  # temporary file: the file it was converted from, named in errors
+SOURCE_PATHS: dict[Path, Path] = {}  # temporary file: its original, which errors name
 
 
 def how_to_convert(folder: Path, script: str = "convert_hf_to_gguf.py") -> str:
-    """Return a hint how to convert a Hugging Face directory to a GGUF; llama.cpp only converts language models."""
+    """Return a hint how to convert a Hugging Face directory to a GGUF; llama.cpp only does so for language models."""
     config = folder / "config.json"
     config_text = config.read_bytes()[:CHUNK] if config.is_file() else b""
     if IMAGE_KEYS.search(config_text) and b'"text_config"' not in config_text:
@@ -60,7 +60,7 @@ def how_to_convert(folder: Path, script: str = "convert_hf_to_gguf.py") -> str:
 
 
 def source_path(path: Path) -> Path:
-    """Return the file from which the temporary file `path` was converted, to name it in errors, or `path` itself."""
+    """Return the file that errors about `path` name: the original of a temporary conversion, or `path` itself."""
     return SOURCE_PATHS.get(path, path)
 
 

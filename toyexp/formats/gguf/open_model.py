@@ -23,7 +23,7 @@ from toyexp.interfaces.values import Values
 from toyexp.plugins.registry import IN_A_MODULE, Registry
 from toyexp.tokenizers.tokenizer import Tokenizer
 
-# `general` keys about the file, not the model.
+# Keys `general.*` that describe the file, not the model.
 FILE_KEYS = ("architecture", "type", "file_type", "quantization_version", "size_label", "alignment")
 PARENT = ("name", "author", "organization", "version", "url", "repo_url")  # keys that identify a base
 
@@ -53,7 +53,7 @@ def find_model_class(file: ModelFile, models: Iterable[type[Model]]) -> type[Mod
 
 
 def models_by_architecture(models: Iterable[type[Model]]) -> dict[str, type[Model]]:
-    """Return {GGUF architecture: class}. Of two classes with one architecture, a class with its own GGUF form wins."""
+    """Return {GGUF architecture: class}. If classes share an architecture, one with its own GGUF form wins."""
     return {gguf_architecture(cls): cls for cls in sorted(models, key=lambda cls: "gguf" in cls.forms)}
 
 
@@ -107,7 +107,7 @@ def _check_tokens(file: ModelFile) -> None:
 
 @dataclass(frozen=True)
 class FromGGUF(Values):
-    """Initial values from a tensor of a GGUF file, which an engine may map instead of copying."""
+    """Initial values from a tensor of a GGUF file, which an engine may memory-map instead of copying."""
 
     path: str
     tensor: str
@@ -122,7 +122,7 @@ class FromGGUF(Values):
         open_gguf(self.path).check_finite(self.tensor, self.rows)
 
     def export_metadata(self) -> Mapping[str, Any]:
-        """Return the licence and origin of the file's model, see `inherited_keys`; nothing if it is an adapter."""
+        """Return the licence and origin of the file's model, see `inherited_keys`; {} if the file is an adapter."""
         file = open_gguf(self.path)
         return {} if file.metadata.get("general.type") == "adapter" else inherited_keys(file)
 
@@ -140,8 +140,8 @@ def inherited_keys(base: GGUFFile) -> Mapping[str, Any]:
 def mappable_tensor(tensor: PlanTensor) -> TensorInfo | None:
     """Return the position of a planned tensor in its file if an engine may use it in place, else None.
 
-    Engines may use frozen matrices of any type, and frozen float32 tensors of any shape. For a tensor with another
-    shape than planned return None, because reading it reports the error. Raise GGUFError if the tensor is missing or
+    Engines may use frozen matrices of any type, and frozen float32 tensors of any shape. Also return None for a
+    tensor with another shape than planned: reading it raises the error. Raise GGUFError if the tensor is missing or
     not finite.
     """
     values = tensor.values

@@ -19,7 +19,7 @@ K_QUANTS = {
     "q2_k": 10, "q3_k_s": 11, "q3_k_m": 12, "q3_k_l": 13, "q4_k_s": 14, "q4_k_m": 15, "q5_k_s": 16, "q5_k_m": 17,
     "q6_k": 18,
 }  # fmt: skip
-# Takes the arguments of llama-quantize. A child process, because llama.cpp may abort.
+# Program that takes the arguments of llama-quantize. It runs in a child process, because llama.cpp may abort.
 CHILD = """
 import ctypes, os, sys
 import llama_cpp

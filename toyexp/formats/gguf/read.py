@@ -108,7 +108,7 @@ class GGUFFile(ModelFile):
     def pieces(self, info: TensorInfo, count: int | None = None) -> Iterator[tuple[int, np.ndarray]]:
         """Yield the stored bytes of a tensor's first `count` numbers as pairs (index of the first number, uint8 array).
 
-        Each pair but the last holds `NUMBERS` numbers, which fit the processor's cache. None: all numbers.
+        `count` is None: all numbers. Each pair but the last holds `NUMBERS` numbers, which fit the processor's cache.
         """
         _, per_block, block_bytes = GGUF_TYPES[info.type_id]
         part, total = self._parts[info.path], math.prod(info.shape) if count is None else count
@@ -140,7 +140,7 @@ class GGUFFile(ModelFile):
         name = re.fullmatch(r"(.+)-(\d{5})-of-(\d{5})\.gguf", self.path.name)
         if name is None or (int(name[2]), int(name[3])) != (number + 1, count):
             ending = _ending(number, count)
-            raise self.error(f"is part {number + 1} of {count} of a model, whose name must end in {ending}")
+            raise self.error(f"is part {number + 1} of {count} of a model, so its name must end in {ending}")
         paths = [self.path.with_name(name[1] + _ending(i, count)) for i in range(count)]
         if number:
             raise self.error(f"is part {number + 1} of {count} of a model; give the first one, {paths[0].name}")

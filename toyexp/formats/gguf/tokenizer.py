@@ -59,7 +59,7 @@ FILL = {
 }  # fmt: skip
 ENDING_FILL = ("fim_pad_token_id", "fim_rep_token_id", "fim_sep_token_id")
 USER_DEFINED_TEXTS = ("<|channel|>", "<|message|>", "<|start|>", "<|constrain|>")
-# llama.cpp's patterns for `general.name`, and a spelling that does not match.
+# Vocabulary families: llama.cpp's pattern for `general.name`, and a spelling that the pattern does not match.
 FAMILIES = {
     "phi-3": (re.compile("phi-?3", re.IGNORECASE | re.ASCII), "phi 3"),
     "modern-bert": (re.compile("modern-bert", re.IGNORECASE | re.ASCII), "modern bert"),
@@ -153,7 +153,8 @@ class _Reader:
         """Set the attributes that describe the tokens.
 
         `pieces` are texts without trailing padding, `types` the types in llama.cpp, `ends` the ids that end
-        generation, `unreachable` the ids that tokenizing text never gives. Also set `family` and `swallowing`.
+        generation, `unreachable` the ids that tokenizing text never gives. Also set `family` (see that function) and
+        `swallowing`, the ids that strip white space.
         """
         # As in llama.cpp, a NUL ends a token, and an empty token is called [EMPTY_i].
         tokens = [piece.partition("\0")[0] or f"[EMPTY_{i}]" for i, piece in enumerate(self.keys["tokens"])]

@@ -132,7 +132,7 @@ def model_metadata(model: Model, general: Mapping[str, Any], data: Mapping[str, 
 
 
 def check_keys(model: Model) -> None:
-    """Raise UserError if GGUF keys cannot hold one of the model's settings; it is called before training."""
+    """Raise UserError if GGUF keys cannot hold one of the model's settings. Call it before training."""
     for key, value in model_metadata(model, {}, {}).items():
         try:
             _pack_value(value, _kind(value))

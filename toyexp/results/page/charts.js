@@ -1,4 +1,5 @@
-// Charts of curves. Each point has a colour; raw curves are paler than smoothed ones.
+// Charts of curves. Each point (a group of runs that differ only in their seed) has a colour. Raw curves are paler than
+// smoothed ones.
 
 const AXES = { step: "step", tokens: "tokens", seconds: "time (s)" };
 const SCREEN = 60000; // values drawn at once; more would slow the page down
@@ -11,7 +12,8 @@ function isDark() {
   return document.documentElement.dataset.theme === "dark";
 }
 
-// Colours by rank, the best first: the part of cividis (Nunez et al. 2018) that contrasts with the ground by at least 3:1.
+// Colours by rank, the best first: the part of the colour map cividis (Nunez et al. 2018) whose contrast with the background
+// is at least 3:1.
 const RANKS = {
   light: ["#00224e", "#1a386f", "#434e6c", "#61656f", "#7d7c78", "#8a8678"],
   dark: ["#fee838", "#dec958", "#bcae6c", "#9b9476", "#7d7c78", "#737475"],
@@ -87,7 +89,7 @@ const CONFIG = {
   modeBarButtonsToRemove: ["select2d", "lasso2d", "resetScale2d", "sendChartToCloud"], toImageButtonOptions: { scale: 2 },
 };
 
-// Return the zoomed range of x, or the full length of the curves; null lets plotly choose.
+// Return the range of x: the zoomed range, or the full length of the curves. null lets plotly choose.
 function xRange() {
   if (state.zoom || state.xlog) return state.zoom;
   const ends = shownRuns().flatMap((run) => {
@@ -123,13 +125,14 @@ function shownRuns() {
   return visible().flatMap(runsOf);
 }
 
-// Return true if the smoothed curve of a run exceeds `high`, an end of the y axis.
+// Return true if the smoothed curve of a run exceeds `high`, the upper end of the y axis.
 function exceeds(run, high) {
   const limit = state.ylog ? 10 ** high : high;
   return state.score === "loss" && run.curves.loss.my.some((y) => y > limit);
 }
 
-// Return the first value of the shown score of a run, as a list: of its training curve, or else of its held-out curve.
+// Return a list with the first value of the run's training curve or, if it has none, of its held-out curve of the shown
+// score. The list is empty if the run has neither.
 function firstLosses(run) {
   const held = run.held[state.score], first = state.score === "loss" ? run.curves.loss.my : [];
   return (first.length ? first : held ? held[1] : []).slice(0, 1).filter((v) => v !== null);
@@ -168,7 +171,8 @@ function runLabel(run) {
   return many ? `${label}  seed=${run.seed}` : label;
 }
 
-// Bands of many points are paler, so that overlapping ones stay transparent.
+// Return a band of one standard deviation around the means. If many points are shown, bands are paler, so that
+// overlapping bands stay transparent.
 function bandTrace(xs, means, deviations, place, log) {
   const alpha = Math.max(0.16 * Math.min(1, 4 / Math.max(visible().length, 1)), 0.02);
   const least = log ? Math.min(...means.filter((m) => m > 0)) / 100 : -Infinity;
@@ -308,7 +312,8 @@ function drawSmall(name) {
   return Plotly.react(name, traces, layout({ yaxis: { ...y, fixedrange: true }, margin: { l: 44, r: 8, t: 4, b: 36 } }), quiet);
 }
 
-// Return the range of a logarithmic axis that fits the runs without a failure, so that a diverged run does not flatten them.
+// Return the range of a logarithmic axis that fits the completed runs, so that a diverged run does not flatten their curves.
+// {} lets plotly choose.
 function logRange(name) {
   const fine = shownRuns().filter((run) => run.state === "completed");
   const values = fine.flatMap((run) => run.curves[name].my).filter((y) => y > 0);

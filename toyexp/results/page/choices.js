@@ -1,7 +1,8 @@
 // Settings against the metric: parallel coordinates (drag along an axis to filter) and importances.
 
-// Return the position of each value on an axis, from 0 (bottom) to 1. Numbers are linear, or logarithmic over orders of
-// magnitude; names are evenly spaced. `turned` puts the lowest value at the top, as for a loss.
+// Return {place, ticks} of an axis: a function from a value to its position, from 0 (bottom) to 1, and [position, label] of
+// each tick. Numbers are placed linearly, or logarithmically if they span a factor of 8 or are `tagged`; names are evenly
+// spaced. `turned` puts the lowest value at the top, as for a loss. `exact` labels the values themselves if they are few.
 function makeScale(values, turned = false, exact = true, tagged = false) {
   const known = [...new Set(values.filter((v) => v !== null && v !== undefined))];
   const numbers = known.map(Number);
@@ -17,7 +18,8 @@ function makeScale(values, turned = false, exact = true, tagged = false) {
   return { place, ticks: known.map((v) => [place(v), v]) };
 }
 
-// Return round numbers between two: 1, 2 or 5 times a power of ten, or multiples of one of these.
+// Return round numbers from low to high. If `log`, these are 1, 2 or 5 times a power of ten; if not, multiples of one such
+// number.
 function roundTicks(low, high, log) {
   const power = (v) => 10 ** Math.floor(Math.log10(v)), found = [];
   if (log) {
@@ -50,7 +52,7 @@ function drawChoices() {
   const y = (t) => foot - t * (foot - top);
   const valueOf = (p, i) => (i === axes.length - 1 ? p.mean : p.settings[axes[i]]);
   const svg = addSvg("svg", { viewBox: `0 0 ${width} ${height}`, role: "img", "aria-label": `${data.metric} of ${scored.length} points against ${names}` }, box);
-  for (const p of scored.slice().reverse()) { // draws the best one on top
+  for (const p of scored.slice().reverse()) { // draw the best point last, on top
     const stops = axes.map((_, i) => [i, valueOf(p, i)]).filter(([, v]) => v !== null && v !== undefined);
     const path = stops.map(([i, v], n) => {
       const [px, py] = [x(i), y(scales[i].place(v))];
@@ -67,7 +69,7 @@ function drawChoices() {
     element.addEventListener("click", () => showOnly(p.place));
   }
   const left_out = data.points.length - scored.length;
-  if (left_out) addElement(box, "p", "small", `Not drawn, without a metric: ${left_out} ${left_out === 1 ? "point" : "points"}.`);
+  if (left_out) addElement(box, "p", "small", `Not drawn, because they have no metric: ${left_out} ${left_out === 1 ? "point" : "points"}.`);
   axes.forEach((key, i) => {
     const narrow = (width - left - 62) / Math.max(axes.length - 1, 1);
     const most = Math.max(Math.floor((narrow < 90 ? 1.9 : 1) * narrow / 7), 5); // narrow axes put names in two lines
@@ -86,10 +88,11 @@ function drawChoices() {
       return v !== null && v !== undefined && scales[i].place(v) >= t[0] - 1e-9 && scales[i].place(v) <= t[1] + 1e-9;
     }).map((p) => p.place));
   });
-  if (fresh) refresh(); // now the points of axes in the address are known
+  if (fresh) refresh(); // filters from the page's address have their points only now
 }
 
-// Dragging along an axis keeps the points that cross the range; a click removes the filter.
+// Filter points by an axis: dragging along it keeps the points whose lines cross the dragged range; a click removes the
+// filter. `taken` returns the points in a range.
 function addBrush(svg, key, x, top, foot, taken) {
   const grip = addSvg("rect", { class: "grip", x: x - 12, y: top - 6, width: 24, height: foot - top + 12, "data-axis": key }, svg);
   const old = state.brushes.get(key);

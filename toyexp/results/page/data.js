@@ -1,4 +1,5 @@
-// Unpack the page's data, and compute clocks, smoothed and thinned curves, and bands from it.
+// Unpack the page's data, and compute from it: the time and tokens at a step, smoothed and thinned curves, and bands
+// (mean and standard deviation over several curves).
 
 async function unpack(id) {
   const packed = Uint8Array.from(atob(document.getElementById(id).textContent), (c) => c.charCodeAt(0));
@@ -22,7 +23,7 @@ function prepare(data) {
   return data;
 }
 
-// Return the step, tokens or seconds at a step, interpolated linearly.
+// Return where a step lies on the x axis `over` (step, tokens or seconds). Tokens and seconds are interpolated linearly.
 function clockAt(run, step, over) {
   if (over === "step") return step;
   const [steps, seconds, tokens] = run.clock;
@@ -57,7 +58,8 @@ function smoothCurve(xs, ys, half) {
   return ys.map((y, i) => (y === null ? null : (sums[i] + y) / (weights[i] + 1)));
 }
 
-// Return the values between low and high, and one beyond each end; if over `most`, the lowest and highest of each bin.
+// Return the points of a curve with x between low and high, and one point beyond each end. If these are more than `most`,
+// divide them into bins and return only the lowest and highest point of each.
 function clipAndThin(xs, ys, low, high, most) {
   let from = 0, to = xs.length;
   while (from < to && xs[from] < low) from++;
@@ -98,7 +100,7 @@ function meanAndDeviation(values) {
   return [mean, Math.sqrt(values.reduce((a, b) => a + (b - mean) ** 2, 0) / (values.length - 1))];
 }
 
-// Return [xs, means, deviations] over curves, where at least two of them have values.
+// Return [xs, means, deviations] over several curves, at each x where at least two of them have values.
 function band(curves, most = 220) {
   const firsts = curves.map(([xs]) => xs[0]), lasts = curves.map(([xs]) => xs[xs.length - 1]);
   const low = Math.min(...firsts), high = Math.max(...lasts);

@@ -1,4 +1,5 @@
-// The filter of the header: conditions as in `toyexp runs`, such as lr=0.01, optim.weight_decay!=0 or loss<3, and words.
+// The filter in the page's header. It takes conditions as in `toyexp runs` (lr=0.01, optim.weight_decay!=0, loss<3), and
+// words that the label, name, state or seed of a run must contain.
 
 const CONDITION = /^([A-Za-z_][\w.]*)(!=|<=|>=|==?|<|>)(.*)$/s;
 const ALIASES = { held_out: "loss", eval_loss: "loss", tokens_per_second: "speed", started: "when" };
@@ -15,7 +16,8 @@ function listKeys() {
   return keys;
 }
 
-// Return {tests, problem}: functions that take a run, and the reason if a condition is invalid, otherwise "".
+// Return {tests, problem}. Each of `tests` takes a run and returns whether it matches one condition. `problem` says what is
+// wrong with the filter, or is "".
 function parseFilter(text) {
   const keys = listKeys(), tests = [];
   for (const word of text.split(/\s+/).filter(Boolean)) {

@@ -1,4 +1,4 @@
-// The page and all of it but the charts. Text of runs is never set as HTML.
+// Build the page, except its charts. Texts from runs are never inserted as HTML.
 
 let data, Plotly;
 const state = {
@@ -46,7 +46,7 @@ function runsOf(place) {
   return data.runs.filter((run) => run.point === place);
 }
 
-// A point passes the filter if one of its runs does.
+// A point (a group of runs that differ only in their seed) passes the filter if one of its runs does.
 function passes(place) {
   const brushed = [...state.brushes.values()].every((brush) => brush.fresh || brush.points.has(place));
   return brushed && runsOf(place).some((run) => conditions.tests.every((test) => test(run)));
@@ -75,7 +75,7 @@ function highlight(place) {
   soon = requestAnimationFrame(drawMain);
 }
 
-// -- the view in the page's address: it survives a reload, and can be sent --
+// -- the page's address holds the view: a reload keeps it, and a link shares it --
 
 const KEPT = ["theme", "score", "over", "xlog", "ylog", "raw", "held", "bands", "outliers", "smooth", "filter", "rows", "sort", "falling", "zoom", "tall"];
 
@@ -167,7 +167,7 @@ function drawAbout() {
   ].join(" ");
 }
 
-// Add links to the sections of the page, with the number of warnings.
+// Add links to the sections of the page; the link to the warnings has their number.
 function drawLinks() {
   const warned = data.runs.reduce((n, run) => n + run.warned, 0);
   for (const section of document.querySelectorAll("main section:not([hidden])")) {
@@ -176,7 +176,7 @@ function drawLinks() {
     const more = section.id === "warnings" ? ` (${warned})` : "";
     const link = addElement(byId("ways"), "a", more && "best", title.textContent.toLowerCase() + more);
     link.href = `#${section.id}`;
-    link.addEventListener("click", (event) => { // the address holds the view
+    link.addEventListener("click", (event) => { // a jump would replace the view in the address
       event.preventDefault();
       section.scrollIntoView();
     });
@@ -229,7 +229,7 @@ function drawDifferences() {
     addElement(row, "td", "key", key);
     const cell = addElement(row, "td", "wraps", formatValues(values));
     if (leader[key]) addElement(cell, "div", "small", `varies together with ${leader[key]}`);
-    else if (!data.keys.includes(key)) addElement(cell, "div", "small", "does not separate points");
+    else if (!data.keys.includes(key)) addElement(cell, "div", "small", "runs that differ only in this setting form one point");
   }
 }
 

@@ -11,7 +11,7 @@ function drawSearch() {
   const steps = { ...lineTrace(done.map((t) => t.number), history, "", { line: { width: 2, shape: "hv", color: style("mark") } }) };
   drawTrials("trials", scored, scored.map((t) => t.number), range, { title: { text: "trial" } }, [steps]);
   const box = byId("settings");
-  for (const key of box.childElementCount ? [] : search.keys) { // all figures first: a chart takes the width of its cell
+  for (const key of box.childElementCount ? [] : search.keys) { // before the charts: they take the width of their cells
     const figure = addElement(box, "figure"), share = search.importances[key];
     addElement(figure, "figcaption", "", key + (share === undefined ? "" : ` (importance ${(share * 100).toFixed(0)} %)`));
     addElement(figure, "div", "chart").id = `setting-${key}`;
@@ -20,7 +20,7 @@ function drawSearch() {
     const trials = scored.filter((trial) => key in trial.values), values = trials.map((trial) => trial.values[key]);
     const numeric = values.every((value) => typeof value === "number");
     const log = search.log.includes(key) && values.every((value) => value > 0);
-    const decades = log && Math.max(...values) / Math.min(...values) > 50 ? { dtick: 1 } : {}; // else ticks overlap
+    const decades = log && Math.max(...values) / Math.min(...values) > 50 ? { dtick: 1 } : {}; // more ticks would overlap
     const axis = numeric ? { type: log ? "log" : "linear", nticks: 5, tickformat: "~g", ...decades } : { type: "category" };
     drawTrials(`setting-${key}`, trials, numeric ? values : values.map(String), range, axis, []);
   }
@@ -30,7 +30,7 @@ function drawSearch() {
     " Triangles at the edge are trials far beyond it.";
 }
 
-// Return the range of the metric: from the best trial to four times the distance of the median.
+// Return the range of the metric to show: from the best trial to four times the median's distance from it.
 function searchRange(scored) {
   const sign = data.search.minimising ? 1 : -1;
   const costs = scored.map((trial) => sign * trial.score).sort((a, b) => a - b);

@@ -1,13 +1,14 @@
 // The table of results: its columns, sorting, and the button that shows all rows.
 
-// Return a run's metric by its name in table heads.
+// Return the metric of a run whose name in the head of the table is `head`.
 function scoreOf(run, head) {
   const name = head.replace("held-out ", "");
   if (head === "smoothed train loss") return run.train_loss;
   return name === "loss" ? run.loss : run.scores[name] ?? (name === "ppl" && run.loss !== null ? Math.exp(run.loss) : null);
 }
 
-// The ranking metric comes first, visible on a phone. Columns with equal values in all rows are left out.
+// Return the columns of the table. The metric that ranks the points comes first, so that a phone shows it. The columns
+// name, seed and warnings are left out if they would say nothing.
 function listColumns() {
   const points = state.rows === "points", each = (of) => (row) => (points ? mean(row.runs.map(of)) : of(row));
   const keys = data.keys.map((key) => ({ head: key, of: (row) => row.settings[key] ?? null }));

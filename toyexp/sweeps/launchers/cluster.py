@@ -30,7 +30,7 @@ class NodeJob:
     """Callable that runs a job's process on a node of the cluster. It is pickled and sent to the node."""
 
     def __init__(self, spec: LaunchSpec, stop_file: Path | None = None):
-        self.spec, self.stop = replace(spec, resumes=True), Stop()  # a cluster may start it again on its own
+        self.spec, self.stop = replace(spec, resumes=True), Stop()  # a cluster may start the job again on its own
         self._stop_file = stop_file  # created by the sweep to stop the job
         self._next_look = math.inf
 

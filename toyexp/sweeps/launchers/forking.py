@@ -1,6 +1,6 @@
 """Start jobs fast: fork each from a server process that has imported their modules and has opened no device.
 
-This replaces the fork server of `multiprocessing`, which replaces sys.path, runs the caller's script again, exists once
+The fork server of `multiprocessing` is not used: it overwrites sys.path, runs the caller's script again, exists once
 per process (so it keeps old versions of edited plugins), and cannot tell whether it is safe to fork.
 """
 
@@ -36,7 +36,7 @@ def spawn(args: Sequence[str], environment: Mapping[str, str], terminal: bool) -
     return subprocess.Popen(
         [sys.executable, "-m", "toyexp", *args],
         stdin=subprocess.PIPE, stdout=None if terminal else subprocess.PIPE, stderr=subprocess.PIPE,
-        env=environment, process_group=0,  # a Ctrl-C reaches it through the sweep, once
+        env=environment, process_group=0,  # a Ctrl-C reaches the job only through the sweep
     )  # fmt: skip
 
 
@@ -67,7 +67,7 @@ class ForkServer:
             except BaseException:
                 self._control.close()
                 raise
-        with contextlib.suppress(OSError):  # it was killed; jobs are spawned then
+        with contextlib.suppress(OSError):  # the server was killed; jobs are then spawned
             self._control.send({"words": list(words), "stacks": stacks})
 
     def start(self, words: Sequence[str], environment: Mapping[str, str], terminal: bool) -> Process:
@@ -80,7 +80,7 @@ class ForkServer:
             if self._is_ready():
                 try:
                     return ForkedProcess(self._control, words, environment, terminal)
-                except (ConnectionError, EOFError):  # it was killed
+                except (ConnectionError, EOFError):  # the server was killed
                     self._ready = False
         return spawn(words, environment, terminal)
 

@@ -1,4 +1,7 @@
-"""The fork server of a sweep: a process with the jobs' modules imported, but no open device and no other threads."""
+"""The fork server of a sweep: a process that has imported the modules of jobs and forks a process for each job.
+
+It opens no device and starts no threads, because both would break in a forked process.
+"""
 
 from __future__ import annotations
 
@@ -52,7 +55,7 @@ def serve() -> bool:
             _load(**options)
         fit = _is_safe_to_fork()
         control.send(fit)
-        signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the processes that wait for jobs need no parent
+        signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # discard the exit status of the processes that fork jobs
         while fit:
             request, files = control.recv(), [recv_handle(control) for _ in range(STREAMS)]
             with contextlib.suppress(Exception):
@@ -71,10 +74,10 @@ def _load(words: Sequence[str], stacks: bool) -> None:
 
     With `stacks`, also import what the engine needs to train several jobs as one program.
     """
-    import safetensors.numpy  # noqa: F401 - deferred, as wherever a checkpoint is written
+    import safetensors.numpy  # noqa: F401 - jobs import it when they write a checkpoint
 
     if stacks:
-        import toyexp.sweeps.launchers.stack_process  # noqa: F401 - and where nothing trains together
+        import toyexp.sweeps.launchers.stack_process  # noqa: F401 - only stacks need it
     request = _compose_request(words)
     cache_registry(request.registry)
     composed = request.compose()
@@ -88,7 +91,7 @@ def _load(words: Sequence[str], stacks: bool) -> None:
 
 
 def _compose_request(args: Sequence[str]) -> Request:
-    """Parse these arguments as a request, and cache Hydra's composition of it, which other jobs need too."""
+    """Parse `args` as a request. Cache Hydra's composition of the request, since other jobs need the same one."""
     flags, settings = split_flags(args)
     request = Request.parse(settings, Source.from_flags(*map(flags.get, JOB_FLAGS)))
     store_composition(Keys.from_registry(request.registry).hydra_overrides(request.settings), request.source)
@@ -143,7 +146,7 @@ def _fork_job(control: Connection, files: Sequence[int]) -> bool:
 
 def _become_job(request: Mapping[str, Any], files: Sequence[int]) -> None:
     """Set up this process like a job that was started with its own command line."""
-    os.setpgid(0, 0)  # a Ctrl-C reaches it through the sweep, once
+    os.setpgid(0, 0)  # a Ctrl-C reaches this process only through the sweep, so only once
     for number, file in enumerate(files[:-1]):
         os.dup2(file, number)
     for file in files:
@@ -164,7 +167,7 @@ def _become_job(request: Mapping[str, Any], files: Sequence[int]) -> None:
 
 def end(code: int) -> NoReturn:
     """Flush files and end a job's process. The interpreter's normal exit would take 0.1 s and copy shared memory."""
-    threading._shutdown()  # type: ignore[attr-defined] # waits for the threads that a process waits for
+    threading._shutdown()  # type: ignore[attr-defined] # waits for non-daemon threads, as a normal exit does
     for file in gc.get_objects():  # only objects created since the fork
         if isinstance(file, io.IOBase):
             with contextlib.suppress(Exception):

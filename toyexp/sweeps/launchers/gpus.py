@@ -36,7 +36,7 @@ class Gpus:
     def reserve(self, count: int) -> Iterator[list[str]]:
         """Reserve `count` GPUs while the context is open, and yield their ids.
 
-        If there are not enough, yield an empty list; the job then reports the error.
+        If the pool has fewer GPUs, yield an empty list; the job then reports the error.
         """
         with self._lock:
             names = sorted(self._use_counts, key=lambda name: self._use_counts[name])[:count]

@@ -27,7 +27,7 @@ from toyexp.sweeps.launchers.gpus import VISIBLE_DEVICES
 POLL = 0.2  # seconds between checks of a job's process and output
 PIPE_TIMEOUT = 0.5  # seconds that children of an ended job may keep its output open
 ENDINGS = ("toyexp: error: ", "toyexp: interrupted ", "Traceback (most recent call last)")  # starts of error messages
-LINES, LONG = 1000, 1 << 16  # lines of an error message that are kept; bytes of a line without an end
+LINES, LONG = 1000, 1 << 16  # last lines of an error message that are kept; bytes after which an unended line is shown
 NOT_STARTED = 126  # exit code of shells for a command that cannot be run
 PATIENCE = 2  # signals that are forwarded to jobs; the next one kills them
 
@@ -36,7 +36,7 @@ class Stop:
     """Stop requests of a sweep: the first two signals ask jobs to save and exit, the third kills them."""
 
     def __init__(self) -> None:
-        self.number = 0  # the first signal
+        self.number = 0  # number of the first signal; 0 if there was none
         self.ends = 0  # number of stop requests
         self._count = 0
         self._processes: set[Process] = set()
@@ -100,8 +100,9 @@ def run_process(
 ) -> JobExit:
     """Run a job in its own process, wait for it, and return its exit code and error message.
 
-    `show` receives each line that the job prints, and the stream; the lines are also logged. With `terminal`, the job
-    writes to the sweep's standard output instead, so that it can draw a progress bar. `poll` is called regularly.
+    `show` is called with each line that the job prints and with the stream (sys.stdout or sys.stderr) of the line.
+    Lines are also written to the job's log. With `terminal`, the job writes to the sweep's standard output instead, so
+    that it can draw a progress bar. `poll` is called about every POLL seconds. `start` starts the process.
     """
     last = _LastWords()
     try:
@@ -121,7 +122,7 @@ def run_process(
                 if not (to_stderr and last.holds_back(line)):
                     show(line, sys.stderr if to_stderr else sys.stdout)
             code = process.wait()
-        if code == 0:  # it printed an error and still succeeded
+        if code == 0:  # the job printed an error and still succeeded
             for line in last.held:
                 show(line, sys.stderr)
     except UserError as error:
@@ -139,14 +140,14 @@ class _LastWords:
         self._line = ""
 
     def holds_back(self, line: str) -> bool:
-        """Return True if this line of stderr belongs to an error message, which is then held back."""
+        """Return True if this line of stderr belongs to an error message, and keep the line in that case."""
         self._line = line.strip() or self._line
         if self.held or line.startswith(ENDINGS):
             self.held.append(line)
         return bool(self.held)
 
     def text(self) -> str:
-        """Return the error message, or the last line if there is none."""
+        """Return the error message, or the last line of stderr if it holds no error message."""
         message = list(itertools.dropwhile(lambda line: not line.startswith("toyexp: error: "), self.held))
         return "\n".join(message).removeprefix("toyexp: error: ").rstrip() or self._line.removeprefix("toyexp: ")
 

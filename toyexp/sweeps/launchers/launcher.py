@@ -21,18 +21,18 @@ from toyexp.sweeps.launchers.gpus import Gpus, visible_gpus
 from toyexp.sweeps.launchers.job_process import Stop
 from toyexp.sweeps.watch import Watch
 
-AUTO = -1  # stands for the GPUs of a job with engine=auto
+AUTO = -1  # stands for the unknown number of GPUs of a job with engine=auto
 
 
 class Resources(NamedTuple):
-    """Number of jobs (or stack processes) at once, and the resources of each."""
+    """Number of parallel jobs (or of parallel processes that each train a stack of jobs), and the resources of each."""
 
     jobs: int
     cores: int  # 0: all
     gpus: int  # number of GPUs of the job that uses the most
     processes: int = 1  # number of processes of the job that uses the most
     stacks: int = 1  # number of stacks that share a device's memory
-    counts: Sequence[int | None] = ()  # GPUs of a job, for each engine; None: all; AUTO: engine=auto
+    counts: Sequence[int | None] = ()  # GPUs of a job, for each engine in the sweep; None: all; or AUTO
 
     def max_gpus(self, machine_gpus: int) -> int:
         """Return the largest number of GPUs that a job uses on a machine with `machine_gpus` GPUs.
@@ -49,7 +49,7 @@ class Launcher(ABC):
     name: ClassVar[str]
     package: ClassVar[str] = ""  # Python package that it needs
     has_several: ClassVar[bool] = True  # whether sweep.jobs applies
-    takes_all: ClassVar[str] = ""  # text for messages if all jobs run at once by default: how they do
+    takes_all: ClassVar[str] = ""  # verb for messages if all jobs run at once by default: "train"
     shares_gpus: ClassVar[bool] = False  # whether sweep.per_gpu applies
     shares_gpus_by: ClassVar[str] = ""  # text for messages: what to type instead of sweep.per_gpu
     uses_fork_server: ClassVar[bool] = False  # whether jobs are forked where that is possible
@@ -59,7 +59,7 @@ class Launcher(ABC):
     def __init__(self, settings: Sweep, jobs: Sequence[Job], total: int, configs: JobConfigs):
         """Divide the machine among `total` jobs.
 
-        `jobs` are samples of them, which together have every value of every varying setting.
+        `jobs` is a selection of these jobs that together have every value of every swept key.
         """
         self.settings, self.total, self.configs = settings, total, configs
         self.gpus = Gpus(visible_gpus())
@@ -92,13 +92,14 @@ class Launcher(ABC):
     def run(self, jobs: Iterator[Job], watch: Watch) -> Iterator[tuple[Job, JobExit]]:
         """Run jobs, and yield each with its exit when it has ended.
 
-        `jobs` chooses the next job only when it is asked for it, since that may depend on how earlier jobs ended.
+        Take a job from the iterator `jobs` only when it can start, since a search chooses it by the results of earlier
+        jobs.
         """
 
     def resources(self, jobs: Sequence[Job]) -> Resources:
         """Return how many jobs run at once, and the cores, GPUs and processes of each.
 
-        Raise UserError if the machine cannot run any.
+        Raise UserError if the machine cannot run any job.
         """
         return Resources(1, 0, 0)
 
@@ -119,7 +120,7 @@ class Launcher(ABC):
     def preload(self, words: Sequence[str], stop: Stop) -> None:
         """Start the fork server, if this launcher and this platform use one.
 
-        It imports the modules that jobs with the arguments `words` need.
+        It imports the modules that jobs with the arguments `words` need. If `stop` is requested, nothing waits for it.
         """
         if self.uses_fork_server and sys.platform in PLATFORMS:
             environment = {**os.environ, **core_variables(self.share.cores)}
@@ -130,7 +131,7 @@ class Launcher(ABC):
         if self._forks:
             self._forks.wait()
 
-    def connect(self) -> None:  # noqa: B027 - most have no cluster
+    def connect(self) -> None:  # noqa: B027 - most launchers use no cluster
         """Join the cluster. Raise UserError if there is none."""
 
     def close(self) -> None:
@@ -155,7 +156,7 @@ class Launcher(ABC):
     # -- shares of a machine -------------------------------------------------------------------------------------------
 
     def requested_resources(self, jobs: Sequence[Job], gpus: int) -> Resources:
-        """Return the resources that jobs request: sweep.jobs (or all) at once, each as large as the largest.
+        """Return the resources that jobs request: sweep.jobs of them (or all) run at once, each counted as the largest.
 
         `gpus` is the number of GPUs of the machine. It matters for jobs that use all GPUs and for engine=auto.
         """
@@ -168,7 +169,8 @@ class Launcher(ABC):
     def limit_to_machine(self, share: Resources) -> Resources:
         """Return the resources `share`, limited to what this machine has.
 
-        Jobs that need several GPUs never share a GPU. Jobs that need one GPU may share it, as sweep.per_gpu sets.
+        Jobs that need several GPUs never share a GPU. Jobs that need one share it only if sweep.per_gpu or a large
+        sweep.jobs asks for that.
         """
         settings, cores = self.settings, available_cores()
         at_once = self.gpus.capacity(share.gpus, self.per_gpu(share))
@@ -182,7 +184,7 @@ class Launcher(ABC):
     def per_gpu(self, share: Resources) -> int:
         """Return how many jobs share a GPU. Raise UserError if sweep.per_gpu is set for jobs that need several GPUs."""
         if self.settings.per_gpu > 1 and share.gpus > 1:
-            raise UserError(f"sweep.per_gpu={self.settings.per_gpu}: jobs of {share.gpus} GPUs cannot share them")
+            raise UserError(f"sweep.per_gpu={self.settings.per_gpu}: jobs with {share.gpus} GPUs each cannot share one")
         return max(self.settings.per_gpu, 1)
 
 

@@ -25,7 +25,7 @@ from toyexp.sweeps.launchers.job_process import NOT_STARTED
 from toyexp.sweeps.launchers.launcher import Resources
 
 CONNECT_TIMEOUT = 5.0  # seconds to connect to the head node; Ray itself would try for two minutes
-# Environment variables that are passed on to jobs. Other variables are those of the node.
+# Environment variables that begin with these texts are passed on to jobs. Other variables are those of the node.
 FORWARDED_VARIABLES = ("PYTHONPATH", "TOYEXP_")
 # Defaults for Ray: send no usage statistics, and do not kill a job's process when its worker is killed: the job saves
 # a checkpoint first.
@@ -72,7 +72,7 @@ class OnRay(Cluster):
     shares_gpus_by = "; with sweep.launcher=ray set a fraction: sweep.ray.gpus=0.25"
     _cores: int
     _gpus: float
-    _nodes: Sequence[Node] = ()  # of the cluster, once joined
+    _nodes: Sequence[Node] = ()  # nodes of the cluster; empty until it is joined
 
     def resources(self, jobs: Sequence[Job]) -> Resources:
         self.retries = self.settings.ray.retries
@@ -105,7 +105,7 @@ class OnRay(Cluster):
             setting = f"sweep.ray.address={address}" if address else "sweep.launcher=ray"
             raise UserError(
                 f"{setting}: no node can run a job of {job_needs} (nodes: {node_texts}); "
-                "for a cluster with autoscaling, set the parallel jobs: sweep.jobs=8"
+                "for a cluster with autoscaling, set the number of parallel jobs: sweep.jobs=8"
             )
         self.share = resources._replace(jobs=limit)
         count = pluralise(len(self._nodes), "node")
@@ -211,7 +211,7 @@ def _join(address: str | None, cores: int) -> None:
 
 
 def _require_answer(address: str, setting: str) -> None:
-    """Raise UserError unless a server answers at an address."""
+    """Raise UserError if an address is malformed or no server answers there. `setting` is quoted in the message."""
     host, _, port = address.rpartition(":")
     if not host or "/" in host or not port.isdecimal() or not 0 < int(port) < 65536:
         expected = "HOST:PORT of a cluster's head node, such as 10.0.0.1:6379; ports are 1 to 65535"

@@ -45,7 +45,7 @@ class Processes(Launcher):
     def resources(self, jobs: Sequence[Job]) -> Resources:
         share = self.limit_to_machine(self.requested_resources(jobs, len(visible_gpus())))
         if share.jobs > MAX_PROCESSES:
-            print_line(f"sweep.jobs={self.settings.jobs}: {MAX_PROCESSES} run at once, the limit on one machine")
+            print_line(f"sweep.jobs={self.settings.jobs}: only {MAX_PROCESSES} run at once, the limit on a machine")
         return share._replace(jobs=min(share.jobs, MAX_PROCESSES))
 
     def run(self, jobs: Iterator[Job], watch: Watch) -> Iterator[tuple[Job, JobExit]]:
@@ -103,7 +103,10 @@ class InProcess(Launcher):
 
     @contextlib.contextmanager
     def _redirect(self, spec: LaunchSpec, watch: Watch) -> Iterator[None]:
-        """Write into a job's log what the sweep does not print: lines, and with a board also notes and warnings."""
+        """Redirect a job's standard output to its log if the sweep does not print it.
+
+        If a board is shown, redirect standard error (notes and warnings) too.
+        """
         if watch.verbose and not watch.board:
             yield
             return
@@ -129,7 +132,7 @@ def run_in_threads(items: Iterator[T], work: Callable[[T, Callable[[R], None]], 
     """Call `work` for each item in a thread of its own, at most `limit` at once, and yield the results.
 
     `work` receives an item and a function to which it passes each result. If `work` raises an error, it is raised here.
-    The next item is taken only after the caller has consumed the last result, since it may depend on it.
+    The next item is taken only after the caller has consumed the last result, since its choice may depend on that.
     """
     results: queue.SimpleQueue[tuple[R] | BaseException | None] = queue.SimpleQueue()
 

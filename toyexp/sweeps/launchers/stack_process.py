@@ -51,7 +51,7 @@ MEMORY_SHARE = 0.8  # share of the free memory that stacks may use
 MIN_SECONDS = 5.0  # if all jobs one after another would take fewer seconds, no stack size is timed
 SIZES = (4, 16, 64)  # stack sizes to try, besides all jobs that fit
 WARM_UP, STEPS, SLICE, PATIENCE = 3, 3, 0.1, 3.0  # warm-up steps; minimum steps and seconds to time; maximum seconds
-# Ratios of a size's time per job to the best so far: below GAIN it is the new best, above MAX_SLOWDOWN trials end.
+# Ratios of a size's time per job to the best so far: below GAIN it is the new best, above MAX_SLOWDOWN timing ends.
 GAIN, MAX_SLOWDOWN = 0.95, 1.3
 FAST_ENOUGH = 0.5  # ratio to a single job's time; if the largest stack is below it, a GPU tries no smaller one
 
@@ -97,7 +97,7 @@ def train_stack(request: Request) -> int:
         contextlib.redirect_stdout(cast("TextIO", TaggedStream(sys.stdout))),
         contextlib.redirect_stderr(cast("TextIO", TaggedStream(sys.stderr))),
     ):
-        log.setLevel(logging.INFO)  # a run resets it at its end, while others still train
+        log.setLevel(logging.INFO)  # each run resets the level at its end, while others still train
 
         def tell(**fields: Any) -> None:
             with contextlib.suppress(OSError):  # the sweep has exited, and will signal this process
@@ -115,8 +115,8 @@ class StackProcess:
     tell: Callable[..., None]  # report an event to the sweep
     limit: int  # jobs in a stack; 0: automatic
     shared_by: int  # number of stacks that share the device's memory
-    _sizes: list[tuple[Member, int]] = field(default_factory=list)  # sizes, by a member of each program
-    _printed_lines: set[str] = field(default_factory=set)  # lines that were printed
+    _sizes: list[tuple[Member, int]] = field(default_factory=list)  # chosen size, with one member of each program
+    _printed_lines: set[str] = field(default_factory=set)
 
     def train(self, jobs: Sequence[Mapping[str, Any]]) -> int:
         """Train all jobs, or stop at a signal; return the exit code."""
@@ -163,7 +163,7 @@ class StackProcess:
         if len(same_program) == 1:
             if len(pool) > 1:
                 why = first.stack_conflict(pool[1])
-                self._say_once(f"job {first.number} trains alone, the next job is a different program: {why}")
+                self._say_once(f"job {first.number} trains alone; the next job has a different program: {why}")
             return same_program
         size = next((size for member, size in self._sizes if not first.stack_conflict(member)), 0)
         if not size:
@@ -204,9 +204,9 @@ class StackProcess:
             self._drive(requests)
 
     def _drive(self, requests: Mapping[ContextLoop, Realize]) -> None:
-        """Train runs that wait for their sessions (their models on the device) together, as one stack.
+        """Train runs together as one stack. If the memory runs out, train one half of the runs after the other.
 
-        If the memory runs out, train one half of the runs after the other.
+        Each run has requested a session (its model on the device). `requests` maps the run's generator to its request.
         """
         lives = [*requests]
         if not lives:
@@ -223,7 +223,7 @@ class StackProcess:
             stack_or_error = error
         if len(lives) > 1 and isinstance(stack_or_error, RunFailed):
             half = (len(lives) + 1) // 2
-            print_line(f"stack   {stack_or_error}: {half} and {len(lives) - half} jobs train together")
+            print_line(f"stack   {stack_or_error}: training in two stacks of {half} and {len(lives) - half} jobs")
             del stack_or_error  # its traceback keeps the device memory alive
             for part in (lives[:half], lives[half:]):
                 self._drive({life: requests[life] for life in part})
@@ -253,7 +253,7 @@ class StackProcess:
 
 
 class ContextLoop(Generator[Any, Any, None]):
-    """Wrapper of a run's generator that executes each part of it in the run's own contextvars.Context."""
+    """Wrapper of a run's generator that executes the generator's code in the run's own contextvars.Context."""
 
     def __init__(self, loop: Requests[None], context: Context):
         self._loop, self._context = loop, context
@@ -265,7 +265,7 @@ class ContextLoop(Generator[Any, Any, None]):
     def throw(self, *error: Any) -> Any:
         """Raise an error in the generator and return the value that it yields next.
 
-        An exception for a signal is copied first, since each run adds its own text to it.
+        An `Interrupted` error is copied first, since each run adds its own text to it.
         """
         errors = [Interrupted(e.exit_code - 128) if isinstance(e, Interrupted) else e for e in error]
         return self._context.run(partial(self._loop.throw, *errors))
@@ -324,8 +324,9 @@ def choose_size(prepared_runs: Sequence[Prepared], steps: int, limit: int, share
 def _fastest_size(alike: Sequence[Prepared], steps: int, most: int, words: str) -> tuple[int, str]:
     """Time several stack sizes. Return the one with the shortest time per job, and a line that says why.
 
-    `words` is the beginning of that line. On a GPU the largest size is tried first. It is taken at once if its time per
-    job is below `FAST_ENOUGH` times the time of a single job.
+    `words` is the beginning of that line, `most` the largest size, and `steps` the number of steps that all jobs have
+    left to train. On a GPU the largest size is tried first. It is chosen at once if its time per job is below
+    FAST_ENOUGH times the time of a single job.
     """
     blank, on_gpu = [_zero_weights(prepared) for prepared in alike[:most]], alike[0].config.engine.on_gpu
     alone = _time_step(blank[:1])
@@ -354,7 +355,7 @@ def _fastest_size(alike: Sequence[Prepared], steps: int, most: int, words: str) 
 
 
 def _zero_weights(prepared: Prepared) -> Prepared:
-    """Return the same run with all weights 0: to draw or read real weights would take longer than a few steps."""
+    """Return the same run with all weights 0, because drawing or reading real weights takes longer than a few steps."""
     plan = prepared.plan
     return replace(prepared, plan=replace(plan, tensors=tuple(replace(t, values=Constant(0)) for t in plan.tensors)))
 

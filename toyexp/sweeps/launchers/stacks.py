@@ -23,11 +23,11 @@ from toyexp.sweeps.launchers.launcher import Resources, one_job_per_engine
 from toyexp.sweeps.launchers.processes import Processes, run_in_threads
 from toyexp.sweeps.watch import Watch
 
-# Parts whose settings rarely change the program, unlike their names.
+# Parts whose settings rarely change the program (the operations and shapes of a step). Another name does change it.
 NUMERIC_PARTS = ("optim", "recipe", "callbacks", "data")
-FULL_STACK = 32  # jobs in a stack that keep a GPU as busy as their process keeps a core, for small models
+FULL_STACK = 32  # number of jobs with small models at which a stack keeps its GPU as busy as its process's CPU core
 MAX_STACKS_PER_GPU = 4  # default limit of stacks that share a GPU
-MIN_STACK = 4  # jobs of one program for which stacking is suggested
+MIN_STACK = 4  # minimum number of jobs with one program for which stacking is suggested
 STEP_KEYS = ("batch_size", "optim.accumulate", "recipe.rank", "recipe.targets", "experiment")
 Ends = Callable[[tuple[Job, JobExit]], None]  # receives how a job ended
 
@@ -38,7 +38,7 @@ class _ProcessJobs:
 
     jobs: dict[int, Job]  # jobs that have not ended, by number
     started: set[int] = field(default_factory=set)
-    prepares: int | None = None  # number of the job that it is preparing
+    prepares: int | None = None  # number of the job that the process is preparing
 
 
 class Stacks(Processes):
@@ -159,9 +159,9 @@ def _pipe(path: Path) -> IO[bytes]:
 
 
 def deal_jobs(jobs: Sequence[Job], processes: int) -> list[list[Job]]:
-    """Split jobs into parts, one for each process; if there are more parts, they run when a process is free.
+    """Split jobs into parts. One process trains each part; at most `processes` run at once, and other parts wait.
 
-    Jobs that probably have the same program are put together. The process decides which of them form a stack.
+    Jobs that probably have the same program are put into one part. Its process decides which of them form a stack.
     """
     kinds = group_by_program(jobs)
     if processes == 1:

@@ -80,7 +80,7 @@ class Search(JobSource):
         return {}
 
     def open(self, folder: SweepDir, is_new: bool) -> None:
-        """Open the Optuna study in the sweep's directory, and report the ends of earlier jobs to it."""
+        """Open the Optuna study in the sweep's directory, and report the results of earlier jobs to the study."""
         settings = self._settings
         study = Study(folder.path, str(settings.search), settings.metric, self._keys, self._seed)
         study.require_trials(len(self._group_by_trial()))
@@ -124,12 +124,12 @@ class Search(JobSource):
         if settings.prune and varying_key:
             raise UserError(f"{varying_key.line}: {setting} compares runs at the same steps; give eval_every one value")
         if settings.prune and every >= steps:
-            raise UserError(f"{setting}: no evaluation before the last step: set eval_every={every} below {steps}")
+            raise UserError(f"{setting}: no evaluation before the last step: eval_every={every} must be below {steps}")
         self._first_asked = first_pruning_step(steps, every)
         if settings.repeats > 1 and any(key.key == "seed" for key in self._keys):
             raise UserError(f"sweep.repeats={settings.repeats}: sets the seeds of each trial; leave out seed=...")
 
-    # -- which job is next --
+    # -- the next job --
 
     def next(self) -> Job | None:
         """Return a job to resume, another seed of a trial, the first job of a new trial, or None if no job is left.
@@ -188,17 +188,18 @@ class Search(JobSource):
         )
 
     def record_end(self, job: Job) -> None:
-        """Report a trial to the study once it is finished.
+        """Record that a job has ended, and report its trial to the study if the trial is finished.
 
-        Its score is the mean over its jobs; it has none if a job failed or was pruned. A completed job without the
-        metric counts as failed.
+        A trial's score is the mean over its jobs; it has none if a job failed or was pruned. A completed job without
+        the metric counts as failed.
         """
         assert self._study is not None and job.trial is not None
         if job.status == Status.COMPLETED and self._score(job) is None:
             loss_names = ["loss", "ppl"] if job.result.get("eval_loss") is not None else []
-            metric_names = ", ".join([*loss_names, *(job.result.get("eval_scores") or {})]) or "no held-out metric"
+            metric_names = ", ".join([*loss_names, *(job.result.get("eval_scores") or {})]) or "none"
             job.status = Status.FAILED
-            job.error = f"sweep.metric={self._settings.metric}: the run ended with {metric_names}"
+            missing = f"sweep.metric={self._settings.metric}: the run recorded no value of this metric"
+            job.error = f"{missing}; its held-out metrics: {metric_names}"
         jobs = self._group_by_trial()[job.trial]
         before, self._data = len(self._data), self._data | {job_sources(job).get("data", "")} - {""}
         if len(self._data) > 1 >= before:
@@ -216,7 +217,7 @@ class Search(JobSource):
     def _scores(self, jobs: Sequence[Job]) -> list[float]:
         return [score for score in map(self._score, jobs) if score is not None]
 
-    # -- what came out --
+    # -- results --
 
     def all_jobs(self) -> list[Job]:
         """Return the jobs so far, and a job without overrides in place of each that is not chosen yet."""

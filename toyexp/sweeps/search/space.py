@@ -102,7 +102,7 @@ def _key(override: Override) -> Key:
     tags: set[str] = getattr(value, "tags", set())  # a glob has no tags
     is_interval, log = override.is_interval_sweep(), "log" in tags
     if unknown := sorted(tags - {"log"} if is_interval else tags):
-        raise UserError(f"{line}: tag {unknown[0]} is unknown; an interval takes log: tag(log, interval(1e-4, 1e-1))")
+        raise UserError(f"{line}: unknown tag {unknown[0]}; an interval accepts log: tag(log, interval(1e-4, 1e-1))")
     if is_interval:
         low, high = value.start, value.end
         if not (math.isfinite(low) and math.isfinite(high) and low < high):

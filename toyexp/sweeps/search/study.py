@@ -1,6 +1,6 @@
-"""The Optuna study of a search: it chooses trials, prunes runs and ranks keys.
+"""The Optuna study of a search: it chooses trials, prunes runs and computes the importance of keys.
 
-Its state is a journal file, which optuna-dashboard can open and several processes may write.
+Its state is in a journal file, which optuna-dashboard can open and several processes may write.
 """
 
 from __future__ import annotations
@@ -106,10 +106,11 @@ class Study:
         return int(self._study.best_trial.number)
 
     def importances(self) -> tuple[dict[str, float], str]:
-        """Return the importance of each key for the ranking of the trials, as a dict, and an empty text.
+        """Return a dict with the importance of each key for the ranking of the trials, and an empty text.
 
-        If it is unknown, the dict is empty and the text says why. Trials are ranked as TPE ranks them: completed ones
-        by score, then pruned ones (later steps first, then by the score at that step), then those without a score.
+        If importances are unknown, the dict is empty and the text says why. Trials are ranked as TPE ranks them:
+        completed ones by score, then pruned ones (later steps first, then by the score at that step), then those
+        without a score.
         """
         from toyexp.results.importance import compute_shares
 
@@ -142,7 +143,7 @@ class Study:
         if self._search == "grid":
             return nth_point(self._keys, open_trial.number)
         study, trial = self._study, open_trial._cached_frozen_trial
-        seed = (self._seed * 1_000_003 + trial.number) % 2**32  # a resumed search draws the same
+        seed = (self._seed * 1_000_003 + trial.number) % 2**32  # a resumed search draws the same values
         sampler = self._sampler(seed)
         together = sampler.infer_relative_search_space(study, trial)
         for _ in range(MAX_DRAWS):
@@ -199,8 +200,8 @@ class Judge:
     def _loses_halving(self, step: int, score: float, trials: Sequence[Any]) -> bool:
         """Return True if the score is not in the better half of all runs at this step.
 
-        This is asynchronous successive halving (https://arxiv.org/abs/1810.05934) at the steps `first`, 2 `first`, 4
-        `first`, 8 `first`, ...
+        This is asynchronous successive halving (https://arxiv.org/abs/1810.05934). It decides only at the steps first,
+        2 * first, 4 * first, 8 * first, ... and returns False at all others.
         """
         times, remainder = divmod(step, self._first)
         if remainder or times & (times - 1):

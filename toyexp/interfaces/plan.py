@@ -106,8 +106,9 @@ class Plan:
             if isinstance(adapter, LoraAdapter) and adapter.dropout and adapter.mask not in self.inputs:
                 raise UserError(f"plan: the dropout of {adapter.target} needs input {adapter.mask}, which is missing")
         require_range("plan", self, rows="[1,inf)", accumulate="[1,inf)", grad_clip="[0,inf)")
-        if "weights" not in self.inputs or not self.inputs["weights"].dtype.startswith("float"):
-            raise UserError("plan: input weights must have a dtype of kind float")
+        dtype = self.inputs["weights"].dtype if "weights" in self.inputs else "missing"
+        if not dtype.startswith("float"):
+            raise UserError(f"plan: input weights must have a dtype of kind float; it is {dtype}")
         self.objective.check_inputs(self.model, self.inputs)
         self._check_rows()
         names_in_groups = [name for group in self.groups for name in group.tensors]

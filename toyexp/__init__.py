@@ -50,7 +50,7 @@ if TYPE_CHECKING:
     from toyexp.interfaces.kind import IMAGES, TOKENS, Kind
     from toyexp.interfaces.micro_batches import HeldOut
     from toyexp.interfaces.model import Model, TensorSpec, lower_is_better
-    from toyexp.interfaces.objective import CrossEntropy, Objective
+    from toyexp.interfaces.objective import CrossEntropy, Objective, require_class_targets
     from toyexp.interfaces.ops import AdaptedWeight, LowRank, Ops, Params, Rotary, Tensor
     from toyexp.interfaces.optimiser import DEFAULT_BETA2, FROM_SCRATCH, LORA, MODES, AdamW, Group, Optimiser, Rule
     from toyexp.interfaces.plan import Lens, LoraAdapter, Plan, PlanTensor, lora_names

@@ -7,5 +7,8 @@ from toyexp import Register, hookimpl
 def register_objectives(register: Register) -> None:
     """Register the objectives."""
     from toyexp import CrossEntropy
+    from toyexp_objectives.distil import Distil
+    from toyexp_objectives.vectors import MSE, Contrastive
 
-    register(CrossEntropy)
+    for objective in (CrossEntropy, MSE, Contrastive, Distil):
+        register(objective)

@@ -16,7 +16,7 @@ from toyexp.base.errors import UserError, printable, suggest
 from toyexp.base.memory import convert_memory_errors
 from toyexp.base.signals import protect_imports
 from toyexp.base.terminal import show_status
-from toyexp.config.build import apply_types, check_engine, check_parts, pick_engine
+from toyexp.config.build import apply_types, check_engine, check_parts, load_objective_model, pick_engine
 from toyexp.config.paths import CONF
 from toyexp.config.schema import AUTO, default_callbacks
 from toyexp.formats.gguf.open_model import load_open_model, open_gguf
@@ -140,6 +140,7 @@ def _build_config(
     plain |= {kind: _plain_settings(kind, part) for kind, part in {**parts, "engine": engine}.items()}
     plain["callbacks"] = {name: _plain_settings(f"callbacks.{name}", callback) for name, callback in watchers.items()}
     check_parts(top_level, parts, watchers)
+    load_objective_model(parts["objective"], registry)
     return Config(
         settings=top_level, **parts, engine=engine, callbacks=watchers, plain=plain, engine_note=note, base=base,
         default_callbacks=default_callbacks,

@@ -19,14 +19,15 @@ HELP = """\
 usage: toyexp new KIND NAME [--into DIR]
 
 Create a plugin in a new directory, toyexp-NAME: a working part, a test with the conformance suite, and a README with
-the next commands. KIND is engine, model, recipe, data, callback, optimiser or format.
+the next commands. KIND is engine, model, recipe, data, callback, optimiser, objective or
+format.
   toyexp new optimiser sgdr
   cd toyexp-sgdr && pytest
 Existing files are never overwritten."""
 
 KINDS = {  # keys: as typed; values: as in the registry
     "engine": "engine", "model": "model", "recipe": "recipe", "data": "data", "callback": "callbacks",
-    "optimiser": "optim", "format": "format",
+    "optimiser": "optim", "objective": "objective", "format": "format",
 }  # fmt: skip
 KIND_ALIASES = {"optim": "optimiser", "optimizer": "optimiser", "callbacks": "callback", "dataset": "data"}
 MAX_NAME_LENGTH = 60  # characters; the name becomes part of file names

@@ -22,9 +22,11 @@ from toyexp.config.keys import Keys
 from toyexp.config.mistakes import rephrase
 from toyexp.config.schema import AUTO, Root, part_class, schema
 from toyexp.config.top_level import PARTS, Sweep
+from toyexp.formats.gguf.open_model import load_open_model, open_gguf
 from toyexp.interfaces.data import Data
 from toyexp.interfaces.engine import Engine
 from toyexp.interfaces.model import Model
+from toyexp.interfaces.objective import Objective
 from toyexp.interfaces.optimiser import Optimiser
 from toyexp.interfaces.recipe import Recipe
 from toyexp.plugins.registry import Registry
@@ -67,6 +69,12 @@ def check_parts(settings: Settings, parts: Mapping[str, Any], callbacks: Mapping
     batch_size, accumulate = settings.batch_size, parts["optim"].accumulate
     if batch_size % accumulate:
         raise UserError(f"optim.accumulate={accumulate}: must divide batch_size={batch_size}")
+
+
+def load_objective_model(objective: Objective, registry: Registry) -> None:
+    """Load the second model that the objective runs, such as a teacher, if it names one."""
+    if path := objective.model_file():
+        objective.second_model = load_open_model(open_gguf(str(path)), registry)  # type: ignore[misc]  # of this object
 
 
 def _apply_all_types(values: dict[str, Any]) -> dict[str, Any]:

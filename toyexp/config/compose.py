@@ -23,6 +23,7 @@ from toyexp.config.build import (
     build_parts,
     create_part,
     drop_hydra_keys,
+    load_objective_model,
     pick_engine,
     resolve_config,
     resolve_paths,
@@ -171,6 +172,7 @@ class Composition:
             with self.locate_errors():
                 raise
         require_plugins(parts["settings"].plugins, self.modules, "the config")
+        load_objective_model(parts["objective"], registry)
         self._set_devices(parts["plain"]["engine"])
         engine, note = pick_engine(parts["plain"]["engine"], registry)
         return Config(

@@ -35,8 +35,8 @@ class TensorSpec:
 
 
 def lower_is_better(metric: str) -> bool:
-    """Return True for loss and ppl, which improve as they fall. A model's own metrics improve as they rise."""
-    return metric in ("loss", "ppl")
+    """Return True for loss, ppl and kl, which improve as they fall. Other metrics improve as they rise."""
+    return metric in ("loss", "ppl", "kl")
 
 
 @dataclass

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from toyexp.base.errors import UserError
@@ -14,6 +15,7 @@ from toyexp.interfaces.ops import Ops, Params, Tensor
 if TYPE_CHECKING:
     from toyexp.interfaces.dataset import InputSpec
     from toyexp.interfaces.model import Model
+    from toyexp.interfaces.plan import PlanTensor
 
 
 @dataclass
@@ -30,11 +32,21 @@ class Objective(ABC):
     in_nats: ClassVar[bool] = False  # True: the held-out loss is a cross-entropy, whose exponential is the perplexity
     metric_names: ClassVar[tuple[str, ...]] = ()  # names of the metrics that `metrics` returns
 
+    second_model: ClassVar[Any] = None  # the Model in `model_file()`, which toyexp loads
+
+    def model_file(self) -> Path | None:
+        """Return the GGUF file of a second model that the objective runs, such as a teacher; None if it has none."""
+        return None
+
     def check(self) -> None:  # noqa: B027 - optional on purpose: many objectives have nothing to check
         """Raise UserError for settings that cannot work."""
 
     def check_inputs(self, model: Model, inputs: Mapping[str, InputSpec]) -> None:  # noqa: B027 - optional
         """Raise UserError if the arrays of a batch do not suit the objective. `weights` is always one of them."""
+
+    def tensors(self, model: Model) -> Sequence[PlanTensor]:
+        """Return frozen tensors that the objective reads besides the model's, such as `teacher.blk.0.attn_q.weight`."""
+        return ()
 
     @abstractmethod
     def loss(self, ops: Ops, model: Model, p: Params, batch: Mapping[str, Tensor]) -> Tensor:

@@ -98,9 +98,13 @@ class Params(Mapping[str, Tensor]):
     def __len__(self) -> int:
         return sum(1 for _ in self)
 
+    def below(self, prefix: str) -> Params:
+        """Return the tensors whose names start with `prefix`, keyed by the rest of their names."""
+        return Params(self._tensors, self._prefix + prefix)
+
     def block(self, i: int) -> Params:
         """Return the tensors of block `i`, keyed by their names without the prefix `blk.<i>.`."""
-        return Params(self._tensors, f"{self._prefix}blk.{i}.")
+        return self.below(f"blk.{i}.")
 
 
 class Ops(ABC):

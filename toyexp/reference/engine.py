@@ -207,10 +207,23 @@ def reference_loss(plan: Plan, values: Mapping[str, Array], batch: Batch, held_o
     tensors, keyed by name.
     """
     wide = {name: value.astype(np.float64) for name, value in values.items()}
-    floats = {name: array.astype(np.float64) for name, array in batch.items() if array.dtype.kind == "f"}
-    scaled = {**batch, **floats, "weights": floats["weights"] / floats["weights"].sum()}
+    scaled = _widen(batch)
     loss = plan.objective.held_out_loss if held_out else plan.objective.loss
     return float(loss(ReferenceOps(), plan.model, plan.params(wide, scaled), scaled))
+
+
+def reference_metrics(plan: Plan, values: Mapping[str, Array], batch: Batch) -> dict[str, float]:
+    """Return the objective's held-out metrics of a batch, means weighted by its `weights`, in float64."""
+    wide = {name: value.astype(np.float64) for name, value in values.items()}
+    scaled = _widen(batch)
+    metrics = plan.objective.metrics(ReferenceOps(), plan.model, plan.params(wide, scaled), scaled)
+    return {name: float(value) for name, value in metrics.items()}
+
+
+def _widen(batch: Batch) -> dict[str, Array]:
+    """Return the batch with its floats in float64, and with weights that sum to 1."""
+    floats = {name: array.astype(np.float64) for name, array in batch.items() if array.dtype.kind == "f"}
+    return {**batch, **floats, "weights": floats["weights"] / floats["weights"].sum()}
 
 
 def reference_slope(

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from toyexp.testing.formats import FormatSuite
     from toyexp.testing.models import ModelSuite
     from toyexp.testing.null import NullEngine
+    from toyexp.testing.objectives import ObjectiveSuite
     from toyexp.testing.optimisers import OptimiserSuite
     from toyexp.testing.suites import CallbackSuite, RecipeSuite, image_dataset, token_dataset
 

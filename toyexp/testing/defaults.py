@@ -19,12 +19,13 @@ from toyexp.testing.data import DataSuite
 from toyexp.testing.engines import EngineSuite
 from toyexp.testing.formats import FormatSuite
 from toyexp.testing.models import ModelSuite
+from toyexp.testing.objectives import ObjectiveSuite
 from toyexp.testing.optimisers import OptimiserSuite
 from toyexp.testing.suites import CallbackSuite, PluginSuite, RecipeSuite, tiny_data
 
+CORE_SUITES = (EngineSuite, RecipeSuite, OptimiserSuite, ObjectiveSuite, ModelSuite)
 SUITES: Mapping[str, type[PluginSuite]] = {
-    suite.kind: suite
-    for suite in (EngineSuite, RecipeSuite, OptimiserSuite, ModelSuite, DataSuite, CallbackSuite, FormatSuite)
+    suite.kind: suite for suite in (*CORE_SUITES, DataSuite, CallbackSuite, FormatSuite)
 }
 MOST = 300_000  # maximum parameters of a tested model: its gradients need about a thousand float64 evaluations
 VOCAB = 257
@@ -76,10 +77,12 @@ def make_suite(kind: str, cls: type, beside: SuiteParts) -> type[PluginSuite]:
 
 
 def _suite_attributes(kind: str, part: Any, beside: SuiteParts) -> dict[str, Any]:
-    if kind in ("optim", "model") and not beside.engines:
+    if kind in ("optim", "model", "objective") and not beside.engines:
         raise UserError("the test needs an engine, and none works on this machine; see: toyexp doctor")
     if kind == "optim":
         return {"engine": beside.engines[0]}
+    if kind == "objective":
+        return {"engines": tuple(beside.engines)}
     if kind == "model":
         size = beside.fit_model(part).parameters()
         if size > MOST:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import contextlib
 import logging
 import math
-from collections.abc import Callable, Mapping
-from dataclasses import asdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, replace
 from pathlib import Path
 
 from toyexp.base.attribution import attribute_errors, attribute_part_errors, call_checked, call_for_lines
@@ -130,6 +130,8 @@ def _build_plan(config: Config, dataset: Dataset, model: Model, batches: Batches
     check_tensors(who, lambda: plan.tensors)
     if not plan.trainable:
         raise UserError(f"{who}: its plan has no trainable tensor")
+    if extra := call_checked(Sequence, config.objective.tensors, model, who=f"objective.{config.objective.name}"):
+        plan = replace(plan, tensors=(*plan.tensors, *extra))
     check_forward(plan, who)
     return plan
 

@@ -61,7 +61,10 @@ def source_digests(prepared: Prepared) -> dict[str, str]:
     """
     facts = call_checked(Mapping, prepared.dataset.describe, who=f"data.{prepared.config.data.name}")
     try:
-        digests = {role: cached_fingerprint(path) for role, path in source_files(prepared.config.recipe).items()}
+        files = source_files(prepared.config.recipe)
+        if teacher := prepared.config.objective.model_file():
+            files["objective"] = teacher
+        digests = {role: cached_fingerprint(path) for role, path in files.items()}
     except OSError as error:
         raise UserError(f"{error.filename}: cannot be read: {system_message(error)}") from None
     return {**data_digests(facts), **digests}

@@ -1,0 +1,115 @@
+"""Distillation: the model learns the probabilities that a teacher gives to all tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import ClassVar
+
+import toyexp
+from toyexp import InputSpec, Model, Objective, Ops, Params, PlanTensor, Tensor, UserError, require_class_targets
+
+KINDS = ("forward", "reverse", "jsd")
+PREFIX = "teacher."
+
+
+@dataclass
+class Distil(Objective):
+    """Divergence from a teacher's token probabilities, mixed with cross-entropy."""
+
+    name: ClassVar[str] = "distil"
+    in_nats: ClassVar[bool] = True
+    metric_names: ClassVar[tuple[str, ...]] = ("kl",)
+
+    teacher: str | None = None  # model with the same tokenizer: a model file, a run's directory, or a checkpoint's
+    kind: str = "forward"  # forward: KL(teacher, model) | reverse: KL(model, teacher) | jsd: between both
+    temperature: float = 2.0  # divisor of both models' logits
+    hard: float = 0.5  # share of cross-entropy with the data's targets; the rest is the divergence
+    beta: float = 0.5  # with kind=jsd: share of the teacher in the mixture
+
+    def check(self) -> None:
+        """Raise UserError for invalid settings or without a teacher."""
+        if not self.teacher:
+            raise UserError("objective=distil needs a teacher: add objective.teacher=model.gguf")
+        if self.kind not in KINDS:
+            raise UserError(f"objective.kind={self.kind}: {toyexp.suggest(self.kind, KINDS)}")
+        if not 0 < self.temperature < float("inf"):
+            raise UserError(f"objective.temperature={self.temperature}: must be a finite number above 0")
+        for name, low, high in (("hard", self.hard >= 0, self.hard <= 1), ("beta", self.beta > 0, self.beta < 1)):
+            if not (low and high):
+                raise UserError(f"objective.{name}={getattr(self, name)}: must be between 0 and 1")
+
+    def model_file(self) -> Path | None:
+        """Return the teacher's GGUF file."""
+        return toyexp.find_model_file(Path(self.teacher)) if self.teacher else None
+
+    def check_inputs(self, model: Model, inputs: Mapping[str, InputSpec]) -> None:
+        """Raise UserError if targets are no tokens, or if the teacher has another vocabulary or a shorter context."""
+        require_class_targets(self.name, inputs)
+        if self.second_model is None:
+            raise UserError("objective=distil: the teacher is not loaded")
+        mine, other = getattr(model, "vocab", None), getattr(self.second_model, "vocab", None)
+        if mine != other:
+            problem = f"the teacher has {other} tokens, the model {mine}"
+            raise UserError(f"objective.teacher={self.teacher}: {problem}; add data.tokenizer={self.teacher}")
+        if 0 < self.second_model.context < max(model.context, 1):
+            problem = f"the teacher's context is {self.second_model.context}, the model's {model.context}"
+            raise UserError(
+                f"objective.teacher={self.teacher}: {problem}; set model.context={self.second_model.context}"
+            )
+
+    def tensors(self, model: Model) -> Sequence[PlanTensor]:
+        """Return the teacher's tensors, frozen, which engines may map from the file as they are quantised there."""
+        assert self.second_model is not None
+        path = str(self.model_file())
+        return [
+            PlanTensor(PREFIX + t.name, t.shape, toyexp.FromGGUF(path, t.name), trainable=False)
+            for t in self.second_model.tensors()
+        ]
+
+    def loss(self, ops: Ops, model: Model, p: Params, batch: Mapping[str, Tensor]) -> Tensor:
+        """Return hard * cross-entropy + (1 - hard) * T^2 * divergence at temperature T, a weighted sum over targets.
+
+        The factor T^2 keeps the gradients of the divergence comparable (Hinton et al. 2015). `jsd` is the generalised
+        Jensen-Shannon divergence beta KL(p, m) + (1 - beta) KL(q, m), m = beta p + (1 - beta) q, for the teacher's
+        probabilities p and the model's q (Agarwal et al. 2023).
+        """
+        logits = model.forward(ops, p, batch)
+        soft = self._divergence(ops, logits, self._teacher_logits(ops, p, batch), self.kind, self.temperature)
+        total = ops.sum(ops.mul(soft, ops.scale(batch["weights"], (1 - self.hard) * self.temperature**2)))
+        if self.hard == 0:
+            return total
+        hard = ops.cross_entropy(logits, batch["targets"], batch["weights"])
+        return ops.add(total, ops.scale(hard, self.hard))
+
+    def held_out_loss(self, ops: Ops, model: Model, p: Params, batch: Mapping[str, Tensor]) -> Tensor:
+        """Return the cross-entropy with the data's targets, so that distilled and other runs can be compared."""
+        return ops.cross_entropy(model.forward(ops, p, batch), batch["targets"], batch["weights"])
+
+    def metrics(self, ops: Ops, model: Model, p: Params, batch: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        """Return kl: KL(teacher, model) at temperature 1, in nats per target."""
+        logits, teacher = model.forward(ops, p, batch), self._teacher_logits(ops, p, batch)
+        kl = self._divergence(ops, logits, teacher, "forward", 1.0)
+        return {"kl": ops.sum(ops.mul(kl, batch["weights"]))}
+
+    def _teacher_logits(self, ops: Ops, p: Params, batch: Mapping[str, Tensor]) -> Tensor:
+        assert self.second_model is not None
+        return self.second_model.forward(ops, p.below(PREFIX), batch)
+
+    def _divergence(self, ops: Ops, logits: Tensor, teacher: Tensor, kind: str, temperature: float) -> Tensor:
+        """Return the divergence of each position [B, T], in nats."""
+        log_q, log_p = (ops.log_softmax(ops.scale(x, 1 / temperature)) for x in (logits, teacher))
+        if kind == "forward":
+            return _kl(ops, log_p, log_q)
+        if kind == "reverse":
+            return _kl(ops, log_q, log_p)
+        mixture = ops.add(ops.scale(ops.exp(log_p), self.beta), ops.scale(ops.exp(log_q), 1 - self.beta, 1e-30))
+        log_m = ops.log(mixture)
+        parts = ops.scale(_kl(ops, log_p, log_m), self.beta), ops.scale(_kl(ops, log_q, log_m), 1 - self.beta)
+        return ops.add(*parts)
+
+
+def _kl(ops: Ops, log_p: Tensor, log_q: Tensor) -> Tensor:
+    """Return the sum over the last axis of p (log p - log q)."""
+    return ops.sum(ops.mul(ops.exp(log_p), ops.add(log_p, ops.scale(log_q, -1.0))), len(log_p.shape) - 1)

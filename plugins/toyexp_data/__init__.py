@@ -5,11 +5,12 @@ from toyexp import Register, hookimpl
 
 @hookimpl
 def register_data(register: Register) -> None:
-    """Register stdlib, text, jsonl, tokens, random, digits and images."""
+    """Register stdlib, text, jsonl, preference, tokens, random, digits and images."""
     from toyexp_data.images import Digits, Images
     from toyexp_data.jsonl import Jsonl
+    from toyexp_data.preference import Preference
     from toyexp_data.text import Stdlib, Text
     from toyexp_data.tokens import Random, Tokens
 
-    for data in (Stdlib, Text, Jsonl, Tokens, Random, Digits, Images):
+    for data in (Stdlib, Text, Jsonl, Preference, Tokens, Random, Digits, Images):
         register(data)

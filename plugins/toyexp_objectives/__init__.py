@@ -8,7 +8,8 @@ def register_objectives(register: Register) -> None:
     """Register the objectives."""
     from toyexp import CrossEntropy
     from toyexp_objectives.distil import Distil
+    from toyexp_objectives.preference import Preference
     from toyexp_objectives.vectors import MSE, Contrastive
 
-    for objective in (CrossEntropy, MSE, Contrastive, Distil):
+    for objective in (CrossEntropy, MSE, Contrastive, Distil, Preference):
         register(objective)

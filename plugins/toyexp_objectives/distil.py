@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import ClassVar
 
 import toyexp
-from toyexp import InputSpec, Model, Objective, Ops, Params, PlanTensor, Tensor, UserError, require_class_targets
+from toyexp import InputSpec, Model, Objective, Ops, Params, Plan, PlanTensor, Tensor, UserError, require_class_targets
 
 KINDS = ("forward", "reverse", "jsd")
 PREFIX = "teacher."
@@ -59,7 +59,7 @@ class Distil(Objective):
                 f"objective.teacher={self.teacher}: {problem}; set model.context={self.second_model.context}"
             )
 
-    def tensors(self, model: Model) -> Sequence[PlanTensor]:
+    def tensors(self, plan: Plan) -> Sequence[PlanTensor]:
         """Return the teacher's tensors, frozen, which engines may map from the file as they are quantised there."""
         assert self.second_model is not None
         path = str(self.model_file())

@@ -87,8 +87,8 @@ class ObjectiveSuite(PluginSuite):
         """Return a plan that trains a small model with the objective."""
         model = Rows(next(iter(self.inputs())))
         tensors = [PlanTensor(t.name, t.shape, t.init) for t in model.tensors()]
-        tensors += self.objective.tensors(model)
-        return Plan(model, tuple(tensors), self.inputs(), ROWS, seed=3, objective=self.objective)
+        plan = Plan(model, tuple(tensors), self.inputs(), ROWS, seed=3, objective=self.objective)
+        return replace(plan, tensors=(*plan.tensors, *self.objective.tensors(plan)))
 
     @pytest.fixture
     def plan(self) -> Plan:

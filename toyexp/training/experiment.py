@@ -130,7 +130,7 @@ def _build_plan(config: Config, dataset: Dataset, model: Model, batches: Batches
     check_tensors(who, lambda: plan.tensors)
     if not plan.trainable:
         raise UserError(f"{who}: its plan has no trainable tensor")
-    if extra := call_checked(Sequence, config.objective.tensors, model, who=f"objective.{config.objective.name}"):
+    if extra := call_checked(Sequence, config.objective.tensors, plan, who=f"objective.{config.objective.name}"):
         plan = replace(plan, tensors=(*plan.tensors, *extra))
     check_forward(plan, who)
     return plan
@@ -257,7 +257,7 @@ def _train(
             run.emit("warning", text=text)
         outcome = yield from Training(
             run, bus, prepared.batches, settings.eval_every, signals.is_ending,
-            saver, resumed.outcome if resumed else Outcome(),
+            saver, resumed.outcome if resumed else Outcome(in_nats=prepared.plan.objective.in_nats),
         ).requests()  # fmt: skip
         yield Pause()  # finish() waits for the last checkpoint
         reason, eval_error = outcome.reason, bad_eval_error(run, outcome)

@@ -131,6 +131,7 @@ class Outcome:
     eval_step: int | None = None  # step of the last evaluation
     eval_scores: Mapping[str, float] = field(default_factory=dict)  # held-out metrics besides loss and ppl
     first_eval_scores: Mapping[str, float] = field(default_factory=dict)
+    in_nats: bool = True  # the held-out loss is a cross-entropy, which has a perplexity
 
     def count(self, loss: float, targets: int, seconds: float) -> None:
         """Add one step to the progress: its loss, number of targets and duration in seconds."""
@@ -145,7 +146,8 @@ class Outcome:
         """Return the held-out metrics by name, if the current step was evaluated; otherwise {}."""
         if self.eval_loss is None or self.eval_step != self.steps:
             return {}
-        return {"loss": self.eval_loss, "ppl": perplexity(self.eval_loss), **self.eval_scores}
+        ppl = {"ppl": perplexity(self.eval_loss)} if self.in_nats else {}
+        return {"loss": self.eval_loss, **ppl, **self.eval_scores}
 
     @property
     def has_diverged(self) -> bool:

@@ -115,7 +115,7 @@ class TextData(TokenizedData):
         train = train if self.val_fraction < 1 else train[:0]  # drop the begin and end tokens of empty training parts
         return toyexp.TokenDataset(
             train, held_out, tokenizer, tokenizer.vocab, self.eval_batches, facts, ids.sha256,
-            [*text.omissions(), *limits, *inputs.omissions()], self.bpe_notes(tokenizer),
+            [*text.omissions(), *limits, *inputs.omissions()], self.bpe_notes(tokenizer), self.val_fraction,
         )  # fmt: skip
 
     def _unknown(self, character: str, corpus: Corpus, vocabulary: Path | None) -> UserError:

@@ -93,7 +93,7 @@ class Safetensors(Format):
 
 @dataclass
 class HuggingFace(Format):
-    """A directory for transformers, including a language model's tokenizer; for an adapter, a directory for PEFT."""
+    """A directory for transformers. In a LoRA run, the callback hf_export also writes the adapter, for PEFT."""
 
     name: ClassVar[str] = "hf"
     suffix: ClassVar[str] = "-hf"

@@ -17,7 +17,7 @@ class AdamWOptimiser(Optimiser):
 
     name: ClassVar[str] = "adamw"
 
-    mode: str = "auto"  # from_scratch (constant betas) | lora (bias correction, as in PyTorch) | auto (the recipe's)
+    mode: str = "auto"  # from_scratch (no bias correction) | lora (bias correction, as in PyTorch) | auto (by recipe)
     beta1: float = 0.9  # decay of the first moment; 0 only in mode lora
     beta2: float | None = None  # decay of the second moment; null: 0.95 in mode from_scratch, 0.999 in mode lora
     eps: float = 1e-8  # added to the square root of the second moment
@@ -58,8 +58,9 @@ class AdamWOptimiser(Optimiser):
 
     @property
     def title(self) -> str:
-        betas = "bias correction" if self.mode == LORA else "constant betas"
-        return f"AdamW with {betas} (optim.mode={self.mode})"
+        correction = "with" if self.mode == LORA else "without"
+        betas = f"betas {self.adamw.beta1:g} and {self.adamw.beta2:g}"
+        return f"AdamW {correction} bias correction, {betas} (optim.mode={self.mode})"
 
     def describe(self, lr: float) -> dict[str, Any]:
         """Return JSON data for the event run_start: the rule's fields, and the settings that all optimisers share."""

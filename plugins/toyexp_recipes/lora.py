@@ -58,7 +58,7 @@ class Lora(FromBase):
     rank: int | None = None  # rank of the adapters; null: the rank of recipe.adapter, or 8 without it
     alpha: float | None = None  # adapters are scaled by alpha / rank; null: alpha = rank
     rslora: bool = False  # true: scale by alpha / sqrt(rank) instead (rsLoRA)
-    targets: list[str] | None = None  # layers: q k v o gate up down qkv, or patterns: ffn_*, blk.0.*; null: q or qkv
+    targets: list[str] | None = None  # all-linear, q k v o gate up down, PEFT's names (q_proj), ffn_*; null: q or qkv
     init_scale: float = 0.01  # standard deviation of A's initial values
     dropout: float = 0.0  # dropout probability of the adapters' inputs
 

@@ -85,6 +85,14 @@ def test_outliers_and_the_end_in_nan_are_marked_and_do_not_wreck_the_axis(tmp_pa
     assert {"3.0", "3.5", "4.0", "4.5", "5.0"} <= {*words}, "the axis fits the other steps"
 
 
+def test_a_run_that_ends_in_a_number_has_no_cross_and_no_note_above(tmp_path):
+    steps = list(range(1, 101))
+    curves = {"loss": (steps, [5 - step / 50 for step in steps]), "grad_norm": ([1], [1.0]), "lr": ([], [])}
+    (tmp_path / "a.svg").write_bytes(draw_curves(Curves("run", steps=curves))[".svg"])
+    assert plots.RED.lower() not in (tmp_path / "a.svg").read_text().lower()
+    assert "above the shown range" not in " ".join(svg_texts(tmp_path / "a.svg"))
+
+
 def test_a_long_curve_is_thinned_and_keeps_its_spikes():
     values = np.ones(100_000)
     values[31_234], values[77_777] = 9.0, -5.0

@@ -13,7 +13,9 @@ from toyexp.cli.main import main
 from toyexp.results.ranking import rank_jobs
 from toyexp.sweeps.board import MAX_ROWS, Board
 from toyexp.sweeps.directory import Job, Status, SweepDir
+from toyexp.sweeps.launchers.job_process import Stop
 from toyexp.sweeps.summary_table import outcome, print_table
+from toyexp.sweeps.watch import Watch
 
 SMALL = ["engine=ggml", "data=random", "model.n_layers=1", "model.d_model=16", "model.context=16", "batch_size=2",
          "eval_every=5", "sweep.launcher=processes", "sweep.jobs=2", "hydra.sweep.dir=s"]  # fmt: skip
@@ -107,6 +109,36 @@ def test_a_sweep_prints_two_lines_per_job_and_the_rest_into_logs(tmp_path, monke
     assert main([*words, "sweep.verbose=true", "hydra.sweep.dir=t"]) == 0
     output = capfd.readouterr().out
     assert "[1] lr=0.001  (job 2 of 2)" in output and output.count("completed after 3 steps in") == 2
+
+
+def test_a_short_sweep_shows_the_notes_of_a_job_and_not_its_steps(capsys):
+    watch = Watch(lambda _: {}, Stop(), alone=True, total=1, verbose=False)
+    watch.hear(job(0, 2.0), "step 3/3", sys.stdout)
+    watch.hear(job(0, 2.0), "toyexp: warning: low memory", sys.stderr)
+    assert capsys.readouterr() == ("", "toyexp: warning: low memory\n")
+
+
+@pytest.mark.parametrize("notebook", [True, False])
+def test_the_result_of_a_job_is_printed_except_in_a_notebook(monkeypatch, capsys, notebook):
+    monkeypatch.setattr("toyexp.sweeps.watch.is_notebook", lambda: notebook)
+    Watch(lambda _: {}, Stop(), alone=True, total=1, verbose=False).end(job(0, 2.0))
+    assert ("completed after 3 steps" in capsys.readouterr().out) is not notebook
+
+
+def test_a_short_sweep_in_one_process_shows_what_a_job_writes_to_stderr(tmp_path, monkeypatch, capfd):
+    monkeypatch.chdir(tmp_path)
+    write = "toyexp.sweeps.launchers.processes.print_result"
+    monkeypatch.setattr(write, lambda _: print("low memory", file=sys.stderr))
+    words = ["sweep.launcher=serial", "sweep.jobs=0", "sweep.isolate=false", "sweep.report=false"]
+    assert main(["-m", *SMALL, *words, "steps=1", "lr=1e-2"]) == 0
+    assert "low memory" in capfd.readouterr().err
+
+
+def test_a_short_serial_sweep_shows_no_steps_on_a_terminal(tmp_path):
+    words = ["sweep.launcher=serial", "sweep.jobs=0", "sweep.isolate=true", "steps=3", "lr=1e-2,1e-3"]
+    code, text = run_on_terminal(["-m", *SMALL, *words], tmp_path)
+    assert code == 0 and "[1] lr=0.001  completed after 3 steps" in text
+    assert "step 3/3" not in text and "step 3/3" in (tmp_path / "s/logs/1.log").read_text()
 
 
 def test_a_table_that_is_too_wide_shortens_run_paths(tmp_path, monkeypatch, capsys):

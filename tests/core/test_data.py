@@ -171,8 +171,17 @@ def test_the_smallest_corpus_repeats_one_window():
 def test_data_shorter_than_a_window_is_rejected_with_its_part_and_length(train, held_out, part):
     with pytest.raises(UserError) as error:
         corpus(train, held_out).batches(8, 1, 0)
-    words = str(error.value)
-    assert "model.context=8" in words and f"9 tokens, but the {part} part of the data has 8" in words
+    words = (
+        f"model.context=8: the data is too short: a row needs 9 tokens, but the {part} part has 8; use about 120 tokens"
+    )
+    assert words in str(error.value)
+
+
+def test_the_error_for_a_short_text_estimates_the_characters_that_suffice(tmp_path):
+    """5 % of 400 characters are 20 tokens; 65 tokens are 5 % of 1300."""
+    (tmp_path / "short.txt").write_text("abcd" * 100)
+    with pytest.raises(UserError, match="use about 1,300 characters or more"):
+        open_text(tmp_path / "short.txt", tokenizer="char", val_fraction=0.05).batches(64, 1, 0)
 
 
 # -- held-out data ----------------------------------------------------------------------------------------------------
@@ -423,7 +432,7 @@ def test_a_pattern_selects_the_matching_files(tmp_path, monkeypatch):
         (b"good \xff bad", "byte 5 is 0xff"),
         (b"a" * 2_000_000 + "\u20ac".encode()[:2], "byte 2000000 is 0xe2"),
         ("text".encode("utf-16"), "iconv -f UTF-16"),
-        ("naïve".encode("latin-1"), "iconv -f LATIN1"),
+        ("naïve".encode("latin-1"), "save it as UTF-8 in a text editor; if it is Latin-1: iconv -f LATIN1"),
         (gzip.compress(b"text"), "gunzip"),
     ],
     ids=["a byte", "cut within a character", "UTF-16", "Latin-1", "gzip"],

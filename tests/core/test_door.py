@@ -14,6 +14,7 @@ import time
 import types
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 
 import environments
 import numpy as np
@@ -33,6 +34,7 @@ from toyexp.config.words import parse
 from toyexp.formats.gguf.read import GGUFFile
 from toyexp.results.events import History
 from toyexp.tokenizers.byte_level import Bytes
+from toyexp_callbacks.progress import Progress
 from toyexp_data.text import Text
 from toyexp_ggml.engines import GGMLCPU
 from toyexp_models.llama import Llama
@@ -284,7 +286,8 @@ def test_an_adapter_is_trained_on_a_base_and_can_be_loaded_with_it(book_director
     ({"steps": "six"}, ["steps=six"]),
     ({"steps": 0}, ["steps=0", "from 1"]),
     ({"model": Llama}, ["model", "Llama()"]),
-    ({"model": "nano"}, ["model=nano", "a preset; use toyexp.run('model=nano')"]),
+    ({"model": "nano"}, ["a preset; use toyexp_models.llama.Llama(d_model=64, n_layers=2, ", "toyexp.run("]),
+    ({"model": "small"}, ["model=small", "toyexp_models.llama.Llama(d_model=256, n_layers=6, "]),
     ({"data": "a book\n" * 9000}, ["a book", "...", "toyexp_data.text.Text(path='book.txt')"]),
     ({"engine": 3}, ["engine", "3", "ggml"]),
     ({"engine": "gml"}, ["engine=gml", "did you mean ggml?"]),
@@ -293,7 +296,8 @@ def test_an_adapter_is_trained_on_a_base_and_can_be_loaded_with_it(book_director
     ({"directory": "first"}, ["already holds a run", "directory=..."]),
     ({"directory": "other", "resume": "first"}, ["directory", "resume=first", "leave directory out"]),
     ({"callbacks": Text(path="book.txt")}, ["['default', 'plots']"]),
-    ({"callbacks": [Text, "plots"]}, ["callbacks", "Text()"]),
+    ({"callbacks": [Text, "plots"]}, ["callbacks", "got the class Text", "cosine_2, default, early_stop"]),
+    ({"callbacks": [Progress]}, ["callbacks", "Progress()"]),
 ])  # fmt: skip
 def test_bad_objects_are_rejected_with_one_line(trained, keywords, parts_of_it):
     with pytest.raises(UserError) as caught:
@@ -394,6 +398,12 @@ def test_a_misspelt_hook_is_named(book_directory, method, message):
     with pytest.raises(UserError, match=rf"Silent\.{method} .*{message}"):
         toyexp.train(**parts(silent()), directory="silent")
     assert not (book_directory / "silent").exists()
+
+
+@pytest.mark.parametrize("value", [Progress(), SimpleNamespace(), Progress])
+def test_a_callback_object_for_run_is_rejected_with_the_call_that_takes_it(value):
+    with pytest.raises(UserError, match=r"toyexp\.train\(callbacks=\['default', (Progress|SimpleNamespace)\(\)\]\)"):
+        toyexp.run(*WORDS, callbacks=["default", value])
 
 
 def test_callbacks_are_told_apart_by_their_names(trained):

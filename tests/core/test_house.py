@@ -167,3 +167,7 @@ def test_the_check_of_prose_reads_no_tables_code_or_openings_of_pages(check_pros
     page = "| before | Whoever is told |\n\n```\nwhat is told\n```\n\nThose of a run are its files."
     assert check_prose(page=page)[0]
     assert check_prose(CLEAR + "# Those of a run are its files.\n")[0], "an opening counts in docstrings only"
+
+
+def test_the_check_of_prose_reads_no_names_of_tests(check_prose):
+    assert check_prose(f"{CLEAR}\n\ndef test_a_file_is_loaded():\n    pass\n")[0]

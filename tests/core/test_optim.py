@@ -109,8 +109,8 @@ def test_a_chosen_mode_wins_over_the_recipes_and_brings_its_own_beta2(chosen, de
 def test_the_title_of_adamw_says_whether_a_mode_corrects_the_bias():
     titles = [AdamWOptimiser().with_mode(mode).title for mode in (LORA, FROM_SCRATCH)]
     assert titles == [
-        "AdamW with bias correction (optim.mode=lora)",
-        "AdamW with constant betas (optim.mode=from_scratch)",
+        "AdamW with bias correction, betas 0.9 and 0.999 (optim.mode=lora)",
+        "AdamW without bias correction, betas 0.9 and 0.95 (optim.mode=from_scratch)",
     ]
 
 

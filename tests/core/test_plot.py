@@ -126,6 +126,12 @@ def test_one_run_and_runs_without_held_out_data_are_drawn_too(tmp_path, capsys):
     assert "smoothed train loss (nats per token)" in plot_texts(capsys, "none", "none.svg")
 
 
+def test_the_axis_reaches_to_the_end_of_the_best_run_even_if_its_loss_rises(tmp_path):
+    write_run(tmp_path / "one", steps=50, eval_every=10, held_out=40.0)
+    above, _ = draw_sheet(Comparison.build([read_run(tmp_path / "one")]), "one").panels
+    assert above.get_ylim()[1] > 40
+
+
 def test_any_name_and_number_gives_a_readable_plot(tmp_path, capsys):
     """Letters without a picture in the font, a terminal's codes, formulas; a loss of 0, one that explodes, no steps."""
     names = ("$x_1", "\u65e5\u672c", "a\x1b[3m--><b>", "x" * 300)
@@ -172,6 +178,12 @@ def test_a_search_is_plotted_by_trial_and_by_each_setting(tmp_path, capsys, metr
     assert so_far.get_ydata()[:-1].tolist() == pick.accumulate([score for _, score in points]).tolist()
     if metric == "loss":
         assert "1 beyond the edge (arrows), from 90 to 90" in notes
+
+
+def test_only_the_first_panel_of_a_row_has_numbers_at_its_left(tmp_path):
+    write_search(tmp_path / "s", [3.0, 2.0, 2.5, 1.0])
+    _, *panels = draw_sheet(None, "s", tmp_path / "s").panels
+    assert [axes.yaxis.get_tick_params()["labelleft"] for axes in panels] == [True, False]
 
 
 def test_long_labels_of_a_search_are_rotated_to_avoid_overlap(tmp_path):

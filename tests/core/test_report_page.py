@@ -119,6 +119,11 @@ def column(page, head):
     return [row.split("\t")[heads.index(head)].strip() for row in page.locator("#table tbody tr").all_inner_texts()]
 
 
+def call(page, script, expression):
+    """Return the value of an expression that uses functions of a script of the page."""
+    return page.evaluate(f"(() => {{ {(PAGE / script).read_text()}\nreturn {expression}; }})()")
+
+
 def events(swept, kind, **settings):
     """Return the events of a kind of the runs with these settings, to compare with the page."""
     names = []
@@ -198,6 +203,9 @@ def test_the_legend_hides_shows_and_isolates_points_in_all_charts(page):
         ("weight_decay=0 recipe=warm lr=0.003,7", [LABEL]),
         ("accuracy>0.6 lr=3e-3", [LABEL]),
         ("state!=completed", ["<img src=x onerror=alert(1)>"]),
+        ("accuracy=", ["<img src=x onerror=alert(1)>"]),
+        ("lr>=0.1", ["recipe=scratch  data=stdlib  lr=0.1", "recipe=warm  data=stdlib  lr=0.1"]),
+        ("seed=3 warm lr=0.003", [LABEL]),
     ],
 )  # fmt: skip
 def test_the_filter_has_the_conditions_of_runs(page, words, labels):
@@ -256,6 +264,17 @@ def test_the_address_keeps_theme_and_view_over_a_reload(chromium, swept):
     opened.context.close()
 
 
+def test_the_address_keeps_the_zoom(chromium, swept):
+    opened = Opened(chromium, swept / "report.html", viewport={"width": 1300, "height": 900})
+    page = opened.page
+    page.goto((swept / "report.html").as_uri() + "#zoom=50,150&tall=2,4")
+    page.reload()
+    page.wait_for_selector("html[data-ready]")
+    assert (axis(page, "xaxis"), axis(page, "yaxis"), axis(page, "xaxis", "lr")) == ((50, 150), (2, 4), (50, 150))
+    assert page.evaluate("location.hash") == "#zoom=50%2C150&tall=2%2C4" and opened.trouble == []
+    opened.context.close()
+
+
 def test_the_keyboards_focus_stays_on_legend_and_table(page):
     page.locator("#legend button").nth(2).focus()
     page.keyboard.press("Space")
@@ -282,6 +301,18 @@ def test_the_table_is_saved_as_csv(page):
     rows = [line.split(",") for line in Path(download.value.path()).read_text().splitlines()]
     assert rows[0][:4] == ['"held-out loss"', '"recipe"', '"data"', '"lr"'] and len(rows) == 8
     assert rows[1][1:4] == ['"warm"', '"stdlib"', '"0.003"'] and float(rows[1][0].strip('"')) < 3
+
+
+def test_a_formula_in_a_saved_table_is_quoted(chromium, tmp_path):
+    for name, data in (("a", "=1+1"), ("b", "-2")):
+        write_run(tmp_path / "runs" / name, data__name=data, steps=40)
+    assert main(["compare", str(tmp_path / "runs"), "--html", str(tmp_path / "report.html")]) == 0
+    opened = Opened(chromium, tmp_path / "report.html")
+    with opened.page.expect_download() as download:
+        opened.page.click("#save")
+    text = Path(download.value.path()).read_text()
+    assert '"\'=1+1"' in text and '"-2"' in text and opened.trouble == []
+    opened.context.close()
 
 
 def luminance(colour):
@@ -326,11 +357,11 @@ def test_a_printed_page_is_light_and_loses_no_column(chromium, swept, tmp_path):
     opened.context.close()
 
 
-def test_a_search_shows_its_history_and_each_setting(chromium, tmp_path):
-    scores = [3.0, 2.5, 40.0, 2.8, 2.2, 2.4]
+def open_search(chromium, tmp_path, scores, metric):
+    """Open the report of a search of six trials, of which the fourth was pruned."""
     rates = [1e-4, 1e-3, 0.1, 3e-4, 3e-3, 1e-2]
     for number, score in enumerate(scores):
-        write_run(tmp_path / f"s/{number}", lr=rates[number], held_out=score, steps=40)
+        write_run(tmp_path / f"s/{number}", lr=rates[number], held_out=score, steps=40, scores={"accuracy": score})
     trials = [
         {"trial": n, "values": {"lr": rates[n], "optim.name": "adamw" if n % 2 else "lion"},
          "state": "pruned" if n == 3 else "complete", "score": score}
@@ -338,7 +369,7 @@ def test_a_search_shows_its_history_and_each_setting(chromium, tmp_path):
     ]  # fmt: skip
     record = {
         "search": "tpe",
-        "metric": "loss",
+        "metric": metric,
         "repeats": 1,
         "trials": trials,
         "importances": {"lr": 0.9},
@@ -350,7 +381,21 @@ def test_a_search_shows_its_history_and_each_setting(chromium, tmp_path):
         json.dumps({"space": ["lr=tag(log,interval(1e-4,1e-1))", "optim=adamw,lion"]})
     )
     assert main(["compare", str(tmp_path / "s"), "--html", str(tmp_path / "report.html")]) == 0
-    opened = Opened(chromium, tmp_path / "report.html", viewport={"width": 1300, "height": 900})
+    return Opened(chromium, tmp_path / "report.html", viewport={"width": 1300, "height": 900})
+
+
+def test_a_search_for_the_highest_metric_shows_the_lowest_trials_at_the_edge(chromium, tmp_path):
+    opened = open_search(chromium, tmp_path, [0.5, 0.6, 0.55, 0.7, 0.58, 0.01], "accuracy")
+    best, dots = traces(opened.page, "trials")
+    assert best[2] == [0.5, 0.6, 0.6, 0.6, 0.6] and dots[2][-1] > 0.4
+    symbols = opened.page.evaluate("document.getElementById('trials').data[1].marker.symbol")
+    assert symbols == ["circle", "circle", "circle", "x-thin-open", "circle", "triangle-down"]
+    assert opened.trouble == []
+    opened.context.close()
+
+
+def test_a_search_shows_its_history_and_each_setting(chromium, tmp_path):
+    opened = open_search(chromium, tmp_path, [3.0, 2.5, 40.0, 2.8, 2.2, 2.4], "loss")
     page = opened.page
     best, dots = traces(page, "trials")
     assert best[1:3] == [[0, 1, 2, 4, 5], [3.0, 2.5, 2.5, 2.2, 2.2]]  # the best so far, of completed trials
@@ -379,7 +424,9 @@ def test_a_diverged_run_flattens_no_axis(chromium, tmp_path):
     opened = Opened(chromium, tmp_path / "report.html", viewport={"width": 1300, "height": 900})
     page = opened.page
     assert axis(page, "yaxis")[1] < 15 and axis(page, "yaxis", "lr")[1] < 0  # log10 of the rate
-    assert "1 run above" in page.locator("#outliers-label").inner_text()
+    for log in (True, False):
+        page.set_checked("#ylog", log)
+        assert "1 run above" in page.locator("#outliers-label").inner_text()
     page.check("#outliers")
     assert axis(page, "yaxis")[1] > 80 and axis(page, "yaxis", "lr")[1] > 29
     labels = page.locator("#lr .yaxislayer-above text").count()
@@ -467,6 +514,11 @@ def test_axes_are_linear_or_logarithmic(page):
         assert linear[1] / linear[0] == pytest.approx(ratio, rel=0.01) and log[1] / log[0] == pytest.approx(1, rel=0.01)
 
 
+def test_a_setting_searched_by_magnitude_has_a_logarithmic_axis(page):
+    places = "[false, true].map((tagged) => makeScale(['1', '2', '4'], false, true, tagged).place('2'))"
+    assert call(page, "choices.js", places) == pytest.approx([1 / 3, 1 / 2])
+
+
 def test_curves_can_be_drawn_over_steps_tokens_or_time(page, swept):
     (lines, *_) = events(swept, "step", **BEST, seed=0)
     tokens = np.cumsum([line["tokens"] for line in lines])
@@ -504,6 +556,10 @@ def test_smoothing_is_a_two_sided_exponential_mean_of_the_steps(page, swept):
         assert all(steps == xs.tolist() for steps, _ in drawn)
     page.fill("#filter", "")
     until(page, "document.querySelectorAll('#legend button').length == 7")
+
+
+def test_a_missing_loss_has_no_weight_in_a_smoothed_curve(page):
+    assert call(page, "data.js", "smoothCurve([1, 2, 3], [1, null, 1], 1)") == [1, None, 1]
 
 
 def test_seeds_are_drawn_as_mean_and_deviation_or_separately(page, swept):

@@ -16,7 +16,15 @@ from structure import PUBLIC
 
 import toyexp
 from toyexp.base.tables import wrap_columns
-from toyexp.base.terminal import choose_colour, has_colour, print_error, print_line, print_output, replace_unencodable
+from toyexp.base.terminal import (
+    choose_colour,
+    has_colour,
+    print_error,
+    print_line,
+    print_output,
+    print_usage,
+    replace_unencodable,
+)
 from toyexp.base.user_paths import expand_home, expand_path, quote_letters
 from toyexp.cli.main import main
 from toyexp.config.words import parse
@@ -115,6 +123,20 @@ def test_only_our_words_are_coloured_and_codes_in_texts_are_escaped(monkeypatch,
     ]  # fmt: skip
 
 
+def test_a_note_before_the_steps_of_a_run_is_yellow_and_other_words_are_not(monkeypatch, capsys):
+    monkeypatch.setenv("NO_COLOR", "")
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    print_output("note    2 of 2 cores busy\nnotes  lr=1\nnote that")
+    assert capsys.readouterr().out == "\x1b[33mnote\x1b[0m    2 of 2 cores busy\nnotes  lr=1\nnote that\n"
+
+
+def test_only_headings_of_a_help_text_are_bold(monkeypatch, capsys):
+    monkeypatch.setenv("NO_COLOR", "")
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    print_usage("commands\n  runs  List runs\n\nA sentence.")
+    assert capsys.readouterr().out == "\x1b[1mcommands\x1b[0m\n  runs  List runs\n\nA sentence.\n"
+
+
 def test_data_for_programs_has_no_colours_and_headings_for_people_have(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     assert main(["--color=always", *TINY, "hydra.run.dir=one"]) == 0
@@ -139,6 +161,20 @@ def test_texts_are_wrapped_below_their_column_and_commands_are_not(monkeypatch):
         "  steps  the number of steps", "         that the run trains",
         "  toyexp describe a/long/path/of/a/run/model.gguf", "", "short",
     ]  # fmt: skip
+
+
+def test_the_rest_of_a_line_begins_below_no_column_at_the_right_edge(monkeypatch):
+    monkeypatch.setattr(sys, "stdout", Terminal())
+    monkeypatch.setenv("COLUMNS", "30")
+    lines = wrap_columns("steps  ten letters of it  then all the rest of it").splitlines()
+    assert lines == ["steps  ten letters of it  then", "       all the rest of it"]
+
+
+def test_a_command_to_type_next_is_not_wrapped(monkeypatch):
+    monkeypatch.setattr(sys, "stdout", Terminal())
+    monkeypatch.setenv("COLUMNS", "30")
+    line = "next  toyexp describe a/long/path/of/a/run/model.gguf"
+    assert wrap_columns(line) == line
 
 
 def test_public_names_are_imported_lazily():

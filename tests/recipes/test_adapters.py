@@ -431,3 +431,9 @@ def test_an_alpha_that_float32_rounds_equals_the_adapters():
 def test_settings_that_contradict_the_adapter_are_rejected_in_one_line(capsys, words, message):
     assert message in run_rejected(capsys, *QUICK, "engine=ggml", "steps=1", "hydra.run.dir=no", *words.split())
     assert not Path("no").exists()
+
+
+def test_a_run_prints_rank_and_layers_of_its_adapters(caplog):
+    caplog.set_level("INFO", "toyexp")
+    assert main([*QUICK, *NEW, "engine=ggml", "steps=1", "hydra.run.dir=printed"]) == 0
+    assert "recipe  lora, LoRA r=3 on q,k,o,down, AdamW with bias correction, betas 0.9 and 0.999" in caplog.text

@@ -73,9 +73,10 @@ def read_code(path: Path) -> Iterator[Text]:
 
 def read_page(path: Path) -> Iterator[Text]:
     """Yield the paragraphs of a page, without code blocks, tables, headings and pictures."""
-    source = re.sub(r"```.*?```", "", path.read_text(), flags=re.DOTALL)
+    # Blocks of code leave their line ends, so that line numbers stay right.
+    source = re.sub(r"```.*?```", lambda block: "\n" * block[0].count("\n"), path.read_text(), flags=re.DOTALL)
     line = 1
-    for paragraph in re.split(r"\n\s*\n", source):
+    for paragraph in re.split(r"\n[ \t]*\n", source):
         lines = [text for text in paragraph.split("\n") if not text.lstrip().startswith(("|", "#", "!["))]
         words = " ".join(" ".join(lines).split())
         if len(words.split()) > 3:

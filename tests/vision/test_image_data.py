@@ -259,6 +259,7 @@ def test_a_warning_is_printed_if_val_fraction_has_no_effect(tmp_path):
 def test_cropping_and_scaling_are_reported(tmp_path):
     small = write_class_directories(tmp_path / "a", red=10, blue=10)
     assert open_images(small).remarks() == ["2 classes: blue, red"]
+    assert open_images(small, augment="flip").remarks() == ["2 classes: blue, red", "data.augment=flip"]
     remark = "images of 8 x 8 pixels are cropped to their centred square and scaled to 4 x 4"
     assert remark in open_images(small, image_size=4).remarks()
     write_class_directories(tmp_path / "b", size=(20, 10), red=1)

@@ -10,6 +10,8 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 from toyexp.api.calls import check_path, isolated_call, note_remains
 from toyexp.api.result import Result
 from toyexp.base.errors import UserError, printable, suggest
@@ -41,6 +43,7 @@ KINDS: Mapping[str, type] = {
     "model": Model, "data": Data, "recipe": Recipe, "engine": Engine, "optim": Optimiser, "objective": Objective,
     "callbacks": Callback,
 }  # fmt: skip
+SIZES = ("d_model", "n_layers", "n_heads", "context")  # settings that an error shows for a preset without any
 
 
 @protect_imports()
@@ -148,21 +151,37 @@ def _build_config(
 
 
 def _resolve_part(kind: str, value: Any, registry: Registry) -> Any:
+    names = {*registry.offers[kind], *(["default"] if kind == "callbacks" else [])}
     if isinstance(value, str):
         if value in registry.offers[kind]:
             return registry.get(kind, value)()
         shown, hint = printable(value), ""
-        if (CONF / kind / f"{shown}.yaml").is_file():
-            hint = f"; that is a preset; use toyexp.run('{kind}={shown}'), or an object with its sizes"
-        elif kind == "data" and (text := registry.offers[kind].get("text")):
+        if preset := _describe_preset(kind, shown, registry):
+            raise UserError(f"train {kind}={shown}: is a preset; use {preset}, or toyexp.run('{kind}={shown}')")
+        if kind == "data" and (text := registry.offers[kind].get("text")):
             hint = f"; for your own text: {text.cls.__module__}.{text.cls.__name__}(path='book.txt')"
-        raise UserError(f"train {registry.explain_missing(kind, shown, registry.offers[kind])}{hint}")
+        raise UserError(f"train {registry.explain_missing(kind, shown, names)}{hint}")
     if not isinstance(value, KINDS[kind]):
         expected = f"train {kind}: must be a name or a toyexp.{KINDS[kind].__name__}"
-        if isinstance(value, type):
+        if isinstance(value, type) and issubclass(value, KINDS[kind]):
             raise UserError(f"{expected}, got the class {value.__name__}; use {value.__name__}()")
-        raise UserError(f"{expected}, got {printable(repr(value))}; {suggest('', registry.offers[kind])}")
+        shown = f"the class {value.__name__}" if isinstance(value, type) else printable(repr(value))
+        raise UserError(f"{expected}, got {shown}; {suggest('', names)}")
     return value
+
+
+def _describe_preset(kind: str, name: str, registry: Registry) -> str:
+    """Return the expression that creates the object of the preset `conf/<kind>/<name>.yaml`, or "" without such a file.
+
+    For a preset that changes no setting, the expression shows the sizes of its class.
+    """
+    path = CONF / kind / f"{name}.yaml"
+    if not path.is_file():
+        return ""
+    settings = yaml.safe_load(path.read_text(encoding="utf-8"))
+    cls = registry.get(kind, settings.pop("defaults")[0])
+    shown = settings or {f.name: f.default for f in fields(cls) if f.name in SIZES}
+    return f"{cls.__module__}.{cls.__name__}({', '.join(f'{key}={value!r}' for key, value in shown.items())})"
 
 
 def _resolve_callbacks(values: Sequence[Callback | str], registry: Registry) -> dict[str, Callback]:

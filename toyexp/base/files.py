@@ -29,7 +29,7 @@ NOT_TEXT_HINTS: dict[bytes | tuple[bytes, ...], str] = {
     b"PK\x03\x04": "it is a zip archive: unzip it first",
     b"PAR1": "it is Parquet: pandas.read_parquet(FILE).to_json('x.jsonl', orient='records', lines=True) in Python",
     b"%PDF": "it is a PDF: take the text out of it first (pdftotext)",
-    (b"\xff\xfe", b"\xfe\xff"): "it is UTF-16: iconv -f UTF-16 -t UTF-8",
+    (b"\xff\xfe", b"\xfe\xff"): "it is UTF-16: save it as UTF-8 in a text editor, or type iconv -f UTF-16 -t UTF-8",
 }
 
 
@@ -161,9 +161,12 @@ def not_text_error(path: Path, position: int, byte: int, start: bytes) -> UserEr
     """
     hint = next((hint for magic, hint in NOT_TEXT_HINTS.items() if start.startswith(magic)), None)
     if byte:
-        hint = hint or "if it is Latin-1: iconv -f LATIN1 -t UTF-8"
+        hint = hint or "save it as UTF-8 in a text editor; if it is Latin-1: iconv -f LATIN1 -t UTF-8"
         return UserError(f"{path}: not UTF-8 text (byte {position} is 0x{byte:02x}); {hint}")
-    hint = hint or "if it is UTF-16: iconv -f UTF-16LE -t UTF-8; if the rest is text: tr -d '\\0' removes the NULs"
+    hint = hint or (
+        "save it as UTF-8 in a text editor; if it is UTF-16: iconv -f UTF-16LE -t UTF-8; if the rest is text: "
+        "tr -d '\\0' removes the NULs"
+    )
     return UserError(f"{path}: not text (byte {position} is NUL); {hint}")
 
 

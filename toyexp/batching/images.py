@@ -71,10 +71,11 @@ class ImageDataset(Dataset):
         return self._left_out
 
     def remarks(self) -> list[str]:
-        """Return lines to print about the data: its classes, and remarks of the code that read it."""
+        """Return lines to print about the data: classes, augmentation, and remarks of the code that read it."""
         names = [printable(name) for name in self.classes[:MAX_NAMED]]
         more = [f"and {self.vocab - MAX_NAMED} more"] if self.vocab > MAX_NAMED else []
-        return [f"{self.vocab} classes: {', '.join([*names, *more])}", *self._remarks]
+        augment = [f"data.augment={self._augment}"] if self._augment != "none" else []
+        return [f"{self.vocab} classes: {', '.join([*names, *more])}", *augment, *self._remarks]
 
     def gguf_metadata(self) -> dict[str, Any]:
         """Return the metadata that a model's file stores: class names, and the mean and std of each channel.

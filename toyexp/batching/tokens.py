@@ -34,6 +34,7 @@ class TokenDataset(Dataset):
         digest: str | None = None,  # SHA-256 of both arrays as int32, if known
         left_out: Sequence[str] = (),
         remarks: Sequence[str] = (),
+        val_fraction: float | None = None,  # share of a text that is held out, for an error message
     ):
         for part, ids in (("training", train), ("held-out", held_out)):
             if ids.dtype.kind not in "iu":
@@ -41,6 +42,7 @@ class TokenDataset(Dataset):
         self.train, self.held_out = train, held_out
         self.tokenizer, self.vocab = tokenizer, vocab
         self._eval_batches, self._left_out, self._remarks = eval_batches, left_out, remarks
+        self._val_fraction = val_fraction
         self._facts = {
             **facts,
             "train_tokens": len(train),
@@ -77,10 +79,23 @@ class TokenDataset(Dataset):
         Raise UserError if the data is shorter than a window.
         """
         for part, ids in (("training", self.train), ("held-out", self.held_out)):
-            if len(ids) <= context and (len(ids) or part == "held-out"):  # all may be held out, for an evaluation
-                what = f"a window needs model.context + 1 = {context + 1} tokens, but the {part} part of the data has "
-                raise UserError(f"model.context={context}: {what}{len(ids)}; reduce model.context, or use more data")
+            if len(ids) <= context and (len(ids) or part == "held-out"):  # an evaluation may hold out all
+                raise UserError(
+                    f"model.context={context}: the data is too short: a row needs {context + 1} tokens, but the {part} "
+                    f"part has {len(ids)}; use {self._enough(context + 1)} or more, or reduce model.context"
+                )
         return TokenBatches(self.train, self.held_out, context, rows, seed, self._eval_batches)
+
+    def _enough(self, window: int) -> str:
+        """Return the estimated length of data of which both parts have `window` tokens, such as "1,300 characters"."""
+        total = len(self.train) + len(self.held_out)
+        held_out = self._val_fraction or len(self.held_out) / max(total, 1)
+        needed = window / min(share for share in (held_out, 1 - held_out, 1.0) if share > 0)
+        unit = "tokens"
+        sample = np.concatenate([self.train[:PROMPT_TOKENS], self.held_out[:PROMPT_TOKENS]])
+        if self.tokenizer is not None and len(sample):
+            needed, unit = needed * len(self.tokenizer.decode(sample)) / len(sample), "characters"
+        return f"about {float(f'{needed:.2g}'):,.0f} {unit}"
 
 
 class TokenBatches(Batches):

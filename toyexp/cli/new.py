@@ -47,7 +47,9 @@ def run(arguments: Arguments) -> int:
     print(f"{short_path(directory)}: {', '.join(sorted(path.name for path in directory.iterdir()))}\n")
     for line in (f"cd {short_path(directory)}", *([] if find_spec("pytest") else ["pip install pytest"]), *commands):
         print(f"  {line}")
-    print(f"\nHow to write it: toyexp help plugins/{kind}")
+    module = f"toyexp_{words[1]}"
+    print(f"\nIf you rename or remove a setting in {module}.py, edit test_{module}.py too.")
+    print(f"How to write it: toyexp help plugins/{kind}")
     return 0
 
 

@@ -12,7 +12,7 @@ from toyexp.base.formatting import format_value
 from toyexp.config.paths import CONF
 from toyexp.config.schema import AUTO, AutoEngine
 from toyexp.config.top_level import GROUPS
-from toyexp.plugins.registry import Registry
+from toyexp.plugins.registry import IN_A_MODULE, Registry
 from toyexp.plugins.settings import list_settings
 
 
@@ -28,6 +28,7 @@ def lines_about(name: str, registry: Registry) -> list[str]:
         presets = {path.stem for kind in GROUPS for path in (CONF / kind).glob("*.yaml")}
         best = nearest(name, names | presets)
         hint = f"did you mean {best}?" if best else f"list all names: toyexp plugins{registry.plugins_override}"
+        hint += "" if best or registry.modules else f"; {IN_A_MODULE}"
         raise UserError(f"plugins {printable(name)}: unknown name; {hint}")
     return [line for block in blocks for line in block]
 

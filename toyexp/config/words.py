@@ -17,6 +17,7 @@ from toyexp.base.errors import UserError, printable
 from toyexp.base.formatting import format_value
 
 CACHE_SIZE = 1000  # parsing takes 1 ms per override, and the jobs of a sweep share most of them
+PART_KEYS = ("model", "data", "recipe", "engine", "optim", "callbacks")
 RESERVED_WORDS = {"null", "true", "false", "nan", "inf"}  # values that are not parsed as text
 # Expressions for random or multiple values, in the syntax of Hydra and of other tools.
 DISTRIBUTIONS = re.compile(
@@ -69,9 +70,12 @@ def _format_value(key: str, value: Any) -> str:
             re.fullmatch(r"[A-Za-z_][\w./-]*|[\w.-]*/[\w./-]*", text, re.ASCII) and text.lower() not in RESERVED_WORDS
         )
         return text if plain else QuotedString(text, Quote.double).with_quotes()
+    examples = {"callbacks": f"['default', {(value if isinstance(value, type) else type(value)).__name__}()]"}
+    is_part = key in PART_KEYS or getattr(value, "check", None)
+    call = f"toyexp.train({key}={examples.get(key, '...')})" if key in PART_KEYS else "toyexp.train(...)"
     raise UserError(
         f"{key}={printable(repr(value))}: invalid value; use numbers, text, true or false, and lists or mappings of "
-        "these" + ("; pass objects to toyexp.train(...)" if getattr(value, "check", None) else "")
+        "these" + (f"; pass objects to {call}" if is_part else "")
     )
 
 

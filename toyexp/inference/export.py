@@ -38,6 +38,7 @@ from toyexp.training.checkpoint import read_result
 from toyexp.training.run_config import config_hash
 from toyexp.training.rundir import read_settings
 
+EXPORT_ADAPTER = "export its run; for PEFT, train again with 'callbacks=[default,hf_export]', which writes adapter-hf"
 BEGINNINGS = {".gguf": b"GGUF", ".safetensors": rb".{4}\0{4}\{", ".npz": b"PK"}  # patterns of a file's first bytes
 
 
@@ -112,6 +113,8 @@ def export(
     # Appended to the stem of the file name: -q8_0.gguf, .onnx, -hf, -hf-f16.
     ending = form.suffix if word == form.name else f"-{word}" if form.contents else f"-{word}{form.suffix}"
     with GGUFFile(find_model_file(model, registry=registry)) as file:
+        if file.metadata.get("general.type") == "adapter":
+            raise file.error(f"holds no model (general.type is adapter); {EXPORT_ADAPTER}")
         target = Path(to) if to else default_target(file, ending)
         if target.suffix in {suffix for suffix in registry.suffixes() if suffix != form.suffix}:
             raise UserError(f"--to {target}: the name must end in {form.suffix} with --type {word}")

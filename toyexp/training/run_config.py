@@ -194,12 +194,13 @@ def introduction(prepared: Prepared) -> list[str]:
     details = f" ({'; '.join(facts)})" if facts else ""
     origin = config.recipe.origin()
     epochs = f" (epochs={config.settings.epochs:g})" if config.settings.epochs else ""
+    parts = filter(None, (config.recipe.name, describe_adapters(plan), prepared.optim.title))
     return [
         f"engine  {config.engine_note}",
         *(f"note    {line}" for line in call_for_lines(config.engine.advice)),
         f"model   {config.model.name}, {format_count(total)} parameters{share}",
         f"data    {config.data.name}{details}",
-        f"recipe  {config.recipe.name}, {prepared.optim.title}, {pluralise(config.settings.steps, 'step')}{epochs}",
+        f"recipe  {', '.join(parts)}, {pluralise(config.settings.steps, 'step')}{epochs}",
         *(f"group   {line}" for line in _groups(prepared)),
         *([f"{origin[0]:<7} {origin[1]}"] if origin else []),
     ]

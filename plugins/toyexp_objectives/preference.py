@@ -22,9 +22,7 @@ class Preference(Objective):
     rows_together: ClassVar[int] = 2  # the chosen and the rejected completion
     metric_names: ClassVar[tuple[str, ...]] = ("accuracy", "margin")
 
-    kind: str = (
-        "dpo"  # dpo | ipo | hinge | kto (with a reference point of 0) | orpo | simpo; the last two need no reference
-    )
+    kind: str = "dpo"  # dpo | ipo | hinge | kto (reference point 0) | orpo, simpo (both need no reference)
     beta: float = 0.1  # strength of the preference; for dpo, kto and ipo, larger values stay closer to the reference
     gamma: float = 0.5  # with kind=simpo: margin between the rewards
 

@@ -6,10 +6,16 @@ import numpy as np
 import pytest
 import torch
 from float64_models import FORWARD
-from tiny import add_weights, batches, plan, replace_initial_values
+from tiny import MODELS, VOCAB, add_weights, batches, plan, replace_initial_values, write_base
 
-from toyexp import AdamW, CrossEntropy, program_difference
+from toyexp import AdamW, CrossEntropy, InputSpec, Setup, UserError, program_difference
+from toyexp.testing import ObjectiveSuite, ReferenceOps
 from toyexp_ggml.engines import GGMLCPU, GGMLCUDA, GGMLMetal, GGMLVulkan
+from toyexp_objectives.distil import Distil
+from toyexp_objectives.preference import Preference
+from toyexp_objectives.vectors import MSE, Contrastive
+from toyexp_recipes.base import Full
+from toyexp_recipes.lora import Lora
 from toyexp_torch.engines import TorchCPU
 
 ENGINES = {
@@ -72,3 +78,157 @@ def test_objectives_of_stacked_plans_must_be_equal():
     first, second = plan("llama", objective=CrossEntropy(0.1)), plan("llama", objective=CrossEntropy(0.2))
     assert program_difference([first, dataclasses.replace(first, seed=1)]) == ""
     assert program_difference([first, second]) == "the objectives differ"
+
+
+# -- every shipped objective: its kit, and published numbers -----------------------------------------------------------
+
+SOME = (ENGINES["cpu"], ENGINES["float64"], ENGINES["ggml"], ENGINES["metal"], ENGINES["cuda"], ENGINES["vulkan"])
+
+
+class TestCrossEntropy(ObjectiveSuite):
+    objective, engines = CrossEntropy(0.1, 1e-3), SOME
+
+
+class TestMSE(ObjectiveSuite):
+    objective, engines = MSE(), SOME
+
+
+class TestContrastive(ObjectiveSuite):
+    objective, engines = Contrastive(), SOME
+
+
+class TestPreference(ObjectiveSuite):
+    objective, engines = Preference(), SOME
+
+    def inputs(self):
+        ids = InputSpec((5,), "int32", below=8)
+        return {
+            "tokens": ids, "targets": ids, "mask": InputSpec((5,), "float32"), "weights": InputSpec((), "float32")
+        }  # fmt: skip
+
+    def batch(self, seed=0):
+        draw = np.random.default_rng(seed)
+        ids = draw.integers(0, 8, (2, 4, 5), dtype=np.int32)
+        mask = (draw.random((4, 5)) < 0.7).astype(np.float32)
+        mask[:, -1] = 1
+        weights = np.array([1, 1, 2, 2], np.float32)
+        return {"tokens": ids[0], "targets": ids[1], "mask": mask, "weights": weights}
+
+
+class TestSimPO(TestPreference):
+    objective = Preference("simpo", beta=2.0)
+
+
+class TestORPO(TestPreference):
+    objective = Preference("orpo")
+
+
+class TestIPO(TestPreference):
+    objective = Preference("ipo")
+
+
+class TestKTO(TestPreference):
+    objective = Preference("kto")
+
+
+# Log-probabilities of torchtune's test of DPO: chosen and rejected completions, of the model and of the reference.
+CHOSEN, REJECTED = np.array([-0.5, -10, -1]), np.array([-0.1, -30, -21])
+RATIOS = np.stack([CHOSEN - [-0.5, -10.1, -0.1], REJECTED - [-0.1, -20.1, -0.1]], 1).ravel()
+
+
+@pytest.mark.parametrize(
+    ("kind", "values", "expected"),
+    [
+        ("dpo", RATIOS, [0.693147, 0.313262, 0.126928]),
+        ("hinge", RATIOS, [1, 0, 0]),
+        ("ipo", RATIOS, [25, 25, 225]),  # of the sums, as in the test; the objective takes means per token
+        ("kto", RATIOS, [(0.5 + 0.5) / 2, (0.4975 + 0.270912) / 2, (0.522485 + 0.110073) / 2]),
+    ],
+)
+def test_preference_losses_have_the_published_values(kind, values, expected):
+    losses = getattr(Preference(kind), f"_{kind}")(ReferenceOps(), values, values, np.ones(6))
+    np.testing.assert_allclose(losses, expected, atol=1e-5)
+
+
+def test_simpo_and_orpo_have_the_published_values():
+    means = np.array([-0.5, -1.0])
+    for gamma, expected in ((1.0, 0.693147), (0.5, 0.474077)):
+        (loss,) = Preference("simpo", beta=2.0, gamma=gamma)._simpo(ReferenceOps(), means, means, np.ones(2))
+        assert loss == pytest.approx(expected, abs=1e-6)
+    (loss,) = Preference("orpo", beta=1.0)._orpo(ReferenceOps(), means, means, np.ones(2))
+    assert loss == pytest.approx(0.5 + 0.320300, abs=1e-5)  # -log p, and -log sigmoid(0.974077)
+
+
+def test_the_divergences_of_distillation_have_the_published_values():
+    """TRL's test of GKD: probabilities (0.1, 0.9) and (0.9, 0.1)."""
+    p, q = np.log([[0.1, 0.9]]), np.log([[0.9, 0.1]])
+    for kind, expected in (("forward", 1.757780), ("reverse", 1.757780), ("jsd", 0.368064)):
+        assert Distil(kind=kind)._divergence(ReferenceOps(), q, p, kind, 1.0)[0] == pytest.approx(expected, abs=1e-6)
+
+
+@pytest.mark.parametrize("engine", SOME, ids=["cpu", "float64", "ggml", "metal", "cuda", "vulkan"])
+@pytest.mark.parametrize("kind", ["forward", "reverse", "jsd"])
+def test_distillation_agrees_with_torch_in_float64(engine, kind, tmp_path):
+    """The teacher is a model of another family; KLDivLoss and a mixture of probabilities are torch's."""
+    teacher = write_base(tmp_path / "teacher.gguf", "qwen2", tokenizer=None)
+    objective = Distil(str(tmp_path / "teacher.gguf"), kind, temperature=2.0, hard=0.3, beta=0.4)
+    objective.second_model = teacher
+    the_plan = plan("llama", objective=objective)
+    the_plan = dataclasses.replace(the_plan, tensors=(*the_plan.tensors, *objective.tensors(the_plan)))
+    batch = add_weights(batches().batch(0))
+    values = {t.name: torch.from_numpy(the_plan.initial_values(t)).double() for t in the_plan.tensors}
+    student = {t.name: values[t.name].requires_grad_() for t in the_plan.trainable}
+    ids = torch.from_numpy(batch["tokens"]).long()
+    logits = FORWARD["llama"](student, the_plan.model, ids)
+    soft = FORWARD["qwen2"]({n.removeprefix("teacher."): v for n, v in values.items() if "teacher" in n}, teacher, ids)
+    log_q, log_p = (x.div(2.0).log_softmax(-1) for x in (logits, soft))
+    kl = torch.nn.KLDivLoss(reduction="none", log_target=True)
+    log_m = torch.log(0.4 * log_p.exp() + 0.6 * log_q.exp())
+    divergence = {
+        "forward": kl(log_q, log_p), "reverse": kl(log_p, log_q), "jsd": 0.4 * kl(log_m, log_p) + 0.6 * kl(log_m, log_q)
+    }[kind].sum(-1)  # fmt: skip
+    weights = torch.from_numpy(batch["weights"]).double()
+    hard = torch.nn.functional.cross_entropy(
+        logits.flatten(0, 1), torch.from_numpy(batch["targets"]).long().flatten(), reduction="none"
+    ).view_as(weights)
+    loss = ((0.7 * 4 * divergence + 0.3 * hard) * weights).sum() / weights.sum()
+    expected = dict(zip(student, torch.autograd.grad(loss, list(student.values())), strict=True))
+    with build(engine, the_plan) as session:
+        for name, ours in session.gradients(batch).items():
+            theirs = expected[name].numpy()
+            assert np.linalg.norm(ours - theirs) <= 1e-4 * np.linalg.norm(theirs), name
+        assert session.evaluate([batch]) == pytest.approx(((hard * weights).sum() / weights.sum()).item(), rel=1e-5)
+        assert session.step(batch, AdamW.for_lora().hp_for_step(0)).loss == pytest.approx(loss.item(), rel=1e-5)
+
+
+@pytest.mark.parametrize("recipe", [Lora, Full])
+def test_a_preference_run_starts_at_ln_2_without_margins_whatever_the_reference(recipe, tmp_path):
+    """With an adapter the reference is its base; without one it is a frozen copy of the weights."""
+    write_base(tmp_path / "base.gguf", "llama")
+    objective, settings = Preference(), {"targets": ["q"]} if recipe is Lora else {}
+    the_plan = pair_plan(recipe(base=str(tmp_path / "base.gguf"), **settings), objective)
+    batch = TestPreference().batch()
+    for engine in (ENGINES["cpu"], ENGINES["ggml"]):
+        with build(engine, the_plan) as session:
+            assert session.evaluate([batch]) == pytest.approx(np.log(2), abs=1e-6)
+            assert session.metrics([batch]) == pytest.approx({"accuracy": 0, "margin": 0}, abs=1e-6)
+            assert any(np.any(gradient) for gradient in session.gradients(batch).values())
+    assert {t.name for t in the_plan.tensors if t.name.startswith("reference.")} == (
+        set() if recipe is Lora else {f"reference.{t.name}" for t in the_plan.model.tensors()}
+    )
+
+
+def pair_plan(recipe, objective):
+    model = dataclasses.replace(MODELS["llama"], vocab=VOCAB, context=5)
+    inputs = TestPreference().inputs()
+    inputs |= {name: dataclasses.replace(inputs[name], below=VOCAB) for name in ("tokens", "targets")}
+    the_plan = recipe.plan(model, Setup(inputs, rows=4, seed=1, objective=objective))
+    return dataclasses.replace(the_plan, tensors=(*the_plan.tensors, *objective.tensors(the_plan)))
+
+
+def test_rows_that_an_objective_compares_stay_together():
+    with pytest.raises(UserError, match="compares all rows"):
+        dataclasses.replace(TestContrastive().make_plan(), accumulate=2)
+    with pytest.raises(UserError, match="multiple of 2 rows, not 3"):
+        pair = TestPreference()
+        dataclasses.replace(pair.make_plan(), rows=3)

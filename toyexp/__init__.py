@@ -36,6 +36,7 @@ if TYPE_CHECKING:
         scaling_note,
     )
     from toyexp.batching.tokens import TokenBatches, TokenDataset
+    from toyexp.batching.vectors import VectorDataset
     from toyexp.formats.gguf.open_model import FromGGUF
     from toyexp.inference.model_files import adapter_files, check_base, find_adapter_file, find_model_file
     from toyexp.interfaces.arithmetic import Arithmetic
@@ -47,7 +48,7 @@ if TYPE_CHECKING:
     from toyexp.interfaces.engine import Engine
     from toyexp.interfaces.format import Format, ModelExport, ModelFile, Models, TensorInfo
     from toyexp.interfaces.hooks import Register, hookimpl
-    from toyexp.interfaces.kind import IMAGES, TOKENS, Kind
+    from toyexp.interfaces.kind import IMAGES, TOKENS, VECTORS, Kind
     from toyexp.interfaces.micro_batches import HeldOut
     from toyexp.interfaces.model import Model, TensorSpec, lower_is_better
     from toyexp.interfaces.objective import CrossEntropy, Objective, require_class_targets

@@ -5,12 +5,13 @@ from toyexp import Register, hookimpl
 
 @hookimpl
 def register_data(register: Register) -> None:
-    """Register stdlib, text, jsonl, preference, tokens, random, digits and images."""
+    """Register stdlib, text, jsonl, preference, tokens, random, digits, images and vectors."""
     from toyexp_data.images import Digits, Images
     from toyexp_data.jsonl import Jsonl
     from toyexp_data.preference import Preference
     from toyexp_data.text import Stdlib, Text
     from toyexp_data.tokens import Random, Tokens
+    from toyexp_data.vectors import Vectors
 
-    for data in (Stdlib, Text, Jsonl, Preference, Tokens, Random, Digits, Images):
+    for data in (Stdlib, Text, Jsonl, Preference, Tokens, Random, Digits, Images, Vectors):
         register(data)

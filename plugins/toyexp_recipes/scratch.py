@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
-from toyexp import IMAGES, TOKENS, Kind, Model, Normal, Plan, PlanTensor, Recipe, Setup, TensorSpec
+from toyexp import IMAGES, TOKENS, VECTORS, Kind, Model, Normal, Plan, PlanTensor, Recipe, Setup, TensorSpec
 from toyexp.base import require_choice, require_positive
 
 if TYPE_CHECKING:
@@ -21,7 +21,7 @@ class Scratch(Recipe):
     """Train all weights from random values."""
 
     name: ClassVar[str] = "scratch"
-    reads: ClassVar[tuple[Kind, ...]] = (TOKENS, IMAGES)
+    reads: ClassVar[tuple[Kind, ...]] = (TOKENS, IMAGES, VECTORS)
 
     init: str = "default"  # initial values: default (seeded by tensor name) | toy (as toyexp's predecessor in Ruby)
 

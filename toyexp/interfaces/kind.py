@@ -61,7 +61,10 @@ class Kind:
     def with_bounds(self, inputs: Mapping[str, InputSpec], vocab: int) -> dict[str, InputSpec]:
         """Return the specs `inputs`, in which token ids and targets without a bound `below` get the bound `vocab`."""
         ids = self.sequence, "targets"
-        return {n: replace(s, below=s.below or vocab) if n in ids else s for n, s in inputs.items()}
+        return {
+            n: replace(s, below=s.below or vocab) if n in ids and s.dtype.startswith("int") else s
+            for n, s in inputs.items()
+        }
 
     def derived_metrics(self, loss: float, held_out: Sequence[Batch], dataset: Dataset) -> list[DerivedMetric]:
         """Return metrics computed from `loss`, a held-out loss in nats per target.
@@ -100,3 +103,4 @@ class Text(Kind):
 
 TOKENS = Text("tokens", "token", "token ids", text=True, sequence="tokens")
 IMAGES = Kind("images", "image")
+VECTORS = Kind("vectors", "vector", targets="targets")

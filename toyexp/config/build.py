@@ -26,7 +26,7 @@ from toyexp.formats.gguf.open_model import load_open_model, open_gguf
 from toyexp.interfaces.data import Data
 from toyexp.interfaces.engine import Engine
 from toyexp.interfaces.model import Model
-from toyexp.interfaces.objective import Objective
+from toyexp.interfaces.objective import CrossEntropy, Objective
 from toyexp.interfaces.optimiser import Optimiser
 from toyexp.interfaces.recipe import Recipe
 from toyexp.plugins.registry import Registry
@@ -90,6 +90,19 @@ def _apply_all_types(values: dict[str, Any]) -> dict[str, Any]:
         _apply_types_cached(Sweep, values["sweep"], "sweep")
     top_level = {key: value for key, value in values.items() if key not in (*groups, "sweep")}
     return _apply_types_cached(Settings, top_level, "") | groups
+
+
+def build_saved_objective(plain: Mapping[str, Any], registry: Registry, origin: Origin) -> Objective:
+    """Return the objective of a saved configuration, whose held-out loss an evaluation of the run reports.
+
+    If that is a cross-entropy of the data's targets, or if the configuration has none, return plain cross-entropy.
+    """
+    node = plain.get("objective")
+    if not isinstance(node, Mapping) or "name" not in node:
+        return CrossEntropy()
+    cls = part_class("objective", node, registry)
+    objective: Objective = create_part(cls, resolve_paths(cls, apply_types(cls, node, "objective"), origin))
+    return CrossEntropy() if objective.in_nats else objective
 
 
 def build_saved_parts(plain: Mapping[str, Any], registry: Registry, origin: Origin) -> tuple[Model, Data, Recipe]:

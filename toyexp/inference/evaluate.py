@@ -7,7 +7,7 @@ import os
 import re
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, cast
 
@@ -18,7 +18,7 @@ from toyexp.base.errors import UserError, escape_cell, suggest
 from toyexp.base.formatting import align_columns
 from toyexp.base.validators import is_integer
 from toyexp.batching.images import ImageDataset
-from toyexp.config.build import resolve_paths
+from toyexp.config.build import build_saved_objective, resolve_paths
 from toyexp.config.request import Request
 from toyexp.config.safe_yaml import require_plugins
 from toyexp.config.schema import load_yaml, part_class
@@ -33,6 +33,7 @@ from toyexp.interfaces.data import Data, open_data
 from toyexp.interfaces.dataset import Batch, Dataset
 from toyexp.interfaces.kind import DerivedMetric
 from toyexp.interfaces.model import Model, compute_scores, model_settings
+from toyexp.interfaces.objective import Objective
 from toyexp.plugins.compatibility import kind_mismatch, matching_data
 from toyexp.plugins.registry import Registry
 from toyexp.training.provenance import Origin, data_digests, read_origin
@@ -110,13 +111,15 @@ def evaluate(model_path: Path, request: Request, data: str | None = None, adapte
     fitted = dataclasses.replace(model, **({"context": window} if window else {}))
     batches = fitted.batches(dataset, config.settings.batch_size, config.settings.seed)
     inputs = model.reads.with_bounds(batches.inputs, dataset.vocab)
+    rows, objective = config.settings.batch_size, training_run.objective(registry) if training_run else None
     boundary = attribute_errors(f"engine.{config.engine.name}", "while it evaluated", data=config.data.name)
-    with boundary, loaded.session(config.engine, inputs, config.settings.batch_size) as session:
+    with boundary, loaded.session(config.engine, inputs, rows, objective=objective) as session:
         held_out = batches.held_out()  # after the session, so that a plan that needs too much memory fails first
-        loss, scores = session.evaluate(held_out), compute_scores(model, session.logits, held_out)
+        loss = session.evaluate(held_out)
+        scores = compute_scores(model, session.logits, held_out) | session.metrics(held_out)
         read = [name for name in inputs if name not in ("targets", "weights")]
         names = dataset.classes if isinstance(dataset, ImageDataset) else ()
-        has_one_target = not inputs["targets"].shape  # per example, and not one per position
+        has_one_target = not inputs["targets"].shape  # per example, and not one per position or a vector
         classes = count_by_class(session.logits, held_out, read, names) if has_one_target else None
     split_remarks = [line for line in dataset.remarks() if line.startswith("held out: ")]  # by directory, not by share
     weights = sum(float(batch["weights"].sum(dtype="float64")) for batch in held_out)
@@ -127,7 +130,8 @@ def evaluate(model_path: Path, request: Request, data: str | None = None, adapte
         own=is_own, note=note,
         share={key: data_settings[key] for key in (SHARE[1:] if split_remarks else SHARE) if key in data_settings},
         targets=round(weights), loss=loss,
-        figures=model.reads.derived_metrics(loss, held_out, dataset), scores=scores, classes=classes,
+        figures=model.reads.derived_metrics(loss, held_out, dataset) if objective is None or objective.in_nats else [],
+        scores=scores, classes=classes,
     )  # fmt: skip
 
 
@@ -269,6 +273,11 @@ class TrainedRun:
     batch_size: int
     context: int | None  # window in tokens
     record: Origin  # digests of the data and files, and where the run was started
+    saved: Mapping[str, Any] = field(default_factory=dict)  # the run's whole configuration
+
+    def objective(self, registry: Registry) -> Objective:
+        """Return the objective that defines the run's held-out loss."""
+        return build_saved_objective(self.saved, registry, self.record)
 
     def settings(self, file: Path, has_text: bool, registry: Registry) -> list[str]:
         """Return the run's data settings as overrides, such as `data=text`.
@@ -331,7 +340,7 @@ def find_training_run(directory: Path, modules: Sequence[str]) -> TrainedRun | N
     model = saved.get("model")
     context = model.get("context") if isinstance(model, dict) else None
     context = context if isinstance(context, int) else None
-    return TrainedRun(directory, saved["data"], saved.get("batch_size", 8), context, read_origin(directory))
+    return TrainedRun(directory, saved["data"], saved.get("batch_size", 8), context, read_origin(directory), saved)
 
 
 def recognise_data(path: Path, model: Model, registry: Registry) -> str:

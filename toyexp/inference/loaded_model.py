@@ -23,6 +23,7 @@ from toyexp.inference.model_files import check_base, find_adapter_file, find_mod
 from toyexp.interfaces.dataset import InputSpec
 from toyexp.interfaces.engine import Engine
 from toyexp.interfaces.model import Model
+from toyexp.interfaces.objective import CrossEntropy, Objective
 from toyexp.interfaces.recipe import Setup
 from toyexp.interfaces.session import Session
 from toyexp.plugins.registry import Registry
@@ -71,13 +72,21 @@ class LoadedModel:
         return read_tokenizer(self.file)
 
     def session(
-        self, engine: Engine, inputs: Mapping[str, InputSpec], rows: int, remedy: str = EVALUATE_REMEDY
-    ) -> AbstractContextManager[Session]:
+        self, engine: Engine, inputs: Mapping[str, InputSpec], rows: int, remedy: str = EVALUATE_REMEDY,
+        objective: Objective | None = None,
+    ) -> AbstractContextManager[Session]:  # fmt: skip
         """Open a session for inference on batches of `rows` rows with these `inputs`.
 
-        If memory runs out, the error message ends with `remedy`.
+        `objective` defines the held-out loss, by default cross-entropy. If memory runs out, the error message ends with
+        `remedy`.
         """
-        plan = frozen_plan(self.model, self.path, Setup(inputs, rows), self.adapter)
+        setup = Setup(inputs, rows, objective=objective or CrossEntropy())
+        plan = frozen_plan(self.model, self.path, setup, self.adapter)
+        if plan.objective.tensors(plan):
+            problem = "its loss compares the model with another one, which the model's file does not have"
+            raise UserError(
+                f"objective={plan.objective.name}: {problem}; read the run's held-out loss with: toyexp runs"
+            )
         return open_checked_session(plan, engine, self.name, remedy)
 
 

@@ -177,7 +177,7 @@ def _general(path: Path, saved: checkpoint.Checkpoint, plan: Plan) -> dict[str, 
 
 def _rebuild_plan(plain: dict[str, Any], registry: Registry, run_origin: Origin) -> tuple[Plan, Any, Any]:
     """Rebuild a run's plan, recipe and data set. Raise UserError if its data or files have changed."""
-    from toyexp.config.build import build_saved_parts
+    from toyexp.config.build import build_saved_objective, build_saved_parts
 
     model, data, recipe = build_saved_parts(plain, registry, run_origin)
     for role, file in source_files(recipe).items():
@@ -195,9 +195,11 @@ def _rebuild_plan(plain: dict[str, Any], registry: Registry, run_origin: Origin)
         match_preprocessing(dataset, base_model, base)
         base_model = base_model.fit(dataset)
     fitted = model.fit(dataset)
-    inputs = fitted.batches(dataset, 1, int(plain["seed"])).inputs
+    objective = build_saved_objective(plain, registry, run_origin)
+    rows = objective.rows_together or 1
+    inputs = fitted.batches(dataset, rows, int(plain["seed"])).inputs
     seed = int(plain["seed"] if plain.get("model_seed") is None else plain["model_seed"])
-    return recipe.plan(base_model or fitted, Setup(inputs, rows=1, seed=seed)), recipe, dataset
+    return recipe.plan(base_model or fitted, Setup(inputs, rows=rows, seed=seed, objective=objective)), recipe, dataset
 
 
 def find_model_file(path: Path, leaves: Sequence[str] = (MODEL,), registry: Registry | None = None) -> Path:

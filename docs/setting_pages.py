@@ -15,10 +15,12 @@ from toyexp.training.settings import ASIDE, FREE, Settings, keys_by_role
 
 TITLES = {
     "model": "Models", "data": "Data", "recipe": "Recipes", "engine": "Engines", "optim": "Optimisers",
+    "objective": "Objectives",
     "callbacks": "Callbacks", "format": "Formats",
 }  # fmt: skip
 GUIDES = {
     "model": "models", "data": "data", "recipe": "recipes", "engine": "engines", "optim": "optimisers",
+    "objective": "objectives",
     "callbacks": "callbacks", "format": "exports",
 }  # fmt: skip
 TYPES = {"int": "whole number", "float": "number", "bool": "true, false", "str": "text"}

@@ -122,8 +122,8 @@ _ERROR_PAGES = (
 )
 _KEY_PAGES = {
     "engine": "engines", "recipe": "recipes", "model": "models", "data": "data", "optim": "optimisers",
-    "objective": "objectives", "callbacks": "callbacks", "sweep": "sweeps", "resume": "resume", "experiment": "runs", "format": "exports",
-    "lr": "runs", "steps": "runs", "batch_size": "runs", "seed": "runs", "name": "outputs",
+    "objective": "objectives", "callbacks": "callbacks", "sweep": "sweeps", "resume": "resume", "experiment": "runs",
+    "format": "exports", "lr": "runs", "steps": "runs", "batch_size": "runs", "seed": "runs", "name": "outputs",
     "data_seed": "runs", "model_seed": "runs", "epochs": "runs", "eval_every": "runs", "nonfinite": "resume",
     "checkpoint_every": "resume", "checkpoint_keep": "resume", "checkpoint_best": "resume",
 }  # fmt: skip

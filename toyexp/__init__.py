@@ -62,6 +62,7 @@ if TYPE_CHECKING:
     from toyexp.interfaces.session import Session, State, StepInput, StepMetrics
     from toyexp.interfaces.stack import Stack, program_difference
     from toyexp.interfaces.values import ArrayValues, Constant, Normal, Values
+    from toyexp.plugins.discovery import import_local
     from toyexp.reference.engine import NumpyArithmetic, update_tensor
     from toyexp.reference.forward import reason_to_recompute
     from toyexp.reference.forward_listing import WeightInfo, listing

@@ -34,6 +34,8 @@ class GGUF(Format):
 
         llama.cpp writes the K-quant types, so they also require an architecture that llama.cpp supports.
         """
+        if model.engines:
+            raise UserError(f"model={model.name}: GGUF cannot hold it")
         formats.check_keys(model)
         if self.type in K_QUANTS and not (model.reads.text and "gguf" in model.forms):
             problem = f"{self.type} is written by llama.cpp, which does not support {gguf_architecture(model)}"

@@ -37,12 +37,12 @@ class Scratch(Recipe):
         return DONOR
 
     def plan(self, model: Model, setup: Setup) -> Plan:
-        """Return a plan with all tensors trainable and the model's initial values."""
+        """Return a plan with the model's initial values. All tensors are trainable except those that it freezes."""
         if self.init == "toy":
             from toyexp_recipes import original
 
             original.check_model(model)
-        return setup.plan(model, [PlanTensor(t.name, t.shape, t.init) for t in model.tensors()])
+        return setup.plan(model, [PlanTensor(t.name, t.shape, t.init, t.trainable) for t in model.tensors()])
 
     def warm(self, session: Session) -> None:
         """Upload the original program's initial values if `init` is toy."""
@@ -76,4 +76,4 @@ class VitTiny(Recipe):
         values = spec.init
         if ".blk." in spec.name and isinstance(values, Normal):
             values = replace(values, std=values.std * self.init_scale)
-        return PlanTensor(spec.name, spec.shape, values)
+        return PlanTensor(spec.name, spec.shape, values, spec.trainable)

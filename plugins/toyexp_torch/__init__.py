@@ -10,3 +10,11 @@ def register_engines(register: Register) -> None:
 
     for engine in (TorchCPU, TorchCUDA, TorchMPS):
         register(engine)
+
+
+@hookimpl
+def register_models(register: Register) -> None:
+    """Register the model `torch_module`."""
+    from toyexp_torch.module import TorchModule
+
+    register(TorchModule)

@@ -137,6 +137,8 @@ class TorchEngine(Engine):
 
     def check_plan(self, plan: Plan) -> None:
         self.check_rows(plan.rows, plan.accumulate)
+        if plan.model.engines and self.count() > 1:
+            raise UserError(f"engine.devices={self.devices}: model={plan.model.name} trains on one; leave devices out")
 
     def preload(self) -> None:
         import_torch()

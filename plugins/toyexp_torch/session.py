@@ -133,6 +133,11 @@ class TorchSession(Session):
         return torch.cuda.max_memory_allocated(self._device) if self._device.type == "cuda" else None
 
     def notes(self) -> Iterable[str]:
+        if engines := self.plan.model.engines:
+            yield (
+                f"model={self.plan.model.name} runs on {', '.join(engines)} only; it has no GGUF file and no cached "
+                "generation, and its weights go to model.safetensors"
+            )
         if self._device.type == "cuda" and self._settings.capture and self._uncaptured_reason:
             yield f"its steps are launched kernel by kernel, not as one CUDA graph: {self._uncaptured_reason}"
 

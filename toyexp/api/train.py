@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Mapping, Sequence
 from copy import copy
 from dataclasses import fields
 from datetime import datetime
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import yaml
 
@@ -39,6 +40,9 @@ from toyexp.training.resume import require_run
 from toyexp.training.run_config import Config
 from toyexp.training.settings import Settings
 
+if TYPE_CHECKING:
+    import numpy as np
+
 KINDS: Mapping[str, type] = {
     "model": Model, "data": Data, "recipe": Recipe, "engine": Engine, "optim": Optimiser, "objective": Objective,
     "callbacks": Callback,
@@ -48,8 +52,8 @@ SIZES = ("d_model", "n_layers", "n_heads", "context")  # settings that an error 
 
 @protect_imports()
 def train(
-    model: Model | str | None = None,
-    data: Data | str = "stdlib",
+    model: Model | str | Any | None = None,
+    data: Data | str | Any = "stdlib",
     recipe: Recipe | str = "scratch",
     engine: Engine | str = "auto",
     optim: Optimiser | str = "adamw",
@@ -64,7 +68,8 @@ def train(
     """Train a model from part objects and return the result.
 
     Each part is an object of a plugin's class or of your own class, or the name of a plugin's class, which is then
-    created with its default settings. `settings` are top-level settings: steps, batch_size, lr, seed, eval_every, name
+    created with its default settings. A model may also be a torch.nn.Module, and data may be arrays (x, y) of vectors
+    or a torch Dataset of such pairs. `settings` are top-level settings: steps, batch_size, lr, seed, eval_every, name
     and others. The default model is that of the recipe's base file, or `llama` if the recipe has no base file.
     Callbacks hold state, so create new ones for each run; other parts can be reused.
 
@@ -85,6 +90,7 @@ def train(
             "model": model, "data": data, "recipe": recipe, "engine": engine, "optim": optim, "objective": objective
         }  # fmt: skip
         with convert_memory_errors():
+            choices |= {"model": _wrap_module(model), "data": _wrap_arrays(data)}
             registry = _extend_registry([*choices.values(), *callbacks])
             built = _build_config(choices, callbacks, settings, registry)
             if resume is not None:
@@ -99,6 +105,46 @@ def train(
         with note_remains(run_directory, "toyexp.train(..., "), update_summary(run_directory, resume is not None):
             ready.run()
     return Result(run_directory, registry)
+
+
+def _wrap_module(model: Any) -> Any:
+    """Return a model for a torch.nn.Module; return anything else unchanged."""
+    torch: Any = sys.modules.get("torch")  # without it, no object is a module
+    if torch is None or not isinstance(model, torch.nn.Module):
+        return model
+    cls: Any = load().get("model", "torch_module")
+    return cls.wrap(model)
+
+
+def _wrap_arrays(data: Any) -> Any:
+    """Return data of vectors for arrays x or (x, y), or for a torch Dataset of such pairs.
+
+    Return names, data objects and anything else unchanged.
+    """
+    import numpy as np
+
+    torch: Any = sys.modules.get("torch")
+    if torch is not None and isinstance(data, torch.utils.data.Dataset):
+        data = tuple(zip(*(data[i] for i in range(len(data))), strict=True))
+    elif isinstance(data, np.ndarray) or (torch is not None and isinstance(data, torch.Tensor)):
+        data = (data,)
+    if not isinstance(data, tuple):
+        return data
+    if len(data) not in (1, 2):
+        raise UserError(f"train data: has {len(data)} arrays; pass (x, y), or x on its own, whose targets are x itself")
+    cls: Any = load().get("data", "vectors")
+    return cls.from_arrays(*map(_convert_array, data))
+
+
+def _convert_array(values: Any) -> np.ndarray:
+    """Return a NumPy array of a NumPy array, a torch tensor on any device, or a sequence of either."""
+    import numpy as np
+
+    torch: Any = sys.modules.get("torch")
+    if isinstance(values, tuple | list):
+        return np.stack([_convert_array(value) for value in values])
+    is_tensor = torch is not None and isinstance(values, torch.Tensor)
+    return np.asarray(values.detach().cpu() if is_tensor else values)
 
 
 def _extend_registry(parts: Sequence[Any]) -> Registry:

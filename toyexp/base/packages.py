@@ -97,13 +97,15 @@ def explain_import_error(error: BaseException) -> str:
 
 
 def error_location(error: BaseException, of_plugins: bool = False) -> str:
-    """Return " (FILE, line N)" for the last traceback frame outside toyexp and the standard library.
+    """Return " (FILE, line N)" for the last traceback frame outside toyexp, PyTorch and the standard library.
 
-    If there is no such frame, use the last frame of all or, if `of_plugins`, return "".
+    If there is no such frame, use the last frame of all or, if `of_plugins`, return "". A module that sets
+    `__tracebackhide__` is left out.
     """
     frames = [*traceback.walk_tb(error.__traceback__)]
-    skipped = {"toyexp", *sys.stdlib_module_names}
-    outside = [at for at in frames if str(at[0].f_globals.get("__name__")).partition(".")[0] not in skipped]
+    skipped = {"toyexp", "torch", *sys.stdlib_module_names}
+    shown = [at for at in frames if not at[0].f_globals.get("__tracebackhide__")]
+    outside = [at for at in shown if str(at[0].f_globals.get("__name__")).partition(".")[0] not in skipped]
     locations = [f" ({Path(frame.f_code.co_filename).name}, line {line})" for frame, line in outside or frames]
     return locations[-1] if outside or (locations and not of_plugins) else ""
 

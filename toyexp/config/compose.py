@@ -38,6 +38,7 @@ from toyexp.config.top_level import LAUNCHER_SETTINGS, Sweep
 from toyexp.formats.gguf.header import source_path
 from toyexp.formats.gguf.open_model import load_open_model, open_gguf
 from toyexp.interfaces.callback import Callback, sets_lr
+from toyexp.interfaces.command import parse_modules
 from toyexp.interfaces.engine import Engine
 from toyexp.interfaces.model import Model, model_settings
 from toyexp.interfaces.recipe import Recipe
@@ -80,7 +81,10 @@ def compose(typed: Sequence[Override], registry: Registry, source: Source, modul
             if "epochs" in typed_keys:
                 raise UserError(f"epochs={cfg.epochs:g}: sets the number of steps; leave steps={cfg.steps} out")
             cfg.epochs = None
-        cfg.hydra.sweeper.params = {key: values for key, values in composition.sweeps.items() if key not in typed_keys}
+        sweeps = {key: values for key, values in composition.sweeps.items() if key not in typed_keys}
+        if code := parse_modules(f"{key}={values}" for key, values in sweeps.items()):
+            raise UserError(f"hydra.sweeper.params: names {code[0]}; only the command line can load code")
+        cfg.hydra.sweeper.params = sweeps
         for f in dataclasses.fields(Root):
             if f.name not in cfg:  # a user's file may leave keys out
                 cfg[f.name] = getattr(Root(), f.name)

@@ -149,6 +149,10 @@ def _load_run(path: Path, registry: Registry) -> tuple[checkpoint.Checkpoint, Pl
     if not isinstance(plain, dict):
         raise UserError(f"{path / checkpoint.STATE}: is damaged (no configuration); use another checkpoint")
     require_own_checkpoint(path, saved.state)
+    node = plain.get("model")
+    name = str(node.get("name")) if isinstance(node, dict) else ""
+    if (model := registry.classes("model").get(name)) and model.engines:
+        raise UserError(f"{path}: model={name} has no GGUF file; load the run's model.safetensors with PyTorch")
     try:
         with run_origin.explain_missing_paths():
             plan, recipe, dataset = _rebuild_plan(plain, registry, run_origin)

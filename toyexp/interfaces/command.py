@@ -16,6 +16,8 @@ from toyexp.base.tables import wrap_columns
 from toyexp.base.terminal import print_output
 from toyexp.base.writing import dump_json
 
+MODEL_CODE = "model.path"  # besides `plugins`, the only setting that names code: my_module:Net
+
 
 class Arguments(argparse.Namespace):
     """Parsed arguments of a sub-command: an attribute for each option, as in argparse, and `rest` for other words."""
@@ -194,10 +196,16 @@ class Command(ABC):
 
 
 def parse_modules(words: Iterable[str]) -> list[str]:
-    """Return the module names in all `words` of the form `plugins=[a,b]`. Raise UserError for an invalid name."""
+    """Return the module names in all `words` of the form `plugins=[a,b]` or `model.path=a:Net`.
+
+    Raise UserError for an invalid name in `plugins`.
+    """
     modules: list[str] = []
+    of_models: list[str] = []
     for word in words:
         key, equals, text = word.partition("=")
+        if key.lstrip("+") == MODEL_CODE:
+            of_models += re.findall(r"([^\W\d][\w.]*)\\?:[^\W\d]", text)
         if key.lstrip("+") != "plugins" or not equals:
             continue
         names = re.findall(r"[^\[\],\s'\"]+", text)
@@ -206,4 +214,4 @@ def parse_modules(words: Iterable[str]) -> list[str]:
             example = ",".join(names) if names and are_modules else "my_module"
             raise UserError(f"{word}: takes names of Python modules, such as plugins=[{example}]")
         modules += names
-    return modules
+    return [*modules, *(name for name in dict.fromkeys(of_models) if name not in modules)]

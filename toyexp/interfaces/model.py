@@ -32,6 +32,7 @@ class TensorSpec:
     name: str
     shape: tuple[int, ...]
     init: Values
+    trainable: bool = True  # False: training does not change it
 
 
 def lower_is_better(metric: str) -> bool:
@@ -50,6 +51,7 @@ class Model(ABC):
     forms: ClassVar[Mapping[str, Any]] = {}  # key and tensor names by format: "gguf": GGUFForm, "hf": layout
     cached_decoding: ClassVar[bool] = True  # False: generation recomputes the whole sequence for each token
     score_names: ClassVar[tuple[str, ...]] = ()  # metrics that `scores` returns, to check names before a run
+    engines: ClassVar[tuple[str, ...]] = ()  # engines for a model that is not written in ops and has no GGUF; (): all
 
     @abstractmethod
     def tensors(self) -> list[TensorSpec]:
@@ -77,6 +79,10 @@ class Model(ABC):
         A run may set it below the base model's context.
         """
         return 0
+
+    def adapt(self, kind: Kind) -> Model:
+        """Return the model for data of this kind. A model that reads several kinds overrides this method."""
+        return self
 
     def fit(self, dataset: Dataset) -> Model:
         """Return the model with each size that is 0, such as an unset vocabulary, replaced by the dataset's."""

@@ -31,6 +31,13 @@ def kind_mismatch(reader: str, kind: Kind, data: Data | type[Data]) -> str | Non
     return None if data.gives == kind else f"{reader} reads {kind}; data={data.name} gives {data.gives}"
 
 
+def engine_mismatch(engine: str, model: Model) -> str | None:
+    """Return a sentence if this engine cannot run the model, else None."""
+    if not model.engines or engine in model.engines:
+        return None
+    return f"engine={engine}: cannot run model={model.name}; type engine={model.engines[0]}"
+
+
 def matching_data(kind: Kind, registry: Registry) -> list[str]:
     """Return the names of the data plugins that give data of this kind. The first is the default."""
     return [name for name, cls in registry.classes("data").items() if cls.gives == kind]

@@ -10,8 +10,10 @@ import sys
 from collections.abc import Iterable, Iterator, Sequence
 from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
+from types import ModuleType
+from typing import Any
 
-from toyexp.base.errors import UserError
+from toyexp.base.errors import UserError, printable, suggest
 from toyexp.base.files import working_directory
 from toyexp.base.packages import block_exit, explain_import_error
 from toyexp.interfaces.callback import Callback
@@ -67,6 +69,23 @@ def load(modules: Sequence[str] = (), installed: Iterable[tuple[EntryPoint, str]
 def current_registry() -> Registry:
     """Return the registry that was loaded last, for code that has no registry argument, such as recipes."""
     return _latest or load()
+
+
+def import_local(path: str, key: str) -> Any:
+    """Return the object that `path`, the value of the setting `key`, names as MODULE:NAME.
+
+    Raise UserError unless the command line loads the module, because files must not load code.
+    """
+    shown, (module, colon, name) = f"{key}={printable(path)}", path.partition(":")
+    if not colon or not name.isidentifier():
+        raise UserError(f"{shown}: must be a module and a name in it, such as {key}=my_module:Net")
+    if module not in current_registry().modules:
+        raise UserError(f"{shown}: names code, which only the command line can load; type {shown}")
+    names = vars(sys.modules[module])
+    if name not in names:
+        public = [other for other in names if not other.startswith("_")]
+        raise UserError(f"{shown}: {module} has no {name}; {suggest(name, public)}")
+    return names[name]
 
 
 def _directory_hint(module: str, reason: str) -> str:
@@ -173,7 +192,8 @@ def _add_plugin(registry: Registry, candidate: Candidate) -> None:
             for kind, (_, hook) in KINDS.items():
                 if register := vars(candidate.module).get(hook):
                     register(candidate.classes[kind].append)
-            check_classes(candidate)
+            if any(candidate.classes.values()) or not _uses_torch(candidate.module):
+                check_classes(candidate)
             candidate.exporters += [exporter(cls) for cls in candidate.classes["format"]]
             for cls in candidate.exporters:
                 check_class(cls, Callback)
@@ -182,6 +202,12 @@ def _add_plugin(registry: Registry, candidate: Candidate) -> None:
         raise
     except BaseException as error:  # a plugin may even call sys.exit()
         candidate.reason = explain_import_error(error)
+
+
+def _uses_torch(module: ModuleType) -> bool:
+    """Return True if a module imports torch: it may hold networks for model.path instead of parts to register."""
+    sources = (getattr(value, "__module__", None) or getattr(value, "__name__", "") for value in vars(module).values())
+    return any(str(source).partition(".")[0] == "torch" for source in sources)
 
 
 @contextlib.contextmanager

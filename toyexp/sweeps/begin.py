@@ -96,7 +96,8 @@ def _resume_sweep(flags: Mapping[str, str], request: Request, path: Path) -> Run
     folder = SweepDir.open(path.resolve() if ".." in path.parts else path)  # job directories must lie below it
     try:
         memory = folder.spec
-        required_modules = parse_modules(memory["settings"])
+        job_words = [word for job in folder.jobs for word in job.overrides]
+        required_modules = parse_modules([*memory["settings"], *memory["space"], *job_words])
         if missing_modules := [name for name in required_modules if name not in request.modules]:
             raise UserError(
                 f"sweep.resume={path}: its jobs use the local plugin {missing_modules[0]}; code is only loaded from "

@@ -29,6 +29,7 @@ from toyexp.base.ownership import (
 from toyexp.base.terminal import print_line, show_status
 from toyexp.base.writing import dump_json, require_plain, require_plain_path, write_atomically
 from toyexp.config.words import format_override
+from toyexp.interfaces.command import parse_modules
 from toyexp.results.ranking import TRAIN, Ranking, job_sources, rank_jobs
 from toyexp.results.run_dirs import PRUNED_PREFIX, RESULT_TYPES
 from toyexp.sweeps.journal import Journal, Throttle
@@ -268,7 +269,8 @@ class SweepDir:
         """Return the specification to start a job, or to resume one that was started before."""
         directory = self.run_dir(job)
         run_args = [format_override("hydra.run.dir", directory), f"hydra.job.num={job.number}"]
-        plugins = [word for word in self.spec["settings"] if word.startswith("plugins=")]
+        modules = parse_modules([*self.spec["settings"], *job.overrides])
+        plugins = [f"plugins=[{','.join(modules)}]"] if modules else []
         start, resume = [*shared_args(self.spec), *job.overrides, *run_args], [f"resume={directory}", *plugins]
         return LaunchSpec(directory, self.log_path(job), start, resume, job.attempts > (job.status == Status.RUNNING))
 

@@ -26,7 +26,8 @@ from toyexp.interfaces.run import Best, Run
 from toyexp.interfaces.run_preview import RunPreview
 from toyexp.interfaces.session import Session
 from toyexp.interfaces.stack import Stack
-from toyexp.plugins.compatibility import incompatibility, kind_mismatch
+from toyexp.plugins.compatibility import engine_mismatch, incompatibility, kind_mismatch
+from toyexp.plugins.discovery import current_registry
 from toyexp.reference.forward import check_forward, check_tensors, count_blocks
 from toyexp.training.bus import Bus
 from toyexp.training.checkpoint import DamagedCheckpoint, list_checkpoints
@@ -51,6 +52,10 @@ def prepare(config: Config) -> Prepared:
     Raise UserError for settings that are invalid or do not fit together.
     """
     require_utf8(config.plain)
+    config.model = call_checked(Model, config.model.adapt, config.data.gives)
+    if reason := engine_mismatch(config.engine.name, config.model):
+        raise UserError(reason)
+    _replace_gguf(config)
     model, recipe, accumulate = config.model, config.recipe, config.optim.accumulate
     if reason := incompatibility(recipe, model):
         raise UserError(reason + (config.suggest_command() if model.reads not in recipe.reads else ""))
@@ -73,6 +78,20 @@ def prepare(config: Config) -> Prepared:
     if recomputed == 0:  # not the engine's own warning: it does not know the model
         warnings.append(f"engine.recompute=true: has no effect; model={model.name} has no ops.block")
     return Prepared(config, dataset, model, batches, plan, optim, bus, warnings, recomputed)
+
+
+def _replace_gguf(config: Config) -> None:
+    """Export safetensors instead of GGUF if GGUF cannot hold the model. Keep a gguf_export with a type of its own."""
+    settings = config.plain["callbacks"].get("gguf_export", {})
+    if not config.model.engines or settings.get("type") != "f32":
+        return
+    name = "safetensors_export"
+    kept = {key: settings[key] for key in ("every", "weights")}
+    exporter = current_registry().get("callbacks", name)(**kept)
+    for parts in (config.callbacks, config.plain["callbacks"]):
+        del parts["gguf_export"]
+    config.callbacks.setdefault(name, exporter)
+    config.plain["callbacks"].setdefault(name, {"name": name, **kept})
 
 
 def _open_data(config: Config) -> Dataset:

@@ -20,6 +20,7 @@ from toyexp.base.ownership import SWEEP_FILE
 from toyexp.base.signals import Signals
 from toyexp.base.terminal import print_line
 from toyexp.base.writing import total_bytes
+from toyexp.interfaces.command import MODEL_CODE
 from toyexp.interfaces.dataset import Batch, batch_digest
 from toyexp.interfaces.run import Run
 from toyexp.interfaces.session import Session
@@ -154,7 +155,9 @@ def _resume_hint(prepared: Prepared, run_dir: RunDir) -> str:
         return ""
     settings = prepared.config.settings
     plugins = [f"plugins=[{','.join(settings.plugins)}]"] if settings.plugins else []
-    command = shlex.join(["toyexp", f"resume={short_path(run_dir.path)}", *plugins])
+    path = prepared.model.settings().get("path") if prepared.model.engines else ""
+    code = [f"{MODEL_CODE}={path}"] if path else []
+    command = shlex.join(["toyexp", f"resume={short_path(run_dir.path)}", *plugins, *code])
     return f"{saved} of {settings.steps} steps are saved; to resume: {command}"
 
 

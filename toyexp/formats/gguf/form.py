@@ -74,6 +74,8 @@ def gguf_architecture(model: Model | type[Model]) -> str:
 
 def read_model(cls: type[M], file: ModelFile) -> M:
     """Return the model of class `cls` in `file`; raise UserError if its keys or tensors do not match `cls`."""
+    if cls.engines:
+        raise file.error(f"holds weights of model={cls.name}, whose code is in no file; load them with PyTorch")
     blocks = file.metadata.get(f"{file.architecture}.block_count")
     if isinstance(blocks, int) and blocks > len(file.tensors):  # too many to list their tensors
         raise file.error(f"claims {blocks} blocks, and has {len(file.tensors)} tensors")

@@ -78,7 +78,8 @@ class TorchSession(Session):
         self._device = torch.device(settings.device)
         self._dtype = torch.float64 if settings.dtype == "float64" else torch.float32
         self._gathers_gradients = settings.device == "cuda"  # with a few multi-tensor kernels, not one per gradient
-        self._keeps_bfloat16 = settings.device == "cuda" and settings.dtype == "bfloat16"
+        in_ops = not plan.model.engines  # other code expects weights in float32, as autocast does
+        self._keeps_bfloat16 = settings.device == "cuda" and settings.dtype == "bfloat16" and in_ops
         self._ops = TorchOps(settings.recompute, torch.bfloat16 if self._keeps_bfloat16 else None)
         self._loss_ops = make_loss_ops(self._ops, settings.device)
         self._switches = Switches(settings)

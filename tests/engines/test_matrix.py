@@ -9,7 +9,8 @@ from toyexp.plugins.compatibility import cells
 from toyexp.plugins.discovery import load
 
 ENGINES = {"cpu": [], "ggml": [], "metal": ["engine.emulate=true"]}
-CELLS = {(c.recipe, c.model): c for c in cells(load())}
+FOR_SOME_ENGINES = {name for name, cls in load().classes("model").items() if cls.engines}
+CELLS = {(c.recipe, c.model): c for c in cells(load()) if c.model not in FOR_SOME_ENGINES}
 ALLOWED = [pair for pair, cell in CELLS.items() if not cell.reason]
 
 TINY = ["model.d_model=32", "model.n_layers=1", "engine.threads=1", "batch_size=4"]

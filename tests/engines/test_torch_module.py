@@ -14,6 +14,8 @@ import toyexp
 from toyexp import IMAGES, TOKENS, VECTORS, CrossEntropy, Setup, UserError
 from toyexp.cli.main import main
 from toyexp.interfaces.plan import apply_optimiser
+from toyexp.plugins.compatibility import cells
+from toyexp.plugins.discovery import load
 from toyexp_data.images import Digits
 from toyexp_data.text import Text
 from toyexp_data.vectors import Vectors
@@ -296,7 +298,7 @@ def test_a_resumed_sweep_over_classes_needs_the_code_typed_again(capsys):
         ("model.path=my_net:torch",): "TypeError: 'module' object is not callable",
         ("model.path=missing:Net",): "there is no module missing",
         ("data=text", "data.path=book.txt", "objective=cross_entropy"): "the module fails on tokens [2, 64]",
-        ("recipe=lora",): "recipe.base",
+        ("recipe=vit_tiny",): "recipe=vit_tiny trains models that read images; model=torch_module reads vectors",
     }.items(),
 )
 def test_what_cannot_work_is_refused_in_one_line(capsys, words, message):
@@ -333,6 +335,13 @@ def test_dropout_and_batch_norm_in_eval_mode_are_deterministic_and_allowed():
         result = toyexp.train(image_classifier(norm).eval(), "digits", steps=1, **QUIET)
         assert result.state == "completed"
     assert TorchModule.wrap(image_classifier()).adapt(IMAGES).inputs() == {"images": ("T",)}
+
+
+def test_the_matrix_of_parts_names_what_a_module_needs():
+    by_recipe = {cell.recipe: cell for cell in cells(load()) if cell.model == "torch_module"}
+    assert "type model.path=my_module:Net" in by_recipe["scratch"].missing
+    assert by_recipe["lora"].reason == "recipe=lora starts from a GGUF file, which model=torch_module does not have"
+    assert "token_embd.weight" in by_recipe["warm"].reason
 
 
 HOSTILE = {

@@ -19,6 +19,8 @@ def incompatibility(recipe: Recipe, model: Model) -> str | None:
     """Return a sentence on why this recipe cannot train this model on any engine, or None if it can."""
     if reason := model_mismatch(recipe, model):
         return reason
+    if model.engines and recipe.starts_from == "base":
+        return f"recipe={recipe.name} starts from a GGUF file, which model={model.name} does not have"
     missing = set(recipe.needs_tensors) - {t.name for t in model.tensors()} if recipe.needs_tensors else set()
     return f"recipe={recipe.name} needs {min(missing)}, which model={model.name} does not have" if missing else None
 
@@ -106,6 +108,7 @@ def _missing_setting(recipe: Recipe, model: Model) -> str | None:
     """Return the message of the UserError that planning with default settings raises; None if it raises none."""
     try:
         recipe.check()
+        model.check()
         recipe.plan(model, Setup(model.reads.inputs(1), rows=1))
     except UserError as error:
         return str(error)

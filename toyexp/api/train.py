@@ -165,7 +165,7 @@ def _resolve_part(kind: str, value: Any, registry: Registry) -> Any:
 def _describe_preset(kind: str, name: str, registry: Registry) -> str:
     """Return the expression that creates the object of the preset `conf/<kind>/<name>.yaml`, or "" without such a file.
 
-    For a preset that changes no setting, the expression shows the sizes of its class.
+    If the preset changes no setting, the expression shows its class's default sizes, such as d_model.
     """
     path = CONF / kind / f"{name}.yaml"
     if not path.is_file():

@@ -181,7 +181,10 @@ class Tensorboard(Dashboard):
     entry_point: ClassVar[str] = "SummaryWriter"
 
     def open_record(self, run: Run) -> Scalars:
-        """Return a new event file. In a resumed run, TensorBoard ignores older files' steps after the checkpoint."""
+        """Return a new event file.
+
+        After a run is resumed, TensorBoard ignores the steps after the checkpoint in the older event files.
+        """
         return Scalars(run)
 
     def report_result(self, run: Run) -> None:
@@ -193,7 +196,7 @@ class Tensorboard(Dashboard):
 class Scalars:
     """TensorBoard event file, with the methods `log` and `finish`.
 
-    It replaces tensorboardX's SummaryWriter, because the thread of the latter prints tracebacks, is joined without a
+    This class replaces tensorboardX's SummaryWriter. The thread of SummaryWriter prints tracebacks, is joined without a
     timeout, and blocks the process if the disk is full or the clock is set back.
     """
 
@@ -257,7 +260,10 @@ class Trackio(Tracker):
         super().check()
 
     def open_record(self, run: Run) -> Any:
-        """Return a trackio run. When the run is resumed, trackio finds this run again by its name, which has an id."""
+        """Return a trackio run, whose name contains a unique id.
+
+        When toyexp resumes its run, trackio finds the earlier trackio run by this name.
+        """
         import trackio
 
         name = f"{run.name}-{run.seed}-{self.id}"
@@ -334,8 +340,8 @@ class MutedStream:
 def mute_thread() -> Iterator[None]:
     """Drop the output of this thread within the context, because trackio has no setting that silences it.
 
-    contextlib.redirect_stdout would also drop the output of the run's own thread. At its end it would restore an
-    outdated stream, because a progress bar and runs in parallel threads replace sys.stdout in the meantime.
+    contextlib.redirect_stdout would also drop the output of the run's own thread. When the context ends, it would set
+    sys.stdout back to an outdated stream, because progress bars and runs in parallel threads also replace sys.stdout.
     """
     if sys.stdout is None:
         yield

@@ -94,7 +94,10 @@ class Lines:
 
 @dataclass(eq=False)
 class Listener(Callback):
-    """Base of callbacks that only receive numbers and events. The next step may start before they handle the last."""
+    """Base of callbacks that only receive numbers and events.
+
+    The next step may start before these callbacks receive the numbers of the previous step.
+    """
 
     def should_wait(self, step: int) -> bool:
         """Return False: the next step never waits for this callback."""
@@ -247,8 +250,9 @@ def recorded_events(run: Run) -> Iterator[tuple[str, int, dict[str, Any]]]:
 def truncate_events(path: Path, size: int, waiting: bytes) -> tuple[bytes, str | None]:
     """Truncate the file to `size` bytes, because a resumed run repeats the steps after its checkpoint.
 
-    Return the lines to write next, and a note about repairs and about lines written by other programs, or None. A file
-    that is shorter, or has no line end at `size`, keeps its complete lines up to there.
+    `waiting` holds the lines that the checkpoint saved because they were not written yet. Return the lines to write
+    next, and a note about repairs and about lines written by other programs, or None. If the file is shorter than
+    `size`, or no line ends at `size`, keep only the complete lines before `size`, and drop `waiting`.
     """
     with open(open_for_writing(path), "rb+") as file:
         length = os.fstat(file.fileno()).st_size

@@ -226,8 +226,9 @@ def draw_curves(curves: Curves) -> dict[str, bytes]:
 def smooth(values: Sequence[float]) -> tuple[list[float], float]:
     """Return a centred moving average, and the number of steps over which its weights halve on each side.
 
-    The report page uses the same average. It begins at the first value, because the point reflection of the curve about
-    its first point continues the curve to the left. NaN and infinite values have no weight and give NaN.
+    The report page uses the same average. Before averaging, the curve is continued to the left by its point
+    reflection about the first point, so that the average begins at the first value. NaN and infinite values have no
+    weight and give NaN.
     """
     half = HALF * (len(values) - 1)
     if not half:

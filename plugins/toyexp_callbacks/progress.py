@@ -48,7 +48,7 @@ class Progress(Listener):
         require_range("callbacks.progress", self, every="[0,inf)")
 
     def warnings(self, preview: RunPreview) -> Iterable[str]:
-        """Warn if the interval exceeds the run."""
+        """Warn if the interval is longer than the run."""
         return preview.interval_warnings(
             "callbacks.progress.every", self.every, "only its first and last step are printed"
         )
@@ -161,7 +161,7 @@ def _step_text(run: Run, step: int) -> str:
 
 
 class Bar:
-    """A progress bar in one terminal line, after the step and the latest numbers."""
+    """One terminal line that shows the step, the latest numbers and a progress bar, in this order."""
 
     def __init__(self, steps: int, completed: int):
         from rich.console import Console

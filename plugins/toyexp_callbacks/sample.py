@@ -39,7 +39,7 @@ class Sample(Callback):
         return bool(self.every) and step % self.every == 0
 
     def warnings(self, preview: RunPreview) -> Iterable[str]:
-        """Warn if the interval exceeds the run, or a sampling setting has no effect."""
+        """Warn if the interval is longer than the run, or a sampling setting has no effect."""
         yield from preview.interval_warnings("callbacks.sample.every", self.every, "the only sample is at the end")
         changed = [key for key in ("top_k", "top_p", "min_p") if is_changed(self, key)]
         if not self.temperature and changed:

@@ -125,7 +125,7 @@ class WarmupStableDecay(WarmupSchedule):
 
 @cache
 def make_second(schedule: type[Schedule]) -> type[Schedule]:
-    """Return a copy of the schedule named `<name>_2`, so that one run can schedule two settings."""
+    """Return a copy of the schedule with the name `<name>_2`, so that one run can schedule two settings."""
     doc = f"{(schedule.__doc__ or '').strip()} A second instance, for another setting."
     namespace = {"name": f"{schedule.name}_2", "__doc__": doc, "__module__": __name__}
     return make_dataclass(f"{schedule.__name__}2", [], bases=(schedule,), namespace=namespace, eq=False)

@@ -141,7 +141,7 @@ class QualityGate(MetricListener):
         self._values = [first, last]
 
     def join(self, step: int) -> None:
-        """Raise UserError: this callback needs the run's first evaluation, which came before `step`."""
+        """Raise UserError, because this callback needs the first evaluation, which the run made before `step`."""
         raise UserError(
             f"callbacks.{self.name} needs the first evaluation, but the run resumes at step {step}; "
             "leave the callback out, or start a new run"
@@ -195,8 +195,8 @@ class Climb:
     def limit(self, rise: float) -> float:
         """Return the value above which a loss counts as high; `rise` is a fraction of the best value.
 
-        It is the larger of two bounds. The second, half of the way back to the first value, avoids false alarms for
-        losses near zero, which vary by a large fraction.
+        The loss must exceed the best value by this fraction, and also the mean of the best and the first value. The
+        second condition avoids false alarms for losses near zero, which vary by a large fraction.
         """
         assert self.first is not None
         return max(self.best * (1 + rise), (self.best + self.first) / 2)
@@ -234,7 +234,7 @@ class Watch(Listener):
                        factor="(0,inf)", rise="(0,inf)")  # fmt: skip
 
     def warnings(self, preview: RunPreview) -> Iterable[str]:
-        """Warn if a changed `warmup` or `patience` exceeds the run."""
+        """Warn if `warmup` or `patience` is longer than the run and is not the default."""
         for key, event in (("warmup", "a spike"), ("patience", "a diverging training loss")):
             if is_changed(self, key):
                 value = getattr(self, key)
@@ -264,7 +264,7 @@ class Watch(Listener):
         """Warn if the loss jumps far above its running mean (a spike), or keeps rising (divergence).
 
         Spikes are detected as ZClip (Kumar et al. 2025) detects them in gradient norms: by a z-score from exponential
-        moving averages of mean and variance. A spike changes these averages only as a loss at the limit would.
+        moving averages of mean and variance. These averages count a spike only as the largest loss that is no spike.
         """
         loss = metrics["loss"]
         if not math.isfinite(loss):  # the run itself reports it
@@ -289,7 +289,11 @@ class Watch(Listener):
 
     @hookimpl
     def on_eval(self, run: Run, step: int, metrics: Mapping[str, float]) -> None:
-        """Check the held-out loss for divergence. At the last evaluation, one value far above the first suffices."""
+        """Check the held-out loss for divergence.
+
+        The loss must be high in two evaluations in a row. At the run's last evaluation, a single loss far above the
+        first one is enough for a warning.
+        """
         loss, climb = metrics["loss"], self._held_out
         if not math.isfinite(loss):
             return

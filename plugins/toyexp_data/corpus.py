@@ -27,7 +27,7 @@ SETTLE_TIME = 2.0  # seconds; some file systems round modification times to 2 s
 
 
 def chunks(path: Path) -> Iterator[str]:
-    """Yield a file's text in chunks; raise UserError with the file and byte for a NUL or invalid UTF-8."""
+    """Yield a file's text in chunks; raise UserError with file and byte offset for a NUL or invalid UTF-8."""
     decoder = codecs.getincrementaldecoder("utf-8")()
     with open_file(path) as file:
         # Ignore later writes: read only the present size. Reject files in /proc, because some never end.
@@ -104,7 +104,7 @@ class Corpus:
 
     @cached_property
     def facts(self) -> Facts:
-        """Facts about the text, from the cache or, if they are not there, from reading the text."""
+        """Facts about the text. If the cache does not have them, the text is read."""
         cached = recall("text", self._key)
         return Facts(**cached) if cached else self._survey[0]
 
@@ -177,7 +177,7 @@ def _digest_text(path: Path, room: int, update: Callable[[bytes], object]) -> tu
 
 
 class Stat(NamedTuple):
-    """Status of a file, which differs after any change of the file."""
+    """Size, times and identity of a file, to detect whether the file has changed."""
 
     size: int
     change_time: float  # seconds: the later of mtime and ctime
@@ -215,7 +215,7 @@ def sample_pieces(pieces: Iterable[str], size: int, limit: int) -> Iterator[str]
 
 @dataclass
 class FoundFiles:
-    """Files of a data set in a fixed order, and the reasons why others were left out."""
+    """Files of a data set in a fixed order, and the reasons why other files were left out."""
 
     files: list[Path] = field(default_factory=list)
     others: int = 0  # files with another suffix

@@ -48,7 +48,7 @@ class Images(SplitData):
 
     @classmethod
     def suggest_settings(cls, sizes: Mapping[str, Any], tokenizer: toyexp.Tokenizer | None) -> str | None:
-        """Return overrides with a placeholder for the path, and with the image size and colour of the model."""
+        """Return overrides for the path (a placeholder), and for the model's image size and number of channels."""
         size = f" data.image_size={sizes['image_size']}" if "image_size" in sizes else ""
         return f"data.path=FOLDER{size}" + " data.color=false" * (sizes.get("channels") == 1)
 

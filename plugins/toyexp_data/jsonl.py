@@ -81,7 +81,7 @@ class Jsonl(TokenizedData):
             raise UserError(f"data.date={self.date}: must be a date such as 2026-11-21 or 2026-11-21T17:30") from None
 
     def _now(self) -> datetime:
-        """Return the time that chat templates receive: the setting `date`, or today; at midnight by default."""
+        """Return the date and time for chat templates: the setting `date`, or today; midnight if no time is set."""
         return datetime.fromisoformat(self.date) if self.date else datetime.combine(date.today(), time())
 
     def warnings(self, preview: RunPreview) -> Iterable[str]:

@@ -1,7 +1,7 @@
 """Render conversations with a GGUF file's own chat template, and split them into learned and read parts.
 
-The text before each answer is exactly the prompt that the template renders at inference. If a template changes earlier
-turns once others follow (for example, drops reasoning), a conversation becomes several rows.
+The text before each answer is exactly the prompt that the template renders at inference. Some templates render a turn
+differently when later turns follow it, for example without its reasoning. A conversation then becomes several rows.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Turn(NamedTuple):
         return self.read + self.answer[: self.learned[-1][1]]
 
     def parts(self, skip: int, end: bool) -> list[Part]:
-        """Return the turn as parts, without the first `skip` characters of `read`. With `end`, end-of-text follows."""
+        """Return the turn as parts, without its first `skip` characters. If `end` is True, end-of-text follows."""
         pieces, position = [(self.read[skip:], False)], 0
         for begin, stop in self.learned:
             pieces += [(self.answer[position:begin], False), (self.answer[begin:stop], True)]
@@ -127,7 +127,7 @@ class ChatTemplate:
     def _align(self, talk: _Conversation, number: int) -> tuple[str, str, bool]:
         """Find the start of an answer that the template does not render directly after its generation prompt.
 
-        Return the text before the answer, the answer, and True if the former can end in the generation prompt.
+        Return the text before the answer, the answer, and True if the text before it ends in the generation prompt.
         """
         message = talk.messages[number]
         prompted, after = talk.beginning(number, True).text, talk.beginning(number + 1, False).text
@@ -151,7 +151,7 @@ class ChatTemplate:
 
 
 class _Conversation:
-    """A conversation and its beginnings (the first messages, up to each answer), all rendered in one request."""
+    """A conversation and its beginnings (the first messages, up to each answer), all rendered in one call."""
 
     def __init__(self, template: Template, messages: Sequence[Message], tools: Any):
         self.messages = messages
@@ -233,8 +233,8 @@ def _common_prefix(first: str, second: str) -> int:
 def _join_turns(turns: Sequence[Turn], open_end: bool) -> list[list[Part]]:
     """Join turns into as few rows as possible.
 
-    A turn continues a row if the text before its answer begins with the whole text of that row. End-of-text is added to
-    a row whose last answer has no end token; to the last row only if `open_end`.
+    A turn continues a row if the text before its answer begins with the whole text of that row. If the last answer of
+    a row has no end token, end-of-text is added to this row; to the last row only if `open_end` is True.
     """
     rows: list[list[Part]] = []
     before = ""

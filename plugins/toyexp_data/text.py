@@ -127,7 +127,7 @@ class TextData(TokenizedData):
         )
 
     def _tokenizer(self, corpus: Corpus, vocabulary: Path | None) -> tuple[toyexp.Tokenizer, list[str]]:
-        """Return the tokenizer, and notes about text on which it was not trained.
+        """Return the tokenizer, and a list with a note if bpe was trained on only a part of the text.
 
         Tokenizers that are made from the text (char and bpe) are cached.
         """
@@ -207,7 +207,7 @@ class Text(TextData):
 
     @classmethod
     def suggest_settings(cls, sizes: Mapping[str, Any], tokenizer: toyexp.Tokenizer | None) -> str | None:
-        """Return a placeholder for the path if the model has a tokenizer, else None."""
+        """Return an override of `data.path` with a placeholder, or None if the model has no tokenizer."""
         return "data.path=TEXT.txt" if tokenizer else None
 
     @classmethod

@@ -26,7 +26,7 @@ class GGUF(Format):
     type: str = "f32"  # f32 | f16 | bf16 | q8_0 | q4_0 | q4_1 | q5_0 | q5_1; with llama.cpp installed q2_k ... q6_k
 
     def check(self) -> None:
-        """Raise UserError for an unknown type. Raise Unavailable if it needs llama.cpp, which is not installed."""
+        """Raise UserError for an unknown type, and Unavailable for a type that needs llama.cpp if this is missing."""
         formats.check_type(self.type)
 
     def check_model(self, model: Model) -> None:

@@ -165,7 +165,7 @@ class GGMLGPU(GGMLEngine):
 
     @property
     def device(self) -> str:
-        """ggml's name of the GPU, or "CPU" if it is emulated."""
+        """ggml's name of the GPU, or "CPU" if the CPU emulates the GPU."""
         return "CPU" if self.emulate else self.profile.device
 
     def check(self) -> str:

@@ -169,8 +169,9 @@ class Inputs:
     def memberships(self, ids: Node, rows: int) -> list[tuple[int, int, Node, Node]]:
         """Return (start, stop, member, distinct) for each chunk of c = stop - start ids of `ids` [n].
 
-        `distinct` [c] lists the chunk's distinct ids. It is padded with `rows`, the index of a spare row after a table
-        of this many rows. `member` [c, c] is 1 at [i, j] if position j of the chunk has the id distinct[i], else 0.
+        `distinct` [c] lists the chunk's distinct ids, padded with the value `rows`. The table has `rows` rows, so this
+        value is the index of a spare row after them. `member` [c, c] is 1 at [i, j] if position j of the chunk has the
+        id distinct[i], else 0.
         """
         name = next(name for name, node in self.batch.items() if isinstance(node, Ids) and node.flat is ids)
         chunks = [(start, min(start + CHUNK, ids.size)) for start in range(0, ids.size, CHUNK)]

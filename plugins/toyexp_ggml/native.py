@@ -1,7 +1,8 @@
 """C kernels that replace slow ggml ops on the CPU, compiled at first use by any compiler that could build ggml-python.
 
 Compiling takes a tenth of a second, so the library is cached. It is loaded only from a directory where no other user
-can write, because it runs as this user. Without a compiler, ggml's own ops give the same results, bit for bit.
+can write, because its code runs with this user's rights. Without a compiler, ggml's own ops give the same results,
+bit for bit.
 """
 
 from __future__ import annotations

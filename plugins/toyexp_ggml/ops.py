@@ -328,7 +328,7 @@ class GGMLOps(Products):
         return self.g.norm(x, SHRINK**2)
 
     def layer_norm(self, x: Node, w: Node, b: Node, eps: float) -> Node:
-        """Compute LayerNorm as RMSNorm of x - mean, which is equal because both norms add eps inside the root."""
+        """Compute LayerNorm as RMSNorm of x - mean. The two are equal, because both add eps inside the root."""
         g = self.g
         self._check_features("layer_norm", x, w, b)
         if not 0 <= eps < math.inf:

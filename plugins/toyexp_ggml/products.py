@@ -4,7 +4,8 @@ A device with `wide_tiles` divides a product among groups of threads only by the
 128 x 128 numbers, or 64 x 64 if the result has at most 64 rows or columns (`ggml_vk_guess_matmul_pipeline` and
 `ggml_vk_guess_split_k` of ggml's Vulkan). The product of a 256 x 256 weight with 1024 positions has 16 groups, and the
 weight's gradient has 4, while GPUs have room for hundreds. Such products are therefore split into a stack of products
-of 64 rows each, with the same memory layout, and groups share the long sums, which one group would add up on its own.
+of 64 rows each, with the same memory layout. Long sums are also split into slices for several groups; otherwise a
+single group would compute each sum.
 
 `TapedOps` records a forward pass and computes its gradients. If `recompute` is set, only one block's activations are in
 memory at a time, after Chen et al. 2016, "Training Deep Nets with Sublinear Memory Cost".

@@ -108,10 +108,10 @@ class GGMLSession(Session):
         return shares
 
     def _map_frozen(self) -> dict[str, Node]:
-        """Return, by name, the frozen tensors that keep their file's type: all matrices, and other float32 tensors.
+        """Return, by name, the frozen tensors that keep their type in the file: all matrices, and all float32 tensors.
 
-        On the CPU they are memory-mapped, not copied. Raise GGUFError if a tensor is missing or contains NaN or
-        infinity.
+        On the CPU these tensors are memory-mapped, not copied. Raise GGUFError if a tensor is missing or contains NaN
+        or infinity.
         """
         files, nodes = defaultdict(list), {}
         for tensor in self.plan.tensors:

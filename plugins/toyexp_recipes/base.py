@@ -34,7 +34,7 @@ class FromBase(Recipe):
         return toyexp.find_model_file(Path(self.base)) if self.base else None
 
     def vocabulary(self) -> Path | None:
-        """Return the base's GGUF file, so that the data uses its tokenizer: the base's embedding fits no other."""
+        """Return the base's GGUF file, so that the data uses its tokenizer, the only one that fits its embedding."""
         return self.base_file()
 
     def origin(self) -> tuple[str, str] | None:

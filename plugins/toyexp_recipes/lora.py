@@ -87,7 +87,7 @@ class Lora(FromBase):
             yield from toyexp.check_base(toyexp.find_adapter_file(Path(self.adapter), lambda: preview.plan.model), base)
 
     def further_files(self) -> Sequence[Path]:
-        """Return the files of the adapter that `recipe.adapter` names; empty without it."""
+        """Return the files of the adapter `recipe.adapter`; empty if this is not set."""
         return toyexp.adapter_files(Path(self.adapter)) if self.adapter else ()
 
     def origin(self) -> tuple[str, str] | None:

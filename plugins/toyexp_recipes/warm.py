@@ -58,7 +58,7 @@ class Warm(Recipe):
         donor_embed_width(self.path)
 
     def vocabulary(self) -> Path | None:
-        """Return the donor's GGUF file, so that the data uses its tokenizer: the donor's embedding fits no other."""
+        """Return the donor's GGUF file, so that the data uses its tokenizer, the only one that fits its embedding."""
         return self.path
 
     def origin(self) -> tuple[str, str] | None:

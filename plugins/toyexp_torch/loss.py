@@ -1,6 +1,6 @@
-"""Ops for computing a loss without the logits of positions that it does not need.
+"""Ops for computing a loss without the logits of positions that do not count in it.
 
-They defer the last matrix product until `cross_entropy` knows which positions have a target with a non-zero weight.
+The ops defer the last matrix product until `cross_entropy` knows which positions have a target with a non-zero weight.
 """
 
 from __future__ import annotations

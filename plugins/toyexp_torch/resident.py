@@ -30,8 +30,8 @@ class Resident:
 
     `compute_metrics` computes the gradients of micro-batches and returns a tensor [loss, gradient norm].
     `evaluate_loss` returns the loss of one micro-batch. If `selects` is True, the entry `SELECTED` of a micro-batch may
-    list the positions whose logits are computed. It contains all positions of non-zero weight, and as many others as
-    are needed to reach a number of positions for which a graph exists.
+    list the positions whose logits are computed. This list contains all positions of non-zero weight, and as many
+    others as are needed to reach a number of positions for which a graph exists.
     """
 
     def __init__(

@@ -277,9 +277,9 @@ class TorchSession(Session):
         return losses[0] if len(losses) == 1 else torch.stack(losses).sum()
 
     def _gather(self, loss: Tensor, first: bool) -> None:
-        """Compute the gradients of `loss` and add them to their flat vector, with one multi-tensor kernel per dtype.
+        """Compute the gradients of `loss` and add them to the flat gradient vector.
 
-        If `first` is True, overwrite the vector instead of adding to it.
+        One multi-tensor kernel per dtype adds them. If `first` is True, overwrite the vector instead of adding to it.
         """
         gradients = torch.autograd.grad(loss, self._leaves, allow_unused=True, materialize_grads=True)
         add = torch._foreach_copy_ if first else torch._foreach_add_

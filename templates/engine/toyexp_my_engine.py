@@ -92,7 +92,7 @@ class MyEngineSession(Session):
         """Prepare the training step. This engine has nothing to prepare."""
 
     def do_reset_state(self):
-        """Set the optimiser's state to zeros, as numpy arrays, because `update_tensor` takes these."""
+        """Set the optimiser's state to zeros. It consists of numpy arrays, because `update_tensor` needs them."""
         import numpy
 
         shapes = {t.name: self.plan.slots(t) for t in self.plan.trainable}

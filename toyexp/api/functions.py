@@ -365,9 +365,9 @@ def compare(*runs: str | os.PathLike[str], metric: str | None = None, pool: bool
     """Compare runs and rank them by a metric.
 
     `runs` are run directories (or Results), sweep directories and directories that contain runs. An argument such as
-    "lr>1e-3" is a filter: only matching runs are compared. `metric` ranks the runs, by default the sweep's metric or
-    the held-out loss. If `pool` is True, runs with equal settings form one group even if their directories or names
-    differ. Raise UserError if no run matches the filters, or if no run has the metric.
+    "lr>1e-3" is a filter: only matching runs are compared. `metric` is the name of the metric that ranks the runs; the
+    default is the sweep's metric or the held-out loss. If `pool` is True, runs with equal settings form one group even
+    if their directories or names differ. Raise UserError if no run matches the filters, or if no run has the metric.
     """
     with isolated_call("toyexp.compare", quiet=True):
         from toyexp.results.filters import split_filters

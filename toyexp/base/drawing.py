@@ -266,7 +266,7 @@ def caption(axes: Any, text: str, colour: str = GREY, side: str = "right") -> No
 def fit_y_axis(axes: Any, low: float, high: float, above: str, largest: float) -> None:
     """Fit the y axis to values from `low` to `high`.
 
-    If `largest` is higher, add a note such as "3 runs above the shown range, up to 7.2", which begins with `above`.
+    If `largest` is higher, add a note such as "3 runs above the shown range, up to 7.2"; here `above` is "3 runs".
     """
     is_log, room = set_log_scale(axes, "y", (low, high)), (high - low) / 20
     if math.isfinite(room) and room:

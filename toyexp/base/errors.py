@@ -120,5 +120,5 @@ def escape_controls(text: str) -> str:
 
 
 def escape_cell(text: str) -> str:
-    """Escape a name for a table cell: as `escape_controls`, and also newlines and tabs."""
+    """Escape a name for a table cell: everything that `escape_controls` escapes, and also newlines and tabs."""
     return escape_controls(text).replace("\n", "\\n").replace("\t", "\\t")

@@ -58,7 +58,7 @@ ADDRESS_MESSAGE = "is an address, and only local files can be read; download it 
 
 
 def is_address(path: Path) -> bool:
-    """Return True if a path is a URL, in which pathlib has shortened https:// to https:/."""
+    """Return True if a path was made from a URL; pathlib shortens its https:// to https:/."""
     return re.match(r"(https?|ftp|s3|gs|hf):/", str(path)) is not None
 
 
@@ -97,7 +97,7 @@ def require_file(path: str | Path, subject: str, *kinds: int) -> Path:
 
 
 def require_directory(path: str | Path, subject: str) -> Path:
-    """Return the path if it is a directory; if not, raise UserError that starts with `subject`."""
+    """Return the path if it is a directory; if not, raise a UserError whose message starts with `subject`."""
     return require_file(path, subject, stat.S_IFDIR)
 
 
@@ -178,7 +178,7 @@ def system_message(error: BaseException) -> str:
 def check_nodes(root: Any, path: Path) -> None:
     """Raise UserError if a YAML value contains itself, or if the file has more than NODE_LIMIT values.
 
-    A value that aliases repeat counts each time. `path` is the file to name in the message.
+    A value counts again for each YAML alias that repeats it. `path` is the file to name in the message.
     """
     sizes: dict[int, int] = {}
 

@@ -24,7 +24,8 @@ def format_count(n: float) -> str:
 def display_path(path: Path | str) -> str:
     """Return a path as the user knows it.
 
-    toyexp unpacks a zip archive into a temporary directory, which is left out of the path of a file in it.
+    toyexp unpacks a zip archive into a temporary directory. The paths of the unpacked files are returned without this
+    directory.
     """
     return re.sub(rf"^(.*[/\\])?{UNZIP_PREFIX}\w+[/\\]", "", str(path))
 

@@ -159,7 +159,7 @@ def _is_ignorable(entry: os.DirEntry[str]) -> bool:
 
 
 class Ledger:
-    """Record of the files that a run wrote, with the digest of each, stored in its written.json.
+    """Record of the files that a run wrote, with the digest of each. It is stored in the run's written.json.
 
     A file that is being replaced has two digests: of the old and of the new content.
     """

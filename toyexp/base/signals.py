@@ -116,7 +116,7 @@ class Signals:
         return self._count
 
     def final_interrupt(self) -> Interrupted | None:
-        """Return an Interrupted if a signal had asked the run to end by the first call of this method, else None.
+        """Return an Interrupted if a signal asked the run to end before the first call of this method, else None.
 
         The first call fixes the result: the run is over then, and later signals do not change how it ended.
         """
@@ -149,7 +149,7 @@ class CommonSignals(Signals):
         self._runs: list[Signals] = []
 
     def add_run(self) -> Signals:
-        """Add a run, and return its Signals with all signals received so far; later ones are recorded in it too."""
+        """Add a run, and return its Signals with all signals received so far; later signals are added to it."""
         run = Signals()
         run._number, run._count = self._number, self._count
         self._runs.append(run)
@@ -207,7 +207,7 @@ class Interrupted(KeyboardInterrupt):
 
 
 def hidden_interrupt(error: BaseException | None) -> Interrupted | None:
-    """Return the Interrupted that led to `error`, itself or one in its `__context__` chain; None if there is none."""
+    """Return `error` if it is an Interrupted, else the first Interrupted in its `__context__` chain, or None."""
     while error is not None and not isinstance(error, Interrupted):
         error = error.__context__
     return error

@@ -47,7 +47,7 @@ def align_table(rows: Sequence[Sequence[str]], right: Collection[str]) -> list[s
 
 
 def wrap_columns(text: str) -> str:
-    """Wrap lines at the terminal's width, between words. The rest of a line begins below the line's last column.
+    """Wrap lines at the terminal's width, between words. The rest of a line is indented to the line's last column.
 
     Columns are separated by at least two spaces. A column that begins in the last third of the width does not count.
     Commands to type are not wrapped, so that they can be copied.

@@ -82,7 +82,8 @@ def choose_colour(words: Sequence[str]) -> list[str]:
 def has_colour(stream: IO[str] | None) -> bool:
     """Return True if text on a stream may have colours.
 
-    The option --color decides; without it, NO_COLOR and FORCE_COLOR; without them, whether the stream is a terminal.
+    The option --color decides. Without this option, the environment variables NO_COLOR and FORCE_COLOR decide. If these
+    are not set either, the text may have colours if the stream is a terminal.
     """
     if _colour != "auto":
         return _colour == "always"
@@ -94,12 +95,12 @@ def has_colour(stream: IO[str] | None) -> bool:
 
 
 def paint(text: str, style: str, stream: IO[str] | None = None) -> str:
-    """Return a text in one of STYLES if the stream, by default standard output, has colours; if not, unchanged."""
+    """Return a text in one of STYLES if `stream` (by default standard output) has colours, else the unchanged text."""
     return f"\x1b[{STYLES[style]}m{text}\x1b[0m" if text and has_colour(stream or sys.stdout) else text
 
 
 def _paint_lines(text: str, stream: IO[str]) -> str:
-    """Escape control characters in a text, and colour the words of its lines that _STYLED finds."""
+    """Escape control characters in a text, and colour the words that match a pattern in _STYLED."""
     lines = escape_controls(text).split("\n")
     for pattern, style in _STYLED if has_colour(stream) else ():
         lines = [pattern.sub(partial(_paint_match, style, stream), line) for line in lines]

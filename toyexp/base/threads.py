@@ -18,7 +18,7 @@ CORES_VARIABLE = "TOYEXP_CORES"  # environment variable: number of cores for thi
 
 
 def available_cores() -> int:
-    """Return the number of cores to use: $TOYEXP_CORES, or all. Raise UserError if that is not a whole number."""
+    """Return the number of cores to use: $TOYEXP_CORES or, if unset, all. Raise UserError for an invalid value."""
     text = os.environ.get(CORES_VARIABLE, "")
     if text and not is_integer(text, 0, MAX_INT):
         raise UserError(f"{CORES_VARIABLE}={text}: must be a number of cores from 1; 0 or unset uses all")

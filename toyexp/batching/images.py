@@ -20,7 +20,7 @@ MAX_NAMED = 12  # number of class names that a run's output lists
 
 
 class ImageDataset(Dataset):
-    """Dataset of 8-bit images [N, height, width, channels] with a class each, split into training and held-out set."""
+    """Dataset of 8-bit images [N, height, width, channels], one class per image, with a training and a held-out set."""
 
     def __init__(
         self,
@@ -120,7 +120,7 @@ class ImageDataset(Dataset):
 class Unlabelled(ImageDataset):
     """Dataset of images without labels for inference, normalised with the pixel `mean` and `std` of a model.
 
-    The images are 8-bit arrays [N, height, width, channels]; `classes` are the model's.
+    The images are 8-bit arrays [N, height, width, channels]; `classes` are the names of the model's classes.
     """
 
     def __init__(self, images: np.ndarray, classes: Sequence[str], mean: np.ndarray, std: np.ndarray):
@@ -207,7 +207,8 @@ def _numbers(name: str, value: object) -> np.ndarray:
 def held_out_mask(labels: np.ndarray, fraction: float) -> np.ndarray:
     """Return a mask [N] that is True for the held-out images: `fraction` of each class.
 
-    The mask does not depend on the run's seed. Unless `fraction` is 1, it leaves an image of each class to train on.
+    The mask does not depend on the run's seed. Unless `fraction` is 1, at least one image of each class is
+    left for training.
     """
     order = np.argsort(stream("held-out").random_raw(len(labels)), kind="stable")
     mask = np.zeros(len(labels), bool)
@@ -236,7 +237,8 @@ def mean_and_std(images: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 def augment_image(image: np.ndarray, bits: int, flip: bool, shift: bool) -> np.ndarray:
     """Return an image [height, width, channels] that is randomly mirrored (if `flip`) and shifted (if `shift`).
 
-    The random `bits` decide. Shifts are up to an eighth of the height and width, or one pixel if that is less.
+    The integer `bits` holds the random bits that decide. Shifts are up to an eighth of the height and width, or one
+    pixel if that is less.
     """
     if flip and bits & 1:
         image = image[:, ::-1]

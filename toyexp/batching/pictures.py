@@ -86,7 +86,7 @@ def scaling_note(sizes: set[tuple[int, int]], size: int) -> list[str]:
 
 
 def iter_files(folder: Path) -> Iterator[Path]:
-    """Yield the files below a directory, except hidden ones and those in hidden directories, such as .DS_Store."""
+    """Yield the files below a directory, except hidden files such as .DS_Store and files in hidden directories."""
     files = (f for f in folder.rglob("*") if not f.is_dir())
     return (f for f in files if not any(part.startswith(".") for part in f.relative_to(folder).parts))
 

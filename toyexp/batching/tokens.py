@@ -87,7 +87,10 @@ class TokenDataset(Dataset):
         return TokenBatches(self.train, self.held_out, context, rows, seed, self._eval_batches)
 
     def _enough(self, window: int) -> str:
-        """Return the estimated length of data of which both parts have `window` tokens, such as "1,300 characters"."""
+        """Estimate how long data must be so that its training and held-out parts each have `window` tokens.
+
+        Return a text such as "about 1,300 characters".
+        """
         total = len(self.train) + len(self.held_out)
         held_out = self._val_fraction or len(self.held_out) / max(total, 1)
         needed = window / min(share for share in (held_out, 1 - held_out, 1.0) if share > 0)
@@ -175,11 +178,11 @@ def _windows(ids: np.ndarray, starts: np.ndarray, span: np.ndarray) -> dict[str,
 
 
 class Dropout(Batches):
-    """Batches with a mask for each adapter of a plan that has dropout: its input is multiplied by 1 + mask.
+    """Batches with a mask for each adapter of a plan that has dropout. The adapter's input is multiplied by 1 + mask.
 
-    It is inverted dropout (Srivastava et al. 2014): the mask is -1 for dropped numbers, and scales the others up. Masks
-    are drawn on the host from (seed, adapter, k), so every engine drops the same numbers. Held-out batches have no
-    masks.
+    This is inverted dropout (Srivastava et al. 2014): the mask is -1 for dropped numbers, and scales the others up.
+    Masks are drawn on the host from (seed, adapter, k), so every engine drops the same numbers. Held-out batches have
+    no masks.
     """
 
     def __init__(self, batches: Batches, plan: Plan, seed: int | None = None):

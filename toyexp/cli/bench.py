@@ -109,7 +109,7 @@ class Work:
 
 @dataclass(frozen=True)
 class Report(Answer):
-    """Results of a benchmark: speed and memory of each engine and baseline, and its speed relative to the first one."""
+    """Results of a benchmark: each engine's and baseline's speed, memory, and speed relative to the first engine."""
 
     work: Work
     engines: list[dict[str, Any]]  # measurements in seconds, bytes and operations
@@ -176,7 +176,8 @@ def describe_work(prepared: Prepared) -> Work:
 def row_positions(plan: Plan) -> int:
     """Return how many positions (tokens) the model computes for one row of a batch, as `step_flops` counts them.
 
-    For a sequence this is its length, for another input with several axes the size of its first axis, otherwise 1.
+    For a sequence, this is its length. For another input with several axes, it is the size of the first axis. For all
+    other inputs it is 1.
     """
     name, spec = next((n, spec) for n, spec in plan.inputs.items() if n not in ("targets", "weights"))
     return spec.shape[0] if name == plan.model.reads.sequence or len(spec.shape) > 1 else 1

@@ -89,7 +89,7 @@ class Stepper(Protocol):
         """Wait until all launched steps are done."""
 
     def close(self) -> None:
-        """Free the memory of the model and optimiser, and end other processes."""
+        """Free the memory of the model and optimiser, and end the processes that the stepper started."""
 
     def time_steps(self, batches: Sequence[Batch], steps: int) -> float:
         """Take `steps` steps, reusing `batches` in turn, and return the mean seconds per step."""
@@ -150,7 +150,7 @@ class EngineStepper(Stepper):
 
 
 def worker_pids(ranks: Sequence[str]) -> list[int]:
-    """Return the process ids of those other processes of a distributed run that are on this machine.
+    """Return the process ids of the other processes of a distributed run, as far as they run on this machine.
 
     `ranks` describes each process, such as `pid 12 on host`.
     """

@@ -191,7 +191,7 @@ class Line:
     # -- sources --------------------------------------------------------------------------------------------------
 
     def _choices(self, kind: str) -> list[Candidate]:
-        """Return the names in the config group `kind`: of plugins, and of presets in the config directories."""
+        """Return the names of the plugins, and of the presets in the config directories, in the config group `kind`."""
         pairs = zip(self.before, self.before[1:], strict=False)
         chosen = [value for flag, value in pairs if SHORT_FLAGS.get(flag, flag) in ("--config-dir", "--config-path")]
         roots = [d / kind for d in (*map(Path, chosen), CONF)]
@@ -321,7 +321,10 @@ SHELL_CHARACTERS = r"""[ \t\n"'`\\$&;<>|()!*?]"""  # characters that bash needs 
 
 
 def run(arguments: Arguments) -> int:
-    """Print the completion script of a shell, or with --for, which only that script types, completions of a line."""
+    """Print the completion script of a shell.
+
+    With --for, print completions of a command line instead. Only the completion script uses this option.
+    """
     words = arguments.rest
     if words[:1] == ["--for"] and words[1:2] and words[1] in SHELLS:
         print_line("\n".join(answer(words[1], words[2:])))
@@ -368,8 +371,8 @@ class TypedLine(NamedTuple):
 def read_line(line: str, breaks: str = "") -> TypedLine:
     """Split a command line, which may end within a word or a quote, into words.
 
-    Of the last word, readline replaces only the text after the last character that is one of `breaks`. Assignments
-    before the command, such as CUDA_VISIBLE_DEVICES=0, are dropped.
+    If the last word contains characters of `breaks`, readline replaces only the text after the last one of them.
+    Assignments before the command, such as CUDA_VISIBLE_DEVICES=0, are dropped.
     """
     for quote in ("", "'", '"'):
         with contextlib.suppress(ValueError):  # another quote is open

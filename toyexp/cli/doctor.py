@@ -204,8 +204,8 @@ class Line:
 def build_engines(labels: Sequence[str], registry: Registry) -> list[tuple[str, Engine]]:
     """Return (label, engine) for each label, such as ggml:threads=1.
 
-    If `labels` is empty, return every engine that works here. Of the engines that do not, add the first one that the
-    CPU can emulate. Raise UserError if there is neither.
+    If `labels` is empty, return every engine that works here, and of the other engines the first one that the CPU can
+    emulate. Raise UserError if there is no such engine.
     """
     if labels:
         return [(label, build_engine(label, registry)) for label in labels]

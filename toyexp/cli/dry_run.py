@@ -374,7 +374,7 @@ def _trial_words(job: Job, runner: Runner, root: Path) -> list[str]:
 
 
 def _sum_jobs(shapes: Sequence[Shape], runner: Runner, root: Path) -> dict[str, Any]:
-    """Combine the estimates of the groups into one of the sweep; return the dict that --json prints.
+    """Combine the estimates of the groups into an estimate of the sweep; return the dict that --json prints.
 
     A job in a group that was not measured counts as the mean of the jobs in measured groups. The total time assumes
     that a waiting job starts as soon as one of the running jobs ends.

@@ -63,7 +63,7 @@ def read_page(topic: str) -> str:
 
 
 def search(words: str) -> list[tuple[str, int, str]]:
-    """Search the pages for the text `words`; return (topic, line number, line) for each page with it, best page first.
+    """Search the pages for the text `words`; return (topic, line number, line) for each page that has it, best first.
 
     The line is the page's highest heading that contains the text, or if no heading does, the first line that does. If
     the text is a key of a setting, such as `optim`, the page about this key comes first. The other pages are sorted by
@@ -244,7 +244,7 @@ def _choices(registry: Registry) -> Iterator[str]:
 
 
 def run_hints(result: Result, is_first: bool) -> list[str]:
-    """Return lines with a command to try after a run, or with several if `is_first`: there was no run here before."""
+    """Return lines with a command to try after a run, or with several if `is_first` (no run was here before)."""
     run = shlex.quote(short_path(result.dir))
     written = any(path.suffix == ".gguf" for path in result.artifacts)
     if not is_first:

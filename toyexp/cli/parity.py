@@ -43,7 +43,7 @@ Arrays = Mapping[str, np.ndarray]
 
 @dataclass(frozen=True)
 class TensorDifference:
-    """Differences of a trainable tensor from that of the reference engine: of its gradient and of its weights."""
+    """Differences of one trainable tensor's gradient and weights between an engine and the reference engine."""
 
     name: str
     gradient: float  # |g - g_ref| / |g_ref| on the first batch; for small gradients see tensor_differences

@@ -40,8 +40,8 @@ def sheet(report: Mapping[str, Any], title: str, below: Sequence[str]) -> Sheet:
 def _worst_tensors(engines: Sequence[Mapping[str, Any]]) -> list[str]:
     """Return the names of the ROWS tensors with the largest errors, worst first.
 
-    A tensor has two errors on each engine: that of its gradient and that of its weights. The largest of them counts,
-    each divided by its tolerance.
+    A tensor has two errors on each engine: that of its gradient and that of its weights. Each error is divided by its
+    tolerance, and the largest of these ratios counts.
     """
     errors: dict[str, float] = {}
     for engine in engines:

@@ -258,7 +258,7 @@ class _PytestResults:
             self._count(self._test_lines[report.nodeid], report)
 
     def _file_line(self, raised: Any) -> str:
-        """Return where in the plugin's files a test failed, such as " (sgdr.py, line 12)".
+        """Return where in the plugin's files a test failed, with a leading blank, such as " (sgdr.py, line 12)".
 
         This is the innermost line of the traceback `raised` in a file that defines a part. Return an empty string if
         there is no such line.

@@ -123,10 +123,10 @@ class Composition:
         return (below / text).absolute()
 
     def apply_base(self) -> Model | None:
-        """Put the settings of the model in the recipe's base file (recipe.base) into the configuration; return it.
+        """Put the settings of the model in the recipe's base file into the configuration, and return that model.
 
         Afterwards `${model.name}` in the run's name and directories gives the name of that model. Return None if the
-        recipe has no base file.
+        recipe has no base file (recipe.base).
         """
         return self._base_and_keys[0]
 
@@ -239,7 +239,7 @@ def _thread_warnings(plain: Mapping[str, Any], engine: Engine) -> list[str]:
 
 
 def _callback_warnings(typed: Sequence[Override], callbacks: Mapping[str, Callback], registry: Registry) -> list[str]:
-    """Return a warning if `callbacks=[plots]` was typed, which drops the default callbacks.
+    """Return a warning if a typed list of callbacks, such as `callbacks=[plots]`, leaves out default callbacks.
 
     An empty list and a preset give no warning, and neither does dropping the default learning-rate schedule if another
     schedule is chosen. Raise UserError if a callback is named twice.

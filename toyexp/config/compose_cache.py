@@ -72,7 +72,7 @@ def _preset_files() -> list[tuple[str, int, int]]:
 
 
 def split_choices(words: Sequence[str]) -> tuple[tuple[str, ...], list[str]]:
-    """Return overrides in two lists: the first choose parts, add keys or set mappings; the others set a plain value."""
+    """Return overrides in two lists: those that choose parts, add keys or set mappings, and those that set a value."""
     keys = {word: word.partition("=") for word in words}
     names = tuple(
         w
@@ -83,7 +83,7 @@ def split_choices(words: Sequence[str]) -> tuple[tuple[str, ...], list[str]]:
 
 
 def _set_values(cfg: DictConfig, words: Sequence[str]) -> DictConfig | None:
-    """Set the plain values among the overrides in `cfg` and return it; return None if one of them cannot be set."""
+    """Apply to `cfg` the overrides in `words` that set plain values. Return `cfg`, or None if a value cannot be set."""
     _, values = _split_job_words(words)
     if any(HYDRA_REFERENCE.search(word.partition("=")[2]) for word in values):
         return None
@@ -103,7 +103,7 @@ def _split_job_words(words: Sequence[str]) -> tuple[tuple[str, ...], list[str]]:
 
 
 def _is_choice(word: str) -> bool:
-    """Return True if an override only chooses a part, and so can be cached; the order of other overrides matters."""
+    """Return True if an override only chooses a part. Only such overrides can be cached: others depend on order."""
     key, _, value = word.partition("=")
     return key in GROUPS and value[:1] != "{"
 

@@ -44,7 +44,7 @@ def check_settings(typed: Sequence[Override], keys: Keys, source: Source) -> Non
 
 
 def check_brackets(override: Override, keys: Keys) -> None:
-    """Raise UserError if a list in brackets is typed for a number, as in lr=[0.1,0.2]; a sweep has no brackets."""
+    """Raise UserError if a list in brackets is typed for a number, as in lr=[0.1,0.2]: a sweep needs no brackets."""
     key, line = str(override.key_or_group), str(override.input_line)
     types, listed = keys.types(key), re.fullmatch(r"\[([^][]*,[^][]*)\]", line.partition("=")[2])
     if listed and types & {int, float} and types <= {int, float, type(None)}:
@@ -52,7 +52,7 @@ def check_brackets(override: Override, keys: Keys) -> None:
 
 
 def check_blanks(override: Override, keys: Keys) -> None:
-    """Raise UserError if a sweep over texts would lose spaces at the ends of one of them.
+    """Raise UserError if leading or trailing spaces of a text in a sweep over texts would be lost.
 
     A space after a comma is normal in lists and raises no error.
     """
@@ -454,7 +454,7 @@ def locate_errors(cfg: DictConfig, typed: Sequence[Override], source: Source) ->
 
 
 def _key_of_path(message: str, cfg: DictConfig) -> str | None:
-    """Return the key of the setting that holds the path at the start of `message`; None if no part has one."""
+    """Return the key of the setting that holds the path at the start of `message`; None if no part has it."""
     values = {f"{kind}.{name}": str(cfg[kind]._get_node(name)) for kind in PARTS[::-1] for name in cfg[kind]}
     paths = {key: Path(expand_path(value)) for key, value in values.items() if re.search("[./]", value)}
     return next((key for key, path in paths.items() if message.startswith((f"{path}:", f"{path} "))), None)

@@ -116,7 +116,7 @@ composition_cache: dict[tuple[Source, tuple[str, ...]], DictConfig | None] = {} 
 
 
 def store_schemas(registry: Registry) -> None:
-    """Register every plugin's dataclass with Hydra by group and name, and install the file readers below."""
+    """Register every plugin's dataclass with Hydra by group and name, and install the file readers of this module."""
     SourcesRegistry.instance().types |= {"file": FileConfigSource, "structured": StructuredConfigSource}
     store = ConfigStore.instance()
     if "schema.yaml" not in store.repo:  # storing it is slow

@@ -26,7 +26,7 @@ def frozen_plan(model: Model, path: Path, setup: Setup, adapter: Path | None = N
 def frozen_tensors(
     model: Model, path: Path, adapter: Path | None = None
 ) -> tuple[list[PlanTensor], Sequence[LoraAdapter]]:
-    """Return the tensors of a model file and its LoRA adapter file, all frozen, and target and scale of LoRA pairs."""
+    """Return the frozen tensors of a model file and its LoRA adapter file, and each LoRA pair's target and scale."""
     tensors = [PlanTensor(t.name, t.shape, FromGGUF(str(path), t.name), trainable=False) for t in model.tensors()]
     pairs, adapters = read_adapter(adapter, model) if adapter else ([], [])
     return [*tensors, *pairs], adapters

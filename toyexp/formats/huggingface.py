@@ -223,7 +223,10 @@ def tokenizer_files(tokenizer: Tokenizer, is_replaced: bool) -> dict[str, bytes]
 
 
 def _sentencepiece_settings(tokenizer: SentencePiece, library: str) -> dict[str, Any]:
-    """Return the settings for tokenizer_config.json that llama.cpp's converter reads; `library` is tokenizer.json."""
+    """Return the settings in tokenizer_config.json for llama.cpp's converter.
+
+    `library` is the text of tokenizer.json.
+    """
     added = {str(token.pop("id")): token for token in json.loads(library)["added_tokens"]}
     not_special = {i: token for i, token in added.items() if not token["special"]}
     settings: dict[str, Any] = {"added_tokens_decoder": not_special} if not_special else {}

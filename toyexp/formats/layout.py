@@ -1,4 +1,4 @@
-"""How a model is stored in transformers: its config and the names of its tensors."""
+"""Describe how transformers stores a model: its config and the names of its tensors."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class HFTensor:
 
 @dataclass(frozen=True)
 class Conversion:
-    """Support of one architecture in llama.cpp's converter."""
+    """Description of what llama.cpp's converter supports for one architecture."""
 
     kinds: tuple[str, ...] = ("bpe", "spm")  # supported kinds of tokenizers
     prefix: bool | None = True  # add_space_prefix that it sets for SentencePiece; None: as in the directory

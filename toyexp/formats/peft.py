@@ -31,7 +31,7 @@ CHANGES_BASE = ("pissa", "olora", "corda", "loftq")  # initialisations that also
 
 
 def read_peft(folder: Path, model: Model) -> tuple[float, dict[str, np.ndarray], dict[str, str]]:
-    """Return alpha, the matrices A and B by GGUF name, and the values of ORIGIN_KEYS of an adapter in a PEFT directory.
+    """Read an adapter from a PEFT directory: its alpha, matrices A and B by GGUF name, and the values of ORIGIN_KEYS.
 
     Each pair adds alpha / rank * B A to the weight of its linear layer, where rank is the number of rows of A. The rows
     of B are in the model's order. Raise UserError if the adapter is damaged, fits another model, or is not plain LoRA.
@@ -87,7 +87,7 @@ def _number(folder: Path, config: Mapping[str, Any], key: str, default: int | No
 
 
 def _places(folder: Path, model: Model) -> dict[str, HFTensor]:
-    """Return the transformers tensor of each linear layer by GGUF name; raise UserError if transformers has none."""
+    """Return each linear layer's transformers tensor, keyed by GGUF name; raise UserError if transformers has none."""
     try:
         stored = hf_layout(model, {}).tensors
     except UserError as error:

@@ -438,8 +438,8 @@ class FileUses:
     def best(self) -> str:
         """The file's best use in a word; empty if toyexp cannot use it.
 
-        If toyexp can load the model, it is `base` if the model can be fine-tuned, and otherwise the kind of data that
-        the model reads. If not, it is `donor` if a new model can copy the file's embeddings.
+        If toyexp can load the model, the word is `base` if the model can be fine-tuned, and otherwise the kind of data
+        that the model reads. If toyexp cannot load the model, it is `donor` if a new model can copy the embeddings.
         """
         if self.model is not None:
             is_base = any(self._accepts(recipe) for recipe in self._recipes_by_source("base"))

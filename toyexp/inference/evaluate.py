@@ -266,7 +266,7 @@ CONTENTS = ("text", "images")  # digests that do not depend on how the data is s
 
 @dataclass(frozen=True)
 class TrainedRun:
-    """Training data of a run, from its config.yaml."""
+    """Description of the data that a run was trained on, read from the run's config.yaml."""
 
     directory: Path
     data: dict[str, Any]  # the settings of `data`, with its name
@@ -317,7 +317,7 @@ class TrainedRun:
                         f"to evaluate on it anyway, type {override}")  # fmt: skip
 
     def _overlap(self, path: str) -> tuple[bool, bool]:
-        """Return two values: True if `path` is the run's data path, and True if one of the two contains the other."""
+        """Return two bools: whether `path` is the run's data path, and whether one of the paths contains the other."""
         own_path = self.record.resolve(str(self.data.get("path") or ""))
         if not own_path or not path:
             return False, False
@@ -326,9 +326,10 @@ class TrainedRun:
 
 
 def find_training_run(directory: Path, modules: Sequence[str]) -> TrainedRun | None:
-    """Return the training data of a run, or of a checkpoint's run; None if the path is neither.
+    """Return the description of the data that a run, or the run of a checkpoint, was trained on.
 
-    Raise UserError if the run's config.yaml names no data, or if a plugin of the run is not loaded.
+    Return None if `directory` is neither a run nor a checkpoint. Raise UserError if the run's config.yaml names no
+    data, or if a plugin of the run is not loaded.
     """
     path = (directory.absolute().parents[1] if is_checkpoint(directory) else directory) / CONFIG
     if not os.path.lexists(path):

@@ -138,7 +138,8 @@ def _write(
 ) -> tuple[ModelExport | None, list[str]]:
     """Write the model in `file` to `target` in the format `form`.
 
-    Return two values: the exported model, or None if the format copied the file's tensors without it; and warnings.
+    Return two values: the exported model, or None if the format copied the tensors without reading the model; and
+    warnings.
     """
     model_class = find_model_class(file, registry.models())
     with (

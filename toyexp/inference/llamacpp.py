@@ -46,7 +46,11 @@ class Task:
 
 @dataclass(frozen=True)
 class Answer:
-    """Message of the subprocess. The first has the prompt's ids, the next ones text, the last count and stop reason."""
+    """Message of the subprocess.
+
+    The first message has the ids of the prompt. Each further one has a piece of text. The last one has the number and
+    ids of the generated tokens, and the stop reason.
+    """
 
     prompt_ids: list[int] | None = None
     text: str = ""

@@ -99,8 +99,8 @@ def _convert_file(form: Format, path: Path, target: Path, registry: Registry) ->
 def _check_tensors(exported: ModelExport, subject: str) -> LazyTensors:
     """Return the tensors that a format has read, each of them loaded on access.
 
-    Raise UserError if the tensors' names differ from the model's. The access raises it if a tensor has another shape
-    than in the model. `subject` begins the error messages.
+    Raise UserError if the tensors' names differ from the model's. Accessing a tensor raises UserError if its shape
+    differs from that in the model. `subject` begins the error messages.
     """
     if not isinstance(exported.model, Model):
         raise UserError(f"{subject} {printable(repr(exported.model))}, expected a model")
@@ -205,8 +205,8 @@ def _rebuild_plan(plain: dict[str, Any], registry: Registry, run_origin: Origin)
 def find_model_file(path: Path, leaves: Sequence[str] = (MODEL,), registry: Registry | None = None) -> Path:
     """Return the GGUF file of a model, run or checkpoint, converted if needed. Raise UserError if there is none.
 
-    `leaves` are the file names to look for in a run's directory. If it has none of them, but MODEL is one, convert the
-    newest checkpoint of the run.
+    `leaves` are the file names to look for in a run's directory. If the directory has none of these files and `leaves`
+    contains MODEL, convert the newest checkpoint of the run.
     """
     if not os.path.lexists(path):
         if is_address(path):
@@ -269,7 +269,7 @@ def adapter_files(path: Path) -> list[Path]:
 
 
 def _has_no_adapter(saved: Path) -> bool:
-    """Return True if a checkpoint can be read and has no adapter, so that error messages must not suggest it."""
+    """Return True if a checkpoint is readable and has no adapter. Error messages must not suggest such a checkpoint."""
     try:
         arrays = checkpoint.read_checkpoint(saved, with_state=False).arrays
         return not any(name.endswith((*lora_names(""),)) for name in arrays)

@@ -154,7 +154,7 @@ class Schedule(Callback):
 
     @hookimpl
     def factors(self, step: int, steps: int) -> Mapping[str, float] | None:
-        """Return {setting: factor} for the setting it scales, or None if the schedule scales the learning rate."""
+        """Return {setting: factor} for the setting that the schedule scales, or None if that is the learning rate."""
         return None if self.scales == "lr" else {self.scales: self.factor(step, steps)}
 
 

@@ -117,8 +117,8 @@ class Engine(ABC):
     def realize_stack(self, plans: Sequence[Plan]) -> Stack:
         """Return a stack with an open session for each plan; their training steps run as one program.
 
-        Raise UserError if `stack_conflict` gives a reason against these plans. Each session returns the results of a
-        separate run, except for rounding due to the order of sums. NaNs in one session, or closing it, do not affect
+        Raise UserError if `stack_conflict` gives a reason against these plans. Each session returns the same results as
+        a separate run, except for rounding due to the order of sums. NaNs in one session, or closing it, do not affect
         the others.
         """
         raise UserError(self.stack_conflict(plans))

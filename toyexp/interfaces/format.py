@@ -26,7 +26,7 @@ Models = Collection[type[Model]]
 
 @dataclass(frozen=True)
 class TensorInfo:
-    """A tensor of a file: its shape in numpy order ([out, in]), its type, and the position of its bytes."""
+    """Description of a tensor in a file: shape in numpy order ([out, in]), type, and position of the bytes."""
 
     name: str
     shape: tuple[int, ...]

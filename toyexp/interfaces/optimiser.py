@@ -1,9 +1,9 @@
 """Base classes of optimisers and their update rules, and AdamW in its two modes.
 
 A `Rule` declares the state arrays that it keeps for each tensor, the scalars that can change from step to step, and the
-update formula, written with the operations of `Arithmetic`. Every engine can execute the formula. An engine that has a
-fused kernel for it uses the kernel if the rule's `fused_kernel` names it. An `Optimiser` is the plugin that
-`optim=<name>` selects: it has the settings, and returns the rules.
+update formula, written with the operations of `Arithmetic`. Every engine can execute the formula. An engine may have a
+fused kernel for a formula: the engine uses this kernel for a rule whose `fused_kernel` names it. An `Optimiser` is the
+plugin that `optim=<name>` selects: it has the settings, and returns the rules.
 """
 
 from __future__ import annotations
@@ -311,8 +311,8 @@ class Optimiser(Rule):
     def base_lr(self, rule: Rule) -> float | None:
         """Return the base learning rate of the tensors that `rule` updates, or None to use the run's `lr`.
 
-        The name of a setting with such a rate should end in `_lr`: if it exceeds `lr`, the message about a diverging
-        loss then names it.
+        The setting that holds such a rate should have a name that ends in `_lr`. If the rate exceeds `lr`, the message
+        about a diverging loss then names this setting.
         """
         return None
 

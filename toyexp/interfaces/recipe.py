@@ -1,4 +1,7 @@
-"""A recipe: which tensors are trained, and where their initial values come from. It returns a Plan for any engine."""
+"""Base class of recipes.
+
+A recipe decides which tensors are trained and where their initial values come from. It returns a Plan for any engine.
+"""
 
 from __future__ import annotations
 
@@ -90,7 +93,7 @@ class Recipe(ABC):
         return ()
 
     def origin(self) -> tuple[str, str] | None:
-        """Return role and path of the initial values' file, such as ("base", "model.gguf"), or None if none is read."""
+        """Return (role, path) of the initial values' file, such as ("base", "model.gguf"), or None without a file."""
         return None
 
     def warnings(self, preview: RunPreview) -> Iterable[str]:

@@ -116,7 +116,7 @@ class Run:
     def remedy(self) -> str:
         """Advice for a diverging loss: the settings to lower.
 
-        The first are settings of `optim` that may be too high, such as the `lr` of a group; the last is `lr`.
+        The first are settings of `optim` that may be too high, such as the `lr` of a group; the last is the run's `lr`.
         """
         optim = self.config.get("optim", {})
         base_values = {"lr": self.lr, "weight_decay": optim.get("weight_decay", 0.0)}
@@ -130,7 +130,7 @@ class Run:
         return f"try a lower {', '.join([*higher, f'lr (it was {self.lr:g})'])}"
 
     def log(self, **numbers: float) -> None:
-        """Record a callback's own numbers: those of the step in `on_step`, held-out metrics in `on_eval`.
+        """Record a callback's own numbers: in `on_step` they belong to the step, in `on_eval` to the held-out metrics.
 
         The numbers are added to the hook's `metrics`, and thus to records, plots and dashboards; held-out metrics are
         also available to early stopping, `checkpoint_best` and searches. Numbers logged in another hook are added to

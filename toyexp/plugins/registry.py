@@ -60,9 +60,9 @@ class Registry:
 
     @property
     def plugins_override(self) -> str:
-        """The override ` 'plugins=[a,b]'` that loads the same local plugins, to append to a suggested command.
+        """The override `'plugins=[a,b]'`, with a leading blank, to append to a suggested command.
 
-        Empty if no local plugins are loaded.
+        It loads the same local plugins. Empty if no local plugins are loaded.
         """
         return f" 'plugins=[{','.join(self.modules)}]'" if self.modules else ""
 

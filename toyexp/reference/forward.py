@@ -138,7 +138,7 @@ def _call(who: str, when: str, params: Params, call: Callable[[], Any]) -> Any:
 
 @dataclass(frozen=True, eq=False)
 class Ids(Shaped):
-    """Shape of an integer input."""
+    """Placeholder for an integer input, such as token ids. It has a shape and no values."""
 
 
 def count_activations(plan: Plan) -> int:
@@ -356,7 +356,7 @@ class OpShapes(Ops):
 
 
 class PieceShapes(IncrementalOps, OpShapes):
-    """Incremental ops on shapes, as a decoder calls them, which record each call in `calls`.
+    """Incremental ops that compute only shapes. Each call of an op is recorded in `calls`.
 
     A record has the op's name, weights and constants. It lacks the sizes of activations, which depend on the length.
     """
@@ -386,7 +386,7 @@ class PieceShapes(IncrementalOps, OpShapes):
 
 @dataclass(frozen=True, eq=False)
 class Weight(Shaped):
-    """Shape of one of the model's tensors. Two tensors of the same shape are not equal."""
+    """Placeholder for one of the model's tensors. Two placeholders of the same shape are not equal."""
 
 
 def reason_to_recompute(plan: Plan) -> str | None:

@@ -43,9 +43,9 @@ class Line:
     block: int | None = None  # number of the enclosing block, from 0
 
     def anywhere(self, types: bool) -> Line:
-        """Return a copy that is equal for the same op in another block, to compare blocks.
+        """Return a copy without the block number, so that equal ops of two blocks have equal copies.
 
-        The copy has no block number, and its weights' names have no block prefix. If `types` is False, it has no types.
+        The names of the weights have no block prefix. If `types` is False, the weights have no types.
         """
         return replace(
             self,
@@ -179,7 +179,7 @@ def listing(model: Model, weights: Iterable[WeightInfo]) -> Listing:
 def _cut(lines: Sequence[Line], once: frozenset[str]) -> Listing:
     """Return a Listing of the lines, split at the blocks. Lines between two blocks count as part of the first one.
 
-    `once` becomes the field of this name of the Listing.
+    `once` is the value of the Listing's field `once`.
     """
     numbers = [line.block for line in lines]
     inside = [at for at, number in enumerate(numbers) if number is not None]
@@ -270,8 +270,8 @@ class ListedOps(OpShapes):
     def _size(self, n: int) -> Size:
         """Return a size as a Line shows it.
 
-        A number that stands for a letter becomes that letter, and one that is larger by 1 becomes, for example, `T+1`.
-        Other sizes are returned as they are.
+        The listing runs the model with a large number in place of each size that the run chooses, such as T. This
+        number becomes the letter `T`, and a number that is larger by 1 becomes `T+1`. Other sizes do not change.
         """
         base = n // LARGE * LARGE
         return n if base not in self._letters else self._letters[base] + (f"+{n - base}" if n > base else "")

@@ -25,7 +25,11 @@ POOLED_KEYS = ("seed", "name", "plugins", "callbacks", "checkpoint_every", "chec
 
 @dataclass
 class Entry:
-    """A run in a comparison. `overrides` has its values of the settings by which points differ, such as "lr=0.1"."""
+    """A run in a comparison.
+
+    `overrides`, such as ["lr=0.1"], holds the run's values of the settings, other than the seed, that differ between
+    runs.
+    """
 
     number: int
     run: Run
@@ -71,7 +75,8 @@ class Comparison:
     def build(cls, runs: Iterable[Run], metric: str = "loss", pool: bool = False) -> Comparison:
         """Compare runs by a held-out metric, or by the training loss if no run has the metric.
 
-        Runs with equal settings in different directories or with different names form different points, unless `pool`.
+        Runs with equal settings in different directories or with different names form different points, unless `pool`
+        is True.
         """
         entries = [Entry(number, run, _read_settings(run)) for number, run in enumerate(runs)]
         _mark_sources(entries)
@@ -156,8 +161,8 @@ class Comparison:
 def varying_keys(run_settings: Sequence[Mapping[str, str]]) -> list[str]:
     """Return the keys of the settings that have several values in `run_settings`, the settings of each run.
 
-    Keys of parts, such as `model`, come first. A run without a setting, such as recipe.rank if its recipe is not lora,
-    does not differ in it.
+    Keys of parts, such as `model`, come first. A run that lacks a setting does not count as different. For example,
+    recipe.rank exists only in runs with recipe=lora.
     """
     keys = list(dict.fromkeys(key for settings in run_settings for key in settings))
     varying = [key for key in keys if len({settings[key] for settings in run_settings if key in settings}) > 1]
@@ -198,11 +203,18 @@ def _mark_sources(entries: Sequence[Entry]) -> None:
 def _mark_owners(entries: Sequence[Entry]) -> None:
     """Add the setting `whose` to separate runs of different people, which would otherwise count as repeats.
 
-    The value is the run's name if runs with equal settings and seed have different names. Otherwise it is the first
-    directory (or zip archive) below the common parent of all runs. If all runs lie in one directory, it is the
-    directory in which each was started, unless no run recorded that and no settings have several seeds. The setting is
-    added only if its value differs between runs with equal settings and seed or, if the runs do not lie in one
-    directory, between runs with equal settings that were started in different directories.
+    The value for a run is the first of these that applies:
+
+    - the run's name, if any runs with equal settings and seed have different names
+    - if the runs lie in different directories: the first directory (or zip archive) on the path from their common
+      parent directory to the run
+    - the directory in which the run was started, if any run recorded that or if any runs with equal settings have
+      different seeds
+    - the name of the run's own directory
+
+    The setting is added only if its value differs between runs with equal settings and seed. If the runs lie in
+    different directories, it is also added if its value differs between runs with equal settings that were started in
+    different directories.
     """
     known_entries = [entry for entry in entries if entry.has_settings]
     groups: dict[str, list[Entry]] = {}

@@ -19,9 +19,10 @@ def compute_shares(settings: Mapping[str, Sequence[Any]], scores: Sequence[float
     """Return (shares, ""): how much each setting matters for the scores, as shares with sum 1; or ({}, reason).
 
     `settings` maps each key to its values, one for each point (runs that differ only in their seed, or a trial).
-    `scores` has one number for each point. A linear model predicts the rank of a point's score from the ranks and
-    squared ranks of numbers, indicators of names, and products of two settings if these improve it. A setting's share
-    is proportional to the variance that stays unexplained if the setting is left out.
+    `scores` has one number for each point. A linear model predicts the rank of a point's score. Its inputs are the
+    ranks and squared ranks of numeric settings, 0/1 indicators of the values of other settings, and products of two
+    settings if these improve the prediction. A setting's share is proportional to the increase of the unexplained
+    variance if the setting is left out.
     """
     count = len(scores)
     columns = {key: _columns(values) for key, values in settings.items() if len(set(map(str, values))) > 1}

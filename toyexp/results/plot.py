@@ -117,7 +117,7 @@ def draw_runs(comparison: Comparison, source: str) -> Sheet:
 
 
 def describe_unit(run: Path, metric: str) -> str:
-    """Return the unit of a loss in brackets, such as " (nats per token)", or "" for any other metric."""
+    """Return a loss's unit with a leading blank, such as " (nats per token)"; return "" for any other metric."""
     data = read_run_facts(run).get("data") or {}
     return f" (nats per {'image' if 'classes' in data else 'token'})" if metric.endswith("loss") else ""
 

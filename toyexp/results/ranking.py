@@ -126,7 +126,8 @@ def rank_jobs(
     """Group jobs into points and rank these by the metric that the sweep's `overrides` name.
 
     The default is the held-out loss, or the training loss if no job has a held-out loss. `seed` returns a job's seed:
-    the jobs of a point with the same seed count as one job with their mean. By default each job counts on its own.
+    jobs of a point with the same seed count as one job, whose metric is their mean. By default each job counts on its
+    own.
     """
     jobs = list(jobs)
     metric = next((word.removeprefix(METRIC) for word in reversed(overrides) if word.startswith(METRIC)), "loss")

@@ -305,7 +305,10 @@ def _read_state(path: Path, result: Mapping[str, Any]) -> tuple[str, str]:
 
 
 def _read_head(path: Path, unread: list[str]) -> str:
-    """Return the start of a file as text, or "" if it cannot be read. If it exists, add the reason to `unread`."""
+    """Return the start of a file as text, or "" if it cannot be read.
+
+    If an existing file cannot be read, add its name and the reason to `unread`.
+    """
     try:
         with open_file(path) as file:
             return file.read(HEAD_BYTES).decode(errors="replace")

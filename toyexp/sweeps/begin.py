@@ -36,7 +36,7 @@ LAUNCHERS: dict[str, type[Launcher]] = {cls.name: cls for cls in (Serial, Proces
 
 
 def prepare_sweep(flags: Mapping[str, str], request: Request) -> Runner:
-    """Create the runner of a new sweep, or with sweep.resume=DIR of an existing one.
+    """Create the runner of a new sweep, or with sweep.resume=DIR that of the existing sweep in DIR.
 
     `flags` maps flags of the command line to their values; `request` holds the other arguments. Raise UserError for
     invalid settings.

@@ -128,7 +128,7 @@ class Board:
 
 @dataclass
 class NotebookBoard(Board):
-    """Board in a notebook: an output of the cell, which each redraw replaces."""
+    """Board in a notebook: each redraw replaces the same output of the cell."""
 
     _shown: Any = None
 
@@ -161,8 +161,8 @@ def make_board(
 ) -> Board | None:
     """Return the board that shows a sweep's progress, or None if the sweep should print lines instead.
 
-    A notebook always has a board, a terminal only if one is `wanted`. If output is silenced, return None. `at_once` is
-    the number of parallel jobs, for the estimate of the time left.
+    Return None if output is silenced. Otherwise a notebook always has a board, and a terminal has one if `wanted`.
+    `at_once` is the number of parallel jobs, from which the board estimates the time left.
     """
     if is_silent():
         return None

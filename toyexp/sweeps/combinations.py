@@ -43,7 +43,7 @@ def experiment_sweep(request: Request) -> list[Override]:
 def check_unique(parsed: Sequence[Override]) -> None:
     """Raise UserError if an override with several values is followed by another override of the same key.
 
-    Without this check the last one would apply, as it does in a single run.
+    Without this check the last override would apply, as it does in a single run.
     """
     several: dict[str, Override] = {}
     for override in parsed:

@@ -126,8 +126,9 @@ def compare_runs(
 ) -> ComparisonAnswer:
     """Compare the runs in `directories` (directories of runs or sweeps) that match the filters.
 
-    `metric` ranks the runs; if it is None, the sweep's metric does. With `pool`, runs with equal settings form one
-    point even if their directories or names differ. Raise UserError if no run matches or has the metric.
+    `metric` is the name of the metric that ranks the runs; None stands for the sweep's metric. With `pool`, runs with
+    equal settings form one point even if their directories or names differ. Raise UserError if no run matches or has
+    the metric.
     """
     paths = resolve_runs("compare", directories, notes := list[str]())
     runs = filter_runs([read_run(path) for path in paths], filters, notes)

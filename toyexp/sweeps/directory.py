@@ -181,7 +181,7 @@ def prepare_resume(directory: Path) -> bool:
     """Return True if a run directory has a checkpoint to resume.
 
     Otherwise return False, and rename an existing directory so that the run can start again under its path. Raise
-    UserError if another process uses it.
+    UserError if another process uses the directory.
     """
     if not directory.is_dir():
         return False
@@ -335,7 +335,10 @@ class SweepDir:
 
     @contextlib.contextmanager
     def _warn_unwritten(self, name: str = SWEEP_FILE) -> Iterator[None]:
-        """Log an error of writing a file as a warning, once for each reason, and retry the write later."""
+        """Turn an error of the body, which writes the file `name`, into a warning.
+
+        Each reason is logged once. The sweep tries again later to write the file.
+        """
         try:
             yield
         except (OSError, UserError) as error:

@@ -177,7 +177,7 @@ class JobConfigs:
         )
 
     def processes(self, job: Job) -> int:
-        """Return the number of processes of the job that compute on the CPU."""
+        """Return how many processes of the job compute on the CPU."""
         engine = self._engine(job)
         return engine.processes() if isinstance(engine, Engine) else 1
 

@@ -40,7 +40,10 @@ class Watch:
         return replace(self.folder.launch_spec(job), environment=self._environment(job))
 
     def begin(self, jobs: Sequence[Job], shown: bool = True) -> None:
-        """Record that jobs start and, if `shown`, print it. A launcher calls this before it starts them."""
+        """Record that jobs start. If `shown`, show them on the board or print a line for each.
+
+        A launcher calls this before it starts them.
+        """
         self.folder.mark_running(jobs)
         for job in jobs if shown else ():
             if self.board:
@@ -61,7 +64,10 @@ class Watch:
             self.say(line if self._alone or job is None else f"[{job.number}] {line}", stream)
 
     def end(self, job: Job) -> None:
-        """Remove a job from the board. Print its result if it succeeded and nothing else shows its result."""
+        """Remove a job from the board.
+
+        Print a line with the result of a successful job, unless its own output or a notebook's board shows the result.
+        """
         if self.board:
             with self._printing:
                 self.board.end(job)

@@ -43,7 +43,7 @@ class DataSuite(PluginSuite):
         return self.open_dataset().batches(self.context, self.rows, seed)
 
     def test_opening_twice_gives_equal_data(self) -> None:
-        """The description of the dataset, with its sizes and digest, is the same if it is opened again."""
+        """The description of the dataset, with its sizes and digest, is the same when the dataset is opened again."""
         assert self.open_dataset().describe() == self.open_dataset().describe()
 
     def test_its_description_is_plain_data_and_constant(self) -> None:
@@ -124,7 +124,10 @@ class DataSuite(PluginSuite):
 
 
 def fingerprint(data: Data, context: int, rows: int) -> str:
-    """Return a digest (SHA-256) of the dataset's descriptions and some of its batches, to compare two processes."""
+    """Return a SHA-256 digest of the dataset's descriptions and some of its batches.
+
+    Two processes that make the same data get equal digests.
+    """
     data.check()
     dataset = data.open(None)
     batches = dataset.batches(context, rows, 3)

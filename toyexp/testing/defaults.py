@@ -40,9 +40,9 @@ class SuiteParts:
     data: Sequence[type[Data]]  # used for kinds of data other than tokens and images
 
     def dataset(self, kind: Kind) -> Dataset:
-        """Return tiny data of a kind: built-in tokens or images, otherwise that of the first data plugin that opens.
+        """Return tiny data of a kind: built-in data for tokens and images, otherwise data of a plugin.
 
-        Raise UserError if no data of this kind opens with its defaults.
+        Use the first data plugin of this kind that opens with its default settings. Raise UserError if there is none.
         """
         if kind in (TOKENS, IMAGES):
             return tiny_data(kind, VOCAB)

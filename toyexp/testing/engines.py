@@ -109,7 +109,7 @@ class EngineNumbers(PluginSuite):
     def test_runs_of_a_stack_take_the_steps_that_they_take_alone(self, case: str, adapter: str | None) -> None:
         """Runs that are trained together in a stack take the same steps as on their own.
 
-        If the engine's stack_conflict() returns a reason, realize_stack() raises a UserError with it.
+        If the engine's stack_conflict() returns a reason, realize_stack() raises a UserError with this reason.
         """
         plans = [op_plan(case, adapter, seed=seed, grad_clip=clip) for seed, clip in ((3, 0.0), (4, 0.05), (5, 0.0))]
         if why := self.engine.stack_conflict(plans):

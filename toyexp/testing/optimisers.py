@@ -33,7 +33,8 @@ class OptimiserSuite(PluginSuite):
     def plans(self) -> Iterator[Plan]:
         """Yield small plans where one of the optimiser's rules updates all tensors.
 
-        For each rule there is a plan with matrices only and one with a matrix and vectors, if it updates such tensors.
+        For each rule, one plan has matrices only, and another has a matrix and vectors. A plan is left out if the rule
+        does not accept all its tensors.
         """
         for rule in self.rules():
             for case in ("attention_grouped", "layer_norm"):

@@ -112,7 +112,7 @@ class RecipeSuite(PluginSuite):
 
 
 class CallbackSuite(PluginSuite):
-    """Conformance suite of a callback: set `callback`, a function that returns a fresh one."""
+    """Conformance suite of a callback: set `callback` to a function that returns a new callback."""
 
     kind = "callbacks"
     steps: int = 4

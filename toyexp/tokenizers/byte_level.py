@@ -60,7 +60,7 @@ class Characters(Tokenizer):
         return cls(sorted(set().union(*map(set, texts))))
 
     def _encode(self, texts: Sequence[str], starts: Sequence[bool]) -> list[np.ndarray]:
-        """Return one int32 id per character for each text; raise UnknownCharacter for one outside the vocabulary."""
+        """Return the int32 ids of each text, one per character. Raise UnknownCharacter if a character has no id."""
         encoded = [self._ids[np.frombuffer(text.encode("utf-32-le"), np.uint32)] for text in texts]
         for text, ids in zip(texts, encoded, strict=True):
             if (ids < 0).any():

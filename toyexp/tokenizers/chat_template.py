@@ -32,7 +32,7 @@ REASONING = ("reasoning_content", "thinking", "reasoning")  # keys of a message 
 
 
 class BadChat(UserError):
-    """A conversation that the template rejects, with the reason."""
+    """Error: the template rejects a conversation. The message has the reason."""
 
 
 class Rendered(NamedTuple):
@@ -112,8 +112,8 @@ class _Renderer:
     def ask(self, request: Mapping[str, Any]) -> Any:
         """Send a request to the child process (renderer.py) and return its answer.
 
-        If the process died, return {"invalid": reason}, for example because of the time limit. Raise Unavailable if it
-        could not import jinja2.
+        If the child process died, for example because of the time limit, return {"invalid": reason}. Raise Unavailable
+        if the child process could not import jinja2.
         """
         with self._lock:
             if self._pid != os.getpid():
@@ -142,9 +142,10 @@ class _Renderer:
 
 
 def _end_process(process: subprocess.Popen[bytes], owner: int) -> int:
-    """Kill a child process and return its exit status; do nothing and return 0 in any process but its `owner`.
+    """Kill a child process and return its exit status.
 
-    `owner` is the id of the process that started it, which may have forked since.
+    `owner` is the id of the process that started the child. In any other process, such as a fork of the owner, do
+    nothing and return 0.
     """
     if os.getpid() != owner:
         return 0

@@ -20,7 +20,7 @@ ERROR_LIMIT = 1000  # characters of an error message
 
 
 class TemplateError(Exception):
-    """Rejection of a conversation by the template."""
+    """Error: the template rejects a conversation."""
 
 
 class Compiled:

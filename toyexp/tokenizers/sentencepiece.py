@@ -142,7 +142,7 @@ class SentencePiece(Tokenizer):
         return bytes([int(piece[3:5], 16)]) if self.types[i] == BYTE else piece.replace(BLANK, " ").encode()
 
     def decode(self, ids: Sequence[int] | np.ndarray) -> str:
-        """Return the text of the ids of a complete text, without the leading space that `prefix` made `encode` add."""
+        """Decode the ids of a complete text. If `prefix`, remove the leading space that `encode` added."""
         text = super().decode(ids)
         return text.removeprefix(" ") if self.prefix else text
 

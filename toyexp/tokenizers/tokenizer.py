@@ -32,7 +32,7 @@ NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)  # token type
 
 
 def byte_symbols() -> list[str]:
-    """Return GPT-2's printable symbol for each byte: itself if printable Latin-1, else U+0100 and up (Radford 2019)."""
+    """Return GPT-2's symbol for each byte: its character if printable in Latin-1, else U+0100 and up (Radford 2019)."""
     printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     spare = iter(range(0x100, 0x200))
     return [chr(b) if b in printable else chr(next(spare)) for b in range(256)]
@@ -45,7 +45,7 @@ SYMBOL_BYTES = {symbol: byte for byte, symbol in enumerate(SYMBOLS)}
 class Tokenizer(ABC):
     """Tokenizer with ids 0..vocab-1, in which `eos` separates documents.
 
-    Constructors must set attributes that differ from the defaults here before the first text is encoded.
+    Constructors of subclasses must set attributes that differ from this class's defaults before they encode a text.
     """
 
     kind: str
@@ -281,7 +281,7 @@ def _surround(pieces: Sequence[str], start: Sequence[int | None], end: Sequence[
 
 
 def placeholder(i: int) -> str:
-    """Return the text that stands for a token id that has none, such as <5>."""
+    """Return a placeholder, such as <5>, for a token id that has no text."""
     return f"<{i}>"
 
 

@@ -186,7 +186,7 @@ class Bus:
         return "at the end" if self._ending else "at the start" if self.step is None else f"at step {self.step}"
 
     def check(self) -> None:
-        """Raise the first error that a callback raised since the last check, in the hooks `OBSERVERS`."""
+        """Raise the first error that a callback raised since the last check, in one of the hooks `OBSERVERS`."""
         failure, self._failure = self._failure, None
         if failure is not None:
             raise failure

@@ -67,7 +67,7 @@ def drive(loops: Sequence[Requests[T]], stack: Stack, starts: Sequence[Resume] =
 
     Loop i uses session i of the stack. If the loops have begun already, `starts` holds for each loop a function that
     continues it. In each round every loop makes a request. If loops request evaluations, these are answered first.
-    Otherwise the driver takes the same number of steps in every loop that requested some: the smallest request.
+    Otherwise all loops that requested steps take equally many: the smallest number that one of them requested.
     An Exception ends only its own loop; any other BaseException, such as a second Ctrl-C, ends all loops.
     """
     ends: dict[int, T | Exception] = {}

@@ -236,8 +236,8 @@ def _train(
 ) -> Requests[tuple[Outcome, list[Exception]]]:
     """Train, calling the callbacks from on_start to on_end, which is called even if training fails.
 
-    Return the outcome and the errors of the end of the run: a bad held-out loss, an unwritten last checkpoint, and what
-    on_end of callbacks raised.
+    Return the outcome and the errors of the end of the run: a bad held-out loss, an unwritten last checkpoint, and
+    the errors that callbacks raised in on_end.
     """
     bus, settings, error = prepared.bus, prepared.config.settings, None
     bus.log = run.dir / "log.txt"

@@ -64,7 +64,7 @@ class Launched:
 class NextSteps:
     """Queue of the next steps' inputs, which are made before the steps are due.
 
-    Batches are made in blocks of several if the data supports it, since a block takes little longer than a batch.
+    If the data supports it, several batches are made as one block, which takes little longer than a single batch.
     """
 
     def __init__(self, run: Run, bus: Bus, batches: Batches):
@@ -121,7 +121,7 @@ class NextSteps:
 def _blocks_are_batches(batches: Batches) -> bool:
     """Return True if `batches.block` gives the same rows as `batches.batch`.
 
-    It does not if a subclass (or the object) overrides `batch` without `block`.
+    Return False if a subclass, or the object itself, overrides `batch` but not `block`.
     """
     for kind in type(batches).__mro__:
         if "block" in vars(kind):
@@ -132,7 +132,7 @@ def _blocks_are_batches(batches: Batches) -> bool:
 
 
 def held_out(run: Run, bus: Bus, batches: Batches, every: int) -> Sequence[Batch]:
-    """Return the held-out batches. Raise PluginFailed if there are none, with `every` (eval_every) in the message."""
+    """Return the held-out batches. If there are none, raise PluginFailed; `every` is eval_every for the message."""
     with boundary(run, bus, "data"):
         held_out_batches = batches.held_out()
         if not len(held_out_batches):  # an object without a length fails here, too

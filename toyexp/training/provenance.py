@@ -31,7 +31,8 @@ MOVED = {"data.path": ("text", "images", "tokens"), "recipe.base": ("base",), "r
 def source_files(recipe: Recipe) -> dict[str, Path]:
     """Return the paths of the files that a recipe reads.
 
-    A key is the file's purpose (base, donor or vocabulary); other files have their name as key.
+    A key is the file's purpose: base, vocabulary, or donor (the file whose embedding a new model copies). The key of
+    other files is their name.
     """
     base, vocabulary = recipe.base_file(), recipe.vocabulary()
     role = recipe.starts_from if recipe.starts_from and base is None else "vocabulary"
@@ -73,7 +74,8 @@ def source_digests(prepared: Prepared) -> dict[str, str]:
 def require_same_file(base: Path, status: os.stat_result, digest: str) -> None:
     """Raise RunFailed if the memory-mapped file `base` was modified during the run.
 
-    `status` and `digest` are its status and SHA-256 at the start. A file that was replaced or deleted is not checked.
+    `status` is its os.stat() and `digest` its fingerprint at the start. A file that was replaced or deleted is not
+    checked.
     """
     with contextlib.suppress(FileNotFoundError):
         if os.path.samestat(base.stat(), status) and cached_fingerprint(base) != digest:
@@ -85,7 +87,7 @@ def origin_facts(prepared: Prepared) -> dict[str, Any]:
     """Return the origin that a run records.
 
     Its keys are `cwd`, the directory where the run was first started; `typed`, the settings that the user typed, if
-    they repeat the run without a configuration file; and `sources`, the digests.
+    these suffice to repeat the run without a configuration file; and `sources`, the digests.
     """
     config = prepared.config
     typed = {"typed": [*config.typed]} if config.typed else {}
@@ -100,10 +102,10 @@ class Origin:
     sources: Mapping[str, str] = field(default_factory=dict)  # digests by role
 
     def resolve(self, typed: str) -> str:
-        """Return the path (or glob pattern) `typed` of the run's settings so that it still leads to the run's file.
+        """Return the path (or glob pattern) `typed` in a form that leads to the run's file from the current directory.
 
-        A relative path that exists below the run's `cwd` becomes absolute, unless it leads to the same file from the
-        current directory. Other paths are returned unchanged.
+        `typed` comes from the run's settings. A relative path that exists below the run's `cwd` becomes absolute,
+        unless it leads to the same file from the current directory. Other paths are returned unchanged.
         """
         if self.cwd is None or not typed or Path(typed).is_absolute():
             return typed
@@ -161,7 +163,7 @@ def read_first_event(run: Path) -> dict[str, Any]:
 
 
 def is_own_checkpoint(path: Path) -> bool:
-    """Return True if the run whose directory holds `path` wrote this checkpoint and no other files lie in it."""
+    """Return True if the run whose directory contains `path` wrote this checkpoint, and it contains no other files."""
     try:
         read_json(path / MANIFEST)
         require_own_checkpoint(path, read_json(path / STATE))
@@ -171,7 +173,7 @@ def is_own_checkpoint(path: Path) -> bool:
 
 
 def require_own_checkpoint(path: Path, state: Mapping[str, Any]) -> None:
-    """Raise UserError if the checkpoint at `path` is of another run than the one in whose directory it lies.
+    """Raise UserError if the checkpoint at `path` belongs to another run than the directory that contains it.
 
     Digests and seed in its `state` are compared with the run's first event.
     """

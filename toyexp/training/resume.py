@@ -103,7 +103,7 @@ def _saved_config(directory: Path) -> Mapping[str, Any]:
 def restore_filled_settings(directory: Path, data: Data) -> None:
     """Set the empty settings in `data.fills` to the values that the run in `directory` saved for them.
 
-    The data fills these settings in itself when it is opened.
+    A data plugin sets these settings on its own when it opens its data.
     """
     saved = _saved_config(directory).get("data")
     for key in data.fills:

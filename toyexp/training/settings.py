@@ -38,7 +38,7 @@ def keys_by_role(role: str, *classes: type) -> set[str]:
 
 @dataclass(frozen=True)
 class Interval:
-    """Interval in steps or seconds; both 0: never."""
+    """Interval in steps or seconds. If both are 0, the interval never passes."""
 
     steps: int = 0
     seconds: float = 0.0

@@ -43,7 +43,8 @@ def boundary(run: Run, bus: Bus, kind: str) -> attribute_errors:
 def nonfinite_error(run: Run, step: int, metrics: Mapping[str, float], batch: Batch, in_a_row: int) -> RunFailed:
     """Return the error to raise for a step whose loss or gradient norm is NaN or infinite.
 
-    It names the first tensor that is not finite and settings that may help. `in_a_row` such steps came in a row.
+    It names the first tensor that is not finite and settings that may help. `in_a_row` is the number of such steps
+    in a row.
     """
     problem = f"the loss is {metrics['loss']} and the gradient norm {metrics['grad_norm']}"
     skipped = f"; {in_a_row} steps in a row were skipped" if in_a_row > 1 else ""
@@ -65,7 +66,7 @@ def first_bad_tensor(session: Session, batch: Batch) -> str:
 
 
 def bad_eval_error(run: Run, outcome: Outcome) -> RunFailed | None:
-    """Return the error to raise if the last held-out loss is not finite; None if it is, or the run was interrupted."""
+    """Return the error to raise if the last held-out loss is not finite; None if finite or after an interrupt."""
     if outcome.reason == "interrupted" or outcome.eval_loss is None or math.isfinite(outcome.eval_loss):
         return None
     problem = f"the held-out loss after step {outcome.eval_step} is {outcome.eval_loss}"
@@ -109,7 +110,7 @@ def conclude(
 
 
 def _exported_scores(result: Result) -> dict[str, Any]:
-    """Return the fields of result.json that differ if the best weights were exported instead of the last; else {}.
+    """If the best weights were exported instead of the last ones, return the fields to change in result.json, else {}.
 
     They give the evaluation of the best step, and under `last_eval` that of the last step.
     """

@@ -36,7 +36,7 @@ def _binary(name: str) -> Callable[[Graph, Node, Node], Node]:
 
 
 class Graph(StaticGraph):
-    """Static graph with one method per op. Each raises GraphError for shapes that do not fit. See StaticGraph."""
+    """Static graph with one method per op. A method raises GraphError for shapes that do not fit. See StaticGraph."""
 
     add, sub, mul, div = map(_binary, ("add", "sub", "mul", "div"))  # a op b, with b repeated over a
     sqr, sqrt, sgn, log, sigmoid, silu = map(_unary, ("sqr", "sqrt", "sgn", "log", "sigmoid", "silu"))
@@ -83,7 +83,7 @@ class Graph(StaticGraph):
     def mul_mat(self, w: Node, x: Node) -> Node:
         """Return x [.., n, in] times the transpose of w [.., out, in] -> [.., n, out].
 
-        The leading axes of w must equal those of x, or be absent, or equal those of x except that the last is 1.
+        The leading axes of w must equal those of x. The last of them may also be 1, or w may have no leading axes.
         """
         fits = w.shape[-1] == x.shape[-1] and 2 <= len(w.shape) <= len(x.shape)
         if not fits or (len(w.shape) > 2 and w.shape[:-2] not in (x.shape[:-2], (*x.shape[:-3], 1))):
@@ -228,7 +228,10 @@ class Graph(StaticGraph):
         return self.reshape(x, x.size // x.shape[-1], x.shape[-1])
 
     def transpose(self, x: Node, slow_cont: bool = False) -> Node:
-        """Return a contiguous transpose (last two axes). `slow_cont` prefers kernels.c, if it can be compiled."""
+        """Return a contiguous copy of x with its last two axes exchanged.
+
+        If `slow_cont` is True, use the kernel in kernels.c instead of ggml's op CONT, if kernels.c can be compiled.
+        """
         shape = (*x.shape[:-2], x.shape[-1], x.shape[-2])
         if slow_cont and (kernel := native.kernel("transpose")):
             return self.reshape(self._call_transpose(kernel, x), *shape)
@@ -246,7 +249,7 @@ class Graph(StaticGraph):
     def _call_transpose(self, kernel: int, *sources: Node) -> Node:
         """Return one tensor [m, d, n] with the transposes of one or two sources of equal shape [.., n, d].
 
-        `kernel` is the address of the C function that computes it.
+        `kernel` is the address of the C function that transposes.
         """
         self._check_float32("transpose", *sources)
         n, d = sources[0].shape[-2:]

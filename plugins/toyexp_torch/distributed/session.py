@@ -95,9 +95,10 @@ class ShardedUpdate(Update):
         self._exchange()
 
     def _exchange(self) -> None:
-        """Broadcast each rank's part of the weights. If the session keeps rounded weights, also round received parts.
+        """Broadcast each rank's part of the weights.
 
-        The update itself has already rounded this rank's own part.
+        If the session keeps rounded weights, round the parts that other ranks send. The update has already rounded this
+        rank's own part.
         """
         shares = (enumerate(itertools.pairwise(cuts)) for cuts in self.cuts)
         parts = [(rank, slice(*ends)) for share in shares for rank, ends in share if ends[0] < ends[1]]
@@ -360,7 +361,7 @@ class LeadSession(RankSession):
             super().do_restore(tensor, values, state)
 
     def describe(self) -> dict[str, Any]:
-        """Return the description of rank 0's device, with the threads of all ranks together and a list of the ranks."""
+        """Return the description of rank 0's device, with the sum of all ranks' threads and a list of the ranks."""
         facts, count = super().describe(), self._config.count
         ranks = [f"pid {os.getpid()} on {platform.node()}", *(f"pid {p.pid} on {p.host}" for p in self._others.ranks)]
         threads = facts["threads"] * count

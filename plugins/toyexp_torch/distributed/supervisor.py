@@ -102,7 +102,7 @@ class Rank:
         return f"ended with exit code {code}{f': {lines[-1][:300]}' if lines else ''}"
 
     def kill(self) -> None:
-        """Cut the connection to the rank. If this process started the rank's process, kill it too."""
+        """Cut the connection to the rank. Also kill the rank's process if this process started it."""
         self.link.cut()
         if self.process is not None:
             self.process.kill()

@@ -22,7 +22,7 @@ BLOCK = 8192  # logits that a program loads at a time
 
 
 class Choice(Protocol):
-    """Object that says which positions' logits are computed."""
+    """Selection of the positions whose logits are computed."""
 
     selected: Tensor | None  # [n] distinct positions, including all of non-zero weight; None: all positions
 

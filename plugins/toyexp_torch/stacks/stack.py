@@ -118,7 +118,7 @@ class TorchStack(Stack):
         return {row: partial(StepMetrics, *pair) for row, pair in zip(requests, metrics, strict=True)}
 
     def losses(self, requests: Mapping[int, Iterable[Batch]]) -> Mapping[int, Callable[[], float]]:
-        """Compute the held-out losses of the runs whose rows are keys of `requests`; see Stack.
+        """Compute the held-out losses of several runs, whose batches are in `requests`, keyed by row; see Stack.
 
         Return, for each row, a function that returns the run's mean loss. A run with fewer batches than the others is
         idle while the others compute their remaining batches.

@@ -178,9 +178,9 @@ class StackedStep:
 class StackedResident:
     """Launcher of the training step and held-out loss of `count` runs, as CUDA graphs with inputs in GPU memory.
 
-    A run is identified by its index in `step`. Up to `under_way` steps may be launched before the results of the first
-    are read. The graphs always compute all runs. A run without a request is idle: it reads its previous batch
-    again and keeps its weights and optimiser state.
+    A run is identified by its index among the runs of `step`. Up to `under_way` steps may be launched before the
+    results of the first are read. The graphs always compute all runs. A run without a request is idle: it reads its
+    previous batch again and keeps its weights and optimiser state.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""How a model class is written to a GGUF (architecture, keys, constant tensors) and read back from it."""
+"""Conversion between a model and its GGUF: write architecture, keys and constant tensors, and read the model back."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ M = TypeVar("M", bound=Model)
 
 
 class GGUFForm(ABC, Generic[M]):
-    """How a model class is written to a GGUF file and read back.
+    """Base class of conversions between the models of a class and GGUF files.
 
     A model class declares its form as `forms = {"gguf": MyForm()}`.
     """
@@ -32,7 +32,10 @@ class GGUFForm(ABC, Generic[M]):
         """Return the keys `<architecture>.*`, without that prefix, and their values."""
 
     def constants(self, model: M) -> Mapping[str, np.ndarray]:
-        """Return further float32 tensors of the file by name, computed from settings; `model.tensors()` lacks them."""
+        """Return float32 tensors, keyed by name, that the file needs besides `model.tensors()`.
+
+        They are computed from the model's settings.
+        """
         return {}
 
     def read(self, cls: type[M], file: ModelFile) -> M:
@@ -125,7 +128,7 @@ class Keys:
         return decimal(value)
 
     def expect(self, name: str, *allowed: Any) -> Any:
-        """Return a key's value; raise UserError if it is not one of `allowed`. A missing key has the first of them."""
+        """Return a key's value, by default the first of `allowed`. Raise UserError if the value is not in `allowed`."""
         import numpy as np
 
         value = self._take(name, allowed[0])

@@ -52,7 +52,7 @@ def dequantise(raw: np.ndarray, type_id: int) -> np.ndarray:
 
 
 def encodes_finite(raw: np.ndarray, type_id: int) -> bool:
-    """Return True if bytes of a ggml type encode only finite numbers, for most quantised types by their scales."""
+    """Return True if bytes of a ggml type encode only finite numbers. For most types, check only the scales."""
     name, _, block_bytes = GGUF_TYPES[type_id]
     if name not in _SCALES:
         return all_finite(dequantise(raw, type_id))

@@ -60,12 +60,12 @@ def how_to_convert(folder: Path, script: str = "convert_hf_to_gguf.py") -> str:
 
 
 def source_path(path: Path) -> Path:
-    """Return the file that errors about `path` name: the original of a temporary conversion, or `path` itself."""
+    """Return the file to name in errors about `path`: the original if `path` is a temporary conversion, else `path`."""
     return SOURCE_PATHS.get(path, path)
 
 
 class GGUFError(UserError):
-    """A file that is not a readable GGUF; the message has the path and the cause."""
+    """Error: a file is not a readable GGUF. The message has the path and the cause."""
 
 
 def _pread_fallback(file: int, count: int, offset: int) -> bytes:

@@ -141,8 +141,8 @@ def mappable_tensor(tensor: PlanTensor) -> TensorInfo | None:
     """Return the position of a planned tensor in its file if an engine may use it in place, else None.
 
     Engines may use frozen matrices of any type, and frozen float32 tensors of any shape. Also return None for a
-    tensor with another shape than planned: reading it raises the error. Raise GGUFError if the tensor is missing or
-    not finite.
+    tensor with another shape than planned; the later attempt to read it raises an error. Raise GGUFError if the tensor
+    is missing or not finite.
     """
     values = tensor.values
     if tensor.trainable or not isinstance(values, FromGGUF):

@@ -34,7 +34,7 @@ sys.exit(llama_cpp.llama_model_quantize(os.fsencode(source), os.fsencode(target)
 def quantiser(setting: str) -> list[str]:
     """Return a command that takes the arguments of llama-quantize (SOURCE TARGET KIND).
 
-    Raise Unavailable with a message about `setting`, which needs it, if llama.cpp is not installed.
+    Raise Unavailable if llama.cpp is not installed. The message says that `setting` needs llama.cpp.
     """
     program = shutil.which("llama-quantize")
     if program is not None:

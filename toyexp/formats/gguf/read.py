@@ -1,7 +1,7 @@
 """Read GGUF files: metadata at once, weights on demand, and split models as one.
 
-Own code because the files are untrusted: gguf-py 0.19 hangs on absurd counts and misreads wrapped offsets, and ggml
-aborts the process. header.py validates headers; nothing is memory-mapped here.
+toyexp has its own reader because the files are untrusted: gguf-py 0.19 hangs on absurd counts and misreads wrapped
+offsets, and ggml aborts the process. header.py validates headers; nothing is memory-mapped here.
 """
 
 from __future__ import annotations
@@ -108,7 +108,8 @@ class GGUFFile(ModelFile):
     def pieces(self, info: TensorInfo, count: int | None = None) -> Iterator[tuple[int, np.ndarray]]:
         """Yield the stored bytes of a tensor's first `count` numbers as pairs (index of the first number, uint8 array).
 
-        `count` is None: all numbers. Each pair but the last holds `NUMBERS` numbers, which fit the processor's cache.
+        If `count` is None, yield all numbers. Each pair but the last holds `NUMBERS` numbers, which fit into the
+        processor's cache.
         """
         _, per_block, block_bytes = GGUF_TYPES[info.type_id]
         part, total = self._parts[info.path], math.prod(info.shape) if count is None else count

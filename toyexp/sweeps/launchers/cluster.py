@@ -1,4 +1,4 @@
-"""Run jobs on other machines that share the sweep's file system; submit them, wait, and resubmit lost ones."""
+"""Run jobs on other machines that share the sweep's file system: submit jobs, wait, and resubmit lost jobs."""
 
 from __future__ import annotations
 

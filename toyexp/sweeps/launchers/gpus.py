@@ -1,4 +1,4 @@
-"""Assign NVIDIA GPUs to parallel jobs: each gets its own as long as there are enough."""
+"""Assign NVIDIA GPUs to parallel jobs. Jobs share a GPU only if there are not enough GPUs."""
 
 from __future__ import annotations
 

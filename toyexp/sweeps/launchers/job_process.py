@@ -101,8 +101,8 @@ def run_process(
     """Run a job in its own process, wait for it, and return its exit code and error message.
 
     `show` is called with each line that the job prints and with the stream (sys.stdout or sys.stderr) of the line.
-    Lines are also written to the job's log. With `terminal`, the job writes to the sweep's standard output instead, so
-    that it can draw a progress bar. `poll` is called about every POLL seconds. `start` starts the process.
+    Lines are also written to the job's log. With `terminal`, the standard output of the job is that of the sweep, so
+    that the job can draw a progress bar. `poll` is called about every POLL seconds. `start` starts the process.
     """
     last = _LastWords()
     try:

@@ -120,7 +120,8 @@ class Launcher(ABC):
     def preload(self, words: Sequence[str], stop: Stop) -> None:
         """Start the fork server, if this launcher and this platform use one.
 
-        It imports the modules that jobs with the arguments `words` need. If `stop` is requested, nothing waits for it.
+        It imports the modules that jobs with the arguments `words` need. Once `stop` is requested, nothing waits for
+        these imports.
         """
         if self.uses_fork_server and sys.platform in PLATFORMS:
             environment = {**os.environ, **core_variables(self.share.cores)}
@@ -156,9 +157,10 @@ class Launcher(ABC):
     # -- shares of a machine -------------------------------------------------------------------------------------------
 
     def requested_resources(self, jobs: Sequence[Job], gpus: int) -> Resources:
-        """Return the resources that jobs request: sweep.jobs of them (or all) run at once, each counted as the largest.
+        """Return the resources for sweep.jobs parallel jobs, or for all jobs if sweep.jobs is 0.
 
-        `gpus` is the number of GPUs of the machine. It matters for jobs that use all GPUs and for engine=auto.
+        Each job counts with the largest number of processes, and of GPUs, that any of `jobs` uses. `gpus` is the number
+        of GPUs of the machine. It matters for jobs that use all GPUs and for engine=auto.
         """
         kinds = list(one_job_per_engine(jobs))
         processes = max((self.configs.processes(job) for job in kinds), default=1)
@@ -169,7 +171,7 @@ class Launcher(ABC):
     def limit_to_machine(self, share: Resources) -> Resources:
         """Return the resources `share`, limited to what this machine has.
 
-        Jobs that need several GPUs never share a GPU. Jobs that need one share it only if sweep.per_gpu or a large
+        Jobs that need several GPUs never share a GPU. Jobs that need one GPU share it only if sweep.per_gpu or a large
         sweep.jobs asks for that.
         """
         settings, cores = self.settings, available_cores()

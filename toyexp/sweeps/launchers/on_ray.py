@@ -188,7 +188,10 @@ def _read_nodes() -> Sequence[Node]:
 
 
 def _join(address: str | None, cores: int) -> None:
-    """Join a cluster, or let Ray start one here with `cores`. Raise UserError if that fails."""
+    """Join the Ray cluster at `address`; if that is None, let Ray start one here with `cores` cores.
+
+    Raise UserError if that fails.
+    """
     import ray
 
     setting = "sweep.launcher=ray" if address is None else f"sweep.ray.address={address}"

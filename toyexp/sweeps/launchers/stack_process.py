@@ -355,7 +355,10 @@ def _fastest_size(alike: Sequence[Prepared], steps: int, most: int, words: str) 
 
 
 def _zero_weights(prepared: Prepared) -> Prepared:
-    """Return the same run with all weights 0, because drawing or reading real weights takes longer than a few steps."""
+    """Return a copy of the run with all weights 0, to time a few steps.
+
+    Drawing or reading the real weights would take longer than these steps.
+    """
     plan = prepared.plan
     return replace(prepared, plan=replace(plan, tensors=tuple(replace(t, values=Constant(0)) for t in plan.tensors)))
 

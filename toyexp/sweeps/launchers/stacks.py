@@ -34,7 +34,7 @@ Ends = Callable[[tuple[Job, JobExit]], None]  # receives how a job ended
 
 @dataclass(eq=False)
 class _ProcessJobs:
-    """Jobs that a process was given, and its progress with them."""
+    """Jobs that the sweep gave to one process, and which of them have started."""
 
     jobs: dict[int, Job]  # jobs that have not ended, by number
     started: set[int] = field(default_factory=set)

@@ -93,7 +93,7 @@ class Search(JobSource):
     def remaining_jobs(self) -> list[Job]:
         """Return the jobs that are left to run.
 
-        A job that is not chosen yet has example values from the search space.
+        If the search has not chosen a job's values yet, the job has example values from the search space.
         """
         more = self.all_jobs()[len(self.jobs) :]
         pairs = zip(more, itertools.cycle(self.samples), strict=False)
@@ -220,7 +220,7 @@ class Search(JobSource):
     # -- results --
 
     def all_jobs(self) -> list[Job]:
-        """Return the jobs so far, and a job without overrides in place of each that is not chosen yet."""
+        """Return the jobs so far, then a job without overrides for each job that the search has not chosen yet."""
         by_trial = self._group_by_trial()
         more = sum(
             self._settings.repeats - len(jobs) for jobs in by_trial.values() if not self._is_finished_trial(jobs)

@@ -139,7 +139,7 @@ def count_points(keys: Sequence[Key]) -> float:
 def nth_point(keys: Sequence[Key], number: int) -> dict[str, Any]:
     """Return combination `number` of the values, as a dict that maps each key to its value (see Key.value).
 
-    The value of the last key changes with each number.
+    As `number` counts up, the value of the last key changes fastest.
     """
     point_values: dict[str, Any] = {}
     for key in reversed(keys):

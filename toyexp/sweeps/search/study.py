@@ -183,8 +183,8 @@ class Judge:
     def should_stop(self, step: int, score: float) -> bool:
         """Store the score of an evaluation, and return True if the run should stop.
 
-        A resumed run may ask again about earlier steps. Scores of this run after `step` are ignored, so it gets the
-        same answer.
+        A resumed run may ask again about earlier steps. Scores of this run after `step` are ignored, so the run gets
+        the same answer as before.
         """
         if step not in self._reported_steps:
             self._trial.report(score, step)

@@ -46,7 +46,8 @@ class Objective(ABC):
     def tensors(self, plan: Any) -> Sequence[Any]:
         """Return frozen tensors that the objective reads besides those of the recipe's `plan`.
 
-        `plan` is a Plan, and the result a list of PlanTensors. Their names begin with a prefix of their own, such as `teacher.blk.0.attn_q.weight`.
+        `plan` is a Plan, and the result a list of PlanTensors. Their names begin with a prefix of their own, such as
+        `teacher.blk.0.attn_q.weight`.
         """
         return ()
 

@@ -364,7 +364,7 @@ def sweep_json(sweep_dir):
         (lambda state: state["jobs"][1].update(directory="../elsewhere"), "job 1 has a directory outside"),
         (lambda state: state["jobs"][1].update(directory="/tmp/elsewhere"), "job 1 has a directory outside"),
         (lambda state: state["jobs"][1].update(status="done"), "'done' is not a valid Status"),
-        (lambda state: state["jobs"][1].update(number=7), "job 1 has number 7"),
+        (lambda state: state["jobs"][1].update(number=7), "the entry of job 1 has the number 7"),
         (lambda state: state["jobs"][1].update(overrides=["--config-path=/tmp"]), "a setting looks like a flag"),
         (lambda state: state["jobs"][1].update(overrides=[3]), "job 1: overrides is [3]"),
         (lambda state: state["jobs"][1].update(attempts="1"), "job 1: attempts is 1"),

@@ -236,7 +236,7 @@ RANGE = "{% for i in range(99999) %}{% for j in range(99999) %}xxxxxxxxxxxx{% en
 @pytest.mark.parametrize(
     ("template", "words"),
     [
-        (NOTHING_BUT_THE_LAST, "changes a turn once others follow"),
+        (NOTHING_BUT_THE_LAST, "changes a turn when later turns follow"),
         ("{% for m in messages %}{% if m.role == 'user' %}x{{ m.content }}{% endif %}{% endfor %}", "drops content"),
         ("{% for m in messages %}<{{ m.role }}>{% endfor %}", "drops content of the assistant"),
         ("{{ raise_exception('no\nsystem') }}", r"rejects the conversation (no\nsystem)"),

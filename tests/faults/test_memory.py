@@ -42,7 +42,7 @@ def test_a_run_that_cannot_fit_is_rejected_before_anything_is_written(settings, 
     (line,) = capsys.readouterr().err.splitlines()
     assert message in line
     if " are free" in line:
-        assert re.search(r", \S+ [MG]B are free; reduce batch_size, ", line)
+        assert re.search(r", but \S+ [MG]B are free; reduce batch_size, ", line)
     assert not directory.exists()
 
 

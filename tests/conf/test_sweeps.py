@@ -940,4 +940,4 @@ def test_too_many_parallel_jobs_are_reduced_to_the_machines_limit_with_a_note(mo
     monkeypatch.setattr(processes, "run_process", lambda *order, **how: JobExit(3, "not run"))
     words = [*QUICK, "seed=0,1", "sweep.launcher=processes", "sweep.jobs=2", "sweep.report=false", "hydra.sweep.dir=s"]
     assert main(["-m", *words]) == 1
-    assert "sweep.jobs=2: only 1 run at once" in capsys.readouterr().out
+    assert "sweep.jobs=2: at most 1 jobs can run at once" in capsys.readouterr().out

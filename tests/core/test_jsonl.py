@@ -400,7 +400,7 @@ BAD = [
     (b'{"messages": [{"role": "assistant", "content": "a", "name": "b"}]}', "message 1 holds role, content, name;"),
     (chat_line(("asistant", "a")), "message 1 has the role asistant; did you mean assistant?"),
     (chat_line(("user", "a"), ("bot", "b")), "message 2 has the role bot; choose one of: assistant, developer,"),
-    (chat_line(("user", "a"), ("system", "b")), "message 2 has the role system, which only the first"),
+    (chat_line(("user", "a"), ("system", "b")), "message 2 has the role system; only the first message"),
     (chat_line(("user", "a"), ("assistant", "")), "message 2's content is empty"),
     (chat_line(("user", "a")), "has no assistant message"),
 ]  # fmt: skip

@@ -136,7 +136,7 @@ def test_a_run_without_a_schedule_uses_the_base_rate(train):
 @pytest.mark.parametrize(
     ("names", "message"),
     [
-        ("default,linear,linear", "contains linear twice; name it once (a second schedule: linear_2)"),
+        ("default,linear,linear", "contains linear twice; name it once (for a second linear schedule, add linear_2)"),
         ("events,plots,events", "contains events twice; name it once"),
     ],
 )

@@ -55,9 +55,12 @@ class Decoder(ABC):
             raise SessionError(f"feed(): expected token ids [n], got {list(array.shape)} {array.dtype}")
         invalid_ids = array[(array < 0) | (array >= (2**31 if below is None else below))]
         if len(invalid_ids):
-            raise SessionError(f"feed(): {invalid_ids[0]} is not one of 0..{2**31 - 1 if below is None else below - 1}")
+            raise SessionError(
+                f"feed(): id {invalid_ids[0]} is not one of 0..{2**31 - 1 if below is None else below - 1}"
+            )
         if self.position + len(array) > self.context:
-            raise SessionError(f"feed(): {len(array)} ids after {self.position} exceed the context of {self.context}")
+            problem = f"{len(array)} ids after {self.position} earlier ones exceed the context of {self.context}"
+            raise SessionError(f"feed(): {problem}")
         logits = self.do_feed(array.astype(np.int32))
         self.position += len(array)
         return logits
@@ -95,7 +98,7 @@ class IncrementalOps(Ops):
     @staticmethod
     def position_error(name: str) -> SessionError:
         """Return the error for a model that calls an op `name` which may read positions other than the new ones."""
-        return SessionError(f"decoder(): the model's ops.{name} may read other positions")
+        return SessionError(f"decoder(): ops.{name} may read other positions, which are not cached")
 
     def add(self, a: Tensor, b: Tensor) -> Tensor:
         """Return a + b. Raise SessionError if b has other positions than a, such as a table of all positions."""

@@ -42,8 +42,8 @@ class Rotary:
         Raise UserError if `size` is odd, or if the number of `factors` is neither 0 nor `size`/2.
         """
         if size % 2 or len(self.factors) not in (0, size // 2):
-            count = f" with {len(self.factors)} factors" if self.factors else ""
-            raise UserError(f"rope{count} for heads of size {size}: the size must be even, the factors half as many")
+            problem = "the size must be even" if size % 2 else f"expected {size // 2} factors, got {len(self.factors)}"
+            raise UserError(f"rope for heads of size {size}: {problem}")
         factors = self.factors or (1.0,) * (size // 2)
         return tuple(self.base ** (-2 * i / size) / f / self.scale for i, f in enumerate(factors))
 

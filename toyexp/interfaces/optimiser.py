@@ -144,9 +144,9 @@ def check_rule(rule: Rule, shape: tuple[int, ...]) -> None:
         raise UserError(f"its slots({shape}) returned {slots!r}; expected a mapping of names to shapes")
     if [*slots.items()] != [*(second := rule.slots(shape)).items()]:
         problem = f"its slots({shape}) returned {slots!r}, and {second!r} at the second call"
-        raise UserError(f"{problem}; both must be equal, or a checkpoint could not be resumed")
+        raise UserError(f"{problem}; both must be equal, so that a checkpoint can be resumed")
     if rule.elementwise and any(tuple(s) != shape for s in slots.values()):
-        raise UserError(f"its slots({shape}) returned {slots!r}; if elementwise, each needs the tensor's shape")
+        raise UserError(f"its slots({shape}) returned {slots!r}; elementwise = True requires the tensor's shape")
     state = {slot: Shaped(tuple(s)) for slot, s in slots.items()}
     n = dict.fromkeys(rule.names(), Shaped((1,)))
     results = rule.update(Shapes(rule.elementwise), Shaped(shape), Shaped(shape), state, n)
@@ -223,7 +223,9 @@ class AdamW(Rule):
         require_range("optim", self, beta1="[0,1)", beta2="[0,1)", eps="(0,inf)")
         for name in ("beta1", "beta2"):
             if self.mode == FROM_SCRATCH and getattr(self, name) == 0:
-                raise UserError(f"optim.{name}=0: {FROM_SCRATCH} multiplies a moment by it; set optim.mode={LORA}")
+                raise UserError(
+                    f"optim.{name}=0: mode {FROM_SCRATCH} would multiply a moment by 0; set optim.mode={LORA}"
+                )
 
     @property
     def fused_kernel(self) -> str:

@@ -233,7 +233,8 @@ def apply_optimiser(plan: Plan, optimiser: Optimiser, lr: float) -> Plan:
         settings = optimiser.find_group(tensor.name)[1]
         base = settings.get("lr", optimiser.base_lr(rule))
         if base is not None and not lr:
-            raise UserError(f"lr=0: must be above 0, as {tensor.name} has lr={base:g}, a multiple of it; type lr=0.001")
+            problem = f"{tensor.name} has its own lr={base:g}, which is stored as a multiple of lr"
+            raise UserError(f"lr=0: must be above 0, because {problem}; type lr=0.001")
         return settings.get("weight_decay", optimiser.weight_decay), 1.0 if base is None else base / lr
 
     trainable = [t for t in tensors if t.trainable]

@@ -211,7 +211,7 @@ class Session(ABC):
     def download(self, name: str) -> np.ndarray:
         """Return a tensor's current values, float32."""
         if self.state in (State.NEW, State.CLOSED):
-            raise SessionError(f"download of {name}: the session is {self.state.value}")
+            raise SessionError(f"download of {name}: the session is {self.state.value}, so it has no values")
         return self.do_download(self._tensor(name, "download"))
 
     @final

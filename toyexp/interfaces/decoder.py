@@ -45,8 +45,8 @@ class Decoder(ABC):
     def feed(self, ids: Sequence[int] | np.ndarray) -> np.ndarray:
         """Append token ids to the sequence; return the float32 logits [V] after the last one.
 
-        Raise SessionError for invalid ids, for more ids than the context has room for, and once the weights have
-        changed.
+        Raise SessionError if an id is invalid, if there are more ids than the context has room for, or if the weights
+        have changed since the decoder was created.
         """
         if self.session.version != self._version:
             raise SessionError("feed(): the session has taken a step or was closed; request a new decoder")
@@ -97,11 +97,14 @@ class IncrementalOps(Ops):
 
     @staticmethod
     def position_error(name: str) -> SessionError:
-        """Return the error for a model that calls an op `name` which may read positions other than the new ones."""
+        """Return the error for a model that calls the op `name`, which may read positions other than the new ones."""
         return SessionError(f"decoder(): ops.{name} may read other positions, which are not cached")
 
     def add(self, a: Tensor, b: Tensor) -> Tensor:
-        """Return a + b. Raise SessionError if b has other positions than a, such as a table of all positions."""
+        """Return a + b. Raise SessionError if b does not have the same positions as a.
+
+        For example, b may be a table of all positions, while a has only the new ones.
+        """
         return cast("Any", super()).add(a, self._check_same_positions("add", b, a))
 
     def mul(self, a: Tensor, b: Tensor) -> Tensor:

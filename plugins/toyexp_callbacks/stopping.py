@@ -170,7 +170,7 @@ class QualityGate(MetricListener):
             has_passed = value >= threshold
         run.emit("quality_gate", passed=has_passed, metric=metric, value=value, threshold=threshold)
         if not has_passed:
-            raise RunFailed(f"quality gate: held-out {metric} is {value:.4f}, it must be {limit} {threshold:g}")
+            raise RunFailed(f"quality gate: held-out {metric} is {value:.4f}; it must be {limit} {threshold:g}")
 
 
 # -- warnings about loss spikes and divergence -------------------------------------------------------------------------

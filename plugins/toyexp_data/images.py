@@ -172,7 +172,8 @@ class Images(SplitData):
                 continue
             listed.append((file, number if 0 <= number < count else f"its class {number} is not one of 0..{count - 1}"))
         if count > len(lines):
-            raise UserError(f"data.labels={self.labels}: {count} classes need an image each, but it lists {len(lines)}")
+            problem = f"{count} classes need an image each, but the file lists {len(lines)}"
+            raise UserError(f"data.labels={self.labels}: {problem}")
         self._check_once(entries)
         return listed, [str(number) for number in range(count)]
 

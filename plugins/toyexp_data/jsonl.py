@@ -246,7 +246,7 @@ def _message(entry: Any, number: int) -> Message:
     if role not in ROLES:
         raise BadExample(f"message {number} has the role {printable(str(role))}; {suggest(str(role), ROLES)}")
     if role == "system" and number > 1:
-        raise BadExample(f"message {number} has the role system, which only the first may have")
+        raise BadExample(f"message {number} has the role system; only the first message may have it")
     further = {key: item for key, item in entry.items() if key not in ("role", "content") and item is not None}
     if content not in (None, "") or (role != "tool" and not (role == "assistant" and further)):
         if "content" not in entry:

@@ -189,7 +189,7 @@ class _Conversation:
         """
         content_range = self.find_content(number - 1, number + (not prompted), prompted) if number else (0, 0)
         if content_range is None:
-            raise BadExample(f"the chat template changes a turn once others follow; {_ADVICE}")
+            raise BadExample(f"the chat template changes a turn when later turns follow; {_ADVICE}")
         return content_range[1]
 
     def require_complete(self, number: int, answer: str) -> None:

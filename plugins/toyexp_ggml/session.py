@@ -169,7 +169,8 @@ class GGMLSession(Session):
 
     def do_upload(self, tensor: PlanTensor, array: np.ndarray) -> None:
         if tensor.name in self._frozen:
-            raise SessionError(f"upload of {tensor.name}: frozen and mapped from its file; it cannot be replaced")
+            problem = "the tensor is frozen and mapped from its file, so its values cannot be replaced"
+            raise SessionError(f"upload of {tensor.name}: {problem}")
         put(self._weights[tensor.name], array)
 
     def do_download(self, tensor: PlanTensor) -> np.ndarray:

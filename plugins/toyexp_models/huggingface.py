@@ -38,7 +38,7 @@ def llama_layout(model: RotaryModel, data: Data) -> Layout:
     """Return the layout of LlamaForCausalLM. Raise UserError for head sizes that transformers does not support."""
     if model.d_model % model.n_heads:
         heads = f"model.n_heads={model.n_heads} does not divide model.d_model={model.d_model}"
-        raise UserError(f"{heads}, which transformers' llama requires; only GGUF can store this model")
+        raise UserError(f"{heads}, but must for transformers' llama; only GGUF can store this model")
     return replace(_rotary(model), conversion=Conversion(prefix=None))
 
 
@@ -155,7 +155,7 @@ def rope_scaling(rotary: Rotary, size: int, context: int) -> dict[str, Any] | No
         factor = rotary.scale * float(factors[0])
         return None if factor == 1 else {"rope_type": "linear", "factor": factor}
     if rotary.scale != 1:
-        raise UserError("model.rope_factors and model.rope_scale are both set; in transformers only one can be")
+        raise UserError("model.rope_factors and model.rope_scale are both set; transformers supports only one")
     turns = np.array([rotary.base ** (-2 * i / size) for i in range(size // 2)]) / (
         2 * math.pi
     )  # rotations per position
@@ -169,7 +169,7 @@ def rope_scaling(rotary: Rotary, size: int, context: int) -> dict[str, Any] | No
         }
         if 0 < low < high and np.allclose(llama3(turns, parameters), factors, rtol=EXACT, atol=0):
             return parameters
-    raise UserError("model.rope_factors: transformers' llama3 scaling cannot give these; only GGUF can store them")
+    raise UserError("model.rope_factors: transformers' llama3 scaling cannot give them; only GGUF can store them")
 
 
 def llama3(turns: np.ndarray, parameters: dict[str, Any]) -> np.ndarray:

@@ -163,7 +163,7 @@ class ViT(Model):
         assert isinstance(dataset, toyexp.ImageDataset)
         height, width, channels = dataset.image_shape
         if height != width:
-            raise UserError(f"model=vit reads square images; the data's are {width} x {height}")
+            raise UserError(f"model=vit reads square images; the data has images of {width} x {height}")
         scaled = f"data.image_size={self.image_size}", f"data.color={str(self.channels == 3).lower()}"
         for name, value, fit in zip(("image_size", "channels"), (height, channels), scaled, strict=True):
             if (size := getattr(self, name)) not in (0, value):

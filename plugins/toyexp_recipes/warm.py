@@ -54,7 +54,7 @@ class Warm(Recipe):
         """Raise UserError for an unknown `lens` or `init`, or if the donor is missing or has no token embedding."""
         require_choice("recipe", self, init=INITS, lens=LENSES)
         if self.donor == "":
-            raise UserError("recipe.donor='': is empty; leave it out, or set null, for toyexp's own small donor")
+            raise UserError("recipe.donor='': is empty; name a file, or leave it out to use the donor of toyexp")
         donor_embed_width(self.path)
 
     def vocabulary(self) -> Path | None:

@@ -364,7 +364,7 @@ def sweep_json(sweep_dir):
         (lambda state: state["jobs"][1].update(directory="../elsewhere"), "job 1 has a directory outside"),
         (lambda state: state["jobs"][1].update(directory="/tmp/elsewhere"), "job 1 has a directory outside"),
         (lambda state: state["jobs"][1].update(status="done"), "'done' is not a valid Status"),
-        (lambda state: state["jobs"][1].update(number=7), "job 1 has number 7"),
+        (lambda state: state["jobs"][1].update(number=7), "the entry of job 1 has the number 7"),
         (lambda state: state["jobs"][1].update(overrides=["--config-path=/tmp"]), "a setting looks like a flag"),
         (lambda state: state["jobs"][1].update(overrides=[3]), "job 1: overrides is [3]"),
         (lambda state: state["jobs"][1].update(attempts="1"), "job 1: attempts is 1"),
@@ -940,4 +940,4 @@ def test_too_many_parallel_jobs_are_reduced_to_the_machines_limit_with_a_note(mo
     monkeypatch.setattr(processes, "run_process", lambda *order, **how: JobExit(3, "not run"))
     words = [*QUICK, "seed=0,1", "sweep.launcher=processes", "sweep.jobs=2", "sweep.report=false", "hydra.sweep.dir=s"]
     assert main(["-m", *words]) == 1
-    assert "sweep.jobs=2: only 1 run at once" in capsys.readouterr().out
+    assert "sweep.jobs=2: at most 1 jobs can run at once" in capsys.readouterr().out

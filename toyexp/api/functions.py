@@ -74,7 +74,7 @@ def run(
 
         flags, overrides, resume_value = read_flags(expand_overrides(typed))
         if "--multirun" in flags:
-            raise UserError("toyexp.run --multirun: trains one experiment; for several use toyexp.sweep(...)")
+            raise UserError("--multirun: toyexp.run trains one experiment; for several use toyexp.sweep(...)")
         overrides += _directory_override("hydra.run.dir", "toyexp.run directory", directory)
         request = _build_request("toyexp.run", flags, overrides)
         if "sweep.resume" in request.values:

@@ -29,9 +29,9 @@ def has_own_message(error: BaseException) -> bool:
 def plugin_failure(who: str, when: str, error: Exception | SystemExit, log: Path | None = None) -> Exception:
     """Return the exception to raise in place of `error`, which the plugin `who` raised.
 
-    It is a PluginFailed whose message has the plugin, the moment `when`, and either the line of code or, if given, the
-    file `log`, which has the traceback. toyexp's own errors are returned unchanged; an error from importing a
-    third-party package becomes a RunFailed.
+    Usually it is a PluginFailed. Its message names the plugin, the moment `when`, and the file `log`, which has the
+    traceback; without `log` it names the line of code instead. toyexp's own errors are returned unchanged; an error
+    from importing a third-party package becomes a RunFailed.
     """
     if has_own_message(error) and isinstance(error, Exception):
         return error
@@ -48,9 +48,9 @@ def plugin_failure(who: str, when: str, error: Exception | SystemExit, log: Path
 class attribute_errors:  # noqa: N801 - a context manager, cheap enough to enter in each step
     """Context manager that converts an exception to a PluginFailed, whose message names the plugin that raised it.
 
-    The message names the plugin whose method is in the traceback, or `who` if there is none; for a BadBatch, it names
-    the data plugin `data`. `when` describes the moment. toyexp's own errors and OSErrors about a file are raised
-    unchanged.
+    The message names the plugin whose method is in the traceback, or `who` if no plugin's method is there; for a
+    BadBatch, it names the data plugin `data`. `when` says at which moment the error occurred. toyexp's own errors and
+    OSErrors about a file are raised unchanged.
     """
 
     def __init__(self, who: str, when: str | Callable[[], str], log: Path | None = None, data: str = ""):

@@ -83,10 +83,10 @@ def use_plot_style() -> Iterator[None]:
 
 
 def check_plot_path(option: str, typed: str) -> Path:
-    """Return the path of a plot to write, after checking it. The user typed it as the value of `option`.
+    """Check the path `typed`, which the user gave for `option` as the file of a plot, and return it.
 
-    Raise UserError if its suffix is not supported, it cannot be written, or it exists and is not a plot that toyexp
-    drew. Raise Unavailable without matplotlib.
+    Raise UserError if its suffix is not supported, if the file cannot be written, or if the file exists and is not a
+    plot that toyexp drew. Raise Unavailable without matplotlib.
     """
     path, subject = Path(typed), f"{option} {typed}"
     if path.suffix.lower() not in FILE_METADATA:
@@ -146,7 +146,10 @@ class Sheet:
         self._resize(None)
 
     def _resize(self, column: str | None) -> None:
-        """Set the size of the page and of all text for `column`, a key of COLUMNS, and wrap the subtitle."""
+        """Set the size of the page and of all text, and wrap the subtitle.
+
+        `column` is a key of COLUMNS: the kind of journal column that the figure must fit.
+        """
         from matplotlib.text import Text
         from matplotlib.transforms import ScaledTranslation
 
@@ -224,7 +227,10 @@ def set_step_axis(axes: Any) -> None:
 
 
 def set_log_scale(axes: Any, which: str, values: Iterable[float]) -> bool:
-    """Make the axis `which` (`x`, `y`) logarithmic if `values` span a factor of LOG_RATIO; return True if so."""
+    """Make the axis `which` (`x` or `y`) logarithmic if `values` span a factor of LOG_RATIO.
+
+    Return True if the axis has become logarithmic.
+    """
     from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
     finite = [value for value in values if math.isfinite(value)]
@@ -259,14 +265,15 @@ def label_line_ends(axes: Any, ends: Sequence[tuple[float, str, str]]) -> None:
 
 
 def caption(axes: Any, text: str, colour: str = GREY, side: str = "right") -> None:
-    """Write a note above a panel, at its `side` left, center or right."""
+    """Write a note above a panel. `side` is left, center or right."""
     axes.set_title(text, loc=side, fontsize=SMALL, color=colour, pad=7)
 
 
 def fit_y_axis(axes: Any, low: float, high: float, above: str, largest: float) -> None:
     """Fit the y axis to values from `low` to `high`.
 
-    If `largest` is higher, add a note such as "3 runs above the shown range, up to 7.2"; here `above` is "3 runs".
+    If `largest` is higher than `high`, add a note such as "3 runs above the shown range, up to 7.2". `above` is the
+    first part of this note, such as "3 runs".
     """
     is_log, room = set_log_scale(axes, "y", (low, high)), (high - low) / 20
     if math.isfinite(room) and room:

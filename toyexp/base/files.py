@@ -80,9 +80,9 @@ def dangling_link(path: Path) -> Path | None:
 
 
 def require_file(path: str | Path, subject: str, *kinds: int) -> Path:
-    """Return the path if it is a regular file or, if `kinds` are given, of one of these (such as stat.S_IFDIR).
+    """Return the path if it is a regular file or, if `kinds` are given, a file of one of these kinds.
 
-    Otherwise raise a UserError whose message starts with `subject`.
+    A kind is a constant such as stat.S_IFDIR. Otherwise raise a UserError whose message starts with `subject`.
     """
     try:
         mode = Path(path).stat().st_mode
@@ -178,7 +178,7 @@ def system_message(error: BaseException) -> str:
 def check_nodes(root: Any, path: Path) -> None:
     """Raise UserError if a YAML value contains itself, or if the file has more than NODE_LIMIT values.
 
-    A value counts again for each YAML alias that repeats it. `path` is the file to name in the message.
+    A value that a YAML alias repeats counts once more for each alias. `path` is the YAML file, which the message names.
     """
     sizes: dict[int, int] = {}
 

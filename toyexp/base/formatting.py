@@ -45,7 +45,7 @@ def format_value(value: Any) -> str:
 
 
 def short_keys(keys: Sequence[str]) -> list[str]:
-    """Shorten setting keys to their last component (`beta2` for optim.beta2) where that is unique."""
+    """Shorten each setting key to its last component (`beta2` for optim.beta2) if no other key ends with it."""
     last = [key.rpartition(".")[2] for key in keys]
     return [word if last.count(word) == 1 else key for key, word in zip(keys, last, strict=True)]
 

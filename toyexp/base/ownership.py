@@ -89,7 +89,7 @@ def _lock(file: int, path: Path, shared: bool = False) -> None:
 
 
 def require_empty(path: Path, key: str) -> None:
-    """Raise UserError, with what to type, unless the directory `path` is missing or empty.
+    """Raise UserError unless the directory `path` is missing or empty. The message says what to type.
 
     `key` is the setting that chooses the directory, such as hydra.run.dir. System files such as .DS_Store do not count.
     """

@@ -99,7 +99,7 @@ def explain_import_error(error: BaseException) -> str:
 def error_location(error: BaseException, of_plugins: bool = False) -> str:
     """Return " (FILE, line N)" for the last traceback frame outside toyexp and the standard library.
 
-    If there is no such frame, use the last frame of all or, if `of_plugins`, return "".
+    If there is no such frame, return the text for the last frame of the traceback or, if `of_plugins`, "".
     """
     frames = [*traceback.walk_tb(error.__traceback__)]
     skipped = {"toyexp", *sys.stdlib_module_names}

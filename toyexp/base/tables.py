@@ -19,7 +19,8 @@ def terminal_width() -> int | None:
 def drop_columns(rows: Sequence[Sequence[str]], expendable: Sequence[str]) -> tuple[list[list[str]], list[str]]:
     """Drop columns until the table fits the terminal. Return its rows and the heads of the dropped columns.
 
-    The first row has the column heads. `expendable` lists the heads of columns that may be dropped, in this order.
+    The first row has the column heads. `expendable` lists the heads of the columns that may be dropped, the first to be
+    dropped first.
     """
     table, dropped = [list(row) for row in rows], []
     for head in expendable:
@@ -47,10 +48,10 @@ def align_table(rows: Sequence[Sequence[str]], right: Collection[str]) -> list[s
 
 
 def wrap_columns(text: str) -> str:
-    """Wrap lines at the terminal's width, between words. The rest of a line is indented to the line's last column.
+    """Wrap lines at the terminal's width, between words, and align the continuation with the line's last column.
 
-    Columns are separated by at least two spaces. A column that begins in the last third of the width does not count.
-    Commands to type are not wrapped, so that they can be copied.
+    Columns are separated by at least two spaces. A column that begins in the last third of the width is not used for
+    the alignment. Commands to type are not wrapped, so that they can be copied.
     """
     width = terminal_width()
     if width is None:

@@ -125,7 +125,7 @@ def show_status(text: str) -> None:
 
 
 def print_output(text: str, style: str = "") -> None:
-    """Print lines of a command's output, in one of STYLES or none; errors such as a full disk are raised."""
+    """Print lines of a command's output. Errors such as a full disk are raised. `style` is a name in STYLES, or ""."""
     show_status("")
     print(paint(escape_controls(text), style) if style else _paint_lines(text, sys.stdout), flush=True)
 
@@ -138,7 +138,7 @@ def print_usage(text: str) -> None:
 
 
 def print_line(line: str, style: str = "") -> None:
-    """Print a line of progress, in one of STYLES or none.
+    """Print a line of progress. `style` is a name in STYLES, or "" for none.
 
     If the reader of a pipe has exited or the disk is full, discard all later output and let the run continue.
     """

@@ -35,7 +35,7 @@ def quote_letters(word: str) -> str:
 
 
 def expand_path(value: Any) -> Any:
-    """Expand `~` in a value from a configuration file if it is text that begins with `~/`; return others unchanged."""
+    """Expand `~` in a configuration file's value if it is text that begins with `~/`; return others unchanged."""
     return _expand_user(value) if isinstance(value, str) and value.startswith("~/") else value
 
 

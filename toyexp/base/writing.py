@@ -1,7 +1,8 @@
 """Atomic writes of files and directories, and strict JSON.
 
-Every file inside a run or sweep is opened through this module, which follows no links, because the directory may come
-from someone else. `tests/core/test_house.py` lists the exceptions.
+A run's or sweep's directory may come from someone else, and a link in it could lead to any other file. Therefore every
+file in such a directory is opened through this module, which follows no links. `tests/core/test_house.py` lists the
+exceptions.
 """
 
 from __future__ import annotations
@@ -120,7 +121,7 @@ def require_plain(path: Path, kind: int = stat.S_IFREG, grows: bool = False) -> 
 
 
 def require_plain_path(root: Path, path: Path) -> None:
-    """Raise UserError if `path`, or a directory between `root` and it, is a link or not a directory."""
+    """Raise UserError if `path`, or one of its parents below `root`, is a link or exists and is not a directory."""
     for folder in (path, *path.parents)[: len(path.parts) - len(root.parts)]:
         require_plain(folder, stat.S_IFDIR)
 

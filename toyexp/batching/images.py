@@ -71,7 +71,7 @@ class ImageDataset(Dataset):
         return self._left_out
 
     def remarks(self) -> list[str]:
-        """Return lines to print about the data: classes, augmentation, and remarks of the code that read it."""
+        """Return lines to print about the data: classes, augmentation, and remarks of the code that read the images."""
         names = [printable(name) for name in self.classes[:MAX_NAMED]]
         more = [f"and {self.vocab - MAX_NAMED} more"] if self.vocab > MAX_NAMED else []
         augment = [f"data.augment={self._augment}"] if self._augment != "none" else []
@@ -172,9 +172,10 @@ class ImageBatches(Batches):
         return self._batch(picked, labels[selected])
 
     def held_out(self) -> Sequence[Batch]:
-        """Return batches of held-out images, evenly spread: as many as the setting `eval_images`, or all if it is 0.
+        """Return batches of held-out images.
 
-        Padding rows of the last batch have weight 0.
+        The setting `eval_images` limits the number of images, which are then taken at equal distances; 0 means all
+        images. Padding rows of the last batch have weight 0.
         """
         images, labels = self._held_out
         count = min(len(labels), self._eval_images)
@@ -237,8 +238,8 @@ def mean_and_std(images: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 def augment_image(image: np.ndarray, bits: int, flip: bool, shift: bool) -> np.ndarray:
     """Return an image [height, width, channels] that is randomly mirrored (if `flip`) and shifted (if `shift`).
 
-    The integer `bits` holds the random bits that decide. Shifts are up to an eighth of the height and width, or one
-    pixel if that is less.
+    The random bits in the integer `bits` determine whether the image is mirrored, and how far it is shifted. A shift is
+    at most an eighth of the height and width, or one pixel if that is more.
     """
     if flip and bits & 1:
         image = image[:, ::-1]

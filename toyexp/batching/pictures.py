@@ -77,7 +77,10 @@ def _flat(image: Image, mode: str) -> Image:
 
 
 def scaling_note(sizes: set[tuple[int, int]], size: int) -> list[str]:
-    """Return a list with a note if images of these (width, height) were cropped and scaled, otherwise []."""
+    """Return a list with a note that images were cropped and scaled to `size`, or [] if none was.
+
+    `sizes` holds the original (width, height) of the images.
+    """
     if sizes <= {(size, size)}:
         return []
     extremes = dict.fromkeys((min(sizes), max(sizes)))

@@ -70,7 +70,7 @@ class TokenDataset(Dataset):
         return self._left_out
 
     def remarks(self) -> list[str]:
-        """Return lines to print about the data: remarks of the code that read it."""
+        """Return the remarks of the code that read the data, as lines to print."""
         return list(self._remarks)
 
     def batches(self, context: int, rows: int, seed: int) -> TokenBatches:
@@ -104,7 +104,8 @@ class TokenDataset(Dataset):
 class TokenBatches(Batches):
     """Batches of windows of `context` consecutive tokens; each window occurs once per epoch.
 
-    The windows of an epoch follow each other from a random offset. Offset and order depend on (seed, epoch).
+    In each epoch the sequence is cut into adjacent windows from a random offset on, and the windows are read in random
+    order. Offset and order depend on (seed, epoch).
     """
 
     def __init__(self, train: np.ndarray, held_out: np.ndarray, context: int, rows: int, seed: int, eval_batches: int):
@@ -178,9 +179,9 @@ def _windows(ids: np.ndarray, starts: np.ndarray, span: np.ndarray) -> dict[str,
 
 
 class Dropout(Batches):
-    """Batches with a mask for each adapter of a plan that has dropout. The adapter's input is multiplied by 1 + mask.
+    """Batches with a mask for each adapter that has dropout. The adapter's input is multiplied by 1 + mask.
 
-    This is inverted dropout (Srivastava et al. 2014): the mask is -1 for dropped numbers, and scales the others up.
+    This is inverted dropout (Srivastava et al. 2014): the mask is -1 for numbers to drop, and scales the others up.
     Masks are drawn on the host from (seed, adapter, k), so every engine drops the same numbers. Held-out batches have
     no masks.
     """

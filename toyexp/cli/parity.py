@@ -131,7 +131,7 @@ def compare(runs: Mapping[str, Prepared], limits: Mapping[str, float], watch: Ca
         measured = measure(run, prepared.batches)
         for name, array in reference.start.items():
             if array.tobytes() != measured.start[name].tobytes():
-                raise RunFailed(f"{label}: {name} does not start with the same values as on {first}")
+                raise RunFailed(f"{label}: the initial values of {name} differ from those on {first}")
         loss, tensors = loss_difference(measured.losses, reference.losses), tensor_differences(measured, reference)
         judged_by = coarser_precision(rounds[first], rounds[label])
         tolerances = replace(TOLERANCES[judged_by], **limits)

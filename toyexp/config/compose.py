@@ -248,7 +248,9 @@ def _callback_warnings(typed: Sequence[Override], callbacks: Mapping[str, Callba
     value = lists[-1].value() if lists else []
     names = [str(name) for name in (value if isinstance(value, list) else [value])]
     if twice := next((name for name in names if names.count(name) > 1), None):
-        raise UserError(f"{lists[-1].input_line}: contains {twice} twice; name it once (a second schedule: linear_2)")
+        raise UserError(
+            f"{lists[-1].input_line}: contains {twice} twice; name it once (for a second linear schedule, add linear_2)"
+        )
     if not names or not all(name in registry.offers["callbacks"] for name in names):
         return []
     scheduled = any(sets_lr(c) for c in callbacks.values())

@@ -75,7 +75,9 @@ class FileConfigSource(file_config_source.FileConfigSource):
         path = Path(self.path, self._normalize_file_name(config_path))
         is_builtin = path.is_relative_to(CONF)
         if not is_builtin and (".." in Path(config_path).parts or config_path.startswith("hydra/")):
-            raise UserError(f"{config_path}: files in {self.path} may only include other files in it, except hydra/")
+            raise UserError(
+                f"{config_path}: files in {self.path} may only include other files in it, none in its hydra/"
+            )
         if not os.path.lexists(path):
             return super().load_config(config_path)  # raises an error of Hydra
 

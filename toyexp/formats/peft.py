@@ -74,7 +74,7 @@ def _config(path: Path) -> Mapping[str, Any]:
         extras.append(f"init_lora_weights={printable(str(config['init_lora_weights']))}")
     if extras:
         raise UserError(
-            f"{path}: {extras[0]} is not supported, only plain LoRA on linears; merge the adapter with PEFT"
+            f"{path}: {extras[0]} is not supported (only plain LoRA on linear layers is); merge the adapter with PEFT"
         )
     return config
 
@@ -91,7 +91,7 @@ def _places(folder: Path, model: Model) -> dict[str, HFTensor]:
     try:
         stored = hf_layout(model, {}).tensors
     except UserError as error:
-        raise UserError(f"{folder}: is a PEFT adapter, which needs a transformers model: {error}") from None
+        raise UserError(f"{folder}: is a PEFT adapter, and transformers has no such model: {error}") from None
     linears = [t.name for t in model.tensors() if len(t.shape) == 2 and not t.name.endswith("_embd.weight")]
     return {name: stored[name] for name in linears}
 

@@ -89,8 +89,8 @@ class Callback(ABC):
     def sync(self) -> None:  # noqa: B027 - optional, as above
         """Flush to disk (fsync) the files that the callback's `state` refers to. May raise OSError.
 
-        Called in a background thread while the run trains, because disks are slow. A checkpoint with this state counts
-        as complete only afterwards.
+        Called in a background thread while the run trains, because disks are slow. A checkpoint with this state does
+        not count as complete before this method has returned.
         """
 
     def resume(self, state: Mapping[str, Any]) -> None:  # noqa: B027 - optional, as above
@@ -108,7 +108,7 @@ class Schedule(Callback):
 
     @abstractmethod
     def factor(self, step: int, steps: int) -> float:
-        """Return the factor at the 0-based `step` of `steps`."""
+        """Return the factor for `step`, which counts from 0 to `steps` - 1."""
 
     def should_wait(self, step: int) -> bool:
         """Return True if the schedule has the hook `on_step` or `stop_reason`.
@@ -121,7 +121,7 @@ class Schedule(Callback):
     def check_scales(self, plan: Plan, steps: int) -> None:
         """Raise UserError if the optimiser lacks the setting that is scaled, or if a factor makes its value invalid.
 
-        The factor for step `steps` is checked too, although the last step is `steps` - 1. Called before `check_plan`.
+        Called before `check_plan`. The last step is `steps` - 1, but the factor for `steps` is checked, too.
         """
         scalable = {"lr"}.union(*(group.scalable for group in plan.updates))
         key = f"callbacks.{self.name}.scales={printable(self.scales)}"
@@ -154,7 +154,7 @@ class Schedule(Callback):
 
     @hookimpl
     def factors(self, step: int, steps: int) -> Mapping[str, float] | None:
-        """Return {setting: factor} for the setting that the schedule scales, or None if that is the learning rate."""
+        """Return {setting: factor} for the setting that the schedule scales; None if it scales the learning rate."""
         return None if self.scales == "lr" else {self.scales: self.factor(step, steps)}
 
 

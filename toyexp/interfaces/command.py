@@ -18,19 +18,22 @@ from toyexp.base.writing import dump_json
 
 
 class Arguments(argparse.Namespace):
-    """Parsed arguments of a sub-command: an attribute for each option, as in argparse, and `rest` for other words."""
+    """Parsed arguments of a sub-command. Each option is an attribute, as in argparse; `rest` holds the other words."""
 
     rest: list[str]  # files, names and overrides
     modules: list[str]  # names of local plugin modules, from plugins=[...]
 
     @property
     def settings(self) -> list[str]:
-        """Overrides of a run: the words of `rest`, and `plugins=[...]` if local plugins were given."""
+        """Overrides of a run: the words in `rest` and, if local plugins were given, `plugins=[...]`."""
         return [*self.rest, *([f"plugins=[{','.join(self.modules)}]"] if self.modules else [])]
 
 
 class StoreOnce(argparse.Action):
-    """The default action of options: store the value. Raise UserError if the option is repeated with another value."""
+    """Default argparse action of options. It stores the value.
+
+    Raises UserError if the option is repeated with another value.
+    """
 
     value: Any = None
 
@@ -71,7 +74,10 @@ class Parser(argparse.ArgumentParser):
         return self._option_string_actions
 
     def error(self, message: str) -> NoReturn:
-        """Raise UserError with a reworded form of argparse's `message`, which begins with the option's name."""
+        """Raise UserError with a reworded form of argparse's error `message`.
+
+        The `message` begins with the name of the option that it is about.
+        """
         name, _, problem = message.removeprefix("argument ").partition(": ")
         flag = name.rpartition("/")[2]
         if flag not in self.options:

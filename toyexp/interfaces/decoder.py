@@ -45,8 +45,8 @@ class Decoder(ABC):
     def feed(self, ids: Sequence[int] | np.ndarray) -> np.ndarray:
         """Append token ids to the sequence; return the float32 logits [V] after the last one.
 
-        Raise SessionError for invalid ids, for more ids than the context has room for, and once the weights have
-        changed.
+        Raise SessionError if an id is invalid, if there are more ids than the context has room for, or if the weights
+        have changed since the decoder was created.
         """
         if self.session.version != self._version:
             raise SessionError("feed(): the session has taken a step or was closed; request a new decoder")
@@ -55,9 +55,12 @@ class Decoder(ABC):
             raise SessionError(f"feed(): expected token ids [n], got {list(array.shape)} {array.dtype}")
         invalid_ids = array[(array < 0) | (array >= (2**31 if below is None else below))]
         if len(invalid_ids):
-            raise SessionError(f"feed(): {invalid_ids[0]} is not one of 0..{2**31 - 1 if below is None else below - 1}")
+            raise SessionError(
+                f"feed(): id {invalid_ids[0]} is not one of 0..{2**31 - 1 if below is None else below - 1}"
+            )
         if self.position + len(array) > self.context:
-            raise SessionError(f"feed(): {len(array)} ids after {self.position} exceed the context of {self.context}")
+            problem = f"{len(array)} ids after {self.position} earlier ones exceed the context of {self.context}"
+            raise SessionError(f"feed(): {problem}")
         logits = self.do_feed(array.astype(np.int32))
         self.position += len(array)
         return logits
@@ -94,11 +97,14 @@ class IncrementalOps(Ops):
 
     @staticmethod
     def position_error(name: str) -> SessionError:
-        """Return the error for a model that calls an op `name` which may read positions other than the new ones."""
-        return SessionError(f"decoder(): the model's ops.{name} may read other positions")
+        """Return the error for a model that calls the op `name`, which may read positions other than the new ones."""
+        return SessionError(f"decoder(): ops.{name} may read other positions, which are not cached")
 
     def add(self, a: Tensor, b: Tensor) -> Tensor:
-        """Return a + b. Raise SessionError if b has other positions than a, such as a table of all positions."""
+        """Return a + b. Raise SessionError if b does not have the same positions as a.
+
+        For example, b may be a table of all positions, while a has only the new ones.
+        """
         return cast("Any", super()).add(a, self._check_same_positions("add", b, a))
 
     def mul(self, a: Tensor, b: Tensor) -> Tensor:

@@ -31,18 +31,21 @@ class Engine(ABC):
 
     @abstractmethod
     def check(self) -> str:
-        """Return one line about the device if the engine works here. Raise Unavailable with the remedy if not."""
+        """Return one line about the device if the engine works on this machine.
+
+        Raise Unavailable, with the remedy in the message, if it does not.
+        """
 
     def warnings(self, preview: RunPreview) -> Iterable[str]:
         """Return a one-sentence warning for each setting that has no effect, or an unintended one, in this run."""
         return ()
 
     def advice(self) -> list[str]:
-        """Return short tips, one line each, that would make the engine faster here."""
+        """Return short tips, one line each, that would make the engine faster on this machine."""
         return []
 
     def remedies(self) -> list[str]:
-        """Return the tips of `advice` for `toyexp doctor`, where a tip may also contain a command to type."""
+        """Return the tips that `toyexp doctor` prints. They are those of `advice`, but may contain commands to type."""
         return self.advice()
 
     def product_dtype(self) -> str:
@@ -91,10 +94,10 @@ class Engine(ABC):
         return 1
 
     def follow(self) -> None:
-        """Run as a worker process of a distributed run until the run ends. Return at once on rank 0.
+        """Run as a worker process of a distributed run until the run ends.
 
-        Return at once also in a run of a single process. Raise UserError if the engine supports one process only and
-        `torchrun` has started several.
+        Return at once on rank 0, and in a run of a single process. Raise UserError if `torchrun` has started several
+        processes but the engine supports only one.
         """
         if started_ranks().count > 1:
             raise UserError(f"engine={self.name}: runs in one process only; start it without torchrun")

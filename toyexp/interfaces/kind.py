@@ -1,6 +1,7 @@
-"""Kinds of data, such as tokens or images: data plugins provide one kind, models and recipes declare what they read.
+"""Kinds of data, such as tokens or images.
 
-Everything that depends on the kind is a method here, so a plugin can add a kind: AUDIO = Kind("audio", "clip").
+A data plugin provides one kind; models and recipes declare the kinds that they read. Everything that depends on the
+kind is a method of the class Kind, so a plugin can add a kind: AUDIO = Kind("audio", "clip").
 """
 
 from __future__ import annotations
@@ -59,7 +60,10 @@ class Kind:
         return {name: InputSpec((context,), kind) for name, kind in kinds.items() if name}
 
     def with_bounds(self, inputs: Mapping[str, InputSpec], vocab: int) -> dict[str, InputSpec]:
-        """Return the specs `inputs`, in which token ids and targets without a bound `below` get the bound `vocab`."""
+        """Return a copy of `inputs` in which token ids and targets must be below `vocab`.
+
+        A spec that already has an upper bound (`below`) keeps it.
+        """
         ids = self.sequence, "targets"
         return {
             n: replace(s, below=s.below or vocab) if n in ids and s.dtype.startswith("int") else s

@@ -130,7 +130,7 @@ def _check_arrays(plan: Plan, batch: Batch, count: int) -> None:
 
 
 def pad_batch(plan: Plan, batch: Batch) -> tuple[dict[str, np.ndarray], tuple[range, ...]]:
-    """Return `batch` padded with zeros to the plan's shape, and the index ranges of the logits without padding.
+    """Return `batch` padded with zeros to the plan's shape, and the index ranges of the logits that are not padding.
 
     There is one range for each axis of the logits except the last: rows and, for sequences, positions.
     """

@@ -27,7 +27,7 @@ LOGGED_METRICS: set[str] = set()  # held-out metrics that callbacks declare in `
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """Name (as in GGUF), shape and initial values of one tensor. A matrix is [out, in], as in torch.nn.Linear."""
+    """Name (as in GGUF), shape and initial values of a tensor. A matrix has shape [out, in], as in torch.nn.Linear."""
 
     name: str
     shape: tuple[int, ...]

@@ -1,8 +1,8 @@
-"""The ops that a model's forward pass and an objective are written in; each engine implements the primitives.
+"""Ops from which forward passes and objectives are written. Each engine must implement those that are abstract.
 
 Shapes use B sequences, T positions, d features, H heads of size D, Hkv key/value heads, V classes or tokens. A `Tensor`
-is an object of the engine, such as a torch.Tensor. A leading `...` is any number of axes. Weights follow GGUF: the
-weight of a linear layer is [out, in].
+is an object of the engine, such as a torch.Tensor. A leading `...` stands for any number of axes. Weights follow GGUF:
+the weight of a linear layer is [out, in].
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ Tensor = Any
 
 @dataclass(frozen=True)
 class Rotary:
-    """Rotary position embedding: the angle of each pair of features, and which two features form a pair.
+    """Settings of a rotary position embedding: the angles of rotation, and which two features form a pair.
 
     Raises UserError unless base, scale and factors are finite numbers above 0.
     """
@@ -42,18 +42,19 @@ class Rotary:
         Raise UserError if `size` is odd, or if the number of `factors` is neither 0 nor `size`/2.
         """
         if size % 2 or len(self.factors) not in (0, size // 2):
-            count = f" with {len(self.factors)} factors" if self.factors else ""
-            raise UserError(f"rope{count} for heads of size {size}: the size must be even, the factors half as many")
+            problem = "the size must be even" if size % 2 else f"expected {size // 2} factors, got {len(self.factors)}"
+            raise UserError(f"rope for heads of size {size}: {problem}")
         factors = self.factors or (1.0,) * (size // 2)
         return tuple(self.base ** (-2 * i / size) / f / self.scale for i, f in enumerate(factors))
 
 
 @dataclass(frozen=True)
 class LowRank:
-    """A LoRA pair, a [r, in] and b [out, r], that adds scale * (x a^T) b^T to a linear layer (Hu et al. 2021).
+    """LoRA pair of the matrices a [r, in] and b [out, r] (Hu et al. 2021).
 
-    If `dropout` [..., in] is given, the adapter reads x + x * dropout instead of x: -1 drops an element, and a positive
-    number scales it up. The adapted layer itself reads x.
+    It adds scale * (x a^T) b^T to the output of a linear layer with the input x. If `dropout` [..., in] is given, the
+    adapter reads x + x * dropout instead of x: -1 drops an element, and a positive number scales it up. The linear
+    layer itself still reads x.
     """
 
     a: Tensor
@@ -88,7 +89,7 @@ class Params(Mapping[str, Tensor]):
     def get(self, name: str, default: Any = None) -> Any:
         """Return the tensor `name`, or `default` if the model does not have it.
 
-        Faster than `Mapping.get`, which catches an exception for each absent bias.
+        This is faster than `Mapping.get`, which catches an exception for each missing tensor, such as an absent bias.
         """
         return self._tensors.get(self._prefix + name, default)
 
@@ -420,7 +421,10 @@ class Ops(ABC):
         return self.reshape(self.part(x, 1, i, i + 1), (x.shape[0], x.shape[2]))
 
     def layer_norm(self, x: Tensor, w: Tensor, b: Tensor, eps: float) -> Tensor:
-        """Return (x - mean) / sqrt(variance + eps) * w + b over the last axis, biased variance (Ba et al. 2016)."""
+        """Return (x - mean) / sqrt(variance + eps) * w + b (Ba et al. 2016).
+
+        Mean and variance are computed over the last axis; the variance is the biased one.
+        """
         return self.add(self.rms_norm(self.centre(x), w, eps), b)
 
     def silu(self, x: Tensor) -> Tensor:
@@ -428,7 +432,7 @@ class Ops(ABC):
         return self.mul(x, self.sigmoid(x))
 
     def gelu(self, x: Tensor) -> Tensor:
-        """Return 0.5 x (1 + tanh(sqrt(2/pi) (x + 0.044715 x^3))), the tanh form (Hendrycks and Gimpel 2016)."""
+        """Return GELU in its tanh form, 0.5 x (1 + tanh(sqrt(2/pi) (x + 0.044715 x^3))) (Hendrycks and Gimpel 2016)."""
         cubed = self.scale(self.mul(x, self.mul(x, x)), 0.044715)
         return self.mul(x, self.sigmoid(self.scale(self.add(x, cubed), 2 * math.sqrt(2 / math.pi))))
 

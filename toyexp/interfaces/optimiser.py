@@ -32,7 +32,7 @@ DEFAULT_BETA2 = {FROM_SCRATCH: 0.95, LORA: 0.999}
 
 
 class Rule(ABC):
-    """Base class of update rules of one tensor: subclass it as a dataclass whose fields are hyperparameters."""
+    """Base class of update rules, each for one tensor. Subclass it as a dataclass whose fields are hyperparameters."""
 
     plugin_kind: ClassVar[str] = "optim"  # kind of plugin that error messages name
     elementwise: ClassVar[bool] = False  # True: the update has no reductions, so an engine may join tensors
@@ -58,7 +58,8 @@ class Rule(ABC):
     ) -> tuple[Tensor, Mapping[str, Tensor]]:
         """Return the new values of tensor `w` after one step, and its new state.
 
-        `g` is the gradient, `state` holds the state arrays by name, and `n` the scalars of `numbers` by name.
+        `g` is the gradient. `state` holds the state arrays, and `n` holds the scalars that `numbers` returned; both are
+        keyed by name.
         """
 
     def names(self) -> Sequence[str]:
@@ -82,7 +83,7 @@ class Rule(ABC):
         return [ops.scale(x, 1.0) if any(x is b for b in before) else x for x in after]
 
     def takes(self, name: str, shape: tuple[int, ...]) -> bool:
-        """Return True if the rule updates the tensor `name`. Other tensors go to the optimiser's next rule."""
+        """Return True if the rule updates the tensor `name`. If not, the optimiser's next rule is asked."""
         return True
 
     @property
@@ -103,8 +104,8 @@ class Group:
     def numbers(self, step: int, lr: float, factors: Mapping[str, float] | None = None) -> np.ndarray:
         """Return the rule's scalars at the 0-based `step`, as a float64 vector in the order of `Rule.names`.
 
-        `lr` is the run's learning rate. `factors` maps names of settings to factors that they are multiplied by. Raise
-        RunFailed if the names of the scalars differ from those of the first step.
+        `lr` is the run's learning rate. `factors` maps the name of a setting to the factor by which it is multiplied.
+        Raise RunFailed if the names of the scalars differ from those of the first step.
         """
         rule, decay = self.rule, self.weight_decay
         if factors:
@@ -144,9 +145,9 @@ def check_rule(rule: Rule, shape: tuple[int, ...]) -> None:
         raise UserError(f"its slots({shape}) returned {slots!r}; expected a mapping of names to shapes")
     if [*slots.items()] != [*(second := rule.slots(shape)).items()]:
         problem = f"its slots({shape}) returned {slots!r}, and {second!r} at the second call"
-        raise UserError(f"{problem}; both must be equal, or a checkpoint could not be resumed")
+        raise UserError(f"{problem}; both must be equal, so that a checkpoint can be resumed")
     if rule.elementwise and any(tuple(s) != shape for s in slots.values()):
-        raise UserError(f"its slots({shape}) returned {slots!r}; if elementwise, each needs the tensor's shape")
+        raise UserError(f"its slots({shape}) returned {slots!r}; elementwise = True requires the tensor's shape")
     state = {slot: Shaped(tuple(s)) for slot, s in slots.items()}
     n = dict.fromkeys(rule.names(), Shaped((1,)))
     results = rule.update(Shapes(rule.elementwise), Shaped(shape), Shaped(shape), state, n)
@@ -206,7 +207,7 @@ class AdamW(Rule):
         return cls(beta2=DEFAULT_BETA2[LORA], mode=LORA)
 
     def hp_for_step(self, step: int) -> np.ndarray:
-        """Return the vector hp of the class's formula for the 0-based `step`, float64 [7].
+        """Return hp, the vector of scalars in the class docstring's formula, for the 0-based `step`: float64 [7].
 
         Raise UserError for an unset or unknown mode.
         """
@@ -223,7 +224,9 @@ class AdamW(Rule):
         require_range("optim", self, beta1="[0,1)", beta2="[0,1)", eps="(0,inf)")
         for name in ("beta1", "beta2"):
             if self.mode == FROM_SCRATCH and getattr(self, name) == 0:
-                raise UserError(f"optim.{name}=0: {FROM_SCRATCH} multiplies a moment by it; set optim.mode={LORA}")
+                raise UserError(
+                    f"optim.{name}=0: mode {FROM_SCRATCH} would multiply a moment by 0; set optim.mode={LORA}"
+                )
 
     @property
     def fused_kernel(self) -> str:
@@ -239,9 +242,10 @@ class AdamW(Rule):
         return {"m": shape, "v": shape}
 
     def numbers(self, step: int, lr: float, weight_decay: float) -> Mapping[str, float]:
-        """Return the scalars lr, beta1, beta2, eps, weight_decay, slot5 (s5) and slot6 (s6) of the class's formula.
+        """Return the scalars of hp in the class docstring's formula.
 
-        Raise UserError while the mode is unset, because the modes train differently.
+        Their names are lr, beta1, beta2, eps, weight_decay, slot5 (s5) and slot6 (s6). Raise UserError while the mode
+        is unset, because the modes train differently.
         """
         if self.mode not in MODES:
             raise UserError(f"AdamW: mode={self.mode}: {suggest(str(self.mode), MODES)}")
@@ -256,7 +260,7 @@ class AdamW(Rule):
     def update(
         self, ops: Arithmetic, w: Tensor, g: Tensor, state: Mapping[str, Tensor], n: Mapping[str, Tensor]
     ) -> tuple[Tensor, Mapping[str, Tensor]]:
-        """Return the new `w` and the new moments after one step of the class's formula."""
+        """Return the new `w` and the new moments after one step of the class docstring's formula."""
         m, v = ops.blend(g, state["m"], n["beta1"]), ops.blend(ops.square(g), state["v"], n["beta2"])
         root = ops.shift(ops.sqrt(ops.scale(v, n["slot6"])), n["eps"])
         direction = ops.add(ops.scale(w, n["weight_decay"]), ops.div(ops.scale(m, n["slot5"]), root))
@@ -298,7 +302,7 @@ class Optimiser(Rule):
         return next(((p, settings) for p, settings in self.groups.items() if fnmatchcase(tensor, p)), ("", {}))
 
     def with_mode(self, mode: str) -> Self:
-        """Return the optimiser in `mode`, the AdamW mode that the model or recipe requires.
+        """Return the optimiser set to `mode`, the mode of AdamW that the model or recipe requires.
 
         An optimiser without modes returns itself.
         """

@@ -1,4 +1,4 @@
-"""The class Plan: a training problem as plain data, from which any engine can open a session."""
+"""The class Plan, which describes a training run as plain data. Any engine can open a session from it."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ class Lens:
 
 @dataclass(frozen=True)
 class Plan:
-    """The complete description of a training run for an engine, independent of engine and file format.
+    """Complete description of a training run. It is the same for every engine and file format.
 
     Raises UserError if tensors, adapters, inputs and groups contradict each other.
     """
@@ -141,9 +141,9 @@ class Plan:
         return self.groups or group_tensors(self.trainable, (AdamW(),))
 
     def numbers(self, step: int, lr: float, factors: Mapping[str, float] | None = None) -> tuple[np.ndarray, ...]:
-        """Return a vector of the rule's scalars for each group of `updates` at the 0-based `step`.
+        """Return, for each group of `updates`, a vector of its rule's scalars at the 0-based `step`.
 
-        `lr` is the run's learning rate. `factors` maps names of settings to factors that they are multiplied by.
+        `lr` is the run's learning rate. `factors` maps the name of a setting to the factor by which it is multiplied.
         """
         return tuple(group.numbers(step, lr, factors) for group in self.updates)
 
@@ -176,7 +176,7 @@ class Plan:
         return tuple(a for a in self.adapters if isinstance(a, LoraAdapter) and a.dropout)
 
     def params(self, values: Mapping[str, Tensor], batch: Mapping[str, Tensor] | None = None) -> Params:
-        """Return the tensors `values` as `Model.forward` reads them: adapters are attached to the weights they adapt.
+        """Return the tensors `values` for `Model.forward`, with adapters attached to the weights that they adapt.
 
         `batch`, which contains the dropout masks, is required if an adapter has dropout.
         """
@@ -222,8 +222,8 @@ def group_tensors(
 def apply_optimiser(plan: Plan, optimiser: Optimiser, lr: float) -> Plan:
     """Return the plan with its trainable tensors divided into the optimiser's parameter groups.
 
-    Tensors that `optim.groups` freezes become untrainable. Raise UserError for a pattern of `optim.groups` that matches
-    no trainable tensor, and if no tensor is left to train.
+    Tensors that `optim.groups` freezes become untrainable. Raise UserError if a pattern of `optim.groups` matches no
+    trainable tensor, or if no tensor is left to train.
     """
     names = [t.name for t in plan.trainable]
     for pattern in optimiser.groups:
@@ -244,7 +244,8 @@ def apply_optimiser(plan: Plan, optimiser: Optimiser, lr: float) -> Plan:
         settings = optimiser.find_group(tensor.name)[1]
         base = settings.get("lr", optimiser.base_lr(rule))
         if base is not None and not lr:
-            raise UserError(f"lr=0: must be above 0, as {tensor.name} has lr={base:g}, a multiple of it; type lr=0.001")
+            problem = f"{tensor.name} has its own lr={base:g}, which is stored as a multiple of lr"
+            raise UserError(f"lr=0: must be above 0, because {problem}; type lr=0.001")
         return settings.get("weight_decay", optimiser.weight_decay), 1.0 if base is None else base / lr
 
     trainable = [t for t in tensors if t.trainable]
@@ -271,7 +272,10 @@ def idle_group_warnings(plan: Plan, optimiser: Optimiser) -> Iterator[str]:
 
 
 def sign_flip_warnings(plan: Plan, lr: float) -> Iterator[str]:
-    """Yield a warning for each group with lr * weight_decay above 1: decay flips the sign of its weights each step."""
+    """Yield a warning for each group whose lr * weight_decay is above 1.
+
+    Weight decay would flip the signs of such a group's weights at each step.
+    """
     for group in plan.updates:
         rate = lr * group.lr_scale
         if (factor := 1 - rate * group.weight_decay) < 0:

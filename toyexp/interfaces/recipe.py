@@ -93,7 +93,10 @@ class Recipe(ABC):
         return ()
 
     def origin(self) -> tuple[str, str] | None:
-        """Return (role, path) of the initial values' file, such as ("base", "model.gguf"), or None without a file."""
+        """Return the role and path of the file with the initial values, or None if there is no such file.
+
+        An example is ("base", "model.gguf").
+        """
         return None
 
     def warnings(self, preview: RunPreview) -> Iterable[str]:
@@ -101,7 +104,7 @@ class Recipe(ABC):
         return ()
 
     def warm(self, session: Session) -> None:  # noqa: B027 - optional on purpose: most recipes start as planned
-        """Replace initial values with `session.upload(name, array)`. Called before the training step is built."""
+        """Change initial values with `session.upload(name, array)`. Called before the training step is built."""
 
 
 def start_session(
@@ -113,7 +116,8 @@ def start_session(
 ) -> Session:
     """Open a session for the plan, prepare it with `prepare_session`, and return it ready to train.
 
-    The message for a plugin's exception names the plugin and, if `directory` is given, the file log.txt in it.
+    If a plugin raises an exception, the error message names the plugin. If `directory` is given, the message also names
+    the file log.txt in this directory.
     """
     log = directory / "log.txt" if directory else None
     with attribute_errors(f"engine.{engine.name}", "while it realized the plan", log):
@@ -126,7 +130,8 @@ def prepare_session(
 ) -> Session:
     """Run `recipe.warm`, build the training step, restore the snapshot `state` if given, and return the session.
 
-    Close the session on any error. The message for a plugin's exception names the plugin and the file `log`.
+    Close the session on any error. If a plugin raises an exception, the error message names the plugin and the file
+    `log`.
     """
     try:
         with attribute_errors(f"recipe.{recipe.name}", "in warm()", log):

@@ -1,4 +1,4 @@
-"""The run as callbacks see it, and the best evaluation so far."""
+"""The classes through which callbacks see a run, its metrics and its best evaluation."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ class Listeners(Protocol):
         """Send an event to all callbacks."""
 
     def log_numbers(self, run: Run, numbers: Mapping[str, float]) -> None:
-        """Add numbers to the metrics of the current hook, or of the next step or evaluation."""
+        """Add numbers to the metrics of the hook that is running or, if it has none, of the next step or evaluation."""
 
 
 @dataclass(frozen=True)

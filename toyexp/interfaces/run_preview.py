@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class RunPreview:
-    """Configuration, data and plan of a run before it starts: the argument of `warnings` of each plugin in the run."""
+    """Configuration, data and plan of a run before it starts. Each plugin's method `warnings` receives it."""
 
     config: Mapping[str, Any]  # the resolved configuration
     dataset: Dataset

@@ -82,7 +82,7 @@ def generate_endlessly(
 ) -> Iterator[int]:  # fmt: skip
     """Yield token ids below `vocab` that continue `ids`, without end.
 
-    When the context is full, call `on_slide` and continue from the last tokens, as many as fill half the context.
+    When the context is full, call `on_slide`, and continue with only the last half of the context's tokens.
     """
     sequence = list(ids)
     while True:

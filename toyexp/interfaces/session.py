@@ -1,8 +1,8 @@
-"""Base class of sessions: a plan with its tensors on a device, the session's states, and argument checks.
+"""Base class of sessions. A session holds the tensors of a plan on a device, and trains and evaluates them.
 
-A session is NEW until it is opened, REALIZED while its tensors exist and `upload` may still replace their values, BUILT
-once `build()` has prepared the training step, and CLOSED at the end. Every public method here checks the state, names
-and shapes; an engine implements only the `do_*` methods, whose arguments are valid.
+A new session is NEW. `open()` creates its tensors and makes it REALIZED; `upload` may then replace their values.
+`build()` prepares the training step and makes it BUILT, and `close()` makes it CLOSED. Every public method checks the
+session's state and its arguments; an engine implements only the `do_*` methods, whose arguments are valid.
 """
 
 from __future__ import annotations
@@ -54,8 +54,8 @@ class StepInput(NamedTuple):
 def _numbers_per_group(plan: Plan, numbers: Sequence[np.ndarray] | np.ndarray) -> Sequence[np.ndarray]:
     """Return a vector of finite scalars for each parameter group of the plan.
 
-    `numbers` either contains these vectors, or is the vector of AdamW's seven scalars. The latter is used for every
-    group, with weight decay 0 for norms and biases. Raise SessionError for anything else.
+    `numbers` either contains these vectors, or is one vector with AdamW's seven scalars. In the latter case every group
+    gets this vector, with weight decay 0 for norms and biases. Raise SessionError for anything else.
     """
     groups = plan.updates
     if isinstance(numbers, np.ndarray):
@@ -191,8 +191,8 @@ class Session(ABC):
     def logits(self, batch: Batch) -> np.ndarray:
         """Return the float32 logits of the inputs in `batch`, [rows, ..., V].
 
-        `batch` may have any number of rows, which are computed `plan.rows` at a time, and shorter sequences than the
-        plan's. Missing values are padded for the computation, and the padding is removed from the result.
+        `batch` may have any number of rows, and its sequences may be shorter than the plan's. The session computes
+        `plan.rows` rows at a time. It pads missing values, and removes the padding from the result.
         """
         self._require(State.BUILT, "logits()")
         count = max((len(array) for array in batch.values()), default=0)
@@ -202,7 +202,10 @@ class Session(ABC):
 
     @final
     def decoder(self) -> Decoder:
-        """Return a decoder that uses the current weights. Raise SessionError if the model has no token sequence."""
+        """Return a decoder that uses the current weights.
+
+        Raise SessionError if the model cannot continue a sequence of tokens.
+        """
         self._require(State.BUILT, "decoder()")
         model = self.plan.model
         ids, targets = (self.plan.inputs.get(name) for name in (model.reads.sequence, "targets"))
@@ -223,7 +226,7 @@ class Session(ABC):
     def download(self, name: str) -> np.ndarray:
         """Return a tensor's current values, float32."""
         if self.state in (State.NEW, State.CLOSED):
-            raise SessionError(f"download of {name}: the session is {self.state.value}")
+            raise SessionError(f"download of {name}: the session is {self.state.value}, so it has no values")
         return self.do_download(self._tensor(name, "download"))
 
     @final
@@ -344,7 +347,7 @@ class Session(ABC):
     def depth(self) -> int:
         """Maximum number of steps that may be launched before the metrics of the first one are read.
 
-        1 means that the metrics of each step are read before the next is launched, 2 that the device works on one step
+        With 1, the metrics of each step are read before the next step is launched. With 2, the device works on one step
         while another is queued. The training loop may launch up to `depth` / 2 steps together, and reads their metrics
         together.
         """

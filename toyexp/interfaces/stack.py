@@ -1,4 +1,4 @@
-"""Stacks: sessions whose training steps are launched together, and a check whether plans can form a stack."""
+"""Stacks of sessions whose training steps are launched together, and a check which plans can form a stack."""
 
 from __future__ import annotations
 
@@ -52,9 +52,9 @@ class Stack:
 def program_difference(plans: Sequence[Plan]) -> str:
     """Return the first difference that keeps the plans from running as one program, or an empty string.
 
-    The plans must have the same model, batches and tensors of equal shapes, equal adapters, and the same update formula
-    for each tensor. Seeds, initial values, gradient clipping, `skip_nonfinite` and the values in a step's `numbers` may
-    differ.
+    The plans must have the same model, equal adapters, batches and tensors of the same shapes, and the same update
+    formula for each tensor. Seeds, initial values, gradient clipping, `skip_nonfinite` and the values in a step's
+    `numbers` may differ.
     """
     return next((words for plan in plans[1:] for words in _differences(plans[0], plan)), "")
 
@@ -121,7 +121,7 @@ class _Recorder(Shapes):
         self._numbers = {id(x): i for i, x in enumerate(operands)}
 
     def term(self, x: Any) -> Any:
-        """Return an operand as it is recorded: a constant as float, an earlier result as "#<index>"."""
+        """Return the recorded form of an operand: a float for a constant, or "#<index>" for an earlier result."""
         return float(x) if isinstance(x, Real) else f"#{self._numbers[id(x)]}"
 
     def record(self, op: str, arguments: Sequence[Any], result: Shaped) -> Shaped:

@@ -87,7 +87,7 @@ def _directory_hint(module: str, reason: str) -> str:
 def load_package(entries: Sequence[EntryPoint], package: str) -> Registry:
     """Load `entries` as plugins of `package`, and all installed plugins.
 
-    An installed plugin that has the same module as one of the entries is left out.
+    An installed plugin is left out if one of the entries has the same module.
     """
     modules = {entry.module for entry in entries}
     others = [(entry, origin) for entry, origin in _installed_plugins() if entry.module not in modules]
@@ -95,7 +95,10 @@ def load_package(entries: Sequence[EntryPoint], package: str) -> Registry:
 
 
 def cache_registry(registry: Registry) -> None:
-    """Make `load` return `registry` for the same modules, in this process and in processes forked from it."""
+    """Make `load` return `registry` again when it is called with the local plugins that `registry` was loaded with.
+
+    This holds in this process and in processes forked from it.
+    """
     global _cached
     _cached = registry
 

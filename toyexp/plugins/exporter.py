@@ -33,7 +33,7 @@ log = logging.getLogger("toyexp")
 
 @dataclass(eq=False)
 class Exporter(Callback):
-    """Base class of the callbacks that `exporter` creates, each with the settings of its format as further fields."""
+    """Base class of the callbacks that `exporter` creates. Their further fields are the settings of a format."""
 
     form: ClassVar[type[Format]]
 
@@ -81,7 +81,7 @@ class Exporter(Callback):
     def on_start(self, run: Run) -> None:
         """Store the step that a resumed run continues from, and the metadata of the base file.
 
-        The base file may be deleted before the run ends.
+        The metadata is read now, because the base file may be deleted before the run ends.
         """
         self._step = run.resumed_step
         self._inherited = dict(inherited_metadata(run.plan))
@@ -114,7 +114,7 @@ class Exporter(Callback):
     def _values(self, run: Run, names: Iterable[str]) -> Tensors:
         """Return the float32 values of tensors, keyed by name.
 
-        They are those of the best evaluation if `_best` is set, else the session's current ones.
+        The values are those at the best evaluation if `_best` is set, and the session's current ones if not.
         """
         best = (self._best.weights if self._best else None) or {}
         return {n: best[n].astype("float32", copy=False) if n in best else run.session.download(n) for n in names}
@@ -164,7 +164,11 @@ class AdapterExporter(Exporter):
     merged: bool = True  # with recipe=lora: also write the model with the adapter added to its weights
 
     def outputs(self, plan: Plan) -> Sequence[str]:
-        """Return the name of the adapter file if the run has adapters, and of the model file if it is written."""
+        """Return the names of the files that the callback writes.
+
+        It writes an adapter file if the run has adapters. It writes a model file if the run has none, or if `merged` is
+        true.
+        """
         has_adapter = bool(_adapter_tensors(plan))
         adapter = [f"adapter{self.form.suffix}"] if has_adapter else []
         return [*adapter, *(super().outputs(plan) if self.merged or not has_adapter else ())]

@@ -1,4 +1,4 @@
-"""The registry of available parts, which are found by kind and name, and of broken plugins."""
+"""The registry of available parts, which can be looked up by kind and name. It also lists broken plugins."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ IN_A_FILE = "if it is in your own file DIR/experiment/NAME.yaml, type: --config-
 
 @dataclass(frozen=True)
 class Offer:
-    """A class that a plugin has registered, with its kind and name, and the plugin and its package."""
+    """A class that a plugin has registered as a part. `package` is the package that contains the plugin."""
 
     kind: str
     name: str
@@ -62,7 +62,7 @@ class Registry:
     def plugins_override(self) -> str:
         """The override `'plugins=[a,b]'`, with a leading blank, to append to a suggested command.
 
-        It loads the same local plugins. Empty if no local plugins are loaded.
+        With it the suggested command loads the local plugins of this registry. Empty if there are none.
         """
         return f" 'plugins=[{','.join(self.modules)}]'" if self.modules else ""
 

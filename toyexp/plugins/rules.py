@@ -91,7 +91,7 @@ def check_class(cls: type, base: type) -> None:
 
 
 def check_hooks(owner: type | ModuleType, group: type, label: str) -> None:
-    """Raise UserError for functions of `owner` that look like hooks of `group` but are not."""
+    """Raise UserError for a function of `owner` that looks like a hook of the class `group` but is not one."""
     hooks = {n for n in vars(group) if not n.startswith("_")}
     for name, member in inspect.getmembers(owner, inspect.isfunction):
         is_marked = getattr(member, "toyexp_impl", None) is not None
@@ -192,7 +192,7 @@ _CHECKS: dict[type, Callable[[Any, str], None]] = {
 
 
 def _check_kinds(cls: type[Data] | type[Model] | type[Recipe], attribute: str, label: str) -> None:
-    """Raise UserError unless the class variable `attribute` is a kind of data, or a recipe's tuple of kinds."""
+    """Raise UserError unless the class variable `attribute` is a kind of data or, for a recipe, a tuple of kinds."""
     value, is_recipe = getattr(cls, attribute, None), issubclass(cls, Recipe)
     kinds = value if is_recipe and isinstance(value, tuple) and value else (value,)
     if not all(isinstance(kind, Kind) for kind in kinds):

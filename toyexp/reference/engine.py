@@ -289,7 +289,7 @@ def update_tensor(
 
 @dataclass(frozen=True)
 class Tolerances:
-    """Largest differences between an engine and its reference that count as agreement, for one precision."""
+    """Largest allowed differences between an engine and its reference, for one precision."""
 
     values: float  # of an op's result, relative to its largest value; of a single op's loss, relative to the loss
     slopes: float  # of the gradient of one tensor through one op: norm of the difference, relative to its norm

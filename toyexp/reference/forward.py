@@ -358,7 +358,8 @@ class OpShapes(Ops):
 class PieceShapes(IncrementalOps, OpShapes):
     """Incremental ops that compute only shapes. Each call of an op is recorded in `calls`.
 
-    A record has the op's name, weights and constants. It lacks the sizes of activations, which depend on the length.
+    A record has the op's name, weights and constants, but not the sizes of activations, which depend on the sequence
+    length.
     """
 
     incremental_ops = frozenset({"attention"})
@@ -392,8 +393,8 @@ class Weight(Shaped):
 def reason_to_recompute(plan: Plan) -> str | None:
     """Return why text generation must recompute all tokens at each step, or None if keys and values can be cached.
 
-    The forward pass is traced with shapes only, for one position, two positions and the full context; the traces must
-    call the same ops.
+    The forward pass is run three times with shapes only: for one position, two positions and the full context. All
+    three must call the same ops.
     """
     model = plan.model
     if not model.cached_decoding:

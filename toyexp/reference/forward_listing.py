@@ -43,7 +43,7 @@ class Line:
     block: int | None = None  # number of the enclosing block, from 0
 
     def anywhere(self, types: bool) -> Line:
-        """Return a copy without the block number, so that equal ops of two blocks have equal copies.
+        """Return a copy of the line without the block number, so that equal ops of two blocks have equal copies.
 
         The names of the weights have no block prefix. If `types` is False, the weights have no types.
         """
@@ -75,7 +75,7 @@ class Listing:
         return [*self.before, *(line for block in self.blocks.values() for line in block), *self.after]
 
     def operations(self) -> dict[str, int]:
-        """Return the number of operations per token or image, keyed by the sizes that it must be multiplied by.
+        """Return the number of operations per token or image, as the coefficients of a sum of products of sizes.
 
         For example, {"": 210000000, "T": 69120} means 210000000 + 69120 T operations for T positions.
         """
@@ -105,7 +105,10 @@ class Listing:
         return align_columns([heads, *rows], right=(5, 6))
 
     def _runs(self) -> list[tuple[int, int]]:
-        """Return the numbers of the first and last block of each series of blocks that are equal except for types."""
+        """Return the numbers of the first and last block of each series of equal blocks.
+
+        Blocks count as equal even if the types of their weights differ.
+        """
         runs: list[tuple[int, int]] = []
         previous = None
         for i, block in self.blocks.items():
@@ -152,7 +155,10 @@ class Listing:
         return rows
 
     def _factor_letters(self, line: Line) -> list[str]:
-        """Return the letters of the sizes by which the line's operations for one token or image must be multiplied."""
+        """Return the letters of the sizes, such as T, on which the line's operations per token or image depend.
+
+        Their number is `line.operations` times these sizes.
+        """
         letters = list(line.per)
         for letter in self.once.intersection(letters):  # an op that reads only weights has none of these letters
             letters.remove(letter)
@@ -160,7 +166,7 @@ class Listing:
 
 
 def listing(model: Model, weights: Iterable[WeightInfo]) -> Listing:
-    """Run the model's forward function over shapes, and return a Listing of its ops.
+    """Run the model's forward function with shapes instead of tensors, and return a Listing of its ops.
 
     `weights` describes all tensors of the model.
     """
@@ -179,7 +185,7 @@ def listing(model: Model, weights: Iterable[WeightInfo]) -> Listing:
 def _cut(lines: Sequence[Line], once: frozenset[str]) -> Listing:
     """Return a Listing of the lines, split at the blocks. Lines between two blocks count as part of the first one.
 
-    `once` is the value of the Listing's field `once`.
+    `once` holds the letters of sizes that count as 1 for a single token, such as B.
     """
     numbers = [line.block for line in lines]
     inside = [at for at, number in enumerate(numbers) if number is not None]

@@ -85,7 +85,7 @@ def _rope_case(**settings: Any) -> tuple[dict[str, tuple[int, ...]], Forward]:
 
 
 def _blocks_case(ops: Ops, p: Params, x: Tensor) -> Tensor:
-    """Return x after three blocks, so that the middle one is neither first nor last.
+    """Return x after three blocks, so that there is one that is neither the first nor the last.
 
     Each block also reads the input of the first one.
     """
@@ -185,7 +185,10 @@ TARGETS: dict[str, tuple[int, ...]] = {
 
 @dataclass
 class OpModel(Model):
-    """Model that applies the op of one case to rows of an embedding, and returns the result as logits."""
+    """Model that looks up rows of an embedding and applies the op of a case. The result is its logits.
+
+    A case is an entry of `CASES`.
+    """
 
     name: ClassVar[str] = "op"
     reads: ClassVar[Kind] = TOKENS
@@ -211,7 +214,7 @@ class OpModel(Model):
 
 
 def op_plan(case: str, adapter: str | None = None, **changes: object) -> Plan:
-    """Return a plan that trains the model of a case.
+    """Return a plan that trains the OpModel of `case`, a key of `CASES`.
 
     `adapter` selects an adapter to add: "lora" for a LoRA pair on the matrix w, or "lens" for a matrix that maps the
     rows of a narrower embedding table to the model's width. `changes` are fields of the plan, such as rows=4, or
@@ -237,7 +240,7 @@ def op_plan(case: str, adapter: str | None = None, **changes: object) -> Plan:
 
 
 def case_rows(engine: Engine) -> int:
-    """Return the number of rows in a batch for a case's plan: ROWS, or the next larger number that the engine accepts.
+    """Return ROWS, or the next larger number of rows per batch that the engine accepts.
 
     An engine with several devices accepts only numbers of rows that it can split equally among them.
     """

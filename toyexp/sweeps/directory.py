@@ -416,7 +416,7 @@ def _job(number: int, entry: Mapping[str, Any]) -> Job:
     if path.is_absolute() or ".." in path.parts:
         raise ValueError(f"job {number} has a directory outside of the sweep: {job.directory}")
     if job.number != number:
-        raise ValueError(f"job {number} has number {job.number}")
+        raise ValueError(f"the entry of job {number} has the number {job.number}")
     return job
 
 

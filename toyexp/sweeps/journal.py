@@ -87,5 +87,5 @@ class Journal:
             if not isinstance(entry, Mapping) or not isinstance(number := entry["number"], int):
                 raise ValueError(f"{JOURNAL} holds an entry that is not a job")
             if not 0 <= number <= len(entries):
-                raise ValueError(f"{JOURNAL} holds job {number} of {len(entries)}")
+                raise ValueError(f"{JOURNAL} holds job {number}, but the sweep has {len(entries)} jobs")
             entries[number : number + 1] = [entry]

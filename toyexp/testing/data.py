@@ -126,7 +126,7 @@ class DataSuite(PluginSuite):
 def fingerprint(data: Data, context: int, rows: int) -> str:
     """Return a SHA-256 digest of the dataset's descriptions and some of its batches.
 
-    Two processes that make the same data get equal digests.
+    Two processes that read equal data get equal digests.
     """
     data.check()
     dataset = data.open(None)

@@ -33,7 +33,7 @@ VOCAB = 257
 
 @dataclass(frozen=True)
 class SuiteParts:
-    """Installed parts of other kinds (engines, models, data), which the tested part is combined with."""
+    """Installed engines, models and data with which a part of another kind is combined to test it."""
 
     engines: Sequence[Engine]  # engines that work on this machine; an optimiser runs on the first, a model on all
     models: Sequence[type[Model]]  # a recipe is tested with one of them, a format with some

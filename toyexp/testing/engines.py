@@ -30,7 +30,7 @@ def _values(plan: Plan) -> dict[str, np.ndarray]:
 
 
 class EngineNumbers(PluginSuite):
-    """The tests of EngineSuite that check numbers, which depend on the device's kernels.
+    """Tests of the numbers that an engine computes, which depend on the device's kernels.
 
     Set `engine`, and larger tolerances if the device rounds more than float32. pytest skips the class if the engine's
     device is not available.
@@ -69,10 +69,10 @@ class EngineNumbers(PluginSuite):
         return case_rows(self.engine)
 
     def op_plan(self, case: str, adapter: str | None = None, **changes: object) -> Plan:
-        """Return the plan of a model that consists of one op, `case`, with a number of rows that suits the engine.
+        """Return the plan of a model that consists of the op `case`, with a number of rows that the engine accepts.
 
-        `adapter` adds an adapter: "lora" a LoRA pair, "lens" a matrix that maps a narrower embedding to the model's
-        width. `changes` are fields of the plan.
+        `adapter` selects an adapter to add: "lora" for a LoRA pair, or "lens" for a matrix that maps a narrower
+        embedding to the model's width. `changes` are fields of the plan.
         """
         return op_plan(case, adapter, **{"rows": self.rows, **changes})
 
@@ -196,7 +196,7 @@ class EngineNumbers(PluginSuite):
 
 
 class EngineSuite(EngineNumbers):
-    """Conformance suite of an engine: its numbers, and its sessions from upload() to restore()."""
+    """Conformance suite of an engine. It tests the engine's numbers, and its sessions from upload() to restore()."""
 
     def test_frozen_tensors_do_not_change(self) -> None:
         """Training changes all trainable tensors and no frozen one."""
@@ -233,7 +233,7 @@ class EngineSuite(EngineNumbers):
         assert losses() == losses()
 
     def test_logits_accept_fewer_and_shorter_rows(self) -> None:
-        """logits() takes fewer and shorter rows than a batch: a causal model gives the same logits for them."""
+        """logits() accepts fewer and shorter rows than the plan's. A causal model gives the same logits for them."""
         batch = self.op_batch()
         with self.build_session(self.op_plan("attention")) as session:
             full = session.logits({"tokens": batch["tokens"]})

@@ -25,7 +25,10 @@ OURS = b"whoever wrote this wants to keep it"
 
 
 class FormatSuite(PluginSuite):
-    """Conformance suite of a file format: set `form`, `models` that it can store, and `unsupported` ones."""
+    """Conformance suite of a file format.
+
+    Set `form`, `models` that it can store, and `unsupported` models that it cannot store.
+    """
 
     kind, part = "format", "form"
     form: Format
@@ -51,7 +54,7 @@ class FormatSuite(PluginSuite):
     def test_a_written_model_is_read_back(self, tmp_path: Path) -> None:
         """A written file gives the same model and tensors when it is read, bit-identical if stored as float32.
 
-        The method `read` of a format that only writes raises UserError.
+        If toyexp cannot read the format, its method `read` must raise UserError.
         """
         if type(self.form).read is Format.read:
             with pytest.raises(UserError, match="not read"):
@@ -73,7 +76,7 @@ class FormatSuite(PluginSuite):
                     np.testing.assert_allclose(back.tensors[name], array, atol=0.1 * float(np.abs(array).max()))
 
     def test_equal_models_give_equal_files(self, tmp_path: Path) -> None:
-        """Two files of a model are identical: they hold no time stamp or random id."""
+        """Two files of the same model are identical: they hold no time stamp or random id."""
         for i, model in enumerate(self.models):
             first, second = (tmp_path / f"{i}-{name}{self.form.suffix}" for name in "ab")
             for path in (first, second):
@@ -119,7 +122,7 @@ def _run(directory: Path, model: Model) -> Run:
 
 
 def _end(callback: Exporter, run: Run, step: int) -> None:
-    """Call the hooks of an export callback as a run does whose last step is `step`."""
+    """Call the hooks of an export callback in the same way as a run that ends after `step`."""
     callback.on_start(run=run)
     callback.on_step(run=run, step=step)
     callback.on_end(run=run, reason="completed")

@@ -118,9 +118,9 @@ class ModelSuite(PluginSuite):
             assert all(n == m for n, m in zip(shape, batch_shape, strict=True) if not isinstance(n, str)), name
 
     def test_forward_uses_only_ops(self) -> None:
-        """The model uses ops only, no Python operators, numpy or tensor methods, and its logits depend on each tensor.
+        """The model uses ops only, and no Python operators, numpy or tensor methods. Its logits depend on each tensor.
 
-        A block that is computed again gives the same numbers.
+        If an engine computes a block again, the block gives the same numbers.
         """
         plan, batch, values = self.make_case()
         wide = {n: Opaque(v.astype(np.float64), frozenset([n])) for n, v in values.items()}

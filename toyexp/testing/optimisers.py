@@ -75,7 +75,7 @@ class OptimiserSuite(PluginSuite):
             assert all(np.isfinite(array).all() for array in state.values())
 
     def test_an_elementwise_rule_can_join_tensors(self) -> None:
-        """An element-wise rule gives a tensor the same update as its slices one by one, so engines may join tensors."""
+        """An element-wise rule updates a tensor in the same way as its slices, so an engine may join tensors."""
         for rule in (rule for rule in self.rules() if rule.elementwise):
             full_update, _ = self._update(rule, (8,), 1.0)
             parts = [self._update(rule, (8,), 1.0, part)[0] for part in (slice(0, 3), slice(3, 8))]

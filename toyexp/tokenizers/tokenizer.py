@@ -367,8 +367,8 @@ def _check_memory(size: int) -> None:
     """Raise UserError for a piece that needs more memory than is free; print a warning for a very large one."""
     free = available_bytes() if size >= LARGE else None
     if free is not None and size * CHARACTER_MEMORY > free:
-        needed = f"needs {format_bytes(size * CHARACTER_MEMORY)} of memory, {format_bytes(free)} are free"
-        run = f"the tokenizer cannot split {size / 1e6:.0f} million characters of the text, which"
+        needed = f"needs {format_bytes(size * CHARACTER_MEMORY)} of memory, but {format_bytes(free)} are free"
+        run = f"the tokenizer cannot split {size / 1e6:.0f} million characters of the text; this piece"
         raise UserError(f"{run} {needed}; choose another data.tokenizer")
     if size == LARGE:
         print_error(

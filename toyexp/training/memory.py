@@ -29,7 +29,9 @@ def check_plan(plan: Plan, engine: Engine, remedy: str = REMEDY) -> None:
         rows = plan.rows * plan.accumulate
         parts = [(batch, f"a batch of {rows} rows needs"), (weights, "the trainable weights and optimiser state need")]
         most, subject = max(parts)
-        raise UserError(f"too little memory: {subject} {format_bytes(most)}, {format_bytes(free)} are free; {remedy}")
+        raise UserError(
+            f"too little memory: {subject} {format_bytes(most)}, but {format_bytes(free)} are free; {remedy}"
+        )
 
 
 @contextlib.contextmanager
@@ -51,7 +53,7 @@ def check_snapshot(plan: Plan, engine: Engine) -> None:
     needed, free = sum(minimum_bytes(plan, engine)) + snapshot_bytes(plan), available_bytes()
     if free is not None and needed > free:
         copy = f"a checkpoint's copy of weights and optimiser state needs {format_bytes(snapshot_bytes(plan))}"
-        needs_text = f"{copy} of {format_bytes(needed)} in all, {format_bytes(free)} are free"
+        needs_text = f"{copy}, and the whole run {format_bytes(needed)}, but {format_bytes(free)} are free"
         raise UserError(f"too little memory: {needs_text}; to train without checkpoints: checkpoint_every=0")
 
 

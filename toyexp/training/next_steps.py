@@ -137,5 +137,6 @@ def held_out(run: Run, bus: Bus, batches: Batches, every: int) -> Sequence[Batch
         held_out_batches = batches.held_out()
         if not len(held_out_batches):  # an object without a length fails here, too
             name = run.config.get("data", {}).get("name", "?")
-            raise PluginFailed(f"eval_every={every}: data.{name} has no held-out batches; eval_every=0 trains without")
+            problem = f"data.{name} has no held-out batches"
+            raise PluginFailed(f"eval_every={every}: {problem}; eval_every=0 trains without evaluations")
         return held_out_batches

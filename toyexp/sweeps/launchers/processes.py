@@ -45,7 +45,7 @@ class Processes(Launcher):
     def resources(self, jobs: Sequence[Job]) -> Resources:
         share = self.limit_to_machine(self.requested_resources(jobs, len(visible_gpus())))
         if share.jobs > MAX_PROCESSES:
-            print_line(f"sweep.jobs={self.settings.jobs}: only {MAX_PROCESSES} run at once, the limit on a machine")
+            print_line(f"sweep.jobs={self.settings.jobs}: at most {MAX_PROCESSES} jobs can run at once")
         return share._replace(jobs=min(share.jobs, MAX_PROCESSES))
 
     def run(self, jobs: Iterator[Job], watch: Watch) -> Iterator[tuple[Job, JobExit]]:

@@ -253,7 +253,9 @@ class Search(JobSource):
         else:
             best = self._describe_best(trial)
             share_text = ", ".join(f"{key} {share:.0%}" for key, share in shares.items())
-            print_line(f"keys    importance: {share_text}" if shares else f"keys    importance unknown: {why}")
+            print_line(
+                f"keys    by importance: {share_text}" if shares else f"keys    their importance is unknown: {why}"
+            )
             print_line(f"again   {best['command']}")
         summary = {
             "search": settings.search, "metric": settings.metric, "repeats": settings.repeats, "prune": settings.prune,

@@ -56,7 +56,9 @@ class Vectors(Data):
         try:
             loaded = np.load(self.path, allow_pickle=False)
         except (ValueError, OSError, EOFError, zipfile.BadZipFile):
-            raise UserError(f"data.path={self.path}: is not a NumPy file of numbers; save it with numpy.savez") from None
+            raise UserError(
+                f"data.path={self.path}: is not a NumPy file of numbers; save it with numpy.savez"
+            ) from None
         if isinstance(loaded, np.ndarray):
             return loaded, loaded
         if "x" not in loaded:

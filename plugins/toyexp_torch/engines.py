@@ -141,7 +141,7 @@ class TorchEngine(Engine):
         if count > 1 and (together == 0 or plan.rows // count % together):
             rows = "all rows of a batch" if together == 0 else f"groups of {together} rows"
             raise UserError(
-                f"engine.devices={self.devices}: objective={plan.objective.name} compares {rows}, which {count} devices "
+                f"engine.devices={self.devices}: objective={plan.objective.name} compares {rows}; {count} devices "
                 "would separate; use engine.devices=1"
             )
 

@@ -400,7 +400,7 @@ class FileUses:
         return [recipe for recipe in recipes if recipe.starts_from == source and self._default_model(recipe)]
 
     def _default_model(self, recipe: type[Recipe]) -> Model | None:
-        """Return the first model, at its default sizes, that reads the recipe's kind of data; None if there is none."""
+        """Return a model of the first class that reads the recipe's kind of data, with default sizes; or None."""
         return next((model() for model in self._registry.models() if model.reads in recipe.reads), None)
 
     def _accepts(self, recipe: type[Recipe]) -> bool:
@@ -429,7 +429,10 @@ class FileUses:
         return [Use("donor", self._command(recipe), self._donor_error(recipe, rows)) for recipe in recipes]
 
     def _donor_error(self, recipe: type[Recipe], rows: int = 1) -> str | None:
-        """Return why the recipe cannot copy `rows` embedding rows of the file to its default model; None if it can."""
+        """Return why the recipe cannot copy `rows` rows of the file's embedding to a new model; None if it can.
+
+        The new model is the recipe's default model (see `_default_model`).
+        """
         model = cast("Model", self._default_model(recipe))
         vocab = {"vocab": rows} if "vocab" in model_settings(model) else {}
         return self._plan_error(recipe, replace(model, **vocab))

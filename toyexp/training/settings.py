@@ -57,7 +57,11 @@ class Interval:
         return bool(self.steps or self.seconds)
 
     def due(self, step: int, waited: float) -> bool:
-        """Return True if the interval has passed: at each multiple of its steps, or if `waited` seconds suffice."""
+        """Return True if the interval has passed.
+
+        An interval in steps passes at each multiple of its steps. An interval in seconds passes when `waited` is at
+        least that number of seconds.
+        """
         return bool(self.steps and step % self.steps == 0) or bool(self.seconds and waited >= self.seconds)
 
 

@@ -195,7 +195,7 @@ class Composition:
     def _set_devices(self, engine: dict[str, Any]) -> None:
         """Set `devices` in the engine's settings to the number of ranks that `torchrun` started.
 
-        Keep a number above 1 that the user typed.
+        If the command line sets `devices` to a number above 1, keep this number.
         """
         typed_number = any(o.key_or_group == "engine.devices" for o in self.typed) and engine.get("devices") != "1"
         if (count := started_ranks().count) > 1 and "devices" in engine and not typed_number:
@@ -221,7 +221,7 @@ class Composition:
 
 
 def _repetition_warnings(typed: Sequence[Override]) -> list[str]:
-    """Return a warning for each setting that is typed twice with different values. The last value counts."""
+    """Return a warning for each setting that the user typed twice with different values. The last value counts."""
     last = {o.key_or_group: o.input_line for o in typed}
     braced = mapping_overrides(typed) if len(last) < len(typed) else []
     pairs = [(o.input_line, last[o.key_or_group]) for o in typed if o not in braced]

@@ -41,11 +41,11 @@ class Request:
         store_schemas(self.registry)
 
     def with_overrides(self, *more: str) -> Request:
-        """Return a copy with additional settings. They override existing ones."""
+        """Return a copy with additional settings. The new settings override existing ones."""
         return replace(self, settings=[*self.settings, *parse(more)])
 
     def with_defaults(self, *first: str) -> Request:
-        """Return a copy with additional settings. Existing ones override them."""
+        """Return a copy with additional settings. Existing settings override the new ones."""
         return replace(self, settings=[*parse(first), *self.settings])
 
     def drop(self, key: str) -> Request:

@@ -44,7 +44,7 @@ def _parse_one(text: str) -> Override:
 
 
 def input_lines(parsed: Sequence[Override]) -> list[str]:
-    """Return the overrides as typed."""
+    """Return the texts of the overrides as the user typed them."""
     return [str(override.input_line) for override in parsed]
 
 

@@ -529,7 +529,7 @@ def quote_for_shell(path: str) -> str:
 
 
 def quote_for_hydra(path: Path) -> str:
-    """Quote a path for Hydra and the shell, as typed after `recipe.base=`.
+    """Quote a path for Hydra and the shell, so that it can follow `recipe.base=` on the command line.
 
     If the path has control characters, they are escaped and the result is only for display.
     """

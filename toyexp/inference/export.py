@@ -298,7 +298,7 @@ def merge(base: Path, adapter: Path, out: Path, kind: str, force: bool, registry
 
 
 def _merge_tensors(file: GGUFFile, adapter: GGUFFile, scales: dict[str, float], kind: str) -> Writer:
-    """Return a writer of the merged model. It computes the merged tensors when it writes them.
+    """Return a writer of the merged model. The writer computes the merged tensors when it writes them.
 
     `scales` maps the name of each tensor that the adapter changes to the adapter's scale.
     """

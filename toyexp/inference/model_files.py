@@ -61,7 +61,7 @@ def newest_checkpoint(path: Path) -> Path | None:
 
 
 def checkpoint_gguf(path: Path, registry: Registry | None = None) -> Path:
-    """Convert a checkpoint to a float32 GGUF file, which is deleted when the process exits; return its path."""
+    """Convert a checkpoint to a float32 GGUF file and return its path. The file is deleted when the process exits."""
     write = partial(_write, path, registry=registry or current_registry())
     return write_once([path / checkpoint.MANIFEST], path, path.name, write)
 

@@ -192,6 +192,6 @@ def _with_reasoning(message: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def control_pattern(tokenizer: Tokenizer) -> re.Pattern[str]:
-    """Return a regular expression that matches each control token of the tokenizer, as spelled in templates."""
+    """Return a regular expression that matches the text of each control token of the tokenizer."""
     literals = sorted((tokenizer.pieces[i] for i in {tokenizer.eos, *tokenizer.controls}), key=len, reverse=True)
     return re.compile("|".join(map(re.escape, literals)))

@@ -1,7 +1,7 @@
 """Child process that renders chat templates: it reads one JSON request per line and answers with one line.
 
-Jinja's sandbox limits neither memory nor time, so the process has a memory limit and the system kills it if one
-rendering takes too long. It imports nothing from toyexp, to start quickly.
+Jinja's sandbox limits neither memory nor time. Therefore the process has a memory limit, and the system kills it if one
+rendering takes too long. This module imports nothing from toyexp, so that the process starts quickly.
 """
 
 from __future__ import annotations

@@ -168,7 +168,10 @@ class Tokenizer(ABC):
     # -- ids to text --------------------------------------------------------------------------------------------
 
     def token_bytes(self, i: int) -> bytes:
-        """Return the bytes that token `i` decodes to, which may be part of a character; b"" for a control token."""
+        """Return the bytes that token `i` decodes to; b"" for a control token.
+
+        A token may begin or end inside a character.
+        """
         if i == self.eos or i in self.controls or i in self.undecoded_ids:
             return b""
         return self.pieces[i].encode() if i in self.user_defined else self._token_bytes(i)

@@ -99,7 +99,7 @@ class Bus:
         self._metrics = None
 
     def call_on_eval(self, run: Run, step: int, metrics: Metrics) -> None:
-        """Call on_eval of all callbacks, which may log further metrics."""
+        """Call on_eval of all callbacks. The callbacks may log further metrics."""
         self._begin(metrics)
         self.hook.on_eval(run=run, step=step, metrics=metrics)
         self._metrics = None

@@ -127,7 +127,7 @@ def _evaluate(stack: Stack, evals: Mapping[int, Callable[[], Iterable[Batch]]]) 
 
 
 def _begin_steps(stack: Stack, requests: Mapping[int, Request]) -> Mapping[int, Answer]:
-    """Launch the training steps that `requests` ask for; return {index of the loop: answer} for all requests.
+    """Launch the requested training steps, and return {index of the loop: answer} for all requests.
 
     An answer is a function. It returns a list of functions that wait for the launched steps and return their metrics,
     or raises the error of the launch.

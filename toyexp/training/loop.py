@@ -1,6 +1,6 @@
 """The training loop of all recipes and engines. It needs no callbacks.
 
-It is a generator: it yields requests for steps and evaluations, which the driver answers.
+The loop is a generator: it yields requests for steps and evaluations, which the driver answers.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ MAX_CONSECUTIVE_SKIPS = 20  # with nonfinite=skip: a run that skips this number 
 
 @dataclass
 class Training:
-    """Training of one run. `outcome` is its progress; for a resumed run, the progress that its checkpoint holds."""
+    """Training of one run. `outcome` is its progress. A resumed run begins with the progress in its checkpoint."""
 
     run: Run
     bus: Bus

@@ -65,7 +65,7 @@ class Launched:
 
 
 class NextSteps:
-    """Queue of the next steps' inputs, which are made before the steps are due.
+    """Queue of the next steps' inputs. It makes inputs before the steps are due.
 
     If the data supports it, several batches are made as one block, which takes little longer than a single batch.
     """

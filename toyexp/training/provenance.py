@@ -71,8 +71,8 @@ def source_digests(prepared: Prepared) -> dict[str, str]:
 def require_same_file(base: Path, status: os.stat_result, digest: str) -> None:
     """Raise RunFailed if the memory-mapped file `base` was modified during the run.
 
-    `status` is its os.stat() and `digest` its fingerprint at the start. A file that was replaced or deleted is not
-    checked.
+    `status` is the os.stat() of the file at the start of the run, and `digest` is its fingerprint at that time. A file
+    that was replaced or deleted is not checked.
     """
     with contextlib.suppress(FileNotFoundError):
         if os.path.samestat(base.stat(), status) and cached_fingerprint(base) != digest:
@@ -99,10 +99,10 @@ class Origin:
     sources: Mapping[str, str] = field(default_factory=dict)  # digests by role
 
     def resolve(self, typed: str) -> str:
-        """Return the path (or glob pattern) `typed` in a form that leads to the run's file from the current directory.
+        """Return `typed`, a path or glob pattern from the run's settings, in a form valid in the current directory.
 
-        `typed` comes from the run's settings. A relative path that exists below the run's `cwd` becomes absolute,
-        unless it leads to the same file from the current directory. Other paths are returned unchanged.
+        A relative path that exists below the run's `cwd` becomes absolute, unless it leads to the same file from the
+        current directory. Other paths are returned unchanged.
         """
         if self.cwd is None or not typed or Path(typed).is_absolute():
             return typed

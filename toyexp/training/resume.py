@@ -1,4 +1,4 @@
-"""Resume a run: find its directory, check that the settings are of the same experiment, restore its state."""
+"""Resume a run: find its directory, check that its settings belong to the same experiment, and restore its state."""
 
 from __future__ import annotations
 

@@ -128,8 +128,7 @@ def _exported_scores(result: Result) -> dict[str, Any]:
 def conclude_failure(prepared: Prepared, run_dir: RunDir, error: BaseException) -> None:
     """Log the traceback of `error`, which ended a run, write result.json if it is missing, and print how to resume.
 
-    An interrupt or a failed rank is printed as one line. In this case, add the command that resumes the run to the
-    line.
+    An interrupt or a failed rank is printed as one line. This line includes the command that resumes the run.
     """
     if isinstance(error, RankFailed):  # the traceback that matters is that of the other rank
         error.args = (f"{error}, at step {prepared.bus.step}" if prepared.bus.step else str(error),)

@@ -35,7 +35,7 @@ class GGUFForm(ABC, Generic[M]):
         """Return the keys `<architecture>.*`, without that prefix, and their values."""
 
     def constants(self, model: M) -> Mapping[str, np.ndarray]:
-        """Return float32 tensors, keyed by name, that the file needs besides `model.tensors()`.
+        """Return float32 tensors that the GGUF file needs besides `model.tensors()`, keyed by name.
 
         They are computed from the model's settings.
         """

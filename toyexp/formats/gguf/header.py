@@ -235,7 +235,7 @@ def check_offsets(
 
 
 class _Label(NamedTuple):
-    """Subject of an error message. It consists of fixed words and a name from the file, which is printed escaped."""
+    """Subject of an error message: fixed words, followed by a name from the file. The name is printed escaped."""
 
     words: str
     name: str

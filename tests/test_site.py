@@ -120,7 +120,7 @@ def test_every_setting_is_documented_with_its_default_and_the_parts_that_read_it
         for name in offers:
             prefix = {"callbacks": f"callbacks.{name}.", "format": ""}.get(kind, f"{kind}.")
             for s in list_settings(registry.get(kind, name)):
-                expected = [prefix + s.name, format_value(s.default) or "empty", s.comment]
+                expected = [prefix + s.name, format_value(s.default) or "empty", s.comment.replace("`", "")]
                 readers = [row[4:] for row in rows if len(row) > 3 and [row[0], row[2], row[3]] == expected]
                 assert [r for r in readers if not r or r == ["all"] or name in r[0].split(", ")], (name, s.name)
                 keys += 1

@@ -232,6 +232,7 @@ def test_a_filter_that_some_runs_of_a_point_match_says_so(page):
 
 
 def test_charts_without_points_keep_their_axes(page):
+    until(page, "document.getElementById('count').textContent == '7 of 7 points'")
     before = axis(page, "xaxis"), axis(page, "yaxis"), axis(page, "yaxis", "speed")
     page.fill("#filter", "nothing is called so")
     until(page, "document.querySelectorAll('#legend button').length == 0")
@@ -366,6 +367,10 @@ def test_a_printed_page_is_light_and_loses_no_column(chromium, swept, tmp_path):
         a.left < b.right - 1 && b.left < a.right - 1 && a.top < b.bottom - 1 && b.top < a.bottom - 1)).length;
     }""")
     assert overlaps == 0
+    assert page.locator("#zooming").is_hidden() and page.locator("#hint").is_hidden()
+    cut = "[...document.querySelectorAll('#legend .label')].filter((e) => e.offsetWidth < e.scrollWidth)"
+    assert page.evaluate(f"{cut}.map((e) => e.textContent).filter((text) => !text.includes('<'))") == []
+    assert page.evaluate("getComputedStyle(document.querySelector('.label')).overflowWrap") == "normal"
     page.evaluate("dispatchEvent(new Event('afterprint'))")
     page.emulate_media(media="screen")
     assert page.evaluate("document.documentElement.dataset.theme") == "dark"

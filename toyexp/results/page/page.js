@@ -359,9 +359,7 @@ function controls() {
     byId(name).checked = state[name];
     byId(name).addEventListener("change", () => {
       state[name] = byId(name).checked;
-      if (name === "xlog" || name === "ylog") resetZoom();
-      else if (name === "bands" || name === "outliers") drawCharts();
-      else drawMain();
+      (name.endsWith("log") ? resetZoom : drawCharts)();
     });
   }
   byId("bands-label").hidden = !data.points.some((_, place) => runsOf(place).length > 1);

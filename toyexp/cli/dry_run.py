@@ -154,16 +154,16 @@ def _run_lines(estimate: Mapping[str, Any]) -> list[str]:
 
 
 def _align(line: str) -> str:
-    """Pad the first word of a line, such as `model`, so that the text after it lines up with the estimate's lines."""
+    """Pad the first word of a line, such as `model`, so that the text after it begins in the same column everywhere."""
     name, _, rest = line.partition(" ")
     return f"{name:<8} {rest.lstrip()}"
 
 
 def _frozen_bytes(prepared: Prepared) -> int:
-    """Return the host memory in bytes that the frozen weights need at least.
+    """Return the minimum host memory, in bytes, that the frozen weights need.
 
-    A tensor that the engine reads in place, from the memory-mapped GGUF file, counts with its size in the file. Any
-    other tensor counts 4 bytes per value. Return 0 for an engine whose device has its own memory.
+    An engine may read a tensor directly from the memory-mapped GGUF file. Such a tensor counts with its size in the
+    file. Any other tensor counts 4 bytes per value. Return 0 for an engine whose device has its own memory.
     """
     engine, size = prepared.config.engine, 0
     in_files = getattr(engine, "packed", True)  # an engine without this setting uses files in place
@@ -175,9 +175,9 @@ def _frozen_bytes(prepared: Prepared) -> int:
 
 
 def _changed_settings(request: Request, composed: Composition) -> list[str]:
-    """Return the overrides to print: the typed choices of parts, and each setting that differs from its default.
+    """Return the overrides to print: the parts that the user chose, and each setting that differs from its default.
 
-    For example, model=gpt2 is a choice of a part; the sizes of the model are then compared with the defaults of gpt2.
+    If the user chose a part, such as model=gpt2, its settings are compared with the defaults of this part.
     """
     chosen = [o for o in request.settings if o.key_or_group in GROUPS and o.key_or_group != "experiment"]
     try:
@@ -188,12 +188,13 @@ def _changed_settings(request: Request, composed: Composition) -> list[str]:
 
 
 def _try_steps(prepared: Prepared, begins: int) -> dict[str, Any]:
-    """Take a few steps, evaluate a few held-out batches and return their times and memory. Discard the weights.
+    """Take a few steps and evaluate a few held-out batches. Return the times and the memory; discard the weights.
 
     `begins` is the step at which the run starts. The keys of the result are:
 
-    - `ready`, `step`, `evaluation`, `seconds`: seconds until the end of the first step, per step, per evaluation, and
-      for everything after the first step
+    - `ready`: seconds until the end of the first step
+    - `step`, `evaluation`: seconds per step and per evaluation
+    - `seconds`: seconds for everything after the first step
     - `evaluations`, `steps`: number of evaluations in the whole run, and number of steps taken here
     - `learned`: mean number of targets with a loss per step
     - `device_bytes`, `process_bytes`: peak memory on the device, and of this process
@@ -233,7 +234,7 @@ def _try_steps(prepared: Prepared, begins: int) -> dict[str, Any]:
 
 
 def _time_evaluation(prepared: Prepared, stepper: EngineStepper) -> float:
-    """Time some of the held-out batches and return an estimate of the seconds of a whole evaluation."""
+    """Time the evaluation of some held-out batches. Return an estimate of the seconds for all held-out batches."""
     held_out = prepared.batches.held_out()
     if not len(held_out):  # the warnings of the run say that there is no held-out data
         return 0.0
@@ -255,7 +256,10 @@ def _time_evaluation(prepared: Prepared, stepper: EngineStepper) -> float:
 
 @dataclass
 class Shape:
-    """Group of jobs whose steps should need equal time and memory: they differ only in settings such as the seed."""
+    """Group of jobs whose steps should need equal time and memory.
+
+    The jobs of a group differ only in settings that do not change time or memory, such as the seed.
+    """
 
     settings: list[str]  # overrides that distinguish this group from others
     jobs: list[Job]
@@ -362,8 +366,8 @@ def _try_job(shape: Shape, runner: Runner, root: Path) -> None:
 def _trial_words(job: Job, runner: Runner, root: Path) -> list[str]:
     """Return the words of the command line that runs a job, without --dry-run.
 
-    If the job has a checkpoint in the sweep's directory `root`, the words resume the job. Otherwise they start it with
-    its overrides.
+    If the job has a checkpoint in the sweep's directory `root`, this command line resumes the job. Otherwise it starts
+    the job with its overrides.
     """
     spec = runner.request.spec
     if job.directory and checkpoint.list_checkpoints(root / job.directory / "checkpoints"):

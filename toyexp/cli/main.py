@@ -1,4 +1,4 @@
-"""The command line: `toyexp [key=value ...]` trains, `-m` sweeps, and sub-commands do the rest."""
+"""The command line: `toyexp [key=value ...]` trains a run, `-m` runs a sweep, `toyexp COMMAND` runs a sub-command."""
 
 from __future__ import annotations
 

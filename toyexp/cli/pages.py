@@ -65,9 +65,9 @@ def read_page(topic: str) -> str:
 def search(words: str) -> list[tuple[str, int, str]]:
     """Search the pages for the text `words`; return (topic, line number, line) for each page that has it, best first.
 
-    The line is the page's highest heading that contains the text, or if no heading does, the first line that does. If
-    the text is a key of a setting, such as `optim`, the page about this key comes first. The other pages are sorted by
-    the level of their heading, then by the number of lines that contain the text.
+    The line is the page's highest heading that contains the text. If no heading contains it, the line is the first that
+    does. If the text is a key of a setting, such as `optim`, the page about this key comes first. The other pages are
+    sorted by the level of their heading, then by the number of lines that contain the text.
     """
     results, pattern = [], re.compile(rf"(?<!\w){re.escape(words)}", re.IGNORECASE)
     for topic in topics():
@@ -244,7 +244,10 @@ def _choices(registry: Registry) -> Iterator[str]:
 
 
 def run_hints(result: Result, is_first: bool) -> list[str]:
-    """Return lines with a command to try after a run, or with several if `is_first` (no run was here before)."""
+    """Return lines with a command to try after a run.
+
+    If `is_first` is True, because there was no run here before, return lines with several commands.
+    """
     run = shlex.quote(short_path(result.dir))
     written = any(path.suffix == ".gguf" for path in result.artifacts)
     if not is_first:
@@ -260,7 +263,7 @@ def run_hints(result: Result, is_first: bool) -> list[str]:
 def doctor_hints(engines: Sequence[str]) -> list[str]:
     """Return lines with commands to try next, given the names of the engines that work here.
 
-    `engines` begins with the one that engine=auto selects. If it is empty, the commands install engines.
+    `engines` begins with the engine that engine=auto selects. If `engines` is empty, the commands install engines.
     """
     if not engines:
         return _next([

@@ -110,11 +110,11 @@ class Measured:
 
 
 def compare(runs: Mapping[str, Prepared], limits: Mapping[str, float], watch: Callable[[str], None]) -> Report:
-    """Train on each engine, compare each with the first, and return the report.
+    """Train on each engine, compare each engine with the first one, and return the report.
 
-    `runs` is keyed by engine. `limits` has tolerances that replace the defaults, keyed by a name in LIMITS. Before each
-    engine starts, call `watch` with lines that describe the engine. Raise UserError for fewer than two engines, and
-    RunFailed if initial weights differ between engines.
+    The keys of `runs` are engines. `limits` has tolerances that replace the defaults; its keys are names in LIMITS.
+    Before an engine starts, call `watch` with lines that describe the engine. Raise UserError for fewer than two
+    engines, and RunFailed if initial weights differ between engines.
     """
     if len(runs) < 2:
         raise UserError(f"engine={','.join(runs)}: parity needs two or more engines: engine=cpu,ggml")
@@ -144,7 +144,10 @@ def compare(runs: Mapping[str, Prepared], limits: Mapping[str, float], watch: Ca
 
 
 def measure(prepared: Prepared, batches: Batches) -> Measured:
-    """Train on one engine, with the run's learning rate schedule but without evaluations, and return the results."""
+    """Train on one engine and return the results.
+
+    The learning rate follows the run's schedule. There are no evaluations.
+    """
     plan, config, settings = prepared.plan, prepared.config, prepared.config.settings
     with start_session(config.recipe, config.engine, plan) as session:
         run = Run(settings.name, Path(), settings.seed, settings.steps, settings.lr, config.plain,
@@ -294,7 +297,7 @@ def run(arguments: Arguments) -> int:
 
 
 def _require_schedules(request: Request) -> None:
-    """Raise UserError if a typed setting belongs to a callback that does not set the learning rate.
+    """Raise UserError if the user set an option of a callback that does not change the learning rate.
 
     Such callbacks have no effect in `toyexp parity`.
     """

@@ -79,7 +79,7 @@ def _list(registry: Registry) -> None:
 
 
 def broken_engines(registry: Registry) -> Iterator[str]:
-    """Yield a line for each package that is installed but cannot be imported, with the engines that need it.
+    """Yield a line for each package that is installed but cannot be imported, with the engines that need the package.
 
     The form of a line is `engine=cpu,cuda: REASON`.
     """

@@ -145,7 +145,10 @@ def row(run: Run, scores: Sequence[str]) -> list[str]:
 
 
 def format_time(when: str) -> str:
-    """Return an ISO 8601 time as local time, such as 2026-11-21 05:50; any other text unchanged; "-" for ""."""
+    """Return an ISO 8601 time as local time, such as 2026-11-21 05:50.
+
+    Return "-" for an empty text, and any other text unchanged.
+    """
     try:
         return datetime.fromisoformat(when).astimezone().strftime("%Y-%m-%d %H:%M")
     except ValueError:
@@ -153,7 +156,7 @@ def format_time(when: str) -> str:
 
 
 def fit_rows(rows: Sequence[Sequence[str]]) -> tuple[list[list[str]], list[str]]:
-    """Drop columns of a table, and shorten the column `state`, until it fits the terminal.
+    """Drop columns of a table, and shorten the column `state`, until the table fits the terminal.
 
     The first of `rows` has the column heads. Columns with the same value for all runs are dropped first. The columns in
     DROP_ORDER come next, because the path of a run shows most of their values too. Return the shortened rows, and notes

@@ -1,4 +1,4 @@
-"""Compare runs: which settings differ, and how good each combination of settings is on average over its seeds."""
+"""Compare runs: find the settings that differ, and average each combination of settings over its seeds."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ POOLED_KEYS = ("seed", "name", "plugins", "callbacks", "checkpoint_every", "chec
 class Entry:
     """A run in a comparison.
 
-    `overrides`, such as ["lr=0.1"], holds the run's values of the settings, other than the seed, that differ between
-    runs.
+    `overrides`, such as ["lr=0.1"], holds this run's values of the settings that differ between the compared runs. The
+    seed is not among them.
     """
 
     number: int
@@ -45,12 +45,12 @@ class Entry:
 
     @cached_property
     def facts(self) -> dict[str, Any]:
-        """Facts about the run's data, engine and machine, from its first event."""
+        """Facts about the run's data, engine and machine, from the first event in its events.jsonl."""
         return read_run_facts(self.run.path)
 
     @cached_property
     def sources(self) -> Mapping[str, str]:
-        """Digests of the data and files that the run read, keyed by their subject (`data`, `base`, ...)."""
+        """Digests of the data and files that the run read. The keys name what was read: `data`, `base`, ..."""
         return read_origin(self.run.path).sources
 
 
@@ -114,9 +114,9 @@ class Comparison:
         return list(dict.fromkeys(name for entry in self.entries for name in entry.run.scores))
 
     def label(self, entry: Entry, brief: bool = False) -> str:
-        """Return the label of an entry's point: its differing settings with short keys, such as `lr=0.01  rank=8`.
+        """Return the label of a run's point: its settings that differ from other points, such as `lr=0.01  rank=8`.
 
-        If `brief`, names of models, recipes and other parts stand without their key.
+        If `brief`, models, recipes and other parts have only their name, without `model=` or `recipe=`.
         """
         pairs = zip(self.keys, short_keys(self.keys), strict=True)
         values = [(key, word, entry.settings[key]) for key, word in pairs if key in entry.settings]
@@ -158,10 +158,10 @@ class Comparison:
 
 
 def varying_keys(run_settings: Sequence[Mapping[str, str]]) -> list[str]:
-    """Return the keys of the settings that have several values in `run_settings`, the settings of each run.
+    """Return the keys of the settings that differ between runs; `run_settings` holds the settings of each run.
 
-    Keys of parts, such as `model`, come first. A run that lacks a setting does not count as different. For example,
-    recipe.rank exists only in runs with recipe=lora.
+    Keys of parts, such as `model`, come first. A setting does not differ merely because some runs lack it. For example,
+    only runs with recipe=lora have recipe.rank.
     """
     keys = list(dict.fromkeys(key for settings in run_settings for key in settings))
     varying = [key for key in keys if len({settings[key] for settings in run_settings if key in settings}) > 1]
@@ -169,9 +169,10 @@ def varying_keys(run_settings: Sequence[Mapping[str, str]]) -> list[str]:
 
 
 def group_keys(keys: Sequence[str], entries: Sequence[Entry]) -> tuple[list[str], dict[str, list[str]]]:
-    """Group keys whose values change together from run to run.
+    """Group keys whose values always change together: whenever one of them differs between two runs, all of them do.
 
-    Return the first key of each group, and a dict that maps this key to the other keys of its group, if there are any.
+    Return the first key of each group. Also return a dict that maps the first key to the other keys of its group, if
+    there are any.
     """
     leaders: dict[tuple[int, ...], str] = {}
     linked_keys: dict[str, list[str]] = {}
@@ -185,7 +186,7 @@ def group_keys(keys: Sequence[str], entries: Sequence[Entry]) -> tuple[list[str]
 
 
 def _mark_sources(entries: Sequence[Entry]) -> None:
-    """If runs read different data or files, add the digests of these to the settings of the runs.
+    """If runs read different data or files, add digests of the data and files to the settings of the runs.
 
     Runs that read different files then form different points.
     """
@@ -200,7 +201,7 @@ def _mark_sources(entries: Sequence[Entry]) -> None:
 
 
 def _mark_owners(entries: Sequence[Entry]) -> None:
-    """Add the setting `whose` to separate runs of different people, which would otherwise count as repeats.
+    """Add the setting `whose`, so that runs of different people do not count as repeats of one run.
 
     The value for a run is the first of these that applies:
 
@@ -211,9 +212,9 @@ def _mark_owners(entries: Sequence[Entry]) -> None:
       different seeds
     - the name of the run's own directory
 
-    The setting is added only if its value differs between runs with equal settings and seed. If the runs lie in
-    different directories, it is also added if its value differs between runs with equal settings that were started in
-    different directories.
+    The setting is added only if its value differs between runs with equal settings and seed. There is one other case,
+    if the runs lie in different directories: it is also added if its value differs between runs with equal settings
+    that were started in different directories.
     """
     known_entries = [entry for entry in entries if entry.has_settings]
     groups: dict[str, list[Entry]] = {}
@@ -241,10 +242,10 @@ def _mark_owners(entries: Sequence[Entry]) -> None:
 
 
 def _read_settings(run: Run) -> dict[str, str]:
-    """Return the settings of a run by key, with the chosen engine instead of engine=auto.
+    """Return the settings of a run by key. For engine=auto, return the engine that was chosen.
 
-    An added key `schedule` names the callbacks that scale the learning rate or another number: of all callbacks, only
-    these make runs differ.
+    The key `schedule` is added. It names the callbacks that scale the learning rate or another number, because other
+    callbacks do not make runs differ.
     """
     settings = dict(setting_texts(run.path))
     if settings.get("engine") == "auto" and run.engine:

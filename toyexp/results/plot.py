@@ -77,9 +77,9 @@ class Line:
 
 @use_plot_style()
 def draw_sheet(comparison: Comparison, title: str, search: Path | None = None) -> Sheet:
-    """Draw the compared runs, or a search if `search` is the directory of one; `title` names the directories.
+    """Draw the compared runs, or the search in the directory `search`. `title` names the directories of the runs.
 
-    Raise UserError if no run has a final metric, Unavailable without matplotlib.
+    Raise UserError if no run has a final metric, and Unavailable without matplotlib.
     """
     if search and (result := Search.read(search)):
         unit = describe_unit(next(find_runs(search), search), result.metric)
@@ -123,7 +123,10 @@ def describe_unit(run: Path, metric: str) -> str:
 
 
 def describe_sweep(comparison: Comparison) -> str:
-    """Return a title with the settings that differ, their values if they are few, and the number of seeds."""
+    """Return a title for the plot of a sweep, with the settings that differ and the number of seeds.
+
+    The values of a setting are listed if there are few of them.
+    """
     seeds = {entry.settings["seed"] for entry in comparison.entries if "seed" in entry.settings}
     seed_text = [f"{len(seeds)} seeds"] if len(seeds) > 1 else []
     names = short_keys(comparison.keys)
@@ -135,7 +138,10 @@ def describe_sweep(comparison: Comparison) -> str:
 
 
 def format_mean(mean: float, deviation: float | None) -> str:
-    """Format `mean ± deviation`, both with the decimals that give the deviation two significant digits."""
+    """Format the text `mean ± deviation`.
+
+    The deviation has two significant digits, and the mean has as many decimals as the deviation.
+    """
     if not deviation:
         return f"{mean:.5g}"
     decimals = max(1 - math.floor(math.log10(deviation)), 0)
@@ -155,7 +161,11 @@ def _format_values(values: Sequence[str]) -> str:
 
 
 def _footer(comparison: Comparison, source: str, total: int) -> str:
-    """Return the line below the title: settings that all runs share, and notes about omitted runs."""
+    """Return the line below the title.
+
+    It names the directories of the runs and the settings that all runs share. It also has notes, for example on omitted
+    runs.
+    """
     runs = [entry.run for entry in comparison.entries]
     parts = [source, pluralise(total, "run")]
     if len(runs) < total:
@@ -174,20 +184,23 @@ def _footer(comparison: Comparison, source: str, total: int) -> str:
 
 
 def _read_curve(history: History, column: str) -> Steps:
-    """Return the values of the metric by step; a training loss is averaged over bins of steps."""
+    """Return the values of the metric by step. Training losses are averaged over bins of steps."""
     curve = history.held_out_curve(column.removeprefix("held-out "))
     steps, values = average_bins(history.curve("loss"), CURVE_POINTS) if column == TRAIN else curve
     return dict(zip(steps.round().astype(int).tolist(), values.tolist(), strict=True))
 
 
 def _average(curves: Sequence[Steps]) -> Steps:
-    """Return the mean of the curves by step, at the steps that all curves have."""
+    """Return the mean of the curves at each step that all curves have."""
     common = set.intersection(*(set(curve) for curve in curves)) if curves else set()
     return {at: statistics.fmean(curve[at] for curve in curves) for at in sorted(common)}
 
 
 def _limits(lines: Sequence[Line], column: str) -> tuple[float, float]:
-    """Return the lowest and highest value to show; the range excludes losses far above all initial losses."""
+    """Return the lowest and highest value to show.
+
+    Losses that are far above the initial losses of all runs are not shown.
+    """
     all_values = [value for line in lines for value in line.values]
     if not all_values:  # no run recorded events
         return -math.inf, math.inf
@@ -237,8 +250,8 @@ def _draw_ends(
 ) -> None:
     """Draw a row for the final metric of each `named` point, the best at the top.
 
-    A row shows the values of the seeds, their mean and standard deviation, and the settings. Below, one more row shows
-    the range of all points of `rest`, and another names the runs in `stopped`, which did not complete.
+    A row shows the final metric for each seed, their mean and standard deviation, and the settings. One more row shows
+    the range of all points of `rest`. Another row names the runs in `stopped`, which did not complete.
     """
     axes.grid(visible=False)
     axes.grid(axis="x")

@@ -27,7 +27,7 @@ RASTER_TRIALS = 500  # with more trials, an SVG contains the dots as a bitmap
 
 @dataclass(frozen=True)
 class Trial:
-    """A trial of a search: the tried values by setting, and the resulting score."""
+    """A trial of a search: a value for each searched setting, and the score that the trial reached."""
 
     number: int
     values: Mapping[str, Any]
@@ -133,9 +133,10 @@ def _footer(search: Search, source: str, keys: Sequence[str]) -> list[str]:
 
 
 def _limits(scores: Sequence[float], falls: bool) -> tuple[float, float]:
-    """Return the lowest and highest metric to show. Trials outside are drawn at the edge.
+    """Return the lowest and highest metric to show. Trials outside these limits are drawn at the edge.
 
-    The limits leave out trials that are much worse than the better half. `falls` is True if a lower metric is better.
+    The limits leave out trials that are much worse than the better half of the trials. `falls` is True if a lower
+    metric is better.
     """
     sign = 1 if falls else -1
     costs = sorted(sign * score for score in scores)

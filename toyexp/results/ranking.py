@@ -1,4 +1,7 @@
-"""Rank the jobs of a sweep by a metric. Jobs that differ only in their seed form a point, ranked by their mean."""
+"""Rank the jobs of a sweep by a metric.
+
+Jobs that differ only in their seed form a point. Points are ranked by the mean over their jobs.
+"""
 
 from __future__ import annotations
 
@@ -61,7 +64,10 @@ class Point(Generic[J]):
 
 
 def job_sources(job: Scored) -> Mapping[str, str]:
-    """Return the digests of the data and files that a job read, keyed by their subject; {} if it recorded none."""
+    """Return the digests of the data and files that a job read; {} if the job recorded none.
+
+    The keys name what was read, such as `data`.
+    """
     return job.result.get("sources") or {}
 
 
@@ -77,18 +83,21 @@ class Ranking(Generic[J]):
 
     @property
     def best(self) -> Point[J] | None:
-        """The best point; None if no point has a result or the data differ between points."""
+        """The best point; None if no point has a result or the points used different data."""
         return self.points[0] if self.points and self.points[0].values and not self.differing_data else None
 
     @cached_property
     def differing_data(self) -> list[str]:
-        """Names of the digests (`data`, `text`, ...) that differ between points; [] if losses are comparable."""
+        """Names of the digests (`data`, `text`, ...) that differ between points.
+
+        The list is empty if losses are comparable.
+        """
         sources = [job_sources(point.jobs[0]) for point in self.points if point.values]
         differ = [role for role in DATA if len({digests[role] for digests in sources if role in digests}) > 1]
         return differ if "data" in differ else []
 
     def notes(self) -> list[str]:
-        """Return notes about data and files that a reader of the numbers must know."""
+        """Return notes about changed or differing data and files, and about points that are equally good."""
         notes = []
         if changed := " and ".join(self.changed_sources):
             notes.append(f"{changed} changed between runs of equal settings, which form separate points")

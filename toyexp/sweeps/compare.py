@@ -83,7 +83,10 @@ class ComparisonAnswer(Answer):
 
     @property
     def _steps_head(self) -> str:
-        """Header of the column with the number of steps; it differs from the key `steps`, which may be a column too."""
+        """Header of the column with the number of trained steps.
+
+        It is "steps taken" if the setting `steps` has a column too, otherwise "steps".
+        """
         return "steps taken" if "steps" in self.comparison.keys else "steps"
 
     def _row(self, point: Point[Entry], scores: list[str]) -> list[str]:
@@ -103,7 +106,10 @@ class ComparisonAnswer(Answer):
         return [*cells, counts, steps_text, str(point), *map(format_metric, other_means), speed_text, mark]
 
     def csv(self) -> str:
-        """Return CSV with a row for each run, the runs of the best point first."""
+        """Return CSV with a row for each run.
+
+        Rows are sorted by the mean of the metric over the runs that differ only in their seed, the best first.
+        """
         comparison = self.comparison
         heads = ["run", "name", *comparison.keys, "seed", "state", self._steps_head, "held-out loss",
                  *(f"held-out {n}" for n in comparison.scores), TRAIN, "seconds", "speed", "counted",

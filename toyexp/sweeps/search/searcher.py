@@ -68,7 +68,8 @@ class Search(JobSource):
     def check(self, configs: JobConfigs, is_new: bool) -> Mapping[int, UserError]:
         """Check the values of the search space and the metric, and raise UserError for any error.
 
-        The returned dict is empty: unlike other sweeps, a search does not start with invalid values.
+        The returned dict, which would list invalid jobs, is always empty: a search does not start if any value is
+        invalid.
         """
         show_status("checking the values of the search")
         for error in check_values(self.samples, configs).values():
@@ -93,7 +94,7 @@ class Search(JobSource):
     def remaining_jobs(self) -> list[Job]:
         """Return the jobs that are left to run.
 
-        If the search has not chosen a job's values yet, the job has example values from the search space.
+        If Optuna has not chosen the values of a job yet, the job has example values from the search space instead.
         """
         more = self.all_jobs()[len(self.jobs) :]
         pairs = zip(more, itertools.cycle(self.samples), strict=False)
@@ -132,10 +133,11 @@ class Search(JobSource):
     # -- the next job --
 
     def next(self) -> Job | None:
-        """Return a job to resume, another seed of a trial, the first job of a new trial, or None if no job is left.
+        """Return the next job to run, or None if no job is left.
 
-        With pruning, the further jobs of a trial wait until its first job has completed without being pruned, or until
-        no new trials are left.
+        It is a job to resume, another seed of an earlier trial, or the first job of a new trial. With pruning, the
+        first job of a trial runs before the others. They wait until it has completed without being pruned, or until no
+        new trials are left.
         """
         return (
             super().next()
@@ -158,7 +160,10 @@ class Search(JobSource):
         return self._add(trial, self._study.ask(trial), 0) if trial < self._points else None
 
     def may_retry(self, job: Job) -> bool:
-        """Return True if the machine caused the failure (for example a full disk), so that sweep.retry=true applies."""
+        """Return True if sweep.retry=true runs the job again.
+
+        In a search, this holds only if the machine caused the failure, for example a full disk.
+        """
         return job.is_machine_error  # other failures are results that the search has used
 
     def _add(self, trial: int, words: list[str], repeat: int) -> Job:
@@ -176,9 +181,10 @@ class Search(JobSource):
     # -- one job --
 
     def environment(self, job: Job) -> Mapping[str, str]:
-        """Return the environment variables that make a job's process prune its run.
+        """Return the environment variables that make the process of a job prune its run.
 
-        There are none without pruning, or if the job is not the first of its trial: only the first job can be pruned.
+        Return an empty dict if the search does not prune, or if the job is not the first of its trial: only the first
+        job can be pruned.
         """
         assert self._study is not None and job.trial is not None
         if not self._settings.prune or self._group_by_trial()[job.trial][0] is not job:
@@ -190,8 +196,8 @@ class Search(JobSource):
     def record_end(self, job: Job) -> None:
         """Record that a job has ended, and report its trial to the study if the trial is finished.
 
-        A trial's score is the mean over its jobs; it has none if a job failed or was pruned. A completed job without
-        the metric counts as failed.
+        A trial's score is the mean over its jobs. If a job failed or was pruned, its trial has no score. A completed
+        job without the metric counts as failed.
         """
         assert self._study is not None and job.trial is not None
         if job.status == Status.COMPLETED and self._score(job) is None:
@@ -220,7 +226,7 @@ class Search(JobSource):
     # -- results --
 
     def all_jobs(self) -> list[Job]:
-        """Return the jobs so far, then a job without overrides for each job that the search has not chosen yet."""
+        """Return the jobs so far. Add a job without overrides for each job that the search has not chosen yet."""
         by_trial = self._group_by_trial()
         more = sum(
             self._settings.repeats - len(jobs) for jobs in by_trial.values() if not self._is_finished_trial(jobs)

@@ -20,8 +20,6 @@ from toyexp.sweeps.directory import (
     score_names,
 )
 
-REASON = 40  # characters of an error message in the table
-
 
 def print_table(jobs: Sequence[Job], folder: SweepDir | None) -> None:
     """Print a table of the jobs, the best first. The row of a failed job shows its error, in full below the table.
@@ -84,7 +82,6 @@ def short_reason(error: str) -> str:
     """Return the first clause of an error message, and if the message begins with a step, its number at the end."""
     step = re.match(r"(step \d+) \(.*?\): ", error)
     clause = re.split(r"; | and the gradient norm ", error[step.end() :] if step else error)[0]
-    clause = clause if len(clause) <= REASON else f"{clause[: REASON - 3]}..."
     return f"{clause} ({step[1]})" if step else clause
 
 

@@ -75,6 +75,18 @@ def test_a_diverged_run_is_marked_and_counted(here, capsys):
     assert [point["counted"] for point in result["points"]] == [2] * 4
 
 
+def test_reasons_for_failures_stand_below_the_table_and_equal_ones_once(here, capsys):
+    for number in (0, 1):
+        path = here / f"outputs/sweep/{number}/result.json"
+        error = f"RunFailed: step 2: the loss is nan; {'try a lower lr, ' * 9}or nonfinite=skip"
+        path.write_text(json.dumps({**json.loads(path.read_text()), "reason": "errored", "error": error}))
+    lines = run_command(capsys, "runs", "outputs/sweep").splitlines()
+    assert sum(" failed  " in line for line in lines) == 2 and "RunFailed" not in "\n".join(lines)
+    assert [line for line in lines if "nan" in line] == [
+        f"failed: outputs/sweep/1: {error.removeprefix('RunFailed: ')}"
+    ]
+
+
 def test_a_run_is_unreadable_only_if_its_settings_are(here, capsys):
     for name, file in (("0", "events.jsonl"), ("1", "config.yaml")):
         (here / "outputs/sweep" / name / file).unlink()
@@ -170,7 +182,7 @@ def test_a_single_run_has_no_note_of_common_values(here, capsys, monkeypatch):
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
     monkeypatch.setenv("COLUMNS", "70")
     lines = run_command(capsys, "runs", "seed=9").splitlines()
-    assert lines[-1] == "1 of 9 runs: 1 killed" and lines[-2].startswith("columns left out to fit the terminal: ")
+    assert lines[-1] == "1 of 9 runs: 1 killed" and "columns left out to fit the terminal: " in "\n".join(lines)
     assert "same for all runs" not in "\n".join(lines)
 
 

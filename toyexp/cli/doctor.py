@@ -16,7 +16,6 @@ from toyexp.base.errors import Unavailable, UserError
 from toyexp.base.files import working_directory
 from toyexp.base.formatting import align_columns
 from toyexp.base.packages import explain_import_error
-from toyexp.base.tables import wrap_columns
 from toyexp.base.terminal import print_output
 from toyexp.cli.bench_stepper import RUN_ONLY_KEYS, parse_engines, prepare_runs
 from toyexp.cli.pages import doctor_hints
@@ -77,13 +76,13 @@ def run(arguments: Arguments) -> int:
     working = []
     for offer in registry.engines():
         status = verdict(offer)
-        print_output(wrap_columns(f"  {offer.name:<{width}}  {status}"))
+        print_output(f"  {offer.name:<{width}}  {status}")
         working += [offer.name] if status.startswith("PASS") else []
     for line in missing_packages(registry):
-        print_output(wrap_columns(f"  {line}"))
+        print_output(f"  {line}")
     for problem in registry.problems:
-        print_output(wrap_columns(f"  broken plugin {problem.plugin} ({problem.package}): {problem.reason}"))
-    print_output(wrap_columns("\n".join(doctor_hints(working))))
+        print_output(f"  broken plugin {problem.plugin} ({problem.package}): {problem.reason}")
+    print_output("\n".join(doctor_hints(working)))
     return 0
 
 

@@ -18,9 +18,10 @@ from typing import IO, Any
 import numpy as np
 
 from toyexp.base.errors import RunFailed, UserError
-from toyexp.base.formatting import align_columns, format_bytes, format_count, format_duration, pluralise, short_path
+from toyexp.base.formatting import format_bytes, format_count, format_duration, pluralise, short_path
 from toyexp.base.memory import available_bytes, convert_memory_errors
 from toyexp.base.ownership import require_empty
+from toyexp.base.tables import fit_table
 from toyexp.base.terminal import print_error, print_line, print_output, show_status
 from toyexp.base.writing import dump_json
 from toyexp.cli.bench import step_flops
@@ -65,7 +66,8 @@ def dry_run(request: Request, resume: str | None, as_json: bool) -> int:
     with convert_memory_errors():
         estimate = _estimate_run(request, composed, prepared, directory, resumed)
     show_status("")
-    print_output(dump_json(estimate, indent=2) if as_json else "\n".join(_run_lines(estimate)))
+    for line in [dump_json(estimate, indent=2)] if as_json else _run_lines(estimate):
+        print_output(line)
     return 0
 
 
@@ -130,10 +132,8 @@ def _run_lines(estimate: Mapping[str, Any]) -> list[str]:
     took = f"{pluralise(estimate['steps'], 'step')} of {format_duration(tried['step'])}"
     if tried["evaluations"]:
         took += f" and {pluralise(tried['evaluations'], 'eval')} of {format_duration(tried['evaluation'])}"
-    per_step, in_all = (
-        format_count(estimate["units_per_step"]),
-        format_count(estimate["steps"] * estimate["units_per_step"]),
-    )
+    per_step = format_count(estimate["units_per_step"])
+    in_all = format_count(estimate["steps"] * estimate["units_per_step"])
     lines = [
         *([f"settings {' '.join(estimate['settings'])}"] if estimate["settings"] else []),
         *map(_align, estimate["about"]),
@@ -289,7 +289,8 @@ def dry_run_sweep(runner: Runner, as_json: bool) -> int:
         show_status("")
         if any(shape.estimate for shape in shapes):
             estimate = _sum_jobs(shapes, runner, root)
-            print_output(dump_json(estimate, indent=2) if as_json else "\n".join(_sweep_lines(estimate, runner)))
+            for line in [dump_json(estimate, indent=2)] if as_json else _sweep_lines(estimate, runner):
+                print_output(line)
         return 1 if 1 in codes else max(codes)
     finally:
         runner.close()
@@ -425,12 +426,8 @@ def _sum_jobs(shapes: Sequence[Shape], runner: Runner, root: Path) -> dict[str, 
 
 def _sweep_lines(estimate: Mapping[str, Any], runner: Runner) -> list[str]:
     """Return the estimate of a sweep as lines of text to print."""
-    shapes, search, unmeasured, prune = (
-        estimate["shapes"],
-        estimate["search"],
-        estimate["not_tried"],
-        runner.request.settings.prune,
-    )
+    shapes, search, unmeasured = estimate["shapes"], estimate["search"], estimate["not_tried"]
+    prune = runner.request.settings.prune
     jobs, how = pluralise(estimate["jobs"], "job"), runner.launcher.describe(estimate["at_once"])
     lines = [f"sweep    {short_path(Path(estimate['directory']))}, {jobs}, {how} ({estimate['launcher']})"]
     lines += [f"settings {' '.join(estimate['settings'])}"] if estimate["settings"] else []
@@ -440,16 +437,14 @@ def _sweep_lines(estimate: Mapping[str, Any], runner: Runner) -> list[str]:
         lines.append(f"varies   {key}={','.join(values[:12])}{more}")
     lines += map(_align, shapes[0]["about"])
     head = ["jobs", "parameters", "trainable", "memory", "peak", "step", "eval", "GFLOP/step", "start", "settings"]
-    lines += ["", *align_columns([head, *map(_row, shapes)], right=range(9)), ""]
+    expendable = ["GFLOP/step", "trainable", "start", "eval", "peak", "parameters"]
+    lines += ["", *fit_table([head, *map(_row, shapes)], head[:9], expendable), ""]
     if unmeasured:
         mean = f"each counts as the mean job of the {len(shapes)} measured groups"
         lines.append(f"guessed  {pluralise(len(unmeasured), 'job')} in other groups were not measured: {mean}")
     seconds = estimate["seconds_of_jobs"].values()
-    per_job = (
-        format_duration(min(seconds))
-        if max(seconds) < 1.05 * min(seconds)
-        else f"{format_duration(min(seconds))} to {format_duration(max(seconds))}"
-    )
+    per_job = format_duration(min(seconds))
+    per_job += "" if max(seconds) < 1.05 * min(seconds) else f" to {format_duration(max(seconds))}"
     points = "the search has chosen no trials yet: the jobs above have the ends of each interval and each listed value"
     notes = [
         runner.launcher.caveat(estimate["at_once"]),

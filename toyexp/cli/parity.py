@@ -16,6 +16,7 @@ from toyexp.base.attribution import call_for_lines
 from toyexp.base.drawing import check_plot_path
 from toyexp.base.errors import RunFailed, UserError
 from toyexp.base.formatting import align_columns, format_bytes
+from toyexp.base.tables import fit_table
 from toyexp.base.terminal import print_output
 from toyexp.base.writing import dump_json
 from toyexp.cli.bench_stepper import RUN_ONLY_KEYS, parse_engines, prepare_runs
@@ -342,14 +343,14 @@ def summary(report: Report, every_tensor: bool = False) -> list[str]:
     for rounds_to, limits in {engine.rounds_to: engine.tolerances for engine in report.engines}.items():
         loss, gradient, weights = (f"{getattr(limits, quantity):.1e}" for quantity in LIMITS)
         rows.append((f"tolerance, {rounds_to}", loss, "", "", "", gradient, weights, ""))
-    lines = ["", *align_columns(rows, right=range(1, 8))]
+    lines = ["", *fit_table(rows, head, ["of norm", "mean", "mean", "relative"])]
     for engine in report.engines:
         shown = engine.tensors if every_tensor else engine.tensors[:TENSORS_SHOWN]
         count = f"{len(shown)} of {len(engine.tensors)} tensors"
         rows = [(f"{engine.engine}, {count}", "gradient", "cosine", "weights", "of norm")]
         for t in shown:
             rows.append((t.name, f"{t.gradient:.1e}", f"{t.cosine:.6f}", f"{t.weights:.1e}", f"{t.of_norm:.1e}"))
-        lines += ["", *align_columns(rows, right=range(1, 8))]
+        lines += ["", *fit_table(rows, rows[0][1:], ["of norm", "cosine"])]
     lines.append("")
     if report.within:
         return [*lines, f"within the tolerances, {report.steps} steps"]

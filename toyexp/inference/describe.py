@@ -20,7 +20,9 @@ from typing import Any, cast
 import numpy as np
 
 from toyexp.base.errors import UserError, printable
-from toyexp.base.formatting import align_columns, format_bytes, format_count, pluralise
+from toyexp.base.formatting import format_bytes, format_count, pluralise
+from toyexp.base.tables import align_table, fit_table
+from toyexp.base.terminal import text_width
 from toyexp.formats.file_plan import check_adapter
 from toyexp.formats.gguf.ggml_types import FAST_CHECK_TYPES
 from toyexp.formats.gguf.header import GGUFError, source_path
@@ -42,7 +44,6 @@ from toyexp.reference.forward_listing import BLOCK, Listing, WeightInfo, listing
 from toyexp.tokenizers.tokenizer import CONTROL, Tokenizer
 
 LOCATION = ("offset", "bytes")  # columns: where a tensor lies in the file
-WIDTH = 110  # columns after which lines are wrapped
 SPECIAL = ("bos", "eos", "eot", "eom", "unknown", "seperator", "padding", "mask")  # llama.cpp's spelling of the keys
 
 
@@ -111,10 +112,10 @@ class Description(Answer):
                 [printable(t["name"], 64), " x ".join(map(str, t["shape"])), *(str(t[k]) for k in ("type", *LOCATION))]
                 for t in self.tensors
             ]
-            lines += ["", *align_columns([["tensor", "shape", "type", *LOCATION], *table], right=(3, 4))]
+            lines += ["", *fit_table([["tensor", "shape", "type", *LOCATION], *table], LOCATION, [*LOCATION, "type"])]
         if self.metadata:
             keys = [[printable(key, 90), _short(value)] for key, value in self.metadata.items()]
-            lines += ["", *align_columns([["key", "value"], *keys])]
+            lines += ["", *align_table([["key", "value"], *keys], ())]
         if self.forward:
             operations = self.forward.operations().items()
             costs = [" ".join(filter(None, (format_count(n), factor))) for factor, n in operations]
@@ -303,7 +304,7 @@ def _short(value: Any) -> str:
 
 
 def _wrap(name: str, words: Sequence[str], between: str = ", ") -> list[tuple[str, str]]:
-    lines = textwrap.wrap(between.join(words), WIDTH - 12, break_long_words=False, break_on_hyphens=False)
+    lines = textwrap.wrap(between.join(words), text_width() - 12, break_long_words=False, break_on_hyphens=False)
     return [(name if i == 0 else "", line) for i, line in enumerate(lines)]
 
 

@@ -40,8 +40,8 @@ class Entry:
         self.has_settings = bool(self.settings)  # if not, its point is unknown
         status = "completed" if run.state in FINAL_STATES else run.state
         self.status = status if self.has_settings else "unknown"  # "completed" if its numbers count
-        scores = {"train_loss": run.train_loss, "eval_loss": run.loss, "eval_scores": run.scores}
-        self.result: dict[str, Any] = {**scores, "sources": self.sources}  # with the keys of result.json
+        numbers = {"steps": run.steps, "train_loss": run.train_loss, "eval_loss": run.loss, "eval_scores": run.scores}
+        self.result: dict[str, Any] = {**numbers, "sources": self.sources}  # with the keys of result.json
 
     @cached_property
     def facts(self) -> dict[str, Any]:

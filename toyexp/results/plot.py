@@ -111,7 +111,7 @@ def draw_runs(comparison: Comparison, source: str) -> Sheet:
     above.set_ylabel(ranking.column + unit)
     _draw_ends(below, comparison, coloured, others, stopped)
     _clip_outliers(below, [line.point for line in coloured], limits[1])
-    spread = "\nmean ± deviation over seeds" if ranking.has_seeds else ""
+    spread = "\nmean ± standard deviation over seeds" if ranking.has_seeds else ""
     below.set_xlabel(f"{ranking.column} at the end{unit}{spread}")
     return picture
 
@@ -133,8 +133,13 @@ def describe_sweep(comparison: Comparison) -> str:
     setting_texts = [
         f"{name} {_format_values(comparison.values(key))}" for name, key in zip(names, comparison.keys, strict=True)
     ]
-    title = " × ".join([*setting_texts, *seed_text])
-    return (title if len(title) <= TITLE_LENGTH else " × ".join([*names, *seed_text])) or comparison.entries[0].run.name
+    varied = [*comparison.keys, *["seed"] * len(seed_text)]
+    combinations = {tuple(entry.settings.get(key) for key in varied) for entry in comparison.entries}
+    is_product = len(combinations) == math.prod(len(comparison.values(key)) for key in varied)
+    between = " × " if is_product else "; "
+    title = between.join([*setting_texts, *seed_text])
+    title = title if len(title) <= TITLE_LENGTH else between.join([*names, *seed_text])
+    return title or comparison.entries[0].run.name
 
 
 def format_mean(mean: float, deviation: float | None) -> str:
@@ -281,8 +286,9 @@ def _draw_ends(
         states = ", ".join(f"{number} {state}" for state, number in Counter(e.run.state for e in stopped).items())
         text = states if len(stopped) > 1 else f"{stopped[0].run.state} at step {stopped[0].run.steps or 0}"
         axes.text(1.01, len(labels), text, transform=axes.get_yaxis_transform(), fontsize=LABEL, va="center")
-        label = comparison.label(stopped[0], brief=True)
-        labels.append(f"× {fit_text(label, 44)}" if label and len(stopped) == 1 else "× did not complete")
+        settings = [comparison.label(entry, brief=True).split("  ") for entry in stopped]
+        shared = "  ".join(text for text in settings[0] if all(text in texts for texts in settings))
+        labels.append(f"× {fit_text(shared, 44)}" if shared else "× did not complete")
     axes.set_yticks(range(len(labels)), labels)
     for rank, label in enumerate(axes.get_yticklabels()):
         label.set_color(GREY if rest and rank == len(named) else INK)  # not the point's: some are too pale in print

@@ -73,7 +73,7 @@ def job_sources(job: Scored) -> Mapping[str, str]:
 
 @dataclass
 class Ranking(Generic[J]):
-    """Points of a sweep, the best first. Points without a result come last, in their original order."""
+    """Points of a sweep, the best first. Points without a result come last: first those with most steps."""
 
     column: str  # column of the summary: held-out loss, held-out accuracy, TRAIN
     points: list[Point[J]]
@@ -168,13 +168,23 @@ def rank_jobs(
                 by_seed.setdefault(seed(job), []).append(job_values[job.number])
         point.values = [values[0] if len(values) == 1 else statistics.fmean(values) for values in by_seed.values()]
         point.repeats = len(job_values) - len(point.values)
-    points = sorted(points_by_words.values(), key=lambda p: (not p.values, sign * p.mean if p.values else 0.0))
-    return Ranking(column, points, [*changed_roles])
+
+    def order(point: Point[J]) -> tuple[float, ...]:
+        if point.values:
+            return 0, sign * point.mean
+        steps = max(job.result.get("steps") or 0 for job in point.jobs)
+        last = [value for job in point.jobs if (value := _value(job, column, is_last=True)) is not None]
+        return 1, -steps, min((sign * value for value in last), default=math.inf)
+
+    return Ranking(column, sorted(points_by_words.values(), key=order), [*changed_roles])
 
 
-def _value(job: Scored, column: str) -> float | None:
-    """Return a job's value in a column, such as `held-out loss`; None if it has not completed or is not finite."""
-    result: Mapping[str, Any] = job.result if job.status == "completed" else {}
+def _value(job: Scored, column: str, is_last: bool = False) -> float | None:
+    """Return a job's value in a column, such as `held-out loss`; None if there is none or it is not finite.
+
+    A job that has not completed has a value only with `is_last`: its last one.
+    """
+    result: Mapping[str, Any] = job.result if is_last or job.status == "completed" else {}
     name = column.removeprefix("held-out ")
     numbers = {TRAIN: result.get("train_loss"), "loss": result.get("eval_loss"), **(result.get("eval_scores") or {})}
     value = numbers.get(name)

@@ -14,7 +14,7 @@ from typing import Any
 
 from toyexp.base.errors import UserError, escape_cell, suggest
 from toyexp.base.formatting import format_count, format_csv, format_metric, pluralise, short_keys, short_path
-from toyexp.base.tables import align_table, drop_columns, fits_terminal, wrap_lines
+from toyexp.base.tables import align_table, drop_columns, fits_terminal, name_dropped
 from toyexp.interfaces.command import Answer
 from toyexp.results.comparison import Comparison, Entry
 from toyexp.results.filters import Filter, filter_runs
@@ -27,7 +27,6 @@ from toyexp.sweeps.directory import read_sweep
 class ComparisonAnswer(Answer):
     """Result of `toyexp compare`, as plain data, as lines of text, or as CSV."""
 
-    has_head = True
     comparison: Comparison
 
     def plain(self) -> dict[str, Any]:
@@ -67,8 +66,7 @@ class ComparisonAnswer(Answer):
         lines = align_table(table, {"runs", self._steps_head, *other_heads, "speed"})
         points = f" in {pluralise(len(ranking.points), 'point')}"
         points = "" if len(ranking.points) == len(comparison.entries) else points
-        omitted = f"columns left out to fit the terminal: {', '.join(dropped_heads)}; --csv has all"
-        below = [omitted] if dropped_heads else []
+        below = name_dropped(dropped_heads, "; --csv has all")
         below.append(f"{pluralise(len(comparison.entries), 'run')}{points}")
         if ranking.has_seeds:
             below[-1] += "; mean ± standard deviation (over n-1) of the completed runs"
@@ -79,7 +77,7 @@ class ComparisonAnswer(Answer):
         other_keys = [key for key in comparison.other_keys if key not in ("seed", "name")]
         below += [f"also differ, but do not form separate points: {', '.join(other_keys)}"] if other_keys else []
         below += [f"note: {note}" for note in comparison.notes()]
-        return [*lines, "", *wrap_lines([escape_cell(line) for line in below])]
+        return [*lines, "", *map(escape_cell, below)]
 
     @property
     def _steps_head(self) -> str:

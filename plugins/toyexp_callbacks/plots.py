@@ -137,7 +137,7 @@ class Plots(Listener):
 
     @hookimpl(trylast=True)  # after callbacks that add metrics
     def on_eval(self, run: Run, step: int, metrics: Mapping[str, float]) -> None:
-        """Record the held-out metrics; from time to time, plot in a thread while the run trains."""
+        """Record the held-out metrics. From time to time, start a thread that draws the plot while the run trains."""
         self._add_eval(step, metrics)
         if self._images is not None:
             images, self._images = self._images, None
@@ -195,7 +195,7 @@ class Plots(Listener):
 
 
 def _copy(curves: Curves) -> Curves:
-    """Return a copy for the plotting thread."""
+    """Return a copy of the curves. The plotting thread reads the copy, while the run adds points to the original."""
     steps = {name: (list(x), list(y)) for name, (x, y) in curves.steps.items()}
     held_out = {name: (list(x), list(y)) for name, (x, y) in curves.held_out.items()}
     return Curves(curves.title, curves.subtitle, curves.unit, steps, held_out, list(curves.warnings))

@@ -5,7 +5,7 @@ from toyexp import Register, hookimpl
 
 @hookimpl
 def register_data(register: Register) -> None:
-    """Register stdlib, text, jsonl, tokens, random, digits and images."""
+    """Register the data sets `stdlib`, `text`, `jsonl`, `tokens`, `random`, `digits` and `images`."""
     from toyexp_data.images import Digits, Images
     from toyexp_data.jsonl import Jsonl
     from toyexp_data.text import Stdlib, Text

@@ -136,8 +136,8 @@ def describe_sweep(comparison: Comparison) -> str:
 
 def format_mean(mean: float, deviation: float | None) -> str:
     """Format `mean ± deviation`, both with the decimals that give the deviation two significant digits."""
-    if not deviation:
-        return f"{mean:.5g}"
+    if not deviation or max(abs(mean), deviation) >= 1e7:
+        return f"{mean:.5g}" + (f" ± {deviation:.2g}" if deviation else "")
     decimals = max(1 - math.floor(math.log10(deviation)), 0)
     return f"{mean:.{decimals}f} ± {deviation:.{decimals}f}"
 

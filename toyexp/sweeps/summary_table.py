@@ -7,7 +7,7 @@ import shutil
 import sys
 from collections.abc import Sequence
 
-from toyexp.base.formatting import align_columns, format_duration, short_keys, short_path
+from toyexp.base.formatting import align_columns, format_duration, pluralise, short_keys, short_path
 from toyexp.base.terminal import is_terminal, print_line
 from toyexp.results.ranking import TRAIN, rank_jobs
 from toyexp.sweeps.directory import (
@@ -82,8 +82,9 @@ def outcome(job: Job) -> str:
         return f"pruned: {job.error}"
     names = score_names([job])
     heads = (TRAIN, "held-out loss", *(f"held-out {name}" for name in names))
-    steps, *values = number_cells(job, names, "-")
+    _, *values = number_cells(job, names, "-")
     parts = [f"{head} {value}" for head, value in zip(heads, values, strict=True) if value != "-"]
-    state, seconds = job_state(job), job.result.get("seconds")
+    state, steps, seconds = job_state(job), job.result.get("steps", 0), job.result.get("seconds")
     parts += [] if seconds is None else [format_duration(seconds)]
-    return "  ".join([f"{state} after {steps} steps", *parts, *(["try a lower lr"] if state == "diverged" else [])])
+    advice = ["try a lower lr"] if state == "diverged" else []
+    return "  ".join([f"{state} after {pluralise(steps, 'step')}", *parts, *advice])

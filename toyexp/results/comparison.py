@@ -62,9 +62,7 @@ class Comparison:
     metric: str = "loss"
     pool: bool = False  # put runs with equal settings into one point, although different people ran them
     total_runs: int = 0  # number of runs before the best were selected; 0: all are here
-    selection_notes: list[str] = field(
-        default_factory=list
-    )  # runs that filters could not read, and links that were skipped
+    selection_notes: list[str] = field(default_factory=list)  # runs that filters could not read, skipped links
 
     @classmethod
     def build(cls, runs: Iterable[Run], metric: str = "loss", pool: bool = False) -> Comparison:

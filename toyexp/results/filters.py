@@ -93,9 +93,8 @@ def filter_runs(runs: Iterable[Run], filters: Sequence[Filter], notes: list[str]
     quick = [f for f in filters if f.key in (*COLUMNS, "ppl")]
     slow = [f for f in filters if f not in quick]  # these need the whole configuration
     matching = [run for run in runs if all(f.matches(run.value(f.key)) for f in quick)]
-    notes += [
-        f"settings unknown: {short_path(run.path)}, {run.unread}" for run in runs if run.unread and run not in matching
-    ]
+    unread = [run for run in runs if run.unread and run not in matching]
+    notes += [f"settings unknown: {short_path(run.path)}, {run.unread}" for run in unread]
     if not slow or not matching:
         return matching
     accepted: list[Run] = []
@@ -106,9 +105,8 @@ def filter_runs(runs: Iterable[Run], filters: Sequence[Filter], notes: list[str]
         for f in slow:
             is_text = _to_float(has.get(f.key, 0.0)) is None and has[f.key] not in ("null", "None")
             if is_text and f.sign in ORDER_OPERATORS:
-                raise UserError(
-                    f"{f.text}: {f.key} is text ({has[f.key]}) in {short_path(run.path)}; compare with = or !="
-                )
+                problem = f"{f.text}: {f.key} is text ({has[f.key]}) in {short_path(run.path)}"
+                raise UserError(f"{problem}; compare with = or !=")
         if all(f.matches(has.get(f.key)) for f in slow):
             accepted.append(run)
     for f in slow:

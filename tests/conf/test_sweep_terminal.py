@@ -206,6 +206,8 @@ def test_the_board_fits_the_terminal_and_counts_jobs_by_status(monkeypatch, caps
     board.end(jobs[-1])
     assert board.lines()[0].startswith("40 running · 1 of 44 done · 1 pruned · 1 failed · about")
     assert outcome(jobs[-1]) == "pruned: sweep.prune=asha: it is bad"
+    wild = Job(44, ["lr=44"], "44", Status.COMPLETED, result={"steps": 1, "train_loss": 1e12, "eval_loss": 1e308})
+    assert outcome(wild) == "completed after 1 step  smoothed train loss 1e+12  held-out loss 1e+308"
     capsys.readouterr()
     board.draw()
     board_lines = capsys.readouterr().out.rpartition("\x1b[J")[2].splitlines()

@@ -227,6 +227,16 @@ def test_a_long_title_is_wrapped_in_a_narrow_column(grid):
     assert ">recipe scratch, warm; lr 0.001, 0.003,<" in narrow and ">0.01, 0.5; 4 seeds<" in narrow
 
 
+@pytest.mark.filterwarnings("error")
+def test_means_below_1e300_are_drawn_in_short_form(tmp_path, capsys):
+    for number in range(4):
+        write_run(f"r/{number}", steps=50, seed=number % 2, lr=1e-2 * (1 + number // 2), scores={"up": 2e299 + number})
+    for number, score in enumerate((9e299, -9e299)):
+        write_run(f"r/{number + 4}", steps=50, seed=number, lr=0.1, scores={"up": score})
+    words = plot_texts(capsys, "r", "--metric", "up", "a.svg")
+    assert "2e+299, best" in words and "0 ± 1.3e+300" in words
+
+
 def test_a_value_too_large_for_float_is_drawn_as_text(tmp_path, capsys):
     write_search(tmp_path / "s", [3.0, 2.0])
     record = json.loads((tmp_path / "s/search.json").read_text())
@@ -246,6 +256,13 @@ def test_selected_runs_of_a_search_are_drawn_as_curves(tmp_path, capsys):
     ("words", "message"),
     [
         (["--plot", "a.jpg"], "--plot a.jpg: must end in .png, .svg, .pdf; type --plot a.svg"),
+        (["--plot", "x."], "must end in .png, .svg, .pdf; type --plot x.svg"),
+        (["--plot", "sub/.svg"], "type --plot sub/plot.svg"),
+        (["--plot", "x.svg.gz"], "type --plot x.svg"),
+        (["--plot", "."], "--plot .: must end in .png, .svg, .pdf; type --plot plot.svg"),
+        (["--plot", "/"], "type --plot plot.svg"),
+        (["--plot", "/dev/null"], "type --plot null.svg"),
+        (["--column", "single"], "--column single: sets the width of a plot; add --plot curves.svg"),
         (["--plot", "nowhere/a.svg"], "there is no directory nowhere"),
         (["--plot", "folder.svg"], "is a directory"),
         (["--plot", "theirs.svg"], "theirs.svg: exists and is not a plot of toyexp; choose another name"),

@@ -78,7 +78,9 @@ def use_plot_style() -> Iterator[None]:
     import matplotlib
 
     defaults: Any = {key: value for key, value in matplotlib.rcParamsDefault.items() if key != "backend"}
-    with _style_lock, matplotlib.rc_context({**defaults, **STYLE}):
+    with _style_lock, matplotlib.rc_context({**defaults, **STYLE}), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Glyph .* missing")  # the font draws a box
+        warnings.filterwarnings("ignore", category=RuntimeWarning)  # ticks beyond 1e308 overflow
         yield
 
 
@@ -90,7 +92,9 @@ def check_plot_path(option: str, typed: str) -> Path:
     """
     path, subject = Path(typed), f"{option} {typed}"
     if path.suffix.lower() not in FILE_METADATA:
-        raise UserError(f"{subject}: must end in {', '.join(FILE_METADATA)}; type {option} {path.with_suffix('.svg')}")
+        name = f"{path.name.split('.')[0] or 'plot'}.svg"
+        example = name if path.exists() else path.parent / name  # the path may be a directory or /dev/null
+        raise UserError(f"{subject}: must end in {', '.join(FILE_METADATA)}; type {option} {example}")
     if path.is_dir():
         raise UserError(f"{subject}: is a directory, expected a file; type {option} {path / 'plot.svg'}")
     require_writable(subject, path)
@@ -182,8 +186,7 @@ class Sheet:
         Equal figures give equal bytes. `column` is a key of COLUMNS, such as single; `resolution` is in dots per inch.
         """
         rendered = {}
-        with use_plot_style(), warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "Glyph .* missing")  # the font draws a box
+        with use_plot_style():
             self._resize(column)
             for suffix in suffixes:
                 file = io.BytesIO()

@@ -34,8 +34,8 @@ FILTER is key=value, or with !=, <, <=, > or >= (quote < and > for the shell). A
   toyexp runs recipe=warm,lora 'loss<4.5' state=completed
   toyexp runs 'name=gpt2*' 'when>2026-11-20' optim.weight_decay=0.1
 A key is a column (name, when, sweep, recipe, model, data, engine, seed, lr, batch_size, steps, loss, train_loss,
-seconds, speed, state), a held-out metric such as accuracy, or any setting in config.yaml. < and > compare numbers;
-`when` is compared with a date, a time, today or yesterday.
+seconds, speed, state), a held-out metric such as accuracy, ppl, or any setting in config.yaml. < and > compare numbers;
+`when` is compared with a date, which covers its whole day, a time, today or yesterday.
 
 options
 The column held-out shows the held-out loss. States: completed, diverged (the final loss is above the first), stopped
@@ -211,6 +211,8 @@ def run_compare(arguments: Arguments) -> int:
     if (page or plot) and (arguments.json or arguments.csv):
         option, other = f"--html {page}" if page else f"--plot {plot}", "--json" if arguments.json else "--csv"
         raise UserError(f"{option} {other}: cannot be combined; run the command twice")
+    if arguments.column and not plot:
+        raise UserError(f"--column {arguments.column}: sets the width of a plot; add --plot curves.svg")
     if page:
         check_report_path(page)
     picture = check_plot_path("--plot", plot) if plot else None

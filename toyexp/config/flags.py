@@ -155,7 +155,7 @@ def unknown_option(word: str, after: Sequence[str], flags: Collection[str]) -> U
     """Return an error about an unknown flag; the words `after` it may be its value."""
     if setting := dashed_setting(word, after) or (word.lstrip("-") if "=" in word else None):
         return UserError(f"{word}: settings have no dashes: {setting}")
-    return UserError(f"{word}: unknown option; {suggest(word, [*flags, '--help', '--version'])}")
+    return UserError(f"{word}: unknown option; {suggest(word, [*flags, '--color', '--help', '--version'])}")
 
 
 def dashed_setting(word: str, after: Sequence[str]) -> str | None:

@@ -176,7 +176,7 @@ class Command(ABC):
 
     def unknown_option(self, word: str, following: Sequence[str]) -> UserError:
         """Return the error for an unknown option `word`; `following` are the words after it."""
-        flag, flags = word.partition("=")[0], sorted([*self.parser().options, "--help"])
+        flag, flags = word.partition("=")[0], sorted([*self.parser().options, "--color", "--help"])
         parts = re.split("[-_]", flag.lstrip("-"))  # such as max, new and tokens of --max_new_tokens
         similar = [option for option in flags if f"-{flag}" == option[:3] or option[2:] in parts]
         if len(similar) == 1:

@@ -9,9 +9,9 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from toyexp.base.formatting import display_path, short_keys, short_path
+from toyexp.base.formatting import display_path, pluralise, short_keys, short_path
 from toyexp.results.events import read_run_facts
-from toyexp.results.ranking import METRIC, UNCOMPARED_DIGESTS, Ranking, rank_jobs
+from toyexp.results.ranking import METRIC, TOO_LARGE, UNCOMPARED_DIGESTS, Ranking, rank_jobs
 from toyexp.results.run_dirs import FINAL_STATES, Run, setting_texts
 from toyexp.training.provenance import read_origin
 
@@ -66,9 +66,7 @@ class Comparison:
     metric: str = "loss"
     pool: bool = False  # put runs with equal settings into one point, although different people ran them
     total_runs: int = 0  # number of runs before the best were selected; 0: all are here
-    selection_notes: list[str] = field(
-        default_factory=list
-    )  # runs that filters could not read, and links that were skipped
+    selection_notes: list[str] = field(default_factory=list)  # runs that filters could not read, skipped links
 
     @classmethod
     def build(cls, runs: Iterable[Run], metric: str = "loss", pool: bool = False) -> Comparison:
@@ -147,6 +145,9 @@ class Comparison:
         for entry in self.entries:
             if why := entry.run.unread or ("" if entry.has_settings else "whose config.yaml cannot be read"):
                 notes.append(f"not {'read' if entry.has_settings else 'counted'}: {short_path(entry.run.path)}, {why}")
+        values = [{"loss": e.run.loss, "ppl": e.run.loss, **e.run.scores}.get(self.metric) for e in self.entries]
+        if infinite := sum(abs(value or 0.0) >= TOO_LARGE for value in values):
+            notes.append(f"a held-out {self.metric} beyond {TOO_LARGE:g} does not count: {pluralise(infinite, 'run')}")
         incomplete = [entry.run for entry in self.entries if entry.run.state not in FINAL_STATES and entry.has_settings]
         for state in dict.fromkeys(run.state for run in incomplete):
             state_runs = [run for run in incomplete if run.state == state]

@@ -147,8 +147,8 @@ def format_mean(mean: float, deviation: float | None) -> str:
 
     The deviation has two significant digits, and the mean has as many decimals as the deviation.
     """
-    if not deviation:
-        return f"{mean:.5g}"
+    if not deviation or max(abs(mean), deviation) >= 1e7:
+        return f"{mean:.5g}" + (f" ± {deviation:.2g}" if deviation else "")
     decimals = max(1 - math.floor(math.log10(deviation)), 0)
     return f"{mean:.{decimals}f} ± {deviation:.{decimals}f}"
 

@@ -18,6 +18,7 @@ METRIC = "sweep.metric="
 DATA = ("data", "text", "tokenizer", "tokens", "images")  # names of digests; `data` decides whether data differ
 UNCOMPARED_DIGESTS = (*DATA[1:], "vocabulary")  # digests that do not separate points, since `data` covers them
 TRAIN = "smoothed train loss"  # the metric if there is no held-out data
+TOO_LARGE = 1e300  # numbers from here on count as infinite: their sums and spans would overflow
 
 
 class Scored(Protocol):
@@ -33,8 +34,8 @@ J = TypeVar("J", bound=Scored)
 
 
 def mean(values: Iterable[float | None]) -> float | None:
-    """Return the mean of the values that are not None; None if there are none."""
-    numbers = [value for value in values if value is not None]
+    """Return the mean of the values that are not None and below TOO_LARGE; None if there are none."""
+    numbers = [value for value in values if value is not None and abs(value) < TOO_LARGE]
     return statistics.fmean(numbers) if numbers else None
 
 
@@ -77,9 +78,7 @@ class Ranking(Generic[J]):
 
     column: str  # column of the summary: held-out loss, held-out accuracy, TRAIN
     points: list[Point[J]]
-    changed_sources: list[str] = field(
-        default_factory=list
-    )  # names of digests that differ between jobs with equal settings
+    changed_sources: list[str] = field(default_factory=list)  # digests that differ between jobs with equal settings
 
     @property
     def best(self) -> Point[J] | None:
@@ -188,4 +187,4 @@ def _value(job: Scored, column: str, is_last: bool = False) -> float | None:
     name = column.removeprefix("held-out ")
     numbers = {TRAIN: result.get("train_loss"), "loss": result.get("eval_loss"), **(result.get("eval_scores") or {})}
     value = numbers.get(name)
-    return float(value) if value is not None and math.isfinite(value) else None
+    return float(value) if value is not None and abs(value) < TOO_LARGE else None

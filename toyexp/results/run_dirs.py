@@ -25,6 +25,7 @@ from toyexp.base.errors import UserError, printable
 from toyexp.base.files import explain_missing, open_file, system_message
 from toyexp.base.formatting import UNZIP_PREFIX, display_path, format_value, pluralise, smooth_loss
 from toyexp.base.ownership import LOCK_FILE, SWEEP_FILE, DirectoryLocked, require_unlocked
+from toyexp.interfaces.kind import perplexity
 from toyexp.results.ranking import METRIC
 from toyexp.training.checkpoint import matches_type, read_json_or_empty, read_result
 from toyexp.training.rundir import read_settings
@@ -82,15 +83,14 @@ class Run:
 
     def value(self, key: str) -> Any:
         """Return the value of a column (a name in COLUMNS) or of a held-out metric; None if the run has none."""
+        if key == "ppl" and self.loss is not None:
+            return perplexity(self.loss)
         return getattr(self, key) if key in COLUMNS else self.scores.get(key)
 
     def plain(self) -> dict[str, Any]:
         """Return the summary as a dict that can be written as JSON."""
-        return {
-            "path": display_path(self.path),
-            **{key: getattr(self, key) for key in COLUMNS},
-            "scores": dict(self.scores),
-        }
+        columns = {key: getattr(self, key) for key in COLUMNS}
+        return {"path": display_path(self.path), **columns, "scores": dict(self.scores)}
 
 
 COLUMNS = tuple(f.name for f in fields(Run) if f.name not in ("path", "scores"))
@@ -221,7 +221,8 @@ def read_run(path: Path) -> Run:
     """Read the summary of a run directory. Fields that are missing or unreadable stay empty."""
     unread: list[str] = []
     head = _read_head(path / "config.yaml", unread)
-    unread += [] if head or unread else ["config.yaml is missing or empty"]
+    if not unread and not re.search(r"^\w+:", head, re.MULTILINE):
+        unread.append("config.yaml holds no settings" if head else "config.yaml is missing or empty")
     choices = dict(_CHOICE.findall(head))
     settings, result = dict(_SETTING.findall(head)), read_result(path)
     first = _read_head(path / "events.jsonl", unread)

@@ -16,7 +16,7 @@ from typing import Any
 
 from toyexp.base.errors import ToyexpError, UserError, printable
 from toyexp.base.files import explain_missing, system_message
-from toyexp.base.formatting import format_csv, short_path
+from toyexp.base.formatting import format_csv, format_metric, short_path
 from toyexp.base.ownership import (
     LOCK_FILE,
     SWEEP_FILE,
@@ -491,9 +491,9 @@ def summary_rows(jobs: Sequence[Job], where: Callable[[Job], str], ranking: Rank
         table.append([str(job.number), *(values.get(key, "") for key in keys), job_state(job),
                       *number_cells(job, names, ""),
                       *(job_sources(job).get(role, "")[:8] for role in ranking.changed_sources),
-                      _format_number(job.result.get("seconds"), ".1f", ""), where(job), job.error or "",
-                      str(len(point.values)), _format_number(point.mean if point.values else None, ".6f", ""),
-                      _format_number(point.deviation, ".6f", ""), "best" if point is ranking.best else ""])  # fmt: skip
+                      format_metric(job.result.get("seconds"), 1, ""), where(job), job.error or "",
+                      str(len(point.values)), format_metric(point.mean, 6, ""),
+                      format_metric(point.deviation, 6, ""), "best" if point is ranking.best else ""])  # fmt: skip
     return table
 
 
@@ -515,13 +515,9 @@ def number_cells(job: Job, names: Sequence[str], none: str) -> list[str]:
 
     The cell of a missing value is the text `none`.
     """
-    result = job.result
+    result, steps = job.result, job.result.get("steps")
     values = [result.get("train_loss"), result.get("eval_loss"), *map((result.get("eval_scores") or {}).get, names)]
-    return [_format_number(result.get("steps"), "d", none), *(_format_number(value, ".4f", none) for value in values)]
-
-
-def _format_number(value: Any, form: str, none: str) -> str:
-    return none if value is None else format(value, form)
+    return [none if steps is None else str(steps), *(format_metric(value, none=none) for value in values)]
 
 
 def _key(word: str) -> str:

@@ -267,7 +267,7 @@ class Runner:
         `last` is True for the final update. A sweep of one job has no report.
         """
         several = len(self.source.jobs) > 1
-        if self.folder and self.request.settings.report and several and not self._stop.number:
+        if self.folder and self.request.settings.report and several and (last or not self._stop.number):
             self._report_page(self.folder.path, last)
 
     def _summarise(self) -> int:

@@ -6,7 +6,7 @@ import re
 import sys
 from collections.abc import Sequence
 
-from toyexp.base.formatting import format_duration, short_keys, short_path
+from toyexp.base.formatting import format_duration, pluralise, short_keys, short_path
 from toyexp.base.tables import align_table
 from toyexp.base.terminal import print_line, terminal_width
 from toyexp.results.ranking import TRAIN, rank_jobs
@@ -92,8 +92,9 @@ def outcome(job: Job) -> str:
         return f"pruned: {job.error}"
     names = score_names([job])
     heads = (TRAIN, "held-out loss", *(f"held-out {name}" for name in names))
-    steps, *values = number_cells(job, names, "-")
+    _, *values = number_cells(job, names, "-")
     parts = [f"{head} {value}" for head, value in zip(heads, values, strict=True) if value != "-"]
-    state, seconds = job_state(job), job.result.get("seconds")
+    state, steps, seconds = job_state(job), job.result.get("steps", 0), job.result.get("seconds")
     parts += [] if seconds is None else [format_duration(seconds)]
-    return "  ".join([f"{state} after {steps} steps", *parts, *(["try a lower lr"] if state == "diverged" else [])])
+    advice = ["try a lower lr"] if state == "diverged" else []
+    return "  ".join([f"{state} after {pluralise(steps, 'step')}", *parts, *advice])

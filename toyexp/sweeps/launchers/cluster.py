@@ -149,7 +149,7 @@ class Cluster(Launcher):
                 if not isinstance(result, LostJob):
                     yield job, result
                     if job.status in SUCCEEDED:  # its own output went to another machine
-                        watch.say(f"[{job.number}] {job.status} after {job.result.get('steps')} steps")
+                        watch.say(f"[{job.number}] {job.status} after {pluralise(job.result.get('steps', 0), 'step')}")
                     continue
                 if watch.stop.is_requested:
                     lost.append(job)

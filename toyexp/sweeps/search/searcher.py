@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import itertools
-import math
 import shlex
 import statistics
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from toyexp.base.errors import UserError
-from toyexp.base.formatting import pluralise, short_path
+from toyexp.base.formatting import format_metric, pluralise, short_path
 from toyexp.base.terminal import print_line, show_status
 from toyexp.base.writing import dump_json, write_atomically
 from toyexp.config.top_level import MAX_JOBS
 from toyexp.interfaces.kind import perplexity
-from toyexp.results.ranking import job_sources
+from toyexp.results.ranking import TOO_LARGE, job_sources
 from toyexp.sweeps.directory import UNFINISHED, Job, Status, SweepDir
 from toyexp.sweeps.job_configs import JobConfigs, check_values, require_distinct_directories
 from toyexp.sweeps.search.pruning import first_pruning_step, pruning_environment
@@ -216,7 +215,7 @@ class Search(JobSource):
     def _score(self, job: Job) -> float | None:
         metric, loss = self._settings.metric, job.result.get("eval_loss")
         score = loss if metric in ("loss", "ppl") else (job.result.get("eval_scores") or {}).get(metric)
-        if score is None or not math.isfinite(score):
+        if score is None or not abs(score) < TOO_LARGE:
             return None
         return perplexity(score) if metric == "ppl" else float(score)
 
@@ -284,8 +283,8 @@ class Search(JobSource):
         shared = [word for word in self._shared if not word.startswith("hydra.sweep.")]
         shared = [word for word in shared if word.partition("=")[0] not in own_keys]
         mean, spread = statistics.fmean(scores), statistics.stdev(scores) if len(scores) > 1 else None
-        spread_text = f" ± {spread:.4f} over {len(scores)} seeds" if spread is not None else ""
-        print_line(f"best    {' '.join(overrides)}: held-out {self._settings.metric} {mean:.4f}{spread_text}")
+        over_seeds = f" ± {format_metric(spread)} over {len(scores)} seeds" if spread is not None else ""
+        print_line(f"best    {' '.join(overrides)}: held-out {self._settings.metric} {format_metric(mean)}{over_seeds}")
         return {
             "trial": trial, "settings": overrides, "score": mean, "deviation": spread,
             "command": shlex.join(["toyexp", *shared, *jobs[0].overrides]), "jobs": [job.number for job in jobs],

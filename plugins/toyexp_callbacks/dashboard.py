@@ -52,10 +52,10 @@ class Dashboard(Listener):
 
     @abstractmethod
     def open_record(self, run: Run) -> Any:
-        """Return a new dashboard record of the run with a method `log(fields, step)`. Called in the sending thread."""
+        """Return a new record of the run with a method `log(fields, step)`. The sending thread calls this."""
 
     def finish(self, record: Any) -> None:
-        """Finish the record that `open_record` returned. Called in the sending thread."""
+        """Finish the record that `open_record` returned. The sending thread calls this."""
         record.finish()
 
     def check(self) -> None:
@@ -93,7 +93,7 @@ class Dashboard(Listener):
                 pass
 
     def _enqueue(self, run: Run, send: Callable[[Any], Any], size: int = 0) -> None:
-        """Queue the function `send`; the thread calls it with the record of the run.
+        """Queue the function `send`. The sending thread calls `send` with the dashboard's record of the run.
 
         `size` is the size in bytes of the file that `send` uploads, if any. If the queue is full, `send` is dropped.
         """
@@ -103,7 +103,7 @@ class Dashboard(Listener):
         self._report_trouble(run)
 
     def _report_trouble(self, run: Run) -> None:
-        """Report the thread's error once. Called in the run's own thread, because callbacks receive events there."""
+        """Report the sending thread's error once. Only the run's own thread may call this, because it emits events."""
         if self._trouble is not None:
             trouble, self._trouble = self._trouble, None
             log.warning(trouble)
@@ -137,12 +137,12 @@ class Dashboard(Listener):
         self.report_result(run)
 
     def report_result(self, run: Run) -> None:
-        """Report to the user where the record is."""
+        """Tell the user where to find the dashboard's record of the run."""
 
 
 @dataclass(eq=False)
 class Tracker(Dashboard):
-    """Base of dashboards that group runs by project. A resumed run continues the same record."""
+    """Base of dashboards that group runs by project. A resumed run continues its earlier record."""
 
     project: str = "toyexp"  # project in the dashboard that the run belongs to
     group: str | None = None  # group of the run in the project; null: the name of its sweep, if it is a job of one
@@ -157,7 +157,7 @@ class Tracker(Dashboard):
         return {"id": self.id}
 
     def resume(self, state: Mapping[str, Any]) -> None:
-        """Restore the id, so that the same record is continued."""
+        """Restore the id of the record from a checkpoint, so that the resumed run continues this record."""
         self.id, self.is_resumed = str(state["id"]), True
 
     def run_group(self, run: Run) -> str | None:
@@ -196,8 +196,8 @@ class Tensorboard(Dashboard):
 class Scalars:
     """TensorBoard event file, with the methods `log` and `finish`.
 
-    This class replaces tensorboardX's SummaryWriter. The thread of SummaryWriter prints tracebacks, is joined without a
-    timeout, and blocks the process if the disk is full or the clock is set back.
+    This class replaces tensorboardX's SummaryWriter, whose thread prints tracebacks. SummaryWriter also waits for this
+    thread without a timeout, so the process hangs if the disk is full or the clock is set back.
     """
 
     def __init__(self, run: Run):
@@ -296,9 +296,9 @@ class Trackio(Tracker):
             record.finish()
 
     def _recorded_points(self, run: Run) -> list[tuple[int, dict[str, Any]]]:
-        """Return the metrics recorded up to the checkpoint of a resumed run, as pairs of step and numbers by name.
+        """Return the metrics up to a resumed run's checkpoint from events.jsonl, as pairs of a step and its metrics.
 
-        The list is empty if events.jsonl lacks some of these steps.
+        The list is empty if some of these steps are missing in events.jsonl.
         """
         points = {}
         for kind, step, fields in recorded_events(run):
@@ -321,14 +321,14 @@ class Trackio(Tracker):
 
 
 class MutedStream:
-    """Standard output that drops the text written by the thread that created it."""
+    """Substitute for standard output that drops the text of one thread: the thread that created this object."""
 
     def __init__(self, stream: TextIO):
         self.stream, self.has_ended = stream, False
         self._thread = threading.get_ident()
 
     def write(self, text: str) -> int:
-        """Write the text unless the muted thread calls; return its length."""
+        """Write the text, unless the muted thread calls this method. Return the length of the text."""
         is_muted = threading.get_ident() == self._thread and not self.has_ended
         return len(text) if is_muted else self.stream.write(text)
 
@@ -407,7 +407,7 @@ class Wandb(Tracker):
 
     @hookimpl
     def on_event(self, run: Run, kind: str, fields: Mapping[str, Any]) -> None:
-        """Upload an exported model if `artifacts` is set. Exports of several steps are versions of one artifact."""
+        """Upload an exported model if `artifacts` is set. Models of several steps become versions of one artifact."""
         if not (self.artifacts and kind == "export" and fields.keys() >= {"step", "weights", "bytes"}):
             return
         path, step, weights = Path(fields["path"]), int(fields["step"]), str(fields["weights"])

@@ -148,7 +148,7 @@ class Progress(Listener):
 
     @contextlib.contextmanager
     def _terminal(self) -> Iterator[None]:
-        """Remove the bar if output within the context fails because the terminal was closed; the run continues."""
+        """If output in the body fails because the terminal was closed, remove the bar and let the run continue."""
         try:
             yield
         except OSError:
@@ -175,7 +175,7 @@ class Bar:
         self.draw(completed)
 
     def draw(self, step: int, **parts: str) -> None:
-        """Draw the bar at `step`. `parts` are new texts next to the bar, keyed as in PARTS; other texts stay."""
+        """Draw the bar at `step`. `parts` has new texts next to it, with keys from PARTS; other texts do not change."""
         from rich.progress_bar import ProgressBar
         from rich.table import Table
 
@@ -218,7 +218,7 @@ class Cell:
         self._handle = display(self._output(completed), raw=True, display_id=True)
 
     def draw(self, step: int, **parts: str) -> None:
-        """Draw the bar at `step`. `parts` are new texts next to the bar, keyed as in PARTS; other texts stay."""
+        """Draw the bar at `step`. `parts` has new texts next to it, with keys from PARTS; other texts do not change."""
         self._parts.update(parts)
         self._handle.update(self._output(step), raw=True)
 

@@ -47,7 +47,7 @@ class Sample(Callback):
             yield f"{setting}: has no effect with callbacks.sample.temperature=0"
 
     def check_run(self, config: Mapping[str, Any], dataset: Dataset) -> None:
-        """Encode the prompt before anything is built. Raise UserError if it is invalid or there is no tokenizer."""
+        """Encode the prompt. Raise UserError if the prompt is invalid or the data has no tokenizer."""
         if dataset.tokenizer is None:
             remedy = "set data.tokenizer=..., or " if "tokenizer" in config["data"] else ""
             raise UserError(f"callbacks.sample needs a tokenizer: {remedy}remove the callback with '~callbacks.sample'")
@@ -66,7 +66,7 @@ class Sample(Callback):
 
     @hookimpl
     def on_step(self, run: Run, step: int) -> None:
-        """Generate a sample if one is due."""
+        """Generate a sample if one is due at this step."""
         self._step = step
         if self.every and step % self.every == 0 and step < run.steps:
             self._sample(run)

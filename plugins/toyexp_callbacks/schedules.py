@@ -16,7 +16,7 @@ FRACTIONS = ("decay", "floor")  # settings from 0 to 1
 
 @dataclass(eq=False)
 class WarmupSchedule(Schedule):
-    """Base of this module's schedules: a linear warmup to the base value, then the factor from `decay_factor`."""
+    """Base of this module's schedules: a linear warmup to the base value, then the base value times `decay_factor`."""
 
     warmup: int | float = 0  # warmup steps, in which the factor rises linearly to 1; below 1: fraction of the run
 
@@ -117,7 +117,7 @@ class WarmupStableDecay(WarmupSchedule):
             yield f"callbacks.wsd.floor={self.floor}: has no effect with callbacks.wsd.decay=0"
 
     def decay_factor(self, step: int, steps: int) -> float:
-        """Return 1 in the constant phase, then the linear interpolation to `floor`."""
+        """Return 1 in the constant phase, and after it the linear interpolation from 1 to `floor`."""
         length = self.decay * steps
         steps_left = steps - step
         return 1.0 if steps_left >= length else self.floor + (1 - self.floor) * steps_left / length

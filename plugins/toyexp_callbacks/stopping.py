@@ -64,7 +64,7 @@ class EarlyStop(MetricListener):
         require_range("callbacks.early_stop", self, patience="[1,inf)", min_delta="[0,inf]")
 
     def best_metric(self) -> str | None:
-        """Return the metric, so that the run keeps and exports its best weights."""
+        """Return the name of the metric. The run then keeps and exports the weights with its best value."""
         return self.metric
 
     def warnings(self, preview: RunPreview) -> Iterable[str]:
@@ -97,7 +97,7 @@ class EarlyStop(MetricListener):
 
     @hookimpl
     def stop_reason(self) -> str | None:
-        """Return why the run must stop, after `patience` evaluations in a row without improvement; None before."""
+        """Return why the run must stop if none of the last `patience` evaluations was an improvement, else None."""
         if self._waited < self.patience:
             return None
         target = self._best - self.min_delta
@@ -141,7 +141,7 @@ class QualityGate(MetricListener):
         self._values = [first, last]
 
     def join(self, step: int) -> None:
-        """Raise UserError, because this callback needs the first evaluation, which the run made before `step`."""
+        """Raise UserError: this callback cannot join a run at `step`, because it needs the run's first evaluation."""
         raise UserError(
             f"callbacks.{self.name} needs the first evaluation, but the run resumes at step {step}; "
             "leave the callback out, or start a new run"
@@ -202,7 +202,7 @@ class Climb:
         return max(self.best * (1 + rise), (self.best + self.first) / 2)
 
     def update(self, loss: float, rise: float, patience: int) -> bool:
-        """Process the next loss. Return True only for the loss that is the `patience`-th high one in a row."""
+        """Process the next loss. Return True if it is high, and exactly the `patience`-th high loss in a row."""
         if self.first is None:
             self.first = self.best = loss
         self.best = min(self.best, loss)
@@ -241,7 +241,7 @@ class Watch(Listener):
                 yield from preview.interval_warnings(f"callbacks.watch.{key}", value, f"it cannot warn about {event}")
 
     def state(self) -> dict[str, Any]:
-        """Return all detector state."""
+        """Return the state of all detectors, to be saved in a checkpoint."""
         return {
             "steps": self._steps,
             "mean": self._mean,
@@ -253,7 +253,7 @@ class Watch(Listener):
         }
 
     def resume(self, state: Mapping[str, Any]) -> None:
-        """Restore the detector state."""
+        """Restore the state of all detectors."""
         self._steps, self._in_spike = int(state["steps"]), bool(state["in_spike"])
         self._mean, self._variance, self._smooth = (float(state[key]) for key in ("mean", "variance", "smooth"))
         self._training = toyexp.rebuild_dataclass(Climb, state["training"])
@@ -264,7 +264,7 @@ class Watch(Listener):
         """Warn if the loss jumps far above its running mean (a spike), or keeps rising (divergence).
 
         Spikes are detected as ZClip (Kumar et al. 2025) detects them in gradient norms: by a z-score from exponential
-        moving averages of mean and variance. These averages count a spike only as the largest loss that is no spike.
+        moving averages of mean and variance. In these averages, the largest loss that is no spike replaces a spike.
         """
         loss = metrics["loss"]
         if not math.isfinite(loss):  # the run itself reports it

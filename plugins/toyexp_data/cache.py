@@ -36,7 +36,7 @@ def _cache_path(kind: str, key: str, suffix: str) -> Path | None:
 
 
 class _WriteFailed(Exception):
-    """Failure to write the cache, as opposed to an error in reading the text."""
+    """Error in writing the cache. It is a class of its own, to tell it from errors in reading the text."""
 
 
 @contextlib.contextmanager
@@ -98,7 +98,7 @@ def remember(kind: str, key: str, facts: dict[str, Any]) -> None:
 
 @dataclass(frozen=True)
 class PackedIds:
-    """Token ids of a text: a read-only array per part (training, held-out), and the SHA-256 of all ids as int32."""
+    """Token ids of a text: one read-only array for each part (training, held-out), and the SHA-256 of all int32 ids."""
 
     parts: list[np.ndarray]
     sha256: str

@@ -110,7 +110,7 @@ class Images(SplitData):
         )  # fmt: skip
 
     def warnings(self, preview: RunPreview) -> Iterable[str]:
-        """Yield warnings about settings without effect."""
+        """Yield a warning for each setting that has no effect."""
         yield from super().warnings(preview)
         if is_changed(self, "val_fraction") and (directory := self._split()[1]):
             yield f"data.val_fraction={self.val_fraction}: has no effect; {directory} is held out"
@@ -152,7 +152,7 @@ class Images(SplitData):
         return train, held_dir
 
     def _read_labels(self) -> tuple[list[tuple[Path, int | str]], list[str]]:
-        """Read the CSV file `labels`. Return its image files and the class names.
+        """Read the CSV file that the setting `labels` names. Return its image files, and the class names.
 
         Each file comes with its class number, or with the reason why the file is unusable.
         """
@@ -178,7 +178,7 @@ class Images(SplitData):
         return listed, [str(number) for number in range(count)]
 
     def _check_once(self, listed: Sequence[tuple[Path, int | None, list[str]]]) -> None:
-        """Raise UserError for an image listed twice, which could be both in the training and the held-out part."""
+        """Raise UserError if an image is listed twice: it could then be in the training and in the held-out part."""
         labels: dict[str, int | None] = {}
         for file, number, line in listed:
             path = os.path.abspath(file)  # noqa: PTH100 - ./a.png becomes a.png; Path.resolve would also follow links

@@ -27,7 +27,7 @@ _NO_THOUGHT = re.compile(
 
 
 class Turn(NamedTuple):
-    """An answer of the assistant, with the text before it."""
+    """One answer of the assistant, and the text of the rendered chat before the answer."""
 
     read: str  # the text before the answer
     answer: str
@@ -102,7 +102,7 @@ class ChatTemplate:
                     raise BadExample(f"{subject} contains the control token {printable(control[0])}")
 
     def _turn(self, talk: _Conversation, number: int) -> Turn | None:
-        """Return the turn of the answer in message `number`; None if the template marks none of it as generated."""
+        """Return the turn of the answer in message `number`; None if the template marks no part of it as generated."""
         prompted, after = talk.beginning(number, True).text, talk.beginning(number + 1, False)
         read, answer, follows_prompt = prompted, after.text[len(prompted) :], True
         if not after.text.startswith(prompted):
@@ -169,7 +169,7 @@ class _Conversation:
     def find_content(self, number: int, count: int, prompted: bool) -> tuple[int, int] | None:
         """Return the character range of the content of message `number` in `beginning(count, prompted)`.
 
-        The range is found by rendering the message with other content; None if the text does not change.
+        To find it, render the message with other content and compare the texts. Return None if they are equal.
         """
         message, text = self.messages[number], self.beginning(count, prompted).text
         other = next(c for c in map(chr, range(0x2603, 0x110000)) if c not in message.text)
@@ -193,7 +193,7 @@ class _Conversation:
         return content_range[1]
 
     def require_complete(self, number: int, answer: str) -> None:
-        """Raise BadExample unless the answer has the message's content and tool calls; reasoning may be missing."""
+        """Raise BadExample unless the rendered `answer` contains the content and the tool calls of message `number`."""
         content = self.messages[number].text
         calls = self.messages[number].further.get("tool_calls") or ()
         required = [
@@ -234,7 +234,7 @@ def _join_turns(turns: Sequence[Turn], open_end: bool) -> list[list[Part]]:
     """Join turns into as few rows as possible.
 
     A turn continues a row if the text before its answer begins with the whole text of that row. If the last answer of
-    a row has no end token, end-of-text is added to this row; to the last row only if `open_end` is True.
+    a row has no end token, add end-of-text to the row. For the last row, do this only if `open_end` is True.
     """
     rows: list[list[Part]] = []
     before = ""

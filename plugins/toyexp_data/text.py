@@ -52,13 +52,13 @@ class TokenizedData(SplitData):
         super().check()
 
     def warnings(self, preview: RunPreview) -> Iterable[str]:
-        """Yield warnings about settings without effect."""
+        """Yield a warning for each setting that has no effect."""
         if is_changed(self, "bpe_vocab") and self.tokenizer != "bpe":
             yield f"data.bpe_vocab={self.bpe_vocab}: has no effect with data.tokenizer={self.tokenizer}"
         yield from super().warnings(preview)
 
     def source(self, vocabulary: Path | None) -> Path | None:
-        """Return the GGUF file with the tokenizer: the setting, or `vocabulary` for auto; None if there is none."""
+        """Return the GGUF file with the tokenizer, or None if there is none. The setting auto means `vocabulary`."""
         if self.tokenizer.endswith(".gguf"):
             return Path(self.tokenizer)
         return vocabulary if self.tokenizer == "auto" else None
@@ -71,7 +71,7 @@ class TokenizedData(SplitData):
         return toyexp.formats.read_tokenizer(toyexp.formats.open_gguf(str(source)))
 
     def bpe_notes(self, tokenizer: toyexp.Tokenizer) -> list[str]:
-        """Return a note if bpe learned fewer tokens than requested."""
+        """Return a list with a note if the bpe tokenizer learned fewer tokens than requested; otherwise empty."""
         if self.tokenizer != "bpe" or tokenizer.vocab == self.bpe_vocab:
             return []
         return [f"only {tokenizer.vocab} of data.bpe_vocab={self.bpe_vocab} tokens learned: the text has no more pairs"]
@@ -226,7 +226,7 @@ class Text(TextData):
         match_paths(self.path)
 
     def warnings(self, preview: RunPreview) -> Iterable[str]:
-        """Yield a warning if the suffixes have no effect."""
+        """Yield a warning if the setting `suffixes` has no effect."""
         yield from super().warnings(preview)
         if is_changed(self, "suffixes") and Path(self.path).is_file():
             yield f"data.suffixes={self.suffixes}: has no effect; data.path={self.path} is a file, not a directory"

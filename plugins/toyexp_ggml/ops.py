@@ -27,7 +27,7 @@ TINY = 1e-30  # added to divisors that may be 0
 
 
 class Heads(NamedTuple):
-    """Shape of grouped-query attention: B `rows`, H query `heads`, and `shared` = Hkv key/value heads.
+    """Sizes of grouped-query attention: the batch size `rows` (B), H query `heads`, and Hkv key/value heads (`shared`).
 
     Each key/value head serves G = H / Hkv query heads.
     """

@@ -56,7 +56,7 @@ def _groups(n: int, m: int, side: int) -> int:
 
 @dataclass(frozen=True)
 class Block:
-    """First forward pass of a model's block: its tape, its result, and the function that runs the block again."""
+    """Record of a block's first forward pass: its tape, its result `out`, and a function that runs the block again."""
 
     tape: Tape
     run: Callable[[], Node]
@@ -147,7 +147,7 @@ class TapedOps(Ops):
                 dependents.update(outs)
 
     def _walk(self, tape: Tape, gradients: dict[Node, Node], dependents: set[Node]) -> None:
-        """Read the tape backwards and replace, in `gradients`, the gradient of each result by those of its inputs."""
+        """Read the tape backwards. In `gradients`, replace each result's gradient by the gradients of its inputs."""
         for outs, inputs, rule in reversed(tape):
             dys = [gradients.pop(out, None) for out in outs]
             if not any(dys):

@@ -184,7 +184,7 @@ def llama3(turns: np.ndarray, parameters: dict[str, Any]) -> np.ndarray:
 
 
 def _guesses(turns: np.ndarray, factors: np.ndarray, context: int) -> list[tuple[float, float, int]]:
-    """Return candidates for (low_freq_factor, high_freq_factor, original context) of Llama 3's scaling.
+    """Return candidates for Llama 3's scaling, each as (low_freq_factor, high_freq_factor, original context).
 
     Between the low and the high frequencies, 1 / factor is a linear function of the frequency (`turns`). Each candidate
     comes from a line that is fitted to some points of this function.

@@ -159,7 +159,7 @@ class ViT(Model):
             raise UserError(f"model.patch={self.patch} does not divide images of {self.image_size} pixels")
 
     def fit(self, dataset: Dataset) -> Model:
-        """Return the model with sizes of 0 taken from the data. Raise UserError for sizes that contradict the data."""
+        """Return the model, in which the data's sizes replace 0. Raise UserError for sizes that contradict the data."""
         assert isinstance(dataset, toyexp.ImageDataset)
         height, width, channels = dataset.image_shape
         if height != width:
@@ -181,7 +181,7 @@ class ViT(Model):
         return (self.image_size // self.patch) ** 2
 
     def inputs(self) -> dict[str, tuple[int | str, ...]]:
-        """Return the name of the model's input, and its shape for one image."""
+        """Return a dict from the name of the model's input to the input's shape for one image."""
         return {"patches": (self.patches, self.channels * self.patch**2)}
 
     def batches(self, dataset: Dataset, rows: int, seed: int) -> Batches:

@@ -28,7 +28,7 @@ class AdamWOptimiser(Optimiser):
         require_range("optim", self, beta1="[0,1)", beta2="[0,1)", eps="(0,inf)")
 
     def with_mode(self, mode: str) -> AdamWOptimiser:
-        """Return the optimiser with `mode` instead of auto, and the mode's default for an unset beta2.
+        """Return a copy in which `mode` replaces the mode auto, and in which an unset beta2 has its mode's default.
 
         A mode that the user has chosen is kept. Raise UserError for settings that are invalid in the resulting mode.
         """

@@ -58,7 +58,7 @@ class Warm(Recipe):
         donor_embed_width(self.path)
 
     def vocabulary(self) -> Path | None:
-        """Return the donor's GGUF file, so that the data uses its tokenizer, the only one that fits its embedding."""
+        """Return the donor's GGUF file. The data then uses its tokenizer, because no other fits its embedding."""
         return self.path
 
     def origin(self) -> tuple[str, str] | None:
@@ -73,7 +73,7 @@ class Warm(Recipe):
         """Return a plan of the model's tensors, in which the token embedding has the donor's width.
 
         The plan also has the lens, a matrix that projects this width to the model's. If the setting `lens` is none,
-        there is no such matrix, and both widths must be equal. `warm` fills in the donor's values.
+        there is no such matrix, and both widths must be equal. The method `warm` fills in the donor's values.
         """
         specs = {t.name: t for t in model.tensors()}
         if self.init == "toy":

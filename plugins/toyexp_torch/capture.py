@@ -64,7 +64,7 @@ class Inputs:
 
 @dataclass
 class _HostBuffer:
-    """Arrays in pinned host memory, which the GPU copies while the host works. `sent` marks the end of the copy."""
+    """Arrays in pinned host memory. The GPU copies them while the host works; the event `sent` marks the copy's end."""
 
     arrays: dict[Hashable, np.ndarray]
     memory: Tensor
@@ -78,7 +78,7 @@ class Results:
         self._hosts = [torch.zeros(size, dtype=dtype, pin_memory=True) for _ in range(steps)]
 
     def fetch(self, numbers: Tensor) -> Callable[[], list[float]]:
-        """Start to copy `numbers` to the host; return a function that waits for the copy and returns them as a list.
+        """Start to copy `numbers` to the host; return a function that waits for the copy and returns the list.
 
         Call the returned function before `steps` further calls of `fetch`, which overwrite its buffer.
         """

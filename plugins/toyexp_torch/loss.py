@@ -67,7 +67,7 @@ class LossOps(TorchOps):
     def compute_deferred(
         self, logits: DeferredLogits, targets: Tensor, weights: Tensor, smoothing: float, z_loss: float
     ) -> Tensor:
-        """Compute the logits of positions of non-zero weight; return the sum of weight times cross-entropy.
+        """Compute the logits only where the weight is not zero, and return the sum of weight times cross-entropy.
 
         `targets` and `weights` have the shape of the logits without the last axis.
         """
@@ -105,7 +105,7 @@ class ProjectedLossOps(LossOps):
         self._projected_loss = projected_loss
 
     def should_defer(self, x: Tensor, w: Tensor | Packed | AdaptedWeight) -> bool:
-        """Return True if there are many logits and w has no adapter, which the kernel does not support."""
+        """Return True if there are many logits and w has no adapter. The kernel does not support adapters."""
         return not isinstance(w, AdaptedWeight) and x.numel() // x.shape[-1] * len(w) >= LARGE
 
     @staticmethod

@@ -238,7 +238,7 @@ def recompute_in_backward(function: Callable[[Tensor], Tensor], x: Tensor) -> Te
 
 
 def _autocast(device: str) -> Callable[[], contextlib.AbstractContextManager[Any]]:
-    """Return a function that makes a context manager which restores the present setting of autocast.
+    """Return a function that returns a context manager, in which autocast has the setting that it has now.
 
     A recomputation in the backward pass needs this, because autocast is off there.
     """

@@ -30,8 +30,8 @@ class Resident:
 
     `compute_metrics` computes the gradients of micro-batches and returns a tensor [loss, gradient norm].
     `evaluate_loss` returns the loss of one micro-batch. If `selects` is True, the entry `SELECTED` of a micro-batch may
-    list the positions whose logits are computed. This list contains all positions of non-zero weight, and as many
-    others as are needed to reach a number of positions for which a graph exists.
+    list the positions whose logits are computed. The list contains all positions of non-zero weight. Other
+    positions fill it up to a length for which a graph exists.
     """
 
     def __init__(
@@ -68,7 +68,7 @@ class Resident:
 
     @property
     def uncaptured_reason(self) -> str:
-        """Reason why the step (or for a plan without training, the loss) is not captured as a graph; empty if it is."""
+        """Reason why the step (or, in a plan without training, the loss) is not captured as a graph; empty if it is."""
         return (self._step if self._plan.trainable else self._loss).complete.uncaptured_reason
 
     def launch(self, micros: Sequence[Batch], numbers: Sequence[np.ndarray]) -> Callable[[], list[float]]:
@@ -143,9 +143,10 @@ class Resident:
 
 
 class GraphsByCount:
-    """CUDA graphs of one computation for different numbers of selected positions. Each is captured at its first use.
+    """CUDA graphs of one computation for different numbers of selected positions.
 
-    `make(count)` returns the graph for `count` positions. `complete` is the graph for all positions.
+    Each graph is captured at its first use. `make(count)` returns the graph for `count` positions. `complete` is the
+    graph for all positions.
     """
 
     def __init__(self, positions: int, make: Callable[[int], CapturedCall]):

@@ -54,7 +54,7 @@ def flat_layout(plan: Plan) -> tuple[dict[str, slice], int]:
 
 @dataclass(frozen=True)
 class SessionSettings:
-    """Engine settings in the form that a session needs."""
+    """Settings of the engine, converted to the values that a session needs."""
 
     device: str  # torch's name of the device
     title: str  # torch's version and the hardware, as shown to the user
@@ -263,7 +263,7 @@ class TorchSession(Session):
         return torch.stack((loss, norm.to(loss.dtype)))  # the host fetches both with one transfer
 
     def _backward(self, micros: Sequence[dict[str, Tensor]]) -> Tensor:
-        """Write the gradients, summed over micro-batches, into their flat vector; return the summed loss."""
+        """Write the gradients, summed over micro-batches, into the flat gradient vector; return the summed loss."""
         losses: list[Tensor] = []
         if not self._gathers_gradients:
             self._grad.zero_()

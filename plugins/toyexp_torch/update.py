@@ -28,7 +28,7 @@ Piece = tuple[Tensor, Tensor, State, Tensor | None]
 
 
 class TorchArithmetic(Arithmetic):
-    """Operations of optimisers' update formulas on torch tensors. A scalar is a tensor without axes."""
+    """Operations in which optimisers' rules are written, on torch tensors. A scalar is a tensor without axes."""
 
     def sqrt(self, x: Tensor) -> Tensor:
         return x.sqrt()

@@ -28,6 +28,7 @@ from toyexp.cli.main import main
 from toyexp.config.request import Request
 from toyexp.config.top_level import Submitit, Sweep
 from toyexp.config.words import format_override, parse
+from toyexp.results.report import is_report
 from toyexp.sweeps.begin import LAUNCHERS
 from toyexp.sweeps.combinations import combinations, sweep_values
 from toyexp.sweeps.directory import Job, JobExit, Status, SweepDir
@@ -240,7 +241,7 @@ def test_a_signal_saves_the_running_job_and_prints_how_to_resume(number, isolate
     process.send_signal(number)
     _, err = process.communicate(timeout=60)
     assert process.returncode == 128 + number
-    assert statuses("s") == ["interrupted", "waiting"]
+    assert statuses("s") == ["interrupted", "waiting"] and is_report(Path("s/report.html"))
     steps = recorded_steps("s/0-scratch-llama")
     assert (Path("s/0-scratch-llama/checkpoints") / f"step-{steps[-1]}").is_dir()
     (line,) = err.splitlines()

@@ -199,8 +199,8 @@ def test_the_legend_hides_shows_and_isolates_points_in_all_charts(page):
         ("lr=0.1", ["recipe=scratch  data=stdlib  lr=0.1", "recipe=warm  data=stdlib  lr=0.1"]),
         ("lr=0.10", ["recipe=scratch  data=stdlib  lr=0.1", "recipe=warm  data=stdlib  lr=0.1"]),
         ("recipe=w* lr<0.1 lr!=1e-3", [LABEL]),
-        ("optim.weight_decay=0.1", []),
-        ("weight_decay=0 recipe=warm lr=0.003,7", [LABEL]),
+        ("loss < 2.25 lr == 0.003", [LABEL]),
+        ("weight_decay=0 recipe=warm lr=0.003", [LABEL]),
         ("accuracy>0.6 lr=3e-3", [LABEL]),
         ("state!=completed", ["<img src=x onerror=alert(1)>"]),
         ("accuracy=", ["<img src=x onerror=alert(1)>"]),
@@ -212,17 +212,44 @@ def test_the_filter_has_the_conditions_of_runs(page, words, labels):
     page.fill("#filter", words)
     until(page, f"document.querySelectorAll('#legend button').length == {len(labels)}")
     assert set(page.locator("#legend .label").all_text_contents()) >= {label for label in labels if "<" not in label}
-    assert page.locator("#count").inner_text() == f"{len(labels)} of 7 points"
+    assert page.locator("#count").inner_text().split(";")[0] == f"{len(labels)} of 7 points"
+    assert page.get_attribute("#filter", "aria-invalid") == "false"
 
 
-def test_a_filter_with_an_unknown_setting_is_rejected_in_words(page):
-    for words, problem in (("lrr=1", "no run has the setting lrr"), ("lr<x", "lr<x: < needs a number")):
-        page.fill("#filter", words)
-        until(page, f"document.getElementById('count').textContent == '{problem}'")
-        assert page.locator("#legend button").count() == 7
+@pytest.mark.parametrize(
+    ("words", "count", "problem"),
+    [
+        ("lrr=1", 7, "no run has the setting lrr"),
+        ("lr < x", 7, "lr<x: < needs a number"),
+        ("lr= recipe=warm", 7, "lr=: needs a value"),
+        ("recipe=wram", 0, "no run has recipe=wram; values: scratch · warm"),
+        ("lr=0.003,7 recipe=warm", 1, "no run has lr=7; values: 0.001 · 0.003 · 0.1"),
+    ],
+)
+def test_a_filter_with_an_unknown_setting_or_value_is_explained(page, words, count, problem):
+    page.fill("#filter", words)
+    until(page, f"document.getElementById('count').textContent == '{count} of 7 points; {problem}'")
+    assert page.get_attribute("#filter", "aria-invalid") == "true"
+    assert page.locator("#legend button").count() == count
+
+
+def test_a_filter_that_some_runs_of_a_point_match_says_so(page):
+    note = "points contain a matching run; means are of all their runs"
+    page.fill("#filter", "seed = 1")
+    until(page, f"document.getElementById('count').textContent == '6 of 7 points; {note}'")
+
+
+def test_charts_without_points_keep_their_axes(page):
+    until(page, "document.getElementById('count').textContent == '7 of 7 points'")
+    before = axis(page, "xaxis"), axis(page, "yaxis"), axis(page, "yaxis", "speed")
     page.fill("#filter", "nothing is called so")
     until(page, "document.querySelectorAll('#legend button').length == 0")
-    assert page.locator("#legend").inner_text().strip() == "No point passes the filter."
+    assert page.locator("#hint").inner_text() == "No point passes the filter."
+    assert (axis(page, "xaxis"), axis(page, "yaxis"), axis(page, "yaxis", "speed")) == before
+    assert page.locator("#main .annotation-text").text_content() == "No point passes the filter"
+    page.fill("#filter", "")
+    until(page, "document.querySelectorAll('#legend button').length == 7")
+    assert page.locator("#main .annotation-text").count() == 0
 
 
 def test_the_address_keeps_theme_and_view_over_a_reload(chromium, swept):
@@ -293,6 +320,28 @@ def test_charts_have_a_name_for_screen_readers(page):
     names = page.evaluate("[...document.querySelectorAll('[role=img]')].map((e) => e.getAttribute('aria-label'))")
     assert len(names) == 5 and all(names)  # curves, three small charts, settings
     assert f"7 of 7 points. Best: {LABEL}" in names[0]
+    assert page.locator("[role=img] button").count() == 0
+
+
+def test_the_buttons_of_a_chart_are_shown_when_they_have_the_focus(page):
+    page.locator("#main .modebar-btn").nth(1).focus()
+    page.keyboard.press("Tab")
+    until(page, "getComputedStyle(document.querySelector('#main .modebar')).opacity == 1")
+    assert page.evaluate("getComputedStyle(document.activeElement).outlineStyle") == "solid"
+    page.evaluate("document.activeElement.blur()")
+
+
+def test_points_differ_in_small_charts_and_without_a_final_metric(page):
+    """Marks tell colours apart; lines that coincide are dashed, and a point without a final metric is hollow."""
+    marks = page.evaluate("document.getElementById('lr').data.map((t) => t.marker.symbol)")
+    dashes = page.evaluate("document.getElementById('lr').data.map((t) => t.line.dash)")
+    assert len(set(marks)) == 7 and dashes.count("9px,9px") == 3
+    fills = page.evaluate("[...document.querySelectorAll('#legend .chip path')].map((p) => p.getAttribute('fill'))")
+    assert fills[-1] == "none" and "none" not in fills[:-1]
+    ended = page.locator("#parallel path.run.ended")
+    assert ended.count() == 1 and ended.get_attribute("data-point") == "6"
+    assert "at their last metric (1)" in page.locator("#parallel p").inner_text()
+    assert page.locator("#parallel path.run.best").get_attribute("data-point") == "0"
 
 
 def test_the_table_is_saved_as_csv(page):
@@ -349,6 +398,10 @@ def test_a_printed_page_is_light_and_loses_no_column(chromium, swept, tmp_path):
         a.left < b.right - 1 && b.left < a.right - 1 && a.top < b.bottom - 1 && b.top < a.bottom - 1)).length;
     }""")
     assert overlaps == 0
+    assert page.locator("#zooming").is_hidden() and page.locator("#hint").is_hidden()
+    cut = "[...document.querySelectorAll('#legend .label')].filter((e) => e.offsetWidth < e.scrollWidth)"
+    assert page.evaluate(f"{cut}.map((e) => e.textContent).filter((text) => !text.includes('<'))") == []
+    assert page.evaluate("getComputedStyle(document.querySelector('.label')).overflowWrap") == "normal"
     page.evaluate("dispatchEvent(new Event('afterprint'))")
     page.emulate_media(media="screen")
     assert page.evaluate("document.documentElement.dataset.theme") == "dark"
@@ -468,7 +521,7 @@ def test_dragging_along_a_settings_axis_selects_points_and_a_click_resets_it(pag
     page.mouse.move(box["x"] + 12, box["y"] + box["height"] / 3, steps=3)
     page.mouse.up()
     assert column(page, "recipe") == ["warm"] * 3 and page.locator("#legend button").count() == 3
-    assert page.locator("#parallel path.run.off").count() == 3
+    assert page.locator("#parallel path.run.off").count() == 4
     page.mouse.move(
         *page.evaluate("""(() => {
       const path = document.querySelector("#parallel path.run[data-point='0']"), to = path.getScreenCTM();
@@ -616,7 +669,7 @@ def test_the_page_has_a_dark_mode_fits_a_phone_and_shows_samples_and_warnings(ch
     light.append(max(map(int, re.findall(r"\d+", page.evaluate(ground)))))
     grid.append(page.evaluate("document.getElementById('main').layout.xaxis.gridcolor"))
     assert light[0] < 80 < 200 < light[1] and grid[0] != grid[1]
-    assert "Tap" in page.locator("#said").inner_text()
+    assert "Tap" in page.locator("#zooming").inner_text()
     assert page.locator("#ways a.best").inner_text() == "warnings (8)"
     assert page.locator("#warnings summary").all_inner_texts() == ["the loss climbs (8)"]
     assert page.locator("#samples .card").count() == 6

@@ -100,7 +100,7 @@ def train(
 
 
 def _extend_registry(parts: Sequence[Any]) -> Registry:
-    """Return a registry of the installed plugins and the classes of `parts`; the Result needs it to open the run.
+    """Return a registry of the installed plugins and the classes of `parts`. The Result needs it to open the run.
 
     Raise UserError for a class without a name, or with a name that another class has.
     """
@@ -169,9 +169,10 @@ def _resolve_part(kind: str, value: Any, registry: Registry) -> Any:
 
 
 def _describe_preset(kind: str, name: str, registry: Registry) -> str:
-    """Return the expression that creates the object of the preset `conf/<kind>/<name>.yaml`, or "" without such a file.
+    """Return the Python expression that creates the same object as the preset `conf/<kind>/<name>.yaml`.
 
-    If the preset changes no setting, the expression shows its class's default sizes, such as d_model.
+    Return "" if there is no such file. If the preset changes no setting, the expression shows the default sizes of the
+    object's class, such as d_model.
     """
     path = CONF / kind / f"{name}.yaml"
     if not path.is_file():

@@ -78,7 +78,9 @@ def use_plot_style() -> Iterator[None]:
     import matplotlib
 
     defaults: Any = {key: value for key, value in matplotlib.rcParamsDefault.items() if key != "backend"}
-    with _style_lock, matplotlib.rc_context({**defaults, **STYLE}):
+    with _style_lock, matplotlib.rc_context({**defaults, **STYLE}), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Glyph .* missing")  # the font draws a box
+        warnings.filterwarnings("ignore", category=RuntimeWarning)  # ticks beyond 1e308 overflow
         yield
 
 
@@ -90,7 +92,9 @@ def check_plot_path(option: str, typed: str) -> Path:
     """
     path, subject = Path(typed), f"{option} {typed}"
     if path.suffix.lower() not in FILE_METADATA:
-        raise UserError(f"{subject}: must end in {', '.join(FILE_METADATA)}; type {option} {path.with_suffix('.svg')}")
+        name = f"{path.name.split('.')[0] or 'plot'}.svg"
+        example = name if path.exists() else path.parent / name  # the path may be a directory or /dev/null
+        raise UserError(f"{subject}: must end in {', '.join(FILE_METADATA)}; type {option} {example}")
     if path.is_dir():
         raise UserError(f"{subject}: is a directory, expected a file; type {option} {path / 'plot.svg'}")
     require_writable(subject, path)
@@ -161,10 +165,11 @@ class Sheet:
             text.set_fontsize(round(text.get_fontsize() * scale / self._scale, 6))
         self._scale = scale
         lines = textwrap.wrap(self._below, round(112 * room), max_lines=3, placeholder=" …")
+        title = textwrap.wrap(self._title, round(TITLE_LENGTH * room), max_lines=2, placeholder=" …") or [""]
         # The empty lines reserve space for the subtitle, which has another font.
-        self.figure.suptitle(fit_text(self._title, round(TITLE_LENGTH * room)) + "\n" * len(lines), x=0.01, ha="left",
-                             fontsize=TITLE * scale, fontweight="bold")  # fmt: skip
-        shift = ScaledTranslation(0, -22 / 72 * scale, self.figure.dpi_scale_trans)
+        self.figure.suptitle("\n".join([*(fit_text(line, TITLE_LENGTH) for line in title), *[""] * len(lines)]), x=0.01,
+                             ha="left", fontsize=TITLE * scale, fontweight="bold")  # fmt: skip
+        shift = ScaledTranslation(0, (-22 - 1.2 * TITLE * (len(title) - 1)) / 72 * scale, self.figure.dpi_scale_trans)
         self._below_text.set(text="\n".join(fit_text(line, 112) for line in lines))
         self._below_text.set_transform(self.figure.transFigure + shift)
 
@@ -173,7 +178,7 @@ class Sheet:
 
     def _repr_png_(self) -> tuple[bytes, dict[str, Any]]:
         picture = self.pictures(".png", resolution=RESOLUTION // 2)[".png"]
-        return picture, {"width": round(WIDTH * 96), "alt": self.figure.get_suptitle().strip()}
+        return picture, {"width": round(WIDTH * 96), "alt": self._title}
 
     def pictures(self, *suffixes: str, column: str | None = None, resolution: int = RESOLUTION) -> dict[str, bytes]:
         """Render the figure in the formats `suffixes`, such as .png, and return {suffix: file content}.
@@ -181,8 +186,7 @@ class Sheet:
         Equal figures give equal bytes. `column` is a key of COLUMNS, such as single; `resolution` is in dots per inch.
         """
         rendered = {}
-        with use_plot_style(), warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "Glyph .* missing")  # the font draws a box
+        with use_plot_style():
             self._resize(column)
             for suffix in suffixes:
                 file = io.BytesIO()
@@ -226,15 +230,12 @@ def set_step_axis(axes: Any) -> None:
     axes.xaxis.get_major_locator().set_params(integer=True)
 
 
-def set_log_scale(axes: Any, which: str, values: Iterable[float]) -> bool:
-    """Make the axis `which` (`x` or `y`) logarithmic if `values` span a factor of LOG_RATIO.
-
-    Return True if the axis has become logarithmic.
-    """
+def set_log_scale(axes: Any, which: str, values: Iterable[float], ratio: float = LOG_RATIO) -> bool:
+    """Make the axis `which` (`x`, `y`) logarithmic if `values` span a factor of `ratio`; return True if so."""
     from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
     finite = [value for value in values if math.isfinite(value)]
-    if not finite or min(finite) <= 0 or max(finite) <= LOG_RATIO * min(finite):
+    if not finite or min(finite) <= 0 or max(finite) <= ratio * min(finite):
         return False
     (axes.set_xscale if which == "x" else axes.set_yscale)("log")
     axis = axes.xaxis if which == "x" else axes.yaxis
@@ -269,13 +270,13 @@ def caption(axes: Any, text: str, colour: str = GREY, side: str = "right") -> No
     axes.set_title(text, loc=side, fontsize=SMALL, color=colour, pad=7)
 
 
-def fit_y_axis(axes: Any, low: float, high: float, above: str, largest: float) -> None:
-    """Fit the y axis to values from `low` to `high`.
+def fit_y_axis(axes: Any, low: float, high: float, above: str, largest: float, log: bool = False) -> None:
+    """Fit the y axis to values from `low` to `high`; if `log` is True, make it logarithmic even for similar values.
 
     If `largest` is higher than `high`, add a note such as "3 runs above the shown range, up to 7.2". `above` is the
     first part of this note, such as "3 runs".
     """
-    is_log, room = set_log_scale(axes, "y", (low, high)), (high - low) / 20
+    is_log, room = set_log_scale(axes, "y", (low, high), 1.0 if log else LOG_RATIO), (high - low) / 20
     if math.isfinite(room) and room:
         axes.set_ylim(*((low * 0.9, high * 1.1) if is_log else (low - room, high + room)))
     if largest > high:

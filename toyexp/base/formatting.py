@@ -120,6 +120,7 @@ def smooth_loss(before: float | None, loss: float, step: int) -> float | None:
     return loss if before is None else before + max(1 / 50, min(20 / step, 1.0)) * (loss - before)
 
 
-def format_metric(value: float | None) -> str:
-    """Format a metric with four decimals (large numbers in scientific notation); None, NaN and infinity become `-`."""
-    return "-" if value is None or not math.isfinite(value) else f"{value:.4f}" if abs(value) < 1e7 else f"{value:.4g}"
+def format_metric(value: float | None, decimals: int = 4, none: str = "-") -> str:
+    """Format a metric with `decimals` (large numbers in scientific notation); None, NaN and infinity become `none`."""
+    number = math.nan if value is None else value
+    return f"{number:.{decimals}{'f' if abs(number) < 1e7 else 'g'}}" if math.isfinite(number) else none

@@ -6,7 +6,9 @@ import contextlib
 import io
 import os
 import re
+import shutil
 import sys
+import textwrap
 from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import IO
@@ -19,7 +21,7 @@ COLOUR_CHOICES = ("auto", "always", "never")
 _STYLED = (
     (re.compile(r"^(?:toyexp: )?error(?: in job \d+)?:"), "red"),
     (re.compile(r"^(?:toyexp: )?(?:warning|note):|^(?:warning|note)(?=  )"), "yellow"),
-    (re.compile(r"\bFAIL\b|(?<=  )(?:failed|killed|diverged)(?=  |:|$)"), "red"),
+    (re.compile(r"\bFAIL\b|(?<=  )(?:failed|killed|diverged)(?=  |:|$)", re.MULTILINE), "red"),
     (re.compile(r"\bPASS\b|(?<=  )best$"), "green"),
 )
 
@@ -100,15 +102,54 @@ def paint(text: str, style: str, stream: IO[str] | None = None) -> str:
 
 
 def _paint_lines(text: str, stream: IO[str]) -> str:
-    """Escape control characters in a text, and colour the words that match a pattern in _STYLED."""
-    lines = escape_controls(text).split("\n")
-    for pattern, style in _STYLED if has_colour(stream) else ():
-        lines = [pattern.sub(partial(_paint_match, style, stream), line) for line in lines]
-    return "\n".join(lines)
+    """Escape control characters in a text, wrap its lines, and colour the words that _STYLED finds."""
+    painted = []
+    for line in escape_controls(text).split("\n"):
+        shown = wrap_columns(line, stream)
+        for pattern, style in _STYLED if has_colour(stream) else ():
+            if pattern.search(line):  # a word that is the last one only of a wrapped line is no verdict
+                shown = pattern.sub(partial(_paint_match, style, stream), shown)
+        painted.append(shown)
+    return "\n".join(painted)
 
 
 def _paint_match(style: str, stream: IO[str], match: re.Match[str]) -> str:
     return paint(match[0], style, stream)
+
+
+class Head(str):
+    """Line with the column heads of a table. It is printed in bold."""
+
+
+def terminal_width(stream: IO[str] | None = None) -> int | None:
+    """Return the width in characters of the terminal that `stream`, by default standard output, is; None for a file."""
+    stream = stream or sys.stdout
+    return shutil.get_terminal_size().columns if stream and stream.isatty() else None
+
+
+def text_width() -> int:
+    """Return the width in characters of paragraphs and lists on standard output: at most 110."""
+    return min(terminal_width() or 110, 110)
+
+
+def wrap_columns(text: str, stream: IO[str] | None = None) -> str:
+    """Wrap lines at the width of the terminal, between words. The rest of a line begins below the line's last column.
+
+    Columns are separated by at least two spaces. A column that begins in the last third of the width does not count.
+    Commands to type, long paths and lines of JSON are not broken, so that they can be copied.
+    """
+    width = terminal_width(stream)
+    if width is None:
+        return text
+    wrapped = []
+    for line in text.split("\n"):
+        if len(line) <= width or re.search(r"(?:^|  )toyexp (?!.*\S  )|^ *\"", line):
+            wrapped.append(line)
+            continue
+        columns = re.finditer(r"^ +|^toyexp: |(?<=\S) {2,}(?=\S)", line)
+        indent = " " * max((m.end() for m in columns if m.end() <= width * 2 // 3), default=0)
+        wrapped += textwrap.wrap(line, width, subsequent_indent=indent, break_on_hyphens=False, break_long_words=False)
+    return "\n".join(wrapped)
 
 
 _status = ""  # text of the status line, erased before the next line
@@ -127,14 +168,21 @@ def show_status(text: str) -> None:
 def print_output(text: str, style: str = "") -> None:
     """Print lines of a command's output. Errors such as a full disk are raised. `style` is a name in STYLES, or ""."""
     show_status("")
+    style = style or ("bold" if isinstance(text, Head) else "")
     print(paint(escape_controls(text), style) if style else _paint_lines(text, sys.stdout), flush=True)
 
 
 def print_usage(text: str) -> None:
-    """Print a help text with bold headings; a heading is a line above an indented line."""
+    """Print a help text with bold headings: lines above an indented line, and the word `usage:`."""
+    if is_terminal():  # join the lines of paragraphs, which are wrapped below
+        text = re.sub(r"^(\S.{95,})\n(?=\S)", r"\1 ", text, flags=re.MULTILINE)
     lines = text.split("\n")
+    show_status("")
     for line, following in zip(lines, [*lines[1:], ""], strict=True):
-        print_output(line, "bold" if line[:1].strip() and following[:1] == " " else "")
+        shown = wrap_columns(escape_controls(line))
+        heading = shown if line[:1].strip() and following[:1] == " " else ""
+        heading = "usage:" if line.startswith("usage:") else heading
+        print(paint(heading, "bold") + shown.removeprefix(heading), flush=True)
 
 
 def print_line(line: str, style: str = "") -> None:

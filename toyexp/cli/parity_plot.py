@@ -88,9 +88,10 @@ def _differences(axes: Any, report: Mapping[str, Any]) -> None:
 def _errors(
     axes: Any, engines: Sequence[Mapping[str, Any]], tensors: Sequence[str], quantity: str, about: str
 ) -> None:  # fmt: skip
-    """Plot an error of each tensor as a mark per engine, and the tolerance.
+    """Plot an error of each tensor, with a mark for each engine and a line for the tolerance.
 
-    `quantity` is gradient or weights, a key of a tensor in the report; `about` is the label of the axis.
+    `quantity` is "gradient" or "weights": the key under which the report has this error of a tensor. `about` is the
+    label of the axis.
     """
     axes.grid(visible=False)
     axes.grid(axis="x")

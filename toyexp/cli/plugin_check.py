@@ -34,7 +34,10 @@ PACKAGE = "the plugin under test"
 
 @dataclass
 class Line:
-    """Row of the report: results of one part in one conformance suite, or of the plugin's other tests."""
+    """Row of the report of `toyexp plugins --check`.
+
+    It has the results of one part in one conformance suite, or those of all other tests of the plugin.
+    """
 
     part: str  # how users select it, such as optim=sgdr; empty for other tests
     suite: str  # name of the suite's class, such as OptimiserSuite
@@ -58,7 +61,7 @@ class Line:
 
 @dataclass
 class CheckReport(Answer):
-    """Results of checking a plugin: a line per part and suite."""
+    """Results of checking a plugin: a line for each part and each suite that tested it."""
 
     path: str  # as typed
     checked: list[Line]
@@ -141,8 +144,8 @@ def _find_modules(target: Path) -> tuple[dict[str, str], list[Path]]:
 def _check_defaults(offers: Sequence[Offer], results: _PytestResults, registry: Registry) -> list[Line]:
     """Run the conformance suite with default settings for each part that the plugin's own tests do not cover.
 
-    `results` are those of the plugin's own tests. Return a line for each of these parts. Its note says if the part
-    needs a test with settings, or if there is no suite for parts of this kind.
+    `results` are the results of the plugin's own tests. Return a line for each part that they do not cover. The line
+    has a note if the part needs a test with settings, or if there is no suite for parts of this kind.
     """
     from toyexp.testing.defaults import SUITES, SuiteParts, make_suite
 
@@ -191,7 +194,7 @@ def _label(offer: Offer) -> str:
 
 
 class _PytestResults:
-    """Hooks for pytest that count the results of tests separately for each part of the plugin under test."""
+    """Set of pytest hooks that counts the results of tests separately for each part of the plugin under test."""
 
     def __init__(self, offers: Sequence[Offer], note: str = "") -> None:
         self._offers, self._note = offers, note

@@ -32,8 +32,8 @@ _presets: list[tuple[str, int, int]] = []  # the presets (see _preset_files) tha
 def compose_cached(words: Sequence[str], source: Source) -> DictConfig:
     """Compose overrides with Hydra; exceptions of Hydra are not converted to UserError.
 
-    When the same parts are chosen a second time, the composition of these choices is cached, if they only use toyexp's
-    own presets. From then on, plain values such as lr=0.1 are set in a copy of the cached composition.
+    When a second call chooses the same parts (model, data, ...), their composition is cached, if toyexp's own presets
+    are the only ones used. Later calls copy this composition and set plain values, such as lr=0.1, in the copy.
     """
     names, _ = _split_job_words(words)
     if _presets != (now := _preset_files()):  # files may be edited while a notebook runs
@@ -51,7 +51,7 @@ def compose_cached(words: Sequence[str], source: Source) -> DictConfig:
 
 
 def store_composition(words: Sequence[str], source: Source) -> None:
-    """Compose only the parts that the overrides choose, and cache the result.
+    """Compose the overrides in `words` that choose parts, without the other overrides, and cache the result.
 
     Cache None instead if the result refers to settings of Hydra that depend on all overrides, such as
     hydra.job.override_dirname.
@@ -72,7 +72,11 @@ def _preset_files() -> list[tuple[str, int, int]]:
 
 
 def split_choices(words: Sequence[str]) -> tuple[tuple[str, ...], list[str]]:
-    """Return overrides in two lists: those that choose parts, add keys or set mappings, and those that set a value."""
+    """Split overrides into two lists.
+
+    The first has overrides that choose a part, add a key, set a mapping or belong to Hydra. The second has the others:
+    they set a plain value.
+    """
     keys = {word: word.partition("=") for word in words}
     names = tuple(
         w
@@ -103,7 +107,10 @@ def _split_job_words(words: Sequence[str]) -> tuple[tuple[str, ...], list[str]]:
 
 
 def _is_choice(word: str) -> bool:
-    """Return True if an override only chooses a part. Only such overrides can be cached: others depend on order."""
+    """Return True if an override only chooses a part.
+
+    The cache accepts only such overrides: the effect of others depends on their order.
+    """
     key, _, value = word.partition("=")
     return key in GROUPS and value[:1] != "{"
 
@@ -113,7 +120,7 @@ _schemas: dict[str, Any] = {}  # schemas of plugins, in the form of Hydra's stor
 
 @contextlib.contextmanager
 def isolate_hydra() -> Iterator[None]:
-    """Use separate schemas, file readers and configuration of Hydra in this context; restore the old ones on exit."""
+    """Give Hydra its own schemas, file readers and configuration in a `with` block; then restore the old ones."""
     Plugins.instance()  # registers its file readers, once per process
     store, sources = ConfigStore.instance(), SourcesRegistry.instance()
     stored, readers = store.repo, sources.types

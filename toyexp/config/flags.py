@@ -155,7 +155,7 @@ def unknown_option(word: str, after: Sequence[str], flags: Collection[str]) -> U
     """Return an error about an unknown flag; the words `after` it may be its value."""
     if setting := dashed_setting(word, after) or (word.lstrip("-") if "=" in word else None):
         return UserError(f"{word}: settings have no dashes: {setting}")
-    return UserError(f"{word}: unknown option; {suggest(word, [*flags, '--help', '--version'])}")
+    return UserError(f"{word}: unknown option; {suggest(word, [*flags, '--color', '--help', '--version'])}")
 
 
 def dashed_setting(word: str, after: Sequence[str]) -> str | None:
@@ -188,7 +188,7 @@ def unknown_word(word: str, before: Sequence[str], after: Sequence[str], command
 
 
 def _value(after: Sequence[str]) -> str:
-    """Return the value typed after a key, as in `lr 0.1` or `lr = 0.1`; "" or `...` if no value follows."""
+    """Return the value that follows a key, as in `lr 0.1` or `lr = 0.1`; "" or `...` if no value follows."""
     words = [word for word in after[:2] if not word.startswith("-")]
     text = "".join(words if words[:1] == ["="] else words[:1])
     return text.removeprefix("=") if text.startswith("=") or "=" not in text else "..."

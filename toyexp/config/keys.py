@@ -1,4 +1,4 @@
-"""The valid configuration keys: of all available parts, or of the parts that a run has chosen."""
+"""Valid configuration keys, either of all available parts or of the parts that a run has chosen."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ class Keys:
         return any(typing.get_origin(t) is dict for t in self.types(key))
 
     def hydra_overrides(self, typed: Sequence[Override]) -> list[str]:
-        """Return the typed overrides in Hydra's syntax.
+        """Return the overrides `typed` in Hydra's syntax.
 
         A single value of a list setting is put in brackets. A key inside a mapping setting gets the prefix ++, because
         the mapping may not have that key yet.

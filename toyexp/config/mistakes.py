@@ -44,7 +44,7 @@ def check_settings(typed: Sequence[Override], keys: Keys, source: Source) -> Non
 
 
 def check_brackets(override: Override, keys: Keys) -> None:
-    """Raise UserError if a list in brackets is typed for a number, as in lr=[0.1,0.2]: a sweep needs no brackets."""
+    """Raise UserError for a list where a number is expected, as in lr=[0.1,0.2]: a sweep needs no brackets."""
     key, line = str(override.key_or_group), str(override.input_line)
     types, listed = keys.types(key), re.fullmatch(r"\[([^][]*,[^][]*)\]", line.partition("=")[2])
     if listed and types & {int, float} and types <= {int, float, type(None)}:
@@ -52,9 +52,9 @@ def check_brackets(override: Override, keys: Keys) -> None:
 
 
 def check_blanks(override: Override, keys: Keys) -> None:
-    """Raise UserError if leading or trailing spaces of a text in a sweep over texts would be lost.
+    """Raise UserError if a sweep lists texts, and parsing would drop spaces at the beginning or end of a text.
 
-    A space after a comma is normal in lists and raises no error.
+    A space after a comma is normal in a list and raises no error.
     """
     key, line, listed = str(override.key_or_group), str(override.input_line), override.value()
     simple = isinstance(listed, ChoiceSweep) and listed.simple_form
@@ -67,12 +67,15 @@ def check_blanks(override: Override, keys: Keys) -> None:
 
 
 def _keeps_blanks(text: str) -> bool:
-    """Return True if parsing keeps all spaces of a typed text."""
+    """Return True if parsing keeps all spaces of a text on the command line."""
     return text == text.strip() or text.strip()[:1] in "'\""
 
 
 def _form_mistake(override: Override, types: Collection[Any], keys: Keys) -> str | None:
-    """Return an error message for an override that is malformed for a setting of these types; None if it is valid."""
+    """Return an error message for a malformed override; None if the override is valid.
+
+    `types` are the types of the setting that the override sets.
+    """
     key, line, value = str(override.key_or_group), str(override.input_line), override.value()
     text = line.partition("=")[2]
     kind, *rest = key.split(".")
@@ -240,7 +243,10 @@ def unknown_key(key: str, cfg: DictConfig | None, registry: Registry, value: str
 
 
 def _did_you_mean(meant: str, cfg: DictConfig | None, keys: Keys) -> str:
-    """Return `did you mean KEY?`, and which choice of the part has that setting if the chosen one lacks it."""
+    """Return the question `did you mean MEANT?` for an error message.
+
+    If the chosen part has no such setting, add the names of the parts that have it.
+    """
     where, _, last = meant.partition("=")[0].rpartition(".")
     if cfg is None or where not in PARTS or last in keys.key_names(where):
         return f"did you mean {meant}?"
@@ -302,7 +308,8 @@ def _choice_hint(kind: str, value: Any) -> str:
 def _misplaced_values(content: Any, keys: Keys, where: str = "") -> Iterator[tuple[str, Any]]:
     """Yield (key, value) for each key of a configuration file whose value has the wrong structure.
 
-    That is a single value or list in place of a mapping, or a mapping in place of a list.
+    The structure is wrong if the value is a mapping where a list is expected, or no mapping where a mapping is
+    expected.
     """
     for key, value in ((f"{where}{name}", value) for name, value in content.items() if value is not None):
         names = key in keys.classes or key == "callbacks" or keys.is_mapping(key)
@@ -354,7 +361,7 @@ def wrong_value(error: Exception, key: str | None, typed: Sequence[Override], re
 
 
 def _compose_choices(typed: Sequence[Override], source: Source) -> DictConfig | None:
-    """Compose only the typed choices of parts, to know which keys to suggest; return None if that fails."""
+    """Compose only the overrides that choose parts, to know which keys to suggest; return None if that fails."""
     chosen = [str(o.input_line) for o in typed if o.key_or_group in GROUPS]
     try:
         return compose_cached(chosen, source)
@@ -423,7 +430,7 @@ def misplaced_error(parsed: Sequence[Override], source: Source) -> UserError:
 
 
 def config_files(parsed: Sequence[Override], source: Source) -> Iterator[Path]:
-    """Yield the file of the experiment, if one is chosen, and the main file."""
+    """Yield the path of the chosen experiment's file, if there is one, and then that of the main configuration file."""
     names = [str(o.value()) for o in parsed if o.key_or_group == "experiment" and not o.is_sweep_override()]
     paths = [folder / "experiment" / f"{name.removesuffix('.yaml')}.yaml" for name in names
               for folder in source.directories]  # fmt: skip

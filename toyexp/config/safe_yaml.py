@@ -70,7 +70,7 @@ def require_plugins(plugins: object, loaded: Sequence[str], subject: str) -> Non
 
 
 def _nodes(node: yaml.Node, key: bool = False) -> Iterator[tuple[yaml.Node, bool]]:
-    """Yield a node and all nodes inside it, each with True if it is a key."""
+    """Yield pairs for a node and all nodes inside it. A pair holds the node, and True if the node is a key."""
     yield node, key
     if isinstance(node, yaml.MappingNode):
         for name, value in node.value:

@@ -94,7 +94,7 @@ class FileConfigSource(file_config_source.FileConfigSource):
 
 @functools.lru_cache
 def _load_text(text: str) -> Any:
-    """Parse YAML. The cache helps processes that compose several runs from the same files."""
+    """Parse YAML. Results are cached for processes that compose several runs from the same files."""
     return OmegaConf.load(io.StringIO(text))
 
 
@@ -170,7 +170,7 @@ def part_class(kind: str, node: Mapping[str, Any], registry: Registry) -> type:
 
 @dataclass(frozen=True)
 class Source:
-    """Source of the configuration: toyexp's conf/, or a user's directory with conf/ as fallback."""
+    """Source of a configuration. It is toyexp's directory conf/, or a user's directory with conf/ as fallback."""
 
     directory: Path
     name: str = "config"
@@ -182,9 +182,9 @@ class Source:
     def from_run(cls, directory: Path, chosen: Mapping[str, str], modules: Sequence[str]) -> Source:
         """Return a source that reads the saved configuration of a run.
 
-        `chosen` holds the typed values by key. If it has an engine or callbacks, the run's own are left out.
-        Raise UserError if it has another model, data set, recipe, optimiser or objective than the run, or if a local
-        plugin of the run is not in `modules`.
+        `chosen` maps the keys given on the command line to their values. If it has the key `engine` or `callbacks`, the
+        saved section of that name is left out. Raise UserError if `chosen` names another model, data set, recipe,
+        optimiser or objective than the run has, or if a local plugin of the run is not in `modules`.
         """
         file = directory / "config.yaml"
         saved = load_yaml(file)
@@ -251,8 +251,9 @@ class Source:
     def overrides(self) -> list[str]:
         """Return the overrides that Hydra needs if presets can come from several directories; else an empty list.
 
-        They set the search path and the output directories and, if the main file is a user's, toyexp's logging. Only
-        the main file may set output directories, so these overrides take precedence over any preset.
+        They set the search path and the output directories. If the main file is not toyexp's own, they also set
+        toyexp's logging. Only the main file may set output directories, so these overrides take precedence over any
+        preset.
         """
         if len(self.directories) == 1:
             return []
@@ -288,6 +289,9 @@ def load_yaml(path: Path, load: Callable[[str], Any] = yaml.safe_load, preset: b
 
 
 def compose_raw(overrides: Sequence[str], source: Source) -> DictConfig:
-    """Compose `source` with Hydra: its own overrides first, then `overrides`. Hydra's exceptions are not converted."""
+    """Compose a configuration with Hydra from `source`. Hydra's exceptions are not converted to UserError.
+
+    The overrides that `source` itself needs come first, then `overrides`.
+    """
     with hydra.initialize_config_dir(str(source.directory), version_base="1.3", job_name="toyexp"):
         return hydra.compose(source.name, overrides=[*source.overrides(), *overrides], return_hydra_config=True)

@@ -31,10 +31,11 @@ CHANGES_BASE = ("pissa", "olora", "corda", "loftq")  # initialisations that also
 
 
 def read_peft(folder: Path, model: Model) -> tuple[float, dict[str, np.ndarray], dict[str, str]]:
-    """Read an adapter from a PEFT directory: its alpha, matrices A and B by GGUF name, and the values of ORIGIN_KEYS.
+    """Return the alpha of an adapter in a PEFT directory, its matrices by GGUF name, and the values of ORIGIN_KEYS.
 
-    Each pair adds alpha / rank * B A to the weight of its linear layer, where rank is the number of rows of A. The rows
-    of B are in the model's order. Raise UserError if the adapter is damaged, fits another model, or is not plain LoRA.
+    Each pair of matrices A and B adds alpha / rank * B A to the weight of its linear layer, where rank is the number of
+    rows of A. The rows of B are in the model's order. Raise UserError if the adapter is damaged, fits another model, or
+    is not plain LoRA.
     """
     config = _config(folder / CONFIG)
     alpha, patterns = _number(folder, config, "lora_alpha", 8), config.get("rank_pattern") or {}  # 8 as in PEFT
@@ -87,7 +88,10 @@ def _number(folder: Path, config: Mapping[str, Any], key: str, default: int | No
 
 
 def _places(folder: Path, model: Model) -> dict[str, HFTensor]:
-    """Return each linear layer's transformers tensor, keyed by GGUF name; raise UserError if transformers has none."""
+    """Return {GGUF name: tensor in transformers} of the linear layers.
+
+    Raise UserError if transformers does not have the model.
+    """
     try:
         stored = hf_layout(model, {}).tensors
     except UserError as error:
@@ -110,7 +114,10 @@ def _reorder_rows(b: np.ndarray, stored: HFTensor) -> np.ndarray:
 
 
 def _relative_scale(config: Mapping[str, Any], module: str, b: np.ndarray, alpha: float, folder: Path) -> float:
-    """Return the factor by which PEFT scales a LoRA pair besides alpha / rank: 1 without rsLoRA and alpha_pattern."""
+    """Return the factor by which PEFT scales a LoRA pair in addition to alpha / rank.
+
+    The factor is 1 if the adapter uses neither rsLoRA nor alpha_pattern.
+    """
     scale, patterns = alpha, config.get("alpha_pattern") or {}
     for pattern in patterns if isinstance(patterns, dict) else ():
         if not re.fullmatch(r"[\w.]+", pattern):  # an untrusted regular expression may never end

@@ -36,7 +36,7 @@ def json_object(text: Any, subject: str) -> dict[str, Any]:
 
 
 class TensorsFile(ModelFile):
-    """An open safetensors file, written by any program; its metadata values are text. Raises UserError if broken."""
+    """An open safetensors file from any program. Its metadata values are strings. Raises UserError if it is broken."""
 
     def __init__(self, path: Path):
         self.path, self._file = path, open_file(path)
@@ -54,7 +54,7 @@ class TensorsFile(ModelFile):
         check_offsets(self.tensors.values(), 8 + length, size, 1, self.error)
 
     def _keys(self, metadata: dict[str, Any]) -> Mapping[str, Any]:
-        """Return the value of `self.metadata`, given `metadata` from the file's header."""
+        """Return the mapping to use as `self.metadata`. The argument is the metadata in the file's header."""
         return metadata
 
     def read(self, name: str, rows: int | None = None) -> np.ndarray:

@@ -180,9 +180,9 @@ def _open_dataset(config: Config, loaded: LoadedModel) -> Dataset:
 def _window(setting_value: str | None, model: Model, training_context: int | None) -> int | None:
     """Return the length of a row in tokens; None for a model without a context length.
 
-    It is the `model.context` setting. Without the setting it is the context of the training run, or 512 if there is no
-    run, because longer rows cost much more; but it is at most the model's context. Raise UserError for an invalid
-    setting.
+    `setting_value` is the setting `model.context`. If it is None, use the context of the training run, or 512 if there
+    is no run, because longer rows cost much more. This default is at most the model's context. Raise UserError for an
+    invalid setting.
     """
     if not model.context:
         return None
@@ -292,7 +292,7 @@ class TrainedRun:
         return [f"data={name}", *(format_override(f"data.{key}", value) for key, value in run_settings.items())]
 
     def compare(self, dataset: Dataset, typed: Sequence[str], path: str = "") -> tuple[bool, str]:
-        """Return True if `dataset` is the data that the run was trained on, and a note for the user ("" if none).
+        """Return whether `dataset` is the data that the run was trained on, and a note for the user ("" if none).
 
         `typed` are the keys of the data settings that the user gave, and `path` is the path of the data. Raise
         UserError if the run's data has changed and the user did not name the data explicitly.

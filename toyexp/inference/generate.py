@@ -86,7 +86,7 @@ class Generated:
 
 
 class TextBuilder:
-    """Decoder of a token stream: collects ids and text, and passes whole characters to `write`."""
+    """Decoder of a stream of tokens. It collects ids and text, and passes complete characters to `write`."""
 
     def __init__(self, tokenizer: Tokenizer | None, write: Callable[[str], None]):
         self._tokenizer, self._write = tokenizer, write

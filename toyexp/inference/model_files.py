@@ -61,16 +61,17 @@ def newest_checkpoint(path: Path) -> Path | None:
 
 
 def checkpoint_gguf(path: Path, registry: Registry | None = None) -> Path:
-    """Convert a checkpoint to a float32 GGUF file, which is deleted when the process exits; return its path."""
+    """Convert a checkpoint to a float32 GGUF file and return its path. The file is deleted when the process exits."""
     write = partial(_write, path, registry=registry or current_registry())
     return write_once([path / checkpoint.MANIFEST], path, path.name, write)
 
 
 def write_once(files: Sequence[Path], source: Path, stem: str, write: Callable[[Path], object], kind: str = "") -> Path:
-    """Return a temporary GGUF file that `write` converts from `source`; convert again only if `files` change.
+    """Call `write` to convert `source` to a temporary GGUF file, and return the path of this file.
 
-    `files` are the files that `write` reads, and `stem` is the name of the new file without `.gguf`. `kind`
-    distinguishes different conversions of the same files. The new file is deleted when the process exits.
+    A second call for the same `files` and `kind` returns the same path, unless one of the files has changed since.
+    `files` are the files that `write` reads, and `kind` distinguishes different conversions of them. `stem` is the name
+    of the new file without `.gguf`. The new file is deleted when the process exits.
     """
     version = (kind, *((file.resolve(), file.stat().st_mtime_ns) for file in files))
     if version not in _written:
@@ -134,7 +135,7 @@ def _write(path: Path, target: Path, registry: Registry) -> None:
 
 
 def convert_adapter(path: Path, target: Path, registry: Registry) -> None:
-    """Write the LoRA adapter of the checkpoint at `path` to a GGUF file. Raise UserError if its run trained none."""
+    """Write the LoRA adapter of the checkpoint at `path` to a GGUF file; raise UserError if the checkpoint has none."""
     saved, plan, _, dataset = _load_run(path, registry)
     if not any(isinstance(adapter, LoraAdapter) for adapter in plan.adapters):
         recipe = saved.state["config"]["recipe"]["name"]

@@ -13,6 +13,7 @@ from typing import Any
 
 from toyexp.base.errors import UserError, printable
 from toyexp.base.formatting import align_columns, format_bytes, format_count, pluralise
+from toyexp.base.tables import fit_table
 from toyexp.formats.gguf.open_model import open_gguf
 from toyexp.formats.gguf.read import GGUFFile
 from toyexp.inference.describe import FileUses, count_types, quote_for_hydra
@@ -59,7 +60,6 @@ class ListedFile:
 class Models(Answer):
     """Result of `toyexp models`."""
 
-    has_head = True
     files: list[ListedFile]
     unreadable: list[ListedFile]
     places: list[ModelDirectory]
@@ -85,7 +85,8 @@ class Models(Answer):
             ]  # fmt: skip
             total = f"{pluralise(len(self.files), 'model')}, {format_bytes(sum(f.bytes for f in self.files))}"
             total += f"; more about one: toyexp describe PATH{self.loading}"
-            blocks += [align_columns(rows, right=(2, 4)), [total]]
+            expendable = ["types", "architecture", "parameters", "here"]
+            blocks += [fit_table(rows, ["parameters", "size"], expendable), [total]]
         if self.unreadable:
             blocks.append(["cannot be read:", *(f"  {_show(f.path)}: {f.error}" for f in self.unreadable)])
         if not self.files:

@@ -12,7 +12,6 @@ from dataclasses import asdict, dataclass
 from typing import Any, ClassVar, NoReturn
 
 from toyexp.base.errors import UserError, suggest
-from toyexp.base.tables import wrap_columns
 from toyexp.base.terminal import print_output
 from toyexp.base.writing import dump_json
 
@@ -111,8 +110,6 @@ class Parser(argparse.ArgumentParser):
 class Answer(ABC):
     """Base of dataclasses that hold the result of a command, to print it as text or as JSON."""
 
-    has_head: ClassVar[bool] = False  # True: the first line has the column heads of a table
-
     def plain(self) -> dict[str, Any]:
         """Return the result as plain data, for --json."""
         return asdict(self)  # type: ignore[call-overload]
@@ -132,11 +129,8 @@ class Answer(ABC):
         if arguments.json:
             print_output(dump_json(self.plain(), indent=2))
             return 0
-        text = str(self) if self.has_head else wrap_columns(str(self))
-        first, newline, others = text.partition("\n")
-        print_output(first, "bold" if self.has_head else "")
-        if newline:
-            print_output(others)
+        for line in self.lines():
+            print_output(line)
         return 0
 
 
@@ -182,7 +176,7 @@ class Command(ABC):
 
     def unknown_option(self, word: str, following: Sequence[str]) -> UserError:
         """Return the error for an unknown option `word`; `following` are the words after it."""
-        flag, flags = word.partition("=")[0], sorted([*self.parser().options, "--help"])
+        flag, flags = word.partition("=")[0], sorted([*self.parser().options, "--color", "--help"])
         parts = re.split("[-_]", flag.lstrip("-"))  # such as max, new and tokens of --max_new_tokens
         similar = [option for option in flags if f"-{flag}" == option[:3] or option[2:] in parts]
         if len(similar) == 1:

@@ -9,7 +9,8 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-from toyexp.base.formatting import align_columns, format_count
+from toyexp.base.formatting import format_count
+from toyexp.base.tables import fit_table
 from toyexp.interfaces.arithmetic import Shaped
 from toyexp.interfaces.model import Model
 from toyexp.interfaces.ops import Ops, Params, Rotary
@@ -102,7 +103,7 @@ class Listing:
                 rows.append([self._alike(first + 1, last, first)])
         rows += self._rows(self.after, shown)
         heads = ["op", "tensor", "shape", "type", "result", "parameters", "operations"]
-        return align_columns([heads, *rows], right=(5, 6))
+        return fit_table([heads, *rows], heads[5:], ["result", "shape", "type", "parameters"])
 
     def _runs(self) -> list[tuple[int, int]]:
         """Return the numbers of the first and last block of each series of equal blocks.

@@ -1,4 +1,4 @@
-"""Read the events of a run: its first line, and its numbers step by step."""
+"""Read the events of a run: the facts in the first event, and the numbers that were recorded at each step."""
 
 from __future__ import annotations
 
@@ -189,7 +189,10 @@ def _parse_line(line: bytes) -> Any:
 
 
 def average_bins(curve: Curve, most: int) -> Curve:
-    """Return a curve with at most `most` points, each the mean step and mean value of a bin of consecutive points."""
+    """Average a curve over bins of consecutive points, so that at most `most` points are left.
+
+    A point of the result is the mean step and the mean value of a bin.
+    """
     steps, values = curve
     n = len(steps)
     if n <= most:

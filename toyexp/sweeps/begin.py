@@ -1,4 +1,4 @@
-"""Create the runner of a sweep from its command line, for a new sweep or to resume one (sweep.resume=DIR)."""
+"""Create a Runner from a command line: for a new sweep, or to resume an existing one (sweep.resume=DIR)."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ LAUNCHERS: dict[str, type[Launcher]] = {cls.name: cls for cls in (Serial, Proces
 
 
 def prepare_sweep(flags: Mapping[str, str], request: Request) -> Runner:
-    """Create the runner of a new sweep, or with sweep.resume=DIR that of the existing sweep in DIR.
+    """Create the runner of a new sweep. With sweep.resume=DIR, create the runner that resumes the sweep in DIR.
 
     `flags` maps flags of the command line to their values; `request` holds the other arguments. Raise UserError for
     invalid settings.

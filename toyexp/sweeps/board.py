@@ -128,7 +128,7 @@ class Board:
 
 @dataclass
 class NotebookBoard(Board):
-    """Board in a notebook: each redraw replaces the same output of the cell."""
+    """Board in a notebook. A redraw replaces the text of the earlier board in the cell's output."""
 
     _shown: Any = None
 
@@ -148,11 +148,11 @@ class NotebookBoard(Board):
 
     @contextlib.contextmanager
     def hide(self) -> Iterator[None]:
-        """Do nothing: a notebook shows other output separately."""
+        """Do nothing, because in a notebook the board does not get in the way of other output."""
         yield
 
     def clear(self) -> None:
-        """Redraw the board; a notebook keeps its final state."""
+        """Redraw the board a last time. A notebook keeps this final board instead of removing it."""
         self.draw()
 
 

@@ -1,4 +1,4 @@
-"""Sweeps on a command line: the combinations of values, and the environment variables of job processes."""
+"""Compute the combinations of values that a sweep tries, and let the process of a job exit with its sweep."""
 
 from __future__ import annotations
 
@@ -73,8 +73,8 @@ def combinations(parsed: Sequence[Override]) -> list[tuple[str, ...]]:
 def sweep_values(override: Override) -> Iterator[tuple[str, Any]]:
     """Yield each value of a swept key, as an override (such as lr=0.1) and as the parsed value (0.1).
 
-    Raise UserError if the values cannot be listed (an interval, a glob, an invalid range), if one repeats, or if there
-    are none or too many.
+    Raise UserError if the values cannot be listed (an interval, a glob, an invalid range), if there are none or too
+    many, or if a value occurs twice.
     """
     from hydra.core.override_parser.types import Override, Transformer, ValueType
     from hydra.errors import HydraException

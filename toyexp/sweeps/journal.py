@@ -21,7 +21,10 @@ SHARE = 0.05  # maximum share of the time that throttled callbacks take
 
 
 class Throttle:
-    """Limit on how often a callback runs: after every job, but with more than 50 jobs at most 5 % of the time."""
+    """Limit on how often a callback runs.
+
+    With at most 50 jobs, the callback runs after every job. With more jobs, it takes at most 5 % of the time.
+    """
 
     def __init__(self, do: Callable[[], None]):
         self._do, self._next = do, 0.0

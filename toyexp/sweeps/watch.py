@@ -1,4 +1,4 @@
-"""Show a sweep's progress in the terminal: launchers report here what jobs print."""
+"""Show a sweep's progress in the terminal. Launchers pass on here what the jobs print."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class Watch:
     def begin(self, jobs: Sequence[Job], shown: bool = True) -> None:
         """Record that jobs start. If `shown`, show them on the board or print a line for each.
 
-        A launcher calls this before it starts them.
+        A launcher calls this method before it starts the jobs.
         """
         self.folder.mark_running(jobs)
         for job in jobs if shown else ():
@@ -64,9 +64,9 @@ class Watch:
             self.say(line if self._alone or job is None else f"[{job.number}] {line}", stream)
 
     def end(self, job: Job) -> None:
-        """Remove a job from the board.
+        """Remove a job from the board, and print a line with its result if the job was successful.
 
-        Print a line with the result of a successful job, unless its own output or a notebook's board shows the result.
+        Print no line if the job's own output or the board of a notebook shows the result.
         """
         if self.board:
             with self._printing:

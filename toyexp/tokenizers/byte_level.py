@@ -82,14 +82,14 @@ class Characters(Tokenizer):
 
 
 def check_bpe_vocab(vocab: int) -> None:
-    """Raise UserError for a number of tokens that BPE cannot learn."""
+    """Raise UserError if BPE cannot learn a vocabulary of `vocab` tokens."""
     if not 258 <= vocab <= MOST_LEARNED:
         least = "at least 258 (256 bytes, end, one merge)"
         raise UserError(f"data.bpe_vocab={vocab}: must be {least} and at most {MOST_LEARNED}")
 
 
 class BPE(Tokenizer):
-    """Byte-level BPE through the tokenizers library, by default with GPT-2's pre-tokenizer."""
+    """Byte-level BPE tokenizer. It uses the tokenizers library and, by default, GPT-2's pre-tokenizer."""
 
     kind = "bpe"
 

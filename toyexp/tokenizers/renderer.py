@@ -1,7 +1,7 @@
 """Child process that renders chat templates: it reads one JSON request per line and answers with one line.
 
-Jinja's sandbox limits neither memory nor time, so the process has a memory limit and the system kills it if one
-rendering takes too long. It imports nothing from toyexp, to start quickly.
+Jinja's sandbox limits neither memory nor time. Therefore the process has a memory limit, and the system kills it if one
+rendering takes too long. This module imports nothing from toyexp, so that the process starts quickly.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class Compiled:
 
 
 def _environment(mark: Callable[[str], None]) -> Any:
-    """Return a sandboxed Jinja environment with what chat templates expect.
+    """Return a sandboxed Jinja environment with the tags and filters that chat templates expect.
 
     `mark` is called with each text inside the tag {% generation %}.
     """
@@ -93,7 +93,7 @@ def _to_json(
     value: Any, ensure_ascii: bool = False, indent: int | str | None = None, separators: Any = None,
     sort_keys: bool = False,
 ) -> str:  # fmt: skip
-    """Serialise to plain JSON; Jinja's own filter escapes for HTML."""
+    """Return a value as plain JSON. This replaces Jinja's own filter, which escapes characters for HTML."""
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
@@ -118,7 +118,10 @@ def answer(request: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _attempt(seconds: float, work: Callable[..., Any], *arguments: Any) -> Any:
-    """Return the result of `work`, or an error message; the system kills the process after `seconds` of CPU time."""
+    """Return the result of `work(*arguments)`, or an error message if it fails.
+
+    If the call takes more than `seconds` of CPU time, the system kills the process.
+    """
     if sys.platform != "win32":
         signal.setitimer(signal.ITIMER_PROF, seconds)
     try:
@@ -140,7 +143,7 @@ def _limit_memory() -> None:
 
 
 def main() -> None:
-    """Answer requests until standard input ends."""
+    """Read requests from standard input and answer each of them, until the input ends."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C
     _limit_memory()
     _environment(lambda words: None)  # fails early if jinja2 cannot be loaded

@@ -1,7 +1,7 @@
-"""SentencePiece BPE as llama.cpp runs it: the two neighbours whose joined token has the best score merge first.
+"""SentencePiece BPE as in llama.cpp: the pair of neighbours whose joined token has the highest score merges first.
 
-The tokenizers library merges by a list of pairs and cannot express that the leftmost of equal scores goes first, so the
-merging is implemented here.
+Of several pairs with this score, the leftmost merges first. The tokenizers library cannot do that, because it merges in
+the order of a list of pairs. Therefore this module implements the merging.
 """
 
 from __future__ import annotations
@@ -66,9 +66,10 @@ class SentencePiece(Tokenizer):
         ]
 
     def _words(self, text: str, start: bool) -> list[str]:
-        """Return the text in pieces that merge independently: no token contains the two characters at a cut.
+        """Split a text into pieces that merge independently of each other.
 
-        Spaces become BLANK. If `start`, add the space that begins a text.
+        A cut is made where no token contains both neighbouring characters. Spaces become BLANK. If `start`, first add
+        the space that begins a text.
         """
         text = (" " * (start and self.prefix) + text).replace(" ", BLANK)
         return [text[begin:end] for begin, end in itertools.pairwise([0, *self._break_points(text), len(text)])]
@@ -97,9 +98,10 @@ class SentencePiece(Tokenizer):
         return ids
 
     def _merge(self, word: str) -> list[str]:
-        """Split a word into characters, merge them to tokens, and return the result.
+        """Split a word into characters, merge them to tokens, and return the tokens.
 
-        The pair whose joined token has the highest score merges first; of equal scores, the leftmost.
+        The pair whose joined token has the highest score merges first. Of several such pairs, the leftmost merges
+        first.
         """
         symbols = list(word)
         before, after = list(range(-1, len(word) - 1)), [*range(1, len(word)), -1]
@@ -127,7 +129,7 @@ class SentencePiece(Tokenizer):
         return [symbol for symbol in symbols if symbol]
 
     def _token(self, symbol: str) -> list[int]:
-        """Return the id of a symbol in a list, or the ids of its bytes if it is not a token."""
+        """Return a list with the id of a symbol or, if the symbol is not a token, with the ids of its bytes."""
         token = self._ids.get(symbol)
         if token is not None:
             return [token]
@@ -194,10 +196,10 @@ class SentencePiece(Tokenizer):
         return len(reordered)
 
     def _library(self) -> Any:
-        """Return the tokenizers.Tokenizer that is closest to this one: it merges in the order of the scores.
+        """Return the tokenizers.Tokenizer that comes closest to this tokenizer.
 
-        Among equal scores the pair with the longest left half merges first, so that a run of one character merges from
-        the left, as in llama.cpp.
+        It merges pairs in the order of their scores. Of several pairs with equal scores, the one with the longest left
+        half merges first. Thus a run of one character merges from the left, as in llama.cpp.
         """
         from tokenizers import Tokenizer as Engine  # deferred: only an export needs it
         from tokenizers import decoders, models, normalizers

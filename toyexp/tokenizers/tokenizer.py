@@ -32,7 +32,10 @@ NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)  # token type
 
 
 def byte_symbols() -> list[str]:
-    """Return GPT-2's symbol for each byte: its character if printable in Latin-1, else U+0100 and up (Radford 2019)."""
+    """Return the character by which GPT-2 represents each byte (Radford 2019).
+
+    If the byte is a printable character in Latin-1, it is this character, otherwise a character from U+0100 on.
+    """
     printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     spare = iter(range(0x100, 0x200))
     return [chr(b) if b in printable else chr(next(spare)) for b in range(256)]
@@ -147,7 +150,7 @@ class Tokenizer(ABC):
 
     @cached_property
     def _literals(self) -> tuple[dict[str, int], dict[str, int]]:
-        """Return two dicts from text to id of the special tokens to search for, longest text first.
+        """Return two dicts {text: id} of the special tokens to search for in a text, longest text first.
 
         The first has only user-defined tokens, the second also control tokens.
         """
@@ -165,7 +168,10 @@ class Tokenizer(ABC):
     # -- ids to text --------------------------------------------------------------------------------------------
 
     def token_bytes(self, i: int) -> bytes:
-        """Return the bytes that token `i` decodes to, which may be part of a character; b"" for a control token."""
+        """Return the bytes that token `i` decodes to; b"" for a control token.
+
+        A token may begin or end inside a character.
+        """
         if i == self.eos or i in self.controls or i in self.undecoded_ids:
             return b""
         return self.pieces[i].encode() if i in self.user_defined else self._token_bytes(i)
@@ -265,7 +271,10 @@ class Tokenizer(ABC):
 
 
 def _surround(pieces: Sequence[str], start: Sequence[int | None], end: Sequence[int | None]) -> dict[str, Any] | None:
-    """Return the post-processor for tokenizer.json that adds `start` before and `end` after a text, or None."""
+    """Return the post-processor for tokenizer.json that adds the tokens `start` before and `end` after a text.
+
+    Return None if there are no such tokens.
+    """
     tokens = [i for i in (*start, *end) if i is not None]
     if not tokens:
         return None
@@ -306,10 +315,11 @@ def placeholder_metadata(rows: int) -> dict[str, Any]:
 def _extract_special(
     text: str, literals: Mapping[str, int], before: Collection[int], after: Collection[int]
 ) -> list[str | int]:
-    """Return a text as a list of plain parts and ids of special tokens.
+    """Split a text at its special tokens; return a list of the plain texts and the ids of the special tokens.
 
-    `literals` maps the text of each special token to its id; they are searched one after the other, as in llama.cpp.
-    Tokens whose id is in `before` strip the white space before them, those in `after` the white space after them.
+    `literals` maps the text of each special token to its id. The text is searched for one special token after another,
+    as in llama.cpp. Tokens whose id is in `before` strip the white space before them. Tokens whose id is in `after`
+    strip the white space after them.
     """
     parts: list[str | int] = [text] if text else []
     for literal, i in literals.items():

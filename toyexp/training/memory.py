@@ -71,8 +71,8 @@ def stack_bytes(plan: Plan) -> int:
 def minimum_bytes(plan: Plan, engine: Engine) -> tuple[int, int]:
     """Return the least host memory in bytes that a step needs, in two parts: for its batch, and for the weights.
 
-    The second part covers trainable weights and optimiser state. If the engine has its own memory, such as a GPU's, it
-    only covers the largest tensor, which is copied through the host.
+    The second part covers trainable weights and optimiser state. If the engine has its own memory, such as a GPU's, the
+    second part covers only the largest tensor, because tensors are copied to the device one at a time.
     """
     rows = plan.rows * plan.accumulate
     batch = rows * sum(math.prod(s.shape) * np.dtype(s.dtype).itemsize for s in plan.inputs.values())

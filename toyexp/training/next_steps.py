@@ -33,7 +33,10 @@ class NextStep:
     input: StepInput
 
     def scaled_settings(self, plan: Plan) -> dict[str, float]:
-        """Return metrics of the optimiser's numbers that callbacks scale: `<name>_factor`, and the scaled `<name>`."""
+        """Return metrics of the optimiser's numbers, such as beta1, that callbacks scale in this step.
+
+        Each number has two metrics: its factor, as `<name>_factor`, and its scaled value, as `<name>`.
+        """
         if not self.factors:
             return {}
         return {**{f"{n}_factor": f for n, f in self.factors.items()}, **plan.scaled_settings(self.factors)}
@@ -52,8 +55,8 @@ class Launched:
     def wait(self, since: float) -> float:
         """Wait until all steps are done, store their metrics and duration, and return the end time (time.perf_counter).
 
-        `since` is the time at which the previous steps ended: the duration counts from there, or from the launch if
-        that is later.
+        `since` is the time at which the previous steps ended. The duration is measured from this time, or from the
+        launch if the launch was later.
         """
         self.metrics = [wait() for wait in self.waits]
         ended = time.perf_counter()
@@ -62,7 +65,7 @@ class Launched:
 
 
 class NextSteps:
-    """Queue of the next steps' inputs, which are made before the steps are due.
+    """Queue of the next steps' inputs. It makes inputs before the steps are due.
 
     If the data supports it, several batches are made as one block, which takes little longer than a single batch.
     """
@@ -132,7 +135,7 @@ def _blocks_are_batches(batches: Batches) -> bool:
 
 
 def held_out(run: Run, bus: Bus, batches: Batches, every: int) -> Sequence[Batch]:
-    """Return the held-out batches. If there are none, raise PluginFailed; `every` is eval_every for the message."""
+    """Return the held-out batches; raise PluginFailed if there are none. `every` is the setting eval_every."""
     with boundary(run, bus, "data"):
         held_out_batches = batches.held_out()
         if not len(held_out_batches):  # an object without a length fails here, too

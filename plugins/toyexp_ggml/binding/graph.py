@@ -62,7 +62,7 @@ class Graph(StaticGraph):
         return self.sum_last(self.reshape(x, count, x.size // count))
 
     def sum_of_squares(self, x: Node, by_dot: bool = False) -> Node:
-        """Return the sum of x^2, [1]. `by_dot` sums, for a matrix, the dot product of each row with itself."""
+        """Return the sum of x^2, [1]. With `by_dot`, use the dot product of each row of a matrix with itself."""
         if not by_dot or len(x.shape) != 2:
             return self.total(self.sqr(x))
         rows = self.reshape(x, x.shape[0], 1, x.shape[1])

@@ -44,7 +44,7 @@ class StaticGraph:
         ggml.ggml_build_forward_expand(self._graph, node.ptr)
 
     def want_all(self, nodes: Iterable[Node]) -> list[Node]:
-        """Add independent nodes one after the other, so that a device can compute them at the same time."""
+        """Add and return independent nodes. A device can compute them at once, because they follow each other."""
         listed = list(nodes)
         for node in listed:
             self.want(node)

@@ -82,7 +82,7 @@ def _unpack_chunks(flat: Tensor, kind: str, dtype: torch.dtype) -> Tensor:
 def _choose_gpu_unpacker() -> Callable[[Tensor, str, torch.dtype], Tensor]:
     """Return the function that dequantises blocks on a GPU.
 
-    It is the Triton kernel, or if that is missing or fails in a trial on a few zeros, the slower `_unpack_blocks`.
+    This is the Triton kernel. If the kernel is missing or fails in a trial, it is the slower `_unpack_blocks`.
     """
     try:
         from toyexp_torch.kernels.unpack import unpack_blocks
@@ -242,7 +242,7 @@ class Packed:
         return unpack(self.raw[rows], self.kind, self._dtype)
 
     def product(self, x: Tensor) -> Tensor:
-        """Return x [..., in] times the transposed matrix -> [..., out], in autocast's dtype or, without autocast, x's.
+        """Return x [..., in] times the transposed matrix -> [..., out], in the dtype of autocast or, without it, of x.
 
         Only x has a gradient.
         """
@@ -255,9 +255,9 @@ class Packed:
 
 
 class PackedLinear(torch.autograd.Function):
-    """Product of x [..., in] and a transposed matrix [out, in], which the forward and the backward pass dequantise.
+    """Autograd function: the product of x [..., in] and the transpose of a packed matrix [out, in].
 
-    Only x has a gradient.
+    The forward and the backward pass each dequantise the matrix. Only x has a gradient.
     """
 
     @staticmethod

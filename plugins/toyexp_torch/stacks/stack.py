@@ -158,7 +158,7 @@ class TorchStack(Stack):
         return total
 
     def _prepare(self, asking: Sequence[int]) -> None:
-        """Make a program (a StackedStep) that computes the runs in the rows `asking`, or keep the present program.
+        """Make a program (a StackedStep) that computes the runs in the rows `asking`, unless the present one fits.
 
         On the CPU, the program contains exactly these runs. On a GPU, where capturing a new program is slow, it
         contains all runs that still train, and is kept as long as it contains the runs in `asking`, even if a few of
@@ -234,7 +234,7 @@ class StackedSession(TorchSession):
         self._keeps_bfloat16 = False  # in bfloat16 the stack's program rounds the weights itself
 
     def _view_state(self, *_: object) -> SimpleNamespace:
-        """Return a substitute for an Update, whose only attribute `state` is the optimiser state of this run."""
+        """Return an object in place of an Update. Its only attribute, `state`, is the optimiser state of this run."""
         state = self.stack.update.state
         return SimpleNamespace(state={n: {s: x[self.row] for s, x in slots.items()} for n, slots in state.items()})
 

@@ -26,7 +26,7 @@ StepRequest = tuple[Sequence[Batch], Sequence[np.ndarray]]  # a run's micro-batc
 
 
 class StackedFormula(Formula):
-    """Formula of a rule for the tensors [K, ...] of K runs. Each run has its own scalars."""
+    """Update of the tensors [K, ...] of K runs by the formula of a rule. Each run has its own scalars."""
 
     def bind_device(self, numbers: Tensor, divisor: Tensor | None, skip: Tensor | None) -> Change:
         """Return a function that updates tensors [K, ...] of K runs; see Formula.

@@ -2,6 +2,7 @@
 // words that the label, name, state or seed of a run must contain.
 
 const CONDITION = /^([A-Za-z_][\w.]*)(!=|<=|>=|==?|<|>)(.*)$/s;
+const SPACED = /\s*(!=|<=|>=|==?|<|>)(?!\s+\S+[=<>])\s*/g; // an operator with spaces that do not precede another condition
 const ALIASES = { held_out: "loss", eval_loss: "loss", tokens_per_second: "speed", started: "when" };
 const ORDER = { "<": (a, b) => a < b, ">": (a, b) => a > b, "<=": (a, b) => a <= b, ">=": (a, b) => a >= b };
 
@@ -20,19 +21,27 @@ function listKeys() {
 // wrong with the filter, or is "".
 function parseFilter(text) {
   const keys = listKeys(), tests = [];
-  for (const word of text.split(/\s+/).filter(Boolean)) {
+  let problem = "";
+  for (const word of text.replace(SPACED, "$1").split(/\s+/).filter(Boolean)) {
     const [, typed, sign, value] = CONDITION.exec(word) || [];
     if (!sign) {
       const part = word.toLowerCase();
       tests.push((run) => `${data.points[run.point].label} ${run.name} ${run.state} seed=${run.seed}`.toLowerCase().includes(part));
       continue;
     }
-    const key = keys.get(ALIASES[typed] || typed);
+    const key = keys.get(ALIASES[typed] || typed), known = data.runs.map((run) => readValue(run, key));
     if (!key) return { tests: [], problem: `no run has the setting ${typed}` };
     if (ORDER[sign] && key !== "when" && !isNumber(value)) return { tests: [], problem: `${word}: ${sign} needs a number` };
-    tests.push((run) => matchesCondition(run.all[key] ?? run[key] ?? run.scores[key] ?? null, sign, value));
+    const unknown = ORDER[sign] ? undefined : value.split(",").find((item) => !known.some((v) => matchesCondition(v, "=", item)));
+    if (unknown === "") return { tests: [], problem: `${word}: needs a value` };
+    if (unknown) problem = `no run has ${typed}=${unknown}; values: ${formatValues([...new Set(known.filter((v) => v !== null).map(String))])}`;
+    tests.push((run) => matchesCondition(readValue(run, key), sign, value));
   }
-  return { tests, problem: "" };
+  return { tests, problem };
+}
+
+function readValue(run, key) {
+  return run.all[key] ?? run[key] ?? run.scores[key] ?? null;
 }
 
 function isNumber(text) {

@@ -53,6 +53,6 @@ function drawTrials(id, trials, xs, [low, high], xaxis, more) {
   };
   const shape = layout({ yaxis: { title: { text: data.search.metric, standoff: 4 }, range: [low, high], nticks: 6 }, margin: { l: 52, r: 10, t: 6, b: 36 } });
   const plain = { gridcolor: style("line"), linecolor: style("line"), automargin: true, zeroline: false };
-  Plotly.react(id, [...more, dots], { ...shape, xaxis: { ...plain, ...xaxis }, dragmode: false }, { ...CONFIG, displayModeBar: false });
-  nameChart(id, `${data.search.metric} of ${trials.length} trials against ${id === "trials" ? "the trial's number" : id.replace("setting-", "")}`);
+  const described = `${data.search.metric} of ${trials.length} trials against ${id === "trials" ? "the trial's number" : id.replace("setting-", "")}`;
+  drawChart(id, [...more, dots], { ...shape, xaxis: { ...plain, ...xaxis }, dragmode: false }, { ...CONFIG, displayModeBar: false }, described);
 }

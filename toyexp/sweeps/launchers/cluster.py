@@ -35,7 +35,7 @@ class NodeJob:
         self._next_look = math.inf
 
     def __call__(self) -> JobExit:
-        """Run the job; its output is also printed to the cluster's log."""
+        """Run the job and return its exit. Print the job's output, so that the cluster's log has it too."""
         if self._has_sweep():  # if not, the sweep has ended, or locks do not work on this node
             self._next_look = 0.0
         self._wait_for_lock()
@@ -44,7 +44,7 @@ class NodeJob:
         return run_process(self.spec, self.stop, lambda line, to: print(line, file=to, flush=True), self._poll)
 
     def _poll(self) -> None:
-        """Ask the job to save and exit if the sweep has created the stop file or is no longer running."""
+        """Ask the job to save and exit if the sweep no longer runs or has created the file that stops its jobs."""
         is_gone = False
         if time.monotonic() > self._next_look:
             self._next_look, is_gone = time.monotonic() + SWEEP_CHECK_SECONDS, not self._has_sweep()
@@ -95,9 +95,10 @@ class Cluster(Launcher):
 
     @abstractmethod
     def submit(self, works: Sequence[NodeJob]) -> Sequence[tuple[str, Any]]:
-        """Submit jobs. Return for each a text to print after "submitted" (such as " as 123") and the cluster's handle.
+        """Submit jobs. Return a pair for each job: a text, and the handle by which the cluster identifies the job.
 
-        Raise the cluster's own error if that fails.
+        The text, such as " as 123" with a leading blank, is printed after the word "submitted". If the submission
+        fails, raise the error of the cluster's library.
         """
 
     @abstractmethod
@@ -110,10 +111,13 @@ class Cluster(Launcher):
 
     @abstractmethod
     def stop(self, handles: Sequence[Any], times: int) -> None:
-        """Ask running jobs to save and exit, and cancel waiting ones. `times` is the number of earlier calls."""
+        """Ask running jobs to save and exit, and cancel waiting ones.
+
+        `times` says how often this method was called before.
+        """
 
     def make_work(self, spec: LaunchSpec) -> NodeJob:
-        """Return the work to submit for a job."""
+        """Return the NodeJob that runs a job on the cluster."""
         return NodeJob(spec)
 
     def run(self, jobs: Iterator[Job], watch: Watch) -> Iterator[tuple[Job, JobExit]]:
@@ -145,7 +149,7 @@ class Cluster(Launcher):
                 if not isinstance(result, LostJob):
                     yield job, result
                     if job.status in SUCCEEDED:  # its own output went to another machine
-                        watch.say(f"[{job.number}] {job.status} after {job.result.get('steps')} steps")
+                        watch.say(f"[{job.number}] {job.status} after {pluralise(job.result.get('steps', 0), 'step')}")
                     continue
                 if watch.stop.is_requested:
                     lost.append(job)

@@ -1,4 +1,4 @@
-"""The interface of launchers, which run the jobs of a sweep, and the division of a machine among jobs."""
+"""The interface of launchers, which run the jobs of a sweep. It also divides the cores and GPUs among the jobs."""
 
 from __future__ import annotations
 
@@ -25,7 +25,10 @@ AUTO = -1  # stands for the unknown number of GPUs of a job with engine=auto
 
 
 class Resources(NamedTuple):
-    """Number of parallel jobs (or of parallel processes that each train a stack of jobs), and the resources of each."""
+    """Number of jobs that run in parallel, and the cores, GPUs and processes that each of them uses.
+
+    If processes train stacks of jobs, this is the number of parallel processes, and the resources of each process.
+    """
 
     jobs: int
     cores: int  # 0: all
@@ -57,9 +60,9 @@ class Launcher(ABC):
     _forks: ForkServer | None = None
 
     def __init__(self, settings: Sweep, jobs: Sequence[Job], total: int, configs: JobConfigs):
-        """Divide the machine among `total` jobs.
+        """Divide the cores and GPUs of the machine among `total` jobs.
 
-        `jobs` is a selection of these jobs that together have every value of every swept key.
+        `jobs` are some of these jobs. Together they have every value of every swept key.
         """
         self.settings, self.total, self.configs = settings, total, configs
         self.gpus = Gpus(visible_gpus())
@@ -120,8 +123,8 @@ class Launcher(ABC):
     def preload(self, words: Sequence[str], stop: Stop) -> None:
         """Start the fork server, if this launcher and this platform use one.
 
-        It imports the modules that jobs with the arguments `words` need. Once `stop` is requested, nothing waits for
-        these imports.
+        The server imports the modules that jobs with the arguments `words` need. If `stop` is requested, the sweep no
+        longer waits for these imports.
         """
         if self.uses_fork_server and sys.platform in PLATFORMS:
             environment = {**os.environ, **core_variables(self.share.cores)}
@@ -157,9 +160,9 @@ class Launcher(ABC):
     # -- shares of a machine -------------------------------------------------------------------------------------------
 
     def requested_resources(self, jobs: Sequence[Job], gpus: int) -> Resources:
-        """Return the resources for sweep.jobs parallel jobs, or for all jobs if sweep.jobs is 0.
+        """Return the resources of sweep.jobs parallel jobs, or of all jobs at once if sweep.jobs is 0.
 
-        Each job counts with the largest number of processes, and of GPUs, that any of `jobs` uses. `gpus` is the number
+        The result assumes that each job uses as many processes and GPUs as the largest of `jobs`. `gpus` is the number
         of GPUs of the machine. It matters for jobs that use all GPUs and for engine=auto.
         """
         kinds = list(one_job_per_engine(jobs))
@@ -191,7 +194,10 @@ class Launcher(ABC):
 
 
 def one_job_per_engine(jobs: Sequence[Job]) -> Iterable[Job]:
-    """Return one of the jobs for each combination of engine and experiment overrides."""
+    """Return one job for each engine in the sweep.
+
+    Jobs with different experiment presets count as having different engines, because a preset may choose the engine.
+    """
     kinds: dict[tuple[str, ...], Job] = {}
     for job in jobs:
         kinds.setdefault(tuple(w for w in job.overrides if w.startswith(("engine", "experiment"))), job)

@@ -103,7 +103,7 @@ class InProcess(Launcher):
 
     @contextlib.contextmanager
     def _redirect(self, spec: LaunchSpec, watch: Watch) -> Iterator[None]:
-        """Redirect a job's standard output to its log if the sweep does not print it.
+        """Redirect a job's standard output to its log if the sweep does not print this output.
 
         If a board is shown, redirect standard error (notes and warnings) too.
         """
@@ -129,10 +129,11 @@ class InProcess(Launcher):
 
 
 def run_in_threads(items: Iterator[T], work: Callable[[T, Callable[[R], None]], None], limit: int) -> Iterator[R]:
-    """Call `work` for each item in a thread of its own, at most `limit` at once, and yield the results.
+    """Call `work` for each item in a thread of its own, with at most `limit` threads at once, and yield the results.
 
     `work` receives an item and a function to which it passes each result. If `work` raises an error, it is raised here.
-    The next item is taken only after the caller has consumed the last result, since its choice may depend on that.
+    The choice of the next item may depend on earlier results. It is therefore taken only after the caller has consumed
+    the last result.
     """
     results: queue.SimpleQueue[tuple[R] | BaseException | None] = queue.SimpleQueue()
 

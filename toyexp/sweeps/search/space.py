@@ -45,7 +45,10 @@ class Key:
         return self.numbers[index] if self.numbers else self.settings[index].partition("=")[2]
 
     def distribution(self, distributions: Any) -> Any:
-        """Return Optuna's distribution of the values; `distributions` is the module optuna.distributions."""
+        """Return the distribution from which Optuna samples the values.
+
+        `distributions` is the module optuna.distributions.
+        """
         if not self.numbers:
             return distributions.CategoricalDistribution([self.value(index) for index in range(len(self.settings))])
         kind, low = distributions.IntDistribution if self.is_whole else distributions.FloatDistribution, self.numbers[0]
@@ -55,7 +58,10 @@ class Key:
         return kind(low, self.numbers[-1], step=step if self.is_whole else float(f"{step:.12g}"))
 
     def setting(self, value: Any) -> str:
-        """Return the override for a value that Optuna chose; for a range, the override of the nearest number."""
+        """Return the override that sets the key to `value`, a value that Optuna chose.
+
+        For a range, `value` is first rounded to the nearest number of the range.
+        """
         if self.is_interval or not self.numbers:
             return f"{self.key}={format_value(value)}"
         return min(zip(self.numbers, self.settings, strict=True), key=lambda pair: abs(pair[0] - value))[1]
@@ -132,7 +138,7 @@ def make_probes(keys: Sequence[Key]) -> list[Job]:
 
 
 def count_points(keys: Sequence[Key]) -> float:
-    """Return the number of combinations; infinite with an interval of floats."""
+    """Return the number of combinations of values. It is infinite if a key has an interval of floats."""
     return math.prod(key.count() for key in keys)
 
 

@@ -158,10 +158,10 @@ def _is_equal(value: Any, text: str, printed: bool) -> bool:
 
 
 def _parse_time(word: str, text: str) -> datetime:
-    """Parse a date or time. For a day, month or year, return its start.
+    """Parse the date or time `text`. For a day, month or year, return its start.
 
-    A time without a time zone is in the time zone of this machine. Raise UserError, which quotes `word`, for other
-    texts.
+    A time without a time zone is in the time zone of this machine. If `text` is not a date or time, raise UserError
+    with a message that quotes `word`.
     """
     day = datetime.now().astimezone().replace(hour=0, minute=0, second=0, microsecond=0)
     if text in ("today", "yesterday"):

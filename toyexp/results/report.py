@@ -216,9 +216,9 @@ def _history_data(history: History, most: int) -> dict[str, Any]:
 
 
 def compute_importance(comparison: Comparison) -> Importance:
-    """Return a dict that says how much each setting matters for the metric, and an empty text.
+    """Return a dict with the importance of each setting for the metric, and an empty text.
 
-    If this is unknown, the dict is empty and the text says why.
+    If the importance cannot be computed, return an empty dict and a text that says why.
     """
     points = [point for point in comparison.ranking.points if point.values]
     settings = {key: [point.jobs[0].settings.get(key, "") for point in points] for key in comparison.keys}
@@ -321,7 +321,7 @@ def draw_sweep(sweep: Path) -> None:
 
 
 class SweepReport:
-    """Writer of a sweep's report while the sweep runs. Errors in it never stop the sweep."""
+    """Writer of a sweep's report while the sweep runs. An error in the writer never stops the sweep."""
 
     def __init__(self) -> None:
         self._report = Report("")

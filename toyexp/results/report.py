@@ -31,7 +31,7 @@ from toyexp.results.events import Curve, History, average_bins
 from toyexp.results.importance import compute_shares
 from toyexp.results.plot import draw_sheet
 from toyexp.results.plot_search import Search
-from toyexp.results.run_dirs import FINAL_STATES, find_runs, read_run, setting_values, sweep_metric
+from toyexp.results.run_dirs import COLUMNS, FINAL_STATES, find_runs, read_run, setting_values, sweep_metric
 
 MAX_CURVE_POINTS = 10_000  # points of a curve
 MAX_LOSS_POINTS = 400_000  # points of the loss curves of all runs together
@@ -131,7 +131,7 @@ class Report:
             "keys": comparison.keys,
             "along": comparison.linked_keys,
             "differ": {key: comparison.values(key) for key in differing_keys},
-            "scores": comparison.scores,
+            "scores": comparison.scores, "columns": COLUMNS,
             "notes": comparison.notes(),
             "importance": shares, "no_importance": why, "search": search and _search_data(search),
             "colours": {"light": COLOURS, "dark": DARK_COLOURS},

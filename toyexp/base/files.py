@@ -63,7 +63,7 @@ def is_address(path: Path) -> bool:
 
 
 def explain_missing(path: Path) -> str:
-    """Return a phrase that says why a path does not exist. It may be a dangling link or a URL, or lack a directory."""
+    """Return a phrase that says why a path does not exist, for example that it is a dangling link or a URL."""
     if (link := dangling_link(path)) is not None:
         return f"{'' if link == path else f'{link} '}is a link to {link.readlink()}, which does not exist"
     if is_address(path):

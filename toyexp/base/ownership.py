@@ -141,7 +141,7 @@ def require_inside(directory: Path) -> None:
 
 
 def _is_ignorable(entry: os.DirEntry[str]) -> bool:
-    """Return True if a directory that contains only this file, and others like it, still counts as empty.
+    """Return True for a file that does not count when toyexp checks whether a directory is empty.
 
     Such a file has a name in IGNORED_NAMES, is a lock file, or receives the redirected output of this process.
     """

@@ -35,8 +35,8 @@ def read_image(
 ) -> np.ndarray:
     """Return an image file as 8-bit pixels [size, size, channels], with 3 channels if `color`, else 1.
 
-    If `resize`, crop and scale the image; otherwise raise BadImage unless its width and height are `size`. Add the
-    original (width, height) to the set `sizes`. Raise BadImage if the file cannot be used.
+    If `resize`, crop and scale the image; otherwise its width and height must be `size`. Add the original (width,
+    height) to the set `sizes`. Raise BadImage if the file cannot be used.
     """
     import numpy as np
     from PIL import Image, ImageOps

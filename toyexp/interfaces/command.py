@@ -48,9 +48,10 @@ class StoreOnce(argparse.Action):
 
 
 class Parser(argparse.ArgumentParser):
-    """An argparse parser that raises one-line UserErrors. Options cannot be abbreviated, and may appear anywhere.
+    """An argparse parser that raises one-line UserErrors.
 
-    An option without `type=` rejects an empty value; one with `type=str` accepts it.
+    Options cannot be abbreviated, and may appear anywhere among the words of the command line. An option without
+    `type=` rejects an empty value; one with `type=str` accepts it.
     """
 
     def __init__(self, command: str = "", **options: Any):

@@ -34,7 +34,7 @@ class Data(ABC):
 
     @classmethod
     def recognises(cls, path: Path) -> int:
-        """Return 2 if this plugin surely reads the file at `path`, 1 if it can as a last resort, 0 if it cannot.
+        """Return 2 if this plugin can surely read the file at `path`, 1 if it can as a last resort, 0 if it cannot.
 
         toyexp calls this method to select a data plugin if the user gives a path but no `data=`.
         """

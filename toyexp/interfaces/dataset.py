@@ -65,8 +65,8 @@ class Dataset(ABC):
     def match_preprocessing(self, metadata: Mapping[str, Any]) -> None:
         """Preprocess this data in the same way as the training data of a model file, for `toyexp eval`.
 
-        `metadata` holds the values in the model file for the keys of `gguf_metadata`; keys that the file lacks are
-        missing. Raise UserError if the model cannot be evaluated on this data.
+        `metadata` holds the values that the model file has for keys of `gguf_metadata`. Raise UserError if the model
+        cannot be evaluated on this data.
         """
         return
 
@@ -111,7 +111,7 @@ class Batches(ABC):
     def held_out(self) -> Sequence[Batch]:
         """Return the batches of the held-out set, which every evaluation uses.
 
-        Each batch has as many rows as training batches: `rows` of `Dataset.batches`. Targets that only pad a batch have
+        Each batch has the number of rows that `Dataset.batches` was called with. Targets that only pad a batch have
         weight 0.
         """
 

@@ -54,7 +54,7 @@ class Registration:
     def register_formats(self, register: Register) -> None:
         """Register subclasses of toyexp.Format, which write model files, and some of which also read them.
 
-        They are selected by `toyexp export --type <name>` and `callbacks=[<name>_export]`.
+        The user selects a format with `toyexp export --type <name>` or `callbacks=[<name>_export]`.
         """
 
     @hookspec

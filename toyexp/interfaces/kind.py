@@ -79,7 +79,10 @@ class Text(Kind):
     """Text as token ids."""
 
     def derived_metrics(self, loss: float, held_out: Sequence[Batch], dataset: Dataset) -> list[DerivedMetric]:
-        """Return perplexity and bits per byte, which is None if the tokenizer does not know the bytes of its tokens."""
+        """Return perplexity and bits per byte.
+
+        Bits per byte is None if the tokenizer does not know the bytes of its tokens.
+        """
         bits = self._bits_per_byte(loss, held_out, dataset)
         return [
             DerivedMetric("perplexity", perplexity(loss), f"perplexity {perplexity(loss):.2f}"),

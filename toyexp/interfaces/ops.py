@@ -1,8 +1,9 @@
 """Ops from which a model's forward pass is written. Each engine must implement fourteen of them.
 
-Shapes use B sequences, T positions, d features, H heads of size D, Hkv key/value heads, V classes or tokens. A `Tensor`
-is an object of the engine, such as a torch.Tensor. A leading `...` stands for any number of axes. Weights follow GGUF:
-the weight of a linear layer is [out, in].
+The other ops are composed of these fourteen, but an engine may implement them, too. Shapes use B sequences, T
+positions, d features, H heads of size D, Hkv key/value heads, V classes or tokens. A `Tensor` is an object of the
+engine, such as a torch.Tensor. A leading `...` stands for any number of axes. Weights follow GGUF: the weight of a
+linear layer is [out, in].
 """
 
 from __future__ import annotations
@@ -105,7 +106,10 @@ class Params(Mapping[str, Tensor]):
 
 
 class Ops(ABC):
-    """Base class of an engine's ops. A subclass implements the primitives, and may override composed ops for speed."""
+    """Base class of an engine's ops. A subclass implements the primitive ops.
+
+    For speed, it may override the other ops, which are composed of primitive ones.
+    """
 
     plugin_kind: ClassVar[str] = "engine"  # kind of plugin that error messages name
 
@@ -205,7 +209,7 @@ class Ops(ABC):
 
     @abstractmethod
     def concat(self, parts: Sequence[Tensor], axis: int) -> Tensor:
-        """Return the tensors joined along `axis`. Along the other axes their sizes are equal."""
+        """Return the tensors joined along `axis`. All other axes must have equal sizes."""
 
     @abstractmethod
     def rope(self, x: Tensor, rotary: Rotary) -> Tensor:

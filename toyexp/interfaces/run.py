@@ -62,7 +62,7 @@ class Metrics(dict[str, float]):
 
 
 class Listeners(Protocol):
-    """The interface of the bus that distributes a run's events to callbacks."""
+    """Interface through which a run sends its events and numbers to callbacks."""
 
     best: Callable[[bool], Best | None]  # returns the best evaluation so far, with weights if True is passed
     stop_reason: str | None  # sentence of the callback that ended the run

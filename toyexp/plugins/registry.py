@@ -101,7 +101,7 @@ class Registry:
         raise UserError(self.explain_missing(kind, name, self.offers[kind]))
 
     def add(self, candidate: Candidate) -> None:
-        """Add all classes of a plugin.
+        """Add all classes of the plugin `candidate`.
 
         Raise UserError if a name, a format's suffix or a value of `--type` is already registered.
         """
@@ -129,7 +129,7 @@ class Registry:
     def drop(self, offer: Offer, reason: str) -> None:
         """Remove all classes of the plugin that registered `offer`, and record the plugin as broken for `reason`.
 
-        Raise UserError if it is a local plugin.
+        If the plugin is local, raise UserError instead.
         """
         if offer.package == LOCAL:
             raise UserError(f"plugins=[{offer.plugin}]: {reason}")

@@ -257,7 +257,7 @@ class OpShapes(Ops):
 
 
 class PieceShapes(IncrementalOps, OpShapes):
-    """Ops for decoding with a cache that compute only shapes. Each call of an op is recorded in `calls`.
+    """Ops of a decoder that caches keys and values. They compute only shapes, and record each call in `calls`.
 
     A record has the op's name, weights and constants. It does not have the sizes of activations, which depend on the
     sequence length.

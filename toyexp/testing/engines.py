@@ -196,7 +196,7 @@ class EngineNumbers(PluginSuite):
 
 
 class EngineSuite(EngineNumbers):
-    """Conformance suite of an engine. It tests the engine's numbers, and its sessions from upload() to restore()."""
+    """Conformance suite of an engine. It tests the engine's numbers and the methods of its sessions."""
 
     def test_frozen_tensors_do_not_change(self) -> None:
         """Training changes all trainable tensors and no frozen one."""
@@ -243,7 +243,10 @@ class EngineSuite(EngineNumbers):
 
     @pytest.mark.parametrize("case", ["attention_grouped", "rope"])
     def test_a_decoder_gives_the_logits_of_the_whole_sequence(self, case: str) -> None:
-        """The decoder gives the same logits as logits(), fed with single tokens or with several, also after a step."""
+        """The decoder gives the same logits as logits().
+
+        This holds for tokens that are fed one by one or several at once, and also after a training step.
+        """
         tokens = self.op_batch()["tokens"][:1]
         with self.build_session(self.op_plan(case)) as session:
             for sizes in ([1] * LENGTH, [2, LENGTH - 2]):

@@ -219,7 +219,7 @@ class Scalars:
             self._write(step=0, summary=text("config", "    " + config.replace("\n", "\n    ")))
 
     def _write(self, **fields: Any) -> None:
-        """Write one event. If the disk is full, remove the file to free space for the run."""
+        """Write one event to the event file. If the disk is full, remove the file to free space for the run."""
         try:
             self._file.write(self._event(wall_time=time.time(), **fields).SerializeToString())
             self._file.flush()
@@ -260,9 +260,9 @@ class Trackio(Tracker):
         super().check()
 
     def open_record(self, run: Run) -> Any:
-        """Return a trackio run, whose name contains a unique id.
+        """Start and return a trackio run, whose name contains a unique id.
 
-        When toyexp resumes its run, trackio finds the earlier trackio run by this name.
+        When a toyexp run is resumed, trackio finds the earlier trackio run by this name and continues it.
         """
         import trackio
 
@@ -296,9 +296,9 @@ class Trackio(Tracker):
             record.finish()
 
     def _recorded_points(self, run: Run) -> list[tuple[int, dict[str, Any]]]:
-        """Return the metrics up to a resumed run's checkpoint from events.jsonl, as pairs of a step and its metrics.
+        """Read events.jsonl, and return pairs (step, metrics) up to a resumed run's checkpoint.
 
-        The list is empty if some of these steps are missing in events.jsonl.
+        The list is empty if some training steps are missing in events.jsonl.
         """
         points = {}
         for kind, step, fields in recorded_events(run):
@@ -340,8 +340,8 @@ class MutedStream:
 def mute_thread() -> Iterator[None]:
     """Drop the output of this thread within the context, because trackio has no setting that silences it.
 
-    contextlib.redirect_stdout would also drop the output of the run's own thread. When the context ends, it would set
-    sys.stdout back to an outdated stream, because progress bars and runs in parallel threads also replace sys.stdout.
+    contextlib.redirect_stdout would also drop the output of the run's own thread. At the end of the context, it would
+    also restore an outdated stream, because progress bars and parallel runs replace sys.stdout in the meantime.
     """
     if sys.stdout is None:
         yield

@@ -52,7 +52,10 @@ class Lines:
             self.flush()
 
     def flush(self, to_disk: bool = False) -> None:
-        """Write the waiting lines; with `to_disk`, also flush the file to disk. On failure, `trouble` is the reason."""
+        """Write the waiting lines. With `to_disk`, also flush the file to disk.
+
+        If this fails, store the reason in the attribute `trouble`.
+        """
         try:
             while self._done < len(self._waiting):
                 self._done += os.write(self._file, self._waiting[self._done :])
@@ -250,9 +253,10 @@ def recorded_events(run: Run) -> Iterator[tuple[str, int, dict[str, Any]]]:
 def truncate_events(path: Path, size: int, waiting: bytes) -> tuple[bytes, str | None]:
     """Truncate the file to `size` bytes, because a resumed run repeats the steps after its checkpoint.
 
-    `waiting` holds the lines that the checkpoint saved because they were not written yet. Return the lines to write
-    next, and a note about repairs and about lines written by other programs, or None. If the file is shorter than
-    `size`, or no line ends at `size`, keep only the complete lines before `size`, and drop `waiting`.
+    `waiting` holds the lines that were not written yet when the checkpoint was saved. Return the lines to write next,
+    and a note, or None if there is nothing to report. The note says what was repaired, and how many lines of other
+    programs were removed. If the file is shorter than `size`, or no line ends at byte `size`, keep only the complete
+    lines before it, and drop `waiting`.
     """
     with open(open_for_writing(path), "rb+") as file:
         length = os.fstat(file.fileno()).st_size

@@ -224,11 +224,12 @@ def draw_curves(curves: Curves) -> dict[str, bytes]:
 
 
 def smooth(values: Sequence[float]) -> tuple[list[float], float]:
-    """Return a centred moving average, and the number of steps over which its weights halve on each side.
+    """Return a centred moving average of the values, and its half-life in steps.
 
-    The report page uses the same average. Before averaging, the curve is continued to the left by its point
-    reflection about the first point, so that the average begins at the first value. NaN and infinite values have no
-    weight and give NaN.
+    The half-life is the distance from the centre at which a value has half the weight of the centre's value. The report
+    page uses the same average. Before averaging, the curve is extended to the left by its point reflection about the
+    first point, so that the average begins at the first value. NaN and infinite values do not count in the averages; at
+    their own steps the average is NaN.
     """
     half = HALF * (len(values) - 1)
     if not half:

@@ -175,7 +175,10 @@ class Bar:
         self.draw(completed)
 
     def draw(self, step: int, **parts: str) -> None:
-        """Draw the bar at `step`. `parts` has new texts next to it, with keys from PARTS; other texts do not change."""
+        """Draw the bar at `step`.
+
+        `parts` maps names in PARTS, such as loss, to new texts next to the bar. The texts of other names do not change.
+        """
         from rich.progress_bar import ProgressBar
         from rich.table import Table
 
@@ -218,7 +221,10 @@ class Cell:
         self._handle = display(self._output(completed), raw=True, display_id=True)
 
     def draw(self, step: int, **parts: str) -> None:
-        """Draw the bar at `step`. `parts` has new texts next to it, with keys from PARTS; other texts do not change."""
+        """Draw the bar at `step`.
+
+        `parts` maps names in PARTS, such as loss, to new texts next to the bar. The texts of other names do not change.
+        """
         self._parts.update(parts)
         self._handle.update(self._output(step), raw=True)
 

@@ -42,7 +42,7 @@ class WarmupSchedule(Schedule):
         raise NotImplementedError
 
     def progress(self, step: int, steps: int) -> float:
-        """Return the completed fraction of the steps after the warmup; 1 if there are none."""
+        """Return the fraction of the steps after the warmup that is completed; 1 if no step follows the warmup."""
         warmup = self.warmup_steps(steps)
         return min((step - warmup) / (steps - warmup), 1) if steps > warmup else 1
 

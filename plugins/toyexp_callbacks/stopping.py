@@ -196,13 +196,13 @@ class Climb:
         """Return the value above which a loss counts as high; `rise` is a fraction of the best value.
 
         The loss must exceed the best value by this fraction, and also the mean of the best and the first value. The
-        second condition avoids false alarms for losses near zero, which vary by a large fraction.
+        second condition avoids false alarms for losses near zero, whose relative changes are large.
         """
         assert self.first is not None
         return max(self.best * (1 + rise), (self.best + self.first) / 2)
 
     def update(self, loss: float, rise: float, patience: int) -> bool:
-        """Process the next loss. Return True if it is high, and exactly the `patience`-th high loss in a row."""
+        """Process the next loss. Return True only if it is the `patience`-th high loss in a row."""
         if self.first is None:
             self.first = self.best = loss
         self.best = min(self.best, loss)
@@ -241,7 +241,7 @@ class Watch(Listener):
                 yield from preview.interval_warnings(f"callbacks.watch.{key}", value, f"it cannot warn about {event}")
 
     def state(self) -> dict[str, Any]:
-        """Return the state of all detectors, to be saved in a checkpoint."""
+        """Return the state of the detectors of spikes and of divergence, to be saved in a checkpoint."""
         return {
             "steps": self._steps,
             "mean": self._mean,
@@ -253,7 +253,7 @@ class Watch(Listener):
         }
 
     def resume(self, state: Mapping[str, Any]) -> None:
-        """Restore the state of all detectors."""
+        """Restore the state of the detectors of spikes and of divergence."""
         self._steps, self._in_spike = int(state["steps"]), bool(state["in_spike"])
         self._mean, self._variance, self._smooth = (float(state[key]) for key in ("mean", "variance", "smooth"))
         self._training = toyexp.rebuild_dataclass(Climb, state["training"])
@@ -264,7 +264,8 @@ class Watch(Listener):
         """Warn if the loss jumps far above its running mean (a spike), or keeps rising (divergence).
 
         Spikes are detected as ZClip (Kumar et al. 2025) detects them in gradient norms: by a z-score from exponential
-        moving averages of mean and variance. In these averages, the largest loss that is no spike replaces a spike.
+        moving averages of mean and variance. A spike enters these averages as the largest loss that would not be a
+        spike.
         """
         loss = metrics["loss"]
         if not math.isfinite(loss):  # the run itself reports it

@@ -38,7 +38,7 @@ class Message(NamedTuple):
         return self.content or ""
 
     def fields(self) -> dict[str, Any]:
-        """Return the message as a template receives it."""
+        """Return the message as the dict that a chat template receives."""
         content = {} if self.content is None else {"content": self.content}
         return {"role": self.role, **content, **self.further}
 

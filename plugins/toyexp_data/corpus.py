@@ -207,7 +207,10 @@ def characters(texts: Iterator[Iterator[str]]) -> list[str]:
 
 
 def sample_pieces(pieces: Iterable[str], size: int, limit: int) -> Iterator[str]:
-    """Yield pieces spread evenly over a text of `size` characters, about `limit` characters in all."""
+    """Yield some of the pieces of a text, spread evenly over the text, with about `limit` characters in all.
+
+    `size` is the number of characters of the whole text.
+    """
     size_read = sample_size = 0
     for piece in pieces:
         size_read += len(piece)

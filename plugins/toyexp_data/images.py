@@ -48,7 +48,10 @@ class Images(SplitData):
 
     @classmethod
     def suggest_settings(cls, sizes: Mapping[str, Any], tokenizer: toyexp.Tokenizer | None) -> str | None:
-        """Return overrides for the path (a placeholder), and for the model's image size and number of channels."""
+        """Return overrides that fit the data to the model: a placeholder for the path, image size, and color=false.
+
+        The image size and color=false are left out if the model does not need them.
+        """
         size = f" data.image_size={sizes['image_size']}" if "image_size" in sizes else ""
         return f"data.path=FOLDER{size}" + " data.color=false" * (sizes.get("channels") == 1)
 
@@ -68,7 +71,7 @@ class Images(SplitData):
         require_range("data", self, max_mb="(0,inf)")
 
     def open(self, vocabulary: Path | None) -> toyexp.ImageDataset:
-        """Read and scale every image; with on_error=skip leave out and count unusable ones."""
+        """Read and scale every image. With on_error=skip, leave out and count unusable images."""
         listed, names = self._read_labels() if self.labels else self._folders()
         shape = (self.image_size, self.image_size, 3 if self.color else 1)
         if len(listed) * math.prod(shape) > self.max_mb * 1e6:

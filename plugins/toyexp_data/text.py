@@ -58,7 +58,10 @@ class TokenizedData(SplitData):
         yield from super().warnings(preview)
 
     def source(self, vocabulary: Path | None) -> Path | None:
-        """Return the GGUF file with the tokenizer, or None if there is none. The setting auto means `vocabulary`."""
+        """Return the GGUF file with the tokenizer, or None if no file is used.
+
+        If the setting `tokenizer` is auto, this is `vocabulary`, the file that the recipe suggests, if any.
+        """
         if self.tokenizer.endswith(".gguf"):
             return Path(self.tokenizer)
         return vocabulary if self.tokenizer == "auto" else None

@@ -26,7 +26,7 @@ class GGUF(Format):
     type: str = "f32"  # f32 | f16 | bf16 | q8_0 | q4_0 | q4_1 | q5_0 | q5_1; with llama.cpp installed q2_k ... q6_k
 
     def check(self) -> None:
-        """Raise UserError for an unknown type. Raise Unavailable if the type needs llama.cpp and it is missing."""
+        """Raise UserError for an unknown type. Raise Unavailable if llama.cpp is missing and the type needs it."""
         formats.check_type(self.type)
 
     def check_model(self, model: Model) -> None:
@@ -125,5 +125,5 @@ class HuggingFace(Format):
         return formats.write_adapter_folder(path, plan, export)
 
     def notes(self, export: ModelExport) -> list[str]:
-        """Return a note for each difference in how transformers or llama.cpp's converter will read the directory."""
+        """Return a note for each thing that transformers or llama.cpp's converter will read differently than toyexp."""
         return formats.hf_notes(export.model, export.data, export.tokenizer)

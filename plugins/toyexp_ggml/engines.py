@@ -278,7 +278,7 @@ class GGMLVulkan(GGMLGPU):
 
     @property
     def profile(self) -> profiles.Profile:
-        """The device's description. With `half`, matrix products are in float16, which needs scaled gradients."""
+        """Description of the device. With `half`, it states that matrix products are computed in float16."""
         return profiles.VULKAN_HALF if self.half else profiles.VULKAN
 
     def product_dtype(self) -> str:

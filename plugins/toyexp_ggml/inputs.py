@@ -160,7 +160,10 @@ class Inputs:
         return self._derive(("places", name, classes), (n,), np.int32, lambda batch: base + batch[name].reshape(-1))
 
     def weights(self, n: int, classes: int) -> Node:
-        """Return the batch's weights [n] as [n, k], each repeated k times, for speed in ggml. k divides `classes`."""
+        """Return the weights of the batch's n targets as [n, k], where k divides `classes`.
+
+        Each weight is repeated k times, because this makes ggml faster.
+        """
         k = max(k for k in range(1, min(classes, LONG) + 1) if classes % k == 0)
         return self._derive(
             ("weights", n, k), (n, k), np.float32, lambda batch: np.repeat(batch["weights"].reshape(n, 1), k, 1)

@@ -324,7 +324,10 @@ class GGMLOps(Products):
         return self.g.sub(x, self.g.scale(self.g.sum_last(x), 1 / x.shape[-1]))
 
     def _centre_shrunk(self, x: Node) -> Node:
-        """Return exactly (x - mean) / SHRINK, by ggml's NORM with an eps so large that the variance rounds away."""
+        """Return exactly (x - mean) / SHRINK.
+
+        ggml's op NORM computes this, with an eps so large that adding the variance to eps does not change eps.
+        """
         return self.g.norm(x, SHRINK**2)
 
     def layer_norm(self, x: Node, w: Node, b: Node, eps: float) -> Node:
@@ -366,7 +369,7 @@ class GGMLOps(Products):
         self, q: Node, k: Node, v: Node, causal: bool = True, *, window: int = 0, scale: float | None = None,
         softcap: float = 0.0, sinks: Node | None = None,
     ) -> Node:  # fmt: skip
-        """Compute attention in blocks of queries, so that causal attention skips most hidden keys.
+        """Compute attention in blocks of queries, so that causal attention skips most of the masked keys.
 
         The query heads that share a key/value head are adjacent, so reshaping [B, H, n, D] joins them without a copy;
         see `Heads`. Windows, softcap, sinks and values of another size than keys are composed of other ops.

@@ -39,9 +39,10 @@ P = TypeVar("P", bound="Backend | Memory | MappedFile | Inputs")
 
 
 def choose_share_count(plan: Plan) -> int:
-    """Return the number of shares of a step's rows, which are computed at the same time; see SHARES.
+    """Return the number of shares into which the rows of a step are split.
 
-    The number depends only on the plan, not on the machine, because it changes the last digits of the results.
+    The shares are computed at the same time; see SHARES. Their number depends only on the plan, not on the machine,
+    because it changes the last digits of the results.
     """
     trained = sum(t.size for t in plan.trainable)
     splits = plan.objective.rows_together == 1

@@ -99,9 +99,8 @@ def gpt2_layout(model: LanguageModel, data: Data) -> Layout:
 def _rotary(model: RotaryModel, biased: tuple[str, ...] | None = None) -> Layout:
     """Return the layout of a RotaryModel in transformers, where RoPE rotates pairs (x[i], x[i + D/2]).
 
-    `biased` names the linears of a block that have a bias in transformers. By default, if one linear
-    of the attention has a bias in the model, all linears of the attention have one in transformers. The same holds for
-    the feed-forward layer.
+    `biased` names the linears of a block that have a bias in transformers. By default, these are all linears of the
+    attention if at least one of them has a bias in the model, and likewise for the feed-forward layer.
     """
     biases = model.biases()
     if biased is None:

@@ -159,7 +159,7 @@ class ViT(Model):
             raise UserError(f"model.patch={self.patch} does not divide images of {self.image_size} pixels")
 
     def fit(self, dataset: Dataset) -> Model:
-        """Return the model, in which the data's sizes replace 0. Raise UserError for sizes that contradict the data."""
+        """Return the model, with sizes of the data in place of 0. Raise UserError if other sizes differ."""
         assert isinstance(dataset, toyexp.ImageDataset)
         height, width, channels = dataset.image_shape
         if height != width:

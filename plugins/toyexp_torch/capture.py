@@ -50,8 +50,9 @@ class Inputs:
     def put(self, parts: Mapping[Hashable, Sequence[np.ndarray]]) -> None:
         """Queue the upload of new values for all arrays; the GPU runs it after the kernels that are queued so far.
 
-        `parts` maps the key of an array to pieces, which are joined along the first axis. Each call uses the next of
-        the `sets` host buffers, and first waits until the buffer's previous contents have been copied.
+        `parts` maps the key of each array to a list of its parts, which this method joins along the first axis. Each
+        call uses the next of the `sets` host buffers, and first waits until the buffer's previous contents have been
+        copied.
         """
         host = self._hosts.pop(0)
         self._hosts.append(host)
@@ -72,7 +73,7 @@ class _HostBuffer:
 
 
 class Results:
-    """Pinned host buffers for the `size` result numbers of each of the last `steps` steps."""
+    """Pinned host buffers for the results of the last `steps` steps, with `size` numbers for each step."""
 
     def __init__(self, size: int, dtype: torch.dtype = torch.float32, steps: int = 2):
         self._hosts = [torch.zeros(size, dtype=dtype, pin_memory=True) for _ in range(steps)]
@@ -80,7 +81,7 @@ class Results:
     def fetch(self, numbers: Tensor) -> Callable[[], list[float]]:
         """Start to copy `numbers` to the host; return a function that waits for the copy and returns the list.
 
-        Call the returned function before `steps` further calls of `fetch`, which overwrite its buffer.
+        The `steps`-th further call of `fetch` overwrites the buffer, so call the returned function before it.
         """
         host, arrived = self._hosts.pop(0), torch.cuda.Event()
         self._hosts.append(host)

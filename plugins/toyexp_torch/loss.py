@@ -125,7 +125,7 @@ class ProjectedLossOps(LossOps):
 def make_loss_ops(ops: TorchOps, device: str) -> TorchOps:
     """Return the ops with which a loss is computed on a device: "cpu", "cuda" or "mps".
 
-    They are variants of `ops` that defer the logits. On mps, and on cuda if Triton is missing, they are `ops` itself.
+    On cpu, and on cuda with Triton, they are variants of `ops` that defer the logits. Otherwise they are `ops` itself.
     """
     if device == "cpu":
         return LossOps(ops)

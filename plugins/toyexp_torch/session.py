@@ -40,7 +40,7 @@ from toyexp_torch.update import ALIGNMENT, Update
 
 
 def flat_layout(plan: Plan) -> tuple[dict[str, slice], int]:
-    """Lay out all trainable tensors in one vector. Return the slice of each, keyed by name, and the vector's length.
+    """Lay out all trainable tensors in one vector. Return each tensor's slice by name, and the vector's length.
 
     The tensors are in the order of the plan's parameter groups.
     """
@@ -209,7 +209,10 @@ class TorchSession(Session):
         return isinstance(self._loss_ops, ProjectedLossOps) and self._loss_ops.selects_positions(count)
 
     def _compute_loss(self, micro: dict[str, Tensor], held_out: bool = False) -> Tensor:
-        """Return the loss of a micro-batch, whose entry `SELECTED` may list the positions to compute logits for."""
+        """Return the loss of a micro-batch.
+
+        If the micro-batch has an entry `SELECTED`, compute logits only at the positions that it lists.
+        """
         if isinstance(self._loss_ops, ProjectedLossOps):
             self._loss_ops.selected = micro.get(SELECTED)
         loss = self._held_out_loss if held_out else self._loss

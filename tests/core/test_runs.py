@@ -138,6 +138,7 @@ def test_a_locked_run_is_listed_as_running(here, capsys):
         (["optim.beta2=None"], 9),
         (["when>2020"], 9),
         (["when>2026-11-22T09:00+00:00", "when<=2026-11-23"], 9),
+        (["when!=2026-11-21,2026-11-22"], 0),
         (["data=stdlib"], 9),
         (["ppl<10"], 4),
         (["loss<2.302585"], 4),
@@ -459,7 +460,7 @@ def test_filters_find_todays_runs_and_those_of_a_sweep(here, capsys):
         run = write_run(f"outputs/new/{name}", recipe=name, steps=5)
         events, when = run / "events.jsonl", (now - timedelta(days=4 * days)).isoformat()
         events.write_text(events.read_text().replace("2026-11-22T10:00:00.000+00:00", when))
-    words = ("when>yesterday", "when<=yesterday", "when=today,yesterday", "when!=today")
+    words = ("when>yesterday", "when<=yesterday", "when=today", "when!=today")
     assert [len(list_runs(capsys, "outputs/new", word)) for word in words] == [1, 1, 1, 1]
 
 

@@ -185,8 +185,8 @@ class SweepResult(Sequence[Result]):
     def best(self) -> Result | None:
         """Best run of the sweep; None if no run completed, or if the runs used different data and cannot be compared.
 
-        The settings with the best mean over seeds are chosen first. Of their runs, this is the one with the best
-        `metric`.
+        The settings with the best mean over seeds are chosen first. Among the runs with these settings, this is the run
+        with the best `metric`.
         """
         return self.runs[0] if self._ranking.best and self.runs else None
 

@@ -152,7 +152,7 @@ class Sheet:
     def _resize(self, column: str | None) -> None:
         """Set the size of the page and of all text, and wrap the subtitle.
 
-        `column` is a key of COLUMNS: the kind of journal column that the figure must fit.
+        `column` is a key of COLUMNS: None, or the journal column (single or double) that the figure must fit.
         """
         from matplotlib.text import Text
         from matplotlib.transforms import ScaledTranslation
@@ -195,9 +195,10 @@ class Sheet:
         return rendered
 
     def write(self, file: str | os.PathLike[str], column: str | None = None) -> int:
-        """Write the figure atomically and return its size in bytes; `column` is `single` or `double` for a journal.
+        """Write the figure atomically and return its size in bytes.
 
-        Raise UserError if the file exists and is not a plot that toyexp drew, or for an unknown suffix.
+        If `column` is single or double, the figure gets the width of such a column in a journal. Raise UserError if the
+        file exists and is not a plot that toyexp drew, or for an unknown suffix.
         """
         path = check_plot_path("write", os.fspath(file))
         suffix = path.suffix.lower()
@@ -210,7 +211,8 @@ class Sheet:
 def thin_curve(steps: Any, values: Any, limit: int) -> tuple[Any, Any]:
     """Return the steps and values of a curve, reduced to about `limit` points.
 
-    The curve is divided into equal intervals, and the points with the minimum and maximum of each interval are kept.
+    The curve is divided into equal intervals. In each interval, the points with the smallest and largest value are
+    kept.
     """
     import numpy as np
 
@@ -273,8 +275,8 @@ def caption(axes: Any, text: str, colour: str = GREY, side: str = "right") -> No
 def fit_y_axis(axes: Any, low: float, high: float, above: str, largest: float, log: bool = False) -> None:
     """Fit the y axis to values from `low` to `high`; if `log` is True, make it logarithmic even for similar values.
 
-    If `largest` is higher than `high`, add a note such as "3 runs above the shown range, up to 7.2". `above` is the
-    first part of this note, such as "3 runs".
+    `largest` is the largest value of all curves. If it exceeds `high`, add a note such as "3 runs above the shown
+    range, up to 7.2". `above` is the first part of this note, such as "3 runs".
     """
     is_log, room = set_log_scale(axes, "y", (low, high), 1.0 if log else LOG_RATIO), (high - low) / 20
     if math.isfinite(room) and room:
@@ -284,7 +286,7 @@ def fit_y_axis(axes: Any, low: float, high: float, above: str, largest: float, l
 
 
 def fit_text(text: str, limit: int) -> str:
-    """Shorten a text to `limit` characters and escape what matplotlib or SVG would misread."""
+    """Shorten a text to `limit` characters, and escape characters that matplotlib or SVG would misread."""
     text = "".join(letter if letter.isprintable() else "?" for letter in text)
     text = text if len(text) <= limit else text[: limit - 1] + "…"
     return text.replace("$", r"\$")  # matplotlib reads $ as a formula

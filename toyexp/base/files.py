@@ -34,9 +34,9 @@ NOT_TEXT_HINTS: dict[bytes | tuple[bytes, ...], str] = {
 
 
 def wrong_kind(mode: int, expected: int = stat.S_IFREG) -> str | None:
-    """Return None if a file mode is of the `expected` kind (by default a regular file).
+    """Return None if the file mode `mode` is of the `expected` kind (by default a regular file).
 
-    Otherwise return a phrase that says what it is instead, such as "is a folder, not a file".
+    Otherwise return a phrase that says what the file is instead, such as "is a folder, not a file".
     """
     kind = stat.S_IFMT(mode)
     if kind == expected:
@@ -63,7 +63,7 @@ def is_address(path: Path) -> bool:
 
 
 def explain_missing(path: Path) -> str:
-    """Return a phrase that says why a path does not exist: a dangling link, a URL, or a missing directory."""
+    """Return a phrase that says why a path does not exist, for example that it is a dangling link or a URL."""
     if (link := dangling_link(path)) is not None:
         return f"{'' if link == path else f'{link} '}is a link to {link.readlink()}, which does not exist"
     if is_address(path):
@@ -75,7 +75,7 @@ def explain_missing(path: Path) -> str:
 
 
 def dangling_link(path: Path) -> Path | None:
-    """Return the link in `path` or its parents whose target does not exist, or None."""
+    """Return the first of `path` and its parents that is a link to a missing target, or None."""
     return next((p for p in (path, *path.parents) if p.is_symlink() and not p.exists()), None)
 
 
@@ -178,7 +178,8 @@ def system_message(error: BaseException) -> str:
 def check_nodes(root: Any, path: Path) -> None:
     """Raise UserError if a YAML value contains itself, or if the file has more than NODE_LIMIT values.
 
-    A value that a YAML alias repeats counts once more for each alias. `path` is the YAML file, which the message names.
+    `root` is the root node of the parsed YAML file `path`. A value that a YAML alias repeats counts again for each
+    alias.
     """
     sizes: dict[int, int] = {}
 

@@ -24,8 +24,7 @@ def format_count(n: float) -> str:
 def display_path(path: Path | str) -> str:
     """Return a path as the user knows it.
 
-    toyexp unpacks a zip archive into a temporary directory. The paths of the unpacked files are returned without this
-    directory.
+    toyexp unpacks a zip archive into a temporary directory. For a file in it, return the path without this directory.
     """
     return re.sub(rf"^(.*[/\\])?{UNZIP_PREFIX}\w+[/\\]", "", str(path))
 
@@ -45,7 +44,10 @@ def format_value(value: Any) -> str:
 
 
 def short_keys(keys: Sequence[str]) -> list[str]:
-    """Shorten each setting key to its last component (`beta2` for optim.beta2) if no other key ends with it."""
+    """Shorten each setting key to its last component, such as `beta2` for optim.beta2.
+
+    A key stays as it is if another key has the same last component.
+    """
     last = [key.rpartition(".")[2] for key in keys]
     return [word if last.count(word) == 1 else key for key, word in zip(keys, last, strict=True)]
 
@@ -94,7 +96,10 @@ def align_columns(rows: Sequence[Sequence[str]], right: Collection[int] = ()) ->
 
 
 def format_csv(table: Iterable[Sequence[object]]) -> str:
-    """Return rows as comma-separated values; a text that a spreadsheet would run as a formula gets a leading quote."""
+    """Return rows as comma-separated values.
+
+    A text that a spreadsheet would run as a formula gets a leading quote.
+    """
     text = io.StringIO()
     csv.writer(text, lineterminator="\n").writerows([_quote_formula(cell) for cell in row] for row in table)
     return text.getvalue()

@@ -67,7 +67,7 @@ class Signals:
         self._final_interrupt: tuple[Interrupted | None] | None = None
 
     def handle(self, number: int, frame: FrameType | None) -> None:
-        """Record an ending signal, and raise Interrupted at once or later, as the class docstring says."""
+        """Record an ending signal, and raise Interrupted at once or later. The class docstring says when."""
         self._number = self._number or number
         if self._count and _sweep_is_gone.is_set():  # the sweep has already asked this process to end
             _sweep_is_gone.clear()
@@ -143,7 +143,7 @@ def handle_signals(handlers: Mapping[int, Handler]) -> Iterator[bool]:
 class CommonSignals(Signals):
     """Signals of a process in which several runs train. Each signal is recorded for every run.
 
-    The first ending signal does not raise Interrupted.
+    Unlike in class Signals, the first ending signal does not raise Interrupted.
     """
 
     def __init__(self) -> None:
@@ -247,9 +247,10 @@ def run_interruptibly(work: Callable[[], T]) -> T:
 
 
 def end_process(code: int) -> int:
-    """Return `code`, or end the process at once with this exit code if an interrupted call left its thread running.
+    """Return `code`, unless a call of `run_interruptibly` was interrupted and its thread may still run.
 
-    In that case a normal exit would abort inside the native (Rust) code that the thread still runs.
+    In that case end the process at once with this exit code: a normal exit would abort inside the native (Rust) code of
+    the thread.
     """
     if _is_thread_abandoned:
         exit_now(code)

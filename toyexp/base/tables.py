@@ -34,16 +34,16 @@ def fits_terminal(rows: Sequence[Sequence[str]]) -> bool:
 def align_table(rows: Sequence[Sequence[str]], right: Collection[str]) -> list[str]:
     """Return rows as aligned lines. The first row has the column heads, which are printed in bold.
 
-    Columns whose head is in `right` are right-aligned.
+    `right` has the heads of the columns that are right-aligned.
     """
     head, *lines = align_columns(rows, right={column for column, name in enumerate(rows[0]) if name in right})
     return [Head(head), *lines]
 
 
 def fit_table(rows: Sequence[Sequence[str]], right: Collection[str], expendable: Sequence[str]) -> list[str]:
-    """Return the lines of a table as `align_table` does, without the columns that do not fit the terminal.
+    """Drop columns that do not fit the terminal, and return the other columns as lines, as `align_table` does.
 
-    `expendable` lists the heads of columns that may be dropped, in this order. A last line names the dropped ones.
+    `expendable` lists the heads of columns that may be dropped, in this order. A last line names the dropped columns.
     """
     table, dropped = drop_columns(rows, expendable)
     return [*align_table(table, right), *name_dropped(dropped)]

@@ -97,12 +97,15 @@ def has_colour(stream: IO[str] | None) -> bool:
 
 
 def paint(text: str, style: str, stream: IO[str] | None = None) -> str:
-    """Return a text in one of STYLES if `stream` (by default standard output) has colours, else the unchanged text."""
+    """Return a text in the style `style`, a key of STYLES, if `stream` may have colours, else the unchanged text.
+
+    The default `stream` is standard output.
+    """
     return f"\x1b[{STYLES[style]}m{text}\x1b[0m" if text and has_colour(stream or sys.stdout) else text
 
 
 def _paint_lines(text: str, stream: IO[str]) -> str:
-    """Escape control characters in a text, wrap its lines, and colour the words that _STYLED finds."""
+    """Escape control characters in a text, wrap its lines, and colour the words that match a pattern in _STYLED."""
     painted = []
     for line in escape_controls(text).split("\n"):
         shown = wrap_columns(line, stream)
@@ -122,7 +125,7 @@ class Head(str):
 
 
 def terminal_width(stream: IO[str] | None = None) -> int | None:
-    """Return the width in characters of the terminal that `stream`, by default standard output, is; None for a file."""
+    """Return the width in characters if `stream` (by default standard output) is a terminal; None if it is not."""
     stream = stream or sys.stdout
     return shutil.get_terminal_size().columns if stream and stream.isatty() else None
 
@@ -173,7 +176,10 @@ def print_output(text: str, style: str = "") -> None:
 
 
 def print_usage(text: str) -> None:
-    """Print a help text with bold headings: lines above an indented line, and the word `usage:`."""
+    """Print a help text with bold headings.
+
+    A heading is a line that is followed by an indented line, or the word `usage:`.
+    """
     if is_terminal():  # join the lines of paragraphs, which are wrapped below
         text = re.sub(r"^(\S.{95,})\n(?=\S)", r"\1 ", text, flags=re.MULTILINE)
     lines = text.split("\n")
@@ -207,7 +213,7 @@ def drop_output() -> None:
 
 
 def has_output_failed() -> bool:
-    """Return True, and discard later output, if standard output cannot be written, for example on a full disk."""
+    """Return True if standard output cannot be written, for example on a full disk, and then discard later output."""
     if not sys.stdout or sys.stdout.isatty():
         return False
     try:

@@ -41,7 +41,11 @@ def core_variables(count: int) -> dict[str, str]:
 
 
 def reduce_spinning() -> None:
-    """Let waiting GNU OpenMP threads spin less: on busy cores, spinning makes a run 20 to 50 times slower."""
+    """Make waiting GNU OpenMP threads spin less.
+
+    Spinning means that a thread checks for work all the time. If all cores are busy, it makes a run 20 to 50 times
+    slower.
+    """
     if not _WAIT_VARIABLES & os.environ.keys():
         os.environ["GOMP_SPINCOUNT"] = "5000"
 

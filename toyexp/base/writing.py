@@ -105,7 +105,7 @@ def swap(new: Path, path: Path) -> None:
 def require_plain(path: Path, kind: int = stat.S_IFREG, grows: bool = False) -> None:
     """Raise UserError if `path` exists and is not of `kind`, by default a regular file; a link is an error too.
 
-    `grows` means that the file is changed in place; it must then also have no second hard link.
+    Set `grows` for a file that is changed in place. Then a file with a second hard link is an error, too.
     """
     try:
         status = path.lstat()
@@ -144,7 +144,7 @@ def make_directory(path: Path) -> Path:
 
 
 def make_empty_directory(path: Path) -> None:
-    """Create an empty directory, replacing one that a killed process left."""
+    """Create an empty directory. If a killed process left a directory there, replace it."""
     shutil.rmtree(path, ignore_errors=True)  # ignores a link, on which mkdir fails
     path.mkdir()
 

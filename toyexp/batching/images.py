@@ -67,11 +67,11 @@ class ImageDataset(Dataset):
         return self._facts
 
     def omissions(self) -> Sequence[str]:
-        """Return a note for each kind of data that was left out."""
+        """Return a note for each part of the source data that was left out, such as unreadable images."""
         return self._left_out
 
     def remarks(self) -> list[str]:
-        """Return lines to print about the data: classes, augmentation, and remarks of the code that read the images."""
+        """Return lines to print: the classes, the augmentation, and notes of the code that read the images."""
         names = [printable(name) for name in self.classes[:MAX_NAMED]]
         more = [f"and {self.vocab - MAX_NAMED} more"] if self.vocab > MAX_NAMED else []
         augment = [f"data.augment={self._augment}"] if self._augment != "none" else []
@@ -86,7 +86,7 @@ class ImageDataset(Dataset):
         return {"classes": list(self.classes), "image_mean": mean, "image_std": std}
 
     def match_preprocessing(self, metadata: Mapping[str, Any]) -> None:
-        """Use the pixel mean and std and the class numbers of a trained model, from the `metadata` of its file.
+        """Use the pixel mean, the pixel std and the class numbers of a trained model, given the `metadata` of its file.
 
         Raise UserError if the data has a class that the model does not know.
         """
@@ -174,8 +174,8 @@ class ImageBatches(Batches):
     def held_out(self) -> Sequence[Batch]:
         """Return batches of held-out images.
 
-        The setting `eval_images` limits the number of images, which are then taken at equal distances; 0 means all
-        images. Padding rows of the last batch have weight 0.
+        The setting `eval_images` limits the number of images; 0 means all. If it leaves images out, the others are
+        spread evenly over the held-out set. Padding rows of the last batch have weight 0.
         """
         images, labels = self._held_out
         count = min(len(labels), self._eval_images)
@@ -206,10 +206,10 @@ def _numbers(name: str, value: object) -> np.ndarray:
 
 
 def held_out_mask(labels: np.ndarray, fraction: float) -> np.ndarray:
-    """Return a mask [N] that is True for the held-out images: `fraction` of each class.
+    """Return a mask [N] that is True for the held-out images: the share `fraction` of each class.
 
-    The mask does not depend on the run's seed. Unless `fraction` is 1, at least one image of each class is
-    left for training.
+    The mask does not depend on the run's seed. Unless `fraction` is 1, at least one image of each class is left for
+    training.
     """
     order = np.argsort(stream("held-out").random_raw(len(labels)), kind="stable")
     mask = np.zeros(len(labels), bool)

@@ -119,7 +119,7 @@ class Report(Answer):
     left_out: dict[str, str]  # {name of a baseline that could not run: reason}
 
     def plain(self) -> dict[str, Any]:
-        """Return the workload and the measurements of each engine, for --json."""
+        """Return the report as a dict for --json: machine, model, data, and the measurements of each engine."""
         work = asdict(self.work)
         counts = {f"{work.pop('unit')}_per_step": work.pop("units"), "flops_per_step": work.pop("flops")}
         return {**work, **counts, "engines": self.engines, "left_out": self.left_out}

@@ -150,7 +150,7 @@ class EngineStepper(Stepper):
 
 
 def worker_pids(ranks: Sequence[str]) -> list[int]:
-    """Return the process ids of the other processes of a distributed run, as far as they run on this machine.
+    """Return the process ids of a distributed run's other processes that run on this machine.
 
     `ranks` describes each process, such as `pid 12 on host`.
     """
@@ -399,7 +399,7 @@ def _linux_memory(pid: int | str) -> tuple[int, int] | None:
 def reset_peak() -> None:
     """On Linux, set the recorded peak memory of this process to its current memory. Elsewhere do nothing.
 
-    Otherwise the peak could come from reading the data, which may need more memory than training.
+    Without this call, the peak could be that of reading the data, which may need more memory than training.
     """
     with contextlib.suppress(OSError):
         Path("/proc/self/clear_refs").write_text("5")

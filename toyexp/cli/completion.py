@@ -116,7 +116,7 @@ class Line:
     def _option_values(self, flag: str, option: Action, word: str) -> Iterator[Candidate]:
         """Yield values of the option `flag`; `word` is the part of the value that is typed.
 
-        These are engines, file types, directories, the option's choices, or files if the option takes a file.
+        Depending on the option, the values are engines, file types, directories, files, or a fixed list of choices.
         """
         match flag:
             case "--engine":
@@ -146,9 +146,9 @@ class Line:
         yield from (replace(c, text=prefix + c.text) for c in candidates)
 
     def _keys(self, word: str) -> Iterator[Candidate]:
-        """Yield keys that complete `word`. Complete one section of a key at a time: `optim.` first, then `optim.lr=`.
+        """Yield keys that complete `word`, each only up to its next dot: first `optim.`, then `optim.lr=`.
 
-        Keys of callbacks have two sections before the setting, such as callbacks.sample.every.
+        A key of a callback's setting has two dots, as in callbacks.sample.every.
         """
         short = "." not in word
         keys = [(name, "") for name in (*GROUPS, *(f"{name}." for name in GROUPS if short and name != "experiment"))]
@@ -340,8 +340,8 @@ def run(arguments: Arguments) -> int:
 def answer(shell: str, words: Sequence[str]) -> list[str]:
     """Return the completions of a command line as lines that the completion script of `shell` reads.
 
-    For bash, `words` are two: the line up to the cursor, and bash's variable COMP_WORDBREAKS. For zsh and fish, `words`
-    are the words after `toyexp` on the line.
+    For bash, `words` has two items: the line up to the cursor, and the value of bash's variable COMP_WORDBREAKS. For
+    zsh and fish, `words` are the words after `toyexp` on the line.
     """
     if shell == "bash":
         typed = read_line(*words[:2])

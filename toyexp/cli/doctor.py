@@ -204,8 +204,8 @@ class Line:
 def build_engines(labels: Sequence[str], registry: Registry) -> list[tuple[str, Engine]]:
     """Return (label, engine) for each label, such as ggml:threads=1.
 
-    If `labels` is empty, return every engine that works here. Also return the first of the other engines that the CPU
-    can emulate, in emulation. Raise UserError if there is no such engine.
+    If `labels` is empty, return every engine that works here. If the CPU can emulate engines that do not work here,
+    also return the first of them, with emulate=true. Raise UserError if no engine works and none can be emulated.
     """
     if labels:
         return [(label, build_engine(label, registry)) for label in labels]
@@ -267,10 +267,10 @@ class Training:
     end: Arrays  # weights after the last step
 
     def errors(self, engine: Engine) -> tuple[float, float]:
-        """Return two errors of an engine: the largest relative error of a loss, and the error of its worst tensor.
+        """Return two errors of an engine: the largest relative error of a loss, and the largest error of a tensor.
 
-        The worst tensor is the one with the largest error. The error of a tensor is the norm of its difference from the
-        correct tensor after the last step, divided by the norm of the correct tensor's change in training.
+        The error of a tensor is the norm of its difference from the correct tensor after the last step, divided by the
+        norm of the correct tensor's change in training.
         """
         steps = range(len(self.losses))
         with engine.realize(self.plan) as session:

@@ -196,7 +196,7 @@ def _try_steps(prepared: Prepared, begins: int) -> dict[str, Any]:
     - `step`, `evaluation`: seconds per step and per evaluation
     - `seconds`: seconds for everything after the first step
     - `evaluations`, `steps`: number of evaluations in the whole run, and number of steps taken here
-    - `learned`: mean number of targets with a loss per step
+    - `learned`: mean number of targets per step that count in the loss
     - `device_bytes`, `process_bytes`: peak memory on the device, and of this process
     """
     settings, began = prepared.config.settings, time.perf_counter()

@@ -139,8 +139,8 @@ def _decode(raw: bytes, option: str) -> str:
 class Conversation:
     """Conversation with a model. It keeps the messages, builds the prompt of each answer, and generates the answer.
 
-    If there is no chat template, the prompt is plain text. Each of its lines is a message of the user, directly
-    followed by the model's answer. When the context is full, the oldest messages and answers are dropped.
+    If there is no chat template, the prompt is plain text. It has a line for each message of the user, and the model's
+    answer follows the message on the same line. When the context is full, the oldest messages and answers are dropped.
     """
 
     def __init__(self, author: Generator, template: ChatTemplate | None):

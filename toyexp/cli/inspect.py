@@ -65,8 +65,8 @@ def _print_from_hydra(info: str | None, source: Source, words: list[str]) -> Non
 def _format_config(composed: Composition, flags: Mapping[str, str]) -> str:
     """Return the configuration as YAML: the keys of the run (--cfg job), those of Hydra (hydra), or both (all).
 
-    With --package, return only the section of that name. With --resolve, replace interpolations such as ${seed}. Raise
-    UserError for an unknown section.
+    With --package, return only the keys below the given name, such as optim. With --resolve, replace interpolations
+    such as ${seed}. Raise UserError if the configuration does not have the name.
     """
     from omegaconf import Container, OmegaConf
     from omegaconf.errors import OmegaConfBaseException

@@ -63,11 +63,11 @@ def read_page(topic: str) -> str:
 
 
 def search(words: str) -> list[tuple[str, int, str]]:
-    """Search the pages for the text `words`; return (topic, line number, line) for each page that has it, best first.
+    """Search the pages for the text `words`; return a tuple (topic, line number, line) for each page with the text.
 
-    The line is the page's highest heading that contains the text. If no heading contains it, the line is the first that
-    does. If the text is a key of a setting, such as `optim`, the page about this key comes first. The other pages are
-    sorted by the level of their heading, then by the number of lines that contain the text.
+    The line is the page's highest heading that contains the text or, if no heading contains it, the first line that
+    does. The best page comes first. If the text is a key of a setting, such as `optim`, this is the page about the key.
+    The other pages are sorted by the level of their heading, then by the number of lines that contain the text.
     """
     results, pattern = [], re.compile(rf"(?<!\w){re.escape(words)}", re.IGNORECASE)
     for topic in topics():

@@ -36,7 +36,7 @@ PACKAGE = "the plugin under test"
 class Line:
     """Row of the report of `toyexp plugins --check`.
 
-    It has the results of one part in one conformance suite, or those of all other tests of the plugin.
+    The row has the results of one conformance suite for one part. One more row has the results of all other tests.
     """
 
     part: str  # how users select it, such as optim=sgdr; empty for other tests
@@ -144,8 +144,9 @@ def _find_modules(target: Path) -> tuple[dict[str, str], list[Path]]:
 def _check_defaults(offers: Sequence[Offer], results: _PytestResults, registry: Registry) -> list[Line]:
     """Run the conformance suite with default settings for each part that the plugin's own tests do not cover.
 
-    `results` are the results of the plugin's own tests. Return a line for each part that they do not cover. The line
-    has a note if the part needs a test with settings, or if there is no suite for parts of this kind.
+    `offers` are the plugin's parts, and `results` are the results of its own tests. Return a line for each part that
+    these tests do not cover. The line has a note if the part needs a test with settings, or if there is no suite for
+    parts of its kind (such as command).
     """
     from toyexp.testing.defaults import SUITES, SuiteParts, make_suite
 

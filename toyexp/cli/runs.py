@@ -88,7 +88,10 @@ class Runs(Answer):
         return [*align_table(table, {*RIGHT, *scores}), "", *missing, *self._reasons(), *notes, count]
 
     def _reasons(self) -> list[str]:
-        """Return a line for each reason why runs failed, were stopped or cannot be read, with the path of the last."""
+        """Return a line for each reason why runs failed, were stopped or cannot be read.
+
+        The line has the path of the last run with that reason.
+        """
         stopped = [run for run in self.runs if run.why and run.state in ("failed", "stopped", "unreadable")]
         reasons = {run.why.removeprefix("RunFailed: "): run for run in stopped}
         lines = [f"{run.state}: {short_path(run.path.absolute())}: {escape_cell(why)}" for why, run in reasons.items()]

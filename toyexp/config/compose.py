@@ -308,7 +308,10 @@ def load_base(cfg: DictConfig, typed: Sequence[Override], keys: Keys, origin: Or
 
 
 def _check_model(override: Override, cfg: DictConfig, origin: str, model: Model) -> None:
-    """Raise UserError if the override sets a setting of the model to another value than the model file has."""
+    """Raise UserError if the override sets a setting of the model to another value than the model file has.
+
+    `origin` is a part of the message: it says from which file the model is taken.
+    """
     kind, _, key = override.key_or_group.partition(".")
     if kind != "model" or key == "context":
         return

@@ -32,8 +32,9 @@ _presets: list[tuple[str, int, int]] = []  # the presets (see _preset_files) tha
 def compose_cached(words: Sequence[str], source: Source) -> DictConfig:
     """Compose overrides with Hydra; exceptions of Hydra are not converted to UserError.
 
-    When a second call chooses the same parts (model, data, ...), their composition is cached, if toyexp's own presets
-    are the only ones used. Later calls copy this composition and set plain values, such as lr=0.1, in the copy.
+    If only toyexp's own presets are used, the second call that chooses a set of parts (model, data, ...) caches their
+    composition. From then on, calls that choose the same parts copy it and set plain values, such as lr=0.1, in the
+    copy.
     """
     names, _ = _split_job_words(words)
     if _presets != (now := _preset_files()):  # files may be edited while a notebook runs
@@ -74,8 +75,8 @@ def _preset_files() -> list[tuple[str, int, int]]:
 def split_choices(words: Sequence[str]) -> tuple[tuple[str, ...], list[str]]:
     """Split overrides into two lists.
 
-    The first has overrides that choose a part, add a key, set a mapping or belong to Hydra. The second has the others:
-    they set a plain value.
+    The first list has the overrides that choose a part, add a key, set a mapping, or set a key of Hydra. The second
+    list has all others, which set plain values such as lr=0.1.
     """
     keys = {word: word.partition("=") for word in words}
     names = tuple(
@@ -107,9 +108,9 @@ def _split_job_words(words: Sequence[str]) -> tuple[tuple[str, ...], list[str]]:
 
 
 def _is_choice(word: str) -> bool:
-    """Return True if an override only chooses a part.
+    """Return True if the override `word` only chooses a part, as model=gpt2 does.
 
-    The cache accepts only such overrides: the effect of others depends on their order.
+    The cache is used only for such overrides, because the effect of the others depends on their order.
     """
     key, _, value = word.partition("=")
     return key in GROUPS and value[:1] != "{"
@@ -120,7 +121,10 @@ _schemas: dict[str, Any] = {}  # schemas of plugins, in the form of Hydra's stor
 
 @contextlib.contextmanager
 def isolate_hydra() -> Iterator[None]:
-    """Give Hydra its own schemas, file readers and configuration in a `with` block; then restore the old ones."""
+    """Give Hydra separate global state (schemas, file readers, configuration) in the `with` block.
+
+    At the end of the block, restore the state that Hydra had before.
+    """
     Plugins.instance()  # registers its file readers, once per process
     store, sources = ConfigStore.instance(), SourcesRegistry.instance()
     stored, readers = store.repo, sources.types

@@ -72,7 +72,7 @@ def _keeps_blanks(text: str) -> bool:
 
 
 def _form_mistake(override: Override, types: Collection[Any], keys: Keys) -> str | None:
-    """Return an error message for a malformed override; None if the override is valid.
+    """Return an error message for an override with a wrong form, such as an empty value; None if the form is valid.
 
     `types` are the types of the setting that the override sets.
     """
@@ -116,7 +116,10 @@ def _form_mistake(override: Override, types: Collection[Any], keys: Keys) -> str
 
 
 def _part_mistake(override: Override, kind: str, rest: Sequence[str], keys: Keys) -> str | None:
-    """Return an error message for an invalid key of a part, such as model.a.b; None if it is valid."""
+    """Return an error message for an override with an invalid key of a part, such as model.a.b=1; None if it is valid.
+
+    `kind` is the first part of the key, such as model, and `rest` holds the others, such as a and b.
+    """
     line, depth = override.input_line, 2 if kind == "callbacks" else 1
     if len(rest) < depth and rest[0] not in keys.registry.offers[kind]:
         return unknown_key(f"{kind}.{rest[0]}", None, keys.registry)
@@ -171,7 +174,7 @@ def _sweep_keys() -> set[str]:
 
 
 def check_keys(cfg: DictConfig, all_keys: Keys) -> Keys:
-    """Return the keys of the chosen parts; raise UserError for an unknown key or a missing part."""
+    """Return the valid keys of the chosen parts; raise UserError if `cfg` has another key or lacks a part."""
     keys, registry = all_keys.restrict(cfg), all_keys.registry
     for name in chosen_names(cfg, "callbacks"):
         if name not in keys.offers["callbacks"]:
@@ -347,7 +350,7 @@ def _explain_key(error: Exception, typed: Sequence[Override], registry: Registry
 
 
 def wrong_value(error: Exception, key: str | None, typed: Sequence[Override], registry: Registry) -> UserError:
-    """Convert an error of Hydra about the value of `key`; the message names the override that has the value."""
+    """Convert an error of Hydra about the value of `key` to a UserError that names the override with this value."""
     cause = error.__cause__ if isinstance(error.__cause__, OmegaConfBaseException) else error
     matching = [o for o in typed if o.key_or_group == key]  # the key may be set twice
     culprits = [o for o in matching if f"'{o.value()}'" in str(cause)] or matching
@@ -440,10 +443,10 @@ def config_files(parsed: Sequence[Override], source: Source) -> Iterator[Path]:
 
 @contextlib.contextmanager
 def locate_errors(cfg: DictConfig, typed: Sequence[Override], source: Source) -> Iterator[None]:
-    """Say at the start of a UserError's message where the wrong value was set.
+    """If a UserError is raised in the `with` block, add to its message where the wrong value was set.
 
     If the message begins with a path, prefix it with the key of the setting that holds this path. If the setting was
-    not typed but comes from a configuration file, prefix it with the file and line.
+    not typed but comes from a configuration file, prefix it with the path and line of the file.
     """
     try:
         yield
@@ -468,9 +471,10 @@ def _key_of_path(message: str, cfg: DictConfig) -> str | None:
 
 
 def file_line(path: Path, key: str, message: str = "") -> str:
-    """Return `path, line 3` with the line that sets a key in a file; return only the path if no line does.
+    """Return a text such as `path, line 3`, with the number of the line in which the file sets `key`.
 
-    If `message` begins with the name of a key below `key`, use the line of that key.
+    If no line sets the key, return only the path. If `message` begins with the name of a key below `key`, use the line
+    of that key.
     """
     node, line = yaml.compose(read_config(path), Loader=yaml.SafeLoader), 0
     for part in key.split("."):  # the keys of a preset are relative

@@ -82,7 +82,8 @@ class Request:
     def per_engine(self, labels: Sequence[str]) -> dict[str, Request]:
         """Return {label: copy of this request with that engine} for engine labels `name[:key=value...]`.
 
-        Overrides engine.key=value of this request apply to every engine; a label's settings override them.
+        Overrides of the form engine.key=value in this request apply to every engine, but settings in a label take
+        precedence over them.
         """
         requests = {}
         for label in labels:
@@ -113,7 +114,8 @@ def take_engines(words: Sequence[str], default: str) -> tuple[list[str], list[st
 def parse_experiment(command: str, settings: Sequence[str], ignored: Collection[str] = ()) -> Request:
     """Parse the settings of a `command` that uses a single experiment.
 
-    Raise UserError for a setting with several values, and for one whose key or section is in `ignored`.
+    Raise UserError for a setting with several values. Also raise UserError for a setting if the first part of its key,
+    such as optim in optim.lr, is in `ignored`.
     """
     request = Request.parse(settings)
     for override in request.settings:

@@ -60,7 +60,11 @@ def check_file(path: Path, text: str, is_builtin: bool, preset: bool = False) ->
 
 
 def require_plugins(plugins: object, loaded: Sequence[str], subject: str) -> None:
-    """Raise UserError if a configuration needs local plugins that are not loaded: files must not load code."""
+    """Raise UserError if a configuration needs local plugins that are not in `loaded`.
+
+    `plugins` is the list of plugins in the configuration. They are not loaded from there, because a file must not load
+    code. `subject` begins the message and names the configuration.
+    """
     names = [str(name) for name in plugins] if isinstance(plugins, Iterable) and not isinstance(plugins, str) else []
     if missing := [name for name in names if name not in loaded]:
         add = f"'plugins=[{printable(','.join(names), 200)}]'"

@@ -57,7 +57,7 @@ class Root(Settings):
 
 @dataclass
 class AutoEngine:
-    """The best engine that works on this machine. The run reports its choice."""
+    """The best engine that works on this machine. The run prints which engine this is."""
 
     threads: int = 0  # CPU threads, if the chosen engine uses the CPU; 0: all available cores
 
@@ -153,7 +153,7 @@ def schema(cls: type, name: str) -> type:
 
 
 def part_classes(kind: str, registry: Registry) -> dict[str, type]:
-    """Return {name: class} for a kind of part, such as model: the classes of plugins, and auto for engines."""
+    """Return {name: class} of the plugins for `kind`, such as model; for engines, include the choice `auto`."""
     auto = {AUTO: AutoEngine} if kind == "engine" else {}
     return auto | {name: offer.cls for name, offer in registry.offers.get(kind, {}).items()}
 
@@ -164,7 +164,7 @@ def all_part_classes(registry: Registry) -> dict[str, dict[str, type]]:
 
 
 def part_class(kind: str, node: Mapping[str, Any], registry: Registry) -> type:
-    """Return the class of the part that `node` configures, by its key `name`; raise UserError for an unknown name."""
+    """Return the class of the part that the settings `node` name (key `name`); raise UserError for an unknown name."""
     return part_classes(kind, registry).get(str(node["name"])) or registry.get(kind, str(node["name"]))
 
 
@@ -251,9 +251,9 @@ class Source:
     def overrides(self) -> list[str]:
         """Return the overrides that Hydra needs if presets can come from several directories; else an empty list.
 
-        They set the search path and the output directories. If the main file is not toyexp's own, they also set
-        toyexp's logging. Only the main file may set output directories, so these overrides take precedence over any
-        preset.
+        The overrides set Hydra's search path and the output directories. If the main file is the user's and has no
+        settings of Hydra, they also set logging as toyexp does. Only the main file may set output directories.
+        Therefore the overrides repeat the directories of the main file, which a preset then cannot change.
         """
         if len(self.directories) == 1:
             return []

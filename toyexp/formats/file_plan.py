@@ -84,7 +84,7 @@ def _rank(file: GGUFFile, linear: TensorSpec) -> int:
 
 
 def check_adapter(file: GGUFFile) -> float:
-    """Return the alpha of a LoRA adapter file, or 0 if the file has no alpha.
+    """Return the scaling number alpha in a LoRA adapter file, or 0 if the file has none.
 
     Raise UserError if the file is no LoRA adapter.
     """

@@ -28,7 +28,7 @@ def identity(numbers: np.ndarray) -> np.ndarray:
 
 @dataclass(frozen=True)
 class HFTensor:
-    """Name of a model's tensor in transformers, and the functions that convert its numbers."""
+    """Name of a model's tensor in transformers, and the functions that convert its numbers to transformers' layout."""
 
     name: str
     rows: ArrayFunction = identity  # reorders output features: rows of a weight or of a LoRA's B, elements of a bias

@@ -54,7 +54,10 @@ def sentencepiece_model(tokenizer: SentencePiece) -> bytes:
 
 
 def _pieces(tokenizer: SentencePiece) -> Iterator[tuple[str, float, int]]:
-    """Yield (text, score, type) of each token, adapted to SentencePiece: one unknown token, no spaces in texts."""
+    """Yield (text, score, type) of each token in a form that SentencePiece accepts.
+
+    Exactly one token has the type "unknown", and no text contains a space.
+    """
     texts = set(tokenizer.pieces)
     types = tokenizer.types.copy()
     types[types == UNKNOWN] = CONTROL

@@ -401,7 +401,7 @@ class FileUses:
         return [recipe for recipe in recipes if recipe.starts_from == source and self._default_model(recipe)]
 
     def _default_model(self, recipe: type[Recipe]) -> Model | None:
-        """Return a model of the first class that reads the recipe's kind of data, with default sizes; or None."""
+        """Return a model with default sizes, of the first model class that reads the recipe's kind of data; or None."""
         return next((model() for model in self._registry.models() if model.reads in recipe.reads), None)
 
     def _accepts(self, recipe: type[Recipe]) -> bool:
@@ -440,10 +440,10 @@ class FileUses:
 
     @property
     def best(self) -> str:
-        """The file's best use in a word; empty if toyexp cannot use it.
+        """The file's best use in one word; empty if toyexp cannot use it.
 
         If toyexp can load the model, the word is `base` if the model can be fine-tuned, and otherwise the kind of data
-        that the model reads. If toyexp cannot load the model, it is `donor` if a new model can copy the embeddings.
+        that the model reads. If toyexp cannot load it, the word is `donor` if a new model can copy its embeddings.
         """
         if self.model is not None:
             is_base = any(self._accepts(recipe) for recipe in self._recipes_by_source("base"))

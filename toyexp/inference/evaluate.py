@@ -90,8 +90,8 @@ class Evaluation(Answer):
 def evaluate(model_path: Path, request: Request, data: str | None = None, adapter: Path | None = None) -> Evaluation:
     """Evaluate the model at `model_path`, optionally with a LoRA `adapter`; return its held-out loss and metrics.
 
-    The data is the first available one of these: the path `data`, the `data=` setting of the request, the data that the
-    model's run was trained on, the default data for the model.
+    The data is the first of these that is available: the path `data`, the `data=` setting of the request, the data that
+    the model was trained on, the default data for the model.
     """
     overrides, registry = _check_settings(request), request.registry
     loaded = LoadedModel.open(model_path, registry, adapter)
@@ -213,7 +213,7 @@ class ClassCounts:
 def count_by_class(
     logits: Callable[[Batch], np.ndarray], batches: Sequence[Batch], read: Sequence[str], names: Sequence[str]
 ) -> list[ClassCounts]:
-    """Count right and wrong predictions for each class, without the examples of weight 0.
+    """Count right and wrong predictions for each class. Examples of weight 0 are not counted.
 
     `logits` computes an array [rows, classes] from those arrays of a batch whose names are in `read`. `names` are the
     class names; classes without a name are numbered.

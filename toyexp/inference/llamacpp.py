@@ -1,4 +1,4 @@
-"""Generate text with llama.cpp in a subprocess, because some files make llama.cpp crash.
+"""Generate text with llama.cpp. It runs in a subprocess, because some files make it crash.
 
 The subprocess reads a `Task` from standard input and prints `Answer`s, both as JSON. The key/value cache is float32
 and flash attention is off, so that llama.cpp rounds no more numbers than toyexp's engines do.

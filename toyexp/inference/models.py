@@ -121,7 +121,10 @@ def find_models(registry: Registry, directories: Sequence[Path] = ()) -> Models:
 
 
 def inspect(name: str, origin: str, path: Path, registry: Registry) -> ListedFile:
-    """Read the header of one file. If that fails, the result has the error message."""
+    """Read the header of the GGUF file `path`. If that fails, the result has the error message.
+
+    `name` is the file's name in the list, and `origin` is the name of its ModelDirectory, such as Ollama.
+    """
     parts, size = _parts(path), 0
     try:
         missing = [p.name for p in parts if not p.is_file()] if len(parts) > 1 else []
@@ -145,7 +148,7 @@ def inspect(name: str, origin: str, path: Path, registry: Registry) -> ListedFil
 
 
 def summarise_use(file: GGUFFile, registry: Registry) -> str:
-    """Return the use of a file in a word: `adapter`, `base`, `donor`, a kind of data, or `no: REASON`.
+    """Return the best use of a file: `adapter`, `base`, `donor`, a kind of data such as images, or `no: REASON`.
 
     A `base` can be fine-tuned; the embeddings of a `donor` can be copied. A kind of data means that the model can only
     be evaluated on such data.

@@ -33,8 +33,8 @@ class Callback(ABC):
     state that several callbacks need.
 
     Before anything is written, toyexp calls `check`, `check_run`, `check_plan` and `warnings`, in this order. For a
-    resumed run, it then calls `outputs`, and `resume` if the checkpoint has the callback's state or `join` if the
-    callback is new. After that it calls `on_start`.
+    resumed run, it then calls `outputs`. After `outputs`, it calls `resume` if the checkpoint has the callback's state,
+    or `join` if the run started without the callback. Every run then calls `on_start`.
     """
 
     plugin_kind: ClassVar[str] = "callbacks"
@@ -49,7 +49,10 @@ class Callback(ABC):
         """Raise UserError for settings that cannot work, and Unavailable if a required Python package is missing."""
 
     def check_run(self, config: Mapping[str, Any], dataset: Dataset) -> None:  # noqa: B027 - optional, as above
-        """Raise UserError, before anything is written, if the callback cannot work with this configuration and data."""
+        """Raise UserError if the callback cannot work with this configuration and data.
+
+        Called before anything is written.
+        """
 
     def check_plan(self, plan: Plan) -> None:  # noqa: B027 - optional, as above
         """Raise UserError if the callback cannot work with this plan. Called before anything is written."""
@@ -119,7 +122,7 @@ class Schedule(Callback):
 
     @final
     def check_scales(self, plan: Plan, steps: int) -> None:
-        """Raise UserError if the optimiser lacks the setting that is scaled, or if a factor makes its value invalid.
+        """Raise UserError if the optimiser lacks the setting to scale, or if a factor makes its value invalid.
 
         Called before `check_plan`. The last step is `steps` - 1, but the factor for `steps` is checked, too.
         """

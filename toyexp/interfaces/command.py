@@ -17,14 +17,17 @@ from toyexp.base.writing import dump_json
 
 
 class Arguments(argparse.Namespace):
-    """Parsed arguments of a sub-command. Each option is an attribute, as in argparse; `rest` holds the other words."""
+    """Parsed arguments of a sub-command. Each option is an attribute, as in argparse.
+
+    `rest` holds the other words of the command line, without options and `plugins=[...]`.
+    """
 
     rest: list[str]  # files, names and overrides
     modules: list[str]  # names of local plugin modules, from plugins=[...]
 
     @property
     def settings(self) -> list[str]:
-        """Overrides of a run: the words in `rest` and, if local plugins were given, `plugins=[...]`."""
+        """The overrides for a run: `rest` and, if the user named local plugins, the word `plugins=[...]`."""
         return [*self.rest, *([f"plugins=[{','.join(self.modules)}]"] if self.modules else [])]
 
 
@@ -45,9 +48,10 @@ class StoreOnce(argparse.Action):
 
 
 class Parser(argparse.ArgumentParser):
-    """An argparse parser that raises one-line UserErrors. Options cannot be abbreviated, and may appear anywhere.
+    """An argparse parser that raises one-line UserErrors.
 
-    An option without `type=` rejects an empty value; one with `type=str` accepts it.
+    Options cannot be abbreviated, and may appear anywhere among the words of the command line. An option without
+    `type=` rejects an empty value; one with `type=str` accepts it.
     """
 
     def __init__(self, command: str = "", **options: Any):
@@ -57,7 +61,7 @@ class Parser(argparse.ArgumentParser):
         self.register("action", None, StoreOnce)
 
     def split(self, words: Sequence[str], arguments: Arguments) -> list[str]:
-        """Store the options as attributes of `arguments`, and return the other words in their order."""
+        """Store the options among `words` as attributes of `arguments`, and return the other words in their order."""
         joined_words: list[str] = []
         for word in words:
             option = self.options.get(joined_words[-1]) if joined_words else None
@@ -75,7 +79,7 @@ class Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         """Raise UserError with a reworded form of argparse's error `message`.
 
-        The `message` begins with the name of the option that it is about.
+        The new message begins with the name of the option that caused the error.
         """
         name, _, problem = message.removeprefix("argument ").partition(": ")
         flag = name.rpartition("/")[2]
@@ -155,7 +159,10 @@ class Command(ABC):
         return parser
 
     def usage(self, modules: Sequence[str] = ()) -> str:
-        """Return the text of `toyexp NAME --help`. A subclass may use `modules`, the names of local plugins."""
+        """Return the text of `toyexp NAME --help`.
+
+        `modules` are the names of local plugins. A subclass may list the parts that they register.
+        """
         return self.parser().format_help().rstrip()
 
     def read(self, words: Sequence[str]) -> Arguments:
@@ -194,7 +201,7 @@ class Command(ABC):
 
 
 def parse_modules(words: Iterable[str]) -> list[str]:
-    """Return the module names in all `words` of the form `plugins=[a,b]`. Raise UserError for an invalid name."""
+    """Return the module names in the `words` of the form `plugins=[a,b]`. Raise UserError for an invalid name."""
     modules: list[str] = []
     for word in words:
         key, equals, text = word.partition("=")

@@ -34,9 +34,9 @@ class Data(ABC):
 
     @classmethod
     def recognises(cls, path: Path) -> int:
-        """Return how well this plugin can read the file at `path`: 2 certainly, 1 as a last resort, 0 not at all.
+        """Return 2 if this plugin can surely read the file at `path`, 1 if it can as a last resort, 0 if it cannot.
 
-        toyexp calls it to select a data plugin if the user gives a path but no `data=`.
+        toyexp calls this method to select a data plugin if the user gives a path but no `data=`.
         """
         return 0
 
@@ -69,7 +69,10 @@ _cache: ContextVar[_Cache | None] = ContextVar("cache", default=None)
 
 @contextmanager
 def share_open_data() -> Iterator[None]:
-    """Inside this context, let runs with equal data settings share the opened data. Each run has its own batches."""
+    """Inside this context, let runs with equal data settings share the opened data.
+
+    Each run still has its own batches.
+    """
     token = _cache.set({})
     try:
         yield

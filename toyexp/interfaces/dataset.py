@@ -1,7 +1,7 @@
 """Opened data, which yields batches of numpy arrays. Training batch k depends only on the seed and k.
 
-Therefore every engine reads the same data, and the size of micro-batches does not change which rows a step reads. The
-number k is enough to record the position in the data.
+Therefore every engine reads the same data, and a step reads the same rows for every size of the micro-batches. To
+record the position in the data, a checkpoint stores only the number k.
 """
 
 from __future__ import annotations
@@ -65,8 +65,8 @@ class Dataset(ABC):
     def match_preprocessing(self, metadata: Mapping[str, Any]) -> None:
         """Preprocess this data in the same way as the training data of a model file, for `toyexp eval`.
 
-        `metadata` holds those keys of `gguf_metadata` that the file contains, with the file's values. Raise UserError
-        if the model cannot be evaluated on this data.
+        `metadata` holds the values that the model file has for keys of `gguf_metadata`. Raise UserError if the model
+        cannot be evaluated on this data.
         """
         return
 
@@ -111,7 +111,8 @@ class Batches(ABC):
     def held_out(self) -> Sequence[Batch]:
         """Return the batches of the held-out set, which every evaluation uses.
 
-        Each batch has `rows` rows, the argument of `Dataset.batches`. Targets that only pad a batch have weight 0.
+        Each batch has the number of rows that `Dataset.batches` was called with. Targets that only pad a batch have
+        weight 0.
         """
 
 

@@ -1,4 +1,4 @@
-"""Decoders, which read a token sequence in pieces and return logits for the next token."""
+"""Decoders, which read a token sequence a few tokens at a time and return logits for the next token."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class LogitSource(Protocol):
 class Decoder(ABC):
     """Reader of one growing token sequence, which returns next-token logits under the session's current weights.
 
-    The sequence may have up to `context` positions: gpt2 has no position embeddings beyond them, and llama was not
+    The sequence may have up to `context` positions: gpt2 has no embeddings for later positions, and llama was not
     trained on longer sequences. Request a new decoder when the context is full or the session has taken a step.
     """
 
@@ -71,11 +71,11 @@ class Decoder(ABC):
 
 
 class IncrementalOps(Ops):
-    """Ops that compute only the new positions of a sequence, for a decoder that caches earlier keys and values.
+    """Ops for a decoder that caches keys and values: they compute only the new positions of a sequence.
 
-    An engine defines a class that inherits from this one and from its ops for whole sequences. An inherited op whose
-    result may depend on other positions raises an error, unless the class overrides the op or lists it in
-    `incremental_ops`.
+    An engine defines a class that inherits from this class and from the engine's own ops, which compute whole
+    sequences. An inherited op whose result may depend on other positions raises an error. To allow such an op, the
+    class overrides it or lists it in `incremental_ops`.
     """
 
     incremental_ops: ClassVar[frozenset[str]] = frozenset()  # inherited ops that also work with new positions only
@@ -97,13 +97,13 @@ class IncrementalOps(Ops):
 
     @staticmethod
     def position_error(name: str) -> SessionError:
-        """Return the error for a model that calls the op `name`, which may read positions other than the new ones."""
+        """Return the error for a model that calls the op `name`, which may read positions that are not cached."""
         return SessionError(f"decoder(): ops.{name} may read other positions, which are not cached")
 
     def add(self, a: Tensor, b: Tensor) -> Tensor:
-        """Return a + b. Raise SessionError if b does not have the same positions as a.
+        """Return a + b. Raise SessionError unless both tensors have the same positions.
 
-        For example, b may be a table of all positions, while a has only the new ones.
+        For example, b may wrongly be a table of all positions, while a has only the new ones.
         """
         return cast("Any", super()).add(a, self._check_same_positions("add", b, a))
 
@@ -146,7 +146,7 @@ class IncrementalOps(Ops):
         return cast("Any", super()).reshape(x, shape)
 
     def part(self, x: Tensor, axis: int, start: int, stop: int) -> Tensor:
-        """Return a slice of a feature axis. Raise SessionError for the batch or position axis."""
+        """Return the slice start:stop of x along a feature axis. Raise SessionError for the batch or position axis."""
         if axis < 2:
             raise self.position_error("part")
         return cast("Any", super()).part(x, axis, start, stop)
@@ -159,7 +159,7 @@ class IncrementalOps(Ops):
 
 
 class Recompute(Decoder):
-    """Decoder that recomputes the whole sequence for each new piece. It works with every engine."""
+    """Decoder that recomputes the whole sequence whenever tokens are appended. It works with every engine."""
 
     def __init__(self, session: LogitSource):
         super().__init__(session)

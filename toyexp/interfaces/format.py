@@ -141,10 +141,10 @@ class Format(ABC):
         raise NotImplementedError
 
     def write_again(self, file: ModelFile, path: Path, requantize: bool) -> list[str] | None:
-        """Copy a model file of this format with all its metadata to `path`, in the dtype that the settings select.
+        """Copy the model file `file` with all its metadata to `path`, in the dtype that the settings select.
 
-        Return warnings, as `write` does, or None if `file` has another format. Raise UserError if values would be
-        quantised a second time, unless `requantize` is True.
+        Return warnings, as `write` does, or None if `file` has another format than this one. Raise UserError if values
+        would be quantised a second time, unless `requantize` is True.
         """
         return None
 
@@ -159,7 +159,8 @@ class Format(ABC):
     def notes(self, export: ModelExport) -> list[str]:
         """Return notes about an export, one sentence each.
 
-        They name each part of the model that the file leaves out, and each program that reads the file wrongly.
+        There is a note for each part of the model that the file leaves out, and for each program that reads the file
+        wrongly.
         """
         return []
 

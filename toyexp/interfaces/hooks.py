@@ -58,7 +58,7 @@ class Registration:
     def register_formats(self, register: Register) -> None:
         """Register subclasses of toyexp.Format, which write model files, and some of which also read them.
 
-        They are selected by `toyexp export --type <name>` and `callbacks=[<name>_export]`.
+        The user selects a format with `toyexp export --type <name>` or `callbacks=[<name>_export]`.
         """
 
     @hookspec
@@ -95,7 +95,7 @@ class RunHooks:
     def on_checkpoint(self, run: Run, step: int, path: Path) -> None:
         """Handle a checkpoint of the state after `step`, which is complete on disk at `path`.
 
-        The run may have taken more steps since.
+        The run may have taken more steps since that state.
         """
 
     @hookspec
@@ -127,5 +127,6 @@ class RunHooks:
     def stop_reason(self, run: Run, step: int, metrics: Mapping[str, float]) -> str | None:
         """Return a sentence to end the run after `step`, or None to continue.
 
-        Callbacks are called in the configured order; the first sentence ends the run.
+        The sentence says why the run ends. Callbacks are called in the configured order; the first sentence ends the
+        run.
         """

@@ -59,7 +59,7 @@ class LoraAdapter:
 
     @property
     def mask(self) -> str:
-        """Name of the batch array that holds the dropout mask; toyexp.batching.tokens.Dropout adds it to the batch."""
+        """Name of the batch array with the adapter's dropout mask; toyexp.batching.tokens.Dropout adds the array."""
         return f"{self.target}.dropout"
 
 
@@ -137,7 +137,7 @@ class Plan:
 
     @cached_property
     def updates(self) -> tuple[Group, ...]:
-        """The parameter groups of the trainable tensors; `numbers` returns a vector for each, in this order."""
+        """The parameter groups of the trainable tensors, in the order of the vectors that `numbers` returns."""
         return self.groups or group_tensors(self.trainable, (AdamW(),))
 
     def numbers(self, step: int, lr: float, factors: Mapping[str, float] | None = None) -> tuple[np.ndarray, ...]:
@@ -148,9 +148,10 @@ class Plan:
         return tuple(group.numbers(step, lr, factors) for group in self.updates)
 
     def scaled_settings(self, factors: Mapping[str, float]) -> dict[str, float]:
-        """Return the value of each setting in `factors` after multiplication by its factor.
+        """Multiply each setting in `factors` by its factor, and return the new values, keyed by setting.
 
-        If groups have different values, return the largest. Settings that no group can scale are left out.
+        If groups have different values for a setting, return the largest. Settings that no group can scale are left
+        out.
         """
         base = {name: [group.base_value(name) for group in self.updates if name in group.scalable] for name in factors}
         return {name: max(values) * factors[name] for name, values in base.items() if values}
@@ -176,9 +177,9 @@ class Plan:
         return tuple(a for a in self.adapters if isinstance(a, LoraAdapter) and a.dropout)
 
     def params(self, values: Mapping[str, Tensor], batch: Mapping[str, Tensor] | None = None) -> Params:
-        """Return the tensors `values` for `Model.forward`, with adapters attached to the weights that they adapt.
+        """Return the tensors `values` in the form that `Model.forward` reads: each adapter is attached to its weight.
 
-        `batch`, which contains the dropout masks, is required if an adapter has dropout.
+        If an adapter has dropout, `batch` is required: it contains the dropout masks.
         """
         params: dict[str, Any] = dict(values)
         for adapter in self.adapters:
@@ -203,9 +204,9 @@ def group_tensors(
 ) -> tuple[Group, ...]:
     """Return parameter groups: the tensors of a group share a rule, a weight decay and a learning-rate ratio.
 
-    Each tensor is updated by the first of `rules` that takes it. `choose_settings(tensor, rule)` returns the
-    tensor's weight decay (ignored for norms and biases) and the ratio of its learning rate to the run's. Raise
-    UserError for a tensor that no rule takes.
+    Each tensor is updated by the first of `rules` that accepts it. `choose_settings(tensor, rule)` returns two numbers:
+    the tensor's weight decay (ignored for norms and biases), and its learning rate divided by the run's. Raise
+    UserError for a tensor that no rule accepts.
     """
     members: dict[tuple[int, bool, float, float], list[str]] = {}
     for t in tensors:
@@ -272,9 +273,9 @@ def idle_group_warnings(plan: Plan, optimiser: Optimiser) -> Iterator[str]:
 
 
 def sign_flip_warnings(plan: Plan, lr: float) -> Iterator[str]:
-    """Yield a warning for each group whose lr * weight_decay is above 1.
+    """Yield a warning for each parameter group for which lr * weight_decay is above 1.
 
-    Weight decay would flip the signs of such a group's weights at each step.
+    In such a group, weight decay would flip the sign of every weight at each step.
     """
     for group in plan.updates:
         rate = lr * group.lr_scale
@@ -315,7 +316,7 @@ def export_tensors(plan: Plan, values: Mapping[str, np.ndarray]) -> dict[str, np
 
 
 def inherited_metadata(plan: Plan) -> Mapping[str, Any]:
-    """Return the metadata of the file from which initial values were read.
+    """Return the metadata of the file from which the plan's initial values are read.
 
     Return an empty mapping if there is no such file, or if there are several with different metadata.
     """
@@ -334,7 +335,7 @@ def _check_group(group: Group, shapes: Mapping[str, tuple[int, ...]], lr: float)
 
 
 def lora_names(target: str) -> list[str]:
-    """Return the names of the matrices A and B of the adapter on `target`, as in llama.cpp's adapter files."""
+    """Return the names of the matrices A and B of the adapter on `target`, as llama.cpp's adapter files name them."""
     return [f"{target}.lora_a", f"{target}.lora_b"]
 
 

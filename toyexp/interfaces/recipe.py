@@ -81,7 +81,7 @@ class Recipe(ABC):
     def prepare_base(self, model: Model) -> Model:
         """Return the model to train, given the `model` that the base file describes.
 
-        Sizes that this method sets to 0 are then taken from the data.
+        Each size that this method sets to 0 is later replaced by the size that the data needs.
         """
         return model
 
@@ -93,9 +93,9 @@ class Recipe(ABC):
         return ()
 
     def origin(self) -> tuple[str, str] | None:
-        """Return the role and path of the file with the initial values, or None if there is no such file.
+        """Return the role and path of the file from which initial values are read; None if there is no such file.
 
-        An example is ("base", "model.gguf").
+        The role is a word such as base; an example of the result is ("base", "model.gguf").
         """
         return None
 
@@ -116,8 +116,8 @@ def start_session(
 ) -> Session:
     """Open a session for the plan, prepare it with `prepare_session`, and return it ready to train.
 
-    If a plugin raises an exception, the error message names the plugin. If `directory` is given, the message also names
-    the file log.txt in this directory.
+    `state` is a snapshot to continue from, or None. If a plugin raises an exception, the error message names the
+    plugin. If `directory` is given, the message also names the file log.txt in this directory.
     """
     log = directory / "log.txt" if directory else None
     with attribute_errors(f"engine.{engine.name}", "while it realized the plan", log):

@@ -42,5 +42,5 @@ def default_settings(part: Any) -> dict[str, Any]:
 
 
 def is_changed(part: Any, name: str) -> bool:
-    """Return True if the setting `name` of a plugin's object `part` differs from its default."""
+    """Return True if the setting `name` of `part`, an instance of a plugin class, differs from its default."""
     return bool(getattr(part, name) != default_settings(part)[name])

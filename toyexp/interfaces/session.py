@@ -45,7 +45,7 @@ class StepMetrics(NamedTuple):
 
 
 class StepInput(NamedTuple):
-    """Input of a step: micro-batches whose target weights sum to 1, and a vector of scalars per parameter group."""
+    """Input of a step: micro-batches whose target weights sum to 1, and the update scalars of each parameter group."""
 
     micros: Sequence[Batch]
     numbers: Sequence[np.ndarray]
@@ -54,8 +54,8 @@ class StepInput(NamedTuple):
 def _numbers_per_group(plan: Plan, numbers: Sequence[np.ndarray] | np.ndarray) -> Sequence[np.ndarray]:
     """Return a vector of finite scalars for each parameter group of the plan.
 
-    `numbers` either contains these vectors, or is one vector with AdamW's seven scalars. In the latter case every group
-    gets this vector, with weight decay 0 for norms and biases. Raise SessionError for anything else.
+    `numbers` is either a sequence of these vectors, or a single vector with AdamW's seven scalars. Every group gets the
+    single vector; for norms and biases its weight decay is set to 0. Raise SessionError for anything else.
     """
     groups = plan.updates
     if isinstance(numbers, np.ndarray):
@@ -104,9 +104,9 @@ class Session(ABC):
 
     @final
     def upload(self, name: str, array: np.ndarray, source: str = "the caller") -> None:
-        """Replace a tensor's values with `array`, an array of the tensor's shape. Raise SessionError after build().
+        """Replace the values of the tensor `name` with `array`, which has the same shape.
 
-        Error messages name `source`, the origin of the values.
+        Raise SessionError after build(). `source` says where the values come from, for error messages.
         """
         action = f"upload of {name} from {source}"
         if self.state is State.NEW:
@@ -158,9 +158,11 @@ class Session(ABC):
 
     @final
     def begin_step(self) -> None:
-        """Register the start of a step whose input was checked, by incrementing `version`.
+        """Register the start of a step whose input was checked.
 
-        Before the first step, set the optimiser's state to zeros.
+        Increment `version`, so that decoders detect the change of the weights.
+
+        If this is the first step, set the optimiser's state to zeros.
         """
         self._require_training("step()")
         self._prepare_state()
@@ -192,7 +194,7 @@ class Session(ABC):
         """Return the float32 logits of the inputs in `batch`, [rows, ..., V].
 
         `batch` may have any number of rows, and its sequences may be shorter than the plan's. The session computes
-        `plan.rows` rows at a time. It pads missing values, and removes the padding from the result.
+        `plan.rows` rows at a time. It pads the inputs to the plan's shape, and removes the padding from the logits.
         """
         self._require(State.BUILT, "logits()")
         count = max((len(array) for array in batch.values()), default=0)
@@ -247,7 +249,7 @@ class Session(ABC):
 
     @final
     def restore(self, arrays: Mapping[str, np.ndarray]) -> None:
-        """Load a snapshot of a session of any engine. Raise SessionError if it does not match the plan."""
+        """Load a snapshot that a session of any engine returned. Raise SessionError if it does not match the plan."""
         self._require(State.BUILT, "restore()")
         misfit = state_misfit(self.plan, arrays)
         if misfit:
@@ -295,9 +297,9 @@ class Session(ABC):
 
     @final
     def name_arrays(self, values: Mapping[str, X], states: Mapping[str, Mapping[str, X]]) -> dict[str, X]:
-        """Return one mapping with the values and optimiser states of the trainable tensors, named as in a snapshot.
+        """Return the values and optimiser states of the trainable tensors in one mapping, with the names of a snapshot.
 
-        `values` is keyed by tensor name, `states` by tensor name and slot.
+        `values` is keyed by tensor name, and `states` by tensor name and then by slot (the name of a state array).
         """
         arrays: dict[str, X] = {}
         for tensor in self.plan.trainable:
@@ -367,7 +369,7 @@ class Session(ABC):
         """Return the logits of the first `rows` rows of a micro-batch."""
 
     def do_decoder(self) -> Decoder:
-        """Return a decoder. An engine that caches keys and values overrides this for speed."""
+        """Return a decoder. An engine that can cache keys and values overrides this method to decode faster."""
         return Recompute(self)
 
     @abstractmethod
@@ -388,7 +390,7 @@ class Session(ABC):
 
     @abstractmethod
     def do_restore(self, tensor: PlanTensor, values: np.ndarray, state: Mapping[str, np.ndarray]) -> None:
-        """Set a trainable tensor's values and its optimiser state, which is keyed by slot.
+        """Set a trainable tensor's values and its optimiser state. `state` is keyed by slot, the name of a state array.
 
         The arrays may have any float dtype.
         """

@@ -1,4 +1,4 @@
-"""Checks which recipes can train which models, by the kinds of data that they declare."""
+"""Check which recipes can train which models, by the kinds of data that they declare."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ class Cell:
 
 
 def cells(registry: Registry) -> Iterator[Cell]:
-    """Yield every combination of recipe and model."""
+    """Yield a Cell for every combination of a recipe and a model."""
     recipes, models = (sorted(registry.classes(kind).items()) for kind in ("recipe", "model"))
     for recipe, r in recipes:
         for model, m in models:
@@ -96,7 +96,7 @@ def cells(registry: Registry) -> Iterator[Cell]:
 
 
 def _missing_setting(recipe: Recipe, model: Model) -> str | None:
-    """Try to plan a run of recipe and model with default settings. Return the message of a UserError, or None."""
+    """Plan a run of recipe and model with default settings. Return the message if that raises UserError, else None."""
     try:
         recipe.check()
         recipe.plan(model, Setup(model.reads.inputs(1), rows=1))

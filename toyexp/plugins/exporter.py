@@ -33,7 +33,10 @@ log = logging.getLogger("toyexp")
 
 @dataclass(eq=False)
 class Exporter(Callback):
-    """Base class of the callbacks that `exporter` creates. Their further fields are the settings of a format."""
+    """Base class of the export callbacks that the function `exporter` creates, one for each format.
+
+    A created class has further fields: the settings of its format.
+    """
 
     form: ClassVar[type[Format]]
 
@@ -79,7 +82,7 @@ class Exporter(Callback):
 
     @hookimpl
     def on_start(self, run: Run) -> None:
-        """Store the step that a resumed run continues from, and the metadata of the base file.
+        """Store the number of the step after which the run starts, and the metadata of the base file.
 
         The metadata is read now, because the base file may be deleted before the run ends.
         """
@@ -142,9 +145,10 @@ class Exporter(Callback):
         return ModelExport(*parts, card_facts(run.config, run.engine, self._scores.get(self._step, best)))
 
     def _write(self, run: Run, path: Path, kind: str, write: Callable[[Path], list[str]]) -> None:
-        """Write a file by calling `write` with a temporary path, then emit the event export.
+        """Call `write` with a temporary path, rename the written file to `path`, and emit the event export.
 
-        Problems with the values become warnings, but the file is kept, because the run may have taken long.
+        `kind` is the type of file that the event records. A problem with the values, such as a NaN, becomes a warning:
+        the file is kept, because the run may have taken long.
         """
         with run.output(path) as temporary:
             problems = require_written(self._format, temporary, write(temporary))
@@ -197,7 +201,7 @@ class AdapterExporter(Exporter):
 def card_facts(config: Mapping[str, Any], engine: str, scores: Mapping[str, float | None]) -> dict[str, Any]:
     """Return the entries of a model card, keyed by their labels.
 
-    They describe a run with this configuration and engine, and its held-out metrics `scores`.
+    The entries describe a run with this configuration and engine. `scores` holds the held-out metrics of the run.
     """
     recipe, data = (config.get(part) or {} for part in ("recipe", "data"))
     facts = {

@@ -45,7 +45,7 @@ def check_forward(plan: Plan, recipe: str) -> None:
 
 
 def count_blocks(plan: Plan) -> int:
-    """Return how often the forward pass calls `ops.block`, without calls inside another block.
+    """Return how often the forward pass calls `ops.block`. Calls inside another block do not count.
 
     The plan must have passed `check_forward`.
     """
@@ -55,7 +55,7 @@ def count_blocks(plan: Plan) -> int:
 
 
 def check_tensors(who: str, listed: Callable[[], Iterable[TensorSpec | PlanTensor]]) -> None:
-    """Check the names, shapes and initial values of the tensors that `listed()` returns, for a model or a plan.
+    """Check the tensors of a model or plan: their names, shapes and initial values. `listed()` returns them.
 
     Raise UserError, whose message begins with `who`, for tensors that no engine can hold.
     """
@@ -89,7 +89,10 @@ def _batch(plan: Plan) -> dict[str, Shaped]:
 
 
 def _forward(plan: Plan, who: str, params: Params) -> None:
-    """Run the forward pass with shapes. If it fails, raise UserError with `who` and the line of the plugin's code."""
+    """Run the forward pass with shapes only.
+
+    If it fails, raise UserError. The message contains `who` and the line of the plugin's code.
+    """
     logits = _call(who, "in its forward pass", params, lambda: plan.model.forward(OpShapes(), params, _batch(plan)))
     targets = plan.inputs.get("targets")
     if not isinstance(plan.objective, CrossEntropy) or targets is None:
@@ -356,10 +359,10 @@ class OpShapes(Ops):
 
 
 class PieceShapes(IncrementalOps, OpShapes):
-    """Incremental ops that compute only shapes. Each call of an op is recorded in `calls`.
+    """Ops of a decoder that caches keys and values. They compute only shapes, and record each call in `calls`.
 
-    A record has the op's name, weights and constants, but not the sizes of activations, which depend on the sequence
-    length.
+    A record has the op's name, weights and constants. It does not have the sizes of activations, which depend on the
+    sequence length.
     """
 
     incremental_ops = frozenset({"attention"})
@@ -387,14 +390,14 @@ class PieceShapes(IncrementalOps, OpShapes):
 
 @dataclass(frozen=True, eq=False)
 class Weight(Shaped):
-    """Placeholder for one of the model's tensors. Two placeholders of the same shape are not equal."""
+    """Placeholder for a tensor of the model. Two placeholders are different even if they have the same shape."""
 
 
 def reason_to_recompute(plan: Plan) -> str | None:
     """Return why text generation must recompute all tokens at each step, or None if keys and values can be cached.
 
-    The forward pass is run three times with shapes only: for one position, two positions and the full context. All
-    three must call the same ops.
+    The forward pass is run three times with shapes only: for one position, two positions and the full context. Keys and
+    values can be cached only if all three runs call the same ops.
     """
     model = plan.model
     if not model.cached_decoding:

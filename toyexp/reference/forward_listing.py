@@ -44,7 +44,7 @@ class Line:
     block: int | None = None  # number of the enclosing block, from 0
 
     def anywhere(self, types: bool) -> Line:
-        """Return a copy of the line without the block number, so that equal ops of two blocks have equal copies.
+        """Return a copy of the line without its block number. Equal ops in two blocks then have equal copies.
 
         The names of the weights have no block prefix. If `types` is False, the weights have no types.
         """
@@ -76,7 +76,7 @@ class Listing:
         return [*self.before, *(line for block in self.blocks.values() for line in block), *self.after]
 
     def operations(self) -> dict[str, int]:
-        """Return the number of operations per token or image, as the coefficients of a sum of products of sizes.
+        """Return the number of operations per token or image, as a sum of terms that depend on sizes such as T.
 
         For example, {"": 210000000, "T": 69120} means 210000000 + 69120 T operations for T positions.
         """
@@ -106,7 +106,7 @@ class Listing:
         return fit_table([heads, *rows], heads[5:], ["result", "shape", "type", "parameters"])
 
     def _runs(self) -> list[tuple[int, int]]:
-        """Return the numbers of the first and last block of each series of equal blocks.
+        """Return the numbers of the first and last block of each series of equal blocks that follow each other.
 
         Blocks count as equal even if the types of their weights differ.
         """
@@ -158,7 +158,7 @@ class Listing:
     def _factor_letters(self, line: Line) -> list[str]:
         """Return the letters of the sizes, such as T, on which the line's operations per token or image depend.
 
-        Their number is `line.operations` times these sizes.
+        To get the number of operations, multiply `line.operations` by these sizes.
         """
         letters = list(line.per)
         for letter in self.once.intersection(letters):  # an op that reads only weights has none of these letters
@@ -184,9 +184,10 @@ def listing(model: Model, weights: Iterable[WeightInfo]) -> Listing:
 
 
 def _cut(lines: Sequence[Line], once: frozenset[str]) -> Listing:
-    """Return a Listing of the lines, split at the blocks. Lines between two blocks count as part of the first one.
+    """Return a Listing of `lines`, split into the ops before, in and after the blocks.
 
-    `once` holds the letters of sizes that count as 1 for a single token, such as B.
+    A line between two blocks counts as part of the first of the two. `once` holds the letters of sizes that count as 1
+    for a single token, such as B.
     """
     numbers = [line.block for line in lines]
     inside = [at for at, number in enumerate(numbers) if number is not None]
@@ -275,10 +276,10 @@ class ListedOps(OpShapes):
         return result
 
     def _size(self, n: int) -> Size:
-        """Return a size as a Line shows it.
+        """Return the size `n` as the listing shows it: a number, or a letter such as T.
 
-        The listing runs the model with a large number in place of each size that the run chooses, such as T. This
-        number becomes the letter `T`, and a number that is larger by 1 becomes `T+1`. Other sizes do not change.
+        The listing runs the model with a large number in place of each size that a run chooses, such as T. This number
+        becomes the letter `T`, and a number that is larger by 1 becomes `T+1`. Other sizes do not change.
         """
         base = n // LARGE * LARGE
         return n if base not in self._letters else self._letters[base] + (f"+{n - base}" if n > base else "")

@@ -79,15 +79,15 @@ def _decay_case(ops: Ops, p: Params, x: Tensor) -> Tensor:
 
 
 def _rope_case(**settings: Any) -> tuple[dict[str, tuple[int, ...]], Forward]:
-    """Return a case of `CASES` that applies rope with these settings of Rotary to heads of 4 features."""
+    """Return a case for `CASES`: rope with these settings of Rotary, applied to heads of 4 features."""
     rotary = Rotary(100.0, **settings)
     return {"q": (16, 8), "k": (8, 8), "v": (8, 8)}, lambda ops, p, x: _heads_case(ops, p, x, rotary=rotary)
 
 
 def _blocks_case(ops: Ops, p: Params, x: Tensor) -> Tensor:
-    """Return x after three blocks, so that there is one that is neither the first nor the last.
+    """Return x after three blocks: a first one, a middle one and a last one.
 
-    Each block also reads the input of the first one.
+    Each block also reads the input of the first block.
     """
 
     def gated(ops: Ops, x: Tensor, p: Params, first: Tensor) -> Tensor:
@@ -185,9 +185,9 @@ TARGETS: dict[str, tuple[int, ...]] = {
 
 @dataclass
 class OpModel(Model):
-    """Model that looks up rows of an embedding and applies the op of a case. The result is its logits.
+    """Model that looks up rows of an embedding table and applies one op to them. The result is the model's logits.
 
-    A case is an entry of `CASES`.
+    The setting `case`, a key of `CASES`, selects the op and its arguments.
     """
 
     name: ClassVar[str] = "op"

@@ -205,7 +205,7 @@ def _mark_sources(entries: Sequence[Entry]) -> None:
 def _mark_owners(entries: Sequence[Entry]) -> None:
     """Add the setting `whose`, so that runs of different people do not count as repeats of one run.
 
-    The value for a run is the first of these that applies:
+    The value of the setting for a run is the first of these that applies:
 
     - the run's name, if any runs with equal settings and seed have different names
     - if the runs lie in different directories: the first directory (or zip archive) on the path from their common
@@ -214,9 +214,9 @@ def _mark_owners(entries: Sequence[Entry]) -> None:
       different seeds
     - the name of the run's own directory
 
-    The setting is added only if its value differs between runs with equal settings and seed. There is one other case,
-    if the runs lie in different directories: it is also added if its value differs between runs with equal settings
-    that were started in different directories.
+    The setting is added only if it differs between runs with equal settings and seed. If the runs lie in different
+    directories, it is also added if it differs between runs that have equal settings but were started in different
+    directories.
     """
     known_entries = [entry for entry in entries if entry.has_settings]
     groups: dict[str, list[Entry]] = {}
@@ -246,8 +246,8 @@ def _mark_owners(entries: Sequence[Entry]) -> None:
 def _read_settings(run: Run) -> dict[str, str]:
     """Return the settings of a run by key. For engine=auto, return the engine that was chosen.
 
-    The key `schedule` is added. It names the callbacks that scale the learning rate or another number, because other
-    callbacks do not make runs differ.
+    The key `schedule` is added. Its value names the callbacks that scale the learning rate or another number. Other
+    callbacks are not compared: runs that differ only in these count as runs with equal settings.
     """
     settings = dict(setting_texts(run.path))
     if settings.get("engine") == "auto" and run.engine:

@@ -105,11 +105,9 @@ class History(Mapping[str, np.ndarray]):
 
     def held_out_curve(self, name: str) -> Curve:
         """Return the steps at which a held-out metric is finite, and its values; empty arrays if it is not recorded."""
-        return (
-            _finite_points(self.held_out["step"], self.held_out[name])
-            if name in self.held_out
-            else (np.empty(0), np.empty(0))
-        )
+        if name not in self.held_out:
+            return np.empty(0), np.empty(0)
+        return _finite_points(self.held_out["step"], self.held_out[name])
 
     def frame(self) -> pandas.DataFrame:
         """Return a pandas DataFrame with a row for each recorded or evaluated step.

@@ -44,10 +44,11 @@ class Filter:
             return None
         key, sign, value = match[1], "=" if match[2] == "==" else match[2], match[3]
         name = KEY_ALIASES.get(key, key)
-        if name == "when":
-            value = re.sub("today|yesterday", lambda day: _parse_time(word, day[0]).isoformat()[:10], value)
         if sign in ORDER_OPERATORS and name == "when":
             _parse_time(word, value)
+        elif name == "when":  # a day matches each of its times
+            days = re.sub(r"\b(today|yesterday)\b", lambda match: str(_parse_time(word, match[0]).date()), value)
+            value = re.sub("[^,]+", r"\g<0>*", days)
         elif sign in ORDER_OPERATORS and name in COLUMNS and name not in NUMERIC_COLUMNS:
             raise UserError(f"{word}: {key} is text; compare it with '{key}=...' or != (* matches any text)")
         elif sign in ORDER_OPERATORS and ((number := _to_float(value)) is None or math.isnan(number)):
@@ -61,18 +62,15 @@ class Filter:
         """
         if value is None:
             return self.sign == "!=" or (self.sign == "=" and self.value in ("", "null"))
-        if self.sign in ("=", "!="):
-            printed = self.key != "lr" and "." not in self.key  # metrics also match as printed, with four decimals
-            items = self.value.split(",")
-            if self.key == "when":  # a date matches all times of its day
-                items = [item and f"{item}*" for item in items]
-                with contextlib.suppress(ValueError):
-                    value = datetime.fromisoformat(value).astimezone().isoformat()
-            return any(_is_equal(value, item, printed) for item in items) is (self.sign == "=")
         if self.key == "when":
             with contextlib.suppress(ValueError):
-                moment = _parse_time(self.text, self.value)
-                return bool(ORDER_OPERATORS[self.sign](datetime.fromisoformat(value), moment))
+                run_time = datetime.fromisoformat(value).astimezone()
+                if self.sign in ORDER_OPERATORS:
+                    return bool(ORDER_OPERATORS[self.sign](run_time, _parse_time(self.text, self.value)))
+                value = run_time.isoformat()
+        if self.sign in ("=", "!="):
+            printed = self.key != "lr" and "." not in self.key  # metrics also match as printed, with four decimals
+            return any(_is_equal(value, item, printed) for item in self.value.split(",")) is (self.sign == "=")
         number, bound = _to_float(value), _to_float(self.value)
         return number is not None and bound is not None and ORDER_OPERATORS[self.sign](number, bound)
 
@@ -103,10 +101,9 @@ def filter_runs(runs: Iterable[Run], filters: Sequence[Filter], notes: list[str]
             notes.append(f"settings unknown: {short_path(run.path)}, {run.unread or 'config.yaml cannot be read'}")
         known_keys |= set(has)
         for f in slow:
-            is_text = _to_float(has.get(f.key, 0.0)) is None and has[f.key] not in ("null", "None")
-            if is_text and f.sign in ORDER_OPERATORS:
-                problem = f"{f.text}: {f.key} is text ({has[f.key]}) in {short_path(run.path)}"
-                raise UserError(f"{problem}; compare with = or !=")
+            text = has.get(f.key, "null")
+            if f.sign in ORDER_OPERATORS and _to_float(text) is None and text not in ("null", "None"):
+                raise UserError(f"{f.text}: {f.key} is text ({text}) in {short_path(run.path)}; compare with = or !=")
         if all(f.matches(has.get(f.key)) for f in slow):
             accepted.append(run)
     for f in slow:
@@ -158,10 +155,10 @@ def _is_equal(value: Any, text: str, printed: bool) -> bool:
 
 
 def _parse_time(word: str, text: str) -> datetime:
-    """Parse a date or time. For a day, month or year, return its start.
+    """Parse the date or time `text`. For a day, month or year, return its start.
 
-    A time without a time zone is in the time zone of this machine. Raise UserError, which quotes `word`, for other
-    texts.
+    A time without a time zone is in the time zone of this machine. If `text` is not a date or time, raise UserError
+    with a message that quotes `word`.
     """
     day = datetime.now().astimezone().replace(hour=0, minute=0, second=0, microsecond=0)
     if text in ("today", "yesterday"):

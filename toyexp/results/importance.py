@@ -68,10 +68,10 @@ def _ranks(values: Sequence[float]) -> Array:
 
 
 def _columns(values: Sequence[Any]) -> tuple[Array, Array]:
-    """Return the inputs of the linear model that a setting gives, as arrays [points, columns].
+    """Return two arrays [points, columns], which are inputs of the linear model, computed from one setting's values.
 
-    The first array holds the setting's own inputs. The second holds the columns to multiply with those of another
-    setting.
+    The first array holds the inputs for the setting itself. To get the inputs for a product of two settings, the caller
+    multiplies the columns of their second arrays.
     """
     try:
         ranks = _ranks([float(value) for value in values])

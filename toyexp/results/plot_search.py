@@ -76,9 +76,10 @@ class Search:
         return sorted(keys, key=lambda key: -self.importances.get(key, 0.0))
 
     def slots(self, key: str) -> list[str]:
-        """Return the values of a setting, one for each slot of its axis; [] if it has a numeric axis.
+        """Return the values of a setting if the plot gives each value a place on the axis, as for categories.
 
-        Numbers have slots if trials repeat them, so that they were chosen from a list.
+        Return [] if the axis is numeric. Numbers are shown like categories if most trials repeat the number of another
+        trial, which means that the numbers were chosen from a list.
         """
         values = [trial.values[key] for trial in self.trials if key in trial.values]
         are_numbers = all(matches_type(value, float | int) for value in values)

@@ -181,7 +181,7 @@ def rank_jobs(
 def _value(job: Scored, column: str, is_last: bool = False) -> float | None:
     """Return a job's value in a column, such as `held-out loss`; None if there is none or it is not finite.
 
-    A job that has not completed has a value only with `is_last`: its last one.
+    If the job has not completed, return its last value if `is_last` is True, and None otherwise.
     """
     result: Mapping[str, Any] = job.result if is_last or job.status == "completed" else {}
     name = column.removeprefix("held-out ")

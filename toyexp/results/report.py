@@ -31,7 +31,7 @@ from toyexp.results.events import Curve, History, average_bins
 from toyexp.results.importance import compute_shares
 from toyexp.results.plot import draw_sheet
 from toyexp.results.plot_search import Search
-from toyexp.results.run_dirs import FINAL_STATES, find_runs, read_run, setting_values, sweep_metric
+from toyexp.results.run_dirs import COLUMNS, FINAL_STATES, find_runs, read_run, setting_values, sweep_metric
 
 MAX_CURVE_POINTS = 10_000  # points of a curve
 MAX_LOSS_POINTS = 400_000  # points of the loss curves of all runs together
@@ -131,7 +131,7 @@ class Report:
             "keys": comparison.keys,
             "along": comparison.linked_keys,
             "differ": {key: comparison.values(key) for key in differing_keys},
-            "scores": comparison.scores,
+            "scores": comparison.scores, "columns": COLUMNS,
             "notes": comparison.notes(),
             "importance": shares, "no_importance": why, "search": search and _search_data(search),
             "colours": {"light": COLOURS, "dark": DARK_COLOURS},
@@ -216,9 +216,9 @@ def _history_data(history: History, most: int) -> dict[str, Any]:
 
 
 def compute_importance(comparison: Comparison) -> Importance:
-    """Return a dict that says how much each setting matters for the metric, and an empty text.
+    """Return a dict with the importance of each setting for the metric, and an empty text.
 
-    If this is unknown, the dict is empty and the text says why.
+    If the importance cannot be computed, return an empty dict and a text that says why.
     """
     points = [point for point in comparison.ranking.points if point.values]
     settings = {key: [point.jobs[0].settings.get(key, "") for point in points] for key in comparison.keys}
@@ -321,7 +321,7 @@ def draw_sweep(sweep: Path) -> None:
 
 
 class SweepReport:
-    """Writer of a sweep's report while the sweep runs. Errors in it never stop the sweep."""
+    """Writer of a sweep's report while the sweep runs. An error in the writer never stops the sweep."""
 
     def __init__(self) -> None:
         self._report = Report("")

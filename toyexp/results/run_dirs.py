@@ -159,7 +159,7 @@ def resolve_runs(command: str, words: Sequence[str], notes: list[str]) -> list[P
 
 @contextlib.contextmanager
 def unzip_archives(words: Sequence[str]) -> Iterator[list[str]]:
-    """Extract zip archives among `words`; yield the words with each archive replaced by a temporary directory.
+    """Extract the zip archives in `words`. Yield the words, but with a temporary directory in place of each archive.
 
     This directory holds the files that the commands `runs` and `compare` read. It is deleted at the end of the `with`
     block.

@@ -29,7 +29,10 @@ from toyexp.training.run_config import Config, Prepared, Result
 
 
 class PreparedRun(NamedTuple):
-    """A run that is built and checked but has not started, its directory, and the checkpoint from which it resumes."""
+    """A run that was built and checked but has not started.
+
+    It has the path of the run's directory and, if the run is resumed, its checkpoint.
+    """
 
     prepared: Prepared
     directory: Path
@@ -98,8 +101,8 @@ def prepare_run(
 ) -> PreparedRun:  # fmt: skip
     """Build and check the run of one configuration, with additional `callbacks`.
 
-    With `resume`, the run continues from the checkpoint in that directory. Otherwise it is a new run in `directory`, or
-    if that is None, in the directory that hydra.run.dir sets.
+    If `resume` is given, the run continues from the checkpoint in the directory `resume`. Otherwise it is a new run.
+    Its directory is `directory` or, if that is None, the one that hydra.run.dir sets.
     """
     show_status("starting the engine")
     source = composed.source

@@ -1,4 +1,4 @@
-"""Create a Runner from a command line: for a new sweep, or to resume an existing one (sweep.resume=DIR)."""
+"""Create the Runner of a sweep from a command line: of a new sweep, or of one that sweep.resume=DIR resumes."""
 
 from __future__ import annotations
 
@@ -148,7 +148,7 @@ def _is_sweep_setting(override: Any) -> bool:
 def _settings(request: Request, sweep_overrides: Sequence[Any]) -> Sweep:
     """Compose the sweep.* settings and check that the launcher supports them.
 
-    They come from `sweep_overrides` and from the experiment preset that `request` chooses.
+    The settings come from `sweep_overrides` and from the experiment preset that `request` chooses.
     """
     experiment = [o for o in request.settings if o.key_or_group == "experiment"]
     settings = replace(request, settings=[*experiment, *sweep_overrides]).compose().sweep_settings()

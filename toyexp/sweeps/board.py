@@ -28,7 +28,7 @@ MAX_ROWS = 16  # running jobs with a line of their own
 class Board:
     """Status lines at the bottom of a terminal, which are redrawn while parallel jobs run.
 
-    The methods take no lock: `Watch` calls them while it holds its lock for printing.
+    The methods take no lock. Their caller, `Watch`, holds its own lock while it calls them.
     """
 
     jobs: Callable[[], Sequence[Job]]
@@ -159,10 +159,11 @@ class NotebookBoard(Board):
 def make_board(
     jobs: Callable[[], Sequence[Job]], ranking: Callable[[], Ranking[Job]], at_once: int, wanted: bool
 ) -> Board | None:
-    """Return the board that shows a sweep's progress, or None if the sweep should print lines instead.
+    """Return the board that shows a sweep's progress, or None if there is no board.
 
-    Return None if output is silenced. Otherwise a notebook always has a board, and a terminal has one if `wanted`.
-    `at_once` is the number of parallel jobs, from which the board estimates the time left.
+    In a notebook there is always a board, and in a terminal only if `wanted`. If output is silenced, there is no board.
+    `jobs` and `ranking` are functions that return the current jobs and their ranking. `at_once` is the number of
+    parallel jobs, from which the board estimates the time left.
     """
     if is_silent():
         return None

@@ -1,4 +1,4 @@
-"""Compute the combinations of values that a sweep tries, and let the process of a job exit with its sweep."""
+"""Compute the combinations of values that a sweep tries, and end the process of a job when its sweep exits."""
 
 from __future__ import annotations
 

@@ -32,8 +32,8 @@ class ComparisonAnswer(Answer):
     def plain(self) -> dict[str, Any]:
         """Return the comparison as a dict for JSON.
 
-        `points` lists the points (runs that differ only in their seed), the best first. `differ` maps each key that
-        differs to its values.
+        The key `points` has a list of the points (runs that differ only in their seed), the best first. The key
+        `differ` has a dict that maps each setting that differs between runs to its different values.
         """
         comparison = self.comparison
         best, points = comparison.ranking.best, []
@@ -51,7 +51,7 @@ class ComparisonAnswer(Answer):
     def lines(self) -> list[str]:
         """Return a table with a row for each point (a group of runs that differ only in their seed).
 
-        Below the table are the number of runs, the settings that are not columns but differ, and notes.
+        Below the table are the number of runs, notes, and the settings that differ between runs but have no column.
         """
         comparison = self.comparison
         ranking = comparison.ranking

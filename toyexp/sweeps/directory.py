@@ -146,7 +146,7 @@ def _valid_numbers(result: Mapping[str, Any]) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class LaunchSpec:
-    """Everything that is needed to start a job, here or on another machine that shares the file system."""
+    """Data that is needed to start a job on this machine, or on another one that shares the file system."""
 
     directory: Path
     log: Path
@@ -159,7 +159,7 @@ class LaunchSpec:
     is_stack: bool = False  # whether the process trains several jobs, which check their own directories
 
     def args(self) -> Sequence[str]:
-        """Return the arguments of the job's process, which start its run or resume it from a checkpoint.
+        """Return the command-line arguments of the job's process: those that start its run, or those that resume it.
 
         Raise UserError if the run has to start anew but its directory holds other files.
         """
@@ -180,8 +180,8 @@ class LaunchSpec:
 def prepare_resume(directory: Path) -> bool:
     """Return True if a run directory has a checkpoint to resume.
 
-    Otherwise return False, and rename an existing directory so that the run can start again under its path. Raise
-    UserError if another process uses the directory.
+    If it has none, return False. In this case, an existing directory is renamed, so that the run can start again under
+    its path. Raise UserError if another process uses the directory.
     """
     if not directory.is_dir():
         return False
@@ -195,9 +195,9 @@ def prepare_resume(directory: Path) -> bool:
 class SweepDir:
     """Directory of one sweep: sweep.json, summary.csv, summary.md, logs/, and a run directory for each job.
 
-    `spec` holds the data that resuming the sweep needs: the flags (`flags`), the settings of all jobs (`settings`), the
-    sweep.* settings (`sweep`), the directory in which the sweep was started (`cwd`), and the value ranges of a search
-    (`space`).
+    `spec` holds the data that resuming the sweep needs: the flags (`flags`), the settings that all jobs share
+    (`settings`), the sweep.* settings (`sweep`), the directory in which the sweep was started (`cwd`), and the value
+    ranges of a search (`space`).
     """
 
     def __init__(self, path: Path, jobs: list[Job], spec: Mapping[str, Any], locked: int | None = None):
@@ -256,7 +256,7 @@ class SweepDir:
         os.close(self._lock)
 
     def run_dir(self, job: Job) -> Path:
-        """Return a job's run directory. `job.directory` must be set, that is, the job's configuration was composed."""
+        """Return a job's run directory. The job must have one already (`job.directory` is not None)."""
         assert job.directory is not None
         return self.path / job.directory
 
@@ -288,8 +288,8 @@ class SweepDir:
     def record(self, jobs: Sequence[Job]) -> None:
         """Append the current state of these jobs to the journal, then rewrite sweep.json and the summaries.
 
-        With many jobs, the rewrite is delayed. The entry of a job that starts is flushed to the disk before the job
-        runs. The entry of a job that ends is not flushed, since the run directory records its end too.
+        If the sweep has many jobs, the files are rewritten later. When a job starts, its state is flushed to the disk
+        before the job runs. When a job ends, its state is not flushed, since the run directory records the end too.
         """
         with self._writing:
             with self._warn_unwritten():

@@ -115,10 +115,10 @@ class JobConfigs:
         return composed, False
 
     def other_run(self, job: Job, run: Path) -> str:
-        """Compare a job with the run in the directory `run`. Return a text about one setting that differs.
+        """Compare a job's settings with those of the run in the directory `run`. Return a text about one that differs.
 
-        Return "" if none differs or if the settings of either cannot be read. Only keys on the command line, swept
-        keys, and the keys in COMPARED are compared.
+        Return "" if no setting differs, or if the settings of the job or of the run cannot be read. Only keys on the
+        command line, swept keys, and the keys in COMPARED are compared.
         """
         with contextlib.suppress(UserError):  # a configuration error is reported when the job starts
             saved, overrides = read_settings(run / "config.yaml"), [*self.request.settings, *parse(job.overrides)]
@@ -205,7 +205,7 @@ class JobConfigs:
         return cast("Model", create_part(cls, apply_types(cls, cfg.model, "model")))
 
     def _load_base_model(self, composed: Composition) -> Composition:
-        """Return a copy of the configuration with the model settings that belong to the recipe's base model.
+        """Return a copy of the configuration, with the model settings replaced by those of the recipe's base model.
 
         If the recipe has no base model, return the configuration unchanged.
         """
@@ -334,7 +334,7 @@ def _differing(first: Job, job: Job) -> tuple[bool, ...]:
 
 
 class JobDirectories:
-    """Assignment of a sweep's directories to its jobs."""
+    """Record of the run directories of a sweep's jobs. No two jobs may have the same directory."""
 
     def __init__(self, jobs: Iterable[Job]):
         self._owners = {job.directory: job for job in jobs if job.directory is not None}

@@ -31,7 +31,7 @@ class Throttle:
         self.is_pending = False  # a call was requested and has not run
 
     def request(self, jobs: int) -> float:
-        """Run the callback and return 0. If it may not run yet, return the seconds until it may.
+        """Run the callback and return 0. If the callback may not run yet, return the seconds until it may.
 
         `jobs` is the sweep's number of jobs; with at most FEW jobs, the callback always runs.
         """

@@ -152,7 +152,7 @@ class Runner:
     def prepare(self) -> bool:
         """Start the fork server, and check every value of every swept key before the first job starts.
 
-        Record jobs with an invalid value as ended. Return True if there are any.
+        Record jobs with an invalid value as ended. Return True if there are such jobs.
         """
         self.launcher.preload(shared_args(self.request.spec), self._stop)
         errors = self.source.check(self.configs, self.folder is None)
@@ -194,9 +194,9 @@ class Runner:
                 yield job
 
     def _assign_directory(self, job: Job) -> bool:
-        """Assign a run directory to a job. If the job has a directory, check that it does not hold another run.
+        """Assign a run directory to a job. If the job has a directory already, check that it does not hold another run.
 
-        Return False if either fails; the job is then recorded as ended.
+        Return True if the directory can be used. Otherwise record the job as ended, with the error, and return False.
         """
         if job.directory is not None and self.folder:
             run = self.folder.run_dir(job)

@@ -89,4 +89,4 @@ class JobSource:
         return f"{count} of {len(self.jobs)} jobs are completed", any(job.status in UNFINISHED for job in self.jobs)
 
     def summarise(self, folder: SweepDir) -> None:
-        """Print and save the results of a search. Other sweeps do nothing here, because the table of jobs is enough."""
+        """Print and save the results of a search. For other sweeps do nothing, because the table of jobs is enough."""

@@ -1,4 +1,4 @@
-"""Show a sweep's progress in the terminal. Launchers pass on here what the jobs print."""
+"""Show a sweep's progress in the terminal. Launchers pass the lines that jobs print to a `Watch`."""
 
 from __future__ import annotations
 

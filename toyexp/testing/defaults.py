@@ -1,4 +1,4 @@
-"""Build conformance suites for plugin classes, which `toyexp plugins --check` tests with their default settings."""
+"""Build conformance suites for plugin classes with their default settings, for `toyexp plugins --check`."""
 
 from __future__ import annotations
 
@@ -33,7 +33,10 @@ VOCAB = 257
 
 @dataclass(frozen=True)
 class SuiteParts:
-    """Installed engines, models and data with which a part of another kind is combined to test it."""
+    """Installed engines, models and data for the test of a plugin of another kind.
+
+    For example, a recipe needs a model and data.
+    """
 
     engines: Sequence[Engine]  # engines that work on this machine; an optimiser runs on the first, a model on all
     models: Sequence[type[Model]]  # a recipe is tested with one of them, a format with some

@@ -27,7 +27,7 @@ OURS = b"whoever wrote this wants to keep it"
 class FormatSuite(PluginSuite):
     """Conformance suite of a file format.
 
-    Set `form`, `models` that it can store, and `unsupported` models that it cannot store.
+    Set `form` to the format, `models` to models that it can store, and `unsupported` to models that it cannot store.
     """
 
     kind, part = "format", "form"
@@ -36,7 +36,7 @@ class FormatSuite(PluginSuite):
     unsupported: Sequence[Model] = ()
 
     def make_export(self, model: Model) -> ModelExport:
-        """Return an export to write: the model with random weights, a tokenizer if it reads text, and metadata."""
+        """Return an export of `model` with random weights and metadata and, if it reads text, with a tokenizer."""
         tensors = {t.name: t.init.draw(t.shape, 7, t.name) + np.float32(0.01) for t in model.tensors()}
         tokenizer = Bytes() if model.reads.text else None
         return ModelExport(model, tensors, tokenizer, {"name": "kit", "step": 3})
@@ -52,7 +52,7 @@ class FormatSuite(PluginSuite):
             assert type(self.form)(**settings).kind
 
     def test_a_written_model_is_read_back(self, tmp_path: Path) -> None:
-        """A written file gives the same model and tensors when it is read, bit-identical if stored as float32.
+        """Reading a written file gives the same model and tensors. Tensors stored as float32 are bit-identical.
 
         If toyexp cannot read the format, its method `read` must raise UserError.
         """

@@ -181,7 +181,7 @@ class CallbackSuite(PluginSuite):
 def build_session(engine: Engine, plan: Plan, values: Mapping[str, np.ndarray] | None = None) -> Session:
     """Return a session that is ready to step; skip the test if the engine's device is not available.
 
-    `values` replace initial values of the plan's tensors, by name.
+    `values`, keyed by tensor name, replace initial values of the plan.
     """
     try:
         session = engine.realize(plan)

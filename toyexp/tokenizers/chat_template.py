@@ -170,7 +170,7 @@ def require_jinja() -> None:
 
 
 def _special_names(tokenizer: Tokenizer) -> dict[str, str]:
-    """Return the text of each special token by its name in templates, such as {"bos_token": "<s>"}."""
+    """Return {name in chat templates: text} of the special tokens, such as {"bos_token": "<s>"}."""
     names = {
         "bos_token": "" if tokenizer.bos is None else tokenizer.spelling(tokenizer.bos),
         "eos_token": tokenizer.spelling(tokenizer.eos),

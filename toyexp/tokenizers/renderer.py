@@ -50,7 +50,7 @@ class Compiled:
         return {"text": "".join(pieces), "marked": self._marked, "dated": self._dated}
 
     def _mark(self, words: str) -> None:
-        """Record that the template writes `words` next, inside {% generation %}."""
+        """Record the character range of `words`, the text inside {% generation %} that the template writes next."""
         self._marked.append((self._length, self._length + len(words)))
 
     def _strftime_now(self, form: str) -> str:
@@ -73,7 +73,7 @@ def _environment(mark: Callable[[str], None]) -> Any:
         tags = {"generation"}
 
         def parse(self, parser: Any) -> Any:
-            """Return a node that calls `_marked` with the content of the tag."""
+            """Parse the tag; return a syntax node that calls the method `_marked` with the content of the tag."""
             line = next(parser.stream).lineno
             body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
             return nodes.CallBlock(self.call_method("_marked"), [], [], body).set_lineno(line)

@@ -68,8 +68,8 @@ class SentencePiece(Tokenizer):
     def _words(self, text: str, start: bool) -> list[str]:
         """Split a text into pieces that merge independently of each other.
 
-        A cut is made where no token contains both neighbouring characters. Spaces become BLANK. If `start`, first add
-        the space that begins a text.
+        The text is split between two neighbouring characters if no token contains them side by side. Spaces become
+        BLANK. If `start` is True and the vocabulary wants a space before each text, this space is added first.
         """
         text = (" " * (start and self.prefix) + text).replace(" ", BLANK)
         return [text[begin:end] for begin, end in itertools.pairwise([0, *self._break_points(text), len(text)])]
@@ -144,7 +144,7 @@ class SentencePiece(Tokenizer):
         return bytes([int(piece[3:5], 16)]) if self.types[i] == BYTE else piece.replace(BLANK, " ").encode()
 
     def decode(self, ids: Sequence[int] | np.ndarray) -> str:
-        """Decode the ids of a complete text. If `prefix`, remove the leading space that `encode` added."""
+        """Decode the ids of a complete text. Remove the leading space that `encode` added, if it adds one."""
         text = super().decode(ids)
         return text.removeprefix(" ") if self.prefix else text
 
@@ -166,9 +166,9 @@ class SentencePiece(Tokenizer):
         return {f"ggml.{k}": v for k, v in (keys | ({} if self.bos is None else {"bos_token_id": self.bos})).items()}
 
     def _splits(self, pieces: Iterable[str]) -> Iterator[tuple[float, str, str]]:
-        """Yield (cost, left, right) for each way to cut one of these tokens into two tokens or characters.
+        """Yield (cost, left, right) for each way to cut one of the tokens `pieces` into two tokens or characters.
 
-        The cost is the token's negative score.
+        The cost is the negative score of the token that is cut.
         """
         for piece in pieces:
             for n in range(1, len(piece)):

@@ -2,7 +2,7 @@
 
 Every tokenizer can be stored in a GGUF and gives the same ids in llama.cpp. byte_level.py has the kinds that toyexp
 trains; sentencepiece.py has the other kind that a GGUF may hold. If a tokenizer was read from a GGUF, an export writes
-its keys unchanged.
+the tokenizer keys of that GGUF unchanged.
 """
 
 from __future__ import annotations
@@ -32,9 +32,10 @@ NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)  # token type
 
 
 def byte_symbols() -> list[str]:
-    """Return the character by which GPT-2 represents each byte (Radford 2019).
+    """Return the characters by which GPT-2 represents the 256 bytes (Radford 2019).
 
-    If the byte is a printable character in Latin-1, it is this character, otherwise a character from U+0100 on.
+    A byte that is a printable character in Latin-1 is represented by this character, and any other byte by a character
+    from U+0100 on.
     """
     printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     spare = iter(range(0x100, 0x200))
@@ -48,7 +49,7 @@ SYMBOL_BYTES = {symbol: byte for byte, symbol in enumerate(SYMBOLS)}
 class Tokenizer(ABC):
     """Tokenizer with ids 0..vocab-1, in which `eos` separates documents.
 
-    Constructors of subclasses must set attributes that differ from this class's defaults before they encode a text.
+    If an attribute of a subclass differs from the default here, the constructor must set it before a text is encoded.
     """
 
     kind: str
@@ -80,7 +81,7 @@ class Tokenizer(ABC):
 
     @property
     def padding(self) -> int:
-        """Id that pads the rows of a batch: the GGUF's padding token, or else `eos`."""
+        """Id that pads the rows of a batch: the padding token of the GGUF, or `eos` if there is none."""
         declared = self.source.get("ggml.padding_token_id")
         return declared if isinstance(declared, int) and 0 <= declared < self.vocab else self.eos
 
@@ -142,7 +143,7 @@ class Tokenizer(ABC):
 
     @abstractmethod
     def _places(self, text: str) -> Iterator[int]:
-        """Yield positions, last first, where a text may be cut if no special token is near."""
+        """Yield positions, last first, where a text without special tokens may be cut: the token ids stay the same."""
 
     @cached_property
     def _special(self) -> frozenset[int]:
@@ -185,7 +186,7 @@ class Tokenizer(ABC):
         return bytes(SYMBOL_BYTES[c] for c in piece) if SYMBOL_BYTES.keys() >= set(piece) else piece.encode()
 
     def spelling(self, i: int) -> str:
-        """Return token `i` as chat templates write it."""
+        """Return the text of token `i` as chat templates write it."""
         return self.pieces[i] if i in self._special else self.token_bytes(i).decode("utf-8", errors="replace")
 
     def decode(self, ids: Sequence[int] | np.ndarray) -> str:
@@ -202,7 +203,7 @@ class Tokenizer(ABC):
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
     def _rules(self) -> dict[str, Any]:
-        """Return the rules, besides pieces and merges, that affect token ids and differ from the defaults."""
+        """Return the attributes, except vocabulary and merges, that affect token ids and differ from the defaults."""
         rules: dict[str, Any] = {"user_defined": sorted(self.user_defined)} if self.user_defined else {}
         if self.add_bos:
             rules["bos"] = self.bos
@@ -240,7 +241,7 @@ class Tokenizer(ABC):
 
     @abstractmethod
     def _library(self) -> Any:
-        """Return a tokenizers.Tokenizer that gives the same ids and contains every piece."""
+        """Return a tokenizers.Tokenizer that gives the same ids as this tokenizer and contains all its tokens."""
 
     def to_huggingface(self) -> tuple[str, dict[str, Any]]:
         """Return the contents of tokenizer.json, as JSON text, and of tokenizer_config.json, as a dict."""

@@ -190,7 +190,7 @@ class Bus:
         return "at the end" if self._ending else "at the start" if self.step is None else f"at step {self.step}"
 
     def check(self) -> None:
-        """Raise the first error that a hook in `OBSERVERS` raised in a callback since the last check."""
+        """Raise the first error that a callback raised in one of the hooks `OBSERVERS` since the last `check`."""
         failure, self._failure = self._failure, None
         if failure is not None:
             raise failure
@@ -215,7 +215,7 @@ class Bus:
     ) -> list[Exception]:  # fmt: skip
         """Call on_end of every callback and return the errors that they raised.
 
-        Recorders (callbacks with `closes_last`) come last and get the first error. `signal` returns the interrupt
+        Recorders (callbacks with `closes_last`) are called last, with the first error. `signal` returns the interrupt
         (Ctrl-C) that ended the run, or None. The interrupt of a second Ctrl-C is raised after all calls.
         """
         self._ending = True
@@ -264,7 +264,7 @@ def _never_waits(callback: Callback) -> bool:
 
 
 def _scales_only_lr(callback: object) -> bool:
-    """Return True if a callback is a schedule of the learning rate that scales no other number."""
+    """Return True if a callback is a learning-rate schedule that scales only the learning rate."""
     return isinstance(callback, Schedule) and callback.scales == "lr" and type(callback).factors is Schedule.factors
 
 

@@ -48,8 +48,8 @@ class WrittenCheckpoint:
 class CheckpointKeeper:
     """Checkpoint writer of one run. It writes in a thread and keeps the last few checkpoints and the best.
 
-    A failed write does not stop training: the last good checkpoint stays, and the next one is written when it is due. A
-    snapshot's arrays are reused for a later snapshot only after the earlier one was written to disk.
+    A failed write does not stop training: the last good checkpoint stays, and the next one is written when it is due.
+    Memory is reused: the arrays of a snapshot serve for a later one, but only after the first was written to disk.
     """
 
     def __init__(

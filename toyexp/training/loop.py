@@ -29,7 +29,7 @@ MAX_CONSECUTIVE_SKIPS = 20  # with nonfinite=skip: a run that skips this number 
 
 @dataclass
 class Training:
-    """Training of one run. `outcome` is its progress. A resumed run begins with the progress in its checkpoint."""
+    """Training of one run. `outcome` holds its progress. A resumed run begins with the progress in its checkpoint."""
 
     run: Run
     bus: Bus

@@ -19,7 +19,7 @@ from toyexp.reference.forward import check_forward, count_activations
 
 
 def check_plan(plan: Plan, engine: Engine, remedy: str = REMEDY) -> None:
-    """Raise UserError if the free memory is less than batch, trainable weights and optimiser state need.
+    """Raise UserError if the batch, the trainable weights and the optimiser state do not fit into the free memory.
 
     Activations are not counted. `remedy` ends the message.
     """
@@ -69,10 +69,10 @@ def stack_bytes(plan: Plan) -> int:
 
 
 def minimum_bytes(plan: Plan, engine: Engine) -> tuple[int, int]:
-    """Return the least host memory in bytes that a step needs, in two parts: for its batch, and for the weights.
+    """Return the least host memory in bytes that a step needs: one number for its batch, and one for the weights.
 
-    The second part covers trainable weights and optimiser state. If the engine has its own memory, such as a GPU's, the
-    second part covers only the largest tensor, because tensors are copied to the device one at a time.
+    The second number covers trainable weights and optimiser state. If the engine has its own memory, such as a GPU's,
+    it covers only the largest tensor, because tensors are copied to the device one at a time.
     """
     rows = plan.rows * plan.accumulate
     batch = rows * sum(math.prod(s.shape) * np.dtype(s.dtype).itemsize for s in plan.inputs.values())

@@ -135,7 +135,10 @@ def _blocks_are_batches(batches: Batches) -> bool:
 
 
 def held_out(run: Run, bus: Bus, batches: Batches, every: int) -> Sequence[Batch]:
-    """Return the held-out batches; raise PluginFailed if there are none. `every` is the setting eval_every."""
+    """Return the held-out batches; raise PluginFailed if there are none.
+
+    `every` is the value of the setting eval_every, for the error message.
+    """
     with boundary(run, bus, "data"):
         held_out_batches = batches.held_out()
         if not len(held_out_batches):  # an object without a length fails here, too

@@ -84,10 +84,10 @@ def require_same_file(base: Path, status: os.stat_result, digest: str) -> None:
 
 
 def origin_facts(prepared: Prepared) -> dict[str, Any]:
-    """Return the facts about its origin that a run records.
+    """Return the facts that a run records about its origin.
 
     The keys are `cwd`, the directory where the run was first started; `typed`, the settings that the user typed, if
-    these suffice to repeat the run without a configuration file; and `sources`, the digests of its data and files.
+    they suffice to repeat the run without a configuration file; and `sources`, the digests of its data and files.
     """
     config = prepared.config
     typed = {"typed": [*config.typed]} if config.typed else {}
@@ -134,7 +134,7 @@ class Origin:
     def list_changes(self, now: Mapping[str, str]) -> list[str]:
         """Return a line for each digest that differs between this origin and the current digests `now`.
 
-        Digests that only one of them has are ignored.
+        A digest that is missing in this origin or in `now` is ignored.
         """
         changed_roles = [role for role in now if role in self.sources and self.sources[role] != now[role]]
         return [f"{role} was {printable(self.sources[role])} and is {printable(now[role])}" for role in changed_roles]
@@ -181,7 +181,7 @@ def is_own_checkpoint(path: Path) -> bool:
 def require_own_checkpoint(path: Path, state: Mapping[str, Any]) -> None:
     """Raise UserError if the checkpoint at `path` belongs to another run than the directory that contains it.
 
-    Digests and seed in its `state` are compared with the run's first event.
+    `state` is the checkpoint's state. Its digests and its seed are compared with those in the run's first event.
     """
     start = read_first_event(path.absolute().parents[1])
     run_origin, saved_origin = parse_origin(start), parse_origin(state)

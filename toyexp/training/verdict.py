@@ -32,9 +32,9 @@ log = logging.getLogger("toyexp")
 
 
 def boundary(run: Run, bus: Bus, kind: str) -> attribute_errors:
-    """Return a context manager that adds the name of a plugin and the step to errors raised in it.
+    """Return a context manager. To an error raised in its `with` block, it adds the name of a plugin and the step.
 
-    The plugin is that of the run's data, optimiser or engine: `kind` is `data`, `optim` or `engine`.
+    `kind` selects the plugin of the run's data (`data`), optimiser (`optim`) or engine (`engine`).
     """
     names = {"engine": run.engine} | {k: run.config.get(k, {}).get("name", "?") for k in ("data", "optim")}
     return attribute_errors(f"{kind}.{names[kind]}", lambda: f"at step {bus.step}", bus.log, names["data"])
@@ -83,8 +83,8 @@ def conclude(
 ) -> Result:
     """Write result.json of a run whose training ended, and return the result of the run.
 
-    Raise the first of `failures`, the errors at the end of the run. If there are none but an interrupt stopped the run,
-    raise the interrupt.
+    `failures` are the errors at the end of the run: raise the first of them. If the list is empty and an interrupt
+    stopped the run, raise the interrupt.
     """
     bus, best = prepared.bus, prepared.bus.best(False)
     result = Result(

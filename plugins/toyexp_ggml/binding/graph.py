@@ -83,7 +83,7 @@ class Graph(StaticGraph):
     def mul_mat(self, w: Node, x: Node) -> Node:
         """Return x [.., n, in] times the transpose of w [.., out, in] -> [.., n, out].
 
-        The leading axes of w must equal those of x. The last of them may also be 1, or w may have no leading axes.
+        w has either no leading axes, or those of x. In the latter case, the last leading axis of w may also be 1.
         """
         fits = w.shape[-1] == x.shape[-1] and 2 <= len(w.shape) <= len(x.shape)
         if not fits or (len(w.shape) > 2 and w.shape[:-2] not in (x.shape[:-2], (*x.shape[:-3], 1))):
@@ -346,7 +346,7 @@ class Graph(StaticGraph):
         return self._view(x, (count, x.shape[1]), 0, x.shape[1])
 
     def concat(self, parts: Sequence[Node], axis: int, by_set: bool = False) -> Node:
-        """Concatenate tensors along one axis; their other axes must agree.
+        """Concatenate tensors along one axis. They must have equal sizes along all other axes.
 
         If `by_set` is True, copy each tensor into a preallocated one, unless the result has SET_LIMIT bytes or more.
         """

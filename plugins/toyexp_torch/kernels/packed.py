@@ -181,9 +181,9 @@ def _q5_k(b: Tensor) -> Tensor:
 def _scale_and_minimum(b: Tensor) -> tuple[Tensor, Tensor]:
     """Return the scales and the minimums of the 8 groups in each block of Q4_K or Q5_K, float32 [blocks, 8] each.
 
-    Each is the product of a 6-bit integer and a float16 number of the block. The integers are packed in 12 bytes. The
-    upper two bits of the integers of the last four groups are stored in the upper two bits of the bytes for the first
-    four groups.
+    Each scale and each minimum is the product of a 6-bit integer and a float16 number of the block. The integers are
+    packed in 12 bytes. The upper two bits of the integers of the last four groups are stored in the upper two bits of
+    the bytes for the first four groups.
     """
     scale, minimum, rest = b[:, 4:16].unflatten(1, (3, 1, 4)).unbind(1)
     last = torch.arange(2, device=b.device)[:, None] > 0

@@ -1,8 +1,8 @@
 """Stack: runs with the same shapes in one process, whose training steps are computed together.
 
 Each of the K runs has its own session. A session's N weights are one row of a matrix [K, N] of the stack, and its
-gradients a row of another. The stack computes training steps and held-out losses; `TorchSession` does everything else.
-When a run ends, the others keep their rows.
+gradients are one row of another matrix. The stack computes training steps and held-out losses; `TorchSession` does
+everything else. When a run ends, the others keep their rows.
 """
 
 from __future__ import annotations
@@ -118,10 +118,10 @@ class TorchStack(Stack):
         return {row: partial(StepMetrics, *pair) for row, pair in zip(requests, metrics, strict=True)}
 
     def losses(self, requests: Mapping[int, Iterable[Batch]]) -> Mapping[int, Callable[[], float]]:
-        """Compute the held-out losses of several runs, whose batches are in `requests`, keyed by row; see Stack.
+        """Compute the held-out losses of several runs; see Stack.
 
-        Return, for each row, a function that returns the run's mean loss. A run with fewer batches than the others is
-        idle while the others compute their remaining batches.
+        `requests` maps each run's row to its batches. Return, for each row, a function that returns the run's mean
+        loss. A run with fewer batches than the others is idle while the others compute their remaining batches.
         """
         held_out = {row: HeldOut(self._plans[row], batches) for row, batches in sorted(requests.items())}
         micros: dict[int, Sequence[Batch]] = {}

@@ -107,7 +107,10 @@ def decimal(value: float) -> float:
 
 
 class Keys:
-    """Reader of a file's keys `<architecture>.*`. `finish` rejects unread keys: they may change the computation."""
+    """Reader of the keys `<architecture>.*` in a GGUF file.
+
+    A key that nothing reads may change the computation, so the method `finish` rejects unread keys.
+    """
 
     def __init__(self, file: ModelFile):
         self.file, self._prefix = file, f"{file.architecture}."
@@ -146,12 +149,12 @@ class Keys:
         return value
 
     def ignore(self, *names: str) -> None:
-        """Accept keys with any value, because they do not change the computation."""
+        """Accept the keys `names` with any value, because they do not change the computation."""
         for name in names:
             self._unread.pop(self._prefix + name, None)
 
     def finish(self) -> None:
-        """Raise GGUFError for keys that were not read."""
+        """Raise GGUFError if the file has keys `<architecture>.*` that were neither read nor ignored."""
         self.expect("expert_count", 0)
         self.expect("expert_used_count", 0)
         self.expect("attention.causal", True)

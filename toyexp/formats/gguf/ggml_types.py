@@ -33,7 +33,7 @@ LARGEST = {"F16": 65504.0, "Q8_0": 127 * 65504.0, "Q4_0": 8 * 65504.0, "Q5_0": 1
 
 
 def dequantise(raw: np.ndarray, type_id: int) -> np.ndarray:
-    """Decode bytes [.., bytes per row] of a ggml type to float32 [.., in]."""
+    """Decode a ggml type: convert bytes of shape [.., bytes per row] to float32 of shape [.., numbers per row]."""
     name = GGUF_TYPES[type_id][0]
     if name == "F32":
         return raw.view("<f4").astype(np.float32)

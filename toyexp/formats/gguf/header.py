@@ -85,7 +85,7 @@ _pread = getattr(os, "pread", _pread_fallback)  # missing on Windows
 class Part:
     """One open file of a GGUF model, with its parsed header. A split model has several such files.
 
-    `spent` is the memory in bytes that the headers of this file and of all earlier files take.
+    `spent` is the memory in bytes that the header of this file and the headers of the model's earlier files take.
     """
 
     def __init__(self, path: Path, spent: int = 0):
@@ -235,7 +235,7 @@ def check_offsets(
 
 
 class _Label(NamedTuple):
-    """Subject of an error message: fixed words, followed by a name from the file. The name is printed escaped."""
+    """Subject of an error message: fixed words, then a name from the file, in which special characters are escaped."""
 
     words: str
     name: str
@@ -293,7 +293,10 @@ class _Cursor:
             raise self.part.error(f"{label} is not UTF-8") from None
 
     def strings(self, count: int, label: _Label) -> list[str]:
-        """Read `count` strings. Strings that lie completely in the buffer skip the slow checks of `string`."""
+        """Read and return `count` strings.
+
+        The method `string` is slow. It is not called for a string that lies completely in the buffer.
+        """
         texts: list[str] = []
         while len(texts) < count:
             texts.append(self.string(label, STRING_LIMIT))

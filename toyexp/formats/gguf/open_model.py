@@ -37,7 +37,7 @@ def load_model(path: Path, registry: Registry, reads: Sequence[Kind] | None = No
 
 
 def require_model(file: ModelFile) -> None:
-    """Raise UserError if an open file holds no model but, for example, a LoRA adapter."""
+    """Raise UserError if an open file holds no model, for example because it holds a LoRA adapter."""
     kind = file.metadata.get("general.type", "model")
     if kind != "model":
         raise file.error(f"holds no model (general.type is {printable(str(kind))})")
@@ -144,11 +144,11 @@ def inherited_keys(base: GGUFFile) -> Mapping[str, Any]:
 
 
 def mappable_tensor(tensor: PlanTensor) -> TensorInfo | None:
-    """Return the place of a planned tensor in its GGUF file if an engine may use the tensor there, else None.
+    """Return the position of a planned tensor in its GGUF file, or None if an engine must not memory-map the tensor.
 
-    Engines may use frozen matrices of any type, and frozen float32 tensors of any shape. The result is also None if the
-    tensor's shape in the file differs from the planned one: reading the tensor later raises an error. Raise GGUFError
-    if the tensor is missing or not finite.
+    Engines may memory-map frozen matrices of any type, and frozen float32 tensors of any shape. The result is also None
+    if the tensor's shape in the file differs from the planned one: reading the tensor later raises an error. Raise
+    GGUFError if the tensor is missing or not finite.
     """
     values = tensor.values
     if tensor.trainable or not isinstance(values, FromGGUF):

@@ -1,8 +1,8 @@
 """Read GGUF files. Metadata is read when a file is opened, weights when they are requested.
 
 A split model is read as one file. toyexp has its own reader because the files are untrusted: gguf-py 0.19 hangs on
-absurd counts and misreads wrapped offsets, and ggml aborts the process. header.py validates headers. This module
-memory-maps nothing.
+counts that are far too large and misreads offsets that overflow, and ggml aborts the process. header.py validates
+headers. This module memory-maps nothing.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class GGUFFile(ModelFile):
 
     @property
     def size(self) -> int:
-        """Size of all parts in bytes."""
+        """Total size of the model's files in bytes."""
         return sum(part.size for part in self._parts.values())
 
     def error(self, cause: str) -> GGUFError:
@@ -100,7 +100,7 @@ class GGUFFile(ModelFile):
         self._finite.add((name, rows))
 
     def read_raw(self, name: str, rows: int | None = None) -> np.ndarray:
-        """Return a tensor's bytes as stored, uint8 [.., bytes per row]; see `read` for `rows`."""
+        """Return the stored bytes of a tensor, or of its first `rows` rows, as uint8 [.., bytes per row]."""
         info, shape = self._find_tensor(name, rows)
         _, per_block, block_bytes = GGUF_TYPES[info.type_id]
         raw = np.empty(math.prod(shape) // per_block * block_bytes, np.uint8)

@@ -104,7 +104,7 @@ def has_text(file: GGUFFile) -> bool:
 
 
 class _Reader:
-    """Validated `tokenizer.*` keys of a file, from which a tokenizer is made."""
+    """Reader that validates the keys `tokenizer.*` of a file and makes a tokenizer from them."""
 
     def __init__(self, file: GGUFFile):
         self.file = file
@@ -175,7 +175,11 @@ class _Reader:
         self.unreachable = frozenset(np.flatnonzero(np.isin(types[:count], (CONTROL, UNKNOWN))).tolist())
 
     def _array(self, name: str, count: int, kinds: str, default: float) -> np.ndarray:
-        """Return the numbers of the key `name`, one per token, or `default` for each token if the key is missing."""
+        """Return the 32-bit numbers of the key `name`, one per token; `default` for each token if the key is missing.
+
+        `count` is the number of tokens. `kinds` holds numpy's letters of the allowed kinds of numbers: i, f or both.
+        Raise GGUFError for a list of another length or type.
+        """
         values = self.keys.get(name, np.full(count, default, np.float32 if "f" in kinds else np.int32))
         if not isinstance(values, np.ndarray) or values.dtype.kind not in kinds or values.dtype.itemsize != 4:
             noun = "numbers" if "f" in kinds else "integers"
@@ -219,7 +223,7 @@ class _Reader:
     def _own_tokenizer(self, merges: list[tuple[str, str]]) -> Tokenizer | None:
         """Return toyexp's byte or character tokenizer if its vocabulary equals the tokens in the file, else None.
 
-        `merges` are the merges in the file that produce a token.
+        `merges` are those merges in the file whose two texts and result are tokens.
         """
         eos = self.keys["eos_token_id"]
         if not merges and self.pieces[:256] == SYMBOLS and (eos, len(self.pieces)) == (256, 257):
@@ -228,7 +232,7 @@ class _Reader:
         return None if characters is None else Characters(characters)
 
     def _pairs(self) -> list[tuple[str, str]]:
-        """Return the merges as pairs, in order and without duplicates; like llama.cpp, keep the first of equal ones."""
+        """Return the merges as pairs, in order. Of equal merges, keep only the first, as llama.cpp does."""
         merges = self.keys.get("merges")
         if not isinstance(merges, list):
             raise self.file.error("its tokenizer lacks tokens, merges or eos_token_id")
@@ -239,7 +243,10 @@ class _Reader:
 
 
 def _characters(pieces: list[str], eos: int) -> list[str] | None:
-    """Return the tokens' characters if each token is one character and end-of-text comes last, else None."""
+    """Return the characters of a vocabulary in which each token is one character and end-of-text is the last token.
+
+    Return None for another vocabulary. `pieces` are the texts of the tokens, and `eos` is the id of end-of-text.
+    """
     if eos != len(pieces) - 1:
         return None
     try:

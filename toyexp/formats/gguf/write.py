@@ -111,7 +111,10 @@ def write_pairs(
     general: Mapping[str, Any] | None = None,
     chat_template: str = "",
 ) -> list[str]:
-    """Write LoRA tensors `<target>.lora_a` and `<target>.lora_b` as an adapter file; see `write_adapter`."""
+    """Write LoRA matrices as an adapter file, as `write_adapter` does.
+
+    `pairs` maps the names `<weight>.lora_a` and `<weight>.lora_b` to the matrices A and B that change a weight.
+    """
     writer = Writer({
         "general.architecture": architecture,
         "general.type": "adapter",
@@ -144,7 +147,10 @@ def check_keys(model: Model) -> None:
 
 
 def _vocabulary(tokenizer: Tokenizer | None, rows: int) -> dict[str, Any]:
-    """Return the `tokenizer.*` keys for `rows` tokens. llama.cpp requires one token for each row of the embedding."""
+    """Return the keys `tokenizer.*` of a model whose embedding has `rows` rows.
+
+    llama.cpp requires one token for each row, so rows without a token get placeholder tokens.
+    """
     if tokenizer is None:
         return {f"tokenizer.{key}": value for key, value in placeholder_metadata(rows).items()}
     keys = tokenizer.gguf_metadata()
@@ -160,7 +166,7 @@ def _vocabulary(tokenizer: Tokenizer | None, rows: int) -> dict[str, Any]:
 
 
 def size_label(parameters: int) -> str:
-    """Return a parameter count as in model names: 269K, 1.2B."""
+    """Return a parameter count as model names write it, such as 269K or 1.2B."""
     units = {"T": 1e12, "B": 1e9, "M": 1e6, "K": 1e3}
     letter = next((u for u, size in units.items() if parameters >= size), "K")
     count = parameters / units[letter]
@@ -278,7 +284,7 @@ def rewrite_gguf(file: GGUFFile, path: Path, kind: str, requantize: bool) -> lis
 def require_exact(file: ModelFile, types: Mapping[str, str], requantize: bool, every: bool = False) -> None:
     """Raise UserError if tensors that are quantised already would be rounded again, unless `requantize` is set.
 
-    `types` maps tensor names to new types. `every` means that tensors which keep their type are rounded again too.
+    `types` maps tensor names to new types. If `every` is True, tensors that keep their type are rounded again too.
     """
 
     def is_rounded(t: TensorInfo) -> bool:

@@ -131,12 +131,6 @@ function shownRuns() {
   return visible().flatMap(runsOf);
 }
 
-// Return true if the smoothed curve of a run exceeds `high`, the upper end of the y axis.
-function exceeds(run, high) {
-  const limit = state.ylog ? 10 ** high : high;
-  return state.score === "loss" && run.curves.loss.my.some((y) => y > limit);
-}
-
 // Return a list with the first value of the run's training curve or, if it has none, of its held-out curve of the shown
 // score. The list is empty if the run has neither.
 function firstLosses(run) {
@@ -151,9 +145,8 @@ function zoomLimits() {
 
 // Return a run's curve [xs, ys] over the chosen x axis, optionally smoothed.
 function readCurve(run, name, smooth) {
-  const curve = run.curves[name];
-  const xs = smooth ? curve.mx : curve.x;
-  let ys = smooth ? curve.my : curve.y;
+  const { x, y, mx, my } = run.curves[name], xs = smooth ? mx : x;
+  let ys = smooth ? my : y;
   if (smooth && xs.length) ys = smoothCurve(xs, ys, ((xs[xs.length - 1] - xs[0]) * state.smooth ** 2) / 60000);
   return [xValues(run, xs), ys];
 }
@@ -269,8 +262,8 @@ function drawMain() {
   const loss = state.score === "loss";
   const marks = loss ? [] : visible().slice().reverse().flatMap((p) => heldTraces(p, state.score));
   const [traces, front, back] = loss ? lossTraces() : [marks, marks, []];
-  const range = state.tall || yRange(front, back);
-  const above = shownRuns().filter((run) => range && exceeds(run, range[1])).length;
+  const range = state.tall || yRange(front, back), limit = !range || !loss ? Infinity : state.ylog ? 10 ** range[1] : range[1];
+  const above = shownRuns().filter((run) => run.curves.loss.my.some((y) => y > limit)).length;
   byId("outliers-label").hidden = !state.cut;
   byId("outliers-label").lastChild.textContent = above ? ` outliers (${above} ${above === 1 ? "run" : "runs"} above)` : " outliers";
   const unit = { tokens: " (nats per token)", images: " (nats per image)" }[data.unit] || "", best = data.points[0];
@@ -305,22 +298,24 @@ function drawSmall(name) {
     });
   }
   const y = {
-    lr: { type: "log", nticks: 4, tickformat: "~e", ...logRange("lr") },
-    grad_norm: { type: "log", nticks: 5, tickformat: "~g", ...logRange("grad_norm") },
+    lr: { type: "log", nticks: 4, tickformat: "~e" },
+    grad_norm: { type: "log", nticks: 5, tickformat: "~g" },
     speed: { type: "linear", nticks: 5, rangemode: "tozero", exponentformat: "SI" },
   }[name];
   const about = `${{ lr: "learning rate", grad_norm: "gradient norm", speed: `${data.unit} per second` }[name]} against ${AXES[state.over]}`;
-  return drawChart(name, traces, layout({ yaxis: { ...y, fixedrange: true }, margin: { l: 44, r: 8, t: 4, b: 36 } }), quiet, about);
+  const axis = { ...y, ...(name === "speed" ? {} : logAxis(name)), fixedrange: true };
+  return drawChart(name, traces, layout({ yaxis: axis, margin: { l: 44, r: 8, t: 4, b: 36 } }), quiet, about);
 }
 
-// Return the range of a logarithmic axis that fits the completed runs, so that a diverged run does not flatten their curves.
-// {} lets plotly choose.
-function logRange(name) {
-  const fine = shownRuns().filter((run) => run.state === "completed");
-  const values = fine.flatMap((run) => run.curves[name].my).filter((y) => y > 0);
-  if (state.outliers || !values.length || fine.length === shownRuns().length) return {};
-  const low = values.reduce((a, b) => Math.min(a, b)), high = values.reduce((a, b) => Math.max(a, b));
-  return { range: [Math.log10(low) - 0.1, Math.log10(high) + 0.1], autorange: false };
+// Return ticks and range of a logarithmic axis. The range fits the completed runs, so that a diverged run does not flatten
+// their curves; without a range, plotly chooses it. Ticks at 1, 2 and 5 suit about one decade.
+function logAxis(name) {
+  const read = (runs) => runs.flatMap((run) => run.curves[name].my).filter((y) => y > 0);
+  const shown = shownRuns(), done = shown.filter((run) => run.state === "completed");
+  const whole = state.outliers || done.length === shown.length || !read(done).length, values = read(whole ? shown : done);
+  const low = values.reduce((a, b) => Math.min(a, b), Infinity), high = values.reduce((a, b) => Math.max(a, b), 0);
+  const ticks = high / low >= 8 && high / low <= 200 ? { dtick: "D2" } : {};
+  return whole ? ticks : { ...ticks, range: [Math.log10(low) - 0.1, Math.log10(high) + 0.1], autorange: false };
 }
 
 function resetZoom() {

@@ -105,10 +105,7 @@ function band(curves, most = 220) {
   for (const x of grid) {
     const values = curves.map(([xs, ys]) => valueAt(xs, ys, x)).filter((v) => v !== null);
     if (values.length < Math.min(curves.length, 2)) continue;
-    const [mean, deviation] = meanAndDeviation(values);
-    out[0].push(x);
-    out[1].push(mean);
-    out[2].push(deviation);
+    [x, ...meanAndDeviation(values)].forEach((number, i) => out[i].push(number));
   }
   return out;
 }

@@ -161,6 +161,7 @@ function drawAbout() {
     thin.length ? `Curves of up to ${longest} steps are reduced to at most ${data.most} values: the lowest and highest loss of each bin; smoothing uses bin means.` : "Every step is kept.",
     data.points.some((p) => p.counted > 1) ? "Bands and ± are one standard deviation over the seeds (n-1)." : "",
     data.runs.some((run) => !run.counts) ? "A cross ends the curve of a run that did not complete." : "",
+    data.runs.some((run) => [run.loss, ...Object.values(run.scores)].some((v) => Math.abs(v) >= 1e300)) ? "Values beyond ±1e300 are not drawn." : "",
     isDistinct() ? "" : "Colours show the rank: the best point has the strongest contrast.",
   ].join(" ");
   byId("zooming").textContent = (isTouch() ? "Tap a curve to read its values; buttons to zoom then appear." :
@@ -223,8 +224,7 @@ function formatValues(values) {
 function drawDifferences() {
   const table = document.querySelector("#differences table"), entries = Object.entries(data.differ);
   byId("differences").hidden = !entries.length;
-  const leader = {};
-  for (const [key, along] of Object.entries(data.along)) for (const one of along) leader[one] = key;
+  const leader = Object.fromEntries(Object.entries(data.along).flatMap(([key, along]) => along.map((one) => [one, key])));
   for (const [key, values] of entries) {
     const row = addElement(table, "tr");
     addElement(row, "td", "key", key);
@@ -411,6 +411,7 @@ async function begin() {
   drawCharts();
   drawSearch();
   listen();
+  addEventListener("hashchange", () => location.reload()); // an address was pasted that has another view
   system.addEventListener("change", () => {
     if (!state.theme) setTheme(system.matches ? "dark" : "light");
     refresh();

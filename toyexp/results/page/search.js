@@ -18,10 +18,12 @@ function drawSearch() {
   }
   for (const key of search.keys) {
     const trials = scored.filter((trial) => key in trial.values), values = trials.map((trial) => trial.values[key]);
-    const numeric = values.every((value) => typeof value === "number");
-    const log = search.log.includes(key) && values.every((value) => value > 0);
+    const log = search.log.includes(key) && values.every((value) => value > 0), different = [...new Set(values)];
+    const listed = !log && different.length <= 6 && different.length < values.length; // values from a list have names
+    const numeric = !listed && values.every((value) => typeof value === "number");
     const decades = log && Math.max(...values) / Math.min(...values) > 50 ? { dtick: 1 } : {}; // more ticks would overlap
-    const axis = numeric ? { type: log ? "log" : "linear", nticks: 5, tickformat: "~g", ...decades } : { type: "category" };
+    const axis = numeric ? { type: log ? "log" : "linear", nticks: 5, tickformat: "~g", ...decades } :
+      { type: "category", categoryarray: different.sort((a, b) => (a > b) - (a < b)).map(String) };
     drawTrials(`setting-${key}`, trials, numeric ? values : values.map(String), range, axis, []);
   }
   const pruned = scored.filter((trial) => !trial.complete).length, best_ = search.minimising ? "lowest" : "highest";

@@ -44,7 +44,7 @@ class NodeJob:
         return run_process(self.spec, self.stop, lambda line, to: print(line, file=to, flush=True), self._poll)
 
     def _poll(self) -> None:
-        """Ask the job to save and exit if the sweep no longer runs or has created the file that stops its jobs."""
+        """Ask the job to save and exit if the sweep has exited or has created the file that tells jobs to stop."""
         is_gone = False
         if time.monotonic() > self._next_look:
             self._next_look, is_gone = time.monotonic() + SWEEP_CHECK_SECONDS, not self._has_sweep()
@@ -63,7 +63,7 @@ class NodeJob:
     def _wait_for_lock(self) -> None:
         """Wait until no other process uses the run directory, at most LOCK_TIMEOUT seconds.
 
-        If an earlier attempt lost its node or worker, its process may still be saving there.
+        After a node or worker was lost, the process of the earlier attempt may still be saving in the run directory.
         """
         until = time.monotonic() + LOCK_TIMEOUT
         while time.monotonic() < until and not self.stop.is_requested:
@@ -113,7 +113,7 @@ class Cluster(Launcher):
     def stop(self, handles: Sequence[Any], times: int) -> None:
         """Ask running jobs to save and exit, and cancel waiting ones.
 
-        `times` says how often this method was called before.
+        `times` is the number of earlier calls of this method.
         """
 
     def make_work(self, spec: LaunchSpec) -> NodeJob:
@@ -121,9 +121,10 @@ class Cluster(Launcher):
         return NodeJob(spec)
 
     def run(self, jobs: Iterator[Job], watch: Watch) -> Iterator[tuple[Job, JobExit]]:
-        """Submit jobs, and yield each with its exit once it has ended. A lost job is resubmitted up to `retries` times.
+        """Submit jobs, and yield each with its exit once it has ended.
 
-        If the sweep stops, running jobs save and exit, and waiting jobs are cancelled.
+        A lost job is resubmitted up to `self.retries` times. If the sweep stops, running jobs save and exit, and
+        waiting jobs are cancelled.
         """
         self.begin(watch.folder.path)
         running: dict[Any, Job] = {}

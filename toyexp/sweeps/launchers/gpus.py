@@ -26,7 +26,7 @@ class Gpus:
         self._lock = threading.Lock()
 
     def capacity(self, most: int, per_gpu: int = 1) -> int:
-        """Return how many jobs can run at once if each needs `most` GPUs and `per_gpu` jobs share a GPU.
+        """Return how many jobs can run at once if each needs `most` GPUs and each GPU is shared by `per_gpu` jobs.
 
         Return 0 if jobs need no GPU or the pool is empty: then the number of GPUs sets no limit.
         """

@@ -104,9 +104,9 @@ def run_process(
     """Run a job in its own process, wait for it, and return its exit code and error message.
 
     `show` is called with each line that the job prints and with the stream (sys.stdout or sys.stderr) of the line.
-    Lines are also written to the job's log. With `terminal`, the job writes to the standard output of the sweep, so
-    that it can draw a progress bar. `poll` is called about every POLL seconds. `start` is the function that starts the
-    process.
+    Lines are also written to the job's log. With `terminal`, the job can draw a progress bar, because it writes
+    directly to the standard output of the sweep. `poll` is called about every POLL seconds. `start` is the function
+    that starts the process.
     """
     last = _LastWords()
     try:
@@ -137,7 +137,7 @@ def run_process(
 
 
 class _LastWords:
-    """Filter that removes the error message from a job's stderr and keeps it.
+    """Filter that removes the error message from a job's stderr and stores it.
 
     The sweep later prints this message together with the job's number.
     """
@@ -147,7 +147,7 @@ class _LastWords:
         self._line = ""
 
     def holds_back(self, line: str) -> bool:
-        """Return True if this line of stderr belongs to an error message, and keep the line in that case."""
+        """Return True if this line of stderr belongs to an error message; in that case, store the line."""
         self._line = line.strip() or self._line
         if self.held or line.startswith(ENDINGS):
             self.held.append(line)

@@ -27,7 +27,8 @@ AUTO = -1  # stands for the unknown number of GPUs of a job with engine=auto
 class Resources(NamedTuple):
     """Number of jobs that run in parallel, and the cores, GPUs and processes that each of them uses.
 
-    If processes train stacks of jobs, this is the number of parallel processes, and the resources of each process.
+    With sweep.launcher=stacked, a process trains several jobs. Then this is the number of parallel processes, and the
+    cores and GPUs that each of them uses.
     """
 
     jobs: int
@@ -62,7 +63,7 @@ class Launcher(ABC):
     def __init__(self, settings: Sweep, jobs: Sequence[Job], total: int, configs: JobConfigs):
         """Divide the cores and GPUs of the machine among `total` jobs.
 
-        `jobs` are some of these jobs. Together they have every value of every swept key.
+        `jobs` is a selection of these jobs in which every value of every swept key occurs.
         """
         self.settings, self.total, self.configs = settings, total, configs
         self.gpus = Gpus(visible_gpus())
@@ -123,8 +124,8 @@ class Launcher(ABC):
     def preload(self, words: Sequence[str], stop: Stop) -> None:
         """Start the fork server, if this launcher and this platform use one.
 
-        The server imports the modules that jobs with the arguments `words` need. If `stop` is requested, the sweep no
-        longer waits for these imports.
+        The server imports the modules that jobs with the arguments `words` need. If the user stops the sweep (`stop`),
+        the sweep no longer waits for these imports.
         """
         if self.uses_fork_server and sys.platform in PLATFORMS:
             environment = {**os.environ, **core_variables(self.share.cores)}
@@ -172,7 +173,7 @@ class Launcher(ABC):
         return share._replace(gpus=share.max_gpus(gpus))
 
     def limit_to_machine(self, share: Resources) -> Resources:
-        """Return the resources `share`, limited to what this machine has.
+        """Return a copy of `share`, with the number of parallel jobs and the cores of each job set to fit this machine.
 
         Jobs that need several GPUs never share a GPU. Jobs that need one GPU share it only if sweep.per_gpu or a large
         sweep.jobs asks for that.

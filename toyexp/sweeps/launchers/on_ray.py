@@ -214,9 +214,9 @@ def _join(address: str | None, cores: int) -> None:
 
 
 def _require_answer(address: str, setting: str) -> None:
-    """Raise UserError if an address is malformed or no server answers there.
+    """Raise UserError if `address` is malformed, or if no server answers at this address.
 
-    The error message quotes `setting`, the setting with the address.
+    The error message quotes `setting`, the setting that contains the address.
     """
     host, _, port = address.rpartition(":")
     if not host or "/" in host or not port.isdecimal() or not 0 < int(port) < 65536:

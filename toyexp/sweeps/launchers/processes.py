@@ -36,7 +36,7 @@ MAX_PROCESSES = 1000  # job processes on one machine; each needs a thread and fo
 
 
 class Processes(Launcher):
-    """Launcher of parallel jobs. Each has its share of the cores and, if it needs any, its own GPUs."""
+    """Launcher of parallel jobs. Each job gets a share of the cores and, if it uses GPUs, its own GPUs."""
 
     name = "processes"
     uses_fork_server = True
@@ -131,9 +131,9 @@ class InProcess(Launcher):
 def run_in_threads(items: Iterator[T], work: Callable[[T, Callable[[R], None]], None], limit: int) -> Iterator[R]:
     """Call `work` for each item in a thread of its own, with at most `limit` threads at once, and yield the results.
 
-    `work` receives an item and a function to which it passes each result. If `work` raises an error, it is raised here.
-    The choice of the next item may depend on earlier results. It is therefore taken only after the caller has consumed
-    the last result.
+    `work` receives an item and a function, which it calls with each result. If `work` raises an error in a thread, this
+    function raises the same error. Items may depend on earlier results. Therefore, the next item is taken from `items`
+    only after the caller has consumed the last result.
     """
     results: queue.SimpleQueue[tuple[R] | BaseException | None] = queue.SimpleQueue()
 

@@ -1,4 +1,4 @@
-"""The process that trains stacks. It receives jobs from the sweep and trains those together that have the same program.
+"""The process that trains stacks. It receives jobs from the sweep, and trains jobs with the same program together.
 
 The program of a job is its training step: the operations and the shapes of the tensors, but not the numbers in them.
 """
@@ -207,7 +207,7 @@ class StackProcess:
             self._drive(requests)
 
     def _drive(self, requests: Mapping[ContextLoop, Realize]) -> None:
-        """Train runs together as one stack. If the memory runs out, train one half of the runs after the other.
+        """Train runs together as one stack. If the memory runs out, train one half of the runs and then the other half.
 
         Each run is a generator that has requested a session (its model on the device). `requests` maps each generator
         to its request.
@@ -306,10 +306,10 @@ class TaggedStream:
 def choose_size(prepared_runs: Sequence[Prepared], steps: int, limit: int, shared_by: int = 1) -> tuple[int, str]:
     """Return how many of these jobs train together, and a line for the user that says why.
 
-    All jobs have the same program. `steps` is the number of steps that they have left to train, added over all jobs. A
-    `limit` above 0 is the maximum number of jobs that train together. Then only the memory is checked and no size is
-    timed. If several (`shared_by`) stacks share a GPU, no size is timed either, since they would disturb each other's
-    measurements.
+    All jobs have the same program. `steps` is the number of steps that they have left to train, added over all jobs.
+    `limit` is the maximum number of jobs that train together, or 0 for no maximum. Without a maximum, this function
+    times several numbers of jobs and returns the fastest. It times nothing if there is a maximum, or if several stacks
+    (`shared_by`) share a GPU and would disturb each other's measurements. Then it only checks the memory.
     """
     plan, engine = prepared_runs[0].plan, prepared_runs[0].config.engine
     job_bytes, free = engine.stack_bytes(plan) or stack_bytes(plan), engine.free_bytes()
@@ -330,11 +330,11 @@ def choose_size(prepared_runs: Sequence[Prepared], steps: int, limit: int, share
 
 
 def _fastest_size(alike: Sequence[Prepared], steps: int, most: int, words: str) -> tuple[int, str]:
-    """Time several stack sizes. Return the one with the shortest time per job, and a line for the user that says why.
+    """Time several numbers of jobs per stack. Return the one with the shortest time per job, and a line that says why.
 
-    `words` is the beginning of that line and `most` the largest size. `steps` is the number of steps that the jobs have
-    left to train, added over all jobs. On a GPU the largest size is tried first. It is chosen at once if its time per
-    job is below FAST_ENOUGH times the time of a single job.
+    `words` is the beginning of that line, and `most` is the largest number of jobs. `steps` is the number of steps that
+    the jobs have left to train, added over all jobs. On a GPU the largest number is tried first. It is chosen at once
+    if its time per job is below FAST_ENOUGH times the time of a single job.
     """
     blank, on_gpu = [_zero_weights(prepared) for prepared in alike[:most]], alike[0].config.engine.on_gpu
     alone = _time_step(blank[:1])

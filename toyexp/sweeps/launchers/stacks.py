@@ -89,7 +89,7 @@ class Stacks(Processes):
         return run_in_threads(parts, work, self.limit())
 
     def _train_part(self, jobs: Sequence[Job], gpus: Sequence[str], watch: Watch, hand_on: Ends) -> None:
-        """Train jobs in one process.
+        """Train jobs in one process, and call `hand_on` with each job and its exit when the job has ended.
 
         If the process dies, the jobs that were training are recorded as ended with the error of the process. The jobs
         that had not started run in a new process.

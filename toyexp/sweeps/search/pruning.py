@@ -32,16 +32,20 @@ def first_pruning_step(steps: int, eval_every: int) -> int:
 
 
 def pruning_environment(journal: Path, trial: int, prune: str, metric: str, first: int) -> dict[str, str]:
-    """Return a dict with the environment variable that makes the process of a job prune its run."""
+    """Return a dict with the environment variable that makes the process of a job prune its run.
+
+    The variable holds the fields of the callback Pruning as JSON: the path of the search's journal, the number of the
+    trial, the pruning algorithm, the metric, and the first step at which the run may be stopped.
+    """
     options = {"journal": str(journal), "trial": trial, "prune": prune, "metric": metric, "first": first}
     return {TRIAL: json.dumps(options)}
 
 
 def pop_pruning_callback() -> dict[str, Callback]:
-    """Return the pruning callback by its name, or an empty dict if no search with pruning started this process.
+    """Return {name: pruning callback}, or an empty dict if no search with pruning started this process.
 
-    The callback is not part of the run's settings, so its options come from an environment variable. Remove that
-    variable.
+    The callback is not part of the run's settings, so its options come from an environment variable. This function
+    removes the variable.
     """
     if TRIAL not in os.environ:
         return {}

@@ -135,8 +135,8 @@ class Search(JobSource):
         """Return the next job to run, or None if no job is left.
 
         It is a job to resume, another seed of an earlier trial, or the first job of a new trial. With pruning, the
-        first job of a trial runs before the others. They wait until it has completed without being pruned, or until no
-        new trials are left.
+        first job of a trial runs before its other jobs. These run once the first job has completed without being
+        pruned, or once no new trials are left.
         """
         return (
             super().next()
@@ -225,7 +225,7 @@ class Search(JobSource):
     # -- results --
 
     def all_jobs(self) -> list[Job]:
-        """Return the jobs so far. Add a job without overrides for each job that the search has not chosen yet."""
+        """Return the jobs that were chosen so far, and a job without overrides for each job still to be chosen."""
         by_trial = self._group_by_trial()
         more = sum(
             self._settings.repeats - len(jobs) for jobs in by_trial.values() if not self._is_finished_trial(jobs)

@@ -71,10 +71,10 @@ Types = Callable[[str], set[Any]]  # maps a key to its accepted types
 
 
 def parse_space(search: str, parsed: Sequence[Override], types: Types = lambda key: set()) -> list[Key]:
-    """Return the keys of the search space: all keys that have several values.
+    """Return the keys of the search space: all keys that have several values in the overrides `parsed`.
 
-    `types` maps a key to the types that its setting accepts. Raise UserError if the algorithm `search` does not support
-    a key.
+    `types` is a function that returns the types that the setting of a key accepts. Raise UserError if the algorithm
+    `search` does not support a key.
     """
     keys = [_key(override) for override in parsed if override.is_sweep_override()]
     if not keys:
@@ -129,7 +129,7 @@ def _key(override: Override) -> Key:
 def make_probes(keys: Sequence[Key]) -> list[Job]:
     """Return example jobs, whose settings are checked before the first job of a search starts.
 
-    Together they have each value of each list or range, and both ends of each interval.
+    Each value of a list or range, and both ends of each interval, occur in at least one of these jobs.
     """
     lists = [key.settings for key in keys]
     first = [words[0] for words in lists]

@@ -106,11 +106,11 @@ class Study:
         return int(self._study.best_trial.number)
 
     def importances(self) -> tuple[dict[str, float], str]:
-        """Return a dict that says how much each key matters for the ranking of the trials, and an empty text.
+        """Return a dict with the importance of each key for the ranking of the trials, and an empty text.
 
-        If this is unknown, the dict is empty and the text says why. The ranking is that of Optuna's sampler TPE.
-        Completed trials come first, by score. Pruned trials follow: those pruned at a later step first, and at the same
-        step by score. Trials without any score come last.
+        If the importance cannot be computed, return an empty dict and a text that says why. The ranking is that of
+        Optuna's sampler TPE. Completed trials come first, by score. Pruned trials follow: those pruned at a later step
+        first, and at the same step by score. Trials without any score come last.
         """
         from toyexp.results.importance import compute_shares
 
@@ -189,8 +189,8 @@ class Judge:
     def should_stop(self, step: int, score: float) -> bool:
         """Store the score of an evaluation, and return True if the run should stop.
 
-        A resumed run may ask about earlier steps a second time. Scores of this run after `step` are then ignored, so
-        that the answer is the same as the first time.
+        A resumed run may repeat evaluations that it made before. Scores that this run stored for steps after `step` are
+        then ignored, so that the result is the same as the first time.
         """
         if step not in self._reported_steps:
             self._trial.report(score, step)
@@ -206,8 +206,8 @@ class Judge:
     def _loses_halving(self, step: int, score: float, trials: Sequence[Any]) -> bool:
         """Return True if the score is not in the better half of the scores of all runs at this step.
 
-        This is asynchronous successive halving (https://arxiv.org/abs/1810.05934). It decides only at the steps first,
-        2 * first, 4 * first, 8 * first, ... and returns False at all others.
+        This is asynchronous successive halving (https://arxiv.org/abs/1810.05934). It decides only at the first pruning
+        step and at 2, 4, 8, ... times that step. At all other steps, return False.
         """
         times, remainder = divmod(step, self._first)
         if remainder or times & (times - 1):
@@ -227,7 +227,7 @@ def _storage(path: Path) -> Any:
 
 @contextlib.contextmanager
 def _guard_journal(path: Path) -> Iterator[None]:
-    """Convert errors while the journal is opened or read into UserError.
+    """If an error occurs in the `with` block while the journal is opened or read, raise UserError instead.
 
     The file may come from an untrusted source, so many kinds of errors can occur.
     """

@@ -66,11 +66,11 @@ class TokenDataset(Dataset):
         return cast("list[int]", self.tokenizer.prompt(" ".join(line.split()[:3])[:PROMPT_LENGTH]).tolist())
 
     def omissions(self) -> Sequence[str]:
-        """Return a note for each kind of data that was left out."""
+        """Return a note for each part of the source data that was left out, such as text beyond a size limit."""
         return self._left_out
 
     def remarks(self) -> list[str]:
-        """Return lines to print about the data: remarks of the code that read it."""
+        """Return notes of the code that read the data, as lines to print."""
         return list(self._remarks)
 
     def batches(self, context: int, rows: int, seed: int) -> TokenBatches:
@@ -87,7 +87,10 @@ class TokenDataset(Dataset):
         return TokenBatches(self.train, self.held_out, context, rows, seed, self._eval_batches)
 
     def _enough(self, window: int) -> str:
-        """Return the estimated length of data of which both parts have `window` tokens, such as "1,300 characters"."""
+        """Return how much data is needed so that its training and held-out parts each have `window` tokens.
+
+        The result is an estimate as text, such as "about 1,300 characters".
+        """
         total = len(self.train) + len(self.held_out)
         held_out = self._val_fraction or len(self.held_out) / max(total, 1)
         needed = window / min(share for share in (held_out, 1 - held_out, 1.0) if share > 0)
@@ -101,7 +104,8 @@ class TokenDataset(Dataset):
 class TokenBatches(Batches):
     """Batches of windows of `context` consecutive tokens; each window occurs once per epoch.
 
-    The windows of an epoch follow each other from a random offset. Offset and order depend on (seed, epoch).
+    In each epoch the training sequence is cut into adjacent windows, and the first one starts at a random offset. The
+    windows are read in random order. Offset and order depend on (seed, epoch).
     """
 
     def __init__(self, train: np.ndarray, held_out: np.ndarray, context: int, rows: int, seed: int, eval_batches: int):
@@ -157,7 +161,10 @@ class TokenBatches(Batches):
 
 
 def _digest(parts: Sequence[np.ndarray], step: int = 1 << 20) -> str:
-    """Return the SHA-256 of concatenated arrays as int32, reading `step` ids at a time (they may be memory-mapped)."""
+    """Return the SHA-256 of the concatenated arrays `parts` as int32.
+
+    The arrays may be memory-mapped, so only `step` ids are read at a time.
+    """
     digest = hashlib.sha256()
     for ids in parts:
         for first in range(0, len(ids), step):
@@ -175,11 +182,11 @@ def _windows(ids: np.ndarray, starts: np.ndarray, span: np.ndarray) -> dict[str,
 
 
 class Dropout(Batches):
-    """Batches with a mask for each adapter of a plan that has dropout: its input is multiplied by 1 + mask.
+    """Batches with a mask for each adapter that has dropout. The adapter's input is multiplied by 1 + mask.
 
-    It is inverted dropout (Srivastava et al. 2014): the mask is -1 for dropped numbers, and scales the others up. Masks
-    are drawn on the host from (seed, adapter, k), so every engine drops the same numbers. Held-out batches have no
-    masks.
+    This is inverted dropout (Srivastava et al. 2014): the mask is -1 for numbers to drop, and scales the others up.
+    Masks are drawn on the host from (seed, adapter, k), so every engine drops the same numbers. Held-out batches have
+    no masks.
     """
 
     def __init__(self, batches: Batches, plan: Plan, seed: int | None = None):
@@ -187,7 +194,10 @@ class Dropout(Batches):
         self.inputs, self.facts, self.omissions = plan.inputs, batches.facts, batches.omissions
 
     def batch(self, k: int) -> Batch:
-        """Return training batch `k` with a mask for each adapter: an array [rows, *shape of the adapter's input]."""
+        """Return training batch `k` with a mask for each adapter that has dropout.
+
+        A mask is an array [rows, *shape], where shape is that of the adapter's input for one row.
+        """
         batch = self._batches.batch(k)
         rows = len(batch["targets"])
         masks = {a.mask: self._mask(a.mask, a.dropout, rows, k) for a in self._plan.dropout_adapters}

@@ -32,6 +32,7 @@ class TensorSpec:
     name: str
     shape: tuple[int, ...]
     init: Values
+    lr_scale: float = 1.0  # the tensor's learning rate divided by that which it would have otherwise
 
 
 def lower_is_better(metric: str) -> bool:
@@ -85,6 +86,13 @@ class Model(ABC):
     def batches(self, dataset: Dataset, rows: int, seed: int) -> Batches:
         """Return the dataset's batches in the form that the model reads: `rows` rows each, ordered by `seed`."""
         return dataset.batches(self.context, rows, seed)
+
+    def fold(self, tensors: Mapping[str, np.ndarray]) -> tuple[Model, Mapping[str, np.ndarray]]:
+        """Return the model and its tensors as model files hold them.
+
+        A model with factors that other programs do not apply multiplies its weights by them.
+        """
+        return self, tensors
 
     def scores(self, logits: Callable[[Batch], np.ndarray], batches: Iterable[Batch]) -> dict[str, float]:
         """Return held-out metrics besides the loss, where larger is better: {"accuracy": 0.97}.

@@ -16,7 +16,7 @@ from toyexp.base.errors import UserError, printable, suggest
 from toyexp.base.packages import error_location
 from toyexp.base.validators import require_range
 from toyexp.interfaces.dataset import InputSpec
-from toyexp.interfaces.model import Model
+from toyexp.interfaces.model import Model, TensorSpec
 from toyexp.interfaces.objective import CrossEntropy, Objective
 from toyexp.interfaces.ops import AdaptedWeight, LowRank, Params, Tensor
 from toyexp.interfaces.optimiser import AdamW, Group, Optimiser, Rule, check_rule
@@ -34,6 +34,12 @@ class PlanTensor:
     shape: tuple[int, ...]
     values: Values
     trainable: bool = True
+    lr_scale: float = 1.0  # factor of the tensor's learning rate; see TensorSpec
+
+    @classmethod
+    def from_spec(cls, spec: TensorSpec, values: Values | None = None, trainable: bool = True) -> PlanTensor:
+        """Return a model's tensor with the initial values of its spec, or with `values`."""
+        return cls(spec.name, spec.shape, spec.init if values is None else values, trainable, spec.lr_scale)
 
     @property
     def has_weight_decay(self) -> bool:
@@ -105,6 +111,9 @@ class Plan:
                     raise UserError(f"plan: the adapter of {adapter.target} needs tensor {name}, which is missing")
             if isinstance(adapter, LoraAdapter) and adapter.dropout and adapter.mask not in self.inputs:
                 raise UserError(f"plan: the dropout of {adapter.target} needs input {adapter.mask}, which is missing")
+        for tensor in self.tensors:
+            if not 0 <= tensor.lr_scale < math.inf:
+                raise UserError(f"plan: {tensor.name} has lr_scale={tensor.lr_scale}; must be a finite number >= 0")
         require_range("plan", self, rows="[1,inf)", accumulate="[1,inf)", grad_clip="[0,inf)")
         dtype = self.inputs["weights"].dtype if "weights" in self.inputs else "missing"
         if not dtype.startswith("float"):
@@ -204,8 +213,8 @@ def group_tensors(
     """Return parameter groups: the tensors of a group share a rule, a weight decay and a learning-rate ratio.
 
     Each tensor is updated by the first of `rules` that takes it. `choose_settings(tensor, rule)` returns the
-    tensor's weight decay (ignored for norms and biases) and the ratio of its learning rate to the run's. Raise
-    UserError for a tensor that no rule takes.
+    tensor's weight decay (ignored for norms and biases) and the ratio of its learning rate to the run's, which is then
+    multiplied by the tensor's `lr_scale`. Raise UserError for a tensor that no rule takes.
     """
     members: dict[tuple[int, bool, float, float], list[str]] = {}
     for t in tensors:
@@ -213,7 +222,7 @@ def group_tensors(
         if index is None:
             raise UserError(f"optim: no rule of this optimiser takes the tensor {t.name} {list(t.shape)}")
         decay, lr_scale = choose_settings(t, rules[index])
-        key = (index, not t.has_weight_decay, decay if t.has_weight_decay else 0.0, lr_scale)
+        key = (index, not t.has_weight_decay, decay if t.has_weight_decay else 0.0, lr_scale * t.lr_scale)
         members.setdefault(key, []).append(t.name)
     # A rule's tensors with weight decay come first, so that they are contiguous if an engine joins its tensors.
     return tuple(Group(rules[key[0]], tuple(members[key]), *key[2:]) for key in sorted(members))

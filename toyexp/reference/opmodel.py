@@ -218,7 +218,7 @@ def op_plan(case: str, adapter: str | None = None, **changes: object) -> Plan:
     frozen=True for an embedding table that does not train.
     """
     model = OpModel(case)
-    tensors = {t.name: PlanTensor(t.name, t.shape, t.init) for t in model.tensors()}
+    tensors = {t.name: PlanTensor.from_spec(t) for t in model.tensors()}
     adapters: tuple[LoraAdapter | Lens, ...] = ()
     if adapter == "lens":
         tensors["x"] = PlanTensor("x", (CLASSES, 6), Normal(1.0), trainable=False)

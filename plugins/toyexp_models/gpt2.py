@@ -10,10 +10,11 @@ from toyexp import LORA, Normal, Ops, Params, Tensor, TensorSpec
 from toyexp_models.gguf import GPT2GGUF
 from toyexp_models.huggingface import gpt2_layout
 from toyexp_models.language import LanguageModel, linear_specs, norm_specs, require_shared_heads
+from toyexp_models.mup import MuP
 
 
 @dataclass
-class GPT2(LanguageModel):
+class GPT2(MuP, LanguageModel):
     """GPT-2 family: LayerNorm, learned positions, GELU, biases."""
 
     name: ClassVar[str] = "gpt2"
@@ -25,6 +26,7 @@ class GPT2(LanguageModel):
     def check(self) -> None:
         """Raise UserError for sizes that cannot work."""
         super().check()
+        self.require_positive("mup_base_width")
         require_shared_heads(self)
 
     def tensors(self) -> list[TensorSpec]:
@@ -44,7 +46,7 @@ class GPT2(LanguageModel):
         specs += norm_specs("output_norm", d)
         if not self.tied:
             specs.append(TensorSpec("output.weight", (self.vocab, d), small))
-        return specs
+        return self.parametrise(specs)
 
     def forward(self, ops: Ops, p: Params, batch: Mapping[str, Tensor]) -> Tensor:
         """Return the logits [B, T, vocab] of tokens [B, T]."""
@@ -54,7 +56,7 @@ class GPT2(LanguageModel):
         for i in range(self.n_layers):
             x = ops.block(self.block, x, p.block(i))
         x = ops.layer_norm(x, p["output_norm.weight"], p["output_norm.bias"], self.norm_eps)
-        return ops.logits(x, p["token_embd.weight" if self.tied else "output.weight"])
+        return ops.logits(self.scale_output(ops, x), p["token_embd.weight" if self.tied else "output.weight"])
 
     def block(self, ops: Ops, x: Tensor, p: Params) -> Tensor:
         """Return the output of one block for x [B, T, d]."""
@@ -67,6 +69,7 @@ class GPT2(LanguageModel):
 
         qkv = ops.split(linear(norm(x, "attn_norm"), "attn_qkv"), 3)  # 3 times [B, T, d]
         q, k, v = (ops.heads(t, self.n_heads) for t in qkv)  # [B, T, H, D]
-        x = ops.add(x, linear(ops.attention(q, k, v), "attn_output"))
+        mixed = ops.attention(q, k, v, scale=self.attention_scale(self.d_model // self.n_heads))
+        x = ops.add(x, linear(mixed, "attn_output"))
         h = ops.gelu(linear(norm(x, "ffn_norm"), "ffn_up"))  # [B, T, d_ff]
         return ops.add(x, linear(h, "ffn_down"))

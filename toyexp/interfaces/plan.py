@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from toyexp.base.errors import UserError, printable, suggest
 from toyexp.base.packages import error_location
 from toyexp.base.validators import require_range
+from toyexp.interfaces.averaging import Averaged
 from toyexp.interfaces.dataset import InputSpec
 from toyexp.interfaces.model import Model, TensorSpec
 from toyexp.interfaces.objective import CrossEntropy, Objective
@@ -258,6 +259,9 @@ def apply_optimiser(plan: Plan, optimiser: Optimiser, lr: float) -> Plan:
 
     trainable = [t for t in tensors if t.trainable]
     groups, shapes = group_tensors(trainable, optimiser.rules(), choose_settings), {t.name: t.shape for t in trainable}
+    if optimiser.ema:
+        averaged = {id(group.rule): Averaged(group.rule, optimiser.ema) for group in groups}  # groups share a rule
+        groups = tuple(replace(group, rule=averaged[id(group.rule)]) for group in groups)
     try:
         for group in groups:
             _check_group(group, shapes, lr)

@@ -32,7 +32,7 @@ class Job:
     def batch(self, step):
         rows = self.plan.rows * self.plan.accumulate
         stream = batches(rows, self.data)
-        return add_weights((Dropout(stream, self.plan) if self.plan.dropout_adapters else stream).batch(step), step)
+        return add_weights((Dropout(stream, self.plan) if self.plan.dropout_shares else stream).batch(step), step)
 
     def step_input(self, session, step):
         return session.step_input(self.batch(step), self.plan.numbers(step, self.lr / (1 + step / 10)))

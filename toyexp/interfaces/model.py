@@ -71,6 +71,13 @@ class Model(ABC):
         """
         return {self.reads.sequence: ("T",)}
 
+    def masks(self) -> Mapping[str, tuple[tuple[int | str, ...], float]]:
+        """Return shape and probability of each dropout mask that `forward` passes to `ops.dropout`, keyed by name.
+
+        Shapes have no batch axis; "T" stands for the length of a sequence. Training batches contain the masks.
+        """
+        return {}
+
     @property
     def context(self) -> int:
         """Number of positions in a row; 0 if rows are not sequences.

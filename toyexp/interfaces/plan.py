@@ -185,6 +185,12 @@ class Plan:
         """The adapters with dropout."""
         return tuple(a for a in self.adapters if isinstance(a, LoraAdapter) and a.dropout)
 
+    @cached_property
+    def dropout_shares(self) -> Mapping[str, float]:
+        """The probability of dropping an element, for each dropout mask of a training batch, keyed by its name."""
+        masks = {name: share for name, (_, share) in self.model.masks().items() if name in self.inputs}
+        return {adapter.mask: adapter.dropout for adapter in self.dropout_adapters} | masks
+
     def params(self, values: Mapping[str, Tensor], batch: Mapping[str, Tensor] | None = None) -> Params:
         """Return the tensors `values` as `Model.forward` reads them: adapters are attached to the weights they adapt.
 

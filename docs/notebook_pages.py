@@ -18,8 +18,9 @@ def pages() -> dict[str, str | bytes]:
 
 
 def notebook_files(name: str) -> dict[str, str | bytes]:
-    """Return a notebook's cells as a page in Markdown, with its path below the title, and its pictures."""
-    notebook = json.loads((Path(__file__).parent / "notebooks" / f"{name}.ipynb").read_text(encoding="utf-8"))
+    """Return a notebook, a page in Markdown with its cells and a link to download it, and its pictures."""
+    source = (Path(__file__).parent / "notebooks" / f"{name}.ipynb").read_bytes()
+    notebook = json.loads(source)
     parts, pictures = [], {}
     for cell in notebook["cells"]:
         text = "".join(cell["source"])
@@ -32,8 +33,8 @@ def notebook_files(name: str) -> dict[str, str | bytes]:
             shown.append(format_output(output, picture))
         parts += [f'<div class="output">{"".join(shown)}</div>'] if shown else []
     title, _, rest = parts[0].partition("\n")
-    page = [title, f"The notebook is `docs/notebooks/{name}.ipynb`.", rest.strip(), *parts[1:]]
-    return {f"notebooks/{name}.md": "\n\n".join(page) + "\n", **pictures}
+    page = [title, f"[Download this notebook]({name}.ipynb){{download}}", rest.strip(), *parts[1:]]
+    return {f"notebooks/{name}.md": "\n\n".join(page) + "\n", f"notebooks/{name}.ipynb": source, **pictures}
 
 
 def format_output(output: dict[str, Any], picture: str) -> str:

@@ -46,6 +46,19 @@ def escape_cell(text: str) -> str:
     return html.escape(text, quote=False).replace("|", "&#124;").replace("*", "\\*")
 
 
+def link_key(key: str, place: str, known: set[str]) -> str:
+    """Return a key as a link to its own row, whose anchor is `place`; the first row of a place has the anchor."""
+    anchor = "" if place in known else f" #{place}"
+    known.add(place)
+    return f"[`{key}`](#{place}){{.key{anchor}}}"
+
+
+def format_row(link: str, setting: Setting) -> str:
+    """Return the cells of a setting: `link`, its type, default and meaning."""
+    cells = (link, describe_type(setting.type), format_default(setting.default), escape_cell(setting.comment))
+    return f"| {' | '.join(cells)} |"
+
+
 def format_default(value: object) -> str:
     """Return a value as typed on the command line, or `empty` for an empty text."""
     return f"`{format_value(value)}`" if format_value(value) else "empty"
@@ -70,17 +83,19 @@ def group_settings(classes: Iterable[tuple[str, type]]) -> list[Row]:
     return sorted(rows.values(), key=lambda row: order.index(row.setting.name))
 
 
-def table(prefix: str, rows: Iterable[Row], every: int = 0) -> Iterator[str]:
-    """Yield the lines of a Markdown table; with `every`, the number of parts, add a column of readers."""
+def table(prefix: str, rows: Iterable[Row], every: int = 0, part: str = "") -> Iterator[str]:
+    """Yield the lines of a Markdown table; with `every`, the number of parts, add a column of readers.
+
+    Each key has an anchor: the key itself or, for the settings of one `part` without a prefix, the part and the key.
+    """
+    known: set[str] = set()
     yield "| key | type | default | what it does |" + (" read by |" if every else "")
     yield "|---|---|---|---|" + ("---|" if every else "")
     for row in rows:
         s = row.setting
-        line = (
-            f"| `{prefix}{s.name}` | {describe_type(s.type)} | {format_default(s.default)} | {escape_cell(s.comment)} |"
-        )
+        key = link_key(prefix + s.name, (prefix or f"{part}.") + s.name, known)
         readers = "all" if len(row.parts) == every else ", ".join(f"`{part}`" for part in row.parts)
-        yield line + (f" {readers} |" if every else "")
+        yield format_row(key, s) + (f" {readers} |" if every else "")
     yield ""
 
 
@@ -120,7 +135,8 @@ def page(kind: str) -> str:
         for name, cls in classes:
             prefix = f"callbacks.{name}." if kind == "callbacks" else ""
             rows = group_settings([(name, cls)])
-            parts += [f"## {name}\n", f"{helps[name]}\n", *(table(prefix, rows) if rows else ["No settings.\n"])]
+            parts += [f"## {name}\n", f"{helps[name]}\n"]
+            parts += table(prefix, rows, part=name) if rows else ["No settings.\n"]
     else:
         parts += ["## Keys\n", *table(f"{kind}.", group_settings(classes), len(classes))]
     parts += presets(kind, dict(classes)) if kind in GROUPS else []
@@ -130,6 +146,7 @@ def page(kind: str) -> str:
 def overview() -> str:
     """Return the overview page, with the keys that belong to no part."""
     free, aside = keys_by_role(FREE, Settings), keys_by_role(ASIDE, Settings)
+    known: set[str] = set()
     own = [(key, setting) for key, setting in top_level_settings() if not key.startswith("sweep.")]
     parts = [
         "# Settings\n",
@@ -140,17 +157,15 @@ def overview() -> str:
     parts += ["\n## Settings of a run\n", f"| {columns} |"]
     parts.append("|---|---|---|---|---|---|")
     for key, s in own:
-        row = f"| `{key}` | {describe_type(s.type)} | {format_default(s.default)} | {escape_cell(s.comment)} |"
+        row = format_row(link_key(key, key, known), s)
         parts.append(f"{row} {'yes' if key in free else 'no'} | {'no' if key in aside else 'yes'} |")
     parts += ["\n## Settings of a sweep\n", "Use them with `-m`. They do not change a run's numbers.\n"]
     parts += ["| key | type | default | what it does |", "|---|---|---|---|"]
     for key, s in top_level_settings():
         if key.startswith("sweep."):
-            parts.append(
-                f"| `{key}` | {describe_type(s.type)} | {format_default(s.default)} | {escape_cell(s.comment)} |"
-            )
+            parts.append(format_row(link_key(key, key, known), s))
     parts += ["\n## Settings of Hydra\n", "| key | default | what it does |", "|---|---|---|"]
-    parts += [f"| `{key}` | `{value}` | {about} |" for key, value, about in HYDRA]
+    parts += [f"| {link_key(key, key, known)} | `{value}` | {about} |" for key, value, about in HYDRA]
     return "\n".join([*parts, ""])
 
 

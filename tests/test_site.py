@@ -120,19 +120,25 @@ def test_every_setting_is_documented_with_its_default_and_the_parts_that_read_it
         for name in offers:
             prefix = {"callbacks": f"callbacks.{name}.", "format": ""}.get(kind, f"{kind}.")
             for s in list_settings(registry.get(kind, name)):
-                expected = [prefix + s.name, format_value(s.default) or "empty", s.comment]
+                expected = [prefix + s.name, format_value(s.default) or "empty", s.comment.replace("`", "")]
                 readers = [row[4:] for row in rows if len(row) > 3 and [row[0], row[2], row[3]] == expected]
                 assert [r for r in readers if not r or r == ["all"] or name in r[0].split(", ")], (name, s.name)
                 keys += 1
     assert keys > 150
     top = {row[0] for row in table_rows(site["reference/settings.html"]) if row}
     assert top >= {key for key, _ in top_level_settings()}
+    for name in ("settings", *(f"settings/{kind}" for kind in ("model", "callbacks", "format"))):
+        anchors = re.findall(r'<a class="key" href="#([^"]+)"( id="\1")?', site[f"reference/{name}.html"])
+        own = [anchor for anchor, identifier in anchors if identifier]
+        assert len(own) == len({*own}) > 0 and {*own} == {anchor for anchor, _ in anchors}, name
 
 
 def test_the_pages_of_the_notebooks_show_outputs_and_pictures(site, site_root):
     first, second = (site[f"notebooks/{name}.html"] for name in ("first_run", "compare_and_sweep"))
     assert "CONTINUATION" in first and first.count("<progress") == 2 and "training loss" in first
     assert "held_out_loss" in second and "8 of 8 done" in second
+    assert json.loads((site_root / "notebooks" / "first_run.ipynb").read_text())["cells"]
+    assert '<a download href="first_run.ipynb">' in first
     picture = re.search(r'<img src="(compare_and_sweep-1.png)" alt="recipe scratch, warm[^"]*" width="768"', second)
     assert picture and (site_root / "notebooks" / picture[1]).is_file()
 

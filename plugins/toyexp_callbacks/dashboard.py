@@ -52,10 +52,10 @@ class Dashboard(Listener):
 
     @abstractmethod
     def open_record(self, run: Run) -> Any:
-        """Return a new dashboard record of the run with a method `log(fields, step)`. Called in the sending thread."""
+        """Return a new record of the run with a method `log(fields, step)`. The sending thread calls this."""
 
     def finish(self, record: Any) -> None:
-        """Finish the record that `open_record` returned. Called in the sending thread."""
+        """Finish the record that `open_record` returned. The sending thread calls this."""
         record.finish()
 
     def check(self) -> None:
@@ -93,7 +93,7 @@ class Dashboard(Listener):
                 pass
 
     def _enqueue(self, run: Run, send: Callable[[Any], Any], size: int = 0) -> None:
-        """Queue the function `send`; the thread calls it with the record of the run.
+        """Queue the function `send`. The sending thread calls `send` with the dashboard's record of the run.
 
         `size` is the size in bytes of the file that `send` uploads, if any. If the queue is full, `send` is dropped.
         """
@@ -103,7 +103,7 @@ class Dashboard(Listener):
         self._report_trouble(run)
 
     def _report_trouble(self, run: Run) -> None:
-        """Report the thread's error once. Called in the run's own thread, because callbacks receive events there."""
+        """Report the sending thread's error once. Only the run's own thread may call this, because it emits events."""
         if self._trouble is not None:
             trouble, self._trouble = self._trouble, None
             log.warning(trouble)
@@ -137,12 +137,12 @@ class Dashboard(Listener):
         self.report_result(run)
 
     def report_result(self, run: Run) -> None:
-        """Report to the user where the record is."""
+        """Tell the user where to find the dashboard's record of the run."""
 
 
 @dataclass(eq=False)
 class Tracker(Dashboard):
-    """Base of dashboards that group runs by project. A resumed run continues the same record."""
+    """Base of dashboards that group runs by project. A resumed run continues its earlier record."""
 
     project: str = "toyexp"  # project in the dashboard that the run belongs to
     group: str | None = None  # group of the run in the project; null: the name of its sweep, if it is a job of one
@@ -157,7 +157,7 @@ class Tracker(Dashboard):
         return {"id": self.id}
 
     def resume(self, state: Mapping[str, Any]) -> None:
-        """Restore the id, so that the same record is continued."""
+        """Restore the id of the record from a checkpoint, so that the resumed run continues this record."""
         self.id, self.is_resumed = str(state["id"]), True
 
     def run_group(self, run: Run) -> str | None:
@@ -181,7 +181,10 @@ class Tensorboard(Dashboard):
     entry_point: ClassVar[str] = "SummaryWriter"
 
     def open_record(self, run: Run) -> Scalars:
-        """Return a new event file. In a resumed run, TensorBoard ignores older files' steps after the checkpoint."""
+        """Return a new event file.
+
+        After a run is resumed, TensorBoard ignores the steps after the checkpoint in the older event files.
+        """
         return Scalars(run)
 
     def report_result(self, run: Run) -> None:
@@ -193,8 +196,8 @@ class Tensorboard(Dashboard):
 class Scalars:
     """TensorBoard event file, with the methods `log` and `finish`.
 
-    It replaces tensorboardX's SummaryWriter, because the thread of the latter prints tracebacks, is joined without a
-    timeout, and blocks the process if the disk is full or the clock is set back.
+    This class replaces tensorboardX's SummaryWriter, whose thread prints tracebacks. SummaryWriter also waits for this
+    thread without a timeout, so the process hangs if the disk is full or the clock is set back.
     """
 
     def __init__(self, run: Run):
@@ -216,7 +219,7 @@ class Scalars:
             self._write(step=0, summary=text("config", "    " + config.replace("\n", "\n    ")))
 
     def _write(self, **fields: Any) -> None:
-        """Write one event. If the disk is full, remove the file to free space for the run."""
+        """Write one event to the event file. If the disk is full, remove the file to free space for the run."""
         try:
             self._file.write(self._event(wall_time=time.time(), **fields).SerializeToString())
             self._file.flush()
@@ -257,7 +260,10 @@ class Trackio(Tracker):
         super().check()
 
     def open_record(self, run: Run) -> Any:
-        """Return a trackio run. When the run is resumed, trackio finds this run again by its name, which has an id."""
+        """Start and return a trackio run, whose name contains a unique id.
+
+        When a toyexp run is resumed, trackio finds the earlier trackio run by this name and continues it.
+        """
         import trackio
 
         name = f"{run.name}-{run.seed}-{self.id}"
@@ -290,9 +296,9 @@ class Trackio(Tracker):
             record.finish()
 
     def _recorded_points(self, run: Run) -> list[tuple[int, dict[str, Any]]]:
-        """Return the metrics recorded up to the checkpoint of a resumed run, as pairs of step and numbers by name.
+        """Read events.jsonl, and return pairs (step, metrics) up to a resumed run's checkpoint.
 
-        The list is empty if events.jsonl lacks some of these steps.
+        The list is empty if some training steps are missing in events.jsonl.
         """
         points = {}
         for kind, step, fields in recorded_events(run):
@@ -315,14 +321,14 @@ class Trackio(Tracker):
 
 
 class MutedStream:
-    """Standard output that drops the text written by the thread that created it."""
+    """Substitute for standard output that drops the text of one thread: the thread that created this object."""
 
     def __init__(self, stream: TextIO):
         self.stream, self.has_ended = stream, False
         self._thread = threading.get_ident()
 
     def write(self, text: str) -> int:
-        """Write the text unless the muted thread calls; return its length."""
+        """Write the text, unless the muted thread calls this method. Return the length of the text."""
         is_muted = threading.get_ident() == self._thread and not self.has_ended
         return len(text) if is_muted else self.stream.write(text)
 
@@ -334,8 +340,8 @@ class MutedStream:
 def mute_thread() -> Iterator[None]:
     """Drop the output of this thread within the context, because trackio has no setting that silences it.
 
-    contextlib.redirect_stdout would also drop the output of the run's own thread. At its end it would restore an
-    outdated stream, because a progress bar and runs in parallel threads replace sys.stdout in the meantime.
+    contextlib.redirect_stdout would also drop the output of the run's own thread. At the end of the context, it would
+    also restore an outdated stream, because progress bars and parallel runs replace sys.stdout in the meantime.
     """
     if sys.stdout is None:
         yield
@@ -401,7 +407,7 @@ class Wandb(Tracker):
 
     @hookimpl
     def on_event(self, run: Run, kind: str, fields: Mapping[str, Any]) -> None:
-        """Upload an exported model if `artifacts` is set. Exports of several steps are versions of one artifact."""
+        """Upload an exported model if `artifacts` is set. Models of several steps become versions of one artifact."""
         if not (self.artifacts and kind == "export" and fields.keys() >= {"step", "weights", "bytes"}):
             return
         path, step, weights = Path(fields["path"]), int(fields["step"]), str(fields["weights"])

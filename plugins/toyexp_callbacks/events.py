@@ -52,7 +52,10 @@ class Lines:
             self.flush()
 
     def flush(self, to_disk: bool = False) -> None:
-        """Write the waiting lines; with `to_disk`, also flush the file to disk. On failure, set `trouble`."""
+        """Write the waiting lines. With `to_disk`, also flush the file to disk.
+
+        If this fails, store the reason in the attribute `trouble`.
+        """
         try:
             while self._done < len(self._waiting):
                 self._done += os.write(self._file, self._waiting[self._done :])
@@ -94,7 +97,10 @@ class Lines:
 
 @dataclass(eq=False)
 class Listener(Callback):
-    """Base of callbacks that only receive numbers and events. The next step may start before they handle the last."""
+    """Base of callbacks that only receive numbers and events.
+
+    The next step may start before these callbacks receive the numbers of the previous step.
+    """
 
     def should_wait(self, step: int) -> bool:
         """Return False: the next step never waits for this callback."""
@@ -127,12 +133,12 @@ class Events(Listener):
         return ["events.jsonl"]
 
     def warnings(self, preview: RunPreview) -> Iterable[str]:
-        """Warn if no step is recorded."""
+        """Warn if `every` is so large that no step is recorded."""
         return preview.interval_warnings("callbacks.events.every", self.every, "none of them is recorded")
 
     @hookimpl(tryfirst=True)  # to record events and errors of other callbacks' on_start
     def on_start(self, run: Run) -> None:
-        """Write the event run_start, the first line, immediately.
+        """Write the event run_start as the first line, immediately.
 
         A resumed run continues at the file position that its checkpoint has saved.
         """
@@ -170,7 +176,7 @@ class Events(Listener):
         self._run.emit("note", text=f"toyexp: warning: {text}")
 
     def state(self) -> dict[str, Any]:
-        """Return the position in the file, the duration of the run so far, and the latest numbers for run_end."""
+        """Return the position in the file, the run's duration so far, and the latest numbers for the event run_end."""
         if self._lines is None:
             return {}
         return {**self._lines.position(), "seconds": time.monotonic() - self._began, "last": {**self._last}}
@@ -181,7 +187,7 @@ class Events(Listener):
             self._lines.sync()
 
     def resume(self, state: Mapping[str, Any]) -> None:
-        """Restore the position in the file, the duration and the numbers for run_end."""
+        """Restore the position in the file, the duration of the run, and the numbers for the event run_end."""
         if not 0 <= int(state["bytes"]) < 1 << 50:
             raise ValueError(f"bytes is {state['bytes']}")
         self._position = int(state["bytes"]), str(state["waiting"]).encode()
@@ -189,7 +195,7 @@ class Events(Listener):
 
     @hookimpl(trylast=True)  # after callbacks that add metrics
     def on_step(self, step: int, metrics: Mapping[str, float], batch: Batch) -> None:
-        """Record a step, with a digest of the batch to compare the data of two runs."""
+        """Record a step, with a digest of its batch, so that the data of two runs can be compared."""
         self._last["final_step"], self._last["final_loss"] = step, metrics["loss"]
         if step % self.every == 0:
             seconds, digest = round(time.monotonic() - self._began, 6), batch_digest(batch)
@@ -203,7 +209,7 @@ class Events(Listener):
 
     @hookimpl
     def on_event(self, kind: str, fields: Mapping[str, Any]) -> None:
-        """Record an event; keep the quality gate's result and the number of skipped steps for run_end."""
+        """Record an event. Remember the quality gate's result and the number of skipped steps for the event run_end."""
         if kind == "quality_gate":
             self._gate = dict(fields)
         else:
@@ -213,7 +219,7 @@ class Events(Listener):
 
     @hookimpl
     def on_end(self, reason: str, error: BaseException | None) -> None:
-        """Write run_end, the last line. Raise RunFailed if some lines could not be written."""
+        """Write the event run_end as the last line. Raise RunFailed if some lines could not be written."""
         if self._lines is None:  # the file could not be opened, which ended the run
             return
         fields: dict[str, Any] = {"ended_at": datetime.now(UTC).isoformat(timespec="milliseconds"), "reason": reason}
@@ -231,7 +237,7 @@ class Events(Listener):
 
 
 def recorded_events(run: Run) -> Iterator[tuple[str, int, dict[str, Any]]]:
-    """Yield kind, step and fields of the events up to a resumed run's checkpoint, from events.jsonl.
+    """Read events.jsonl, and yield the kind, step and fields of each event up to a resumed run's checkpoint.
 
     Stop at the first line that cannot be read; yield nothing if there is no file.
     """
@@ -247,8 +253,10 @@ def recorded_events(run: Run) -> Iterator[tuple[str, int, dict[str, Any]]]:
 def truncate_events(path: Path, size: int, waiting: bytes) -> tuple[bytes, str | None]:
     """Truncate the file to `size` bytes, because a resumed run repeats the steps after its checkpoint.
 
-    Return the lines to write next, and a note about repairs and about lines written by other programs, or None. A file
-    that is shorter, or has no line end at `size`, keeps its complete lines up to there.
+    `waiting` holds the lines that were not written yet when the checkpoint was saved. Return the lines to write next,
+    and a note, or None if there is nothing to report. The note says what was repaired, and how many lines of other
+    programs were removed. If the file is shorter than `size`, or no line ends at byte `size`, keep only the complete
+    lines before it, and drop `waiting`.
     """
     with open(open_for_writing(path), "rb+") as file:
         length = os.fstat(file.fileno()).st_size

@@ -29,7 +29,6 @@ from toyexp.base import (
     require_drawing,
     set_log_scale,
     set_step_axis,
-    smooth_loss,
     thin_curve,
     use_plot_style,
 )
@@ -44,6 +43,7 @@ MAX_POINTS = 4000  # points per curve, more than a printer resolves
 MAX_EXTRA = 6  # panels for numbers that callbacks log
 HALF = 45**2 / 60000  # fraction of the steps over which a smoothing weight halves, as on the report page
 LABEL_WIDTH = 70  # characters per line of the label at a marked step
+MOST_ABOVE = 0.2  # fraction of the steps; if the losses of more are above the shown range, it includes all
 NOT_PLOTTED = {"ppl", "tokens", "wall_us"}
 
 Points = tuple[list[int], list[float]]  # steps, and a value for each
@@ -137,7 +137,7 @@ class Plots(Listener):
 
     @hookimpl(trylast=True)  # after callbacks that add metrics
     def on_eval(self, run: Run, step: int, metrics: Mapping[str, float]) -> None:
-        """Record the held-out metrics; from time to time, plot in a thread while the run trains."""
+        """Record the held-out metrics. From time to time, start a thread that draws the plot while the run trains."""
         self._add_eval(step, metrics)
         if self._images is not None:
             images, self._images = self._images, None
@@ -195,7 +195,7 @@ class Plots(Listener):
 
 
 def _copy(curves: Curves) -> Curves:
-    """Return a copy for the plotting thread."""
+    """Return a copy of the curves. The plotting thread reads the copy, while the run adds points to the original."""
     steps = {name: (list(x), list(y)) for name, (x, y) in curves.steps.items()}
     held_out = {name: (list(x), list(y)) for name, (x, y) in curves.held_out.items()}
     return Curves(curves.title, curves.subtitle, curves.unit, steps, held_out, list(curves.warnings))
@@ -224,10 +224,12 @@ def draw_curves(curves: Curves) -> dict[str, bytes]:
 
 
 def smooth(values: Sequence[float]) -> tuple[list[float], float]:
-    """Return a centred moving average, and the number of steps over which its weights halve on each side.
+    """Return a centred moving average of the values, and its half-life in steps.
 
-    The report page uses the same average. It begins at the first value, because the point reflection of the curve about
-    its first point continues the curve to the left. NaN and infinite values have no weight and give NaN.
+    The half-life is the distance from the centre at which a value has half the weight of the centre's value. The report
+    page uses the same average. Before averaging, the curve is extended to the left by its point reflection about the
+    first point, so that the average begins at the first value. NaN and infinite values do not count in the averages; at
+    their own steps the average is NaN.
     """
     half = HALF * (len(values) - 1)
     if not half:
@@ -254,14 +256,11 @@ def _loss(axes: Any, curves: Curves) -> None:
         if half > 1:
             axes.plot(*thin_curve(steps, values, MAX_POINTS), color=BLUE, linewidth=0.6, alpha=0.35)
         axes.plot(*thin_curve(steps, means, MAX_POINTS), color=BLUE, linewidth=1.6)
-        last: float | None = None  # number in the label, smoothed as in result.json
-        for step, value in zip(steps, values, strict=True):
-            last = smooth_loss(last, value, step)
         stop, end = [pair for pair in zip(steps, means, strict=True) if math.isfinite(pair[1])][-1]
-        ends.append((end, "training" if last is None else f"training {last:.4g}", BLUE))
+        ends.append((end, f"training {end:.4g}", BLUE))
         shown = [*filter(math.isfinite, means), *(finite[int(share * (len(finite) - 1))] for share in (0.01, 0.98))]
         if stop < steps[-1]:
-            axes.plot(stop, end, marker="X", markersize=7, color=RED, markeredgecolor="white", zorder=5)
+            axes.plot(stop, end, marker="X", markersize=7, color=BLUE, markeredgecolor="white", zorder=5)
     eval_steps, held_out = curves.held_out.get("loss", ([], []))
     if eval_steps:
         _held_out(axes, eval_steps, held_out)
@@ -273,8 +272,12 @@ def _loss(axes: Any, curves: Curves) -> None:
         high = max(value for value in shown if value <= start + (start - low) / 4)
         if finite and finite[-1] <= 2 * high - low:
             low, high = min(low, finite[0]), max(high, finite[-1])
-        above = pluralise(sum(value > high for value in finite), "step")
-        fit_y_axis(axes, low, high, above, max(finite, default=high))
+        if len(finite) + len(held_out) < 3:
+            low, high = 0.95 * low, 1.05 * high
+        above, largest = sum(value > high for value in finite), max(finite, default=high)
+        is_complete = above > MOST_ABOVE * len(finite)  # and logarithmic
+        high = max(largest, *shown) if is_complete else high
+        fit_y_axis(axes, low, high, pluralise(above, "step"), largest, is_complete)
     axes.set_ylabel(f"loss (nats per {curves.unit})")
     label_line_ends(axes, ends)
 
@@ -309,14 +312,15 @@ def _marks(panels: Mapping[str, Any], curves: Curves) -> None:
             axes.axvline(curves.best, color=INK, linewidth=0.8, linestyle="--")
         if curves.early_end:
             axes.axvline(curves.early_end[0], color=RED, linewidth=1.0)
-    labels = [(curves.best, "best", INK)] if curves.best is not None else []
-    labels += [(*curves.early_end, RED)] if curves.early_end else []
-    if curves.warnings:
-        labels.append((curves.warnings[0], "warning" if len(curves.warnings) == 1 else "warnings", RED))
+    labels = [(curves.best, f"best, step {curves.best}", INK)] if curves.best is not None else []
+    labels += [(step, f"{why}, step {step}", RED) for step, why in filter(None, [curves.early_end])]
+    if steps := sorted(set(curves.warnings)):
+        text = f"warning{'s' * (len(steps) > 1)}, step{'s' * (len(steps) > 1)} {', '.join(map(str, steps))}"
+        labels.append((steps[0], textwrap.shorten(text, LABEL_WIDTH, placeholder=" ..."), RED))
     low, high = loss.get_xlim()
     line = 0
     for step, text, colour in labels:
-        is_right, lines = step < (low + high) / 2, textwrap.wrap(f"{text}, step {step}", LABEL_WIDTH)
+        is_right, lines = step < (low + high) / 2, textwrap.wrap(text, LABEL_WIDTH)
         label = "\n".join(lines).replace("$", r"\$")  # matplotlib would parse text between $ as a formula
         loss.annotate(label, (step, 1), xycoords=("data", "axes fraction"), xytext=(0, 4 + 12 * line),
                       textcoords="offset points", ha="left" if is_right else "right", va="bottom", fontsize=SMALL,

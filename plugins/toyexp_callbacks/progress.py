@@ -48,7 +48,7 @@ class Progress(Listener):
         require_range("callbacks.progress", self, every="[0,inf)")
 
     def warnings(self, preview: RunPreview) -> Iterable[str]:
-        """Warn if the interval exceeds the run."""
+        """Warn if the interval is longer than the run."""
         return preview.interval_warnings(
             "callbacks.progress.every", self.every, "only its first and last step are printed"
         )
@@ -148,7 +148,7 @@ class Progress(Listener):
 
     @contextlib.contextmanager
     def _terminal(self) -> Iterator[None]:
-        """Remove the bar if output within the context fails because the terminal was closed; the run continues."""
+        """If output in the body fails because the terminal was closed, remove the bar and let the run continue."""
         try:
             yield
         except OSError:
@@ -161,7 +161,7 @@ def _step_text(run: Run, step: int) -> str:
 
 
 class Bar:
-    """A progress bar in one terminal line, after the step and the latest numbers."""
+    """One terminal line that shows the step, the latest numbers and a progress bar, in this order."""
 
     def __init__(self, steps: int, completed: int):
         from rich.console import Console
@@ -175,7 +175,10 @@ class Bar:
         self.draw(completed)
 
     def draw(self, step: int, **parts: str) -> None:
-        """Draw the bar at `step`. `parts` are new texts next to the bar, keyed as in PARTS; other texts stay."""
+        """Draw the bar at `step`.
+
+        `parts` maps names in PARTS, such as loss, to new texts next to the bar. The texts of other names do not change.
+        """
         from rich.progress_bar import ProgressBar
         from rich.table import Table
 
@@ -218,7 +221,10 @@ class Cell:
         self._handle = display(self._output(completed), raw=True, display_id=True)
 
     def draw(self, step: int, **parts: str) -> None:
-        """Draw the bar at `step`. `parts` are new texts next to the bar, keyed as in PARTS; other texts stay."""
+        """Draw the bar at `step`.
+
+        `parts` maps names in PARTS, such as loss, to new texts next to the bar. The texts of other names do not change.
+        """
         self._parts.update(parts)
         self._handle.update(self._output(step), raw=True)
 

@@ -39,7 +39,7 @@ class Sample(Callback):
         return bool(self.every) and step % self.every == 0
 
     def warnings(self, preview: RunPreview) -> Iterable[str]:
-        """Warn if the interval exceeds the run, or a sampling setting has no effect."""
+        """Warn if the interval is longer than the run, or a sampling setting has no effect."""
         yield from preview.interval_warnings("callbacks.sample.every", self.every, "the only sample is at the end")
         changed = [key for key in ("top_k", "top_p", "min_p") if is_changed(self, key)]
         if not self.temperature and changed:
@@ -47,7 +47,7 @@ class Sample(Callback):
             yield f"{setting}: has no effect with callbacks.sample.temperature=0"
 
     def check_run(self, config: Mapping[str, Any], dataset: Dataset) -> None:
-        """Encode the prompt before anything is built. Raise UserError if it is invalid or there is no tokenizer."""
+        """Encode the prompt. Raise UserError if the prompt is invalid or the data has no tokenizer."""
         if dataset.tokenizer is None:
             remedy = "set data.tokenizer=..., or " if "tokenizer" in config["data"] else ""
             raise UserError(f"callbacks.sample needs a tokenizer: {remedy}remove the callback with '~callbacks.sample'")
@@ -66,7 +66,7 @@ class Sample(Callback):
 
     @hookimpl
     def on_step(self, run: Run, step: int) -> None:
-        """Generate a sample if one is due."""
+        """Generate a sample if one is due at this step."""
         self._step = step
         if self.every and step % self.every == 0 and step < run.steps:
             self._sample(run)

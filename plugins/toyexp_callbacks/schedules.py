@@ -16,7 +16,7 @@ FRACTIONS = ("decay", "floor")  # settings from 0 to 1
 
 @dataclass(eq=False)
 class WarmupSchedule(Schedule):
-    """Base of this module's schedules: a linear warmup to the base value, then the factor from `decay_factor`."""
+    """Base of this module's schedules: a linear warmup to the base value, then the base value times `decay_factor`."""
 
     warmup: int | float = 0  # warmup steps, in which the factor rises linearly to 1; below 1: fraction of the run
 
@@ -42,7 +42,7 @@ class WarmupSchedule(Schedule):
         raise NotImplementedError
 
     def progress(self, step: int, steps: int) -> float:
-        """Return the completed fraction of the steps after the warmup; 1 if there are none."""
+        """Return the fraction of the steps after the warmup that is completed; 1 if no step follows the warmup."""
         warmup = self.warmup_steps(steps)
         return min((step - warmup) / (steps - warmup), 1) if steps > warmup else 1
 
@@ -117,7 +117,7 @@ class WarmupStableDecay(WarmupSchedule):
             yield f"callbacks.wsd.floor={self.floor}: has no effect with callbacks.wsd.decay=0"
 
     def decay_factor(self, step: int, steps: int) -> float:
-        """Return 1 in the constant phase, then the linear interpolation to `floor`."""
+        """Return 1 in the constant phase, and after it the linear interpolation from 1 to `floor`."""
         length = self.decay * steps
         steps_left = steps - step
         return 1.0 if steps_left >= length else self.floor + (1 - self.floor) * steps_left / length
@@ -125,7 +125,7 @@ class WarmupStableDecay(WarmupSchedule):
 
 @cache
 def make_second(schedule: type[Schedule]) -> type[Schedule]:
-    """Return a copy of the schedule named `<name>_2`, so that one run can schedule two settings."""
+    """Return a copy of the schedule with the name `<name>_2`, so that one run can schedule two settings."""
     doc = f"{(schedule.__doc__ or '').strip()} A second instance, for another setting."
     namespace = {"name": f"{schedule.name}_2", "__doc__": doc, "__module__": __name__}
     return make_dataclass(f"{schedule.__name__}2", [], bases=(schedule,), namespace=namespace, eq=False)

@@ -64,7 +64,7 @@ class EarlyStop(MetricListener):
         require_range("callbacks.early_stop", self, patience="[1,inf)", min_delta="[0,inf]")
 
     def best_metric(self) -> str | None:
-        """Return the metric, so that the run keeps and exports its best weights."""
+        """Return the name of the metric. The run then keeps and exports the weights with its best value."""
         return self.metric
 
     def warnings(self, preview: RunPreview) -> Iterable[str]:
@@ -97,7 +97,7 @@ class EarlyStop(MetricListener):
 
     @hookimpl
     def stop_reason(self) -> str | None:
-        """Return why the run must stop, after `patience` evaluations in a row without improvement; None before."""
+        """Return why the run must stop if none of the last `patience` evaluations was an improvement, else None."""
         if self._waited < self.patience:
             return None
         target = self._best - self.min_delta
@@ -141,7 +141,7 @@ class QualityGate(MetricListener):
         self._values = [first, last]
 
     def join(self, step: int) -> None:
-        """Raise UserError: this callback needs the run's first evaluation, which came before `step`."""
+        """Raise UserError: this callback cannot join a run at `step`, because it needs the run's first evaluation."""
         raise UserError(
             f"callbacks.{self.name} needs the first evaluation, but the run resumes at step {step}; "
             "leave the callback out, or start a new run"
@@ -170,7 +170,7 @@ class QualityGate(MetricListener):
             has_passed = value >= threshold
         run.emit("quality_gate", passed=has_passed, metric=metric, value=value, threshold=threshold)
         if not has_passed:
-            raise RunFailed(f"quality gate: held-out {metric} is {value:.4f}, it must be {limit} {threshold:g}")
+            raise RunFailed(f"quality gate: held-out {metric} is {value:.4f}; it must be {limit} {threshold:g}")
 
 
 # -- warnings about loss spikes and divergence -------------------------------------------------------------------------
@@ -195,14 +195,14 @@ class Climb:
     def limit(self, rise: float) -> float:
         """Return the value above which a loss counts as high; `rise` is a fraction of the best value.
 
-        It is the larger of two bounds. The second, half of the way back to the first value, avoids false alarms for
-        losses near zero, which vary by a large fraction.
+        The loss must exceed the best value by this fraction, and also the mean of the best and the first value. The
+        second condition avoids false alarms for losses near zero, whose relative changes are large.
         """
         assert self.first is not None
         return max(self.best * (1 + rise), (self.best + self.first) / 2)
 
     def update(self, loss: float, rise: float, patience: int) -> bool:
-        """Process the next loss. Return True only for the loss that is the `patience`-th high one in a row."""
+        """Process the next loss. Return True only if it is the `patience`-th high loss in a row."""
         if self.first is None:
             self.first = self.best = loss
         self.best = min(self.best, loss)
@@ -234,14 +234,14 @@ class Watch(Listener):
                        factor="(0,inf)", rise="(0,inf)")  # fmt: skip
 
     def warnings(self, preview: RunPreview) -> Iterable[str]:
-        """Warn if a changed `warmup` or `patience` exceeds the run."""
+        """Warn if `warmup` or `patience` is longer than the run and is not the default."""
         for key, event in (("warmup", "a spike"), ("patience", "a diverging training loss")):
             if is_changed(self, key):
                 value = getattr(self, key)
                 yield from preview.interval_warnings(f"callbacks.watch.{key}", value, f"it cannot warn about {event}")
 
     def state(self) -> dict[str, Any]:
-        """Return all detector state."""
+        """Return the state of the detectors of spikes and of divergence, to be saved in a checkpoint."""
         return {
             "steps": self._steps,
             "mean": self._mean,
@@ -253,7 +253,7 @@ class Watch(Listener):
         }
 
     def resume(self, state: Mapping[str, Any]) -> None:
-        """Restore the detector state."""
+        """Restore the state of the detectors of spikes and of divergence."""
         self._steps, self._in_spike = int(state["steps"]), bool(state["in_spike"])
         self._mean, self._variance, self._smooth = (float(state[key]) for key in ("mean", "variance", "smooth"))
         self._training = toyexp.rebuild_dataclass(Climb, state["training"])
@@ -264,7 +264,8 @@ class Watch(Listener):
         """Warn if the loss jumps far above its running mean (a spike), or keeps rising (divergence).
 
         Spikes are detected as ZClip (Kumar et al. 2025) detects them in gradient norms: by a z-score from exponential
-        moving averages of mean and variance. A spike changes these averages only as a loss at the limit would.
+        moving averages of mean and variance. A spike enters these averages as the largest loss that would not be a
+        spike.
         """
         loss = metrics["loss"]
         if not math.isfinite(loss):  # the run itself reports it
@@ -289,7 +290,11 @@ class Watch(Listener):
 
     @hookimpl
     def on_eval(self, run: Run, step: int, metrics: Mapping[str, float]) -> None:
-        """Check the held-out loss for divergence. At the last evaluation, one value far above the first suffices."""
+        """Check the held-out loss for divergence.
+
+        The loss must be high in two evaluations in a row. At the run's last evaluation, a single loss far above the
+        first one is enough for a warning.
+        """
         loss, climb = metrics["loss"], self._held_out
         if not math.isfinite(loss):
             return

@@ -5,7 +5,7 @@ from toyexp import Register, hookimpl
 
 @hookimpl
 def register_data(register: Register) -> None:
-    """Register stdlib, text, jsonl, preference, tokens, random, digits, images and vectors."""
+    """Register the data sets that ship with toyexp."""
     from toyexp_data.images import Digits, Images
     from toyexp_data.jsonl import Jsonl
     from toyexp_data.preference import Preference

@@ -36,7 +36,7 @@ def _cache_path(kind: str, key: str, suffix: str) -> Path | None:
 
 
 class _WriteFailed(Exception):
-    """Failure to write the cache, as opposed to an error in reading the text."""
+    """Error in writing the cache. It is a class of its own, to tell it from errors in reading the text."""
 
 
 @contextlib.contextmanager
@@ -98,17 +98,18 @@ def remember(kind: str, key: str, facts: dict[str, Any]) -> None:
 
 @dataclass(frozen=True)
 class PackedIds:
-    """Token ids of a text: a read-only array per part (training, held-out), and the SHA-256 of all ids as int32."""
+    """Token ids of a text: a read-only array for each part (training, held-out), and the SHA-256 of the int32 ids."""
 
     parts: list[np.ndarray]
     sha256: str
 
 
 def load_or_pack(key: str, vocab: int, make: Callable[[], Iterable[Iterable[np.ndarray]]]) -> PackedIds:
-    """Return the token ids cached under `key`; if they are missing, store the ids that `make` yields.
+    """Return the token ids cached under `key`. If there are none, cache and return the ids that `make` yields.
 
-    `make` yields the parts of the text, each as arrays of ids. The result is memory-mapped from the cache file, or kept
-    in memory if the cache cannot be written.
+    `make` yields the parts of the text (training, held-out), each as arrays of ids. If `vocab` is at most 65,536, the
+    cache file holds 16-bit ids. The result is memory-mapped from the file, or kept in memory if the file cannot be
+    written.
     """
     path = _cache_path("tokens", key, "ids")
     if path:

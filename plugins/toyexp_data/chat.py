@@ -1,4 +1,4 @@
-"""Split the text of prompts and conversations into learned parts (which count in the loss) and parts only read."""
+"""Split prompts and conversations into parts that are learned (count in the loss) and parts that are only read."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Message(NamedTuple):
         return self.content or ""
 
     def fields(self) -> dict[str, Any]:
-        """Return the message as a template receives it."""
+        """Return the message as the dict that a chat template receives."""
         content = {} if self.content is None else {"content": self.content}
         return {"role": self.role, **content, **self.further}
 
@@ -53,7 +53,10 @@ class Part(NamedTuple):
 
 
 class Rows(NamedTuple):
-    """Training rows made from one example, and how many answers the chat template changed. A row is a list of parts."""
+    """Training rows made from one example, and the number of answers that the chat template changed.
+
+    A row is a list of parts.
+    """
 
     rows: list[list[Part]]
     off_prompt: int = 0  # answers that do not begin with the template's generation prompt
@@ -71,8 +74,8 @@ class Example(NamedTuple):
 def plain_rows(messages: Sequence[Message], tools: Any = None) -> Rows:
     """Return a conversation as one row in the plain format, which needs no chat template.
 
-    Each message is a line with its role, then its content; end-of-text follows each answer. Raise BadExample for tools
-    and for messages that do not have exactly a role and a content.
+    Each message becomes a line with its role, followed by its content; end-of-text follows each answer. Raise
+    BadExample if there are tools, or if a message lacks a content or has keys other than role and content.
     """
     if tools:
         raise BadExample("has tools, which the plain format does not support")
@@ -104,7 +107,7 @@ def iter_strings(value: Any) -> Iterator[str]:
 
 
 def tokenize(parts: Sequence[Part], tokenizer: Tokenizer, everything: bool) -> Example:
-    """Tokenize the parts of a row, each on its own, as prompt and answer are tokenized at inference.
+    """Tokenize each part of a row on its own, because prompt and answer are tokenized separately at inference too.
 
     With `everything`, all tokens are learned. Raise BadExample if no token is learned.
     """

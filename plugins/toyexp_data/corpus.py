@@ -27,7 +27,7 @@ SETTLE_TIME = 2.0  # seconds; some file systems round modification times to 2 s
 
 
 def chunks(path: Path) -> Iterator[str]:
-    """Yield a file's text in chunks; raise UserError with the file and byte for a NUL or invalid UTF-8."""
+    """Yield a file's text in chunks; raise UserError with file and byte offset for a NUL or invalid UTF-8."""
     decoder = codecs.getincrementaldecoder("utf-8")()
     with open_file(path) as file:
         # Ignore later writes: read only the present size. Reject files in /proc, because some never end.
@@ -66,7 +66,7 @@ def slice_text(texts: Iterator[str], start: int, stop: int) -> Iterator[str]:
 
 @dataclass(frozen=True)
 class Facts:
-    """Size and digest of the text that is used, as stored in the cache."""
+    """Size and digest of the text that a run uses. The cache stores them."""
 
     digest: str  # SHA-256 of the documents, joined by NUL
     documents: int
@@ -75,7 +75,7 @@ class Facts:
     skipped: list[str]  # unusable files, each with the reason
 
     def omissions(self) -> list[str]:
-        """Return notes about text that is not used and files that were skipped; empty if there are none."""
+        """Return notes about text that the run does not use, and about skipped files; empty if there are none."""
         part = [f"{megabytes(self.taken, self.size)}: data.max_mb"] if self.taken < self.size else []
         count = len(self.skipped)
         return part + ([f"{count} skipped (data.on_error), such as {self.skipped[0]}"] if count else [])
@@ -104,7 +104,7 @@ class Corpus:
 
     @cached_property
     def facts(self) -> Facts:
-        """Facts about the text, from the cache or, if they are not there, from reading the text."""
+        """Size and digest of the text. If they are not in the cache, this property reads the text."""
         cached = recall("text", self._key)
         return Facts(**cached) if cached else self._survey[0]
 
@@ -136,7 +136,7 @@ class Corpus:
         return facts, documents
 
     def texts(self) -> Iterator[Iterator[str]]:
-        """Yield the used text of each document, in chunks."""
+        """Yield, for each document, the text that the run uses, in chunks."""
         return (slice_text(chunks(path), 0, count) for path, count in self._survey[1])
 
     def train(self) -> Iterator[Iterator[str]]:
@@ -148,7 +148,7 @@ class Corpus:
         return (slice_text(chunks(path), self._cut(count), count) for path, count in self._survey[1])
 
     def first_file_containing(self, character: str) -> Path | None:
-        """Return the first file whose used text contains the character."""
+        """Return the first file with this character in the text that the run uses; None if there is none."""
         texts = zip(self._survey[1], self.texts(), strict=True)
         return next((path for (path, _), text in texts if any(character in chunk for chunk in text)), None)
 
@@ -167,7 +167,10 @@ class Corpus:
 
 
 def _digest_text(path: Path, room: int, update: Callable[[bytes], object]) -> tuple[int, int]:
-    """Add at most `room` characters of a file to a digest; return the numbers of characters and bytes added."""
+    """Pass at most `room` characters of a file to a digest's method `update`.
+
+    Return the number of characters and the number of bytes that were passed.
+    """
     length = size = 0
     for text in slice_text(chunks(path), 0, room):
         raw = text.encode()
@@ -177,7 +180,7 @@ def _digest_text(path: Path, room: int, update: Callable[[bytes], object]) -> tu
 
 
 class Stat(NamedTuple):
-    """Status of a file, which differs after any change of the file."""
+    """Size, times and identity of a file, to detect whether the file has changed."""
 
     size: int
     change_time: float  # seconds: the later of mtime and ctime
@@ -204,7 +207,10 @@ def characters(texts: Iterator[Iterator[str]]) -> list[str]:
 
 
 def sample_pieces(pieces: Iterable[str], size: int, limit: int) -> Iterator[str]:
-    """Yield pieces spread evenly over a text of `size` characters, about `limit` characters in all."""
+    """Yield some of the pieces of a text, spread evenly over the text, with about `limit` characters in all.
+
+    `size` is the number of characters of the whole text.
+    """
     size_read = sample_size = 0
     for piece in pieces:
         size_read += len(piece)
@@ -215,7 +221,7 @@ def sample_pieces(pieces: Iterable[str], size: int, limit: int) -> Iterator[str]
 
 @dataclass
 class FoundFiles:
-    """Files of a data set in a fixed order, and the reasons why others were left out."""
+    """Files of a data set in a fixed order, and the reasons why other files were left out."""
 
     files: list[Path] = field(default_factory=list)
     others: int = 0  # files with another suffix

@@ -15,7 +15,7 @@ from toyexp_data.chat import Example
 
 
 class ExampleDataset(Dataset):
-    """Examples in a training part and a held-out part; only tokens marked as learned count in the loss."""
+    """Data set of examples, in a training and a held-out part. Only tokens marked as learned count in the loss."""
 
     def __init__(
         self,
@@ -85,7 +85,7 @@ class ExampleDataset(Dataset):
 
 
 class Examples:
-    """Token ids and learned flags of all examples, concatenated; and each example's length and first learned token."""
+    """Concatenated token ids and learned flags of all examples, and each example's length and first learned token."""
 
     def __init__(self, examples: Sequence[Example], eos: int):
         self.eos = eos

@@ -1,4 +1,4 @@
-"""Held-out settings that all data sets share."""
+"""Settings of the held-out part, which all data sets share."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ MAX_NAMED = 20  # skipped examples that a run's record names
 
 @dataclass
 class SplitData(Data):
-    """Base of data plugins that hold out the fraction `val_fraction` and limit the amount used per evaluation."""
+    """Base of data plugins that hold out the fraction `val_fraction` and limit the amount of data per evaluation."""
 
     eval_settings: ClassVar[Mapping[str, Any]] = {"val_fraction": 1.0}
 
@@ -25,7 +25,7 @@ class SplitData(Data):
         require_range("data", self, val_fraction="(0,1]", **bounds)
 
     def warnings(self, preview: RunPreview) -> Iterable[str]:
-        """Yield warnings about an evaluation larger than the held-out part; raise UserError if all is held out."""
+        """Yield a warning if an evaluation may use more data than is held out. Raise UserError if all is held out."""
         if getattr(self, "val_fraction", 0) == 1:
             raise UserError("data.val_fraction=1.0: leaves nothing to train on; it must be below 1")
         key = "eval_images" if self.gives is IMAGES else "eval_batches"

@@ -48,7 +48,10 @@ class Images(SplitData):
 
     @classmethod
     def suggest_settings(cls, sizes: Mapping[str, Any], tokenizer: toyexp.Tokenizer | None) -> str | None:
-        """Return overrides with a placeholder for the path, and with the image size and colour of the model."""
+        """Return overrides that fit the data to the model: a placeholder for the path, image size, and color=false.
+
+        The image size and color=false are left out if the model does not need them.
+        """
         size = f" data.image_size={sizes['image_size']}" if "image_size" in sizes else ""
         return f"data.path=FOLDER{size}" + " data.color=false" * (sizes.get("channels") == 1)
 
@@ -68,7 +71,7 @@ class Images(SplitData):
         require_range("data", self, max_mb="(0,inf)")
 
     def open(self, vocabulary: Path | None) -> toyexp.ImageDataset:
-        """Read and scale every image; with on_error=skip leave out and count unusable ones."""
+        """Read and scale every image. With on_error=skip, leave out and count unusable images."""
         listed, names = self._read_labels() if self.labels else self._folders()
         shape = (self.image_size, self.image_size, 3 if self.color else 1)
         if len(listed) * math.prod(shape) > self.max_mb * 1e6:
@@ -110,7 +113,7 @@ class Images(SplitData):
         )  # fmt: skip
 
     def warnings(self, preview: RunPreview) -> Iterable[str]:
-        """Yield warnings about settings without effect."""
+        """Yield a warning for each setting that has no effect."""
         yield from super().warnings(preview)
         if is_changed(self, "val_fraction") and (directory := self._split()[1]):
             yield f"data.val_fraction={self.val_fraction}: has no effect; {directory} is held out"
@@ -152,7 +155,7 @@ class Images(SplitData):
         return train, held_dir
 
     def _read_labels(self) -> tuple[list[tuple[Path, int | str]], list[str]]:
-        """Read the CSV file `labels`. Return its image files and the class names.
+        """Read the CSV file that the setting `labels` names. Return its image files, and the class names.
 
         Each file comes with its class number, or with the reason why the file is unusable.
         """
@@ -172,12 +175,13 @@ class Images(SplitData):
                 continue
             listed.append((file, number if 0 <= number < count else f"its class {number} is not one of 0..{count - 1}"))
         if count > len(lines):
-            raise UserError(f"data.labels={self.labels}: {count} classes need an image each, but it lists {len(lines)}")
+            problem = f"{count} classes need an image each, but the file lists {len(lines)}"
+            raise UserError(f"data.labels={self.labels}: {problem}")
         self._check_once(entries)
         return listed, [str(number) for number in range(count)]
 
     def _check_once(self, listed: Sequence[tuple[Path, int | None, list[str]]]) -> None:
-        """Raise UserError for an image listed twice, which could be both in the training and the held-out part."""
+        """Raise UserError if an image is listed twice: it could then be in the training and in the held-out part."""
         labels: dict[str, int | None] = {}
         for file, number, line in listed:
             path = os.path.abspath(file)  # noqa: PTH100 - ./a.png becomes a.png; Path.resolve would also follow links

@@ -81,11 +81,11 @@ class Jsonl(TokenizedData):
             raise UserError(f"data.date={self.date}: must be a date such as 2026-11-21 or 2026-11-21T17:30") from None
 
     def _now(self) -> datetime:
-        """Return the time that chat templates receive: the setting `date`, or today; at midnight by default."""
+        """Return the date and time for chat templates: the setting `date` or, if it is empty, today at midnight."""
         return datetime.fromisoformat(self.date) if self.date else datetime.combine(date.today(), time())
 
     def warnings(self, preview: RunPreview) -> Iterable[str]:
-        """Yield a warning if the template has no effect."""
+        """Yield a warning if the setting `template` has no effect."""
         yield from super().warnings(preview)
         if is_changed(self, "template") and not preview.dataset.describe()["chats"]:
             yield f"data.template={self.template}: has no effect; {self.path} has no conversations"
@@ -246,7 +246,7 @@ def _message(entry: Any, number: int) -> Message:
     if role not in ROLES:
         raise BadExample(f"message {number} has the role {printable(str(role))}; {suggest(str(role), ROLES)}")
     if role == "system" and number > 1:
-        raise BadExample(f"message {number} has the role system, which only the first may have")
+        raise BadExample(f"message {number} has the role system; only the first message may have it")
     further = {key: item for key, item in entry.items() if key not in ("role", "content") and item is not None}
     if content not in (None, "") or (role != "tool" and not (role == "assistant" and further)):
         if "content" not in entry:
@@ -291,7 +291,7 @@ def _kind(value: Any) -> str:
 
 
 def example_rows(value: Mapping[str, Any], write: Callable[[Sequence[Message], Any], Rows]) -> Rows:
-    """Return a parsed line as training rows. `write` converts a conversation and its tools to rows."""
+    """Return the training rows of a parsed line. The function `write` converts a conversation and its tools to rows."""
     if "messages" in value:
         return write(value["messages"], value["tools"])
     if "text" in value:

@@ -1,7 +1,8 @@
 """Render conversations with a GGUF file's own chat template, and split them into learned and read parts.
 
-The text before each answer is exactly the prompt that the template renders at inference. If a template changes earlier
-turns once others follow (for example, drops reasoning), a conversation becomes several rows.
+The text before each answer is exactly the prompt that the template renders at inference. Some templates render a
+message differently when later messages follow it, for example without its reasoning. A conversation then becomes
+several rows.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ _NO_THOUGHT = re.compile(
 
 
 class Turn(NamedTuple):
-    """An answer of the assistant, with the text before it."""
+    """One answer of the assistant, and the text of the rendered chat before the answer."""
 
     read: str  # the text before the answer
     answer: str
@@ -37,11 +38,14 @@ class Turn(NamedTuple):
 
     @property
     def text(self) -> str:
-        """Text before the answer, and the answer up to the end of its last learned range."""
+        """Text before the answer, followed by the answer up to its last character that counts in the loss."""
         return self.read + self.answer[: self.learned[-1][1]]
 
     def parts(self, skip: int, end: bool) -> list[Part]:
-        """Return the turn as parts, without the first `skip` characters of `read`. With `end`, end-of-text follows."""
+        """Return the text before the answer, without its first `skip` characters, and the answer, as parts of a row.
+
+        If `end` is True, an end-of-text token follows the last part.
+        """
         pieces, position = [(self.read[skip:], False)], 0
         for begin, stop in self.learned:
             pieces += [(self.answer[position:begin], False), (self.answer[begin:stop], True)]
@@ -102,7 +106,7 @@ class ChatTemplate:
                     raise BadExample(f"{subject} contains the control token {printable(control[0])}")
 
     def _turn(self, talk: _Conversation, number: int) -> Turn | None:
-        """Return the turn of the answer in message `number`; None if the template marks none of it as generated."""
+        """Return the answer in message `number` as a Turn; None if the template marks no part of it as generated."""
         prompted, after = talk.beginning(number, True).text, talk.beginning(number + 1, False)
         read, answer, follows_prompt = prompted, after.text[len(prompted) :], True
         if not after.text.startswith(prompted):
@@ -125,9 +129,10 @@ class ChatTemplate:
         return ends[0] if ends else controls[-1].end() if controls else 0
 
     def _align(self, talk: _Conversation, number: int) -> tuple[str, str, bool]:
-        """Find the start of an answer that the template does not render directly after its generation prompt.
+        """Find where the answer in message `number` begins if it does not directly follow the generation prompt.
 
-        Return the text before the answer, the answer, and True if the former can end in the generation prompt.
+        Return the text before the answer, the answer, and True if the text before the answer ends with the generation
+        prompt.
         """
         message = talk.messages[number]
         prompted, after = talk.beginning(number, True).text, talk.beginning(number + 1, False).text
@@ -151,7 +156,10 @@ class ChatTemplate:
 
 
 class _Conversation:
-    """A conversation and its beginnings (the first messages, up to each answer), all rendered in one request."""
+    """Conversation rendered by a chat template: all messages, and the messages up to each answer.
+
+    A single call of the template engine renders all these texts.
+    """
 
     def __init__(self, template: Template, messages: Sequence[Message], tools: Any):
         self.messages = messages
@@ -169,7 +177,7 @@ class _Conversation:
     def find_content(self, number: int, count: int, prompted: bool) -> tuple[int, int] | None:
         """Return the character range of the content of message `number` in `beginning(count, prompted)`.
 
-        The range is found by rendering the message with other content; None if the text does not change.
+        To find it, render the message with other content and compare the texts. Return None if they are equal.
         """
         message, text = self.messages[number], self.beginning(count, prompted).text
         other = next(c for c in map(chr, range(0x2603, 0x110000)) if c not in message.text)
@@ -183,17 +191,18 @@ class _Conversation:
         return begin, len(text) - after
 
     def turn_end(self, number: int, prompted: bool) -> int:
-        """Return the character offset in the rendered chat at which the message before answer `number` ends.
+        """Return the character offset at which the content of the message before answer `number` ends.
 
-        If `prompted`, a generation prompt follows that message. Raise BadExample if the message's end is not found.
+        The offset refers to the rendered chat up to this answer or, if `prompted`, up to the generation prompt in its
+        place. Raise BadExample if the end is not found.
         """
         content_range = self.find_content(number - 1, number + (not prompted), prompted) if number else (0, 0)
         if content_range is None:
-            raise BadExample(f"the chat template changes a turn once others follow; {_ADVICE}")
+            raise BadExample(f"the chat template changes a turn when later turns follow; {_ADVICE}")
         return content_range[1]
 
     def require_complete(self, number: int, answer: str) -> None:
-        """Raise BadExample unless the answer has the message's content and tool calls; reasoning may be missing."""
+        """Raise BadExample unless the rendered `answer` contains the content and the tool calls of message `number`."""
         content = self.messages[number].text
         calls = self.messages[number].further.get("tool_calls") or ()
         required = [
@@ -231,10 +240,10 @@ def _common_prefix(first: str, second: str) -> int:
 
 
 def _join_turns(turns: Sequence[Turn], open_end: bool) -> list[list[Part]]:
-    """Join turns into as few rows as possible.
+    """Join the answers of a conversation into as few training rows as possible.
 
-    A turn continues a row if the text before its answer begins with the whole text of that row. End-of-text is added to
-    a row whose last answer has no end token; to the last row only if `open_end`.
+    An answer continues a row if the text before the answer begins with the whole text of that row. If the last answer
+    of a row has no end token, add end-of-text to the row. For the last row, do this only if `open_end` is True.
     """
     rows: list[list[Part]] = []
     before = ""

@@ -52,13 +52,16 @@ class TokenizedData(SplitData):
         super().check()
 
     def warnings(self, preview: RunPreview) -> Iterable[str]:
-        """Yield warnings about settings without effect."""
+        """Yield a warning for each setting that has no effect."""
         if is_changed(self, "bpe_vocab") and self.tokenizer != "bpe":
             yield f"data.bpe_vocab={self.bpe_vocab}: has no effect with data.tokenizer={self.tokenizer}"
         yield from super().warnings(preview)
 
     def source(self, vocabulary: Path | None) -> Path | None:
-        """Return the GGUF file with the tokenizer: the setting, or `vocabulary` for auto; None if there is none."""
+        """Return the GGUF file with the tokenizer, or None if no file is used.
+
+        If the setting `tokenizer` is auto, this is `vocabulary`, the file that the recipe suggests, if any.
+        """
         if self.tokenizer.endswith(".gguf"):
             return Path(self.tokenizer)
         return vocabulary if self.tokenizer == "auto" else None
@@ -71,7 +74,7 @@ class TokenizedData(SplitData):
         return toyexp.formats.read_tokenizer(toyexp.formats.open_gguf(str(source)))
 
     def bpe_notes(self, tokenizer: toyexp.Tokenizer) -> list[str]:
-        """Return a note if bpe learned fewer tokens than requested."""
+        """Return a list with a note if the bpe tokenizer learned fewer tokens than requested; otherwise empty."""
         if self.tokenizer != "bpe" or tokenizer.vocab == self.bpe_vocab:
             return []
         return [f"only {tokenizer.vocab} of data.bpe_vocab={self.bpe_vocab} tokens learned: the text has no more pairs"]
@@ -127,7 +130,7 @@ class TextData(TokenizedData):
         )
 
     def _tokenizer(self, corpus: Corpus, vocabulary: Path | None) -> tuple[toyexp.Tokenizer, list[str]]:
-        """Return the tokenizer, and notes about text on which it was not trained.
+        """Return the tokenizer, and a list with a note if bpe was trained on only a part of the text.
 
         Tokenizers that are made from the text (char and bpe) are cached.
         """
@@ -207,7 +210,7 @@ class Text(TextData):
 
     @classmethod
     def suggest_settings(cls, sizes: Mapping[str, Any], tokenizer: toyexp.Tokenizer | None) -> str | None:
-        """Return a placeholder for the path if the model has a tokenizer, else None."""
+        """Return an override of `data.path` with a placeholder, or None if the model has no tokenizer."""
         return "data.path=TEXT.txt" if tokenizer else None
 
     @classmethod
@@ -226,7 +229,7 @@ class Text(TextData):
         match_paths(self.path)
 
     def warnings(self, preview: RunPreview) -> Iterable[str]:
-        """Yield a warning if the suffixes have no effect."""
+        """Yield a warning if the setting `suffixes` has no effect."""
         yield from super().warnings(preview)
         if is_changed(self, "suffixes") and Path(self.path).is_file():
             yield f"data.suffixes={self.suffixes}: has no effect; data.path={self.path} is a file, not a directory"

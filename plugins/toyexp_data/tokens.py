@@ -47,7 +47,7 @@ class Tokens(SplitData):
 
     @classmethod
     def suggest_settings(cls, sizes: Mapping[str, Any], tokenizer: toyexp.Tokenizer | None) -> str | None:
-        """Return a placeholder for the path if the model has no tokenizer, else None."""
+        """Return an override of `data.path` with a placeholder, or None if the model has a tokenizer."""
         return None if tokenizer else "data.path=IDS.bin"
 
     def check(self) -> None:

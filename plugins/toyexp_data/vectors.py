@@ -55,8 +55,10 @@ class Vectors(Data):
 
         try:
             loaded = np.load(self.path, allow_pickle=False)
-        except (ValueError, OSError, EOFError, zipfile.BadZipFile) as error:
-            raise UserError(f"data.path={self.path}: is not a NumPy file ({error}); save it with numpy.savez") from None
+        except (ValueError, OSError, EOFError, zipfile.BadZipFile):
+            raise UserError(
+                f"data.path={self.path}: is not a NumPy file of numbers; save it with numpy.savez"
+            ) from None
         if isinstance(loaded, np.ndarray):
             return loaded, loaded
         if "x" not in loaded:

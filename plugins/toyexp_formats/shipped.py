@@ -26,7 +26,7 @@ class GGUF(Format):
     type: str = "f32"  # f32 | f16 | bf16 | q8_0 | q4_0 | q4_1 | q5_0 | q5_1; with llama.cpp installed q2_k ... q6_k
 
     def check(self) -> None:
-        """Raise UserError for an unknown type. Raise Unavailable if it needs llama.cpp, which is not installed."""
+        """Raise UserError for an unknown type. Raise Unavailable if llama.cpp is missing and the type needs it."""
         formats.check_type(self.type)
 
     def check_model(self, model: Model) -> None:
@@ -40,7 +40,7 @@ class GGUF(Format):
             raise UserError(f"{problem}; {suggest('', FILE_TYPES)}")
 
     def write(self, export: ModelExport, path: Path) -> list[str]:
-        """Write the file. Return a warning for each tensor that is not finite or does not fit the type."""
+        """Write the file. Return a warning for each tensor whose numbers are not finite or do not fit the type."""
         model, tensors, tokenizer = export.model, export.tensors, export.tokenizer
         return formats.write_model(path, model, tensors, tokenizer, self.type, export.general, export.data)
 
@@ -117,7 +117,7 @@ class HuggingFace(Format):
         hf_layout(model, {})
 
     def write(self, export: ModelExport, path: Path) -> list[str]:
-        """Write the directory. Return a warning for each tensor that is not finite or does not fit the dtype."""
+        """Write the directory. Return a warning for each tensor with numbers that are NaN, infinite or too large."""
         return formats.write_folder(path, export, self.dtype)
 
     def write_adapter(self, plan: Plan, export: ModelExport, path: Path) -> list[str]:
@@ -125,5 +125,5 @@ class HuggingFace(Format):
         return formats.write_adapter_folder(path, plan, export)
 
     def notes(self, export: ModelExport) -> list[str]:
-        """Return a note for each difference in how transformers or llama.cpp's converter will read the directory."""
+        """Return a note for each thing that transformers or llama.cpp's converter will read differently than toyexp."""
         return formats.hf_notes(export.model, export.data, export.tokenizer)

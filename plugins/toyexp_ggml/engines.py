@@ -165,7 +165,7 @@ class GGMLGPU(GGMLEngine):
 
     @property
     def device(self) -> str:
-        """ggml's name of the GPU, or "CPU" if it is emulated."""
+        """ggml's name of the GPU, or "CPU" if the CPU emulates the GPU."""
         return "CPU" if self.emulate else self.profile.device
 
     def check(self) -> str:
@@ -190,7 +190,7 @@ class GGMLGPU(GGMLEngine):
         raise Unavailable(f"this ggml-python is built without {name}; build it again: {rebuild(flag)}")
 
     def hint(self) -> str:
-        """Return advice to append to the error that no device was found."""
+        """Return advice that is appended to the error message if no device is found."""
         return ""
 
 
@@ -278,7 +278,7 @@ class GGMLVulkan(GGMLGPU):
 
     @property
     def profile(self) -> profiles.Profile:
-        """Profile for float32 products; if `half` is True, for float16 products, which need scaled gradients."""
+        """Description of the device. With `half`, it states that matrix products are computed in float16."""
         return profiles.VULKAN_HALF if self.half else profiles.VULKAN
 
     def product_dtype(self) -> str:

@@ -81,7 +81,7 @@ class Inputs:
         return self._nodes[key]
 
     def load(self, batch: Batch) -> None:
-        """Upload a batch and all inputs computed from it. Raise SessionError for an id outside the table it indexes."""
+        """Upload a batch and all inputs computed from it. Raise SessionError for an id that its table does not have."""
         for name, below in self._tighter_bounds.items():
             low, high = batch[name].min(), batch[name].max()
             if low < 0 or high >= below:
@@ -108,7 +108,7 @@ class Inputs:
         return self._constant(("vector", numbers), lambda: np.array(numbers, np.float32))
 
     def causal_mask(self, queries: int, keys: int) -> Node:
-        """Return the causal mask [queries, keys] of the last `queries` of `keys` positions: -inf if hidden, else 0."""
+        """Return a mask [queries, keys] for the last `queries` positions: -inf for keys at later positions, else 0."""
         hidden = lambda: np.triu(np.full((queries, keys), -np.inf, np.float32), 1 + keys - queries)  # noqa: E731
         return self._constant(("mask", queries, keys), hidden)
 
@@ -160,7 +160,10 @@ class Inputs:
         return self._derive(("places", name, classes), (n,), np.int32, lambda batch: base + batch[name].reshape(-1))
 
     def weights(self, n: int, classes: int) -> Node:
-        """Return the batch's weights [n] as [n, k], each repeated k times (k divides `classes`), for speed in ggml."""
+        """Return the weights of the batch's n targets as [n, k], where k divides `classes`.
+
+        Each weight is repeated k times, because this makes ggml faster.
+        """
         k = max(k for k in range(1, min(classes, LONG) + 1) if classes % k == 0)
         return self._derive(
             ("weights", n, k), (n, k), np.float32, lambda batch: np.repeat(batch["weights"].reshape(n, 1), k, 1)
@@ -169,8 +172,9 @@ class Inputs:
     def memberships(self, ids: Node, rows: int) -> list[tuple[int, int, Node, Node]]:
         """Return (start, stop, member, distinct) for each chunk of c = stop - start ids of `ids` [n].
 
-        `distinct` [c] lists the chunk's distinct ids. It is padded with `rows`, the index of a spare row after a table
-        of this many rows. `member` [c, c] is 1 at [i, j] if position j of the chunk has the id distinct[i], else 0.
+        `distinct` [c] lists the chunk's distinct ids, padded with the value `rows`. The table has `rows` rows, so this
+        value is the index of a spare row after them. `member` [c, c] is 1 at [i, j] if position j of the chunk has the
+        id distinct[i], else 0.
         """
         name = next(name for name, node in self.batch.items() if isinstance(node, Ids) and node.flat is ids)
         chunks = [(start, min(start + CHUNK, ids.size)) for start in range(0, ids.size, CHUNK)]

@@ -1,7 +1,8 @@
 """C kernels that replace slow ggml ops on the CPU, compiled at first use by any compiler that could build ggml-python.
 
 Compiling takes a tenth of a second, so the library is cached. It is loaded only from a directory where no other user
-can write, because it runs as this user. Without a compiler, ggml's own ops give the same results, bit for bit.
+can write, because its code runs with this user's rights. Without a compiler, ggml's own ops give the same results,
+bit for bit.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ SECONDS = 60  # timeout for the compiler
 
 
 class Transpose(ctypes.Structure):
-    """Arguments of the kernel `transpose`."""
+    """C struct with the arguments of the kernel `transpose`."""
 
     _fields_ = (
         ("source", ctypes.c_void_p * 2),
@@ -52,7 +53,7 @@ def unavailable_reason() -> str:
 
 @functools.cache
 def _library() -> ctypes.CDLL | str:
-    """Return the compiled library, or why it cannot be compiled."""
+    """Return the library compiled from kernels.c, or a text that says why it cannot be compiled."""
     command = shlex.split(os.environ.get("CC", "")) or next(([c] for c in COMPILERS if shutil.which(c)), [])
     if not command:
         return "there is no C compiler"
@@ -94,7 +95,10 @@ def _digest(file: Path) -> bytes:
 
 
 def _load_cached(command: Sequence[str], path: Path) -> ctypes.CDLL:
-    """Return the library at `path`; build it if it is missing, damaged or another user's. Raise OSError on failure."""
+    """Return the library at `path`, or build it if the file is missing, damaged or owned by another user.
+
+    Raise OSError if this fails.
+    """
     digest = path.with_suffix(".sha256")  # loading a damaged library would crash the process
     if not (is_private(path) and is_private(digest) and read_file(digest) == _digest(path)):
         with write_atomically(path) as fresh:

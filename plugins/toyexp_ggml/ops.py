@@ -27,7 +27,7 @@ TINY = 1e-30  # added to divisors that may be 0
 
 
 class Heads(NamedTuple):
-    """Shape of grouped-query attention: B `rows`, H query `heads`, and `shared` = Hkv key/value heads.
+    """Sizes of grouped-query attention: the batch size `rows` (B), H query `heads`, and Hkv key/value heads (`shared`).
 
     Each key/value head serves G = H / Hkv query heads.
     """
@@ -324,11 +324,14 @@ class GGMLOps(Products):
         return self.g.sub(x, self.g.scale(self.g.sum_last(x), 1 / x.shape[-1]))
 
     def _centre_shrunk(self, x: Node) -> Node:
-        """Return exactly (x - mean) / SHRINK, by ggml's NORM with an eps so large that the variance rounds away."""
+        """Return exactly (x - mean) / SHRINK.
+
+        ggml's op NORM computes this, with an eps so large that adding the variance to eps does not change eps.
+        """
         return self.g.norm(x, SHRINK**2)
 
     def layer_norm(self, x: Node, w: Node, b: Node, eps: float) -> Node:
-        """Compute LayerNorm as RMSNorm of x - mean, which is equal because both norms add eps inside the root."""
+        """Compute LayerNorm as RMSNorm of x - mean. The two are equal, because both add eps inside the root."""
         g = self.g
         self._check_features("layer_norm", x, w, b)
         if not 0 <= eps < math.inf:
@@ -366,7 +369,7 @@ class GGMLOps(Products):
         self, q: Node, k: Node, v: Node, causal: bool = True, *, window: int = 0, scale: float | None = None,
         softcap: float = 0.0, sinks: Node | None = None,
     ) -> Node:  # fmt: skip
-        """Compute attention in blocks of queries, so that causal attention skips most hidden keys.
+        """Compute attention in blocks of queries, so that causal attention skips most of the masked keys.
 
         The query heads that share a key/value head are adjacent, so reshaping [B, H, n, D] joins them without a copy;
         see `Heads`. Windows, softcap, sinks and values of another size than keys are composed of other ops.

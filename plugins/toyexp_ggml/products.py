@@ -4,7 +4,8 @@ A device with `wide_tiles` divides a product among groups of threads only by the
 128 x 128 numbers, or 64 x 64 if the result has at most 64 rows or columns (`ggml_vk_guess_matmul_pipeline` and
 `ggml_vk_guess_split_k` of ggml's Vulkan). The product of a 256 x 256 weight with 1024 positions has 16 groups, and the
 weight's gradient has 4, while GPUs have room for hundreds. Such products are therefore split into a stack of products
-of 64 rows each, with the same memory layout, and groups share the long sums, which one group would add up on its own.
+of 64 rows each, with the same memory layout. Long sums are also split into slices for several groups; otherwise a
+single group would compute each sum.
 
 `TapedOps` records a forward pass and computes its gradients. If `recompute` is set, only one block's activations are in
 memory at a time, after Chen et al. 2016, "Training Deep Nets with Sublinear Memory Cost".
@@ -55,7 +56,7 @@ def _groups(n: int, m: int, side: int) -> int:
 
 @dataclass(frozen=True)
 class Block:
-    """First forward pass of a model's block: its tape, its result, and the function that runs the block again."""
+    """Record of a block's first forward pass: its tape, its result `out`, and a function that runs the block again."""
 
     tape: Tape
     run: Callable[[], Node]
@@ -146,7 +147,7 @@ class TapedOps(Ops):
                 dependents.update(outs)
 
     def _walk(self, tape: Tape, gradients: dict[Node, Node], dependents: set[Node]) -> None:
-        """Read the tape backwards and replace, in `gradients`, the gradient of each result by those of its inputs."""
+        """Read the tape backwards. In `gradients`, replace each result's gradient by the gradients of its inputs."""
         for outs, inputs, rule in reversed(tape):
             dys = [gradients.pop(out, None) for out in outs]
             if not any(dys):

@@ -1,4 +1,4 @@
-"""Ops that each device supports, as far as training needs them (ggml 0.15.3).
+"""Tables of the ops that each device supports (ggml 0.15.3). They contain only ops that training needs.
 
 A gradient rule uses a fused op if the profile has it, and plain ops otherwise. One set of rules thus serves all
 devices. The tables list the ops for which `supports_op` of each device returns True.
@@ -20,7 +20,7 @@ FUSED = frozenset({"RMS_NORM_BACK", "SILU_BACK", "SOFT_MAX_BACK", "GET_ROWS_BACK
 
 @dataclass(frozen=True)
 class Profile:
-    """A device: its name, the ops that it supports, and flags for its slow ops."""
+    """Description of a device: its name, the ops that it supports, and flags for ops that are slow on it."""
 
     device: str  # prefix of ggml's device names
     label: str  # name in messages

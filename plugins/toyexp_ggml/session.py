@@ -39,9 +39,10 @@ P = TypeVar("P", bound="Backend | Memory | MappedFile | Inputs")
 
 
 def choose_share_count(plan: Plan) -> int:
-    """Return the number of shares into which the rows of a step are split; see SHARES.
+    """Return the number of shares into which the rows of a step are split.
 
-    The number depends only on the plan, not on the machine, because it changes the last digits of the results.
+    The shares are computed at the same time; see SHARES. Their number depends only on the plan, not on the machine,
+    because it changes the last digits of the results.
     """
     trained = sum(t.size for t in plan.trainable)
     splits = plan.objective.rows_together == 1
@@ -52,7 +53,7 @@ def choose_share_count(plan: Plan) -> int:
 
 @dataclass(frozen=True)
 class Share:
-    """Rows of a micro-batch, the backend that computes them, and the nodes that sum their gradients."""
+    """Share of a micro-batch's rows, with the backend that computes it and the nodes that sum its gradients."""
 
     backend: Backend
     inputs: Inputs
@@ -61,7 +62,10 @@ class Share:
 
 
 class GGMLSession(Session):
-    """Session of a Plan as ggml graphs: those of a training step are built at the start, others when first used."""
+    """Session that runs a Plan as ggml graphs.
+
+    It builds the graphs of a training step at the start, and each other graph when it is first used.
+    """
 
     def __init__(
         self, plan: Plan, device: str, profile: Profile, threads: int, recompute: bool, adaptive: bool = False
@@ -108,10 +112,10 @@ class GGMLSession(Session):
         return shares
 
     def _map_frozen(self) -> dict[str, Node]:
-        """Return, by name, the frozen tensors that keep their file's type: all matrices, and other float32 tensors.
+        """Return, by name, the frozen tensors that keep their type in the file: all matrices, and all float32 tensors.
 
-        On the CPU they are memory-mapped, not copied. Raise GGUFError if a tensor is missing or contains NaN or
-        infinity.
+        On the CPU these tensors are memory-mapped, not copied. Raise GGUFError if a tensor is missing or contains NaN
+        or infinity.
         """
         files, nodes = defaultdict(list), {}
         for tensor in self.plan.tensors:
@@ -169,7 +173,8 @@ class GGMLSession(Session):
 
     def do_upload(self, tensor: PlanTensor, array: np.ndarray) -> None:
         if tensor.name in self._frozen:
-            raise SessionError(f"upload of {tensor.name}: frozen and mapped from its file; it cannot be replaced")
+            problem = "the tensor is frozen and mapped from its file, so its values cannot be replaced"
+            raise SessionError(f"upload of {tensor.name}: {problem}")
         put(self._weights[tensor.name], array)
 
     def do_download(self, tensor: PlanTensor) -> np.ndarray:
@@ -205,7 +210,10 @@ class GGMLSession(Session):
         return StepMetrics(loss, _number(self._compute("update")["norm"]))
 
     def _accumulate_all(self, micro: Batch) -> float:
-        """Add a micro-batch's gradients to the sums; return its loss. Wait for all shares, even if one fails."""
+        """Compute all shares of a micro-batch at the same time, and return its loss; see `_accumulate`.
+
+        If a share fails, wait for the others before raising the error.
+        """
         if len(self._shares) == 1:
             return self._accumulate(micro, 0)
         calls = [self._pool.submit(self._accumulate, micro, i) for i in range(len(self._shares))]
@@ -213,9 +221,9 @@ class GGMLSession(Session):
         return sum(call.result() for call in calls)
 
     def _accumulate(self, micro: Batch, i: int) -> float:
-        """Compute share `i` of a micro-batch and return its loss.
+        """Compute the loss and the gradients of share `i` of a micro-batch; return the loss.
 
-        Its gradients are added to the share's sums or, without gradient accumulation, replace them.
+        The gradients are added to the share's sums or, without gradient accumulation, replace the sums.
         """
         share = self._shares[i]
         share.inputs.load({name: array[share.rows] for name, array in micro.items()})
@@ -317,7 +325,7 @@ class GGMLSession(Session):
         return norm
 
     def _squares(self, graph: Graph, gradients: Iterable[Node]) -> Iterator[Node]:
-        """Yield partial sums of squares, [1] each; their total is the squared norm of all gradients together."""
+        """Yield nodes of shape [1]; their sum is the squared norm of all gradients together."""
         if not self._profile.narrow_sum:
             yield from (graph.sum_of_squares(g, by_dot=self._profile.slow_sum) for g in gradients)
             return
@@ -329,7 +337,10 @@ class GGMLSession(Session):
         yield from graph.want_all(graph.total(row) for row in rows)
 
     def _sum_of_squares(self, graph: Graph, alike: Sequence[Node]) -> Node:
-        """Return the elementwise sum [n] of the squares of all nodes [n]; at most SQUARES squares exist at a time."""
+        """Return the elementwise sum [n] of the squares of the nodes `alike`, [n] each.
+
+        To save memory, at most SQUARES of the squares exist at a time.
+        """
         total: Any = None
         for start in range(0, len(alike), SQUARES):
             for square in graph.want_all(graph.sqr(x) for x in alike[start : start + SQUARES]):

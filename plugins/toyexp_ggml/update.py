@@ -15,7 +15,7 @@ State = Mapping[str, Node]
 
 
 class GGMLArithmetic(Arithmetic):
-    """Operations of an optimiser's rule on nodes of one graph; a scalar is a node [1]."""
+    """Operations in which optimisers' rules are written, on nodes of one graph. A scalar is a node [1]."""
 
     def __init__(self, graph: Graph, profile: Profile):
         self._g, self._profile = graph, profile

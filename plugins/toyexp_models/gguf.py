@@ -37,7 +37,7 @@ class LanguageGGUF(GGUFForm[L]):
         return model
 
     def sizes(self, keys: Keys) -> dict[str, Any]:
-        """Return the model's fields, read from the file, by field name."""
+        """Return the model's fields as a dict from field name to value, read from the file's metadata `keys`."""
         embedding = keys.file.tensors.get("token_embd.weight")
         if embedding is None:
             raise keys.file.error("lacks the tensor token_embd.weight")
@@ -53,7 +53,7 @@ class GPT2GGUF(LanguageGGUF[LanguageModel]):
         return {**super().metadata(model), "attention.layer_norm_epsilon": model.norm_eps}
 
     def sizes(self, keys: Keys) -> dict[str, Any]:
-        """Return the model's fields, read from the file, by field name."""
+        """Return the model's fields as a dict from field name to value, read from the file's metadata `keys`."""
         return super().sizes(keys) | {"norm_eps": keys.number("attention.layer_norm_epsilon")}
 
 
@@ -76,7 +76,7 @@ class RotaryGGUF(LanguageGGUF[RotaryModel]):
         return keys
 
     def sizes(self, keys: Keys) -> dict[str, Any]:
-        """Return the model's fields, read from the file, with llama.cpp's defaults for missing keys.
+        """Return the model's fields by name, read from `keys`, with llama.cpp's defaults for missing keys.
 
         Raise UserError for RoPE scaling other than linear, or other values that toyexp does not support.
         """
@@ -107,7 +107,7 @@ class LlamaGGUF(RotaryGGUF):
         return {FREQS: np.array(factors, np.float32)} if factors else {}
 
     def sizes(self, keys: Keys) -> dict[str, Any]:
-        """Return the model's fields, read from the file, with llama.cpp's defaults for missing keys."""
+        """Return the model's fields by name, read from `keys`, with llama.cpp's defaults for missing keys."""
         common = super().sizes(keys)
         keys.expect("tensor_data_layout", "Meta AI original pth")  # written by older converters; irrelevant in GGUF
         file, pairs = keys.file, (common["head_dim"] or common["d_model"] // common["n_heads"]) // 2
@@ -124,7 +124,7 @@ class LlamaGGUF(RotaryGGUF):
 def _linear_scaling(keys: Keys) -> float:
     """Return the factor of linear RoPE scaling, by which positions are divided.
 
-    As in llama.cpp, a factor without a type is linear. With type none or factor 0 there is no scaling, so return 1.
+    As in llama.cpp, the scaling is linear if a factor but no type is given. Return 1 for type none or factor 0.
     """
     kind = keys.expect("rope.scaling.type", "linear", "none")
     old = keys.number("rope.scale_linear", 0.0)

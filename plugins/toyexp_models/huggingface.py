@@ -38,7 +38,7 @@ def llama_layout(model: RotaryModel, data: Data) -> Layout:
     """Return the layout of LlamaForCausalLM. Raise UserError for head sizes that transformers does not support."""
     if model.d_model % model.n_heads:
         heads = f"model.n_heads={model.n_heads} does not divide model.d_model={model.d_model}"
-        raise UserError(f"{heads}, which transformers' llama requires; only GGUF can store this model")
+        raise UserError(f"{heads}, but must for transformers' llama; only GGUF can store this model")
     return replace(_rotary(model), conversion=Conversion(prefix=None))
 
 
@@ -99,8 +99,8 @@ def gpt2_layout(model: LanguageModel, data: Data) -> Layout:
 def _rotary(model: RotaryModel, biased: tuple[str, ...] | None = None) -> Layout:
     """Return the layout of a RotaryModel in transformers, where RoPE rotates pairs (x[i], x[i + D/2]).
 
-    `biased` names the linears of a block that have a bias in transformers. By default all linears of the attention have
-    a bias if one of them has a bias in the model, and in the same way all linears of the feed-forward layer.
+    `biased` names the linears of a block that have a bias in transformers. By default, these are all linears of the
+    attention if at least one of them has a bias in the model, and likewise for the feed-forward layer.
     """
     biases = model.biases()
     if biased is None:
@@ -154,7 +154,7 @@ def rope_scaling(rotary: Rotary, size: int, context: int) -> dict[str, Any] | No
         factor = rotary.scale * float(factors[0])
         return None if factor == 1 else {"rope_type": "linear", "factor": factor}
     if rotary.scale != 1:
-        raise UserError("model.rope_factors and model.rope_scale are both set; in transformers only one can be")
+        raise UserError("model.rope_factors and model.rope_scale are both set; transformers supports only one")
     turns = np.array([rotary.base ** (-2 * i / size) for i in range(size // 2)]) / (
         2 * math.pi
     )  # rotations per position
@@ -168,7 +168,7 @@ def rope_scaling(rotary: Rotary, size: int, context: int) -> dict[str, Any] | No
         }
         if 0 < low < high and np.allclose(llama3(turns, parameters), factors, rtol=EXACT, atol=0):
             return parameters
-    raise UserError("model.rope_factors: transformers' llama3 scaling cannot give these; only GGUF can store them")
+    raise UserError("model.rope_factors: transformers' llama3 scaling cannot give them; only GGUF can store them")
 
 
 def llama3(turns: np.ndarray, parameters: dict[str, Any]) -> np.ndarray:
@@ -183,7 +183,7 @@ def llama3(turns: np.ndarray, parameters: dict[str, Any]) -> np.ndarray:
 
 
 def _guesses(turns: np.ndarray, factors: np.ndarray, context: int) -> list[tuple[float, float, int]]:
-    """Return candidates for (low_freq_factor, high_freq_factor, original context) of Llama 3's scaling.
+    """Return candidates for Llama 3's scaling, each as (low_freq_factor, high_freq_factor, original context).
 
     Between the low and the high frequencies, 1 / factor is a linear function of the frequency (`turns`). Each candidate
     comes from a line that is fitted to some points of this function.

@@ -107,7 +107,7 @@ class Gemma(RotaryModel):
             raise UserError("model.tied=false: gemma requires model.tied=true")
 
     def embed(self, ops: Ops, table: Tensor, tokens: Tensor) -> Tensor:
-        """Return the tokens' rows of the embedding table, times sqrt(d_model)."""
+        """Return the rows of the embedding table at `tokens`, multiplied by sqrt(d_model)."""
         return ops.scale(ops.embed(table, tokens), math.sqrt(self.d_model))
 
     def gated(self, ops: Ops, gate: Tensor, up: Tensor) -> Tensor:

@@ -43,7 +43,7 @@ class RotaryModel(LanguageModel):
         if self.n_heads % self.n_kv_heads:
             raise UserError(f"model.n_kv_heads={self.n_kv_heads} does not divide model.n_heads={self.n_heads}")
         if self.head_size % 2:
-            raise UserError(f"{setting}: RoPE rotates pairs of features, so a head must have an even number")
+            raise UserError(f"{setting}: RoPE rotates pairs of features, so the size must be even")
         self._check_angles()
 
     def _check_angles(self, factors: Sequence[float] = ()) -> None:

@@ -159,11 +159,11 @@ class ViT(Model):
             raise UserError(f"model.patch={self.patch} does not divide images of {self.image_size} pixels")
 
     def fit(self, dataset: Dataset) -> Model:
-        """Return the model with sizes of 0 taken from the data. Raise UserError for sizes that contradict the data."""
+        """Return the model, with sizes of the data in place of 0. Raise UserError if other sizes differ."""
         assert isinstance(dataset, toyexp.ImageDataset)
         height, width, channels = dataset.image_shape
         if height != width:
-            raise UserError(f"model=vit reads square images; the data's are {width} x {height}")
+            raise UserError(f"model=vit reads square images; the data has images of {width} x {height}")
         scaled = f"data.image_size={self.image_size}", f"data.color={str(self.channels == 3).lower()}"
         for name, value, fit in zip(("image_size", "channels"), (height, channels), scaled, strict=True):
             if (size := getattr(self, name)) not in (0, value):
@@ -181,7 +181,7 @@ class ViT(Model):
         return (self.image_size // self.patch) ** 2
 
     def inputs(self) -> dict[str, tuple[int | str, ...]]:
-        """Return the name of the model's input, and its shape for one image."""
+        """Return a dict from the name of the model's input to the input's shape for one image."""
         return {"patches": (self.patches, self.channels * self.patch**2)}
 
     def batches(self, dataset: Dataset, rows: int, seed: int) -> Batches:

@@ -23,7 +23,7 @@ class Distil(Objective):
     metric_names: ClassVar[tuple[str, ...]] = ("kl",)
 
     teacher: str | None = None  # model with the same tokenizer: a model file, a run's directory, or a checkpoint's
-    kind: str = "forward"  # forward: KL(teacher, model) | reverse: KL(model, teacher) | jsd: between both
+    kind: str = "forward"  # divergence: forward (KL from teacher to model) | reverse | jsd (a mean of both)
     temperature: float = 2.0  # divisor of both models' logits
     hard: float = 0.5  # share of cross-entropy with the data's targets; the rest is the divergence
     beta: float = 0.5  # with kind=jsd: share of the teacher in the mixture

@@ -13,7 +13,7 @@ from toyexp.base import require_choice, require_range
 
 @dataclass
 class AdamWOptimiser(Optimiser):
-    """AdamW with constant betas or bias correction (`mode`), gradient clipping and gradient accumulation."""
+    """AdamW without or with bias correction (`mode`), with gradient clipping and gradient accumulation."""
 
     name: ClassVar[str] = "adamw"
 
@@ -28,7 +28,7 @@ class AdamWOptimiser(Optimiser):
         require_range("optim", self, beta1="[0,1)", beta2="[0,1)", eps="(0,inf)")
 
     def with_mode(self, mode: str) -> AdamWOptimiser:
-        """Return the optimiser with `mode` instead of auto, and the mode's default for an unset beta2.
+        """Return a copy with `mode` in place of the mode auto. If beta2 is not set, it gets the default of its mode.
 
         A mode that the user has chosen is kept. Raise UserError for settings that are invalid in the resulting mode.
         """

@@ -5,7 +5,7 @@ from toyexp import Register, hookimpl
 
 @hookimpl
 def register_recipes(register: Register) -> None:
-    """Register scratch, warm, lora, full and vit_tiny."""
+    """Register the recipes `scratch`, `warm`, `lora`, `full` and `vit_tiny`."""
     from toyexp_recipes.base import Full
     from toyexp_recipes.lora import Lora
     from toyexp_recipes.scratch import Scratch, VitTiny

@@ -34,7 +34,7 @@ class FromBase(Recipe):
         return toyexp.find_model_file(Path(self.base)) if self.base else None
 
     def vocabulary(self) -> Path | None:
-        """Return the base's GGUF file, so that the data uses its tokenizer: the base's embedding fits no other."""
+        """Return the base's GGUF file. The data then uses its tokenizer, because no other fits its embedding."""
         return self.base_file()
 
     def origin(self) -> tuple[str, str] | None:
@@ -81,7 +81,7 @@ class Full(FromBase):
     new_head: bool = False  # for classifiers: true replaces the output layer by a new one for the data's classes
 
     def prepare_base(self, model: Model) -> Model:
-        """Return the model. If `new_head` is set, its number of classes is 0, which means: take it from the data.
+        """Return the model. If `new_head` is set, its number of classes becomes 0, so that the data determines it.
 
         Raise UserError if `new_head` is set for a model that has no setting `classes`.
         """

@@ -1,7 +1,7 @@
 """LoRA: a frozen model with trainable low-rank updates of selected linear layers (Hu et al. 2021).
 
 The update of a layer is the product B A. A [r, in] starts with normal values of standard deviation `init_scale`, and
-B [out, r] starts with zeros. So the first step sees the outputs of the base model.
+B [out, r] starts with zeros. At first B A is zero, so the first step computes the outputs of the base model.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ class Lora(FromBase):
             yield from toyexp.check_base(toyexp.find_adapter_file(Path(self.adapter), lambda: preview.plan.model), base)
 
     def further_files(self) -> Sequence[Path]:
-        """Return the files of the adapter that `recipe.adapter` names; empty without it."""
+        """Return the files of the adapter that `recipe.adapter` names; empty if the setting is not set."""
         return toyexp.adapter_files(Path(self.adapter)) if self.adapter else ()
 
     def origin(self) -> tuple[str, str] | None:
@@ -146,7 +146,7 @@ class Lora(FromBase):
         subject = f"recipe.adapter={self.adapter} has"
         if len(alphas) > 1:
             problem = "matrices of several ranks and stores no alpha, so their scales differ"
-            raise UserError(f"{subject} {problem}; a run needs one alpha for all")
+            raise UserError(f"{subject} {problem}; all adapted matrices of a run must have one alpha")
         if self.rank is not None and {*ranks.values()} != {self.rank}:
             actual = ", ".join(map(str, sorted({*ranks.values()})))
             raise UserError(f"recipe.rank={self.rank}: {subject} rank {actual}; leave recipe.rank out")

@@ -21,7 +21,7 @@ Draws = Iterator[tuple[str, np.ndarray]]
 
 
 class LCG:
-    """Random generator with the states s -> (1103515245 s + 12345) mod 2^31. The state before the first is `seed`."""
+    """Random generator. Its state s starts at `seed`; the next state is (1103515245 s + 12345) mod 2^31."""
 
     def __init__(self, seed: int):
         self.state = seed & MASK

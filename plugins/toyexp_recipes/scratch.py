@@ -30,9 +30,9 @@ class Scratch(Recipe):
         require_choice("recipe", self, init=INITS)
 
     def vocabulary(self) -> Path | None:
-        """Return toyexp's small donor GGUF, so that the data uses its tokenizer.
+        """Return a small GGUF file that comes with toyexp, so that the data uses its tokenizer.
 
-        recipe=warm uses the same tokenizer by default, so the losses of both recipes are comparable.
+        By default, recipe=warm uses the same file, so the losses of both recipes are comparable.
         """
         return DONOR
 

@@ -54,11 +54,11 @@ class Warm(Recipe):
         """Raise UserError for an unknown `lens` or `init`, or if the donor is missing or has no token embedding."""
         require_choice("recipe", self, init=INITS, lens=LENSES)
         if self.donor == "":
-            raise UserError("recipe.donor='': is empty; leave it out, or set null, for toyexp's own small donor")
+            raise UserError("recipe.donor='': is empty; name a file, or leave it out to use the donor of toyexp")
         donor_embed_width(self.path)
 
     def vocabulary(self) -> Path | None:
-        """Return the donor's GGUF file, so that the data uses its tokenizer: the donor's embedding fits no other."""
+        """Return the donor's GGUF file. The data then uses its tokenizer, because no other fits its embedding."""
         return self.path
 
     def origin(self) -> tuple[str, str] | None:
@@ -73,7 +73,7 @@ class Warm(Recipe):
         """Return a plan of the model's tensors, in which the token embedding has the donor's width.
 
         The plan also has the lens, a matrix that projects this width to the model's. If the setting `lens` is none,
-        there is no such matrix, and both widths must be equal. `warm` fills in the donor's values.
+        there is no such matrix, and both widths must be equal. The method `warm` fills in the donor's values.
         """
         specs = {t.name: t for t in model.tensors()}
         if self.init == "toy":

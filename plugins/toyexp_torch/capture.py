@@ -50,8 +50,9 @@ class Inputs:
     def put(self, parts: Mapping[Hashable, Sequence[np.ndarray]]) -> None:
         """Queue the upload of new values for all arrays; the GPU runs it after the kernels that are queued so far.
 
-        `parts` maps the key of an array to pieces, which are joined along the first axis. Each call uses the next of
-        the `sets` host buffers, and first waits until the buffer's previous contents have been copied.
+        `parts` maps the key of each array to a list of its parts, which this method joins along the first axis. Each
+        call uses the next of the `sets` host buffers, and first waits until the buffer's previous contents have been
+        copied.
         """
         host = self._hosts.pop(0)
         self._hosts.append(host)
@@ -64,7 +65,7 @@ class Inputs:
 
 @dataclass
 class _HostBuffer:
-    """Arrays in pinned host memory, which the GPU copies while the host works. `sent` marks the end of the copy."""
+    """Arrays in pinned host memory. The GPU copies them while the host works; the event `sent` marks the copy's end."""
 
     arrays: dict[Hashable, np.ndarray]
     memory: Tensor
@@ -72,15 +73,15 @@ class _HostBuffer:
 
 
 class Results:
-    """Pinned host buffers for the `size` result numbers of each of the last `steps` steps."""
+    """Pinned host buffers for the results of the last `steps` steps, with `size` numbers for each step."""
 
     def __init__(self, size: int, dtype: torch.dtype = torch.float32, steps: int = 2):
         self._hosts = [torch.zeros(size, dtype=dtype, pin_memory=True) for _ in range(steps)]
 
     def fetch(self, numbers: Tensor) -> Callable[[], list[float]]:
-        """Start to copy `numbers` to the host; return a function that waits for the copy and returns them as a list.
+        """Start to copy `numbers` to the host; return a function that waits for the copy and returns the list.
 
-        Call the returned function before `steps` further calls of `fetch`, which overwrite its buffer.
+        The `steps`-th further call of `fetch` overwrites the buffer, so call the returned function before it.
         """
         host, arrived = self._hosts.pop(0), torch.cuda.Event()
         self._hosts.append(host)

@@ -137,6 +137,13 @@ class TorchEngine(Engine):
 
     def check_plan(self, plan: Plan) -> None:
         self.check_rows(plan.rows, plan.accumulate)
+        count, together = self.count(), plan.objective.rows_together
+        if count > 1 and (together == 0 or plan.rows // count % together):
+            rows = "all rows of a batch" if together == 0 else f"groups of {together} rows"
+            raise UserError(
+                f"engine.devices={self.devices}: objective={plan.objective.name} compares {rows}; {count} devices "
+                "would separate; use engine.devices=1"
+            )
 
     def preload(self) -> None:
         import_torch()

@@ -27,7 +27,7 @@ class HostCopy(dict[str, np.ndarray]):
                 self[name] = host[first : first + shape.numel()].view(shape).numpy()
 
     def matches(self, tensors: Mapping[str, Tensor]) -> bool:
-        """Return True if this object was made for the same device memory, so that it can be reused for `tensors`."""
+        """Return True if this object was made for the device memory of `tensors`, so that it can be reused for them."""
         return self._host_vectors.keys() == {vector.data_ptr() for _, vector in _device_vectors(tensors)}
 
     def copy_from(self, tensors: Mapping[str, Tensor]) -> None:

@@ -1,6 +1,6 @@
-"""Ops for computing a loss without the logits of positions that it does not need.
+"""Ops for computing a loss without the logits of positions that do not count in it.
 
-They defer the last matrix product until `cross_entropy` knows which positions have a target with a non-zero weight.
+The ops defer the last matrix product until `cross_entropy` knows which positions have a target with a non-zero weight.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class LossOps(TorchOps):
     def compute_deferred(
         self, logits: DeferredLogits, targets: Tensor, weights: Tensor, smoothing: float, z_loss: float
     ) -> Tensor:
-        """Compute the logits of positions of non-zero weight; return the sum of weight times cross-entropy.
+        """Compute the logits only where the weight is not zero, and return the sum of weight times cross-entropy.
 
         `targets` and `weights` have the shape of the logits without the last axis.
         """
@@ -105,7 +105,7 @@ class ProjectedLossOps(LossOps):
         self._projected_loss = projected_loss
 
     def should_defer(self, x: Tensor, w: Tensor | Packed | AdaptedWeight) -> bool:
-        """Return True if there are many logits and w has no adapter, which the kernel does not support."""
+        """Return True if there are many logits and w has no adapter. The kernel does not support adapters."""
         return not isinstance(w, AdaptedWeight) and x.numel() // x.shape[-1] * len(w) >= LARGE
 
     @staticmethod
@@ -125,7 +125,7 @@ class ProjectedLossOps(LossOps):
 def make_loss_ops(ops: TorchOps, device: str) -> TorchOps:
     """Return the ops with which a loss is computed on a device: "cpu", "cuda" or "mps".
 
-    They are variants of `ops` that defer the logits. On mps, and on cuda if Triton is missing, they are `ops` itself.
+    On cpu, and on cuda with Triton, they are variants of `ops` that defer the logits. Otherwise they are `ops` itself.
     """
     if device == "cpu":
         return LossOps(ops)

@@ -238,9 +238,9 @@ def recompute_in_backward(function: Callable[[Tensor], Tensor], x: Tensor) -> Te
 
 
 def _autocast(device: str) -> Callable[[], contextlib.AbstractContextManager[Any]]:
-    """Return a function that makes a context manager which restores the present setting of autocast.
+    """Return a function that opens a context in which autocast has its present setting.
 
-    A recomputation in the backward pass needs this, because autocast is off there.
+    Autocast is off in the backward pass. A forward pass that is repeated there must run in this context.
     """
     if not torch.is_autocast_enabled(device):
         return contextlib.nullcontext
@@ -248,7 +248,7 @@ def _autocast(device: str) -> Callable[[], contextlib.AbstractContextManager[Any
 
 
 class CachedOps(IncrementalOps, TorchOps):
-    """Ops that compute only the new positions of one sequence [1, T], which begin at `start`.
+    """Ops for decoding with a cache. They compute only the new positions of one sequence, from `start` on.
 
     Attention also reads the keys and values of earlier positions from a cache.
     """

@@ -29,9 +29,9 @@ class Resident:
     """Launcher of one session's training step and held-out loss, as CUDA graphs with inputs in GPU memory.
 
     `compute_metrics` computes the gradients of micro-batches and returns a tensor [loss, gradient norm].
-    `evaluate_loss` returns the loss of one micro-batch. If `selects` is True, the entry `SELECTED` of a micro-batch may
-    list the positions whose logits are computed. It contains all positions of non-zero weight, and as many others as
-    are needed to reach a number of positions for which a graph exists.
+    `evaluate_loss` returns the loss of one micro-batch. If `selects` is True, a micro-batch may have an entry
+    `SELECTED`, a list of the positions whose logits are computed. The list contains all positions of non-zero weight,
+    and as many others as are needed to reach a length for which a graph exists.
     """
 
     def __init__(
@@ -68,7 +68,7 @@ class Resident:
 
     @property
     def uncaptured_reason(self) -> str:
-        """Reason why the step (or for a plan without training, the loss) is not captured as a graph; empty if it is."""
+        """Reason why the step (or, in a plan without training, the loss) is not captured as a graph; empty if it is."""
         return (self._step if self._plan.trainable else self._loss).complete.uncaptured_reason
 
     def launch(self, micros: Sequence[Batch], numbers: Sequence[np.ndarray]) -> Callable[[], list[float]]:
@@ -93,9 +93,9 @@ class Resident:
             self._step.close()
 
     def _read(self, micros: Sequence[Batch]) -> tuple[dict[Any, list[np.ndarray]], int]:
-        """Return a graph's input arrays, and the number of positions per micro-batch whose logits it computes.
+        """Return the input arrays of a graph, and the number of positions per micro-batch at which it computes logits.
 
-        The keys are (index of the micro-batch, name of the input). The arrays of one key are joined.
+        Each key is a pair (index of the micro-batch, name of the input). The caller joins the arrays of each key.
         """
         arrays: dict[Any, list[np.ndarray]]
         arrays = {(i, name): [micro[name]] for i, micro in enumerate(micros) for name in self._plan.inputs}
@@ -143,9 +143,10 @@ class Resident:
 
 
 class GraphsByCount:
-    """CUDA graphs of one computation for different numbers of selected positions. Each is captured at its first use.
+    """CUDA graphs of one computation for different numbers of selected positions.
 
-    `make(count)` returns the graph for `count` positions. `complete` is the graph for all positions.
+    Each graph is captured at its first use. `make(count)` returns the graph for `count` positions. `complete` is the
+    graph for all positions.
     """
 
     def __init__(self, positions: int, make: Callable[[int], CapturedCall]):

@@ -40,7 +40,7 @@ from toyexp_torch.update import ALIGNMENT, Update
 
 
 def flat_layout(plan: Plan) -> tuple[dict[str, slice], int]:
-    """Lay out all trainable tensors in one vector. Return the slice of each, keyed by name, and the vector's length.
+    """Lay out all trainable tensors in one vector. Return each tensor's slice by name, and the vector's length.
 
     The tensors are in the order of the plan's parameter groups.
     """
@@ -54,7 +54,7 @@ def flat_layout(plan: Plan) -> tuple[dict[str, slice], int]:
 
 @dataclass(frozen=True)
 class SessionSettings:
-    """Engine settings in the form that a session needs."""
+    """Settings of the engine, converted to the values that a session needs."""
 
     device: str  # torch's name of the device
     title: str  # torch's version and the hardware, as shown to the user
@@ -209,7 +209,10 @@ class TorchSession(Session):
         return isinstance(self._loss_ops, ProjectedLossOps) and self._loss_ops.selects_positions(count)
 
     def _compute_loss(self, micro: dict[str, Tensor], held_out: bool = False) -> Tensor:
-        """Return the loss of a micro-batch, whose entry `SELECTED` may list the positions to compute logits for."""
+        """Return the loss of a micro-batch.
+
+        If the micro-batch has an entry `SELECTED`, compute logits only at the positions that it lists.
+        """
         if isinstance(self._loss_ops, ProjectedLossOps):
             self._loss_ops.selected = micro.get(SELECTED)
         loss = self._held_out_loss if held_out else self._loss
@@ -263,7 +266,7 @@ class TorchSession(Session):
         return torch.stack((loss, norm.to(loss.dtype)))  # the host fetches both with one transfer
 
     def _backward(self, micros: Sequence[dict[str, Tensor]]) -> Tensor:
-        """Write the gradients, summed over micro-batches, into their flat vector; return the summed loss."""
+        """Write the gradients, summed over micro-batches, into the flat gradient vector; return the summed loss."""
         losses: list[Tensor] = []
         if not self._gathers_gradients:
             self._grad.zero_()
@@ -277,9 +280,9 @@ class TorchSession(Session):
         return losses[0] if len(losses) == 1 else torch.stack(losses).sum()
 
     def _gather(self, loss: Tensor, first: bool) -> None:
-        """Compute the gradients of `loss` and add them to their flat vector, with one multi-tensor kernel per dtype.
+        """Compute the gradients of `loss` and add them to the flat gradient vector.
 
-        If `first` is True, overwrite the vector instead of adding to it.
+        One multi-tensor kernel per dtype adds them. If `first` is True, overwrite the vector instead of adding to it.
         """
         gradients = torch.autograd.grad(loss, self._leaves, allow_unused=True, materialize_grads=True)
         add = torch._foreach_copy_ if first else torch._foreach_add_

@@ -28,7 +28,7 @@ Piece = tuple[Tensor, Tensor, State, Tensor | None]
 
 
 class TorchArithmetic(Arithmetic):
-    """Operations of optimisers' update formulas on torch tensors. A scalar is a tensor without axes."""
+    """Operations in which optimisers' rules are written, on torch tensors. A scalar is a tensor without axes."""
 
     def sqrt(self, x: Tensor) -> Tensor:
         return x.sqrt()
@@ -165,9 +165,10 @@ class Update:
             change(*piece)
 
     def _pieces(self, group_slice: GroupSlice) -> Iterator[Piece]:
-        """Yield the weights, gradient, state and rounded weights (or None) for each call of the group's update.
+        """Divide a group into pieces that are updated one by one, and yield each piece's tensors.
 
-        A call updates one tensor, or if the rule is element-wise, one chunk of the flat vector.
+        These are the weights, gradient, optimiser state, and rounded weights (or None). A piece is one tensor or, if
+        the rule is element-wise, one chunk of the flat vector.
         """
         if not group_slice.group.rule.elementwise:
             for name in group_slice.names:

@@ -1,4 +1,4 @@
-"""Run the conformance suite: ops, gradients and AdamW against float64, snapshots, and errors for wrong calls."""
+"""Run the conformance suite: it checks ops, gradients and AdamW against float64, snapshots, and error messages."""
 
 from toyexp_my_engine import MyEngine
 

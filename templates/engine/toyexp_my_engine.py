@@ -74,7 +74,7 @@ class MyEngineSession(Session):
         return self.plan.model.forward(self.ops, self.plan.params(tensors, inputs), inputs)
 
     def loss(self, tensors, micro):
-        """Return the sum of a micro-batch's losses times their weights, which sum to 1 over the whole batch."""
+        """Return the weighted sum of a micro-batch's losses. Over the whole batch, the weights add up to 1."""
         targets, weights = (self.torch.from_numpy(micro[name]) for name in ("targets", "weights"))
         return self.ops.cross_entropy(self.forward(tensors, micro), targets, weights)
 
@@ -92,7 +92,7 @@ class MyEngineSession(Session):
         """Prepare the training step. This engine has nothing to prepare."""
 
     def do_reset_state(self):
-        """Set the optimiser's state to zeros, as numpy arrays, because `update_tensor` takes these."""
+        """Set the optimiser's state to zeros. It consists of numpy arrays, because `update_tensor` needs them."""
         import numpy
 
         shapes = {t.name: self.plan.slots(t) for t in self.plan.trainable}

@@ -1,4 +1,4 @@
-"""Run the conformance suite: every tensor has a gradient, no position sees a later one, engines match float64."""
+"""Run the conformance suite: it checks gradients, that no position sees later ones, and engines against float64."""
 
 from toyexp_my_model import MyModel
 

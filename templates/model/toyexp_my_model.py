@@ -15,7 +15,7 @@ SIZES = ("width", "layers", "heads", "context")
 
 
 class MyModelForm(GGUFForm):
-    """How model.gguf stores the sizes of the model, so that eval, generate and export can load the file."""
+    """Description of how model.gguf stores the model, so that eval, generate and export can load the file."""
 
     def metadata(self, model):
         """Return the metadata to write, as keys and values. toyexp puts the model's name before each key."""

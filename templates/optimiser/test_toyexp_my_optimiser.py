@@ -1,4 +1,4 @@
-"""Run the conformance suite: names and shapes stay the same, and an engine's steps match the formula in float64."""
+"""Run the conformance suite: it checks names and shapes, and an engine's steps against the formula in float64."""
 
 from toyexp_my_optimiser import MyOptimiser
 

@@ -30,7 +30,7 @@ class MyOptimiser(Optimiser):
             raise UserError(f"optim.eps={self.eps}: must be above 0")
 
     def slots(self, shape):
-        """Return the names and shapes of the state for a tensor of this shape. It starts at 0; checkpoints save it."""
+        """Return the names and shapes of a tensor's state, which starts at 0 and is saved in checkpoints."""
         return {"square": shape}
 
     def numbers(self, step, lr, weight_decay):

@@ -93,6 +93,25 @@ def test_a_run_that_ends_in_a_number_has_no_cross_and_no_note_above(tmp_path):
     assert "above the shown range" not in " ".join(svg_texts(tmp_path / "a.svg"))
 
 
+def test_a_run_that_is_mostly_above_the_range_has_a_logarithmic_axis_over_everything(tmp_path):
+    losses = [7.0, *(80.0 - step / 2 for step in range(99))]
+    steps = {"loss": (list(range(1, 101)), losses), "grad_norm": ([1], [1.0]), "lr": ([], [])}
+    curves = Curves("run", "", "token", steps, {"loss": ([0, 100], [7.0, 8.5])}, [20, 52, 20])
+    (tmp_path / "a.svg").write_bytes(draw_curves(curves)[".svg"])
+    words = svg_texts(tmp_path / "a.svg")
+    assert not any("above" in word for word in words) and {"10", "20", "50"} <= {*words}, words
+    assert "warnings, steps 20, 52" in words
+    assert f"training {smooth_values(losses)[0][-1]:.4g}" in words, "the label has the value at the line's end"
+
+
+def test_the_only_loss_before_a_nan_has_a_wide_axis_and_the_colour_of_training(tmp_path):
+    steps = {"loss": ([1, 2], [6.9485, math.nan]), "grad_norm": ([1], [1.0]), "lr": ([], [])}
+    curves = Curves("run", "", "token", steps, {"loss": ([0], [6.9496])}, early_end=(2, "the loss is nan"))
+    (tmp_path / "a.svg").write_bytes(draw_curves(curves)[".svg"])
+    assert {"6.6", "6.8", "7.0", "7.2"} <= {*svg_texts(tmp_path / "a.svg")}
+    assert "fill: #0b4a8a; stroke: #ffffff" in (tmp_path / "a.svg").read_text()
+
+
 def test_a_long_curve_is_thinned_and_keeps_its_spikes():
     values = np.ones(100_000)
     values[31_234], values[77_777] = 9.0, -5.0

@@ -88,7 +88,7 @@ def test_a_warning_is_printed_for_a_warmup_that_overlaps_the_decay():
 def test_a_run_that_ends_in_the_warmup_of_its_rate_is_warned_of_the_rate_that_it_reaches():
     preview = RunPreview({"steps": 10}, None, None, SimpleNamespace(updates=(SimpleNamespace(weight_decay=1, rule=0),)))
     [line] = Linear(warmup=40).warnings(preview)
-    assert line.startswith("callbacks.linear.warmup=40: the run has 10 steps") and "learning rate of 0.25 lr" in line
+    assert line.startswith("callbacks.linear.warmup=40: the run has 10 steps") and "at 0.25 times lr" in line
     for silent in (Linear(warmup=9), Linear(warmup=0.9), Linear(warmup=40, scales="weight_decay")):
         assert [*silent.warnings(preview)] == []
 
@@ -136,7 +136,7 @@ def test_a_run_without_a_schedule_uses_the_base_rate(train):
 @pytest.mark.parametrize(
     ("names", "message"),
     [
-        ("default,linear,linear", "contains linear twice; name it once (a second schedule: linear_2)"),
+        ("default,linear,linear", "contains linear twice; name it once (for a second linear schedule, add linear_2)"),
         ("events,plots,events", "contains events twice; name it once"),
     ],
 )

@@ -70,7 +70,7 @@ def test_the_quality_gate_passes_a_run_that_learned(train):
 def test_the_quality_gate_fails_a_run_that_did_not_learn_and_keeps_its_results(train):
     run = train("callbacks=[default,quality_gate]", NO_LEARNING)
     assert run.code == 1
-    assert run.err == "toyexp: error: quality gate: held-out loss_ratio is 1.0000, it must be at most 0.95\n"
+    assert run.err == "toyexp: error: quality gate: held-out loss_ratio is 1.0000; it must be at most 0.95\n"
     end = run.events[-1]
     assert (end["reason"], end["exit_code"]) == ("completed", 1)
     assert end["quality_gate"] == {"passed": False, "metric": "loss_ratio", "value": 1.0, "threshold": 0.95}
@@ -154,11 +154,11 @@ def judge(values, reason="completed", **settings):
 
 def test_the_quality_gate_expects_an_accuracy_to_rise():
     assert judge([0.1, 0.9]) == (True, "")
-    assert judge([0.9, 0.9]) == (False, "quality gate: held-out accuracy_ratio is 1.0000, it must be at most 0.95")
+    assert judge([0.9, 0.9]) == (False, "quality gate: held-out accuracy_ratio is 1.0000; it must be at most 0.95")
     assert judge([0.5, 0.0])[0] is False
     assert judge([0.0, 0.5], least=0.5) == (True, "")
     assert judge([0.1, 0.9], least=0.95) == (
-        False, "quality gate: held-out accuracy is 0.9000, it must be at least 0.95"
+        False, "quality gate: held-out accuracy is 0.9000; it must be at least 0.95"
     )  # fmt: skip
 
 

@@ -185,6 +185,16 @@ def test_a_dry_run_of_a_sweep_tries_one_job_of_each_shape(capsys, monkeypatch):
     assert report["directory"] == str(Path("s").absolute())
 
 
+def test_a_dry_run_of_a_sweep_fits_a_narrow_terminal(capsys, monkeypatch):
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    monkeypatch.setenv("COLUMNS", "60")
+    assert main(["-m", *SMALL, "seed=0,1", "steps=4", "hydra.sweep.dir=s", "--dry-run"]) == 0
+    lines = [line.rpartition("\r")[2] for line in capsys.readouterr().out.splitlines()]
+    (head,) = (line for line in lines if line.startswith("jobs  "))
+    assert max(map(len, lines)) <= 60 and "step" in head and "GFLOP/step" not in head
+    assert any(line.startswith("columns left out to fit the terminal: GFLOP/step") for line in lines)
+
+
 def test_a_dry_run_of_a_resumed_sweep_covers_remaining_jobs_and_reports_invalid_ones(capsys):
     sweep = ["-m", *SMALL, "steps=2,0,5", "hydra.sweep.dir=s"]
     assert main([*sweep, "--dry-run"]) == 2

@@ -151,7 +151,7 @@ def test_mean_and_deviation_of_many_seeds_are_computed_once(monkeypatch):
     [
         ("[]", "holds an entry that is not a job"),
         ('{"number": "1"}', "holds an entry that is not a job"),
-        ('{"number": 102}', "holds job 102 of 100"),
+        ('{"number": 102}', "holds job 102, but the sweep has 100 jobs"),
         ('{"number": 0}', "is damaged"),
         ("{", "is damaged"),
         ('{"number": 0, "overrides": ["plugins=[evil]"], "status": "waiting", "directory": null, "attempts": 0, '

@@ -117,7 +117,7 @@ def test_trials_reach_the_runs_and_the_best_is_saved_with_a_command_that_repeats
     search = read_search_json()
     assert search["best"]["score"] == min(scores.values()) == scores[search["best"]["jobs"][0]]
     assert search["importances"] == {} and "7 points are too few" in search["no_importances"]
-    assert f"importance unknown: {search['no_importances']}" in out
+    assert f"importance is unknown: {search['no_importances']}" in out
     assert f"again   {search['best']['command']}" in out and "optuna-dashboard s/study.log" in out
     assert main([*shlex.split(search["best"]["command"])[1:], "hydra.run.dir=again"]) == 0
     assert json.loads(Path("again/result.json").read_text())["eval_loss"] == search["best"]["score"]

@@ -44,6 +44,14 @@ def test_trials_are_ranked_by_mean_with_the_sample_deviation():
     assert ranking.best is ranking.points[0] and ranking.has_seeds
 
 
+def test_trials_without_a_result_are_ranked_by_their_steps_and_then_by_their_last_value():
+    ends = {"lr=1": (20, 2.0), "lr=2": (40, 9.0), "lr=3": (20, 1.0), "lr=4": (0, None)}
+    jobs = [job(0, "lr=0", eval_loss=5.0)]
+    for number, (lr, (steps, loss)) in enumerate(ends.items(), 1):
+        jobs.append(job(number, lr, Status.PRUNED, steps=steps, eval_loss=loss))
+    assert [point.label for point in rank_jobs(jobs).points] == ["lr=0", "lr=2", "lr=3", "lr=1", "lr=4"]
+
+
 def test_seeds_alone_are_one_row_without_a_mark():
     ranking = rank_jobs([job(i, f"seed={i}", eval_loss=float(i)) for i in range(2)])
     assert ranking.table()[1:] == [("-", "2", "0.5000 ± 0.7071", "")]

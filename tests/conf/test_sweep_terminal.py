@@ -76,8 +76,9 @@ def test_a_sweep_on_a_terminal_shows_a_board_and_leaves_complete_lines(tmp_path)
     assert not any(" running · " in line or line.startswith("best so far") for line in lines)
     for number, label in enumerate(("lr=0.01", "lr=0.001")):
         assert sum(line.startswith(f"[{number}] {label}  completed after 20 steps") for line in lines) == 1
-    errors = [line for line in lines if line.startswith("toyexp: error in job 2:")]
-    assert len(errors) == 1 and "lower lr" in errors[0] and "log.txt" in errors[0]
+    (first,) = (number for number, line in enumerate(lines) if line.startswith("toyexp: error in job 2:"))
+    error = " ".join(line.strip() for line in lines[first : first + 5])
+    assert "lower lr" in error and "log.txt" in error and lines[first + 1].startswith("        ")
     assert not any(line.startswith("[0] engine") for line in lines)  # this line is in the log
     assert "completed after 20 steps" in (tmp_path / "s/logs/0.log").read_text()
     assert any(line.startswith("job  overrides") for line in lines)
@@ -153,6 +154,20 @@ def test_a_table_that_is_too_wide_shortens_run_paths(tmp_path, monkeypatch, caps
     folder.close()
 
 
+def test_the_row_of_a_failed_job_has_a_short_reason_and_the_full_one_is_below(monkeypatch, capsys):
+    jobs = [job(number, 2.0) for number in range(3)]
+    full = "step 2 (batch 1, digest 9abb7eb2d0c60005): the loss is nan and the gradient norm nan; try a lower lr"
+    for one in jobs[1:]:
+        one.status, one.error = Status.FAILED, full
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    for columns, end in (("80", "  failed: the loss is nan (step 2)"), ("60", "  failed")):
+        monkeypatch.setenv("COLUMNS", columns)
+        print_table(jobs, None)
+        _, _, _, second, third, *below = capsys.readouterr().out.splitlines()
+        assert second.endswith(end) and third.endswith(end), "a row never continues in the next line"
+        assert " ".join(line.strip() for line in below) == f"job 1   {full}"
+
+
 def test_a_table_of_a_search_fits_a_narrow_terminal(monkeypatch, capsys):
     jobs = [job(number, 2.0 + number) for number in range(3)]
     for one in jobs:
@@ -191,6 +206,8 @@ def test_the_board_fits_the_terminal_and_counts_jobs_by_status(monkeypatch, caps
     board.end(jobs[-1])
     assert board.lines()[0].startswith("40 running · 1 of 44 done · 1 pruned · 1 failed · about")
     assert outcome(jobs[-1]) == "pruned: sweep.prune=asha: it is bad"
+    wild = Job(44, ["lr=44"], "44", Status.COMPLETED, result={"steps": 1, "train_loss": 1e12, "eval_loss": 1e308})
+    assert outcome(wild) == "completed after 1 step  smoothed train loss 1e+12  held-out loss 1e+308"
     capsys.readouterr()
     board.draw()
     board_lines = capsys.readouterr().out.rpartition("\x1b[J")[2].splitlines()

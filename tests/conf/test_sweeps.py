@@ -28,6 +28,7 @@ from toyexp.cli.main import main
 from toyexp.config.request import Request
 from toyexp.config.top_level import Submitit, Sweep
 from toyexp.config.words import format_override, parse
+from toyexp.results.report import is_report
 from toyexp.sweeps.begin import LAUNCHERS
 from toyexp.sweeps.combinations import combinations, sweep_values
 from toyexp.sweeps.directory import Job, JobExit, Status, SweepDir
@@ -240,7 +241,7 @@ def test_a_signal_saves_the_running_job_and_prints_how_to_resume(number, isolate
     process.send_signal(number)
     _, err = process.communicate(timeout=60)
     assert process.returncode == 128 + number
-    assert statuses("s") == ["interrupted", "waiting"]
+    assert statuses("s") == ["interrupted", "waiting"] and is_report(Path("s/report.html"))
     steps = recorded_steps("s/0-scratch-llama")
     assert (Path("s/0-scratch-llama/checkpoints") / f"step-{steps[-1]}").is_dir()
     (line,) = err.splitlines()
@@ -364,7 +365,7 @@ def sweep_json(sweep_dir):
         (lambda state: state["jobs"][1].update(directory="../elsewhere"), "job 1 has a directory outside"),
         (lambda state: state["jobs"][1].update(directory="/tmp/elsewhere"), "job 1 has a directory outside"),
         (lambda state: state["jobs"][1].update(status="done"), "'done' is not a valid Status"),
-        (lambda state: state["jobs"][1].update(number=7), "job 1 has number 7"),
+        (lambda state: state["jobs"][1].update(number=7), "the entry of job 1 has the number 7"),
         (lambda state: state["jobs"][1].update(overrides=["--config-path=/tmp"]), "a setting looks like a flag"),
         (lambda state: state["jobs"][1].update(overrides=[3]), "job 1: overrides is [3]"),
         (lambda state: state["jobs"][1].update(attempts="1"), "job 1: attempts is 1"),
@@ -940,4 +941,4 @@ def test_too_many_parallel_jobs_are_reduced_to_the_machines_limit_with_a_note(mo
     monkeypatch.setattr(processes, "run_process", lambda *order, **how: JobExit(3, "not run"))
     words = [*QUICK, "seed=0,1", "sweep.launcher=processes", "sweep.jobs=2", "sweep.report=false", "hydra.sweep.dir=s"]
     assert main(["-m", *words]) == 1
-    assert "sweep.jobs=2: only 1 run at once" in capsys.readouterr().out
+    assert "sweep.jobs=2: at most 1 jobs can run at once" in capsys.readouterr().out

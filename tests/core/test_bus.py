@@ -218,7 +218,7 @@ class Scaling(Callback):
         ({"momentum": -1.0}, "momentum at step 3 is -1.0; it must be a finite number >= 0"),
         ({"momentum": 1.2}, "momentum at step 3 is 1.2: optim.momentum=1.08: must be at least 0 and below 1"),
         ({"beta1": 3.0}, "beta1 at step 3 is 3: optim.beta1=2.7"),
-        ({"beta2": 0.0}, "beta2 at step 3 is 0: optim.beta2=0: from_scratch"),
+        ({"beta2": 0.0}, "beta2 at step 3 is 0: optim.beta2=0: mode from_scratch"),
     ],
 )
 def test_a_factor_that_the_optimiser_cannot_take_names_its_callback_and_the_step(by, message):

@@ -186,6 +186,7 @@ def test_options_and_settings_are_told_apart():
     [
         (["--al"], "two --al: unknown option; did you mean --all?"),
         (["-a"], "two -a: unknown option; did you mean --all?"),
+        (["--colr"], "two --colr: unknown option; did you mean --color?"),
         (["-t", "x"], "two -t: unknown option; choose one of: --to, --type$"),
         (["--output-to=x"], "two --output-to=x: unknown option; did you mean --to?"),
         (["--to"], "--to needs a value, such as --to x.gguf"),

@@ -85,6 +85,17 @@ def test_the_listing_of_a_gpt2_verbatim(capsys):
     assert out.partition("forward pass, ")[2].partition("\n")[2].rstrip() == GPT2
 
 
+@pytest.mark.parametrize(("width", "hidden"), [(80, "result"), (60, "result, shape, type, parameters")])
+def test_the_tables_fit_the_terminal_and_name_hidden_columns(capsys, monkeypatch, width, hidden):
+    write_base(Path("model.gguf"), "gpt2", kind="q8_0", n_layers=4, d_ff=80)
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    monkeypatch.setenv("COLUMNS", str(width))
+    lines = run_and_print(capsys, "model.gguf", "--tensors").splitlines()
+    assert max(len(line) for line in lines if "toyexp " not in line) <= width
+    assert " ".join(lines).endswith(f"columns left out to fit the terminal: {hidden}")
+    assert any("attn_output.weight + bias" in line for line in lines)
+
+
 def test_rope_and_grouped_attention_are_described():
     lines = list_forward(replace(MODELS["llama"], vocab=VOCAB, rope_base=5e5)).all()
     details = {line.op: line.detail for line in lines}

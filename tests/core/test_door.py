@@ -68,7 +68,7 @@ def test_a_mapping_of_callbacks_warns_of_the_default_callbacks_that_it_drops():
     settings = {**SETTINGS, "model": MODEL, "callbacks": {"cosine": {}, "events": {"every": 2}}}
     result = toyexp.run(*WORDS, **settings, directory="mapping", quiet=True)
     (warning,) = result.warnings
-    assert "without progress, watch, gguf_export" in warning and "callbacks=[default]" in warning
+    assert "leaves out progress, watch, gguf_export" in warning and "callbacks=[default]" in warning
 
 
 def events(run, kind):

@@ -111,9 +111,9 @@ def test_one_rope_factor_for_all_pairs_is_linear_scaling(rotary, expected):
 @pytest.mark.parametrize(
     ("rotary", "said"),
     [
-        (Rotary(1e4, factors=(1.0, 1.0, 0.5, 4.0)), "cannot give these"),
-        (Rotary(1e4, factors=(4.0, 2.0, 1.5, 1.0)), "cannot give these"),
-        (Rotary(1e4, factors=(1.0, 1.5, 1.6, 1.7, 3.0, 3.0)), "cannot give these"),
+        (Rotary(1e4, factors=(1.0, 1.0, 0.5, 4.0)), "cannot give them"),
+        (Rotary(1e4, factors=(4.0, 2.0, 1.5, 1.0)), "cannot give them"),
+        (Rotary(1e4, factors=(1.0, 1.5, 1.6, 1.7, 3.0, 3.0)), "cannot give them"),
         (Rotary(1e4, 2.0, (1.0, 1.0, 2.0, 4.0)), "rope_scale are both set"),
     ],
 )

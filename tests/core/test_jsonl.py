@@ -236,7 +236,7 @@ RANGE = "{% for i in range(99999) %}{% for j in range(99999) %}xxxxxxxxxxxx{% en
 @pytest.mark.parametrize(
     ("template", "words"),
     [
-        (NOTHING_BUT_THE_LAST, "changes a turn once others follow"),
+        (NOTHING_BUT_THE_LAST, "changes a turn when later turns follow"),
         ("{% for m in messages %}{% if m.role == 'user' %}x{{ m.content }}{% endif %}{% endfor %}", "drops content"),
         ("{% for m in messages %}<{{ m.role }}>{% endfor %}", "drops content of the assistant"),
         ("{{ raise_exception('no\nsystem') }}", r"rejects the conversation (no\nsystem)"),
@@ -400,7 +400,7 @@ BAD = [
     (b'{"messages": [{"role": "assistant", "content": "a", "name": "b"}]}', "message 1 holds role, content, name;"),
     (chat_line(("asistant", "a")), "message 1 has the role asistant; did you mean assistant?"),
     (chat_line(("user", "a"), ("bot", "b")), "message 2 has the role bot; choose one of: assistant, developer,"),
-    (chat_line(("user", "a"), ("system", "b")), "message 2 has the role system, which only the first"),
+    (chat_line(("user", "a"), ("system", "b")), "message 2 has the role system; only the first message"),
     (chat_line(("user", "a"), ("assistant", "")), "message 2's content is empty"),
     (chat_line(("user", "a")), "has no assistant message"),
 ]  # fmt: skip

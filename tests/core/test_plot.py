@@ -51,7 +51,7 @@ def change_directory(tmp_path, monkeypatch):
 
 def test_a_plot_of_runs_names_the_swept_settings_and_final_losses(grid, capsys):
     words = plot_texts(capsys, str(grid / "runs"), "curves.svg")
-    assert "recipe scratch, warm × lr 0.001, 0.003, 0.01, 0.5 × 4 seeds" in words
+    assert "recipe scratch, warm; lr 0.001, 0.003, 0.01, 0.5; 4 seeds" in words, "× needs all combinations"
     common = "20 runs · llama · stdlib · ggml · 100 steps · 1 did not complete"
     assert common in " ".join(words), "in one line or two, by how long the place is"
     ranking = Comparison.build([read_run(path) for path in find_runs(grid / "runs")]).ranking
@@ -177,7 +177,9 @@ def test_a_search_is_plotted_by_trial_and_by_each_setting(tmp_path, capsys, metr
     pick = np.minimum if metric == "loss" else np.maximum
     assert so_far.get_ydata()[:-1].tolist() == pick.accumulate([score for _, score in points]).tolist()
     if metric == "loss":
-        assert "1 beyond the edge (arrows), from 90 to 90" in notes
+        assert "1 above the range, up to 90 (triangles)" in notes
+        points = [point for dots in figure.axes[0].collections for point in dots.get_offsets().tolist()]
+        assert [3.0, 5.0] in points, "a cross stands at the last score of a trial that was stopped"
 
 
 def test_only_the_first_panel_of_a_row_has_numbers_at_its_left(tmp_path):
@@ -196,6 +198,43 @@ def test_long_labels_of_a_search_are_rotated_to_avoid_overlap(tmp_path):
         file.write_text(json.dumps(record))
         axes = draw_sheet(None, "s", tmp_path / "s").figure.axes[2]
         assert {label.get_rotation() for label in axes.get_xticklabels()} == {turned}
+
+
+def test_numbers_from_a_list_have_a_slot_each_and_those_from_an_interval_an_axis(tmp_path):
+    write_search(tmp_path / "s", [3.0, 2.0, 2.5, 1.0])
+    record = json.loads((tmp_path / "s/search.json").read_text())
+    for trial, value in zip(record["trials"], (0.1, 0, 0.1, 0), strict=True):
+        trial["values"]["optim"] = value
+    (tmp_path / "s/search.json").write_text(json.dumps(record))
+    _, lr, listed = draw_sheet(None, "s", tmp_path / "s").figure.axes
+    assert [label.get_text() for label in listed.get_xticklabels()] == ["0", "0.1"]
+    assert listed.get_xticks().tolist() == [0, 1] and lr.get_xscale() == "log"
+
+
+def test_runs_that_stopped_with_a_common_setting_are_named_by_it(tmp_path, capsys):
+    write_run(tmp_path / "runs/good", lr=0.01, steps=5)
+    for seed in (0, 1):
+        write_run(tmp_path / f"runs/{seed}", reason="errored", until=2, lr=1e30, seed=seed, steps=5)
+    words = plot_texts(capsys, "runs", "curves.svg")
+    assert "× lr=1e+30" in words and "2 failed" in words
+    assert "lr 0.01, 1e+30; 2 seeds" in words, "the good one has one seed only"
+
+
+def test_a_long_title_is_wrapped_in_a_narrow_column(grid):
+    sheet = draw_sheet(Comparison.build([read_run(path) for path in find_runs(grid / "runs")]), "runs")
+    page, narrow = (sheet.pictures(".svg", column=column)[".svg"].decode() for column in (None, "single"))
+    assert ">recipe scratch, warm; lr 0.001, 0.003, 0.01, 0.5; 4 seeds<" in page
+    assert ">recipe scratch, warm; lr 0.001, 0.003,<" in narrow and ">0.01, 0.5; 4 seeds<" in narrow
+
+
+@pytest.mark.filterwarnings("error")
+def test_means_below_1e300_are_drawn_in_short_form(tmp_path, capsys):
+    for number in range(4):
+        write_run(f"r/{number}", steps=50, seed=number % 2, lr=1e-2 * (1 + number // 2), scores={"up": 2e299 + number})
+    for number, score in enumerate((9e299, -9e299)):
+        write_run(f"r/{number + 4}", steps=50, seed=number, lr=0.1, scores={"up": score})
+    words = plot_texts(capsys, "r", "--metric", "up", "a.svg")
+    assert "2e+299, best" in words and "0 ± 1.3e+300" in words
 
 
 def test_a_value_too_large_for_float_is_drawn_as_text(tmp_path, capsys):
@@ -217,6 +256,13 @@ def test_selected_runs_of_a_search_are_drawn_as_curves(tmp_path, capsys):
     ("words", "message"),
     [
         (["--plot", "a.jpg"], "--plot a.jpg: must end in .png, .svg, .pdf; type --plot a.svg"),
+        (["--plot", "x."], "must end in .png, .svg, .pdf; type --plot x.svg"),
+        (["--plot", "sub/.svg"], "type --plot sub/plot.svg"),
+        (["--plot", "x.svg.gz"], "type --plot x.svg"),
+        (["--plot", "."], "--plot .: must end in .png, .svg, .pdf; type --plot plot.svg"),
+        (["--plot", "/"], "type --plot plot.svg"),
+        (["--plot", "/dev/null"], "type --plot null.svg"),
+        (["--column", "single"], "--column single: sets the width of a plot; add --plot curves.svg"),
         (["--plot", "nowhere/a.svg"], "there is no directory nowhere"),
         (["--plot", "folder.svg"], "is a directory"),
         (["--plot", "theirs.svg"], "theirs.svg: exists and is not a plot of toyexp; choose another name"),

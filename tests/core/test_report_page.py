@@ -1,10 +1,12 @@
 """report.html in a browser: every interaction, and no network access."""
 
+import csv
 import importlib.util
 import json
 import os
 import re
 import shutil
+from datetime import datetime, timedelta
 from pathlib import Path
 
 import numpy as np
@@ -199,30 +201,74 @@ def test_the_legend_hides_shows_and_isolates_points_in_all_charts(page):
         ("lr=0.1", ["recipe=scratch  data=stdlib  lr=0.1", "recipe=warm  data=stdlib  lr=0.1"]),
         ("lr=0.10", ["recipe=scratch  data=stdlib  lr=0.1", "recipe=warm  data=stdlib  lr=0.1"]),
         ("recipe=w* lr<0.1 lr!=1e-3", [LABEL]),
-        ("optim.weight_decay=0.1", []),
-        ("weight_decay=0 recipe=warm lr=0.003,7", [LABEL]),
+        ("loss < 2.25 lr == 0.003", [LABEL]),
+        ("weight_decay=0 recipe=warm lr=0.003", [LABEL]),
         ("accuracy>0.6 lr=3e-3", [LABEL]),
         ("state!=completed", ["<img src=x onerror=alert(1)>"]),
         ("accuracy=", ["<img src=x onerror=alert(1)>"]),
         ("lr>=0.1", ["recipe=scratch  data=stdlib  lr=0.1", "recipe=warm  data=stdlib  lr=0.1"]),
         ("seed=3 warm lr=0.003", [LABEL]),
+        ("steps=40", ["<img src=x onerror=alert(1)>"]),
+        ("of=300 optim.beta2=None warm lr=0.003", [LABEL]),
+        ("when=2026-11-22 when>2026-11-21 when<=2026-11-23 sweep= warm lr=0.003", [LABEL]),
     ],
 )  # fmt: skip
 def test_the_filter_has_the_conditions_of_runs(page, words, labels):
     page.fill("#filter", words)
     until(page, f"document.querySelectorAll('#legend button').length == {len(labels)}")
     assert set(page.locator("#legend .label").all_text_contents()) >= {label for label in labels if "<" not in label}
-    assert page.locator("#count").inner_text() == f"{len(labels)} of 7 points"
+    assert page.locator("#count").inner_text().split(";")[0] == f"{len(labels)} of 7 points"
+    assert page.get_attribute("#filter", "aria-invalid") == "false"
 
 
-def test_a_filter_with_an_unknown_setting_is_rejected_in_words(page):
-    for words, problem in (("lrr=1", "no run has the setting lrr"), ("lr<x", "lr<x: < needs a number")):
-        page.fill("#filter", words)
-        until(page, f"document.getElementById('count').textContent == '{problem}'")
-        assert page.locator("#legend button").count() == 7
+@pytest.mark.parametrize(
+    ("words", "count", "problem"),
+    [
+        ("lrr=1", 7, "no run has the setting lrr"),
+        ("lr < x", 7, "lr<x: < needs a number"),
+        ("when<banana", 7, "when<banana: < needs a date or time such as 2026-11-20T18:00, today or yesterday"),
+        ("when>2026-13-45", 7, "when>2026-13-45: > needs a date or time such as 2026-11-20T18:00, today or yesterday"),
+        ("lr= recipe=warm", 7, "lr=: needs a value"),
+        ("recipe=wram", 0, "no run has recipe=wram; values: scratch · warm"),
+        ("lr=0.003,7 recipe=warm", 1, "no run has lr=7; values: 0.001 · 0.003 · 0.1"),
+    ],
+)
+def test_a_filter_with_an_unknown_setting_or_value_is_explained(page, words, count, problem):
+    page.fill("#filter", words)
+    until(page, f"document.getElementById('count').textContent == '{count} of 7 points; {problem}'")
+    assert page.get_attribute("#filter", "aria-invalid") == "true"
+    assert page.locator("#legend button").count() == count
+
+
+def test_the_filter_knows_today_and_yesterday(page):
+    day = datetime.now().replace(hour=0, minute=0, second=0, microsecond=0)
+    times = [(day - timedelta(days=days)).isoformat() for days in (0, 1)]
+    assert call(page, "filter.js", "['today', 'yesterday'].map((day) => readTime(day, true))") == times
+    assert call(page, "filter.js", "readTime('today,2026-11-22', false)") == f"{times[0][:10]}*,2026-11-22*"
+
+
+def test_the_filter_knows_the_words_of_python(page):
+    pairs = "[['false', 'False'], ['true', 'True'], ['null', 'None'], ['false', 'no']]"
+    assert call(page, "filter.js", f"{pairs}.map((pair) => isEqual(...pair))") == [True, True, True, False]
+
+
+def test_a_filter_that_some_runs_of_a_point_match_says_so(page):
+    note = "points contain a matching run; means are of all their runs"
+    page.fill("#filter", "seed = 1")
+    until(page, f"document.getElementById('count').textContent == '6 of 7 points; {note}'")
+
+
+def test_charts_without_points_keep_their_axes(page):
+    until(page, "document.getElementById('count').textContent == '7 of 7 points'")
+    before = axis(page, "xaxis"), axis(page, "yaxis"), axis(page, "yaxis", "speed")
     page.fill("#filter", "nothing is called so")
     until(page, "document.querySelectorAll('#legend button').length == 0")
-    assert page.locator("#legend").inner_text().strip() == "No point passes the filter."
+    assert page.locator("#hint").inner_text() == "No point passes the filter."
+    assert (axis(page, "xaxis"), axis(page, "yaxis"), axis(page, "yaxis", "speed")) == before
+    assert page.locator("#main .annotation-text").text_content() == "No point passes the filter"
+    page.fill("#filter", "")
+    until(page, "document.querySelectorAll('#legend button').length == 7")
+    assert page.locator("#main .annotation-text").count() == 0
 
 
 def test_the_address_keeps_theme_and_view_over_a_reload(chromium, swept):
@@ -257,8 +303,8 @@ def test_the_address_keeps_theme_and_view_over_a_reload(chromium, swept):
     page.reload()
     page.wait_for_selector("html[data-ready]")
     assert view() == before
-    page.goto((swept / "report.html").as_uri() + "#over=nonsense&smooth=x&hide=nothing&zoom=a,b&axis=q&theme=dark")
-    page.reload()
+    with page.expect_event("load"):  # the page reloads itself
+        page.goto((swept / "report.html").as_uri() + "#over=nonsense&smooth=x&hide=nothing&zoom=a,b&axis=q&theme=dark")
     page.wait_for_selector("html[data-ready]")  # a wrong address is no error
     assert page.locator("#legend button").count() == 7 and opened.trouble == []
     opened.context.close()
@@ -267,8 +313,8 @@ def test_the_address_keeps_theme_and_view_over_a_reload(chromium, swept):
 def test_the_address_keeps_the_zoom(chromium, swept):
     opened = Opened(chromium, swept / "report.html", viewport={"width": 1300, "height": 900})
     page = opened.page
-    page.goto((swept / "report.html").as_uri() + "#zoom=50,150&tall=2,4")
-    page.reload()
+    with page.expect_event("load"):  # the page reloads itself
+        page.goto((swept / "report.html").as_uri() + "#zoom=50,150&tall=2,4")
     page.wait_for_selector("html[data-ready]")
     assert (axis(page, "xaxis"), axis(page, "yaxis"), axis(page, "xaxis", "lr")) == ((50, 150), (2, 4), (50, 150))
     assert page.evaluate("location.hash") == "#zoom=50%2C150&tall=2%2C4" and opened.trouble == []
@@ -293,6 +339,28 @@ def test_charts_have_a_name_for_screen_readers(page):
     names = page.evaluate("[...document.querySelectorAll('[role=img]')].map((e) => e.getAttribute('aria-label'))")
     assert len(names) == 5 and all(names)  # curves, three small charts, settings
     assert f"7 of 7 points. Best: {LABEL}" in names[0]
+    assert page.locator("[role=img] button").count() == 0
+
+
+def test_the_buttons_of_a_chart_are_shown_when_they_have_the_focus(page):
+    page.locator("#main .modebar-btn").nth(1).focus()
+    page.keyboard.press("Tab")
+    until(page, "getComputedStyle(document.querySelector('#main .modebar')).opacity == 1")
+    assert page.evaluate("getComputedStyle(document.activeElement).outlineStyle") == "solid"
+    page.evaluate("document.activeElement.blur()")
+
+
+def test_points_differ_in_small_charts_and_without_a_final_metric(page):
+    """Marks tell colours apart; lines that coincide are dashed, and a point without a final metric is hollow."""
+    marks = page.evaluate("document.getElementById('lr').data.map((t) => t.marker.symbol)")
+    dashes = page.evaluate("document.getElementById('lr').data.map((t) => t.line.dash)")
+    assert len(set(marks)) == 7 and dashes.count("9px,9px") == 3
+    fills = page.evaluate("[...document.querySelectorAll('#legend .chip path')].map((p) => p.getAttribute('fill'))")
+    assert fills[-1] == "none" and "none" not in fills[:-1]
+    ended = page.locator("#parallel path.run.ended")
+    assert ended.count() == 1 and ended.get_attribute("data-point") == "6"
+    assert "at their last metric (1)" in page.locator("#parallel p").inner_text()
+    assert page.locator("#parallel path.run.best").get_attribute("data-point") == "0"
 
 
 def test_the_table_is_saved_as_csv(page):
@@ -312,6 +380,25 @@ def test_a_formula_in_a_saved_table_is_quoted(chromium, tmp_path):
         opened.page.click("#save")
     text = Path(download.value.path()).read_text()
     assert '"\'=1+1"' in text and '"-2"' in text and opened.trouble == []
+    opened.context.close()
+
+
+def test_a_saved_table_of_runs_tells_them_apart(chromium, tmp_path):
+    for steps, lr in ((40, 0.001), (40, 0.003), (80, 0.01)):
+        write_run(tmp_path / f"runs/{lr}", lr=lr, steps=steps, scores={"score": 1e308})
+    assert main(["compare", str(tmp_path / "runs"), "--html", str(tmp_path / "report.html")]) == 0
+    opened = Opened(chromium, tmp_path / "report.html", viewport={"width": 1300, "height": 900})
+    with opened.page.expect_download() as download:
+        opened.page.click("#save")
+    rows = list(csv.DictReader(Path(download.value.path()).read_text().splitlines()))
+    assert {(row["steps"], row["steps taken"], row["name"]) for row in rows} == {
+        ("40", "40", "scratch-llama"), ("80", "80", "scratch-llama"),
+    }  # fmt: skip
+    assert {Path(row["path"]).name for row in rows} == {"0.001", "0.003", "0.01"} and len(rows[0]) == 12
+    assert "Values beyond ±1e300 are not drawn" in opened.page.locator("#said").inner_text()
+    labels = opened.page.locator("#lr .yaxislayer-above text").all_text_contents()
+    assert labels == ["1e−3", "2e−3", "5e−3", "1e−2"]  # with one tick for each digit, they would overlap
+    assert opened.trouble == []
     opened.context.close()
 
 
@@ -349,6 +436,10 @@ def test_a_printed_page_is_light_and_loses_no_column(chromium, swept, tmp_path):
         a.left < b.right - 1 && b.left < a.right - 1 && a.top < b.bottom - 1 && b.top < a.bottom - 1)).length;
     }""")
     assert overlaps == 0
+    assert page.locator("#zooming").is_hidden() and page.locator("#hint").is_hidden()
+    cut = "[...document.querySelectorAll('#legend .label')].filter((e) => e.offsetWidth < e.scrollWidth)"
+    assert page.evaluate(f"{cut}.map((e) => e.textContent).filter((text) => !text.includes('<'))") == []
+    assert page.evaluate("getComputedStyle(document.querySelector('.label')).overflowWrap") == "normal"
     page.evaluate("dispatchEvent(new Event('afterprint'))")
     page.emulate_media(media="screen")
     assert page.evaluate("document.documentElement.dataset.theme") == "dark"
@@ -363,7 +454,7 @@ def open_search(chromium, tmp_path, scores, metric):
     for number, score in enumerate(scores):
         write_run(tmp_path / f"s/{number}", lr=rates[number], held_out=score, steps=40, scores={"accuracy": score})
     trials = [
-        {"trial": n, "values": {"lr": rates[n], "optim.name": "adamw" if n % 2 else "lion"},
+        {"trial": n, "values": {"lr": rates[n], "optim.name": "adamw" if n % 2 else "lion", "decay": (0.1, 0)[n % 2]},
          "state": "pruned" if n == 3 else "complete", "score": score}
         for n, score in enumerate(scores)
     ]  # fmt: skip
@@ -406,6 +497,7 @@ def test_a_search_shows_its_history_and_each_setting(chromium, tmp_path):
     assert symbols == ["circle", "circle", "triangle-up", "x-thin-open", "circle", "circle"]
     assert page.evaluate("document.getElementById('setting-lr')._fullLayout.xaxis.type") == "log"
     assert page.evaluate("document.getElementById('setting-optim.name')._fullLayout.xaxis.type") == "category"
+    assert page.locator("#setting-decay .xaxislayer-above text").all_text_contents() == ["0", "0.1"]  # values of a list
     assert page.locator("#settings figcaption").all_inner_texts()[0] == "lr (importance 90 %)"
     boxes = [page.locator(f"[id='setting-{key}']").bounding_box() for key in ("lr", "optim.name")]
     assert boxes[0]["x"] + boxes[0]["width"] <= boxes[1]["x"] and opened.trouble == []
@@ -468,7 +560,7 @@ def test_dragging_along_a_settings_axis_selects_points_and_a_click_resets_it(pag
     page.mouse.move(box["x"] + 12, box["y"] + box["height"] / 3, steps=3)
     page.mouse.up()
     assert column(page, "recipe") == ["warm"] * 3 and page.locator("#legend button").count() == 3
-    assert page.locator("#parallel path.run.off").count() == 3
+    assert page.locator("#parallel path.run.off").count() == 4
     page.mouse.move(
         *page.evaluate("""(() => {
       const path = document.querySelector("#parallel path.run[data-point='0']"), to = path.getScreenCTM();
@@ -516,7 +608,7 @@ def test_axes_are_linear_or_logarithmic(page):
 
 def test_a_setting_searched_by_magnitude_has_a_logarithmic_axis(page):
     places = "[false, true].map((tagged) => makeScale(['1', '2', '4'], false, true, tagged).place('2'))"
-    assert call(page, "choices.js", places) == pytest.approx([1 / 3, 1 / 2])
+    assert call(page, "choices.js", places) == pytest.approx([0.07 + 0.86 / 3, 1 / 2])
 
 
 def test_curves_can_be_drawn_over_steps_tokens_or_time(page, swept):
@@ -616,7 +708,7 @@ def test_the_page_has_a_dark_mode_fits_a_phone_and_shows_samples_and_warnings(ch
     light.append(max(map(int, re.findall(r"\d+", page.evaluate(ground)))))
     grid.append(page.evaluate("document.getElementById('main').layout.xaxis.gridcolor"))
     assert light[0] < 80 < 200 < light[1] and grid[0] != grid[1]
-    assert "Tap" in page.locator("#said").inner_text()
+    assert "Tap" in page.locator("#zooming").inner_text()
     assert page.locator("#ways a.best").inner_text() == "warnings (8)"
     assert page.locator("#warnings summary").all_inner_texts() == ["the loss climbs (8)"]
     assert page.locator("#samples .card").count() == 6

@@ -75,6 +75,18 @@ def test_a_diverged_run_is_marked_and_counted(here, capsys):
     assert [point["counted"] for point in result["points"]] == [2] * 4
 
 
+def test_reasons_for_failures_stand_below_the_table_and_equal_ones_once(here, capsys):
+    for number in (0, 1):
+        path = here / f"outputs/sweep/{number}/result.json"
+        error = f"RunFailed: step 2: the loss is nan; {'try a lower lr, ' * 9}or nonfinite=skip"
+        path.write_text(json.dumps({**json.loads(path.read_text()), "reason": "errored", "error": error}))
+    lines = run_command(capsys, "runs", "outputs/sweep").splitlines()
+    assert sum(" failed  " in line for line in lines) == 2 and "RunFailed" not in "\n".join(lines)
+    assert [line for line in lines if "nan" in line] == [
+        f"failed: outputs/sweep/1: {error.removeprefix('RunFailed: ')}"
+    ]
+
+
 def test_a_run_is_unreadable_only_if_its_settings_are(here, capsys):
     for name, file in (("0", "events.jsonl"), ("1", "config.yaml")):
         (here / "outputs/sweep" / name / file).unlink()
@@ -126,7 +138,18 @@ def test_a_locked_run_is_listed_as_running(here, capsys):
         (["optim.beta2=None"], 9),
         (["when>2020"], 9),
         (["when>2026-11-22T09:00+00:00", "when<=2026-11-23"], 9),
+        (["when!=2026-11-21,2026-11-22"], 0),
         (["data=stdlib"], 9),
+        (["ppl<10"], 4),
+        (["loss<2.302585"], 4),
+        (["ppl>1"], 9),
+        (["when=2026-11-22"], 9),
+        (["when!=2026-11-22"], 0),
+        (["when=2026-11-21,2026-11-22"], 9),
+        (["when=2026-11"], 9),
+        (["when=2026-1?-22"], 9),
+        (["when="], 0),
+        (["when=today"], 0),
     ],
 )
 def test_filters_take_columns_and_settings(here, capsys, words, count):
@@ -170,7 +193,7 @@ def test_a_single_run_has_no_note_of_common_values(here, capsys, monkeypatch):
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
     monkeypatch.setenv("COLUMNS", "70")
     lines = run_command(capsys, "runs", "seed=9").splitlines()
-    assert lines[-1] == "1 of 9 runs: 1 killed" and lines[-2].startswith("columns left out to fit the terminal: ")
+    assert lines[-1] == "1 of 9 runs: 1 killed" and "columns left out to fit the terminal: " in "\n".join(lines)
     assert "same for all runs" not in "\n".join(lines)
 
 
@@ -269,12 +292,25 @@ def test_a_score_that_is_too_large_for_a_cell_has_four_digits(tmp_path, capsys):
     for seed in (0, 1):
         write_run(tmp_path / f"{seed}", steps=5, seed=seed, held_out=2.0, scores={"accuracy": -12345678.9})
         file = tmp_path / f"{seed}/result.json"
-        file.write_text(json.dumps({**json.loads(file.read_text()), "eval_loss": 1e300 * (seed + 1)}))
+        file.write_text(json.dumps({**json.loads(file.read_text()), "eval_loss": 1e299 * (seed + 1)}))
     output = run_command(capsys, "runs", str(tmp_path)) + run_command(capsys, "compare", str(tmp_path))
     output += run_command(capsys, "compare", str(tmp_path), "--metric", "accuracy")
-    cells = "  1e+300  ", "1.5e+300 ± 7.071e+299", "  -1.235e+07  ", "-1.235e+07 ± 0"
+    cells = "  1e+299  ", "1.5e+299 ± 7.071e+298", "  -1.235e+07  ", "-1.235e+07 ± 0"
     assert all(cell in output for cell in cells)
     assert max(map(len, output.splitlines())) < 250
+
+
+def test_a_score_beyond_1e300_does_not_count_with_a_note(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    for number, score in enumerate((1e308, -1e308, 1e308, 1e308, 0.5)):
+        write_run(f"r/{number}", steps=5, seed=number, lr=1e-3 if number < 3 else 1e-2, scores={"odd": score})
+    note = "a held-out odd beyond 1e+300 does not count: 4 runs"
+    for words in (["--json"], ["--csv"], [], ["--html", "a.html"], ["--plot", "a.svg"]):
+        done = subprocess.run([sys.executable, "-m", "toyexp", "compare", "r", "--metric", "odd", *words],
+                              capture_output=True, text=True, check=True)  # fmt: skip
+        assert note in done.stdout + done.stderr and "Warning" not in done.stderr
+        if words == ["--json"]:
+            assert [(p["mean"], p["counted"]) for p in json.loads(done.stdout)["points"]] == [(0.5, 1), (None, 0)]
 
 
 def test_without_finite_losses_no_run_is_the_best(tmp_path, capsys):
@@ -424,7 +460,8 @@ def test_filters_find_todays_runs_and_those_of_a_sweep(here, capsys):
         run = write_run(f"outputs/new/{name}", recipe=name, steps=5)
         events, when = run / "events.jsonl", (now - timedelta(days=4 * days)).isoformat()
         events.write_text(events.read_text().replace("2026-11-22T10:00:00.000+00:00", when))
-    assert [len(list_runs(capsys, "outputs/new", word)) for word in ("when>yesterday", "when<=yesterday")] == [1, 1]
+    words = ("when>yesterday", "when<=yesterday", "when=today", "when!=today")
+    assert [len(list_runs(capsys, "outputs/new", word)) for word in words] == [1, 1, 1, 1]
 
 
 def test_yesterday_begins_a_day_before_today():
@@ -712,6 +749,12 @@ def test_a_run_without_config_yaml_is_listed_as_unreadable(here, capsys):
             assert f"{run}, config.yaml is missing or empty" in compared
     (alone,) = (run for run in list_runs(capsys) if run["path"].endswith("sweep/3"))
     assert (alone["state"], alone["why"], alone["steps"]) == ("unreadable", "config.yaml is missing or empty", 50)
+
+
+def test_a_config_yaml_without_settings_is_noted(here, capsys):
+    (here / "outputs/sweep/3/config.yaml").write_text("- a list\n")
+    for words in (["runs", "outputs"], ["compare", "outputs/sweep"]):
+        assert "sweep/3, config.yaml holds no settings" in " ".join(run_command(capsys, *words).split())
 
 
 def test_links_to_the_outside_are_not_followed_with_a_note(here, capsys):

@@ -15,7 +15,7 @@ import yaml
 from structure import PUBLIC
 
 import toyexp
-from toyexp.base.tables import wrap_columns
+from toyexp.base.tables import fit_table
 from toyexp.base.terminal import (
     choose_colour,
     has_colour,
@@ -24,6 +24,7 @@ from toyexp.base.terminal import (
     print_output,
     print_usage,
     replace_unencodable,
+    wrap_columns,
 )
 from toyexp.base.user_paths import expand_home, expand_path, quote_letters
 from toyexp.cli.main import main
@@ -175,6 +176,46 @@ def test_a_command_to_type_next_is_not_wrapped(monkeypatch):
     monkeypatch.setenv("COLUMNS", "30")
     line = "next  toyexp describe a/long/path/of/a/run/model.gguf"
     assert wrap_columns(line) == line
+
+
+def test_long_words_labelled_commands_and_json_are_not_broken_and_errors_hang(monkeypatch):
+    monkeypatch.setattr(sys, "stdout", Terminal())
+    monkeypatch.setenv("COLUMNS", "30")
+    for line in ("  eval  toyexp eval a/long/path/of/a/model.gguf", '  "key": "a long text of several words",'):
+        assert wrap_columns(line) == line
+    assert wrap_columns("toyexp: error: outputs/a/long/path/of/a/run: is no run").splitlines() == [
+        "toyexp: error:", "        outputs/a/long/path/of/a/run:", "        is no run"
+    ]  # fmt: skip
+
+
+def test_help_has_bold_headings_and_no_verdicts(monkeypatch):
+    monkeypatch.setattr(sys, "stdout", Terminal())
+    monkeypatch.setenv("COLUMNS", "30")
+    for name in ("NO_COLOR", "FORCE_COLOR"):
+        monkeypatch.setenv(name, "")
+    choose_colour([])
+    monkeypatch.setenv("TERM", "xterm")
+    print_usage("usage: toyexp x\n\nthe parts of a run and their presets\n  --retry  run those that have failed")
+    print_output("  --retry  run those that have failed\n[0]  failed")
+    bold, red = ("\x1b[1m{}\x1b[0m".format, "\x1b[31m{}\x1b[0m".format)
+    assert sys.stdout.getvalue().splitlines() == [
+        f"{bold('usage:')} toyexp x", "", "\x1b[1mthe parts of a run and their", "presets\x1b[0m",
+        *2 * ["  --retry  run those that have", "           failed"], f"[0]  {red('failed')}",
+    ]  # fmt: skip
+
+
+def test_a_table_fits_the_terminal_and_its_head_is_bold(monkeypatch):
+    rows = [["op", "tensor", "result"], ["block 0"], ["matmul", "attn_q.weight", "[B, T, 64]"]]
+    full = ["op      tensor         result", "block 0", "matmul  attn_q.weight  [B, T, 64]"]
+    assert fit_table(rows, (), ["result"]) == full
+    monkeypatch.setattr(sys, "stdout", Terminal())
+    monkeypatch.setenv("COLUMNS", "30")
+    head, *lines = fit_table(rows, (), ["result"])
+    assert lines == ["block 0", "matmul  attn_q.weight", "columns left out to fit the terminal: result"]
+    monkeypatch.setenv("NO_COLOR", "")
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    print_line(head)
+    assert "\x1b[1mop      tensor\x1b[0m" in sys.stdout.getvalue()
 
 
 def test_public_names_are_imported_lazily():

@@ -350,7 +350,7 @@ def test_held_out_batches_must_be_a_sequence(capsys):
 
 def test_missing_held_out_batches_end_only_runs_that_evaluate(capsys):
     line = run_error_line(capsys, "data=odd", "data.at=empty", "data.late=true")
-    assert line.startswith("eval_every=4: data.odd has no held-out batches; eval_every=0 trains without")
+    assert line.startswith("eval_every=4: data.odd has no held-out batches; eval_every=0 trains without evaluations")
     assert (
         main(
             [

@@ -211,12 +211,12 @@ def test_wrong_ids_are_rejected_and_leave_the_decoder_unchanged(engine):
         decoder, other = session.decoder(), session.decoder()
         decoder.feed(IDS[:3])
         for wrong, words in (
-            (IDS, "12 ids after 3 exceed the context of 12"),
+            (IDS, "12 ids after 3 earlier ones exceed the context of 12"),
             ([], "expected token ids"),
             ([0.5], "expected token ids"),
             ([[1]], "expected token ids"),
             ([1, -1], "-1 is not one of"),
-            ([VOCAB], f"{VOCAB} is not one of 0..{VOCAB - 1}"),
+            ([VOCAB], f"id {VOCAB} is not one of 0..{VOCAB - 1}"),
         ):
             with pytest.raises(SessionError, match=words):
                 decoder.feed(wrong)

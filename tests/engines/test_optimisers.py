@@ -262,7 +262,7 @@ def test_malformed_groups_are_rejected_before_a_run(groups, message_parts):
 
 
 def test_a_groups_rate_needs_a_nonzero_rate_of_the_run():
-    with pytest.raises(UserError, match=r"^lr=0: .* has lr=0\.1.*type lr=0\.001"):
+    with pytest.raises(UserError, match=r"^lr=0: .* has its own lr=0\.1.*type lr=0\.001"):
         apply_optimiser(plan("llama"), SGD(groups={"*": {"lr": 0.1}}), 0.0)
 
 
@@ -492,7 +492,7 @@ def test_a_schedule_can_scale_weight_decay(tmp_path, monkeypatch, capsys):
             ["callbacks.linear.scales=beta2", "callbacks.linear.floor=0"],
             [
                 "callbacks.linear.scales=beta2: invalid factor 0 (warmup=0, floor=0.0): ",
-                "optim.beta2=0: from_scratch multiplies a moment by it; set optim.mode=lora",
+                "optim.beta2=0: mode from_scratch would multiply a moment by 0; set optim.mode=lora",
             ],
         ),
         (

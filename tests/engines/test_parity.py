@@ -182,7 +182,7 @@ def test_engines_with_different_initial_weights_are_not_compared(capsys):
     code, (_, err) = run_parity(capsys, "plugins=[wrong_engine]", "engine=ggml,wrong:mistake=start")
     assert code == 1
     assert err == (
-        "toyexp: error: wrong:mistake=start: blk.1.ffn_up.weight does not start with the same values as on ggml\n"
+        "toyexp: error: wrong:mistake=start: the initial values of blk.1.ffn_up.weight differ from those on ggml\n"
     )
 
 

@@ -138,7 +138,7 @@ def test_pefts_rank_and_alpha_patterns_and_rslora_are_applied_as_in_peft(capsys)
 
 
 @pytest.mark.parametrize(("config", "tensors", "message"), [
-    ({"use_dora": True}, {}, "use_dora=True is not supported, only plain LoRA"),
+    ({"use_dora": True}, {}, "use_dora=True is not supported (only plain LoRA"),
     ({"bias": "all"}, {}, "bias=all is not supported"),
     ({"init_lora_weights": "pissa_niter_4"}, {}, "init_lora_weights=pissa_niter_4 is not supported"),
     ({"modules_to_save": ["lm_head"]}, {}, "modules_to_save"),

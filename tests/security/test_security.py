@@ -258,7 +258,7 @@ def test_an_image_that_exhausts_memory_or_runs_a_program_is_rejected(name, conte
         ("../secret.png,0", "lies outside of data.path=all"),
         ("/etc/passwd,0", "lies outside of data.path=all"),
         ("a/../../secret.png,0", "lies outside of data.path=all"),
-        ("one.png,999999999999", "need an image each, but it lists 3"),
+        ("one.png,999999999999", "need an image each, but the file lists 3"),
         ("x" * 200_000 + ",0", "cannot be read"),
     ],
 )

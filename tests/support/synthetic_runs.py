@@ -63,7 +63,7 @@ def write_run(path, reason="completed", until=None, held_out=None, samples=False
         if step % config["eval_every"] == 0 or step == config["steps"]:
             last = loss + 0.1 if held_out is None or step < config["steps"] else held_out
             lines.append({"kind": "eval", "t": step * 0.01, "phase": "eval", "name": "held_out", "step": step,
-                          "loss": last, "ppl": math.exp(last), **(scores or {})})  # fmt: skip
+                          "loss": last, "ppl": math.exp(min(last, 700.0)), **(scores or {})})  # fmt: skip
             if samples:
                 lines.append(
                     {"kind": "sample", "t": step * 0.01, "step": step, "prompt": "def ", "text": "<b>x</b>():"}

@@ -26,7 +26,7 @@ _lock = threading.RLock()  # Hydra, environment and working directory are global
 
 @contextlib.contextmanager
 def isolated_call(call: str, quiet: bool = False) -> Iterator[None]:
-    """Run the body of one API call at a time, and restore the global state of the process when the body ends.
+    """Run the `with` block of one API call at a time, and restore the global state of the process when the block ends.
 
     Global state is: random state, environment (except variables that libraries read only at import), working directory,
     logging, PyTorch settings, sys.path and Hydra. `call` is the API function's name in error messages; `quiet`
@@ -64,10 +64,11 @@ def translate_error(text: str) -> str:
 
 @contextlib.contextmanager
 def note_remains(directory: Path, call: str) -> Iterator[None]:
-    """If the body raises RunFailed or KeyboardInterrupt, add a note to the exception: how to open and resume the run.
+    """If the `with` block raises RunFailed or KeyboardInterrupt, add a note to the exception.
 
-    `call` is the beginning of the Python call that resumes the run, such as `toyexp.run(`. If the run has no
-    checkpoint, the note says only how to open the run. If no run was written to `directory`, no note is added.
+    The note says how to open and resume the run. `call` is the beginning of the Python call that resumes the run, such
+    as `toyexp.run(`. If the run has no checkpoint, the note says only how to open the run. If no run was written to
+    `directory`, no note is added.
     """
     try:
         yield

@@ -74,7 +74,7 @@ def run(
 
         flags, overrides, resume_value = read_flags(expand_overrides(typed))
         if "--multirun" in flags:
-            raise UserError("toyexp.run --multirun: trains one experiment; for several use toyexp.sweep(...)")
+            raise UserError("--multirun: toyexp.run trains one experiment; for several use toyexp.sweep(...)")
         overrides += _directory_override("hydra.run.dir", "toyexp.run directory", directory)
         request = _build_request("toyexp.run", flags, overrides)
         if "sweep.resume" in request.values:
@@ -159,9 +159,10 @@ def sweep(
 
 
 class SweepResult(Sequence[Result]):
-    """Result of a sweep: a sequence with a Result for each run, best first; runs that did not complete come last.
+    """Result of a sweep: a sequence with a Result for each run, best first. Runs that did not complete come last.
 
-    Wherever a path is expected, the object stands for the sweep's directory: `toyexp.sweep(resume=swept)`.
+    You can pass this object wherever a path is expected. It then stands for the sweep's directory, for example in
+    `toyexp.sweep(resume=swept)`.
     """
 
     def __init__(self, directory: Path, registry: Registry | None = None):
@@ -182,9 +183,10 @@ class SweepResult(Sequence[Result]):
 
     @property
     def best(self) -> Result | None:
-        """Best run: of the settings with the best mean over seeds, the run with the best value of `metric`.
+        """Best run of the sweep; None if no run completed, or if the runs used different data and cannot be compared.
 
-        None if no run completed, or if the runs cannot be compared because they used different data.
+        The settings with the best mean over seeds are chosen first. Among the runs with these settings, this is the run
+        with the best `metric`.
         """
         return self.runs[0] if self._ranking.best and self.runs else None
 
@@ -198,10 +200,11 @@ class SweepResult(Sequence[Result]):
 
     @cached_property
     def table(self) -> list[dict[str, Any]]:
-        """A dict for each job, best first: its number, swept settings, state, losses, metrics, seconds and error.
+        """A list with a dict for each job, best first.
 
-        `mean` and `deviation` are the mean and the sample standard deviation of the ranking metric over the jobs that
-        differ from this one only in their seed.
+        A dict has the job's number, swept settings, state, losses, metrics, seconds and error. `mean` and `deviation`
+        describe this job and all jobs that differ from it only in their seed. They are the mean and the sample standard
+        deviation of the metric that ranks the runs.
         """
         keys = list(dict.fromkeys(word.partition("=")[0] for job in self._jobs for word in job.overrides))
         rows = []
@@ -298,7 +301,7 @@ def _text(name: str, value: Any) -> str:
 def open(path: str | os.PathLike[str], plugins: Sequence[str] = ()) -> Result | SweepResult:
     """Open a run, a sweep or a checkpoint by its directory, and return it as a Result or SweepResult.
 
-    For a checkpoint, the Result is that of its run, with the weights of the checkpoint instead of the final ones.
+    For a checkpoint, return the Result of its run, but with the weights of the checkpoint instead of the final ones.
     `plugins` names the local plugin modules that the run needs. Raise UserError if `path` is none of these directories.
     """
     from toyexp.base.process_state import restore_process_state
@@ -365,9 +368,9 @@ def compare(*runs: str | os.PathLike[str], metric: str | None = None, pool: bool
     """Compare runs and rank them by a metric.
 
     `runs` are run directories (or Results), sweep directories and directories that contain runs. An argument such as
-    "lr>1e-3" is a filter: only matching runs are compared. `metric` ranks the runs, by default the sweep's metric or
-    the held-out loss. If `pool` is True, runs with equal settings form one group even if their directories or names
-    differ. Raise UserError if no run matches the filters, or if no run has the metric.
+    "lr>1e-3" is a filter: only matching runs are compared. `metric` is the name of the metric that ranks the runs; the
+    default is the sweep's metric or the held-out loss. If `pool` is True, runs with equal settings form one group even
+    if their directories or names differ. Raise UserError if no run matches the filters, or if no run has the metric.
     """
     with isolated_call("toyexp.compare", quiet=True):
         from toyexp.results.filters import split_filters

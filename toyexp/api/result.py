@@ -39,10 +39,10 @@ FILE_DIRECTORIES = ("checkpoints", "plots", "logs")  # subdirectories listed in 
 class Result:
     """Result of a run: its state and numbers when this object was created, and access to its files and weights.
 
-    Files and weights are read from the run's directory when they are accessed. If the run was resumed in the meantime,
-    the access raises UserError. Wherever a path is expected, the object stands for the run's directory:
-    `toyexp.run(resume=result)`. If `late` is True, the run's settings and history are also read only on access, which
-    saves time for sweeps of thousands of runs.
+    Files and weights are read from the run's directory when they are accessed. If the run was resumed after this object
+    was created, the access raises UserError. You can pass this object wherever a path is expected. It then stands for
+    the run's directory, for example in `toyexp.run(resume=result)`. If `late` is True, the run's settings and history
+    are also read only on access. This saves time for sweeps of thousands of runs.
     """
 
     def __init__(
@@ -97,7 +97,10 @@ class Result:
 
     @cached_property
     def facts(self) -> dict[str, Any]:
-        """The event `run_start` of events.jsonl: a dict per subject, such as `backend` (the engine) and `model`."""
+        """Facts that the run recorded when it started: the event `run_start` of events.jsonl.
+
+        Each key, such as `backend` (the engine) or `model`, has a dict with facts about this subject.
+        """
         return read_run_facts(self._run_directory)
 
     @cached_property
@@ -218,10 +221,10 @@ class Result:
 
     @property
     def _loaded_model(self) -> LoadedModel:
-        """The run's model file, or if the run trained an adapter, this adapter and its base file.
+        """The run's model file. If the run trained an adapter, it is the adapter together with its base model file.
 
-        Raise UserError if the run left no weights, if it was resumed after this object was created, or if the base file
-        has changed.
+        Raise UserError if the run left no weights, if it was resumed after this object was created, or if the base
+        model file has changed.
         """
         from toyexp.inference.loaded_model import LoadedModel
         from toyexp.inference.model_files import ADAPTER, MODEL, find_model_file

@@ -10,8 +10,6 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from toyexp.api.calls import check_path, isolated_call, note_remains
 from toyexp.api.result import Result
 from toyexp.base.errors import UserError, printable, suggest
@@ -20,7 +18,7 @@ from toyexp.base.signals import protect_imports
 from toyexp.base.terminal import show_status
 from toyexp.config.build import apply_types, check_engine, check_parts, load_objective_model, pick_engine
 from toyexp.config.paths import CONF
-from toyexp.config.schema import AUTO, default_callbacks
+from toyexp.config.schema import AUTO, default_callbacks, load_yaml
 from toyexp.formats.gguf.open_model import load_open_model, open_gguf
 from toyexp.interfaces.callback import Callback
 from toyexp.interfaces.data import Data
@@ -102,7 +100,7 @@ def train(
 
 
 def _extend_registry(parts: Sequence[Any]) -> Registry:
-    """Return a registry of the installed plugins and the classes of `parts`; the Result needs it to open the run.
+    """Return a registry of the installed plugins and the classes of `parts`. The Result needs it to open the run.
 
     Raise UserError for a class without a name, or with a name that another class has.
     """
@@ -171,14 +169,15 @@ def _resolve_part(kind: str, value: Any, registry: Registry) -> Any:
 
 
 def _describe_preset(kind: str, name: str, registry: Registry) -> str:
-    """Return the expression that creates the object of the preset `conf/<kind>/<name>.yaml`, or "" without such a file.
+    """Return the Python expression that creates the same object as the preset `conf/<kind>/<name>.yaml`.
 
-    For a preset that changes no setting, the expression shows the sizes of its class.
+    Return "" if there is no such file. If the preset changes no setting, the expression shows the default sizes of the
+    object's class, such as d_model.
     """
     path = CONF / kind / f"{name}.yaml"
     if not path.is_file():
         return ""
-    settings = yaml.safe_load(path.read_text(encoding="utf-8"))
+    settings = load_yaml(path)
     cls = registry.get(kind, settings.pop("defaults")[0])
     shown = settings or {f.name: f.default for f in fields(cls) if f.name in SIZES}
     return f"{cls.__module__}.{cls.__name__}({', '.join(f'{key}={value!r}' for key, value in shown.items())})"

@@ -29,9 +29,9 @@ def has_own_message(error: BaseException) -> bool:
 def plugin_failure(who: str, when: str, error: Exception | SystemExit, log: Path | None = None) -> Exception:
     """Return the exception to raise in place of `error`, which the plugin `who` raised.
 
-    It is a PluginFailed whose message has the plugin, the moment `when`, and either the line of code or, if given, the
-    file `log`, which has the traceback. toyexp's own errors are returned unchanged; an error from importing a
-    third-party package becomes a RunFailed.
+    Usually it is a PluginFailed. Its message names the plugin, `when` the error occurred (such as "at step 3"), and the
+    file `log`, which has the traceback. Without `log` it names the line of code instead. toyexp's own errors are
+    returned unchanged; an error from importing a third-party package becomes a RunFailed.
     """
     if has_own_message(error) and isinstance(error, Exception):
         return error
@@ -48,9 +48,9 @@ def plugin_failure(who: str, when: str, error: Exception | SystemExit, log: Path
 class attribute_errors:  # noqa: N801 - a context manager, cheap enough to enter in each step
     """Context manager that converts an exception to a PluginFailed, whose message names the plugin that raised it.
 
-    The message names the plugin whose method is in the traceback, or `who` if there is none; for a BadBatch, it names
-    the data plugin `data`. `when` describes the moment. toyexp's own errors and OSErrors about a file are raised
-    unchanged.
+    If the traceback contains a plugin's method, the message names this plugin, otherwise `who`. A BadBatch is
+    attributed to the data plugin `data`. `when` says when the error occurred, such as "at step 3". toyexp's own errors
+    and OSErrors about a file are raised unchanged.
     """
 
     def __init__(self, who: str, when: str | Callable[[], str], log: Path | None = None, data: str = ""):
@@ -87,7 +87,7 @@ def call_checked(expected: type, method: Callable[..., T], *arguments: object, w
 
 
 def call_for_lines(method: Callable[..., object], *arguments: object) -> list[str]:
-    """Call a plugin's method that returns sentences, and return them as a list of single lines.
+    """Call a plugin's method that returns sentences, and return a list with each sentence as a single line.
 
     Raise PluginFailed if the method returns a plain string or something that is not iterable.
     """
@@ -98,7 +98,10 @@ def call_for_lines(method: Callable[..., object], *arguments: object) -> list[st
 
 
 def wrong_return(method: Callable[..., object], result: object, expected: str, who: str = "") -> PluginFailed:
-    """Return the PluginFailed for a method that returned a wrong type. It names `who`, or the method's class."""
+    """Return the PluginFailed for a method that returned a wrong type.
+
+    Its message names `who` or, if that is empty, the method's class.
+    """
     who = who or type(getattr(method, "__self__", None)).__name__
     return PluginFailed(f"{who}.{method.__name__}() returned {printable(repr(result))}, expected {expected}")
 

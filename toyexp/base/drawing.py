@@ -78,19 +78,23 @@ def use_plot_style() -> Iterator[None]:
     import matplotlib
 
     defaults: Any = {key: value for key, value in matplotlib.rcParamsDefault.items() if key != "backend"}
-    with _style_lock, matplotlib.rc_context({**defaults, **STYLE}):
+    with _style_lock, matplotlib.rc_context({**defaults, **STYLE}), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Glyph .* missing")  # the font draws a box
+        warnings.filterwarnings("ignore", category=RuntimeWarning)  # ticks beyond 1e308 overflow
         yield
 
 
 def check_plot_path(option: str, typed: str) -> Path:
-    """Return the path of a plot to write, after checking it. The user typed it as the value of `option`.
+    """Check the path `typed`, which the user gave for `option` as the file of a plot, and return it.
 
-    Raise UserError if its suffix is not supported, it cannot be written, or it exists and is not a plot that toyexp
-    drew. Raise Unavailable without matplotlib.
+    Raise UserError if its suffix is not supported, if the file cannot be written, or if the file exists and is not a
+    plot that toyexp drew. Raise Unavailable without matplotlib.
     """
     path, subject = Path(typed), f"{option} {typed}"
     if path.suffix.lower() not in FILE_METADATA:
-        raise UserError(f"{subject}: must end in {', '.join(FILE_METADATA)}; type {option} {path.with_suffix('.svg')}")
+        name = f"{path.name.split('.')[0] or 'plot'}.svg"
+        example = name if path.exists() else path.parent / name  # the path may be a directory or /dev/null
+        raise UserError(f"{subject}: must end in {', '.join(FILE_METADATA)}; type {option} {example}")
     if path.is_dir():
         raise UserError(f"{subject}: is a directory, expected a file; type {option} {path / 'plot.svg'}")
     require_writable(subject, path)
@@ -146,7 +150,10 @@ class Sheet:
         self._resize(None)
 
     def _resize(self, column: str | None) -> None:
-        """Set the size of the page and of all text for `column`, a key of COLUMNS, and wrap the subtitle."""
+        """Set the size of the page and of all text, and wrap the subtitle.
+
+        `column` is a key of COLUMNS: None, or the journal column (single or double) that the figure must fit.
+        """
         from matplotlib.text import Text
         from matplotlib.transforms import ScaledTranslation
 
@@ -158,10 +165,11 @@ class Sheet:
             text.set_fontsize(round(text.get_fontsize() * scale / self._scale, 6))
         self._scale = scale
         lines = textwrap.wrap(self._below, round(112 * room), max_lines=3, placeholder=" …")
+        title = textwrap.wrap(self._title, round(TITLE_LENGTH * room), max_lines=2, placeholder=" …") or [""]
         # The empty lines reserve space for the subtitle, which has another font.
-        self.figure.suptitle(fit_text(self._title, round(TITLE_LENGTH * room)) + "\n" * len(lines), x=0.01, ha="left",
-                             fontsize=TITLE * scale, fontweight="bold")  # fmt: skip
-        shift = ScaledTranslation(0, -22 / 72 * scale, self.figure.dpi_scale_trans)
+        self.figure.suptitle("\n".join([*(fit_text(line, TITLE_LENGTH) for line in title), *[""] * len(lines)]), x=0.01,
+                             ha="left", fontsize=TITLE * scale, fontweight="bold")  # fmt: skip
+        shift = ScaledTranslation(0, (-22 - 1.2 * TITLE * (len(title) - 1)) / 72 * scale, self.figure.dpi_scale_trans)
         self._below_text.set(text="\n".join(fit_text(line, 112) for line in lines))
         self._below_text.set_transform(self.figure.transFigure + shift)
 
@@ -170,7 +178,7 @@ class Sheet:
 
     def _repr_png_(self) -> tuple[bytes, dict[str, Any]]:
         picture = self.pictures(".png", resolution=RESOLUTION // 2)[".png"]
-        return picture, {"width": round(WIDTH * 96), "alt": self.figure.get_suptitle().strip()}
+        return picture, {"width": round(WIDTH * 96), "alt": self._title}
 
     def pictures(self, *suffixes: str, column: str | None = None, resolution: int = RESOLUTION) -> dict[str, bytes]:
         """Render the figure in the formats `suffixes`, such as .png, and return {suffix: file content}.
@@ -178,8 +186,7 @@ class Sheet:
         Equal figures give equal bytes. `column` is a key of COLUMNS, such as single; `resolution` is in dots per inch.
         """
         rendered = {}
-        with use_plot_style(), warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "Glyph .* missing")  # the font draws a box
+        with use_plot_style():
             self._resize(column)
             for suffix in suffixes:
                 file = io.BytesIO()
@@ -188,9 +195,10 @@ class Sheet:
         return rendered
 
     def write(self, file: str | os.PathLike[str], column: str | None = None) -> int:
-        """Write the figure atomically and return its size in bytes; `column` is `single` or `double` for a journal.
+        """Write the figure atomically and return its size in bytes.
 
-        Raise UserError if the file exists and is not a plot that toyexp drew, or for an unknown suffix.
+        If `column` is single or double, the figure gets the width of such a column in a journal. Raise UserError if the
+        file exists and is not a plot that toyexp drew, or for an unknown suffix.
         """
         path = check_plot_path("write", os.fspath(file))
         suffix = path.suffix.lower()
@@ -203,7 +211,8 @@ class Sheet:
 def thin_curve(steps: Any, values: Any, limit: int) -> tuple[Any, Any]:
     """Return the steps and values of a curve, reduced to about `limit` points.
 
-    The curve is divided into equal intervals, and the points with the minimum and maximum of each interval are kept.
+    The curve is divided into equal intervals. In each interval, the points with the smallest and largest value are
+    kept.
     """
     import numpy as np
 
@@ -223,12 +232,12 @@ def set_step_axis(axes: Any) -> None:
     axes.xaxis.get_major_locator().set_params(integer=True)
 
 
-def set_log_scale(axes: Any, which: str, values: Iterable[float]) -> bool:
-    """Make the axis `which` (`x`, `y`) logarithmic if `values` span a factor of LOG_RATIO; return True if so."""
+def set_log_scale(axes: Any, which: str, values: Iterable[float], ratio: float = LOG_RATIO) -> bool:
+    """Make the axis `which` (`x`, `y`) logarithmic if `values` span a factor of `ratio`; return True if so."""
     from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
     finite = [value for value in values if math.isfinite(value)]
-    if not finite or min(finite) <= 0 or max(finite) <= LOG_RATIO * min(finite):
+    if not finite or min(finite) <= 0 or max(finite) <= ratio * min(finite):
         return False
     (axes.set_xscale if which == "x" else axes.set_yscale)("log")
     axis = axes.xaxis if which == "x" else axes.yaxis
@@ -259,16 +268,17 @@ def label_line_ends(axes: Any, ends: Sequence[tuple[float, str, str]]) -> None:
 
 
 def caption(axes: Any, text: str, colour: str = GREY, side: str = "right") -> None:
-    """Write a note above a panel, at its `side` left, center or right."""
+    """Write a note above a panel. `side` is left, center or right."""
     axes.set_title(text, loc=side, fontsize=SMALL, color=colour, pad=7)
 
 
-def fit_y_axis(axes: Any, low: float, high: float, above: str, largest: float) -> None:
-    """Fit the y axis to values from `low` to `high`.
+def fit_y_axis(axes: Any, low: float, high: float, above: str, largest: float, log: bool = False) -> None:
+    """Fit the y axis to values from `low` to `high`; if `log` is True, make it logarithmic even for similar values.
 
-    If `largest` is higher, add a note such as "3 runs above the shown range, up to 7.2", which begins with `above`.
+    `largest` is the largest value of all curves. If it exceeds `high`, add a note such as "3 runs above the shown
+    range, up to 7.2". `above` is the first part of this note, such as "3 runs".
     """
-    is_log, room = set_log_scale(axes, "y", (low, high)), (high - low) / 20
+    is_log, room = set_log_scale(axes, "y", (low, high), 1.0 if log else LOG_RATIO), (high - low) / 20
     if math.isfinite(room) and room:
         axes.set_ylim(*((low * 0.9, high * 1.1) if is_log else (low - room, high + room)))
     if largest > high:
@@ -276,7 +286,7 @@ def fit_y_axis(axes: Any, low: float, high: float, above: str, largest: float) -
 
 
 def fit_text(text: str, limit: int) -> str:
-    """Shorten a text to `limit` characters and escape what matplotlib or SVG would misread."""
+    """Shorten a text to `limit` characters, and escape characters that matplotlib or SVG would misread."""
     text = "".join(letter if letter.isprintable() else "?" for letter in text)
     text = text if len(text) <= limit else text[: limit - 1] + "…"
     return text.replace("$", r"\$")  # matplotlib reads $ as a formula

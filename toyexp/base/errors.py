@@ -45,7 +45,7 @@ class UnknownCharacter(UserError):
 
 
 class SessionError(ToyexpError):
-    """Error: a method of a session (a model on an engine) was called out of order or with a wrong tensor."""
+    """Error: a method of a session (a plan's tensors on an engine) was called out of order or with a wrong tensor."""
 
 
 class BadBatch(SessionError):
@@ -74,7 +74,8 @@ class PluginFailed(RunFailed):
 def nearest(word: str, choices: Iterable[str]) -> str | None:
     """Return the choice most similar to `word`, or None if none is similar.
 
-    A choice is similar if it is spelled almost alike, or has the word as one of its parts (`batch_size` for `batch`).
+    A choice is similar if it is spelled almost like the word, or if the word is one of its parts (`batch` in
+    `batch_size`).
     """
     others = [c for c in choices if c != word]
     if word.lower() in others:
@@ -120,5 +121,5 @@ def escape_controls(text: str) -> str:
 
 
 def escape_cell(text: str) -> str:
-    """Escape a name for a table cell: as `escape_controls`, and also newlines and tabs."""
+    """Escape a name for a table cell: everything that `escape_controls` escapes, and also newlines and tabs."""
     return escape_controls(text).replace("\n", "\\n").replace("\t", "\\t")

@@ -29,7 +29,8 @@ def run_to_exit_code(work: Callable[[], int], explained: Callable[[str], str] = 
     """Run `work`, print an expected error in one line, and return the exit code.
 
     The exit code is that of `work`, 1 for a failure, 2 for invalid input, or 128 plus the number of a signal (130:
-    Ctrl-C). `explained` receives each error message and returns the text to print. Unexpected errors (bugs) are raised.
+    Ctrl-C). The function `explained` turns each error message into the text to print. Unexpected errors (bugs) are
+    raised.
     """
     open_standard_files()
     replace_unencodable()

@@ -34,9 +34,9 @@ NOT_TEXT_HINTS: dict[bytes | tuple[bytes, ...], str] = {
 
 
 def wrong_kind(mode: int, expected: int = stat.S_IFREG) -> str | None:
-    """Return None if a file mode is of the `expected` kind (by default a regular file).
+    """Return None if the file mode `mode` is of the `expected` kind (by default a regular file).
 
-    Otherwise return a phrase that says what it is instead, such as "is a folder, not a file".
+    Otherwise return a phrase that says what the file is instead, such as "is a folder, not a file".
     """
     kind = stat.S_IFMT(mode)
     if kind == expected:
@@ -58,12 +58,12 @@ ADDRESS_MESSAGE = "is an address, and only local files can be read; download it 
 
 
 def is_address(path: Path) -> bool:
-    """Return True if a path is a URL, in which pathlib has shortened https:// to https:/."""
+    """Return True if a path was made from a URL; pathlib shortens its https:// to https:/."""
     return re.match(r"(https?|ftp|s3|gs|hf):/", str(path)) is not None
 
 
 def explain_missing(path: Path) -> str:
-    """Return a phrase that says why a path does not exist: a dangling link, a URL, or a missing directory."""
+    """Return a phrase that says why a path does not exist, for example that it is a dangling link or a URL."""
     if (link := dangling_link(path)) is not None:
         return f"{'' if link == path else f'{link} '}is a link to {link.readlink()}, which does not exist"
     if is_address(path):
@@ -75,14 +75,14 @@ def explain_missing(path: Path) -> str:
 
 
 def dangling_link(path: Path) -> Path | None:
-    """Return the link in `path` or its parents whose target does not exist, or None."""
+    """Return the first of `path` and its parents that is a link to a missing target, or None."""
     return next((p for p in (path, *path.parents) if p.is_symlink() and not p.exists()), None)
 
 
 def require_file(path: str | Path, subject: str, *kinds: int) -> Path:
-    """Return the path if it is a regular file or, if `kinds` are given, of one of these (such as stat.S_IFDIR).
+    """Return the path if it is a regular file or, if `kinds` are given, a file of one of these kinds.
 
-    Otherwise raise a UserError whose message starts with `subject`.
+    A kind is a constant such as stat.S_IFDIR. Otherwise raise a UserError whose message starts with `subject`.
     """
     try:
         mode = Path(path).stat().st_mode
@@ -97,7 +97,7 @@ def require_file(path: str | Path, subject: str, *kinds: int) -> Path:
 
 
 def require_directory(path: str | Path, subject: str) -> Path:
-    """Return the path if it is a directory; if not, raise UserError that starts with `subject`."""
+    """Return the path if it is a directory; if not, raise a UserError whose message starts with `subject`."""
     return require_file(path, subject, stat.S_IFDIR)
 
 
@@ -178,7 +178,8 @@ def system_message(error: BaseException) -> str:
 def check_nodes(root: Any, path: Path) -> None:
     """Raise UserError if a YAML value contains itself, or if the file has more than NODE_LIMIT values.
 
-    A value that aliases repeat counts each time. `path` is the file to name in the message.
+    `root` is the root node of the parsed YAML file `path`. A value that a YAML alias repeats counts again for each
+    alias.
     """
     sizes: dict[int, int] = {}
 

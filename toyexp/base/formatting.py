@@ -24,7 +24,7 @@ def format_count(n: float) -> str:
 def display_path(path: Path | str) -> str:
     """Return a path as the user knows it.
 
-    toyexp unpacks a zip archive into a temporary directory, which is left out of the path of a file in it.
+    toyexp unpacks a zip archive into a temporary directory. For a file in it, return the path without this directory.
     """
     return re.sub(rf"^(.*[/\\])?{UNZIP_PREFIX}\w+[/\\]", "", str(path))
 
@@ -44,7 +44,10 @@ def format_value(value: Any) -> str:
 
 
 def short_keys(keys: Sequence[str]) -> list[str]:
-    """Shorten setting keys to their last component (`beta2` for optim.beta2) where that is unique."""
+    """Shorten each setting key to its last component, such as `beta2` for optim.beta2.
+
+    A key stays as it is if another key has the same last component.
+    """
     last = [key.rpartition(".")[2] for key in keys]
     return [word if last.count(word) == 1 else key for key, word in zip(keys, last, strict=True)]
 
@@ -93,7 +96,10 @@ def align_columns(rows: Sequence[Sequence[str]], right: Collection[int] = ()) ->
 
 
 def format_csv(table: Iterable[Sequence[object]]) -> str:
-    """Return rows as comma-separated values; a text that a spreadsheet would run as a formula gets a leading quote."""
+    """Return rows as comma-separated values.
+
+    A text that a spreadsheet would run as a formula gets a leading quote.
+    """
     text = io.StringIO()
     csv.writer(text, lineterminator="\n").writerows([_quote_formula(cell) for cell in row] for row in table)
     return text.getvalue()
@@ -119,6 +125,7 @@ def smooth_loss(before: float | None, loss: float, step: int) -> float | None:
     return loss if before is None else before + max(1 / 50, min(20 / step, 1.0)) * (loss - before)
 
 
-def format_metric(value: float | None) -> str:
-    """Format a metric with four decimals (large numbers in scientific notation); None, NaN and infinity become `-`."""
-    return "-" if value is None or not math.isfinite(value) else f"{value:.4f}" if abs(value) < 1e7 else f"{value:.4g}"
+def format_metric(value: float | None, decimals: int = 4, none: str = "-") -> str:
+    """Format a metric with `decimals` (large numbers in scientific notation); None, NaN and infinity become `none`."""
+    number = math.nan if value is None else value
+    return f"{number:.{decimals}{'f' if abs(number) < 1e7 else 'g'}}" if math.isfinite(number) else none

@@ -9,9 +9,9 @@ from importlib import import_module
 
 
 def lazy(package: str, file: str) -> tuple[Callable[[str], object], Callable[[], list[str]], list[str]]:
-    """Return `__getattr__`, `__dir__` and `__all__` of a package that imports its public names on first use.
+    """Return `__getattr__`, `__dir__` and `__all__` for a package, so that it imports its public names on first use.
 
-    `file` is the package's __init__.py. Its public names are those that it imports under `if TYPE_CHECKING:`.
+    `file` is the package's __init__.py. The public names are those that this file imports under `if TYPE_CHECKING:`.
     """
     with open(file, encoding="utf-8") as source:
         imports = re.findall(r"^    from ([\w.]+) import (\([^)]*\)|.*)", source.read(), re.MULTILINE)

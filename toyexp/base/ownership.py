@@ -89,7 +89,7 @@ def _lock(file: int, path: Path, shared: bool = False) -> None:
 
 
 def require_empty(path: Path, key: str) -> None:
-    """Raise UserError, with what to type, unless the directory `path` is missing or empty.
+    """Raise UserError unless the directory `path` is missing or empty. The message says what to type.
 
     `key` is the setting that chooses the directory, such as hydra.run.dir. System files such as .DS_Store do not count.
     """
@@ -141,9 +141,9 @@ def require_inside(directory: Path) -> None:
 
 
 def _is_ignorable(entry: os.DirEntry[str]) -> bool:
-    """Return True for an entry that an empty directory may contain.
+    """Return True for a file that does not count when toyexp checks whether a directory is empty.
 
-    Such entries are the names in IGNORED_NAMES, a lock file, and a file to which this process's output is redirected.
+    Such a file has a name in IGNORED_NAMES, is a lock file, or receives the redirected output of this process.
     """
     if entry.name in IGNORED_NAMES or entry.name.startswith(("._", ".nfs")):
         return True
@@ -159,9 +159,9 @@ def _is_ignorable(entry: os.DirEntry[str]) -> bool:
 
 
 class Ledger:
-    """Record of the files that a run wrote, with the digest of each, stored in its written.json.
+    """Record of the files that a run wrote, with the digest of each. It is stored in the run's written.json.
 
-    A file that is being replaced has two digests: of the old and of the new content.
+    While a file is being replaced, the ledger has two digests for it: of the old and of the new content.
     """
 
     def __init__(self, root: Path, digests: Mapping[str, list[str]] | None = None):
@@ -188,11 +188,11 @@ class Ledger:
         return cls(root, digests)
 
     def foreign_paths(self, names: Iterable[str]) -> list[Path]:
-        """Return the paths of the given names that exist but were not written by this run."""
+        """Return the paths of the `names` that exist in the run's directory but were not written by this run."""
         return [path for name in names if os.path.lexists(path := self._root / name) and not self.owns(path)]
 
     def is_replaced(self, path: Path) -> bool:
-        """Return True if another file has replaced the one that the run wrote at `path`."""
+        """Return True if the run wrote a file at `path`, and another file has replaced it since."""
         return self._name(path) in self._digests and not self.owns(path)
 
     def owns(self, path: Path) -> bool:
@@ -276,7 +276,7 @@ def _digest(path: Path) -> str:
 
 
 def cached_fingerprint(path: Path) -> str:
-    """Return the `fingerprint` of a file; a file that has not changed is read only once per process."""
+    """Return the `fingerprint` of a file. If the file does not change, a process reads it only once."""
     status = path.stat()
     return _fingerprint_version(path.absolute(), status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns)
 

@@ -99,7 +99,8 @@ def explain_import_error(error: BaseException) -> str:
 def error_location(error: BaseException, of_plugins: bool = False) -> str:
     """Return " (FILE, line N)" for the last traceback frame outside toyexp and the standard library.
 
-    If there is no such frame, use the last frame of all or, if `of_plugins`, return "".
+    If there is no such frame, return "" if `of_plugins` is True, and otherwise the text for the last frame of the
+    traceback.
     """
     frames = [*traceback.walk_tb(error.__traceback__)]
     skipped = {"toyexp", *sys.stdlib_module_names}
@@ -110,7 +111,7 @@ def error_location(error: BaseException, of_plugins: bool = False) -> str:
 
 @contextlib.contextmanager
 def prefix_unavailable(who: str) -> Iterator[None]:
-    """Prefix the message of an Unavailable error with `who`, the setting or file that needs the package."""
+    """Add `who`, the setting or file that needs a package, at the start of an Unavailable error's message."""
     try:
         yield
     except Unavailable as reason:

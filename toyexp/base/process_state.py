@@ -19,7 +19,7 @@ LIBRARY_VARIABLES = ("GOMP_SPINCOUNT", "NVIDIA_TF32_OVERRIDE", "CUBLAS_WORKSPACE
 
 @contextlib.contextmanager
 def restore_process_state() -> Iterator[None]:
-    """Restore random state, environment, working directory, logging and module search path on exit."""
+    """Restore random state, environment, working directory, logging and module search path when the context ends."""
     torch: Any = sys.modules.get("torch")  # only if a plugin loaded it
     seeds = random.getstate(), np.random.get_state(), torch and torch.get_rng_state()
     environment, directory, path = dict(os.environ), Path.cwd(), list(sys.path)

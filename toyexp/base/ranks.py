@@ -41,9 +41,10 @@ def started_ranks() -> Ranks:
 
 
 def rank_warnings() -> list[str]:
-    """Return a list with one warning if the environment names several processes that will not train together.
+    """Warn if environment variables announce several processes that will not train together.
 
-    If not, return an empty list. `srun` and `mpirun` set such variables, and users may set some of torchrun's by hand.
+    Return a list with one warning, or an empty list. `srun` and `mpirun` set such variables; a user may also have set
+    only some of the variables that `torchrun` sets.
     """
     if started_ranks().count > 1:
         return []

@@ -1,4 +1,4 @@
-"""Keep the working directory off the module search path when started as `python -m toyexp`.
+"""Keep the working directory off the module search path when toyexp is started as `python -m toyexp`.
 
 A file such as random.py in the working directory would otherwise shadow the standard library. toyexp/__init__.py
 imports this module first.

@@ -42,7 +42,7 @@ _sweep_is_gone = threading.Event()
 def end_with_sweep() -> None:
     """Send SIGTERM to this process, so that it saves a checkpoint and exits. Called when its sweep has ended.
 
-    If the process also receives a signal from the sweep, the second of the two does not force an immediate exit.
+    The ended sweep may have sent a signal, too. Usually a second signal forces an immediate exit, but not in this case.
     """
     _sweep_is_gone.set()
     os.kill(os.getpid(), signal.SIGTERM)
@@ -51,9 +51,9 @@ def end_with_sweep() -> None:
 class Signals:
     """Signals that one run has received, and the handlers that record them.
 
-    The first ending signal raises Interrupted, with two exceptions: during training it is only recorded, and the
-    training loop acts on it after the step; during an import it is raised when the import is over. A second
-    signal raises at once.
+    The first ending signal raises Interrupted at once, except in two cases. During training it is only recorded, and
+    the training loop acts on it after the step. During an import, Interrupted is raised when the import is over. A
+    second signal raises Interrupted at once.
     """
 
     def __init__(self) -> None:
@@ -67,7 +67,7 @@ class Signals:
         self._final_interrupt: tuple[Interrupted | None] | None = None
 
     def handle(self, number: int, frame: FrameType | None) -> None:
-        """Record an ending signal and raise Interrupted unless it is deferred."""
+        """Record an ending signal, and raise Interrupted at once or later. The class docstring says when."""
         self._number = self._number or number
         if self._count and _sweep_is_gone.is_set():  # the sweep has already asked this process to end
             _sweep_is_gone.clear()
@@ -91,7 +91,7 @@ class Signals:
                 signal.pthread_kill(threading.main_thread().ident or 0, number)
 
     def close(self) -> None:
-        """Cancel the re-sending of a signal that arrived during an import."""
+        """Discard a signal that arrived during an import and has not yet raised Interrupted."""
         self._over.set()
 
     def request_save(self, number: int, frame: FrameType | None) -> None:
@@ -116,7 +116,7 @@ class Signals:
         return self._count
 
     def final_interrupt(self) -> Interrupted | None:
-        """Return an Interrupted if a signal had asked the run to end by the first call of this method, else None.
+        """Return an Interrupted if a signal asked the run to end before the first call of this method, else None.
 
         The first call fixes the result: the run is over then, and later signals do not change how it ended.
         """
@@ -141,7 +141,10 @@ def handle_signals(handlers: Mapping[int, Handler]) -> Iterator[bool]:
 
 
 class CommonSignals(Signals):
-    """Signals of a process shared by several runs: each run is informed, and the first signal is only recorded."""
+    """Signals of a process in which several runs train. Each signal is recorded for every run.
+
+    Unlike in class Signals, the first ending signal does not raise Interrupted.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -149,7 +152,7 @@ class CommonSignals(Signals):
         self._runs: list[Signals] = []
 
     def add_run(self) -> Signals:
-        """Add a run, and return its Signals with all signals received so far; later ones are recorded in it too."""
+        """Add a run and return its Signals, which has all signals received so far and will record later ones."""
         run = Signals()
         run._number, run._count = self._number, self._count
         self._runs.append(run)
@@ -207,7 +210,7 @@ class Interrupted(KeyboardInterrupt):
 
 
 def hidden_interrupt(error: BaseException | None) -> Interrupted | None:
-    """Return the Interrupted that led to `error`, itself or one in its `__context__` chain; None if there is none."""
+    """Return `error` if it is an Interrupted, else the first Interrupted in its `__context__` chain, or None."""
     while error is not None and not isinstance(error, Interrupted):
         error = error.__context__
     return error
@@ -244,9 +247,10 @@ def run_interruptibly(work: Callable[[], T]) -> T:
 
 
 def end_process(code: int) -> int:
-    """Return `code`, or end the process with it at once if an interrupted call has left its thread running.
+    """Return `code`, unless a call of `run_interruptibly` was interrupted and its thread may still run.
 
-    In that case a normal exit would abort inside the native (Rust) code that the thread still runs.
+    In that case end the process at once with this exit code: a normal exit would abort inside the native (Rust) code of
+    the thread.
     """
     if _is_thread_abandoned:
         exit_now(code)

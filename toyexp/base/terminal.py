@@ -6,7 +6,9 @@ import contextlib
 import io
 import os
 import re
+import shutil
 import sys
+import textwrap
 from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import IO
@@ -19,7 +21,7 @@ COLOUR_CHOICES = ("auto", "always", "never")
 _STYLED = (
     (re.compile(r"^(?:toyexp: )?error(?: in job \d+)?:"), "red"),
     (re.compile(r"^(?:toyexp: )?(?:warning|note):|^(?:warning|note)(?=  )"), "yellow"),
-    (re.compile(r"\bFAIL\b|(?<=  )(?:failed|killed|diverged)(?=  |:|$)"), "red"),
+    (re.compile(r"\bFAIL\b|(?<=  )(?:failed|killed|diverged)(?=  |:|$)", re.MULTILINE), "red"),
     (re.compile(r"\bPASS\b|(?<=  )best$"), "green"),
 )
 
@@ -82,7 +84,8 @@ def choose_colour(words: Sequence[str]) -> list[str]:
 def has_colour(stream: IO[str] | None) -> bool:
     """Return True if text on a stream may have colours.
 
-    The option --color decides; without it, NO_COLOR and FORCE_COLOR; without them, whether the stream is a terminal.
+    The option --color decides. Without this option, the environment variables NO_COLOR and FORCE_COLOR decide. If these
+    are not set either, the text may have colours if the stream is a terminal.
     """
     if _colour != "auto":
         return _colour == "always"
@@ -94,20 +97,62 @@ def has_colour(stream: IO[str] | None) -> bool:
 
 
 def paint(text: str, style: str, stream: IO[str] | None = None) -> str:
-    """Return a text in one of STYLES if the stream, by default standard output, has colours; if not, unchanged."""
+    """Return a text in the style `style`, a key of STYLES, if `stream` may have colours, else the unchanged text.
+
+    The default `stream` is standard output.
+    """
     return f"\x1b[{STYLES[style]}m{text}\x1b[0m" if text and has_colour(stream or sys.stdout) else text
 
 
 def _paint_lines(text: str, stream: IO[str]) -> str:
-    """Escape control characters in a text, and colour the words of its lines that _STYLED finds."""
-    lines = escape_controls(text).split("\n")
-    for pattern, style in _STYLED if has_colour(stream) else ():
-        lines = [pattern.sub(partial(_paint_match, style, stream), line) for line in lines]
-    return "\n".join(lines)
+    """Escape control characters in a text, wrap its lines, and colour the words that match a pattern in _STYLED."""
+    painted = []
+    for line in escape_controls(text).split("\n"):
+        shown = wrap_columns(line, stream)
+        for pattern, style in _STYLED if has_colour(stream) else ():
+            if pattern.search(line):  # a word that is the last one only of a wrapped line is no verdict
+                shown = pattern.sub(partial(_paint_match, style, stream), shown)
+        painted.append(shown)
+    return "\n".join(painted)
 
 
 def _paint_match(style: str, stream: IO[str], match: re.Match[str]) -> str:
     return paint(match[0], style, stream)
+
+
+class Head(str):
+    """Line with the column heads of a table. It is printed in bold."""
+
+
+def terminal_width(stream: IO[str] | None = None) -> int | None:
+    """Return the width in characters if `stream` (by default standard output) is a terminal; None if it is not."""
+    stream = stream or sys.stdout
+    return shutil.get_terminal_size().columns if stream and stream.isatty() else None
+
+
+def text_width() -> int:
+    """Return the width in characters of paragraphs and lists on standard output: at most 110."""
+    return min(terminal_width() or 110, 110)
+
+
+def wrap_columns(text: str, stream: IO[str] | None = None) -> str:
+    """Wrap lines at the width of the terminal, between words. The rest of a line begins below the line's last column.
+
+    Columns are separated by at least two spaces. A column that begins in the last third of the width does not count.
+    Commands to type, long paths and lines of JSON are not broken, so that they can be copied.
+    """
+    width = terminal_width(stream)
+    if width is None:
+        return text
+    wrapped = []
+    for line in text.split("\n"):
+        if len(line) <= width or re.search(r"(?:^|  )toyexp (?!.*\S  )|^ *\"", line):
+            wrapped.append(line)
+            continue
+        columns = re.finditer(r"^ +|^toyexp: |(?<=\S) {2,}(?=\S)", line)
+        indent = " " * max((m.end() for m in columns if m.end() <= width * 2 // 3), default=0)
+        wrapped += textwrap.wrap(line, width, subsequent_indent=indent, break_on_hyphens=False, break_long_words=False)
+    return "\n".join(wrapped)
 
 
 _status = ""  # text of the status line, erased before the next line
@@ -124,20 +169,30 @@ def show_status(text: str) -> None:
 
 
 def print_output(text: str, style: str = "") -> None:
-    """Print lines of a command's output, in one of STYLES or none; errors such as a full disk are raised."""
+    """Print lines of a command's output. Errors such as a full disk are raised. `style` is a name in STYLES, or ""."""
     show_status("")
+    style = style or ("bold" if isinstance(text, Head) else "")
     print(paint(escape_controls(text), style) if style else _paint_lines(text, sys.stdout), flush=True)
 
 
 def print_usage(text: str) -> None:
-    """Print a help text with bold headings; a heading is a line above an indented line."""
+    """Print a help text with bold headings.
+
+    A heading is a line that is followed by an indented line, or the word `usage:`.
+    """
+    if is_terminal():  # join the lines of paragraphs, which are wrapped below
+        text = re.sub(r"^(\S.{95,})\n(?=\S)", r"\1 ", text, flags=re.MULTILINE)
     lines = text.split("\n")
+    show_status("")
     for line, following in zip(lines, [*lines[1:], ""], strict=True):
-        print_output(line, "bold" if line[:1].strip() and following[:1] == " " else "")
+        shown = wrap_columns(escape_controls(line))
+        heading = shown if line[:1].strip() and following[:1] == " " else ""
+        heading = "usage:" if line.startswith("usage:") else heading
+        print(paint(heading, "bold") + shown.removeprefix(heading), flush=True)
 
 
 def print_line(line: str, style: str = "") -> None:
-    """Print a line of progress, in one of STYLES or none.
+    """Print a line of progress. `style` is a name in STYLES, or "" for none.
 
     If the reader of a pipe has exited or the disk is full, discard all later output and let the run continue.
     """
@@ -158,7 +213,7 @@ def drop_output() -> None:
 
 
 def has_output_failed() -> bool:
-    """Return True, and discard later output, if standard output cannot be written, for example on a full disk."""
+    """Return True if standard output cannot be written, for example on a full disk, and then discard later output."""
     if not sys.stdout or sys.stdout.isatty():
         return False
     try:

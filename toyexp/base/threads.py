@@ -18,7 +18,7 @@ CORES_VARIABLE = "TOYEXP_CORES"  # environment variable: number of cores for thi
 
 
 def available_cores() -> int:
-    """Return the number of cores to use: $TOYEXP_CORES, or all. Raise UserError if that is not a whole number."""
+    """Return the number of cores to use: $TOYEXP_CORES or, if unset, all. Raise UserError for an invalid value."""
     text = os.environ.get(CORES_VARIABLE, "")
     if text and not is_integer(text, 0, MAX_INT):
         raise UserError(f"{CORES_VARIABLE}={text}: must be a number of cores from 1; 0 or unset uses all")
@@ -41,7 +41,11 @@ def core_variables(count: int) -> dict[str, str]:
 
 
 def reduce_spinning() -> None:
-    """Let waiting GNU OpenMP threads spin less: on busy cores, spinning makes a run 20 to 50 times slower."""
+    """Make waiting GNU OpenMP threads spin less.
+
+    Spinning means that a thread checks for work all the time. If all cores are busy, it makes a run 20 to 50 times
+    slower.
+    """
     if not _WAIT_VARIABLES & os.environ.keys():
         os.environ["GOMP_SPINCOUNT"] = "5000"
 

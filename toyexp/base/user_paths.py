@@ -26,7 +26,7 @@ def expand_home(word: str) -> str:
 
 
 def quote_letters(word: str) -> str:
-    """Quote values with non-ASCII letters, which Hydra's grammar does not accept; keep quoted values."""
+    """Quote values with non-ASCII letters, which Hydra's grammar does not accept. Do not change values in quotes."""
     key, equals, value = word.partition("=")
     if not equals or key.startswith("-") or value.isascii() or set(value) & set("\"'\\"):
         return word
@@ -35,7 +35,7 @@ def quote_letters(word: str) -> str:
 
 
 def expand_path(value: Any) -> Any:
-    """Expand `~` in a value from a configuration file if it is text that begins with `~/`; return others unchanged."""
+    """Expand `~` in a configuration file's value if it is text that begins with `~/`; return other values unchanged."""
     return _expand_user(value) if isinstance(value, str) and value.startswith("~/") else value
 
 

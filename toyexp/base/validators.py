@@ -29,7 +29,7 @@ def require_positive(key: str, value: float) -> None:
 
 
 def require_choice(section: str, part: object, /, **words: Collection[str]) -> None:
-    """Raise UserError unless each setting of `part` has one of its allowed values.
+    """Raise UserError unless each setting in `words` has one of its allowed values in `part`.
 
     `words` maps names of settings to their allowed values. `section`, such as optim, is the first part of their keys.
     """

@@ -1,7 +1,8 @@
 """Atomic writes of files and directories, and strict JSON.
 
-Every file inside a run or sweep is opened through this module, which follows no links, because the directory may come
-from someone else. `tests/core/test_house.py` lists the exceptions.
+A run's or sweep's directory may come from someone else, and a link in it could lead to any other file. Therefore every
+file in such a directory is opened through this module, which follows no links. `tests/core/test_house.py` lists the
+exceptions.
 """
 
 from __future__ import annotations
@@ -104,7 +105,7 @@ def swap(new: Path, path: Path) -> None:
 def require_plain(path: Path, kind: int = stat.S_IFREG, grows: bool = False) -> None:
     """Raise UserError if `path` exists and is not of `kind`, by default a regular file; a link is an error too.
 
-    `grows` means that the file is changed in place; it must then also have no second hard link.
+    Set `grows` for a file that is changed in place. Then a file with a second hard link is an error, too.
     """
     try:
         status = path.lstat()
@@ -120,7 +121,7 @@ def require_plain(path: Path, kind: int = stat.S_IFREG, grows: bool = False) -> 
 
 
 def require_plain_path(root: Path, path: Path) -> None:
-    """Raise UserError if `path`, or a directory between `root` and it, is a link or not a directory."""
+    """Raise UserError if `path`, or one of its parents below `root`, is a link or exists and is not a directory."""
     for folder in (path, *path.parents)[: len(path.parts) - len(root.parts)]:
         require_plain(folder, stat.S_IFDIR)
 
@@ -143,7 +144,7 @@ def make_directory(path: Path) -> Path:
 
 
 def make_empty_directory(path: Path) -> None:
-    """Create an empty directory, replacing one that a killed process left."""
+    """Create an empty directory. If a killed process left a directory there, replace it."""
     shutil.rmtree(path, ignore_errors=True)  # ignores a link, on which mkdir fails
     path.mkdir()
 

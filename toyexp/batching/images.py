@@ -20,7 +20,7 @@ MAX_NAMED = 12  # number of class names that a run's output lists
 
 
 class ImageDataset(Dataset):
-    """Dataset of 8-bit images [N, height, width, channels] with a class each, split into training and held-out set."""
+    """Dataset of 8-bit images [N, height, width, channels], one class per image, with a training and a held-out set."""
 
     def __init__(
         self,
@@ -67,11 +67,11 @@ class ImageDataset(Dataset):
         return self._facts
 
     def omissions(self) -> Sequence[str]:
-        """Return a note for each kind of data that was left out."""
+        """Return a note for each part of the source data that was left out, such as unreadable images."""
         return self._left_out
 
     def remarks(self) -> list[str]:
-        """Return lines to print about the data: classes, augmentation, and remarks of the code that read it."""
+        """Return lines to print: the classes, the augmentation, and notes of the code that read the images."""
         names = [printable(name) for name in self.classes[:MAX_NAMED]]
         more = [f"and {self.vocab - MAX_NAMED} more"] if self.vocab > MAX_NAMED else []
         augment = [f"data.augment={self._augment}"] if self._augment != "none" else []
@@ -86,7 +86,7 @@ class ImageDataset(Dataset):
         return {"classes": list(self.classes), "image_mean": mean, "image_std": std}
 
     def match_preprocessing(self, metadata: Mapping[str, Any]) -> None:
-        """Use the pixel mean and std and the class numbers of a trained model, from the `metadata` of its file.
+        """Use the pixel mean, the pixel std and the class numbers of a trained model, given the `metadata` of its file.
 
         Raise UserError if the data has a class that the model does not know.
         """
@@ -120,7 +120,7 @@ class ImageDataset(Dataset):
 class Unlabelled(ImageDataset):
     """Dataset of images without labels for inference, normalised with the pixel `mean` and `std` of a model.
 
-    The images are 8-bit arrays [N, height, width, channels]; `classes` are the model's.
+    The images are 8-bit arrays [N, height, width, channels]; `classes` are the names of the model's classes.
     """
 
     def __init__(self, images: np.ndarray, classes: Sequence[str], mean: np.ndarray, std: np.ndarray):
@@ -172,9 +172,10 @@ class ImageBatches(Batches):
         return self._batch(picked, labels[selected])
 
     def held_out(self) -> Sequence[Batch]:
-        """Return batches of held-out images, evenly spread: as many as the setting `eval_images`, or all if it is 0.
+        """Return batches of held-out images.
 
-        Padding rows of the last batch have weight 0.
+        The setting `eval_images` limits the number of images; 0 means all. If it leaves images out, the others are
+        spread evenly over the held-out set. Padding rows of the last batch have weight 0.
         """
         images, labels = self._held_out
         count = min(len(labels), self._eval_images)
@@ -205,9 +206,10 @@ def _numbers(name: str, value: object) -> np.ndarray:
 
 
 def held_out_mask(labels: np.ndarray, fraction: float) -> np.ndarray:
-    """Return a mask [N] that is True for the held-out images: `fraction` of each class.
+    """Return a mask [N] that is True for the held-out images: the share `fraction` of each class.
 
-    The mask does not depend on the run's seed. Unless `fraction` is 1, it leaves an image of each class to train on.
+    The mask does not depend on the run's seed. Unless `fraction` is 1, at least one image of each class is left for
+    training.
     """
     order = np.argsort(stream("held-out").random_raw(len(labels)), kind="stable")
     mask = np.zeros(len(labels), bool)
@@ -236,7 +238,8 @@ def mean_and_std(images: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 def augment_image(image: np.ndarray, bits: int, flip: bool, shift: bool) -> np.ndarray:
     """Return an image [height, width, channels] that is randomly mirrored (if `flip`) and shifted (if `shift`).
 
-    The random `bits` decide. Shifts are up to an eighth of the height and width, or one pixel if that is less.
+    The random bits in the integer `bits` determine whether the image is mirrored, and how far it is shifted. A shift is
+    at most an eighth of the height and width, or one pixel if that is more.
     """
     if flip and bits & 1:
         image = image[:, ::-1]

@@ -21,7 +21,7 @@ FORMATS = ("PNG", "JPEG", "BMP", "GIF", "WEBP", "TIFF", "PPM")
 
 
 class BadImage(Exception):
-    """Error: a file cannot be used as an image. The text is the reason, without the path."""
+    """Error: a file cannot be used as an image. The message gives the reason, but not the path of the file."""
 
 
 def require_pillow() -> None:
@@ -35,8 +35,8 @@ def read_image(
 ) -> np.ndarray:
     """Return an image file as 8-bit pixels [size, size, channels], with 3 channels if `color`, else 1.
 
-    If `resize`, crop and scale the image; otherwise its size must match. Add its original (width, height) to `sizes`.
-    Raise BadImage if the file cannot be used.
+    If `resize`, crop and scale the image; otherwise its width and height must be `size`. Add the original (width,
+    height) to the set `sizes`. Raise BadImage if the file cannot be used.
     """
     import numpy as np
     from PIL import Image, ImageOps
@@ -77,7 +77,10 @@ def _flat(image: Image, mode: str) -> Image:
 
 
 def scaling_note(sizes: set[tuple[int, int]], size: int) -> list[str]:
-    """Return a list with a note if images of these (width, height) were cropped and scaled, otherwise []."""
+    """Return a list with one note that images were cropped and scaled to `size`, or [] if none of them was.
+
+    `sizes` holds the original (width, height) of the images.
+    """
     if sizes <= {(size, size)}:
         return []
     extremes = dict.fromkeys((min(sizes), max(sizes)))
@@ -86,7 +89,7 @@ def scaling_note(sizes: set[tuple[int, int]], size: int) -> list[str]:
 
 
 def iter_files(folder: Path) -> Iterator[Path]:
-    """Yield the files below a directory, except hidden ones and those in hidden directories, such as .DS_Store."""
+    """Yield the files below a directory, except hidden files such as .DS_Store and files in hidden directories."""
     files = (f for f in folder.rglob("*") if not f.is_dir())
     return (f for f in files if not any(part.startswith(".") for part in f.relative_to(folder).parts))
 

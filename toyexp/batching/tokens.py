@@ -66,11 +66,11 @@ class TokenDataset(Dataset):
         return cast("list[int]", self.tokenizer.prompt(" ".join(line.split()[:3])[:PROMPT_LENGTH]).tolist())
 
     def omissions(self) -> Sequence[str]:
-        """Return a note for each kind of data that was left out."""
+        """Return a note for each part of the source data that was left out, such as text beyond a size limit."""
         return self._left_out
 
     def remarks(self) -> list[str]:
-        """Return lines to print about the data: remarks of the code that read it."""
+        """Return notes of the code that read the data, as lines to print."""
         return list(self._remarks)
 
     def batches(self, context: int, rows: int, seed: int) -> TokenBatches:
@@ -87,7 +87,10 @@ class TokenDataset(Dataset):
         return TokenBatches(self.train, self.held_out, context, rows, seed, self._eval_batches)
 
     def _enough(self, window: int) -> str:
-        """Return the estimated length of data of which both parts have `window` tokens, such as "1,300 characters"."""
+        """Return how much data is needed so that its training and held-out parts each have `window` tokens.
+
+        The result is an estimate as text, such as "about 1,300 characters".
+        """
         total = len(self.train) + len(self.held_out)
         held_out = self._val_fraction or len(self.held_out) / max(total, 1)
         needed = window / min(share for share in (held_out, 1 - held_out, 1.0) if share > 0)
@@ -101,7 +104,8 @@ class TokenDataset(Dataset):
 class TokenBatches(Batches):
     """Batches of windows of `context` consecutive tokens; each window occurs once per epoch.
 
-    The windows of an epoch follow each other from a random offset. Offset and order depend on (seed, epoch).
+    In each epoch the training sequence is cut into adjacent windows, and the first one starts at a random offset. The
+    windows are read in random order. Offset and order depend on (seed, epoch).
     """
 
     def __init__(self, train: np.ndarray, held_out: np.ndarray, context: int, rows: int, seed: int, eval_batches: int):
@@ -157,7 +161,10 @@ class TokenBatches(Batches):
 
 
 def _digest(parts: Sequence[np.ndarray], step: int = 1 << 20) -> str:
-    """Return the SHA-256 of concatenated arrays as int32, reading `step` ids at a time (they may be memory-mapped)."""
+    """Return the SHA-256 of the concatenated arrays `parts` as int32.
+
+    The arrays may be memory-mapped, so only `step` ids are read at a time.
+    """
     digest = hashlib.sha256()
     for ids in parts:
         for first in range(0, len(ids), step):
@@ -189,7 +196,7 @@ class Dropout(Batches):
     def batch(self, k: int) -> Batch:
         """Return training batch `k` with all masks."""
         batch = self._batches.batch(k)
-        rows = len(batch["targets"])
+        rows = len(batch["weights"])
         masks = {name: self._mask(name, share, rows, k) for name, share in self._plan.dropout_shares.items()}
         return {**batch, **masks}
 

@@ -97,7 +97,7 @@ def run(arguments: Arguments) -> int:
 
 @dataclass(frozen=True)
 class Work:
-    """Workload of a benchmark: the machine, and the model and data with which every engine trains."""
+    """Description of a benchmark's machine, and of the model and data with which every engine trains."""
 
     machine: str  # cores, operating system and versions
     model: str  # name, number of parameters, and size of a step
@@ -109,14 +109,17 @@ class Work:
 
 @dataclass(frozen=True)
 class Report(Answer):
-    """Results of a benchmark: speed and memory of each engine and baseline, and its speed relative to the first one."""
+    """Results of a benchmark: the speed and memory of each engine and baseline.
+
+    The speed is also given relative to that of the first engine.
+    """
 
     work: Work
     engines: list[dict[str, Any]]  # measurements in seconds, bytes and operations
     left_out: dict[str, str]  # {name of a baseline that could not run: reason}
 
     def plain(self) -> dict[str, Any]:
-        """Return the workload and the measurements of each engine, for --json."""
+        """Return the report as a dict for --json: machine, model, data, and the measurements of each engine."""
         work = asdict(self.work)
         counts = {f"{work.pop('unit')}_per_step": work.pop("units"), "flops_per_step": work.pop("flops")}
         return {**work, **counts, "engines": self.engines, "left_out": self.left_out}
@@ -176,7 +179,8 @@ def describe_work(prepared: Prepared) -> Work:
 def row_positions(plan: Plan) -> int:
     """Return how many positions (tokens) the model computes for one row of a batch, as `step_flops` counts them.
 
-    For a sequence this is its length, for another input with several axes the size of its first axis, otherwise 1.
+    For a sequence, this is its length. For another input with several axes, it is the size of the first axis. For all
+    other inputs it is 1.
     """
     name, spec = next((n, spec) for n, spec in plan.inputs.items() if n not in ("targets", "weights"))
     return spec.shape[0] if name == plan.model.reads.sequence or len(spec.shape) > 1 else 1
@@ -212,8 +216,8 @@ def step_flops(plan: Plan) -> float:
 def measure(request: Request, labels: Sequence[str], arguments: Arguments, watch: Callable[[str], None]) -> Report:
     """Time every engine, and the baselines with --baseline, and return the report.
 
-    `labels` are the engines as typed, such as ggml:blas=false. Before the first step, call `watch` with one line each
-    about the machine, the model and the data.
+    `labels` are the engines as typed, such as ggml:blas=false. Before the first step, call `watch` three times: with a
+    line about the machine, one about the model and one about the data.
     """
     environment = dict(os.environ)  # a copy, because engines set variables for libraries that read them only once
     runs = prepare_runs(request, labels)
@@ -269,10 +273,11 @@ def measure(request: Request, labels: Sequence[str], arguments: Arguments, watch
 def take_turns(
     ready: Mapping[str, tuple[Stepper, int]], batches: Sequence[Batch], rounds: int
 ) -> dict[str, list[float]]:
-    """Time the steppers in turn, `rounds` times each, and return {name: seconds per step in each round}.
+    """Time the steppers in turn, and return {name: seconds per step in each round}.
 
-    `ready` holds each stepper (an engine or baseline that is ready to train) and its number of steps per round. Each
-    round begins with another stepper, so that none is always first.
+    In a round, each stepper takes some training steps; there are `rounds` rounds. `ready` holds each stepper (an engine
+    or baseline that is ready to train) and its number of steps per round. Each round begins with another stepper, so
+    that none is always first.
     """
     names = list(ready)
     seconds: dict[str, list[float]] = {name: [] for name in names}
@@ -294,8 +299,8 @@ ROW = 0.5  # inches
 def sheet(engines: Sequence[Mapping[str, Any]], unit: str, title: str, below: Sequence[str]) -> Sheet:
     """Return a plot with a bar for the speed of each engine, in `unit` (tokens or images) per second.
 
-    `engines` is the field of that name in a Report, and `below` are the parts of the subtitle. The length of a bar is
-    the median over the rounds. A line in the bar spans the interquartile range, and each round has a mark.
+    `engines` is the field `engines` of a Report, and `below` are the parts of the subtitle. The length of a bar is the
+    median over the rounds of the benchmark. A line in the bar spans the interquartile range, and each round has a mark.
     """
     rounds = len(engines[0]["rounds"])
     how = f"bars: median of {pluralise(rounds, 'round')}, lines: interquartile range" if rounds > 1 else ""

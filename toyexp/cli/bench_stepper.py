@@ -1,7 +1,7 @@
 """Measurements for `toyexp bench`. Also prepares a run on several engines, for `bench`, `parity` and `doctor`.
 
-A stepper is a common interface to an engine and to a baseline such as nanoGPT; it takes training steps. Run as a
-program, this module measures the memory and the startup time of a single stepper.
+A stepper takes training steps, either on an engine or with a baseline such as nanoGPT. If this module is run as a
+program, it measures the memory and the startup time of a single stepper.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def prepare_runs(request: Request, labels: Sequence[str]) -> dict[str, Prepared]
 def parse_engines(
     command: str, arguments: Arguments, ignored: Collection[str], default: str = "cpu,ggml"
 ) -> tuple[Request, list[str]]:
-    """Return the settings of the experiment without `engine=`, and the engines in `engine=` as typed, such as cpu.
+    """Return the settings of the experiment without `engine=`, and the engines that `engine=` lists, as typed.
 
     `default` lists the engines if the user typed no `engine=`. `ignored` has the keys that have no effect in `command`.
     Raise UserError for a setting with such a key, and for a setting with several values.
@@ -73,7 +73,7 @@ def parse_engines(
 
 
 class Stepper(Protocol):
-    """Interface to an engine or a baseline that is ready to train: it takes and times training steps."""
+    """Protocol of an object that takes and times training steps, on an engine or with a baseline such as nanoGPT."""
 
     note: str  # versions, device and threads, for the report
     devices: int = 1  # number of devices that share the work
@@ -89,7 +89,7 @@ class Stepper(Protocol):
         """Wait until all launched steps are done."""
 
     def close(self) -> None:
-        """Free the memory of the model and optimiser, and end other processes."""
+        """Free the memory of the model and optimiser, and end the processes that the stepper started."""
 
     def time_steps(self, batches: Sequence[Batch], steps: int) -> float:
         """Take `steps` steps, reusing `batches` in turn, and return the mean seconds per step."""
@@ -125,9 +125,9 @@ class EngineStepper(Stepper):
         self.note = "; ".join((note, *idle, *prepared.config.engine.advice(), *self.session.notes()))
 
     def step(self, batch: Batch) -> None:
-        """Launch one step with a constant learning rate, the setting `lr`.
+        """Launch one step. Its learning rate is always the setting `lr`.
 
-        If the session's queue of launched steps is full, wait for the oldest.
+        If the session's queue of launched steps is full, wait for the oldest step.
         """
         step_input = self.session.step_input(batch, self._plan.numbers(self._steps, self._lr))
         self._steps += 1
@@ -150,7 +150,7 @@ class EngineStepper(Stepper):
 
 
 def worker_pids(ranks: Sequence[str]) -> list[int]:
-    """Return the process ids of those other processes of a distributed run that are on this machine.
+    """Return the process ids of a distributed run's other processes that run on this machine.
 
     `ranks` describes each process, such as `pid 12 on host`.
     """
@@ -159,9 +159,10 @@ def worker_pids(ranks: Sequence[str]) -> list[int]:
 
 
 def warm_up(open_stepper: Callable[[], Stepper], batches: Sequence[Batch], steps: int) -> tuple[Stepper, int]:
-    """Open a stepper, take a few steps that are not reported, and return the stepper and its number of steps per round.
+    """Open a stepper and take a few steps that are not reported. Return the stepper and its number of steps per round.
 
-    This number is `steps`. If `steps` is 0, it is the number of steps that take about SLICE seconds.
+    The number of steps per round is `steps`. If `steps` is 0, a round has as many steps as fit into about SLICE
+    seconds.
     """
     stepper = open_stepper()
     try:
@@ -231,9 +232,9 @@ class Peak:
 def measure_peak(engine: Engine, max_rows: int) -> Peak:
     """Measure the highest speed that an engine reaches in products of n x n matrices, for several n.
 
-    The engine computes the products with its own op and dtype, in the forward pass of an evaluation. Each product
-    counts as 2 n^3 operations. Unlike the peak in a data sheet, the result depends on the current clock and the
-    installed libraries. An engine on several devices gets the smallest batch that it can split, of at most `max_rows`
+    The products are part of the forward pass of an evaluation, so the engine uses its own matrix op and dtype. Each
+    product counts as 2 n^3 operations. Unlike the peak in a data sheet, the result depends on the current clock and the
+    installed libraries. An engine on several devices gets the smallest batch that it can split, with at most `max_rows`
     rows. Errors of the engine, such as too little memory, are raised.
     """
     best = Peak(0.0, 0)
@@ -283,7 +284,10 @@ CLASSES = 8
 
 
 class RepeatedNormal(Normal):
-    """Initial values that repeat 2^20 normal samples; drawing 8192 x 8192 would take longer than the products."""
+    """Initial values that repeat 2^20 normal samples.
+
+    Drawing all values of an 8192 x 8192 matrix would take longer than the products that are to be timed.
+    """
 
     def draw(self, shape: tuple[int, ...], seed: int, name: str) -> np.ndarray:
         """Draw 2^20 normal values and repeat them until they fill `shape`."""
@@ -304,7 +308,7 @@ class Products(Model):
         """Do nothing: every size is valid."""
 
     def tensors(self) -> list[TensorSpec]:
-        """Return the tensors: an embedding, one matrix for all products, and an output matrix.
+        """Return the tensors: an embedding, one matrix that is used in all products, and an output matrix.
 
         The standard deviation of the matrices is such that each product keeps the scale of the activations.
         """
@@ -347,9 +351,10 @@ def measure_alone(entry: Entry, environment: Mapping[str, str] | None = None) ->
 
 
 def main(words: Sequence[str]) -> None:
-    """Measure one entry in this process, for `measure_alone`, and print the values named in FIGURES as JSON.
+    """Measure one engine or baseline in this process and print the values named in FIGURES as JSON.
 
-    `words` are the entry as JSON, and the value of time.monotonic() when the process was started.
+    `measure_alone` starts this function in a new process. `words` are an Entry as JSON, and the value of
+    time.monotonic() when the process was started.
     """
     entry, began = Entry(**json.loads(words[0])), float(words[1])
     prepared, open_stepper = entry.prepare()
@@ -392,9 +397,9 @@ def _linux_memory(pid: int | str) -> tuple[int, int] | None:
 
 
 def reset_peak() -> None:
-    """Set the recorded peak memory of this process to its current memory, on Linux; elsewhere do nothing.
+    """On Linux, set the recorded peak memory of this process to its current memory. Elsewhere do nothing.
 
-    Otherwise the peak could come from reading the data, which may need more memory than training.
+    Without this call, the peak could be that of reading the data, which may need more memory than training.
     """
     with contextlib.suppress(OSError):
         Path("/proc/self/clear_refs").write_text("5")

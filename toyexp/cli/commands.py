@@ -28,8 +28,8 @@ SETTINGS_ONLY = ("bench", "parity")
 class BuiltInCommand(Command):
     """A sub-command that is implemented by a module in toyexp/cli/ with a usage text, HELP, and a function `run`.
 
-    A module with several commands has one pair for each, such as HELP_EXPORT and run_export for the command `export`.
-    argparse inserts the list of options below the line `options` of the usage text.
+    A module with several commands has a usage text and a function for each of them, such as HELP_EXPORT and run_export
+    for the command `export`. argparse inserts the list of options below the line `options` of the usage text.
     """
 
     module: ClassVar[str]  # name of a module with several commands; empty if the module is named like the command
@@ -75,9 +75,9 @@ class BuiltInCommand(Command):
         return arguments
 
     def unknown_option(self, word: str, after: Sequence[str]) -> UserError:
-        """Return the error for an unknown option `word`; `after` are the words that follow it.
+        """Return the error for an option `word` that the command does not have; `after` are the words that follow it.
 
-        If the option is a setting typed with dashes, such as --lr 0.1, the message contains the setting as key=value.
+        If the option is a setting typed with dashes, such as --lr 0.1, the message shows how to type it: lr=0.1.
         """
         from toyexp.config.flags import dashed_setting, other_tools
 
@@ -112,7 +112,7 @@ def _number(flag: str, example: str, about: str, high: float = 10**6) -> Option:
 
 
 def number(low: float, high: float = math.inf, integer: bool = False) -> Callable[[str], float]:
-    """Return a function for argparse's `type=` that parses a number and rejects one outside `low` to `high`.
+    """Return a function that parses a number, for argparse's `type=`. It rejects a number outside `low` to `high`.
 
     If `integer` is True, the function parses an int, otherwise a float.
     """

@@ -65,7 +65,7 @@ class Line:
     # -- kinds of words ------------------------------------------------------------------------------------------
 
     def candidates(self, command: Command | None) -> Iterator[Candidate]:
-        """Yield candidates for the word at the cursor; some do not begin with it, and `complete` drops these.
+        """Yield possible completions of the word at the cursor. `complete` drops those that do not begin with it.
 
         `command` is the sub-command of the line, or None for a run or sweep. After an option, yield values of that
         option. If the word begins with a dash, yield options. Otherwise yield settings, files or names.
@@ -116,7 +116,7 @@ class Line:
     def _option_values(self, flag: str, option: Action, word: str) -> Iterator[Candidate]:
         """Yield values of the option `flag`; `word` is the part of the value that is typed.
 
-        These are engines, file types, directories, the option's choices, or files if the option takes a file.
+        Depending on the option, the values are engines, file types, directories, files, or a fixed list of choices.
         """
         match flag:
             case "--engine":
@@ -133,7 +133,7 @@ class Line:
     # -- settings ----------------------------------------------------------------------------------------------------
 
     def settings(self) -> Iterator[Candidate]:
-        """Yield keys of settings, or if the word at the cursor is `key=...`, values of that key."""
+        """Yield keys of settings. If the word at the cursor is `key=...`, yield values of that key instead."""
         key, equals, value = self.word.partition("=")
         if equals:
             for c in self._values(key.lstrip("+~"), value):
@@ -146,9 +146,9 @@ class Line:
         yield from (replace(c, text=prefix + c.text) for c in candidates)
 
     def _keys(self, word: str) -> Iterator[Candidate]:
-        """Yield keys to complete `word`, one section at a time: `optim.` first, then `optim.lr=`.
+        """Yield keys that complete `word`, each only up to its next dot: first `optim.`, then `optim.lr=`.
 
-        Keys of callbacks have two sections, such as callbacks.sample.every.
+        A key of a callback's setting has two dots, as in callbacks.sample.every.
         """
         short = "." not in word
         keys = [(name, "") for name in (*GROUPS, *(f"{name}." for name in GROUPS if short and name != "experiment"))]
@@ -172,8 +172,8 @@ class Line:
     def _group_names(self, kind: str, value: str) -> Iterator[Candidate]:
         """Yield completions of `value`, which consists of names in the config group `kind`.
 
-        It may be one name, a list such as [default,sample], or several names separated by commas for a sweep. Names
-        that it already contains are left out.
+        `value` may be one name, a list such as [default,sample], or several names separated by commas for a sweep.
+        Names that `value` contains already are left out.
         """
         head = value[: max(value.rfind("["), value.rfind(",")) + 1] or ("[" if kind == "callbacks" else "")
         typed = re.split(r"[\[,]", head)
@@ -191,7 +191,7 @@ class Line:
     # -- sources --------------------------------------------------------------------------------------------------
 
     def _choices(self, kind: str) -> list[Candidate]:
-        """Return the names in the config group `kind`: of plugins, and of presets in the config directories."""
+        """Return the names in the config group `kind`: those of plugins, and of presets in the config directories."""
         pairs = zip(self.before, self.before[1:], strict=False)
         chosen = [value for flag, value in pairs if SHORT_FLAGS.get(flag, flag) in ("--config-dir", "--config-path")]
         roots = [d / kind for d in (*map(Path, chosen), CONF)]
@@ -219,8 +219,8 @@ class Line:
 def possible_values(setting: Setting) -> tuple[list[str], tuple[str, ...] | None]:
     """Return the values that a setting can have, and the suffixes of the files that it accepts.
 
-    Both come from the setting's type and its comment, such as `one | other (why) | a GGUF file`. The suffixes are None
-    if the setting is not a path, () if it accepts any file, and ("/",) if it accepts only directories.
+    Both are read from the setting's type and from its comment, such as `one | other (why) | a GGUF file`. The suffixes
+    are None if the setting is not a path, () if it accepts any file, and ("/",) if it accepts only directories.
     """
     if setting.type.startswith("bool"):
         return ["true", "false"], None
@@ -321,7 +321,11 @@ SHELL_CHARACTERS = r"""[ \t\n"'`\\$&;<>|()!*?]"""  # characters that bash needs 
 
 
 def run(arguments: Arguments) -> int:
-    """Print the completion script of a shell, or with --for, which only that script types, completions of a line."""
+    """Print the completion script of a shell.
+
+    With --for, print the completions of a command line instead. The completion script calls `toyexp completion --for`;
+    users do not type this option.
+    """
     words = arguments.rest
     if words[:1] == ["--for"] and words[1:2] and words[1] in SHELLS:
         print_line("\n".join(answer(words[1], words[2:])))
@@ -334,10 +338,10 @@ def run(arguments: Arguments) -> int:
 
 
 def answer(shell: str, words: Sequence[str]) -> list[str]:
-    """Return the lines that a shell's script reads: one per completion, in the format of that shell.
+    """Return the completions of a command line as lines that the completion script of `shell` reads.
 
-    For bash, `words` are two: the line up to the cursor, and COMP_WORDBREAKS. For zsh and fish, `words` are those after
-    `toyexp` on the line.
+    For bash, `words` has two items: the line up to the cursor, and the value of bash's variable COMP_WORDBREAKS. For
+    zsh and fish, `words` are the words after `toyexp` on the line.
     """
     if shell == "bash":
         typed = read_line(*words[:2])
@@ -356,7 +360,10 @@ class TypedLine(NamedTuple):
     quote: str  # the quote that the last word opens and does not close; empty: none
 
     def replacement(self, candidate: Candidate) -> str:
-        """Return the text with which readline replaces the end of the word at the cursor, for this candidate."""
+        """Return the text that readline puts into the command line for `candidate`.
+
+        This text replaces the end of the last word, after the characters that readline keeps.
+        """
         text = candidate.text[self.kept_length :]
         if self.quote:  # readline closes the quote
             return text
@@ -368,8 +375,8 @@ class TypedLine(NamedTuple):
 def read_line(line: str, breaks: str = "") -> TypedLine:
     """Split a command line, which may end within a word or a quote, into words.
 
-    Of the last word, readline replaces only the text after the last character that is one of `breaks`. Assignments
-    before the command, such as CUDA_VISIBLE_DEVICES=0, are dropped.
+    `breaks` are characters at which readline also splits words. If the last word contains one, readline replaces only
+    the text after the last such character. Assignments before the command, such as CUDA_VISIBLE_DEVICES=0, are dropped.
     """
     for quote in ("", "'", '"'):
         with contextlib.suppress(ValueError):  # another quote is open

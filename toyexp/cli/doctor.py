@@ -16,7 +16,6 @@ from toyexp.base.errors import Unavailable, UserError
 from toyexp.base.files import working_directory
 from toyexp.base.formatting import align_columns
 from toyexp.base.packages import explain_import_error
-from toyexp.base.tables import wrap_columns
 from toyexp.base.terminal import print_output
 from toyexp.cli.bench_stepper import RUN_ONLY_KEYS, parse_engines, prepare_runs
 from toyexp.cli.pages import doctor_hints
@@ -77,13 +76,13 @@ def run(arguments: Arguments) -> int:
     working = []
     for offer in registry.engines():
         status = verdict(offer)
-        print_output(wrap_columns(f"  {offer.name:<{width}}  {status}"))
+        print_output(f"  {offer.name:<{width}}  {status}")
         working += [offer.name] if status.startswith("PASS") else []
     for line in missing_packages(registry):
-        print_output(wrap_columns(f"  {line}"))
+        print_output(f"  {line}")
     for problem in registry.problems:
-        print_output(wrap_columns(f"  broken plugin {problem.plugin} ({problem.package}): {problem.reason}"))
-    print_output(wrap_columns("\n".join(doctor_hints(working))))
+        print_output(f"  broken plugin {problem.plugin} ({problem.package}): {problem.reason}")
+    print_output("\n".join(doctor_hints(working)))
     return 0
 
 
@@ -104,9 +103,10 @@ def _check_numerics(arguments: Arguments) -> int:
 
 
 def placement(runs: Mapping[str, Prepared]) -> list[str]:
-    """Return lines of text with the ops of a training step that run on each device of each engine, and their number.
+    """Return lines of text that say where each engine runs a training step.
 
-    `runs` maps each engine, as typed, to its prepared run. An engine without a static graph gets a line that says so.
+    For each device of an engine, a line lists the ops that run on the device, and how many there are. `runs` maps each
+    engine, as typed, to its prepared run. An engine without a static graph gets a line that says so.
     """
     lines = []
     for label, prepared in runs.items():
@@ -187,7 +187,7 @@ TRAINING_CASE = "rope"  # case of the short training: grouped-query attention wi
 
 @dataclass(frozen=True)
 class Line:
-    """Result of one numerical check of an engine: the check of an op, or that of a short training."""
+    """Result of one numerical check of an engine. The check covers either a single op or a short training."""
 
     name: str
     values: float  # largest error of logits and loss, relative to the largest logit or the loss
@@ -204,8 +204,8 @@ class Line:
 def build_engines(labels: Sequence[str], registry: Registry) -> list[tuple[str, Engine]]:
     """Return (label, engine) for each label, such as ggml:threads=1.
 
-    If `labels` is empty, return every engine that works here. Of the engines that do not, add the first one that the
-    CPU can emulate. Raise UserError if there is neither.
+    If `labels` is empty, return every engine that works here. If the CPU can emulate engines that do not work here,
+    also return the first of them, with emulate=true. Raise UserError if no engine works and none can be emulated.
     """
     if labels:
         return [(label, build_engine(label, registry)) for label in labels]
@@ -225,7 +225,7 @@ def build_engines(labels: Sequence[str], registry: Registry) -> list[tuple[str, 
 
 @dataclass(frozen=True)
 class Op:
-    """Reference for one op: the loss, logits and gradients of a small model with that op, in float64."""
+    """Correct values for the check of one op, in float64: loss, logits and gradients of a small model with that op."""
 
     tolerance_name: ClassVar[str] = "slopes"
 
@@ -237,7 +237,7 @@ class Op:
     gradients: Arrays  # keyed by tensor
 
     def errors(self, engine: Engine) -> tuple[float, float]:
-        """Return two relative errors of an engine on this op: that of logits or loss, and that of the worst gradient.
+        """Return two relative errors of an engine on this op: that of its outputs, and that of its worst gradient.
 
         The first is the largest error of a logit divided by the largest logit, or the relative error of the loss if
         that is larger. The second is the norm of the gradient's error divided by the gradient's norm. An error is NaN
@@ -255,7 +255,7 @@ class Op:
 
 @dataclass(frozen=True)
 class Training:
-    """Reference for a short training with AdamW: losses and weights in float64."""
+    """Correct values for the check of a short training with AdamW, in float64: the losses and weights."""
 
     tolerance_name: ClassVar[str] = "weights"
 
@@ -267,10 +267,10 @@ class Training:
     end: Arrays  # weights after the last step
 
     def errors(self, engine: Engine) -> tuple[float, float]:
-        """Return two errors of an engine: the largest relative error of a loss, and the error of the worst tensor.
+        """Return two errors of an engine: the largest relative error of a loss, and the largest error of a tensor.
 
-        The error of a tensor is the norm of its difference from the reference after the last step, divided by the norm
-        of its change in training.
+        The error of a tensor is the norm of its difference from the correct tensor after the last step, divided by the
+        norm of the correct tensor's change in training.
         """
         steps = range(len(self.losses))
         with engine.realize(self.plan) as session:
@@ -284,10 +284,11 @@ class Training:
 
 @functools.cache
 def build_references(rows: int = ROWS) -> list[Op | Training]:
-    """Compute the references of every op, of both kinds of adapter, and of a short training in each mode of AdamW.
+    """Compute the correct values for each check of `toyexp doctor --numerics`, in float64.
 
-    The adapters are LoRA, and the lens: the matrix that recipe=warm trains to map a copied embedding to the model's
-    width. `rows` is the number of rows in a batch.
+    There is a check for every op, for both kinds of adapter, and for a short training in each mode of AdamW. One kind
+    of adapter is LoRA. The other is the lens: the matrix that recipe=warm trains to map a copied embedding to the
+    model's width. `rows` is the number of rows in a batch.
     """
     results: list[Op | Training] = []
     for case, adapter in [*((case, None) for case in CASES), ("matmul", "lens"), ("bias", "lora")]:
@@ -316,7 +317,7 @@ def gradient(plan: Plan, values: Arrays, batch: Batch, name: str, h: float = 1e-
 
 
 def training(adamw: AdamW, rows: int) -> Training:
-    """Train STEPS steps in float64, with gradient clipping and weight decay, and return the reference."""
+    """Train STEPS steps in float64, with gradient clipping and weight decay. Return the losses and weights."""
     plan = op_plan(TRAINING_CASE, rows=rows, grad_clip=CLIP)
     start = {t.name: plan.initial_values(t).astype(np.float64) for t in plan.tensors}
     weights = dict(start)

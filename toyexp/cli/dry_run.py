@@ -18,9 +18,10 @@ from typing import IO, Any
 import numpy as np
 
 from toyexp.base.errors import RunFailed, UserError
-from toyexp.base.formatting import align_columns, format_bytes, format_count, format_duration, pluralise, short_path
+from toyexp.base.formatting import format_bytes, format_count, format_duration, pluralise, short_path
 from toyexp.base.memory import available_bytes, convert_memory_errors
 from toyexp.base.ownership import require_empty
+from toyexp.base.tables import fit_table
 from toyexp.base.terminal import print_error, print_line, print_output, show_status
 from toyexp.base.writing import dump_json
 from toyexp.cli.bench import step_flops
@@ -65,7 +66,8 @@ def dry_run(request: Request, resume: str | None, as_json: bool) -> int:
     with convert_memory_errors():
         estimate = _estimate_run(request, composed, prepared, directory, resumed)
     show_status("")
-    print_output(dump_json(estimate, indent=2) if as_json else "\n".join(_run_lines(estimate)))
+    for line in [dump_json(estimate, indent=2)] if as_json else _run_lines(estimate):
+        print_output(line)
     return 0
 
 
@@ -130,10 +132,8 @@ def _run_lines(estimate: Mapping[str, Any]) -> list[str]:
     took = f"{pluralise(estimate['steps'], 'step')} of {format_duration(tried['step'])}"
     if tried["evaluations"]:
         took += f" and {pluralise(tried['evaluations'], 'eval')} of {format_duration(tried['evaluation'])}"
-    per_step, in_all = (
-        format_count(estimate["units_per_step"]),
-        format_count(estimate["steps"] * estimate["units_per_step"]),
-    )
+    per_step = format_count(estimate["units_per_step"])
+    in_all = format_count(estimate["steps"] * estimate["units_per_step"])
     lines = [
         *([f"settings {' '.join(estimate['settings'])}"] if estimate["settings"] else []),
         *map(_align, estimate["about"]),
@@ -154,16 +154,16 @@ def _run_lines(estimate: Mapping[str, Any]) -> list[str]:
 
 
 def _align(line: str) -> str:
-    """Pad the first word of a line, such as `model`, so that the text after it lines up with the estimate's lines."""
+    """Pad the first word of a line, such as `model`, so that the text after it begins in the same column everywhere."""
     name, _, rest = line.partition(" ")
     return f"{name:<8} {rest.lstrip()}"
 
 
 def _frozen_bytes(prepared: Prepared) -> int:
-    """Return the host memory in bytes that the frozen weights need at least.
+    """Return the minimum host memory, in bytes, that the frozen weights need.
 
-    A tensor that the engine reads in place, from the memory-mapped GGUF file, counts with its size in the file. Any
-    other tensor counts 4 bytes per value. Return 0 for an engine whose device has its own memory.
+    An engine may read a tensor directly from the memory-mapped GGUF file. Such a tensor counts with its size in the
+    file. Any other tensor counts 4 bytes per value. Return 0 for an engine whose device has its own memory.
     """
     engine, size = prepared.config.engine, 0
     in_files = getattr(engine, "packed", True)  # an engine without this setting uses files in place
@@ -175,9 +175,9 @@ def _frozen_bytes(prepared: Prepared) -> int:
 
 
 def _changed_settings(request: Request, composed: Composition) -> list[str]:
-    """Return the overrides to print: the typed choices of parts, and each setting that differs from its default.
+    """Return the overrides to print: the parts that the user chose, and each setting that differs from its default.
 
-    For example, model=gpt2 is a choice of a part; the sizes of the model are then compared with the defaults of gpt2.
+    If the user chose a part, such as model=gpt2, its settings are compared with the defaults of this part.
     """
     chosen = [o for o in request.settings if o.key_or_group in GROUPS and o.key_or_group != "experiment"]
     try:
@@ -188,14 +188,15 @@ def _changed_settings(request: Request, composed: Composition) -> list[str]:
 
 
 def _try_steps(prepared: Prepared, begins: int) -> dict[str, Any]:
-    """Take a few steps, evaluate a few held-out batches and return their times and memory. Discard the weights.
+    """Take a few steps and evaluate a few held-out batches. Return the times and the memory; discard the weights.
 
     `begins` is the step at which the run starts. The keys of the result are:
 
-    - `ready`, `step`, `evaluation`, `seconds`: seconds until the end of the first step, per step, per evaluation, and
-      for everything after the first step
+    - `ready`: seconds until the end of the first step
+    - `step`, `evaluation`: seconds per step and per evaluation
+    - `seconds`: seconds for everything after the first step
     - `evaluations`, `steps`: number of evaluations in the whole run, and number of steps taken here
-    - `learned`: mean number of targets with a loss per step
+    - `learned`: mean number of targets per step that count in the loss
     - `device_bytes`, `process_bytes`: peak memory on the device, and of this process
     """
     settings, began = prepared.config.settings, time.perf_counter()
@@ -233,7 +234,7 @@ def _try_steps(prepared: Prepared, begins: int) -> dict[str, Any]:
 
 
 def _time_evaluation(prepared: Prepared, stepper: EngineStepper) -> float:
-    """Time some of the held-out batches and return an estimate of the seconds of a whole evaluation."""
+    """Time the evaluation of some held-out batches. Return an estimate of the seconds for all held-out batches."""
     held_out = prepared.batches.held_out()
     if not len(held_out):  # the warnings of the run say that there is no held-out data
         return 0.0
@@ -255,7 +256,10 @@ def _time_evaluation(prepared: Prepared, stepper: EngineStepper) -> float:
 
 @dataclass
 class Shape:
-    """Group of jobs whose steps should need equal time and memory: they differ only in settings such as the seed."""
+    """Group of jobs whose steps should need equal time and memory.
+
+    The jobs of a group differ only in settings that do not change time or memory, such as the seed.
+    """
 
     settings: list[str]  # overrides that distinguish this group from others
     jobs: list[Job]
@@ -285,7 +289,8 @@ def dry_run_sweep(runner: Runner, as_json: bool) -> int:
         show_status("")
         if any(shape.estimate for shape in shapes):
             estimate = _sum_jobs(shapes, runner, root)
-            print_output(dump_json(estimate, indent=2) if as_json else "\n".join(_sweep_lines(estimate, runner)))
+            for line in [dump_json(estimate, indent=2)] if as_json else _sweep_lines(estimate, runner):
+                print_output(line)
         return 1 if 1 in codes else max(codes)
     finally:
         runner.close()
@@ -362,8 +367,8 @@ def _try_job(shape: Shape, runner: Runner, root: Path) -> None:
 def _trial_words(job: Job, runner: Runner, root: Path) -> list[str]:
     """Return the words of the command line that runs a job, without --dry-run.
 
-    If the job has a checkpoint in the sweep's directory `root`, the words resume the job. Otherwise they start it with
-    its overrides.
+    If the job has a checkpoint in the sweep's directory `root`, this command line resumes the job. Otherwise it starts
+    the job with its overrides.
     """
     spec = runner.request.spec
     if job.directory and checkpoint.list_checkpoints(root / job.directory / "checkpoints"):
@@ -374,7 +379,7 @@ def _trial_words(job: Job, runner: Runner, root: Path) -> list[str]:
 
 
 def _sum_jobs(shapes: Sequence[Shape], runner: Runner, root: Path) -> dict[str, Any]:
-    """Combine the estimates of the groups into one of the sweep; return the dict that --json prints.
+    """Combine the estimates of the groups into an estimate of the sweep; return the dict that --json prints.
 
     A job in a group that was not measured counts as the mean of the jobs in measured groups. The total time assumes
     that a waiting job starts as soon as one of the running jobs ends.
@@ -421,12 +426,8 @@ def _sum_jobs(shapes: Sequence[Shape], runner: Runner, root: Path) -> dict[str, 
 
 def _sweep_lines(estimate: Mapping[str, Any], runner: Runner) -> list[str]:
     """Return the estimate of a sweep as lines of text to print."""
-    shapes, search, unmeasured, prune = (
-        estimate["shapes"],
-        estimate["search"],
-        estimate["not_tried"],
-        runner.request.settings.prune,
-    )
+    shapes, search, unmeasured = estimate["shapes"], estimate["search"], estimate["not_tried"]
+    prune = runner.request.settings.prune
     jobs, how = pluralise(estimate["jobs"], "job"), runner.launcher.describe(estimate["at_once"])
     lines = [f"sweep    {short_path(Path(estimate['directory']))}, {jobs}, {how} ({estimate['launcher']})"]
     lines += [f"settings {' '.join(estimate['settings'])}"] if estimate["settings"] else []
@@ -436,16 +437,14 @@ def _sweep_lines(estimate: Mapping[str, Any], runner: Runner) -> list[str]:
         lines.append(f"varies   {key}={','.join(values[:12])}{more}")
     lines += map(_align, shapes[0]["about"])
     head = ["jobs", "parameters", "trainable", "memory", "peak", "step", "eval", "GFLOP/step", "start", "settings"]
-    lines += ["", *align_columns([head, *map(_row, shapes)], right=range(9)), ""]
+    expendable = ["GFLOP/step", "trainable", "start", "eval", "peak", "parameters"]
+    lines += ["", *fit_table([head, *map(_row, shapes)], head[:9], expendable), ""]
     if unmeasured:
         mean = f"each counts as the mean job of the {len(shapes)} measured groups"
         lines.append(f"guessed  {pluralise(len(unmeasured), 'job')} in other groups were not measured: {mean}")
     seconds = estimate["seconds_of_jobs"].values()
-    per_job = (
-        format_duration(min(seconds))
-        if max(seconds) < 1.05 * min(seconds)
-        else f"{format_duration(min(seconds))} to {format_duration(max(seconds))}"
-    )
+    per_job = format_duration(min(seconds))
+    per_job += "" if max(seconds) < 1.05 * min(seconds) else f" to {format_duration(max(seconds))}"
     points = "the search has chosen no trials yet: the jobs above have the ends of each interval and each listed value"
     notes = [
         runner.launcher.caveat(estimate["at_once"]),

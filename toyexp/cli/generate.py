@@ -137,10 +137,10 @@ def _decode(raw: bytes, option: str) -> str:
 
 
 class Conversation:
-    """Conversation with a model: keeps the messages, builds the prompt of each answer, and generates the answer.
+    """Conversation with a model. It keeps the messages, builds the prompt of each answer, and generates the answer.
 
-    If there is no chat template, the prompt is plain text in which each line is a message, directly followed by its
-    answer. When the context is full, the oldest messages and answers are dropped.
+    If there is no chat template, the prompt is plain text. It has a line for each message of the user, and the model's
+    answer follows the message on the same line. When the context is full, the oldest messages and answers are dropped.
     """
 
     def __init__(self, author: Generator, template: ChatTemplate | None):
@@ -268,7 +268,7 @@ def messages() -> Iterator[str]:
 
 
 def _read_line() -> str:
-    """Return the next line of standard input if it is a pipe or file; raise EOFError at its end."""
+    """Return the next line of standard input, which must be a pipe or file. Raise EOFError at the end of the input."""
     if raw := sys.stdin.buffer.readline():
         return _decode(raw, "generate --chat")
     raise EOFError

@@ -39,7 +39,7 @@ def inspect(flags: Mapping[str, str], request: Request) -> int:
 
 
 def _print_from_hydra(info: str | None, source: Source, words: list[str]) -> None:
-    """Print what Hydra's option --info prints for the value `info`, or Hydra's help if `info` is None.
+    """Print what Hydra's option --info prints for the value `info`. If `info` is None, print Hydra's help.
 
     `words` are overrides in Hydra's syntax. Remove the log handlers that Hydra adds.
     """
@@ -63,10 +63,10 @@ def _print_from_hydra(info: str | None, source: Source, words: list[str]) -> Non
 
 
 def _format_config(composed: Composition, flags: Mapping[str, str]) -> str:
-    """Return the configuration as YAML: a run's keys for --cfg job, Hydra's keys for hydra, and all keys for all.
+    """Return the configuration as YAML: the keys of the run (--cfg job), those of Hydra (hydra), or both (all).
 
-    With --package, return only the section of that name. With --resolve, replace interpolations such as ${seed}.
-    Raise UserError for an unknown section.
+    With --package, return only the keys below the given name, such as optim. With --resolve, replace interpolations
+    such as ${seed}. Raise UserError if the configuration does not have the name.
     """
     from omegaconf import Container, OmegaConf
     from omegaconf.errors import OmegaConfBaseException

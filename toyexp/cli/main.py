@@ -1,4 +1,4 @@
-"""The command line: `toyexp [key=value ...]` trains, `-m` sweeps, and sub-commands do the rest."""
+"""The command line: `toyexp [key=value ...]` trains a run, `-m` runs a sweep, `toyexp COMMAND` runs a sub-command."""
 
 from __future__ import annotations
 
@@ -15,7 +15,6 @@ from toyexp.base.errors import PluginFailed, RunFailed, UserError, printable
 from toyexp.base.exit_codes import run_to_exit_code
 from toyexp.base.files import working_directory
 from toyexp.base.ranks import started_ranks
-from toyexp.base.tables import wrap_columns
 from toyexp.base.terminal import choose_colour, print_line, print_usage, show_status
 from toyexp.base.threads import available_cores
 from toyexp.base.user_paths import expand_overrides
@@ -78,7 +77,7 @@ def run_words(typed: Sequence[str]) -> int:
 def _call(command: Command, words: Sequence[str]) -> int:
     if "-h" not in words and "--help" not in words:
         return command.run(command.read(words))
-    print_usage(wrap_columns(command.usage(parse_modules(words))))
+    print_usage(command.usage(parse_modules(words)))
     return 0
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import shlex
+import sys
 import textwrap
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -11,8 +12,7 @@ from typing import TYPE_CHECKING
 
 from toyexp.base.errors import UserError, nearest, suggest
 from toyexp.base.formatting import format_value, short_path
-from toyexp.base.tables import wrap_columns
-from toyexp.base.terminal import is_terminal, print_usage
+from toyexp.base.terminal import is_terminal, print_usage, terminal_width, text_width
 from toyexp.config.paths import CONF, PAGES, TEMPLATES
 from toyexp.config.top_level import GROUPS, top_level_settings
 from toyexp.interfaces.command import Arguments
@@ -63,11 +63,11 @@ def read_page(topic: str) -> str:
 
 
 def search(words: str) -> list[tuple[str, int, str]]:
-    """Search the pages for the text `words`; return (topic, line number, line) for each page with it, best page first.
+    """Search the pages for the text `words`; return a tuple (topic, line number, line) for each page with the text.
 
-    The line is the page's highest heading that contains the text, or if no heading does, the first line that does. If
-    the text is a key of a setting, such as `optim`, the page about this key comes first. The other pages are sorted by
-    the level of their heading, then by the number of lines that contain the text.
+    The line is the page's highest heading that contains the text or, if no heading contains it, the first line that
+    does. The best page comes first. If the text is a key of a setting, such as `optim`, this is the page about the key.
+    The other pages are sorted by the level of their heading, then by the number of lines that contain the text.
     """
     results, pattern = [], re.compile(rf"(?<!\w){re.escape(words)}", re.IGNORECASE)
     for topic in topics():
@@ -195,7 +195,7 @@ Colours: --color=auto, always or never, with any command, or the environment var
 def run_help(arguments: Arguments) -> int:
     """Print the usage, the page of a topic, or a list of the pages that contain the typed words; return 0."""
     if not arguments.rest:
-        print_usage(wrap_columns(usage_text()))
+        print_usage(usage_text())
         return 0
     typed, offers = " ".join(arguments.rest), load(arguments.modules).offers
     word = _PAGE_ALIASES.get(typed, typed)
@@ -224,7 +224,7 @@ def usage_text(modules: Sequence[str] = ()) -> str:
     return "\n".join([
         HEAD, "commands", *commands, EXAMPLES, PARTS, *_choices(registry), "", SETTINGS, *keys, "",
         "documentation pages (toyexp help TOPIC prints one)",
-        *(f"  {line}" for line in textwrap.wrap(", ".join(topics()), 108)), TAIL,
+        *(f"  {line}" for line in textwrap.wrap(", ".join(topics()), text_width() - 2)), TAIL,
     ])  # fmt: skip
 
 
@@ -236,15 +236,18 @@ def _choices(registry: Registry) -> Iterator[str]:
         presets = {path.stem for path in (CONF / kind).glob("*.yaml")}
         extra = {"auto"} if kind == "engine" else set()
         form = "callbacks=[...]" if kind == "callbacks" else f"{kind}="
-        listed = textwrap.wrap(", ".join(sorted(set(registry.offers.get(kind, ())) | presets | extra)), 90)
-        yield f"  {form:<16} " + ("\n" + " " * 19).join(listed)
+        names = ", ".join(sorted(set(registry.offers.get(kind, ())) | presets | extra))
+        yield f"  {form:<16} " + ("\n" + " " * 19).join(textwrap.wrap(names, text_width() - 19))
 
 
 # -- suggestions -------------------------------------------------------------------------------------------------
 
 
 def run_hints(result: Result, is_first: bool) -> list[str]:
-    """Return lines with a command to try after a run, or with several if `is_first`: there was no run here before."""
+    """Return lines with a command to try after a run.
+
+    If `is_first` is True, because there was no run here before, return lines with several commands.
+    """
     run = shlex.quote(short_path(result.dir))
     written = any(path.suffix == ".gguf" for path in result.artifacts)
     if not is_first:
@@ -260,7 +263,7 @@ def run_hints(result: Result, is_first: bool) -> list[str]:
 def doctor_hints(engines: Sequence[str]) -> list[str]:
     """Return lines with commands to try next, given the names of the engines that work here.
 
-    `engines` begins with the one that engine=auto selects. If it is empty, the commands install engines.
+    `engines` begins with the engine that engine=auto selects. If `engines` is empty, the commands install engines.
     """
     if not engines:
         return _next([
@@ -278,4 +281,5 @@ def doctor_hints(engines: Sequence[str]) -> list[str]:
 def _next(commands: Sequence[tuple[str, str]]) -> list[str]:
     """Return lines that list (command, description) pairs; a description follows its command as a shell comment."""
     rows = [f"{'next  ' if i == 0 else '      '}{command}  # {about}" for i, (command, about) in enumerate(commands)]
-    return ["", *rows]
+    is_wide = max(map(len, rows)) > (terminal_width() or sys.maxsize)
+    return ["", *(row.replace("  # ", "\n      # ") if is_wide else row for row in rows)]

@@ -16,6 +16,7 @@ from toyexp.base.attribution import call_for_lines
 from toyexp.base.drawing import check_plot_path
 from toyexp.base.errors import RunFailed, UserError
 from toyexp.base.formatting import align_columns, format_bytes
+from toyexp.base.tables import fit_table
 from toyexp.base.terminal import print_output
 from toyexp.base.writing import dump_json
 from toyexp.cli.bench_stepper import RUN_ONLY_KEYS, parse_engines, prepare_runs
@@ -43,7 +44,7 @@ Arrays = Mapping[str, np.ndarray]
 
 @dataclass(frozen=True)
 class TensorDifference:
-    """Differences of a trainable tensor from that of the reference engine: of its gradient and of its weights."""
+    """Differences of one trainable tensor's gradient and weights between an engine and the reference engine."""
 
     name: str
     gradient: float  # |g - g_ref| / |g_ref| on the first batch; for small gradients see tensor_differences
@@ -110,11 +111,11 @@ class Measured:
 
 
 def compare(runs: Mapping[str, Prepared], limits: Mapping[str, float], watch: Callable[[str], None]) -> Report:
-    """Train on each engine, compare each with the first, and return the report.
+    """Train on each engine, compare each engine with the first one, and return the report.
 
-    `runs` is keyed by engine. `limits` has tolerances that replace the defaults, keyed by a name in LIMITS. Before each
-    engine starts, call `watch` with lines that describe the engine. Raise UserError for fewer than two engines, and
-    RunFailed if initial weights differ between engines.
+    The keys of `runs` are engines. `limits` has tolerances that replace the defaults; its keys are names in LIMITS.
+    Before an engine starts, call `watch` with lines that describe the engine. Raise UserError for fewer than two
+    engines, and RunFailed if initial weights differ between engines.
     """
     if len(runs) < 2:
         raise UserError(f"engine={','.join(runs)}: parity needs two or more engines: engine=cpu,ggml")
@@ -131,7 +132,7 @@ def compare(runs: Mapping[str, Prepared], limits: Mapping[str, float], watch: Ca
         measured = measure(run, prepared.batches)
         for name, array in reference.start.items():
             if array.tobytes() != measured.start[name].tobytes():
-                raise RunFailed(f"{label}: {name} does not start with the same values as on {first}")
+                raise RunFailed(f"{label}: the initial values of {name} differ from those on {first}")
         loss, tensors = loss_difference(measured.losses, reference.losses), tensor_differences(measured, reference)
         judged_by = coarser_precision(rounds[first], rounds[label])
         tolerances = replace(TOLERANCES[judged_by], **limits)
@@ -144,7 +145,10 @@ def compare(runs: Mapping[str, Prepared], limits: Mapping[str, float], watch: Ca
 
 
 def measure(prepared: Prepared, batches: Batches) -> Measured:
-    """Train on one engine, with the run's learning rate schedule but without evaluations, and return the results."""
+    """Train on one engine and return the results.
+
+    The learning rate follows the run's schedule. There are no evaluations.
+    """
     plan, config, settings = prepared.plan, prepared.config, prepared.config.settings
     with start_session(config.recipe, config.engine, plan) as session:
         run = Run(settings.name, Path(), settings.seed, settings.steps, settings.lr, config.plain,
@@ -294,7 +298,7 @@ def run(arguments: Arguments) -> int:
 
 
 def _require_schedules(request: Request) -> None:
-    """Raise UserError if a typed setting belongs to a callback that does not set the learning rate.
+    """Raise UserError if the user set an option of a callback that does not change the learning rate.
 
     Such callbacks have no effect in `toyexp parity`.
     """
@@ -339,14 +343,14 @@ def summary(report: Report, every_tensor: bool = False) -> list[str]:
     for rounds_to, limits in {engine.rounds_to: engine.tolerances for engine in report.engines}.items():
         loss, gradient, weights = (f"{getattr(limits, quantity):.1e}" for quantity in LIMITS)
         rows.append((f"tolerance, {rounds_to}", loss, "", "", "", gradient, weights, ""))
-    lines = ["", *align_columns(rows, right=range(1, 8))]
+    lines = ["", *fit_table(rows, head, ["of norm", "mean", "mean", "relative"])]
     for engine in report.engines:
         shown = engine.tensors if every_tensor else engine.tensors[:TENSORS_SHOWN]
         count = f"{len(shown)} of {len(engine.tensors)} tensors"
         rows = [(f"{engine.engine}, {count}", "gradient", "cosine", "weights", "of norm")]
         for t in shown:
             rows.append((t.name, f"{t.gradient:.1e}", f"{t.cosine:.6f}", f"{t.weights:.1e}", f"{t.of_norm:.1e}"))
-        lines += ["", *align_columns(rows, right=range(1, 8))]
+        lines += ["", *fit_table(rows, rows[0][1:], ["of norm", "cosine"])]
     lines.append("")
     if report.within:
         return [*lines, f"within the tolerances, {report.steps} steps"]

@@ -40,8 +40,8 @@ def sheet(report: Mapping[str, Any], title: str, below: Sequence[str]) -> Sheet:
 def _worst_tensors(engines: Sequence[Mapping[str, Any]]) -> list[str]:
     """Return the names of the ROWS tensors with the largest errors, worst first.
 
-    A tensor has two errors on each engine: that of its gradient and that of its weights. The largest of them counts,
-    each divided by its tolerance.
+    A tensor has two errors on each engine: that of its gradient and that of its weights. Each error is divided by its
+    tolerance, and the largest of these ratios counts.
     """
     errors: dict[str, float] = {}
     for engine in engines:
@@ -88,9 +88,10 @@ def _differences(axes: Any, report: Mapping[str, Any]) -> None:
 def _errors(
     axes: Any, engines: Sequence[Mapping[str, Any]], tensors: Sequence[str], quantity: str, about: str
 ) -> None:  # fmt: skip
-    """Plot an error of each tensor as a mark per engine, and the tolerance.
+    """Plot an error of each tensor, with a mark for each engine and a line for the tolerance.
 
-    `quantity` is gradient or weights, a key of a tensor in the report; `about` is the label of the axis.
+    `quantity` is "gradient" or "weights": the key under which the report has this error of a tensor. `about` is the
+    label of the axis.
     """
     axes.grid(visible=False)
     axes.grid(axis="x")

@@ -34,7 +34,10 @@ PACKAGE = "the plugin under test"
 
 @dataclass
 class Line:
-    """Row of the report: results of one part in one conformance suite, or of the plugin's other tests."""
+    """Row of the report of `toyexp plugins --check`.
+
+    The row has the results of one conformance suite for one part. One more row has the results of all other tests.
+    """
 
     part: str  # how users select it, such as optim=sgdr; empty for other tests
     suite: str  # name of the suite's class, such as OptimiserSuite
@@ -58,7 +61,7 @@ class Line:
 
 @dataclass
 class CheckReport(Answer):
-    """Results of checking a plugin: a line per part and suite."""
+    """Results of checking a plugin: a line for each part and each suite that tested it."""
 
     path: str  # as typed
     checked: list[Line]
@@ -141,8 +144,9 @@ def _find_modules(target: Path) -> tuple[dict[str, str], list[Path]]:
 def _check_defaults(offers: Sequence[Offer], results: _PytestResults, registry: Registry) -> list[Line]:
     """Run the conformance suite with default settings for each part that the plugin's own tests do not cover.
 
-    `results` are those of the plugin's own tests. Return a line for each of these parts. Its note says if the part
-    needs a test with settings, or if there is no suite for parts of this kind.
+    `offers` are the plugin's parts, and `results` are the results of its own tests. Return a line for each part that
+    these tests do not cover. The line has a note if the part needs a test with settings, or if there is no suite for
+    parts of its kind (such as command).
     """
     from toyexp.testing.defaults import SUITES, SuiteParts, make_suite
 
@@ -191,7 +195,7 @@ def _label(offer: Offer) -> str:
 
 
 class _PytestResults:
-    """Hooks for pytest that count the results of tests separately for each part of the plugin under test."""
+    """Set of pytest hooks that counts the results of tests separately for each part of the plugin under test."""
 
     def __init__(self, offers: Sequence[Offer], note: str = "") -> None:
         self._offers, self._note = offers, note
@@ -258,7 +262,7 @@ class _PytestResults:
             self._count(self._test_lines[report.nodeid], report)
 
     def _file_line(self, raised: Any) -> str:
-        """Return where in the plugin's files a test failed, such as " (sgdr.py, line 12)".
+        """Return where in the plugin's files a test failed, with a leading blank, such as " (sgdr.py, line 12)".
 
         This is the innermost line of the traceback `raised` in a file that defines a part. Return an empty string if
         there is no such line.

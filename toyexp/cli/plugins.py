@@ -6,7 +6,6 @@ from collections.abc import Iterator
 
 from toyexp.base.errors import Broken, UserError
 from toyexp.base.files import working_directory
-from toyexp.base.tables import wrap_columns
 from toyexp.base.terminal import print_output
 from toyexp.interfaces.command import Arguments
 from toyexp.plugins.compatibility import table
@@ -51,7 +50,7 @@ def run(arguments: Arguments) -> int:
     elif names:
         from toyexp.config.describe import lines_about
 
-        print_output(wrap_columns("\n".join(lines_about(names[0], registry))))
+        print_output("\n".join(lines_about(names[0], registry)))
     else:
         _list(registry)
     return 0
@@ -63,23 +62,19 @@ def _list(registry: Registry) -> None:
         print_output(f"{kind}:", "bold")
         if kind == "engine":
             order = ", ".join(offer.name for offer in registry.engines())
-            print_output(
-                wrap_columns(f"  {'auto':<{width}}  The best engine on this machine: the first that works of {order}.")
-            )
+            print_output(f"  {'auto':<{width}}  The best engine on this machine: the first that works of {order}.")
         for name, offer in sorted(offers.items()):
-            print_output(wrap_columns(f"  {name:<{width}}  {offer.help}{offer.origin}"))
+            print_output(f"  {name:<{width}}  {offer.help}{offer.origin}")
     for problem in registry.problems:
-        print_output(wrap_columns(f"broken: {problem.plugin} ({problem.package}): {problem.reason}"))
+        print_output(f"broken: {problem.plugin} ({problem.package}): {problem.reason}")
     command = f"toyexp plugins NAME{registry.plugins_override}"
-    print_output(
-        wrap_columns(f"\nSettings of a plugin or preset: {command}; which recipe can train which model: --matrix")
-    )
+    print_output(f"\nSettings of a plugin or preset: {command}; which recipe can train which model: --matrix")
     for line in broken_engines(registry):  # last, because it imports the engines
         print_output(f"broken: {line}")
 
 
 def broken_engines(registry: Registry) -> Iterator[str]:
-    """Yield a line for each package that is installed but cannot be imported, with the engines that need it.
+    """Yield a line for each package that is installed but cannot be imported, with the engines that need the package.
 
     The form of a line is `engine=cpu,cuda: REASON`.
     """

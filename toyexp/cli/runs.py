@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import datetime
@@ -12,7 +11,6 @@ from typing import Any
 
 from toyexp.base.errors import UserError, escape_cell
 from toyexp.base.formatting import (
-    align_columns,
     display_path,
     format_bytes,
     format_csv,
@@ -20,7 +18,7 @@ from toyexp.base.formatting import (
     pluralise,
     short_path,
 )
-from toyexp.base.tables import align_table, drop_columns, fits_terminal, terminal_width, wrap_lines
+from toyexp.base.tables import align_table, drop_columns, fits_terminal, name_dropped
 from toyexp.base.terminal import print_line, print_note
 from toyexp.base.writing import require_writable
 from toyexp.interfaces.command import Answer, Arguments
@@ -36,8 +34,8 @@ FILTER is key=value, or with !=, <, <=, > or >= (quote < and > for the shell). A
   toyexp runs recipe=warm,lora 'loss<4.5' state=completed
   toyexp runs 'name=gpt2*' 'when>2026-11-20' optim.weight_decay=0.1
 A key is a column (name, when, sweep, recipe, model, data, engine, seed, lr, batch_size, steps, loss, train_loss,
-seconds, speed, state), a held-out metric such as accuracy, or any setting in config.yaml. < and > compare numbers;
-`when` is compared with a date, a time, today or yesterday.
+seconds, speed, state), a held-out metric such as accuracy, ppl, or any setting in config.yaml. < and > compare numbers;
+`when` is compared with a date, which covers its whole day, a time, today or yesterday.
 
 options
 The column held-out shows the held-out loss. States: completed, diverged (the final loss is above the first), stopped
@@ -47,14 +45,14 @@ HEADS = ("when", "name", "sweep", "recipe", "data", "engine", "seed", "lr", "ste
 RIGHT = ("seed", "lr", "steps", "held-out")
 # Columns that are dropped first if all runs have the same value.
 DROP_IF_EQUAL = ("engine", "data", "sweep", "steps", "seed", "name", "recipe", "lr")
-DROP_ORDER = ("sweep", "name", "when", "data", "engine", "seed", "steps")
+DROP_ORDER = ("sweep", "data", "engine", "name", "when", "seed", "steps")
+MAX_REASONS = 5  # reasons for failures that are shown below the table
 
 
 @dataclass(frozen=True)
 class Runs(Answer):
     """Result of `toyexp runs`: the runs that match the filters."""
 
-    has_head = True
     runs: Sequence[Run]
     seen: int  # number of runs before filtering
     where: Sequence[str]  # searched directories and archives, as typed
@@ -87,7 +85,18 @@ class Runs(Answer):
         rows = [row[:2] + row[3:] for row in rows] if not any(run.sweep for run in self.runs) else rows
         table, missing = fit_rows(rows)
         count = f"{len(self.runs)}{of_all} run{'' if self.seen == 1 else 's'}: {total}"
-        return [*align_table(table, {*RIGHT, *scores}), "", *wrap_lines([*missing, *notes, count])]
+        return [*align_table(table, {*RIGHT, *scores}), "", *missing, *self._reasons(), *notes, count]
+
+    def _reasons(self) -> list[str]:
+        """Return a line for each reason why runs failed, were stopped or cannot be read.
+
+        The line has the path of the last run with that reason.
+        """
+        stopped = [run for run in self.runs if run.why and run.state in ("failed", "stopped", "unreadable")]
+        reasons = {run.why.removeprefix("RunFailed: "): run for run in stopped}
+        lines = [f"{run.state}: {short_path(run.path.absolute())}: {escape_cell(why)}" for why, run in reasons.items()]
+        hidden = len(lines) - MAX_REASONS
+        return [*([f"{hidden} older reasons left out; --json has all"] if hidden > 0 else []), *lines[-MAX_REASONS:]]
 
     def csv(self) -> str:
         """Return the text of a CSV file with a row per run and all columns and metrics."""
@@ -134,18 +143,20 @@ def row(run: Run, scores: Sequence[str]) -> list[str]:
     """Return the cells of a run in the table of runs; `scores` are the names of metrics that have a column."""
     steps = "-" if run.steps is None else str(run.steps)
     steps += f"/{run.of}" if run.of is not None and run.steps not in (None, run.of) else ""
-    why = f": {run.why}" if run.why and run.state in ("failed", "stopped", "unreadable") else ""
     return [
         format_time(run.when), run.name, *(getattr(run, key) or "-" for key in ("sweep", "recipe", "data", "engine")),
         "-" if run.seed is None else str(run.seed),
         "-" if run.lr is None else f"{run.lr:g}", steps, format_metric(run.loss),
         *(format_metric(run.scores.get(s)) for s in scores),
-        run.state + (why if len(why) < 60 else why[:57] + "..."), short_path(run.path.absolute()),
+        run.state, short_path(run.path.absolute()),
     ]  # fmt: skip
 
 
 def format_time(when: str) -> str:
-    """Return an ISO 8601 time as local time, such as 2026-11-21 05:50; any other text unchanged; "-" for ""."""
+    """Return an ISO 8601 time as local time, such as 2026-11-21 05:50.
+
+    Return "-" for an empty text, and any other text unchanged.
+    """
     try:
         return datetime.fromisoformat(when).astimezone().strftime("%Y-%m-%d %H:%M")
     except ValueError:
@@ -153,11 +164,11 @@ def format_time(when: str) -> str:
 
 
 def fit_rows(rows: Sequence[Sequence[str]]) -> tuple[list[list[str]], list[str]]:
-    """Drop columns of a table, and shorten the column `state`, until it fits the terminal.
+    """Drop columns of a table until it fits the terminal.
 
     The first of `rows` has the column heads. Columns with the same value for all runs are dropped first. The columns in
-    DROP_ORDER come next, because the path of a run shows most of their values too. Return the shortened rows, and notes
-    for the user about the columns that were dropped.
+    DROP_ORDER come next, because the path of a run shows most of their values too. Return the rows, and notes for the
+    user about the columns that were dropped.
     """
     if fits_terminal(rows):
         return [list(row) for row in rows], []
@@ -166,11 +177,7 @@ def fit_rows(rows: Sequence[Sequence[str]]) -> tuple[list[list[str]], list[str]]
     table, dropped = drop_columns(rows, [*alike, *DROP_ORDER])
     same, others = [head for head in dropped if head in alike], [head for head in dropped if head not in alike]
     notes = [f"same for all runs: {', '.join(f'{head} {alike[head]}' for head in same)}"] if same else []
-    notes += [f"columns left out to fit the terminal: {', '.join(others)}; --csv has all"] if others else []
-    over = max(map(len, align_columns(table))) - (terminal_width() or sys.maxsize)
-    keep = max(max(len(row[-2]) for row in table) - max(over, 0), 12)
-    cut = [[*row[:-2], row[-2] if len(row[-2]) <= keep else row[-2][: keep - 3] + "...", row[-1]] for row in table]
-    return cut, notes
+    return table, [*notes, *name_dropped(others, "; --csv has all")]
 
 
 # -- compare -----------------------------------------------------------------------------------------------------
@@ -207,6 +214,8 @@ def run_compare(arguments: Arguments) -> int:
     if (page or plot) and (arguments.json or arguments.csv):
         option, other = f"--html {page}" if page else f"--plot {plot}", "--json" if arguments.json else "--csv"
         raise UserError(f"{option} {other}: cannot be combined; run the command twice")
+    if arguments.column and not plot:
+        raise UserError(f"--column {arguments.column}: sets the width of a plot; add --plot curves.svg")
     if page:
         check_report_path(page)
     picture = check_plot_path("--plot", plot) if plot else None

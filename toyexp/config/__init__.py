@@ -1,4 +1,4 @@
-"""Turn typed settings and configuration files into the checked parts of a run (model, data, recipe, ...).
+"""Turn the command line and configuration files into the checked parts of a run (model, data, recipe, ...).
 
 Only this package, cli, runner and sweeps use Hydra.
 """

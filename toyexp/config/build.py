@@ -58,7 +58,10 @@ def build_parts(cfg: DictConfig, keys: Keys, origin: Origin) -> dict[str, Any]:
 
 
 def check_parts(settings: Settings, parts: Mapping[str, Any], callbacks: Mapping[str, Any]) -> None:
-    """Raise UserError if a setting of the run or of a part (not the engine) is invalid or contradicts another one."""
+    """Raise UserError if a setting of the run or of a part is invalid or contradicts another setting.
+
+    `parts` maps kinds of parts, such as model, to the parts. The engine is not checked here.
+    """
     named = {f"{kind}={part.name}": part for kind, part in parts.items()}
     every = {"settings": settings, **named, **{f"callbacks.{name}": c for name, c in callbacks.items()}}
     for who, part in every.items():
@@ -80,8 +83,8 @@ def load_objective_model(objective: Objective, registry: Registry) -> None:
 def _apply_all_types(values: dict[str, Any]) -> dict[str, Any]:
     """Return the configuration `values` with types and defaults applied to its top-level settings.
 
-    The settings of the parts stay unchanged. The section `sweep` is checked, but left out of the result. The keys are
-    in the order of the fields of `Root`.
+    The settings of the parts stay unchanged. The settings of a sweep (`sweep.*`) are checked, but left out of the
+    result. The keys are in the order of the fields of `Root`.
     """
     groups = {kind: values[kind] for kind in (*PARTS, "callbacks") if isinstance(values.get(kind), dict)}
     if len(groups) <= len(PARTS):  # a part is missing or invalid
@@ -147,7 +150,7 @@ _typed_cache: dict[tuple[type, str], tuple[str, dict[str, Any]]] = {}  # of the 
 
 
 def _apply_types_cached(cls: type, node: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """Return `apply_types(...)`, cached for settings equal to those of the previous job (saves 1 to 5 ms each)."""
+    """Return `apply_types(...)`. The result is cached for a next job with equal settings (saves 1 to 5 ms per job)."""
     raw = repr(node)
     if (cls, where) not in _typed_cache or _typed_cache[cls, where][0] != raw:
         _typed_cache[cls, where] = raw, apply_types(cls, node, where)
@@ -157,8 +160,8 @@ def _apply_types_cached(cls: type, node: Mapping[str, Any], where: str) -> dict[
 def apply_types(cls: type, node: Mapping[str, Any], where: str) -> dict[str, Any]:
     """Return the settings `node` with the types and defaults of the dataclass `cls`.
 
-    Hydra has not applied them if a user's configuration file does not include the schema. `where` is the section of the
-    settings, such as model, for error messages.
+    Hydra has not applied them if a user's configuration file does not include the schema. `where` is the key that
+    contains these settings, such as model, for error messages.
     """
     dot = f"{where}." if where else ""
     shape = cls if where in ("", "sweep") else schema(cls, str(node["name"]))
@@ -179,8 +182,8 @@ def apply_types(cls: type, node: Mapping[str, Any], where: str) -> dict[str, Any
 def resolve_paths(cls: type, node: Mapping[str, Any], origin: Origin) -> Mapping[str, Any]:
     """Return the settings of a part, with relative paths resolved against the directory where the run was started.
 
-    A text is treated as a path if a file of that name exists in the directory. A plain word, without . and /, is never
-    a path in a setting whose default is not empty, such as data.tokenizer=byte.
+    A text is treated as a path if a file of that name exists in the directory. But if a setting's default is not empty,
+    a word without . and / is never treated as a path: an example is data.tokenizer=byte.
     """
     words = {f.name for f in dataclasses.fields(cls) if f.default not in ("", None)}
     texts = {key: value for key, value in node.items() if isinstance(value, str) and key != "name"}
@@ -220,7 +223,7 @@ def build_engine(label: str, registry: Registry) -> Engine:
 
 
 def pick_labelled_engine(label: str, registry: Registry, prefix: str) -> tuple[Engine, str]:
-    """Return the engine of a label such as ggml:threads=1, and a line that describes its device.
+    """Return the engine that a label such as ggml:threads=1 describes, and a line about the engine's device.
 
     The message of a UserError about the label begins with `prefix`.
     """

@@ -49,7 +49,7 @@ from toyexp.training.run_config import Config
 
 
 def compose(typed: Sequence[Override], registry: Registry, source: Source, modules: Sequence[str] = ()) -> Composition:
-    """Compose the configuration of one run from typed overrides; raise UserError if that fails.
+    """Compose the configuration of one run from the overrides on the command line; raise UserError if that fails.
 
     `modules` are the local plugins that the command line names; `source` says which configuration files to read.
     """
@@ -102,7 +102,7 @@ class Composition:
     def sweeps(self) -> dict[str, str]:
         """Sweeps that configuration files define (hydra.sweeper.params), as {key: values separated by commas}.
 
-        A key with a typed value is left out.
+        A key that the command line sets is left out.
         """
         params = OmegaConf.select(self.cfg, "hydra.sweeper.params") or {}
         lists = {str(key): values if isinstance(values, ListConfig) else [values] for key, values in params.items()}
@@ -123,10 +123,10 @@ class Composition:
         return (below / text).absolute()
 
     def apply_base(self) -> Model | None:
-        """Put the settings of the model in the recipe's base file (recipe.base) into the configuration; return it.
+        """Put the settings of the model in the recipe's base file into the configuration, and return that model.
 
         Afterwards `${model.name}` in the run's name and directories gives the name of that model. Return None if the
-        recipe has no base file.
+        recipe has no base file (recipe.base).
         """
         return self._base_and_keys[0]
 
@@ -197,7 +197,7 @@ class Composition:
     def _set_devices(self, engine: dict[str, Any]) -> None:
         """Set `devices` in the engine's settings to the number of ranks that `torchrun` started.
 
-        Keep a number above 1 that the user typed.
+        If the command line sets `devices` to a number above 1, keep this number.
         """
         typed_number = any(o.key_or_group == "engine.devices" for o in self.typed) and engine.get("devices") != "1"
         if (count := started_ranks().count) > 1 and "devices" in engine and not typed_number:
@@ -206,8 +206,7 @@ class Composition:
     def locate_errors(self) -> AbstractContextManager[None]:
         """Return a context manager that says in the message of a UserError where the wrong value was set.
 
-        It adds the key of the setting that holds the path named in the message, and the file and line of a setting that
-        comes from a configuration file.
+        The function `locate_errors` in mistakes.py describes the added text.
         """
         return locate_errors(self.cfg, self.typed, self.source)
 
@@ -224,7 +223,7 @@ class Composition:
 
 
 def _repetition_warnings(typed: Sequence[Override]) -> list[str]:
-    """Return a warning for each setting typed twice with different values; as in Hydra, the last one counts."""
+    """Return a warning for each setting that the user typed twice with different values. The last value counts."""
     last = {o.key_or_group: o.input_line for o in typed}
     braced = mapping_overrides(typed) if len(last) < len(typed) else []
     pairs = [(o.input_line, last[o.key_or_group]) for o in typed if o not in braced]
@@ -239,7 +238,7 @@ def _thread_warnings(plain: Mapping[str, Any], engine: Engine) -> list[str]:
 
 
 def _callback_warnings(typed: Sequence[Override], callbacks: Mapping[str, Callback], registry: Registry) -> list[str]:
-    """Return a warning if `callbacks=[plots]` was typed, which drops the default callbacks.
+    """Return a warning if `callbacks=[...]` on the command line leaves out default callbacks.
 
     An empty list and a preset give no warning, and neither does dropping the default learning-rate schedule if another
     schedule is chosen. Raise UserError if a callback is named twice.
@@ -248,7 +247,9 @@ def _callback_warnings(typed: Sequence[Override], callbacks: Mapping[str, Callba
     value = lists[-1].value() if lists else []
     names = [str(name) for name in (value if isinstance(value, list) else [value])]
     if twice := next((name for name in names if names.count(name) > 1), None):
-        raise UserError(f"{lists[-1].input_line}: contains {twice} twice; name it once (a second schedule: linear_2)")
+        raise UserError(
+            f"{lists[-1].input_line}: contains {twice} twice; name it once (for a second linear schedule, add linear_2)"
+        )
     if not names or not all(name in registry.offers["callbacks"] for name in names):
         return []
     scheduled = any(sets_lr(c) for c in callbacks.values())
@@ -278,8 +279,8 @@ class Base:
 def load_base(cfg: DictConfig, typed: Sequence[Override], keys: Keys, origin: Origin) -> Base | None:
     """Load the model file that the recipe fine-tunes (recipe.base); return None if the recipe has no such file.
 
-    Raise UserError if no model class can represent the file, if a typed setting of `model` other than model.context
-    differs from the file, or if model.context exceeds the context in the file.
+    Raise UserError if no model class can represent the file, or if model.context exceeds the context in the file. Also
+    raise UserError if another setting of `model` on the command line differs from the file.
     """
     cls, described, data = (keys.classes[kind][0] for kind in ("recipe", "model", "data"))
     if cls.base_file is Recipe.base_file:
@@ -307,7 +308,10 @@ def load_base(cfg: DictConfig, typed: Sequence[Override], keys: Keys, origin: Or
 
 
 def _check_model(override: Override, cfg: DictConfig, origin: str, model: Model) -> None:
-    """Raise UserError for a typed setting of the model that differs from the file."""
+    """Raise UserError if the override sets a setting of the model to another value than the model file has.
+
+    `origin` is a part of the message: it says from which file the model is taken.
+    """
     kind, _, key = override.key_or_group.partition(".")
     if kind != "model" or key == "context":
         return
@@ -319,5 +323,5 @@ def _check_model(override: Override, cfg: DictConfig, origin: str, model: Model)
 
 
 def inputs_by_key(typed: Sequence[Override]) -> dict[str, str]:
-    """Return the typed overrides as {key: text as typed}."""
+    """Return the overrides on the command line as {key: text as the user typed it}."""
     return {o.key_or_group: str(o.input_line) for o in typed}

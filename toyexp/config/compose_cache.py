@@ -32,8 +32,9 @@ _presets: list[tuple[str, int, int]] = []  # the presets (see _preset_files) tha
 def compose_cached(words: Sequence[str], source: Source) -> DictConfig:
     """Compose overrides with Hydra; exceptions of Hydra are not converted to UserError.
 
-    When the same parts are chosen a second time, the composition of these choices is cached, if they only use toyexp's
-    own presets. From then on, plain values such as lr=0.1 are set in a copy of the cached composition.
+    If only toyexp's own presets are used, the second call that chooses a set of parts (model, data, ...) caches their
+    composition. From then on, calls that choose the same parts copy it and set plain values, such as lr=0.1, in the
+    copy.
     """
     names, _ = _split_job_words(words)
     if _presets != (now := _preset_files()):  # files may be edited while a notebook runs
@@ -51,7 +52,7 @@ def compose_cached(words: Sequence[str], source: Source) -> DictConfig:
 
 
 def store_composition(words: Sequence[str], source: Source) -> None:
-    """Compose only the parts that the overrides choose, and cache the result.
+    """Compose the overrides in `words` that choose parts, without the other overrides, and cache the result.
 
     Cache None instead if the result refers to settings of Hydra that depend on all overrides, such as
     hydra.job.override_dirname.
@@ -72,7 +73,11 @@ def _preset_files() -> list[tuple[str, int, int]]:
 
 
 def split_choices(words: Sequence[str]) -> tuple[tuple[str, ...], list[str]]:
-    """Return overrides in two lists: the first choose parts, add keys or set mappings; the others set a plain value."""
+    """Split overrides into two lists.
+
+    The first list has the overrides that choose a part, add a key, set a mapping, or set a key of Hydra. The second
+    list has all others, which set plain values such as lr=0.1.
+    """
     keys = {word: word.partition("=") for word in words}
     names = tuple(
         w
@@ -83,7 +88,7 @@ def split_choices(words: Sequence[str]) -> tuple[tuple[str, ...], list[str]]:
 
 
 def _set_values(cfg: DictConfig, words: Sequence[str]) -> DictConfig | None:
-    """Set the plain values among the overrides in `cfg` and return it; return None if one of them cannot be set."""
+    """Apply to `cfg` the overrides in `words` that set plain values. Return `cfg`, or None if a value cannot be set."""
     _, values = _split_job_words(words)
     if any(HYDRA_REFERENCE.search(word.partition("=")[2]) for word in values):
         return None
@@ -103,7 +108,10 @@ def _split_job_words(words: Sequence[str]) -> tuple[tuple[str, ...], list[str]]:
 
 
 def _is_choice(word: str) -> bool:
-    """Return True if an override only chooses a part, and so can be cached; the order of other overrides matters."""
+    """Return True if the override `word` only chooses a part, as model=gpt2 does.
+
+    The cache is used only for such overrides, because the effect of the others depends on their order.
+    """
     key, _, value = word.partition("=")
     return key in GROUPS and value[:1] != "{"
 
@@ -113,7 +121,10 @@ _schemas: dict[str, Any] = {}  # schemas of plugins, in the form of Hydra's stor
 
 @contextlib.contextmanager
 def isolate_hydra() -> Iterator[None]:
-    """Use separate schemas, file readers and configuration of Hydra in this context; restore the old ones on exit."""
+    """Give Hydra separate global state (schemas, file readers, configuration) in the `with` block.
+
+    At the end of the block, restore the state that Hydra had before.
+    """
     Plugins.instance()  # registers its file readers, once per process
     store, sources = ConfigStore.instance(), SourcesRegistry.instance()
     stored, readers = store.repo, sources.types

@@ -19,7 +19,7 @@ from toyexp.plugins.settings import list_settings
 def lines_about(name: str, registry: Registry) -> list[str]:
     """Return lines about each plugin and preset called `name`, or about each plugin of the kind `name`, such as model.
 
-    They are a title and a line per setting. Raise UserError for an unknown name.
+    Each plugin or preset has a title and a line per setting. Raise UserError for an unknown name.
     """
     auto = [f"engine={AUTO}  {(AutoEngine.__doc__ or '').splitlines()[0]}", *_settings("engine.", AutoEngine)]
     blocks = [*_plugins(name, registry), *([auto] if name == AUTO else []), *_presets(name, registry)]

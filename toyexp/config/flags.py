@@ -48,7 +48,7 @@ HYDRA_CHOICES = {
 
 
 def read_flags(words: Sequence[str]) -> tuple[dict[str, str], list[str], str | None]:
-    """Parse a command line into flags {long name: value}, settings, and the value of `resume=` or None.
+    """Return flags as {long name: value}, settings, and the value of `resume=` (or None), parsed from a command line.
 
     Raise UserError for words that are invalid or have no effect.
     """
@@ -152,23 +152,26 @@ VERBS = ("train", "run", "fit", "start", "sweep")
 
 
 def unknown_option(word: str, after: Sequence[str], flags: Collection[str]) -> UserError:
-    """Return an error about an unknown flag; the words `after` it may be its value."""
+    """Return an error about the unknown flag `word`. `after` holds the next words, which may begin with its value."""
     if setting := dashed_setting(word, after) or (word.lstrip("-") if "=" in word else None):
         return UserError(f"{word}: settings have no dashes: {setting}")
-    return UserError(f"{word}: unknown option; {suggest(word, [*flags, '--help', '--version'])}")
+    return UserError(f"{word}: unknown option; {suggest(word, [*flags, '--color', '--help', '--version'])}")
 
 
 def dashed_setting(word: str, after: Sequence[str]) -> str | None:
     """Return the setting for a word such as --lr, as `lr=0.1`; None if there is no such setting.
 
-    The value is in the word itself, or in the words `after` it.
+    The value is taken from `word` itself, as in --lr=0.1, or from `after`, the words that follow.
     """
     name, equals, value = word.partition("=")
     return _setting(name.lstrip("-"), value if equals else _value(after)) if len(name) > 2 else None
 
 
 def unknown_word(word: str, before: Sequence[str], after: Sequence[str], commands: Collection[str]) -> UserError:
-    """Return an error about a word that is neither a command nor a setting."""
+    """Return an error about a word that is neither a command nor a setting.
+
+    `before` and `after` are the words before and after it on the command line; `commands` are the known commands.
+    """
     if word in VERBS:
         settings = "-m seed=1,2" if word == "sweep" else "recipe=warm"
         hint = f"to train, type only settings: toyexp {settings}"
@@ -188,7 +191,7 @@ def unknown_word(word: str, before: Sequence[str], after: Sequence[str], command
 
 
 def _value(after: Sequence[str]) -> str:
-    """Return the value typed after a key, as in `lr 0.1` or `lr = 0.1`; "" or `...` if no value follows."""
+    """Return the value that follows a key, as in `lr 0.1` or `lr = 0.1`; "" or `...` if no value follows."""
     words = [word for word in after[:2] if not word.startswith("-")]
     text = "".join(words if words[:1] == ["="] else words[:1])
     return text.removeprefix("=") if text.startswith("=") or "=" not in text else "..."

@@ -1,4 +1,4 @@
-"""The valid configuration keys: of all available parts, or of the parts that a run has chosen."""
+"""Valid configuration keys: those of all available parts (model, data, ...), or only of the parts that a run uses."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ from toyexp.plugins.rules import type_hints
 class Keys:
     """Valid configuration keys.
 
-    `classes` maps each section, such as "" (top level), sweep, model or callbacks.cosine, to the dataclasses whose
-    fields are its keys.
+    `classes` maps each section of the configuration to dataclasses. The names of their fields are the keys that are
+    valid in this section. A section is named by its key, such as model or callbacks.cosine; "" is the top level.
     """
 
     registry: Registry
@@ -53,7 +53,7 @@ class Keys:
         return unknown
 
     def key_names(self, where: str) -> set[str]:
-        """Return the names of the keys in a section, such as model."""
+        """Return the keys that are valid below the key `where`, such as model, or at the top level ("")."""
         names = {name for cls in self.classes.get(where, ()) for name in self.field_names(cls)}
         return names if where == "" or where.partition(".")[0] == "sweep" else names | {"name"}
 
@@ -63,7 +63,7 @@ class Keys:
         return {f.name for f in dataclasses.fields(cls)}
 
     def types(self, key: str) -> set[Any]:
-        """Return the types of a setting over all classes that have it, such as {str, NoneType}; empty if unknown."""
+        """Return the types that the classes declare for a setting, such as {str, NoneType}; empty if it is unknown."""
         where, _, name = key.rpartition(".")
         classes: list[type] = [cls for cls in self.classes.get(where, ()) if name in self.field_names(cls)]
         hints = [type_hints(cls)[name] for cls in classes]
@@ -71,15 +71,15 @@ class Keys:
         return {t for h in hints for t in (typing.get_args(h) if typing.get_origin(h) in unions else (h,))}
 
     def is_list(self, key: str) -> bool:
-        """Return True if a setting is a list: callbacks=[...], recipe.targets=[...]."""
+        """Return True if a setting is a list, as in callbacks=[...] or recipe.targets=[...]."""
         return key == "callbacks" or any(typing.get_origin(t) is list for t in self.types(key))
 
     def is_mapping(self, key: str) -> bool:
-        """Return True if a setting is a mapping: optim.groups={token_embd.weight: {lr: 0.001}}."""
+        """Return True if a setting is a mapping, as in optim.groups={token_embd.weight: {lr: 0.001}}."""
         return any(typing.get_origin(t) is dict for t in self.types(key))
 
     def hydra_overrides(self, typed: Sequence[Override]) -> list[str]:
-        """Return the typed overrides in Hydra's syntax.
+        """Return the overrides `typed` in Hydra's syntax.
 
         A single value of a list setting is put in brackets. A key inside a mapping setting gets the prefix ++, because
         the mapping may not have that key yet.
@@ -96,7 +96,10 @@ class Keys:
 
 
 def _classes_by_key(offers: Mapping[str, Mapping[str, type]]) -> dict[str, Sequence[type]]:
-    """Return {section: classes whose fields are its keys}; `offers` maps each kind of part to {name: class}."""
+    """Return the mapping `Keys.classes` for some parts.
+
+    `offers` maps a kind of part, such as model, to {name: class}.
+    """
     callbacks = {f"callbacks.{name}": [cls] for name, cls in offers["callbacks"].items()}
     parts = {kind: list(offers[kind].values()) for kind in PARTS}
     launchers = {f"sweep.{launcher}": [cls] for launcher, cls in LAUNCHER_SETTINGS.items()}
@@ -104,7 +107,7 @@ def _classes_by_key(offers: Mapping[str, Mapping[str, type]]) -> dict[str, Seque
 
 
 def chosen_names(cfg: DictConfig, kind: str) -> list[str]:
-    """Return the names of the parts of a kind, such as model or callbacks, that a configuration chooses."""
+    """Return the names of the parts that a configuration chooses for `kind`, such as model or callbacks."""
     node = None if OmegaConf.is_missing(cfg, kind) else cfg.get(kind)
     if not isinstance(node, DictConfig):
         return []
@@ -117,12 +120,12 @@ def single_value(override: Override) -> Any:
 
 
 def mapping_overrides(typed: Sequence[Override]) -> list[Override]:
-    """Return the overrides whose value is a mapping: optim.groups={...}."""
+    """Return the overrides whose value is a mapping, as in optim.groups={...}."""
     return [override for override in typed if isinstance(single_value(override), dict)]
 
 
 def choices(kind: str, registry: Registry, source: Source | None = None) -> set[str]:
-    """Return the names that can be chosen for a kind of part: plugins, and presets in the config directories."""
+    """Return the names that can be chosen for `kind`, such as model: plugins, and presets in the config directories."""
     roots = [d / kind for d in (source.directories if source else [CONF])]
     presets = {p.relative_to(root).with_suffix("").as_posix() for root in roots for p in root.rglob("*.yaml")}
     return part_classes(kind, registry).keys() | presets

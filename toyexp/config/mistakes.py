@@ -44,7 +44,7 @@ def check_settings(typed: Sequence[Override], keys: Keys, source: Source) -> Non
 
 
 def check_brackets(override: Override, keys: Keys) -> None:
-    """Raise UserError if a list in brackets is typed for a number, as in lr=[0.1,0.2]; a sweep has no brackets."""
+    """Raise UserError for a list where a number is expected, as in lr=[0.1,0.2]: a sweep needs no brackets."""
     key, line = str(override.key_or_group), str(override.input_line)
     types, listed = keys.types(key), re.fullmatch(r"\[([^][]*,[^][]*)\]", line.partition("=")[2])
     if listed and types & {int, float} and types <= {int, float, type(None)}:
@@ -52,9 +52,9 @@ def check_brackets(override: Override, keys: Keys) -> None:
 
 
 def check_blanks(override: Override, keys: Keys) -> None:
-    """Raise UserError if a sweep over texts would lose spaces at the ends of one of them.
+    """Raise UserError if a sweep lists texts, and parsing would drop spaces at the beginning or end of a text.
 
-    A space after a comma is normal in lists and raises no error.
+    A space after a comma is normal in a list and raises no error.
     """
     key, line, listed = str(override.key_or_group), str(override.input_line), override.value()
     simple = isinstance(listed, ChoiceSweep) and listed.simple_form
@@ -67,12 +67,15 @@ def check_blanks(override: Override, keys: Keys) -> None:
 
 
 def _keeps_blanks(text: str) -> bool:
-    """Return True if parsing keeps all spaces of a typed text."""
+    """Return True if parsing keeps all spaces of a text on the command line."""
     return text == text.strip() or text.strip()[:1] in "'\""
 
 
 def _form_mistake(override: Override, types: Collection[Any], keys: Keys) -> str | None:
-    """Return an error message for an override that is malformed for a setting of these types; None if it is valid."""
+    """Return an error message for an override with a wrong form, such as an empty value; None if the form is valid.
+
+    `types` are the types of the setting that the override sets.
+    """
     key, line, value = str(override.key_or_group), str(override.input_line), override.value()
     text = line.partition("=")[2]
     kind, *rest = key.split(".")
@@ -113,7 +116,10 @@ def _form_mistake(override: Override, types: Collection[Any], keys: Keys) -> str
 
 
 def _part_mistake(override: Override, kind: str, rest: Sequence[str], keys: Keys) -> str | None:
-    """Return an error message for an invalid key of a part, such as model.a.b; None if it is valid."""
+    """Return an error message for an override with an invalid key of a part, such as model.a.b=1; None if it is valid.
+
+    `kind` is the first part of the key, such as model, and `rest` holds the others, such as a and b.
+    """
     line, depth = override.input_line, 2 if kind == "callbacks" else 1
     if len(rest) < depth and rest[0] not in keys.registry.offers[kind]:
         return unknown_key(f"{kind}.{rest[0]}", None, keys.registry)
@@ -168,7 +174,7 @@ def _sweep_keys() -> set[str]:
 
 
 def check_keys(cfg: DictConfig, all_keys: Keys) -> Keys:
-    """Return the keys of the chosen parts; raise UserError for an unknown key or a missing part."""
+    """Return the valid keys of the chosen parts; raise UserError if `cfg` has another key or lacks a part."""
     keys, registry = all_keys.restrict(cfg), all_keys.registry
     for name in chosen_names(cfg, "callbacks"):
         if name not in keys.offers["callbacks"]:
@@ -240,7 +246,10 @@ def unknown_key(key: str, cfg: DictConfig | None, registry: Registry, value: str
 
 
 def _did_you_mean(meant: str, cfg: DictConfig | None, keys: Keys) -> str:
-    """Return `did you mean KEY?`, and which choice of the part has that setting if the chosen one lacks it."""
+    """Return the question `did you mean MEANT?` for an error message.
+
+    If the chosen part has no such setting, add the names of the parts that have it.
+    """
     where, _, last = meant.partition("=")[0].rpartition(".")
     if cfg is None or where not in PARTS or last in keys.key_names(where):
         return f"did you mean {meant}?"
@@ -302,7 +311,8 @@ def _choice_hint(kind: str, value: Any) -> str:
 def _misplaced_values(content: Any, keys: Keys, where: str = "") -> Iterator[tuple[str, Any]]:
     """Yield (key, value) for each key of a configuration file whose value has the wrong structure.
 
-    That is a single value or list in place of a mapping, or a mapping in place of a list.
+    The structure is wrong if the value is a mapping where a list is expected, or no mapping where a mapping is
+    expected.
     """
     for key, value in ((f"{where}{name}", value) for name, value in content.items() if value is not None):
         names = key in keys.classes or key == "callbacks" or keys.is_mapping(key)
@@ -340,7 +350,7 @@ def _explain_key(error: Exception, typed: Sequence[Override], registry: Registry
 
 
 def wrong_value(error: Exception, key: str | None, typed: Sequence[Override], registry: Registry) -> UserError:
-    """Convert an error of Hydra about the value of `key`; the message names the override that has the value."""
+    """Convert an error of Hydra about the value of `key` to a UserError that names the override with this value."""
     cause = error.__cause__ if isinstance(error.__cause__, OmegaConfBaseException) else error
     matching = [o for o in typed if o.key_or_group == key]  # the key may be set twice
     culprits = [o for o in matching if f"'{o.value()}'" in str(cause)] or matching
@@ -354,7 +364,7 @@ def wrong_value(error: Exception, key: str | None, typed: Sequence[Override], re
 
 
 def _compose_choices(typed: Sequence[Override], source: Source) -> DictConfig | None:
-    """Compose only the typed choices of parts, to know which keys to suggest; return None if that fails."""
+    """Compose only the overrides that choose parts, to know which keys to suggest; return None if that fails."""
     chosen = [str(o.input_line) for o in typed if o.key_or_group in GROUPS]
     try:
         return compose_cached(chosen, source)
@@ -423,7 +433,7 @@ def misplaced_error(parsed: Sequence[Override], source: Source) -> UserError:
 
 
 def config_files(parsed: Sequence[Override], source: Source) -> Iterator[Path]:
-    """Yield the file of the experiment, if one is chosen, and the main file."""
+    """Yield the path of the chosen experiment's file, if there is one, and then that of the main configuration file."""
     names = [str(o.value()) for o in parsed if o.key_or_group == "experiment" and not o.is_sweep_override()]
     paths = [folder / "experiment" / f"{name.removesuffix('.yaml')}.yaml" for name in names
               for folder in source.directories]  # fmt: skip
@@ -433,10 +443,10 @@ def config_files(parsed: Sequence[Override], source: Source) -> Iterator[Path]:
 
 @contextlib.contextmanager
 def locate_errors(cfg: DictConfig, typed: Sequence[Override], source: Source) -> Iterator[None]:
-    """Say at the start of a UserError's message where the wrong value was set.
+    """If a UserError is raised in the `with` block, add to its message where the wrong value was set.
 
     If the message begins with a path, prefix it with the key of the setting that holds this path. If the setting was
-    not typed but comes from a configuration file, prefix it with the file and line.
+    not typed but comes from a configuration file, prefix it with the path and line of the file.
     """
     try:
         yield
@@ -454,16 +464,17 @@ def locate_errors(cfg: DictConfig, typed: Sequence[Override], source: Source) ->
 
 
 def _key_of_path(message: str, cfg: DictConfig) -> str | None:
-    """Return the key of the setting that holds the path at the start of `message`; None if no part has one."""
+    """Return the key of the setting that holds the path at the start of `message`; None if no part has it."""
     values = {f"{kind}.{name}": str(cfg[kind]._get_node(name)) for kind in PARTS[::-1] for name in cfg[kind]}
     paths = {key: Path(expand_path(value)) for key, value in values.items() if re.search("[./]", value)}
     return next((key for key, path in paths.items() if message.startswith((f"{path}:", f"{path} "))), None)
 
 
 def file_line(path: Path, key: str, message: str = "") -> str:
-    """Return `path, line 3` with the line that sets a key in a file; return only the path if no line does.
+    """Return a text such as `path, line 3`, with the number of the line in which the file sets `key`.
 
-    If `message` begins with the name of a key below `key`, use the line of that key.
+    If no line sets the key, return only the path. If `message` begins with the name of a key below `key`, use the line
+    of that key.
     """
     node, line = yaml.compose(read_config(path), Loader=yaml.SafeLoader), 0
     for part in key.split("."):  # the keys of a preset are relative

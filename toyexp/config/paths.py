@@ -6,7 +6,10 @@ from pathlib import Path
 
 
 def _bundled_directory(in_checkout: str, in_package: str) -> Path:
-    """Return a directory that ships with toyexp: `in_package` if installed, `in_checkout` in a checkout."""
+    """Return a directory that ships with toyexp.
+
+    It is `in_checkout` if toyexp runs from a checkout, and `in_package` if toyexp is installed.
+    """
     package = Path(__file__).resolve().parents[1]
     copy = package / in_package
     return copy if copy.is_dir() else package.parent / in_checkout

@@ -1,4 +1,4 @@
-"""The typed settings of a command, with the plugins and configuration files that they refer to."""
+"""Settings given on the command line, with the plugins and configuration files that they refer to."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from toyexp.training.run_config import Config
 
 @dataclass(frozen=True)
 class Request:
-    """Typed settings, with the plugins and the configuration files needed to compose a configuration from them."""
+    """Settings given on a command line, with the plugins and files needed to compose a configuration from them."""
 
     settings: Sequence[Override]
     registry: Registry
@@ -41,11 +41,11 @@ class Request:
         store_schemas(self.registry)
 
     def with_overrides(self, *more: str) -> Request:
-        """Return a copy with additional settings, which override existing ones."""
+        """Return a copy with additional settings. The new settings override existing ones."""
         return replace(self, settings=[*self.settings, *parse(more)])
 
     def with_defaults(self, *first: str) -> Request:
-        """Return a copy with additional settings, which existing ones override."""
+        """Return a copy with additional settings. Existing settings override the new ones."""
         return replace(self, settings=[*parse(first), *self.settings])
 
     def drop(self, key: str) -> Request:
@@ -63,11 +63,14 @@ class Request:
 
     @property
     def values(self) -> dict[str, str]:
-        """Typed values by key, without sweeps and deletions."""
+        """Values given on the command line, by key, without sweeps and deletions."""
         return {o.key_or_group: str(o.value()) for o in self.settings if not (o.is_sweep_override() or o.is_delete())}
 
     def use_saved_config(self, directory: Path) -> Request:
-        """Return a copy based on the saved configuration of a run; raise UserError if the settings contradict it."""
+        """Return a copy of this request that starts from the saved configuration of a run.
+
+        Raise UserError if the settings of the request contradict the saved configuration.
+        """
         source = Source.from_run(directory, self.values, self.modules)
         typed = {} if source.origin.cwd in (None, Path.cwd()) else self.values
         moved = {key: Path(typed[key]).absolute() for key in MOVED if os.path.lexists(typed.get(key, ""))}
@@ -79,7 +82,8 @@ class Request:
     def per_engine(self, labels: Sequence[str]) -> dict[str, Request]:
         """Return {label: copy of this request with that engine} for engine labels `name[:key=value...]`.
 
-        Typed overrides engine.key=value apply to every engine; a label's settings override them.
+        Overrides of the form engine.key=value in this request apply to every engine, but settings in a label take
+        precedence over them.
         """
         requests = {}
         for label in labels:
@@ -91,9 +95,10 @@ class Request:
 
 
 def take_engines(words: Sequence[str], default: str) -> tuple[list[str], list[str]]:
-    """Return the labels in `engine=name[:key=value...],...`, and the other words.
+    """Return the engine labels in the override `engine=LABEL,LABEL,...`, and the other words.
 
-    If this override is absent, return the labels in `default`, which are separated by commas.
+    A label has the form `name[:key=value...]`. If the override is absent, return the labels in `default`, which are
+    separated by commas.
     """
     lists = [word.removeprefix("engine=") for word in words if word.startswith("engine=")]
     if len(lists) > 1:
@@ -109,7 +114,8 @@ def take_engines(words: Sequence[str], default: str) -> tuple[list[str], list[st
 def parse_experiment(command: str, settings: Sequence[str], ignored: Collection[str] = ()) -> Request:
     """Parse the settings of a `command` that uses a single experiment.
 
-    Raise UserError for a setting with several values, and for one whose key or section is in `ignored`.
+    Raise UserError for a setting with several values. Also raise UserError for a setting if the first part of its key,
+    such as optim in optim.lr, is in `ignored`.
     """
     request = Request.parse(settings)
     for override in request.settings:

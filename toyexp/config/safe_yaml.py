@@ -60,7 +60,11 @@ def check_file(path: Path, text: str, is_builtin: bool, preset: bool = False) ->
 
 
 def require_plugins(plugins: object, loaded: Sequence[str], subject: str) -> None:
-    """Raise UserError if a configuration needs local plugins that are not loaded: files must not load code."""
+    """Raise UserError if a configuration needs local plugins that are not in `loaded`.
+
+    `plugins` is the list of plugins in the configuration. They are not loaded from there, because a file must not load
+    code. `subject` begins the message and names the configuration.
+    """
     names = [str(name) for name in plugins] if isinstance(plugins, Iterable) and not isinstance(plugins, str) else []
     if missing := [name for name in names if name not in loaded]:
         add = f"'plugins=[{printable(','.join(names), 200)}]'"
@@ -70,7 +74,7 @@ def require_plugins(plugins: object, loaded: Sequence[str], subject: str) -> Non
 
 
 def _nodes(node: yaml.Node, key: bool = False) -> Iterator[tuple[yaml.Node, bool]]:
-    """Yield a node and all nodes inside it, each with True if it is a key."""
+    """Yield pairs for a node and all nodes inside it. A pair holds the node, and True if the node is a key."""
     yield node, key
     if isinstance(node, yaml.MappingNode):
         for name, value in node.value:

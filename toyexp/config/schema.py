@@ -57,7 +57,7 @@ class Root(Settings):
 
 @dataclass
 class AutoEngine:
-    """The best engine that works on this machine. The run reports its choice."""
+    """The best engine that works on this machine. The run prints which engine this is."""
 
     threads: int = 0  # CPU threads, if the chosen engine uses the CPU; 0: all available cores
 
@@ -75,7 +75,9 @@ class FileConfigSource(file_config_source.FileConfigSource):
         path = Path(self.path, self._normalize_file_name(config_path))
         is_builtin = path.is_relative_to(CONF)
         if not is_builtin and (".." in Path(config_path).parts or config_path.startswith("hydra/")):
-            raise UserError(f"{config_path}: files in {self.path} may only include other files in it, except hydra/")
+            raise UserError(
+                f"{config_path}: files in {self.path} may only include other files in it, none in its hydra/"
+            )
         if not os.path.lexists(path):
             return super().load_config(config_path)  # raises an error of Hydra
 
@@ -92,7 +94,7 @@ class FileConfigSource(file_config_source.FileConfigSource):
 
 @functools.lru_cache
 def _load_text(text: str) -> Any:
-    """Parse YAML. The cache helps processes that compose several runs from the same files."""
+    """Parse YAML. Results are cached for processes that compose several runs from the same files."""
     return OmegaConf.load(io.StringIO(text))
 
 
@@ -116,7 +118,7 @@ composition_cache: dict[tuple[Source, tuple[str, ...]], DictConfig | None] = {} 
 
 
 def store_schemas(registry: Registry) -> None:
-    """Register every plugin's dataclass with Hydra by group and name, and install the file readers below."""
+    """Register every plugin's dataclass with Hydra by group and name, and install the file readers of this module."""
     SourcesRegistry.instance().types |= {"file": FileConfigSource, "structured": StructuredConfigSource}
     store = ConfigStore.instance()
     if "schema.yaml" not in store.repo:  # storing it is slow
@@ -151,7 +153,7 @@ def schema(cls: type, name: str) -> type:
 
 
 def part_classes(kind: str, registry: Registry) -> dict[str, type]:
-    """Return {name: class} for a kind of part, such as model: the classes of plugins, and auto for engines."""
+    """Return {name: class} of the plugins for `kind`, such as model; for engines, include the choice `auto`."""
     auto = {AUTO: AutoEngine} if kind == "engine" else {}
     return auto | {name: offer.cls for name, offer in registry.offers.get(kind, {}).items()}
 
@@ -162,13 +164,13 @@ def all_part_classes(registry: Registry) -> dict[str, dict[str, type]]:
 
 
 def part_class(kind: str, node: Mapping[str, Any], registry: Registry) -> type:
-    """Return the class of the part that `node` configures, by its key `name`; raise UserError for an unknown name."""
+    """Return the class of the part that the settings `node` name (key `name`); raise UserError for an unknown name."""
     return part_classes(kind, registry).get(str(node["name"])) or registry.get(kind, str(node["name"]))
 
 
 @dataclass(frozen=True)
 class Source:
-    """Source of the configuration: toyexp's conf/, or a user's directory with conf/ as fallback."""
+    """Source of a configuration. It is toyexp's directory conf/, or a user's directory with conf/ as fallback."""
 
     directory: Path
     name: str = "config"
@@ -180,9 +182,9 @@ class Source:
     def from_run(cls, directory: Path, chosen: Mapping[str, str], modules: Sequence[str]) -> Source:
         """Return a source that reads the saved configuration of a run.
 
-        `chosen` holds the typed values by key. If it has an engine or callbacks, the run's own are left out.
-        Raise UserError if it has another model, data set, recipe, optimiser or objective than the run, or if a local
-        plugin of the run is not in `modules`.
+        `chosen` maps the keys given on the command line to their values. If it has the key `engine` or `callbacks`, the
+        saved section of that name is left out. Raise UserError if `chosen` names another model, data set, recipe,
+        optimiser or objective than the run has, or if a local plugin of the run is not in `modules`.
         """
         file = directory / "config.yaml"
         saved = load_yaml(file)
@@ -249,8 +251,9 @@ class Source:
     def overrides(self) -> list[str]:
         """Return the overrides that Hydra needs if presets can come from several directories; else an empty list.
 
-        They set the search path and the output directories and, if the main file is a user's, toyexp's logging. Only
-        the main file may set output directories, so these overrides take precedence over any preset.
+        The overrides set Hydra's search path and the output directories. If the main file is the user's and has no
+        settings of Hydra, they also set logging as toyexp does. Only the main file may set output directories.
+        Therefore the overrides repeat the directories of the main file, which a preset then cannot change.
         """
         if len(self.directories) == 1:
             return []
@@ -286,6 +289,9 @@ def load_yaml(path: Path, load: Callable[[str], Any] = yaml.safe_load, preset: b
 
 
 def compose_raw(overrides: Sequence[str], source: Source) -> DictConfig:
-    """Compose `source` with Hydra: its own overrides first, then `overrides`. Hydra's exceptions are not converted."""
+    """Compose a configuration with Hydra from `source`. Hydra's exceptions are not converted to UserError.
+
+    The overrides that `source` itself needs come first, then `overrides`.
+    """
     with hydra.initialize_config_dir(str(source.directory), version_base="1.3", job_name="toyexp"):
         return hydra.compose(source.name, overrides=[*source.overrides(), *overrides], return_hydra_config=True)

@@ -44,7 +44,7 @@ def _parse_one(text: str) -> Override:
 
 
 def input_lines(parsed: Sequence[Override]) -> list[str]:
-    """Return the overrides as typed."""
+    """Return the texts of the overrides as the user typed them."""
     return [str(override.input_line) for override in parsed]
 
 
@@ -85,7 +85,9 @@ def _parse_error(text: str) -> UserError:
     compact = re.sub(",[, ]*,", ",", text).rstrip(", ")
     tight, several, escaped = _strip_spaces(text), text.split(), _escape_brackets(key, value)
     single = f"{key.strip()}={value.strip(' =')}"  # for steps==3
+    setting = re.fullmatch(r"\[((?:\w+,)*(\w+)),(?:\2\.)?(\w+=[^],=]+)\]", value) if key == "callbacks" else None
     for is_wrong, words in (
+        (setting, setting and f"set it separately: callbacks=[{setting[1]}] callbacks.{setting[2]}.{setting[3]}"),
         (not equals, "expected key=value, such as steps=100"),
         (value[:1] == "=" and _is_readable(single), f"write one = sign: {single}"),
         (key.strip() and tight, f"no spaces are allowed around =: {tight}"),

@@ -1,4 +1,4 @@
-"""Read and write model files; every byte from a file is untrusted. Plugins may import the names listed here."""
+"""Read and write model files. The content of a file is never trusted. Plugins may import the names listed here."""
 
 from typing import TYPE_CHECKING
 

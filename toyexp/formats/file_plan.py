@@ -26,16 +26,21 @@ def frozen_plan(model: Model, path: Path, setup: Setup, adapter: Path | None = N
 def frozen_tensors(
     model: Model, path: Path, adapter: Path | None = None
 ) -> tuple[list[PlanTensor], Sequence[LoraAdapter]]:
-    """Return the tensors of a model file and its LoRA adapter file, all frozen, and target and scale of LoRA pairs."""
+    """Return the tensors of a model file and of an optional LoRA adapter file, all frozen, and the LoRA adapters.
+
+    Each LoraAdapter in the second list has the name of the linear layer that a pair of matrices A and B changes, and
+    the scale of the change.
+    """
     tensors = [PlanTensor(t.name, t.shape, FromGGUF(str(path), t.name), trainable=False) for t in model.tensors()]
     pairs, adapters = read_adapter(adapter, model) if adapter else ([], [])
     return [*tensors, *pairs], adapters
 
 
 def match_preprocessing(dataset: Dataset, model: Model, path: Path) -> None:
-    """Set the data's preprocessing to that in a model file; raise UserError if data and model do not fit.
+    """Make `dataset` preprocess its examples as the model file at `path` says.
 
-    The file's list of classes is ignored if the model takes its number of classes from the data.
+    Raise UserError if the data and the model do not fit each other. The file's list of classes is ignored if the model
+    takes its number of classes from the data.
     """
     metadata, skipped = (
         open_gguf(str(path)).metadata,
@@ -50,9 +55,9 @@ def match_preprocessing(dataset: Dataset, model: Model, path: Path) -> None:
 
 
 def read_adapter(path: Path, model: Model) -> tuple[list[PlanTensor], Sequence[LoraAdapter]]:
-    """Return the tensors of a LoRA adapter file, and the target and scale of each LoRA pair.
+    """Return the tensors of a LoRA adapter file and a list of its LoRA adapters, one for each changed linear layer.
 
-    Raise UserError if the adapter does not fit `model`.
+    Raise UserError if the file does not fit `model`.
     """
     with GGUFFile(path) as file:
         alpha = check_adapter(file)
@@ -70,7 +75,7 @@ def read_adapter(path: Path, model: Model) -> tuple[list[PlanTensor], Sequence[L
 
 
 def _rank(file: GGUFFile, linear: TensorSpec) -> int:
-    """Return the rank of the LoRA pair of a linear layer; raise UserError if the pair's shapes do not fit the layer."""
+    """Return the rank of the matrices A and B of a linear layer; raise UserError if their shapes do not fit it."""
     a, b = (file.tensors[name].shape if name in file.tensors else () for name in lora_names(linear.name))
     (outputs, inputs), rank = linear.shape, a[0] if a else 0
     if (a, b) != ((rank, inputs), (outputs, rank)):
@@ -79,7 +84,10 @@ def _rank(file: GGUFFile, linear: TensorSpec) -> int:
 
 
 def check_adapter(file: GGUFFile) -> float:
-    """Return the alpha of a LoRA adapter file, or 0 if it has none; raise UserError if the file is no LoRA adapter."""
+    """Return the scaling number alpha in a LoRA adapter file, or 0 if the file has none.
+
+    Raise UserError if the file is no LoRA adapter.
+    """
     kinds = [file.metadata.get(key) for key in ("general.type", "adapter.type")]
     if kinds != ["adapter", "lora"]:
         raise file.error(f"holds no LoRA adapter (general.type is {printable(str(kinds[0]))})")

@@ -70,7 +70,7 @@ def write_folder(path: Path, exported: ModelExport, dtype: str = "float32") -> l
 def hf_notes(model: Model, data: Mapping[str, Any], tokenizer: Tokenizer | None) -> list[str]:
     """Return sentences about an exported directory.
 
-    Each says what transformers or llama.cpp's converter will read differently from toyexp.
+    Each sentence names something that transformers or llama.cpp's converter will read differently from toyexp.
     """
     lines: list[str] = []
     if isinstance(tokenizer, SentencePiece) and (count := tokenizer.count_reordered()):
@@ -84,7 +84,8 @@ def hf_notes(model: Model, data: Mapping[str, Any], tokenizer: Tokenizer | None)
 def write_adapter_folder(path: Path, plan: Plan, exported: ModelExport) -> list[str]:
     """Write the plan's LoRA adapters as a directory for PEFT, atomically, in float32.
 
-    The rows of each B get the order that transformers uses. Return a sentence for each tensor that is not finite.
+    The rows of each matrix B are written in the order that transformers uses. Return a sentence for each tensor that is
+    not finite.
     """
     adapters = [a for a in plan.adapters if isinstance(a, LoraAdapter)]
     stored_tensors = hf_layout(plan.model, {}).tensors
@@ -118,7 +119,7 @@ def write_adapter_folder(path: Path, plan: Plan, exported: ModelExport) -> list[
 
 
 def model_card(exported: ModelExport, adapter: bool = False) -> str:
-    """Return the text of README.md: the model, its origin, its metrics and how to load it."""
+    """Return the text of README.md, which describes the model, its origin, its metrics and how to load it."""
     model, general, repository = exported.model, exported.general, _repository(exported)
     (auto, task), licence = TEXT_CLASSES if model.reads.text else IMAGE_CLASSES, str(general.get("license", ""))
     front = [f"library_name: {'peft' if adapter else 'transformers'}", f"pipeline_tag: {task}", "tags: [toyexp]"]
@@ -171,7 +172,7 @@ GPT2_TOKENS = 50257
 
 
 def conversion_problem(conversion: Conversion, tokenizer: Tokenizer | None) -> str:
-    """Return why llama.cpp's converter rejects or misreads the directory; "" if it does not."""
+    """Return why llama.cpp's converter rejects or misreads a transformers directory; "" if there is no problem."""
     if tokenizer is None:
         return "the model has no tokenizer"
     if isinstance(tokenizer, Bytes | Characters):
@@ -223,7 +224,10 @@ def tokenizer_files(tokenizer: Tokenizer, is_replaced: bool) -> dict[str, bytes]
 
 
 def _sentencepiece_settings(tokenizer: SentencePiece, library: str) -> dict[str, Any]:
-    """Return the settings for tokenizer_config.json that llama.cpp's converter reads; `library` is tokenizer.json."""
+    """Return the settings that llama.cpp's converter reads from tokenizer_config.json.
+
+    `library` is the text of tokenizer.json.
+    """
     added = {str(token.pop("id")): token for token in json.loads(library)["added_tokens"]}
     not_special = {i: token for i, token in added.items() if not token["special"]}
     settings: dict[str, Any] = {"added_tokens_decoder": not_special} if not_special else {}

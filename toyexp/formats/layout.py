@@ -1,4 +1,4 @@
-"""How a model is stored in transformers: its config and the names of its tensors."""
+"""Describe how transformers stores a model: its config and the names of its tensors."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def identity(numbers: np.ndarray) -> np.ndarray:
 
 @dataclass(frozen=True)
 class HFTensor:
-    """Name of a model's tensor in transformers, and the functions that convert its numbers."""
+    """Name of a model's tensor in transformers, and the functions that convert its numbers to transformers' layout."""
 
     name: str
     rows: ArrayFunction = identity  # reorders output features: rows of a weight or of a LoRA's B, elements of a bias
@@ -37,7 +37,7 @@ class HFTensor:
 
 @dataclass(frozen=True)
 class Conversion:
-    """Support of one architecture in llama.cpp's converter."""
+    """Description of what llama.cpp's converter supports for one architecture."""
 
     kinds: tuple[str, ...] = ("bpe", "spm")  # supported kinds of tokenizers
     prefix: bool | None = True  # add_space_prefix that it sets for SentencePiece; None: as in the directory

@@ -31,10 +31,11 @@ CHANGES_BASE = ("pissa", "olora", "corda", "loftq")  # initialisations that also
 
 
 def read_peft(folder: Path, model: Model) -> tuple[float, dict[str, np.ndarray], dict[str, str]]:
-    """Return alpha, the matrices A and B by GGUF name, and the values of ORIGIN_KEYS of an adapter in a PEFT directory.
+    """Return the alpha of an adapter in a PEFT directory, its matrices by GGUF name, and the values of ORIGIN_KEYS.
 
-    Each pair adds alpha / rank * B A to the weight of its linear layer, where rank is the number of rows of A. The rows
-    of B are in the model's order. Raise UserError if the adapter is damaged, fits another model, or is not plain LoRA.
+    Each pair of matrices A and B adds alpha / rank * B A to the weight of its linear layer, where rank is the number of
+    rows of A. The rows of B are in the model's order. Raise UserError if the adapter is damaged, fits another model, or
+    is not plain LoRA.
     """
     config = _config(folder / CONFIG)
     alpha, patterns = _number(folder, config, "lora_alpha", 8), config.get("rank_pattern") or {}  # 8 as in PEFT
@@ -74,7 +75,7 @@ def _config(path: Path) -> Mapping[str, Any]:
         extras.append(f"init_lora_weights={printable(str(config['init_lora_weights']))}")
     if extras:
         raise UserError(
-            f"{path}: {extras[0]} is not supported, only plain LoRA on linears; merge the adapter with PEFT"
+            f"{path}: {extras[0]} is not supported (only plain LoRA on linear layers is); merge the adapter with PEFT"
         )
     return config
 
@@ -87,11 +88,14 @@ def _number(folder: Path, config: Mapping[str, Any], key: str, default: int | No
 
 
 def _places(folder: Path, model: Model) -> dict[str, HFTensor]:
-    """Return the transformers tensor of each linear layer by GGUF name; raise UserError if transformers has none."""
+    """Return {GGUF name: tensor in transformers} of the linear layers.
+
+    Raise UserError if transformers does not have the model.
+    """
     try:
         stored = hf_layout(model, {}).tensors
     except UserError as error:
-        raise UserError(f"{folder}: is a PEFT adapter, which needs a transformers model: {error}") from None
+        raise UserError(f"{folder}: is a PEFT adapter, and transformers has no such model: {error}") from None
     linears = [t.name for t in model.tensors() if len(t.shape) == 2 and not t.name.endswith("_embd.weight")]
     return {name: stored[name] for name in linears}
 
@@ -110,7 +114,10 @@ def _reorder_rows(b: np.ndarray, stored: HFTensor) -> np.ndarray:
 
 
 def _relative_scale(config: Mapping[str, Any], module: str, b: np.ndarray, alpha: float, folder: Path) -> float:
-    """Return the factor by which PEFT scales a LoRA pair besides alpha / rank: 1 without rsLoRA and alpha_pattern."""
+    """Return the factor by which PEFT scales a LoRA pair in addition to alpha / rank.
+
+    The factor is 1 if the adapter uses neither rsLoRA nor alpha_pattern.
+    """
     scale, patterns = alpha, config.get("alpha_pattern") or {}
     for pattern in patterns if isinstance(patterns, dict) else ():
         if not re.fullmatch(r"[\w.]+", pattern):  # an untrusted regular expression may never end

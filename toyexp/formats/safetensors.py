@@ -36,7 +36,7 @@ def json_object(text: Any, subject: str) -> dict[str, Any]:
 
 
 class TensorsFile(ModelFile):
-    """An open safetensors file, by any program; its metadata values are text. Raises UserError for a broken file."""
+    """An open safetensors file from any program. Its metadata values are strings. Raises UserError if it is broken."""
 
     def __init__(self, path: Path):
         self.path, self._file = path, open_file(path)
@@ -54,7 +54,7 @@ class TensorsFile(ModelFile):
         check_offsets(self.tensors.values(), 8 + length, size, 1, self.error)
 
     def _keys(self, metadata: dict[str, Any]) -> Mapping[str, Any]:
-        """Return what `self.metadata` holds, given the metadata in the file's header."""
+        """Return the mapping to use as `self.metadata`. The argument is the metadata in the file's header."""
         return metadata
 
     def read(self, name: str, rows: int | None = None) -> np.ndarray:
@@ -83,7 +83,7 @@ class TensorsFile(ModelFile):
 
 
 class SafetensorsFile(TensorsFile):
-    """An open safetensors file that toyexp wrote; `metadata` holds its GGUF keys. Raises UserError for any other."""
+    """An open safetensors file that toyexp wrote; `metadata` holds its GGUF keys. Raises UserError for other files."""
 
     def _keys(self, metadata: dict[str, Any]) -> Mapping[str, Any]:
         if KEYS not in metadata:

@@ -19,7 +19,7 @@ Value = int | float | str | bytes
 
 
 def missing_requirement(tokenizer: SentencePiece) -> str:
-    """Return the reason why this vocabulary cannot be written as tokenizer.model; "" if it can."""
+    """Return the reason why the tokenizer's vocabulary cannot be written as tokenizer.model; "" if it can."""
     count = tokenizer.types.tolist().count(BYTE)
     if tokenizer.unknown is None:
         return "SentencePiece requires a token of type unknown"
@@ -54,7 +54,10 @@ def sentencepiece_model(tokenizer: SentencePiece) -> bytes:
 
 
 def _pieces(tokenizer: SentencePiece) -> Iterator[tuple[str, float, int]]:
-    """Yield (text, score, type) of each token, adapted to SentencePiece: one unknown token, no spaces in texts."""
+    """Yield (text, score, type) of each token in a form that SentencePiece accepts.
+
+    Exactly one token has the type "unknown", and no text contains a space.
+    """
     texts = set(tokenizer.pieces)
     types = tokenizer.types.copy()
     types[types == UNKNOWN] = CONTROL
@@ -69,7 +72,10 @@ def _message(fields: Mapping[int, Value]) -> bytes:
 
 
 def _field(number: int, value: Value) -> bytes:
-    """Encode one field: number and wire type, then a varint, four bytes, or a length and bytes."""
+    """Encode one protobuf field: its number and wire type, followed by its value.
+
+    The value is a varint, four bytes, or a length followed by bytes.
+    """
     if isinstance(value, float):
         return _varint(number << 3 | 5) + struct.pack("<f", value)
     if isinstance(value, int):

@@ -20,7 +20,9 @@ from typing import Any, cast
 import numpy as np
 
 from toyexp.base.errors import UserError, printable
-from toyexp.base.formatting import align_columns, format_bytes, format_count, pluralise
+from toyexp.base.formatting import format_bytes, format_count, pluralise
+from toyexp.base.tables import align_table, fit_table
+from toyexp.base.terminal import text_width
 from toyexp.formats.file_plan import check_adapter
 from toyexp.formats.gguf.ggml_types import FAST_CHECK_TYPES
 from toyexp.formats.gguf.header import GGUFError, source_path
@@ -42,7 +44,6 @@ from toyexp.reference.forward_listing import BLOCK, Listing, WeightInfo, listing
 from toyexp.tokenizers.tokenizer import CONTROL, Tokenizer
 
 LOCATION = ("offset", "bytes")  # columns: where a tensor lies in the file
-WIDTH = 110  # columns after which lines are wrapped
 SPECIAL = ("bos", "eos", "eot", "eom", "unknown", "seperator", "padding", "mask")  # llama.cpp's spelling of the keys
 
 
@@ -111,10 +112,10 @@ class Description(Answer):
                 [printable(t["name"], 64), " x ".join(map(str, t["shape"])), *(str(t[k]) for k in ("type", *LOCATION))]
                 for t in self.tensors
             ]
-            lines += ["", *align_columns([["tensor", "shape", "type", *LOCATION], *table], right=(3, 4))]
+            lines += ["", *fit_table([["tensor", "shape", "type", *LOCATION], *table], LOCATION, [*LOCATION, "type"])]
         if self.metadata:
             keys = [[printable(key, 90), _short(value)] for key, value in self.metadata.items()]
-            lines += ["", *align_columns([["key", "value"], *keys])]
+            lines += ["", *align_table([["key", "value"], *keys], ())]
         if self.forward:
             operations = self.forward.operations().items()
             costs = [" ".join(filter(None, (format_count(n), factor))) for factor, n in operations]
@@ -303,7 +304,7 @@ def _short(value: Any) -> str:
 
 
 def _wrap(name: str, words: Sequence[str], between: str = ", ") -> list[tuple[str, str]]:
-    lines = textwrap.wrap(between.join(words), WIDTH - 12, break_long_words=False, break_on_hyphens=False)
+    lines = textwrap.wrap(between.join(words), text_width() - 12, break_long_words=False, break_on_hyphens=False)
     return [(name if i == 0 else "", line) for i, line in enumerate(lines)]
 
 
@@ -400,7 +401,7 @@ class FileUses:
         return [recipe for recipe in recipes if recipe.starts_from == source and self._default_model(recipe)]
 
     def _default_model(self, recipe: type[Recipe]) -> Model | None:
-        """Return the first model, at its default sizes, that reads the recipe's kind of data; None if there is none."""
+        """Return a model with default sizes, of the first model class that reads the recipe's kind of data; or None."""
         return next((model() for model in self._registry.models() if model.reads in recipe.reads), None)
 
     def _accepts(self, recipe: type[Recipe]) -> bool:
@@ -429,17 +430,20 @@ class FileUses:
         return [Use("donor", self._command(recipe), self._donor_error(recipe, rows)) for recipe in recipes]
 
     def _donor_error(self, recipe: type[Recipe], rows: int = 1) -> str | None:
-        """Return why the recipe cannot copy `rows` embedding rows of the file to its default model; None if it can."""
+        """Return why the recipe cannot copy `rows` rows of the file's embedding to a new model; None if it can.
+
+        The new model is the recipe's default model (see `_default_model`).
+        """
         model = cast("Model", self._default_model(recipe))
         vocab = {"vocab": rows} if "vocab" in model_settings(model) else {}
         return self._plan_error(recipe, replace(model, **vocab))
 
     @property
     def best(self) -> str:
-        """The file's best use in a word; empty if toyexp cannot use it.
+        """The file's best use in one word; empty if toyexp cannot use it.
 
-        If toyexp can load the model, it is `base` if the model can be fine-tuned, and otherwise the kind of data that
-        the model reads. If not, it is `donor` if a new model can copy the file's embeddings.
+        If toyexp can load the model, the word is `base` if the model can be fine-tuned, and otherwise the kind of data
+        that the model reads. If toyexp cannot load it, the word is `donor` if a new model can copy its embeddings.
         """
         if self.model is not None:
             is_base = any(self._accepts(recipe) for recipe in self._recipes_by_source("base"))
@@ -526,7 +530,7 @@ def quote_for_shell(path: str) -> str:
 
 
 def quote_for_hydra(path: Path) -> str:
-    """Quote a path for Hydra and the shell, as typed after `recipe.base=`.
+    """Quote a path for Hydra and the shell, so that it can follow `recipe.base=` on the command line.
 
     If the path has control characters, they are escaped and the result is only for display.
     """

@@ -90,8 +90,8 @@ class Evaluation(Answer):
 def evaluate(model_path: Path, request: Request, data: str | None = None, adapter: Path | None = None) -> Evaluation:
     """Evaluate the model at `model_path`, optionally with a LoRA `adapter`; return its held-out loss and metrics.
 
-    The data is the first available one of these: the path `data`, the `data=` setting of the request, the data that the
-    model's run was trained on, the default data for the model.
+    The data is the first of these that is available: the path `data`, the `data=` setting of the request, the data that
+    the model was trained on, the default data for the model.
     """
     overrides, registry = _check_settings(request), request.registry
     loaded = LoadedModel.open(model_path, registry, adapter)
@@ -180,9 +180,9 @@ def _open_dataset(config: Config, loaded: LoadedModel) -> Dataset:
 def _window(setting_value: str | None, model: Model, training_context: int | None) -> int | None:
     """Return the length of a row in tokens; None for a model without a context length.
 
-    It is the `model.context` setting. Without the setting it is the context of the training run, or 512 if there is no
-    run, because longer rows cost much more; but it is at most the model's context. Raise UserError for an invalid
-    setting.
+    `setting_value` is the setting `model.context`. If it is None, use the context of the training run, or 512 if there
+    is no run, because longer rows cost much more. This default is at most the model's context. Raise UserError for an
+    invalid setting.
     """
     if not model.context:
         return None
@@ -213,7 +213,7 @@ class ClassCounts:
 def count_by_class(
     logits: Callable[[Batch], np.ndarray], batches: Sequence[Batch], read: Sequence[str], names: Sequence[str]
 ) -> list[ClassCounts]:
-    """Count right and wrong predictions for each class, without the examples of weight 0.
+    """Count right and wrong predictions for each class. Examples of weight 0 are not counted.
 
     `logits` computes an array [rows, classes] from those arrays of a batch whose names are in `read`. `names` are the
     class names; classes without a name are numbered.
@@ -266,7 +266,7 @@ CONTENTS = ("text", "images")  # digests that do not depend on how the data is s
 
 @dataclass(frozen=True)
 class TrainedRun:
-    """Training data of a run, from its config.yaml."""
+    """Description of the data that a run was trained on, read from the run's config.yaml."""
 
     directory: Path
     data: dict[str, Any]  # the settings of `data`, with its name
@@ -292,7 +292,7 @@ class TrainedRun:
         return [f"data={name}", *(format_override(f"data.{key}", value) for key, value in run_settings.items())]
 
     def compare(self, dataset: Dataset, typed: Sequence[str], path: str = "") -> tuple[bool, str]:
-        """Return True if `dataset` is the data that the run was trained on, and a note for the user ("" if none).
+        """Return whether `dataset` is the data that the run was trained on, and a note for the user ("" if none).
 
         `typed` are the keys of the data settings that the user gave, and `path` is the path of the data. Raise
         UserError if the run's data has changed and the user did not name the data explicitly.
@@ -317,7 +317,7 @@ class TrainedRun:
                         f"to evaluate on it anyway, type {override}")  # fmt: skip
 
     def _overlap(self, path: str) -> tuple[bool, bool]:
-        """Return two values: True if `path` is the run's data path, and True if one of the two contains the other."""
+        """Return two bools: whether `path` is the run's data path, and whether one of the paths contains the other."""
         own_path = self.record.resolve(str(self.data.get("path") or ""))
         if not own_path or not path:
             return False, False
@@ -326,9 +326,10 @@ class TrainedRun:
 
 
 def find_training_run(directory: Path, modules: Sequence[str]) -> TrainedRun | None:
-    """Return the training data of a run, or of a checkpoint's run; None if the path is neither.
+    """Return the description of the data that a run, or the run of a checkpoint, was trained on.
 
-    Raise UserError if the run's config.yaml names no data, or if a plugin of the run is not loaded.
+    Return None if `directory` is neither a run nor a checkpoint. Raise UserError if the run's config.yaml names no
+    data, or if a plugin of the run is not loaded.
     """
     path = (directory.absolute().parents[1] if is_checkpoint(directory) else directory) / CONFIG
     if not os.path.lexists(path):

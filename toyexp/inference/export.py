@@ -56,7 +56,7 @@ class ExportResult(Answer):
     notes: list[str]  # sentences about how other programs treat the file differently
 
     def lines(self) -> list[str]:
-        """Return warnings and notes, then the path with its size."""
+        """Return warnings and notes, then the path and the size of the written file."""
         types = ", ".join(f"{count} {name}" for name, count in self.tensors.items())
         sizes = f"{format_bytes(self.source_bytes)} -> {format_bytes(self.bytes)}"
         lines = [*(f"warning: {w}" for w in self.warnings), *(f"note: {n}" for n in self.notes)]
@@ -64,7 +64,7 @@ class ExportResult(Answer):
 
 
 def build_format(word: str, settings: Sequence[str], registry: Registry) -> Format:
-    """Return the format that `word`, a value of --type, names, with `settings` (key=value) applied.
+    """Return the file format that `word`, the value of --type, names. Apply the `settings`, each given as key=value.
 
     Raise UserError for an unknown type or setting.
     """
@@ -138,7 +138,8 @@ def _write(
 ) -> tuple[ModelExport | None, list[str]]:
     """Write the model in `file` to `target` in the format `form`.
 
-    Return two values: the exported model, or None if the format copied the file's tensors without it; and warnings.
+    Return two values: the exported model, or None if the format copied the tensors without reading the model; and
+    warnings.
     """
     model_class = find_model_class(file, registry.models())
     with (
@@ -218,9 +219,10 @@ def _starts_like(path: Path, suffix: str, other: bytes = b".") -> bool:
 
 
 def default_target(file: GGUFFile, ending: str) -> Path:
-    """Return the default path of `--to`: beside the model file, named like it, with `ending` in place of the suffix.
+    """Return the path of the exported file if `--to` is not given.
 
-    The part number of a split file is left out. For a checkpoint, the path is in the run's directory.
+    The file lies beside the model file and has its name, with `ending` in place of the suffix. The part number of a
+    split file is left out. For a checkpoint, the path is in the run's directory.
     """
     stem = re.sub(r"-\d{5}-of-\d{5}$", "", file.path.stem) if len(file.paths) > 1 else file.path.stem
     return _sibling_path(file).with_name(f"{stem}{ending}")
@@ -259,7 +261,7 @@ class MergeResult(Answer):
     warnings: list[str]
 
     def lines(self) -> list[str]:
-        """Return warnings and the changed types, then the path with its size."""
+        """Return warnings and the changed types, then the path and the size of the written file."""
         types = ", ".join(f"{count} {name}" for name, count in self.tensors.items())
         lines = [f"warning: {warning}" for warning in self.warnings]
         if {*self.before} != {self.type}:
@@ -296,7 +298,7 @@ def merge(base: Path, adapter: Path, out: Path, kind: str, force: bool, registry
 
 
 def _merge_tensors(file: GGUFFile, adapter: GGUFFile, scales: dict[str, float], kind: str) -> Writer:
-    """Return a writer of the merged model. It computes the merged tensors when it writes them.
+    """Return a writer of the merged model. The writer computes the merged tensors when it writes them.
 
     `scales` maps the name of each tensor that the adapter changes to the adapter's scale.
     """

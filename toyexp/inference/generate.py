@@ -86,7 +86,7 @@ class Generated:
 
 
 class TextBuilder:
-    """Decoder of a token stream: collects ids and text, and passes whole characters to `write`."""
+    """Decoder of a stream of tokens. It collects ids and text, and passes complete characters to `write`."""
 
     def __init__(self, tokenizer: Tokenizer | None, write: Callable[[str], None]):
         self._tokenizer, self._write = tokenizer, write
@@ -178,9 +178,9 @@ class Generator:
         template: ChatTemplate | None, should_stop: Callable[[], bool] = lambda: False,
         on_slide: Callable[[str], object] = lambda note: None,
     ) -> Generated:  # fmt: skip
-        """Generate a continuation of `ids` until an end token, the token limit, or until `should_stop()` returns True.
+        """Generate a continuation of `ids` up to an end token or the token limit, or until `should_stop()` is True.
 
-        `builder` collects the text. `prompt` and the file of `template` are only copied to the result. When the context
+        `builder` collects the text. `prompt` and the path of `template` are only copied to the result. When the context
         is full, call `on_slide` with a note and continue from the second half of the tokens in it. Raise UserError if
         `ids` are longer than the context or not in the vocabulary.
         """
@@ -283,12 +283,12 @@ def prompt_ids(
 
 
 def system_turns(options: Options) -> list[dict[str, str]]:
-    """Return a list with the system message as a chat turn; empty if there is no system message."""
+    """Return a list with the system message in the form of a chat message; an empty list if there is none."""
     return [] if options.system is None else [{"role": "system", "content": options.system}]
 
 
 def chat_ids(tokenizer: Tokenizer, template: Template, turns: Sequence[Mapping[str, str]]) -> list[int]:
-    """Return the token ids of a conversation, followed by the prompt for the assistant's next answer.
+    """Return the token ids of the messages `turns`, followed by the prompt for the assistant's next answer.
 
     Raise BadChat if the template ignores the system message or renders an empty text.
     """

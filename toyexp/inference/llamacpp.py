@@ -1,4 +1,4 @@
-"""Generate text with llama.cpp in a subprocess, because some files make llama.cpp crash.
+"""Generate text with llama.cpp. It runs in a subprocess, because some files make it crash.
 
 The subprocess reads a `Task` from standard input and prints `Answer`s, both as JSON. The key/value cache is float32
 and flash attention is off, so that llama.cpp rounds no more numbers than toyexp's engines do.
@@ -46,7 +46,11 @@ class Task:
 
 @dataclass(frozen=True)
 class Answer:
-    """Message of the subprocess. The first has the prompt's ids, the next ones text, the last count and stop reason."""
+    """Message of the subprocess.
+
+    The first message has the ids of the prompt, and the last one has the number and ids of the generated tokens and the
+    stop reason. Each message in between has a piece of text.
+    """
 
     prompt_ids: list[int] | None = None
     text: str = ""
@@ -107,7 +111,7 @@ def _cause(log: str, code: int) -> str:
 
 
 def answer_with_xllamacpp(task: Task, send: Send) -> None:
-    """Answer a task with xllamacpp, over HTTP to its server on this machine."""
+    """Answer a task with xllamacpp. Its server runs on this machine and is called over HTTP."""
     server = _start_server(task)  # the variable keeps the server alive: it stops when it is garbage-collected
     # The server is local, so ignore a proxy that the environment sets.
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
@@ -207,7 +211,7 @@ def answer_with_llama_cpp(task: Task, send: Send) -> None:
 
 
 def main() -> None:
-    """Answer the task on standard input."""
+    """Read a task from standard input and print the answers."""
     task = Task(**json.load(sys.stdin))
 
     def send(answer: Answer) -> None:

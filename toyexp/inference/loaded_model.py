@@ -103,10 +103,10 @@ def pick_engine(label: str, registry: Registry, rows: int) -> tuple[Engine, str]
 
 
 def fit_rows(engine: Engine, note: str, rows: int) -> tuple[Engine, str]:
-    """Return an engine that computes batches of `rows` rows, and a text about the engine for the user.
+    """Return an engine that can compute batches of `rows` rows, and a text about the engine for the user.
 
-    These are `engine` and `note`, unless the engine's devices cannot share the rows equally; then the returned engine
-    uses the first device only.
+    Return `engine` and `note` if the engine's devices can share the rows equally. Otherwise return an engine that uses
+    only the first device.
     """
     try:
         engine.check_rows(rows, 1)

@@ -61,16 +61,17 @@ def newest_checkpoint(path: Path) -> Path | None:
 
 
 def checkpoint_gguf(path: Path, registry: Registry | None = None) -> Path:
-    """Convert a checkpoint to a float32 GGUF file, which is deleted when the process exits; return its path."""
+    """Convert a checkpoint to a float32 GGUF file and return its path. The file is deleted when the process exits."""
     write = partial(_write, path, registry=registry or current_registry())
     return write_once([path / checkpoint.MANIFEST], path, path.name, write)
 
 
 def write_once(files: Sequence[Path], source: Path, stem: str, write: Callable[[Path], object], kind: str = "") -> Path:
-    """Return a temporary GGUF file that `write` converts from `source`; convert again only if `files` change.
+    """Call `write` to convert `source` to a temporary GGUF file, and return the path of this file.
 
-    `files` are the files that `write` reads, and `stem` is the name of the new file without `.gguf`. `kind`
-    distinguishes different conversions of the same files. The new file is deleted when the process exits.
+    A second call for the same `files` and `kind` returns the same path, unless one of the files has changed since.
+    `files` are the files that `write` reads, and `kind` distinguishes different conversions of them. `stem` is the name
+    of the new file without `.gguf`. The new file is deleted when the process exits.
     """
     version = (kind, *((file.resolve(), file.stat().st_mtime_ns) for file in files))
     if version not in _written:
@@ -99,8 +100,8 @@ def _convert_file(form: Format, path: Path, target: Path, registry: Registry) ->
 def _check_tensors(exported: ModelExport, subject: str) -> LazyTensors:
     """Return the tensors that a format has read, each of them loaded on access.
 
-    Raise UserError if the tensors' names differ from the model's. The access raises it if a tensor has another shape
-    than in the model. `subject` begins the error messages.
+    Raise UserError if the tensors' names differ from the model's. Accessing a tensor raises UserError if its shape
+    differs from that in the model. `subject` begins the error messages.
     """
     if not isinstance(exported.model, Model):
         raise UserError(f"{subject} {printable(repr(exported.model))}, expected a model")
@@ -134,7 +135,7 @@ def _write(path: Path, target: Path, registry: Registry) -> None:
 
 
 def convert_adapter(path: Path, target: Path, registry: Registry) -> None:
-    """Write the LoRA adapter of the checkpoint at `path` to a GGUF file. Raise UserError if its run trained none."""
+    """Write the LoRA adapter of the checkpoint at `path` to a GGUF file; raise UserError if the checkpoint has none."""
     saved, plan, _, dataset = _load_run(path, registry)
     if not any(isinstance(adapter, LoraAdapter) for adapter in plan.adapters):
         recipe = saved.state["config"]["recipe"]["name"]
@@ -205,8 +206,8 @@ def _rebuild_plan(plain: dict[str, Any], registry: Registry, run_origin: Origin)
 def find_model_file(path: Path, leaves: Sequence[str] = (MODEL,), registry: Registry | None = None) -> Path:
     """Return the GGUF file of a model, run or checkpoint, converted if needed. Raise UserError if there is none.
 
-    `leaves` are the file names to look for in a run's directory. If it has none of them, but MODEL is one, convert the
-    newest checkpoint of the run.
+    `leaves` are the file names to look for in a run's directory. If the directory has none of these files and `leaves`
+    contains MODEL, convert the newest checkpoint of the run.
     """
     if not os.path.lexists(path):
         if is_address(path):
@@ -269,7 +270,7 @@ def adapter_files(path: Path) -> list[Path]:
 
 
 def _has_no_adapter(saved: Path) -> bool:
-    """Return True if a checkpoint can be read and has no adapter, so that error messages must not suggest it."""
+    """Return True if a checkpoint is readable and has no adapter. Error messages must not suggest such a checkpoint."""
     try:
         arrays = checkpoint.read_checkpoint(saved, with_state=False).arrays
         return not any(name.endswith((*lora_names(""),)) for name in arrays)

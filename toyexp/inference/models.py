@@ -13,6 +13,7 @@ from typing import Any
 
 from toyexp.base.errors import UserError, printable
 from toyexp.base.formatting import align_columns, format_bytes, format_count, pluralise
+from toyexp.base.tables import fit_table
 from toyexp.formats.gguf.open_model import open_gguf
 from toyexp.formats.gguf.read import GGUFFile
 from toyexp.inference.describe import FileUses, count_types, quote_for_hydra
@@ -59,7 +60,6 @@ class ListedFile:
 class Models(Answer):
     """Result of `toyexp models`."""
 
-    has_head = True
     files: list[ListedFile]
     unreadable: list[ListedFile]
     places: list[ModelDirectory]
@@ -85,7 +85,8 @@ class Models(Answer):
             ]  # fmt: skip
             total = f"{pluralise(len(self.files), 'model')}, {format_bytes(sum(f.bytes for f in self.files))}"
             total += f"; more about one: toyexp describe PATH{self.loading}"
-            blocks += [align_columns(rows, right=(2, 4)), [total]]
+            expendable = ["types", "architecture", "parameters", "here"]
+            blocks += [fit_table(rows, ["parameters", "size"], expendable), [total]]
         if self.unreadable:
             blocks.append(["cannot be read:", *(f"  {_show(f.path)}: {f.error}" for f in self.unreadable)])
         if not self.files:
@@ -120,7 +121,10 @@ def find_models(registry: Registry, directories: Sequence[Path] = ()) -> Models:
 
 
 def inspect(name: str, origin: str, path: Path, registry: Registry) -> ListedFile:
-    """Read the header of one file. If that fails, the result has the error message."""
+    """Read the header of the GGUF file `path`. If that fails, the result has the error message.
+
+    `name` is the file's name in the list, and `origin` is the name of its ModelDirectory, such as Ollama.
+    """
     parts, size = _parts(path), 0
     try:
         missing = [p.name for p in parts if not p.is_file()] if len(parts) > 1 else []
@@ -144,7 +148,7 @@ def inspect(name: str, origin: str, path: Path, registry: Registry) -> ListedFil
 
 
 def summarise_use(file: GGUFFile, registry: Registry) -> str:
-    """Return the use of a file in a word: `adapter`, `base`, `donor`, a kind of data, or `no: REASON`.
+    """Return the best use of a file: `adapter`, `base`, `donor`, a kind of data such as images, or `no: REASON`.
 
     A `base` can be fine-tuned; the embeddings of a `donor` can be copied. A kind of data means that the model can only
     be evaluated on such data.

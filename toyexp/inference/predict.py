@@ -119,7 +119,8 @@ def predict(
     """Return the `top` most probable classes of each image in `files`.
 
     `engine` is a label such as `auto` or `cpu:threads=1`, and `modules` are the local plugins that are loaded. Raise
-    UserError if the model does not read images, if no image file is readable, or if a plugin of its run is not loaded.
+    UserError if the model does not read images, if no image file is readable, or if a plugin of the model's run is not
+    loaded.
     """
     loaded, training_run = LoadedModel.open(model_path, registry), find_training_run(model_path, modules)
     reader = ImageInput.from_file(loaded.file, loaded.model, model_path)

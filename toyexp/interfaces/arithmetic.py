@@ -117,7 +117,8 @@ class Shaped:
 class Shapes(Arithmetic):
     """Arithmetic on shapes without values, to check the formula of an update rule.
 
-    A method raises UserError if its operation cannot run on every engine or, if `elementwise`, reads a whole tensor.
+    A method raises UserError if some engine cannot run its operation. If `elementwise` is True, a method whose
+    operation reads a whole tensor, such as a sum or a transpose, raises UserError, too.
     """
 
     def __init__(self, elementwise: bool = False):

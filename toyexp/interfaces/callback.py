@@ -33,8 +33,8 @@ class Callback(ABC):
     state that several callbacks need.
 
     Before anything is written, toyexp calls `check`, `check_run`, `check_plan` and `warnings`, in this order. For a
-    resumed run, it then calls `outputs`, and `resume` if the checkpoint has the callback's state or `join` if the
-    callback is new. After that it calls `on_start`.
+    resumed run, it then calls `outputs`. After `outputs`, it calls `resume` if the checkpoint has the callback's state,
+    or `join` if the run started without the callback. Every run then calls `on_start`.
     """
 
     plugin_kind: ClassVar[str] = "callbacks"
@@ -49,7 +49,10 @@ class Callback(ABC):
         """Raise UserError for settings that cannot work, and Unavailable if a required Python package is missing."""
 
     def check_run(self, config: Mapping[str, Any], dataset: Dataset) -> None:  # noqa: B027 - optional, as above
-        """Raise UserError, before anything is written, if the callback cannot work with this configuration and data."""
+        """Raise UserError if the callback cannot work with this configuration and data.
+
+        Called before anything is written.
+        """
 
     def check_plan(self, plan: Plan) -> None:  # noqa: B027 - optional, as above
         """Raise UserError if the callback cannot work with this plan. Called before anything is written."""
@@ -89,8 +92,8 @@ class Callback(ABC):
     def sync(self) -> None:  # noqa: B027 - optional, as above
         """Flush to disk (fsync) the files that the callback's `state` refers to. May raise OSError.
 
-        Called in a background thread while the run trains, because disks are slow. A checkpoint with this state counts
-        as complete only afterwards.
+        Called in a background thread while the run trains, because disks are slow. A checkpoint with this state does
+        not count as complete before this method has returned.
         """
 
     def resume(self, state: Mapping[str, Any]) -> None:  # noqa: B027 - optional, as above
@@ -108,7 +111,7 @@ class Schedule(Callback):
 
     @abstractmethod
     def factor(self, step: int, steps: int) -> float:
-        """Return the factor at the 0-based `step` of `steps`."""
+        """Return the factor for `step`, which counts from 0 to `steps` - 1."""
 
     def should_wait(self, step: int) -> bool:
         """Return True if the schedule has the hook `on_step` or `stop_reason`.
@@ -119,9 +122,9 @@ class Schedule(Callback):
 
     @final
     def check_scales(self, plan: Plan, steps: int) -> None:
-        """Raise UserError if the optimiser lacks the setting that is scaled, or if a factor makes its value invalid.
+        """Raise UserError if the optimiser lacks the setting to scale, or if a factor makes its value invalid.
 
-        The factor for step `steps` is checked too, although the last step is `steps` - 1. Called before `check_plan`.
+        Called before `check_plan`. The last step is `steps` - 1, but the factor for `steps` is checked, too.
         """
         scalable = {"lr"}.union(*(group.scalable for group in plan.updates))
         key = f"callbacks.{self.name}.scales={printable(self.scales)}"
@@ -154,7 +157,7 @@ class Schedule(Callback):
 
     @hookimpl
     def factors(self, step: int, steps: int) -> Mapping[str, float] | None:
-        """Return {setting: factor} for the setting it scales, or None if the schedule scales the learning rate."""
+        """Return {setting: factor} for the setting that the schedule scales; None if it scales the learning rate."""
         return None if self.scales == "lr" else {self.scales: self.factor(step, steps)}
 
 

@@ -12,25 +12,30 @@ from dataclasses import asdict, dataclass
 from typing import Any, ClassVar, NoReturn
 
 from toyexp.base.errors import UserError, suggest
-from toyexp.base.tables import wrap_columns
 from toyexp.base.terminal import print_output
 from toyexp.base.writing import dump_json
 
 
 class Arguments(argparse.Namespace):
-    """Parsed arguments of a sub-command: an attribute for each option, as in argparse, and `rest` for other words."""
+    """Parsed arguments of a sub-command. Each option is an attribute, as in argparse.
+
+    `rest` holds the other words of the command line, without options and `plugins=[...]`.
+    """
 
     rest: list[str]  # files, names and overrides
     modules: list[str]  # names of local plugin modules, from plugins=[...]
 
     @property
     def settings(self) -> list[str]:
-        """Overrides of a run: the words of `rest`, and `plugins=[...]` if local plugins were given."""
+        """The overrides for a run: `rest` and, if the user named local plugins, the word `plugins=[...]`."""
         return [*self.rest, *([f"plugins=[{','.join(self.modules)}]"] if self.modules else [])]
 
 
 class StoreOnce(argparse.Action):
-    """The default action of options: store the value. Raise UserError if the option is repeated with another value."""
+    """Default argparse action of options. It stores the value.
+
+    Raises UserError if the option is repeated with another value.
+    """
 
     value: Any = None
 
@@ -43,9 +48,10 @@ class StoreOnce(argparse.Action):
 
 
 class Parser(argparse.ArgumentParser):
-    """An argparse parser that raises one-line UserErrors. Options cannot be abbreviated, and may appear anywhere.
+    """An argparse parser that raises one-line UserErrors.
 
-    An option without `type=` rejects an empty value; one with `type=str` accepts it.
+    Options cannot be abbreviated, and may appear anywhere among the words of the command line. An option without
+    `type=` rejects an empty value; one with `type=str` accepts it.
     """
 
     def __init__(self, command: str = "", **options: Any):
@@ -55,7 +61,7 @@ class Parser(argparse.ArgumentParser):
         self.register("action", None, StoreOnce)
 
     def split(self, words: Sequence[str], arguments: Arguments) -> list[str]:
-        """Store the options as attributes of `arguments`, and return the other words in their order."""
+        """Store the options among `words` as attributes of `arguments`, and return the other words in their order."""
         joined_words: list[str] = []
         for word in words:
             option = self.options.get(joined_words[-1]) if joined_words else None
@@ -71,7 +77,10 @@ class Parser(argparse.ArgumentParser):
         return self._option_string_actions
 
     def error(self, message: str) -> NoReturn:
-        """Raise UserError with a reworded form of argparse's `message`, which begins with the option's name."""
+        """Raise UserError with a reworded form of argparse's error `message`.
+
+        The new message begins with the name of the option that caused the error.
+        """
         name, _, problem = message.removeprefix("argument ").partition(": ")
         flag = name.rpartition("/")[2]
         if flag not in self.options:
@@ -105,8 +114,6 @@ class Parser(argparse.ArgumentParser):
 class Answer(ABC):
     """Base of dataclasses that hold the result of a command, to print it as text or as JSON."""
 
-    has_head: ClassVar[bool] = False  # True: the first line has the column heads of a table
-
     def plain(self) -> dict[str, Any]:
         """Return the result as plain data, for --json."""
         return asdict(self)  # type: ignore[call-overload]
@@ -126,11 +133,8 @@ class Answer(ABC):
         if arguments.json:
             print_output(dump_json(self.plain(), indent=2))
             return 0
-        text = str(self) if self.has_head else wrap_columns(str(self))
-        first, newline, others = text.partition("\n")
-        print_output(first, "bold" if self.has_head else "")
-        if newline:
-            print_output(others)
+        for line in self.lines():
+            print_output(line)
         return 0
 
 
@@ -155,7 +159,10 @@ class Command(ABC):
         return parser
 
     def usage(self, modules: Sequence[str] = ()) -> str:
-        """Return the text of `toyexp NAME --help`. A subclass may use `modules`, the names of local plugins."""
+        """Return the text of `toyexp NAME --help`.
+
+        `modules` are the names of local plugins. A subclass may list the parts that they register.
+        """
         return self.parser().format_help().rstrip()
 
     def read(self, words: Sequence[str]) -> Arguments:
@@ -176,7 +183,7 @@ class Command(ABC):
 
     def unknown_option(self, word: str, following: Sequence[str]) -> UserError:
         """Return the error for an unknown option `word`; `following` are the words after it."""
-        flag, flags = word.partition("=")[0], sorted([*self.parser().options, "--help"])
+        flag, flags = word.partition("=")[0], sorted([*self.parser().options, "--color", "--help"])
         parts = re.split("[-_]", flag.lstrip("-"))  # such as max, new and tokens of --max_new_tokens
         similar = [option for option in flags if f"-{flag}" == option[:3] or option[2:] in parts]
         if len(similar) == 1:
@@ -194,7 +201,7 @@ class Command(ABC):
 
 
 def parse_modules(words: Iterable[str]) -> list[str]:
-    """Return the module names in all `words` of the form `plugins=[a,b]`. Raise UserError for an invalid name."""
+    """Return the module names in the `words` of the form `plugins=[a,b]`. Raise UserError for an invalid name."""
     modules: list[str] = []
     for word in words:
         key, equals, text = word.partition("=")

@@ -34,18 +34,18 @@ class Data(ABC):
 
     @classmethod
     def recognises(cls, path: Path) -> int:
-        """Return how well this plugin can read the file at `path`: 2 certainly, 1 as a last resort, 0 not at all.
+        """Return 2 if this plugin can surely read the file at `path`, 1 if it can as a last resort, 0 if it cannot.
 
-        toyexp calls it to select a data plugin if the user gives a path but no `data=`.
+        toyexp calls this method to select a data plugin if the user gives a path but no `data=`.
         """
         return 0
 
     @classmethod
     def suggest_settings(cls, sizes: Mapping[str, Any], tokenizer: Tokenizer | None) -> str | None:
-        """Return overrides that, besides `data=<name>`, suffice to evaluate a model file on this data, or None.
+        """Return the overrides needed to evaluate a model file on this data, besides `data=<name>`.
 
         `sizes` and `tokenizer` are those of the model file. The overrides may contain placeholders in capitals, such as
-        PATH, which the user replaces. None means that this data does not suit the model.
+        PATH, which the user replaces. Return None if this data does not suit the model.
         """
         return None
 
@@ -55,7 +55,7 @@ class Data(ABC):
 
     @abstractmethod
     def open(self, vocabulary: Path | None) -> Dataset:
-        """Open the data. `vocabulary` is the GGUF file whose tokenizer the recipe requires, if any."""
+        """Open the data. `vocabulary` is the GGUF file whose tokenizer must be used, or None."""
 
     def warnings(self, preview: RunPreview) -> Iterable[str]:
         """Return a one-sentence warning for each setting that has no effect, or an unintended one, in this run."""
@@ -69,7 +69,10 @@ _cache: ContextVar[_Cache | None] = ContextVar("cache", default=None)
 
 @contextmanager
 def share_open_data() -> Iterator[None]:
-    """Share opened data between runs with equal data settings inside this context. Each run has its own batches."""
+    """Inside this context, let runs with equal data settings share the opened data.
+
+    Each run still has its own batches.
+    """
     token = _cache.set({})
     try:
         yield
@@ -80,8 +83,8 @@ def share_open_data() -> Iterator[None]:
 def open_shared_data(data: Data, vocabulary: Path | None) -> tuple[Data, Dataset]:
     """Return a data plugin and the dataset that it opened.
 
-    Inside `share_open_data` these are the plugin and dataset of another run with equal settings, if there is one. In
-    all other cases they are `data` and a newly opened dataset.
+    Inside `share_open_data`, if another run with equal settings has already opened its data, return the plugin and
+    dataset of that run. Otherwise return `data` and a newly opened dataset.
     """
     cache = _cache.get()
     if cache is None:

@@ -1,7 +1,7 @@
-"""Opened data: batches of numpy arrays, where training batch k depends only on (seed, k).
+"""Opened data, which yields batches of numpy arrays. Training batch k depends only on the seed and k.
 
-So every engine reads the same data, the size of micro-batches does not change which rows a step reads, and one integer
-is enough to record the position in the data.
+Therefore every engine reads the same data, and a step reads the same rows for every size of the micro-batches. To
+record the position in the data, a checkpoint stores only the number k.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class InputSpec:
 
 
 class Dataset(ABC):
-    """Opened data: its description and its batches."""
+    """Base class of opened data, with methods that describe it and return its batches."""
 
     plugin_kind: ClassVar[str] = "data"  # kind of plugin that error messages name
 
@@ -65,15 +65,15 @@ class Dataset(ABC):
     def match_preprocessing(self, metadata: Mapping[str, Any]) -> None:
         """Preprocess this data in the same way as the training data of a model file, for `toyexp eval`.
 
-        `metadata` holds those keys of `gguf_metadata` that the file contains, with the file's values. Raise UserError
-        if the model cannot be evaluated on this data.
+        `metadata` holds the values that the model file has for keys of `gguf_metadata`. Raise UserError if the model
+        cannot be evaluated on this data.
         """
         return
 
     def prompt(self) -> list[int]:
         """Return the token ids of a prompt, from which a model generates sample texts during a run.
 
-        A subclass may return the start of a held-out text; here the prompt is empty. Requires a tokenizer.
+        By default the prompt is empty; a subclass may return the start of a held-out text. Requires a tokenizer.
         """
         assert self.tokenizer is not None
         return cast("list[int]", self.tokenizer.prompt("").tolist())
@@ -117,7 +117,10 @@ class Batches(ABC):
 
 
 def batch_digest(batch: Batch) -> str:
-    """Return a digest of a batch, 16 hex digits, to compare the data order of two runs."""
+    """Return a digest of a batch as 16 hex digits.
+
+    If the digests of two runs are equal at every step, the runs have read the same data in the same order.
+    """
     digest = hashlib.sha256()
     for name in sorted(batch):
         digest.update(batch[name].tobytes())

@@ -1,4 +1,4 @@
-"""Decoders, which read a token sequence in pieces and return logits for the next token."""
+"""Decoders, which read a token sequence a few tokens at a time and return logits for the next token."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class LogitSource(Protocol):
 class Decoder(ABC):
     """Reader of one growing token sequence, which returns next-token logits under the session's current weights.
 
-    The sequence may have up to `context` positions: gpt2 has no position embeddings beyond them, and llama was not
+    The sequence may have up to `context` positions: gpt2 has no embeddings for later positions, and llama was not
     trained on longer sequences. Request a new decoder when the context is full or the session has taken a step.
     """
 
@@ -45,8 +45,8 @@ class Decoder(ABC):
     def feed(self, ids: Sequence[int] | np.ndarray) -> np.ndarray:
         """Append token ids to the sequence; return the float32 logits [V] after the last one.
 
-        Raise SessionError for invalid ids, for more ids than the context has room for, and once the weights have
-        changed.
+        Raise SessionError if an id is invalid, if there are more ids than the context has room for, or if the weights
+        have changed since the decoder was created.
         """
         if self.session.version != self._version:
             raise SessionError("feed(): the session has taken a step or was closed; request a new decoder")
@@ -55,9 +55,12 @@ class Decoder(ABC):
             raise SessionError(f"feed(): expected token ids [n], got {list(array.shape)} {array.dtype}")
         invalid_ids = array[(array < 0) | (array >= (2**31 if below is None else below))]
         if len(invalid_ids):
-            raise SessionError(f"feed(): {invalid_ids[0]} is not one of 0..{2**31 - 1 if below is None else below - 1}")
+            raise SessionError(
+                f"feed(): id {invalid_ids[0]} is not one of 0..{2**31 - 1 if below is None else below - 1}"
+            )
         if self.position + len(array) > self.context:
-            raise SessionError(f"feed(): {len(array)} ids after {self.position} exceed the context of {self.context}")
+            problem = f"{len(array)} ids after {self.position} earlier ones exceed the context of {self.context}"
+            raise SessionError(f"feed(): {problem}")
         logits = self.do_feed(array.astype(np.int32))
         self.position += len(array)
         return logits
@@ -68,11 +71,11 @@ class Decoder(ABC):
 
 
 class IncrementalOps(Ops):
-    """Ops that compute only the new positions of a sequence, for a decoder that caches earlier keys and values.
+    """Ops for a decoder that caches keys and values: they compute only the new positions of a sequence.
 
-    An engine defines a class that inherits from this one and from its ops for whole sequences. An inherited op whose
-    result may depend on other positions raises an error, unless the class overrides the op or lists it in
-    `incremental_ops`.
+    An engine defines a class that inherits from this class and from the engine's own ops, which compute whole
+    sequences. An inherited op whose result may depend on other positions raises an error. To allow such an op, the
+    class overrides it or lists it in `incremental_ops`.
     """
 
     incremental_ops: ClassVar[frozenset[str]] = frozenset()  # inherited ops that also work with new positions only
@@ -94,11 +97,14 @@ class IncrementalOps(Ops):
 
     @staticmethod
     def position_error(name: str) -> SessionError:
-        """Return the error for a model that calls an op `name` which may read positions other than the new ones."""
-        return SessionError(f"decoder(): the model's ops.{name} may read other positions")
+        """Return the error for a model that calls the op `name`, which may read positions that are not cached."""
+        return SessionError(f"decoder(): ops.{name} may read other positions, which are not cached")
 
     def add(self, a: Tensor, b: Tensor) -> Tensor:
-        """Return a + b. Raise SessionError if b has other positions than a, such as a table of all positions."""
+        """Return a + b. Raise SessionError unless both tensors have the same positions.
+
+        For example, b may wrongly be a table of all positions, while a has only the new ones.
+        """
         return cast("Any", super()).add(a, self._check_same_positions("add", b, a))
 
     def mul(self, a: Tensor, b: Tensor) -> Tensor:
@@ -140,7 +146,7 @@ class IncrementalOps(Ops):
         return cast("Any", super()).reshape(x, shape)
 
     def part(self, x: Tensor, axis: int, start: int, stop: int) -> Tensor:
-        """Return a slice of a feature axis. Raise SessionError for the batch or position axis."""
+        """Return the slice start:stop of x along a feature axis. Raise SessionError for the batch or position axis."""
         if axis < 2:
             raise self.position_error("part")
         return cast("Any", super()).part(x, axis, start, stop)
@@ -153,7 +159,7 @@ class IncrementalOps(Ops):
 
 
 class Recompute(Decoder):
-    """Decoder that recomputes the whole sequence for each new piece. It works with every engine."""
+    """Decoder that recomputes the whole sequence whenever tokens are appended. It works with every engine."""
 
     def __init__(self, session: LogitSource):
         super().__init__(session)

@@ -31,18 +31,21 @@ class Engine(ABC):
 
     @abstractmethod
     def check(self) -> str:
-        """Return one line about the device if the engine works here. Raise Unavailable with the remedy if not."""
+        """Return one line about the device if the engine works on this machine.
+
+        Raise Unavailable, with the remedy in the message, if it does not.
+        """
 
     def warnings(self, preview: RunPreview) -> Iterable[str]:
         """Return a one-sentence warning for each setting that has no effect, or an unintended one, in this run."""
         return ()
 
     def advice(self) -> list[str]:
-        """Return short tips, one line each, that would make the engine faster here."""
+        """Return short tips, one line each, that would make the engine faster on this machine."""
         return []
 
     def remedies(self) -> list[str]:
-        """Return the tips of `advice` for `toyexp doctor`, where a tip may also contain a command to type."""
+        """Return the tips of `advice` as `toyexp doctor` prints them: here they may also contain commands to type."""
         return self.advice()
 
     def product_dtype(self) -> str:
@@ -50,7 +53,7 @@ class Engine(ABC):
         return "float32"
 
     def check_rows(self, rows: int, accumulate: int) -> None:  # noqa: B027 - optional, as below
-        """Raise UserError if the engine cannot compute a step of `accumulate` micro-batches of `rows` rows each."""
+        """Raise UserError if the engine cannot take a step on `accumulate` micro-batches of `rows` rows each."""
 
     def check_plan(self, plan: Plan) -> None:  # noqa: B027 - optional on purpose: most engines take any size
         """Raise UserError if the plan exceeds the engine's limits. Called before anything is allocated."""
@@ -60,7 +63,7 @@ class Engine(ABC):
         return available_bytes()
 
     def gpus(self) -> int | None:
-        """Return how many of the machine's NVIDIA GPUs a run uses, or None for all. Must not open the device."""
+        """Return how many of the machine's NVIDIA GPUs a run uses, or None for all. This method must not open a GPU."""
         return 0
 
     def preload(self) -> None:  # noqa: B027 - optional on purpose: it saves time
@@ -86,15 +89,15 @@ class Engine(ABC):
     def processes(self) -> int:
         """Return the number of CPU processes of a run.
 
-        toyexp reserves a core for each when it runs jobs in parallel.
+        When toyexp runs jobs in parallel, it reserves a core for each of these processes.
         """
         return 1
 
     def follow(self) -> None:
-        """Run as a worker process of a distributed run until the run ends. Return at once on rank 0.
+        """Run as a worker process of a distributed run until the run ends.
 
-        Return at once also in a run of a single process. Raise UserError if the engine supports one process only and
-        `torchrun` has started several.
+        Return at once on rank 0, and in a run of a single process. Raise UserError if `torchrun` has started several
+        processes but the engine supports only one.
         """
         if started_ranks().count > 1:
             raise UserError(f"engine={self.name}: runs in one process only; start it without torchrun")
@@ -110,15 +113,15 @@ class Engine(ABC):
     def stack_bytes(self, plan: Plan) -> int | None:
         """Return the peak device memory that each run of a stack needs, in bytes; None if unknown.
 
-        It includes weights, gradients, optimiser state and activations, but not frozen tensors.
+        The peak includes weights, gradients, optimiser state and activations, but not frozen tensors.
         """
         return None
 
     def realize_stack(self, plans: Sequence[Plan]) -> Stack:
         """Return a stack with an open session for each plan; their training steps run as one program.
 
-        Raise UserError if `stack_conflict` gives a reason against these plans. Each session returns the results of a
-        separate run, except for rounding due to the order of sums. NaNs in one session, or closing it, do not affect
-        the others.
+        Raise UserError if `stack_conflict` returns a reason. Each session returns the same results as a separate run,
+        except for rounding due to the order of sums. NaNs in one session, or closing it, do not affect the other
+        sessions.
         """
         raise UserError(self.stack_conflict(plans))

@@ -26,7 +26,7 @@ Models = Collection[type[Model]]
 
 @dataclass(frozen=True)
 class TensorInfo:
-    """A tensor of a file: its shape in numpy order ([out, in]), its type, and the position of its bytes."""
+    """Description of a tensor in a file: its shape in numpy order ([out, in]), its type, and where its bytes are."""
 
     name: str
     shape: tuple[int, ...]
@@ -117,7 +117,10 @@ class Format(ABC):
     writes_adapters: ClassVar[bool] = False  # True: implements `write_adapter` for LoRA adapters
 
     def check(self) -> None:  # noqa: B027 - optional on purpose: many formats have nothing to check
-        """Raise UserError for invalid settings, as `<setting>=<value>: <why>`, and Unavailable for missing packages."""
+        """Raise UserError for invalid settings, and Unavailable for missing packages.
+
+        The message of the UserError has the form `<setting>=<value>: <why>`.
+        """
 
     def check_model(self, model: Model) -> None:  # noqa: B027 - optional, as above
         """Raise a one-line UserError for a model that the format cannot hold. Called before training or writing."""
@@ -138,10 +141,10 @@ class Format(ABC):
         raise NotImplementedError
 
     def write_again(self, file: ModelFile, path: Path, requantize: bool) -> list[str] | None:
-        """Copy a model file of this format with all its metadata to `path`, in the dtype that the settings select.
+        """Copy the model file `file` with all its metadata to `path`, in the dtype that the settings select.
 
-        Return warnings, as `write` does, or None if `file` has another format. Raise UserError if values would be
-        quantised a second time, unless `requantize` is True.
+        Return warnings, as `write` does, or None if `file` has another format than this one. Raise UserError if values
+        would be quantised a second time, unless `requantize` is True.
         """
         return None
 
@@ -156,7 +159,8 @@ class Format(ABC):
     def notes(self, export: ModelExport) -> list[str]:
         """Return notes about an export, one sentence each.
 
-        They name each part of the model that the file leaves out, and each program that reads the file wrongly.
+        There is a note for each part of the model that the file leaves out, and for each program that reads the file
+        wrongly.
         """
         return []
 
@@ -167,9 +171,10 @@ class Format(ABC):
 
 
 def require_written(form: Format, path: Path, problems: list[str]) -> list[str]:
-    """Check what the method `write` of a format wrote to `path`, and return its warnings `problems`, one line each.
+    """Check the result of a format's method `write`, and return the warnings `problems`, one line each.
 
-    Raise PluginFailed if `problems` is not a list, or `path` is not a file (a directory, if the format writes one).
+    `path` is the path that was passed to `write`, and `problems` is the value that it returned. Raise PluginFailed if
+    `problems` is not a list, or if `path` is not a file (a directory, if the format writes one).
     """
     kinds = {**KINDS, stat.S_IFDIR: "a directory"}
     expected, got = kinds[stat.S_IFDIR if form.contents else stat.S_IFREG], "nothing"

@@ -44,11 +44,11 @@ class Registration:
 
     @hookspec
     def register_models(self, register: Register) -> None:
-        """Register subclasses of toyexp.Model: architectures (`model=<name>`)."""
+        """Register subclasses of toyexp.Model, which are model architectures (`model=<name>`)."""
 
     @hookspec
     def register_data(self, register: Register) -> None:
-        """Register subclasses of toyexp.Data: sources of training data (`data=<name>`)."""
+        """Register subclasses of toyexp.Data, which provide training data (`data=<name>`)."""
 
     @hookspec
     def register_callbacks(self, register: Register) -> None:
@@ -56,11 +56,14 @@ class Registration:
 
     @hookspec
     def register_formats(self, register: Register) -> None:
-        """Register subclasses of toyexp.Format: model files (`export --type <name>`, `callbacks=[<name>_export]`)."""
+        """Register subclasses of toyexp.Format, which write model files, and some of which also read them.
+
+        The user selects a format with `toyexp export --type <name>` or `callbacks=[<name>_export]`.
+        """
 
     @hookspec
     def register_commands(self, register: Register) -> None:
-        """Register subclasses of toyexp.Command: sub-commands (`toyexp <name> ...`)."""
+        """Register subclasses of toyexp.Command, which are sub-commands (`toyexp <name> ...`)."""
 
 
 class RunHooks:
@@ -92,7 +95,7 @@ class RunHooks:
     def on_checkpoint(self, run: Run, step: int, path: Path) -> None:
         """Handle a checkpoint of the state after `step`, which is complete on disk at `path`.
 
-        The run may have taken more steps since.
+        The run may have taken more steps since that state.
         """
 
     @hookspec
@@ -108,21 +111,22 @@ class RunHooks:
 
     @hookspec(firstresult=True)
     def lr(self, run: Run, step: int, steps: int) -> float | None:
-        """Return the learning rate of the 0-based `step` of `steps`, or None for the base learning rate.
+        """Return the learning rate of `step`, or None for the base learning rate.
 
-        Only one callback of a run may set it.
+        `step` counts from 0 to `steps` - 1. Only one callback of a run may set the learning rate.
         """
 
     @hookspec
     def factors(self, run: Run, step: int, steps: int) -> Mapping[str, float] | None:
-        """Return factors for optimiser settings at the 0-based `step` of `steps`, or None.
+        """Return factors for optimiser settings at `step`, keyed by setting, or None.
 
-        The factors are keyed by setting: {"weight_decay": 0.5} halves the weight decay.
+        For example, {"weight_decay": 0.5} halves the weight decay. `step` counts from 0 to `steps` - 1.
         """
 
     @hookspec(firstresult=True)
     def stop_reason(self, run: Run, step: int, metrics: Mapping[str, float]) -> str | None:
         """Return a sentence to end the run after `step`, or None to continue.
 
-        Callbacks are called in the configured order; the first sentence ends the run.
+        The sentence says why the run ends. Callbacks are called in the configured order; the first sentence ends the
+        run.
         """

@@ -1,6 +1,7 @@
-"""Kinds of data, such as tokens or images: data plugins provide one kind, models and recipes declare what they read.
+"""Kinds of data, such as tokens or images.
 
-Everything that depends on the kind is a method here, so a plugin can add a kind: AUDIO = Kind("audio", "clip").
+A data plugin provides one kind; models and recipes declare the kinds that they read. Everything that depends on the
+kind is a method of the class Kind, so a plugin can add a kind: AUDIO = Kind("audio", "clip").
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from toyexp.interfaces.dataset import Batch, Dataset, InputSpec
 
 
 def perplexity(loss: float) -> float:
-    """Return exp(loss), with the loss in nats per token. Losses above 700 count as 700 to avoid float64 overflow."""
+    """Return exp(loss), with the loss in nats per token. To avoid float64 overflow, count losses above 700 as 700."""
     return math.exp(min(loss, 700))
 
 
@@ -53,13 +54,16 @@ class Kind:
     def inputs(self, context: int) -> dict[str, InputSpec]:
         """Return specs for the arrays of a batch of sequences, keyed by array name.
 
-        The arrays are token ids, targets and target weights, each with `context` values per row.
+        The arrays are token ids, targets and target weights. Each has `context` values per row.
         """
         kinds = {self.sequence: "int32", "targets": "int32", "weights": "float32"}
         return {name: InputSpec((context,), kind) for name, kind in kinds.items() if name}
 
     def with_bounds(self, inputs: Mapping[str, InputSpec], vocab: int) -> dict[str, InputSpec]:
-        """Return the specs `inputs`, in which token ids and targets without a bound `below` get the bound `vocab`."""
+        """Return a copy of `inputs` in which token ids and targets must be below `vocab`.
+
+        A spec that already has an upper bound (`below`) keeps it.
+        """
         ids = self.sequence, "targets"
         return {
             n: replace(s, below=s.below or vocab) if n in ids and s.dtype.startswith("int") else s
@@ -78,7 +82,10 @@ class Text(Kind):
     """Text as token ids."""
 
     def derived_metrics(self, loss: float, held_out: Sequence[Batch], dataset: Dataset) -> list[DerivedMetric]:
-        """Return perplexity and bits per byte. The latter is None if the tokenizer does not know its tokens' bytes."""
+        """Return perplexity and bits per byte.
+
+        Bits per byte is None if the tokenizer does not know the bytes of its tokens.
+        """
         bits = self._bits_per_byte(loss, held_out, dataset)
         return [
             DerivedMetric("perplexity", perplexity(loss), f"perplexity {perplexity(loss):.2f}"),

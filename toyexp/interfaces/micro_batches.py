@@ -16,7 +16,8 @@ from toyexp.interfaces.plan import Plan
 def micro_batches(plan: Plan, batch: Batch) -> list[Batch]:
     """Split a batch into micro-batches.
 
-    Target weights are divided by their sum, so that the weighted sum of the losses is the batch's mean loss.
+    Target weights are divided by their sum over the batch, so that the weighted sum of the losses is the mean loss of
+    the batch.
     """
     micros, total = split_batch(plan, batch)
     if total <= 0:
@@ -25,7 +26,7 @@ def micro_batches(plan: Plan, batch: Batch) -> list[Batch]:
 
 
 class PreparedBatch(dict[str, np.ndarray]):
-    """A batch that was checked and split into micro-batches for `plan` before its step."""
+    """A batch that was checked against `plan` and split into micro-batches, before its training step starts."""
 
     plan: Plan
     micros: Sequence[Batch]
@@ -56,7 +57,7 @@ def prepare_batches(plan: Plan, block: Batch, count: int) -> list[PreparedBatch]
 
 
 class HeldOut:
-    """Iterable over the micro-batches of held-out batches. It checks each batch and adds up the target weights."""
+    """Iterable over the micro-batches of all held-out batches. It checks each batch and adds up the target weights."""
 
     def __init__(self, plan: Plan, batches: Iterable[Batch]):
         self._plan, self._batches, self._weight = plan, batches, 0.0
@@ -84,14 +85,14 @@ def split_batch(plan: Plan, batch: Batch) -> tuple[list[Batch], np.float64]:
 
 
 def _slice_rows(batch: Batch, rows: int, kind: type[Any] = dict) -> list[Any]:
-    """Split a batch into batches of `rows` rows each, which are instances of `kind`."""
+    """Split a batch into batches of `rows` rows each. Each new batch is a mapping of the class `kind`."""
     slices = [slice(i, i + rows) for i in range(0, len(batch["weights"]), rows)]
     parts = ([array[rows_slice] for rows_slice in slices] for array in batch.values())
     return [kind(zip(batch, arrays, strict=True)) for arrays in zip(*parts, strict=True)]
 
 
 def _check_batch(plan: Plan, batch: Batch) -> tuple[Batch, np.float64]:
-    """Return the batch with missing optional arrays added as zeros, and the sum of its target weights.
+    """Return the batch and the sum of its target weights. Optional arrays that the batch lacks are added as zeros.
 
     Raise BadBatch if the batch does not match the plan.
     """
@@ -130,7 +131,7 @@ def _check_arrays(plan: Plan, batch: Batch, count: int) -> None:
 
 
 def pad_batch(plan: Plan, batch: Batch) -> tuple[dict[str, np.ndarray], tuple[range, ...]]:
-    """Return `batch` padded with zeros to the plan's shape, and the index ranges of the logits without padding.
+    """Return `batch` padded with zeros to the plan's shape, and the index ranges of the logits that are not padding.
 
     There is one range for each axis of the logits except the last: rows and, for sequences, positions.
     """

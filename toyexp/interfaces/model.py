@@ -27,7 +27,7 @@ LOGGED_METRICS: set[str] = set()  # held-out metrics that callbacks declare in `
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """Name (as in GGUF), shape and initial values of one tensor. A matrix is [out, in], as in torch.nn.Linear."""
+    """Name (as in GGUF), shape and initial values of a tensor. A matrix has shape [out, in], as in torch.nn.Linear."""
 
     name: str
     shape: tuple[int, ...]
@@ -36,7 +36,7 @@ class TensorSpec:
 
 
 def lower_is_better(metric: str) -> bool:
-    """Return True for loss, ppl and kl, which improve as they fall. Other metrics improve as they rise."""
+    """Return True for the metrics loss, ppl and kl, which improve as they fall. All others improve as they rise."""
     return metric in ("loss", "ppl", "kl")
 
 
@@ -65,7 +65,7 @@ class Model(ABC):
         """Raise UserError for sizes that cannot work. Called before anything is allocated."""
 
     def inputs(self) -> dict[str, tuple[int | str, ...]]:
-        """Return the shape of each of `forward`'s inputs, keyed by name, without the batch axis.
+        """Return the shapes of the arrays that `forward` reads from a batch, keyed by name, without the batch axis.
 
         A letter in a shape, such as "T", stands for a size that the run sets.
         """
@@ -82,12 +82,12 @@ class Model(ABC):
     def context(self) -> int:
         """Number of positions in a row; 0 if rows are not sequences.
 
-        A run may set it below the base model's context.
+        A run may choose fewer positions than the base model's context.
         """
         return 0
 
     def fit(self, dataset: Dataset) -> Model:
-        """Return the model with each size that is 0, such as an unset vocabulary, replaced by the dataset's."""
+        """Return a copy of the model whose sizes of 0, such as an unset vocabulary, are replaced by the dataset's."""
         return self
 
     def batches(self, dataset: Dataset, rows: int, seed: int) -> Batches:
@@ -111,7 +111,7 @@ class Model(ABC):
     def require_metric(self, key: str, name: str) -> None:
         """Raise UserError if evaluations do not report the metric `name`, the value of the setting `key`.
 
-        If the model overrides `scores` without listing `score_names`, any name passes this check.
+        Any name passes this check if the model overrides `scores` but does not list its metrics in `score_names`.
         """
         has_unlisted = not self.score_names and type(self).scores is not Model.scores
         reported = ("loss", "ppl", *self.score_names, *sorted(LOGGED_METRICS))

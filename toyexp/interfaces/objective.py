@@ -15,7 +15,6 @@ from toyexp.interfaces.ops import Ops, Params, Tensor
 if TYPE_CHECKING:
     from toyexp.interfaces.dataset import InputSpec
     from toyexp.interfaces.model import Model
-    from toyexp.interfaces.plan import Plan, PlanTensor
 
 
 @dataclass
@@ -44,10 +43,11 @@ class Objective(ABC):
     def check_inputs(self, model: Model, inputs: Mapping[str, InputSpec]) -> None:  # noqa: B027 - optional
         """Raise UserError if the arrays of a batch do not suit the objective. `weights` is always one of them."""
 
-    def tensors(self, plan: Plan) -> Sequence[PlanTensor]:
+    def tensors(self, plan: Any) -> Sequence[Any]:
         """Return frozen tensors that the objective reads besides those of the recipe's `plan`.
 
-        Their names begin with a prefix of their own, such as `teacher.blk.0.attn_q.weight`.
+        `plan` is a Plan, and the result a list of PlanTensors. Their names begin with a prefix of their own, such as
+        `teacher.blk.0.attn_q.weight`.
         """
         return ()
 

@@ -1,8 +1,9 @@
-"""The ops that a model's forward pass and an objective are written in; each engine implements the primitives.
+"""Ops from which forward passes and objectives are written. Each engine must implement those that are abstract.
 
-Shapes use B sequences, T positions, d features, H heads of size D, Hkv key/value heads, V classes or tokens. A `Tensor`
-is an object of the engine, such as a torch.Tensor. A leading `...` is any number of axes. Weights follow GGUF: the
-weight of a linear layer is [out, in].
+The other ops are composed of the abstract ones, but an engine may implement them, too. Shapes use B sequences, T
+positions, d features, H heads of size D, Hkv key/value heads, V classes or tokens. A `Tensor` is an object of the
+engine, such as a torch.Tensor. A leading `...` stands for any number of axes. Weights follow GGUF: the weight of a
+linear layer is [out, in].
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ Tensor = Any
 
 @dataclass(frozen=True)
 class Rotary:
-    """Rotary position embedding: the angle of each pair of features, and which two features form a pair.
+    """Settings of a rotary position embedding: the angles of rotation, and which two features form a pair.
 
     Raises UserError unless base, scale and factors are finite numbers above 0.
     """
@@ -42,18 +43,19 @@ class Rotary:
         Raise UserError if `size` is odd, or if the number of `factors` is neither 0 nor `size`/2.
         """
         if size % 2 or len(self.factors) not in (0, size // 2):
-            count = f" with {len(self.factors)} factors" if self.factors else ""
-            raise UserError(f"rope{count} for heads of size {size}: the size must be even, the factors half as many")
+            problem = "the size must be even" if size % 2 else f"expected {size // 2} factors, got {len(self.factors)}"
+            raise UserError(f"rope for heads of size {size}: {problem}")
         factors = self.factors or (1.0,) * (size // 2)
         return tuple(self.base ** (-2 * i / size) / f / self.scale for i, f in enumerate(factors))
 
 
 @dataclass(frozen=True)
 class LowRank:
-    """A LoRA pair, a [r, in] and b [out, r], that adds scale * (x a^T) b^T to a linear layer (Hu et al. 2021).
+    """LoRA pair: the matrices a [r, in] and b [out, r] (Hu et al. 2021).
 
-    If `dropout` [..., in] is given, the adapter reads x + x * dropout instead of x: -1 drops an element, and a positive
-    number scales it up. The adapted layer itself reads x.
+    The pair adds scale * (x a^T) b^T to the output of a linear layer with the input x. If `dropout` [..., in] is given,
+    the pair reads x + x * dropout instead of x: -1 drops an element, and a positive number scales it up. The linear
+    layer itself still reads x.
     """
 
     a: Tensor
@@ -88,7 +90,7 @@ class Params(Mapping[str, Tensor]):
     def get(self, name: str, default: Any = None) -> Any:
         """Return the tensor `name`, or `default` if the model does not have it.
 
-        Faster than `Mapping.get`, which catches an exception for each absent bias.
+        This is faster than `Mapping.get`, which catches an exception for each missing tensor, such as an absent bias.
         """
         return self._tensors.get(self._prefix + name, default)
 
@@ -108,7 +110,10 @@ class Params(Mapping[str, Tensor]):
 
 
 class Ops(ABC):
-    """Base class of an engine's ops. A subclass implements the primitives, and may override composed ops for speed."""
+    """Base class of an engine's ops. A subclass implements the primitive ops.
+
+    For speed, it may override the other ops, which are composed of primitive ones.
+    """
 
     plugin_kind: ClassVar[str] = "engine"  # kind of plugin that error messages name
 
@@ -151,15 +156,15 @@ class Ops(ABC):
         return self.add(y, self.scale(update, w.low_rank.scale))
 
     def logits(self, x: Tensor, w: Tensor | AdaptedWeight) -> Tensor:
-        """Return a model's last product: x [..., d] times w [V, d] transposed -> [..., V].
+        """Return the logits, the last matrix product of a model: x [..., d] times w [V, d] transposed -> [..., V].
 
-        The result is that of `linear`, but `forward` must return it unchanged: an engine may fuse this product with the
-        loss, so that the logits of all positions are never in memory at once.
+        The result equals that of `linear`, but `forward` must return it unchanged. Therefore an engine may fuse this
+        product with the loss, so that the logits of all positions are never in memory at once.
         """
         return self.linear(x, w)
 
     def block(self, function: Callable[..., Tensor], x: Tensor, p: Params, *rest: Any) -> Tensor:
-        """Return one of the model's blocks, `function(ops, x, p, *rest)`, applied to `x`.
+        """Compute one block of the model: return `function(ops, x, p, *rest)` for its input `x` and its tensors `p`.
 
         An engine may call `function` again in the backward pass instead of storing activations (Chen et al. 2016,
         "Training Deep Nets with Sublinear Memory Cost"), so `function` must have no side effects.
@@ -217,11 +222,11 @@ class Ops(ABC):
 
     @abstractmethod
     def rms_norm(self, x: Tensor, w: Tensor, eps: float) -> Tensor:
-        """Return x / sqrt(mean(x^2) + eps) * w over the last axis; w [d] (Zhang and Sennrich 2019)."""
+        """Return x / sqrt(mean(x^2) + eps) * w [d], with the mean over the last axis (Zhang and Sennrich 2019)."""
 
     @abstractmethod
     def reshape(self, x: Tensor, shape: Sequence[int]) -> Tensor:
-        """Return x in another shape of up to four axes. The order of its elements stays the same."""
+        """Return x in the shape `shape`, which has up to four axes. The order of the elements stays the same."""
 
     @abstractmethod
     def part(self, x: Tensor, axis: int, start: int, stop: int) -> Tensor:
@@ -229,7 +234,7 @@ class Ops(ABC):
 
     @abstractmethod
     def concat(self, parts: Sequence[Tensor], axis: int) -> Tensor:
-        """Return the tensors joined along `axis`; their other axes have equal sizes."""
+        """Return the tensors joined along `axis`. All other axes must have equal sizes."""
 
     @abstractmethod
     def permute(self, x: Tensor, axes: Sequence[int]) -> Tensor:
@@ -407,20 +412,20 @@ class Ops(ABC):
         return self.scale(self.tanh(self.scale(x, 1 / cap)), cap)
 
     def first_rows(self, table: Tensor, n: int) -> Tensor:
-        """Return the first `n` rows of table [N, d] -> [n, d], such as learned position embeddings."""
+        """Return the first `n` rows of table [N, d] -> [n, d]. The table may hold learned position embeddings."""
         return self.part(table, 0, 0, n)
 
     def heads(self, x: Tensor, n: int) -> Tensor:
-        """Return x [B, T, n*D] as [B, T, n, D], for rope and attention."""
+        """Reshape x [B, T, n*D] to [B, T, n, D], the shape that rope and attention read."""
         return self.reshape(x, (*x.shape[:-1], n, x.shape[-1] // n))
 
     def split(self, x: Tensor, n: int) -> tuple[Tensor, ...]:
-        """Return x [..., n*d] as n tensors [..., d], in order."""
+        """Split x [..., n*d] along the last axis into n tensors [..., d], in order."""
         axis, d = len(x.shape) - 1, x.shape[-1] // n
         return tuple(self.part(x, axis, i * d, (i + 1) * d) for i in range(n))
 
     def prepend(self, x: Tensor, token: Tensor) -> Tensor:
-        """Return x [B, T, d] with token [d] before the first position of each sequence -> [B, T+1, d]."""
+        """Return x [B, T, d] with the vector `token` [d] inserted before each sequence -> [B, T+1, d]."""
         zeros = self.scale(self.part(x, 1, 0, 1), 0.0)
         return self.concat([self.add(zeros, token), x], 1)
 
@@ -429,7 +434,10 @@ class Ops(ABC):
         return self.reshape(self.part(x, 1, i, i + 1), (x.shape[0], x.shape[2]))
 
     def layer_norm(self, x: Tensor, w: Tensor, b: Tensor, eps: float) -> Tensor:
-        """Return (x - mean) / sqrt(variance + eps) * w + b over the last axis, biased variance (Ba et al. 2016)."""
+        """Return (x - mean) / sqrt(variance + eps) * w + b (Ba et al. 2016).
+
+        Mean and variance are computed over the last axis; the variance is the biased one.
+        """
         return self.add(self.rms_norm(self.centre(x), w, eps), b)
 
     def silu(self, x: Tensor) -> Tensor:
@@ -437,7 +445,7 @@ class Ops(ABC):
         return self.mul(x, self.sigmoid(x))
 
     def gelu(self, x: Tensor) -> Tensor:
-        """Return 0.5 x (1 + tanh(sqrt(2/pi) (x + 0.044715 x^3))), the tanh form (Hendrycks and Gimpel 2016)."""
+        """Return GELU in its tanh form, 0.5 x (1 + tanh(sqrt(2/pi) (x + 0.044715 x^3))) (Hendrycks and Gimpel 2016)."""
         cubed = self.scale(self.mul(x, self.mul(x, x)), 0.044715)
         return self.mul(x, self.sigmoid(self.scale(self.add(x, cubed), 2 * math.sqrt(2 / math.pi))))
 

@@ -1,9 +1,9 @@
 """Base classes of optimisers and their update rules, and AdamW in its two modes.
 
 A `Rule` declares the state arrays that it keeps for each tensor, the scalars that can change from step to step, and the
-update formula, written with the operations of `Arithmetic`. Every engine can execute the formula. An engine that has a
-fused kernel for it uses the kernel if the rule's `fused_kernel` names it. An `Optimiser` is the plugin that
-`optim=<name>` selects: it has the settings, and returns the rules.
+update formula, written with the operations of `Arithmetic`. Every engine can execute the formula. An engine may have a
+fused kernel for a formula: the engine uses this kernel for a rule whose `fused_kernel` names it. An `Optimiser` is the
+plugin that `optim=<name>` selects: it has the settings, and returns the rules.
 """
 
 from __future__ import annotations
@@ -33,7 +33,10 @@ DEFAULT_BETA2 = {FROM_SCRATCH: 0.95, LORA: 0.999}
 
 
 class Rule(ABC):
-    """Base class of update rules of one tensor: subclass it as a dataclass whose fields are hyperparameters."""
+    """Base class of update rules: subclass it as a dataclass whose fields are hyperparameters.
+
+    A rule updates one tensor at a time.
+    """
 
     plugin_kind: ClassVar[str] = "optim"  # kind of plugin that error messages name
     elementwise: ClassVar[bool] = False  # True: the update has no reductions, so an engine may join tensors
@@ -60,7 +63,8 @@ class Rule(ABC):
     ) -> tuple[Tensor, Mapping[str, Tensor]]:
         """Return the new values of tensor `w` after one step, and its new state.
 
-        `g` is the gradient, `state` holds the state arrays by name, and `n` the scalars of `numbers` by name.
+        `g` is the gradient. `state` holds the state arrays, and `n` holds the scalars that `numbers` returned; both are
+        keyed by name.
         """
 
     def names(self) -> Sequence[str]:
@@ -68,13 +72,13 @@ class Rule(ABC):
         return tuple(self.numbers(0, 0.0, 0.0))
 
     def check(self) -> None:  # noqa: B027 - optional on purpose: a formula may take any number
-        """Raise UserError for invalid settings. Also called for settings scaled by a schedule."""
+        """Raise UserError for invalid settings. Also called with the settings that a schedule has scaled."""
 
     @final
     def results(
         self, ops: Arithmetic, w: Tensor, g: Tensor, state: Mapping[str, Tensor], n: Mapping[str, Tensor]
     ) -> list[Tensor]:
-        """Return a list of the new `w` and the new state arrays, in the order of `state`, after one step.
+        """Return the result of one step as a list: the new `w`, and the new state arrays in the order of `state`.
 
         No result shares memory with an argument.
         """
@@ -84,7 +88,7 @@ class Rule(ABC):
         return [ops.scale(x, 1.0) if any(x is b for b in before) else x for x in after]
 
     def takes(self, name: str, shape: tuple[int, ...]) -> bool:
-        """Return True if the rule updates the tensor `name`. Other tensors go to the optimiser's next rule."""
+        """Return True if the rule accepts the tensor `name`. If not, toyexp asks the optimiser's next rule."""
         return True
 
     @property
@@ -114,8 +118,8 @@ class Group:
     def numbers(self, step: int, lr: float, factors: Mapping[str, float] | None = None) -> np.ndarray:
         """Return the rule's scalars at the 0-based `step`, as a float64 vector in the order of `Rule.names`.
 
-        `lr` is the run's learning rate. `factors` maps names of settings to factors that they are multiplied by. Raise
-        RunFailed if the names of the scalars differ from those of the first step.
+        `lr` is the run's learning rate. `factors` maps the name of a setting to the factor by which it is multiplied.
+        Raise RunFailed if the names of the scalars differ from those of the first step.
         """
         rule, decay = self.rule, self.weight_decay
         if factors:
@@ -151,15 +155,15 @@ class Group:
 
 
 def check_rule(rule: Rule, shape: tuple[int, ...]) -> None:
-    """Raise UserError if a rule's `slots` or `update`, for a tensor of this shape, would fail on some engine."""
+    """Raise UserError if the rule's `slots` or `update` would fail on some engine for a tensor of this shape."""
     slots = rule.slots(shape)
     if not isinstance(slots, Mapping) or not all(is_shape(s) for s in slots.values()):
         raise UserError(f"its slots({shape}) returned {slots!r}; expected a mapping of names to shapes")
     if [*slots.items()] != [*(second := rule.slots(shape)).items()]:
         problem = f"its slots({shape}) returned {slots!r}, and {second!r} at the second call"
-        raise UserError(f"{problem}; both must be equal, or a checkpoint could not be resumed")
+        raise UserError(f"{problem}; both must be equal, so that a checkpoint can be resumed")
     if rule.elementwise and any(tuple(s) != shape for s in slots.values()):
-        raise UserError(f"its slots({shape}) returned {slots!r}; if elementwise, each needs the tensor's shape")
+        raise UserError(f"its slots({shape}) returned {slots!r}; elementwise = True requires the tensor's shape")
     state = {slot: Shaped(tuple(s)) for slot, s in slots.items()}
     n = dict.fromkeys(rule.names(), Shaped((1,)))
     results = rule.update(Shapes(rule.elementwise), Shaped(shape), Shaped(shape), state, n)
@@ -174,9 +178,9 @@ def check_rule(rule: Rule, shape: tuple[int, ...]) -> None:
 
 
 def scalable(rule: Rule) -> set[str]:
-    """Return the names of the settings that a schedule can scale.
+    """Return the names of the rule's settings that a schedule can scale.
 
-    These are weight_decay and all float fields of the rule that affect the result of `numbers`.
+    These are weight_decay and each float field of the rule that affects the result of `numbers`.
     """
     values = {f.name: getattr(rule, f.name) for f in dataclasses.fields(rule)}  # type: ignore[arg-type]
     variants = {k: dataclasses.replace(rule, **{k: v / 2 or 0.5}) for k, v in values.items() if isinstance(v, float)}  # type: ignore[type-var]
@@ -194,9 +198,10 @@ class AdamW(Rule):
         v = b2 v + (1 - b2) g^2
         w = w (1 - lr wd) - lr (m s5) / (sqrt(v s6) + eps)
 
-    from hp = [lr, b1, b2, eps, wd, s5, s6] (ggml's OPT_STEP_ADAMW). The modes differ in s5 and s6. In from_scratch they
-    are b1 and b2. In lora they are the bias corrections 1/(1 - b1^t) and 1/(1 - b2^t) at step t = 1, 2, ..., as in
-    torch.optim.AdamW (Loshchilov and Hutter 2019). Use one mode within an experiment: the results differ.
+    from hp = [lr, b1, b2, eps, wd, s5, s6] (ggml's OPT_STEP_ADAMW). The modes differ in s5 and s6. In from_scratch,
+    s5 = b1 and s6 = b2 at every step: there is no bias correction. In lora, they are the bias corrections
+    1/(1 - b1^t) and 1/(1 - b2^t) at step t = 1, 2, ..., as in torch.optim.AdamW (Loshchilov and Hutter 2019). Use one
+    mode within an experiment, because the two modes give different results.
     """
 
     elementwise: ClassVar[bool] = True
@@ -210,16 +215,19 @@ class AdamW(Rule):
 
     @classmethod
     def for_from_scratch(cls) -> AdamW:
-        """Return AdamW in mode from_scratch, for recipes scratch, warm and vit_tiny."""
+        """Return AdamW in mode from_scratch (without bias correction), for the recipes scratch, warm and vit_tiny."""
         return cls(mode=FROM_SCRATCH)
 
     @classmethod
     def for_lora(cls) -> AdamW:
-        """Return AdamW in mode lora, with beta2 0.999, for the recipes lora and full and the model gpt2."""
+        """Return AdamW in mode lora (with bias correction) and with beta2 0.999.
+
+        The recipes lora and full and the model gpt2 use it.
+        """
         return cls(beta2=DEFAULT_BETA2[LORA], mode=LORA)
 
     def hp_for_step(self, step: int) -> np.ndarray:
-        """Return the vector hp of the class's formula for the 0-based `step`, float64 [7].
+        """Return the vector `hp` of the class docstring for the 0-based `step`: seven float64 numbers.
 
         Raise UserError for an unset or unknown mode.
         """
@@ -236,7 +244,9 @@ class AdamW(Rule):
         require_range("optim", self, beta1="[0,1)", beta2="[0,1)", eps="(0,inf)")
         for name in ("beta1", "beta2"):
             if self.mode == FROM_SCRATCH and getattr(self, name) == 0:
-                raise UserError(f"optim.{name}=0: {FROM_SCRATCH} multiplies a moment by it; set optim.mode={LORA}")
+                raise UserError(
+                    f"optim.{name}=0: mode {FROM_SCRATCH} would multiply a moment by 0; set optim.mode={LORA}"
+                )
 
     @property
     def fused_kernel(self) -> str:
@@ -244,7 +254,7 @@ class AdamW(Rule):
         return "adamw"
 
     def names(self) -> Sequence[str]:
-        """Return the names of the seven scalars that `numbers` returns, also while the mode is unset."""
+        """Return the names of the seven scalars that `numbers` returns. Works even while the mode is unset."""
         return ("lr", "beta1", "beta2", "eps", "weight_decay", "slot5", "slot6")
 
     def slots(self, shape: tuple[int, ...]) -> Mapping[str, tuple[int, ...]]:
@@ -252,9 +262,10 @@ class AdamW(Rule):
         return {"m": shape, "v": shape}
 
     def numbers(self, step: int, lr: float, weight_decay: float) -> Mapping[str, float]:
-        """Return the scalars lr, beta1, beta2, eps, weight_decay, slot5 (s5) and slot6 (s6) of the class's formula.
+        """Return the seven scalars of the vector `hp` of the class docstring, keyed by name.
 
-        Raise UserError while the mode is unset, because the modes train differently.
+        The names are lr, beta1, beta2, eps, weight_decay, slot5 (s5) and slot6 (s6). Raise UserError while the mode is
+        unset, because the modes train differently.
         """
         if self.mode not in MODES:
             raise UserError(f"AdamW: mode={self.mode}: {suggest(str(self.mode), MODES)}")
@@ -269,7 +280,7 @@ class AdamW(Rule):
     def update(
         self, ops: Arithmetic, w: Tensor, g: Tensor, state: Mapping[str, Tensor], n: Mapping[str, Tensor]
     ) -> tuple[Tensor, Mapping[str, Tensor]]:
-        """Return the new `w` and the new moments after one step of the class's formula."""
+        """Return the new `w` and the new moments after one step with the formula in the class docstring."""
         m, v = ops.blend(g, state["m"], n["beta1"]), ops.blend(ops.square(g), state["v"], n["beta2"])
         root = ops.shift(ops.sqrt(ops.scale(v, n["slot6"])), n["eps"])
         direction = ops.add(ops.scale(w, n["weight_decay"]), ops.div(ops.scale(m, n["slot5"]), root))
@@ -312,7 +323,7 @@ class Optimiser(Rule):
         return next(((p, settings) for p, settings in self.groups.items() if fnmatchcase(tensor, p)), ("", {}))
 
     def with_mode(self, mode: str) -> Self:
-        """Return the optimiser in `mode`, the AdamW mode that the model or recipe requires.
+        """Return the optimiser set to `mode`, the mode of AdamW that the model or recipe requires.
 
         An optimiser without modes returns itself.
         """
@@ -325,8 +336,8 @@ class Optimiser(Rule):
     def base_lr(self, rule: Rule) -> float | None:
         """Return the base learning rate of the tensors that `rule` updates, or None to use the run's `lr`.
 
-        The name of a setting with such a rate should end in `_lr`: if it exceeds `lr`, the message about a diverging
-        loss then names it.
+        If an optimiser has a setting for this rate, the setting's name should end in `_lr`. If the loss diverges and
+        the rate exceeds `lr`, the error message then names this setting.
         """
         return None
 
@@ -336,7 +347,10 @@ class Optimiser(Rule):
         return self.name
 
     def describe(self, lr: float) -> dict[str, Any]:
-        """Return JSON data about the optimiser for the event run_start in events.jsonl."""
+        """Return JSON data about the optimiser for the event run_start in events.jsonl.
+
+        `lr` is the run's learning rate.
+        """
         return {"name": self.name, "lr": lr, **dataclasses.asdict(self)}
 
 

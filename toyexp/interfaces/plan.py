@@ -1,4 +1,4 @@
-"""The class Plan: a training problem as plain data, from which any engine can open a session."""
+"""The class Plan, which describes a training run as plain data. Any engine can open a session from it."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ class LoraAdapter:
 
     @property
     def mask(self) -> str:
-        """Name of the batch array that holds the dropout mask; toyexp.batching.tokens.Dropout adds it to the batch."""
+        """Name of the batch array with the adapter's dropout mask; toyexp.batching.tokens.Dropout adds the array."""
         return f"{self.target}.dropout"
 
 
@@ -83,7 +83,7 @@ class Lens:
 
 @dataclass(frozen=True)
 class Plan:
-    """The complete description of a training run for an engine, independent of engine and file format.
+    """Complete description of a training run. It is the same for every engine and file format.
 
     Raises UserError if tensors, adapters, inputs and groups contradict each other.
     """
@@ -147,20 +147,21 @@ class Plan:
 
     @cached_property
     def updates(self) -> tuple[Group, ...]:
-        """The parameter groups of the trainable tensors; `numbers` returns a vector for each, in this order."""
+        """The parameter groups of the trainable tensors, in the order of the vectors that `numbers` returns."""
         return self.groups or group_tensors(self.trainable, (AdamW(),))
 
     def numbers(self, step: int, lr: float, factors: Mapping[str, float] | None = None) -> tuple[np.ndarray, ...]:
-        """Return a vector of the rule's scalars for each group of `updates` at the 0-based `step`.
+        """Return, for each group of `updates`, a vector of its rule's scalars at the 0-based `step`.
 
-        `lr` is the run's learning rate. `factors` maps names of settings to factors that they are multiplied by.
+        `lr` is the run's learning rate. `factors` maps the name of a setting to the factor by which it is multiplied.
         """
         return tuple(group.numbers(step, lr, factors) for group in self.updates)
 
     def scaled_settings(self, factors: Mapping[str, float]) -> dict[str, float]:
-        """Return the value of each setting in `factors` after multiplication by its factor.
+        """Multiply each setting in `factors` by its factor, and return the new values, keyed by setting.
 
-        If groups have different values, return the largest. Settings that no group can scale are left out.
+        If groups have different values for a setting, return the largest. Settings that no group can scale are left
+        out.
         """
         base = {name: [group.base_value(name) for group in self.updates if name in group.scalable] for name in factors}
         return {name: max(values) * factors[name] for name, values in base.items() if values}
@@ -192,9 +193,9 @@ class Plan:
         return {adapter.mask: adapter.dropout for adapter in self.dropout_adapters} | masks
 
     def params(self, values: Mapping[str, Tensor], batch: Mapping[str, Tensor] | None = None) -> Params:
-        """Return the tensors `values` as `Model.forward` reads them: adapters are attached to the weights they adapt.
+        """Return the tensors `values` in the form that `Model.forward` reads: each adapter is attached to its weight.
 
-        `batch`, which contains the dropout masks, is required if an adapter has dropout.
+        If an adapter has dropout, `batch` is required: it contains the dropout masks.
         """
         params: dict[str, Any] = dict(values)
         for adapter in self.adapters:
@@ -219,9 +220,9 @@ def group_tensors(
 ) -> tuple[Group, ...]:
     """Return parameter groups: the tensors of a group share a rule, a weight decay and a learning-rate ratio.
 
-    Each tensor is updated by the first of `rules` that takes it. `choose_settings(tensor, rule)` returns the
-    tensor's weight decay (ignored for norms and biases) and the ratio of its learning rate to the run's, which is then
-    multiplied by the tensor's `lr_scale`. Raise UserError for a tensor that no rule takes.
+    Each tensor is updated by the first of `rules` that accepts it. `choose_settings(tensor, rule)` returns two numbers:
+    the tensor's weight decay (ignored for norms and biases), and its learning rate divided by the run's, which is then
+    multiplied by the tensor's `lr_scale`. Raise UserError for a tensor that no rule accepts.
     """
     members: dict[tuple[int, bool, float, float], list[str]] = {}
     for t in tensors:
@@ -238,8 +239,8 @@ def group_tensors(
 def apply_optimiser(plan: Plan, optimiser: Optimiser, lr: float) -> Plan:
     """Return the plan with its trainable tensors divided into the optimiser's parameter groups.
 
-    Tensors that `optim.groups` freezes become untrainable. Raise UserError for a pattern of `optim.groups` that matches
-    no trainable tensor, and if no tensor is left to train.
+    Tensors that `optim.groups` freezes become untrainable. Raise UserError if a pattern of `optim.groups` matches no
+    trainable tensor, or if no tensor is left to train.
     """
     names = [t.name for t in plan.trainable]
     for pattern in optimiser.groups:
@@ -260,7 +261,8 @@ def apply_optimiser(plan: Plan, optimiser: Optimiser, lr: float) -> Plan:
         settings = optimiser.find_group(tensor.name)[1]
         base = settings.get("lr", optimiser.base_lr(rule))
         if base is not None and not lr:
-            raise UserError(f"lr=0: must be above 0, as {tensor.name} has lr={base:g}, a multiple of it; type lr=0.001")
+            problem = f"{tensor.name} has its own lr={base:g}, which is stored as a multiple of lr"
+            raise UserError(f"lr=0: must be above 0, because {problem}; type lr=0.001")
         return settings.get("weight_decay", optimiser.weight_decay), 1.0 if base is None else base / lr
 
     trainable = [t for t in tensors if t.trainable]
@@ -290,7 +292,10 @@ def idle_group_warnings(plan: Plan, optimiser: Optimiser) -> Iterator[str]:
 
 
 def sign_flip_warnings(plan: Plan, lr: float) -> Iterator[str]:
-    """Yield a warning for each group with lr * weight_decay above 1: decay flips the sign of its weights each step."""
+    """Yield a warning for each parameter group for which lr * weight_decay is above 1.
+
+    In such a group, weight decay would flip the sign of every weight at each step.
+    """
     for group in plan.updates:
         rate = lr * group.lr_scale
         if (factor := 1 - rate * group.weight_decay) < 0:
@@ -330,7 +335,7 @@ def export_tensors(plan: Plan, values: Mapping[str, np.ndarray]) -> dict[str, np
 
 
 def inherited_metadata(plan: Plan) -> Mapping[str, Any]:
-    """Return the metadata of the file from which initial values were read.
+    """Return the metadata of the file from which the plan's initial values are read.
 
     Return an empty mapping if there is no such file, or if there are several with different metadata.
     """
@@ -349,7 +354,7 @@ def _check_group(group: Group, shapes: Mapping[str, tuple[int, ...]], lr: float)
 
 
 def lora_names(target: str) -> list[str]:
-    """Return the names of the matrices A and B of the adapter on `target`, as in llama.cpp's adapter files."""
+    """Return the names of the matrices A and B of the adapter on `target`, as llama.cpp's adapter files name them."""
     return [f"{target}.lora_a", f"{target}.lora_b"]
 
 

@@ -1,4 +1,7 @@
-"""A recipe: which tensors are trained, and where their initial values come from. It returns a Plan for any engine."""
+"""Base class of recipes.
+
+A recipe decides which tensors are trained and where their initial values come from. It returns a Plan for any engine.
+"""
 
 from __future__ import annotations
 
@@ -89,7 +92,7 @@ class Recipe(ABC):
     def prepare_base(self, model: Model) -> Model:
         """Return the model to train, given the `model` that the base file describes.
 
-        Sizes that this method sets to 0 are then taken from the data.
+        Each size that this method sets to 0 is later replaced by the size that the data needs.
         """
         return model
 
@@ -101,7 +104,10 @@ class Recipe(ABC):
         return ()
 
     def origin(self) -> tuple[str, str] | None:
-        """Return role and path of the initial values' file, such as ("base", "model.gguf"), or None if none is read."""
+        """Return the role and path of the file from which initial values are read; None if there is no such file.
+
+        The role is a word such as base; an example of the result is ("base", "model.gguf").
+        """
         return None
 
     def warnings(self, preview: RunPreview) -> Iterable[str]:
@@ -109,7 +115,7 @@ class Recipe(ABC):
         return ()
 
     def warm(self, session: Session) -> None:  # noqa: B027 - optional on purpose: most recipes start as planned
-        """Replace initial values with `session.upload(name, array)`. Called before the training step is built."""
+        """Change initial values with `session.upload(name, array)`. Called before the training step is built."""
 
 
 def start_session(
@@ -121,7 +127,8 @@ def start_session(
 ) -> Session:
     """Open a session for the plan, prepare it with `prepare_session`, and return it ready to train.
 
-    The message for a plugin's exception names the plugin and, if `directory` is given, the file log.txt in it.
+    `state` is a snapshot to continue from, or None. If a plugin raises an exception, the error message names the
+    plugin. If `directory` is given, the message also names the file log.txt in this directory.
     """
     log = directory / "log.txt" if directory else None
     with attribute_errors(f"engine.{engine.name}", "while it realized the plan", log):
@@ -134,7 +141,8 @@ def prepare_session(
 ) -> Session:
     """Run `recipe.warm`, build the training step, restore the snapshot `state` if given, and return the session.
 
-    Close the session on any error. The message for a plugin's exception names the plugin and the file `log`.
+    Close the session on any error. If a plugin raises an exception, the error message names the plugin and the file
+    `log`.
     """
     try:
         with attribute_errors(f"recipe.{recipe.name}", "in warm()", log):

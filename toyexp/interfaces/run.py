@@ -1,4 +1,4 @@
-"""The run as callbacks see it, and the best evaluation so far."""
+"""The classes through which callbacks see a run, its metrics and its best evaluation."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ class Metrics(dict[str, float]):
 
 
 class Listeners(Protocol):
-    """The interface of the bus that distributes a run's events to callbacks."""
+    """Interface through which a run sends its events and numbers to callbacks."""
 
     best: Callable[[bool], Best | None]  # returns the best evaluation so far, with weights if True is passed
     stop_reason: str | None  # sentence of the callback that ended the run
@@ -71,7 +71,10 @@ class Listeners(Protocol):
         """Send an event to all callbacks."""
 
     def log_numbers(self, run: Run, numbers: Mapping[str, float]) -> None:
-        """Add numbers to the metrics of the current hook, or of the next step or evaluation."""
+        """Add numbers that a callback logged to the metrics of the hook that is running.
+
+        If this hook has no metrics, add the numbers to those of the next step or evaluation.
+        """
 
 
 @dataclass(frozen=True)
@@ -95,14 +98,14 @@ class Run:
     stop_signals: Callable[[], int] = lambda: 0  # number of signals to end that were received; from 2 on, end fast
 
     def best(self) -> Best | None:
-        """Return the best evaluation so far, with its weights; None if the run does not track one."""
+        """Return the best evaluation so far, with its weights; None if the run does not keep the best weights."""
         return self.bus.best(True) if self.bus is not None else None
 
     @contextlib.contextmanager
     def output(self, path: Path, grows: bool = False) -> Iterator[Path]:
         """Yield a temporary path to write a file or directory to; it is renamed to `path` when the context ends.
 
-        `path` must be below the run's directory. Set `grows` for a file that is appended to afterwards. A callback must
+        `path` must be below the run's directory. Set `grows` if the callback appends to the file later. A callback must
         list its files in `outputs`. Raise RunFailed if writing fails, or if `path` exists and was not written by this
         run.
         """
@@ -114,9 +117,9 @@ class Run:
 
     @property
     def remedy(self) -> str:
-        """Advice for a diverging loss: the settings to lower.
+        """Advice for a diverging loss: the settings to lower, as text.
 
-        The first are settings of `optim` that may be too high, such as the `lr` of a group; the last is `lr`.
+        Settings of `optim` that may be too high, such as the `lr` of a group, come first; the run's `lr` comes last.
         """
         optim = self.config.get("optim", {})
         base_values = {"lr": self.lr, "weight_decay": optim.get("weight_decay", 0.0)}
@@ -130,7 +133,7 @@ class Run:
         return f"try a lower {', '.join([*higher, f'lr (it was {self.lr:g})'])}"
 
     def log(self, **numbers: float) -> None:
-        """Record a callback's own numbers: those of the step in `on_step`, held-out metrics in `on_eval`.
+        """Record a callback's own numbers: in `on_step` they belong to the step, in `on_eval` to the held-out metrics.
 
         The numbers are added to the hook's `metrics`, and thus to records, plots and dashboards; held-out metrics are
         also available to early stopping, `checkpoint_best` and searches. Numbers logged in another hook are added to

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class RunPreview:
-    """Configuration, data and plan of a run before it starts: the argument of `warnings` of each plugin in the run."""
+    """Configuration, data and plan of a run before it starts. Each plugin's method `warnings` receives it."""
 
     config: Mapping[str, Any]  # the resolved configuration
     dataset: Dataset
@@ -42,5 +42,5 @@ def default_settings(part: Any) -> dict[str, Any]:
 
 
 def is_changed(part: Any, name: str) -> bool:
-    """Return True if the setting `name` of a plugin's object `part` differs from its default."""
+    """Return True if the setting `name` of `part`, an instance of a plugin class, differs from its default."""
     return bool(getattr(part, name) != default_settings(part)[name])

@@ -51,7 +51,7 @@ class Sampling:
 
 
 def top_tokens(logits: np.ndarray, count: int) -> np.ndarray:
-    """Return the ids of the `count` largest logits [V], largest first; 0 means all.
+    """Return the ids of the `count` largest logits [V], largest first; if `count` is 0, return all ids.
 
     Of equal logits, the one with the lower id comes first.
     """
@@ -67,7 +67,7 @@ def generate_tokens(
 ) -> Iterator[int]:
     """Yield token ids below `vocab` that continue `ids`, until the decoder's context is full.
 
-    Tokens are sampled with `random`.
+    The generator `random` chooses the tokens.
     """
     while len(ids) <= decoder.context - decoder.position:
         logits = decoder.feed(ids)[:vocab]
@@ -82,7 +82,7 @@ def generate_endlessly(
 ) -> Iterator[int]:  # fmt: skip
     """Yield token ids below `vocab` that continue `ids`, without end.
 
-    When the context is full, call `on_slide` and continue from the last tokens, as many as fill half the context.
+    When the context is full, call `on_slide`. Then continue with only the second half of the tokens in the context.
     """
     sequence = list(ids)
     while True:

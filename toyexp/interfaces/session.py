@@ -1,8 +1,8 @@
-"""Base class of sessions: a plan with its tensors on a device, the session's states, and argument checks.
+"""Base class of sessions. A session holds the tensors of a plan on a device, and trains and evaluates them.
 
-A session is NEW until it is opened, REALIZED while its tensors exist and `upload` may still replace their values, BUILT
-once `build()` has prepared the training step, and CLOSED at the end. Every public method here checks the state, names
-and shapes; an engine implements only the `do_*` methods, whose arguments are valid.
+A new session is NEW. `open()` creates its tensors and makes it REALIZED; `upload` may then replace their values.
+`build()` prepares the training step and makes it BUILT, and `close()` makes it CLOSED. Every public method checks the
+session's state and its arguments; an engine implements only the `do_*` methods, whose arguments are valid.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class StepMetrics(NamedTuple):
 
 
 class StepInput(NamedTuple):
-    """Input of a step: micro-batches whose target weights sum to 1, and a vector of scalars per parameter group."""
+    """Input of a step: micro-batches whose target weights sum to 1, and the update scalars of each parameter group."""
 
     micros: Sequence[Batch]
     numbers: Sequence[np.ndarray]
@@ -54,8 +54,8 @@ class StepInput(NamedTuple):
 def _numbers_per_group(plan: Plan, numbers: Sequence[np.ndarray] | np.ndarray) -> Sequence[np.ndarray]:
     """Return a vector of finite scalars for each parameter group of the plan.
 
-    `numbers` either contains these vectors, or is the vector of AdamW's seven scalars. The latter is used for every
-    group, with weight decay 0 for norms and biases. Raise SessionError for anything else.
+    `numbers` is either a sequence of these vectors, or a single vector with AdamW's seven scalars. Every group gets the
+    single vector; for norms and biases its weight decay is set to 0. Raise SessionError for anything else.
     """
     groups = plan.updates
     if isinstance(numbers, np.ndarray):
@@ -107,9 +107,9 @@ class Session(ABC):
 
     @final
     def upload(self, name: str, array: np.ndarray, source: str = "the caller") -> None:
-        """Replace a tensor's values with `array`, an array of the tensor's shape. Raise SessionError after build().
+        """Replace the values of the tensor `name` with `array`, which has the same shape.
 
-        Error messages name `source`, the origin of the values.
+        Raise SessionError after build(). `source` says where the values come from, for error messages.
         """
         action = f"upload of {name} from {source}"
         if self.state is State.NEW:
@@ -161,9 +161,11 @@ class Session(ABC):
 
     @final
     def begin_step(self) -> None:
-        """Register the start of a step whose input was checked, by incrementing `version`.
+        """Register the start of a step whose input was checked.
 
-        Before the first step, set the optimiser's state to zeros.
+        Increment `version`, so that decoders detect the change of the weights.
+
+        If this is the first step, set the optimiser's state to zeros.
         """
         self._require_training("step()")
         self._prepare_state()
@@ -220,8 +222,8 @@ class Session(ABC):
     def logits(self, batch: Batch) -> np.ndarray:
         """Return the float32 logits of the inputs in `batch`, [rows, ..., V].
 
-        `batch` may have any number of rows, which are computed `plan.rows` at a time, and shorter sequences than the
-        plan's. Missing values are padded for the computation, and the padding is removed from the result.
+        `batch` may have any number of rows, and its sequences may be shorter than the plan's. The session computes
+        `plan.rows` rows at a time. It pads the inputs to the plan's shape, and removes the padding from the logits.
         """
         self._require(State.BUILT, "logits()")
         self.use_average(True)
@@ -232,7 +234,10 @@ class Session(ABC):
 
     @final
     def decoder(self) -> Decoder:
-        """Return a decoder that uses the current weights. Raise SessionError if the model has no token sequence."""
+        """Return a decoder that uses the current weights.
+
+        Raise SessionError if the model cannot continue a sequence of tokens.
+        """
         self._require(State.BUILT, "decoder()")
         self.use_average(True)
         model = self.plan.model
@@ -255,7 +260,7 @@ class Session(ABC):
     def download(self, name: str) -> np.ndarray:
         """Return a tensor's current values, float32: those that evaluations use, such as an average (`optim.ema`)."""
         if self.state in (State.NEW, State.CLOSED):
-            raise SessionError(f"download of {name}: the session is {self.state.value}")
+            raise SessionError(f"download of {name}: the session is {self.state.value}, so it has no values")
         self.use_average(True)
         return self.do_download(self._tensor(name, "download"))
 
@@ -278,7 +283,7 @@ class Session(ABC):
 
     @final
     def restore(self, arrays: Mapping[str, np.ndarray]) -> None:
-        """Load a snapshot of a session of any engine. Raise SessionError if it does not match the plan."""
+        """Load a snapshot that a session of any engine returned. Raise SessionError if it does not match the plan."""
         self._require(State.BUILT, "restore()")
         misfit = state_misfit(self.plan, arrays)
         if misfit:
@@ -323,9 +328,9 @@ class Session(ABC):
 
     @final
     def name_arrays(self, values: Mapping[str, X], states: Mapping[str, Mapping[str, X]]) -> dict[str, X]:
-        """Return one mapping with the values and optimiser states of the trainable tensors, named as in a snapshot.
+        """Return the values and optimiser states of the trainable tensors in one mapping, with the names of a snapshot.
 
-        `values` is keyed by tensor name, `states` by tensor name and slot.
+        `values` is keyed by tensor name, and `states` by tensor name and then by slot (the name of a state array).
         """
         arrays: dict[str, X] = {}
         for tensor in self.plan.trainable:
@@ -375,7 +380,7 @@ class Session(ABC):
     def depth(self) -> int:
         """Maximum number of steps that may be launched before the metrics of the first one are read.
 
-        1 means that the metrics of each step are read before the next is launched, 2 that the device works on one step
+        With 1, the metrics of each step are read before the next step is launched. With 2, the device works on one step
         while another is queued. The training loop may launch up to `depth` / 2 steps together, and reads their metrics
         together.
         """
@@ -395,7 +400,7 @@ class Session(ABC):
         """Return the logits of the first `rows` rows of a micro-batch."""
 
     def do_decoder(self) -> Decoder:
-        """Return a decoder. An engine that caches keys and values overrides this for speed."""
+        """Return a decoder. An engine that can cache keys and values overrides this method to decode faster."""
         return Recompute(self)
 
     @abstractmethod
@@ -416,7 +421,7 @@ class Session(ABC):
 
     @abstractmethod
     def do_restore(self, tensor: PlanTensor, values: np.ndarray, state: Mapping[str, np.ndarray]) -> None:
-        """Set a trainable tensor's values and its optimiser state, which is keyed by slot.
+        """Set a trainable tensor's values and its optimiser state. `state` is keyed by slot, the name of a state array.
 
         The arrays may have any float dtype.
         """

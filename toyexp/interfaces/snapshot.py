@@ -14,7 +14,7 @@ SLOT = "@"  # separates the tensor's name and the slot (m or v for AdamW) in nam
 
 
 def slot_name(tensor: str, slot: str) -> str:
-    """Return the name of an optimiser slot of a tensor in a snapshot."""
+    """Return the name that the state array `slot` of a tensor has in a snapshot, such as `<tensor>@m`."""
     return f"{tensor}{SLOT}{slot}"
 
 
@@ -56,6 +56,6 @@ def state_misfit(plan: Plan, arrays: Mapping[str, np.ndarray]) -> str | None:
 
 
 def _slots(names: Iterable[str], tensor: str) -> str:
-    """Return the tensor's optimiser slots that occur in the array names `names`, as text for a message."""
+    """Return the slots (state arrays) of `tensor` that occur among the array names `names`, as text for a message."""
     slots = sorted(n.partition(SLOT)[2] for n in names if n.startswith(slot_name(tensor, "")))
     return printable(", ".join(slots)) or "nothing"

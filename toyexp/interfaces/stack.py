@@ -1,4 +1,4 @@
-"""Stacks: sessions whose training steps are launched together, and a check whether plans can form a stack."""
+"""Stacks of sessions whose training steps are launched together, and a check of which plans can form a stack."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from toyexp.interfaces.session import Session, StepInput, StepMetrics
 
 
 class Stack:
-    """Open sessions whose training steps are launched together; a session's index is called its row.
+    """Open sessions whose training steps are launched together. The index of a session is called its row.
 
     This base class launches the steps one after another.
     """
@@ -52,9 +52,9 @@ class Stack:
 def program_difference(plans: Sequence[Plan]) -> str:
     """Return the first difference that keeps the plans from running as one program, or an empty string.
 
-    The plans must have the same model, batches and tensors of equal shapes, equal adapters, and the same update formula
-    for each tensor. Seeds, initial values, gradient clipping, `skip_nonfinite` and the values in a step's `numbers` may
-    differ.
+    The plans must have the same model and equal adapters. Their batches and tensors must have the same shapes, and each
+    tensor must have the same update formula in all plans. Seeds, initial values, gradient clipping, `skip_nonfinite`
+    and the values in a step's `numbers` may differ.
     """
     return next((words for plan in plans[1:] for words in _differences(plans[0], plan)), "")
 
@@ -85,7 +85,10 @@ def _differences(a: Plan, b: Plan) -> Iterator[str]:
 
 
 def _has_same_settings(a: Any, b: Any) -> bool:
-    """Return True if two parts have the same class and equal settings. Settings that cannot be compared differ."""
+    """Return True if two parts have the same class and equal settings.
+
+    Settings that Python cannot compare count as different.
+    """
     try:
         return type(a) is type(b) and bool(vars(a) == vars(b))
     except (TypeError, ValueError):  # arrays have no single truth value
@@ -112,7 +115,10 @@ def _formula(group: Group, shape: tuple[int, ...]) -> list[Any]:
 
 
 class _Recorder(Shapes):
-    """Arithmetic that records each operation and its operands, which are constants or indices of earlier results."""
+    """Arithmetic that records each operation and its operands.
+
+    An operand is a constant or the index of an earlier result.
+    """
 
     def __init__(self, operands: Sequence[Shaped]):
         super().__init__()
@@ -121,7 +127,7 @@ class _Recorder(Shapes):
         self._numbers = {id(x): i for i, x in enumerate(operands)}
 
     def term(self, x: Any) -> Any:
-        """Return an operand as it is recorded: a constant as float, an earlier result as "#<index>"."""
+        """Return the recorded form of an operand: a float for a constant, or "#<index>" for an earlier result."""
         return float(x) if isinstance(x, Real) else f"#{self._numbers[id(x)]}"
 
     def record(self, op: str, arguments: Sequence[Any], result: Shaped) -> Shaped:

@@ -31,7 +31,7 @@ class Values(ABC):
         return
 
     def export_metadata(self) -> Mapping[str, Any]:
-        """Return metadata about the origin of the values, for an exported model; empty for random values."""
+        """Return metadata about the origin of the values, to store in an exported model; empty for random values."""
         return {}
 
 
@@ -49,7 +49,7 @@ class Normal(Values):
             raise UserError(f"{self!r}: std must be a finite number >= 0")
 
     def draw(self, shape: tuple[int, ...], seed: int, name: str) -> np.ndarray:
-        """Return random values. Each pair of seed and tensor name has its own random stream."""
+        """Return random values. Each combination of seed and tensor name has its own random stream."""
         import numpy as np
 
         return generator(seed, name).standard_normal(shape, dtype="float32") * np.float32(self.std)

@@ -1,4 +1,4 @@
-"""Checks which recipes can train which models, by the kinds of data that they declare."""
+"""Check which recipes can train which models, by the kinds of data that they declare."""
 
 from __future__ import annotations
 
@@ -52,10 +52,10 @@ def suggest_command(
     Return an empty string if no command works. `overrides_by_key` holds the overrides that the user typed; `recipe`,
     `model` and `data` are the parts that do not fit. The command is chosen as follows:
 
-    1. Data: that of the user, if typed. Otherwise the default data of the kind that the model reads or, if the recipe
-       cannot train on that kind, of the first kind that the recipe reads.
-    2. Model: the same, if it reads the kind of these data. Otherwise the first model that does.
-    3. Recipe: the same, if it reads this kind of data. Otherwise the first recipe that prefers this kind, which means
+    1. Data: if the user typed `data=...`, keep it. Otherwise use the default data of the kind that the model reads or,
+       if the recipe cannot train on that kind, of the first kind that the recipe reads.
+    2. Model: keep it if it reads the kind of these data. Otherwise use the first model that does.
+    3. Recipe: keep it if it reads this kind of data. Otherwise use the first recipe that prefers this kind, which means
        that it lists the kind first. A recipe that the user did not type is kept only if it prefers this kind.
     """
     data_overrides = [
@@ -87,7 +87,7 @@ class Cell:
 
 
 def cells(registry: Registry) -> Iterator[Cell]:
-    """Yield every combination of recipe and model."""
+    """Yield a Cell for every combination of a recipe and a model."""
     recipes, models = (sorted(registry.classes(kind).items()) for kind in ("recipe", "model"))
     for recipe, r in recipes:
         for model, m in models:
@@ -96,7 +96,7 @@ def cells(registry: Registry) -> Iterator[Cell]:
 
 
 def _missing_setting(recipe: Recipe, model: Model) -> str | None:
-    """Return the message of the UserError that planning with default settings raises; None if it raises none."""
+    """Plan a run of recipe and model with default settings. Return the message if that raises UserError, else None."""
     try:
         recipe.check()
         recipe.plan(model, Setup(model.reads.inputs(1), rows=1))

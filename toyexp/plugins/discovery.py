@@ -85,9 +85,9 @@ def _directory_hint(module: str, reason: str) -> str:
 
 
 def load_package(entries: Sequence[EntryPoint], package: str) -> Registry:
-    """Load `entries` as plugins of `package`, and all installed plugins.
+    """Load `entries` as plugins of `package`, and all installed plugins besides.
 
-    An installed plugin that has the same module as one of the entries is left out.
+    An installed plugin is left out if one of the entries has the same module.
     """
     modules = {entry.module for entry in entries}
     others = [(entry, origin) for entry, origin in _installed_plugins() if entry.module not in modules]
@@ -95,7 +95,10 @@ def load_package(entries: Sequence[EntryPoint], package: str) -> Registry:
 
 
 def cache_registry(registry: Registry) -> None:
-    """Make `load` return `registry` for the same modules, in this process and in processes forked from it."""
+    """Make `load` return `registry` when it is called again with the same local plugins.
+
+    This holds in this process and in processes forked from it.
+    """
     global _cached
     _cached = registry
 
@@ -186,9 +189,9 @@ def _add_plugin(registry: Registry, candidate: Candidate) -> None:
 
 @contextlib.contextmanager
 def _restore_directory(registry: Registry, plugin: str) -> Iterator[None]:
-    """Change back to the current working directory if the plugin changes it inside the context.
+    """If the plugin changes the working directory inside the context, change it back.
 
-    The user's relative paths refer to that directory.
+    Relative paths that the user typed refer to that directory.
     """
     try:
         directory = Path.cwd()

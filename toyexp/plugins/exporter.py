@@ -34,7 +34,10 @@ log = logging.getLogger("toyexp")
 
 @dataclass(eq=False)
 class Exporter(Callback):
-    """Base class of the callbacks that `exporter` creates, each with the settings of its format as further fields."""
+    """Base class of the export callbacks that the function `exporter` creates, one for each format.
+
+    A created class has further fields: the settings of its format.
+    """
 
     form: ClassVar[type[Format]]
 
@@ -80,9 +83,9 @@ class Exporter(Callback):
 
     @hookimpl
     def on_start(self, run: Run) -> None:
-        """Store the step that a resumed run continues from, and the metadata of the base file.
+        """Store the number of the step after which the run starts, and the metadata of the base file.
 
-        The base file may be deleted before the run ends.
+        The metadata is read now, because the base file may be deleted before the run ends.
         """
         self._step = run.resumed_step
         self._inherited = dict(inherited_metadata(run.plan))
@@ -115,7 +118,7 @@ class Exporter(Callback):
     def _values(self, run: Run, names: Iterable[str]) -> Tensors:
         """Return the float32 values of tensors, keyed by name.
 
-        They are those of the best evaluation if `_best` is set, else the session's current ones.
+        The values are those at the best evaluation if `_best` is set, and the session's current ones if not.
         """
         best = (self._best.weights if self._best else None) or {}
         return {n: best[n].astype("float32", copy=False) if n in best else run.session.download(n) for n in names}
@@ -144,9 +147,10 @@ class Exporter(Callback):
         return ModelExport(*parts, card_facts(run.config, run.engine, self._scores.get(self._step, best)))
 
     def _write(self, run: Run, path: Path, kind: str, write: Callable[[Path], list[str]]) -> None:
-        """Write a file by calling `write` with a temporary path, then emit the event export.
+        """Call `write` with a temporary path, rename the written file to `path`, and emit the event export.
 
-        Problems with the values become warnings, but the file is kept, because the run may have taken long.
+        `kind` is the type of file that the event records. A problem with the values, such as a NaN, becomes a warning:
+        the file is kept, because the run may have taken long.
         """
         with run.output(path) as temporary:
             problems = require_written(self._format, temporary, write(temporary))
@@ -166,7 +170,11 @@ class AdapterExporter(Exporter):
     merged: bool = True  # with recipe=lora: also write the model with the adapter added to its weights
 
     def outputs(self, plan: Plan) -> Sequence[str]:
-        """Return the name of the adapter file if the run has adapters, and of the model file if it is written."""
+        """Return the names of the files that the callback writes.
+
+        It writes an adapter file if the run has adapters. It writes a model file if the run has none, or if `merged` is
+        true.
+        """
         has_adapter = bool(_adapter_tensors(plan))
         adapter = [f"adapter{self.form.suffix}"] if has_adapter else []
         return [*adapter, *(super().outputs(plan) if self.merged or not has_adapter else ())]
@@ -195,7 +203,7 @@ class AdapterExporter(Exporter):
 def card_facts(config: Mapping[str, Any], engine: str, scores: Mapping[str, float | None]) -> dict[str, Any]:
     """Return the entries of a model card, keyed by their labels.
 
-    They describe a run with this configuration and engine, and its held-out metrics `scores`.
+    The entries describe a run with this configuration and engine. `scores` holds the held-out metrics of the run.
     """
     recipe, data = (config.get(part) or {} for part in ("recipe", "data"))
     facts = {

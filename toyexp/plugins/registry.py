@@ -1,4 +1,4 @@
-"""The registry of available parts, which are found by kind and name, and of broken plugins."""
+"""The registry of available parts, which can be looked up by kind and name. It also lists broken plugins."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ IN_A_FILE = "if it is in your own file DIR/experiment/NAME.yaml, type: --config-
 
 @dataclass(frozen=True)
 class Offer:
-    """A class that a plugin has registered, with its kind and name, and the plugin and its package."""
+    """A class that a plugin has registered as a part. `package` is the package that contains the plugin."""
 
     kind: str
     name: str
@@ -60,9 +60,9 @@ class Registry:
 
     @property
     def plugins_override(self) -> str:
-        """The override ` 'plugins=[a,b]'` that loads the same local plugins, to append to a suggested command.
+        """The override `'plugins=[a,b]'`, with a leading blank, to append to a suggested command; empty if not needed.
 
-        Empty if no local plugins are loaded.
+        The override makes the suggested command load the local plugins of this registry.
         """
         return f" 'plugins=[{','.join(self.modules)}]'" if self.modules else ""
 
@@ -79,7 +79,7 @@ class Registry:
         return list(self.classes("model").values())
 
     def types(self) -> dict[str, tuple[type[Format], Mapping[str, Any]]]:
-        """Return the format and the format's settings for each value of `toyexp export --type`."""
+        """Return a format and its settings for each value of `toyexp export --type`, keyed by this value."""
         types: dict[str, tuple[type[Format], Mapping[str, Any]]] = {}
         for form in self.classes("format").values():
             types |= {form.name: (form, {}), **{word: (form, settings) for word, settings in form.types.items()}}
@@ -101,7 +101,7 @@ class Registry:
         raise UserError(self.explain_missing(kind, name, self.offers[kind]))
 
     def add(self, candidate: Candidate) -> None:
-        """Add all classes of a plugin.
+        """Add all classes of the plugin `candidate`.
 
         Raise UserError if a name, a format's suffix or a value of `--type` is already registered.
         """
@@ -129,7 +129,7 @@ class Registry:
     def drop(self, offer: Offer, reason: str) -> None:
         """Remove all classes of the plugin that registered `offer`, and record the plugin as broken for `reason`.
 
-        Raise UserError if it is a local plugin.
+        If the plugin is local, raise UserError instead.
         """
         if offer.package == LOCAL:
             raise UserError(f"plugins=[{offer.plugin}]: {reason}")
@@ -160,9 +160,9 @@ class Registry:
         return f"{kind}={name}: unknown name{note}; {suggest(name, names)}{hint}"
 
     def _gpu_hint(self, name: str) -> str | None:
-        """Return a hint on what to type instead of a GPU's vendor, or of an engine with a device number (cuda:1).
+        """Return a hint for a `name` that is a GPU's vendor, or an engine with a device number such as cuda:1.
 
-        Return None for other names.
+        The hint says what to type instead. Return None for other names.
         """
         engine, _, number = name.partition(":")
         engines: dict[str, type[Engine]] = self.classes("engine")

@@ -59,7 +59,7 @@ class Candidate:
 
 
 def check_classes(candidate: Candidate) -> None:
-    """Raise UserError if a class of a plugin breaks a rule of its kind, or if the plugin registers no class."""
+    """Raise UserError if a plugin registers no class, or a class that breaks a rule for its kind of part."""
     if not any(candidate.classes.values()):
         raise UserError(
             f"{candidate.plugin} registers nothing; a plugin must call register(...) in @hookimpl functions"
@@ -70,7 +70,10 @@ def check_classes(candidate: Candidate) -> None:
 
 
 def check_class(cls: type, base: type) -> None:
-    """Raise UserError if a class breaks a rule of its kind; `base` is the kind's base class."""
+    """Raise UserError if a class breaks a rule for its kind of part, such as model.
+
+    `base` is the base class of this kind.
+    """
     label = getattr(cls, "__qualname__", repr(cls))
     if not (isinstance(cls, type) and issubclass(cls, base)):
         raise UserError(f"{label} is not a subclass of toyexp.{base.__name__}")
@@ -91,7 +94,10 @@ def check_class(cls: type, base: type) -> None:
 
 
 def check_hooks(owner: type | ModuleType, group: type, label: str) -> None:
-    """Raise UserError for functions of `owner` that look like hooks of `group` but are not."""
+    """Raise UserError for a function of `owner` that looks like a hook of the class `group` but is not one.
+
+    `label` is the name of `owner` for the message.
+    """
     hooks = {n for n in vars(group) if not n.startswith("_")}
     for name, member in inspect.getmembers(owner, inspect.isfunction):
         is_marked = getattr(member, "toyexp_impl", None) is not None
@@ -192,7 +198,7 @@ _CHECKS: dict[type, Callable[[Any, str], None]] = {
 
 
 def _check_kinds(cls: type[Data] | type[Model] | type[Recipe], attribute: str, label: str) -> None:
-    """Raise UserError unless the class variable `attribute` is a kind of data, or a recipe's tuple of kinds."""
+    """Raise UserError unless the class variable `attribute` is a kind of data or, for a recipe, a tuple of kinds."""
     value, is_recipe = getattr(cls, attribute, None), issubclass(cls, Recipe)
     kinds = value if is_recipe and isinstance(value, tuple) and value else (value,)
     if not all(isinstance(kind, Kind) for kind in kinds):
@@ -207,7 +213,7 @@ def _check_mode(cls: type[Model] | type[Recipe], label: str) -> None:
 
 
 def _check_setting(cls: type, attribute: str, name: str, label: str) -> None:
-    """Raise UserError if `name`, the value of a class variable, is neither empty nor a setting of the class."""
+    """Raise UserError unless `name`, the value of the class variable `attribute`, is empty or one of the settings."""
     if name and name not in {f.name for f in dataclasses.fields(cls)}:
         raise UserError(f"{label}.{attribute} is {name!r}, which is not one of its settings")
 

@@ -1,4 +1,4 @@
-"""Settings of a part for help texts: the fields of its dataclass, with their comments."""
+"""Settings of a part, such as a model, for help texts: the fields of its dataclass, with their comments."""
 
 from __future__ import annotations
 
@@ -23,9 +23,10 @@ class Setting:
 
 
 def list_settings(cls: type) -> list[Setting]:
-    """Return the settings of a dataclass.
+    """Return the settings of the dataclass `cls`.
 
-    The help of each setting is the field's metadata entry `help` or, without one, the comment on the field's line.
+    The help text of a setting is the entry `help` in the field's metadata or, if there is none, the comment on the
+    field's line.
     """
     comments = _comments(cls) | (_comments(cls.form) if issubclass(cls, Exporter) else {})
     values = default_settings(cls)

@@ -140,7 +140,10 @@ class ReferenceOps(Ops):
         return x[:, i]
 
     def rope(self, x: Array, rotary: Rotary) -> Array:
-        """Rotate each pair of features: multiply it, as a complex number, by exp(i * angle). See Ops."""
+        """Rotate each pair of features: multiply the pair, as a complex number, by exp(i * angle).
+
+        `Ops.rope` defines the angles.
+        """
         size = x.shape[-1]
         angle = np.arange(x.shape[1])[:, None, None] * rotary.base ** (-np.arange(0, size, 2) / size) / rotary.scale
         if rotary.factors:
@@ -155,7 +158,7 @@ class ReferenceOps(Ops):
         self, q: Array, k: Array, v: Array, causal: bool = True, *, window: int = 0, scale: float | None = None,
         softcap: float = 0.0, sinks: Array | None = None,
     ) -> Array:  # fmt: skip
-        """Compute attention in a loop over heads; see Ops."""
+        """Compute attention, as `Ops.attention` defines it, in a loop over heads."""
         heads, size = q.shape[2:]
         out = np.empty((*q.shape[:3], v.shape[3]))
         for h in range(heads):
@@ -245,7 +248,7 @@ def reference_slope(
 def reference_adamw(w: Array, g: Array, m: Array, v: Array, hp: Array) -> tuple[Array, Array, Array]:
     """Apply one AdamW step, as `toyexp.interfaces.optimiser.AdamW` defines it, in float64.
 
-    `hp` holds the seven scalars of that formula. Return the new weights w and the new moments m and v.
+    `hp` holds the seven scalars that this class names. Return the new weights w and the new moments m and v.
     """
     lr, beta1, beta2, eps, decay, slot5, slot6 = (float(x) for x in hp)
     m = beta1 * m + (1 - beta1) * g
@@ -277,8 +280,8 @@ def update_tensor(
 ) -> tuple[Array, Mapping[str, Array]]:
     """Apply one step of the group's update rule to one of its tensors; return the new values and the new state.
 
-    `w` is the tensor, `g` its gradient, `state` its optimiser state, keyed by slot, and `numbers` the result of
-    `group.numbers`.
+    `w` holds the tensor's values and `g` its gradient. `state` holds the optimiser state, keyed by slot. `numbers` is
+    the result of `group.numbers`.
     """
     n = dict(zip(group.rule.names(), map(float, numbers), strict=True))
     return group.rule.update(NumpyArithmetic(), w, g, state, n)
@@ -289,7 +292,7 @@ def update_tensor(
 
 @dataclass(frozen=True)
 class Tolerances:
-    """Largest differences between an engine and its reference that count as agreement, for one precision."""
+    """Largest differences that are allowed between an engine of one precision and its reference."""
 
     values: float  # of an op's result, relative to its largest value; of a single op's loss, relative to the loss
     slopes: float  # of the gradient of one tensor through one op: norm of the difference, relative to its norm

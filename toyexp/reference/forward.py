@@ -45,7 +45,7 @@ def check_forward(plan: Plan, recipe: str) -> None:
 
 
 def count_blocks(plan: Plan) -> int:
-    """Return how often the forward pass calls `ops.block`, without calls inside another block.
+    """Return how often the forward pass calls `ops.block`. Calls inside another block do not count.
 
     The plan must have passed `check_forward`.
     """
@@ -55,7 +55,7 @@ def count_blocks(plan: Plan) -> int:
 
 
 def check_tensors(who: str, listed: Callable[[], Iterable[TensorSpec | PlanTensor]]) -> None:
-    """Check the names, shapes and initial values of the tensors that `listed()` returns, for a model or a plan.
+    """Check the tensors of a model or plan: their names, shapes and initial values. `listed()` returns them.
 
     Raise UserError, whose message begins with `who`, for tensors that no engine can hold.
     """
@@ -89,7 +89,10 @@ def _batch(plan: Plan) -> dict[str, Shaped]:
 
 
 def _forward(plan: Plan, who: str, params: Params) -> None:
-    """Run the forward pass with shapes. If it fails, raise UserError with `who` and the line of the plugin's code."""
+    """Run the forward pass with shapes only.
+
+    If it fails, raise UserError. The message contains `who` and the line of the plugin's code.
+    """
     logits = _call(who, "in its forward pass", params, lambda: plan.model.forward(OpShapes(), params, _batch(plan)))
     targets = plan.inputs.get("targets")
     if not isinstance(plan.objective, CrossEntropy) or targets is None:
@@ -138,7 +141,7 @@ def _call(who: str, when: str, params: Params, call: Callable[[], Any]) -> Any:
 
 @dataclass(frozen=True, eq=False)
 class Ids(Shaped):
-    """Shape of an integer input."""
+    """Placeholder for an integer input, such as token ids. It has a shape and no values."""
 
 
 def count_activations(plan: Plan) -> int:
@@ -356,9 +359,10 @@ class OpShapes(Ops):
 
 
 class PieceShapes(IncrementalOps, OpShapes):
-    """Incremental ops on shapes, as a decoder calls them, which record each call in `calls`.
+    """Ops of a decoder that caches keys and values. They compute only shapes, and record each call in `calls`.
 
-    A record has the op's name, weights and constants. It lacks the sizes of activations, which depend on the length.
+    A record has the op's name, weights and constants. It does not have the sizes of activations, which depend on the
+    sequence length.
     """
 
     incremental_ops = frozenset({"attention"})
@@ -386,14 +390,14 @@ class PieceShapes(IncrementalOps, OpShapes):
 
 @dataclass(frozen=True, eq=False)
 class Weight(Shaped):
-    """Shape of one of the model's tensors. Two tensors of the same shape are not equal."""
+    """Placeholder for a tensor of the model. Two placeholders are different even if they have the same shape."""
 
 
 def reason_to_recompute(plan: Plan) -> str | None:
     """Return why text generation must recompute all tokens at each step, or None if keys and values can be cached.
 
-    The forward pass is traced with shapes only, for one position, two positions and the full context; the traces must
-    call the same ops.
+    The forward pass is run three times with shapes only: for one position, two positions and the full context. Keys and
+    values can be cached only if all three runs call the same ops.
     """
     model = plan.model
     if not model.cached_decoding:

@@ -9,7 +9,8 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-from toyexp.base.formatting import align_columns, format_count
+from toyexp.base.formatting import format_count
+from toyexp.base.tables import fit_table
 from toyexp.interfaces.arithmetic import Shaped
 from toyexp.interfaces.model import Model
 from toyexp.interfaces.ops import Ops, Params, Rotary
@@ -43,9 +44,9 @@ class Line:
     block: int | None = None  # number of the enclosing block, from 0
 
     def anywhere(self, types: bool) -> Line:
-        """Return a copy that is equal for the same op in another block, to compare blocks.
+        """Return a copy of the line without its block number. Equal ops in two blocks then have equal copies.
 
-        The copy has no block number, and its weights' names have no block prefix. If `types` is False, it has no types.
+        The names of the weights have no block prefix. If `types` is False, the weights have no types.
         """
         return replace(
             self,
@@ -75,7 +76,7 @@ class Listing:
         return [*self.before, *(line for block in self.blocks.values() for line in block), *self.after]
 
     def operations(self) -> dict[str, int]:
-        """Return the number of operations per token or image, keyed by the sizes that it must be multiplied by.
+        """Return the number of operations per token or image, as a sum of terms that depend on sizes such as T.
 
         For example, {"": 210000000, "T": 69120} means 210000000 + 69120 T operations for T positions.
         """
@@ -102,10 +103,13 @@ class Listing:
                 rows.append([self._alike(first + 1, last, first)])
         rows += self._rows(self.after, shown)
         heads = ["op", "tensor", "shape", "type", "result", "parameters", "operations"]
-        return align_columns([heads, *rows], right=(5, 6))
+        return fit_table([heads, *rows], heads[5:], ["result", "shape", "type", "parameters"])
 
     def _runs(self) -> list[tuple[int, int]]:
-        """Return the numbers of the first and last block of each series of blocks that are equal except for types."""
+        """Return the numbers of the first and last block of each series of equal blocks that follow each other.
+
+        Blocks count as equal even if the types of their weights differ.
+        """
         runs: list[tuple[int, int]] = []
         previous = None
         for i, block in self.blocks.items():
@@ -152,7 +156,10 @@ class Listing:
         return rows
 
     def _factor_letters(self, line: Line) -> list[str]:
-        """Return the letters of the sizes by which the line's operations for one token or image must be multiplied."""
+        """Return the letters of the sizes, such as T, on which the line's operations per token or image depend.
+
+        To get the number of operations, multiply `line.operations` by these sizes.
+        """
         letters = list(line.per)
         for letter in self.once.intersection(letters):  # an op that reads only weights has none of these letters
             letters.remove(letter)
@@ -160,7 +167,7 @@ class Listing:
 
 
 def listing(model: Model, weights: Iterable[WeightInfo]) -> Listing:
-    """Run the model's forward function over shapes, and return a Listing of its ops.
+    """Run the model's forward function with shapes instead of tensors, and return a Listing of its ops.
 
     `weights` describes all tensors of the model.
     """
@@ -177,9 +184,10 @@ def listing(model: Model, weights: Iterable[WeightInfo]) -> Listing:
 
 
 def _cut(lines: Sequence[Line], once: frozenset[str]) -> Listing:
-    """Return a Listing of the lines, split at the blocks. Lines between two blocks count as part of the first one.
+    """Return a Listing of `lines`, split into the ops before, in and after the blocks.
 
-    `once` becomes the field of this name of the Listing.
+    A line between two blocks counts as part of the first of the two. `once` holds the letters of sizes that count as 1
+    for a single token, such as B.
     """
     numbers = [line.block for line in lines]
     inside = [at for at, number in enumerate(numbers) if number is not None]
@@ -268,10 +276,10 @@ class ListedOps(OpShapes):
         return result
 
     def _size(self, n: int) -> Size:
-        """Return a size as a Line shows it.
+        """Return the size `n` as the listing shows it: a number, or a letter such as T.
 
-        A number that stands for a letter becomes that letter, and one that is larger by 1 becomes, for example, `T+1`.
-        Other sizes are returned as they are.
+        The listing runs the model with a large number in place of each size that a run chooses, such as T. This number
+        becomes the letter `T`, and a number that is larger by 1 becomes `T+1`. Other sizes do not change.
         """
         base = n // LARGE * LARGE
         return n if base not in self._letters else self._letters[base] + (f"+{n - base}" if n > base else "")

@@ -60,7 +60,7 @@ class NullSession(Session):
         return StepMetrics(self._loss(), 0.0)
 
     def do_loss(self, micro: Batch) -> float:
-        """Return the loss after the steps taken so far, multiplied by the sum of the batch's weights."""
+        """Return the loss, which depends only on the number of steps taken, times the sum of the batch's weights."""
         return self._loss() * float(micro["weights"].sum())
 
     def do_metrics(self, micro: Batch) -> Mapping[str, float]:

@@ -79,15 +79,15 @@ def _decay_case(ops: Ops, p: Params, x: Tensor) -> Tensor:
 
 
 def _rope_case(**settings: Any) -> tuple[dict[str, tuple[int, ...]], Forward]:
-    """Return a case of `CASES` that applies rope with these settings of Rotary to heads of 4 features."""
+    """Return a case for `CASES`: rope with these settings of Rotary, applied to heads of 4 features."""
     rotary = Rotary(100.0, **settings)
     return {"q": (16, 8), "k": (8, 8), "v": (8, 8)}, lambda ops, p, x: _heads_case(ops, p, x, rotary=rotary)
 
 
 def _blocks_case(ops: Ops, p: Params, x: Tensor) -> Tensor:
-    """Return x after three blocks, so that the middle one is neither first nor last.
+    """Return x after three blocks: a first one, a middle one and a last one.
 
-    Each block also reads the input of the first one.
+    Each block also reads the input of the first block.
     """
 
     def gated(ops: Ops, x: Tensor, p: Params, first: Tensor) -> Tensor:
@@ -189,7 +189,10 @@ TARGETS: dict[str, tuple[int, ...]] = {
 
 @dataclass
 class OpModel(Model):
-    """Model that applies the op of one case to rows of an embedding, and returns the result as logits."""
+    """Model that looks up rows of an embedding table and applies one op to them. The result is the model's logits.
+
+    The setting `case`, a key of `CASES`, selects the op and its arguments.
+    """
 
     name: ClassVar[str] = "op"
     reads: ClassVar[Kind] = TOKENS
@@ -215,7 +218,7 @@ class OpModel(Model):
 
 
 def op_plan(case: str, adapter: str | None = None, **changes: object) -> Plan:
-    """Return a plan that trains the model of a case.
+    """Return a plan that trains the OpModel of `case`, a key of `CASES`.
 
     `adapter` selects an adapter to add: "lora" for a LoRA pair on the matrix w, or "lens" for a matrix that maps the
     rows of a narrower embedding table to the model's width. `changes` are fields of the plan, such as rows=4, or
@@ -241,7 +244,7 @@ def op_plan(case: str, adapter: str | None = None, **changes: object) -> Plan:
 
 
 def case_rows(engine: Engine) -> int:
-    """Return the number of rows in a batch for a case's plan: ROWS, or the next larger number that the engine accepts.
+    """Return ROWS, or the next larger number of rows per batch that the engine accepts.
 
     An engine with several devices accepts only numbers of rows that it can split equally among them.
     """

@@ -1,4 +1,4 @@
-"""Compare runs: which settings differ, and how good each combination of settings is on average over its seeds."""
+"""Compare runs: find the settings that differ, and average each combination of settings over its seeds."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from toyexp.base.formatting import display_path, short_keys, short_path
+from toyexp.base.formatting import display_path, pluralise, short_keys, short_path
 from toyexp.results.events import read_run_facts
-from toyexp.results.ranking import METRIC, UNCOMPARED_DIGESTS, Ranking, rank_jobs
+from toyexp.results.ranking import METRIC, TOO_LARGE, UNCOMPARED_DIGESTS, Ranking, rank_jobs
 from toyexp.results.run_dirs import FINAL_STATES, Run, setting_texts
 from toyexp.training.provenance import read_origin
 
@@ -25,7 +25,11 @@ POOLED_KEYS = ("seed", "name", "plugins", "callbacks", "checkpoint_every", "chec
 
 @dataclass
 class Entry:
-    """A run in a comparison. `overrides` has its values of the settings by which points differ, such as "lr=0.1"."""
+    """A run in a comparison.
+
+    `overrides`, such as ["lr=0.1"], holds this run's values of the settings that differ between the compared runs. The
+    seed is not among them.
+    """
 
     number: int
     run: Run
@@ -37,17 +41,17 @@ class Entry:
         self.has_settings = bool(self.settings)  # if not, its point is unknown
         status = "completed" if run.state in FINAL_STATES else run.state
         self.status = status if self.has_settings else "unknown"  # "completed" if its numbers count
-        scores = {"train_loss": run.train_loss, "eval_loss": run.loss, "eval_scores": run.scores}
-        self.result: dict[str, Any] = {**scores, "sources": self.sources}  # with the keys of result.json
+        numbers = {"steps": run.steps, "train_loss": run.train_loss, "eval_loss": run.loss, "eval_scores": run.scores}
+        self.result: dict[str, Any] = {**numbers, "sources": self.sources}  # with the keys of result.json
 
     @cached_property
     def facts(self) -> dict[str, Any]:
-        """Facts about the run's data, engine and machine, from its first event."""
+        """Facts about the run's data, engine and machine, from the first event in its events.jsonl."""
         return read_run_facts(self.run.path)
 
     @cached_property
     def sources(self) -> Mapping[str, str]:
-        """Digests of the data and files that the run read, keyed by their subject (`data`, `base`, ...)."""
+        """Digests of the data and files that the run read. The keys name what was read: `data`, `base`, ..."""
         return read_origin(self.run.path).sources
 
 
@@ -63,15 +67,14 @@ class Comparison:
     metric: str = "loss"
     pool: bool = False  # put runs with equal settings into one point, although different people ran them
     total_runs: int = 0  # number of runs before the best were selected; 0: all are here
-    selection_notes: list[str] = field(
-        default_factory=list
-    )  # runs that filters could not read, and links that were skipped
+    selection_notes: list[str] = field(default_factory=list)  # runs that filters could not read, skipped links
 
     @classmethod
     def build(cls, runs: Iterable[Run], metric: str = "loss", pool: bool = False) -> Comparison:
         """Compare runs by a held-out metric, or by the training loss if no run has the metric.
 
-        Runs with equal settings in different directories or with different names form different points, unless `pool`.
+        Runs with equal settings in different directories or with different names form different points, unless `pool`
+        is True.
         """
         entries = [Entry(number, run, _read_settings(run)) for number, run in enumerate(runs)]
         _mark_sources(entries)
@@ -110,9 +113,9 @@ class Comparison:
         return list(dict.fromkeys(name for entry in self.entries for name in entry.run.scores))
 
     def label(self, entry: Entry, brief: bool = False) -> str:
-        """Return the label of an entry's point: its differing settings with short keys, such as `lr=0.01  rank=8`.
+        """Return the label of a run's point: its settings that differ from other points, such as `lr=0.01  rank=8`.
 
-        If `brief`, names of models, recipes and other parts stand without their key.
+        If `brief`, models, recipes and other parts have only their name, without `model=` or `recipe=`.
         """
         pairs = zip(self.keys, short_keys(self.keys), strict=True)
         values = [(key, word, entry.settings[key]) for key, word in pairs if key in entry.settings]
@@ -143,6 +146,9 @@ class Comparison:
         for entry in self.entries:
             if why := entry.run.unread or ("" if entry.has_settings else "whose config.yaml cannot be read"):
                 notes.append(f"not {'read' if entry.has_settings else 'counted'}: {short_path(entry.run.path)}, {why}")
+        values = [{"loss": e.run.loss, "ppl": e.run.loss, **e.run.scores}.get(self.metric) for e in self.entries]
+        if infinite := sum(abs(value or 0.0) >= TOO_LARGE for value in values):
+            notes.append(f"a held-out {self.metric} beyond {TOO_LARGE:g} does not count: {pluralise(infinite, 'run')}")
         incomplete = [entry.run for entry in self.entries if entry.run.state not in FINAL_STATES and entry.has_settings]
         for state in dict.fromkeys(run.state for run in incomplete):
             state_runs = [run for run in incomplete if run.state == state]
@@ -154,10 +160,10 @@ class Comparison:
 
 
 def varying_keys(run_settings: Sequence[Mapping[str, str]]) -> list[str]:
-    """Return the keys of the settings that have several values in `run_settings`, the settings of each run.
+    """Return the keys of the settings that differ between runs; `run_settings` holds the settings of each run.
 
-    Keys of parts, such as `model`, come first. A run without a setting, such as recipe.rank if its recipe is not lora,
-    does not differ in it.
+    Keys of parts, such as `model`, come first. A setting does not differ merely because some runs lack it. For example,
+    only runs with recipe=lora have recipe.rank.
     """
     keys = list(dict.fromkeys(key for settings in run_settings for key in settings))
     varying = [key for key in keys if len({settings[key] for settings in run_settings if key in settings}) > 1]
@@ -165,9 +171,10 @@ def varying_keys(run_settings: Sequence[Mapping[str, str]]) -> list[str]:
 
 
 def group_keys(keys: Sequence[str], entries: Sequence[Entry]) -> tuple[list[str], dict[str, list[str]]]:
-    """Group keys whose values change together from run to run.
+    """Group keys whose values always change together: whenever one of them differs between two runs, all of them do.
 
-    Return the first key of each group, and a dict that maps this key to the other keys of its group, if there are any.
+    Return the first key of each group. Also return a dict that maps the first key to the other keys of its group, if
+    there are any.
     """
     leaders: dict[tuple[int, ...], str] = {}
     linked_keys: dict[str, list[str]] = {}
@@ -181,7 +188,7 @@ def group_keys(keys: Sequence[str], entries: Sequence[Entry]) -> tuple[list[str]
 
 
 def _mark_sources(entries: Sequence[Entry]) -> None:
-    """If runs read different data or files, add the digests of these to the settings of the runs.
+    """If runs read different data or files, add digests of the data and files to the settings of the runs.
 
     Runs that read different files then form different points.
     """
@@ -196,13 +203,20 @@ def _mark_sources(entries: Sequence[Entry]) -> None:
 
 
 def _mark_owners(entries: Sequence[Entry]) -> None:
-    """Add the setting `whose` to separate runs of different people, which would otherwise count as repeats.
+    """Add the setting `whose`, so that runs of different people do not count as repeats of one run.
 
-    The value is the run's name if runs with equal settings and seed have different names. Otherwise it is the first
-    directory (or zip archive) below the common parent of all runs. If all runs lie in one directory, it is the
-    directory in which each was started, unless no run recorded that and no settings have several seeds. The setting is
-    added only if its value differs between runs with equal settings and seed or, if the runs do not lie in one
-    directory, between runs with equal settings that were started in different directories.
+    The value of the setting for a run is the first of these that applies:
+
+    - the run's name, if any runs with equal settings and seed have different names
+    - if the runs lie in different directories: the first directory (or zip archive) on the path from their common
+      parent directory to the run
+    - the directory in which the run was started, if any run recorded that or if any runs with equal settings have
+      different seeds
+    - the name of the run's own directory
+
+    The setting is added only if it differs between runs with equal settings and seed. If the runs lie in different
+    directories, it is also added if it differs between runs that have equal settings but were started in different
+    directories.
     """
     known_entries = [entry for entry in entries if entry.has_settings]
     groups: dict[str, list[Entry]] = {}
@@ -230,10 +244,10 @@ def _mark_owners(entries: Sequence[Entry]) -> None:
 
 
 def _read_settings(run: Run) -> dict[str, str]:
-    """Return the settings of a run by key, with the chosen engine instead of engine=auto.
+    """Return the settings of a run by key. For engine=auto, return the engine that was chosen.
 
-    An added key `schedule` names the callbacks that scale the learning rate or another number: of all callbacks, only
-    these make runs differ.
+    The key `schedule` is added. Its value names the callbacks that scale the learning rate or another number. Other
+    callbacks are not compared: runs that differ only in these count as runs with equal settings.
     """
     settings = dict(setting_texts(run.path))
     if settings.get("engine") == "auto" and run.engine:

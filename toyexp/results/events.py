@@ -1,4 +1,4 @@
-"""Read the events of a run: its first line, and its numbers step by step."""
+"""Read the events of a run: the facts in the first event, and the numbers that were recorded at each step."""
 
 from __future__ import annotations
 
@@ -105,11 +105,9 @@ class History(Mapping[str, np.ndarray]):
 
     def held_out_curve(self, name: str) -> Curve:
         """Return the steps at which a held-out metric is finite, and its values; empty arrays if it is not recorded."""
-        return (
-            _finite_points(self.held_out["step"], self.held_out[name])
-            if name in self.held_out
-            else (np.empty(0), np.empty(0))
-        )
+        if name not in self.held_out:
+            return np.empty(0), np.empty(0)
+        return _finite_points(self.held_out["step"], self.held_out[name])
 
     def frame(self) -> pandas.DataFrame:
         """Return a pandas DataFrame with a row for each recorded or evaluated step.
@@ -189,7 +187,10 @@ def _parse_line(line: bytes) -> Any:
 
 
 def average_bins(curve: Curve, most: int) -> Curve:
-    """Return a curve with at most `most` points, each the mean step and mean value of a bin of consecutive points."""
+    """Average a curve over bins of consecutive points, so that at most `most` points are left.
+
+    A point of the result is the mean step and the mean value of a bin.
+    """
     steps, values = curve
     n = len(steps)
     if n <= most:

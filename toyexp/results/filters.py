@@ -20,13 +20,8 @@ from toyexp.results.run_dirs import COLUMNS, Run, setting_texts
 FILTER = re.compile(r"([A-Za-z_][\w.]*)(!=|<=|>=|==?|<|>)(.*)", re.DOTALL)
 ORDER_OPERATORS = {"<": operator.lt, ">": operator.gt, "<=": operator.le, ">=": operator.ge}
 NUMERIC_COLUMNS = ("seed", "lr", "batch_size", "steps", "of", "loss", "train_loss", "seconds", "speed")
-KEY_ALIASES = {
-    "held_out": "loss",
-    "held-out": "loss",
-    "eval_loss": "loss",
-    "started": "when",
-    "tokens_per_second": "speed",
-}
+KEY_ALIASES = dict.fromkeys(("held_out", "held-out", "eval_loss"), "loss")
+KEY_ALIASES |= {"started": "when", "tokens_per_second": "speed"}
 
 
 @dataclass(frozen=True)
@@ -51,6 +46,9 @@ class Filter:
         name = KEY_ALIASES.get(key, key)
         if sign in ORDER_OPERATORS and name == "when":
             _parse_time(word, value)
+        elif name == "when":  # a day matches each of its times
+            days = re.sub(r"\b(today|yesterday)\b", lambda match: str(_parse_time(word, match[0]).date()), value)
+            value = re.sub("[^,]+", r"\g<0>*", days)
         elif sign in ORDER_OPERATORS and name in COLUMNS and name not in NUMERIC_COLUMNS:
             raise UserError(f"{word}: {key} is text; compare it with '{key}=...' or != (* matches any text)")
         elif sign in ORDER_OPERATORS and ((number := _to_float(value)) is None or math.isnan(number)):
@@ -64,13 +62,15 @@ class Filter:
         """
         if value is None:
             return self.sign == "!=" or (self.sign == "=" and self.value in ("", "null"))
+        if self.key == "when":
+            with contextlib.suppress(ValueError):
+                run_time = datetime.fromisoformat(value).astimezone()
+                if self.sign in ORDER_OPERATORS:
+                    return bool(ORDER_OPERATORS[self.sign](run_time, _parse_time(self.text, self.value)))
+                value = run_time.isoformat()
         if self.sign in ("=", "!="):
             printed = self.key != "lr" and "." not in self.key  # metrics also match as printed, with four decimals
             return any(_is_equal(value, item, printed) for item in self.value.split(",")) is (self.sign == "=")
-        if self.key == "when":
-            with contextlib.suppress(ValueError):
-                moment = _parse_time(self.text, self.value)
-                return bool(ORDER_OPERATORS[self.sign](datetime.fromisoformat(value), moment))
         number, bound = _to_float(value), _to_float(self.value)
         return number is not None and bound is not None and ORDER_OPERATORS[self.sign](number, bound)
 
@@ -88,12 +88,11 @@ def filter_runs(runs: Iterable[Run], filters: Sequence[Filter], notes: list[str]
     Raise UserError for a key that no run has, or if a filter compares a text with < or >.
     """
     runs, known_keys = list(runs), set(COLUMNS)
-    quick = [f for f in filters if f.key in COLUMNS]
-    slow = [f for f in filters if f.key not in COLUMNS]  # these need the whole configuration
+    quick = [f for f in filters if f.key in (*COLUMNS, "ppl")]
+    slow = [f for f in filters if f not in quick]  # these need the whole configuration
     matching = [run for run in runs if all(f.matches(run.value(f.key)) for f in quick)]
-    notes += [
-        f"settings unknown: {short_path(run.path)}, {run.unread}" for run in runs if run.unread and run not in matching
-    ]
+    unread = [run for run in runs if run.unread and run not in matching]
+    notes += [f"settings unknown: {short_path(run.path)}, {run.unread}" for run in unread]
     if not slow or not matching:
         return matching
     accepted: list[Run] = []
@@ -102,15 +101,9 @@ def filter_runs(runs: Iterable[Run], filters: Sequence[Filter], notes: list[str]
             notes.append(f"settings unknown: {short_path(run.path)}, {run.unread or 'config.yaml cannot be read'}")
         known_keys |= set(has)
         for f in slow:
-            if (
-                f.sign in ORDER_OPERATORS
-                and f.key in has
-                and _to_float(has[f.key]) is None
-                and has[f.key] not in ("null", "None")
-            ):
-                raise UserError(
-                    f"{f.text}: {f.key} is text ({has[f.key]}) in {short_path(run.path)}; compare with = or !="
-                )
+            text = has.get(f.key, "null")
+            if f.sign in ORDER_OPERATORS and _to_float(text) is None and text not in ("null", "None"):
+                raise UserError(f"{f.text}: {f.key} is text ({text}) in {short_path(run.path)}; compare with = or !=")
         if all(f.matches(has.get(f.key)) for f in slow):
             accepted.append(run)
     for f in slow:
@@ -162,9 +155,10 @@ def _is_equal(value: Any, text: str, printed: bool) -> bool:
 
 
 def _parse_time(word: str, text: str) -> datetime:
-    """Parse a date or time; for a day, month or year, return its start. The default time zone is this machine's.
+    """Parse the date or time `text`. For a day, month or year, return its start.
 
-    Raise UserError, which quotes `word`, for other texts.
+    A time without a time zone is in the time zone of this machine. If `text` is not a date or time, raise UserError
+    with a message that quotes `word`.
     """
     day = datetime.now().astimezone().replace(hour=0, minute=0, second=0, microsecond=0)
     if text in ("today", "yesterday"):

@@ -16,12 +16,15 @@ Array = NDArray[np.float64]
 
 
 def compute_shares(settings: Mapping[str, Sequence[Any]], scores: Sequence[float]) -> tuple[dict[str, float], str]:
-    """Return (shares, ""): how much each setting matters for the scores, as shares with sum 1; or ({}, reason).
+    """Return a dict with the share of each setting in the differences between the scores, and an empty text.
 
-    `settings` maps each key to its values, one for each point (runs that differ only in their seed, or a trial).
-    `scores` has one number for each point. A linear model predicts the rank of a point's score from the ranks and
-    squared ranks of numbers, indicators of names, and products of two settings if these improve it. A setting's share
-    is proportional to the variance that stays unexplained if the setting is left out.
+    The shares have the sum 1. If they cannot be computed, the dict is empty and the text says why. `settings` maps each
+    key to its values, one for each point (runs that differ only in their seed, or a trial). `scores` has one number for
+    each point.
+
+    A linear model predicts the rank of a point's score. Its inputs are the ranks and squared ranks of numeric settings,
+    0/1 indicators of the values of other settings, and products of two settings if these improve the prediction. If a
+    setting is left out, the unexplained variance increases. The setting's share is proportional to this increase.
     """
     count = len(scores)
     columns = {key: _columns(values) for key, values in settings.items() if len(set(map(str, values))) > 1}
@@ -65,9 +68,10 @@ def _ranks(values: Sequence[float]) -> Array:
 
 
 def _columns(values: Sequence[Any]) -> tuple[Array, Array]:
-    """Return a setting's columns in the linear model, and its columns for products with other settings.
+    """Return two arrays [points, columns], which are inputs of the linear model, computed from one setting's values.
 
-    Both are arrays [points, columns].
+    The first array holds the inputs for the setting itself. To get the inputs for a product of two settings, the caller
+    multiplies the columns of their second arrays.
     """
     try:
         ranks = _ranks([float(value) for value in values])

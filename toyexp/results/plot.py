@@ -77,9 +77,9 @@ class Line:
 
 @use_plot_style()
 def draw_sheet(comparison: Comparison, title: str, search: Path | None = None) -> Sheet:
-    """Draw the compared runs, or a search if `search` is the directory of one; `title` names the directories.
+    """Draw the compared runs, or the search in the directory `search`. `title` names the directories of the runs.
 
-    Raise UserError if no run has a final metric, Unavailable without matplotlib.
+    Raise UserError if no run has a final metric, and Unavailable without matplotlib.
     """
     if search and (result := Search.read(search)):
         unit = describe_unit(next(find_runs(search), search), result.metric)
@@ -111,33 +111,44 @@ def draw_runs(comparison: Comparison, source: str) -> Sheet:
     above.set_ylabel(ranking.column + unit)
     _draw_ends(below, comparison, coloured, others, stopped)
     _clip_outliers(below, [line.point for line in coloured], limits[1])
-    spread = "\nmean ± deviation over seeds" if ranking.has_seeds else ""
+    spread = "\nmean ± standard deviation over seeds" if ranking.has_seeds else ""
     below.set_xlabel(f"{ranking.column} at the end{unit}{spread}")
     return picture
 
 
 def describe_unit(run: Path, metric: str) -> str:
-    """Return the unit of a loss in brackets, such as " (nats per token)", or "" for any other metric."""
+    """Return a loss's unit with a leading blank, such as " (nats per token)"; return "" for any other metric."""
     data = read_run_facts(run).get("data") or {}
     return f" (nats per {'image' if 'classes' in data else 'token'})" if metric.endswith("loss") else ""
 
 
 def describe_sweep(comparison: Comparison) -> str:
-    """Return a title with the settings that differ, their values if they are few, and the number of seeds."""
+    """Return a title for the plot of a sweep, with the settings that differ and the number of seeds.
+
+    The values of a setting are listed if there are few of them.
+    """
     seeds = {entry.settings["seed"] for entry in comparison.entries if "seed" in entry.settings}
     seed_text = [f"{len(seeds)} seeds"] if len(seeds) > 1 else []
     names = short_keys(comparison.keys)
     setting_texts = [
         f"{name} {_format_values(comparison.values(key))}" for name, key in zip(names, comparison.keys, strict=True)
     ]
-    title = " × ".join([*setting_texts, *seed_text])
-    return (title if len(title) <= TITLE_LENGTH else " × ".join([*names, *seed_text])) or comparison.entries[0].run.name
+    varied = [*comparison.keys, *["seed"] * len(seed_text)]
+    combinations = {tuple(entry.settings.get(key) for key in varied) for entry in comparison.entries}
+    is_product = len(combinations) == math.prod(len(comparison.values(key)) for key in varied)
+    between = " × " if is_product else "; "
+    title = between.join([*setting_texts, *seed_text])
+    title = title if len(title) <= TITLE_LENGTH else between.join([*names, *seed_text])
+    return title or comparison.entries[0].run.name
 
 
 def format_mean(mean: float, deviation: float | None) -> str:
-    """Format `mean ± deviation`, both with the decimals that give the deviation two significant digits."""
-    if not deviation:
-        return f"{mean:.5g}"
+    """Format the text `mean ± deviation`.
+
+    The deviation has two significant digits, and the mean has as many decimals as the deviation.
+    """
+    if not deviation or max(abs(mean), deviation) >= 1e7:
+        return f"{mean:.5g}" + (f" ± {deviation:.2g}" if deviation else "")
     decimals = max(1 - math.floor(math.log10(deviation)), 0)
     return f"{mean:.{decimals}f} ± {deviation:.{decimals}f}"
 
@@ -155,7 +166,11 @@ def _format_values(values: Sequence[str]) -> str:
 
 
 def _footer(comparison: Comparison, source: str, total: int) -> str:
-    """Return the line below the title: settings that all runs share, and notes about omitted runs."""
+    """Return the line below the title.
+
+    It names the directories of the runs and the settings that all runs share. It also has notes, for example on omitted
+    runs.
+    """
     runs = [entry.run for entry in comparison.entries]
     parts = [source, pluralise(total, "run")]
     if len(runs) < total:
@@ -174,20 +189,23 @@ def _footer(comparison: Comparison, source: str, total: int) -> str:
 
 
 def _read_curve(history: History, column: str) -> Steps:
-    """Return the values of the metric by step; a training loss is averaged over bins of steps."""
+    """Return the values of the metric by step. Training losses are averaged over bins of steps."""
     curve = history.held_out_curve(column.removeprefix("held-out "))
     steps, values = average_bins(history.curve("loss"), CURVE_POINTS) if column == TRAIN else curve
     return dict(zip(steps.round().astype(int).tolist(), values.tolist(), strict=True))
 
 
 def _average(curves: Sequence[Steps]) -> Steps:
-    """Return the mean of the curves by step, at the steps that all curves have."""
+    """Return the mean of the curves at each step that all curves have."""
     common = set.intersection(*(set(curve) for curve in curves)) if curves else set()
     return {at: statistics.fmean(curve[at] for curve in curves) for at in sorted(common)}
 
 
 def _limits(lines: Sequence[Line], column: str) -> tuple[float, float]:
-    """Return the lowest and highest value to show; the range excludes losses far above all initial losses."""
+    """Return the lowest and highest value to show.
+
+    Losses that are far above the initial losses of all runs are not shown.
+    """
     all_values = [value for line in lines for value in line.values]
     if not all_values:  # no run recorded events
         return -math.inf, math.inf
@@ -237,8 +255,8 @@ def _draw_ends(
 ) -> None:
     """Draw a row for the final metric of each `named` point, the best at the top.
 
-    A row shows the values of the seeds, their mean and standard deviation, and the settings. Below, one more row shows
-    the range of all points of `rest`, and another names the runs in `stopped`, which did not complete.
+    A row shows the final metric for each seed, their mean and standard deviation, and the settings. One more row shows
+    the range of all points of `rest`. Another row names the runs in `stopped`, which did not complete.
     """
     axes.grid(visible=False)
     axes.grid(axis="x")
@@ -268,8 +286,9 @@ def _draw_ends(
         states = ", ".join(f"{number} {state}" for state, number in Counter(e.run.state for e in stopped).items())
         text = states if len(stopped) > 1 else f"{stopped[0].run.state} at step {stopped[0].run.steps or 0}"
         axes.text(1.01, len(labels), text, transform=axes.get_yaxis_transform(), fontsize=LABEL, va="center")
-        label = comparison.label(stopped[0], brief=True)
-        labels.append(f"× {fit_text(label, 44)}" if label and len(stopped) == 1 else "× did not complete")
+        settings = [comparison.label(entry, brief=True).split("  ") for entry in stopped]
+        shared = "  ".join(text for text in settings[0] if all(text in texts for texts in settings))
+        labels.append(f"× {fit_text(shared, 44)}" if shared else "× did not complete")
     axes.set_yticks(range(len(labels)), labels)
     for rank, label in enumerate(axes.get_yticklabels()):
         label.set_color(GREY if rest and rank == len(named) else INK)  # not the point's: some are too pale in print

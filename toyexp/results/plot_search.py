@@ -27,7 +27,7 @@ RASTER_TRIALS = 500  # with more trials, an SVG contains the dots as a bitmap
 
 @dataclass(frozen=True)
 class Trial:
-    """A trial of a search: the tried values by setting, and the resulting score."""
+    """A trial of a search: a value for each searched setting, and the score that the trial reached."""
 
     number: int
     values: Mapping[str, Any]
@@ -75,6 +75,17 @@ class Search:
         keys = list(dict.fromkeys(key for trial in self.trials for key in trial.values))
         return sorted(keys, key=lambda key: -self.importances.get(key, 0.0))
 
+    def slots(self, key: str) -> list[str]:
+        """Return the values of a setting if the plot gives each value a place on the axis, as for categories.
+
+        Return [] if the axis is numeric. Numbers are shown like categories if most trials repeat the number of another
+        trial, which means that the numbers were chosen from a list.
+        """
+        values = [trial.values[key] for trial in self.trials if key in trial.values]
+        are_numbers = all(matches_type(value, float | int) for value in values)
+        names = list(dict.fromkeys(map(format_value, sorted(values, key=None if are_numbers else format_value))))
+        return names[:MAX_NAMES] if not are_numbers or 2 * len(names) <= len(values) else []
+
     @property
     def is_minimising(self) -> bool:
         """True if a lower metric is better."""
@@ -92,10 +103,11 @@ def draw_search(search: Search, source: str, unit: str) -> Sheet:
     best = (min if search.is_minimising else max)(completed, key=lambda trial: trial.score or 0.0)
     keys, names = search.keys[:MAX_PANELS], short_keys(search.keys)
     rows = -(-len(keys) // PANELS_PER_ROW)
-    scores = [trial.score for trial in completed if trial.score is not None]
+    scores = [trial.score for trial in search.trials if trial.score is not None]
     limits = _limits(scores, search.is_minimising)
     beyond = [score for score in scores if not limits[0] <= score <= limits[1]]
-    arrows = [f"{len(beyond)} beyond the edge (arrows), from {min(beyond):.4g} to {max(beyond):.4g}"] if beyond else []
+    side = f"above the range, up to {max(scores):.4g}" if search.is_minimising else "below the range"
+    arrows = [f"{len(beyond)} {side} (triangles)"] if beyond else []
     sheet = Sheet(0.5 + 3.2 + 2.4 * rows, _title(search), " · ".join([*_footer(search, source, keys), *arrows]),
                   [3.2] + [2.4] * rows, columns=[1] + [min(len(keys), PANELS_PER_ROW)] * rows)  # fmt: skip
     above, *panels = sheet.panels
@@ -127,15 +139,15 @@ def _footer(search: Search, source: str, keys: Sequence[str]) -> list[str]:
     parts += [f"importance unknown: {search.no_importances}"] if search.no_importances else []
     hidden_keys = [key for key in search.keys if key not in keys]
     parts += [f"not shown: {', '.join(hidden_keys)}"] if hidden_keys else []
-    has_names = any(isinstance(trial.values.get(key), str) for trial in search.trials for key in keys)
-    parts += ["equal values stand side by side, by trial"] if has_names else []
+    parts += ["equal values stand side by side, by trial"] if any(map(search.slots, keys)) else []
     return [part for part in parts if part]
 
 
 def _limits(scores: Sequence[float], falls: bool) -> tuple[float, float]:
-    """Return the lowest and highest metric to show. Trials outside are drawn at the edge.
+    """Return the lowest and highest metric to show. Trials outside these limits are drawn at the edge.
 
-    The limits leave out trials that are much worse than the better half. `falls` is True if a lower metric is better.
+    The limits leave out trials that are much worse than the better half of the trials. `falls` is True if a lower
+    metric is better.
     """
     sign = 1 if falls else -1
     costs = sorted(sign * score for score in scores)
@@ -149,14 +161,14 @@ def _limits(scores: Sequence[float], falls: bool) -> tuple[float, float]:
 def _draw_dots(axes: Any, positions: Sequence[float], trials: Sequence[Trial], limits: tuple[float, float]) -> None:
     """Draw a dot for each completed trial, and a cross for each trial that was stopped early.
 
-    Trials outside the limits are drawn at the edge, completed ones as arrows.
+    Trials outside the limits are drawn as triangles at the edge.
     """
     low, high = limits
     dots_by_style: dict[tuple[str, str, float], list[tuple[float, float]]] = {}
     for position, trial in zip(positions, trials, strict=True):
         if trial.score is not None:
             beyond = "^" if trial.score > high else "v" if trial.score < low else ""
-            style = (beyond or "o", BLUE, 20.0) if trial.is_complete else ("x", GREY, 13.0)
+            style = (beyond or "o", BLUE, 20.0) if trial.is_complete else (beyond or "x", GREY, 13.0)
             dots_by_style.setdefault(style, []).append((position, min(max(trial.score, low), high)))
     for (mark, colour, size), points in dots_by_style.items():
         x, y = zip(*points, strict=True)
@@ -188,22 +200,21 @@ def _draw_setting(
     axes: Any, search: Search, key: str, name: str, best: Trial, limits: tuple[float, float]
 ) -> None:  # fmt: skip
     trials = [trial for trial in search.trials if key in trial.values]
-    values = [trial.values[key] for trial in trials]
-    if all(matches_type(value, float | int) for value in values):
+    values, slots = [trial.values[key] for trial in trials], search.slots(key)
+    if not slots:
         if key not in search.log_keys or not set_log_scale(axes, "x", values):
             axes.locator_params(axis="x", nbins=4)
         positions = {trial.number: float(value) for trial, value in zip(trials, values, strict=True)}
     else:
-        names = sorted({format_value(value) for value in values})[:MAX_NAMES]
         # Spread equal values by trial number, so that dots do not overlap.
         positions = {
-            trial.number: names.index(format_value(value)) + 0.5 * trial.number / max(len(search.trials) - 1, 1) - 0.25
+            trial.number: slots.index(format_value(value)) + 0.5 * trial.number / max(len(search.trials) - 1, 1) - 0.25
             for trial, value in zip(trials, values, strict=True)
-            if format_value(value) in names
+            if format_value(value) in slots
         }
-        labels = [fit_text(name, 14) for name in names]
+        labels = [fit_text(text, 14) for text in slots]
         axes.set_xticks(range(len(labels)), labels, rotation=30 if sum(map(len, labels)) > 24 else 0)
-        axes.set_xlim(-0.5, len(names) - 0.5)
+        axes.set_xlim(-0.5, len(slots) - 0.5)
     shown_trials = [trial for trial in trials if trial.number in positions]
     _draw_dots(axes, [positions[trial.number] for trial in shown_trials], shown_trials, limits)
     if best.number in positions:

@@ -1,4 +1,7 @@
-"""Rank the jobs of a sweep by a metric. Jobs that differ only in their seed form a point, ranked by their mean."""
+"""Rank the jobs of a sweep by a metric.
+
+Jobs that differ only in their seed form a point. Points are ranked by the mean over their jobs.
+"""
 
 from __future__ import annotations
 
@@ -15,6 +18,7 @@ METRIC = "sweep.metric="
 DATA = ("data", "text", "tokenizer", "tokens", "images")  # names of digests; `data` decides whether data differ
 UNCOMPARED_DIGESTS = (*DATA[1:], "vocabulary")  # digests that do not separate points, since `data` covers them
 TRAIN = "smoothed train loss"  # the metric if there is no held-out data
+TOO_LARGE = 1e300  # numbers from here on count as infinite: their sums and spans would overflow
 
 
 class Scored(Protocol):
@@ -30,8 +34,8 @@ J = TypeVar("J", bound=Scored)
 
 
 def mean(values: Iterable[float | None]) -> float | None:
-    """Return the mean of the values that are not None; None if there are none."""
-    numbers = [value for value in values if value is not None]
+    """Return the mean of the values that are not None and below TOO_LARGE; None if there are none."""
+    numbers = [value for value in values if value is not None and abs(value) < TOO_LARGE]
     return statistics.fmean(numbers) if numbers else None
 
 
@@ -61,34 +65,38 @@ class Point(Generic[J]):
 
 
 def job_sources(job: Scored) -> Mapping[str, str]:
-    """Return the digests of the data and files that a job read, keyed by their subject; {} if it recorded none."""
+    """Return the digests of the data and files that a job read; {} if the job recorded none.
+
+    The keys name what was read, such as `data`.
+    """
     return job.result.get("sources") or {}
 
 
 @dataclass
 class Ranking(Generic[J]):
-    """Points of a sweep, the best first. Points without a result come last, in their original order."""
+    """Points of a sweep, the best first. Points without a result come last: first those with most steps."""
 
     column: str  # column of the summary: held-out loss, held-out accuracy, TRAIN
     points: list[Point[J]]
-    changed_sources: list[str] = field(
-        default_factory=list
-    )  # names of digests that differ between jobs with equal settings
+    changed_sources: list[str] = field(default_factory=list)  # digests that differ between jobs with equal settings
 
     @property
     def best(self) -> Point[J] | None:
-        """The best point; None if no point has a result or the data differ between points."""
+        """The best point; None if no point has a result or the points used different data."""
         return self.points[0] if self.points and self.points[0].values and not self.differing_data else None
 
     @cached_property
     def differing_data(self) -> list[str]:
-        """Names of the digests (`data`, `text`, ...) that differ between points; [] if losses are comparable."""
+        """Names of the digests (`data`, `text`, ...) that differ between points.
+
+        The list is empty if losses are comparable.
+        """
         sources = [job_sources(point.jobs[0]) for point in self.points if point.values]
         differ = [role for role in DATA if len({digests[role] for digests in sources if role in digests}) > 1]
         return differ if "data" in differ else []
 
     def notes(self) -> list[str]:
-        """Return notes about data and files that a reader of the numbers must know."""
+        """Return notes about changed or differing data and files, and about points that are equally good."""
         notes = []
         if changed := " and ".join(self.changed_sources):
             notes.append(f"{changed} changed between runs of equal settings, which form separate points")
@@ -126,7 +134,8 @@ def rank_jobs(
     """Group jobs into points and rank these by the metric that the sweep's `overrides` name.
 
     The default is the held-out loss, or the training loss if no job has a held-out loss. `seed` returns a job's seed:
-    the jobs of a point with the same seed count as one job with their mean. By default each job counts on its own.
+    jobs of a point with the same seed count as one job, whose metric is their mean. By default each job counts on its
+    own.
     """
     jobs = list(jobs)
     metric = next((word.removeprefix(METRIC) for word in reversed(overrides) if word.startswith(METRIC)), "loss")
@@ -158,14 +167,24 @@ def rank_jobs(
                 by_seed.setdefault(seed(job), []).append(job_values[job.number])
         point.values = [values[0] if len(values) == 1 else statistics.fmean(values) for values in by_seed.values()]
         point.repeats = len(job_values) - len(point.values)
-    points = sorted(points_by_words.values(), key=lambda p: (not p.values, sign * p.mean if p.values else 0.0))
-    return Ranking(column, points, [*changed_roles])
+
+    def order(point: Point[J]) -> tuple[float, ...]:
+        if point.values:
+            return 0, sign * point.mean
+        steps = max(job.result.get("steps") or 0 for job in point.jobs)
+        last = [value for job in point.jobs if (value := _value(job, column, is_last=True)) is not None]
+        return 1, -steps, min((sign * value for value in last), default=math.inf)
+
+    return Ranking(column, sorted(points_by_words.values(), key=order), [*changed_roles])
 
 
-def _value(job: Scored, column: str) -> float | None:
-    """Return a job's value in a column, such as `held-out loss`; None if it has not completed or is not finite."""
-    result: Mapping[str, Any] = job.result if job.status == "completed" else {}
+def _value(job: Scored, column: str, is_last: bool = False) -> float | None:
+    """Return a job's value in a column, such as `held-out loss`; None if there is none or it is not finite.
+
+    If the job has not completed, return its last value if `is_last` is True, and None otherwise.
+    """
+    result: Mapping[str, Any] = job.result if is_last or job.status == "completed" else {}
     name = column.removeprefix("held-out ")
     numbers = {TRAIN: result.get("train_loss"), "loss": result.get("eval_loss"), **(result.get("eval_scores") or {})}
     value = numbers.get(name)
-    return float(value) if value is not None and math.isfinite(value) else None
+    return float(value) if value is not None and abs(value) < TOO_LARGE else None

@@ -31,7 +31,7 @@ from toyexp.results.events import Curve, History, average_bins
 from toyexp.results.importance import compute_shares
 from toyexp.results.plot import draw_sheet
 from toyexp.results.plot_search import Search
-from toyexp.results.run_dirs import FINAL_STATES, find_runs, read_run, setting_values, sweep_metric
+from toyexp.results.run_dirs import COLUMNS, FINAL_STATES, find_runs, read_run, setting_values, sweep_metric
 
 MAX_CURVE_POINTS = 10_000  # points of a curve
 MAX_LOSS_POINTS = 400_000  # points of the loss curves of all runs together
@@ -55,7 +55,10 @@ def require_plotly() -> None:
 
 
 def title(paths: Sequence[str]) -> str:
-    """Return the title of the page: the compared paths, or if they are too long, the first and the number of others."""
+    """Return the title of the page, which lists the compared paths.
+
+    If the list is too long, the title has the first path and the number of other paths.
+    """
     paths = [display_path(path) for path in paths]
     return " ".join(paths) if sum(map(len, paths)) <= 80 else f"{paths[0]} and {len(paths) - 1} more"
 
@@ -76,7 +79,7 @@ def pack_library() -> str:
 
 @dataclass
 class Report:
-    """A report that can be rewritten while its runs train; unchanged runs are read from a cache."""
+    """A report that can be written again and again while its runs train. Unchanged runs are read from a cache."""
 
     title: str
     search: Search | None = None  # the runs are the trials of this search
@@ -128,7 +131,7 @@ class Report:
             "keys": comparison.keys,
             "along": comparison.linked_keys,
             "differ": {key: comparison.values(key) for key in differing_keys},
-            "scores": comparison.scores,
+            "scores": comparison.scores, "columns": COLUMNS,
             "notes": comparison.notes(),
             "importance": shares, "no_importance": why, "search": search and _search_data(search),
             "colours": {"light": COLOURS, "dark": DARK_COLOURS},
@@ -169,7 +172,10 @@ class Report:
 
 
 def report_command(entry: Entry, path: str) -> str:
-    """Return the command that repeats a run, with its typed settings or, if they are unknown, with its config.yaml."""
+    """Return the command that repeats a run.
+
+    It contains the settings that were typed for the run or, if these are unknown, the path of the run's config.yaml.
+    """
     return shlex.join(["toyexp", *(entry.facts.get("typed") or ["--config-path", path, "--config-name", "config"])])
 
 
@@ -210,7 +216,10 @@ def _history_data(history: History, most: int) -> dict[str, Any]:
 
 
 def compute_importance(comparison: Comparison) -> Importance:
-    """Return how much each setting matters for the metric: (shares by key, ""), or ({}, reason why it is unknown)."""
+    """Return a dict with the importance of each setting for the metric, and an empty text.
+
+    If the importance cannot be computed, return an empty dict and a text that says why.
+    """
     points = [point for point in comparison.ranking.points if point.values]
     settings = {key: [point.jobs[0].settings.get(key, "") for point in points] for key in comparison.keys}
     return compute_shares(settings, [point.mean for point in points])
@@ -224,9 +233,9 @@ def pack(text: str) -> str:
 
 
 def _curve(curve: Curve, most: int, smooth: int) -> dict[str, Any]:
-    """Return the data of a curve for the page: at most `most` points, and averages over `smooth` bins.
+    """Return the data of a curve for the page: at most `most` of its points, and its averages over `smooth` bins.
 
-    Steps are stored as differences, values with five digits.
+    To save space, a step is stored as the difference from the step before it, and a value is rounded to five digits.
     """
     count = len(curve[0])
     steps, values = thin_curve(*curve, most)
@@ -238,7 +247,10 @@ def _curve(curve: Curve, most: int, smooth: int) -> dict[str, Any]:
 
 
 def _clock(history: History) -> list[Sequence[float]]:
-    """Return [steps, seconds, tokens] at about 200 steps, between which the page interpolates linearly."""
+    """Return the lists [steps, seconds, tokens] with the time and the tokens at about 200 steps.
+
+    The page interpolates linearly between these steps.
+    """
     count = len(history.step)
     indices = sorted({count * i // 200 for i in range(200)} | {count - 1}) if count else []
     steps, tokens = (numbers[indices].astype(int).tolist() for numbers in (history.step, history.tokens))
@@ -246,7 +258,10 @@ def _clock(history: History) -> list[Sequence[float]]:
 
 
 def _thin_scores(curve: Curve, most: int) -> list[list[float]]:
-    """Return [steps, values] of a held-out metric. If there are more than `most`, keep every n-th and the last."""
+    """Return the lists [steps, values] of a held-out metric.
+
+    If there are more than `most` values, return only every n-th value and the last one.
+    """
     steps, values = curve
     indices = sorted({*range(0, len(steps), -(-len(steps) // most) or 1), len(steps) - 1} - {-1})
     return [steps[indices].tolist(), _round(values[indices])]
@@ -306,7 +321,7 @@ def draw_sweep(sweep: Path) -> None:
 
 
 class SweepReport:
-    """Writer of a running sweep's report. Its errors never stop the sweep."""
+    """Writer of a sweep's report while the sweep runs. An error in the writer never stops the sweep."""
 
     def __init__(self) -> None:
         self._report = Report("")

@@ -1,6 +1,6 @@
 """Find run directories and read a summary of each.
 
-Only the start and the end of long files are read, so that thousands of runs take a moment.
+Of a long file, only the start and the end are read. Thousands of runs can thus be listed in a moment.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from toyexp.base.errors import UserError, printable
 from toyexp.base.files import explain_missing, open_file, system_message
 from toyexp.base.formatting import UNZIP_PREFIX, display_path, format_value, pluralise, smooth_loss
 from toyexp.base.ownership import LOCK_FILE, SWEEP_FILE, DirectoryLocked, require_unlocked
+from toyexp.interfaces.kind import perplexity
 from toyexp.results.ranking import METRIC
 from toyexp.training.checkpoint import matches_type, read_json_or_empty, read_result
 from toyexp.training.rundir import read_settings
@@ -82,25 +83,24 @@ class Run:
 
     def value(self, key: str) -> Any:
         """Return the value of a column (a name in COLUMNS) or of a held-out metric; None if the run has none."""
+        if key == "ppl" and self.loss is not None:
+            return perplexity(self.loss)
         return getattr(self, key) if key in COLUMNS else self.scores.get(key)
 
     def plain(self) -> dict[str, Any]:
         """Return the summary as a dict that can be written as JSON."""
-        return {
-            "path": display_path(self.path),
-            **{key: getattr(self, key) for key in COLUMNS},
-            "scores": dict(self.scores),
-        }
+        columns = {key: getattr(self, key) for key in COLUMNS}
+        return {"path": display_path(self.path), **columns, "scores": dict(self.scores)}
 
 
 COLUMNS = tuple(f.name for f in fields(Run) if f.name not in ("path", "scores"))
 
 
 def find_runs(root: Path, notes: list[str] | None = None) -> Iterator[Path]:
-    """Yield the run directories in `root` and below it, sorted by name. Symbolic links below `root` are not followed.
+    """Yield `root` and the directories below it that are run directories, sorted by name.
 
-    A directory without read permission is yielded too: `read_run` reports it. If links to directories outside `root`
-    were skipped, a line about them is added to `notes`.
+    Symbolic links below `root` are not followed. A directory without read permission is yielded too, because `read_run`
+    reports it. If links to directories outside `root` were skipped, a line about them is added to `notes`.
     """
     links: list[Path] = []
 
@@ -134,10 +134,10 @@ def find_runs(root: Path, notes: list[str] | None = None) -> Iterator[Path]:
 
 
 def resolve_runs(command: str, words: Sequence[str], notes: list[str]) -> list[Path]:
-    """Return the directories of the runs that `words` name, each once.
+    """Return the directories of the runs that `words` name. Each directory is listed only once.
 
-    A word is a run, a sweep, a directory that contains runs, or a glob pattern. Raise UserError, which quotes the
-    `command`, for a word that names no run. See `find_runs` for `notes`.
+    A word is a run, a sweep, a directory that contains runs, or a glob pattern. For a word that names no run, raise
+    UserError with a message that begins with `command`. Notes about skipped links are added to `notes`.
     """
     directories: dict[Path, None] = {}
     for word in words:
@@ -159,7 +159,7 @@ def resolve_runs(command: str, words: Sequence[str], notes: list[str]) -> list[P
 
 @contextlib.contextmanager
 def unzip_archives(words: Sequence[str]) -> Iterator[list[str]]:
-    """Extract zip archives among `words`; yield the words with each archive replaced by a temporary directory.
+    """Extract the zip archives in `words`. Yield the words, but with a temporary directory in place of each archive.
 
     This directory holds the files that the commands `runs` and `compare` read. It is deleted at the end of the `with`
     block.
@@ -221,7 +221,8 @@ def read_run(path: Path) -> Run:
     """Read the summary of a run directory. Fields that are missing or unreadable stay empty."""
     unread: list[str] = []
     head = _read_head(path / "config.yaml", unread)
-    unread += [] if head or unread else ["config.yaml is missing or empty"]
+    if not unread and not re.search(r"^\w+:", head, re.MULTILINE):
+        unread.append("config.yaml holds no settings" if head else "config.yaml is missing or empty")
     choices = dict(_CHOICE.findall(head))
     settings, result = dict(_SETTING.findall(head)), read_result(path)
     first = _read_head(path / "events.jsonl", unread)
@@ -284,7 +285,10 @@ def _last_events(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def _read_state(path: Path, result: Mapping[str, Any]) -> tuple[str, str]:
-    """Return the state of a run (see Run.state) and its reason, which is "" if there is none or it is unknown."""
+    """Return the state of a run (see Run.state) and the reason for that state.
+
+    The reason is "" if there is none or if it is unknown.
+    """
     try:
         require_unlocked(path)
     except DirectoryLocked:
@@ -305,7 +309,10 @@ def _read_state(path: Path, result: Mapping[str, Any]) -> tuple[str, str]:
 
 
 def _read_head(path: Path, unread: list[str]) -> str:
-    """Return the start of a file as text, or "" if it cannot be read. If it exists, add the reason to `unread`."""
+    """Return the start of a file as text, or "" if it cannot be read.
+
+    If an existing file cannot be read, add its name and the reason to `unread`.
+    """
     try:
         with open_file(path) as file:
             return file.read(HEAD_BYTES).decode(errors="replace")
@@ -367,8 +374,8 @@ def setting_values(run: Path) -> dict[str, Any]:
 def _flatten(saved: Mapping[Any, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
     """Yield (full key, value) for each setting in nested settings.
 
-    The name of a part (model, recipe, ...) has the key of the part: `recipe`, not `recipe.name`. The key `callbacks`
-    has the list of the callbacks' names.
+    The setting with the name of a part has the key of the part: `recipe`, not `recipe.name`. The key `callbacks` has a
+    list with the names of the callbacks.
     """
     for key, value in saved.items():
         full_key = f"{prefix}{key}"

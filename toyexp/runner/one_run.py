@@ -29,7 +29,10 @@ from toyexp.training.run_config import Config, Prepared, Result
 
 
 class PreparedRun(NamedTuple):
-    """A run that is built and checked, its directory, and the checkpoint to resume. Nothing is written yet."""
+    """A run that was built and checked but has not started.
+
+    It has the path of the run's directory and, if the run is resumed, its checkpoint.
+    """
 
     prepared: Prepared
     directory: Path
@@ -87,7 +90,7 @@ def _locate_parent(composed: Composition) -> tuple[Path, str]:
 
 
 def follow(request: Request, resume: str | None = None) -> None:
-    """Join the run as a worker rank and return when it ends. Return at once on rank 0."""
+    """If this process is a worker rank, join the run and return when the run ends. On rank 0, return at once."""
     _, composed, _ = locate(request, None if resume == AUTO else resume)
     composed.build_config().engine.follow()
 
@@ -98,8 +101,8 @@ def prepare_run(
 ) -> PreparedRun:  # fmt: skip
     """Build and check the run of one configuration, with additional `callbacks`.
 
-    With `resume`, the run continues from the checkpoint in that directory. Otherwise it is a new run in `directory`, or
-    if that is None, in the directory that hydra.run.dir sets.
+    If `resume` is given, the run continues from the checkpoint in the directory `resume`. Otherwise it is a new run.
+    Its directory is `directory` or, if that is None, the one that hydra.run.dir sets.
     """
     show_status("starting the engine")
     source = composed.source
@@ -116,9 +119,10 @@ def prepare_run(
 
 
 def prepare_parts(config: Config, directory: Path, is_resumed: bool, key: str = "hydra.run.dir") -> PreparedRun:
-    """Prepare a run whose parts (model, data, engine, ...) are built: a new run, or one that resumes its checkpoint.
+    """Prepare a run from parts (model, data, engine, ...) that are built already.
 
-    Raise UserError, which names the setting `key`, if the directory of a new run is not empty.
+    The run is new, or with `is_resumed` it continues from the checkpoint in `directory`. Raise UserError, which names
+    the setting `key`, if the directory of a new run is not empty.
     """
     config.engine.follow()  # rank 0 starts the other ranks
     if is_resumed:

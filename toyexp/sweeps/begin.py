@@ -1,4 +1,4 @@
-"""Create the runner of a sweep from its command line, for a new sweep or to resume one (sweep.resume=DIR)."""
+"""Create the Runner of a sweep from a command line: of a new sweep, or of one that sweep.resume=DIR resumes."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ LAUNCHERS: dict[str, type[Launcher]] = {cls.name: cls for cls in (Serial, Proces
 
 
 def prepare_sweep(flags: Mapping[str, str], request: Request) -> Runner:
-    """Create the runner of a new sweep, or with sweep.resume=DIR of an existing one.
+    """Create the runner of a new sweep. With sweep.resume=DIR, create the runner that resumes the sweep in DIR.
 
     `flags` maps flags of the command line to their values; `request` holds the other arguments. Raise UserError for
     invalid settings.
@@ -148,7 +148,7 @@ def _is_sweep_setting(override: Any) -> bool:
 def _settings(request: Request, sweep_overrides: Sequence[Any]) -> Sweep:
     """Compose the sweep.* settings and check that the launcher supports them.
 
-    They come from `sweep_overrides` and from the experiment preset that `request` chooses.
+    The settings come from `sweep_overrides` and from the experiment preset that `request` chooses.
     """
     experiment = [o for o in request.settings if o.key_or_group == "experiment"]
     settings = replace(request, settings=[*experiment, *sweep_overrides]).compose().sweep_settings()

@@ -28,7 +28,7 @@ MAX_ROWS = 16  # running jobs with a line of their own
 class Board:
     """Status lines at the bottom of a terminal, which are redrawn while parallel jobs run.
 
-    The methods take no lock: `Watch` calls them while it holds its lock for printing.
+    The methods take no lock. Their caller, `Watch`, holds its own lock while it calls them.
     """
 
     jobs: Callable[[], Sequence[Job]]
@@ -128,7 +128,7 @@ class Board:
 
 @dataclass
 class NotebookBoard(Board):
-    """Board in a notebook: an output of the cell, which each redraw replaces."""
+    """Board in a notebook. A redraw replaces the text of the earlier board in the cell's output."""
 
     _shown: Any = None
 
@@ -148,21 +148,22 @@ class NotebookBoard(Board):
 
     @contextlib.contextmanager
     def hide(self) -> Iterator[None]:
-        """Do nothing: a notebook shows other output separately."""
+        """Do nothing, because in a notebook the board does not get in the way of other output."""
         yield
 
     def clear(self) -> None:
-        """Redraw the board; a notebook keeps its final state."""
+        """Redraw the board a last time. A notebook keeps this final board instead of removing it."""
         self.draw()
 
 
 def make_board(
     jobs: Callable[[], Sequence[Job]], ranking: Callable[[], Ranking[Job]], at_once: int, wanted: bool
 ) -> Board | None:
-    """Return the board that shows a sweep's progress, or None if the sweep should print lines instead.
+    """Return the board that shows a sweep's progress, or None if there is no board.
 
-    A notebook always has a board, a terminal only if one is `wanted`. If output is silenced, return None. `at_once` is
-    the number of parallel jobs, for the estimate of the time left.
+    In a notebook there is always a board, and in a terminal only if `wanted`. If output is silenced, there is no board.
+    `jobs` and `ranking` are functions that return the current jobs and their ranking. `at_once` is the number of
+    parallel jobs, from which the board estimates the time left.
     """
     if is_silent():
         return None

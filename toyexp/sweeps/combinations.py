@@ -1,4 +1,4 @@
-"""Sweeps on a command line: the combinations of values, and the environment variables of job processes."""
+"""Compute the combinations of values that a sweep tries, and end the process of a job when its sweep exits."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def experiment_sweep(request: Request) -> list[Override]:
 def check_unique(parsed: Sequence[Override]) -> None:
     """Raise UserError if an override with several values is followed by another override of the same key.
 
-    Without this check the last one would apply, as it does in a single run.
+    Without this check the last override would apply, as it does in a single run.
     """
     several: dict[str, Override] = {}
     for override in parsed:
@@ -73,8 +73,8 @@ def combinations(parsed: Sequence[Override]) -> list[tuple[str, ...]]:
 def sweep_values(override: Override) -> Iterator[tuple[str, Any]]:
     """Yield each value of a swept key, as an override (such as lr=0.1) and as the parsed value (0.1).
 
-    Raise UserError if the values cannot be listed (an interval, a glob, an invalid range), if one repeats, or if there
-    are none or too many.
+    Raise UserError if the values cannot be listed (an interval, a glob, an invalid range), if there are none or too
+    many, or if a value occurs twice.
     """
     from hydra.core.override_parser.types import Override, Transformer, ValueType
     from hydra.errors import HydraException

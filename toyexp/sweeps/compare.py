@@ -14,7 +14,7 @@ from typing import Any
 
 from toyexp.base.errors import UserError, escape_cell, suggest
 from toyexp.base.formatting import format_count, format_csv, format_metric, pluralise, short_keys, short_path
-from toyexp.base.tables import align_table, drop_columns, fits_terminal, wrap_lines
+from toyexp.base.tables import align_table, drop_columns, fits_terminal, name_dropped
 from toyexp.interfaces.command import Answer
 from toyexp.results.comparison import Comparison, Entry
 from toyexp.results.filters import Filter, filter_runs
@@ -27,14 +27,13 @@ from toyexp.sweeps.directory import read_sweep
 class ComparisonAnswer(Answer):
     """Result of `toyexp compare`, as plain data, as lines of text, or as CSV."""
 
-    has_head = True
     comparison: Comparison
 
     def plain(self) -> dict[str, Any]:
         """Return the comparison as a dict for JSON.
 
-        `points` lists the points (runs that differ only in their seed), the best first. `differ` maps each key that
-        differs to its values.
+        The key `points` has a list of the points (runs that differ only in their seed), the best first. The key
+        `differ` has a dict that maps each setting that differs between runs to its different values.
         """
         comparison = self.comparison
         best, points = comparison.ranking.best, []
@@ -52,7 +51,7 @@ class ComparisonAnswer(Answer):
     def lines(self) -> list[str]:
         """Return a table with a row for each point (a group of runs that differ only in their seed).
 
-        Below the table are the number of runs, the settings that are not columns but differ, and notes.
+        Below the table are the number of runs, notes, and the settings that differ between runs but have no column.
         """
         comparison = self.comparison
         ranking = comparison.ranking
@@ -67,8 +66,7 @@ class ComparisonAnswer(Answer):
         lines = align_table(table, {"runs", self._steps_head, *other_heads, "speed"})
         points = f" in {pluralise(len(ranking.points), 'point')}"
         points = "" if len(ranking.points) == len(comparison.entries) else points
-        omitted = f"columns left out to fit the terminal: {', '.join(dropped_heads)}; --csv has all"
-        below = [omitted] if dropped_heads else []
+        below = name_dropped(dropped_heads, "; --csv has all")
         below.append(f"{pluralise(len(comparison.entries), 'run')}{points}")
         if ranking.has_seeds:
             below[-1] += "; mean ± standard deviation (over n-1) of the completed runs"
@@ -79,11 +77,14 @@ class ComparisonAnswer(Answer):
         other_keys = [key for key in comparison.other_keys if key not in ("seed", "name")]
         below += [f"also differ, but do not form separate points: {', '.join(other_keys)}"] if other_keys else []
         below += [f"note: {note}" for note in comparison.notes()]
-        return [*lines, "", *wrap_lines([escape_cell(line) for line in below])]
+        return [*lines, "", *map(escape_cell, below)]
 
     @property
     def _steps_head(self) -> str:
-        """Header of the column with the number of steps; it differs from the key `steps`, which may be a column too."""
+        """Header of the column with the number of trained steps.
+
+        It is "steps taken" if the setting `steps` has a column too, otherwise "steps".
+        """
         return "steps taken" if "steps" in self.comparison.keys else "steps"
 
     def _row(self, point: Point[Entry], scores: list[str]) -> list[str]:
@@ -103,7 +104,10 @@ class ComparisonAnswer(Answer):
         return [*cells, counts, steps_text, str(point), *map(format_metric, other_means), speed_text, mark]
 
     def csv(self) -> str:
-        """Return CSV with a row for each run, the runs of the best point first."""
+        """Return CSV with a row for each run.
+
+        Rows are sorted by the mean of the metric over the runs that differ only in their seed, the best first.
+        """
         comparison = self.comparison
         heads = ["run", "name", *comparison.keys, "seed", "state", self._steps_head, "held-out loss",
                  *(f"held-out {n}" for n in comparison.scores), TRAIN, "seconds", "speed", "counted",
@@ -126,8 +130,9 @@ def compare_runs(
 ) -> ComparisonAnswer:
     """Compare the runs in `directories` (directories of runs or sweeps) that match the filters.
 
-    `metric` ranks the runs; if it is None, the sweep's metric does. With `pool`, runs with equal settings form one
-    point even if their directories or names differ. Raise UserError if no run matches or has the metric.
+    `metric` is the name of the metric that ranks the runs; None stands for the sweep's metric. With `pool`, runs with
+    equal settings form one point even if their directories or names differ. Raise UserError if no run matches or has
+    the metric.
     """
     paths = resolve_runs("compare", directories, notes := list[str]())
     runs = filter_runs([read_run(path) for path in paths], filters, notes)

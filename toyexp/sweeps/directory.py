@@ -16,7 +16,7 @@ from typing import Any
 
 from toyexp.base.errors import ToyexpError, UserError, printable
 from toyexp.base.files import explain_missing, system_message
-from toyexp.base.formatting import format_csv, short_path
+from toyexp.base.formatting import format_csv, format_metric, short_path
 from toyexp.base.ownership import (
     LOCK_FILE,
     SWEEP_FILE,
@@ -116,9 +116,9 @@ class Job:
         return " ".join(self.overrides)
 
     def difference(self, result: Mapping[str, Any]) -> str:
-        """Compare `result`, read again from the run, with the recorded result.
+        """Compare `result`, which was read from the run directory again, with the result that this job recorded.
 
-        Return a text about the first value that differs, or "" if none does.
+        Return a text about the first value that differs, or "" if all are equal.
         """
         differ = [name for name, value in self.result.items() if result.get(name) != value]
         return "; ".join(f"{k} was {self.result[k]} and is {printable(str(result.get(k)))}" for k in differ[:1])
@@ -146,7 +146,7 @@ def _valid_numbers(result: Mapping[str, Any]) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class LaunchSpec:
-    """Everything that is needed to start a job, here or on another machine that shares the file system."""
+    """Data that is needed to start a job on this machine, or on another one that shares the file system."""
 
     directory: Path
     log: Path
@@ -159,7 +159,7 @@ class LaunchSpec:
     is_stack: bool = False  # whether the process trains several jobs, which check their own directories
 
     def args(self) -> Sequence[str]:
-        """Return the arguments of the job's process, which start its run or resume it from a checkpoint.
+        """Return the command-line arguments of the job's process: those that start its run, or those that resume it.
 
         Raise UserError if the run has to start anew but its directory holds other files.
         """
@@ -180,8 +180,8 @@ class LaunchSpec:
 def prepare_resume(directory: Path) -> bool:
     """Return True if a run directory has a checkpoint to resume.
 
-    Otherwise return False, and rename an existing directory so that the run can start again under its path. Raise
-    UserError if another process uses it.
+    If it has none, return False. In this case, an existing directory is renamed, so that the run can start again under
+    its path. Raise UserError if another process uses the directory.
     """
     if not directory.is_dir():
         return False
@@ -195,9 +195,9 @@ def prepare_resume(directory: Path) -> bool:
 class SweepDir:
     """Directory of one sweep: sweep.json, summary.csv, summary.md, logs/, and a run directory for each job.
 
-    `spec` holds the data that resuming the sweep needs: the flags (`flags`), the settings of all jobs (`settings`), the
-    sweep.* settings (`sweep`), the directory in which the sweep was started (`cwd`), and the value ranges of a search
-    (`space`).
+    `spec` holds the data that resuming the sweep needs: the flags (`flags`), the settings that all jobs share
+    (`settings`), the sweep.* settings (`sweep`), the directory in which the sweep was started (`cwd`), and the value
+    ranges of a search (`space`).
     """
 
     def __init__(self, path: Path, jobs: list[Job], spec: Mapping[str, Any], locked: int | None = None):
@@ -256,7 +256,7 @@ class SweepDir:
         os.close(self._lock)
 
     def run_dir(self, job: Job) -> Path:
-        """Return a job's run directory. `job.directory` must be set, that is, the job's configuration was composed."""
+        """Return a job's run directory. The job must have one already (`job.directory` is not None)."""
         assert job.directory is not None
         return self.path / job.directory
 
@@ -273,20 +273,23 @@ class SweepDir:
         return LaunchSpec(directory, self.log_path(job), start, resume, job.attempts > (job.status == Status.RUNNING))
 
     def mark_running(self, jobs: Sequence[Job]) -> None:
-        """Set the status of jobs to running, count the attempt of each, and record this in the journal."""
+        """Set the status of jobs to running, and add 1 to the number of attempts of each job.
+
+        Write these changes to the journal.
+        """
         for job in jobs:
             job.status, job.attempts = Status.RUNNING, job.attempts + 1
         self.record(jobs)
 
     def rank(self) -> Ranking[Job]:
-        """Return the jobs ranked by the metric, the best first."""
+        """Return the jobs ranked by the sweep's metric, the best first."""
         return rank_jobs(self.jobs, self.spec["sweep"])
 
     def record(self, jobs: Sequence[Job]) -> None:
         """Append the current state of these jobs to the journal, then rewrite sweep.json and the summaries.
 
-        With many jobs, the rewrite is delayed. The entry of a job that starts is flushed to the disk before the job
-        runs. The entry of a job that ends is not flushed, since the run directory records its end too.
+        If the sweep has many jobs, the files are rewritten later. When a job starts, its state is flushed to the disk
+        before the job runs. When a job ends, its state is not flushed, since the run directory records the end too.
         """
         with self._writing:
             with self._warn_unwritten():
@@ -335,7 +338,10 @@ class SweepDir:
 
     @contextlib.contextmanager
     def _warn_unwritten(self, name: str = SWEEP_FILE) -> Iterator[None]:
-        """Log an error of writing a file as a warning, once for each reason, and retry the write later."""
+        """Log a warning instead of raising an error if the `with` block cannot write the file `name`.
+
+        Errors with the same reason are logged only once. The sweep tries to write the file again later.
+        """
         try:
             yield
         except (OSError, UserError) as error:
@@ -351,7 +357,10 @@ def shared_args(spec: Mapping[str, Any]) -> list[str]:
 
 
 def _sweep_json(spec: Mapping[str, Any], jobs: Sequence[Job]) -> str:
-    """Return the text of sweep.json with one line for each job: indented JSON is slow for 100,000 jobs."""
+    """Return the text of sweep.json, with one line for each job.
+
+    Indented JSON would be slow for 100,000 jobs.
+    """
     lines = ",\n".join(f"  {dump_json(vars(job))}" for job in jobs)
     return dump_json(spec, indent=1).removesuffix("\n}") + f',\n "jobs": [\n{lines}\n ]\n}}\n'
 
@@ -413,7 +422,7 @@ def _job(number: int, entry: Mapping[str, Any]) -> Job:
     if path.is_absolute() or ".." in path.parts:
         raise ValueError(f"job {number} has a directory outside of the sweep: {job.directory}")
     if job.number != number:
-        raise ValueError(f"job {number} has number {job.number}")
+        raise ValueError(f"the entry of job {number} has the number {job.number}")
     return job
 
 
@@ -468,8 +477,9 @@ def summary_rows(jobs: Sequence[Job], where: Callable[[Job], str], ranking: Rank
     """Return the table of summary.csv: a header, then a row for each job, the best first.
 
     A row holds the job's overrides, status, steps, losses, metrics, run directory (as `where` returns it) and error.
-    The last columns describe the job together with all jobs that differ from it only in their seed: how many completed,
-    mean and standard deviation (over n-1) of the metric, and whether these jobs are the best.
+    Its last columns describe a group: this job and all jobs that differ from it only in their seed. They hold the
+    number of completed jobs in the group, the mean and the standard deviation (over n-1) of the metric, and "best" for
+    the best group.
     """
     keys = list(dict.fromkeys(_key(word) for job in jobs for word in job.overrides))
     names = score_names(jobs)
@@ -481,14 +491,17 @@ def summary_rows(jobs: Sequence[Job], where: Callable[[Job], str], ranking: Rank
         table.append([str(job.number), *(values.get(key, "") for key in keys), job_state(job),
                       *number_cells(job, names, ""),
                       *(job_sources(job).get(role, "")[:8] for role in ranking.changed_sources),
-                      _format_number(job.result.get("seconds"), ".1f", ""), where(job), job.error or "",
-                      str(len(point.values)), _format_number(point.mean if point.values else None, ".6f", ""),
-                      _format_number(point.deviation, ".6f", ""), "best" if point is ranking.best else ""])  # fmt: skip
+                      format_metric(job.result.get("seconds"), 1, ""), where(job), job.error or "",
+                      str(len(point.values)), format_metric(point.mean, 6, ""),
+                      format_metric(point.deviation, 6, ""), "best" if point is ranking.best else ""])  # fmt: skip
     return table
 
 
 def job_state(job: Job) -> str:
-    """Return the text for a job's status in tables, which is "diverged" for a completed job whose loss diverged."""
+    """Return the text that tables show for a job's status.
+
+    A completed job whose loss diverged has the text "diverged".
+    """
     return "diverged" if job.status == Status.COMPLETED and job.result.get("diverged") else str(job.status)
 
 
@@ -502,13 +515,9 @@ def number_cells(job: Job, names: Sequence[str], none: str) -> list[str]:
 
     The cell of a missing value is the text `none`.
     """
-    result = job.result
+    result, steps = job.result, job.result.get("steps")
     values = [result.get("train_loss"), result.get("eval_loss"), *map((result.get("eval_scores") or {}).get, names)]
-    return [_format_number(result.get("steps"), "d", none), *(_format_number(value, ".4f", none) for value in values)]
-
-
-def _format_number(value: Any, form: str, none: str) -> str:
-    return none if value is None else format(value, form)
+    return [none if steps is None else str(steps), *(format_metric(value, none=none) for value in values)]
 
 
 def _key(word: str) -> str:

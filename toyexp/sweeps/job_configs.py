@@ -115,10 +115,10 @@ class JobConfigs:
         return composed, False
 
     def other_run(self, job: Job, run: Path) -> str:
-        """Compare a job with the run in the directory `run`. Return a text about one setting that differs.
+        """Compare a job's settings with those of the run in the directory `run`. Return a text about one that differs.
 
-        Return "" if none differs or if the settings of either cannot be read. Only keys on the command line, swept
-        keys, and the keys in COMPARED are compared.
+        Return "" if no setting differs, or if the settings of the job or of the run cannot be read. Only keys on the
+        command line, swept keys, and the keys in COMPARED are compared.
         """
         with contextlib.suppress(UserError):  # a configuration error is reported when the job starts
             saved, overrides = read_settings(run / "config.yaml"), [*self.request.settings, *parse(job.overrides)]
@@ -141,7 +141,10 @@ class JobConfigs:
         return auto if engine == AUTO else engine.gpus() if isinstance(engine, Engine) else 0
 
     def cores(self, job: Job) -> int:
-        """Return how many CPU cores a job uses at least; 0 if it computes, or may compute, on a GPU."""
+        """Return the minimum number of CPU cores that a job uses.
+
+        Return 0 if the job computes on a GPU, or may do so.
+        """
         engine = self._engine(job)
         if engine == AUTO:
             return 0 if visible_gpus() or sys.platform == "darwin" else 1
@@ -152,8 +155,8 @@ class JobConfigs:
     def can_stack(self, job: Job) -> bool:
         """Return True if a job can probably train in a stack (several jobs as one program) on a GPU.
 
-        That needs an engine that supports stacks, and a small model. Only settings are used here. Before training, the
-        engine may still find that the job cannot be stacked.
+        That needs an engine that supports stacks, and a small model. This method looks only at the settings. Before
+        training, the engine may still find that the job cannot be stacked.
         """
         engine = self._engine(job)
         cls = self._auto_gpu() if engine == AUTO else type(engine)
@@ -177,7 +180,7 @@ class JobConfigs:
         )
 
     def processes(self, job: Job) -> int:
-        """Return the number of processes of the job that compute on the CPU."""
+        """Return how many processes of the job compute on the CPU."""
         engine = self._engine(job)
         return engine.processes() if isinstance(engine, Engine) else 1
 
@@ -202,7 +205,7 @@ class JobConfigs:
         return cast("Model", create_part(cls, apply_types(cls, cfg.model, "model")))
 
     def _load_base_model(self, composed: Composition) -> Composition:
-        """Return the configuration with the model settings that the recipe's base model determines.
+        """Return a copy of the configuration, with the model settings replaced by those of the recipe's base model.
 
         If the recipe has no base model, return the configuration unchanged.
         """
@@ -322,7 +325,7 @@ def require_distinct_directories(jobs: Sequence[Job], configs: JobConfigs) -> No
 
 
 def _single_changes(jobs: Sequence[Job]) -> Iterator[Job]:
-    """Return the first job and the jobs that differ from it in one value."""
+    """Yield the first job and every job that differs from the first one in a single value."""
     return (job for job in jobs if sum(_differing(jobs[0], job)) <= 1)
 
 
@@ -331,7 +334,7 @@ def _differing(first: Job, job: Job) -> tuple[bool, ...]:
 
 
 class JobDirectories:
-    """Assignment of a sweep's directories to its jobs."""
+    """Record of the run directories of a sweep's jobs. No two jobs may have the same directory."""
 
     def __init__(self, jobs: Iterable[Job]):
         self._owners = {job.directory: job for job in jobs if job.directory is not None}

@@ -21,14 +21,17 @@ SHARE = 0.05  # maximum share of the time that throttled callbacks take
 
 
 class Throttle:
-    """Limit on how often a callback runs: after every job, but with more than 50 jobs at most 5 % of the time."""
+    """Limit on how often a callback runs.
+
+    With at most 50 jobs, the callback runs after every job. With more jobs, it takes at most 5 % of the time.
+    """
 
     def __init__(self, do: Callable[[], None]):
         self._do, self._next = do, 0.0
         self.is_pending = False  # a call was requested and has not run
 
     def request(self, jobs: int) -> float:
-        """Run the callback and return 0. If it may not run yet, return the seconds until it may.
+        """Run the callback and return 0. If the callback may not run yet, return the seconds until it may.
 
         `jobs` is the sweep's number of jobs; with at most FEW jobs, the callback always runs.
         """
@@ -87,5 +90,5 @@ class Journal:
             if not isinstance(entry, Mapping) or not isinstance(number := entry["number"], int):
                 raise ValueError(f"{JOURNAL} holds an entry that is not a job")
             if not 0 <= number <= len(entries):
-                raise ValueError(f"{JOURNAL} holds job {number} of {len(entries)}")
+                raise ValueError(f"{JOURNAL} holds job {number}, but the sweep has {len(entries)} jobs")
             entries[number : number + 1] = [entry]

@@ -1,4 +1,4 @@
-"""Run a sweep: a source yields jobs, a launcher runs them, and the sweep's directory records how they end."""
+"""Run a sweep: a JobSource yields its jobs, a launcher runs them, and the sweep's directory records how they end."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class SweepRequest:
 
 
 class Runner:
-    """Runner of one sweep, from the checks before the first job to the summary at the end."""
+    """Runner of one sweep. It checks the jobs before the first one starts, runs them, and prints a summary."""
 
     def __init__(
         self,
@@ -152,7 +152,7 @@ class Runner:
     def prepare(self) -> bool:
         """Start the fork server, and check every value of every swept key before the first job starts.
 
-        Record jobs with an invalid value as ended. Return True if there are any.
+        Record jobs with an invalid value as ended. Return True if there are such jobs.
         """
         self.launcher.preload(shared_args(self.request.spec), self._stop)
         errors = self.source.check(self.configs, self.folder is None)
@@ -161,9 +161,9 @@ class Runner:
         return bool(errors)
 
     def _open(self) -> SweepDir | None:
-        """Create or open the sweep's directory. The configuration of the first valid job gives the path of a new one.
+        """Create or open the sweep's directory.
 
-        Return None if no job is valid.
+        The path of a new directory comes from the configuration of the first valid job. Return None if no job is valid.
         """
         if is_new := self.folder is None:
             if self.source.probe:
@@ -194,9 +194,9 @@ class Runner:
                 yield job
 
     def _assign_directory(self, job: Job) -> bool:
-        """Assign a run directory to a job. If the job has a directory, check that it does not hold another run.
+        """Assign a run directory to a job. If the job has a directory already, check that it does not hold another run.
 
-        Return False if either fails; the job is then recorded as ended.
+        Return True if the directory can be used. Otherwise record the job as ended, with the error, and return False.
         """
         if job.directory is not None and self.folder:
             run = self.folder.run_dir(job)
@@ -242,7 +242,10 @@ class Runner:
                 self._stop.end()
 
     def _details(self, job: Job) -> str:
-        """Return text to append to a job's error: the exit code and the path of its log, if not named there."""
+        """Return text to append to a job's error: the exit code, and the path of the job's log.
+
+        Leave out the exit code or the path if the error message contains it already.
+        """
         if self.folder is None or job.directory is None or job.code is None:
             return ""
         logs = [path for path in (self.folder.run_dir(job) / "log.txt", self.folder.log_path(job)) if path.exists()]
@@ -259,16 +262,19 @@ class Runner:
         return self.folder.rank() if self.folder else rank_jobs(self.source.jobs)
 
     def _update_report(self, last: bool) -> None:
-        """Update report.html after a job has ended; `last` marks the final update. A sweep of one job has no report."""
+        """Update report.html after a job has ended.
+
+        `last` is True for the final update. A sweep of one job has no report.
+        """
         several = len(self.source.jobs) > 1
-        if self.folder and self.request.settings.report and several and not self._stop.number:
+        if self.folder and self.request.settings.report and several and (last or not self._stop.number):
             self._report_page(self.folder.path, last)
 
     def _summarise(self) -> int:
         """Print the table of jobs and the command that resumes the sweep; return the exit code.
 
-        The code is 0 if all jobs succeeded, 2 if all others have invalid settings or have not started, 128 plus the
-        signal's number after a signal, and otherwise 1.
+        After a signal, the code is 128 plus the signal's number. Otherwise it is 0 if all jobs succeeded. It is 2 if
+        every job that did not succeed has invalid settings or has not started, and 1 in all other cases.
         """
         jobs, folder = self.source.jobs, self.folder
         statuses = {job.status for job in jobs}

@@ -1,4 +1,4 @@
-"""Sources of a sweep's jobs. A source yields jobs one by one; each may depend on jobs that have ended."""
+"""Sources of a sweep's jobs. A source yields jobs one by one. A search chooses a job by the results of earlier jobs."""
 
 from __future__ import annotations
 
@@ -53,7 +53,10 @@ class JobSource:
             print_line(f"sweep   {short_path(folder.path)}, {len(self.jobs)} job{many}")
 
     def peek(self) -> Job | None:
-        """Return the next job without removing it, or None if no job is left or a search has not chosen it yet."""
+        """Return the next job without removing it.
+
+        Return None if no job is left, or if the search has not chosen the next job yet.
+        """
         return next(iter(self._remaining.values()), None)
 
     def next(self) -> Job | None:
@@ -86,4 +89,4 @@ class JobSource:
         return f"{count} of {len(self.jobs)} jobs are completed", any(job.status in UNFINISHED for job in self.jobs)
 
     def summarise(self, folder: SweepDir) -> None:
-        """Print and save the results of a search; other sweeps have nothing besides the table of jobs."""
+        """Print and save the results of a search. For other sweeps do nothing, because the table of jobs is enough."""

@@ -1,4 +1,4 @@
-"""Show a sweep's progress in the terminal: launchers report here what jobs print."""
+"""Show a sweep's progress in the terminal. Launchers pass the lines that jobs print to a `Watch`."""
 
 from __future__ import annotations
 
@@ -40,7 +40,10 @@ class Watch:
         return replace(self.folder.launch_spec(job), environment=self._environment(job))
 
     def begin(self, jobs: Sequence[Job], shown: bool = True) -> None:
-        """Record that jobs start and, if `shown`, print it. A launcher calls this before it starts them."""
+        """Record that jobs start. If `shown`, show them on the board or print a line for each.
+
+        A launcher calls this method before it starts the jobs.
+        """
         self.folder.mark_running(jobs)
         for job in jobs if shown else ():
             if self.board:
@@ -61,7 +64,10 @@ class Watch:
             self.say(line if self._alone or job is None else f"[{job.number}] {line}", stream)
 
     def end(self, job: Job) -> None:
-        """Remove a job from the board. Print its result if it succeeded and nothing else shows its result."""
+        """Remove a job from the board, and print a line with its result if the job was successful.
+
+        Print no line if the job's own output or the board of a notebook shows the result.
+        """
         if self.board:
             with self._printing:
                 self.board.end(job)

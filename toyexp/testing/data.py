@@ -24,7 +24,7 @@ OPEN_FILES = Path("/proc/self/fd"), Path("/proc/self/map_files")  # files that a
 
 
 class DataSuite(PluginSuite):
-    """Conformance suite of a data plugin: set `data`, and the attributes below whose defaults do not fit."""
+    """Conformance suite of a data plugin: set `data`, and each attribute below whose default does not fit the data."""
 
     kind, part = "data", "data"
     data: Data
@@ -43,11 +43,11 @@ class DataSuite(PluginSuite):
         return self.open_dataset().batches(self.context, self.rows, seed)
 
     def test_opening_twice_gives_equal_data(self) -> None:
-        """The description of the dataset, with its sizes and digest, is the same if it is opened again."""
+        """The description of the dataset, with its sizes and digest, is the same when the dataset is opened again."""
         assert self.open_dataset().describe() == self.open_dataset().describe()
 
     def test_its_description_is_plain_data_and_constant(self) -> None:
-        """Descriptions are valid JSON, and making batches does not change them."""
+        """The dataset's descriptions are valid JSON, and making batches does not change them."""
         dataset = self.open_dataset()
         descriptions = [json.dumps((dataset.describe(), list(dataset.omissions()), dataset.remarks()), allow_nan=False)]
         for context in (self.context, self.context + 1):
@@ -58,7 +58,7 @@ class DataSuite(PluginSuite):
         assert descriptions == descriptions[:1] * 3
 
     def test_omitted_data_is_reported(self) -> None:
-        """Notes about data that is left out are single lines, and `expected_words` occur in them."""
+        """Each note about omitted data is a single line, and the notes contain all words in `expected_words`."""
         dataset = self.open_dataset()
         omissions = [*dataset.omissions(), *dataset.batches(self.context, self.rows, 0).omissions]
         assert all(text and "\n" not in text for text in omissions)
@@ -124,7 +124,10 @@ class DataSuite(PluginSuite):
 
 
 def fingerprint(data: Data, context: int, rows: int) -> str:
-    """Return a digest (SHA-256) of the dataset's descriptions and some of its batches, to compare two processes."""
+    """Return a SHA-256 digest of the dataset's descriptions and some of its batches.
+
+    Two processes that read equal data get equal digests.
+    """
     data.check()
     dataset = data.open(None)
     batches = dataset.batches(context, rows, 3)

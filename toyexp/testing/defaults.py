@@ -1,4 +1,4 @@
-"""Build conformance suites for plugin classes, which `toyexp plugins --check` tests with their default settings."""
+"""Build conformance suites for plugin classes with their default settings, for `toyexp plugins --check`."""
 
 from __future__ import annotations
 
@@ -33,16 +33,19 @@ VOCAB = 257
 
 @dataclass(frozen=True)
 class SuiteParts:
-    """Installed parts of other kinds (engines, models, data), which the tested part is combined with."""
+    """Installed engines, models and data for the test of a plugin of another kind.
+
+    For example, a recipe needs a model and data.
+    """
 
     engines: Sequence[Engine]  # engines that work on this machine; an optimiser runs on the first, a model on all
     models: Sequence[type[Model]]  # a recipe is tested with one of them, a format with some
     data: Sequence[type[Data]]  # used for kinds of data other than tokens and images
 
     def dataset(self, kind: Kind) -> Dataset:
-        """Return tiny data of a kind: built-in tokens or images, otherwise that of the first data plugin that opens.
+        """Return tiny data of a kind: built-in data for tokens and images, otherwise data of a plugin.
 
-        Raise UserError if no data of this kind opens with its defaults.
+        Use the first data plugin of this kind that opens with its default settings. Raise UserError if there is none.
         """
         if kind in (TOKENS, IMAGES):
             return tiny_data(kind, VOCAB)

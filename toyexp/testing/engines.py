@@ -30,7 +30,7 @@ def _values(plan: Plan) -> dict[str, np.ndarray]:
 
 
 class EngineNumbers(PluginSuite):
-    """The tests of EngineSuite that check numbers, which depend on the device's kernels.
+    """Tests of the numbers that an engine computes, which depend on the device's kernels.
 
     Set `engine`, and larger tolerances if the device rounds more than float32. pytest skips the class if the engine's
     device is not available.
@@ -65,14 +65,14 @@ class EngineNumbers(PluginSuite):
 
     @property
     def rows(self) -> int:
-        """Number of rows of a micro-batch, such that the engine's devices get equal shares."""
+        """Number of rows of a micro-batch that the engine can split equally among its devices."""
         return case_rows(self.engine)
 
     def op_plan(self, case: str, adapter: str | None = None, **changes: object) -> Plan:
-        """Return the plan of a model that consists of one op, `case`, with a number of rows that suits the engine.
+        """Return the plan of a model that consists of the op `case`, with a number of rows that the engine accepts.
 
-        `adapter` adds an adapter: "lora" a LoRA pair, "lens" a matrix that maps a narrower embedding to the model's
-        width. `changes` are fields of the plan.
+        `adapter` selects an adapter to add: "lora" for a LoRA pair, or "lens" for a matrix that maps a narrower
+        embedding to the model's width. `changes` are fields of the plan.
         """
         return op_plan(case, adapter, **{"rows": self.rows, **changes})
 
@@ -82,7 +82,7 @@ class EngineNumbers(PluginSuite):
 
     @pytest.mark.parametrize(("case", "adapter"), [*((c, None) for c in CASES), *ADAPTED])
     def test_op_computes_what_its_definition_says(self, case: str, adapter: str | None) -> None:
-        """Logits and loss equal the float64 reference."""
+        """Logits and loss equal those of the float64 reference."""
         plan, batch = self.op_plan(case, adapter), self.op_batch(case=case)
         expected = reference_logits(plan, _values(plan), batch)
         with self.build_session(plan) as session:
@@ -91,7 +91,7 @@ class EngineNumbers(PluginSuite):
 
     @pytest.mark.parametrize(("case", "adapter"), [*((c, None) for c in CASES), *ADAPTED])
     def test_op_has_the_right_gradient(self, case: str, adapter: str | None) -> None:
-        """Each tensor's gradient, projected on random directions, equals the slope of the float64 loss along them."""
+        """The gradient of each tensor, projected on random directions, equals the slopes of the float64 loss."""
         plan, batch = self.op_plan(case, adapter), self.op_batch(case=case)
         with self.build_session(plan) as session:
             gradients = session.gradients(batch)
@@ -109,7 +109,7 @@ class EngineNumbers(PluginSuite):
     def test_runs_of_a_stack_take_the_steps_that_they_take_alone(self, case: str, adapter: str | None) -> None:
         """Runs that are trained together in a stack take the same steps as on their own.
 
-        If the engine's stack_conflict() returns a reason, realize_stack() raises a UserError with it.
+        If the engine's stack_conflict() returns a reason, realize_stack() raises a UserError with this reason.
         """
         plans = [op_plan(case, adapter, seed=seed, grad_clip=clip) for seed, clip in ((3, 0.0), (4, 0.05), (5, 0.0))]
         if why := self.engine.stack_conflict(plans):
@@ -139,7 +139,7 @@ class EngineNumbers(PluginSuite):
 
     @pytest.mark.parametrize("adamw", [AdamW.for_from_scratch(), AdamW.for_lora()], ids=["from_scratch", "lora"])
     def test_adamw_computes_its_formula(self, adamw: AdamW) -> None:
-        """Five AdamW steps equal float64 steps with the engine's gradients; only matrices have weight decay."""
+        """Five AdamW steps equal float64 steps that use the engine's gradients; only matrices have weight decay."""
         adamw = dataclasses.replace(adamw, lr=0.01, weight_decay=0.1)
         plan = self.op_plan("layer_norm")
         names = [t.name for t in plan.trainable]
@@ -183,7 +183,7 @@ class EngineNumbers(PluginSuite):
         assert metrics.grad_norm == pytest.approx(norm, rel=10 * self.rtol)
 
     def test_clipping_scales_the_gradient_to_the_limit(self) -> None:
-        """A clipped gradient gives a smaller update (without momentum), and the reported norm is not clipped."""
+        """Clipping makes the update smaller (without momentum). The reported norm is the norm before clipping."""
         hp = np.array([0.1, 0.0, 0.0, 1e-2, 0.0, 1.0, 1.0])  # with such a large eps, w moves by about lr * g / eps
         distances = []
         for clip in (0.0, 0.01):
@@ -196,7 +196,7 @@ class EngineNumbers(PluginSuite):
 
 
 class EngineSuite(EngineNumbers):
-    """Conformance suite of an engine: its numbers, and its sessions from upload() to restore()."""
+    """Conformance suite of an engine. It tests the engine's numbers and the methods of its sessions."""
 
     def test_frozen_tensors_do_not_change(self) -> None:
         """Training changes all trainable tensors and no frozen one."""
@@ -233,7 +233,7 @@ class EngineSuite(EngineNumbers):
         assert losses() == losses()
 
     def test_logits_accept_fewer_and_shorter_rows(self) -> None:
-        """logits() takes fewer and shorter rows than a batch: a causal model gives the same logits for them."""
+        """logits() accepts fewer and shorter rows than the plan's. For a causal model, the logits stay the same."""
         batch = self.op_batch()
         with self.build_session(self.op_plan("attention")) as session:
             full = session.logits({"tokens": batch["tokens"]})
@@ -243,7 +243,10 @@ class EngineSuite(EngineNumbers):
 
     @pytest.mark.parametrize("case", ["attention_grouped", "rope"])
     def test_a_decoder_gives_the_logits_of_the_whole_sequence(self, case: str) -> None:
-        """The decoder gives the same logits as logits(), however the sequence is split, also after a training step."""
+        """The decoder gives the same logits as logits().
+
+        This holds for tokens that are fed one by one or several at once, and also after a training step.
+        """
         tokens = self.op_batch()["tokens"][:1]
         with self.build_session(self.op_plan(case)) as session:
             for sizes in ([1] * LENGTH, [2, LENGTH - 2]):

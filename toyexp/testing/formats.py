@@ -25,7 +25,10 @@ OURS = b"whoever wrote this wants to keep it"
 
 
 class FormatSuite(PluginSuite):
-    """Conformance suite of a file format: set `form`, `models` that it can store, and `unsupported` ones."""
+    """Conformance suite of a file format.
+
+    Set `form` to the format, `models` to models that it can store, and `unsupported` to models that it cannot store.
+    """
 
     kind, part = "format", "form"
     form: Format
@@ -33,7 +36,7 @@ class FormatSuite(PluginSuite):
     unsupported: Sequence[Model] = ()
 
     def make_export(self, model: Model) -> ModelExport:
-        """Return an export to write: the model with random weights, a tokenizer if it reads text, and metadata."""
+        """Return an export of `model` with random weights and metadata and, if it reads text, with a tokenizer."""
         tensors = {t.name: t.init.draw(t.shape, 7, t.name) + np.float32(0.01) for t in model.tensors()}
         tokenizer = Bytes() if model.reads.text else None
         return ModelExport(model, tensors, tokenizer, {"name": "kit", "step": 3})
@@ -49,9 +52,9 @@ class FormatSuite(PluginSuite):
             assert type(self.form)(**settings).kind
 
     def test_a_written_model_is_read_back(self, tmp_path: Path) -> None:
-        """A written file gives the same model and tensors when it is read, bit-identical if stored as float32.
+        """Reading a written file gives the same model and tensors. Tensors stored as float32 are bit-identical.
 
-        The method `read` of a format that only writes raises UserError.
+        If toyexp cannot read the format, its method `read` must raise UserError.
         """
         if type(self.form).read is Format.read:
             with pytest.raises(UserError, match="not read"):
@@ -73,7 +76,7 @@ class FormatSuite(PluginSuite):
                     np.testing.assert_allclose(back.tensors[name], array, atol=0.1 * float(np.abs(array).max()))
 
     def test_equal_models_give_equal_files(self, tmp_path: Path) -> None:
-        """Two files of a model are identical: they hold no time stamp or random id."""
+        """Two files of the same model are identical: they hold no time stamp or random id."""
         for i, model in enumerate(self.models):
             first, second = (tmp_path / f"{i}-{name}{self.form.suffix}" for name in "ab")
             for path in (first, second):
@@ -119,7 +122,7 @@ def _run(directory: Path, model: Model) -> Run:
 
 
 def _end(callback: Exporter, run: Run, step: int) -> None:
-    """Call the hooks of an export callback as a run does whose last step is `step`."""
+    """Call the hooks of an export callback in the same way as a run that ends after `step`."""
     callback.on_start(run=run)
     callback.on_step(run=run, step=step)
     callback.on_end(run=run, reason="completed")

@@ -118,9 +118,9 @@ class ModelSuite(PluginSuite):
             assert all(n == m for n, m in zip(shape, batch_shape, strict=True) if not isinstance(n, str)), name
 
     def test_forward_uses_only_ops(self) -> None:
-        """The model uses ops only, no Python operators, numpy or tensor methods, and its logits depend on each tensor.
+        """The model uses ops only, and no Python operators, numpy or tensor methods. Its logits depend on each tensor.
 
-        A block that is computed again gives the same numbers.
+        Each block is computed twice, as an engine may do in the backward pass, and gives the same numbers.
         """
         plan, batch, values = self.make_case()
         wide = {n: Opaque(v.astype(np.float64), frozenset([n])) for n, v in values.items()}
@@ -133,7 +133,7 @@ class ModelSuite(PluginSuite):
         assert logits.shape[:-1] == batch["targets"].shape
 
     def test_every_tensor_has_a_gradient(self) -> None:
-        """The float64 loss changes if a tensor changes, except for tensors that match `without_gradient`."""
+        """The float64 loss depends on every tensor except those whose names match a pattern in `without_gradient`."""
         plan, batch, values = self.make_case()
         for name in values:
             moves = max(map(abs, self._slopes(plan, values, batch, name))) >= MIN_SLOPE
@@ -158,7 +158,7 @@ class ModelSuite(PluginSuite):
             )  # fmt: skip
 
     def test_cached_decoding_is_declared_correctly(self) -> None:
-        """If `cached_decoding` is true, a decoder can compute the model token by token with cached positions."""
+        """If `cached_decoding` is true, the model can be computed token by token with cached keys and values."""
         plan, _, _ = self.make_case()
         if plan.model.reads.sequence and plan.model.cached_decoding:
             assert (reason := reason_to_recompute(plan)) is None, (
@@ -169,7 +169,7 @@ class ModelSuite(PluginSuite):
     # -- on engines ---------------------------------------------------------------------------------------------
 
     def test_engines_agree_with_float64(self, engine: Engine) -> None:
-        """The engine's logits equal the float64 reference, and its gradients the slopes of the reference loss."""
+        """The engine's logits equal the float64 reference, and its gradients equal the slopes of the reference loss."""
         plan, batch, values = self.make_case()
         expected = reference_logits(plan, values, batch)
         with build_session(engine, plan, values) as session:

@@ -33,7 +33,8 @@ class OptimiserSuite(PluginSuite):
     def plans(self) -> Iterator[Plan]:
         """Yield small plans where one of the optimiser's rules updates all tensors.
 
-        For each rule there is a plan with matrices only and one with a matrix and vectors, if it updates such tensors.
+        For each rule, one plan has only matrices, and another has a matrix and vectors. A plan is left out if the rule
+        does not accept all of the plan's tensors.
         """
         for rule in self.rules():
             for case in ("attention_grouped", "layer_norm"):
@@ -50,7 +51,7 @@ class OptimiserSuite(PluginSuite):
         return list(self.optimiser.with_mode(FROM_SCRATCH).rules())
 
     def test_numbers_have_the_same_names_at_every_step(self) -> None:
-        """A rule's numbers, such as lr and beta1, have the names that `names` returns, and their values are finite."""
+        """The scalars that a rule's `numbers` returns, such as lr, are finite and have the names in `names`."""
         for rule in self.rules():
             for step in (0, 1, 999):
                 numbers = rule.numbers(step, LR, 0.1)
@@ -74,7 +75,7 @@ class OptimiserSuite(PluginSuite):
             assert all(np.isfinite(array).all() for array in state.values())
 
     def test_an_elementwise_rule_can_join_tensors(self) -> None:
-        """An element-wise rule gives a tensor the same update as its slices one by one, so engines may join tensors."""
+        """An element-wise rule updates a tensor as it updates slices of it, so an engine may concatenate tensors."""
         for rule in (rule for rule in self.rules() if rule.elementwise):
             full_update, _ = self._update(rule, (8,), 1.0)
             parts = [self._update(rule, (8,), 1.0, part)[0] for part in (slice(0, 3), slice(3, 8))]
@@ -130,9 +131,9 @@ class OptimiserSuite(PluginSuite):
     def _update(
         rule: Rule, shape: tuple[int, ...], size: float, part: slice = slice(None)
     ) -> tuple[Array, Mapping[str, Array]]:
-        """Apply one float64 step to the slice `part` of a random tensor, with gradients of scale `size`.
+        """Apply one float64 step to the slice `part` of a random tensor, with random gradients multiplied by `size`.
 
-        Return the new weights, and the new optimiser state by slot.
+        Return the new weights, and the new optimiser state, keyed by slot.
         """
         draw = np.random.default_rng(1)
         w, g = draw.standard_normal(shape)[part], size * draw.standard_normal(shape)[part]

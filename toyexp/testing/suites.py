@@ -106,13 +106,13 @@ class RecipeSuite(PluginSuite):
         assert {n: a.shape for n, a in exported.items()} == {t.name: t.shape for t in plan.model.tensors()}
 
     def test_the_recipe_trains_and_exports(self) -> None:
-        """The recipe starts a session on `engine`, which is then built and can step."""
+        """`start_session` with the recipe returns a session on `engine` that is built and can take a step."""
         with start_session(self.recipe, self.engine, self.make_plan()) as session:
             assert session.state is State.BUILT
 
 
 class CallbackSuite(PluginSuite):
-    """Conformance suite of a callback: set `callback`, a function that returns a fresh one."""
+    """Conformance suite of a callback: set `callback` to a function that returns a new callback."""
 
     kind = "callbacks"
     steps: int = 4
@@ -181,7 +181,7 @@ class CallbackSuite(PluginSuite):
 def build_session(engine: Engine, plan: Plan, values: Mapping[str, np.ndarray] | None = None) -> Session:
     """Return a session that is ready to step; skip the test if the engine's device is not available.
 
-    `values` replace initial values of the plan's tensors, by name.
+    `values`, keyed by tensor name, replace initial values of the plan.
     """
     try:
         session = engine.realize(plan)
@@ -207,7 +207,7 @@ def token_dataset(vocab: int, count: int = 400, seed: int = 0) -> TokenDataset:
 def image_dataset(count: int = 60, size: int = 8, channels: int = 1, classes: int = 3, seed: int = 0) -> ImageDataset:
     """Return a dataset of random images with classes that can be learned; a quarter of them is held out.
 
-    Which rows of pixels are brighter depends on the class.
+    The class of an image determines which of its rows of pixels are brighter.
     """
     draw = np.random.default_rng(seed)
     labels = np.arange(count) % classes

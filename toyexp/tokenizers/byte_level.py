@@ -60,7 +60,7 @@ class Characters(Tokenizer):
         return cls(sorted(set().union(*map(set, texts))))
 
     def _encode(self, texts: Sequence[str], starts: Sequence[bool]) -> list[np.ndarray]:
-        """Return one int32 id per character for each text; raise UnknownCharacter for one outside the vocabulary."""
+        """Return the int32 ids of each text, one per character. Raise UnknownCharacter if a character has no id."""
         encoded = [self._ids[np.frombuffer(text.encode("utf-32-le"), np.uint32)] for text in texts]
         for text, ids in zip(texts, encoded, strict=True):
             if (ids < 0).any():
@@ -82,14 +82,14 @@ class Characters(Tokenizer):
 
 
 def check_bpe_vocab(vocab: int) -> None:
-    """Raise UserError for a number of tokens that BPE cannot learn."""
+    """Raise UserError if BPE cannot learn a vocabulary of `vocab` tokens."""
     if not 258 <= vocab <= MOST_LEARNED:
         least = "at least 258 (256 bytes, end, one merge)"
         raise UserError(f"data.bpe_vocab={vocab}: must be {least} and at most {MOST_LEARNED}")
 
 
 class BPE(Tokenizer):
-    """Byte-level BPE through the tokenizers library, by default with GPT-2's pre-tokenizer."""
+    """Byte-level BPE tokenizer. It uses the tokenizers library and, by default, GPT-2's pre-tokenizer."""
 
     kind = "bpe"
 

@@ -32,13 +32,14 @@ REASONING = ("reasoning_content", "thinking", "reasoning")  # keys of a message 
 
 
 class BadChat(UserError):
-    """A conversation that the template rejects, with the reason."""
+    """Error: the template rejects a conversation. The message has the reason."""
 
 
 class Rendered(NamedTuple):
-    """Conversation rendered as text, and the character ranges that the assistant wrote.
+    """Conversation rendered as text, and the character ranges of the assistant's words in this text.
 
-    The ranges (begin, end) are what the template encloses in {% generation %}; without this tag there are none.
+    A range (begin, end) covers text that the template encloses in {% generation %}. A template without this tag gives
+    no ranges.
     """
 
     text: str
@@ -48,8 +49,8 @@ class Rendered(NamedTuple):
 class Template:
     """Chat template in Jinja's sandbox, run in a child process with limits on time, memory and output.
 
-    `now` is the time for a template that uses the date (`strftime_now`), by default the real time; `is_dated` becomes
-    True when it uses the date. Raise UserError for an invalid template, Unavailable without jinja2.
+    `now` is the time that the template gets from `strftime_now`, by default the real time. `is_dated` becomes True when
+    the template calls `strftime_now`. Raise UserError for an invalid template, Unavailable without jinja2.
     """
 
     def __init__(self, text: str, tokenizer: Tokenizer, path: Path | str, now: datetime | None = None):
@@ -79,7 +80,7 @@ class Template:
     def render_beginnings(
         self, messages: Sequence[Mapping[str, Any]], beginnings: Sequence[tuple[int, bool]], tools: Any = None
     ) -> list[Rendered | BadChat]:
-        """Render several beginnings of a conversation, and return for each a Rendered or the BadChat of its rejection.
+        """Render several beginnings of a conversation. For a beginning that the template rejects, return a BadChat.
 
         Each pair (count, answer) in `beginnings` renders the first `count` messages, and with `answer` also the start
         of the assistant's next message. A message has a role and content. `tools` are JSON schemas of the tools that
@@ -112,8 +113,8 @@ class _Renderer:
     def ask(self, request: Mapping[str, Any]) -> Any:
         """Send a request to the child process (renderer.py) and return its answer.
 
-        If the process died, return {"invalid": reason}, for example because of the time limit. Raise Unavailable if it
-        could not import jinja2.
+        If the child process died, for example because of the time limit, return {"invalid": reason}. Raise Unavailable
+        if the child process could not import jinja2.
         """
         with self._lock:
             if self._pid != os.getpid():
@@ -142,9 +143,10 @@ class _Renderer:
 
 
 def _end_process(process: subprocess.Popen[bytes], owner: int) -> int:
-    """Kill a child process and return its exit status; do nothing and return 0 in any process but its `owner`.
+    """Kill a child process and return its exit status.
 
-    `owner` is the id of the process that started it, which may have forked since.
+    `owner` is the id of the process that started the child. In any other process, such as a fork of the owner, do
+    nothing and return 0.
     """
     if os.getpid() != owner:
         return 0
@@ -168,7 +170,7 @@ def require_jinja() -> None:
 
 
 def _special_names(tokenizer: Tokenizer) -> dict[str, str]:
-    """Return the text of each special token by its name in templates, such as {"bos_token": "<s>"}."""
+    """Return {name in chat templates: text} of the special tokens, such as {"bos_token": "<s>"}."""
     names = {
         "bos_token": "" if tokenizer.bos is None else tokenizer.spelling(tokenizer.bos),
         "eos_token": tokenizer.spelling(tokenizer.eos),
@@ -190,6 +192,6 @@ def _with_reasoning(message: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def control_pattern(tokenizer: Tokenizer) -> re.Pattern[str]:
-    """Return a regular expression that matches each control token of the tokenizer, as spelled in templates."""
+    """Return a regular expression that matches the text of each control token of the tokenizer."""
     literals = sorted((tokenizer.pieces[i] for i in {tokenizer.eos, *tokenizer.controls}), key=len, reverse=True)
     return re.compile("|".join(map(re.escape, literals)))

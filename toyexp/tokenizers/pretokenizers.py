@@ -1,8 +1,9 @@
 """Pre-tokenizers of llama.cpp, by their names in the GGUF key `tokenizer.ggml.pre`.
 
-A pre-tokenizer cuts text into words, within which BPE merges. Its patterns are applied in turn, each to the pieces left
-by the one before. They use Oniguruma's syntax and follow llama.cpp, which sometimes differs from the model's own
-tokenizer: for example, it only knows case in ASCII. Tests compare every name with llama.cpp.
+A pre-tokenizer cuts text into words; BPE then merges only inside a word. Its patterns are applied one after another,
+each to the pieces that the previous pattern left. The patterns use Oniguruma's syntax and follow llama.cpp, which
+sometimes differs from the model's own tokenizer: for example, llama.cpp distinguishes capitals from small letters only
+in ASCII. Tests compare every pre-tokenizer with llama.cpp.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ class PreTokenizer:
     def build(self) -> Any:
         """Return a pre-tokenizer of the tokenizers library with these patterns.
 
-        It also writes each byte of a word as its symbol in GPT-2's vocabulary.
+        The returned pre-tokenizer also replaces each byte of a word by GPT-2's symbol for it.
         """
         from tokenizers import Regex, pre_tokenizers  # deferred: only runs that use BPE need the library
 
@@ -42,16 +43,19 @@ class PreTokenizer:
         return pre_tokenizers.Sequence([*cuts, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
 
     def cuts(self, text: str) -> Iterator[int]:
-        """Yield positions, last first, where a long text may be cut without changing the words it is cut into.
+        """Yield positions, last first, where a long text may be cut without changing how it splits into words.
 
-        `text` is the beginning of the long text. The positions are the ends of lines, then the ends of words.
+        `text` is the beginning of the long text. Positions at the end of a line come before all others.
         """
         for pattern in (LINE_ENDS, WORD_ENDS):
             starts = [m.start() for m in pattern.finditer(text, max(len(text) - TAIL, 1), max(len(text) - REACH, 1))]
             yield from (start for start in islice(reversed(starts), TRIES) if self._words_end(text, start))
 
     def _words_end(self, text: str, position: int) -> bool:
-        """Return True if a cut at `position` changes no word; REACH characters on each side are compared."""
+        """Return True if the text can be cut at `position` without changing its words.
+
+        Only the REACH characters on each side of `position` are compared.
+        """
         before, after = text[max(position - REACH, 0) : position], text[position : position + REACH]
         return self._words(before) + self._words(after) == self._words(before + after)
 

@@ -1,7 +1,7 @@
 """Child process that renders chat templates: it reads one JSON request per line and answers with one line.
 
-Jinja's sandbox limits neither memory nor time, so the process has a memory limit and the system kills it if one
-rendering takes too long. It imports nothing from toyexp, to start quickly.
+Jinja's sandbox limits neither memory nor time. Therefore the process has a memory limit, and the system kills it if one
+rendering takes too long. This module imports nothing from toyexp, so that the process starts quickly.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ ERROR_LIMIT = 1000  # characters of an error message
 
 
 class TemplateError(Exception):
-    """Rejection of a conversation by the template."""
+    """Error: the template rejects a conversation."""
 
 
 class Compiled:
@@ -50,7 +50,7 @@ class Compiled:
         return {"text": "".join(pieces), "marked": self._marked, "dated": self._dated}
 
     def _mark(self, words: str) -> None:
-        """Record that the template writes `words` next, inside {% generation %}."""
+        """Record the character range of `words`, the text inside {% generation %} that the template writes next."""
         self._marked.append((self._length, self._length + len(words)))
 
     def _strftime_now(self, form: str) -> str:
@@ -59,7 +59,7 @@ class Compiled:
 
 
 def _environment(mark: Callable[[str], None]) -> Any:
-    """Return a sandboxed Jinja environment with what chat templates expect.
+    """Return a sandboxed Jinja environment with the tags and filters that chat templates expect.
 
     `mark` is called with each text inside the tag {% generation %}.
     """
@@ -73,7 +73,7 @@ def _environment(mark: Callable[[str], None]) -> Any:
         tags = {"generation"}
 
         def parse(self, parser: Any) -> Any:
-            """Return a node that calls `_marked` with the content of the tag."""
+            """Parse the tag; return a syntax node that calls the method `_marked` with the content of the tag."""
             line = next(parser.stream).lineno
             body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
             return nodes.CallBlock(self.call_method("_marked"), [], [], body).set_lineno(line)
@@ -93,7 +93,7 @@ def _to_json(
     value: Any, ensure_ascii: bool = False, indent: int | str | None = None, separators: Any = None,
     sort_keys: bool = False,
 ) -> str:  # fmt: skip
-    """Serialise to plain JSON; Jinja's own filter escapes for HTML."""
+    """Return a value as plain JSON. This replaces Jinja's own filter, which escapes characters for HTML."""
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
@@ -118,7 +118,10 @@ def answer(request: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _attempt(seconds: float, work: Callable[..., Any], *arguments: Any) -> Any:
-    """Return the result of `work`, or an error message; the system kills the process after `seconds` of CPU time."""
+    """Return the result of `work(*arguments)`, or an error message if it fails.
+
+    If the call takes more than `seconds` of CPU time, the system kills the process.
+    """
     if sys.platform != "win32":
         signal.setitimer(signal.ITIMER_PROF, seconds)
     try:
@@ -140,7 +143,7 @@ def _limit_memory() -> None:
 
 
 def main() -> None:
-    """Answer requests until standard input ends."""
+    """Read requests from standard input and answer each of them, until the input ends."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C
     _limit_memory()
     _environment(lambda words: None)  # fails early if jinja2 cannot be loaded

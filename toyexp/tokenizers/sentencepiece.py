@@ -1,7 +1,7 @@
-"""SentencePiece BPE as llama.cpp runs it: the two neighbours whose joined token has the best score merge first.
+"""SentencePiece BPE as in llama.cpp: the pair of neighbours whose joined token has the highest score merges first.
 
-The tokenizers library merges by a list of pairs and cannot express that the leftmost of equal scores goes first, so the
-merging is implemented here.
+Of several pairs with this score, the leftmost merges first. The tokenizers library cannot do that, because it merges in
+the order of a list of pairs. Therefore this module implements the merging.
 """
 
 from __future__ import annotations
@@ -66,9 +66,10 @@ class SentencePiece(Tokenizer):
         ]
 
     def _words(self, text: str, start: bool) -> list[str]:
-        """Return the text in pieces that merge independently: no token contains the two characters at a cut.
+        """Split a text into pieces that merge independently of each other.
 
-        Spaces become BLANK. If `start`, add the space that begins a text.
+        The text is split between two neighbouring characters if no token contains them side by side. Spaces become
+        BLANK. If `start` is True and the vocabulary wants a space before each text, this space is added first.
         """
         text = (" " * (start and self.prefix) + text).replace(" ", BLANK)
         return [text[begin:end] for begin, end in itertools.pairwise([0, *self._break_points(text), len(text)])]
@@ -97,9 +98,10 @@ class SentencePiece(Tokenizer):
         return ids
 
     def _merge(self, word: str) -> list[str]:
-        """Split a word into characters, merge them to tokens, and return the result.
+        """Split a word into characters, merge them to tokens, and return the tokens.
 
-        The pair whose joined token has the highest score merges first; of equal scores, the leftmost.
+        The pair whose joined token has the highest score merges first. Of several such pairs, the leftmost merges
+        first.
         """
         symbols = list(word)
         before, after = list(range(-1, len(word) - 1)), [*range(1, len(word)), -1]
@@ -127,7 +129,7 @@ class SentencePiece(Tokenizer):
         return [symbol for symbol in symbols if symbol]
 
     def _token(self, symbol: str) -> list[int]:
-        """Return the id of a symbol in a list, or the ids of its bytes if it is not a token."""
+        """Return a list with the id of a symbol or, if the symbol is not a token, with the ids of its bytes."""
         token = self._ids.get(symbol)
         if token is not None:
             return [token]
@@ -142,7 +144,7 @@ class SentencePiece(Tokenizer):
         return bytes([int(piece[3:5], 16)]) if self.types[i] == BYTE else piece.replace(BLANK, " ").encode()
 
     def decode(self, ids: Sequence[int] | np.ndarray) -> str:
-        """Return the text of the ids of a complete text, without the leading space that `prefix` made `encode` add."""
+        """Decode the ids of a complete text. Remove the leading space that `encode` added, if it adds one."""
         text = super().decode(ids)
         return text.removeprefix(" ") if self.prefix else text
 
@@ -164,9 +166,9 @@ class SentencePiece(Tokenizer):
         return {f"ggml.{k}": v for k, v in (keys | ({} if self.bos is None else {"bos_token_id": self.bos})).items()}
 
     def _splits(self, pieces: Iterable[str]) -> Iterator[tuple[float, str, str]]:
-        """Yield (cost, left, right) for each way to cut one of these tokens into two tokens or characters.
+        """Yield (cost, left, right) for each way to cut one of the tokens `pieces` into two tokens or characters.
 
-        The cost is the token's negative score.
+        The cost is the negative score of the token that is cut.
         """
         for piece in pieces:
             for n in range(1, len(piece)):
@@ -194,10 +196,10 @@ class SentencePiece(Tokenizer):
         return len(reordered)
 
     def _library(self) -> Any:
-        """Return the tokenizers.Tokenizer that is closest to this one: it merges in the order of the scores.
+        """Return the tokenizers.Tokenizer that comes closest to this tokenizer.
 
-        Among equal scores the pair with the longest left half merges first, so that a run of one character merges from
-        the left, as in llama.cpp.
+        It merges pairs in the order of their scores. Of several pairs with equal scores, the one with the longest left
+        half merges first. Thus a run of one character merges from the left, as in llama.cpp.
         """
         from tokenizers import Tokenizer as Engine  # deferred: only an export needs it
         from tokenizers import decoders, models, normalizers

@@ -2,7 +2,7 @@
 
 Every tokenizer can be stored in a GGUF and gives the same ids in llama.cpp. byte_level.py has the kinds that toyexp
 trains; sentencepiece.py has the other kind that a GGUF may hold. If a tokenizer was read from a GGUF, an export writes
-its keys unchanged.
+the tokenizer keys of that GGUF unchanged.
 """
 
 from __future__ import annotations
@@ -32,7 +32,11 @@ NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)  # token type
 
 
 def byte_symbols() -> list[str]:
-    """Return GPT-2's printable symbol for each byte: itself if printable Latin-1, else U+0100 and up (Radford 2019)."""
+    """Return the characters by which GPT-2 represents the 256 bytes (Radford 2019).
+
+    A byte that is a printable character in Latin-1 is represented by this character, and any other byte by a character
+    from U+0100 on.
+    """
     printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     spare = iter(range(0x100, 0x200))
     return [chr(b) if b in printable else chr(next(spare)) for b in range(256)]
@@ -45,7 +49,7 @@ SYMBOL_BYTES = {symbol: byte for byte, symbol in enumerate(SYMBOLS)}
 class Tokenizer(ABC):
     """Tokenizer with ids 0..vocab-1, in which `eos` separates documents.
 
-    Constructors must set attributes that differ from the defaults here before the first text is encoded.
+    If an attribute of a subclass differs from the default here, the constructor must set it before a text is encoded.
     """
 
     kind: str
@@ -77,7 +81,7 @@ class Tokenizer(ABC):
 
     @property
     def padding(self) -> int:
-        """Id that pads the rows of a batch: the GGUF's padding token, or else `eos`."""
+        """Id that pads the rows of a batch: the padding token of the GGUF, or `eos` if there is none."""
         declared = self.source.get("ggml.padding_token_id")
         return declared if isinstance(declared, int) and 0 <= declared < self.vocab else self.eos
 
@@ -139,7 +143,7 @@ class Tokenizer(ABC):
 
     @abstractmethod
     def _places(self, text: str) -> Iterator[int]:
-        """Yield positions, last first, where a text may be cut if no special token is near."""
+        """Yield positions, last first, where a text without special tokens may be cut: the token ids stay the same."""
 
     @cached_property
     def _special(self) -> frozenset[int]:
@@ -147,7 +151,7 @@ class Tokenizer(ABC):
 
     @cached_property
     def _literals(self) -> tuple[dict[str, int], dict[str, int]]:
-        """Return two dicts from text to id of the special tokens to search for, longest text first.
+        """Return two dicts {text: id} of the special tokens to search for in a text, longest text first.
 
         The first has only user-defined tokens, the second also control tokens.
         """
@@ -165,7 +169,10 @@ class Tokenizer(ABC):
     # -- ids to text --------------------------------------------------------------------------------------------
 
     def token_bytes(self, i: int) -> bytes:
-        """Return the bytes that token `i` decodes to, which may be part of a character; b"" for a control token."""
+        """Return the bytes that token `i` decodes to; b"" for a control token.
+
+        A token may begin or end inside a character.
+        """
         if i == self.eos or i in self.controls or i in self.undecoded_ids:
             return b""
         return self.pieces[i].encode() if i in self.user_defined else self._token_bytes(i)
@@ -179,7 +186,7 @@ class Tokenizer(ABC):
         return bytes(SYMBOL_BYTES[c] for c in piece) if SYMBOL_BYTES.keys() >= set(piece) else piece.encode()
 
     def spelling(self, i: int) -> str:
-        """Return token `i` as chat templates write it."""
+        """Return the text of token `i` as chat templates write it."""
         return self.pieces[i] if i in self._special else self.token_bytes(i).decode("utf-8", errors="replace")
 
     def decode(self, ids: Sequence[int] | np.ndarray) -> str:
@@ -196,7 +203,7 @@ class Tokenizer(ABC):
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
     def _rules(self) -> dict[str, Any]:
-        """Return the rules, besides pieces and merges, that affect token ids and differ from the defaults."""
+        """Return the attributes, except vocabulary and merges, that affect token ids and differ from the defaults."""
         rules: dict[str, Any] = {"user_defined": sorted(self.user_defined)} if self.user_defined else {}
         if self.add_bos:
             rules["bos"] = self.bos
@@ -234,7 +241,7 @@ class Tokenizer(ABC):
 
     @abstractmethod
     def _library(self) -> Any:
-        """Return a tokenizers.Tokenizer that gives the same ids and contains every piece."""
+        """Return a tokenizers.Tokenizer that gives the same ids as this tokenizer and contains all its tokens."""
 
     def to_huggingface(self) -> tuple[str, dict[str, Any]]:
         """Return the contents of tokenizer.json, as JSON text, and of tokenizer_config.json, as a dict."""
@@ -265,7 +272,10 @@ class Tokenizer(ABC):
 
 
 def _surround(pieces: Sequence[str], start: Sequence[int | None], end: Sequence[int | None]) -> dict[str, Any] | None:
-    """Return the post-processor for tokenizer.json that adds `start` before and `end` after a text, or None."""
+    """Return the post-processor for tokenizer.json that adds the tokens `start` before and `end` after a text.
+
+    Return None if there are no such tokens.
+    """
     tokens = [i for i in (*start, *end) if i is not None]
     if not tokens:
         return None
@@ -281,7 +291,7 @@ def _surround(pieces: Sequence[str], start: Sequence[int | None], end: Sequence[
 
 
 def placeholder(i: int) -> str:
-    """Return the text that stands for a token id that has none, such as <5>."""
+    """Return a placeholder, such as <5>, for a token id that has no text."""
     return f"<{i}>"
 
 
@@ -306,10 +316,11 @@ def placeholder_metadata(rows: int) -> dict[str, Any]:
 def _extract_special(
     text: str, literals: Mapping[str, int], before: Collection[int], after: Collection[int]
 ) -> list[str | int]:
-    """Return a text as a list of plain parts and ids of special tokens.
+    """Split a text at its special tokens; return a list of the plain texts and the ids of the special tokens.
 
-    `literals` maps the text of each special token to its id; they are searched one after the other, as in llama.cpp.
-    Tokens whose id is in `before` strip the white space before them, those in `after` the white space after them.
+    `literals` maps the text of each special token to its id. The text is searched for one special token after another,
+    as in llama.cpp. Tokens whose id is in `before` strip the white space before them. Tokens whose id is in `after`
+    strip the white space after them.
     """
     parts: list[str | int] = [text] if text else []
     for literal, i in literals.items():
@@ -367,8 +378,8 @@ def _check_memory(size: int) -> None:
     """Raise UserError for a piece that needs more memory than is free; print a warning for a very large one."""
     free = available_bytes() if size >= LARGE else None
     if free is not None and size * CHARACTER_MEMORY > free:
-        needed = f"needs {format_bytes(size * CHARACTER_MEMORY)} of memory, {format_bytes(free)} are free"
-        run = f"the tokenizer cannot split {size / 1e6:.0f} million characters of the text, which"
+        needed = f"needs {format_bytes(size * CHARACTER_MEMORY)} of memory, but {format_bytes(free)} are free"
+        run = f"the tokenizer cannot split {size / 1e6:.0f} million characters of the text; this piece"
         raise UserError(f"{run} {needed}; choose another data.tokenizer")
     if size == LARGE:
         print_error(

@@ -202,9 +202,9 @@ def read_result(directory: Path) -> dict[str, Any]:
 
 
 def matches_type(value: Any, hint: Any) -> bool:
-    """Return True if parsed JSON `value` has the type `hint`: a scalar type, a union, list[T] or Mapping[str, T].
+    """Return True if a value parsed from JSON has the type `hint`.
 
-    An int must fit into 64 bits.
+    `hint` is a scalar type, a union, list[T] or Mapping[str, T]. An int must fit into 64 bits.
     """
     parts = typing.get_args(hint)
     match typing.get_origin(hint):

@@ -49,7 +49,7 @@ class CheckpointKeeper:
     """Checkpoint writer of one run. It writes in a thread and keeps the last few checkpoints and the best.
 
     A failed write does not stop training: the last good checkpoint stays, and the next one is written when it is due.
-    The arrays of a snapshot are reused for a later one only after the snapshot was written to disk.
+    Memory is reused: the arrays of a snapshot serve for a later one, but only after the first was written to disk.
     """
 
     def __init__(
@@ -76,7 +76,7 @@ class CheckpointKeeper:
             shutil.rmtree(stale, ignore_errors=True)  # this process holds the run's lock, so no other writes there
 
     def check(self, scores: Mapping[str, float]) -> None:
-        """Raise UserError if the metric of `checkpoint_best` is not among `scores`, an evaluation's metrics."""
+        """Raise UserError if an evaluation's metrics, `scores`, lack the metric of the setting `checkpoint_best`."""
         if self.metric and scores and self.metric not in scores:
             raise UserError(f"checkpoint_best={printable(self.metric)}: {suggest(self.metric, scores)}")
 
@@ -104,8 +104,8 @@ class CheckpointKeeper:
     def best(self, present: int, weights: bool = True) -> Best | None:
         """Return the best evaluation whose weights still exist, in a checkpoint or in memory; None if there is none.
 
-        `present` is the step of the weights in memory. `weights=False` does not read weights from the checkpoint. Raise
-        DamagedCheckpoint if the weights cannot be read.
+        `present` is the step of the weights in memory. If the best weights are in a checkpoint, `weights` says whether
+        to read them. Raise DamagedCheckpoint if they cannot be read.
         """
         self.wait()  # count the checkpoint that is being written
         existing = list_checkpoints(self._folder)
@@ -126,8 +126,8 @@ class CheckpointKeeper:
     ) -> None:  # fmt: skip
         """Take a snapshot of the session and start a thread that calls `sync` and writes the checkpoint.
 
-        `snapshot` gets the arrays of an earlier snapshot to reuse, or None. The call waits while two snapshots are
-        unwritten (one, if memory is short).
+        `snapshot` is called with the arrays of an earlier snapshot to reuse, or None. `save` waits while two earlier
+        snapshots are not yet written (one, if memory is short).
         """
         spare = self._spare.get()
         if spare is None and self._bytes and (available_bytes() or 2 * self._bytes) < 2 * self._bytes:

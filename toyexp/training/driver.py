@@ -1,7 +1,7 @@
-"""The driver of training loops, which are generators that yield requests for steps and evaluations.
+"""Driver of training loops, which are generators that yield requests for steps and evaluations.
 
-It answers the requests of one or more loops with the sessions of a stack. A stack is a set of runs that are computed
-together.
+The driver answers the requests of one or more loops with the sessions of a stack. A stack is a set of runs that are
+computed together.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from toyexp.interfaces.stack import Stack
 
 @dataclass(frozen=True)
 class Realize:
-    """Request to open a session for a plan on an engine. The session answers all later requests of the loop."""
+    """Request to open a session for a plan on an engine. The session answers the training loop's later requests."""
 
     engine: Engine
     plan: Plan
@@ -36,8 +36,8 @@ class Realize:
 class Step:
     """Request to launch training steps, one for each input.
 
-    The driver launches at least the first. It answers with a list of functions, one for each launched step; each waits
-    for its step and returns the metrics.
+    The driver launches at least the first step. It answers with a list that has one function for each launched step.
+    Calling the function waits for the step and returns its metrics.
     """
 
     inputs: Sequence[StepInput]
@@ -52,7 +52,7 @@ class Evaluate:
 
 @dataclass(frozen=True)
 class Pause:
-    """Request that needs no answer. A loop yields it before it waits for the disk, so that other runs step first."""
+    """Request that needs no answer. A loop yields it before waiting for the disk, so that other loops run first."""
 
 
 T = TypeVar("T")
@@ -66,9 +66,10 @@ def drive(loops: Sequence[Requests[T]], stack: Stack, starts: Sequence[Resume] =
     """Run all training loops to their ends; return for each loop its result, or the exception that ended it.
 
     Loop i uses session i of the stack. If the loops have begun already, `starts` holds for each loop a function that
-    continues it. In each round every loop makes a request. If loops request evaluations, these are answered first.
-    Otherwise the driver takes the same number of steps in every loop that requested some: the smallest request.
-    An Exception ends only its own loop; any other BaseException, such as a second Ctrl-C, ends all loops.
+    continues it. The driver works in rounds: it waits until every loop has made a request, and then answers. If some
+    loops request an evaluation, only these are answered. Otherwise all loops that requested steps take equally many:
+    the smallest number that any of them requested. An Exception ends only its own loop; any other BaseException, such
+    as a second Ctrl-C, ends all loops.
     """
     ends: dict[int, T | Exception] = {}
     requests: dict[int, Request] = {}
@@ -92,8 +93,8 @@ def drive(loops: Sequence[Requests[T]], stack: Stack, starts: Sequence[Resume] =
 def bind_sessions(loops: Sequence[Requests[Any]], opened: Stack | Exception) -> tuple[Stack, Sequence[Resume]]:
     """Return the arguments `stack` and `starts` of `drive`, for loops that have requested their sessions.
 
-    The functions in `starts` send each loop its session. If `opened` is an exception, they throw it into each loop, and
-    the stack is empty.
+    Each function in `starts` sends one loop its session. If `opened` is an exception, each function throws this
+    exception into its loop instead, and the stack is empty.
     """
     if isinstance(opened, Exception):
         return Stack([]), [partial(loop.throw, opened) for loop in loops]
@@ -102,7 +103,7 @@ def bind_sessions(loops: Sequence[Requests[Any]], opened: Stack | Exception) -> 
 
 @contextlib.contextmanager
 def forward_interrupts(loops: Iterable[Requests[Any]]) -> Iterator[None]:
-    """Throw an interrupt, such as Ctrl-C, that is raised in the `with` block into each loop that has not ended."""
+    """If an interrupt, such as Ctrl-C, is raised in the `with` block, throw it into each loop that has not ended."""
     try:
         yield
     except BaseException as error:
@@ -127,9 +128,10 @@ def _evaluate(stack: Stack, evals: Mapping[int, Callable[[], Iterable[Batch]]]) 
 
 
 def _begin_steps(stack: Stack, requests: Mapping[int, Request]) -> Mapping[int, Answer]:
-    """Launch the steps of a round together; return the answers to the requests by row.
+    """Launch the requested training steps, and return {index of the loop: answer} for all requests.
 
-    An answer returns the list of functions that wait for the metrics of the launched steps, or raises the error.
+    An answer is a function. It returns a list of functions that wait for the launched steps and return their metrics,
+    or raises the error of the launch.
     """
     steps = {row: request.inputs for row, request in sorted(requests.items()) if isinstance(request, Step)}
     count = min(map(len, steps.values()), default=0)
@@ -150,7 +152,7 @@ def _resume(loop: Requests[Any], answer: Answer) -> Request:
 
 
 def _raiser(error: Exception) -> Answer:
-    """Return a function that raises `error` with its original traceback, however often it is called."""
+    """Return a function that raises `error` with its original traceback at each call."""
     traceback = error.__traceback__
 
     def answer() -> NoReturn:

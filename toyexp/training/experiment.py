@@ -176,9 +176,9 @@ def execute(
 def run_requests(
     prepared: Prepared, directory: Path, signals: Signals, say: Callable[[str], None], resumed: ResumeState | None
 ) -> Requests[Result]:
-    """Run an experiment as a generator, from its run directory to result.json; it returns the result.
+    """Run an experiment as a generator: create the run directory, train, write result.json and return the result.
 
-    It yields requests for a session, steps and evaluations, which a driver answers.
+    The generator yields requests for a session, steps and evaluations, which a driver answers.
     """
     config, bus, log_file = prepared.config, prepared.bus, directory / "log.txt"
     bus.print_line = say
@@ -234,10 +234,10 @@ def _build_run(
 def _train(
     prepared: Prepared, run: Run, signals: Signals, resumed: ResumeState | None, say: Callable[[str], None]
 ) -> Requests[tuple[Outcome, list[Exception]]]:
-    """Train, calling the callbacks from on_start to on_end, which is called even if training fails.
+    """Train and call the hooks of all callbacks. The hook on_end is called even if training fails.
 
-    Return the outcome and the errors of the end of the run: a bad held-out loss, an unwritten last checkpoint, and what
-    on_end of callbacks raised.
+    Return the outcome and the errors of the end of the run: a bad held-out loss, an unwritten last checkpoint, and the
+    errors that callbacks raised in on_end.
     """
     bus, settings, error = prepared.bus, prepared.config.settings, None
     bus.log = run.dir / "log.txt"
@@ -302,14 +302,16 @@ class RunSaver(Saver):
     def is_due(self, step: int) -> bool:
         """Return True if `after` must be called at `step`.
 
-        This holds if a checkpoint is due, if SIGUSR1 requested one, or if callbacks have not yet been told of a write.
+        This holds if a checkpoint is due, if SIGUSR1 requested one, or if a finished or failed write is not yet
+        reported to callbacks.
         """
         return self._signals.is_save_requested or self._keeper.needs_attention(step)
 
     def after(self, outcome: Outcome, metrics: Mapping[str, float], last: bool) -> None:
-        """Save a checkpoint if one is due, if SIGUSR1 requested one, and after the last step.
+        """Save a checkpoint if one is due, if SIGUSR1 requested one, or if this is the last step.
 
-        With `checkpoint_every=0` nothing is saved after the last step. Also report the checkpoints written meanwhile.
+        With `checkpoint_every=0` the last step is saved only for one of the other reasons. Also tell the callbacks
+        which checkpoints were written since the last call.
         """
         self._step = outcome.steps
         is_requested = self._signals.take_save_request()
@@ -349,7 +351,7 @@ class RunSaver(Saver):
             return None
 
     def finish(self) -> Exception | None:
-        """Wait until the last checkpoint is written, and tell the callbacks. Return the error if either fails."""
+        """Wait until the last checkpoint is written, and report it to callbacks. Return the error if either fails."""
         self._keeper.wait()
         self._tell(last=True)
         try:

@@ -1,6 +1,6 @@
 """The training loop of all recipes and engines. It needs no callbacks.
 
-It is a generator: it yields requests for steps and evaluations, which the driver answers.
+The loop is a generator: it yields requests for steps and evaluations, which the driver answers.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ MAX_CONSECUTIVE_SKIPS = 20  # with nonfinite=skip: a run that skips this number 
 
 @dataclass
 class Training:
-    """Training of one run. `outcome` is its progress; for a resumed run, the progress that its checkpoint holds."""
+    """Training of one run. `outcome` holds its progress. A resumed run begins with the progress in its checkpoint."""
 
     run: Run
     bus: Bus
@@ -96,7 +96,7 @@ class Training:
         return ends or self._eval_is_due(step) or self.saver.is_due(step) or self.bus.should_wait(step)
 
     def _launch(self, step: int) -> Requests[None]:
-        """Launch a step, and further ones as long as the session can queue them and no weights are read in between."""
+        """Launch `step`, and further steps while the session can queue them and no weights are needed in between."""
         began, count, most, upcoming = time.perf_counter(), 1, self.run.session.depth // 2, self._next
         upcoming.make(step)
         while count < most and not self._needs_weights(step + count) and upcoming.try_make(step + count):
@@ -112,7 +112,10 @@ class Training:
         self._under_way.append(Launched(steps, began, waits))
 
     def _take_step(self) -> tuple[Metrics, Batch]:
-        """Wait for the launched steps; report the next of them to callbacks, and return its metrics and batch."""
+        """Return the metrics and batch of the first launched step that is not yet reported to the callbacks.
+
+        Wait for this step if necessary, and report it to the callbacks.
+        """
         outcome, launched = self.outcome, self._under_way[0]
         self.bus.step = outcome.steps + 1
         if not launched.metrics:
@@ -196,4 +199,7 @@ class Training:
 
 
 class _Stopped(BaseException):
-    """Raised to end an evaluation on a stop signal; a BaseException, so that no plugin is named as its cause."""
+    """Exception that ends an evaluation on a stop signal.
+
+    It is a BaseException, so toyexp does not report it as the error of a plugin.
+    """

@@ -19,7 +19,7 @@ from toyexp.reference.forward import check_forward, count_activations
 
 
 def check_plan(plan: Plan, engine: Engine, remedy: str = REMEDY) -> None:
-    """Raise UserError if the free memory is less than batch, trainable weights and optimiser state need.
+    """Raise UserError if the batch, the trainable weights and the optimiser state do not fit into the free memory.
 
     Activations are not counted. `remedy` ends the message.
     """
@@ -29,7 +29,9 @@ def check_plan(plan: Plan, engine: Engine, remedy: str = REMEDY) -> None:
         rows = plan.rows * plan.accumulate
         parts = [(batch, f"a batch of {rows} rows needs"), (weights, "the trainable weights and optimiser state need")]
         most, subject = max(parts)
-        raise UserError(f"too little memory: {subject} {format_bytes(most)}, {format_bytes(free)} are free; {remedy}")
+        raise UserError(
+            f"too little memory: {subject} {format_bytes(most)}, but {format_bytes(free)} are free; {remedy}"
+        )
 
 
 @contextlib.contextmanager
@@ -51,7 +53,7 @@ def check_snapshot(plan: Plan, engine: Engine) -> None:
     needed, free = sum(minimum_bytes(plan, engine)) + snapshot_bytes(plan), available_bytes()
     if free is not None and needed > free:
         copy = f"a checkpoint's copy of weights and optimiser state needs {format_bytes(snapshot_bytes(plan))}"
-        needs_text = f"{copy} of {format_bytes(needed)} in all, {format_bytes(free)} are free"
+        needs_text = f"{copy}, and the whole run {format_bytes(needed)}, but {format_bytes(free)} are free"
         raise UserError(f"too little memory: {needs_text}; to train without checkpoints: checkpoint_every=0")
 
 
@@ -67,10 +69,10 @@ def stack_bytes(plan: Plan) -> int:
 
 
 def minimum_bytes(plan: Plan, engine: Engine) -> tuple[int, int]:
-    """Return the least host memory in bytes that a step needs, in two parts: for its batch, and for the weights.
+    """Return the least host memory in bytes that a step needs: one number for its batch, and one for the weights.
 
-    The second part covers trainable weights and optimiser state. If the engine has its own memory, such as a GPU's, it
-    only covers the largest tensor, which is copied through the host.
+    The second number covers trainable weights and optimiser state. If the engine has its own memory, such as a GPU's,
+    it covers only the largest tensor, because tensors are copied to the device one at a time.
     """
     rows = plan.rows * plan.accumulate
     batch = rows * sum(math.prod(s.shape) * np.dtype(s.dtype).itemsize for s in plan.inputs.values())

@@ -33,7 +33,10 @@ class NextStep:
     input: StepInput
 
     def scaled_settings(self, plan: Plan) -> dict[str, float]:
-        """Return metrics of the optimiser's numbers that callbacks scale: `<name>_factor`, and the scaled `<name>`."""
+        """Return metrics of the optimiser's numbers, such as beta1, that callbacks scale in this step.
+
+        Each number has two metrics: its factor, as `<name>_factor`, and its scaled value, as `<name>`.
+        """
         if not self.factors:
             return {}
         return {**{f"{n}_factor": f for n, f in self.factors.items()}, **plan.scaled_settings(self.factors)}
@@ -52,8 +55,8 @@ class Launched:
     def wait(self, since: float) -> float:
         """Wait until all steps are done, store their metrics and duration, and return the end time (time.perf_counter).
 
-        `since` is the time at which the previous steps ended: the duration counts from there, or from the launch if
-        that is later.
+        `since` is the time at which the previous steps ended. The duration is measured from this time, or from the
+        launch if the launch was later.
         """
         self.metrics = [wait() for wait in self.waits]
         ended = time.perf_counter()
@@ -62,9 +65,9 @@ class Launched:
 
 
 class NextSteps:
-    """Queue of the next steps' inputs, which are made before the steps are due.
+    """Queue of the next steps' inputs. It makes inputs before the steps are due.
 
-    Batches are made in blocks of several if the data supports it, since a block takes little longer than a batch.
+    If the data supports it, several batches are made as one block, which takes little longer than a single batch.
     """
 
     def __init__(self, run: Run, bus: Bus, batches: Batches):
@@ -121,7 +124,7 @@ class NextSteps:
 def _blocks_are_batches(batches: Batches) -> bool:
     """Return True if `batches.block` gives the same rows as `batches.batch`.
 
-    It does not if a subclass (or the object) overrides `batch` without `block`.
+    Return False if a subclass, or the object itself, overrides `batch` but not `block`.
     """
     for kind in type(batches).__mro__:
         if "block" in vars(kind):
@@ -132,10 +135,14 @@ def _blocks_are_batches(batches: Batches) -> bool:
 
 
 def held_out(run: Run, bus: Bus, batches: Batches, every: int) -> Sequence[Batch]:
-    """Return the held-out batches. Raise PluginFailed if there are none, with `every` (eval_every) in the message."""
+    """Return the held-out batches; raise PluginFailed if there are none.
+
+    `every` is the value of the setting eval_every, for the error message.
+    """
     with boundary(run, bus, "data"):
         held_out_batches = batches.held_out()
         if not len(held_out_batches):  # an object without a length fails here, too
             name = run.config.get("data", {}).get("name", "?")
-            raise PluginFailed(f"eval_every={every}: data.{name} has no held-out batches; eval_every=0 trains without")
+            problem = f"data.{name} has no held-out batches"
+            raise PluginFailed(f"eval_every={every}: {problem}; eval_every=0 trains without evaluations")
         return held_out_batches

@@ -31,7 +31,8 @@ MOVED = {"data.path": ("text", "images", "tokens"), "recipe.base": ("base",), "r
 def source_files(recipe: Recipe) -> dict[str, Path]:
     """Return the paths of the files that a recipe reads.
 
-    A key is the file's purpose (base, donor or vocabulary); other files have their name as key.
+    A key is the file's purpose: base, vocabulary, or donor (the file whose embedding a new model copies). The key of
+    other files is their name.
     """
     base, vocabulary = recipe.base_file(), recipe.vocabulary()
     role = recipe.starts_from if recipe.starts_from and base is None else "vocabulary"
@@ -40,9 +41,9 @@ def source_files(recipe: Recipe) -> dict[str, Path]:
 
 
 def data_digests(facts: Mapping[str, Any]) -> dict[str, str]:
-    """Return the digests in a dataset's description, keyed by their subject: `text`, `tokenizer`, ...
+    """Return the digests in `facts`, the description of a dataset, keyed by their subject: `text`, `tokenizer`, ...
 
-    An added digest `data` covers all facts that affect batches.
+    The result also has the key `data`: a digest of all facts that affect batches.
     """
     digests = {DIGEST.sub("", key) or key: str(v)[:16] for key, v in facts.items() if DIGEST.search(key) and v}
     relevant: dict[str, Any] = {role: digest for role, digest in digests.items() if role not in NAMES}
@@ -73,7 +74,8 @@ def source_digests(prepared: Prepared) -> dict[str, str]:
 def require_same_file(base: Path, status: os.stat_result, digest: str) -> None:
     """Raise RunFailed if the memory-mapped file `base` was modified during the run.
 
-    `status` and `digest` are its status and SHA-256 at the start. A file that was replaced or deleted is not checked.
+    `status` is the os.stat() of the file at the start of the run, and `digest` is its fingerprint at that time. A file
+    that was replaced or deleted is not checked.
     """
     with contextlib.suppress(FileNotFoundError):
         if os.path.samestat(base.stat(), status) and cached_fingerprint(base) != digest:
@@ -82,10 +84,10 @@ def require_same_file(base: Path, status: os.stat_result, digest: str) -> None:
 
 
 def origin_facts(prepared: Prepared) -> dict[str, Any]:
-    """Return the origin that a run records.
+    """Return the facts that a run records about its origin.
 
-    Its keys are `cwd`, the directory where the run was first started; `typed`, the settings that the user typed, if
-    they repeat the run without a configuration file; and `sources`, the digests.
+    The keys are `cwd`, the directory where the run was first started; `typed`, the settings that the user typed, if
+    they suffice to repeat the run without a configuration file; and `sources`, the digests of its data and files.
     """
     config = prepared.config
     typed = {"typed": [*config.typed]} if config.typed else {}
@@ -100,7 +102,7 @@ class Origin:
     sources: Mapping[str, str] = field(default_factory=dict)  # digests by role
 
     def resolve(self, typed: str) -> str:
-        """Return the path (or glob pattern) `typed` of the run's settings so that it still leads to the run's file.
+        """Return `typed`, a path or glob pattern from the run's settings, in a form valid in the current directory.
 
         A relative path that exists below the run's `cwd` becomes absolute, unless it leads to the same file from the
         current directory. Other paths are returned unchanged.
@@ -116,9 +118,9 @@ class Origin:
 
     @contextlib.contextmanager
     def explain_missing_paths(self, moved: Collection[str] = ()) -> Iterator[None]:
-        """Add the directory where the run was started to a UserError about a missing path.
+        """In the `with` block, add the directory where the run was started to a UserError about a missing path.
 
-        If the setting of the path is in `moved`, the message also suggests typing its new path.
+        If the setting of the path is in `moved`, the message also suggests setting the new path.
         """
         try:
             yield
@@ -130,7 +132,10 @@ class Origin:
             raise
 
     def list_changes(self, now: Mapping[str, str]) -> list[str]:
-        """Return a line for each digest that differs from `now`; digests that only one side has are ignored."""
+        """Return a line for each digest that differs between this origin and the current digests `now`.
+
+        A digest that is missing in this origin or in `now` is ignored.
+        """
         changed_roles = [role for role in now if role in self.sources and self.sources[role] != now[role]]
         return [f"{role} was {printable(self.sources[role])} and is {printable(now[role])}" for role in changed_roles]
 
@@ -142,7 +147,7 @@ def read_origin(path: Path) -> Origin:
 
 
 def parse_origin(facts: Mapping[str, Any]) -> Origin:
-    """Return the origin in `facts`: a checkpoint's state, a result.json or the event run_start."""
+    """Return the origin of a run from `facts`: a checkpoint's state, a result.json or the event run_start."""
     sources, data, cwd = (facts.get(key) for key in ("sources", "data", "cwd"))
     if not sources and isinstance(data, Mapping) and data:
         sources = data_digests(data)
@@ -161,7 +166,10 @@ def read_first_event(run: Path) -> dict[str, Any]:
 
 
 def is_own_checkpoint(path: Path) -> bool:
-    """Return True if the run whose directory holds `path` wrote this checkpoint and no other files lie in it."""
+    """Return True if the run whose directory contains the checkpoint `path` wrote this checkpoint.
+
+    Return False if `path` also contains other files.
+    """
     try:
         read_json(path / MANIFEST)
         require_own_checkpoint(path, read_json(path / STATE))
@@ -171,9 +179,9 @@ def is_own_checkpoint(path: Path) -> bool:
 
 
 def require_own_checkpoint(path: Path, state: Mapping[str, Any]) -> None:
-    """Raise UserError if the checkpoint at `path` is of another run than the one in whose directory it lies.
+    """Raise UserError if the checkpoint at `path` belongs to another run than the directory that contains it.
 
-    Digests and seed in its `state` are compared with the run's first event.
+    `state` is the checkpoint's state. Its digests and its seed are compared with those in the run's first event.
     """
     start = read_first_event(path.absolute().parents[1])
     run_origin, saved_origin = parse_origin(start), parse_origin(state)

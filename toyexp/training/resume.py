@@ -1,4 +1,4 @@
-"""Resume a run: find its directory, check that the settings are of the same experiment, restore its state."""
+"""Resume a run: find its directory, check that its settings belong to the same experiment, and restore its state."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ class Complete(UserError):
 
 
 def find_newest(parent: Path, name: str) -> Path | None:
-    """Return the newest directory in `parent` of a run called `name` that has a checkpoint; None if there is none."""
+    """Return the directory of the newest run in `parent` that is called `name` and has a checkpoint, or None."""
     runs = [d for d in parent.iterdir() if checkpoint.list_checkpoints(d / "checkpoints")] if parent.is_dir() else []
     return max((d for d in runs if _saved_config(d).get("name") == name), key=lambda d: d.name, default=None)
 
@@ -101,9 +101,9 @@ def _saved_config(directory: Path) -> Mapping[str, Any]:
 
 
 def restore_filled_settings(directory: Path, data: Data) -> None:
-    """Set the empty settings in `data.fills` to the values that the run in `directory` saved for them.
+    """For each empty setting named in `data.fills`, set the value that the run in `directory` saved.
 
-    The data fills these settings in itself when it is opened.
+    A data plugin fills in these settings when it opens its data.
     """
     saved = _saved_config(directory).get("data")
     for key in data.fills:
@@ -115,7 +115,7 @@ def restore_filled_settings(directory: Path, data: Data) -> None:
 def require_run(directory: Path, key: str) -> None:
     """Raise UserError unless `directory` is a run that can be resumed; `key` is the setting that names it.
 
-    It must have a checkpoint, no link that leads out of it, and no process that is training it.
+    The run must have a checkpoint, no link that leads out of its directory, and no process that is training it.
     """
     config = directory / "config.yaml"
     if config.is_symlink() or config.is_file():
@@ -145,7 +145,8 @@ def _no_run(path: Path, key: str) -> str:
 def load_resume_state(directory: Path, prepared: Prepared) -> ResumeState:
     """Return the state from which `prepared` resumes the run in `directory`: its newest valid checkpoint.
 
-    Raise UserError if `prepared` is another experiment or no checkpoint is valid, Complete if all steps were taken.
+    Raise UserError if `prepared` is another experiment than the run, or if no checkpoint is valid. Raise Complete if
+    the run has taken all its steps.
     """
     saved, damaged = checkpoint.read_newest(directory / "checkpoints")
     if saved is None:
@@ -236,7 +237,7 @@ def with_defaults(saved: Mapping[str, Any], config: Config) -> dict[str, Any]:
 
 
 def _fill_defaults(saved: Any, current: Mapping[str, Any], parts: Mapping[str, Any]) -> Any:
-    """Return the saved settings `saved`, with the defaults of settings that have been added since.
+    """Return the saved settings `saved`, with the defaults of settings that toyexp has added since.
 
     `parts` maps keys to the current parts; a part that has another name in `saved` stays as saved.
     """

@@ -67,7 +67,7 @@ class Config:
         return [*self.omissions, *self.settings.warnings(), *texts, *self._unscheduled_warnings(), *optim_warnings]
 
     def _unscheduled_warnings(self) -> list[str]:
-        """Return a warning if the learning rate has no schedule because the default one scales another number."""
+        """Return a warning if the learning rate has no schedule because the default schedule scales another number."""
         if any(sets_lr(callback) for callback in self.callbacks.values()):
             return []
         return [
@@ -169,7 +169,7 @@ class Saver:
         """Prepare for training; `metrics` are those of the evaluation before the first step ({} if there was none)."""
 
     def is_due(self, step: int) -> bool:
-        """Return True if `after` must see the run as it is after `step`, before the next step is launched."""
+        """Return True if `after` must be called with the state after `step`, before the next step is launched."""
         return False
 
     def after(self, outcome: Outcome, metrics: Mapping[str, float], last: bool) -> None:

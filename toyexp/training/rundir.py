@@ -1,4 +1,4 @@
-"""The run directory: config.yaml, result.json, log.txt and a lock."""
+"""Run directory with config.yaml, result.json, log.txt and a lock file."""
 
 from __future__ import annotations
 

@@ -38,7 +38,7 @@ def keys_by_role(role: str, *classes: type) -> set[str]:
 
 @dataclass(frozen=True)
 class Interval:
-    """Interval in steps or seconds; both 0: never."""
+    """Interval in steps or seconds. If both are 0, the interval never passes."""
 
     steps: int = 0
     seconds: float = 0.0
@@ -57,7 +57,11 @@ class Interval:
         return bool(self.steps or self.seconds)
 
     def due(self, step: int, waited: float) -> bool:
-        """Return True if the interval has passed: at each multiple of its steps, or if `waited` seconds suffice."""
+        """Return True if the interval has passed.
+
+        An interval in steps passes at each multiple of its steps. An interval in seconds passes when `waited` is at
+        least that number of seconds.
+        """
         return bool(self.steps and step % self.steps == 0) or bool(self.seconds and waited >= self.seconds)
 
 
@@ -158,9 +162,8 @@ class Settings:
         require_float32("lr", self.lr)
         require_visible("name", self.name)
         if not re.fullmatch(r"[^/\\\0-\x1f]{1,100}", self.name) or self.name.startswith(".") or not self.name.strip():
-            raise UserError(
-                f"name={self.name!r}: must be 1 to 100 characters, without slash or backslash, not starting with a dot"
-            )
+            name = f"name='{printable(self.name)}'"
+            raise UserError(f"{name}: must be 1 to 100 characters, without slash or backslash, not starting with a dot")
 
     def warnings(self) -> list[str]:
         """Return a warning for each setting that has no effect in this run, such as an interval above `steps`."""

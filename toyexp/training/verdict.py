@@ -32,9 +32,9 @@ log = logging.getLogger("toyexp")
 
 
 def boundary(run: Run, bus: Bus, kind: str) -> attribute_errors:
-    """Return a context manager that adds the name of a plugin and the step to errors raised in it.
+    """Return a context manager. To an error raised in its `with` block, it adds the name of a plugin and the step.
 
-    `kind` says which plugin of the run: `data`, `optim` or `engine`.
+    `kind` selects the plugin of the run's data (`data`), optimiser (`optim`) or engine (`engine`).
     """
     names = {"engine": run.engine} | {k: run.config.get(k, {}).get("name", "?") for k in ("data", "optim")}
     return attribute_errors(f"{kind}.{names[kind]}", lambda: f"at step {bus.step}", bus.log, names["data"])
@@ -43,7 +43,8 @@ def boundary(run: Run, bus: Bus, kind: str) -> attribute_errors:
 def nonfinite_error(run: Run, step: int, metrics: Mapping[str, float], batch: Batch, in_a_row: int) -> RunFailed:
     """Return the error to raise for a step whose loss or gradient norm is NaN or infinite.
 
-    It names the first tensor that is not finite and settings that may help. `in_a_row` such steps came in a row.
+    The message names the first tensor that is not finite, and settings that may help. `in_a_row` is the number of
+    consecutive steps with this problem.
     """
     problem = f"the loss is {metrics['loss']} and the gradient norm {metrics['grad_norm']}"
     skipped = f"; {in_a_row} steps in a row were skipped" if in_a_row > 1 else ""
@@ -65,7 +66,7 @@ def first_bad_tensor(session: Session, batch: Batch) -> str:
 
 
 def bad_eval_error(run: Run, outcome: Outcome) -> RunFailed | None:
-    """Return the error to raise if the last held-out loss is not finite; None if it is, or the run was interrupted."""
+    """Return the error to raise if the last held-out loss is not finite; None if finite or after an interrupt."""
     if outcome.reason == "interrupted" or outcome.eval_loss is None or math.isfinite(outcome.eval_loss):
         return None
     problem = f"the held-out loss after step {outcome.eval_step} is {outcome.eval_loss}"
@@ -80,9 +81,10 @@ def end_reason(error: BaseException) -> str:
 def conclude(
     prepared: Prepared, run_dir: RunDir, outcome: Outcome, failures: Sequence[Exception], signals: Signals
 ) -> Result:
-    """Write result.json of a run whose training ended, and return its result.
+    """Write result.json of a run whose training ended, and return the result of the run.
 
-    Raise the first of `failures`, the errors of the end of the run, or else the interrupt that stopped it, if any.
+    `failures` are the errors at the end of the run: raise the first of them. If the list is empty and an interrupt
+    stopped the run, raise the interrupt.
     """
     bus, best = prepared.bus, prepared.bus.best(False)
     result = Result(
@@ -109,9 +111,9 @@ def conclude(
 
 
 def _exported_scores(result: Result) -> dict[str, Any]:
-    """Return the fields of result.json that differ if the best weights were exported instead of the last; else {}.
+    """Return the fields to change in result.json if the best weights were exported instead of the last ones; else {}.
 
-    They give the evaluation of the best step, and under `last_eval` that of the last step.
+    The fields give the evaluation of the best step and, under `last_eval`, that of the last step.
     """
     best, outcome = result.best, result.outcome
     if best is None or best.scores.get("loss") is None:
@@ -126,7 +128,7 @@ def _exported_scores(result: Result) -> dict[str, Any]:
 def conclude_failure(prepared: Prepared, run_dir: RunDir, error: BaseException) -> None:
     """Log the traceback of `error`, which ended a run, write result.json if it is missing, and print how to resume.
 
-    For an interrupt or a failed rank, the command that resumes the run becomes part of the error's one line.
+    An interrupt or a failed rank is printed as one line. This line includes the command that resumes the run.
     """
     if isinstance(error, RankFailed):  # the traceback that matters is that of the other rank
         error.args = (f"{error}, at step {prepared.bus.step}" if prepared.bus.step else str(error),)

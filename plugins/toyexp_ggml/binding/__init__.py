@@ -56,7 +56,7 @@ F32, I32 = ggml.GGML_TYPE_F32, ggml.GGML_TYPE_I32
 
 
 class GraphError(ToyexpError):
-    """Error for a graph that cannot be built or computed. If an op is wrong, it names the op and the shapes."""
+    """Error for a graph that cannot be built or computed. For a wrong op, the message names the op and the shapes."""
 
 
 def find_device(name: str) -> Any:

@@ -1,7 +1,8 @@
 """Backends of ggml, and the number of threads that compute a graph.
 
-ggml's threads wait for each other after every op. If one loses its core, all wait until it runs again: with one other
-busy process on two cores, two threads take longer than one. Results do not depend on the number of threads.
+ggml's threads wait for each other after every op. If a thread loses its core, all others wait until it runs again. With
+one other busy process on two cores, two threads are therefore slower than one. Results do not depend on the number of
+threads.
 """
 
 from __future__ import annotations
@@ -90,9 +91,9 @@ def _memory(backend: Any) -> int:
 class ThreadTuner:
     """Tuner of the number of threads (`threads`) for one graph that is computed repeatedly.
 
-    It begins with `most` threads, tries fewer while other processes take the cores, and keeps the faster number. If
-    `fixed` is True, it always uses `most`. `lost` counts this process's involuntary context switches, `others` the
-    threads of other processes that are running.
+    It begins with `most` threads. While other processes take the cores, it tries a smaller number, and keeps the number
+    that is faster. If `fixed` is True, it always uses `most`. The function `lost` counts this process's involuntary
+    context switches, and `others` counts the running threads of other processes.
     """
 
     def __init__(

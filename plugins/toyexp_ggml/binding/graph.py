@@ -36,7 +36,7 @@ def _binary(name: str) -> Callable[[Graph, Node, Node], Node]:
 
 
 class Graph(StaticGraph):
-    """Static graph with one method per op. Each raises GraphError for shapes that do not fit. See StaticGraph."""
+    """Static graph with one method per op. A method raises GraphError for shapes that do not fit. See StaticGraph."""
 
     add, sub, mul, div = map(_binary, ("add", "sub", "mul", "div"))  # a op b, with b repeated over a
     sqr, sqrt, sgn, log, sigmoid, silu = map(_unary, ("sqr", "sqrt", "sgn", "log", "sigmoid", "silu"))
@@ -62,7 +62,7 @@ class Graph(StaticGraph):
         return self.sum_last(self.reshape(x, count, x.size // count))
 
     def sum_of_squares(self, x: Node, by_dot: bool = False) -> Node:
-        """Return the sum of x^2, [1]. `by_dot` sums, for a matrix, the dot product of each row with itself."""
+        """Return the sum of x^2, [1]. With `by_dot`, use the dot product of each row of a matrix with itself."""
         if not by_dot or len(x.shape) != 2:
             return self.total(self.sqr(x))
         rows = self.reshape(x, x.shape[0], 1, x.shape[1])
@@ -83,7 +83,7 @@ class Graph(StaticGraph):
     def mul_mat(self, w: Node, x: Node) -> Node:
         """Return x [.., n, in] times the transpose of w [.., out, in] -> [.., n, out].
 
-        The leading axes of w must equal those of x, or be absent, or equal those of x except that the last is 1.
+        w has either no leading axes, or those of x. In the latter case, the last leading axis of w may also be 1.
         """
         fits = w.shape[-1] == x.shape[-1] and 2 <= len(w.shape) <= len(x.shape)
         if not fits or (len(w.shape) > 2 and w.shape[:-2] not in (x.shape[:-2], (*x.shape[:-3], 1))):
@@ -228,7 +228,10 @@ class Graph(StaticGraph):
         return self.reshape(x, x.size // x.shape[-1], x.shape[-1])
 
     def transpose(self, x: Node, slow_cont: bool = False) -> Node:
-        """Return a contiguous transpose (last two axes). `slow_cont` prefers kernels.c, if it can be compiled."""
+        """Return a contiguous copy of x with its last two axes exchanged.
+
+        If `slow_cont` is True, use the kernel in kernels.c instead of ggml's op CONT, if kernels.c can be compiled.
+        """
         shape = (*x.shape[:-2], x.shape[-1], x.shape[-2])
         if slow_cont and (kernel := native.kernel("transpose")):
             return self.reshape(self._call_transpose(kernel, x), *shape)
@@ -246,7 +249,7 @@ class Graph(StaticGraph):
     def _call_transpose(self, kernel: int, *sources: Node) -> Node:
         """Return one tensor [m, d, n] with the transposes of one or two sources of equal shape [.., n, d].
 
-        `kernel` is the address of the C function that computes it.
+        `kernel` is the address of the C function that transposes.
         """
         self._check_float32("transpose", *sources)
         n, d = sources[0].shape[-2:]
@@ -343,7 +346,7 @@ class Graph(StaticGraph):
         return self._view(x, (count, x.shape[1]), 0, x.shape[1])
 
     def concat(self, parts: Sequence[Node], axis: int, by_set: bool = False) -> Node:
-        """Concatenate tensors along one axis; their other axes must agree.
+        """Concatenate tensors along one axis. They must have equal sizes along all other axes.
 
         If `by_set` is True, copy each tensor into a preallocated one, unless the result has SET_LIMIT bytes or more.
         """

@@ -44,7 +44,7 @@ class StaticGraph:
         ggml.ggml_build_forward_expand(self._graph, node.ptr)
 
     def want_all(self, nodes: Iterable[Node]) -> list[Node]:
-        """Add independent nodes one after the other, so that a device can compute them at the same time."""
+        """Add independent nodes directly after each other, and return them. A device may compute them in parallel."""
         listed = list(nodes)
         for node in listed:
             self.want(node)
@@ -102,7 +102,7 @@ class StaticGraph:
         return Counter(map(op_name, self._nodes()))
 
     def unsupported_in_place(self) -> set[str]:
-        """Return unsupported ops that change a tensor in place, so that the scheduler cannot move them to the CPU."""
+        """Return the unsupported ops that change a tensor in place. The scheduler cannot move these to the CPU."""
         return {*map(op_name, self._backend.unsupported(self._nodes()))} & IN_PLACE
 
     def unsupported_ops(self, device: str) -> set[str]:

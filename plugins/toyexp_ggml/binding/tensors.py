@@ -98,7 +98,7 @@ class MappedFile(_Tensors):
         """Return the tensor of ggml's type `type_id` that is stored at byte `offset` of the file.
 
         The caller must have validated `type_id` and `offset`. Raise GraphError if a tensor of this type and shape does
-        not have `nbytes` bytes, or if the file ends before the last of them.
+        not have `nbytes` bytes, or if the file ends before the tensor does.
         """
         ptr = self._new(shape, type_id)
         if ggml.ggml_nbytes(ptr) != nbytes or offset + nbytes > self._bytes.size:

@@ -123,7 +123,7 @@ class _Writer(pickle.Pickler):
 
 class _Reader(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
-        """Return a dataclass or an allowed type. Raise UnpicklingError for any other name."""
+        """Return the named class if it is a dataclass or an allowed type. Raise UnpicklingError for any other name."""
         value = super().find_class(module, name)
         is_dataclass = isinstance(value, type) and dataclasses.is_dataclass(value)
         if is_dataclass or any(value is allowed for allowed in ALLOWED):

@@ -1,8 +1,8 @@
 """Data-parallel training: each rank computes its rows of every micro-batch, and the gradients are summed.
 
-Rank 0 has the data, the run and the callbacks. The training loop calls only rank 0's session, like that of one device.
-Each method of this session calls the same method on the other ranks, with their rows. After every step the weights are
-equal on all ranks.
+Rank 0 has the data, the run and the callbacks. The training loop calls only rank 0's session, as if it were the session
+of a single device. Each method of this session calls the same method on the other ranks, with their rows. After every
+step the weights are equal on all ranks.
 The weights of the targets in the loss are normalised over the whole batch, not over the rows of a rank. The sums over
 the ranks therefore equal the loss and the gradient of a single device.
 """
@@ -95,9 +95,10 @@ class ShardedUpdate(Update):
         self._exchange()
 
     def _exchange(self) -> None:
-        """Broadcast each rank's part of the weights. If the session keeps rounded weights, also round received parts.
+        """Broadcast each rank's part of the weights.
 
-        The update itself has already rounded this rank's own part.
+        If the session keeps rounded weights, round the parts that other ranks send. The update has already rounded this
+        rank's own part.
         """
         shares = (enumerate(itertools.pairwise(cuts)) for cuts in self.cuts)
         parts = [(rank, slice(*ends)) for share in shares for rank, ends in share if ends[0] < ends[1]]
@@ -188,7 +189,7 @@ class RankSession(TorchSession):
         return [t.name for t in self.plan.tensors if not t.trainable]
 
     def _backward(self, micros: Sequence[dict[str, Tensor]]) -> Tensor:
-        """Write the gradients, summed over micro-batches and ranks, into their flat vector; return the summed loss.
+        """Write the gradients, summed over micro-batches and ranks, into the gradient vector; return the summed loss.
 
         The sum over ranks starts as soon as the last micro-batch's backward pass has computed the gradients of a
         bucket.
@@ -284,7 +285,7 @@ def open_rank(config: RankConfig, plan: Plan, settings: SessionSettings, frozen_
 class LeadSession(RankSession):
     """Session of rank 0. Each of its methods also calls the same method on the sessions of the other ranks.
 
-    `gather` returns the supervisor of the other ranks, after starting them if necessary.
+    The function `gather` starts the other ranks if necessary, and returns their supervisor.
     """
 
     _numbers = itertools.count()
@@ -360,7 +361,7 @@ class LeadSession(RankSession):
             super().do_restore(tensor, values, state)
 
     def describe(self) -> dict[str, Any]:
-        """Return the description of rank 0's device, with the threads of all ranks together and a list of the ranks."""
+        """Return the description of rank 0's device, with the sum of all ranks' threads and a list of the ranks."""
         facts, count = super().describe(), self._config.count
         ranks = [f"pid {os.getpid()} on {platform.node()}", *(f"pid {p.pid} on {p.host}" for p in self._others.ranks)]
         threads = facts["threads"] * count

@@ -71,7 +71,7 @@ def report_missing(missing: Callable[[], str]) -> Iterator[None]:
 
 @dataclass
 class Rank:
-    """Another rank from the point of view of rank 0: its process, its connection, and whether it is alive."""
+    """What rank 0 knows about another rank: its process, its connection, and whether it is alive."""
 
     rank: int
     link: Link
@@ -102,7 +102,7 @@ class Rank:
         return f"ended with exit code {code}{f': {lines[-1][:300]}' if lines else ''}"
 
     def kill(self) -> None:
-        """Cut the connection to the rank. If this process started the rank's process, kill it too."""
+        """Cut the connection to the rank. Also kill the rank's process if this process started it."""
         self.link.cut()
         if self.process is not None:
             self.process.kill()
@@ -112,7 +112,7 @@ class Rank:
 class Supervisor:
     """Rank 0's control of the other ranks: it calls their methods, notices their failures, and ends their processes.
 
-    A thread watches the ranks. If one fails, the thread aborts computations of rank 0 that wait for it.
+    A thread watches the ranks. If one fails, the thread aborts computations of rank 0 that wait for this rank.
     """
 
     ranks: Sequence[Rank]
@@ -151,7 +151,7 @@ class Supervisor:
                 time.sleep(0.01)
 
     def call(self, name: str, arguments: Callable[[int], Sequence[Any]] = lambda rank: ()) -> None:
-        """Call the method `name` of the other ranks' sessions, without waiting for it to end.
+        """Call the method `name` of the other ranks' sessions, without waiting for the calls to end.
 
         `arguments(rank)` returns the arguments for one rank. If the arguments cannot be sent, call no rank and raise
         UserError.
@@ -272,7 +272,7 @@ class Supervisor:
 def start_local_ranks(count: int) -> Supervisor:
     """Start ranks 1 to `count` - 1 as processes on this machine, and return their supervisor.
 
-    The processes end when this one ends.
+    These processes end when this process ends.
     """
     ranks: list[Rank] = []
     try:

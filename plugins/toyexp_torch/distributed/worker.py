@@ -107,7 +107,7 @@ def _accept(connection: socket.socket, token: str, connected: set[int], count: i
 
 
 def _configure(connection: socket.socket) -> None:
-    """Set socket options, so that messages are sent without delay and a connection to a lost host fails in time.
+    """Set socket options: send messages without delay, and close a connection to a lost host after some time.
 
     A host may disappear without closing its connections; the kernel then reports data that is not acknowledged.
     """

@@ -18,8 +18,8 @@ def step(
     `numbers` are the formula's seven scalars, float64. The gradient g is divided by `divisor`, if that is given. If
     `skip` is 1, nothing changes. `rounded` receives a copy of the new weights in its own dtype.
 
-    To update several runs at once, pass matrices w, m and v [K, n] with a row for each run, of which the k rows in
-    `rows` (None: all) change. Then g is [k, n], numbers [k, 7] and divisor [k]; skip is [k], or one number for all
+    To update several runs at once, pass matrices w, m and v [K, n] with a row for each run. Only the k rows that `rows`
+    lists (None: all rows) change. Then g is [k, n], numbers [k, 7] and divisor [k]; skip is [k], or one number for all
     runs. The last axis of each matrix must be contiguous.
     """
     count, length = numbers.numel() // 7, w.shape[-1]

@@ -1,8 +1,9 @@
 """Output projection and cross-entropy loss in one function, on a GPU with Triton, a chunk of positions at a time.
 
 With a large vocabulary, the logits are by far the largest tensor of a language model's step. Here, only the logits of a
-few thousand positions are in memory at a time. The forward pass computes a chunk of logits, overwrites it by the loss's
-gradient, and adds its products to the gradients of the input and the weight (Hsu et al. 2024, "Liger Kernel").
+few thousand positions are in memory at a time. The forward pass computes a chunk of logits, overwrites it with the
+gradient of the loss, and adds the chunk's part to the gradients of the input and the weight (Hsu et al. 2024, "Liger
+Kernel").
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ BLOCK = 8192  # logits that a program loads at a time
 
 
 class Choice(Protocol):
-    """Object that says which positions' logits are computed."""
+    """Selection of the positions whose logits are computed."""
 
     selected: Tensor | None  # [n] distinct positions, including all of non-zero weight; None: all positions
 
@@ -45,7 +46,7 @@ def projected_loss(
 
 
 class ProjectedLoss(torch.autograd.Function):
-    """Sum over n of weights[n] * -log softmax(x[n] w^T)[targets[n]], for x [N, d] and w [V, d].
+    """Autograd function: the sum over n of weights[n] * -log softmax(x[n] w^T)[targets[n]], for x [N, d] and w [V, d].
 
     The forward pass already computes the gradients, and backward() returns them without multiplying them by the
     incoming gradient. Therefore a backward pass must begin at this loss, where the incoming gradient is 1.
@@ -101,7 +102,7 @@ def _softmax(  # type: ignore[no-untyped-def]  # noqa: ANN202 - Triton's own typ
 ):
     """Compute the loss of one row of logits.
 
-    If `gradient` is True, also overwrite the row by the loss's gradient, weight * (softmax - one-hot), with 0 in the
+    If `gradient` is True, also overwrite the row with the loss's gradient, weight * (softmax - one-hot), with 0 in the
     padding columns from `vocab` on.
     """
     row = tl.program_id(0).to(tl.int64)

@@ -4,9 +4,9 @@ The layouts are those of ggml (`ggml-common.h`, and `dequantize_row_*` of `ggml-
 most of them with scales for groups of numbers within the block. In the functions below, `b` is uint8 [blocks, bytes of
 a block], and a function named after a type, such as `_q4_0`, returns float32 [blocks, numbers of a block].
 
-A block's float16 scale has 11 significant bits, and the integers that it is multiplied by have at most 13 together. In
-float32 every product is therefore exact, and only the subtraction of a minimum rounds. Results are bit-identical
-whether or not a compiler fuses the two operations.
+A number is the product of its block's float16 scale (11 significant bits) and one or two integers (together at most 13
+bits); some types then subtract a minimum. In float32 every product is therefore exact, and only the subtraction rounds.
+Results are bit-identical whether or not a compiler fuses the two operations.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ def _unpack_chunks(flat: Tensor, kind: str, dtype: torch.dtype) -> Tensor:
 def _choose_gpu_unpacker() -> Callable[[Tensor, str, torch.dtype], Tensor]:
     """Return the function that dequantises blocks on a GPU.
 
-    It is the Triton kernel, or if that is missing or fails in a trial on a few zeros, the slower `_unpack_blocks`.
+    This is the Triton kernel. If the kernel is missing or fails in a trial, it is the slower `_unpack_blocks`.
     """
     try:
         from toyexp_torch.kernels.unpack import unpack_blocks
@@ -110,7 +110,7 @@ def _half(b: Tensor, at: int) -> Tensor:
 def _fields(b: Tensor, bits: int, group: int) -> Tensor:
     """Split bytes into fields of `bits` bits -> uint8 [blocks, numbers].
 
-    Each `group` of consecutive bytes gives first the lowest field of all its bytes, then the next field of all, and so
+    From each `group` consecutive bytes, take the lowest field of every byte, then the next field of every byte, and so
     on.
     """
     shifts = torch.arange(0, 8, bits, dtype=torch.uint8, device=b.device)
@@ -181,8 +181,9 @@ def _q5_k(b: Tensor) -> Tensor:
 def _scale_and_minimum(b: Tensor) -> tuple[Tensor, Tensor]:
     """Return the scales and the minimums of the 8 groups in each block of Q4_K or Q5_K, float32 [blocks, 8] each.
 
-    They are 6-bit integers, packed in 12 bytes, times a float16 of the block. The upper two bits of the integers of the
-    last four groups are stored in the upper two bits of the bytes for the first four groups.
+    Each scale and each minimum is the product of a 6-bit integer and a float16 number of the block. The integers are
+    packed in 12 bytes. The upper two bits of the integers of the last four groups are stored in the upper two bits of
+    the bytes for the first four groups.
     """
     scale, minimum, rest = b[:, 4:16].unflatten(1, (3, 1, 4)).unbind(1)
     last = torch.arange(2, device=b.device)[:, None] > 0
@@ -241,7 +242,7 @@ class Packed:
         return unpack(self.raw[rows], self.kind, self._dtype)
 
     def product(self, x: Tensor) -> Tensor:
-        """Return x [..., in] times the transposed matrix -> [..., out], in autocast's dtype or, without autocast, x's.
+        """Return x [..., in] times the transposed matrix -> [..., out], in the dtype of autocast or, without it, of x.
 
         Only x has a gradient.
         """
@@ -254,9 +255,9 @@ class Packed:
 
 
 class PackedLinear(torch.autograd.Function):
-    """Product of x [..., in] and a transposed matrix [out, in], which the forward and the backward pass dequantise.
+    """Autograd function: the product of x [..., in] and the transpose of a packed matrix [out, in].
 
-    Only x has a gradient.
+    The forward and the backward pass each dequantise the matrix. Only x has a gradient.
     """
 
     @staticmethod

@@ -85,7 +85,7 @@ def _word(at):
 
 @triton.jit
 def _nibbles(at, i):
-    """Return the 32 4-bit fields of 16 bytes: first the lower halves of all bytes, then the upper halves."""
+    """Return the 4-bit fields of 16 bytes: first the lower halves of all bytes, then the upper halves."""
     return _byte(at[:, None] + i % 16) >> i // 16 * 4 & 15
 
 
@@ -149,7 +149,8 @@ def _q3_k(b, g, i):
 def _pairs(at, g, i):
     """Return the 2-bit fields of 64 bytes, in groups of 16.
 
-    Each half of the 64 bytes gives first the lowest fields of its 32 bytes, then the next field of each, and so on.
+    The fields of the first 32 bytes come first: the lowest field of each byte, then the next field of each byte, and so
+    on. The fields of the other 32 bytes follow in the same order.
     """
     return _byte((at + g // 8 * 32 + g % 2 * 16)[:, None] + i) >> (g % 8 // 2 * 2)[:, None] & 3
 

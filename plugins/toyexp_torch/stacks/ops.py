@@ -62,7 +62,7 @@ def _rotate(x: Tensor, by: Tensor) -> Tensor:
 
 
 def _apply_to_rows(function: Callable[..., Tensor], *tensors: Tensor) -> Tensor:
-    """Join the batches of all runs along their first axis, and return the result of `function` on the joined tensors.
+    """Join the batches of all runs along their first axis, call `function` on them, and return the result.
 
     Inside `torch.vmap`, `tensors` are those of a single run. The result for one row must not depend on other rows.
     """
@@ -132,7 +132,7 @@ class _Product(torch.autograd.Function):
 
 
 class _Products(torch.autograd.Function):
-    """Batched product of x [K, M, in] and the transposes of w [K, out, in] -> [K, M, out], for K runs.
+    """Autograd function for K runs: x [K, M, in] times the transposes of w [K, out, in] -> [K, M, out].
 
     It has its own backward pass, because the gradient that torch computes for w is a transposed view, which would have
     to be copied.

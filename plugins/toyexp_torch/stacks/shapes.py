@@ -36,7 +36,7 @@ def try_step(plan: Plan, dtype: torch.dtype) -> tuple[str, int]:
     """Return why runs of this plan cannot be stacked (empty if they can), and the bytes of memory that each run needs.
 
     The bytes include weights, gradients, optimiser state, and the run's share of a step's peak memory. They exclude
-    frozen tensors, since runs may share them. A trial takes as long as many real steps, so its result is cached.
+    frozen tensors, since runs may share them. This trial takes as long as many real steps, so its result is cached.
     """
     if not plan.trainable:  # such a run takes no steps
         return "", 0

@@ -1,8 +1,8 @@
 """Stack: runs with the same shapes in one process, whose training steps are computed together.
 
 Each of the K runs has its own session. A session's N weights are one row of a matrix [K, N] of the stack, and its
-gradients a row of another. The stack computes training steps and held-out losses; `TorchSession` does everything else.
-When a run ends, the others keep their rows.
+gradients are one row of another matrix. The stack computes training steps and held-out losses; `TorchSession` does
+everything else. When a run ends, the others keep their rows.
 """
 
 from __future__ import annotations
@@ -118,10 +118,10 @@ class TorchStack(Stack):
         return {row: partial(StepMetrics, *pair) for row, pair in zip(requests, metrics, strict=True)}
 
     def losses(self, requests: Mapping[int, Iterable[Batch]]) -> Mapping[int, Callable[[], float]]:
-        """Compute the held-out losses of the runs whose rows are keys of `requests`; see Stack.
+        """Compute the held-out losses of several runs; see Stack.
 
-        Return, for each row, a function that returns the run's mean loss. A run with fewer batches than the others is
-        idle while the others compute their remaining batches.
+        `requests` maps each run's row to its batches. Return, for each row, a function that returns the run's mean
+        loss. A run with fewer batches than the others is idle while the others compute their remaining batches.
         """
         for row in requests:
             self.sessions[row].use_average(True)
@@ -160,7 +160,7 @@ class TorchStack(Stack):
         return total
 
     def _prepare(self, asking: Sequence[int]) -> None:
-        """Make a program (a StackedStep) that computes the runs in the rows `asking`, or keep the present program.
+        """Make a program (a StackedStep) that computes the runs in the rows `asking`, unless the present one fits.
 
         On the CPU, the program contains exactly these runs. On a GPU, where capturing a new program is slow, it
         contains all runs that still train, and is kept as long as it contains the runs in `asking`, even if a few of
@@ -236,7 +236,7 @@ class StackedSession(TorchSession):
         self._keeps_bfloat16 = False  # in bfloat16 the stack's program rounds the weights itself
 
     def _view_state(self, *_: object) -> SimpleNamespace:
-        """Return a substitute for an Update, whose only attribute `state` is the optimiser state of this run."""
+        """Return an object in place of an Update. Its only attribute, `state`, is the optimiser state of this run."""
         state = self.stack.update.state
         return SimpleNamespace(state={n: {s: x[self.row] for s, x in slots.items()} for n, slots in state.items()})
 

@@ -26,7 +26,7 @@ StepRequest = tuple[Sequence[Batch], Sequence[np.ndarray]]  # a run's micro-batc
 
 
 class StackedFormula(Formula):
-    """Formula of a rule for the tensors [K, ...] of K runs. Each run has its own scalars."""
+    """Update of the tensors [K, ...] of K runs by the formula of a rule. Each run has its own scalars."""
 
     def bind_device(self, numbers: Tensor, divisor: Tensor | None, skip: Tensor | None) -> Change:
         """Return a function that updates tensors [K, ...] of K runs; see Formula.
@@ -178,9 +178,9 @@ class StackedStep:
 class StackedResident:
     """Launcher of the training step and held-out loss of `count` runs, as CUDA graphs with inputs in GPU memory.
 
-    A run is identified by its index in `step`. Up to `under_way` steps may be launched before the results of the first
-    are read. The graphs always compute all runs. A run without a request is idle: it reads its previous batch
-    again and keeps its weights and optimiser state.
+    A run is identified by its index among the runs of `step`. Up to `under_way` steps may be launched before the
+    results of the first are read. The graphs always compute all runs. A run without a request is idle: it reads its
+    previous batch again and keeps its weights and optimiser state.
     """
 
     def __init__(

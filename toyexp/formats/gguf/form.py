@@ -1,4 +1,4 @@
-"""How a model class is written to a GGUF (architecture, keys, constant tensors) and read back from it."""
+"""Convert a model to the metadata and constant tensors of a GGUF file, and read the model back from them."""
 
 from __future__ import annotations
 
@@ -18,13 +18,16 @@ M = TypeVar("M", bound=Model)
 
 
 class GGUFForm(ABC, Generic[M]):
-    """How a model class is written to a GGUF file and read back.
+    """Base class of forms. A form converts the models of one class to the metadata of a GGUF file and back.
 
     A model class declares its form as `forms = {"gguf": MyForm()}`.
     """
 
     def architecture(self, model: M | type[M]) -> str:
-        """Return the value of general.architecture. Models that compute differently must return different values."""
+        """Return the value of the key general.architecture for a model.
+
+        It must differ between models that compute differently.
+        """
         return model.name
 
     @abstractmethod
@@ -32,16 +35,19 @@ class GGUFForm(ABC, Generic[M]):
         """Return the keys `<architecture>.*`, without that prefix, and their values."""
 
     def constants(self, model: M) -> Mapping[str, np.ndarray]:
-        """Return further float32 tensors of the file by name, computed from settings; `model.tensors()` lacks them."""
+        """Return float32 tensors that the GGUF file needs besides `model.tensors()`, keyed by name.
+
+        They are computed from the model's settings.
+        """
         return {}
 
     def read(self, cls: type[M], file: ModelFile) -> M:
-        """Return the model of class `cls` in `file`; raise UserError for what `cls` cannot represent exactly."""
+        """Return the model of class `cls` in `file`; raise UserError if `cls` cannot represent the model exactly."""
         raise UserError(f"{file.path}: toyexp can write model={cls.name} as GGUF, but not read it")
 
 
 class PlainForm(GGUFForm[Any]):
-    """Default form: the model's settings as JSON, which no other program reads."""
+    """Default form. It stores the model's settings as JSON, so only toyexp can read the file."""
 
     def metadata(self, model: Model) -> dict[str, Any]:
         """Return the settings as JSON under the key `settings`; raise UserError for values that JSON cannot hold."""
@@ -51,7 +57,7 @@ class PlainForm(GGUFForm[Any]):
             raise UserError(f"model={model.name}: its settings cannot be written to a GGUF file: {error}") from None
 
     def read(self, cls: type[Any], file: ModelFile) -> Any:
-        """Return the model with the settings in the file; raise UserError if they belong to another class."""
+        """Return the model with the settings in the file; raise UserError if the class `cls` does not accept them."""
         try:
             return cls(**json.loads(file.text(f"{file.architecture}.settings")))
         except (TypeError, ValueError) as error:
@@ -94,23 +100,26 @@ def read_model(cls: type[M], file: ModelFile) -> M:
 
 
 def decimal(value: float) -> float:
-    """Return the float with the fewest decimals that rounds to the same float32, such as 0.1 for 0.100000001."""
+    """Return the float with the fewest decimals that equals `value` in float32, such as 0.1 for 0.100000001."""
     import numpy as np
 
     return float(str(np.float32(value)))
 
 
 class Keys:
-    """Reader of a file's keys `<architecture>.*`; `finish` rejects unread keys, which may change the computation."""
+    """Reader of the keys `<architecture>.*` in a GGUF file.
+
+    A key that nothing reads may change the computation, so the method `finish` rejects unread keys.
+    """
 
     def __init__(self, file: ModelFile):
         self.file, self._prefix = file, f"{file.architecture}."
         self._unread = {k: v for k, v in file.metadata.items() if k.startswith(self._prefix)}
 
     def integer(self, name: str, default: int | None = None) -> int:
-        """Return a key's integer value, which must be above 0, or `default` if the key is missing.
+        """Return a key's integer value, or `default` if the key is missing.
 
-        Raise GGUFError for any other value, and if a key without a default is missing.
+        Raise GGUFError if the value is not an integer above 0, or if the key is missing and has no default.
         """
         value = self._take(name, default)
         if isinstance(value, bool) or not isinstance(value, int) or not 0 < value < 2**31:
@@ -118,14 +127,20 @@ class Keys:
         return value
 
     def number(self, name: str, default: float | None = None) -> float:
-        """Return a key's float32 value as a short decimal (see `decimal`); raise UserError for any other value."""
+        """Return a key's value as a short decimal (see `decimal`), or `default` if the key is missing.
+
+        Raise UserError if the value is not a float, or if the key is missing and has no default.
+        """
         value = self._take(name, default)
         if not isinstance(value, float):
             raise self._wrong(name, value)
         return decimal(value)
 
     def expect(self, name: str, *allowed: Any) -> Any:
-        """Return a key's value; raise UserError if it is not one of `allowed`. A missing key has the first of them."""
+        """Return a key's value, or the first of `allowed` if the key is missing.
+
+        Raise UserError if the value is not in `allowed`.
+        """
         import numpy as np
 
         value = self._take(name, allowed[0])
@@ -134,12 +149,12 @@ class Keys:
         return value
 
     def ignore(self, *names: str) -> None:
-        """Accept keys with any value, because they do not change the computation."""
+        """Accept the keys `names` with any value, because they do not change the computation."""
         for name in names:
             self._unread.pop(self._prefix + name, None)
 
     def finish(self) -> None:
-        """Raise GGUFError for keys that were not read."""
+        """Raise GGUFError if the file has keys `<architecture>.*` that were neither read nor ignored."""
         self.expect("expert_count", 0)
         self.expect("expert_used_count", 0)
         self.expect("attention.causal", True)

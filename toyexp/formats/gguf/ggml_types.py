@@ -33,7 +33,7 @@ LARGEST = {"F16": 65504.0, "Q8_0": 127 * 65504.0, "Q4_0": 8 * 65504.0, "Q5_0": 1
 
 
 def dequantise(raw: np.ndarray, type_id: int) -> np.ndarray:
-    """Decode bytes [.., bytes per row] of a ggml type to float32 [.., in]."""
+    """Decode a ggml type: convert bytes of shape [.., bytes per row] to float32 of shape [.., numbers per row]."""
     name = GGUF_TYPES[type_id][0]
     if name == "F32":
         return raw.view("<f4").astype(np.float32)
@@ -52,7 +52,10 @@ def dequantise(raw: np.ndarray, type_id: int) -> np.ndarray:
 
 
 def encodes_finite(raw: np.ndarray, type_id: int) -> bool:
-    """Return True if bytes of a ggml type encode only finite numbers, for most quantised types by their scales."""
+    """Return True if the bytes `raw` of a ggml type encode only finite numbers.
+
+    For most quantised types only the scales are checked: all numbers of a block are finite if its scales are.
+    """
     name, _, block_bytes = GGUF_TYPES[type_id]
     if name not in _SCALES:
         return all_finite(dequantise(raw, type_id))
@@ -61,7 +64,11 @@ def encodes_finite(raw: np.ndarray, type_id: int) -> bool:
 
 
 def all_finite(array: np.ndarray) -> bool:
-    """Return True if no number is NaN or infinite. Test the float64 sum: finite float32 numbers cannot overflow it."""
+    """Return True if no number in the array is NaN or infinite.
+
+    The function tests the sum in float64, which is finite if all numbers are: finite float32 numbers cannot overflow
+    it.
+    """
     with np.errstate(invalid="ignore"):  # infinity minus infinity
         return math.isfinite(array.sum(dtype=np.float64))
 
@@ -82,7 +89,7 @@ def iter_pieces(array: np.ndarray) -> Iterator[np.ndarray]:
 
 
 def encode(numbers: np.ndarray, type_name: str) -> np.ndarray:
-    """Encode whole blocks of float32 numbers as bytes of a ggml type."""
+    """Encode float32 numbers as bytes of a ggml type. Their count must be a multiple of the type's block size."""
     with np.errstate(all="ignore"):  # callers report non-finite results
         if type_name == "F32":
             return numbers.astype("<f4", copy=False).view(np.uint8)
@@ -94,7 +101,10 @@ def encode(numbers: np.ndarray, type_name: str) -> np.ndarray:
 
 
 def check_pieces(name: str, pieces: Iterable[np.ndarray], type_name: str, problems: list[str]) -> Iterator[np.ndarray]:
-    """Yield a tensor's bytes unchanged; append a sentence to `problems` if they encode non-finite numbers."""
+    """Yield the bytes of the tensor `name` unchanged, piece by piece.
+
+    Append a sentence to `problems` if the bytes encode a NaN or an infinity.
+    """
     has_nonfinite = False
     for raw in pieces:
         has_nonfinite = has_nonfinite or not encodes_finite(raw, IDS[type_name])

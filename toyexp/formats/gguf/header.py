@@ -1,4 +1,4 @@
-"""Parse a GGUF header without trusting it: keys with values, and offsets of the tensors.
+"""Parse the header of an untrusted GGUF file: keys and their values, and the offsets of the tensors.
 
 Every count is checked against a limit and the remaining bytes; all arithmetic uses Python integers.
 """
@@ -50,7 +50,10 @@ SOURCE_PATHS: dict[Path, Path] = {}  # temporary file: its original, which error
 
 
 def how_to_convert(folder: Path, script: str = "convert_hf_to_gguf.py") -> str:
-    """Return a hint how to convert a Hugging Face directory to a GGUF; llama.cpp only does so for language models."""
+    """Return a hint that says how to convert a Hugging Face directory to a GGUF file.
+
+    llama.cpp converts only language models, so for an image model the hint says that toyexp cannot read it.
+    """
     config = folder / "config.json"
     config_text = config.read_bytes()[:CHUNK] if config.is_file() else b""
     if IMAGE_KEYS.search(config_text) and b'"text_config"' not in config_text:
@@ -60,12 +63,15 @@ def how_to_convert(folder: Path, script: str = "convert_hf_to_gguf.py") -> str:
 
 
 def source_path(path: Path) -> Path:
-    """Return the file that errors about `path` name: the original of a temporary conversion, or `path` itself."""
+    """Return the path that error messages about the file `path` name.
+
+    If `path` is a temporary file that toyexp converted from another file, this is the path of that other file.
+    """
     return SOURCE_PATHS.get(path, path)
 
 
 class GGUFError(UserError):
-    """A file that is not a readable GGUF; the message has the path and the cause."""
+    """Error: a file is not a readable GGUF. The message has the path and the cause."""
 
 
 def _pread_fallback(file: int, count: int, offset: int) -> bytes:
@@ -77,9 +83,9 @@ _pread = getattr(os, "pread", _pread_fallback)  # missing on Windows
 
 
 class Part:
-    """One open file of a GGUF model and its parsed header; a split model has several.
+    """One open file of a GGUF model, with its parsed header. A split model has several such files.
 
-    `spent` counts the bytes of memory for the headers of this part and all earlier parts.
+    `spent` is the memory in bytes that the header of this file and the headers of the model's earlier files take.
     """
 
     def __init__(self, path: Path, spent: int = 0):
@@ -99,7 +105,7 @@ class Part:
             raise
 
     def error(self, cause: str) -> GGUFError:
-        """Return an error about this file."""
+        """Return an error that names this file and the cause."""
         return GGUFError(f"{source_path(self.path)}: {cause}")
 
     def pread(self, offset: int, count: int, label: str | _Label) -> bytes:
@@ -208,7 +214,10 @@ class Part:
 def check_offsets(
     tensors: Iterable[TensorInfo], start: int, size: int, alignment: int, error: Callable[[str], UserError]
 ) -> None:
-    """Raise error(cause) unless the tensors fill the file from `start` to its end, each at the next aligned offset."""
+    """Raise `error(cause)` unless the tensors fill a file of `size` bytes from the offset `start` to its end.
+
+    Each tensor must begin at the first multiple of `alignment` after the end of the previous tensor.
+    """
     in_order = sorted(tensors, key=lambda t: t.offset)
     for tensor in in_order:
         if (beyond := tensor.offset + tensor.nbytes - size) > 0:
@@ -226,7 +235,7 @@ def check_offsets(
 
 
 class _Label(NamedTuple):
-    """Subject of an error message: fixed words, and a name from the file, which is escaped when it is printed."""
+    """Subject of an error message: fixed words, then a name from the file, in which special characters are escaped."""
 
     words: str
     name: str
@@ -236,7 +245,7 @@ class _Label(NamedTuple):
 
 
 class _Cursor:
-    """Position in the header; reads are bounds-checked and buffered."""
+    """Buffered reader of a GGUF header. It keeps the current position and checks bounds."""
 
     def __init__(self, part: Part):
         self.part, self.at = part, 0
@@ -258,9 +267,10 @@ class _Cursor:
         return struct.unpack(form, self.take(struct.calcsize(form), label))[0]
 
     def allow(self, count: int, smallest: int, memory: int, label: str | _Label) -> None:
-        """Raise GGUFError if `count` items do not fit into the rest of the file or the memory limit.
+        """Raise GGUFError if `count` items do not fit into the rest of the file, or exceed the memory limit.
 
-        An item takes at least `smallest` bytes of the file and `memory` bytes of memory.
+        An item takes at least `smallest` bytes of the file and `memory` bytes of memory. The message calls the items
+        `label`.
         """
         if count * smallest > self.end - self.at:
             raise self.part.error(f"claims {count} {label}, more than fit into the file; {CUT}")
@@ -283,7 +293,10 @@ class _Cursor:
             raise self.part.error(f"{label} is not UTF-8") from None
 
     def strings(self, count: int, label: _Label) -> list[str]:
-        """Read `count` strings. Strings that lie completely in the buffer skip the slow checks of `string`."""
+        """Read and return `count` strings.
+
+        The method `string` is slow. It is not called for a string that lies completely in the buffer.
+        """
         texts: list[str] = []
         while len(texts) < count:
             texts.append(self.string(label, STRING_LIMIT))

@@ -37,7 +37,7 @@ def load_model(path: Path, registry: Registry, reads: Sequence[Kind] | None = No
 
 
 def require_model(file: ModelFile) -> None:
-    """Raise UserError if an open file holds no model but, for example, a LoRA adapter."""
+    """Raise UserError if an open file holds no model, for example because it holds a LoRA adapter."""
     kind = file.metadata.get("general.type", "model")
     if kind != "model":
         raise file.error(f"holds no model (general.type is {printable(str(kind))})")
@@ -53,7 +53,10 @@ def find_model_class(file: ModelFile, models: Iterable[type[Model]]) -> type[Mod
 
 
 def models_by_architecture(models: Iterable[type[Model]]) -> dict[str, type[Model]]:
-    """Return {GGUF architecture: class}. If classes share an architecture, one with its own GGUF form wins."""
+    """Return {GGUF architecture: class}.
+
+    If several classes have the same architecture, a class that declares its own GGUF form takes precedence.
+    """
     return {gguf_architecture(cls): cls for cls in sorted(models, key=lambda cls: "gguf" in cls.forms)}
 
 
@@ -83,7 +86,7 @@ def read_exported(file: ModelFile, models: Iterable[type[Model]]) -> ModelExport
 
 
 def _tokenizer(file: ModelFile) -> tuple[Tokenizer | None, list[str]]:
-    """Return the file's tokenizer and no sentence, or None and a sentence that says why it cannot be read."""
+    """Return (tokenizer, []) for a file, or (None, [reason]) if its tokenizer cannot be read."""
     try:
         if isinstance(file, GGUFFile):
             return read_tokenizer(file), []
@@ -99,7 +102,7 @@ def _load_as(file: ModelFile, models: Iterable[type[Model]]) -> Model:
 
 
 def _check_tokens(file: ModelFile) -> None:
-    """Raise UserError if the tokenizer's size differs from the embedding's rows."""
+    """Raise UserError if the number of tokens in the tokenizer differs from the number of rows of the embedding."""
     tokens, embedding = file.metadata.get("tokenizer.ggml.tokens"), file.tensors.get("token_embd.weight")
     if embedding is not None and isinstance(tokens, list) and len(tokens) != embedding.shape[0]:
         raise file.error(f"its tokenizer has {len(tokens)} tokens, its embedding {embedding.shape[0]} rows")
@@ -107,7 +110,7 @@ def _check_tokens(file: ModelFile) -> None:
 
 @dataclass(frozen=True)
 class FromGGUF(Values):
-    """Initial values from a tensor of a GGUF file, which an engine may memory-map instead of copying."""
+    """Initial values from a tensor of a GGUF file. An engine may memory-map the tensor instead of copying it."""
 
     path: str
     tensor: str
@@ -122,13 +125,16 @@ class FromGGUF(Values):
         open_gguf(self.path).check_finite(self.tensor, self.rows)
 
     def export_metadata(self) -> Mapping[str, Any]:
-        """Return the licence and origin of the file's model, see `inherited_keys`; {} if the file is an adapter."""
+        """Return licence and origin of the model in the file (see `inherited_keys`); {} if the file is an adapter."""
         file = open_gguf(self.path)
         return {} if file.metadata.get("general.type") == "adapter" else inherited_keys(file)
 
 
 def inherited_keys(base: GGUFFile) -> Mapping[str, Any]:
-    """Return the `general.*` keys, without prefix, that a model inherits from its base: licence and origin."""
+    """Return the `general.*` keys, without this prefix, that a model copies from its base.
+
+    They give the licence and the origin of the base.
+    """
     copied = ("license", "license.name", "license.link", "adapter_digest")
     keys = {key: base.text(f"general.{key}") for key in copied}
     parent = {key: base.text(f"general.{key}") for key in PARENT} | {"digest": cached_fingerprint(base.path)}
@@ -138,11 +144,11 @@ def inherited_keys(base: GGUFFile) -> Mapping[str, Any]:
 
 
 def mappable_tensor(tensor: PlanTensor) -> TensorInfo | None:
-    """Return the position of a planned tensor in its file if an engine may use it in place, else None.
+    """Return the position of a planned tensor in its GGUF file, or None if an engine must not memory-map the tensor.
 
-    Engines may use frozen matrices of any type, and frozen float32 tensors of any shape. Also return None for a
-    tensor with another shape than planned: reading it raises the error. Raise GGUFError if the tensor is missing or
-    not finite.
+    Engines may memory-map frozen matrices of any type, and frozen float32 tensors of any shape. The result is also None
+    if the tensor's shape in the file differs from the planned one: reading the tensor later raises an error. Raise
+    GGUFError if the tensor is missing or not finite.
     """
     values = tensor.values
     if tensor.trainable or not isinstance(values, FromGGUF):

@@ -1,4 +1,4 @@
-"""File types of GGUFs, the type of each tensor as llama.cpp chooses it, and K-quants through llama.cpp."""
+"""Choose the type of each tensor of a GGUF file as llama.cpp does, and quantise to K-quants with llama.cpp."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ sys.exit(llama_cpp.llama_model_quantize(os.fsencode(source), os.fsencode(target)
 def quantiser(setting: str) -> list[str]:
     """Return a command that takes the arguments of llama-quantize (SOURCE TARGET KIND).
 
-    Raise Unavailable with a message about `setting`, which needs it, if llama.cpp is not installed.
+    Raise Unavailable if llama.cpp is not installed. The message says that `setting` needs llama.cpp.
     """
     program = shutil.which("llama-quantize")
     if program is not None:
@@ -47,7 +47,7 @@ def quantiser(setting: str) -> list[str]:
 
 
 def quantise(source: Path, target: Path, kind: str, requantise: bool = False) -> None:
-    """Convert a GGUF to type `kind`, atomically; raise RunFailed with llama.cpp's message if it fails.
+    """Convert a GGUF to type `kind`, atomically; raise RunFailed with llama.cpp's message if the conversion fails.
 
     With `requantise`, `source` may be quantised already.
     """
@@ -73,7 +73,7 @@ def _cause(run: subprocess.CompletedProcess[str]) -> str:
 
 
 def check_type(kind: str, key: str = "type", others: Iterable[str] = ()) -> None:
-    """Raise UserError if `kind` is no file type, or Unavailable if it needs llama.cpp and that is not installed.
+    """Raise UserError if `kind` is no file type. Raise Unavailable if it needs llama.cpp and llama.cpp is missing.
 
     The message names the setting `key`, and `others` as further values that this setting allows.
     """
@@ -84,10 +84,11 @@ def check_type(kind: str, key: str = "type", others: Iterable[str] = ()) -> None
 
 
 def tensor_type(name: str, shape: tuple[int, ...], kind: str, tied: bool) -> str:
-    """Return the ggml type of a tensor in a file of type `kind`, as llama.cpp chooses it except for the output layer.
+    """Return the ggml type of a tensor in a file of type `kind`.
 
-    Norms, biases and positions stay F32; rows not divisible by 32 become F16. The output layer (token_embd.weight if
-    `tied`) is the most sensitive: it is Q8_0 in 4- and 5-bit files. llama.cpp uses Q6_K, which gguf-py cannot write.
+    llama.cpp chooses the same types, except for the output layer. Norms, biases and position embeddings stay F32.
+    Matrices whose rows are not divisible by 32 become F16. The output layer (token_embd.weight if `tied`) suffers most
+    from rounding, so it is Q8_0 in 4- and 5-bit files. llama.cpp uses Q6_K there, but gguf-py cannot write that type.
     """
     if kind == "f32" or len(shape) < 2 or name.endswith(("_norm.weight", "position_embd.weight")):
         return "F32"

@@ -1,7 +1,8 @@
-"""Read GGUF files: metadata at once, weights on demand, and split models as one.
+"""Read GGUF files. Metadata is read when a file is opened, weights when they are requested.
 
-Own code because the files are untrusted: gguf-py 0.19 hangs on absurd counts and misreads wrapped offsets, and ggml
-aborts the process. header.py validates headers; nothing is memory-mapped here.
+A split model is read as one file. toyexp has its own reader because the files are untrusted: gguf-py 0.19 hangs on
+counts that are far too large and misreads offsets that overflow, and ggml aborts the process. header.py validates
+headers. This module memory-maps nothing.
 """
 
 from __future__ import annotations
@@ -55,16 +56,16 @@ class GGUFFile(ModelFile):
 
     @property
     def paths(self) -> list[Path]:
-        """The file, or all parts of a split model in order."""
+        """Paths of all files of the model in order: several for a split model, otherwise one."""
         return list(self._parts)
 
     @property
     def size(self) -> int:
-        """Size of all parts in bytes."""
+        """Total size of the model's files in bytes."""
         return sum(part.size for part in self._parts.values())
 
     def error(self, cause: str) -> GGUFError:
-        """Return an error about this file."""
+        """Return an error that names this file and the cause."""
         return GGUFError(f"{source_path(self.path)}: {cause}")
 
     # -- weights ------------------------------------------------------------------------------------------------
@@ -86,7 +87,10 @@ class GGUFFile(ModelFile):
         return array
 
     def check_finite(self, name: str, rows: int | None = None) -> None:
-        """Raise GGUFError if a tensor, or its first `rows`, contains NaN or infinity; cache a passed check."""
+        """Raise GGUFError if a tensor, or its first `rows` rows, contains NaN or infinity.
+
+        A tensor that passed the check is not checked again.
+        """
         info, shape = self._find_tensor(name, rows)
         if (name, rows) in self._finite:  # a file that changed since is not noticed
             return
@@ -96,7 +100,7 @@ class GGUFFile(ModelFile):
         self._finite.add((name, rows))
 
     def read_raw(self, name: str, rows: int | None = None) -> np.ndarray:
-        """Return a tensor's bytes as stored, uint8 [.., bytes per row]; see `read` for `rows`."""
+        """Return the stored bytes of a tensor, or of its first `rows` rows, as uint8 [.., bytes per row]."""
         info, shape = self._find_tensor(name, rows)
         _, per_block, block_bytes = GGUF_TYPES[info.type_id]
         raw = np.empty(math.prod(shape) // per_block * block_bytes, np.uint8)
@@ -106,9 +110,10 @@ class GGUFFile(ModelFile):
         return raw.reshape(*shape[:-1], -1)
 
     def pieces(self, info: TensorInfo, count: int | None = None) -> Iterator[tuple[int, np.ndarray]]:
-        """Yield the stored bytes of a tensor's first `count` numbers as pairs (index of the first number, uint8 array).
+        """Yield a tensor's stored bytes in pieces, as pairs (index of the piece's first number, uint8 array).
 
-        `count` is None: all numbers. Each pair but the last holds `NUMBERS` numbers, which fit the processor's cache.
+        If `count` is given, read only the first `count` numbers of the tensor. Each piece but the last holds `NUMBERS`
+        numbers, which fit into the processor's cache.
         """
         _, per_block, block_bytes = GGUF_TYPES[info.type_id]
         part, total = self._parts[info.path], math.prod(info.shape) if count is None else count

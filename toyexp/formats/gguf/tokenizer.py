@@ -1,4 +1,7 @@
-"""Read the tokenizer in a GGUF file; apply llama.cpp's rules for special tokens, which no key records."""
+"""Read the tokenizer in a GGUF file.
+
+No key of the file records how special tokens behave, so this module applies llama.cpp's rules for them.
+"""
 
 from __future__ import annotations
 
@@ -74,7 +77,7 @@ def read_tokenizer(file: GGUFFile) -> Tokenizer:
 
 
 def check_kind(file: GGUFFile) -> None:
-    """Raise GGUFError if the file has no tokenizer or an unsupported kind; this does not read the tokens."""
+    """Raise GGUFError if the file has no tokenizer, or one of an unsupported kind. The tokens are not read."""
     model, pre = _kind(file)
     if not model:
         raise file.error(f"has no tokenizer; {IDS_HINT}")
@@ -101,7 +104,7 @@ def has_text(file: GGUFFile) -> bool:
 
 
 class _Reader:
-    """The validated `tokenizer.*` keys of a file, from which a tokenizer is made."""
+    """Reader that validates the keys `tokenizer.*` of a file and makes a tokenizer from them."""
 
     def __init__(self, file: GGUFFile):
         self.file = file
@@ -152,9 +155,9 @@ class _Reader:
     def _read_tokens(self) -> None:
         """Set the attributes that describe the tokens.
 
-        `pieces` are texts without trailing padding, `types` the types in llama.cpp, `ends` the ids that end
-        generation, `unreachable` the ids that tokenizing text never gives. Also set `family` (see that function) and
-        `swallowing`, the ids that strip white space.
+        `pieces` holds the texts of the tokens, without unused tokens at the end. `types` holds the types that llama.cpp
+        assigns. `ends` holds the ids at which generation stops. `unreachable` holds the ids that never result from
+        tokenizing a text. Also set `family` (see the function `family`) and `swallowing` (see `space_swallowing_ids`).
         """
         # As in llama.cpp, a NUL ends a token, and an empty token is called [EMPTY_i].
         tokens = [piece.partition("\0")[0] or f"[EMPTY_{i}]" for i, piece in enumerate(self.keys["tokens"])]
@@ -172,7 +175,11 @@ class _Reader:
         self.unreachable = frozenset(np.flatnonzero(np.isin(types[:count], (CONTROL, UNKNOWN))).tolist())
 
     def _array(self, name: str, count: int, kinds: str, default: float) -> np.ndarray:
-        """Return the numbers of the key `name`, one per token, or `default` for each token if the key is missing."""
+        """Return the 32-bit numbers of the key `name`, one per token; `default` for each token if the key is missing.
+
+        `count` is the number of tokens. `kinds` holds numpy's letters of the allowed kinds of numbers: i, f or both.
+        Raise GGUFError for a list of another length or type.
+        """
         values = self.keys.get(name, np.full(count, default, np.float32 if "f" in kinds else np.int32))
         if not isinstance(values, np.ndarray) or values.dtype.kind not in kinds or values.dtype.itemsize != 4:
             noun = "numbers" if "f" in kinds else "integers"
@@ -214,9 +221,9 @@ class _Reader:
         return BPE(self.pieces, merges, self.keys["eos_token_id"], PRE_TOKENIZERS[pre], unreachable)
 
     def _own_tokenizer(self, merges: list[tuple[str, str]]) -> Tokenizer | None:
-        """Return toyexp's byte or character tokenizer if the tokens are its vocabulary, else None.
+        """Return toyexp's byte or character tokenizer if its vocabulary equals the tokens in the file, else None.
 
-        `merges` are the merges that produce a token.
+        `merges` are those merges in the file whose two texts and result are tokens.
         """
         eos = self.keys["eos_token_id"]
         if not merges and self.pieces[:256] == SYMBOLS and (eos, len(self.pieces)) == (256, 257):
@@ -225,7 +232,7 @@ class _Reader:
         return None if characters is None else Characters(characters)
 
     def _pairs(self) -> list[tuple[str, str]]:
-        """Return the merges as pairs, in order and without duplicates; like llama.cpp, keep the first of equal ones."""
+        """Return the merges as pairs, in order. Of equal merges, keep only the first, as llama.cpp does."""
         merges = self.keys.get("merges")
         if not isinstance(merges, list):
             raise self.file.error("its tokenizer lacks tokens, merges or eos_token_id")
@@ -236,7 +243,10 @@ class _Reader:
 
 
 def _characters(pieces: list[str], eos: int) -> list[str] | None:
-    """Return the tokens' characters if each token is one character and end-of-text comes last, else None."""
+    """Return the characters of a vocabulary in which each token is one character and end-of-text is the last token.
+
+    Return None for another vocabulary. `pieces` are the texts of the tokens, and `eos` is the id of end-of-text.
+    """
     if eos != len(pieces) - 1:
         return None
     try:
@@ -283,10 +293,10 @@ def family(name: str) -> str:
 def space_swallowing_ids(
     ids: Mapping[str, int], types: np.ndarray, pre: str, family_name: str
 ) -> tuple[frozenset[int], frozenset[int]]:
-    """Return two sets of special ids: tokens that strip white space before them, and tokens that strip it after them.
+    """Return the ids of special tokens that strip white space before them, and of those that strip it after them.
 
-    No key records this: llama.cpp infers it from the pre-tokenizer `pre` and the vocabulary family. `ids` maps texts to
-    ids; `types` come from `special_tokens`.
+    No key of the GGUF file records this: llama.cpp infers it from the pre-tokenizer `pre` and the vocabulary family.
+    `ids` maps the text of each token to its id, and `types` holds the token types that `special_tokens` returned.
     """
     special = frozenset(np.flatnonzero(np.isin(types, (CONTROL, UNKNOWN, USER_DEFINED))).tolist())
 
@@ -301,7 +311,10 @@ def space_swallowing_ids(
 
 
 def compatible_name(name: str, tokenizer: Tokenizer | None) -> str:
-    """Return `name`, changed if needed so that llama.cpp infers the tokenizer's family from it; see `family`."""
+    """Return a model name from which llama.cpp infers the right vocabulary family of the tokenizer (see `family`).
+
+    The result is `name`, changed only if llama.cpp would infer another family from it.
+    """
     required = tokenizer.family if tokenizer is not None else ""
     if family(name) == required:
         return name

@@ -94,9 +94,9 @@ def write_adapter(
 ) -> list[str]:
     """Write the plan's LoRA adapters in llama.cpp's `--lora` format, atomically, in float32.
 
-    llama.cpp adds alpha / r * B A to the base's tensor of the same name, with one alpha per file. `chat_template` is
-    the one used in training: `toyexp generate --adapter` uses it, llama.cpp ignores it. Return a sentence for each
-    tensor that is not finite.
+    For matrices A and B of rank r, llama.cpp adds alpha / r * B A to the base's tensor of the same name. The file has a
+    single alpha for all tensors. `chat_template` is the template used in training: `toyexp generate --adapter` uses it,
+    and llama.cpp ignores it. Return a sentence for each tensor that is not finite.
     """
     names = [n for adapter in plan.adapters if isinstance(adapter, LoraAdapter) for n in lora_names(adapter.target)]
     pairs = {name: values[name] for name in names}
@@ -111,7 +111,10 @@ def write_pairs(
     general: Mapping[str, Any] | None = None,
     chat_template: str = "",
 ) -> list[str]:
-    """Write LoRA tensors `<target>.lora_a` and `<target>.lora_b` as an adapter file; see `write_adapter`."""
+    """Write LoRA matrices as an adapter file, as `write_adapter` does.
+
+    `pairs` maps the names `<weight>.lora_a` and `<weight>.lora_b` to the matrices A and B that change a weight.
+    """
     writer = Writer({
         "general.architecture": architecture,
         "general.type": "adapter",
@@ -126,7 +129,10 @@ def write_pairs(
 
 
 def model_metadata(model: Model, general: Mapping[str, Any], data: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the GGUF keys and values of a model; add the prefixes to `general` and `data`, which have none."""
+    """Return the GGUF keys and values of a model, including those in `general` and `data`.
+
+    The keys in `general` get the prefix `general.`, and those in `data` get `<architecture>.`.
+    """
     keys, architecture = {**gguf_form(model).metadata(model), **data}, gguf_architecture(model)
     return {f"general.{k}": v for k, v in general.items()} | {f"{architecture}.{k}": v for k, v in keys.items()}
 
@@ -141,7 +147,10 @@ def check_keys(model: Model) -> None:
 
 
 def _vocabulary(tokenizer: Tokenizer | None, rows: int) -> dict[str, Any]:
-    """Return the `tokenizer.*` keys for `rows` tokens. llama.cpp requires one token for each row of the embedding."""
+    """Return the keys `tokenizer.*` of a model whose embedding has `rows` rows.
+
+    llama.cpp requires one token for each row, so rows without a token get placeholder tokens.
+    """
     if tokenizer is None:
         return {f"tokenizer.{key}": value for key, value in placeholder_metadata(rows).items()}
     keys = tokenizer.gguf_metadata()
@@ -157,7 +166,7 @@ def _vocabulary(tokenizer: Tokenizer | None, rows: int) -> dict[str, Any]:
 
 
 def size_label(parameters: int) -> str:
-    """Return a parameter count as in model names: 269K, 1.2B."""
+    """Return a parameter count as model names write it, such as 269K or 1.2B."""
     units = {"T": 1e12, "B": 1e9, "M": 1e6, "K": 1e3}
     letter = next((u for u, size in units.items() if parameters >= size), "K")
     count = parameters / units[letter]
@@ -165,7 +174,7 @@ def size_label(parameters: int) -> str:
 
 
 class Writer:
-    """GGUF file to write: first add keys and tensors, then `save` streams the tensors' numbers."""
+    """Writer of a GGUF file. Add keys and tensors first; `save` then writes them, one tensor at a time."""
 
     def __init__(self, keys: Mapping[str, Any] | None = None) -> None:
         self._keys: dict[str, bytes] = {}
@@ -176,7 +185,7 @@ class Writer:
             self.add(key, value)
 
     def add(self, key: str, value: Any, kind: int | None = None) -> None:
-        """Add a key. Its GGUF value type is `kind` or, if None, follows from the value as llama.cpp expects."""
+        """Add a key. If `kind` is None, use the GGUF value type that llama.cpp expects for the value."""
         if kind is None:
             kind = _kind(value)
         if key == "general.alignment":
@@ -255,7 +264,7 @@ PLAIN = ("F32", "F16", "BF16")
 
 
 def rewrite_gguf(file: GGUFFile, path: Path, kind: str, requantize: bool) -> list[str]:
-    """Write an open GGUF file in another type `kind` to `path`.
+    """Write a copy of an open GGUF file, converted to the file type `kind`, to `path`.
 
     Return a sentence for each tensor with numbers that are not finite or too large for its type. Raise UserError if
     tensors that are quantised already would be rounded again, unless `requantize` is set.
@@ -275,7 +284,7 @@ def rewrite_gguf(file: GGUFFile, path: Path, kind: str, requantize: bool) -> lis
 def require_exact(file: ModelFile, types: Mapping[str, str], requantize: bool, every: bool = False) -> None:
     """Raise UserError if tensors that are quantised already would be rounded again, unless `requantize` is set.
 
-    `types` maps tensor names to new types. `every` means that tensors which keep their type are rounded again too.
+    `types` maps tensor names to new types. If `every` is True, tensors that keep their type are rounded again too.
     """
 
     def is_rounded(t: TensorInfo) -> bool:

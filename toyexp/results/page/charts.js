@@ -32,13 +32,12 @@ function isDistinct() {
 
 function colour(place, alpha = 1) {
   const ranked = data.points.filter((p) => p.mean !== null).length || data.points.length, theme = isDark() ? "dark" : "light";
-  let hex = data.colours[theme][place % MARKS.length];
   if (!isDistinct()) {
     const ramp = RANKS[theme], at = (Math.min(place, ranked - 1) * (ramp.length - 1)) / Math.max(ranked - 1, 1), low = Math.floor(at);
     const [a, b] = [ramp[low], ramp[Math.min(low + 1, ramp.length - 1)]].map(channels);
     return `rgba(${a.map((v, i) => Math.round(v + (b[i] - v) * (at - low))).join(", ")}, ${alpha})`;
   }
-  return `rgba(${channels(hex).join(", ")}, ${alpha})`;
+  return `rgba(${channels(data.colours[theme][place % MARKS.length]).join(", ")}, ${alpha})`;
 }
 
 function channels(hex) {
@@ -48,13 +47,24 @@ function channels(hex) {
 // Add a point's mark in its colour.
 function addMark(parent, place) {
   const svg = addSvg("svg", { class: "chip", viewBox: "0 0 12 12", "aria-hidden": "true" }, parent);
-  addSvg("path", { d: SHAPES[isDistinct() ? place : 0], fill: colour(place) }, svg);
+  const hollow = data.points[place].mean === null; // without a final metric, such as a pruned point
+  addSvg("path", { d: SHAPES[isDistinct() ? place : 0], fill: hollow ? "none" : colour(place), stroke: hollow ? colour(place) : "none" }, svg);
 }
 
-// Give a chart a name and a description for screen readers.
-function nameChart(id, text) {
-  byId(id).setAttribute("role", "img");
-  byId(id).setAttribute("aria-label", text);
+// Draw a chart, and describe its plot, but not its buttons, to screen readers.
+function drawChart(id, traces, shape, config, text) {
+  const drawn = Plotly.react(id, traces, shape, config), plot = byId(id).querySelector(".main-svg");
+  plot.setAttribute("role", "img");
+  plot.setAttribute("aria-label", text);
+  return drawn;
+}
+
+// Keep a chart's axes if no point is shown, and say why.
+function drawEmpty(id, config) {
+  const { xaxis, yaxis, margin } = byId(id).layout || {}, keep = (axis) => ({ ...(axis || { visible: false }), autorange: false });
+  const text = data.points.some((_, place) => passes(place)) ? "All points are hidden" : "No point passes the filter";
+  const annotations = [{ text, showarrow: false, xref: "paper", yref: "paper", x: 0.5, y: 0.5 }];
+  return drawChart(id, [], layout({ xaxis: keep(xaxis), yaxis: keep(yaxis), ...(margin && { margin }), annotations }), config, text);
 }
 
 function escapeHtml(text) {
@@ -63,7 +73,7 @@ function escapeHtml(text) {
 
 function layout(extra) {
   const grid = { gridcolor: style("line"), zerolinecolor: style("line"), linecolor: style("line"), automargin: true };
-  const ends = xRange();
+  const ends = xRange(), font = { family: getComputedStyle(document.body).fontFamily, color: style("ink") };
   const x = {
     ...grid, title: { text: AXES[state.over], standoff: 6 }, exponentformat: "SI",
     ...(state.xlog ? { type: "log", tickformat: state.over === "seconds" ? "~g" : "~s", nticks: 5 } : { type: "linear" }),
@@ -71,12 +81,8 @@ function layout(extra) {
   };
   return {
     paper_bgcolor: "rgba(0,0,0,0)", plot_bgcolor: "rgba(0,0,0,0)", showlegend: false, hovermode: "closest",
-    font: { family: getComputedStyle(document.body).fontFamily, size: 12, color: style("ink") },
+    font: { ...font, size: 12 }, hoverlabel: { bgcolor: style("card"), bordercolor: style("line"), align: "left", font },
     margin: { l: 48, r: 10, t: 30, b: 40 }, dragmode: matchMedia("(pointer: coarse)").matches ? false : "zoom",
-    hoverlabel: {
-      bgcolor: style("card"), bordercolor: style("line"), align: "left",
-      font: { color: style("ink"), family: getComputedStyle(document.body).fontFamily },
-    },
     modebar: { bgcolor: "rgba(0,0,0,0)", color: style("soft"), activecolor: style("accent") },
     xaxis: x, uirevision: `${state.over} ${state.xlog} ${state.ylog} ${state.zoom} ${state.tall}`, ...extra,
     yaxis: { ...grid, exponentformat: "e", ...(extra.yaxis || {}) },
@@ -125,12 +131,6 @@ function shownRuns() {
   return visible().flatMap(runsOf);
 }
 
-// Return true if the smoothed curve of a run exceeds `high`, the upper end of the y axis.
-function exceeds(run, high) {
-  const limit = state.ylog ? 10 ** high : high;
-  return state.score === "loss" && run.curves.loss.my.some((y) => y > limit);
-}
-
 // Return a list with the first value of the run's training curve or, if it has none, of its held-out curve of the shown
 // score. The list is empty if the run has neither.
 function firstLosses(run) {
@@ -145,9 +145,8 @@ function zoomLimits() {
 
 // Return a run's curve [xs, ys] over the chosen x axis, optionally smoothed.
 function readCurve(run, name, smooth) {
-  const curve = run.curves[name];
-  const xs = smooth ? curve.mx : curve.x;
-  let ys = smooth ? curve.my : curve.y;
+  const { x, y, mx, my } = run.curves[name], xs = smooth ? mx : x;
+  let ys = smooth ? my : y;
   if (smooth && xs.length) ys = smoothCurve(xs, ys, ((xs[xs.length - 1] - xs[0]) * state.smooth ** 2) / 60000);
   return [xValues(run, xs), ys];
 }
@@ -190,16 +189,10 @@ function lossTraces() {
     const runs = runsOf(place).filter((run) => run.curves.loss.x.length), label = data.points[place].label;
     const together = state.bands && runs.length > 1, held = state.held && runs.some((run) => run.held.loss && run.held.loss[0].length);
     const wide = state.hot === place ? 3.5 : held ? 1 : count > 30 ? 1.3 : 2.2; // the held-out curve is the main one
-    if (state.raw && !together) {
-      for (const run of runs) {
-        const [xs, ys] = clipAndThin(...readCurve(run, "loss", false), low, high, Math.min(most, 4000));
-        back.push(lineTrace(xs, ys, "raw", { line: { width: 1, color: colour(place, count > 12 ? 0.16 : 0.3) } }));
-      }
-    } else if (state.raw && count <= 30) {
-      for (const run of runs) {
-        const [xs, ys] = clipAndThin(...readCurve(run, "loss", false), low, high, Math.min(most, 1500));
-        back.push(lineTrace(xs, ys, "raw", { line: { width: 0.7, color: colour(place, 0.16) } }));
-      }
+    for (const run of state.raw && (!together || count <= 30) ? runs : []) {
+      const [xs, ys] = clipAndThin(...readCurve(run, "loss", false), low, high, Math.min(most, together ? 1500 : 4000));
+      const pale = colour(place, together || count > 12 ? 0.16 : 0.3);
+      back.push(lineTrace(xs, ys, "raw", { line: { width: together ? 0.7 : 1, color: pale } }));
     }
     if (together) {
       const [xs, means, deviations] = band(runs.map((run) => readCurve(run, "loss", true)));
@@ -264,11 +257,13 @@ function heldTraces(place, score) {
 
 function drawMain() {
   if (!Plotly) return;
+  saveView();
+  if (!visible().length) return drawEmpty("main", CONFIG);
   const loss = state.score === "loss";
   const marks = loss ? [] : visible().slice().reverse().flatMap((p) => heldTraces(p, state.score));
   const [traces, front, back] = loss ? lossTraces() : [marks, marks, []];
-  const range = state.tall || yRange(front, back);
-  const above = shownRuns().filter((run) => range && exceeds(run, range[1])).length;
+  const range = state.tall || yRange(front, back), limit = !range || !loss ? Infinity : state.ylog ? 10 ** range[1] : range[1];
+  const above = shownRuns().filter((run) => run.curves.loss.my.some((y) => y > limit)).length;
   byId("outliers-label").hidden = !state.cut;
   byId("outliers-label").lastChild.textContent = above ? ` outliers (${above} ${above === 1 ? "run" : "runs"} above)` : " outliers";
   const unit = { tokens: " (nats per token)", images: " (nats per image)" }[data.unit] || "", best = data.points[0];
@@ -276,50 +271,51 @@ function drawMain() {
     title: { text: loss ? `loss${unit}` : `held-out ${state.score}`, standoff: 4 },
     ...(state.ylog ? { type: "log", tickformat: "~g", nticks: 7 } : { type: "linear" }), ...(range ? { range } : {}),
   };
-  nameChart("main", `${y.title.text} against ${AXES[state.over]}: ${visible().length} of ${data.points.length} points. ` +
-    (data.best ? `Best: ${best.label}, ${data.metric} ${value(best)}.` : ""));
-  saveView();
-  return Plotly.react("main", traces, layout({ yaxis: y }), CONFIG);
+  const about = `${y.title.text} against ${AXES[state.over]}: ${visible().length} of ${data.points.length} points. `;
+  return drawChart("main", traces, layout({ yaxis: y }), CONFIG, about + (data.best ? `Best: ${best.label}, ${data.metric} ${value(best)}.` : ""));
 }
 
 function drawSmall(name) {
+  const quiet = { ...CONFIG, displayModeBar: false }, drawn = new Map();
   if (!Plotly) return;
+  if (!visible().length) return drawEmpty(name, quiet);
   const [low, high] = zoomLimits(), shown = visible(), traces = [], form = name === "lr" ? ".3~e" : ".4~g";
   const count = shown.reduce((n, p) => n + (state.bands ? 1 : runsOf(p).length), 0) || 1;
   const most = Math.max(Math.floor(SCREEN / 4 / count), 30), what = name.replace("_", " ");
   for (const place of shown.slice().reverse()) {
-    const look = { line: { width: state.hot === place ? 3 : count > 30 ? 0.9 : 1.5, color: colour(place, 0.9) }, hoverinfo: "all" };
-    const runs = runsOf(place).filter((run) => run.curves[name].x.length);
-    const curves = runs.map((run) => readCurve(run, name, name !== "lr"));
-    if (state.bands && runs.length > 1) {
-      const [xs, ys] = band(curves);
-      const of = hoverTemplate(data.points[place].label, `${what}, mean of ${runs.length} seeds:`, form);
-      traces.push(lineTrace(...clipAndThin(xs, ys, low, high, most), "", { ...look, hovertemplate: of }));
-      continue;
-    }
-    runs.forEach((run, i) => {
-      const [xs, ys] = clipAndThin(...curves[i], low, high, most);
-      traces.push(lineTrace(xs, ys, "", { ...look, hovertemplate: hoverTemplate(runLabel(run), what, form) }));
+    const runs = runsOf(place).filter((run) => run.curves[name].x.length), together = state.bands && runs.length > 1;
+    const curves = runs.map((run) => readCurve(run, name, name !== "lr")), about = `${what}, mean of ${runs.length} seeds:`;
+    (together ? [band(curves)] : curves).forEach(([allX, allY], i) => {
+      const [xs, ys] = clipAndThin(allX, allY, low, high, most), nth = drawn.get(String(ys)) || 0;
+      drawn.set(String(ys), nth + 1);
+      traces.push(lineTrace(xs, ys, "", {
+        mode: isDistinct() ? "lines+markers" : "lines", marker: { symbol: MARKS[place], size: 6, maxdisplayed: 5 }, hoverinfo: "all",
+        line: { // dashed above a curve that it covers
+          width: state.hot === place ? 3 : count > 30 ? 0.9 : 1.5, color: colour(place, 0.9), dash: ["solid", "9px,9px"][nth] || "3px,15px",
+        },
+        hovertemplate: together ? hoverTemplate(data.points[place].label, about, form) : hoverTemplate(runLabel(runs[i]), what, form),
+      }));
     });
   }
   const y = {
-    lr: { type: "log", nticks: 4, tickformat: "~e", ...logRange("lr") },
-    grad_norm: { type: "log", nticks: 5, tickformat: "~g", ...logRange("grad_norm") },
+    lr: { type: "log", nticks: 4, tickformat: "~e" },
+    grad_norm: { type: "log", nticks: 5, tickformat: "~g" },
     speed: { type: "linear", nticks: 5, rangemode: "tozero", exponentformat: "SI" },
   }[name];
-  const quiet = { ...CONFIG, displayModeBar: false };
-  nameChart(name, `${{ lr: "learning rate", grad_norm: "gradient norm", speed: `${data.unit} per second` }[name]} against ${AXES[state.over]}`);
-  return Plotly.react(name, traces, layout({ yaxis: { ...y, fixedrange: true }, margin: { l: 44, r: 8, t: 4, b: 36 } }), quiet);
+  const about = `${{ lr: "learning rate", grad_norm: "gradient norm", speed: `${data.unit} per second` }[name]} against ${AXES[state.over]}`;
+  const axis = { ...y, ...(name === "speed" ? {} : logAxis(name)), fixedrange: true };
+  return drawChart(name, traces, layout({ yaxis: axis, margin: { l: 44, r: 8, t: 4, b: 36 } }), quiet, about);
 }
 
-// Return the range of a logarithmic axis that fits the completed runs, so that a diverged run does not flatten their curves.
-// {} lets plotly choose.
-function logRange(name) {
-  const fine = shownRuns().filter((run) => run.state === "completed");
-  const values = fine.flatMap((run) => run.curves[name].my).filter((y) => y > 0);
-  if (state.outliers || !values.length || fine.length === shownRuns().length) return {};
-  const low = values.reduce((a, b) => Math.min(a, b)), high = values.reduce((a, b) => Math.max(a, b));
-  return { range: [Math.log10(low) - 0.1, Math.log10(high) + 0.1], autorange: false };
+// Return ticks and range of a logarithmic axis. The range fits the completed runs, so that a diverged run does not flatten
+// their curves; without a range, plotly chooses it. Ticks at 1, 2 and 5 suit about one decade.
+function logAxis(name) {
+  const read = (runs) => runs.flatMap((run) => run.curves[name].my).filter((y) => y > 0);
+  const shown = shownRuns(), done = shown.filter((run) => run.state === "completed");
+  const whole = state.outliers || done.length === shown.length || !read(done).length, values = read(whole ? shown : done);
+  const low = values.reduce((a, b) => Math.min(a, b), Infinity), high = values.reduce((a, b) => Math.max(a, b), 0);
+  const ticks = high / low >= 8 && high / low <= 200 ? { dtick: "D2" } : {};
+  return whole ? ticks : { ...ticks, range: [Math.log10(low) - 0.1, Math.log10(high) + 0.1], autorange: false };
 }
 
 function resetZoom() {

@@ -2,28 +2,29 @@
 
 // Return {place, ticks} of an axis: a function from a value to its position, from 0 (bottom) to 1, and [position, label] of
 // each tick. Numbers are placed linearly, or logarithmically if they span a factor of 8 or are `tagged`; names are evenly
-// spaced. `turned` puts the lowest value at the top, as for a loss. `exact` labels the values themselves if they are few.
+// spaced. `turned` puts the lowest value at the top, as for a loss. `exact` labels the values themselves if they are few. The
+// values keep a distance of 7 % from both ends.
 function makeScale(values, turned = false, exact = true, tagged = false) {
   const known = [...new Set(values.filter((v) => v !== null && v !== undefined))];
   const numbers = known.map(Number);
   if (known.length > 1 && known.every((v) => v !== "" && Number.isFinite(Number(v)))) {
     const low = Math.min(...numbers), high = Math.max(...numbers), log = low > 0 && (tagged || high / low >= 8);
     const f = log ? Math.log : (v) => v;
-    const up = (v) => (f(Number(v)) - f(low)) / (f(high) - f(low)), place = (v) => (turned ? 1 - up(v) : up(v));
-    const few = exact && known.length <= 6 ? numbers : roundTicks(low, high, log);
-    return { place, ticks: few.map((v) => [place(v), shortNumber(v)]) };
+    const up = (v) => 0.07 + (0.86 * (f(Number(v)) - f(low))) / (f(high) - f(low)), place = (v) => (turned ? 1 - up(v) : up(v));
+    const ticks = exact && known.length <= 6 ? [...numbers, ...(log ? roundTicks(low, high, log, [1]) : [])] : roundTicks(low, high, log);
+    return { place, ticks: ticks.map((v) => [place(v), shortNumber(v)]) };
   }
   known.sort();
-  const place = (v) => (known.length > 1 ? known.indexOf(v) / (known.length - 1) : 0.5);
+  const place = (v) => (known.length > 1 ? 0.07 + (0.86 * known.indexOf(v)) / (known.length - 1) : 0.5);
   return { place, ticks: known.map((v) => [place(v), v]) };
 }
 
-// Return round numbers from low to high. If `log`, these are 1, 2 or 5 times a power of ten; if not, multiples of one such
-// number.
-function roundTicks(low, high, log) {
+// Return round numbers from low to high. If `log`, these are powers of ten times each of `factors`; if not, multiples of 1, 2
+// or 5 times a power of ten.
+function roundTicks(low, high, log, factors = high / low < 200 ? [1, 2, 5] : [1]) {
   const power = (v) => 10 ** Math.floor(Math.log10(v)), found = [];
   if (log) {
-    for (let p = power(low); p <= high; p *= 10) found.push(...(high / low < 200 ? [1, 2, 5] : [1]).map((m) => m * p));
+    for (let p = power(low); p <= high; p *= 10) found.push(...factors.map((m) => m * p));
   } else {
     const rough = (high - low) / 5, size = power(rough), step = [1, 2, 5, 10].find((m) => m * size >= rough) * size;
     for (let n = Math.ceil(low / step); n * step <= high; n++) found.push(n * step);
@@ -36,20 +37,20 @@ function shortNumber(value) {
 }
 
 function drawChoices() {
-  const section = document.getElementById("choices"), box = document.getElementById("parallel");
-  const scored = data.points.map((p, place) => ({ ...p, place })).filter((p) => p.mean !== null);
+  const section = byId("choices"), box = byId("parallel"), lastOf = (place) => mean(runsOf(place).map((run) => scoreOf(run, data.metric)));
+  const points = data.points.map((p, place) => ({ ...p, place, mean: p.mean ?? lastOf(place), ended: p.mean === null }));
+  const scored = points.filter((p) => p.mean !== null);
   section.hidden = scored.length < 3 || !data.keys.length;
   if (section.hidden) return;
   box.textContent = "";
-  const fresh = [...state.brushes.values()].some((brush) => brush.fresh);
-  const means = scored.map((p) => p.mean);
+  const fresh = [...state.brushes.values()].some((brush) => brush.fresh), completed = scored.filter((p) => !p.ended);
   const width = Math.max(box.clientWidth, 280), height = 340, top = 50, foot = height - 26, left = 44;
   const several = (key) => new Set(scored.map((p) => p.settings[key])).size > 1;
   const axes = [...data.keys.filter(several).slice(0, 11), data.metric], names = axes.slice(0, -1).join(", ");
-  const scales = axes.map((key, i) => i === axes.length - 1 ? makeScale(means, !data.rising, false) : 
+  const scales = axes.map((key, i) => i === axes.length - 1 ? makeScale((completed.length > 1 ? completed : scored).map((p) => p.mean), !data.rising, false) :
     makeScale(scored.map((p) => p.settings[key]), false, true, (data.search ? data.search.log : []).includes(key)));
   const x = (i) => left + (i * (width - left - 62)) / Math.max(axes.length - 1, 1);
-  const y = (t) => foot - t * (foot - top);
+  const y = (t) => foot - Math.min(Math.max(t, 0), 1) * (foot - top); // a pruned point may lie beyond the completed ones
   const valueOf = (p, i) => (i === axes.length - 1 ? p.mean : p.settings[axes[i]]);
   const svg = addSvg("svg", { viewBox: `0 0 ${width} ${height}`, role: "img", "aria-label": `${data.metric} of ${scored.length} points against ${names}` }, box);
   for (const p of scored.slice().reverse()) { // draw the best point last, on top
@@ -60,16 +61,17 @@ function drawChoices() {
       const before = x(stops[n - 1][0]), middle = (before + px) / 2;
       return `C${middle},${y(scales[stops[n - 1][0]].place(stops[n - 1][1]))} ${middle},${py} ${px},${py}`;
     }).join(" ");
-    const element = addSvg("path", { class: "run", d: path, stroke: colour(p.place), "data-point": p.place }, svg);
+    const kind = p.ended ? "run ended" : p.place || !data.best ? "run" : "run best";
+    const element = addSvg("path", { class: kind, d: path, stroke: colour(p.place), "data-point": p.place }, svg);
     element.classList.toggle("off", !shows(p.place));
-    const tell = () => `${p.label}\n${data.metric} ${value(p)}`;
-    element.addEventListener("pointermove", (event) => showTip(event, tell()));
+    element.addEventListener("pointermove", (event) => showTip(event, `${p.label}\n${data.metric} ${value(p)}`));
     element.addEventListener("pointerleave", () => { showTip(null); highlight(null); });
     element.addEventListener("pointerenter", () => { element.classList.add("hot"); highlight(p.place); });
     element.addEventListener("click", () => showOnly(p.place));
   }
-  const left_out = data.points.length - scored.length;
-  if (left_out) addElement(box, "p", "small", `Not drawn, because they have no metric: ${left_out} ${left_out === 1 ? "point" : "points"}.`);
+  const ended = scored.length - completed.length, missing = points.length - scored.length;
+  addElement(box, "p", "small", (ended ? `Dashed: points that did not complete, at their last metric (${ended}). ` : "") +
+    (missing ? `Not drawn: points without a metric (${missing}).` : ""));
   axes.forEach((key, i) => {
     const narrow = (width - left - 62) / Math.max(axes.length - 1, 1);
     const most = Math.max(Math.floor((narrow < 90 ? 1.9 : 1) * narrow / 7), 5); // narrow axes put names in two lines

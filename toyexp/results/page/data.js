@@ -13,6 +13,8 @@ function cumulativeSum(differences) {
 }
 
 function prepare(data) {
+  // runs that count are ranked; others follow, the longest first
+  data.runs.sort((a, b) => b.counts - a.counts || (a.counts ? 0 : b.steps - a.steps || a.loss - b.loss));
   for (const run of data.runs) {
     for (const curve of Object.values(run.curves)) {
       curve.x = cumulativeSum(curve.x);
@@ -26,17 +28,10 @@ function prepare(data) {
 // Return where a step lies on the x axis `over` (step, tokens or seconds). Tokens and seconds are interpolated linearly.
 function clockAt(run, step, over) {
   if (over === "step") return step;
-  const [steps, seconds, tokens] = run.clock;
-  const values = over === "tokens" ? tokens : seconds;
-  if (!steps.length) return null;
-  let low = 0, high = steps.length - 1;
+  const [steps, seconds, tokens] = run.clock, values = over === "tokens" ? tokens : seconds, last = steps.length - 1;
+  if (last < 0) return null;
   if (step <= steps[0]) return steps[0] ? (values[0] * step) / steps[0] : values[0];
-  if (step >= steps[high]) return values[high];
-  while (high - low > 1) {
-    const middle = (low + high) >> 1;
-    if (steps[middle] <= step) low = middle; else high = middle;
-  }
-  return values[low] + ((values[high] - values[low]) * (step - steps[low])) / (steps[high] - steps[low]);
+  return step >= steps[last] ? values[last] : valueAt(steps, values, step);
 }
 
 // Return a moving average whose weights halve every `half` steps to both sides, so that it does not lag behind. At the left
@@ -110,10 +105,7 @@ function band(curves, most = 220) {
   for (const x of grid) {
     const values = curves.map(([xs, ys]) => valueAt(xs, ys, x)).filter((v) => v !== null);
     if (values.length < Math.min(curves.length, 2)) continue;
-    const [mean, deviation] = meanAndDeviation(values);
-    out[0].push(x);
-    out[1].push(mean);
-    out[2].push(deviation);
+    [x, ...meanAndDeviation(values)].forEach((number, i) => out[i].push(number));
   }
   return out;
 }

@@ -2,13 +2,15 @@
 // words that the label, name, state or seed of a run must contain.
 
 const CONDITION = /^([A-Za-z_][\w.]*)(!=|<=|>=|==?|<|>)(.*)$/s;
+const SPACED = /\s*(!=|<=|>=|==?|<|>)(?!\s+\S+[=<>])\s*/g; // an operator with spaces that do not precede another condition
 const ALIASES = { held_out: "loss", eval_loss: "loss", tokens_per_second: "speed", started: "when" };
 const ORDER = { "<": (a, b) => a < b, ">": (a, b) => a > b, "<=": (a, b) => a <= b, ">=": (a, b) => a >= b };
+const localTime = (time) => new Date(new Date(time) - new Date(time).getTimezoneOffset() * 6e4).toISOString().slice(0, 19);
 
 // Return the names of all settings and columns of the runs. A setting can also be named by its last part, if that is unique.
 function listKeys() {
   const full = new Set(data.runs.flatMap((run) => [...Object.keys(run.all), ...Object.keys(run.scores)]));
-  for (const column of ["name", "state", "seed", "steps", "loss", "train_loss", "seconds", "speed", "when"]) full.add(column);
+  for (const column of data.columns) full.add(column);
   const keys = new Map([...full].map((key) => [key, key])), short = [...full].map((key) => key.split(".").pop());
   [...full].forEach((key, n) => {
     if (!keys.has(short[n]) && short.filter((s) => s === short[n]).length === 1) keys.set(short[n], key);
@@ -20,19 +22,38 @@ function listKeys() {
 // wrong with the filter, or is "".
 function parseFilter(text) {
   const keys = listKeys(), tests = [];
-  for (const word of text.split(/\s+/).filter(Boolean)) {
+  let problem = "";
+  for (const word of text.replace(SPACED, "$1").split(/\s+/).filter(Boolean)) {
     const [, typed, sign, value] = CONDITION.exec(word) || [];
     if (!sign) {
       const part = word.toLowerCase();
       tests.push((run) => `${data.points[run.point].label} ${run.name} ${run.state} seed=${run.seed}`.toLowerCase().includes(part));
       continue;
     }
-    const key = keys.get(ALIASES[typed] || typed);
+    const key = keys.get(ALIASES[typed] || typed), known = data.runs.map((run) => readValue(run, key));
+    const dated = key === "when", wanted = dated ? readTime(value, ORDER[sign]) : value;
     if (!key) return { tests: [], problem: `no run has the setting ${typed}` };
-    if (ORDER[sign] && key !== "when" && !isNumber(value)) return { tests: [], problem: `${word}: ${sign} needs a number` };
-    tests.push((run) => matchesCondition(run.all[key] ?? run[key] ?? run.scores[key] ?? null, sign, value));
+    const needs = dated ? "a date or time such as 2026-11-20T18:00, today or yesterday" : "a number";
+    if (ORDER[sign] && !(dated ? wanted : isNumber(value))) return { tests: [], problem: `${word}: ${sign} needs ${needs}` };
+    const unknown = ORDER[sign] ? undefined : wanted.split(",").find((item) => !known.some((v) => matchesCondition(v, "=", item)));
+    if (unknown === "") return { tests: [], problem: `${word}: needs a value` };
+    if (unknown) problem = `no run has ${typed}=${unknown}; values: ${formatValues([...new Set(known.filter((v) => v !== null).map(String))])}`;
+    tests.push((run) => matchesCondition(readValue(run, key), sign, wanted));
   }
-  return { tests, problem: "" };
+  return { tests, problem };
+}
+
+function readValue(run, key) {
+  if (key === "when") return run.when && localTime(run.when);
+  return (data.columns.includes(key) ? run[key] : run.all[key] ?? run.scores[key]) ?? null;
+}
+
+// Return a typed time as text in local time, "" if it is none; or if not `ordered`, patterns of the times of typed days.
+function readTime(text, ordered) {
+  const days = text.replace(/\b(today|yesterday)\b/g, (day) => localTime(Date.now() - 864e5 * (day === "yesterday")).slice(0, 10));
+  if (!ordered) return days.replace(/[^,]+/g, "$&*");
+  const time = days + "2000-01-01T00:00".slice(days.length); // the start of a year, month or day
+  return /^\d{4}(-\d\d){0,2}(T.*)?$/.test(days) && Date.parse(time) ? localTime(time) : "";
 }
 
 function isNumber(text) {
@@ -43,12 +64,13 @@ function matchesCondition(value, sign, text) {
   if (value === null) return sign === "!=" || (sign !== "!=" && !ORDER[sign] && ["", "null"].includes(text));
   if (!ORDER[sign]) return text.split(",").some((item) => isEqual(value, item)) === (sign !== "!=");
   if (isNumber(value)) return ORDER[sign](Number(value), Number(text));
-  return typeof value === "string" && ORDER[sign](value, text); // a time such as 2026-11-20T18:00
+  return !isNumber(text) && ORDER[sign](value, text); // a time such as 2026-11-20T18:00:00
 }
 
 // Numbers are equal by value, or as printed with four decimals; in texts * and ? are wildcards.
 function isEqual(value, text) {
   if (isNumber(value) && isNumber(text)) return Number(value) === Number(text) || Number(value).toFixed(4) === text;
+  if (["true", "false", "null"].includes(value)) return text.toLowerCase().replace("none", "null") === value;
   const pattern = text.replace(/[.+^${}()|[\]\\]/g, "\\$&").replace(/\*/g, ".*").replace(/\?/g, ".");
   return new RegExp(`^${pattern}$`, "s").test(String(value));
 }

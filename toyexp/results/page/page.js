@@ -158,13 +158,14 @@ function drawAbout() {
   const scored = data.runs.some((run) => run.held.loss && run.held.loss[0].length);
   byId("said").textContent = [
     scored ? "Lines with marks are held-out losses, thin lines smoothed training losses." : "",
-    isTouch() ? "Tap a curve to read its values; buttons to zoom then appear." : "Drag to zoom, double click to zoom out.",
     thin.length ? `Curves of up to ${longest} steps are reduced to at most ${data.most} values: the lowest and highest loss of each bin; smoothing uses bin means.` : "Every step is kept.",
-    "Zooming shows all values that were kept.",
     data.points.some((p) => p.counted > 1) ? "Bands and ± are one standard deviation over the seeds (n-1)." : "",
     data.runs.some((run) => !run.counts) ? "A cross ends the curve of a run that did not complete." : "",
+    data.runs.some((run) => [run.loss, ...Object.values(run.scores)].some((v) => Math.abs(v) >= 1e300)) ? "Values beyond ±1e300 are not drawn." : "",
     isDistinct() ? "" : "Colours show the rank: the best point has the strongest contrast.",
   ].join(" ");
+  byId("zooming").textContent = (isTouch() ? "Tap a curve to read its values; buttons to zoom then appear." :
+    "Drag to zoom, double click to zoom out.") + " Zooming shows all values that were kept.";
 }
 
 // Add links to the sections of the page; the link to the warnings has their number.
@@ -187,8 +188,10 @@ function drawLegend() {
   const box = byId("legend"), shown = data.points.filter((_, place) => passes(place)).length;
   const focused = document.activeElement.dataset.place, total = data.points.length;
   box.textContent = "";
-  byId("count").textContent = conditions.problem || (shown < total ? `${shown} of ${total} points` : "");
-  byId("count").classList.toggle("problem", conditions.problem !== "");
+  const partly = data.runs.some((run) => passes(run.point) && !conditions.tests.every((test) => test(run)));
+  const notes = [conditions.problem, partly ? "points contain a matching run; means are of all their runs" : ""];
+  byId("count").textContent = [`${shown} of ${total} points`, ...notes].filter(Boolean).join("; ");
+  byId("filter").setAttribute("aria-invalid", String(conditions.problem !== ""));
   data.points.forEach((point, place) => {
     if (!passes(place)) return;
     const button = addElement(box, "button");
@@ -207,9 +210,8 @@ function drawLegend() {
     button.addEventListener("pointerenter", () => highlight(place));
     button.addEventListener("pointerleave", () => highlight(null));
   });
-  const hint = isTouch() ? "Tap to hide or show, double tap to show only one." :
+  byId("hint").textContent = !shown ? "No point passes the filter." : isTouch() ? "Tap to hide or show, double tap to show only one." :
     "Click to hide or show, double click (or Shift+Enter) to show only one.";
-  addElement(box, "p", "small hint", shown ? hint : "No point passes the filter.");
 }
 
 function formatValues(values) {
@@ -222,8 +224,7 @@ function formatValues(values) {
 function drawDifferences() {
   const table = document.querySelector("#differences table"), entries = Object.entries(data.differ);
   byId("differences").hidden = !entries.length;
-  const leader = {};
-  for (const [key, along] of Object.entries(data.along)) for (const one of along) leader[one] = key;
+  const leader = Object.fromEntries(Object.entries(data.along).flatMap(([key, along]) => along.map((one) => [one, key])));
   for (const [key, values] of entries) {
     const row = addElement(table, "tr");
     addElement(row, "td", "key", key);
@@ -333,20 +334,14 @@ function setTheme(theme) {
 
 // Print in light colours and at the width of a page.
 function listenPrint() {
-  let before = null;
-  addEventListener("beforeprint", () => {
-    before = document.documentElement.dataset.theme;
-    setTheme("light");
-    document.body.classList.add("print");
+  const screen = {}, draw = (on, theme) => {
+    setTheme(theme);
+    document.body.classList.toggle("print", on);
     refresh();
     resizeCharts();
-  });
-  addEventListener("afterprint", () => {
-    setTheme(before);
-    document.body.classList.remove("print");
-    refresh();
-    resizeCharts();
-  });
+  };
+  addEventListener("beforeprint", () => { screen.theme = document.documentElement.dataset.theme; draw(true, "light"); });
+  addEventListener("afterprint", () => draw(false, screen.theme));
 }
 
 function resizeCharts() {
@@ -364,9 +359,7 @@ function controls() {
     byId(name).checked = state[name];
     byId(name).addEventListener("change", () => {
       state[name] = byId(name).checked;
-      if (name === "xlog" || name === "ylog") resetZoom();
-      else if (name === "bands" || name === "outliers") drawCharts();
-      else drawMain();
+      (name.endsWith("log") ? resetZoom : drawCharts)();
     });
   }
   byId("bands-label").hidden = !data.points.some((_, place) => runsOf(place).length > 1);
@@ -408,6 +401,7 @@ async function begin() {
   drawImportance();
   refresh();
   drawLinks();
+  listenPrint();
   // plotly loads slowly, so show the rest first. A page in the background gets no animation frames.
   await new Promise((done) => (document.hidden ? done() : requestAnimationFrame(() => setTimeout(done))));
   const script = document.createElement("script");
@@ -417,7 +411,7 @@ async function begin() {
   drawCharts();
   drawSearch();
   listen();
-  listenPrint();
+  addEventListener("hashchange", () => location.reload()); // an address was pasted that has another view
   system.addEventListener("change", () => {
     if (!state.theme) setTheme(system.matches ? "dark" : "light");
     refresh();

@@ -18,10 +18,12 @@ function drawSearch() {
   }
   for (const key of search.keys) {
     const trials = scored.filter((trial) => key in trial.values), values = trials.map((trial) => trial.values[key]);
-    const numeric = values.every((value) => typeof value === "number");
-    const log = search.log.includes(key) && values.every((value) => value > 0);
+    const log = search.log.includes(key) && values.every((value) => value > 0), different = [...new Set(values)];
+    const listed = !log && different.length <= 6 && different.length < values.length; // values from a list have names
+    const numeric = !listed && values.every((value) => typeof value === "number");
     const decades = log && Math.max(...values) / Math.min(...values) > 50 ? { dtick: 1 } : {}; // more ticks would overlap
-    const axis = numeric ? { type: log ? "log" : "linear", nticks: 5, tickformat: "~g", ...decades } : { type: "category" };
+    const axis = numeric ? { type: log ? "log" : "linear", nticks: 5, tickformat: "~g", ...decades } :
+      { type: "category", categoryarray: different.sort((a, b) => (a > b) - (a < b)).map(String) };
     drawTrials(`setting-${key}`, trials, numeric ? values : values.map(String), range, axis, []);
   }
   const pruned = scored.filter((trial) => !trial.complete).length, best_ = search.minimising ? "lowest" : "highest";
@@ -53,6 +55,6 @@ function drawTrials(id, trials, xs, [low, high], xaxis, more) {
   };
   const shape = layout({ yaxis: { title: { text: data.search.metric, standoff: 4 }, range: [low, high], nticks: 6 }, margin: { l: 52, r: 10, t: 6, b: 36 } });
   const plain = { gridcolor: style("line"), linecolor: style("line"), automargin: true, zeroline: false };
-  Plotly.react(id, [...more, dots], { ...shape, xaxis: { ...plain, ...xaxis }, dragmode: false }, { ...CONFIG, displayModeBar: false });
-  nameChart(id, `${data.search.metric} of ${trials.length} trials against ${id === "trials" ? "the trial's number" : id.replace("setting-", "")}`);
+  const described = `${data.search.metric} of ${trials.length} trials against ${id === "trials" ? "the trial's number" : id.replace("setting-", "")}`;
+  drawChart(id, [...more, dots], { ...shape, xaxis: { ...plain, ...xaxis }, dragmode: false }, { ...CONFIG, displayModeBar: false }, described);
 }

@@ -8,8 +8,8 @@ function scoreOf(run, head) {
 }
 
 // Return the columns of the table. The metric that ranks the points comes first, so that a phone shows it. The columns
-// name, seed and warnings are left out if they would say nothing.
-function listColumns() {
+// name, seed and warnings are left out if they would say nothing. If `saved`, each run has its name and path.
+function listColumns(saved = false) {
   const points = state.rows === "points", each = (of) => (row) => (points ? mean(row.runs.map(of)) : of(row));
   const keys = data.keys.map((key) => ({ head: key, of: (row) => row.settings[key] ?? null }));
   const scores = ["held-out loss", ...data.scores.map((s) => `held-out ${s}`), "smoothed train loss"].filter((s) => s !== data.metric);
@@ -24,13 +24,13 @@ function listColumns() {
       ...numbers];
   }
   const several = (of, runs = data.runs) => new Set(runs.map(of)).size > 1, warned = data.runs.some((r) => r.warned);
-  const named = !keys.length || data.points.some((_, place) => several((r) => r.name, runsOf(place)));
+  const named = saved || !keys.length || data.points.some((_, place) => several((r) => r.name, runsOf(place)));
   return [{ head: data.metric, of: (r) => scoreOf(r, data.metric), number: true, best: data.points.length === data.runs.length },
     ...(named ? [{ head: "name", of: (r) => r.name }] : []), ...keys,
     ...(several((r) => r.seed) ? [{ head: "seed", of: (r) => r.seed, form: String, number: true }] : []),
-    { head: "state", of: (r) => r.state }, { head: "steps", of: (r) => r.steps, form: String, number: true }, ...numbers,
+    { head: "state", of: (r) => r.state }, { head: "steps taken", of: (r) => r.steps, form: String, number: true }, ...numbers,
     ...(warned ? [{ head: "warnings", of: (r) => r.warned, form: (n) => n || "", number: true }] : []),
-    { head: "begun", of: (r) => r.when || null, form: formatTime }];
+    { head: "begun", of: (r) => r.when || null, form: formatTime }, ...(saved ? [{ head: "path", of: (r) => r.path }] : [])];
 }
 
 const MOST_ROWS = 20; // rows shown before "show all" is clicked
@@ -99,7 +99,7 @@ function listRows(columns) {
 
 // Offer the table as a CSV file. A text that a spreadsheet would run as a formula gets a leading quote.
 function saveTable() {
-  const columns = listColumns(), quote = (text) => `"${String(text).replace(/"/g, '""')}"`;
+  const columns = listColumns(true), quote = (text) => `"${String(text).replace(/"/g, '""')}"`;
   const safe = (cell) => (typeof cell === "string" && /^[=+@\t\r-]/.test(cell) && !isNumber(cell) ? `'${cell}` : cell);
   const rows = listRows(columns).map((row) => columns.map((column) => column.of(row) ?? ""));
   const lines = [columns.map((column) => column.head), ...rows].map((cells) => cells.map(safe).map(quote).join(","));

@@ -1,4 +1,4 @@
-"""Run jobs on other machines that share the sweep's file system; submit them, wait, and resubmit lost ones."""
+"""Run jobs on other machines that share the sweep's file system: submit jobs, wait, and resubmit lost jobs."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class NodeJob:
         self._next_look = math.inf
 
     def __call__(self) -> JobExit:
-        """Run the job; its output is also printed to the cluster's log."""
+        """Run the job and return its exit. Print the job's output, so that the cluster's log has it too."""
         if self._has_sweep():  # if not, the sweep has ended, or locks do not work on this node
             self._next_look = 0.0
         self._wait_for_lock()
@@ -44,7 +44,7 @@ class NodeJob:
         return run_process(self.spec, self.stop, lambda line, to: print(line, file=to, flush=True), self._poll)
 
     def _poll(self) -> None:
-        """Ask the job to save and exit if the sweep has created the stop file or is no longer running."""
+        """Ask the job to save and exit if the sweep has exited or has created the file that tells jobs to stop."""
         is_gone = False
         if time.monotonic() > self._next_look:
             self._next_look, is_gone = time.monotonic() + SWEEP_CHECK_SECONDS, not self._has_sweep()
@@ -63,7 +63,7 @@ class NodeJob:
     def _wait_for_lock(self) -> None:
         """Wait until no other process uses the run directory, at most LOCK_TIMEOUT seconds.
 
-        If an earlier attempt lost its node or worker, its process may still be saving there.
+        After a node or worker was lost, the process of the earlier attempt may still be saving in the run directory.
         """
         until = time.monotonic() + LOCK_TIMEOUT
         while time.monotonic() < until and not self.stop.is_requested:
@@ -95,9 +95,10 @@ class Cluster(Launcher):
 
     @abstractmethod
     def submit(self, works: Sequence[NodeJob]) -> Sequence[tuple[str, Any]]:
-        """Submit jobs. Return for each a text to print after "submitted" (such as " as 123") and the cluster's handle.
+        """Submit jobs. Return a pair for each job: a text, and the handle by which the cluster identifies the job.
 
-        Raise the cluster's own error if that fails.
+        The text, such as " as 123" with a leading blank, is printed after the word "submitted". If the submission
+        fails, raise the error of the cluster's library.
         """
 
     @abstractmethod
@@ -110,16 +111,20 @@ class Cluster(Launcher):
 
     @abstractmethod
     def stop(self, handles: Sequence[Any], times: int) -> None:
-        """Ask running jobs to save and exit, and cancel waiting ones. `times` is the number of earlier calls."""
+        """Ask running jobs to save and exit, and cancel waiting ones.
+
+        `times` is the number of earlier calls of this method.
+        """
 
     def make_work(self, spec: LaunchSpec) -> NodeJob:
-        """Return the work to submit for a job."""
+        """Return the NodeJob that runs a job on the cluster."""
         return NodeJob(spec)
 
     def run(self, jobs: Iterator[Job], watch: Watch) -> Iterator[tuple[Job, JobExit]]:
-        """Submit jobs, and yield each with its exit once it has ended. A lost job is resubmitted up to `retries` times.
+        """Submit jobs, and yield each with its exit once it has ended.
 
-        If the sweep stops, running jobs save and exit, and waiting jobs are cancelled.
+        A lost job is resubmitted up to `self.retries` times. If the sweep stops, running jobs save and exit, and
+        waiting jobs are cancelled.
         """
         self.begin(watch.folder.path)
         running: dict[Any, Job] = {}
@@ -145,7 +150,7 @@ class Cluster(Launcher):
                 if not isinstance(result, LostJob):
                     yield job, result
                     if job.status in SUCCEEDED:  # its own output went to another machine
-                        watch.say(f"[{job.number}] {job.status} after {job.result.get('steps')} steps")
+                        watch.say(f"[{job.number}] {job.status} after {pluralise(job.result.get('steps', 0), 'step')}")
                     continue
                 if watch.stop.is_requested:
                     lost.append(job)

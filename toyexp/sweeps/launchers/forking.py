@@ -1,4 +1,4 @@
-"""Start jobs fast: fork each from a server process that has imported their modules and has opened no device.
+"""Start jobs fast: fork them from a server process that has imported the modules of jobs and has opened no device.
 
 The fork server of `multiprocessing` is not used: it overwrites sys.path, runs the caller's script again, exists once
 per process (so it keeps old versions of edited plugins), and cannot tell whether it is safe to fork.
@@ -41,9 +41,10 @@ def spawn(args: Sequence[str], environment: Mapping[str, str], terminal: bool) -
 
 
 class ForkServer:
-    """Client of the fork server. It spawns jobs if forking is not possible.
+    """Client of the fork server. If forking is not possible, it starts jobs in new Python processes instead.
 
-    A forked job behaves like a spawned one, except that it uses modules that were imported when the sweep started.
+    A forked job behaves like one in a new process, except that it uses modules that were imported when the sweep
+    started.
     """
 
     def __init__(
@@ -71,7 +72,7 @@ class ForkServer:
             self._control.send({"words": list(words), "stacks": stacks})
 
     def start(self, words: Sequence[str], environment: Mapping[str, str], terminal: bool) -> Process:
-        """Start a job's process with the arguments `words`: forked if possible, otherwise spawned.
+        """Start a job's process with the arguments `words`: forked if possible, otherwise as a new Python process.
 
         With `terminal`, the job writes to the standard output of this process. Raise OSError if no process can be
         started.

@@ -45,7 +45,8 @@ DEVICES = ("/dev/nvidia", "/dev/dri", "/dev/kfd", "/dev/dxg")  # device files of
 def serve() -> bool:
     """Fork a process for each job that the sweep requests.
 
-    Return True in each forked job, which then has to run, and False in the server after the sweep has ended.
+    This function returns in every process. It returns True in the process of a job, which must then run the job. It
+    returns False in the server after the sweep has ended.
     """
     control = Connection(int(os.environ.pop(FORK_SERVER_FILE)))
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, HELD_BACK)  # signals to the process group are for the jobs
@@ -91,7 +92,10 @@ def _load(words: Sequence[str], stacks: bool) -> None:
 
 
 def _compose_request(args: Sequence[str]) -> Request:
-    """Parse `args` as a request. Cache Hydra's composition of the request, since other jobs need the same one."""
+    """Parse `args` as a request.
+
+    Cache the configuration that Hydra composes for this request, because other jobs need it too.
+    """
     flags, settings = split_flags(args)
     request = Request.parse(settings, Source.from_flags(*map(flags.get, JOB_FLAGS)))
     store_composition(Keys.from_registry(request.registry).hydra_overrides(request.settings), request.source)
@@ -115,8 +119,8 @@ def _is_safe_to_fork() -> bool:
 def _fork_job(control: Connection, files: Sequence[int]) -> bool:
     """Fork a process that forks the job and waits for it. Return True in the job, and False in the server.
 
-    The waiting process sends two numbers through the channel that is the last of `files`: the job's process id and,
-    later, its exit code. The process id is not reused until the sweep closes the channel.
+    The last of `files` is a channel to the sweep. Through it, the waiting process sends the job's process id and later
+    the job's exit code. The process id is not reused until the sweep closes the channel.
     """
     try:
         if os.fork():

@@ -1,4 +1,4 @@
-"""Assign NVIDIA GPUs to parallel jobs: each gets its own as long as there are enough."""
+"""Assign NVIDIA GPUs to parallel jobs. Jobs share a GPU only if there are not enough GPUs."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ def visible_gpus() -> list[str]:
 
 
 class Gpus:
-    """Pool of GPUs; it hands out the least used ones first."""
+    """Pool of GPUs for parallel jobs. A job gets the GPUs that the fewest other jobs use."""
 
     def __init__(self, names: Sequence[str]):
         self._use_counts = dict.fromkeys(names, 0)
         self._lock = threading.Lock()
 
     def capacity(self, most: int, per_gpu: int = 1) -> int:
-        """Return how many jobs can run at once if each needs `most` GPUs and `per_gpu` jobs share a GPU.
+        """Return how many jobs can run at once if each needs `most` GPUs and each GPU is shared by `per_gpu` jobs.
 
-        Return 0 if there is no limit, because jobs need no GPU or the pool is empty.
+        Return 0 if jobs need no GPU or the pool is empty: then the number of GPUs sets no limit.
         """
         return max(len(self._use_counts) // most, 1) * per_gpu if most and self._use_counts else 0
 

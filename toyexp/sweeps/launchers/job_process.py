@@ -33,7 +33,7 @@ PATIENCE = 2  # signals that are forwarded to jobs; the next one kills them
 
 
 class Stop:
-    """Stop requests of a sweep: the first two signals ask jobs to save and exit, the third kills them."""
+    """Requests to stop a sweep. The first two signals ask the jobs to save and exit; the third signal kills them."""
 
     def __init__(self) -> None:
         self.number = 0  # number of the first signal; 0 if there was none
@@ -47,7 +47,7 @@ class Stop:
         return self.ends > 0
 
     def handle(self, number: int, frame: FrameType | None = None) -> None:
-        """Forward a signal to the running jobs, from the third signal on as SIGKILL. This is a signal handler."""
+        """Handle a signal by sending it to the running jobs. From the third signal on, send SIGKILL instead."""
         self._count += 1
         self.number = self.number or number
         self.end(number if self._count <= PATIENCE else signal.SIGKILL)
@@ -69,7 +69,10 @@ class Stop:
 
     @contextlib.contextmanager
     def forward_signals(self, process: Process) -> Iterator[None]:
-        """Forward stop signals to `process` while the context is open; if a stop was requested before, send it now."""
+        """Forward stop signals to `process` while the context is open.
+
+        If a stop was requested before, send the signal to the process at once.
+        """
         self._processes.add(process)
         if self.is_requested:
             process.send_signal(self.number or signal.SIGTERM)
@@ -82,7 +85,7 @@ class Stop:
     def handle_signals(self) -> Iterator[None]:
         """Handle stop signals in this process while the context is open.
 
-        SIGUSR1 is ignored here, since it is meant for jobs, unless it is one of the stop signals.
+        SIGUSR1 is meant for jobs. This process ignores it, unless it is one of the stop signals.
         """
         handlers: dict[int, Handler] = dict.fromkeys(ending_signals(), self.handle)
         handlers.setdefault(signal.SIGUSR1, lambda number, frame: None)
@@ -101,8 +104,9 @@ def run_process(
     """Run a job in its own process, wait for it, and return its exit code and error message.
 
     `show` is called with each line that the job prints and with the stream (sys.stdout or sys.stderr) of the line.
-    Lines are also written to the job's log. With `terminal`, the job writes to the sweep's standard output instead, so
-    that it can draw a progress bar. `poll` is called about every POLL seconds. `start` starts the process.
+    Lines are also written to the job's log. With `terminal`, the job can draw a progress bar, because it writes
+    directly to the standard output of the sweep. `poll` is called about every POLL seconds. `start` is the function
+    that starts the process.
     """
     last = _LastWords()
     try:
@@ -133,14 +137,17 @@ def run_process(
 
 
 class _LastWords:
-    """Filter of a job's stderr that holds back its error message, since the sweep prints that with the job's number."""
+    """Filter that removes the error message from a job's stderr and stores it.
+
+    The sweep later prints this message together with the job's number.
+    """
 
     def __init__(self) -> None:
         self.held: deque[str] = deque(maxlen=LINES)
         self._line = ""
 
     def holds_back(self, line: str) -> bool:
-        """Return True if this line of stderr belongs to an error message, and keep the line in that case."""
+        """Return True if this line of stderr belongs to an error message; in that case, store the line."""
         self._line = line.strip() or self._line
         if self.held or line.startswith(ENDINGS):
             self.held.append(line)

@@ -1,4 +1,4 @@
-"""The interface of launchers, which run the jobs of a sweep, and the division of a machine among jobs."""
+"""The interface of launchers, which run the jobs of a sweep. It also divides the cores and GPUs among the jobs."""
 
 from __future__ import annotations
 
@@ -25,7 +25,11 @@ AUTO = -1  # stands for the unknown number of GPUs of a job with engine=auto
 
 
 class Resources(NamedTuple):
-    """Number of parallel jobs (or of parallel processes that each train a stack of jobs), and the resources of each."""
+    """Number of jobs that run in parallel, and the cores, GPUs and processes that each of them uses.
+
+    With sweep.launcher=stacked, a process trains several jobs. Then this is the number of parallel processes, and the
+    cores and GPUs that each of them uses.
+    """
 
     jobs: int
     cores: int  # 0: all
@@ -57,9 +61,9 @@ class Launcher(ABC):
     _forks: ForkServer | None = None
 
     def __init__(self, settings: Sweep, jobs: Sequence[Job], total: int, configs: JobConfigs):
-        """Divide the machine among `total` jobs.
+        """Divide the cores and GPUs of the machine among `total` jobs.
 
-        `jobs` is a selection of these jobs that together have every value of every swept key.
+        `jobs` is a selection of these jobs in which every value of every swept key occurs.
         """
         self.settings, self.total, self.configs = settings, total, configs
         self.gpus = Gpus(visible_gpus())
@@ -120,7 +124,8 @@ class Launcher(ABC):
     def preload(self, words: Sequence[str], stop: Stop) -> None:
         """Start the fork server, if this launcher and this platform use one.
 
-        It imports the modules that jobs with the arguments `words` need. If `stop` is requested, nothing waits for it.
+        The server imports the modules that jobs with the arguments `words` need. If the user stops the sweep (`stop`),
+        the sweep no longer waits for these imports.
         """
         if self.uses_fork_server and sys.platform in PLATFORMS:
             environment = {**os.environ, **core_variables(self.share.cores)}
@@ -156,9 +161,10 @@ class Launcher(ABC):
     # -- shares of a machine -------------------------------------------------------------------------------------------
 
     def requested_resources(self, jobs: Sequence[Job], gpus: int) -> Resources:
-        """Return the resources that jobs request: sweep.jobs of them (or all) run at once, each counted as the largest.
+        """Return the resources of sweep.jobs parallel jobs, or of all jobs at once if sweep.jobs is 0.
 
-        `gpus` is the number of GPUs of the machine. It matters for jobs that use all GPUs and for engine=auto.
+        The result assumes that each job uses as many processes and GPUs as the largest of `jobs`. `gpus` is the number
+        of GPUs of the machine. It matters for jobs that use all GPUs and for engine=auto.
         """
         kinds = list(one_job_per_engine(jobs))
         processes = max((self.configs.processes(job) for job in kinds), default=1)
@@ -167,9 +173,9 @@ class Launcher(ABC):
         return share._replace(gpus=share.max_gpus(gpus))
 
     def limit_to_machine(self, share: Resources) -> Resources:
-        """Return the resources `share`, limited to what this machine has.
+        """Return a copy of `share`, with the number of parallel jobs and the cores of each job set to fit this machine.
 
-        Jobs that need several GPUs never share a GPU. Jobs that need one share it only if sweep.per_gpu or a large
+        Jobs that need several GPUs never share a GPU. Jobs that need one GPU share it only if sweep.per_gpu or a large
         sweep.jobs asks for that.
         """
         settings, cores = self.settings, available_cores()
@@ -189,7 +195,10 @@ class Launcher(ABC):
 
 
 def one_job_per_engine(jobs: Sequence[Job]) -> Iterable[Job]:
-    """Return one of the jobs for each combination of engine and experiment overrides."""
+    """Return one job for each engine in the sweep.
+
+    Jobs with different experiment presets count as having different engines, because a preset may choose the engine.
+    """
     kinds: dict[tuple[str, ...], Job] = {}
     for job in jobs:
         kinds.setdefault(tuple(w for w in job.overrides if w.startswith(("engine", "experiment"))), job)

@@ -40,7 +40,7 @@ class Node:
     gpus: float
 
     def fits(self, cores: float, gpus: float) -> int:
-        """Return how many jobs with these resources run on the node at once."""
+        """Return how many jobs can run on this node at once if each needs `cores` cores and `gpus` GPUs."""
         of_gpus = self.gpus // gpus if gpus else math.inf
         if 0 < gpus < 1:  # a fraction refers to one GPU
             of_gpus = int(self.gpus) * int(1 / gpus + 1e-9)
@@ -51,8 +51,8 @@ def divide_cores(nodes: Sequence[Node], jobs: int, least: int, gpus: float, cpus
     """Return how many jobs run at once, and the number of cores of each.
 
     `jobs` is the wanted number of jobs; 0 means as many as fit. Each job gets `gpus` GPUs (or a fraction of one) and at
-    least `least` cores. It gets more cores if the same number of jobs then still fits. If `cpus` is given, each job
-    gets exactly that number of cores.
+    least `least` cores. A job gets more than `least` cores if that does not reduce the number of jobs. If `cpus` is
+    given, each job gets exactly that number of cores.
     """
 
     def fits(cores: int) -> int:
@@ -188,7 +188,10 @@ def _read_nodes() -> Sequence[Node]:
 
 
 def _join(address: str | None, cores: int) -> None:
-    """Join a cluster, or let Ray start one here with `cores`. Raise UserError if that fails."""
+    """Join the Ray cluster at `address`; if that is None, let Ray start one here with `cores` cores.
+
+    Raise UserError if that fails.
+    """
     import ray
 
     setting = "sweep.launcher=ray" if address is None else f"sweep.ray.address={address}"
@@ -211,7 +214,10 @@ def _join(address: str | None, cores: int) -> None:
 
 
 def _require_answer(address: str, setting: str) -> None:
-    """Raise UserError if an address is malformed or no server answers there. `setting` is quoted in the message."""
+    """Raise UserError if `address` is malformed, or if no server answers at this address.
+
+    The error message quotes `setting`, the setting that contains the address.
+    """
     host, _, port = address.rpartition(":")
     if not host or "/" in host or not port.isdecimal() or not 0 < int(port) < 65536:
         expected = "HOST:PORT of a cluster's head node, such as 10.0.0.1:6379; ports are 1 to 65535"

@@ -38,7 +38,8 @@ class OnSubmitit(Cluster):
     def begin(self, folder: Path) -> None:
         """Create a new directory for submitit's files.
 
-        submitit unpickles results, which can run code, so the directory must hold no files from elsewhere.
+        submitit unpickles results, and unpickling can run code. The directory must therefore hold no files from
+        elsewhere.
         """
         prefix = f"{time.strftime('%Y-%m-%d_%H%M%S')}-"
         directory = Path(tempfile.mkdtemp(dir=make_directory(folder / "submitit"), prefix=prefix))
@@ -67,7 +68,10 @@ class OnSubmitit(Cluster):
         return ended
 
     def stop(self, handles: Sequence[Any], times: int) -> None:
-        """Create the stop file, which running jobs check, and cancel waiting jobs. The third call cancels all jobs."""
+        """Create the file that makes running jobs save and exit, and cancel waiting jobs.
+
+        The third call cancels all jobs.
+        """
         self._stop_file.touch()
         for handle in handles:
             if times >= PATIENCE or handle.state == "PENDING":
@@ -76,7 +80,10 @@ class OnSubmitit(Cluster):
 
 class _Requeued(NodeJob):
     def checkpoint(self) -> Any:
-        """Make the job save and exit, and return the work to submit again. submitit calls this at the time limit."""
+        """Make the job save and exit, and return the object that submitit queues again to continue the job.
+
+        submitit calls this method at the time limit.
+        """
         from submitit.helpers import DelayedSubmission
 
         self.stop.end()
@@ -87,7 +94,7 @@ class _Requeued(NodeJob):
 
 
 def make_executor(folder: Path, settings: Submitit, gpus: int) -> Any:
-    """Return the executor with which submitit submits jobs; it keeps its files in `folder`.
+    """Return the object with which submitit submits jobs. It keeps its files in `folder`.
 
     Each job requests `gpus` GPUs unless the settings say otherwise. Raise UserError if the cluster does not exist.
     """

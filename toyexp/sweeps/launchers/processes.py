@@ -36,7 +36,7 @@ MAX_PROCESSES = 1000  # job processes on one machine; each needs a thread and fo
 
 
 class Processes(Launcher):
-    """Launcher of parallel jobs. Each has its share of the cores and, if it needs any, its own GPUs."""
+    """Launcher of parallel jobs. Each job gets a share of the cores and, if it uses GPUs, its own GPUs."""
 
     name = "processes"
     uses_fork_server = True
@@ -45,7 +45,7 @@ class Processes(Launcher):
     def resources(self, jobs: Sequence[Job]) -> Resources:
         share = self.limit_to_machine(self.requested_resources(jobs, len(visible_gpus())))
         if share.jobs > MAX_PROCESSES:
-            print_line(f"sweep.jobs={self.settings.jobs}: only {MAX_PROCESSES} run at once, the limit on a machine")
+            print_line(f"sweep.jobs={self.settings.jobs}: at most {MAX_PROCESSES} jobs can run at once")
         return share._replace(jobs=min(share.jobs, MAX_PROCESSES))
 
     def run(self, jobs: Iterator[Job], watch: Watch) -> Iterator[tuple[Job, JobExit]]:
@@ -103,7 +103,7 @@ class InProcess(Launcher):
 
     @contextlib.contextmanager
     def _redirect(self, spec: LaunchSpec, watch: Watch) -> Iterator[None]:
-        """Redirect a job's standard output to its log if the sweep does not print it.
+        """Redirect a job's standard output to its log if the sweep does not print this output.
 
         If a board is shown, redirect standard error (notes and warnings) too.
         """
@@ -129,10 +129,11 @@ class InProcess(Launcher):
 
 
 def run_in_threads(items: Iterator[T], work: Callable[[T, Callable[[R], None]], None], limit: int) -> Iterator[R]:
-    """Call `work` for each item in a thread of its own, at most `limit` at once, and yield the results.
+    """Call `work` for each item in a thread of its own, with at most `limit` threads at once, and yield the results.
 
-    `work` receives an item and a function to which it passes each result. If `work` raises an error, it is raised here.
-    The next item is taken only after the caller has consumed the last result, since its choice may depend on that.
+    `work` receives an item and a function, which it calls with each result. If `work` raises an error in a thread, this
+    function raises the same error. Items may depend on earlier results. Therefore, the next item is taken from `items`
+    only after the caller has consumed the last result.
     """
     results: queue.SimpleQueue[tuple[R] | BaseException | None] = queue.SimpleQueue()
 

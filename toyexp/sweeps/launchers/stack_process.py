@@ -1,6 +1,6 @@
-"""The process that trains stacks: it receives jobs from the sweep and trains those with the same program together.
+"""The process that trains stacks. It receives jobs from the sweep, and trains jobs with the same program together.
 
-The program is the training step without its numbers: the operations and the shapes of tensors.
+The program of a job is its training step: the operations and the shapes of the tensors, but not the numbers in them.
 """
 
 from __future__ import annotations
@@ -119,7 +119,7 @@ class StackProcess:
     _printed_lines: set[str] = field(default_factory=set)
 
     def train(self, jobs: Sequence[Mapping[str, Any]]) -> int:
-        """Train all jobs, or stop at a signal; return the exit code."""
+        """Train all jobs, but stop early at a signal. Return the exit code."""
         configs, remaining, pool = JobConfigs(self.request, {}), deque(jobs), list[Member]()
         try:
             while (remaining or pool) and not self.signals.is_ending():
@@ -157,7 +157,7 @@ class StackProcess:
             self._report_end(job.number, JobExit.from_error(error))
 
     def _next_stack(self, pool: Sequence[Member]) -> list[Member]:
-        """Return the jobs of the next stack: the first job of the pool, and others with the same program."""
+        """Return the jobs of the next stack: the first job of the pool, and other jobs that have the same program."""
         first = pool[0]
         same_program = [member for member in pool if member is first or not first.stack_conflict(member)]
         if len(same_program) == 1:
@@ -174,7 +174,10 @@ class StackProcess:
         return same_program[: -(-len(same_program) // parts)]
 
     def _size(self, members: Sequence[Member]) -> tuple[int, str]:
-        """Return how many of these jobs, which have the same program, train together, and a line that says why."""
+        """Return how many of these jobs train together, and a line for the user that says why.
+
+        All jobs have the same program.
+        """
         prepared = [member.prepared for member in members]
         if why := prepared[0].config.engine.stack_conflict([run.plan for run in prepared]):
             return 1, f"jobs train one after another: {why}"
@@ -204,9 +207,10 @@ class StackProcess:
             self._drive(requests)
 
     def _drive(self, requests: Mapping[ContextLoop, Realize]) -> None:
-        """Train runs together as one stack. If the memory runs out, train one half of the runs after the other.
+        """Train runs together as one stack. If the memory runs out, train one half of the runs and then the other half.
 
-        Each run has requested a session (its model on the device). `requests` maps the run's generator to its request.
+        Each run is a generator that has requested a session (its model on the device). `requests` maps each generator
+        to its request.
         """
         lives = [*requests]
         if not lives:
@@ -253,7 +257,10 @@ class StackProcess:
 
 
 class ContextLoop(Generator[Any, Any, None]):
-    """Wrapper of a run's generator that executes the generator's code in the run's own contextvars.Context."""
+    """Wrapper of the generator that executes a run.
+
+    It executes the generator's code in a contextvars.Context that belongs to this run.
+    """
 
     def __init__(self, loop: Requests[None], context: Context):
         self._loop, self._context = loop, context
@@ -297,11 +304,12 @@ class TaggedStream:
 
 
 def choose_size(prepared_runs: Sequence[Prepared], steps: int, limit: int, shared_by: int = 1) -> tuple[int, str]:
-    """Return how many of these jobs, which have the same program, train together, and a line that says why.
+    """Return how many of these jobs train together, and a line for the user that says why.
 
-    `steps` is the number of steps that all jobs together have left to train. With a `limit` above 0, only the memory is
-    checked and no size is timed. If several (`shared_by`) stacks share a GPU, no size is timed either, since they would
-    disturb each other's measurements.
+    All jobs have the same program. `steps` is the number of steps that they have left to train, added over all jobs.
+    `limit` is the maximum number of jobs that train together, or 0 for no maximum. Without a maximum, this function
+    times several numbers of jobs and returns the fastest. It times nothing if there is a maximum, or if several stacks
+    (`shared_by`) share a GPU and would disturb each other's measurements. Then it only checks the memory.
     """
     plan, engine = prepared_runs[0].plan, prepared_runs[0].config.engine
     job_bytes, free = engine.stack_bytes(plan) or stack_bytes(plan), engine.free_bytes()
@@ -322,11 +330,11 @@ def choose_size(prepared_runs: Sequence[Prepared], steps: int, limit: int, share
 
 
 def _fastest_size(alike: Sequence[Prepared], steps: int, most: int, words: str) -> tuple[int, str]:
-    """Time several stack sizes. Return the one with the shortest time per job, and a line that says why.
+    """Time several numbers of jobs per stack. Return the one with the shortest time per job, and a line that says why.
 
-    `words` is the beginning of that line, `most` the largest size, and `steps` the number of steps that all jobs have
-    left to train. On a GPU the largest size is tried first. It is chosen at once if its time per job is below
-    FAST_ENOUGH times the time of a single job.
+    `words` is the beginning of that line, and `most` is the largest number of jobs. `steps` is the number of steps that
+    the jobs have left to train, added over all jobs. On a GPU the largest number is tried first. It is chosen at once
+    if its time per job is below FAST_ENOUGH times the time of a single job.
     """
     blank, on_gpu = [_zero_weights(prepared) for prepared in alike[:most]], alike[0].config.engine.on_gpu
     alone = _time_step(blank[:1])
@@ -355,7 +363,10 @@ def _fastest_size(alike: Sequence[Prepared], steps: int, most: int, words: str) 
 
 
 def _zero_weights(prepared: Prepared) -> Prepared:
-    """Return the same run with all weights 0, because drawing or reading real weights takes longer than a few steps."""
+    """Return a copy of the run with all weights set to 0. The copy is used to time a few steps.
+
+    Drawing or reading the real weights would take longer than these steps.
+    """
     plan = prepared.plan
     return replace(prepared, plan=replace(plan, tensors=tuple(replace(t, values=Constant(0)) for t in plan.tensors)))
 

@@ -34,7 +34,7 @@ Ends = Callable[[tuple[Job, JobExit]], None]  # receives how a job ended
 
 @dataclass(eq=False)
 class _ProcessJobs:
-    """Jobs that a process was given, and its progress with them."""
+    """Jobs that the sweep gave to one process, and which of them have started."""
 
     jobs: dict[int, Job]  # jobs that have not ended, by number
     started: set[int] = field(default_factory=set)
@@ -51,8 +51,8 @@ class Stacks(Processes):
     def resources(self, jobs: Sequence[Job]) -> Resources:
         """Return how many processes train stacks at once, and the cores and GPUs of each.
 
-        With small models, a GPU often waits for its process, which handles one job of the stack after another. If there
-        are enough cores, several processes share a GPU.
+        With small models, a GPU often waits for the process that trains a stack, because this process handles the jobs
+        of the stack one after another. If there are enough cores, several processes share a GPU.
         """
         share, cores = self.requested_resources(jobs, len(visible_gpus())), available_cores()
         stacks = self.per_gpu(share)
@@ -89,10 +89,10 @@ class Stacks(Processes):
         return run_in_threads(parts, work, self.limit())
 
     def _train_part(self, jobs: Sequence[Job], gpus: Sequence[str], watch: Watch, hand_on: Ends) -> None:
-        """Train jobs in one process.
+        """Train jobs in one process, and call `hand_on` with each job and its exit when the job has ended.
 
-        If the process dies, the jobs that it was training end with its error. The jobs that it had not started run in a
-        new process.
+        If the process dies, the jobs that were training are recorded as ended with the error of the process. The jobs
+        that had not started run in a new process.
         """
         process_jobs = _ProcessJobs({job.number: job for job in jobs})
         while process_jobs.jobs and not watch.stop.is_requested:
@@ -159,9 +159,10 @@ def _pipe(path: Path) -> IO[bytes]:
 
 
 def deal_jobs(jobs: Sequence[Job], processes: int) -> list[list[Job]]:
-    """Split jobs into parts. One process trains each part; at most `processes` run at once, and other parts wait.
+    """Split jobs into parts. Each part is trained by its own process, and at most `processes` of these run at once.
 
-    Jobs that probably have the same program are put into one part. Its process decides which of them form a stack.
+    Jobs that probably have the same program are put into one part. The process decides which jobs of its part form a
+    stack.
     """
     kinds = group_by_program(jobs)
     if processes == 1:
@@ -174,7 +175,10 @@ def deal_jobs(jobs: Sequence[Job], processes: int) -> list[list[Job]]:
 
 
 def group_by_program(jobs: Sequence[Job]) -> list[list[Job]]:
-    """Group jobs whose training steps are probably the same program, as far as their overrides show."""
+    """Group jobs that probably have the same program, that is, a training step with the same operations and shapes.
+
+    Only the overrides of the jobs are compared.
+    """
     kinds: dict[tuple[str, ...], list[Job]] = {}
     for job in jobs:
         kinds.setdefault(tuple(filter(_changes_program, job.overrides)), []).append(job)

@@ -1,4 +1,4 @@
-"""Pruning in a search: the callback that stops a run early, in the run's own process."""
+"""The callback that prunes runs of a search: it stops a run early, in the process that trains the run."""
 
 from __future__ import annotations
 
@@ -25,23 +25,27 @@ log = logging.getLogger("toyexp")
 def first_pruning_step(steps: int, eval_every: int) -> int:
     """Return the first step at which a run may be stopped: the first evaluation after a quarter of its steps.
 
-    Earlier metrics are misleading, since schedules have hardly lowered the learning rate. Runs with a high learning
-    rate or a long warmup often end best, but are still behind at that time.
+    Metrics of earlier steps are misleading, because the schedule has hardly lowered the learning rate yet. Runs with a
+    high learning rate or a long warmup often end best, but are still worse than others at that time.
     """
     return -(-steps // (4 * eval_every)) * eval_every
 
 
 def pruning_environment(journal: Path, trial: int, prune: str, metric: str, first: int) -> dict[str, str]:
-    """Return the environment variable, as a dict, that makes a job's process prune its run."""
+    """Return a dict with the environment variable that makes the process of a job prune its run.
+
+    The variable holds the fields of the callback Pruning as JSON: the path of the search's journal, the number of the
+    trial, the pruning algorithm, the metric, and the first step at which the run may be stopped.
+    """
     options = {"journal": str(journal), "trial": trial, "prune": prune, "metric": metric, "first": first}
     return {TRIAL: json.dumps(options)}
 
 
 def pop_pruning_callback() -> dict[str, Callback]:
-    """Return the pruning callback by its name, or an empty dict if no search with pruning started this process.
+    """Return {name: pruning callback}, or an empty dict if no search with pruning started this process.
 
-    Its options come from an environment variable, because the callback is not part of the run's settings. The variable
-    is removed.
+    The callback is not part of the run's settings, so its options come from an environment variable. This function
+    removes the variable.
     """
     if TRIAL not in os.environ:
         return {}
@@ -64,7 +68,10 @@ class Pruning(Callback):
     _why: str | None = field(default=None, init=False)
 
     def should_wait(self, step: int) -> bool:
-        """Return False, so that steps can be queued early: this callback stops a run only after an evaluation."""
+        """Return False, so that the next step can be queued before the current one has ended.
+
+        This callback stops a run only after an evaluation.
+        """
         return False
 
     @hookimpl

@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import itertools
-import math
 import shlex
 import statistics
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from toyexp.base.errors import UserError
-from toyexp.base.formatting import pluralise, short_path
+from toyexp.base.formatting import format_metric, pluralise, short_path
 from toyexp.base.terminal import print_line, show_status
 from toyexp.base.writing import dump_json, write_atomically
 from toyexp.config.top_level import MAX_JOBS
 from toyexp.interfaces.kind import perplexity
-from toyexp.results.ranking import job_sources
+from toyexp.results.ranking import TOO_LARGE, job_sources
 from toyexp.sweeps.directory import UNFINISHED, Job, Status, SweepDir
 from toyexp.sweeps.job_configs import JobConfigs, check_values, require_distinct_directories
 from toyexp.sweeps.search.pruning import first_pruning_step, pruning_environment
@@ -68,7 +67,8 @@ class Search(JobSource):
     def check(self, configs: JobConfigs, is_new: bool) -> Mapping[int, UserError]:
         """Check the values of the search space and the metric, and raise UserError for any error.
 
-        The returned dict is empty: unlike other sweeps, a search does not start with invalid values.
+        The returned dict, which would list invalid jobs, is always empty: a search does not start if any value is
+        invalid.
         """
         show_status("checking the values of the search")
         for error in check_values(self.samples, configs).values():
@@ -93,7 +93,7 @@ class Search(JobSource):
     def remaining_jobs(self) -> list[Job]:
         """Return the jobs that are left to run.
 
-        A job that is not chosen yet has example values from the search space.
+        If Optuna has not chosen the values of a job yet, the job has example values from the search space instead.
         """
         more = self.all_jobs()[len(self.jobs) :]
         pairs = zip(more, itertools.cycle(self.samples), strict=False)
@@ -132,10 +132,11 @@ class Search(JobSource):
     # -- the next job --
 
     def next(self) -> Job | None:
-        """Return a job to resume, another seed of a trial, the first job of a new trial, or None if no job is left.
+        """Return the next job to run, or None if no job is left.
 
-        With pruning, the further jobs of a trial wait until its first job has completed without being pruned, or until
-        no new trials are left.
+        It is a job to resume, another seed of an earlier trial, or the first job of a new trial. With pruning, the
+        first job of a trial runs before its other jobs. These run once the first job has completed without being
+        pruned, or once no new trials are left.
         """
         return (
             super().next()
@@ -158,7 +159,10 @@ class Search(JobSource):
         return self._add(trial, self._study.ask(trial), 0) if trial < self._points else None
 
     def may_retry(self, job: Job) -> bool:
-        """Return True if the machine caused the failure (for example a full disk), so that sweep.retry=true applies."""
+        """Return True if sweep.retry=true runs the job again.
+
+        In a search, this holds only if the machine caused the failure, for example a full disk.
+        """
         return job.is_machine_error  # other failures are results that the search has used
 
     def _add(self, trial: int, words: list[str], repeat: int) -> Job:
@@ -176,9 +180,10 @@ class Search(JobSource):
     # -- one job --
 
     def environment(self, job: Job) -> Mapping[str, str]:
-        """Return the environment variables that make a job's process prune its run.
+        """Return the environment variables that make the process of a job prune its run.
 
-        There are none without pruning, or if the job is not the first of its trial: only the first job can be pruned.
+        Return an empty dict if the search does not prune, or if the job is not the first of its trial: only the first
+        job can be pruned.
         """
         assert self._study is not None and job.trial is not None
         if not self._settings.prune or self._group_by_trial()[job.trial][0] is not job:
@@ -190,8 +195,8 @@ class Search(JobSource):
     def record_end(self, job: Job) -> None:
         """Record that a job has ended, and report its trial to the study if the trial is finished.
 
-        A trial's score is the mean over its jobs; it has none if a job failed or was pruned. A completed job without
-        the metric counts as failed.
+        A trial's score is the mean over its jobs. If a job failed or was pruned, its trial has no score. A completed
+        job without the metric counts as failed.
         """
         assert self._study is not None and job.trial is not None
         if job.status == Status.COMPLETED and self._score(job) is None:
@@ -210,7 +215,7 @@ class Search(JobSource):
     def _score(self, job: Job) -> float | None:
         metric, loss = self._settings.metric, job.result.get("eval_loss")
         score = loss if metric in ("loss", "ppl") else (job.result.get("eval_scores") or {}).get(metric)
-        if score is None or not math.isfinite(score):
+        if score is None or not abs(score) < TOO_LARGE:
             return None
         return perplexity(score) if metric == "ppl" else float(score)
 
@@ -220,7 +225,7 @@ class Search(JobSource):
     # -- results --
 
     def all_jobs(self) -> list[Job]:
-        """Return the jobs so far, and a job without overrides in place of each that is not chosen yet."""
+        """Return the jobs that were chosen so far, and a job without overrides for each job still to be chosen."""
         by_trial = self._group_by_trial()
         more = sum(
             self._settings.repeats - len(jobs) for jobs in by_trial.values() if not self._is_finished_trial(jobs)
@@ -253,7 +258,9 @@ class Search(JobSource):
         else:
             best = self._describe_best(trial)
             share_text = ", ".join(f"{key} {share:.0%}" for key, share in shares.items())
-            print_line(f"keys    importance: {share_text}" if shares else f"keys    importance unknown: {why}")
+            print_line(
+                f"keys    by importance: {share_text}" if shares else f"keys    their importance is unknown: {why}"
+            )
             print_line(f"again   {best['command']}")
         summary = {
             "search": settings.search, "metric": settings.metric, "repeats": settings.repeats, "prune": settings.prune,
@@ -276,8 +283,8 @@ class Search(JobSource):
         shared = [word for word in self._shared if not word.startswith("hydra.sweep.")]
         shared = [word for word in shared if word.partition("=")[0] not in own_keys]
         mean, spread = statistics.fmean(scores), statistics.stdev(scores) if len(scores) > 1 else None
-        spread_text = f" ± {spread:.4f} over {len(scores)} seeds" if spread is not None else ""
-        print_line(f"best    {' '.join(overrides)}: held-out {self._settings.metric} {mean:.4f}{spread_text}")
+        over_seeds = f" ± {format_metric(spread)} over {len(scores)} seeds" if spread is not None else ""
+        print_line(f"best    {' '.join(overrides)}: held-out {self._settings.metric} {format_metric(mean)}{over_seeds}")
         return {
             "trial": trial, "settings": overrides, "score": mean, "deviation": spread,
             "command": shlex.join(["toyexp", *shared, *jobs[0].overrides]), "jobs": [job.number for job in jobs],

@@ -45,7 +45,10 @@ class Key:
         return self.numbers[index] if self.numbers else self.settings[index].partition("=")[2]
 
     def distribution(self, distributions: Any) -> Any:
-        """Return Optuna's distribution of the values; `distributions` is the module optuna.distributions."""
+        """Return the distribution from which Optuna samples the values.
+
+        `distributions` is the module optuna.distributions.
+        """
         if not self.numbers:
             return distributions.CategoricalDistribution([self.value(index) for index in range(len(self.settings))])
         kind, low = distributions.IntDistribution if self.is_whole else distributions.FloatDistribution, self.numbers[0]
@@ -55,7 +58,10 @@ class Key:
         return kind(low, self.numbers[-1], step=step if self.is_whole else float(f"{step:.12g}"))
 
     def setting(self, value: Any) -> str:
-        """Return the override for a value that Optuna chose; for a range, the override of the nearest number."""
+        """Return the override that sets the key to `value`, a value that Optuna chose.
+
+        For a range, `value` is first rounded to the nearest number of the range.
+        """
         if self.is_interval or not self.numbers:
             return f"{self.key}={format_value(value)}"
         return min(zip(self.numbers, self.settings, strict=True), key=lambda pair: abs(pair[0] - value))[1]
@@ -65,10 +71,10 @@ Types = Callable[[str], set[Any]]  # maps a key to its accepted types
 
 
 def parse_space(search: str, parsed: Sequence[Override], types: Types = lambda key: set()) -> list[Key]:
-    """Return the keys of the search space: all keys that have several values.
+    """Return the keys of the search space: all keys that have several values in the overrides `parsed`.
 
-    `types` maps a key to the types that its setting accepts. Raise UserError if the algorithm `search` does not support
-    a key.
+    `types` is a function that returns the types that the setting of a key accepts. Raise UserError if the algorithm
+    `search` does not support a key.
     """
     keys = [_key(override) for override in parsed if override.is_sweep_override()]
     if not keys:
@@ -123,7 +129,7 @@ def _key(override: Override) -> Key:
 def make_probes(keys: Sequence[Key]) -> list[Job]:
     """Return example jobs, whose settings are checked before the first job of a search starts.
 
-    Together they have each value of each list or range, and both ends of each interval.
+    Each value of a list or range, and both ends of each interval, occur in at least one of these jobs.
     """
     lists = [key.settings for key in keys]
     first = [words[0] for words in lists]
@@ -132,14 +138,14 @@ def make_probes(keys: Sequence[Key]) -> list[Job]:
 
 
 def count_points(keys: Sequence[Key]) -> float:
-    """Return the number of combinations; infinite with an interval of floats."""
+    """Return the number of combinations of values. It is infinite if a key has an interval of floats."""
     return math.prod(key.count() for key in keys)
 
 
 def nth_point(keys: Sequence[Key], number: int) -> dict[str, Any]:
     """Return combination `number` of the values, as a dict that maps each key to its value (see Key.value).
 
-    The value of the last key changes with each number.
+    As `number` counts up, the value of the last key changes fastest.
     """
     point_values: dict[str, Any] = {}
     for key in reversed(keys):

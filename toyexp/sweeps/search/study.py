@@ -69,8 +69,8 @@ class Study:
     def ask(self, number: int) -> list[str]:
         """Return the overrides of trial `number`. Optuna chooses their values if the trial is new.
 
-        A trial is not new if the sweep was killed after it stored the trial and before it recorded the trial's first
-        job.
+        The sweep stores a new trial first and records its first job afterwards. If the sweep was killed in between, the
+        stored trial is used.
         """
         trials = self._trials()
         earlier_values = {tuple(self._words(trial.params)) for trial in trials[:number]}
@@ -108,9 +108,9 @@ class Study:
     def importances(self) -> tuple[dict[str, float], str]:
         """Return a dict with the importance of each key for the ranking of the trials, and an empty text.
 
-        If importances are unknown, the dict is empty and the text says why. Trials are ranked as TPE ranks them:
-        completed ones by score, then pruned ones (later steps first, then by the score at that step), then those
-        without a score.
+        If the importance cannot be computed, return an empty dict and a text that says why. The ranking is that of
+        Optuna's sampler TPE. Completed trials come first, by score. Pruned trials follow: those pruned at a later step
+        first, and at the same step by score. Trials without any score come last.
         """
         from toyexp.results.importance import compute_shares
 
@@ -139,7 +139,10 @@ class Study:
         return [key.setting(values[key.key]) for key in self._keys]
 
     def _sample(self, open_trial: Any, earlier_values: Set[tuple[str, ...]]) -> Mapping[str, Any]:
-        """Sample the values of a trial. Try to avoid values of earlier trials: repeating a run adds no information."""
+        """Sample the values of a trial.
+
+        Try to avoid values of earlier trials, because repeating a run adds no information.
+        """
         if self._search == "grid":
             return nth_point(self._keys, open_trial.number)
         study, trial = self._study, open_trial._cached_frozen_trial
@@ -167,7 +170,10 @@ class Study:
 
 
 class Judge:
-    """Pruner in a job's process. After an evaluation, from step `first` on, it decides whether the run stops."""
+    """Object in the process of a job that decides whether the job's run is pruned.
+
+    It decides after each evaluation from step `first` on.
+    """
 
     def __init__(self, journal: Path, number: int, prune: str, first: int):
         optuna = require_optuna("tpe")
@@ -183,8 +189,8 @@ class Judge:
     def should_stop(self, step: int, score: float) -> bool:
         """Store the score of an evaluation, and return True if the run should stop.
 
-        A resumed run may ask again about earlier steps. Scores of this run after `step` are ignored, so it gets the
-        same answer.
+        A resumed run may repeat evaluations that it made before. Scores that this run stored for steps after `step` are
+        then ignored, so that the result is the same as the first time.
         """
         if step not in self._reported_steps:
             self._trial.report(score, step)
@@ -198,10 +204,10 @@ class Judge:
         return bool(self._median.prune(self._study, frozen_trial))
 
     def _loses_halving(self, step: int, score: float, trials: Sequence[Any]) -> bool:
-        """Return True if the score is not in the better half of all runs at this step.
+        """Return True if the score is not in the better half of the scores of all runs at this step.
 
-        This is asynchronous successive halving (https://arxiv.org/abs/1810.05934). It decides only at the steps first,
-        2 * first, 4 * first, 8 * first, ... and returns False at all others.
+        This is asynchronous successive halving (https://arxiv.org/abs/1810.05934). It decides only at the first pruning
+        step and at 2, 4, 8, ... times that step. At all other steps, return False.
         """
         times, remainder = divmod(step, self._first)
         if remainder or times & (times - 1):
@@ -221,7 +227,7 @@ def _storage(path: Path) -> Any:
 
 @contextlib.contextmanager
 def _guard_journal(path: Path) -> Iterator[None]:
-    """Convert errors while the journal is opened or read into UserError.
+    """If an error occurs in the `with` block while the journal is opened or read, raise UserError instead.
 
     The file may come from an untrusted source, so many kinds of errors can occur.
     """

@@ -4,16 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any, ClassVar
 
 from toyexp import LORA, Normal, Ops, Params, Tensor, TensorSpec
+from toyexp.base import require_range
 from toyexp_models.gguf import GPT2GGUF
 from toyexp_models.huggingface import gpt2_layout
 from toyexp_models.language import LanguageModel, linear_specs, norm_specs, require_shared_heads
+from toyexp_models.mup import MuP
+
+DROPPED = ("attn_output", "ffn_down")  # layers of a block whose outputs dropout applies to
+NO_MASKS: Mapping[str, Tensor] = MappingProxyType({})
 
 
 @dataclass
-class GPT2(LanguageModel):
+class GPT2(MuP, LanguageModel):
     """GPT-2 family: LayerNorm, learned positions, GELU, biases."""
 
     name: ClassVar[str] = "gpt2"
@@ -21,10 +27,13 @@ class GPT2(LanguageModel):
     optim_mode: ClassVar[str | None] = LORA
 
     d_ff: int = 256  # hidden size of the feed-forward layer
+    dropout: float = 0.0  # probability of dropping a number after embedding, attention and feed-forward layer
 
     def check(self) -> None:
         """Raise UserError for sizes that cannot work."""
         super().check()
+        self.require_positive("mup_base_width")
+        require_range("model", self, dropout="[0,1)")
         require_shared_heads(self)
 
     def tensors(self) -> list[TensorSpec]:
@@ -44,20 +53,30 @@ class GPT2(LanguageModel):
         specs += norm_specs("output_norm", d)
         if not self.tied:
             specs.append(TensorSpec("output.weight", (self.vocab, d), small))
-        return specs
+        return self.parametrise(specs)
+
+    def masks(self) -> dict[str, tuple[tuple[int | str, ...], float]]:
+        """Return the dropout masks of the embedding and of both layers of each block, if there is dropout."""
+        layers = [f"blk.{i}.{layer}" for i in range(self.n_layers) for layer in DROPPED]
+        names = ["token_embd", *layers] if self.dropout else []
+        return {f"{name}.dropout": (("T", self.d_model), self.dropout) for name in names}
 
     def forward(self, ops: Ops, p: Params, batch: Mapping[str, Tensor]) -> Tensor:
         """Return the logits [B, T, vocab] of tokens [B, T]."""
         length = batch["tokens"].shape[-1]
         x = ops.embed(p["token_embd.weight"], batch["tokens"])  # [B, T, d]
         x = ops.add(x, ops.first_rows(p["position_embd.weight"], length))
+        if not self.dropout:
+            batch = {}  # a batch for two models may have masks of the other one
+        x = ops.dropout(x, batch, "token_embd.dropout")
         for i in range(self.n_layers):
-            x = ops.block(self.block, x, p.block(i))
+            masks = {n: batch[mask] for n in DROPPED if (mask := f"blk.{i}.{n}.dropout") in batch}
+            x = ops.block(self.block, x, p.block(i), *([masks] if masks else []))
         x = ops.layer_norm(x, p["output_norm.weight"], p["output_norm.bias"], self.norm_eps)
-        return ops.logits(x, p["token_embd.weight" if self.tied else "output.weight"])
+        return ops.logits(self.scale_output(ops, x), p["token_embd.weight" if self.tied else "output.weight"])
 
-    def block(self, ops: Ops, x: Tensor, p: Params) -> Tensor:
-        """Return the output of one block for x [B, T, d]."""
+    def block(self, ops: Ops, x: Tensor, p: Params, masks: Mapping[str, Tensor] = NO_MASKS) -> Tensor:
+        """Return the output of one block for x [B, T, d]. `masks` has the dropout masks of its layers, if any."""
 
         def linear(x: Tensor, name: str) -> Tensor:
             return ops.linear(x, p[f"{name}.weight"], p[f"{name}.bias"])
@@ -67,6 +86,7 @@ class GPT2(LanguageModel):
 
         qkv = ops.split(linear(norm(x, "attn_norm"), "attn_qkv"), 3)  # 3 times [B, T, d]
         q, k, v = (ops.heads(t, self.n_heads) for t in qkv)  # [B, T, H, D]
-        x = ops.add(x, linear(ops.attention(q, k, v), "attn_output"))
+        mixed = ops.attention(q, k, v, scale=self.attention_scale(self.d_model // self.n_heads))
+        x = ops.add(x, ops.dropout(linear(mixed, "attn_output"), masks, "attn_output"))
         h = ops.gelu(linear(norm(x, "ffn_norm"), "ffn_up"))  # [B, T, d_ff]
-        return ops.add(x, linear(h, "ffn_down"))
+        return ops.add(x, ops.dropout(linear(h, "ffn_down"), masks, "ffn_down"))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
-from toyexp import TOKENS, Constant, Dataset, Kind, Model, Normal, TensorSpec, UserError
+from toyexp import TOKENS, Constant, Dataset, Kind, Model, Normal, Ops, Tensor, TensorSpec, UserError
 from toyexp.base import MAX_INT, require_range
 
 BLOCKS = "[1,10000]"  # limited, because a plan lists every block's tensors
@@ -32,6 +32,19 @@ class LanguageModel(Model):
         """Raise UserError for sizes that cannot work."""
         self.require_positive("d_model", "n_heads", "d_ff", "context")
         require_range("model", self, n_layers=BLOCKS, norm_eps=EPS, vocab=f"[0,{MAX_INT}]")
+
+    @property
+    def logit_scale(self) -> float:
+        """Factor of the logits."""
+        return 1.0
+
+    def attention_scale(self, head_size: int) -> float | None:
+        """Return the factor of attention scores, or None for 1 / sqrt(head_size)."""
+        return None
+
+    def scale_output(self, ops: Ops, x: Tensor) -> Tensor:
+        """Return the input of the output layer times `logit_scale`."""
+        return x if self.logit_scale == 1 else ops.scale(x, self.logit_scale)
 
     def fit(self, dataset: Dataset) -> Model:
         """Return the model with the data's vocabulary size if `vocab` is 0. Raise UserError if `vocab` is too small."""

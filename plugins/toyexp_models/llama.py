@@ -11,15 +11,16 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
-from toyexp import Ops, Tensor, UserError
+from toyexp import Ops, Tensor, TensorSpec, UserError
 from toyexp.base import require_positive
 from toyexp_models.gguf import LlamaGGUF, RotaryGGUF
 from toyexp_models.huggingface import gemma_layout, llama_layout, qwen2_layout, qwen3_layout
+from toyexp_models.mup import MuP
 from toyexp_models.rotary import RotaryModel
 
 
 @dataclass
-class Llama(RotaryModel):
+class Llama(MuP, RotaryModel):
     """Llama family: RMSNorm, rope, grouped-query attention, SwiGLU."""
 
     name: ClassVar[str] = "llama"
@@ -33,6 +34,7 @@ class Llama(RotaryModel):
     def check(self) -> None:
         """Raise UserError for sizes that cannot work."""
         super().check()
+        self.require_positive("mup_base_width")
         if len(self.rope_factors) not in (0, self.head_size // 2):
             count, pairs = len(self.rope_factors), self.head_size // 2
             raise UserError(
@@ -41,6 +43,10 @@ class Llama(RotaryModel):
         for factor in self.rope_factors:
             require_positive("model.rope_factors", factor)
         self._check_angles(self.rope_factors)
+
+    def tensors(self) -> list[TensorSpec]:
+        """Return the specs of all tensors."""
+        return self.parametrise(super().tensors())
 
     def biases(self) -> dict[str, int]:
         """Return the size of each bias in a block, by the name of its linear layer."""

@@ -118,7 +118,7 @@ class RotaryModel(LanguageModel):
         for i in range(self.n_layers):
             x = ops.block(self.block, x, p.block(i))
         x = ops.rms_norm(x, p["output_norm.weight"], self.norm_eps)
-        return ops.logits(x, p["token_embd.weight" if self.tied else "output.weight"])
+        return ops.logits(self.scale_output(ops, x), p["token_embd.weight" if self.tied else "output.weight"])
 
     def block(self, ops: Ops, x: Tensor, p: Params) -> Tensor:
         """Return the output of one block for x [B, T, d]."""
@@ -135,7 +135,8 @@ class RotaryModel(LanguageModel):
         k, v = (ops.heads(linear(h, f"attn_{n}"), self.n_kv_heads) for n in "kv")  # [B, T, Hkv, D]
         if self.head_norms:
             q, k = norm(q, "attn_q_norm"), norm(k, "attn_k_norm")
-        h = ops.attention(ops.rope(q, rotary), ops.rope(k, rotary), v)  # [B, T, H*D]
+        scale = self.attention_scale(self.head_size)
+        h = ops.attention(ops.rope(q, rotary), ops.rope(k, rotary), v, scale=scale)  # [B, T, H*D]
         x = ops.add(x, linear(h, "attn_output"))
         h = norm(x, "ffn_norm")
         h = self.gated(ops, linear(h, "ffn_gate"), linear(h, "ffn_up"))  # [B, T, d_ff]

@@ -64,5 +64,5 @@ class AdamWOptimiser(Optimiser):
 
     def describe(self, lr: float) -> dict[str, Any]:
         """Return JSON data for the event run_start: the rule's fields, and the settings that all optimisers share."""
-        shared = {k: getattr(self, k) for k in ("grad_clip", "accumulate", "groups")}
+        shared = {k: getattr(self, k) for k in ("grad_clip", "accumulate", "ema", "groups")}
         return {"name": self.name, **dataclasses.asdict(dataclasses.replace(self.adamw, lr=lr)), **shared}

@@ -47,7 +47,7 @@ class FromBase(Recipe):
         return token_mismatch_warnings("base", path, preview) if path else ()
 
     def _from_base(self, spec: TensorSpec, trainable: bool) -> PlanTensor:
-        return PlanTensor(spec.name, spec.shape, toyexp.FromGGUF(str(self.base_file()), spec.name), trainable)
+        return PlanTensor.from_spec(spec, toyexp.FromGGUF(str(self.base_file()), spec.name), trainable)
 
 
 def token_mismatch_warnings(role: str, path: Path, preview: RunPreview) -> Iterable[str]:
@@ -97,7 +97,7 @@ class Full(FromBase):
         """
         frozen, head = () if self.train_embeddings else EMBEDDINGS, self._head(model)
         return setup.plan(model, [
-            PlanTensor(t.name, t.shape, t.init) if t.name in head else self._from_base(t, t.name not in frozen)
+            PlanTensor.from_spec(t) if t.name in head else self._from_base(t, t.name not in frozen)
             for t in model.tensors()
         ])  # fmt: skip
 

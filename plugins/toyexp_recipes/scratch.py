@@ -42,7 +42,7 @@ class Scratch(Recipe):
             from toyexp_recipes import original
 
             original.check_model(model)
-        return setup.plan(model, [PlanTensor(t.name, t.shape, t.init, t.trainable) for t in model.tensors()])
+        return setup.plan(model, [PlanTensor.from_spec(t) for t in model.tensors()])
 
     def warm(self, session: Session) -> None:
         """Upload the original program's initial values if `init` is toy."""
@@ -76,4 +76,4 @@ class VitTiny(Recipe):
         values = spec.init
         if ".blk." in spec.name and isinstance(values, Normal):
             values = replace(values, std=values.std * self.init_scale)
-        return PlanTensor(spec.name, spec.shape, values, spec.trainable)
+        return PlanTensor.from_spec(spec, values)

@@ -81,7 +81,7 @@ class Warm(Recipe):
 
             original.check_model(model)
         (vocab, d_model), width = specs[TABLE].shape, donor_embed_width(self.path)
-        tensors = {t.name: PlanTensor(t.name, t.shape, t.init) for t in specs.values()}
+        tensors = {t.name: PlanTensor.from_spec(t) for t in specs.values()}
         trainable = not self.freeze_donor
         if self.lens == "none":
             if width != d_model:
@@ -106,7 +106,7 @@ class Warm(Recipe):
             setting = f"{_width_key(model, d_model) or 'the width'}={d_model}"
             raise UserError(f"recipe.lens=pca: {setting} exceeds the donor's width {width}; use recipe.lens=random")
         self._check_rows(vocab, width)
-        tensors[TABLE] = PlanTensor(TABLE, (vocab, width), Normal(0.02), trainable)
+        tensors[TABLE] = replace(tensors[TABLE], shape=(vocab, width), values=Normal(0.02), trainable=trainable)
         lens = PlanTensor(PROJECTION, (d_model, width), Normal(1 / math.sqrt(width)))
         return setup.plan(model, [*tensors.values(), lens], [Lens(TABLE, PROJECTION)])
 

@@ -33,7 +33,7 @@ class MyRecipe(Recipe):
 
         This recipe uses the model's own initial values, `t.init`; `FromGGUF` would read values from a file.
         """
-        tensors = [PlanTensor(t.name, t.shape, t.init, trainable=not self.is_frozen(t.name)) for t in model.tensors()]
+        tensors = [PlanTensor.from_spec(t, trainable=not self.is_frozen(t.name)) for t in model.tensors()]
         if not any(t.trainable for t in tensors):
             raise UserError(f"recipe.every={self.every}: freezes all of model={model.name}; use a larger number")
         return setup.plan(model, tensors)

@@ -17,7 +17,7 @@ from gguf import GGMLQuantizationType
 from requantise import q4_k, requantise
 from texts import NASTY, PROSE, TALK, scramble_texts, write_untrained
 
-from toyexp import FromGGUF, Model, Plan, Recipe, Run, Tokenizer, Unavailable
+from toyexp import CrossEntropy, FromGGUF, Model, Plan, Recipe, Run, Tokenizer, Unavailable
 from toyexp.formats.gguf.quantise import K_QUANTS, check_type
 from toyexp.formats.gguf.read import GGUFFile
 from toyexp.formats.gguf.write import write_model
@@ -164,6 +164,8 @@ VARIANTS: dict[str, tuple[Model, str]] = {
     "llama, biases": (replace(LLAMA, qkv_bias=True), "char"),
     "llama, padded": (replace(LLAMA, vocab=384), "bpe"),
     "llama, all": (replace(LLAMA, **SCALED, **EVERY_BIAS, rope_factors=FACTORS), "byte"),
+    "llama, muP": (replace(LLAMA, mup=True, mup_base_width=24, qkv_bias=True, **SCALED), "byte"),
+    "gpt2, muP": (replace(GPT, mup=True, mup_base_width=24), "byte"),
     "qwen2": (QWEN2, "bpe"),
     "qwen2, tied": (replace(QWEN2, tied=True, n_kv_heads=4, rope_scale=1.0), "byte"),
     "qwen3": (QWEN3, "bpe"),
@@ -180,7 +182,7 @@ def train(directory: Path, data: Text, model: Model, recipe: Recipe) -> TrainedM
     directory.mkdir()
     config = Config(
         Settings(name="judged", steps=80, batch_size=4, lr=0.02),
-        model, data, recipe, TorchCPU(threads=1), AdamWOptimiser(),
+        model, data, recipe, TorchCPU(threads=1), AdamWOptimiser(), CrossEntropy(),
         {"cosine": Cosine(), "gguf_export": exporter(GGUF)()}, plain={"steps": 80, "eval_every": 0}, engine_note="",
         base=model if recipe.base_file() else None,
     )  # fmt: skip

@@ -57,8 +57,8 @@ def tanh_gelu(x):
     return 0.5 * x * (1 + torch.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3)))
 
 
-def gpt2(w, cfg, tokens):
-    """Return logits of token ids [B, T]; w maps GGUF names to float64 tensors."""
+def gpt2(w, cfg, tokens, drop=lambda x, name: x):
+    """Return logits of token ids [B, T]; w maps GGUF names to float64 tensors. `drop(x, name)` applies dropout."""
     batch, length = tokens.shape
     size = cfg.d_model // cfg.n_heads
 
@@ -69,13 +69,13 @@ def gpt2(w, cfg, tokens):
     def linear(x, name):
         return x @ w[f"{name}.weight"].T + w[f"{name}.bias"]
 
-    x = w["token_embd.weight"][tokens] + w["position_embd.weight"][:length]
+    x = drop(w["token_embd.weight"][tokens] + w["position_embd.weight"][:length], "token_embd")
     for i in range(cfg.n_layers):
         qkv = linear(norm(x, f"blk.{i}.attn_norm"), f"blk.{i}.attn_qkv")
         q, k, v = (t.view(batch, length, cfg.n_heads, size).transpose(1, 2) for t in qkv.split(cfg.d_model, -1))
-        x = x + linear(attention(q, k, v), f"blk.{i}.attn_output")
+        x = x + drop(linear(attention(q, k, v), f"blk.{i}.attn_output"), f"blk.{i}.attn_output")
         h = linear(norm(x, f"blk.{i}.ffn_norm"), f"blk.{i}.ffn_up")
-        x = x + linear(tanh_gelu(h), f"blk.{i}.ffn_down")
+        x = x + drop(linear(tanh_gelu(h), f"blk.{i}.ffn_down"), f"blk.{i}.ffn_down")
     return norm(x, "output_norm") @ w.get("output.weight", w["token_embd.weight"]).T
 
 

@@ -21,6 +21,7 @@ ADAMW = AdamWOptimiser(weight_decay=0.1, mode="lora")
 OPTIMISERS = {
     "adamw": ADAMW,
     "adamw_from_scratch": AdamWOptimiser(weight_decay=0.1, mode="from_scratch"),
+    "adamw_averaged": AdamWOptimiser(weight_decay=0.1, mode="lora", ema=0.8),
     "sgd": SGD(momentum=0.9, nesterov=True),
     "sgd_plain": SGD(),
     "lion": Lion(),

@@ -32,7 +32,7 @@ class Job:
     def batch(self, step):
         rows = self.plan.rows * self.plan.accumulate
         stream = batches(rows, self.data)
-        return add_weights((Dropout(stream, self.plan) if self.plan.dropout_adapters else stream).batch(step), step)
+        return add_weights((Dropout(stream, self.plan) if self.plan.dropout_shares else stream).batch(step), step)
 
     def step_input(self, session, step):
         return session.step_input(self.batch(step), self.plan.numbers(step, self.lr / (1 + step / 10)))
@@ -80,6 +80,7 @@ ADAMW = [
 ]
 OPTIMISERS = {
     "adamw": ADAMW,
+    "averaged": [(AdamWOptimiser(mode="lora", ema=0.5), 0.01), (AdamWOptimiser(mode="lora", ema=0.9), 0.003)],
     "sgd": [(SGD(momentum=0.0), 0.1), (SGD(momentum=0.0, weight_decay=0.1), 0.03)],
     "sgd_momentum": [(SGD(), 0.03), (SGD(momentum=0.5), 0.1)],
     "lion": [(Lion(weight_decay=0.1), 0.001), (Lion(beta1=0.8), 0.0003)],

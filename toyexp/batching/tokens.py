@@ -182,11 +182,11 @@ def _windows(ids: np.ndarray, starts: np.ndarray, span: np.ndarray) -> dict[str,
 
 
 class Dropout(Batches):
-    """Batches with a mask for each adapter that has dropout. The adapter's input is multiplied by 1 + mask.
+    """Batches with the dropout masks of a plan's adapters and model, which multiply numbers by 1 + mask.
 
-    This is inverted dropout (Srivastava et al. 2014): the mask is -1 for numbers to drop, and scales the others up.
-    Masks are drawn on the host from (seed, adapter, k), so every engine drops the same numbers. Held-out batches have
-    no masks.
+    It is inverted dropout (Srivastava et al. 2014): the mask is -1 for dropped numbers, and scales the others up. Masks
+    are drawn on the host from (seed, name of the mask, k), so every engine drops the same numbers. Held-out batches
+    have no masks.
     """
 
     def __init__(self, batches: Batches, plan: Plan, seed: int | None = None):
@@ -194,13 +194,10 @@ class Dropout(Batches):
         self.inputs, self.facts, self.omissions = plan.inputs, batches.facts, batches.omissions
 
     def batch(self, k: int) -> Batch:
-        """Return training batch `k` with a mask for each adapter that has dropout.
-
-        A mask is an array [rows, *shape], where shape is that of the adapter's input for one row.
-        """
+        """Return training batch `k` with all masks."""
         batch = self._batches.batch(k)
-        rows = len(batch["targets"])
-        masks = {a.mask: self._mask(a.mask, a.dropout, rows, k) for a in self._plan.dropout_adapters}
+        rows = len(batch["weights"])
+        masks = {name: self._mask(name, share, rows, k) for name, share in self._plan.dropout_shares.items()}
         return {**batch, **masks}
 
     def _mask(self, name: str, share: float, rows: int, k: int) -> np.ndarray:

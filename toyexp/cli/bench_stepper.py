@@ -256,7 +256,7 @@ def _plan(engine: Engine, size: int, products: int, max_rows: int) -> Plan:
     model = Products(size=size, products=products)
     ids = InputSpec((size,), "int32", below=CLASSES)
     inputs = {"tokens": ids, "targets": ids, "weights": InputSpec((size,), "float32")}
-    tensors = tuple(PlanTensor(t.name, t.shape, t.init, trainable=False) for t in model.tensors())
+    tensors = tuple(PlanTensor.from_spec(t, trainable=False) for t in model.tensors())
     for rows in range(1, max_rows + 1):
         plan = Plan(model, tensors, inputs, rows)
         with contextlib.suppress(UserError):  # rows do not divide among the devices

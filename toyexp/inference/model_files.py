@@ -129,9 +129,9 @@ def _write(path: Path, target: Path, registry: Registry) -> None:
     with start_session(recipe, NullEngine(), plan) as session:
         values = {t.name: session.download(t.name) for t in plan.tensors}
     values |= {name: np.asarray(array, np.float32) for name, array in saved.arrays.items()}
-    keys = dataset.gguf_metadata()
-    tensors, general = export_tensors(plan, values), _general(path, saved, plan)
-    write_model(target, plan.model, tensors, dataset.tokenizer, "f32", general, keys)
+    model, tensors = plan.model.fold(export_tensors(plan, values))
+    general, keys = _general(path, saved, plan), dataset.gguf_metadata()
+    write_model(target, model, tensors, dataset.tokenizer, "f32", general, keys)
 
 
 def convert_adapter(path: Path, target: Path, registry: Registry) -> None:

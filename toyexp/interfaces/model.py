@@ -33,6 +33,7 @@ class TensorSpec:
     shape: tuple[int, ...]
     init: Values
     trainable: bool = True  # False: training does not change it
+    lr_scale: float = 1.0  # the tensor's learning rate divided by that which it would have otherwise
 
 
 def lower_is_better(metric: str) -> bool:
@@ -72,6 +73,13 @@ class Model(ABC):
         """
         return {self.reads.sequence: ("T",)}
 
+    def masks(self) -> Mapping[str, tuple[tuple[int | str, ...], float]]:
+        """Return shape and probability of each dropout mask that `forward` passes to `ops.dropout`, keyed by name.
+
+        Shapes have no batch axis; "T" stands for the length of a sequence. Training batches contain the masks.
+        """
+        return {}
+
     @property
     def context(self) -> int:
         """Number of positions in a row; 0 if rows are not sequences.
@@ -91,6 +99,13 @@ class Model(ABC):
     def batches(self, dataset: Dataset, rows: int, seed: int) -> Batches:
         """Return the dataset's batches in the form that the model reads: `rows` rows each, ordered by `seed`."""
         return dataset.batches(self.context, rows, seed)
+
+    def fold(self, tensors: Mapping[str, np.ndarray]) -> tuple[Model, Mapping[str, np.ndarray]]:
+        """Return the model and its tensors as model files hold them.
+
+        A model with factors that other programs do not apply multiplies its weights by them.
+        """
+        return self, tensors
 
     def scores(self, logits: Callable[[Batch], np.ndarray], batches: Iterable[Batch]) -> dict[str, float]:
         """Return held-out metrics besides the loss, where larger is better: {"accuracy": 0.97}.

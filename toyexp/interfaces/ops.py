@@ -123,6 +123,7 @@ class Ops(ABC):
         "embed", "linear", "logits", "block", "rows", "matmul", "add", "mul", "div", "scale", "sigmoid", "step", "exp",
         "log", "centre", "rms_norm", "layer_norm", "softmax", "log_softmax", "heads", "split", "relu", "tanh",
         "softplus", "softcap", "silu", "gelu", "swiglu", "top_k", "route",
+        "dropout",
     })  # fmt: skip
 
     # -- called by models, the same for every engine ------------------------------------------------------------
@@ -383,6 +384,14 @@ class Ops(ABC):
         """
         kept = self.mul(self.softmax(scores), self.top_k(scores, k))
         return self.div(kept, self.sum(kept, len(kept.shape) - 1, keep=True)) if normalise else kept
+
+    def dropout(self, x: Tensor, batch: Mapping[str, Tensor], name: str) -> Tensor:
+        """Return x + x * mask for the dropout mask `name` of the batch, or x if the batch has no such mask.
+
+        The mask is -1 for dropped elements and p / (1 - p) for others (Srivastava et al. 2014, inverted).
+        """
+        mask = batch.get(name)
+        return x if mask is None else self.add(x, self.mul(x, mask))
 
     def relu(self, x: Tensor) -> Tensor:
         """Return max(x, 0)."""

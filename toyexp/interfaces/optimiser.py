@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 FROM_SCRATCH = "from_scratch"
 LORA = "lora"
 MODES = (FROM_SCRATCH, LORA)
+EVAL_OFFSET = "eval_offset"  # state array that evaluations and exports add to the weights
 DEFAULT_BETA2 = {FROM_SCRATCH: 0.95, LORA: 0.999}
 
 
@@ -44,7 +45,8 @@ class Rule(ABC):
     def slots(self, shape: tuple[int, ...]) -> Mapping[str, tuple[int, ...]]:
         """Return the shape of each state array of a tensor with this shape, keyed by the array's name, such as "m".
 
-        State arrays start as zeros.
+        State arrays start as zeros. If one is named `eval_offset` and has the tensor's shape, then evaluations and
+        exports use the weights plus this array.
         """
 
     @abstractmethod
@@ -90,6 +92,15 @@ class Rule(ABC):
         return True
 
     @property
+    def settings_rule(self) -> Rule:
+        """The rule whose fields are the settings: this rule, or the one that it contains."""
+        return self
+
+    def replace_settings(self, changes: Mapping[str, Any]) -> Rule:
+        """Return the rule with other values for the settings named in `changes`."""
+        return dataclasses.replace(self, **changes)  # type: ignore[type-var]
+
+    @property
     def fused_kernel(self) -> str | None:
         """Name of the fused kernel with which an engine may compute this rule's formula, or None."""
         return None
@@ -115,7 +126,8 @@ class Group:
             rule, decay = self.scale_rule(factors), decay * factors.get("weight_decay", 1.0)
         numbers = rule.numbers(step, lr * self.lr_scale, decay)
         if numbers.keys() != set(self._names):
-            name = getattr(self.rule, "name", type(self.rule).__name__)
+            rule = self.rule.settings_rule
+            name = getattr(rule, "name", type(rule).__name__)
             now, before = ", ".join(map(str, numbers)), ", ".join(self._names)
             raise RunFailed(f"optim.{name}: its numbers() returned {now} at step {step + 1}, expected {before}")
         import numpy as np
@@ -124,17 +136,18 @@ class Group:
 
     def scale_rule(self, factors: Mapping[str, float]) -> Rule:
         """Return the rule with its settings multiplied by `factors`, which are keyed by the name of the setting."""
-        changes = {k: getattr(self.rule, k) * f for k, f in factors.items() if k in self.scalable - {"weight_decay"}}
-        return dataclasses.replace(self.rule, **changes) if changes else self.rule  # type: ignore[type-var]
+        rule, names = self.rule.settings_rule, self.scalable - {"weight_decay"}
+        changes = {k: getattr(rule, k) * f for k, f in factors.items() if k in names}
+        return self.rule.replace_settings(changes) if changes else self.rule
 
     def base_value(self, name: str) -> float:
         """Return the value of a setting before scaling: the group's weight decay, or a field of the rule."""
-        return float(self.weight_decay if name == "weight_decay" else getattr(self.rule, name))
+        return float(self.weight_decay if name == "weight_decay" else getattr(self.rule.settings_rule, name))
 
     @cached_property
     def scalable(self) -> frozenset[str]:
         """Names of settings that a schedule can scale."""
-        return frozenset(scalable(self.rule))
+        return frozenset(scalable(self.rule.settings_rule))
 
     @cached_property
     def _names(self) -> tuple[str, ...]:
@@ -286,6 +299,7 @@ class Optimiser(Rule):
     weight_decay: float = 0.0  # decoupled weight decay of matrices; never applied to norms and biases
     grad_clip: float = 0.0  # clip gradients to this global norm; 0: no clipping
     accumulate: int = 1  # gradient accumulation: micro-batches per step; saves memory, same result
+    ema: float = 0.0  # decay, such as 0.999, of the averaged weights that are evaluated and exported; 0: none
     groups: dict[str, Any] = field(default_factory=dict)  # {blk.*.attn_*: {lr: 0.0001, weight_decay: 0, frozen: false}}
 
     def check(self) -> None:
@@ -297,7 +311,7 @@ class Optimiser(Rule):
             value = getattr(self, f.name)
             if isinstance(value, float):
                 require_float32(f"optim.{f.name}", value)
-        require_range("optim", self, weight_decay="[0,inf)", grad_clip="[0,inf)", accumulate="[1,inf)")
+        require_range("optim", self, weight_decay="[0,inf)", grad_clip="[0,inf)", accumulate="[1,inf)", ema="[0,1)")
         for pattern, settings in self.groups.items():
             _check_group(pattern, settings)
 

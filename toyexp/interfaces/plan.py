@@ -15,8 +15,9 @@ from typing import TYPE_CHECKING, Any
 from toyexp.base.errors import UserError, printable, suggest
 from toyexp.base.packages import error_location
 from toyexp.base.validators import require_range
+from toyexp.interfaces.averaging import Averaged
 from toyexp.interfaces.dataset import InputSpec
-from toyexp.interfaces.model import Model
+from toyexp.interfaces.model import Model, TensorSpec
 from toyexp.interfaces.objective import CrossEntropy, Objective
 from toyexp.interfaces.ops import AdaptedWeight, LowRank, Params, Tensor
 from toyexp.interfaces.optimiser import AdamW, Group, Optimiser, Rule, check_rule
@@ -34,6 +35,14 @@ class PlanTensor:
     shape: tuple[int, ...]
     values: Values
     trainable: bool = True
+    lr_scale: float = 1.0  # factor of the tensor's learning rate; see TensorSpec
+
+    @classmethod
+    def from_spec(cls, spec: TensorSpec, values: Values | None = None, trainable: bool = True) -> PlanTensor:
+        """Return a model's tensor with the initial values of its spec, or with `values`."""
+        return cls(
+            spec.name, spec.shape, spec.init if values is None else values, trainable and spec.trainable, spec.lr_scale
+        )
 
     @property
     def has_weight_decay(self) -> bool:
@@ -105,6 +114,9 @@ class Plan:
                     raise UserError(f"plan: the adapter of {adapter.target} needs tensor {name}, which is missing")
             if isinstance(adapter, LoraAdapter) and adapter.dropout and adapter.mask not in self.inputs:
                 raise UserError(f"plan: the dropout of {adapter.target} needs input {adapter.mask}, which is missing")
+        for tensor in self.tensors:
+            if not 0 <= tensor.lr_scale < math.inf:
+                raise UserError(f"plan: {tensor.name} has lr_scale={tensor.lr_scale}; must be a finite number >= 0")
         require_range("plan", self, rows="[1,inf)", accumulate="[1,inf)", grad_clip="[0,inf)")
         dtype = self.inputs["weights"].dtype if "weights" in self.inputs else "missing"
         if not dtype.startswith("float"):
@@ -176,6 +188,12 @@ class Plan:
         """The adapters with dropout."""
         return tuple(a for a in self.adapters if isinstance(a, LoraAdapter) and a.dropout)
 
+    @cached_property
+    def dropout_shares(self) -> Mapping[str, float]:
+        """The probability of dropping an element, for each dropout mask of a training batch, keyed by its name."""
+        masks = {name: share for name, (_, share) in self.model.masks().items() if name in self.inputs}
+        return {adapter.mask: adapter.dropout for adapter in self.dropout_adapters} | masks
+
     def params(self, values: Mapping[str, Tensor], batch: Mapping[str, Tensor] | None = None) -> Params:
         """Return the tensors `values` in the form that `Model.forward` reads: each adapter is attached to its weight.
 
@@ -205,8 +223,8 @@ def group_tensors(
     """Return parameter groups: the tensors of a group share a rule, a weight decay and a learning-rate ratio.
 
     Each tensor is updated by the first of `rules` that accepts it. `choose_settings(tensor, rule)` returns two numbers:
-    the tensor's weight decay (ignored for norms and biases), and its learning rate divided by the run's. Raise
-    UserError for a tensor that no rule accepts.
+    the tensor's weight decay (ignored for norms and biases), and its learning rate divided by the run's, which is then
+    multiplied by the tensor's `lr_scale`. Raise UserError for a tensor that no rule accepts.
     """
     members: dict[tuple[int, bool, float, float], list[str]] = {}
     for t in tensors:
@@ -214,7 +232,7 @@ def group_tensors(
         if index is None:
             raise UserError(f"optim: no rule of this optimiser takes the tensor {t.name} {list(t.shape)}")
         decay, lr_scale = choose_settings(t, rules[index])
-        key = (index, not t.has_weight_decay, decay if t.has_weight_decay else 0.0, lr_scale)
+        key = (index, not t.has_weight_decay, decay if t.has_weight_decay else 0.0, lr_scale * t.lr_scale)
         members.setdefault(key, []).append(t.name)
     # A rule's tensors with weight decay come first, so that they are contiguous if an engine joins its tensors.
     return tuple(Group(rules[key[0]], tuple(members[key]), *key[2:]) for key in sorted(members))
@@ -251,6 +269,9 @@ def apply_optimiser(plan: Plan, optimiser: Optimiser, lr: float) -> Plan:
 
     trainable = [t for t in tensors if t.trainable]
     groups, shapes = group_tensors(trainable, optimiser.rules(), choose_settings), {t.name: t.shape for t in trainable}
+    if optimiser.ema:
+        averaged = {id(group.rule): Averaged(group.rule, optimiser.ema) for group in groups}  # groups share a rule
+        groups = tuple(replace(group, rule=averaged[id(group.rule)]) for group in groups)
     try:
         for group in groups:
             _check_group(group, shapes, lr)

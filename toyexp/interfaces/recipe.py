@@ -40,8 +40,19 @@ class Setup:
     objective: Objective = field(default_factory=CrossEntropy)
 
     def plan(self, model: Model, tensors: Sequence[PlanTensor], adapters: Sequence[LoraAdapter | Lens] = ()) -> Plan:
-        """Return a Plan of these tensors and adapters, with the other fields taken from this setup."""
-        return Plan(model, tuple(tensors), adapters=tuple(adapters), **vars(self))
+        """Return a Plan of these tensors and adapters, with the other fields taken from this setup.
+
+        The inputs also contain the model's dropout masks.
+        """
+        inputs = {**self.inputs, **self._mask_inputs(model)}
+        return Plan(model, tuple(tensors), adapters=tuple(adapters), **{**vars(self), "inputs": inputs})
+
+    def _mask_inputs(self, model: Model) -> dict[str, InputSpec]:
+        sequence = self.inputs.get(model.reads.sequence)
+        length = sequence.shape[0] if sequence is not None and sequence.shape else 0
+        shapes = {name: shape for name, (shape, _) in model.masks().items()}
+        sizes = {name: tuple(length if isinstance(n, str) else n for n in shape) for name, shape in shapes.items()}
+        return {name: InputSpec(shape, "float32", optional=True) for name, shape in sizes.items()}
 
 
 @dataclass

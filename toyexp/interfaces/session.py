@@ -21,9 +21,9 @@ from toyexp.base.errors import BadBatch, PluginFailed, SessionError, suggest
 from toyexp.interfaces.dataset import Batch
 from toyexp.interfaces.decoder import Decoder, Recompute
 from toyexp.interfaces.micro_batches import HeldOut, PreparedBatch, micro_batches, pad_batch
-from toyexp.interfaces.optimiser import AdamW
+from toyexp.interfaces.optimiser import EVAL_OFFSET, AdamW
 from toyexp.interfaces.plan import Plan, PlanTensor
-from toyexp.interfaces.snapshot import slot_name, state_misfit
+from toyexp.interfaces.snapshot import average_weights, slot_name, state_misfit
 
 X = TypeVar("X")
 
@@ -85,6 +85,9 @@ class Session(ABC):
         self.version = 0  # incremented when weights change, which invalidates decoder caches
         self._by_name = {t.name: t for t in plan.tensors}
         self._state_is_set = False
+        self._has_average = any(EVAL_OFFSET in plan.slots(t) for t in plan.trainable)
+        self._raw: Mapping[str, np.ndarray] | None = None  # snapshot of the weights that an average replaces
+        self._spare: Mapping[str, np.ndarray] = {}  # arrays of an earlier `_raw`, to be overwritten
 
     # -- the life of a session ----------------------------------------------------------------------------------
 
@@ -166,12 +169,37 @@ class Session(ABC):
         """
         self._require_training("step()")
         self._prepare_state()
+        self.use_average(False)
         self.version += 1
+
+    @final
+    def use_average(self, average: bool) -> None:
+        """Replace the weights by their average (`optim.ema`), or put the weights back that training changes.
+
+        Every method calls this with the value that it needs. Nothing happens without an average, or if the right
+        weights are in place. A change takes one snapshot and two uploads of weights and optimiser state per evaluation.
+        """
+        if not self._has_average or self.state is not State.BUILT or average is (self._raw is not None):
+            return
+        self._prepare_state()
+        raw = self._raw = self.do_snapshot(self._spare) if self._raw is None else self._raw
+        self._put(raw, average_weights(raw) if average else raw)
+        if not average:
+            self._raw, self._spare = None, raw
+
+    def _put(self, arrays: Mapping[str, np.ndarray], weights: Mapping[str, np.ndarray]) -> None:
+        """Set the trainable tensors to `weights`, and their optimiser state to that of the snapshot `arrays`."""
+        self.version += 1
+        for tensor in self.plan.trainable:
+            slots = {slot: slot_name(tensor.name, slot) for slot in self.plan.slots(tensor)}
+            state = {slot: np.ascontiguousarray(arrays[name]) for slot, name in slots.items()}
+            self.do_restore(tensor, np.ascontiguousarray(weights[tensor.name]), state)
 
     @final
     def evaluate(self, batches: Iterable[Batch]) -> float:
         """Return the mean loss of `batches`, weighted by the target weights. The session does not change."""
         self._require(State.BUILT, "evaluate()")
+        self.use_average(True)
         micros = HeldOut(self.plan, batches)
         total = 0.0
         for micro in micros:
@@ -182,6 +210,7 @@ class Session(ABC):
     def metrics(self, batches: Iterable[Batch]) -> dict[str, float]:
         """Return the objective's held-out metrics on `batches`, keyed by name: means weighted by the target weights."""
         self._require(State.BUILT, "metrics()")
+        self.use_average(True)
         if not self.plan.objective.metric_names:
             return {}
         micros, totals = HeldOut(self.plan, batches), Counter[str]()
@@ -197,6 +226,7 @@ class Session(ABC):
         `plan.rows` rows at a time. It pads the inputs to the plan's shape, and removes the padding from the logits.
         """
         self._require(State.BUILT, "logits()")
+        self.use_average(True)
         count = max((len(array) for array in batch.values()), default=0)
         cuts = range(0, max(count, 1), self.plan.rows)
         parts = [self._padded_logits({k: v[i : i + self.plan.rows] for k, v in batch.items()}) for i in cuts]
@@ -209,6 +239,7 @@ class Session(ABC):
         Raise SessionError if the model cannot continue a sequence of tokens.
         """
         self._require(State.BUILT, "decoder()")
+        self.use_average(True)
         model = self.plan.model
         ids, targets = (self.plan.inputs.get(name) for name in (model.reads.sequence, "targets"))
         if ids is None or targets is None or ids.shape != targets.shape:
@@ -222,13 +253,15 @@ class Session(ABC):
         The session does not change.
         """
         self._require_training("gradients()")
+        self.use_average(False)
         return self.do_gradients(micro_batches(self.plan, batch))
 
     @final
     def download(self, name: str) -> np.ndarray:
-        """Return a tensor's current values, float32."""
+        """Return a tensor's current values, float32: those that evaluations use, such as an average (`optim.ema`)."""
         if self.state in (State.NEW, State.CLOSED):
             raise SessionError(f"download of {name}: the session is {self.state.value}, so it has no values")
+        self.use_average(True)
         return self.do_download(self._tensor(name, "download"))
 
     @final
@@ -242,6 +275,7 @@ class Session(ABC):
         if into is not None and (misfit := state_misfit(self.plan, into)):
             raise SessionError(f"snapshot(): {misfit}")
         self._prepare_state()
+        self.use_average(False)
         arrays = call_checked(Mapping, self.do_snapshot, into or {})
         if fault := state_misfit(self.plan, arrays):
             raise PluginFailed(f"{type(self).__name__}.do_snapshot(): {fault}")
@@ -255,11 +289,8 @@ class Session(ABC):
         if misfit:
             raise SessionError(f"restore(): {misfit}")
         self._prepare_state()
-        self.version += 1
-        for tensor in self.plan.trainable:
-            slots = {slot: slot_name(tensor.name, slot) for slot in self.plan.slots(tensor)}
-            state = {slot: np.ascontiguousarray(arrays[name]) for slot, name in slots.items()}
-            self.do_restore(tensor, np.ascontiguousarray(arrays[tensor.name]), state)
+        self._raw = None
+        self._put(arrays, arrays)
 
     @final
     def close(self) -> None:

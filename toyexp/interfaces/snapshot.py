@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping
 import numpy as np
 
 from toyexp.base.errors import printable
+from toyexp.interfaces.optimiser import EVAL_OFFSET
 from toyexp.interfaces.plan import Plan
 
 SLOT = "@"  # separates the tensor's name and the slot (m or v for AdamW) in names of optimiser state
@@ -24,6 +25,13 @@ def state_shapes(plan: Plan) -> dict[str, tuple[int, ...]]:
         shapes[t.name] = t.shape
         shapes |= {slot_name(t.name, slot): shape for slot, shape in plan.slots(t).items()}
     return shapes
+
+
+def average_weights(arrays: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """Return the values that evaluations use: a snapshot's tensors plus their state arrays `eval_offset`, if any."""
+    weights = {name: array for name, array in arrays.items() if SLOT not in name}
+    offsets = {name: arrays.get(slot_name(name, EVAL_OFFSET)) for name in weights}
+    return {name: array if (offset := offsets[name]) is None else array + offset for name, array in weights.items()}
 
 
 def state_misfit(plan: Plan, arrays: Mapping[str, np.ndarray]) -> str | None:

@@ -17,6 +17,7 @@ from toyexp.base.writing import total_bytes
 from toyexp.interfaces.callback import Callback
 from toyexp.interfaces.format import Format, ModelExport, require_written
 from toyexp.interfaces.hooks import hookimpl
+from toyexp.interfaces.model import Model
 from toyexp.interfaces.plan import LoraAdapter, Plan, adapter_digest, export_tensors, inherited_metadata, lora_names
 from toyexp.interfaces.run import Best, Run
 from toyexp.interfaces.run_preview import RunPreview, is_changed
@@ -123,12 +124,13 @@ class Exporter(Callback):
         return {n: best[n].astype("float32", copy=False) if n in best else run.session.download(n) for n in names}
 
     def _export(self, run: Run, path: Path) -> None:
-        export = self.build_export(run, export_tensors(run.plan, self._values(run, (t.name for t in run.plan.tensors))))
+        tensors = export_tensors(run.plan, self._values(run, (t.name for t in run.plan.tensors)))
+        export = self.build_export(run, *run.plan.model.fold(tensors))
         for note in call_for_lines(self._format.notes, export):
             log.info("model%s: %s", self.form.suffix, note)
         self._write(run, path, self._format.kind, partial(self._format.write, export))
 
-    def build_export(self, run: Run, tensors: Tensors) -> ModelExport:
+    def build_export(self, run: Run, model: Model, tensors: Mapping[str, np.ndarray]) -> ModelExport:
         """Return the run's model with these tensors, and metadata about its origin."""
         digest, data = run.facts.get("config_sha256"), run.dataset
         general = {
@@ -140,7 +142,7 @@ class Exporter(Callback):
         }
         if self._pairs:
             general["adapter_digest"] = adapter_digest(self._pairs, self._inherited.get("adapter_digest", ""))
-        parts = (run.plan.model, tensors, data.tokenizer, general, data.gguf_metadata(), data.chat_template)
+        parts = (model, tensors, data.tokenizer, general, data.gguf_metadata(), data.chat_template)
         best = {self._best.metric: self._best.score} if self._best else {}
         return ModelExport(*parts, card_facts(run.config, run.engine, self._scores.get(self._step, best)))
 
@@ -192,7 +194,7 @@ class AdapterExporter(Exporter):
         if names:
             adapter = path.with_name(path.name.replace("model", "adapter"))
             self._pairs = self._values(run, names)
-            export = self.build_export(run, self._pairs)
+            export = self.build_export(run, run.plan.model, self._pairs)
             self._write(run, adapter, "f32", partial(self._format.write_adapter, run.plan, export))
         if self.merged or not names:
             super()._export(run, path)

@@ -295,5 +295,5 @@ class ListedOps(OpShapes):
 
 
 LISTED = {name for name, op in vars(Ops).items() if callable(op) and not name.startswith("_")} - {
-    "embed", "linear", "logits", "block",
+    "embed", "linear", "logits", "block", "dropout",
 }  # fmt: skip

@@ -123,6 +123,10 @@ CASES: dict[str, tuple[dict[str, tuple[int, ...]], Forward]] = {
     "part_of_rows": ({"w": (12, WIDTH)}, lambda ops, p, x: ops.linear(x, ops.part(p["w"], 0, 3, 3 + CLASSES))),
     "concat_positions": ({"w": (WIDTH, WIDTH)}, lambda ops, p, x: ops.concat([ops.linear(x, p["w"]), x], 1)),
     "concat_features": ({}, lambda ops, p, x: ops.concat([ops.part(x, 2, 5, WIDTH), ops.part(x, 2, 0, 5)], 2)),
+    "dropout": (
+        {"w": (WIDTH, WIDTH), "mask": (WIDTH,)},
+        lambda ops, p, x: ops.dropout(ops.linear(ops.dropout(x, {}, "mask"), p["w"]), p, "mask"),
+    ),
     "split": ({"w": (2 * WIDTH, WIDTH)}, lambda ops, p, x: ops.add(*ops.split(ops.linear(x, p["w"]), 2))),
     "prepend": ({"token": (WIDTH,)}, lambda ops, p, x: ops.prepend(x, p["token"])),
     "select_first": ({}, lambda ops, p, x: ops.select(x, 0)),
@@ -221,7 +225,7 @@ def op_plan(case: str, adapter: str | None = None, **changes: object) -> Plan:
     frozen=True for an embedding table that does not train.
     """
     model = OpModel(case)
-    tensors = {t.name: PlanTensor(t.name, t.shape, t.init) for t in model.tensors()}
+    tensors = {t.name: PlanTensor.from_spec(t) for t in model.tensors()}
     adapters: tuple[LoraAdapter | Lens, ...] = ()
     if adapter == "lens":
         tensors["x"] = PlanTensor("x", (CLASSES, 6), Normal(1.0), trainable=False)

@@ -86,7 +86,7 @@ class ObjectiveSuite(PluginSuite):
     def make_plan(self) -> Plan:
         """Return a plan that trains a small model with the objective."""
         model = Rows(next(iter(self.inputs())))
-        tensors = [PlanTensor(t.name, t.shape, t.init) for t in model.tensors()]
+        tensors = [PlanTensor.from_spec(t) for t in model.tensors()]
         plan = Plan(model, tuple(tensors), self.inputs(), ROWS, seed=3, objective=self.objective)
         return replace(plan, tensors=(*plan.tensors, *self.objective.tensors(plan)))
 

@@ -225,4 +225,4 @@ class Bare(Recipe):
 
     def plan(self, model: Model, setup: Setup) -> Plan:
         """Return a plan that trains all tensors of the model."""
-        return setup.plan(model, [PlanTensor(t.name, t.shape, t.init) for t in model.tensors()])
+        return setup.plan(model, [PlanTensor.from_spec(t) for t in model.tensors()])

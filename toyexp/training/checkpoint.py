@@ -25,7 +25,8 @@ import numpy as np
 from toyexp.base.errors import UserError, printable
 from toyexp.base.files import open_file
 from toyexp.base.writing import dump_json, make_directory, make_empty_directory, sync_directory, write_synced
-from toyexp.interfaces.snapshot import SLOT
+from toyexp.interfaces.optimiser import EVAL_OFFSET
+from toyexp.interfaces.snapshot import SLOT, average_weights
 
 log = logging.getLogger("toyexp")
 
@@ -127,6 +128,8 @@ def read_newest(folder: Path) -> tuple[Checkpoint | None, list[str]]:
 def read_checkpoint(path: Path, with_state: bool = True) -> Checkpoint:
     """Read and verify the checkpoint directory `path`; `with_state=False` leaves the optimiser state out.
 
+    The tensors then have the values that evaluations use, such as averages (`optim.ema`).
+
     Raise DamagedCheckpoint if it is incomplete or changed, NewerCheckpointFormat if a newer toyexp wrote it.
     """
     if link := next((name for name in (MANIFEST, ARRAYS, STATE) if (path / name).is_symlink()), None):
@@ -159,11 +162,11 @@ def read_checkpoint(path: Path, with_state: bool = True) -> Checkpoint:
 
     try:
         with safe_open(path / ARRAYS, framework="numpy") as file:
-            names = [name for name in file.keys() if with_state or SLOT not in name]  # noqa: SIM118 - no dict
-            arrays = {name: file.get_tensor(name) for name in names}
+            kept = [n for n in file.keys() if with_state or SLOT not in n or n.endswith(SLOT + EVAL_OFFSET)]  # noqa: SIM118
+            arrays = {name: file.get_tensor(name) for name in kept}
     except (OSError, SafetensorError, ValueError) as error:
         raise DamagedCheckpoint(f"{path / ARRAYS}: {printable(str(error))}") from None
-    return Checkpoint(path, step, arrays, state)
+    return Checkpoint(path, step, arrays if with_state else average_weights(arrays), state)
 
 
 def read_json(path: Path) -> dict[str, Any]:

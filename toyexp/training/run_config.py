@@ -194,7 +194,8 @@ def introduction(prepared: Prepared) -> list[str]:
     details = f" ({'; '.join(facts)})" if facts else ""
     origin = config.recipe.origin()
     epochs = f" (epochs={config.settings.epochs:g})" if config.settings.epochs else ""
-    parts = filter(None, (config.recipe.name, describe_adapters(plan), prepared.optim.title))
+    average = f"averaged weights (optim.ema={prepared.optim.ema:g})" if prepared.optim.ema else ""
+    parts = filter(None, (config.recipe.name, describe_adapters(plan), prepared.optim.title, average))
     return [
         f"engine  {config.engine_note}",
         *(f"note    {line}" for line in call_for_lines(config.engine.advice)),

@@ -123,6 +123,8 @@ class TorchStack(Stack):
         `requests` maps each run's row to its batches. Return, for each row, a function that returns the run's mean
         loss. A run with fewer batches than the others is idle while the others compute their remaining batches.
         """
+        for row in requests:
+            self.sessions[row].use_average(True)
         held_out = {row: HeldOut(self._plans[row], batches) for row, batches in sorted(requests.items())}
         micros: dict[int, Sequence[Batch]] = {}
         waits: dict[int, Callable[[], float]] = {}

@@ -1,0 +1,64 @@
+"""Maximal update parametrisation: initial values, learning rates and factors that suit every width."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from toyexp import Model, Normal, TensorSpec
+
+if TYPE_CHECKING:
+    import numpy as np
+
+
+@dataclass
+class MuP:
+    """Settings of a LanguageModel with muP for Adam (Yang et al. 2021, "Tensor Programs V", table 8).
+
+    The best learning rate of such a model is about the same for every d_model. Embeddings, norms and biases are
+    parametrised as usual.
+    """
+
+    mup: bool = False  # maximal update parametrisation: the best lr of adamw is the same for every d_model
+    mup_base_width: int = 64  # the d_model at which mup changes neither learning rates nor logits
+
+    @property
+    def logit_scale(self: Any) -> float:
+        """Factor of the logits: mup_base_width / d_model with muP."""
+        return float(self.mup_base_width / self.d_model) if self.mup else 1.0
+
+    def attention_scale(self, head_size: int) -> float | None:
+        """Return the factor of attention scores: 1 / head_size with muP, otherwise None: 1 / sqrt(head_size)."""
+        return 1 / head_size if self.mup else None
+
+    def parametrise(self: Any, specs: Sequence[TensorSpec]) -> list[TensorSpec]:
+        """Return the specs. With muP, matrices of blocks have a variance of 1 / inputs and a scaled learning rate."""
+
+        def hidden(spec: TensorSpec) -> TensorSpec:
+            return replace(spec, init=Normal(1 / math.sqrt(spec.shape[1])), lr_scale=self.logit_scale)
+
+        is_hidden = [self.mup and t.name.startswith("blk.") and len(t.shape) == 2 for t in specs]
+        return [hidden(t) if is_matrix else t for t, is_matrix in zip(specs, is_hidden, strict=True)]
+
+    def fold(self: Any, tensors: Mapping[str, np.ndarray]) -> tuple[Model, Mapping[str, np.ndarray]]:
+        """Return an equal model without muP, and its tensors.
+
+        The factor of the logits is part of the last norm, and that of attention scores of the query projections.
+        """
+        if not self.mup:
+            return self, tensors
+        return replace(self, mup=False), {name: self._fold(name, values) for name, values in tensors.items()}
+
+    def _fold(self: Any, name: str, values: np.ndarray) -> np.ndarray:
+        layer = name.split(".")[-2]
+        if layer == "output_norm":
+            return values * values.dtype.type(self.logit_scale)
+        if layer not in ("attn_q", "attn_qkv"):
+            return values
+        count = len(values) if layer == "attn_q" else len(values) // 3  # the first third of attn_qkv is the query
+        head_size = count // self.n_heads
+        scaled = values.copy()
+        scaled[:count] *= 1 / math.sqrt(head_size)  # a model without muP multiplies scores by this once more
+        return scaled

@@ -40,7 +40,7 @@ class Listens(Scratch):
 def test_kinds_are_equal_if_their_names_are():
     assert incompatibility(Listens(), Hears("rows")) is None
     assert incompatibility(Scratch(), Hears("rows")) == (
-        "recipe=scratch trains models that read tokens or images; model=op reads sounds"
+        "recipe=scratch trains models that read tokens or images or vectors; model=op reads sounds"
     )
     assert "read images; model=op reads sounds" in incompatibility(VitTiny(), Hears("rows"))
     assert kind_mismatch("model=vit", IMAGES, Digits()) is None

@@ -51,7 +51,7 @@ class Root(Settings):
     recipe: Any = MISSING
     engine: Any = MISSING
     optim: Any = MISSING
-    objective: Any = MISSING
+    objective: Any = field(default_factory=lambda: {"name": "cross_entropy"})
     callbacks: dict[str, Any] = field(default_factory=dict)
 
 

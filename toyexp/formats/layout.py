@@ -59,6 +59,8 @@ class Layout:
 def hf_layout(model: Model, data: Mapping[str, Any]) -> Layout:
     """Return the model's layout in transformers; raise UserError for a model that transformers does not have."""
     if "hf" not in model.forms:
-        raise UserError(f"model={model.name} has no Hugging Face layout: its class has no forms['hf']")
+        raise UserError(
+            f"model={model.name} has no Hugging Face layout: its class states no forms['hf'], and inherits none"
+        )
     layout: Layout = model.forms["hf"](model, data)
     return layout

@@ -5,10 +5,11 @@ from toyexp import Register, hookimpl
 
 @hookimpl
 def register_models(register: Register) -> None:
-    """Register the models `llama`, `qwen2`, `qwen3`, `gemma`, `gpt2` and `vit`."""
+    """Register the models of this package."""
     from toyexp_models.gpt2 import GPT2
+    from toyexp_models.granite import Granite
     from toyexp_models.llama import Gemma, Llama, Qwen2, Qwen3
     from toyexp_models.vit import ViT
 
-    for model in (Llama, Qwen2, Qwen3, Gemma, GPT2, ViT):
+    for model in (Llama, Qwen2, Qwen3, Gemma, Granite, GPT2, ViT):
         register(model)

@@ -20,6 +20,7 @@ SIZES = {
     "context": "context_length", "d_model": "embedding_length", "n_layers": "block_count",
     "d_ff": "feed_forward_length", "n_heads": "attention.head_count",
 }  # fmt: skip
+GRANITE_SCALES = {"embedding_scale": 1.0, "residual_scale": 1.0, "logit_scale": None}  # defaults; None: required
 
 
 class LanguageGGUF(GGUFForm[L]):
@@ -119,6 +120,23 @@ class LlamaGGUF(RotaryGGUF):
             "ffn_bias": "blk.0.ffn_up.bias" in file.tensors,
             "rope_factors": [] if info is None else [decimal(f) for f in file.read(FREQS)],
         }
+
+
+class GraniteGGUF(LlamaGGUF):
+    """GGUF form of granite: llama's with keys of four multipliers. Without RoPE, `rope.scaling.finetuned` is false."""
+
+    def metadata(self, model: Any) -> dict[str, Any]:
+        """Return the GGUF keys and values of llama and of the multipliers."""
+        keys = {name: getattr(model, name) for name in GRANITE_SCALES}
+        keys |= {"attention.scale": model.attention_scale} if model.attention_scale else {}
+        keys |= {} if model.rope else {"rope.scaling.finetuned": False}
+        return super().metadata(model) | keys
+
+    def sizes(self, keys: Keys) -> dict[str, Any]:
+        """Return the model's fields, read from the file. As in llama.cpp, a multiplier of 0 is the default."""
+        scales = {name: keys.number(name, default) or 1.0 for name, default in GRANITE_SCALES.items()}
+        scales["attention_scale"] = keys.number("attention.scale", 0.0)
+        return {"rope": keys.expect("rope.scaling.finetuned", True, False), **scales, **super().sizes(keys)}
 
 
 def _linear_scaling(keys: Keys) -> float:

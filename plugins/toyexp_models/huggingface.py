@@ -42,6 +42,20 @@ def llama_layout(model: RotaryModel, data: Data) -> Layout:
     return replace(_rotary(model), conversion=Conversion(prefix=None))
 
 
+def granite_layout(model: Any, data: Data) -> Layout:
+    """Return the layout of GraniteForCausalLM. Raise UserError for a model without RoPE."""
+    if not model.rope:
+        raise UserError("model.rope=false: transformers' granite always has RoPE; only GGUF can store this model")
+    layout = llama_layout(model, data)
+    scales = {
+        "embedding_multiplier": model.embedding_scale,
+        "residual_multiplier": model.residual_scale,
+        "attention_multiplier": model.attention_scale or model.head_size**-0.5,
+        "logits_scaling": model.logit_scale,
+    }
+    return replace(layout, config={**layout.config, **scales})
+
+
 def qwen2_layout(model: RotaryModel, data: Data) -> Layout:
     """Return the layout of Qwen2ForCausalLM, whose q, k and v have biases."""
     return replace(_rotary(model, ATTENTION[:3]), tokenizer_replaced=True)

@@ -21,6 +21,7 @@ from toyexp import FromGGUF, Model, Plan, Recipe, Run, Tokenizer, Unavailable
 from toyexp.formats.gguf.quantise import K_QUANTS, check_type
 from toyexp.formats.gguf.read import GGUFFile
 from toyexp.formats.gguf.write import write_model
+from toyexp.interfaces.objective import CrossEntropy
 from toyexp.interfaces.plan import export_tensors
 from toyexp.interfaces.recipe import start_session
 from toyexp.plugins.exporter import exporter
@@ -35,6 +36,7 @@ from toyexp_data.template import ChatTemplate
 from toyexp_data.text import Text
 from toyexp_formats.shipped import GGUF
 from toyexp_models.gpt2 import GPT2
+from toyexp_models.granite import Granite
 from toyexp_models.llama import Gemma, Llama, Qwen2, Qwen3
 from toyexp_optimisers.adamw import AdamWOptimiser
 from toyexp_recipes.lora import Lora
@@ -156,6 +158,10 @@ FACTORS = [1.0, 1.0, 1.0, 1.25, 1.7, 2.3, 3.0, 4.5, 6.0, 8.0, 8.0, 0.6]
 QWEN2 = Qwen2(d_model=64, d_ff=96, context=CONTEXT, norm_eps=1e-3, rope_base=500.0, rope_scale=2.5)
 QWEN3 = Qwen3(d_model=64, d_ff=96, context=CONTEXT, norm_eps=1e-3, rope_base=500.0, **SCALED)
 GEMMA = Gemma(d_model=64, d_ff=96, context=CONTEXT, norm_eps=1e-3, rope_base=500.0, **SCALED, n_kv_heads=1)
+GRANITE = Granite(
+    d_model=64, d_ff=96, context=CONTEXT, norm_eps=1e-3, rope_base=500.0, embedding_scale=3.0, residual_scale=0.4,
+    attention_scale=0.3, logit_scale=1.5,
+)  # fmt: skip
 GPT = GPT2(d_model=64, d_ff=80, context=CONTEXT, norm_eps=1e-3)  # tied; 32 does not divide 80 (q8_0)
 WIDE = (replace(LLAMA, d_model=256, d_ff=256, n_layers=1), "byte")  # rows that K-quants can hold
 VARIANTS: dict[str, tuple[Model, str]] = {
@@ -170,6 +176,8 @@ VARIANTS: dict[str, tuple[Model, str]] = {
     "qwen3, tied": (replace(QWEN3, tied=True, qkv_bias=True), "byte"),
     "gemma": (GEMMA, "bpe"),
     "gemma, padded": (replace(GEMMA, head_dim=0, rope_scale=1.0, n_kv_heads=2, vocab=300), "byte"),
+    "granite": (replace(GRANITE, **SCALED, **EVERY_BIAS, rope_factors=FACTORS), "bpe"),
+    "granite, no rope, tied": (replace(GRANITE, rope=False, tied=True, attention_scale=0.0), "byte"),
     "gpt2": (GPT, "bpe"),
     "gpt2, untied, padded": (replace(GPT, tied=False, vocab=300), "byte"),
 }
@@ -180,7 +188,7 @@ def train(directory: Path, data: Text, model: Model, recipe: Recipe) -> TrainedM
     directory.mkdir()
     config = Config(
         Settings(name="judged", steps=80, batch_size=4, lr=0.02),
-        model, data, recipe, TorchCPU(threads=1), AdamWOptimiser(),
+        model, data, recipe, TorchCPU(threads=1), AdamWOptimiser(), CrossEntropy(),
         {"cosine": Cosine(), "gguf_export": exporter(GGUF)()}, plain={"steps": 80, "eval_every": 0}, engine_note="",
         base=model if recipe.base_file() else None,
     )  # fmt: skip
@@ -253,7 +261,12 @@ TOLERANCE = {
 }
 
 
-TOLERANCE_MODEL = {"qwen2": "llama", "qwen3": "llama", "gemma": "gpt2"}  # models with the tolerances of another
+TOLERANCE_MODEL = {
+    "qwen2": "llama",
+    "qwen3": "llama",
+    "gemma": "gpt2",
+    "granite": "llama",
+}  # models with the tolerances of another
 
 
 def assert_agrees(trained: TrainedModel, path: Path, kind: str, adapter: Path | None = None) -> None:
@@ -320,6 +333,7 @@ def test_the_lens_of_a_warm_start_is_folded_into_the_exported_embedding(workshop
     [
         ("llama, padded", {"targets": ["*"], "rank": 4, "alpha": 12, "dropout": 0.1}),
         ("qwen3", {"targets": ["*"], "rank": 4, "alpha": 12}),
+        ("granite", {"targets": ["*"], "rank": 4, "alpha": 12}),
         ("gemma", {"targets": ["q", "o", "gate"], "rank": 4, "alpha": 12}),
         ("gpt2", {"targets": ["qkv", "down"], "rank": 4, "rslora": True}),
     ],

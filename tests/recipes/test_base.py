@@ -160,7 +160,7 @@ def write_bare_gguf(path, arch, tensors=("token_embd.weight",), **general):
         ("recipe=lora recipe.base=adapter.gguf", "adapter.gguf: holds no model (general.type is adapter)"),
         (
             "recipe=full recipe.base=other.gguf",
-            "other.gguf: its architecture is gemma2; choose one of: gemma, gpt2, llama, qwen2, qwen3",
+            "other.gguf: its architecture is gemma2; choose one of: gemma, gpt2, granite, llama, qwen2, qwen3",
         ),
         ("recipe=full recipe.base=bare.gguf", "bare.gguf: has no llama."),
         ("recipe=lora recipe.base=base.gguf recipe.rnak=4", "did you mean recipe.rank?"),

@@ -1,5 +1,6 @@
 """Reference models in plain float64 PyTorch, independent of toyexp's code."""
 
+import dataclasses
 import math
 from functools import partial
 
@@ -8,7 +9,40 @@ import pytest
 import torch
 
 
-def decoder(w, cfg, tokens, *, halves=True, head_norms=False, gated=lambda g: g / (1 + torch.exp(-g)), scaled=False):
+def rotate(x, angle, halves):
+    """Return x [B, H, T, D] with its pairs of features rotated by angle [T, D/2]."""
+    length, size = x.shape[2:]
+    if halves:  # one rotation matrix per position
+        turn = torch.zeros(length, size, size, dtype=torch.float64)
+        for i in range(size // 2):
+            j = i + size // 2
+            turn[:, i, i] = turn[:, j, j] = angle[:, i].cos()
+            turn[:, j, i] = angle[:, i].sin()
+            turn[:, i, j] = -angle[:, i].sin()
+        return torch.einsum("tij,bhtj->bhti", turn, x)
+    pairs = torch.view_as_complex(x.reshape(*x.shape[:-1], size // 2, 2).contiguous())
+    return torch.view_as_real(pairs * torch.polar(torch.ones_like(angle), angle)).reshape(x.shape)
+
+
+def silu(x):
+    """Return x times its sigmoid."""
+    return x / (1 + torch.exp(-x))
+
+
+@dataclasses.dataclass
+class Attention:
+    """Attention of one layer: its rope base, whether it has rope, its window, and the factor of its scores."""
+
+    base: float
+    has_rope: bool = True
+    window: int = 0
+    scale: float | None = None
+
+
+def decoder(
+    w, cfg, tokens, *, halves=True, head_norms=False, gated=silu, scaled=1.0, residual=1.0, divisor=1.0,
+    layer=lambda cfg, i: Attention(cfg.rope_base),
+):  # fmt: skip
     """Return logits of token ids [B, T]; w maps GGUF names to float64 tensors."""
     length = tokens.shape[1]
     size = cfg.head_dim or cfg.d_model // cfg.n_heads
@@ -16,26 +50,17 @@ def decoder(w, cfg, tokens, *, halves=True, head_norms=False, gated=lambda g: g 
     def norm(x, weight):
         return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + cfg.norm_eps) * weight
 
-    position = torch.arange(length, dtype=torch.float64) / cfg.rope_scale
-    angle = position[:, None] * cfg.rope_base ** (-torch.arange(0, size, 2, dtype=torch.float64) / size)
-    if getattr(cfg, "rope_factors", []):
-        angle = angle / torch.tensor(cfg.rope_factors, dtype=torch.float64)
+    def rope(x, base):  # [B, H, T, size]
+        position = torch.arange(length, dtype=torch.float64) / cfg.rope_scale
+        angle = position[:, None] * base ** (-torch.arange(0, size, 2, dtype=torch.float64) / size)
+        if getattr(cfg, "rope_factors", []):
+            angle = angle / torch.tensor(cfg.rope_factors, dtype=torch.float64)
+        return rotate(x, angle, halves)
 
-    def rope(x):  # [B, H, T, size]
-        if halves:  # one rotation matrix per position
-            turn = torch.zeros(length, size, size, dtype=torch.float64)
-            for i in range(size // 2):
-                j = i + size // 2
-                turn[:, i, i] = turn[:, j, j] = angle[:, i].cos()
-                turn[:, j, i] = angle[:, i].sin()
-                turn[:, i, j] = -angle[:, i].sin()
-            return torch.einsum("tij,bhtj->bhti", turn, x)
-        pairs = torch.view_as_complex(x.reshape(*x.shape[:-1], size // 2, 2).contiguous())
-        return torch.view_as_real(pairs * torch.polar(torch.ones_like(angle), angle)).reshape(x.shape)
-
-    x = w["token_embd.weight"][tokens] * (cfg.d_model**0.5 if scaled else 1)
+    x = w["token_embd.weight"][tokens] * scaled
     for i in range(cfg.n_layers):
         block = {n.removeprefix(f"blk.{i}."): t for n, t in w.items() if n.startswith(f"blk.{i}.")}
+        own = layer(cfg, i)
 
         def linear(x, name, block=block):
             return x @ block[f"{name}.weight"].T + block.get(f"{name}.bias", 0)
@@ -44,12 +69,22 @@ def decoder(w, cfg, tokens, *, halves=True, head_norms=False, gated=lambda g: g 
         q, k, v = (linear(h, f"attn_{n}").unflatten(-1, (-1, size)).transpose(1, 2) for n in "qkv")
         if head_norms:
             q, k = norm(q, block["attn_q_norm.weight"]), norm(k, block["attn_k_norm.weight"])
+        if own.has_rope:
+            q, k = rope(q, own.base), rope(k, own.base)
         group = cfg.n_heads // cfg.n_kv_heads
-        k, v = rope(k).repeat_interleave(group, 1), v.repeat_interleave(group, 1)
-        x = x + linear(attention(rope(q), k, v), "attn_output")
+        k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
+        x = x + residual * linear(attention(q, k, v, scale=own.scale, window=own.window), "attn_output")
         h = norm(x, block["ffn_norm.weight"])
-        x = x + linear(gated(linear(h, "ffn_gate")) * linear(h, "ffn_up"), "ffn_down")
-    return norm(x, w["output_norm.weight"]) @ w.get("output.weight", w["token_embd.weight"]).T
+        x = x + residual * linear(gated(linear(h, "ffn_gate")) * linear(h, "ffn_up"), "ffn_down")
+    return norm(x, w["output_norm.weight"]) @ w.get("output.weight", w["token_embd.weight"]).T / divisor
+
+
+def granite(w, cfg, tokens):
+    """Return logits of token ids [B, T]; w maps GGUF names to float64 tensors."""
+    return decoder(
+        w, cfg, tokens, halves=False, scaled=cfg.embedding_scale, residual=cfg.residual_scale, divisor=cfg.logit_scale,
+        layer=lambda cfg, i: Attention(cfg.rope_base, cfg.rope, scale=cfg.attention_scale or None),
+    )  # fmt: skip
 
 
 def tanh_gelu(x):
@@ -83,7 +118,8 @@ FORWARD = {
     "llama": partial(decoder, halves=False),
     "qwen2": decoder,
     "qwen3": partial(decoder, head_norms=True),
-    "gemma": partial(decoder, gated=tanh_gelu, scaled=True),
+    "gemma": lambda w, cfg, tokens: decoder(w, cfg, tokens, gated=tanh_gelu, scaled=cfg.d_model**0.5),
+    "granite": granite,
     "gpt2": gpt2,
 }
 
@@ -118,12 +154,13 @@ def vit(w, cfg, images):
     return linear(norm(x, "v.post_ln")[:, 0], "v.head")
 
 
-def attention(q, k, v, causal=True):
+def attention(q, k, v, causal=True, scale=None, window=0):
     """Return the attention of q, k, v [B, H, T, D] with the heads joined: [B, T, H*D]."""
-    scores = q @ k.transpose(-1, -2) / math.sqrt(q.shape[-1])
+    scores = q @ k.transpose(-1, -2) * (1 / math.sqrt(q.shape[-1]) if scale is None else scale)
     if causal:
-        future = torch.triu(torch.ones(q.shape[2], q.shape[2], dtype=torch.bool), 1)
-        scores = scores.masked_fill(future, -math.inf)
+        position = torch.arange(q.shape[2])
+        distance = position[:, None] - position  # of a key before its query
+        scores = scores.masked_fill((distance < 0) | ((distance >= window) if window else False), -math.inf)
     out = scores.softmax(-1) @ v
     return out.transpose(1, 2).reshape(q.shape[0], q.shape[2], -1)
 

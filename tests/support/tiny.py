@@ -11,6 +11,7 @@ from toyexp.interfaces.values import ArrayValues
 from toyexp.testing import token_dataset
 from toyexp.tokenizers.byte_level import BPE, Bytes
 from toyexp_models.gpt2 import GPT2
+from toyexp_models.granite import Granite
 from toyexp_models.llama import Gemma, Llama, Qwen2, Qwen3
 from toyexp_recipes.scratch import Scratch
 
@@ -21,6 +22,8 @@ SIZES = {"d_model": 32, "n_layers": 2, "n_heads": 4, "context": CONTEXT}
 ROPE = {"head_dim": 12, "rope_base": 500.0, "rope_scale": 2.5}
 BIASES = {"qkv_bias": True, "o_bias": True, "ffn_bias": True}
 
+SCALES = {"embedding_scale": 3.0, "residual_scale": 0.4, "attention_scale": 0.2, "logit_scale": 1.5}
+
 MODELS = {
     "llama": Llama(**SIZES, n_kv_heads=2, d_ff=48),
     "llama_tied_bias": Llama(**SIZES, n_kv_heads=1, d_ff=48, tied=True, qkv_bias=True),
@@ -28,6 +31,8 @@ MODELS = {
     "qwen2": Qwen2(**SIZES, d_ff=48),
     "qwen3": Qwen3(**SIZES, **ROPE, d_ff=48, tied=True),
     "gemma": Gemma(**SIZES, d_ff=48, n_kv_heads=1, head_dim=16),
+    "granite": Granite(**SIZES, **ROPE, **BIASES, **SCALES, d_ff=48),
+    "granite_nope": Granite(**SIZES, d_ff=48, tied=True, rope=False, residual_scale=0.4),
     "gpt2": GPT2(**SIZES, d_ff=64),
     "gpt2_untied": GPT2(**SIZES, d_ff=64, tied=False),
 }

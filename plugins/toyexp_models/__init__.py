@@ -9,7 +9,8 @@ def register_models(register: Register) -> None:
     from toyexp_models.gpt2 import GPT2
     from toyexp_models.granite import Granite
     from toyexp_models.llama import Gemma, Llama, Qwen2, Qwen3
+    from toyexp_models.olmo import Olmo2
     from toyexp_models.vit import ViT
 
-    for model in (Llama, Qwen2, Qwen3, Gemma, Granite, GPT2, ViT):
+    for model in (Llama, Qwen2, Qwen3, Gemma, Granite, Olmo2, GPT2, ViT):
         register(model)

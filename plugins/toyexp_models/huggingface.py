@@ -81,6 +81,12 @@ def gemma_layout(model: RotaryModel, data: Data) -> Layout:
     return replace(layout, config=config, tensors={**layout.tensors, **norms}, conversion=conversion)
 
 
+def olmo2_layout(model: RotaryModel, data: Data) -> Layout:
+    """Return the layout of Olmo2ForCausalLM, whose norms follow attention and feed-forward layer."""
+    norms = {"post_attention_norm": "post_attention_layernorm", "post_ffw_norm": "post_feedforward_layernorm"}
+    return replace(_rotary(model, names=norms), conversion=Conversion(("bpe",)))
+
+
 def gpt2_layout(model: LanguageModel, data: Data) -> Layout:
     """Return the layout of GPT2LMHeadModel, which stores the weights of linears as [in, out]."""
     import numpy as np  # deferred, because listing models does not need it
@@ -110,13 +116,14 @@ def gpt2_layout(model: LanguageModel, data: Data) -> Layout:
     return Layout(config, tensors, conversion=Conversion(("bpe",), ignored_setting=problem))
 
 
-def _rotary(model: RotaryModel, biased: tuple[str, ...] | None = None) -> Layout:
+def _rotary(model: RotaryModel, biased: tuple[str, ...] | None = None, names: Mapping[str, str] = ROTARY) -> Layout:
     """Return the layout of a RotaryModel in transformers, where RoPE rotates pairs (x[i], x[i + D/2]).
 
     `biased` names the linears of a block that have a bias in transformers. By default all linears of the attention have
     a bias if one of them has a bias in the model, and in the same way all linears of the feed-forward layer.
+    `names` are the names in transformers that differ from those of llama.
     """
-    biases = model.biases()
+    biases, names = model.biases(), {**ROTARY, **names}
     if biased is None:
         biased = tuple(n for layer in (ATTENTION, FEED_FORWARD) for n in layer if not biases.keys().isdisjoint(layer))
     config = {
@@ -142,9 +149,9 @@ def _rotary(model: RotaryModel, biased: tuple[str, ...] | None = None) -> Layout
     for spec in model.tensors():
         *block, name, kind = spec.name.split(".")
         prefix = f"model.layers.{block[1]}." if block else ""
-        tensors[spec.name] = HFTensor(f"{prefix}{ROTARY[name]}.{kind}", _row_order(model, name))
+        tensors[spec.name] = HFTensor(f"{prefix}{names[name]}.{kind}", _row_order(model, name))
         if kind == "weight" and name in biased and name not in biases:
-            zeros[f"{prefix}{ROTARY[name]}.bias"] = spec.shape[:1]
+            zeros[f"{prefix}{names[name]}.bias"] = spec.shape[:1]
     return Layout(config, tensors, zeros)
 
 

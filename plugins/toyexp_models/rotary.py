@@ -18,6 +18,8 @@ class RotaryModel(LanguageModel):
 
     halves: ClassVar[bool] = True  # rope rotates pairs (x[i], x[i + D/2]); False in llama
     head_norms: ClassVar[bool] = False  # RMSNorm on each head of q and k before rope
+    width_norms: ClassVar[bool] = False  # RMSNorm on all of q and all of k, before heads are cut
+    fixed: ClassVar[Mapping[str, Any]] = {}  # settings that can have only this value
 
     n_kv_heads: int = 2  # number of key/value heads, each shared by n_heads / n_kv_heads query heads
     head_dim: int = 0  # features per head; 0: d_model / n_heads
@@ -34,6 +36,10 @@ class RotaryModel(LanguageModel):
     def check(self) -> None:
         """Raise UserError for sizes that cannot work."""
         super().check()
+        for name, value in self.fixed.items():
+            if (given := getattr(self, name)) != value:
+                own, required = (str(v).lower() for v in (given, value))
+                raise UserError(f"model.{name}={own}: {self.name} requires model.{name}={required}")
         self.require_positive("n_kv_heads", "rope_base", "rope_scale")
         require_range("model", self, head_dim=f"[0,{MAX_INT}]")
         setting = f"model.head_dim={self.head_dim}"
@@ -84,8 +90,9 @@ class RotaryModel(LanguageModel):
         d, ff, q, kv = self.d_model, self.d_ff, self.n_heads * self.head_size, self.n_kv_heads * self.head_size
         attention = {"attn_norm": (d,), "attn_q": (q, d), "attn_k": (kv, d), "attn_v": (kv, d), "attn_output": (d, q)}
         feed_forward = {"ffn_norm": (d,), "ffn_gate": (ff, d), "ffn_up": (ff, d), "ffn_down": (d, ff)}
-        sizes = {"attn_q_norm": self.head_size, "attn_k_norm": self.head_size} if self.head_norms else {}
-        return attention | feed_forward | {name: (size,) for name, size in sizes.items()}
+        widths = (self.head_size, self.head_size) if self.head_norms else (q, kv) if self.width_norms else ()
+        norms = {name: (width,) for name, width in zip(("attn_q_norm", "attn_k_norm"), widths, strict=False)}
+        return attention | feed_forward | norms
 
     def biases(self) -> dict[str, int]:
         """Return the size of each bias in a block, by the name of its linear layer."""
@@ -139,8 +146,18 @@ class RotaryModel(LanguageModel):
 
     def mix(self, ops: Ops, h: Tensor, p: Params, *layer: Any) -> Tensor:
         """Return the output [B, T, d] of attention with its projections, for h [B, T, d]."""
-        q = ops.heads(linear(ops, h, p, "attn_q"), self.n_heads)  # [B, T, H, D]
-        k, v = (ops.heads(linear(ops, h, p, f"attn_{n}"), self.n_kv_heads) for n in "kv")  # [B, T, Hkv, D]
+
+        def project(name: str, heads: int) -> Tensor:  # [B, T, heads, D]
+            x = linear(ops, h, p, name)
+            return ops.heads(
+                self.norm(ops, x, p, f"{name}_norm") if self.width_norms and name != "attn_v" else x, heads
+            )
+
+        q, k, v = (
+            project("attn_q", self.n_heads),
+            project("attn_k", self.n_kv_heads),
+            project("attn_v", self.n_kv_heads),
+        )
         if self.head_norms:
             q, k = self.norm(ops, q, p, "attn_q_norm"), self.norm(ops, k, p, "attn_k_norm")
         return linear(ops, self.attend(ops, q, k, v, *layer), p, "attn_output")

@@ -34,9 +34,7 @@ from toyexp_formats.shipped import GGUF, HuggingFace, Safetensors
 from toyexp_models.gpt2 import GPT2
 from toyexp_models.llama import Llama
 
-TEXT = [
-    replace(MODELS[name], vocab=257) for name in ("llama", "llama_all", "qwen2", "qwen3", "gemma", "granite", "gpt2")
-]
+TEXT = [replace(model, vocab=257) for name, model in MODELS.items() if name in (model.name, "llama_all")]
 
 
 @dataclass

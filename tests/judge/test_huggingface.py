@@ -32,6 +32,7 @@ from toyexp_models.gpt2 import GPT2
 from toyexp_models.granite import Granite
 from toyexp_models.huggingface import llama3
 from toyexp_models.llama import Gemma, Llama, Qwen2, Qwen3
+from toyexp_models.olmo import Olmo2
 from toyexp_models.vit import ViT, cut
 
 pytestmark = [
@@ -63,6 +64,7 @@ MODELS = {
     "qwen3": Qwen3(**SIZES, **ROPE, d_ff=48, qkv_bias=True),
     "gemma": Gemma(**SIZES, d_ff=48, n_kv_heads=1, head_dim=16, rope_scale=1.5),
     "granite": Granite(**SIZES, **ROPE, **SCALES, qkv_bias=True, ffn_bias=True, d_ff=48),
+    "olmo2": Olmo2(**SIZES, d_ff=48, rope_scale=2.5),
     "gpt2": GPT2(**SIZES, d_ff=96),
     "gpt2_untied": GPT2(**SIZES, d_ff=96, tied=False),
 }
@@ -178,7 +180,7 @@ TALK = [{"role": "user", "content": "Hi there"}, {"role": "assistant", "content"
 KINDS = ("bpe", "byte", "char", "spm", "spm_bare")
 CUTS = ("llama-bpe", "qwen2", "smollm", "tekken", "default")
 # Every family with every kind of tokenizer, and more pre-tokenizers for families that have several.
-FAMILIES = [(family, kind) for family in ("llama", "qwen2", "qwen3", "gemma", "granite", "gpt2") for kind in KINDS]
+FAMILIES = [(family, kind) for family, model in MODELS.items() if family == model.name for kind in KINDS]
 FAMILIES += [(family, pre) for family in ("llama", "qwen2") for pre in CUTS]
 
 
@@ -335,7 +337,15 @@ def merge_with_peft(base, folder: Path):
 
 
 @pytest.mark.parametrize(
-    ("name", "targets"), [("llama3", "q,k,o,ffn_*"), ("gpt2", "*"), ("qwen3", "k,v"), ("granite", "*")]
+    ("name", "targets"),
+    [
+        ("llama3", "q,k,o,ffn_*"),
+        ("gpt2", "*"),
+        ("qwen3", "k,v"),
+        ("granite", "*"),
+        ("olmo2", "q,down"),
+        ("olmo2", "q,down"),
+    ],
 )
 def test_an_adapter_has_the_same_logits_in_transformers_and_peft(tmp_path, name, targets):
     write_random_model(Path("base.gguf"), name, Bytes())

@@ -21,6 +21,7 @@ from toyexp.formats.gguf.write import Writer, write_model
 from toyexp.tokenizers.byte_level import Bytes
 from toyexp_models.gpt2 import GPT2
 from toyexp_models.llama import Gemma, Llama, Qwen2, Qwen3
+from toyexp_models.olmo import Olmo2
 
 QUICK = ["data=text", "data.path=book.txt", "engine=cpu", "engine.threads=1", "steps=2", "batch_size=4",
          "model.context=12"]  # fmt: skip
@@ -160,7 +161,7 @@ def write_bare_gguf(path, arch, tensors=("token_embd.weight",), **general):
         ("recipe=lora recipe.base=adapter.gguf", "adapter.gguf: holds no model (general.type is adapter)"),
         (
             "recipe=full recipe.base=other.gguf",
-            "other.gguf: its architecture is gemma2; choose one of: gemma, gpt2, granite, llama, qwen2, qwen3",
+            "other.gguf: its architecture is gemma2; choose one of: gemma, gpt2, granite, llama, olmo2, qwen2, qwen3",
         ),
         ("recipe=full recipe.base=bare.gguf", "bare.gguf: has no llama."),
         ("recipe=lora recipe.base=base.gguf recipe.rnak=4", "did you mean recipe.rank?"),
@@ -297,7 +298,7 @@ class Header:
 
 
 LLAMA, GPT = Llama(vocab=40), GPT2(vocab=40)
-QWEN2, QWEN3, GEMMA = Qwen2(vocab=40), Qwen3(vocab=40), Gemma(vocab=40)
+QWEN2, QWEN3, GEMMA, OLMO2 = Qwen2(vocab=40), Qwen3(vocab=40), Gemma(vocab=40), Olmo2(vocab=40)
 
 
 @pytest.mark.parametrize(
@@ -341,6 +342,8 @@ def test_the_error_names_a_key_or_tensor_that_a_model_cannot_represent(model, he
     ("model", "message"),
     [
         (replace(QWEN2, head_dim=32), "in llama.cpp's qwen2 heads have d_model / n_heads features"),
+        (replace(OLMO2, tied=True), "olmo2 requires model.tied=false"),
+        (replace(OLMO2, head_dim=16), "olmo2 requires model.head_dim=0"),
         (replace(GEMMA, tied=False), "gemma requires model.tied=true"),
         (
             replace(LLAMA, rope_factors=[1.0] * 3),

@@ -40,8 +40,8 @@ class Attention:
 
 
 def decoder(
-    w, cfg, tokens, *, halves=True, head_norms=False, gated=silu, scaled=1.0, residual=1.0, divisor=1.0,
-    layer=lambda cfg, i: Attention(cfg.rope_base),
+    w, cfg, tokens, *, halves=True, head_norms=False, width_norms=False, gated=silu, scaled=1.0, residual=1.0,
+    divisor=1.0, layer=lambda cfg, i: Attention(cfg.rope_base),
 ):  # fmt: skip
     """Return logits of token ids [B, T]; w maps GGUF names to float64 tensors."""
     length = tokens.shape[1]
@@ -65,18 +65,31 @@ def decoder(
         def linear(x, name, block=block):
             return x @ block[f"{name}.weight"].T + block.get(f"{name}.bias", 0)
 
-        h = norm(x, block["attn_norm.weight"])
-        q, k, v = (linear(h, f"attn_{n}").unflatten(-1, (-1, size)).transpose(1, 2) for n in "qkv")
+        def norm_if_any(x, name, block=block):
+            return norm(x, block[f"{name}.weight"]) if f"{name}.weight" in block else x
+
+        h = norm_if_any(x, "attn_norm")
+        q, k, v = (linear(h, f"attn_{n}") for n in "qkv")
+        if width_norms:
+            q, k = norm(q, block["attn_q_norm.weight"]), norm(k, block["attn_k_norm.weight"])
+        q, k, v = (t.unflatten(-1, (-1, size)).transpose(1, 2) for t in (q, k, v))
         if head_norms:
             q, k = norm(q, block["attn_q_norm.weight"]), norm(k, block["attn_k_norm.weight"])
         if own.has_rope:
             q, k = rope(q, own.base), rope(k, own.base)
         group = cfg.n_heads // cfg.n_kv_heads
         k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
-        x = x + residual * linear(attention(q, k, v, scale=own.scale, window=own.window), "attn_output")
-        h = norm(x, block["ffn_norm.weight"])
-        x = x + residual * linear(gated(linear(h, "ffn_gate")) * linear(h, "ffn_up"), "ffn_down")
+        h = linear(attention(q, k, v, scale=own.scale, window=own.window), "attn_output")
+        x = x + residual * norm_if_any(h, "post_attention_norm")
+        h = norm_if_any(x, "ffn_norm")
+        h = linear(gated(linear(h, "ffn_gate")) * linear(h, "ffn_up"), "ffn_down")
+        x = x + residual * norm_if_any(h, "post_ffw_norm")
     return norm(x, w["output_norm.weight"]) @ w.get("output.weight", w["token_embd.weight"]).T / divisor
+
+
+def olmo2(w, cfg, tokens):
+    """Return logits of token ids [B, T]; w maps GGUF names to float64 tensors."""
+    return decoder(w, cfg, tokens, width_norms=True)
 
 
 def granite(w, cfg, tokens):
@@ -120,6 +133,7 @@ FORWARD = {
     "qwen3": partial(decoder, head_norms=True),
     "gemma": lambda w, cfg, tokens: decoder(w, cfg, tokens, gated=tanh_gelu, scaled=cfg.d_model**0.5),
     "granite": granite,
+    "olmo2": olmo2,
     "gpt2": gpt2,
 }
 

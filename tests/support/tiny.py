@@ -13,6 +13,7 @@ from toyexp.tokenizers.byte_level import BPE, Bytes
 from toyexp_models.gpt2 import GPT2
 from toyexp_models.granite import Granite
 from toyexp_models.llama import Gemma, Llama, Qwen2, Qwen3
+from toyexp_models.olmo import Olmo2
 from toyexp_recipes.scratch import Scratch
 
 VOCAB, CONTEXT = 40, 12
@@ -33,6 +34,7 @@ MODELS = {
     "gemma": Gemma(**SIZES, d_ff=48, n_kv_heads=1, head_dim=16),
     "granite": Granite(**SIZES, **ROPE, **BIASES, **SCALES, d_ff=48),
     "granite_nope": Granite(**SIZES, d_ff=48, tied=True, rope=False, residual_scale=0.4),
+    "olmo2": Olmo2(**SIZES, d_ff=48, rope_scale=2.5),
     "gpt2": GPT2(**SIZES, d_ff=64),
     "gpt2_untied": GPT2(**SIZES, d_ff=64, tied=False),
 }

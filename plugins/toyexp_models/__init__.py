@@ -6,11 +6,13 @@ from toyexp import Register, hookimpl
 @hookimpl
 def register_models(register: Register) -> None:
     """Register the models of this package."""
+    from toyexp_models.arcee import Arcee
     from toyexp_models.gpt2 import GPT2
     from toyexp_models.granite import Granite
     from toyexp_models.llama import Gemma, Llama, Qwen2, Qwen3
     from toyexp_models.olmo import Olmo2
+    from toyexp_models.smollm3 import SmolLM3
     from toyexp_models.vit import ViT
 
-    for model in (Llama, Qwen2, Qwen3, Gemma, Granite, Olmo2, GPT2, ViT):
+    for model in (Llama, Qwen2, Qwen3, Gemma, Granite, Olmo2, Arcee, SmolLM3, GPT2, ViT):
         register(model)

@@ -87,6 +87,19 @@ def olmo2_layout(model: RotaryModel, data: Data) -> Layout:
     return replace(_rotary(model, names=norms), conversion=Conversion(("bpe",)))
 
 
+def arcee_layout(model: RotaryModel, data: Data) -> Layout:
+    """Return the layout of ArceeForCausalLM, whose feed-forward layer has squared ReLU and no gate."""
+    layout = llama_layout(model, data)
+    return replace(layout, config={**layout.config, "hidden_act": "relu2"})
+
+
+def smollm3_layout(model: RotaryModel, data: Data) -> Layout:
+    """Return the layout of SmolLM3ForCausalLM, whose config lists the layers with RoPE."""
+    layout = llama_layout(model, data)
+    layers = {"no_rope_layers": [int(*model.layer(i)) for i in range(model.n_layers)], "no_rope_layer_interval": 4}
+    return replace(layout, config={**layout.config, **layers, "architectures": ["SmolLM3ForCausalLM"]})
+
+
 def gpt2_layout(model: LanguageModel, data: Data) -> Layout:
     """Return the layout of GPT2LMHeadModel, which stores the weights of linears as [in, out]."""
     import numpy as np  # deferred, because listing models does not need it

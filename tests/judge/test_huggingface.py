@@ -28,11 +28,13 @@ from toyexp.tokenizers.byte_level import BPE, Bytes, Characters
 from toyexp.tokenizers.chat_template import Template
 from toyexp.tokenizers.pretokenizers import PRE_TOKENIZERS
 from toyexp.tokenizers.sentencepiece import BLANK, SentencePiece
+from toyexp_models.arcee import Arcee
 from toyexp_models.gpt2 import GPT2
 from toyexp_models.granite import Granite
 from toyexp_models.huggingface import llama3
 from toyexp_models.llama import Gemma, Llama, Qwen2, Qwen3
 from toyexp_models.olmo import Olmo2
+from toyexp_models.smollm3 import SmolLM3
 from toyexp_models.vit import ViT, cut
 
 pytestmark = [
@@ -65,6 +67,8 @@ MODELS = {
     "gemma": Gemma(**SIZES, d_ff=48, n_kv_heads=1, head_dim=16, rope_scale=1.5),
     "granite": Granite(**SIZES, **ROPE, **SCALES, qkv_bias=True, ffn_bias=True, d_ff=48),
     "olmo2": Olmo2(**SIZES, d_ff=48, rope_scale=2.5),
+    "arcee": Arcee(**SIZES, **ROPE, d_ff=48, qkv_bias=True),
+    "smollm3": SmolLM3(**{**SIZES, "n_layers": 5}, **ROPE, d_ff=48, qkv_bias=True, tied=True),
     "gpt2": GPT2(**SIZES, d_ff=96),
     "gpt2_untied": GPT2(**SIZES, d_ff=96, tied=False),
 }
@@ -344,6 +348,7 @@ def merge_with_peft(base, folder: Path):
         ("qwen3", "k,v"),
         ("granite", "*"),
         ("olmo2", "q,down"),
+        ("arcee", "*"),
         ("olmo2", "q,down"),
     ],
 )

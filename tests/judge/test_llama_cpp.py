@@ -35,10 +35,12 @@ from toyexp_data.chat import PLAIN_TEMPLATE, Message, plain_rows, tokenize
 from toyexp_data.template import ChatTemplate
 from toyexp_data.text import Text
 from toyexp_formats.shipped import GGUF
+from toyexp_models.arcee import Arcee
 from toyexp_models.gpt2 import GPT2
 from toyexp_models.granite import Granite
 from toyexp_models.llama import Gemma, Llama, Qwen2, Qwen3
 from toyexp_models.olmo import Olmo2
+from toyexp_models.smollm3 import SmolLM3
 from toyexp_optimisers.adamw import AdamWOptimiser
 from toyexp_recipes.lora import Lora
 from toyexp_recipes.scratch import Scratch
@@ -164,6 +166,8 @@ GRANITE = Granite(
     attention_scale=0.3, logit_scale=1.5,
 )  # fmt: skip
 OLMO2 = Olmo2(d_model=64, d_ff=96, context=CONTEXT, norm_eps=1e-3, rope_base=500.0, rope_scale=2.5)
+ARCEE = Arcee(d_model=64, d_ff=96, context=CONTEXT, norm_eps=1e-3, rope_base=500.0, **SCALED)
+SMOLLM3 = SmolLM3(d_model=64, d_ff=96, n_layers=4, context=CONTEXT, norm_eps=1e-3, rope_base=500.0, **SCALED)
 GPT = GPT2(d_model=64, d_ff=80, context=CONTEXT, norm_eps=1e-3)  # tied; 32 does not divide 80 (q8_0)
 WIDE = (replace(LLAMA, d_model=256, d_ff=256, n_layers=1), "byte")  # rows that K-quants can hold
 VARIANTS: dict[str, tuple[Model, str]] = {
@@ -182,6 +186,10 @@ VARIANTS: dict[str, tuple[Model, str]] = {
     "granite, no rope, tied": (replace(GRANITE, rope=False, tied=True, attention_scale=0.0), "byte"),
     "olmo2": (OLMO2, "bpe"),
     "olmo2, padded": (replace(OLMO2, n_kv_heads=4, vocab=300), "byte"),
+    "arcee": (replace(ARCEE, qkv_bias=True), "bpe"),
+    "arcee, tied, padded": (replace(ARCEE, tied=True, vocab=300), "byte"),
+    "smollm3": (replace(SMOLLM3, qkv_bias=True), "bpe"),
+    "smollm3, tied, padded": (replace(SMOLLM3, tied=True, vocab=300), "byte"),
     "gpt2": (GPT, "bpe"),
     "gpt2, untied, padded": (replace(GPT, tied=False, vocab=300), "byte"),
 }
@@ -333,6 +341,8 @@ def test_the_lens_of_a_warm_start_is_folded_into_the_exported_embedding(workshop
         ("llama, padded", {"targets": ["*"], "rank": 4, "alpha": 12, "dropout": 0.1}),
         ("qwen3", {"targets": ["*"], "rank": 4, "alpha": 12}),
         ("olmo2", {"targets": ["*"], "rank": 4, "alpha": 12}),
+        ("arcee", {"targets": ["*"], "rank": 4, "alpha": 12}),
+        ("smollm3", {"targets": ["*"], "rank": 4, "alpha": 12}),
         ("granite", {"targets": ["*"], "rank": 4, "alpha": 12}),
         ("gemma", {"targets": ["q", "o", "gate"], "rank": 4, "alpha": 12}),
         ("gpt2", {"targets": ["qkv", "down"], "rank": 4, "rslora": True}),

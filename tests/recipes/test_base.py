@@ -161,7 +161,7 @@ def write_bare_gguf(path, arch, tensors=("token_embd.weight",), **general):
         ("recipe=lora recipe.base=adapter.gguf", "adapter.gguf: holds no model (general.type is adapter)"),
         (
             "recipe=full recipe.base=other.gguf",
-            "other.gguf: its architecture is gemma2; choose one of: gemma, gpt2, granite, llama, olmo2, qwen2, qwen3",
+            "other.gguf: its architecture is mamba; choose one of: arcee, gemma, ",
         ),
         ("recipe=full recipe.base=bare.gguf", "bare.gguf: has no llama."),
         ("recipe=lora recipe.base=base.gguf recipe.rnak=4", "did you mean recipe.rank?"),
@@ -183,7 +183,7 @@ def write_bare_gguf(path, arch, tensors=("token_embd.weight",), **general):
 def test_an_impossible_base_or_setting_is_rejected_with_a_short_error(tmp_path, capsys, words, message):
     write_base(tmp_path / "base.gguf", "llama", tokenizer=Bytes())
     write_bare_gguf(tmp_path / "adapter.gguf", "llama", type="adapter")
-    write_bare_gguf(tmp_path / "other.gguf", "gemma2")
+    write_bare_gguf(tmp_path / "other.gguf", "mamba")
     write_bare_gguf(tmp_path / "bare.gguf", "llama")
     (tmp_path / "book.txt").write_text("".join(f"It was {i} o'clock on a bright cold day. " for i in range(900)))
     quick = QUICK[2:] if "data=digits" in words else QUICK

@@ -82,7 +82,10 @@ def decoder(
         h = linear(attention(q, k, v, scale=own.scale, window=own.window), "attn_output")
         x = x + residual * norm_if_any(h, "post_attention_norm")
         h = norm_if_any(x, "ffn_norm")
-        h = linear(gated(linear(h, "ffn_gate")) * linear(h, "ffn_up"), "ffn_down")
+        up = linear(h, "ffn_up")
+        h = linear(
+            gated(linear(h, "ffn_gate")) * up if "ffn_gate.weight" in block else up.clamp(min=0) ** 2, "ffn_down"
+        )
         x = x + residual * norm_if_any(h, "post_ffw_norm")
     return norm(x, w["output_norm.weight"]) @ w.get("output.weight", w["token_embd.weight"]).T / divisor
 
@@ -90,6 +93,11 @@ def decoder(
 def olmo2(w, cfg, tokens):
     """Return logits of token ids [B, T]; w maps GGUF names to float64 tensors."""
     return decoder(w, cfg, tokens, width_norms=True)
+
+
+def smollm3(w, cfg, tokens):
+    """Return logits of token ids [B, T]; w maps GGUF names to float64 tensors."""
+    return decoder(w, cfg, tokens, halves=False, layer=lambda cfg, i: Attention(cfg.rope_base, i % 4 != 3))
 
 
 def granite(w, cfg, tokens):
@@ -133,6 +141,8 @@ FORWARD = {
     "qwen3": partial(decoder, head_norms=True),
     "gemma": lambda w, cfg, tokens: decoder(w, cfg, tokens, gated=tanh_gelu, scaled=cfg.d_model**0.5),
     "granite": granite,
+    "arcee": partial(decoder, halves=False),
+    "smollm3": smollm3,
     "olmo2": olmo2,
     "gpt2": gpt2,
 }

@@ -10,10 +10,12 @@ from toyexp.formats.gguf.write import Writer, write_model
 from toyexp.interfaces.values import ArrayValues
 from toyexp.testing import token_dataset
 from toyexp.tokenizers.byte_level import BPE, Bytes
+from toyexp_models.arcee import Arcee
 from toyexp_models.gpt2 import GPT2
 from toyexp_models.granite import Granite
 from toyexp_models.llama import Gemma, Llama, Qwen2, Qwen3
 from toyexp_models.olmo import Olmo2
+from toyexp_models.smollm3 import SmolLM3
 from toyexp_recipes.scratch import Scratch
 
 VOCAB, CONTEXT = 40, 12
@@ -35,6 +37,8 @@ MODELS = {
     "granite": Granite(**SIZES, **ROPE, **BIASES, **SCALES, d_ff=48),
     "granite_nope": Granite(**SIZES, d_ff=48, tied=True, rope=False, residual_scale=0.4),
     "olmo2": Olmo2(**SIZES, d_ff=48, rope_scale=2.5),
+    "arcee": Arcee(**SIZES, **ROPE, d_ff=48, qkv_bias=True),
+    "smollm3": SmolLM3(**{**SIZES, "n_layers": 5}, **ROPE, d_ff=48, tied=True),
     "gpt2": GPT2(**SIZES, d_ff=64),
     "gpt2_untied": GPT2(**SIZES, d_ff=64, tied=False),
 }

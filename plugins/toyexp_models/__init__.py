@@ -7,6 +7,7 @@ from toyexp import Register, hookimpl
 def register_models(register: Register) -> None:
     """Register the models of this package."""
     from toyexp_models.arcee import Arcee
+    from toyexp_models.gemma3 import Gemma2, Gemma3
     from toyexp_models.gpt2 import GPT2
     from toyexp_models.granite import Granite
     from toyexp_models.llama import Gemma, Llama, Qwen2, Qwen3
@@ -14,5 +15,5 @@ def register_models(register: Register) -> None:
     from toyexp_models.smollm3 import SmolLM3
     from toyexp_models.vit import ViT
 
-    for model in (Llama, Qwen2, Qwen3, Gemma, Granite, Olmo2, Arcee, SmolLM3, GPT2, ViT):
+    for model in (Llama, Qwen2, Qwen3, Gemma, Gemma2, Gemma3, Granite, Olmo2, Arcee, SmolLM3, GPT2, ViT):
         register(model)

@@ -139,6 +139,48 @@ class GraniteGGUF(LlamaGGUF):
         return {"rope": keys.expect("rope.scaling.finetuned", True, False), **scales, **super().sizes(keys)}
 
 
+class Gemma2GGUF(RotaryGGUF):
+    """GGUF form of gemma2: keys of windows and of the limits of scores and logits."""
+
+    window, period = 4096, 2  # llama.cpp's values for missing keys
+    caps: Mapping[str, tuple[str, float]] = {
+        "final_softcap": ("final_logit_softcapping", 30.0),
+        "score_softcap": ("attn_logit_softcapping", 50.0),
+    }
+
+    def metadata(self, model: Any) -> dict[str, Any]:
+        """Return the GGUF keys and values of rotary models, windows and limits."""
+        keys = {"attention.sliding_window": model.window}
+        if model.window:
+            keys["attention.sliding_window_pattern"] = model.window_period
+        return super().metadata(model) | keys | {key: getattr(model, name) for name, (key, _) in self.caps.items()}
+
+    def sizes(self, keys: Keys) -> dict[str, Any]:
+        """Return the model's fields, read from the file, with llama.cpp's defaults for missing keys."""
+        caps = {name: keys.number(key, default) for name, (key, default) in self.caps.items()}
+        windows = {
+            "window": keys.integer("attention.sliding_window", self.window, lowest=0),
+            "window_period": keys.integer("attention.sliding_window_pattern", self.period),
+        }
+        return super().sizes(keys) | caps | windows
+
+
+class Gemma3GGUF(Gemma2GGUF):
+    """GGUF form of gemma3: keys of windows, of their RoPE, and of the limit of the logits."""
+
+    window, period = 0, 6
+    caps: Mapping[str, tuple[str, float]] = {"final_softcap": ("final_logit_softcapping", 0.0)}
+
+    def metadata(self, model: Any) -> dict[str, Any]:
+        """Return the GGUF keys and values of rotary models, windows and limits."""
+        return super().metadata(model) | {"rope.freq_base_swa": model.window_rope_base}
+
+    def sizes(self, keys: Keys) -> dict[str, Any]:
+        """Return the model's fields, read from the file, with llama.cpp's defaults for missing keys."""
+        base = keys.number("rope.freq_base_swa", 10000.0)
+        return super().sizes(keys) | {"window_rope_base": base}
+
+
 def _linear_scaling(keys: Keys) -> float:
     """Return the factor of linear RoPE scaling, by which positions are divided.
 

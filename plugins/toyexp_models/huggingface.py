@@ -71,14 +71,65 @@ def gemma_layout(model: RotaryModel, data: Data) -> Layout:
     """Return the layout of GemmaForCausalLM, which adds 1 to the weights of its norms."""
     layout = _rotary(model)
     activation = dict.fromkeys(("hidden_act", "hidden_activation"), "gelu_pytorch_tanh")  # both the old and the new key
-    norms = {name: tensor for name, tensor in layout.tensors.items() if name.endswith("_norm.weight")}
-    norms = {name: replace(tensor, form=lambda weight: weight - 1) for name, tensor in norms.items()}
     # If eot_token_id is missing, llama.cpp's converter assumes token 107, as in Google's models.
     config = {**layout.config, **activation, "eot_token_id": None}
     is_usual = (model.rope_base, model.rope_scale) == (10000.0, 1.0)
     problem = "" if is_usual else "it reads neither rope_base nor rope_scale of gemma"
     conversion = Conversion(("spm",), prefix=False, ignored_setting=problem)
-    return replace(layout, config=config, tensors={**layout.tensors, **norms}, conversion=conversion)
+    return replace(layout, config=config, tensors=_subtract_one(layout.tensors), conversion=conversion)
+
+
+def _subtract_one(tensors: Mapping[str, HFTensor]) -> dict[str, HFTensor]:
+    """Return the tensors of a layout in which the weights of norms are stored minus 1."""
+
+    def subtract(weight: np.ndarray) -> np.ndarray:
+        return weight - 1
+
+    return {n: replace(t, form=subtract) if n.endswith("_norm.weight") else t for n, t in tensors.items()}
+
+
+def gemma2_layout(model: Any, data: Data) -> Layout:
+    """Return the layout of Gemma2ForCausalLM, whose config lists the layers with a window."""
+    problem = "" if model.window_period == 2 else "it does not read window_period of gemma2"
+    return _windowed_layout(model, {"attn_logit_softcapping": model.score_softcap}, problem)
+
+
+def gemma3_layout(model: Any, data: Data) -> Layout:
+    """Return the layout of Gemma3ForCausalLM, whose config lists the layers with a window."""
+    is_usual = (model.window_period, model.window_rope_base) == (6, 10000.0)
+    problem = "" if is_usual else "it reads neither window_period nor window_rope_base of gemma3"
+    config = {
+        "architectures": ["Gemma3ForCausalLM"],
+        "model_type": "gemma3_text",
+        "rope_local_base_freq": model.window_rope_base,
+        "sliding_window_pattern": model.window_period,
+    }
+    return _windowed_layout(model, config, problem)
+
+
+def _windowed_layout(model: Any, own: Mapping[str, Any], problem: str) -> Layout:
+    """Return the layout of gemma2 or gemma3 with the settings `own`; llama.cpp's converter has the `problem`."""
+    names = {
+        "post_attention_norm": "post_attention_layernorm",
+        "ffn_norm": "pre_feedforward_layernorm",
+        "post_ffw_norm": "post_feedforward_layernorm",
+    }
+    layout = _rotary(model, names=names)
+    kinds = ("full_attention", "sliding_attention")
+    config = {
+        "hidden_act": "gelu_pytorch_tanh",
+        "hidden_activation": "gelu_pytorch_tanh",
+        "layer_types": [kinds[has_window] for i in range(model.n_layers) for has_window in model.layer(i)],
+        "sliding_window": model.window or model.context,  # required even if no layer has a window
+        "query_pre_attn_scalar": round(model.score_scale**-2),
+        "final_logit_softcapping": model.final_softcap or None,
+    }
+    return replace(
+        layout,
+        config={**layout.config, **config, **own},
+        tensors=_subtract_one(layout.tensors),
+        conversion=Conversion(prefix=False, ignored_setting=problem),
+    )
 
 
 def olmo2_layout(model: RotaryModel, data: Data) -> Layout:

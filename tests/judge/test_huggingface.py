@@ -29,6 +29,7 @@ from toyexp.tokenizers.chat_template import Template
 from toyexp.tokenizers.pretokenizers import PRE_TOKENIZERS
 from toyexp.tokenizers.sentencepiece import BLANK, SentencePiece
 from toyexp_models.arcee import Arcee
+from toyexp_models.gemma3 import Gemma2, Gemma3
 from toyexp_models.gpt2 import GPT2
 from toyexp_models.granite import Granite
 from toyexp_models.huggingface import llama3
@@ -65,6 +66,9 @@ MODELS = {
     "qwen2_without_biases": Qwen2(**SIZES, d_ff=48, qkv_bias=False),
     "qwen3": Qwen3(**SIZES, **ROPE, d_ff=48, qkv_bias=True),
     "gemma": Gemma(**SIZES, d_ff=48, n_kv_heads=1, head_dim=16, rope_scale=1.5),
+    "gemma2": Gemma2(**SIZES, d_ff=48, head_dim=16, window=5, score_softcap=2.0, final_softcap=3.0, rope_scale=1.5),
+    "gemma3": Gemma3(**{**SIZES, "n_layers": 3}, **ROPE, d_ff=48, window=5, window_period=3, final_softcap=3.0),
+    "gemma3_full": Gemma3(**SIZES, d_ff=48, n_kv_heads=1, window=0),
     "granite": Granite(**SIZES, **ROPE, **SCALES, qkv_bias=True, ffn_bias=True, d_ff=48),
     "olmo2": Olmo2(**SIZES, d_ff=48, rope_scale=2.5),
     "arcee": Arcee(**SIZES, **ROPE, d_ff=48, qkv_bias=True),
@@ -348,6 +352,7 @@ def merge_with_peft(base, folder: Path):
         ("qwen3", "k,v"),
         ("granite", "*"),
         ("olmo2", "q,down"),
+        ("gemma3", "*"),
         ("arcee", "*"),
         ("olmo2", "q,down"),
     ],

@@ -36,6 +36,7 @@ from toyexp_data.template import ChatTemplate
 from toyexp_data.text import Text
 from toyexp_formats.shipped import GGUF
 from toyexp_models.arcee import Arcee
+from toyexp_models.gemma3 import Gemma2, Gemma3
 from toyexp_models.gpt2 import GPT2
 from toyexp_models.granite import Granite
 from toyexp_models.llama import Gemma, Llama, Qwen2, Qwen3
@@ -161,6 +162,14 @@ FACTORS = [1.0, 1.0, 1.0, 1.25, 1.7, 2.3, 3.0, 4.5, 6.0, 8.0, 8.0, 0.6]
 QWEN2 = Qwen2(d_model=64, d_ff=96, context=CONTEXT, norm_eps=1e-3, rope_base=500.0, rope_scale=2.5)
 QWEN3 = Qwen3(d_model=64, d_ff=96, context=CONTEXT, norm_eps=1e-3, rope_base=500.0, **SCALED)
 GEMMA = Gemma(d_model=64, d_ff=96, context=CONTEXT, norm_eps=1e-3, rope_base=500.0, **SCALED, n_kv_heads=1)
+GEMMA2 = Gemma2(
+    d_model=64, d_ff=96, context=CONTEXT, norm_eps=1e-3, rope_base=500.0, **SCALED, window=9, score_softcap=3.0,
+    final_softcap=5.0,
+)  # fmt: skip
+GEMMA3 = Gemma3(
+    d_model=64, d_ff=96, n_layers=3, context=CONTEXT, norm_eps=1e-3, rope_base=500.0, **SCALED, window=9,
+    window_period=3, window_rope_base=100.0,
+)  # fmt: skip
 GRANITE = Granite(
     d_model=64, d_ff=96, context=CONTEXT, norm_eps=1e-3, rope_base=500.0, embedding_scale=3.0, residual_scale=0.4,
     attention_scale=0.3, logit_scale=1.5,
@@ -182,6 +191,11 @@ VARIANTS: dict[str, tuple[Model, str]] = {
     "qwen3, tied": (replace(QWEN3, tied=True, qkv_bias=True), "byte"),
     "gemma": (GEMMA, "bpe"),
     "gemma, padded": (replace(GEMMA, head_dim=0, rope_scale=1.0, n_kv_heads=2, vocab=300), "byte"),
+    "gemma2": (GEMMA2, "bpe"),
+    "gemma2, padded": (replace(GEMMA2, head_dim=0, n_layers=4, n_kv_heads=1, vocab=300), "byte"),
+    "gemma3": (GEMMA3, "bpe"),
+    "gemma3, all positions, padded": (replace(GEMMA3, window=0, vocab=300), "byte"),
+    "gemma3, softcap": (replace(GEMMA3, head_dim=0, final_softcap=5.0), "byte"),
     "granite": (replace(GRANITE, **SCALED, **EVERY_BIAS, rope_factors=FACTORS), "bpe"),
     "granite, no rope, tied": (replace(GRANITE, rope=False, tied=True, attention_scale=0.0), "byte"),
     "olmo2": (OLMO2, "bpe"),
@@ -273,7 +287,7 @@ TOLERANCE = {
 }
 
 
-GELU = ("gemma", "gpt2")  # models with the tolerances of gpt2
+GELU = ("gemma", "gemma2", "gemma3", "gpt2")  # models with the tolerances of gpt2
 
 
 def assert_agrees(trained: TrainedModel, path: Path, kind: str, adapter: Path | None = None) -> None:
@@ -343,6 +357,8 @@ def test_the_lens_of_a_warm_start_is_folded_into_the_exported_embedding(workshop
         ("olmo2", {"targets": ["*"], "rank": 4, "alpha": 12}),
         ("arcee", {"targets": ["*"], "rank": 4, "alpha": 12}),
         ("smollm3", {"targets": ["*"], "rank": 4, "alpha": 12}),
+        ("gemma2", {"targets": ["*"], "rank": 4, "alpha": 12}),
+        ("gemma3", {"targets": ["*"], "rank": 4, "alpha": 12}),
         ("granite", {"targets": ["*"], "rank": 4, "alpha": 12}),
         ("gemma", {"targets": ["q", "o", "gate"], "rank": 4, "alpha": 12}),
         ("gpt2", {"targets": ["qkv", "down"], "rank": 4, "rslora": True}),
@@ -405,6 +421,8 @@ DEFECTS = [
     *(("llama", defect) for defect in ("rope base", "norm eps", "rope pairs", "key heads")),
     *(("llama, all", defect) for defect in ("rope scale", "rope factors")),
     ("qwen3", "head norms"),
+    ("gemma3", "window"),
+    ("granite", "logit scale"),
 ]
 
 
@@ -416,6 +434,10 @@ def test_the_judge_detects_a_wrong(workshop, name, defect, tmp_path):
         model = replace(model, rope_base=10000.0)
     if defect == "norm eps":
         model = replace(model, norm_eps=1e-5)
+    if defect == "window":
+        model = replace(model, window=4)
+    if defect == "logit scale":
+        model = replace(model, logit_scale=1.0)
     if defect == "rope scale":
         model = replace(model, rope_scale=1.0)
     if defect == "rope factors":

@@ -31,12 +31,14 @@ def silu(x):
 
 @dataclasses.dataclass
 class Attention:
-    """Attention of one layer: its rope base, whether it has rope, its window, and the factor of its scores."""
+    """Attention of one layer: its rope, its window, and the factor and limit of its scores."""
 
     base: float
     has_rope: bool = True
     window: int = 0
     scale: float | None = None
+    scaled_by: float | None = None  # divisor of positions; None: the model's
+    cap: float = 0.0
 
 
 def decoder(
@@ -50,8 +52,8 @@ def decoder(
     def norm(x, weight):
         return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + cfg.norm_eps) * weight
 
-    def rope(x, base):  # [B, H, T, size]
-        position = torch.arange(length, dtype=torch.float64) / cfg.rope_scale
+    def rope(x, base, divisor):  # [B, H, T, size]
+        position = torch.arange(length, dtype=torch.float64) / (divisor or cfg.rope_scale)
         angle = position[:, None] * base ** (-torch.arange(0, size, 2, dtype=torch.float64) / size)
         if getattr(cfg, "rope_factors", []):
             angle = angle / torch.tensor(cfg.rope_factors, dtype=torch.float64)
@@ -76,10 +78,10 @@ def decoder(
         if head_norms:
             q, k = norm(q, block["attn_q_norm.weight"]), norm(k, block["attn_k_norm.weight"])
         if own.has_rope:
-            q, k = rope(q, own.base), rope(k, own.base)
+            q, k = rope(q, own.base, own.scaled_by), rope(k, own.base, own.scaled_by)
         group = cfg.n_heads // cfg.n_kv_heads
         k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
-        h = linear(attention(q, k, v, scale=own.scale, window=own.window), "attn_output")
+        h = linear(attention(q, k, v, scale=own.scale, window=own.window, cap=own.cap), "attn_output")
         x = x + residual * norm_if_any(h, "post_attention_norm")
         h = norm_if_any(x, "ffn_norm")
         up = linear(h, "ffn_up")
@@ -98,6 +100,29 @@ def olmo2(w, cfg, tokens):
 def smollm3(w, cfg, tokens):
     """Return logits of token ids [B, T]; w maps GGUF names to float64 tensors."""
     return decoder(w, cfg, tokens, halves=False, layer=lambda cfg, i: Attention(cfg.rope_base, i % 4 != 3))
+
+
+def gemma3(w, cfg, tokens):
+    """Return logits of token ids [B, T]; w maps GGUF names to float64 tensors."""
+
+    def layer(cfg, i):
+        if not cfg.window or i % cfg.window_period == cfg.window_period - 1:
+            return Attention(cfg.rope_base)
+        return Attention(cfg.window_rope_base, window=cfg.window, scaled_by=1.0)
+
+    logits = decoder(w, cfg, tokens, gated=tanh_gelu, scaled=cfg.d_model**0.5, head_norms=True, layer=layer)
+    return cfg.final_softcap * torch.tanh(logits / cfg.final_softcap) if cfg.final_softcap else logits
+
+
+def gemma2(w, cfg, tokens):
+    """Return logits of token ids [B, T]; w maps GGUF names to float64 tensors."""
+
+    def layer(cfg, i):
+        has_window = i % cfg.window_period != cfg.window_period - 1
+        return Attention(cfg.rope_base, window=cfg.window * has_window, cap=cfg.score_softcap)
+
+    logits = decoder(w, cfg, tokens, gated=tanh_gelu, scaled=cfg.d_model**0.5, layer=layer)
+    return cfg.final_softcap * torch.tanh(logits / cfg.final_softcap)
 
 
 def granite(w, cfg, tokens):
@@ -140,6 +165,8 @@ FORWARD = {
     "qwen2": decoder,
     "qwen3": partial(decoder, head_norms=True),
     "gemma": lambda w, cfg, tokens: decoder(w, cfg, tokens, gated=tanh_gelu, scaled=cfg.d_model**0.5),
+    "gemma2": gemma2,
+    "gemma3": gemma3,
     "granite": granite,
     "arcee": partial(decoder, halves=False),
     "smollm3": smollm3,
@@ -178,9 +205,10 @@ def vit(w, cfg, images):
     return linear(norm(x, "v.post_ln")[:, 0], "v.head")
 
 
-def attention(q, k, v, causal=True, scale=None, window=0):
+def attention(q, k, v, causal=True, scale=None, window=0, cap=0.0):
     """Return the attention of q, k, v [B, H, T, D] with the heads joined: [B, T, H*D]."""
     scores = q @ k.transpose(-1, -2) * (1 / math.sqrt(q.shape[-1]) if scale is None else scale)
+    scores = cap * torch.tanh(scores / cap) if cap else scores
     if causal:
         position = torch.arange(q.shape[2])
         distance = position[:, None] - position  # of a key before its query

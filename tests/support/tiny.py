@@ -11,6 +11,7 @@ from toyexp.interfaces.values import ArrayValues
 from toyexp.testing import token_dataset
 from toyexp.tokenizers.byte_level import BPE, Bytes
 from toyexp_models.arcee import Arcee
+from toyexp_models.gemma3 import Gemma2, Gemma3
 from toyexp_models.gpt2 import GPT2
 from toyexp_models.granite import Granite
 from toyexp_models.llama import Gemma, Llama, Qwen2, Qwen3
@@ -34,6 +35,9 @@ MODELS = {
     "qwen2": Qwen2(**SIZES, d_ff=48),
     "qwen3": Qwen3(**SIZES, **ROPE, d_ff=48, tied=True),
     "gemma": Gemma(**SIZES, d_ff=48, n_kv_heads=1, head_dim=16),
+    "gemma2": Gemma2(**SIZES, **ROPE, d_ff=48, window=5, score_softcap=2.0, final_softcap=1.5),
+    "gemma3": Gemma3(**{**SIZES, "n_layers": 3}, **ROPE, d_ff=48, window=5, window_period=3, final_softcap=1.5),
+    "gemma3_full": Gemma3(**SIZES, d_ff=48, n_kv_heads=1, window=0),
     "granite": Granite(**SIZES, **ROPE, **BIASES, **SCALES, d_ff=48),
     "granite_nope": Granite(**SIZES, d_ff=48, tied=True, rope=False, residual_scale=0.4),
     "olmo2": Olmo2(**SIZES, d_ff=48, rope_scale=2.5),

@@ -11,9 +11,11 @@ def register_models(register: Register) -> None:
     from toyexp_models.gpt2 import GPT2
     from toyexp_models.granite import Granite
     from toyexp_models.llama import Gemma, Llama, Qwen2, Qwen3
+    from toyexp_models.moe import Olmoe, Qwen3Moe
     from toyexp_models.olmo import Olmo2
     from toyexp_models.smollm3 import SmolLM3
     from toyexp_models.vit import ViT
 
-    for model in (Llama, Qwen2, Qwen3, Gemma, Gemma2, Gemma3, Granite, Olmo2, Arcee, SmolLM3, GPT2, ViT):
+    llamas = (Llama, Qwen2, Qwen3, Gemma, Gemma2, Gemma3, Granite, Olmo2, Arcee, SmolLM3, Qwen3Moe, Olmoe)
+    for model in (*llamas, GPT2, ViT):
         register(model)

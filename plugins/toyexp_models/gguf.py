@@ -122,6 +122,24 @@ class LlamaGGUF(RotaryGGUF):
         }
 
 
+class ExpertsGGUF(RotaryGGUF):
+    """GGUF form of qwen3moe and olmoe: keys of the experts."""
+
+    def metadata(self, model: Any) -> dict[str, Any]:
+        """Return the GGUF keys and values of rotary models and of the experts."""
+        experts = {"expert_count": model.experts, "expert_used_count": model.experts_used}
+        return super().metadata(model) | experts | {"expert_feed_forward_length": model.d_ff}
+
+    def sizes(self, keys: Keys) -> dict[str, Any]:
+        """Return the model's fields, read from the file."""
+        common = super().sizes(keys)
+        return common | {
+            "d_ff": keys.integer("expert_feed_forward_length", common["d_ff"]),
+            "experts": keys.integer("expert_count"),
+            "experts_used": keys.integer("expert_used_count"),
+        }
+
+
 class GraniteGGUF(LlamaGGUF):
     """GGUF form of granite: llama's with keys of four multipliers. Without RoPE, `rope.scaling.finetuned` is false."""
 

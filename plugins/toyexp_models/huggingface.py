@@ -151,6 +151,34 @@ def smollm3_layout(model: RotaryModel, data: Data) -> Layout:
     return replace(layout, config={**layout.config, **layers, "architectures": ["SmolLM3ForCausalLM"]})
 
 
+def qwen3moe_layout(model: Any, data: Data) -> Layout:
+    """Return the layout of Qwen3MoeForCausalLM."""
+    config = {
+        "architectures": ["Qwen3MoeForCausalLM"],
+        "model_type": "qwen3_moe",
+        "moe_intermediate_size": model.d_ff,
+        "norm_topk_prob": True,
+    }
+    problem = "transformers adds a bias to attn_output; llama.cpp's qwen3moe has no bias on attn_output"
+    return _experts_layout(model, config, problem * model.qkv_bias)
+
+
+def olmoe_layout(model: Any, data: Data) -> Layout:
+    """Return the layout of OlmoeForCausalLM."""
+    return _experts_layout(model, {"norm_topk_prob": False, "clip_qkv": None}, "")
+
+
+def _experts_layout(model: Any, own: Mapping[str, Any], problem: str) -> Layout:
+    """Return the layout of a model with experts and the settings `own`; llama.cpp's converter has the `problem`."""
+    names = {f"ffn_{n}_exps": f"mlp.experts.{{}}.{n}_proj" for n in ("gate", "up", "down")} | {
+        "ffn_gate_inp": "mlp.gate"
+    }
+    layout = _rotary(model, names=names)
+    config = {**layout.config, "num_experts": model.experts, "num_experts_per_tok": model.experts_used, **own}
+    tensors = {n: replace(t, is_split="_exps" in n) for n, t in layout.tensors.items()}
+    return replace(layout, config=config, tensors=tensors, conversion=Conversion(("bpe",), ignored_setting=problem))
+
+
 def gpt2_layout(model: LanguageModel, data: Data) -> Layout:
     """Return the layout of GPT2LMHeadModel, which stores the weights of linears as [in, out]."""
     import numpy as np  # deferred, because listing models does not need it

@@ -119,6 +119,13 @@ class TorchOps(Ops):
     def sum(self, x: Tensor, axis: int | None = None, keep: bool = False) -> Tensor:
         return x.sum() if axis is None else x.sum(axis, keepdim=keep)
 
+    def top_k(self, x: Tensor, k: int) -> Tensor:
+        order = x.argsort(dim=-1, descending=True, stable=True)
+        return (order.argsort(-1) < k).to(x.dtype)
+
+    def experts(self, x: Tensor, w: Tensor) -> Tensor:
+        return torch.einsum("bti,eoi->bteo" if x.ndim == 3 else "btei,eoi->bteo", x, w)
+
     def cumsum(self, x: Tensor) -> Tensor:
         return x.cumsum(-1)
 

@@ -14,7 +14,20 @@ ALLOWED = [pair for pair, cell in CELLS.items() if not cell.reason]
 
 TINY = ["model.d_model=32", "model.n_layers=1", "engine.threads=1", "batch_size=4"]
 TEXT = ["data=text", "data.path=book.txt", "data.tokenizer=byte", "model.context=16"]
-LLAMA_FAMILY = ["llama", "qwen2", "qwen3", "gemma", "gemma2", "gemma3", "granite", "olmo2", "arcee", "smollm3"]
+LLAMA_FAMILY = [
+    "llama",
+    "qwen2",
+    "qwen3",
+    "gemma",
+    "gemma2",
+    "gemma3",
+    "granite",
+    "olmo2",
+    "arcee",
+    "smollm3",
+    "qwen3moe",
+    "olmoe",
+]
 RARE = LLAMA_FAMILY[1:]  # the default suite trains them only from scratch
 DATA = {**dict.fromkeys([*LLAMA_FAMILY, "gpt2"], TEXT), "vit": ["data=digits"]}
 BASE_SETTINGS = ["recipe.base=base/model.gguf", "data.tokenizer=auto"]

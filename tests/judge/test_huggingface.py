@@ -34,6 +34,7 @@ from toyexp_models.gpt2 import GPT2
 from toyexp_models.granite import Granite
 from toyexp_models.huggingface import llama3
 from toyexp_models.llama import Gemma, Llama, Qwen2, Qwen3
+from toyexp_models.moe import Olmoe, Qwen3Moe
 from toyexp_models.olmo import Olmo2
 from toyexp_models.smollm3 import SmolLM3
 from toyexp_models.vit import ViT, cut
@@ -73,6 +74,8 @@ MODELS = {
     "olmo2": Olmo2(**SIZES, d_ff=48, rope_scale=2.5),
     "arcee": Arcee(**SIZES, **ROPE, d_ff=48, qkv_bias=True),
     "smollm3": SmolLM3(**{**SIZES, "n_layers": 5}, **ROPE, d_ff=48, qkv_bias=True, tied=True),
+    "qwen3moe": Qwen3Moe(**SIZES, **ROPE, d_ff=24, experts=5, experts_used=3, tied=True, qkv_bias=True),
+    "olmoe": Olmoe(**SIZES, d_ff=24),
     "gpt2": GPT2(**SIZES, d_ff=96),
     "gpt2_untied": GPT2(**SIZES, d_ff=96, tied=False),
 }
@@ -352,6 +355,7 @@ def merge_with_peft(base, folder: Path):
         ("qwen3", "k,v"),
         ("granite", "*"),
         ("olmo2", "q,down"),
+        ("qwen3moe", "q,o"),
         ("gemma3", "*"),
         ("arcee", "*"),
         ("olmo2", "q,down"),

@@ -40,6 +40,7 @@ from toyexp_models.gemma3 import Gemma2, Gemma3
 from toyexp_models.gpt2 import GPT2
 from toyexp_models.granite import Granite
 from toyexp_models.llama import Gemma, Llama, Qwen2, Qwen3
+from toyexp_models.moe import Olmoe, Qwen3Moe
 from toyexp_models.olmo import Olmo2
 from toyexp_models.smollm3 import SmolLM3
 from toyexp_optimisers.adamw import AdamWOptimiser
@@ -177,6 +178,8 @@ GRANITE = Granite(
 OLMO2 = Olmo2(d_model=64, d_ff=96, context=CONTEXT, norm_eps=1e-3, rope_base=500.0, rope_scale=2.5)
 ARCEE = Arcee(d_model=64, d_ff=96, context=CONTEXT, norm_eps=1e-3, rope_base=500.0, **SCALED)
 SMOLLM3 = SmolLM3(d_model=64, d_ff=96, n_layers=4, context=CONTEXT, norm_eps=1e-3, rope_base=500.0, **SCALED)
+QWEN3MOE = Qwen3Moe(d_model=64, d_ff=32, experts=5, experts_used=3, context=CONTEXT, norm_eps=1e-3, rope_base=500.0)
+OLMOE = Olmoe(d_model=64, d_ff=32, experts=6, experts_used=2, context=CONTEXT, norm_eps=1e-3, rope_base=500.0)
 GPT = GPT2(d_model=64, d_ff=80, context=CONTEXT, norm_eps=1e-3)  # tied; 32 does not divide 80 (q8_0)
 WIDE = (replace(LLAMA, d_model=256, d_ff=256, n_layers=1), "byte")  # rows that K-quants can hold
 VARIANTS: dict[str, tuple[Model, str]] = {
@@ -204,6 +207,9 @@ VARIANTS: dict[str, tuple[Model, str]] = {
     "arcee, tied, padded": (replace(ARCEE, tied=True, vocab=300), "byte"),
     "smollm3": (replace(SMOLLM3, qkv_bias=True), "bpe"),
     "smollm3, tied, padded": (replace(SMOLLM3, tied=True, vocab=300), "byte"),
+    "qwen3moe": (replace(QWEN3MOE, **SCALED), "bpe"),
+    "qwen3moe, tied, padded": (replace(QWEN3MOE, tied=True, vocab=300), "byte"),
+    "olmoe": (OLMOE, "bpe"),
     "gpt2": (GPT, "bpe"),
     "gpt2, untied, padded": (replace(GPT, tied=False, vocab=300), "byte"),
 }
@@ -310,6 +316,8 @@ def test_llama_cpp_has_the_engines_loss_and_log_probabilities(workshop, name):
         *(("llama", kind) for kind in ("q4_0", "q4_1", "q5_0", "q5_1")),
         ("llama, tied", "q4_0"),  # its embedding is q8_0, as it is the output layer too
         ("gpt2", "q5_1"),
+        ("qwen3moe", "q8_0"),
+        ("gemma3", "q4_0"),
     ],
 )
 def test_llama_cpp_and_toyexp_dequantise_weights_alike(workshop, name, kind, tmp_path):
@@ -359,6 +367,8 @@ def test_the_lens_of_a_warm_start_is_folded_into_the_exported_embedding(workshop
         ("smollm3", {"targets": ["*"], "rank": 4, "alpha": 12}),
         ("gemma2", {"targets": ["*"], "rank": 4, "alpha": 12}),
         ("gemma3", {"targets": ["*"], "rank": 4, "alpha": 12}),
+        ("qwen3moe", {"targets": ["*"], "rank": 4, "alpha": 12}),
+        ("olmoe", {"targets": ["q", "o"], "rank": 4, "alpha": 12}),
         ("granite", {"targets": ["*"], "rank": 4, "alpha": 12}),
         ("gemma", {"targets": ["q", "o", "gate"], "rank": 4, "alpha": 12}),
         ("gpt2", {"targets": ["qkv", "down"], "rank": 4, "rslora": True}),

@@ -15,6 +15,7 @@ from toyexp.base.errors import UserError
 from toyexp.base.ownership import fingerprint
 from toyexp.cli.main import main
 from toyexp.formats.gguf.form import gguf_form, read_model
+from toyexp.formats.gguf.open_model import find_model_class
 from toyexp.formats.gguf.read import GGUFFile
 from toyexp.formats.gguf.tokenizer import read_tokenizer
 from toyexp.formats.gguf.write import Writer, write_model
@@ -420,3 +421,13 @@ def test_missing_keys_have_llama_cpps_defaults(tmp_path):
 def test_three_spellings_of_linear_rope_scaling_are_read(keys):
     assert read_model(Llama, Header(LLAMA, keys)) == replace(LLAMA, rope_scale=4.0)
     assert read_model(Llama, Header(LLAMA, dict.fromkeys(keys, 0.0) | {"rope.scaling.type": "linear"})) == LLAMA
+
+
+def test_the_error_names_the_architecture_with_the_nearest_tensors():
+    for model, renamed, nearest in ((QWEN3, "phi3", "qwen3"), (OLMO2, "exaone4", "olmo2"), (GPT, "starcoder", "gpt2")):
+        header = Header(model)
+        header.architecture = renamed
+        with pytest.raises(
+            UserError, match=f"architecture is {renamed}; its tensors are most like those of {nearest};"
+        ):
+            find_model_class(header, [Gemma, GPT2, Llama, Olmo2, Qwen2, Qwen3])

@@ -84,10 +84,12 @@ def decoder(
         h = linear(attention(q, k, v, scale=own.scale, window=own.window, cap=own.cap), "attn_output")
         x = x + residual * norm_if_any(h, "post_attention_norm")
         h = norm_if_any(x, "ffn_norm")
-        up = linear(h, "ffn_up")
-        h = linear(
-            gated(linear(h, "ffn_gate")) * up if "ffn_gate.weight" in block else up.clamp(min=0) ** 2, "ffn_down"
-        )
+        if "ffn_gate_inp.weight" in block:
+            h = mixture(h, block, cfg)
+        elif "ffn_gate.weight" in block:
+            h = linear(gated(linear(h, "ffn_gate")) * linear(h, "ffn_up"), "ffn_down")
+        else:
+            h = linear(linear(h, "ffn_up").clamp(min=0) ** 2, "ffn_down")
         x = x + residual * norm_if_any(h, "post_ffw_norm")
     return norm(x, w["output_norm.weight"]) @ w.get("output.weight", w["token_embd.weight"]).T / divisor
 
@@ -95,6 +97,21 @@ def decoder(
 def olmo2(w, cfg, tokens):
     """Return logits of token ids [B, T]; w maps GGUF names to float64 tensors."""
     return decoder(w, cfg, tokens, width_norms=True)
+
+
+def mixture(x, block, cfg):
+    """Return the output of the experts that the router chooses, one position and one expert after the other."""
+    gate, up, down = (block[f"ffn_{name}_exps.weight"] for name in ("gate", "up", "down"))
+    rows = []
+    for h in x.flatten(0, 1):
+        shares = torch.softmax(block["ffn_gate_inp.weight"] @ h, 0)
+        chosen = shares.topk(cfg.experts_used)
+        total = chosen.values.sum() if cfg.name == "qwen3moe" else 1.0
+        outputs = [
+            share / total * (down[e] @ (silu(gate[e] @ h) * (up[e] @ h))) for share, e in zip(*chosen, strict=True)
+        ]
+        rows.append(torch.stack(outputs).sum(0))
+    return torch.stack(rows).view(x.shape)
 
 
 def smollm3(w, cfg, tokens):
@@ -168,6 +185,8 @@ FORWARD = {
     "gemma2": gemma2,
     "gemma3": gemma3,
     "granite": granite,
+    "qwen3moe": partial(decoder, head_norms=True),
+    "olmoe": partial(decoder, width_norms=True),
     "arcee": partial(decoder, halves=False),
     "smollm3": smollm3,
     "olmo2": olmo2,

@@ -33,6 +33,7 @@ class HFTensor:
     name: str
     rows: ArrayFunction = identity  # reorders output features: rows of a weight or of a LoRA's B, elements of a bias
     form: ArrayFunction = identity  # applied after `rows`; numpy.transpose for a Conv1D
+    is_split: bool = False  # transformers has a tensor for each index of the first axis, which replaces {} in `name`
 
 
 @dataclass(frozen=True)

@@ -33,7 +33,7 @@ DATA = {**dict.fromkeys([*LLAMA_FAMILY, "gpt2"], TEXT), "vit": ["data=digits"]}
 BASE_SETTINGS = ["recipe.base=base/model.gguf", "data.tokenizer=auto"]
 SETTINGS = {  # settings for the cells that the matrix marks with `set`
     ("warm", "gpt2"): ["model.tied=false"],
-    ("warm", "gemma"): ["recipe.lens=none", "model.d_model=96"],
+    **{("warm", model): ["recipe.lens=none", "model.d_model=96"] for model in ("gemma", "gemma2", "gemma3")},
     **{("lora", model): [*BASE_SETTINGS, "lr=0.05"] for model in LLAMA_FAMILY},
     ("lora", "gpt2"): [*BASE_SETTINGS, "lr=0.05", "recipe.targets=[qkv]"],
     **{("full", model): BASE_SETTINGS for model in ("gpt2", *LLAMA_FAMILY)},

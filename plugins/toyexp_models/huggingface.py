@@ -36,10 +36,15 @@ Data = Mapping[str, Any]  # metadata of the data: see Dataset.gguf_metadata
 
 def llama_layout(model: RotaryModel, data: Data) -> Layout:
     """Return the layout of LlamaForCausalLM. Raise UserError for head sizes that transformers does not support."""
+    _require_divisible_width(model)
+    return replace(_rotary(model), conversion=Conversion(prefix=None))
+
+
+def _require_divisible_width(model: RotaryModel) -> None:
+    """Raise UserError unless n_heads divides d_model."""
     if model.d_model % model.n_heads:
         heads = f"model.n_heads={model.n_heads} does not divide model.d_model={model.d_model}"
-        raise UserError(f"{heads}, which transformers' llama requires; only GGUF can store this model")
-    return replace(_rotary(model), conversion=Conversion(prefix=None))
+        raise UserError(f"{heads}, which transformers' {model.name} requires; only GGUF can store this model")
 
 
 def granite_layout(model: Any, data: Data) -> Layout:
@@ -109,6 +114,7 @@ def gemma3_layout(model: Any, data: Data) -> Layout:
 
 def _windowed_layout(model: Any, own: Mapping[str, Any], problem: str) -> Layout:
     """Return the layout of gemma2 or gemma3 with the settings `own`; llama.cpp's converter has the `problem`."""
+    _require_divisible_width(model)
     names = {
         "post_attention_norm": "post_attention_layernorm",
         "ffn_norm": "pre_feedforward_layernorm",

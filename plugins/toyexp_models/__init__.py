@@ -5,11 +5,18 @@ from toyexp import Register, hookimpl
 
 @hookimpl
 def register_models(register: Register) -> None:
-    """Register the models `llama`, `qwen2`, `qwen3`, `gemma`, `gpt2`, `vit` and `mlp`."""
+    """Register the models of this package."""
+    from toyexp_models.arcee import Arcee
+    from toyexp_models.gemma3 import Gemma2, Gemma3
     from toyexp_models.gpt2 import GPT2
+    from toyexp_models.granite import Granite
     from toyexp_models.llama import Gemma, Llama, Qwen2, Qwen3
     from toyexp_models.mlp import MLP
+    from toyexp_models.moe import Olmoe, Qwen3Moe
+    from toyexp_models.olmo import Olmo2
+    from toyexp_models.smollm3 import SmolLM3
     from toyexp_models.vit import ViT
 
-    for model in (Llama, Qwen2, Qwen3, Gemma, GPT2, ViT, MLP):
+    llamas = (Llama, Qwen2, Qwen3, Gemma, Gemma2, Gemma3, Granite, Olmo2, Arcee, SmolLM3, Qwen3Moe, Olmoe)
+    for model in (*llamas, GPT2, ViT, MLP):
         register(model)

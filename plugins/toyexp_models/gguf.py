@@ -20,6 +20,7 @@ SIZES = {
     "context": "context_length", "d_model": "embedding_length", "n_layers": "block_count",
     "d_ff": "feed_forward_length", "n_heads": "attention.head_count",
 }  # fmt: skip
+GRANITE_SCALES = {"embedding_scale": 1.0, "residual_scale": 1.0, "logit_scale": None}  # defaults; None: required
 
 
 class LanguageGGUF(GGUFForm[L]):
@@ -119,6 +120,83 @@ class LlamaGGUF(RotaryGGUF):
             "ffn_bias": "blk.0.ffn_up.bias" in file.tensors,
             "rope_factors": [] if info is None else [decimal(f) for f in file.read(FREQS)],
         }
+
+
+class ExpertsGGUF(RotaryGGUF):
+    """GGUF form of qwen3moe and olmoe: keys of the experts."""
+
+    def metadata(self, model: Any) -> dict[str, Any]:
+        """Return the GGUF keys and values of rotary models and of the experts."""
+        experts = {"expert_count": model.experts, "expert_used_count": model.experts_used}
+        return super().metadata(model) | experts | {"expert_feed_forward_length": model.d_ff}
+
+    def sizes(self, keys: Keys) -> dict[str, Any]:
+        """Return the model's fields, read from the file."""
+        common = super().sizes(keys)
+        return common | {
+            "d_ff": keys.integer("expert_feed_forward_length", common["d_ff"]),
+            "experts": keys.integer("expert_count"),
+            "experts_used": keys.integer("expert_used_count"),
+        }
+
+
+class GraniteGGUF(LlamaGGUF):
+    """GGUF form of granite: llama's with keys of four multipliers. Without RoPE, `rope.scaling.finetuned` is false."""
+
+    def metadata(self, model: Any) -> dict[str, Any]:
+        """Return the GGUF keys and values of llama and of the multipliers."""
+        keys = {name: getattr(model, name) for name in GRANITE_SCALES}
+        keys |= {"attention.scale": model.attention_scale} if model.attention_scale else {}
+        keys |= {} if model.rope else {"rope.scaling.finetuned": False}
+        return super().metadata(model) | keys
+
+    def sizes(self, keys: Keys) -> dict[str, Any]:
+        """Return the model's fields, read from the file. As in llama.cpp, a multiplier of 0 is the default."""
+        scales = {name: keys.number(name, default) or 1.0 for name, default in GRANITE_SCALES.items()}
+        scales["attention_scale"] = keys.number("attention.scale", 0.0)
+        return {"rope": keys.expect("rope.scaling.finetuned", True, False), **scales, **super().sizes(keys)}
+
+
+class Gemma2GGUF(RotaryGGUF):
+    """GGUF form of gemma2: keys of windows and of the limits of scores and logits."""
+
+    window, period = 4096, 2  # llama.cpp's values for missing keys
+    caps: Mapping[str, tuple[str, float]] = {
+        "final_softcap": ("final_logit_softcapping", 30.0),
+        "score_softcap": ("attn_logit_softcapping", 50.0),
+    }
+
+    def metadata(self, model: Any) -> dict[str, Any]:
+        """Return the GGUF keys and values of rotary models, windows and limits."""
+        keys = {"attention.sliding_window": model.window}
+        if model.window:
+            keys["attention.sliding_window_pattern"] = model.window_period
+        return super().metadata(model) | keys | {key: getattr(model, name) for name, (key, _) in self.caps.items()}
+
+    def sizes(self, keys: Keys) -> dict[str, Any]:
+        """Return the model's fields, read from the file, with llama.cpp's defaults for missing keys."""
+        caps = {name: keys.number(key, default) for name, (key, default) in self.caps.items()}
+        windows = {
+            "window": keys.integer("attention.sliding_window", self.window, lowest=0),
+            "window_period": keys.integer("attention.sliding_window_pattern", self.period),
+        }
+        return super().sizes(keys) | caps | windows
+
+
+class Gemma3GGUF(Gemma2GGUF):
+    """GGUF form of gemma3: keys of windows, of their RoPE, and of the limit of the logits."""
+
+    window, period = 0, 6
+    caps: Mapping[str, tuple[str, float]] = {"final_softcap": ("final_logit_softcapping", 0.0)}
+
+    def metadata(self, model: Any) -> dict[str, Any]:
+        """Return the GGUF keys and values of rotary models, windows and limits."""
+        return super().metadata(model) | {"rope.freq_base_swa": model.window_rope_base}
+
+    def sizes(self, keys: Keys) -> dict[str, Any]:
+        """Return the model's fields, read from the file, with llama.cpp's defaults for missing keys."""
+        base = keys.number("rope.freq_base_swa", 10000.0)
+        return super().sizes(keys) | {"window_rope_base": base}
 
 
 def _linear_scaling(keys: Keys) -> float:

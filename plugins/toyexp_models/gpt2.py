@@ -86,7 +86,7 @@ class GPT2(MuP, LanguageModel):
 
         qkv = ops.split(linear(norm(x, "attn_norm"), "attn_qkv"), 3)  # 3 times [B, T, d]
         q, k, v = (ops.heads(t, self.n_heads) for t in qkv)  # [B, T, H, D]
-        mixed = ops.attention(q, k, v, scale=self.attention_scale(self.d_model // self.n_heads))
+        mixed = ops.attention(q, k, v, scale=self.score_factor(self.d_model // self.n_heads))
         x = ops.add(x, ops.dropout(linear(mixed, "attn_output"), masks, "attn_output"))
         h = ops.gelu(linear(norm(x, "ffn_norm"), "ffn_up"))  # [B, T, d_ff]
         return ops.add(x, ops.dropout(linear(h, "ffn_down"), masks, "ffn_down"))

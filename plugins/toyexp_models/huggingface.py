@@ -36,10 +36,29 @@ Data = Mapping[str, Any]  # metadata of the data: see Dataset.gguf_metadata
 
 def llama_layout(model: RotaryModel, data: Data) -> Layout:
     """Return the layout of LlamaForCausalLM. Raise UserError for head sizes that transformers does not support."""
+    _require_divisible_width(model)
+    return replace(_rotary(model), conversion=Conversion(prefix=None))
+
+
+def _require_divisible_width(model: RotaryModel) -> None:
+    """Raise UserError unless n_heads divides d_model."""
     if model.d_model % model.n_heads:
         heads = f"model.n_heads={model.n_heads} does not divide model.d_model={model.d_model}"
-        raise UserError(f"{heads}, but must for transformers' llama; only GGUF can store this model")
-    return replace(_rotary(model), conversion=Conversion(prefix=None))
+        raise UserError(f"{heads}, but must for transformers' {model.name}; only GGUF can store this model")
+
+
+def granite_layout(model: Any, data: Data) -> Layout:
+    """Return the layout of GraniteForCausalLM. Raise UserError for a model without RoPE."""
+    if not model.rope:
+        raise UserError("model.rope=false: transformers' granite always has RoPE; only GGUF can store this model")
+    layout = llama_layout(model, data)
+    scales = {
+        "embedding_multiplier": model.embedding_scale,
+        "residual_multiplier": model.residual_scale,
+        "attention_multiplier": model.attention_scale or model.head_size**-0.5,
+        "logits_scaling": model.logit_scale,
+    }
+    return replace(layout, config={**layout.config, **scales})
 
 
 def qwen2_layout(model: RotaryModel, data: Data) -> Layout:
@@ -57,14 +76,113 @@ def gemma_layout(model: RotaryModel, data: Data) -> Layout:
     """Return the layout of GemmaForCausalLM, which adds 1 to the weights of its norms."""
     layout = _rotary(model)
     activation = dict.fromkeys(("hidden_act", "hidden_activation"), "gelu_pytorch_tanh")  # both the old and the new key
-    norms = {name: tensor for name, tensor in layout.tensors.items() if name.endswith("_norm.weight")}
-    norms = {name: replace(tensor, form=lambda weight: weight - 1) for name, tensor in norms.items()}
     # If eot_token_id is missing, llama.cpp's converter assumes token 107, as in Google's models.
     config = {**layout.config, **activation, "eot_token_id": None}
     is_usual = (model.rope_base, model.rope_scale) == (10000.0, 1.0)
     problem = "" if is_usual else "it reads neither rope_base nor rope_scale of gemma"
     conversion = Conversion(("spm",), prefix=False, ignored_setting=problem)
-    return replace(layout, config=config, tensors={**layout.tensors, **norms}, conversion=conversion)
+    return replace(layout, config=config, tensors=_subtract_one(layout.tensors), conversion=conversion)
+
+
+def _subtract_one(tensors: Mapping[str, HFTensor]) -> dict[str, HFTensor]:
+    """Return the tensors of a layout in which the weights of norms are stored minus 1."""
+
+    def subtract(weight: np.ndarray) -> np.ndarray:
+        return weight - 1
+
+    return {n: replace(t, form=subtract) if n.endswith("_norm.weight") else t for n, t in tensors.items()}
+
+
+def gemma2_layout(model: Any, data: Data) -> Layout:
+    """Return the layout of Gemma2ForCausalLM, whose config lists the layers with a window."""
+    problem = "" if model.window_period == 2 else "it does not read window_period of gemma2"
+    return _windowed_layout(model, {"attn_logit_softcapping": model.score_softcap}, problem)
+
+
+def gemma3_layout(model: Any, data: Data) -> Layout:
+    """Return the layout of Gemma3ForCausalLM, whose config lists the layers with a window."""
+    is_usual = (model.window_period, model.window_rope_base) == (6, 10000.0)
+    problem = "" if is_usual else "it reads neither window_period nor window_rope_base of gemma3"
+    config = {
+        "architectures": ["Gemma3ForCausalLM"],
+        "model_type": "gemma3_text",
+        "rope_local_base_freq": model.window_rope_base,
+        "sliding_window_pattern": model.window_period,
+    }
+    return _windowed_layout(model, config, problem)
+
+
+def _windowed_layout(model: Any, own: Mapping[str, Any], problem: str) -> Layout:
+    """Return the layout of gemma2 or gemma3 with the settings `own`; llama.cpp's converter has the `problem`."""
+    _require_divisible_width(model)
+    names = {
+        "post_attention_norm": "post_attention_layernorm",
+        "ffn_norm": "pre_feedforward_layernorm",
+        "post_ffw_norm": "post_feedforward_layernorm",
+    }
+    layout = _rotary(model, names=names)
+    kinds = ("full_attention", "sliding_attention")
+    config = {
+        "hidden_act": "gelu_pytorch_tanh",
+        "hidden_activation": "gelu_pytorch_tanh",
+        "layer_types": [kinds[has_window] for i in range(model.n_layers) for has_window in model.layer(i)],
+        "sliding_window": model.window or model.context,  # required even if no layer has a window
+        "query_pre_attn_scalar": round(model.score_scale**-2),
+        "final_logit_softcapping": model.final_softcap or None,
+    }
+    return replace(
+        layout,
+        config={**layout.config, **config, **own},
+        tensors=_subtract_one(layout.tensors),
+        conversion=Conversion(prefix=False, ignored_setting=problem),
+    )
+
+
+def olmo2_layout(model: RotaryModel, data: Data) -> Layout:
+    """Return the layout of Olmo2ForCausalLM, whose norms follow attention and feed-forward layer."""
+    norms = {"post_attention_norm": "post_attention_layernorm", "post_ffw_norm": "post_feedforward_layernorm"}
+    return replace(_rotary(model, names=norms), conversion=Conversion(("bpe",)))
+
+
+def arcee_layout(model: RotaryModel, data: Data) -> Layout:
+    """Return the layout of ArceeForCausalLM, whose feed-forward layer has squared ReLU and no gate."""
+    layout = llama_layout(model, data)
+    return replace(layout, config={**layout.config, "hidden_act": "relu2"})
+
+
+def smollm3_layout(model: RotaryModel, data: Data) -> Layout:
+    """Return the layout of SmolLM3ForCausalLM, whose config lists the layers with RoPE."""
+    layout = llama_layout(model, data)
+    layers = {"no_rope_layers": [int(*model.layer(i)) for i in range(model.n_layers)], "no_rope_layer_interval": 4}
+    return replace(layout, config={**layout.config, **layers, "architectures": ["SmolLM3ForCausalLM"]})
+
+
+def qwen3moe_layout(model: Any, data: Data) -> Layout:
+    """Return the layout of Qwen3MoeForCausalLM."""
+    config = {
+        "architectures": ["Qwen3MoeForCausalLM"],
+        "model_type": "qwen3_moe",
+        "moe_intermediate_size": model.d_ff,
+        "norm_topk_prob": True,
+    }
+    problem = "transformers adds a bias to attn_output; llama.cpp's qwen3moe has no bias on attn_output"
+    return _experts_layout(model, config, problem * model.qkv_bias)
+
+
+def olmoe_layout(model: Any, data: Data) -> Layout:
+    """Return the layout of OlmoeForCausalLM."""
+    return _experts_layout(model, {"norm_topk_prob": False, "clip_qkv": None}, "")
+
+
+def _experts_layout(model: Any, own: Mapping[str, Any], problem: str) -> Layout:
+    """Return the layout of a model with experts and the settings `own`; llama.cpp's converter has the `problem`."""
+    names = {f"ffn_{n}_exps": f"mlp.experts.{{}}.{n}_proj" for n in ("gate", "up", "down")} | {
+        "ffn_gate_inp": "mlp.gate"
+    }
+    layout = _rotary(model, names=names)
+    config = {**layout.config, "num_experts": model.experts, "num_experts_per_tok": model.experts_used, **own}
+    tensors = {n: replace(t, is_split="_exps" in n) for n, t in layout.tensors.items()}
+    return replace(layout, config=config, tensors=tensors, conversion=Conversion(("bpe",), ignored_setting=problem))
 
 
 def gpt2_layout(model: LanguageModel, data: Data) -> Layout:
@@ -96,13 +214,14 @@ def gpt2_layout(model: LanguageModel, data: Data) -> Layout:
     return Layout(config, tensors, conversion=Conversion(("bpe",), ignored_setting=problem))
 
 
-def _rotary(model: RotaryModel, biased: tuple[str, ...] | None = None) -> Layout:
+def _rotary(model: RotaryModel, biased: tuple[str, ...] | None = None, names: Mapping[str, str] = ROTARY) -> Layout:
     """Return the layout of a RotaryModel in transformers, where RoPE rotates pairs (x[i], x[i + D/2]).
 
     `biased` names the linears of a block that have a bias in transformers. By default, these are all linears of the
     attention if at least one of them has a bias in the model, and likewise for the feed-forward layer.
+    `names` are the names in transformers that differ from those of llama.
     """
-    biases = model.biases()
+    biases, names = model.biases(), {**ROTARY, **names}
     if biased is None:
         biased = tuple(n for layer in (ATTENTION, FEED_FORWARD) for n in layer if not biases.keys().isdisjoint(layer))
     config = {
@@ -128,9 +247,9 @@ def _rotary(model: RotaryModel, biased: tuple[str, ...] | None = None) -> Layout
     for spec in model.tensors():
         *block, name, kind = spec.name.split(".")
         prefix = f"model.layers.{block[1]}." if block else ""
-        tensors[spec.name] = HFTensor(f"{prefix}{ROTARY[name]}.{kind}", _row_order(model, name))
+        tensors[spec.name] = HFTensor(f"{prefix}{names[name]}.{kind}", _row_order(model, name))
         if kind == "weight" and name in biased and name not in biases:
-            zeros[f"{prefix}{ROTARY[name]}.bias"] = spec.shape[:1]
+            zeros[f"{prefix}{names[name]}.bias"] = spec.shape[:1]
     return Layout(config, tensors, zeros)
 
 

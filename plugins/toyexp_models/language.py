@@ -34,17 +34,17 @@ class LanguageModel(Model):
         require_range("model", self, n_layers=BLOCKS, norm_eps=EPS, vocab=f"[0,{MAX_INT}]")
 
     @property
-    def logit_scale(self) -> float:
+    def logit_factor(self) -> float:
         """Factor of the logits."""
         return 1.0
 
-    def attention_scale(self, head_size: int) -> float | None:
+    def score_factor(self, head_size: int) -> float | None:
         """Return the factor of attention scores, or None for 1 / sqrt(head_size)."""
         return None
 
     def scale_output(self, ops: Ops, x: Tensor) -> Tensor:
-        """Return the input of the output layer times `logit_scale`."""
-        return x if self.logit_scale == 1 else ops.scale(x, self.logit_scale)
+        """Return the input of the output layer times `logit_factor`."""
+        return x if self.logit_factor == 1 else ops.scale(x, self.logit_factor)
 
     def fit(self, dataset: Dataset) -> Model:
         """Return the model with the data's vocabulary size if `vocab` is 0. Raise UserError if `vocab` is too small."""

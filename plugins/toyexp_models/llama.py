@@ -96,15 +96,10 @@ class Gemma(RotaryModel):
 
     name: ClassVar[str] = "gemma"
     forms: ClassVar[Mapping[str, Any]] = {"gguf": RotaryGGUF(), "hf": gemma_layout}
+    fixed: ClassVar[Mapping[str, Any]] = {"tied": True}
 
     tied: bool = True  # tie the output layer to the embedding table; must be true
     norm_eps: float = 1e-6  # added to the variance inside the norms
-
-    def check(self) -> None:
-        """Raise UserError for sizes that cannot work."""
-        super().check()
-        if not self.tied:
-            raise UserError("model.tied=false: gemma requires model.tied=true")
 
     def embed(self, ops: Ops, table: Tensor, tokens: Tensor) -> Tensor:
         """Return the rows of the embedding table at `tokens`, multiplied by sqrt(d_model)."""

@@ -25,11 +25,11 @@ class MuP:
     mup_base_width: int = 64  # the d_model at which mup changes neither learning rates nor logits
 
     @property
-    def logit_scale(self: Any) -> float:
+    def logit_factor(self: Any) -> float:
         """Factor of the logits: mup_base_width / d_model with muP."""
         return float(self.mup_base_width / self.d_model) if self.mup else 1.0
 
-    def attention_scale(self, head_size: int) -> float | None:
+    def score_factor(self, head_size: int) -> float | None:
         """Return the factor of attention scores: 1 / head_size with muP, otherwise None: 1 / sqrt(head_size)."""
         return 1 / head_size if self.mup else None
 
@@ -37,7 +37,7 @@ class MuP:
         """Return the specs. With muP, matrices of blocks have a variance of 1 / inputs and a scaled learning rate."""
 
         def hidden(spec: TensorSpec) -> TensorSpec:
-            return replace(spec, init=Normal(1 / math.sqrt(spec.shape[1])), lr_scale=self.logit_scale)
+            return replace(spec, init=Normal(1 / math.sqrt(spec.shape[1])), lr_scale=self.logit_factor)
 
         is_hidden = [self.mup and t.name.startswith("blk.") and len(t.shape) == 2 for t in specs]
         return [hidden(t) if is_matrix else t for t, is_matrix in zip(specs, is_hidden, strict=True)]
@@ -54,7 +54,7 @@ class MuP:
     def _fold(self: Any, name: str, values: np.ndarray) -> np.ndarray:
         layer = name.split(".")[-2]
         if layer == "output_norm":
-            return values * values.dtype.type(self.logit_scale)
+            return values * values.dtype.type(self.logit_factor)
         if layer not in ("attn_q", "attn_qkv"):
             return values
         count = len(values) if layer == "attn_q" else len(values) // 3  # the first third of attn_qkv is the query

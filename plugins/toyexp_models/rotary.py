@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from toyexp import Constant, Normal, Ops, Params, Rotary, Tensor, TensorSpec, UserError
 from toyexp.base import MAX_INT, require_range
@@ -14,10 +14,12 @@ from toyexp_models.language import LanguageModel, require_shared_heads
 
 @dataclass
 class RotaryModel(LanguageModel):
-    """Transformer of llama, qwen2, qwen3 and gemma; subclasses override the differences."""
+    """Transformer of llama and its relatives; subclasses override the differences."""
 
     halves: ClassVar[bool] = True  # rope rotates pairs (x[i], x[i + D/2]); False in llama
     head_norms: ClassVar[bool] = False  # RMSNorm on each head of q and k before rope
+    width_norms: ClassVar[bool] = False  # RMSNorm on all of q and all of k, before heads are cut
+    fixed: ClassVar[Mapping[str, Any]] = {}  # settings that can have only this value
 
     n_kv_heads: int = 2  # number of key/value heads, each shared by n_heads / n_kv_heads query heads
     head_dim: int = 0  # features per head; 0: d_model / n_heads
@@ -34,6 +36,10 @@ class RotaryModel(LanguageModel):
     def check(self) -> None:
         """Raise UserError for sizes that cannot work."""
         super().check()
+        for name, value in self.fixed.items():
+            if (given := getattr(self, name)) != value:
+                own, required = (str(v).lower() for v in (given, value))
+                raise UserError(f"model.{name}={own}: {self.name} requires model.{name}={required}")
         self.require_positive("n_kv_heads", "rope_base", "rope_scale")
         require_range("model", self, head_dim=f"[0,{MAX_INT}]")
         setting = f"model.head_dim={self.head_dim}"
@@ -65,31 +71,28 @@ class RotaryModel(LanguageModel):
 
         Embeddings start from N(0, 0.02), linears from N(0, 1/sqrt(inputs)), norms from 1, biases from 0.
         """
-        d, ff, q, kv = self.d_model, self.d_ff, self.n_heads * self.head_size, self.n_kv_heads * self.head_size
 
-        def linear(name: str, outputs: int, inputs: int) -> TensorSpec:
-            return TensorSpec(f"{name}.weight", (outputs, inputs), Normal(1 / math.sqrt(inputs)))
+        def weight(name: str, shape: tuple[int, ...]) -> TensorSpec:
+            init = Constant(1) if len(shape) == 1 else Normal(1 / math.sqrt(shape[-1]))
+            return TensorSpec(f"{name}.weight", shape, init)
 
-        def norm(name: str, size: int = d) -> TensorSpec:
-            return TensorSpec(f"{name}.weight", (size,), Constant(1))
-
-        specs = [TensorSpec("token_embd.weight", (self.vocab, d), Normal(0.02))]
+        specs = [TensorSpec("token_embd.weight", (self.vocab, self.d_model), Normal(0.02))]
         for i in range(self.n_layers):
-            prefix = f"blk.{i}."
-            specs += [norm(f"{prefix}attn_norm"), linear(f"{prefix}attn_q", q, d), linear(f"{prefix}attn_k", kv, d)]
-            specs += [linear(f"{prefix}attn_v", kv, d), linear(f"{prefix}attn_output", d, q), norm(f"{prefix}ffn_norm")]
-            specs += [
-                linear(f"{prefix}ffn_gate", ff, d),
-                linear(f"{prefix}ffn_up", ff, d),
-                linear(f"{prefix}ffn_down", d, ff),
-            ]
-            if self.head_norms:
-                specs += [norm(f"{prefix}attn_{x}_norm", self.head_size) for x in "qk"]
-            specs += [TensorSpec(f"{prefix}{name}.bias", (size,), Constant(0)) for name, size in self.biases().items()]
-        specs.append(norm("output_norm"))
+            specs += [weight(f"blk.{i}.{name}", shape) for name, shape in self.shapes().items()]
+            specs += [TensorSpec(f"blk.{i}.{name}.bias", (size,), Constant(0)) for name, size in self.biases().items()]
+        specs.append(weight("output_norm", (self.d_model,)))
         if not self.tied:
-            specs.append(TensorSpec("output.weight", (self.vocab, d), Normal(0.02)))
+            specs.append(TensorSpec("output.weight", (self.vocab, self.d_model), Normal(0.02)))
         return specs
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Return the shape of each weight of a block, by name. Those with one axis are norms."""
+        d, ff, q, kv = self.d_model, self.d_ff, self.n_heads * self.head_size, self.n_kv_heads * self.head_size
+        attention = {"attn_norm": (d,), "attn_q": (q, d), "attn_k": (kv, d), "attn_v": (kv, d), "attn_output": (d, q)}
+        feed_forward = {"ffn_norm": (d,), "ffn_gate": (ff, d), "ffn_up": (ff, d), "ffn_down": (d, ff)}
+        widths = (self.head_size, self.head_size) if self.head_norms else (q, kv) if self.width_norms else ()
+        norms = {name: (width,) for name, width in zip(("attn_q_norm", "attn_k_norm"), widths, strict=False)}
+        return attention | feed_forward | norms
 
     def biases(self) -> dict[str, int]:
         """Return the size of each bias in a block, by the name of its linear layer."""
@@ -112,32 +115,65 @@ class RotaryModel(LanguageModel):
         """Return the gated activations of the feed-forward layer, [B, T, d_ff]; here SwiGLU."""
         return ops.swiglu(gate, up)
 
+    def layer(self, i: int) -> tuple[Any, ...]:
+        """Return further arguments of `block` for layer `i`, if layers differ; here there are none."""
+        return ()
+
     def forward(self, ops: Ops, p: Params, batch: Mapping[str, Tensor]) -> Tensor:
         """Return the logits [B, T, vocab] of tokens [B, T]."""
         x = self.embed(ops, p["token_embd.weight"], batch["tokens"])  # [B, T, d]
         for i in range(self.n_layers):
-            x = ops.block(self.block, x, p.block(i))
+            x = ops.block(self.block, x, p.block(i), *self.layer(i))
         x = ops.rms_norm(x, p["output_norm.weight"], self.norm_eps)
-        return ops.logits(self.scale_output(ops, x), p["token_embd.weight" if self.tied else "output.weight"])
+        return self.logits(ops, x, p["token_embd.weight" if self.tied else "output.weight"])
 
-    def block(self, ops: Ops, x: Tensor, p: Params) -> Tensor:
-        """Return the output of one block for x [B, T, d]."""
+    def logits(self, ops: Ops, x: Tensor, table: Tensor) -> Tensor:
+        """Return the logits [B, T, vocab] of x [B, T, d], the output of the last norm."""
+        return ops.logits(self.scale_output(ops, x), table)
 
-        def norm(x: Tensor, name: str) -> Tensor:
-            return ops.rms_norm(x, p[f"{name}.weight"], self.norm_eps)
+    def block(self, ops: Ops, x: Tensor, p: Params, *layer: Any) -> Tensor:
+        """Return the output of one block for x [B, T, d]; `layer` are the arguments that the method `layer` returns."""
+        x = self.join(ops, x, self.mix(ops, self.norm(ops, x, p, "attn_norm"), p, *layer))
+        return self.join(ops, x, self.feed_forward(ops, self.norm(ops, x, p, "ffn_norm"), p))
 
-        def linear(x: Tensor, name: str) -> Tensor:
-            return ops.linear(x, p[f"{name}.weight"], p.get(f"{name}.bias"))
+    def norm(self, ops: Ops, x: Tensor, p: Params, name: str) -> Tensor:
+        """Return RMSNorm of x over its last axis."""
+        return ops.rms_norm(x, p[f"{name}.weight"], self.norm_eps)
 
-        rotary = self.rotary()
-        h = norm(x, "attn_norm")
-        q = ops.heads(linear(h, "attn_q"), self.n_heads)  # [B, T, H, D]
-        k, v = (ops.heads(linear(h, f"attn_{n}"), self.n_kv_heads) for n in "kv")  # [B, T, Hkv, D]
+    def join(self, ops: Ops, x: Tensor, y: Tensor) -> Tensor:
+        """Return the residual stream x plus y, the output of attention or of the feed-forward layer."""
+        return ops.add(x, y)
+
+    def mix(self, ops: Ops, h: Tensor, p: Params, *layer: Any) -> Tensor:
+        """Return the output [B, T, d] of attention with its projections, for h [B, T, d]."""
+
+        def project(name: str, heads: int) -> Tensor:  # [B, T, heads, D]
+            x = linear(ops, h, p, name)
+            return ops.heads(
+                self.norm(ops, x, p, f"{name}_norm") if self.width_norms and name != "attn_v" else x, heads
+            )
+
+        q, k, v = (
+            project("attn_q", self.n_heads),
+            project("attn_k", self.n_kv_heads),
+            project("attn_v", self.n_kv_heads),
+        )
         if self.head_norms:
-            q, k = norm(q, "attn_q_norm"), norm(k, "attn_k_norm")
-        scale = self.attention_scale(self.head_size)
-        h = ops.attention(ops.rope(q, rotary), ops.rope(k, rotary), v, scale=scale)  # [B, T, H*D]
-        x = ops.add(x, linear(h, "attn_output"))
-        h = norm(x, "ffn_norm")
-        h = self.gated(ops, linear(h, "ffn_gate"), linear(h, "ffn_up"))  # [B, T, d_ff]
-        return ops.add(x, linear(h, "ffn_down"))
+            q, k = self.norm(ops, q, p, "attn_q_norm"), self.norm(ops, k, p, "attn_k_norm")
+        return linear(ops, self.attend(ops, q, k, v, *layer), p, "attn_output")
+
+    def attend(self, ops: Ops, q: Tensor, k: Tensor, v: Tensor, *layer: Any) -> Tensor:
+        """Return rope and attention [B, T, H*D] of q [B, T, H, D] and k, v [B, T, Hkv, D]."""
+        rotary = self.rotary()
+        q, k = ops.rope(q, rotary), ops.rope(k, rotary)
+        return ops.attention(q, k, v, scale=self.score_factor(self.head_size))
+
+    def feed_forward(self, ops: Ops, h: Tensor, p: Params) -> Tensor:
+        """Return the output [B, T, d] of the feed-forward layer for h [B, T, d]."""
+        hidden = self.gated(ops, linear(ops, h, p, "ffn_gate"), linear(ops, h, p, "ffn_up"))  # [B, T, d_ff]
+        return linear(ops, hidden, p, "ffn_down")
+
+
+def linear(ops: Ops, x: Tensor, p: Params, name: str) -> Tensor:
+    """Return the linear layer `name` of x, with its bias if the model has one."""
+    return ops.linear(x, p[f"{name}.weight"], p.get(f"{name}.bias"))

@@ -119,6 +119,13 @@ class TorchOps(Ops):
     def sum(self, x: Tensor, axis: int | None = None, keep: bool = False) -> Tensor:
         return x.sum() if axis is None else x.sum(axis, keepdim=keep)
 
+    def top_k(self, x: Tensor, k: int) -> Tensor:
+        order = x.argsort(dim=-1, descending=True, stable=True)
+        return (order.argsort(-1) < k).to(x.dtype)
+
+    def experts(self, x: Tensor, w: Tensor) -> Tensor:
+        return torch.einsum("bti,eoi->bteo" if x.ndim == 3 else "btei,eoi->bteo", x, w)
+
     def cumsum(self, x: Tensor) -> Tensor:
         return x.cumsum(-1)
 
@@ -299,12 +306,12 @@ class CachedOps(IncrementalOps, TorchOps):
     ) -> Tensor:  # fmt: skip
         """Return the attention of q [1, H, n, D] to keys and values [1, Hkv, T, ..], with softcap and sinks."""
         k, v = (t.repeat_interleave(q.shape[1] // t.shape[1], 1) for t in (k, v))
-        scores = self.product(q, k, transposed=True) * (q.shape[3] ** -0.5 if scale is None else scale)
+        scores = q @ k.transpose(-1, -2) * (q.shape[3] ** -0.5 if scale is None else scale)
         scores = self.softcap(scores, softcap) if softcap else scores
         scores = scores if mask is None else scores.masked_fill(~mask, -math.inf)
         if sinks is not None:
             scores = torch.cat((scores, sinks.view(1, -1, 1, 1).expand(1, -1, scores.shape[2], 1).to(scores)), -1)
-        return self.product(scores.softmax(-1)[..., : k.shape[2]], v)
+        return scores.softmax(-1)[..., : k.shape[2]] @ v
 
     def _empty_cache(self, x: Tensor) -> Tensor:
         return x.new_empty((1, x.shape[1], self.table_length, x.shape[3]))

@@ -127,7 +127,7 @@ KEYS = [
         "model=gpt2 model.n_kv_heads=2",
         "model.n_kv_heads",
         "model=gpt2",
-        "it belongs to model=gemma or llama or qwen2 or qwen3",
+        "it belongs to model=arcee or gemma or",
     ),
     ("model.d_model.x=1", "model.d_model holds one value"),
     ("data.path=book.txt", "unknown key data.path with data=stdlib", "text or tokens"),

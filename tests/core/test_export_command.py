@@ -184,7 +184,7 @@ def test_values_out_of_range_are_written_with_a_warning(tmp_path, capsys):
         ("model.gguf --type q8_0 --to model.gguf --force", "model.gguf: is the file to be read; choose another path"),
         ("adapter.gguf --type q8_0", "adapter.gguf: holds no model (general.type is adapter)"),
         ("adapter.gguf --type hf", "for PEFT, train again with 'callbacks=[default,hf_export]'"),
-        ("other.gguf --type q8_0", "other.gguf: its architecture is mamba; choose one of: gemma, gpt2, llama"),
+        ("other.gguf --type q8_0", "other.gguf: its architecture is mamba; choose one of: arcee, gemma"),
         (
             "vit.gguf --type q4_k_m",
             "vit.gguf: q4_k_m is written by llama.cpp, which does not support toyexp-vit; choose one of: bf16",

@@ -32,8 +32,9 @@ from toyexp.testing.formats import _run as a_run
 from toyexp.tokenizers.byte_level import Bytes
 from toyexp_formats.shipped import GGUF, HuggingFace, Safetensors
 from toyexp_models.gpt2 import GPT2
+from toyexp_models.llama import Llama
 
-TEXT = [replace(MODELS[name], vocab=257) for name in ("llama", "llama_all", "qwen2", "qwen3", "gemma", "gpt2")]
+TEXT = [replace(model, vocab=257) for name, model in MODELS.items() if name in (model.name, "llama_all")]
 
 
 @dataclass
@@ -44,6 +45,16 @@ class Bare(GPT2):
     forms: ClassVar[dict] = {}
 
     vocab: int = 257
+
+
+@dataclass
+class GeluLlama(Llama):
+    """A llama with another activation, which states no forms."""
+
+    name: ClassVar[str] = "gelu_llama"
+
+    def gated(self, ops, gate, up):
+        return ops.mul(ops.gelu(gate), up)
 
 
 @dataclass
@@ -511,3 +522,26 @@ def test_a_format_cannot_take_names_of_another(changes, message, monkeypatch):
     monkeypatch.setitem(sys.modules, "theirs", module)
     with pytest.raises(UserError, match=re.escape(message)):
         load(["theirs"])
+
+
+def test_a_subclass_is_not_exported_as_its_base_class_unless_it_states_forms(tmp_path):
+    model = GeluLlama(d_model=32, vocab=257)
+    tensors = {t.name: np.zeros(t.shape, np.float32) for t in model.tensors()}
+    export = ModelExport(model, tensors, Bytes())
+    assert "model=gelu_llama has no form for GGUF" in GGUF().notes(export)[0]
+    GGUF().write(export, tmp_path / "m.gguf")
+    with GGUFFile(tmp_path / "m.gguf") as file:
+        assert file.architecture == "gelu_llama" and "gelu_llama.settings" in file.metadata
+    for write in (HuggingFace().check_model, lambda model: HuggingFace().write(export, tmp_path / "m-hf")):
+        with pytest.raises(UserError, match=r"^model=gelu_llama has no Hugging Face layout.*inherits none$"):
+            write(model)
+    with pytest.raises(UserError, match="which does not support gelu_llama"):
+        GGUF("q4_k_m").check_model(model)
+
+    @dataclass
+    class Wide(GeluLlama):
+        """A subclass that states the forms of llama."""
+
+        forms: ClassVar[dict] = Llama.forms
+
+    assert Wide.forms == Llama.forms and not GeluLlama.forms

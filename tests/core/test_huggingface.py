@@ -232,6 +232,8 @@ def test_force_keeps_directories_without_settings_and_weights(files, capsys):
 @pytest.mark.parametrize(
     ("model", "said"),
     [
+        (MODELS["granite_nope"], "model.rope=false: transformers' granite always has RoPE"),
+        (replace(MODELS["gemma3"], n_heads=5, n_kv_heads=1), "which transformers' gemma3 requires"),
         (MODELS["llama_all"], "rope_factors and model.rope_scale are both set"),
         (
             replace(MODELS["llama"], n_heads=5, n_kv_heads=1, head_dim=6),
@@ -397,6 +399,12 @@ def foreign_bpe(vocab=257, **keys):
         ("gemma", {}, sentencepiece(), "add_space_prefix=false"),
         ("gemma", {}, foreign_bpe(), "no bpe tokenizer"),
         ("gemma", {"rope_scale": 2.0}, sentencepiece(prefix=False), "rope_scale"),
+        ("gemma2", {}, sentencepiece(prefix=False), ""),
+        ("gemma2", {"window_period": 3}, sentencepiece(prefix=False), "window_period"),
+        ("gemma3", {}, sentencepiece(prefix=False), "window_rope_base"),  # the tiny model has another period
+        ("gemma3_full", {}, sentencepiece(prefix=False), ""),
+        ("olmo2", {}, foreign_bpe(), ""),
+        ("qwen3moe", {"qkv_bias": True}, foreign_bpe(), "no bias on attn_output"),
         ("gpt2", {"d_ff": 128}, foreign_bpe(), ""),
         ("gpt2", {"d_ff": 128}, foreign_bpe(50257, **{"ggml.pre": "gpt-2"}), ""),
         ("gpt2", {"d_ff": 128}, foreign_bpe(50256, **{"ggml.pre": "gpt-2"}), "not one trained by toyexp"),

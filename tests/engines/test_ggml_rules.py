@@ -531,6 +531,16 @@ def attention_settings_case(draw):
     return case
 
 
+def experts_case(draw):
+    case = Case(draw)
+    count, outputs, inputs = draw(small_counts), draw(st.integers(1, 9)), draw(st.integers(1, 9))
+    each = (count,) * draw(st.integers(0, 1))  # whether each expert reads another x
+    case.array("x", draw(rows), draw(st.integers(1, 9)), *each, inputs)
+    case.array("w", count, outputs, inputs)
+    case.function = lambda ops, p, batch: ops.experts(p["x"], p["w"])
+    return case
+
+
 def linear_attention_case(draw):
     case = Case(draw)
     batch, length, heads = draw(rows), draw(st.integers(1, 9)), draw(small_counts)
@@ -646,7 +656,7 @@ CASES = [
     layer_norm_case, heads_case, split_case, prepend_case, select_case, rope_case, attention_case, gelu_case,
     silu_case, swiglu_case, sigmoid_case, centre_case, reshape_case, part_case, concat_case, repeated_case,
     elementwise_case, exp_log_case, reduced_case, permuted_case, product_case, take_case, causal_case, shift_case,
-    route_case, attention_settings_case, linear_attention_case,
+    route_case, experts_case, attention_settings_case, linear_attention_case,
 ]  # fmt: skip
 
 

@@ -45,6 +45,7 @@ def serve(path, adapter):
     params.cache_type_k = params.cache_type_v = xllamacpp.ggml_type.GGML_TYPE_F32
     params.flash_attn_type = xllamacpp.llama_flash_attn_type.LLAMA_FLASH_ATTN_TYPE_DISABLED
     params.cpuparams.n_threads = params.cpuparams_batch.n_threads = 1
+    params.swa_full = True  # keep all positions of layers with a window, so that a prompt can replace the previous one
     params.warmup = False
     params.offline = True
     return xllamacpp.Server(params)

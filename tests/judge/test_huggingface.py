@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from texts import NASTY, hard_pieces
-from tiny import VOCAB
+from tiny import SCALES, VOCAB
 from transformers_ids import answer_all
 
 from toyexp import InputSpec, Model, ModelExport, Setup, Tokenizer
@@ -28,9 +28,15 @@ from toyexp.tokenizers.byte_level import BPE, Bytes, Characters
 from toyexp.tokenizers.chat_template import Template
 from toyexp.tokenizers.pretokenizers import PRE_TOKENIZERS
 from toyexp.tokenizers.sentencepiece import BLANK, SentencePiece
+from toyexp_models.arcee import Arcee
+from toyexp_models.gemma3 import Gemma2, Gemma3
 from toyexp_models.gpt2 import GPT2
+from toyexp_models.granite import Granite
 from toyexp_models.huggingface import llama3
 from toyexp_models.llama import Gemma, Llama, Qwen2, Qwen3
+from toyexp_models.moe import Olmoe, Qwen3Moe
+from toyexp_models.olmo import Olmo2
+from toyexp_models.smollm3 import SmolLM3
 from toyexp_models.vit import ViT, cut
 
 pytestmark = [
@@ -61,6 +67,15 @@ MODELS = {
     "qwen2_without_biases": Qwen2(**SIZES, d_ff=48, qkv_bias=False),
     "qwen3": Qwen3(**SIZES, **ROPE, d_ff=48, qkv_bias=True),
     "gemma": Gemma(**SIZES, d_ff=48, n_kv_heads=1, head_dim=16, rope_scale=1.5),
+    "gemma2": Gemma2(**SIZES, d_ff=48, head_dim=16, window=5, score_softcap=2.0, final_softcap=3.0, rope_scale=1.5),
+    "gemma3": Gemma3(**{**SIZES, "n_layers": 3}, **ROPE, d_ff=48, window=5, window_period=3, final_softcap=3.0),
+    "gemma3_full": Gemma3(**SIZES, d_ff=48, n_kv_heads=1, window=0),
+    "granite": Granite(**SIZES, **ROPE, **SCALES, qkv_bias=True, ffn_bias=True, d_ff=48),
+    "olmo2": Olmo2(**SIZES, d_ff=48, rope_scale=2.5),
+    "arcee": Arcee(**SIZES, **ROPE, d_ff=48, qkv_bias=True),
+    "smollm3": SmolLM3(**{**SIZES, "n_layers": 5}, **ROPE, d_ff=48, qkv_bias=True, tied=True),
+    "qwen3moe": Qwen3Moe(**SIZES, **ROPE, d_ff=24, experts=5, experts_used=3, tied=True, qkv_bias=True),
+    "olmoe": Olmoe(**SIZES, d_ff=24),
     "gpt2": GPT2(**SIZES, d_ff=96),
     "gpt2_untied": GPT2(**SIZES, d_ff=96, tied=False),
 }
@@ -176,7 +191,7 @@ TALK = [{"role": "user", "content": "Hi there"}, {"role": "assistant", "content"
 KINDS = ("bpe", "byte", "char", "spm", "spm_bare")
 CUTS = ("llama-bpe", "qwen2", "smollm", "tekken", "default")
 # Every family with every kind of tokenizer, and more pre-tokenizers for families that have several.
-FAMILIES = [(family, kind) for family in ("llama", "qwen2", "qwen3", "gemma", "gpt2") for kind in KINDS]
+FAMILIES = [(family, kind) for family, model in MODELS.items() if family == model.name for kind in KINDS]
 FAMILIES += [(family, pre) for family in ("llama", "qwen2") for pre in CUTS]
 
 
@@ -332,7 +347,20 @@ def merge_with_peft(base, folder: Path):
     return peft.PeftModel.from_pretrained(base, folder).eval()
 
 
-@pytest.mark.parametrize(("name", "targets"), [("llama3", "q,k,o,ffn_*"), ("gpt2", "*"), ("qwen3", "k,v")])
+@pytest.mark.parametrize(
+    ("name", "targets"),
+    [
+        ("llama3", "q,k,o,ffn_*"),
+        ("gpt2", "*"),
+        ("qwen3", "k,v"),
+        ("granite", "*"),
+        ("olmo2", "q,down"),
+        ("qwen3moe", "q,o"),
+        ("gemma3", "*"),
+        ("arcee", "*"),
+        ("olmo2", "q,down"),
+    ],
+)
 def test_an_adapter_has_the_same_logits_in_transformers_and_peft(tmp_path, name, targets):
     write_random_model(Path("base.gguf"), name, Bytes())
     Path("book.txt").write_text("It was a bright cold day in April.\n" * 60)

@@ -15,12 +15,14 @@ from toyexp.base.errors import UserError
 from toyexp.base.ownership import fingerprint
 from toyexp.cli.main import main
 from toyexp.formats.gguf.form import gguf_form, read_model
+from toyexp.formats.gguf.open_model import find_model_class
 from toyexp.formats.gguf.read import GGUFFile
 from toyexp.formats.gguf.tokenizer import read_tokenizer
 from toyexp.formats.gguf.write import Writer, write_model
 from toyexp.tokenizers.byte_level import Bytes
 from toyexp_models.gpt2 import GPT2
 from toyexp_models.llama import Gemma, Llama, Qwen2, Qwen3
+from toyexp_models.olmo import Olmo2
 
 QUICK = ["data=text", "data.path=book.txt", "engine=cpu", "engine.threads=1", "steps=2", "batch_size=4",
          "model.context=12"]  # fmt: skip
@@ -160,7 +162,7 @@ def write_bare_gguf(path, arch, tensors=("token_embd.weight",), **general):
         ("recipe=lora recipe.base=adapter.gguf", "adapter.gguf: holds no model (general.type is adapter)"),
         (
             "recipe=full recipe.base=other.gguf",
-            "other.gguf: its architecture is gemma2; choose one of: gemma, gpt2, llama, qwen2, qwen3",
+            "other.gguf: its architecture is mamba; choose one of: arcee, gemma, ",
         ),
         ("recipe=full recipe.base=bare.gguf", "bare.gguf: has no llama."),
         ("recipe=lora recipe.base=base.gguf recipe.rnak=4", "did you mean recipe.rank?"),
@@ -182,7 +184,7 @@ def write_bare_gguf(path, arch, tensors=("token_embd.weight",), **general):
 def test_an_impossible_base_or_setting_is_rejected_with_a_short_error(tmp_path, capsys, words, message):
     write_base(tmp_path / "base.gguf", "llama", tokenizer=Bytes())
     write_bare_gguf(tmp_path / "adapter.gguf", "llama", type="adapter")
-    write_bare_gguf(tmp_path / "other.gguf", "gemma2")
+    write_bare_gguf(tmp_path / "other.gguf", "mamba")
     write_bare_gguf(tmp_path / "bare.gguf", "llama")
     (tmp_path / "book.txt").write_text("".join(f"It was {i} o'clock on a bright cold day. " for i in range(900)))
     quick = QUICK[2:] if "data=digits" in words else QUICK
@@ -297,7 +299,7 @@ class Header:
 
 
 LLAMA, GPT = Llama(vocab=40), GPT2(vocab=40)
-QWEN2, QWEN3, GEMMA = Qwen2(vocab=40), Qwen3(vocab=40), Gemma(vocab=40)
+QWEN2, QWEN3, GEMMA, OLMO2 = Qwen2(vocab=40), Qwen3(vocab=40), Gemma(vocab=40), Olmo2(vocab=40)
 
 
 @pytest.mark.parametrize(
@@ -341,6 +343,8 @@ def test_the_error_names_a_key_or_tensor_that_a_model_cannot_represent(model, he
     ("model", "message"),
     [
         (replace(QWEN2, head_dim=32), "in llama.cpp's qwen2 heads have d_model / n_heads features"),
+        (replace(OLMO2, tied=True), "olmo2 requires model.tied=false"),
+        (replace(OLMO2, head_dim=16), "olmo2 requires model.head_dim=0"),
         (replace(GEMMA, tied=False), "gemma requires model.tied=true"),
         (
             replace(LLAMA, rope_factors=[1.0] * 3),
@@ -417,3 +421,13 @@ def test_missing_keys_have_llama_cpps_defaults(tmp_path):
 def test_three_spellings_of_linear_rope_scaling_are_read(keys):
     assert read_model(Llama, Header(LLAMA, keys)) == replace(LLAMA, rope_scale=4.0)
     assert read_model(Llama, Header(LLAMA, dict.fromkeys(keys, 0.0) | {"rope.scaling.type": "linear"})) == LLAMA
+
+
+def test_the_error_names_the_architecture_with_the_nearest_tensors():
+    for model, renamed, nearest in ((QWEN3, "phi3", "qwen3"), (OLMO2, "exaone4", "olmo2"), (GPT, "starcoder", "gpt2")):
+        header = Header(model)
+        header.architecture = renamed
+        with pytest.raises(
+            UserError, match=f"architecture is {renamed}; its tensors are most like those of {nearest};"
+        ):
+            find_model_class(header, [Gemma, GPT2, Llama, Olmo2, Qwen2, Qwen3])

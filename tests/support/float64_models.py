@@ -1,5 +1,6 @@
 """Reference models in plain float64 PyTorch, independent of toyexp's code."""
 
+import dataclasses
 import math
 from functools import partial
 
@@ -8,7 +9,42 @@ import pytest
 import torch
 
 
-def decoder(w, cfg, tokens, *, halves=True, head_norms=False, gated=lambda g: g / (1 + torch.exp(-g)), scaled=False):
+def rotate(x, angle, halves):
+    """Return x [B, H, T, D] with its pairs of features rotated by angle [T, D/2]."""
+    length, size = x.shape[2:]
+    if halves:  # one rotation matrix per position
+        turn = torch.zeros(length, size, size, dtype=torch.float64)
+        for i in range(size // 2):
+            j = i + size // 2
+            turn[:, i, i] = turn[:, j, j] = angle[:, i].cos()
+            turn[:, j, i] = angle[:, i].sin()
+            turn[:, i, j] = -angle[:, i].sin()
+        return torch.einsum("tij,bhtj->bhti", turn, x)
+    pairs = torch.view_as_complex(x.reshape(*x.shape[:-1], size // 2, 2).contiguous())
+    return torch.view_as_real(pairs * torch.polar(torch.ones_like(angle), angle)).reshape(x.shape)
+
+
+def silu(x):
+    """Return x times its sigmoid."""
+    return x / (1 + torch.exp(-x))
+
+
+@dataclasses.dataclass
+class Attention:
+    """Attention of one layer: its rope, its window, and the factor and limit of its scores."""
+
+    base: float
+    has_rope: bool = True
+    window: int = 0
+    scale: float | None = None
+    scaled_by: float | None = None  # divisor of positions; None: the model's
+    cap: float = 0.0
+
+
+def decoder(
+    w, cfg, tokens, *, halves=True, head_norms=False, width_norms=False, gated=silu, scaled=1.0, residual=1.0,
+    divisor=1.0, layer=lambda cfg, i: Attention(cfg.rope_base),
+):  # fmt: skip
     """Return logits of token ids [B, T]; w maps GGUF names to float64 tensors."""
     length = tokens.shape[1]
     size = cfg.head_dim or cfg.d_model // cfg.n_heads
@@ -16,40 +52,102 @@ def decoder(w, cfg, tokens, *, halves=True, head_norms=False, gated=lambda g: g 
     def norm(x, weight):
         return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + cfg.norm_eps) * weight
 
-    position = torch.arange(length, dtype=torch.float64) / cfg.rope_scale
-    angle = position[:, None] * cfg.rope_base ** (-torch.arange(0, size, 2, dtype=torch.float64) / size)
-    if getattr(cfg, "rope_factors", []):
-        angle = angle / torch.tensor(cfg.rope_factors, dtype=torch.float64)
+    def rope(x, base, divisor):  # [B, H, T, size]
+        position = torch.arange(length, dtype=torch.float64) / (divisor or cfg.rope_scale)
+        angle = position[:, None] * base ** (-torch.arange(0, size, 2, dtype=torch.float64) / size)
+        if getattr(cfg, "rope_factors", []):
+            angle = angle / torch.tensor(cfg.rope_factors, dtype=torch.float64)
+        return rotate(x, angle, halves)
 
-    def rope(x):  # [B, H, T, size]
-        if halves:  # one rotation matrix per position
-            turn = torch.zeros(length, size, size, dtype=torch.float64)
-            for i in range(size // 2):
-                j = i + size // 2
-                turn[:, i, i] = turn[:, j, j] = angle[:, i].cos()
-                turn[:, j, i] = angle[:, i].sin()
-                turn[:, i, j] = -angle[:, i].sin()
-            return torch.einsum("tij,bhtj->bhti", turn, x)
-        pairs = torch.view_as_complex(x.reshape(*x.shape[:-1], size // 2, 2).contiguous())
-        return torch.view_as_real(pairs * torch.polar(torch.ones_like(angle), angle)).reshape(x.shape)
-
-    x = w["token_embd.weight"][tokens] * (cfg.d_model**0.5 if scaled else 1)
+    x = w["token_embd.weight"][tokens] * scaled
     for i in range(cfg.n_layers):
         block = {n.removeprefix(f"blk.{i}."): t for n, t in w.items() if n.startswith(f"blk.{i}.")}
+        own = layer(cfg, i)
 
         def linear(x, name, block=block):
             return x @ block[f"{name}.weight"].T + block.get(f"{name}.bias", 0)
 
-        h = norm(x, block["attn_norm.weight"])
-        q, k, v = (linear(h, f"attn_{n}").unflatten(-1, (-1, size)).transpose(1, 2) for n in "qkv")
+        def norm_if_any(x, name, block=block):
+            return norm(x, block[f"{name}.weight"]) if f"{name}.weight" in block else x
+
+        h = norm_if_any(x, "attn_norm")
+        q, k, v = (linear(h, f"attn_{n}") for n in "qkv")
+        if width_norms:
+            q, k = norm(q, block["attn_q_norm.weight"]), norm(k, block["attn_k_norm.weight"])
+        q, k, v = (t.unflatten(-1, (-1, size)).transpose(1, 2) for t in (q, k, v))
         if head_norms:
             q, k = norm(q, block["attn_q_norm.weight"]), norm(k, block["attn_k_norm.weight"])
+        if own.has_rope:
+            q, k = rope(q, own.base, own.scaled_by), rope(k, own.base, own.scaled_by)
         group = cfg.n_heads // cfg.n_kv_heads
-        k, v = rope(k).repeat_interleave(group, 1), v.repeat_interleave(group, 1)
-        x = x + linear(attention(rope(q), k, v), "attn_output")
-        h = norm(x, block["ffn_norm.weight"])
-        x = x + linear(gated(linear(h, "ffn_gate")) * linear(h, "ffn_up"), "ffn_down")
-    return norm(x, w["output_norm.weight"]) @ w.get("output.weight", w["token_embd.weight"]).T
+        k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
+        h = linear(attention(q, k, v, scale=own.scale, window=own.window, cap=own.cap), "attn_output")
+        x = x + residual * norm_if_any(h, "post_attention_norm")
+        h = norm_if_any(x, "ffn_norm")
+        if "ffn_gate_inp.weight" in block:
+            h = mixture(h, block, cfg)
+        elif "ffn_gate.weight" in block:
+            h = linear(gated(linear(h, "ffn_gate")) * linear(h, "ffn_up"), "ffn_down")
+        else:
+            h = linear(linear(h, "ffn_up").clamp(min=0) ** 2, "ffn_down")
+        x = x + residual * norm_if_any(h, "post_ffw_norm")
+    return norm(x, w["output_norm.weight"]) @ w.get("output.weight", w["token_embd.weight"]).T / divisor
+
+
+def olmo2(w, cfg, tokens):
+    """Return logits of token ids [B, T]; w maps GGUF names to float64 tensors."""
+    return decoder(w, cfg, tokens, width_norms=True)
+
+
+def mixture(x, block, cfg):
+    """Return the output of the experts that the router chooses, one position and one expert after the other."""
+    gate, up, down = (block[f"ffn_{name}_exps.weight"] for name in ("gate", "up", "down"))
+    rows = []
+    for h in x.flatten(0, 1):
+        shares = torch.softmax(block["ffn_gate_inp.weight"] @ h, 0)
+        chosen = shares.topk(cfg.experts_used)
+        total = chosen.values.sum() if cfg.name == "qwen3moe" else 1.0
+        outputs = [
+            share / total * (down[e] @ (silu(gate[e] @ h) * (up[e] @ h))) for share, e in zip(*chosen, strict=True)
+        ]
+        rows.append(torch.stack(outputs).sum(0))
+    return torch.stack(rows).view(x.shape)
+
+
+def smollm3(w, cfg, tokens):
+    """Return logits of token ids [B, T]; w maps GGUF names to float64 tensors."""
+    return decoder(w, cfg, tokens, halves=False, layer=lambda cfg, i: Attention(cfg.rope_base, i % 4 != 3))
+
+
+def gemma3(w, cfg, tokens):
+    """Return logits of token ids [B, T]; w maps GGUF names to float64 tensors."""
+
+    def layer(cfg, i):
+        if not cfg.window or i % cfg.window_period == cfg.window_period - 1:
+            return Attention(cfg.rope_base)
+        return Attention(cfg.window_rope_base, window=cfg.window, scaled_by=1.0)
+
+    logits = decoder(w, cfg, tokens, gated=tanh_gelu, scaled=cfg.d_model**0.5, head_norms=True, layer=layer)
+    return cfg.final_softcap * torch.tanh(logits / cfg.final_softcap) if cfg.final_softcap else logits
+
+
+def gemma2(w, cfg, tokens):
+    """Return logits of token ids [B, T]; w maps GGUF names to float64 tensors."""
+
+    def layer(cfg, i):
+        has_window = i % cfg.window_period != cfg.window_period - 1
+        return Attention(cfg.rope_base, window=cfg.window * has_window, cap=cfg.score_softcap)
+
+    logits = decoder(w, cfg, tokens, gated=tanh_gelu, scaled=cfg.d_model**0.5, layer=layer)
+    return cfg.final_softcap * torch.tanh(logits / cfg.final_softcap)
+
+
+def granite(w, cfg, tokens):
+    """Return logits of token ids [B, T]; w maps GGUF names to float64 tensors."""
+    return decoder(
+        w, cfg, tokens, halves=False, scaled=cfg.embedding_scale, residual=cfg.residual_scale, divisor=cfg.logit_scale,
+        layer=lambda cfg, i: Attention(cfg.rope_base, cfg.rope, scale=cfg.attention_scale or None),
+    )  # fmt: skip
 
 
 def tanh_gelu(x):
@@ -83,7 +181,15 @@ FORWARD = {
     "llama": partial(decoder, halves=False),
     "qwen2": decoder,
     "qwen3": partial(decoder, head_norms=True),
-    "gemma": partial(decoder, gated=tanh_gelu, scaled=True),
+    "gemma": lambda w, cfg, tokens: decoder(w, cfg, tokens, gated=tanh_gelu, scaled=cfg.d_model**0.5),
+    "gemma2": gemma2,
+    "gemma3": gemma3,
+    "granite": granite,
+    "qwen3moe": partial(decoder, head_norms=True),
+    "olmoe": partial(decoder, width_norms=True),
+    "arcee": partial(decoder, halves=False),
+    "smollm3": smollm3,
+    "olmo2": olmo2,
     "gpt2": gpt2,
 }
 
@@ -118,12 +224,14 @@ def vit(w, cfg, images):
     return linear(norm(x, "v.post_ln")[:, 0], "v.head")
 
 
-def attention(q, k, v, causal=True):
+def attention(q, k, v, causal=True, scale=None, window=0, cap=0.0):
     """Return the attention of q, k, v [B, H, T, D] with the heads joined: [B, T, H*D]."""
-    scores = q @ k.transpose(-1, -2) / math.sqrt(q.shape[-1])
+    scores = q @ k.transpose(-1, -2) * (1 / math.sqrt(q.shape[-1]) if scale is None else scale)
+    scores = cap * torch.tanh(scores / cap) if cap else scores
     if causal:
-        future = torch.triu(torch.ones(q.shape[2], q.shape[2], dtype=torch.bool), 1)
-        scores = scores.masked_fill(future, -math.inf)
+        position = torch.arange(q.shape[2])
+        distance = position[:, None] - position  # of a key before its query
+        scores = scores.masked_fill((distance < 0) | ((distance >= window) if window else False), -math.inf)
     out = scores.softmax(-1) @ v
     return out.transpose(1, 2).reshape(q.shape[0], q.shape[2], -1)
 

@@ -10,8 +10,14 @@ from toyexp.formats.gguf.write import Writer, write_model
 from toyexp.interfaces.values import ArrayValues
 from toyexp.testing import token_dataset
 from toyexp.tokenizers.byte_level import BPE, Bytes
+from toyexp_models.arcee import Arcee
+from toyexp_models.gemma3 import Gemma2, Gemma3
 from toyexp_models.gpt2 import GPT2
+from toyexp_models.granite import Granite
 from toyexp_models.llama import Gemma, Llama, Qwen2, Qwen3
+from toyexp_models.moe import Olmoe, Qwen3Moe
+from toyexp_models.olmo import Olmo2
+from toyexp_models.smollm3 import SmolLM3
 from toyexp_recipes.scratch import Scratch
 
 VOCAB, CONTEXT = 40, 12
@@ -21,6 +27,8 @@ SIZES = {"d_model": 32, "n_layers": 2, "n_heads": 4, "context": CONTEXT}
 ROPE = {"head_dim": 12, "rope_base": 500.0, "rope_scale": 2.5}
 BIASES = {"qkv_bias": True, "o_bias": True, "ffn_bias": True}
 
+SCALES = {"embedding_scale": 3.0, "residual_scale": 0.4, "attention_scale": 0.2, "logit_scale": 1.5}
+
 MODELS = {
     "llama": Llama(**SIZES, n_kv_heads=2, d_ff=48),
     "llama_tied_bias": Llama(**SIZES, n_kv_heads=1, d_ff=48, tied=True, qkv_bias=True),
@@ -28,6 +36,16 @@ MODELS = {
     "qwen2": Qwen2(**SIZES, d_ff=48),
     "qwen3": Qwen3(**SIZES, **ROPE, d_ff=48, tied=True),
     "gemma": Gemma(**SIZES, d_ff=48, n_kv_heads=1, head_dim=16),
+    "gemma2": Gemma2(**SIZES, **ROPE, d_ff=48, window=5, score_softcap=2.0, final_softcap=1.5),
+    "gemma3": Gemma3(**{**SIZES, "n_layers": 3}, **ROPE, d_ff=48, window=5, window_period=3, final_softcap=1.5),
+    "gemma3_full": Gemma3(**SIZES, d_ff=48, n_kv_heads=1, window=0),
+    "granite": Granite(**SIZES, **ROPE, **BIASES, **SCALES, d_ff=48),
+    "granite_nope": Granite(**SIZES, d_ff=48, tied=True, rope=False, residual_scale=0.4),
+    "olmo2": Olmo2(**SIZES, d_ff=48, rope_scale=2.5),
+    "arcee": Arcee(**SIZES, **ROPE, d_ff=48, qkv_bias=True),
+    "smollm3": SmolLM3(**{**SIZES, "n_layers": 5}, **ROPE, d_ff=48, tied=True),
+    "qwen3moe": Qwen3Moe(**SIZES, **ROPE, d_ff=24, experts=5, experts_used=3, tied=True),
+    "olmoe": Olmoe(**SIZES, d_ff=24),
     "gpt2": GPT2(**SIZES, d_ff=64),
     "gpt2_untied": GPT2(**SIZES, d_ff=64, tied=False),
 }

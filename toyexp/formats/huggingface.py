@@ -45,7 +45,12 @@ def write_folder(path: Path, exported: ModelExport, dtype: str = "float32") -> l
     for spec in model.tensors():
         stored = layout.tensors[spec.name]
         shape = stored.form(np.broadcast_to(np.float32(0), spec.shape)).shape
-        tensors[stored.name] = shape, partial(_convert_tensor, exported.tensors, spec.name, stored)
+        if stored.is_split:
+            for i in range(shape[0]):
+                convert = partial(_convert_tensor, exported.tensors, spec.name, stored, i)
+                tensors[stored.name.format(i)] = shape[1:], convert
+        else:
+            tensors[stored.name] = shape, partial(_convert_tensor, exported.tensors, spec.name, stored)
     for name, shape in layout.zeros.items():
         tensors[name] = shape, partial(np.zeros, shape, np.float32)
     config = {**layout.config, "torch_dtype": dtype, "transformers_version": TRANSFORMERS_VERSION}
@@ -148,8 +153,11 @@ def _repository(exported: ModelExport) -> str | None:
     return match[1] if match else None
 
 
-def _convert_tensor(tensors: Mapping[str, np.ndarray], name: str, stored: HFTensor) -> np.ndarray:
-    return stored.form(stored.rows(tensors[name]))
+def _convert_tensor(
+    tensors: Mapping[str, np.ndarray], name: str, stored: HFTensor, index: int | None = None
+) -> np.ndarray:
+    array = tensors[name] if index is None else tensors[name][index]
+    return stored.form(stored.rows(array))
 
 
 def _special_ids(tokenizer: Tokenizer | None) -> dict[str, Any]:

@@ -33,6 +33,7 @@ class HFTensor:
     name: str
     rows: ArrayFunction = identity  # reorders output features: rows of a weight or of a LoRA's B, elements of a bias
     form: ArrayFunction = identity  # applied after `rows`; numpy.transpose for a Conv1D
+    is_split: bool = False  # transformers has a tensor for each index of the first axis, which replaces {} in `name`
 
 
 @dataclass(frozen=True)
@@ -59,6 +60,8 @@ class Layout:
 def hf_layout(model: Model, data: Mapping[str, Any]) -> Layout:
     """Return the model's layout in transformers; raise UserError for a model that transformers does not have."""
     if "hf" not in model.forms:
-        raise UserError(f"model={model.name} has no Hugging Face layout: its class has no forms['hf']")
+        raise UserError(
+            f"model={model.name} has no Hugging Face layout: its class states no forms['hf'], and inherits none"
+        )
     layout: Layout = model.forms["hf"](model, data)
     return layout

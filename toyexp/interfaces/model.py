@@ -49,10 +49,17 @@ class Model(ABC):
     name: ClassVar[str]  # the value of `model=` that selects it
     reads: ClassVar[Kind]  # kind of data it is trained on: TOKENS, IMAGES, or your own Kind
     optim_mode: ClassVar[str | None] = None  # the AdamW mode it needs; None: the recipe decides
-    forms: ClassVar[Mapping[str, Any]] = {}  # key and tensor names by format: "gguf": GGUFForm, "hf": layout
+    # Key and tensor names by format: "gguf": GGUFForm, "hf": layout. A subclass does not inherit them.
+    forms: ClassVar[Mapping[str, Any]] = {}
     cached_decoding: ClassVar[bool] = True  # False: generation recomputes the whole sequence for each token
     score_names: ClassVar[tuple[str, ...]] = ()  # metrics that `scores` returns, to check names before a run
     engines: ClassVar[tuple[str, ...]] = ()  # engines for a model that is not written in ops and has no GGUF; (): all
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        """Set `forms` to {} unless the class states its own: it may compute something else than its base class."""
+        super().__init_subclass__(**options)
+        if "forms" not in vars(cls):
+            cls.forms = {}
 
     @abstractmethod
     def tensors(self) -> list[TensorSpec]:

@@ -122,8 +122,7 @@ class Ops(ABC):
     positionwise: ClassVar[frozenset[str]] = frozenset({
         "embed", "linear", "logits", "block", "rows", "matmul", "add", "mul", "div", "scale", "sigmoid", "step", "exp",
         "log", "centre", "rms_norm", "layer_norm", "softmax", "log_softmax", "heads", "split", "relu", "tanh",
-        "softplus", "softcap", "silu", "gelu", "swiglu", "top_k", "route",
-        "dropout",
+        "softplus", "softcap", "silu", "gelu", "swiglu", "top_k", "route", "experts", "dropout",
     })  # fmt: skip
 
     # -- called by models, the same for every engine ------------------------------------------------------------
@@ -384,6 +383,20 @@ class Ops(ABC):
         """
         kept = self.mul(self.softmax(scores), self.top_k(scores, k))
         return self.div(kept, self.sum(kept, len(kept.shape) - 1, keep=True)) if normalise else kept
+
+    def experts(self, x: Tensor, w: Tensor) -> Tensor:
+        """Return one matrix product per expert: x [B, T, in] or [B, T, E, in], w [E, out, in] -> [B, T, E, out].
+
+        Without the axis E, all experts read the same x.
+        """
+        count, outputs, inputs = w.shape
+        positions = tuple(x.shape[:2])
+        if len(x.shape) == 3:
+            y = self.matmul(x, self.reshape(w, (count * outputs, inputs)))
+            return self.reshape(y, (*positions, count, outputs))
+        by_expert = self.permute(self.reshape(x, (math.prod(positions), count, inputs)), (1, 0, 2))
+        y = self.permute(self.product(by_expert, w, transposed=True), (1, 0, 2))
+        return self.reshape(y, (*positions, count, outputs))
 
     def dropout(self, x: Tensor, batch: Mapping[str, Tensor], name: str) -> Tensor:
         """Return x + x * mask for the dropout mask `name` of the batch, or x if the batch has no such mask.

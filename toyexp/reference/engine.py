@@ -92,6 +92,9 @@ class ReferenceOps(Ops):
         np.put_along_axis(mask, chosen, 1.0, axis=-1)
         return mask
 
+    def experts(self, x: Array, w: Array) -> Array:
+        return np.einsum("bti,eoi->bteo" if x.ndim == 3 else "btei,eoi->bteo", x, w)
+
     def linear_attention(self, q: Array, k: Array, v: Array, log_decay: Array) -> Array:
         """Compute it position by position, with a state [B, H, D, Dv]; see Ops."""
         state, outs = np.zeros((q.shape[0], *q.shape[2:], v.shape[3])), []

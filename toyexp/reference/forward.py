@@ -277,6 +277,17 @@ class OpShapes(Ops):
             raise UserError(f"ops.sum cannot sum {list(x.shape)} over axis {axis}; count axes from 0")
         return Shaped((*x.shape[:axis], *((1,) if keep else ()), *x.shape[axis + 1 :]))
 
+    def top_k(self, x: Shaped, k: int) -> Shaped:
+        if not 1 <= k <= x.shape[-1]:
+            raise UserError(f"ops.top_k takes between 1 and {x.shape[-1]} of {list(x.shape)}, got {_describe(k)}")
+        return self._same("top_k", x)
+
+    def experts(self, x: Shaped, w: Shaped) -> Shaped:
+        self._take("experts", x, w)
+        axes = (w.shape[-1],) if len(x.shape) == 3 else (w.shape[0], w.shape[-1])
+        self._require(len(w.shape) == 3 and len(x.shape) in (3, 4) and x.shape[2:] == axes, "experts", x, w)
+        return Shaped((*x.shape[:2], *w.shape[:2]))
+
     def take(self, x: Shaped, ids: Shaped) -> Shaped:
         self._take("take", x)
         self._require(isinstance(ids, Ids) and x.shape[:-1] == ids.shape, "take", x, ids)

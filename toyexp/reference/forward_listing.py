@@ -221,6 +221,7 @@ COSTS: dict[str, Callable[..., tuple[int, ...]]] = {
     "matmul": lambda x, w, bias=None: (2, *x.shape, w.shape[0]),
     "product": lambda a, b, transposed=False: (2, *a.shape, b.shape[-2 if transposed else -1]),
     "attention": lambda q, k, v, *_, **__: (4, *q.shape, q.shape[1]),  # masked positions count too
+    "experts": lambda x, w: (2, *x.shape[:2], *w.shape),
     "linear_attention": lambda q, k, v, log_decay: (4, *q.shape, q.shape[1]),
 }
 

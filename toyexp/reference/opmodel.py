@@ -73,6 +73,11 @@ def _experts_case(ops: Ops, p: Params, x: Tensor) -> Tensor:
     return ops.mul(x, ops.sum(ops.mul(weights, ops.linear(x, p["w"])), 2, keep=True))
 
 
+def _mixture_case(ops: Ops, p: Params, x: Tensor) -> Tensor:
+    """Return the sum of three experts, each of two linear layers."""
+    return ops.sum(ops.experts(ops.relu(ops.experts(x, p["up"])), p["down"]), 2)
+
+
 def _decay_case(ops: Ops, p: Params, x: Tensor) -> Tensor:
     q, k, v = (ops.heads(ops.linear(x, p[name]), 2) for name in ("q", "k", "v"))
     return ops.linear_attention(ops.scale(q, 0.2), k, v, ops.scale(ops.softplus(ops.linear(x, p["a"])), -1.0))
@@ -173,6 +178,7 @@ CASES: dict[str, tuple[dict[str, tuple[int, ...]], Forward]] = {
     "shift": ({}, lambda ops, p, x: ops.add(x, ops.shift(x, 2))),
     "take": ({"w": (CLASSES, WIDTH)}, _take_case),
     "top_k": ({"w": (4, WIDTH)}, _experts_case),
+    "experts": ({"up": (3, 6, WIDTH), "down": (3, WIDTH, 6)}, _mixture_case),
     "linear_attention": ({"q": (8, 8), "k": (8, 8), "v": (8, 8), "a": (2, 8)}, _decay_case),
     "block": ({f"blk.{i}.w": (WIDTH, WIDTH) for i in range(3)}, _blocks_case),
 }

@@ -118,13 +118,13 @@ class Keys:
         self.file, self._prefix = file, f"{file.architecture}."
         self._unread = {k: v for k, v in file.metadata.items() if k.startswith(self._prefix)}
 
-    def integer(self, name: str, default: int | None = None) -> int:
-        """Return a key's integer value, or `default` if the key is missing.
+    def integer(self, name: str, default: int | None = None, lowest: int = 1) -> int:
+        """Return a key's integer value, which must be at least `lowest`, or `default` if the key is missing.
 
-        Raise GGUFError if the value is not an integer above 0, or if the key is missing and has no default.
+        Raise GGUFError for any other value, and if the key is missing and has no default.
         """
         value = self._take(name, default)
-        if isinstance(value, bool) or not isinstance(value, int) or not 0 < value < 2**31:
+        if isinstance(value, bool) or not isinstance(value, int) or not lowest <= value < 2**31:
             raise self._wrong(name, value)
         return value
 

@@ -48,8 +48,28 @@ def find_model_class(file: ModelFile, models: Iterable[type[Model]]) -> type[Mod
     require_model(file)
     classes = models_by_architecture(models)
     if file.architecture not in classes:
-        raise file.error(f"its architecture is {printable(file.architecture)}; {suggest('', classes)}; {IN_A_MODULE}")
+        nearest = nearest_architecture(file, classes)
+        hint = f"its tensors are most like those of {nearest}; " if nearest else ""
+        problem = f"its architecture is {printable(file.architecture)}; {hint}{suggest('', classes)}"
+        raise file.error(f"{problem}; {IN_A_MODULE}")
     return classes[file.architecture]
+
+
+def nearest_architecture(file: ModelFile, classes: Mapping[str, type[Model]]) -> str | None:
+    """Return the architecture whose first block has the most tensor names in common with the file's.
+
+    Return None if fewer than half of all names are common.
+    """
+    names = {name for name in file.tensors if name.startswith("blk.0.")}
+    likeness = dict[str, float]()
+    for architecture, cls in classes.items():
+        try:
+            own = {t.name for t in cls().tensors() if t.name.startswith("blk.0.")}
+        except Exception:  # a plugin may raise anything for its default sizes
+            continue
+        likeness[architecture] = len(names & own) / max(len(names | own), 1)
+    nearest = max(likeness, key=lambda name: likeness[name], default=None)
+    return nearest if nearest and likeness[nearest] >= 0.5 else None
 
 
 def models_by_architecture(models: Iterable[type[Model]]) -> dict[str, type[Model]]:

@@ -1,0 +1,117 @@
+"""Gemma 2 and 3 (Gemma Team 2024, 2025): most layers see a window of positions; norms before and after each layer."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from toyexp import Ops, Params, Rotary, Tensor
+from toyexp.base import MAX_INT, require_range
+from toyexp_models.gguf import Gemma2GGUF, Gemma3GGUF
+from toyexp_models.huggingface import gemma2_layout, gemma3_layout
+from toyexp_models.llama import Gemma
+
+
+@dataclass
+class WindowedGemma(Gemma):
+    """Base class of gemma2 and gemma3."""
+
+    wide_layers: ClassVar[int]  # llama.cpp takes a model with this many layers for the 27B; see `score_scale`
+
+    window: int = 32  # number of positions that most layers see; 0: all layers see all
+    window_period: int = 6  # every so many layers, one sees all positions
+    final_softcap: float = 0.0  # limit of the logits: cap * tanh(logit / cap); 0: none
+
+    def check(self) -> None:
+        """Raise UserError for sizes that cannot work."""
+        super().check()
+        self.require_positive("window_period")
+        require_range("model", self, window=f"[0,{MAX_INT}]", final_softcap="[0,inf)")
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Return the shape of each weight of a block, by name."""
+        return super().shapes() | dict.fromkeys(("post_attention_norm", "post_ffw_norm"), (self.d_model,))
+
+    def layer(self, i: int) -> tuple[bool]:
+        """Return True if layer `i` sees a window of positions."""
+        return (self.window > 0 and (i + 1) % self.window_period != 0,)
+
+    def block(self, ops: Ops, x: Tensor, p: Params, *layer: Any) -> Tensor:
+        """Return the output of one block for x [B, T, d]."""
+        h = self.mix(ops, self.norm(ops, x, p, "attn_norm"), p, *layer)
+        x = ops.add(x, self.norm(ops, h, p, "post_attention_norm"))
+        h = self.feed_forward(ops, self.norm(ops, x, p, "ffn_norm"), p)
+        return ops.add(x, self.norm(ops, h, p, "post_ffw_norm"))
+
+    def attend(self, ops: Ops, q: Tensor, k: Tensor, v: Tensor, *layer: Any) -> Tensor:
+        """Return rope and attention [B, T, H*D] of q [B, T, H, D] and k, v [B, T, Hkv, D]."""
+        (has_window,) = layer
+        rotary, window = (self.window_rotary(), self.window) if has_window else (self.rotary(), 0)
+        q, k = ops.rope(q, rotary), ops.rope(k, rotary)
+        return ops.attention(q, k, v, window=window, scale=self.score_scale, softcap=self.score_cap)
+
+    @property
+    def score_scale(self) -> float:
+        """Factor of attention scores: 1/sqrt(features per head), but in the 27B models 1/sqrt(d_model / n_heads)."""
+        size = self.d_model // self.n_heads if self.n_layers == self.wide_layers else self.head_size
+        return float(size**-0.5)
+
+    @property
+    def score_cap(self) -> float:
+        """Limit of attention scores; 0: none."""
+        return 0.0
+
+    def window_rotary(self) -> Rotary:
+        """Return the rotary embedding in layers with a window."""
+        return self.rotary()
+
+    def logits(self, ops: Ops, x: Tensor, table: Tensor) -> Tensor:
+        """Return the logits, limited by final_softcap."""
+        logits = super().logits(ops, x, table)
+        return ops.softcap(logits, self.final_softcap) if self.final_softcap else logits
+
+
+@dataclass
+class Gemma2(WindowedGemma):
+    """Gemma 2: as gemma, with windows in every second layer, norms after layers, and limits of scores and logits."""
+
+    name: ClassVar[str] = "gemma2"
+    forms: ClassVar[Mapping[str, Any]] = {"gguf": Gemma2GGUF(), "hf": gemma2_layout}
+    wide_layers: ClassVar[int] = 46
+
+    window_period: int = 2  # every so many layers, one sees all positions
+    final_softcap: float = 30.0  # limit of the logits: cap * tanh(logit / cap)
+    score_softcap: float = 50.0  # limit of the attention scores: cap * tanh(score / cap)
+
+    def check(self) -> None:
+        """Raise UserError for sizes that cannot work."""
+        super().check()
+        self.require_positive("window", "final_softcap", "score_softcap")
+
+    @property
+    def score_cap(self) -> float:
+        """Limit of attention scores."""
+        return self.score_softcap
+
+
+@dataclass
+class Gemma3(WindowedGemma):
+    """Gemma 3: as gemma, with windows in most layers, norms after layers and on each head of q and k."""
+
+    name: ClassVar[str] = "gemma3"
+    forms: ClassVar[Mapping[str, Any]] = {"gguf": Gemma3GGUF(), "hf": gemma3_layout}
+    head_norms: ClassVar[bool] = True
+    wide_layers: ClassVar[int] = 62
+
+    rope_base: float = 1e6  # base of the rotary frequencies in layers without a window
+    window_rope_base: float = 10000.0  # base of the rotary frequencies in layers with a window
+
+    def check(self) -> None:
+        """Raise UserError for sizes that cannot work."""
+        super().check()
+        self.require_positive("window_rope_base")
+
+    def window_rotary(self) -> Rotary:
+        """Return the rotary embedding in layers with a window, where positions are not scaled."""
+        return Rotary(self.window_rope_base, halves=True)

@@ -1,0 +1,52 @@
+"""Granite (Mishra et al. 2024): llama with four multipliers, with which muP can be set up, and optionally no RoPE."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from toyexp import Ops, Tensor
+from toyexp_models.gguf import GraniteGGUF
+from toyexp_models.huggingface import granite_layout
+from toyexp_models.llama import Llama
+
+
+@dataclass
+class Granite(Llama):
+    """Granite 3: as llama, with multipliers of embeddings, residuals, scores and logits; RoPE can be off."""
+
+    name: ClassVar[str] = "granite"
+    forms: ClassVar[Mapping[str, Any]] = {"gguf": GraniteGGUF(), "hf": granite_layout}
+    fixed: ClassVar[Mapping[str, Any]] = {"mup": False}  # its own multipliers do what muP needs
+
+    embedding_scale: float = 1.0  # factor of the embeddings
+    residual_scale: float = 1.0  # factor of each output of attention and feed-forward, before it is added
+    attention_scale: float = 0.0  # factor of the attention scores q k; 0: 1/sqrt(features per head)
+    logit_scale: float = 1.0  # divisor of the logits
+    rope: bool = True  # rotate q and k by their positions; false: no position embedding (NoPE)
+
+    def check(self) -> None:
+        """Raise UserError for sizes that cannot work."""
+        super().check()
+        self.require_positive("embedding_scale", "residual_scale", "logit_scale")
+        if self.attention_scale:
+            self.require_positive("attention_scale")
+
+    def embed(self, ops: Ops, table: Tensor, tokens: Tensor) -> Tensor:
+        """Return the tokens' rows of the embedding table, times embedding_scale."""
+        return ops.scale(ops.embed(table, tokens), self.embedding_scale)
+
+    def join(self, ops: Ops, x: Tensor, y: Tensor) -> Tensor:
+        """Return the residual stream x plus y times residual_scale."""
+        return ops.add(x, ops.scale(y, self.residual_scale))
+
+    def attend(self, ops: Ops, q: Tensor, k: Tensor, v: Tensor, *layer: Any) -> Tensor:
+        """Return attention [B, T, H*D], with RoPE if the model has it."""
+        if self.rope:
+            q, k = ops.rope(q, self.rotary()), ops.rope(k, self.rotary())
+        return ops.attention(q, k, v, scale=self.attention_scale or None)
+
+    def logits(self, ops: Ops, x: Tensor, table: Tensor) -> Tensor:
+        """Return the logits divided by logit_scale."""
+        return ops.logits(ops.scale(x, 1 / self.logit_scale), table)

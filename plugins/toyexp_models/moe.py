@@ -1,0 +1,80 @@
+"""Mixtures of experts: Qwen 3 MoE (Yang et al. 2025) and OLMoE (Muennighoff et al. 2024).
+
+Every expert is computed at every position; those that the router does not choose have the weight 0. This is exact, and
+for E experts of which k are used it costs E/k times the operations. No auxiliary loss balances the experts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from toyexp import Ops, Params, Tensor, UserError
+from toyexp.base import require_range
+from toyexp_models.gguf import ExpertsGGUF
+from toyexp_models.huggingface import olmoe_layout, qwen3moe_layout
+from toyexp_models.rotary import RotaryModel, linear
+
+
+@dataclass
+class ExpertsModel(RotaryModel):
+    """Base class of qwen3moe and olmoe."""
+
+    normalised: ClassVar[bool]  # whether the weights of a position's experts sum to 1
+
+    d_ff: int = 96  # hidden size of each expert
+    experts: int = 4  # number of experts per layer
+    experts_used: int = 2  # number of experts that the router chooses at each position
+
+    def check(self) -> None:
+        """Raise UserError for sizes that cannot work."""
+        super().check()
+        self.require_positive("experts")
+        require_range("model", self, experts_used=f"[1,{self.experts}]")
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Return the shape of each weight of a block, by name; those of the experts have three axes."""
+        shapes = {n: shape for n, shape in super().shapes().items() if n not in ("ffn_gate", "ffn_up", "ffn_down")}
+        inner, outer = (self.experts, self.d_ff, self.d_model), (self.experts, self.d_model, self.d_ff)
+        experts = {"ffn_gate_exps": inner, "ffn_up_exps": inner, "ffn_down_exps": outer}
+        return {**shapes, "ffn_gate_inp": (self.experts, self.d_model), **experts}
+
+    def feed_forward(self, ops: Ops, h: Tensor, p: Params) -> Tensor:
+        """Return the weighted sum [B, T, d] of the experts' outputs for h [B, T, d]."""
+        weights = ops.route(linear(ops, h, p, "ffn_gate_inp"), self.experts_used, self.normalised)  # [B, T, E]
+        gate, up = (ops.experts(h, p[f"ffn_{name}_exps.weight"]) for name in ("gate", "up"))  # [B, T, E, d_ff]
+        hidden = ops.mul(self.gated(ops, gate, up), ops.reshape(weights, (*weights.shape, 1)))
+        return ops.sum(ops.experts(hidden, p["ffn_down_exps.weight"]), 2)
+
+
+@dataclass
+class Qwen3Moe(ExpertsModel):
+    """Qwen 3 MoE: as qwen3, with experts in each layer whose weights sum to 1."""
+
+    name: ClassVar[str] = "qwen3moe"
+    forms: ClassVar[Mapping[str, Any]] = {"gguf": ExpertsGGUF(), "hf": qwen3moe_layout}
+    head_norms: ClassVar[bool] = True
+    normalised: ClassVar[bool] = True
+
+    norm_eps: float = 1e-6  # added to the variance inside the norms
+    rope_base: float = 1e6  # base of the rotary frequencies
+
+
+@dataclass
+class Olmoe(ExpertsModel):
+    """OLMoE: as llama, with experts in each layer, and norms on all of q and of k."""
+
+    name: ClassVar[str] = "olmoe"
+    forms: ClassVar[Mapping[str, Any]] = {"gguf": ExpertsGGUF(), "hf": olmoe_layout}
+    width_norms: ClassVar[bool] = True
+    normalised: ClassVar[bool] = False
+    fixed: ClassVar[Mapping[str, Any]] = {"tied": False, "qkv_bias": False, "head_dim": 0}
+
+    n_kv_heads: int = 4  # number of key/value heads; must be n_heads
+
+    def check(self) -> None:
+        """Raise UserError for sizes that cannot work."""
+        super().check()
+        if self.n_kv_heads != self.n_heads:
+            raise UserError(f"model.n_kv_heads={self.n_kv_heads}: olmoe requires model.n_kv_heads={self.n_heads}")

@@ -1,0 +1,35 @@
+"""OLMo 2 (OLMo team 2024): as llama, with norms after attention and feed-forward layer and on all of q and of k."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from toyexp import Ops, Params, Tensor
+from toyexp_models.gguf import RotaryGGUF
+from toyexp_models.huggingface import olmo2_layout
+from toyexp_models.rotary import RotaryModel
+
+
+@dataclass
+class Olmo2(RotaryModel):
+    """OLMo 2: as llama, with norms after attention and feed-forward, and on q and k before heads are cut."""
+
+    name: ClassVar[str] = "olmo2"
+    forms: ClassVar[Mapping[str, Any]] = {"gguf": RotaryGGUF(), "hf": olmo2_layout}
+    width_norms: ClassVar[bool] = True
+    fixed: ClassVar[Mapping[str, Any]] = {"tied": False, "qkv_bias": False, "head_dim": 0}
+
+    norm_eps: float = 1e-6  # added to the variance inside the norms
+    rope_base: float = 500000.0  # base of the rotary frequencies
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Return the shape of each weight of a block, by name."""
+        new_names = {"attn_norm": "post_attention_norm", "ffn_norm": "post_ffw_norm"}
+        return {new_names.get(name, name): shape for name, shape in super().shapes().items()}
+
+    def block(self, ops: Ops, x: Tensor, p: Params, *layer: Any) -> Tensor:
+        """Return the output of one block for x [B, T, d]."""
+        x = ops.add(x, self.norm(ops, self.mix(ops, x, p, *layer), p, "post_attention_norm"))
+        return ops.add(x, self.norm(ops, self.feed_forward(ops, x, p), p, "post_ffw_norm"))

@@ -2,6 +2,7 @@
 
 import json
 
+import numpy as np
 import pytest
 
 from toyexp.cli.main import main
@@ -14,6 +15,7 @@ CELLS = {(c.recipe, c.model): c for c in cells(load()) if c.model not in FOR_SOM
 ALLOWED = [pair for pair, cell in CELLS.items() if not cell.reason]
 
 TINY = ["model.d_model=32", "model.n_layers=1", "engine.threads=1", "batch_size=4"]
+POINTS = ["model.d_hidden=32", "data=vectors", "data.path=points.npz", "objective=mse", *TINY[2:]]
 TEXT = ["data=text", "data.path=book.txt", "data.tokenizer=byte", "model.context=16"]
 LLAMA_FAMILY = [
     "llama",
@@ -40,6 +42,7 @@ SETTINGS = {  # settings for the cells that the matrix marks with `set`
     **{("full", model): BASE_SETTINGS for model in ("gpt2", *LLAMA_FAMILY)},
     # Four images per step have different classes each time, and eight such steps teach nothing.
     ("full", "vit"): [*BASE_SETTINGS[:1], "batch_size=64"],
+    ("scratch", "mlp"): ["lr=0.03", "batch_size=64"],
     ("lora", "vit"): [*BASE_SETTINGS[:1], "batch_size=64", "lr=0.03", "recipe.targets=[*]"],
 }
 
@@ -49,10 +52,12 @@ def _enter_tmp_path(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("TOYEXP_CACHE", str(tmp_path / "cache"))
     (tmp_path / "book.txt").write_text("It was a bright cold day in April, and the clocks were striking. " * 200)
+    x = np.random.default_rng(0).random((400, 5))
+    np.savez(tmp_path / "points.npz", x=x, y=x[:, :2] ** 2)
 
 
 def words(recipe, model):
-    return [f"recipe={recipe}", f"model={model}", *DATA[model], *TINY]
+    return [f"recipe={recipe}", f"model={model}", *(POINTS if model == "mlp" else [*DATA[model], *TINY])]
 
 
 def test_recipes_that_start_from_random_values_train_the_listed_models():
@@ -60,7 +65,7 @@ def test_recipes_that_start_from_random_values_train_the_listed_models():
     allowed = {pair for pair in ALLOWED if pair[0] in ("scratch", "warm", "vit_tiny")}
     text_models = (*LLAMA_FAMILY, "gpt2")
     assert allowed == {
-        *(("scratch", model) for model in (*text_models, "vit")),
+        *(("scratch", model) for model in (*text_models, "vit", "mlp")),
         *(("warm", model) for model in text_models),
         ("vit_tiny", "vit"),
     }
@@ -115,7 +120,7 @@ def test_a_cell_marked_set_names_the_setting_that_it_needs(capsys):
 def test_the_plugins_command_prints_the_matrix(capsys):
     assert main(["plugins", "--matrix"]) == 0
     lines = capsys.readouterr().out.splitlines()
-    recipes, models = (sorted(set(names)) for names in zip(*CELLS, strict=True))
+    recipes, models = (sorted(set(names)) for names in zip(*((c.recipe, c.model) for c in cells(load())), strict=True))
     assert lines[0].split() == ["recipe", *models]
     assert [line.split()[0] for line in lines[1 : 1 + len(recipes)]] == recipes
     assert main(["plugins", "--matrix", "warm"]) == 2

@@ -195,8 +195,8 @@ class Climb:
     def limit(self, rise: float) -> float:
         """Return the value above which a loss counts as high; `rise` is a fraction of the best value.
 
-        The loss must exceed the best value by this fraction, and also the mean of the best and the first value. The
-        second condition avoids false alarms for losses near zero, whose relative changes are large.
+        A high loss is above two values: the best value plus this fraction of it, and the mean of the best and the first
+        value. The second one avoids false alarms for losses near zero, whose relative changes are large.
         """
         assert self.first is not None
         return max(self.best * (1 + rise), (self.best + self.first) / 2)

@@ -87,7 +87,7 @@ class Resident:
         return self._loss.get(count)()
 
     def close(self) -> None:
-        """Free the graphs."""
+        """Free the captured CUDA graphs."""
         self._loss.close()
         if self._plan.trainable:
             self._step.close()

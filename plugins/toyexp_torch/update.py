@@ -278,7 +278,7 @@ class TritonAdamW(Formula):
         self._no_skip = self.to_tensor(np.zeros(()))
 
     def bind_device(self, numbers: Tensor, divisor: Tensor | None, skip: Tensor | None) -> Change:
-        """Return a function that updates tensors in one pass over memory; see Formula."""
+        """Return a function that updates tensors, as `Formula.bind_device` does, but in one pass over memory."""
         from toyexp_torch.kernels.adamw import step  # imported here because it needs Triton
 
         def change(w: Tensor, g: Tensor, state: State, rounded: Tensor | None) -> None:

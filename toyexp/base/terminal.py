@@ -178,7 +178,7 @@ def print_output(text: str, style: str = "") -> None:
 def print_usage(text: str) -> None:
     """Print a help text with bold headings.
 
-    A heading is a line that is followed by an indented line, or the word `usage:`.
+    Headings are the word `usage:` and each line that is followed by an indented line.
     """
     if is_terminal():  # join the lines of paragraphs, which are wrapped below
         text = re.sub(r"^(\S.{95,})\n(?=\S)", r"\1 ", text, flags=re.MULTILINE)

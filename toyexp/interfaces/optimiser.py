@@ -254,7 +254,7 @@ class AdamW(Rule):
         return "adamw"
 
     def names(self) -> Sequence[str]:
-        """Return the names of the seven scalars that `numbers` returns. Works even while the mode is unset."""
+        """Return the names of the seven scalars that `numbers` returns. The setting `mode` need not be set yet."""
         return ("lr", "beta1", "beta2", "eps", "weight_decay", "slot5", "slot6")
 
     def slots(self, shape: tuple[int, ...]) -> Mapping[str, tuple[int, ...]]:

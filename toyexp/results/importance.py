@@ -68,10 +68,10 @@ def _ranks(values: Sequence[float]) -> Array:
 
 
 def _columns(values: Sequence[Any]) -> tuple[Array, Array]:
-    """Return two arrays [points, columns], which are inputs of the linear model, computed from one setting's values.
+    """Encode one setting's values as two arrays [points, columns] of inputs for the linear model of the metric.
 
-    The first array holds the inputs for the setting itself. To get the inputs for a product of two settings, the caller
-    multiplies the columns of their second arrays.
+    The first array is for the setting's own effect. The second, smaller one is for its interactions: the caller
+    multiplies its columns with those of another setting's second array.
     """
     try:
         ranks = _ranks([float(value) for value in values])

@@ -87,9 +87,9 @@ class Ranking(Generic[J]):
 
     @cached_property
     def differing_data(self) -> list[str]:
-        """Names of the digests (`data`, `text`, ...) that differ between points.
+        """Names of the digests (`data`, `text`, ...) that are not equal in all runs.
 
-        The list is empty if losses are comparable.
+        If the list is empty, the losses of the runs can be compared.
         """
         sources = [job_sources(point.jobs[0]) for point in self.points if point.values]
         differ = [role for role in DATA if len({digests[role] for digests in sources if role in digests}) > 1]

@@ -97,7 +97,7 @@ def test_the_plugin_is_found_by_its_entry_point_once_it_is_installed(new_plugins
         tmp_path / "env", install=plugin_directory(new_plugins, "optimiser"), editable=True
     )
     listed = environments.run(python, "-m", "toyexp", "plugins", cwd=tmp_path)
-    assert re.search(r"own_optimiser_2 +RMSprop .*\[own_optimiser_2, toyexp-own-optimiser-2 0\.1\]", listed.stdout)
+    assert re.search(r"own_optimiser_2 +RMSprop\b.*\[own_optimiser_2, toyexp-own-optimiser-2 0\.1\]", listed.stdout)
 
 
 @pytest.mark.full

@@ -207,7 +207,7 @@ def test_without_a_device_the_error_says_how_to_use_a_software_device(found_devi
 def test_a_process_uses_one_precision_except_on_emulated_devices(found_devices):
     found_devices["Vulkan0"] = "NVIDIA H200"
     assert GGMLVulkan(half=True).check().endswith("products in float16")
-    with pytest.raises(UserError, match=r"^engine\.half=false: .* once per process, .* engine=vulkan:half=true beside"):
+    with pytest.raises(UserError, match=r"^engine\.half=false: .* once per process, .* engine=vulkan:half=true"):
         GGMLVulkan().check()
     assert "emulated" in GGMLVulkan(emulate=True).check()
     assert GGMLVulkan(half=True).product_dtype() == "float16"

@@ -89,7 +89,8 @@ def test_a_directory_of_images_trains_to_a_high_accuracy(tmp_path, block, capsys
     assert result["eval_scores"]["accuracy"] >= 0.9
     output = capsys.readouterr().out
     assert (
-        "data    images (90 images to train on; 3 classes: flat, leaning, upright; images of " in output
+        "data    images (90 images to train on; 3 classes: flat, leaning, upright; " in output
+        and "; images of sizes such as " in output
         and " images/s" in output
         and "tokens" not in output
     )

@@ -72,7 +72,7 @@ def test_doctor_suggests_commands_for_the_working_engines(capsys, monkeypatch):
 
 
 def test_doctor_does_not_break_commands(capsys, monkeypatch):
-    build = "CMAKE_ARGS='-DGGML_BLAS=ON -DGGML_BLAS_VENDOR=OpenBLAS' pip install --no-deps --no-binary ggml-python ggml-python"
+    build = "CMAKE_ARGS='-DGGML_BLAS=ON -DGGML_BLAS_VENDOR=OpenBLAS' pip install --no-binary ggml-python ggml-python"
     install = "pip install llama-cpp-python"
     why = "a K-quant needs llama.cpp, which is not installed: put llama-quantize on the PATH, or"
     monkeypatch.setattr(doctor, "verdict", lambda offer: f"PASS  this build is slow: build it again: {build}; it helps")

@@ -26,6 +26,8 @@ from toyexp_callbacks.events import Listener
 
 REDRAW_SECONDS = 0.1
 MIN_BAR_WIDTH = 8  # columns; shorter bars are not drawn
+# The green of the plots, and a grey track. Both are visible on light and on dark backgrounds.
+BAR_COLOUR, TRACK_COLOUR = "#26805A", "#A0A0A0"
 PARTS = ("loss", "held_out", "speed", "left")  # the displayed numbers, in order
 MAX_SILENCE = 60.0  # seconds without a plain line after which one is printed anyway
 SPEED_SECONDS = 10.0  # averaging window of the displayed speed
@@ -186,7 +188,10 @@ class Bar:
         width = self._console.width - 3  # leave room for `^C`, which would wrap the line
         text = self._text(step, width)
         line, bar_width = Table.grid(), width - len(text)
-        line.add_row(text, *([ProgressBar(self._steps, step, bar_width)] if bar_width >= MIN_BAR_WIDTH else []))
+        if bar_width >= MIN_BAR_WIDTH:
+            line.add_row(text, ProgressBar(self._steps, step, bar_width, False, TRACK_COLOUR, BAR_COLOUR, BAR_COLOUR))
+        else:
+            line.add_row(text)
         self._live.update(line, refresh=True)
 
     def _text(self, step: int, width: int) -> str:

@@ -10,6 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from toyexp.base.drawing import GREEN
 from toyexp.training import loop, next_steps
 from toyexp_callbacks.progress import Bar, Progress
 
@@ -187,3 +188,21 @@ def test_plain_output_prints_a_line_at_least_every_minute(every, steps, monkeypa
         now[0] += 20 if step <= 20 else 0
         progress.on_step(run, step, {"loss": 1.0, "grad_norm": 1.0, "lr": 0.1, "tokens": 1, "wall_us": 1.0})
     assert [int(re.match(r"step +(\d+)/", line)[1]) for line in capsys.readouterr().out.splitlines()] == steps
+
+
+def test_the_bar_has_the_green_of_the_plots_and_a_track_visible_on_black_and_white(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "60")
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setenv("TERM", "xterm-256color")
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    bar = Bar(40, 0)
+    for step, colours in ((20, 2), (40, 1)):
+        bar.draw(step)
+        segments = bar._console.render(bar._live.renderable)
+        drawn = [s.style.color.get_truecolor() for s in segments if s.text.strip("━╸╺") == "" != s.text]
+        assert len(set(drawn)) == colours and drawn[0].hex == GREEN.lower()
+        for colour in drawn:
+            linear = [(((c / 255) + 0.055) / 1.055) ** 2.4 for c in colour]
+            luminance = 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+            assert 1.05 / (luminance + 0.05) > 2.5 and (luminance + 0.05) / 0.05 > 2.5, f"{colour} is too faint"
+    bar.stop()

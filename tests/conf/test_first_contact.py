@@ -2,6 +2,7 @@
 
 import re
 import shlex
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -68,6 +69,21 @@ def test_doctor_suggests_commands_for_the_working_engines(capsys, monkeypatch):
     assert "toyexp parity engine=cpu,ggml" in tail and "toyexp help engines" in tail
     assert "parity" not in "\n".join(doctor_hints(["ggml"])), "one engine agrees with none"
     assert "pip install 'toyexp[torch]'" in "\n".join(doctor_hints([]))
+
+
+def test_doctor_does_not_break_commands(capsys, monkeypatch):
+    build = "CMAKE_ARGS='-DGGML_BLAS=ON -DGGML_BLAS_VENDOR=OpenBLAS' pip install --no-binary ggml-python ggml-python"
+    install = "pip install llama-cpp-python"
+    why = "a K-quant needs llama.cpp, which is not installed: put llama-quantize on the PATH, or"
+    monkeypatch.setattr(doctor, "verdict", lambda offer: f"PASS  this build is slow: build it again: {build}; it helps")
+    monkeypatch.setattr(doctor, "missing_packages", lambda registry: [f"{why} {install} (it is not here)"])
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    monkeypatch.setenv("COLUMNS", "60")
+    assert main(["--color=never", "doctor"]) == 0
+    lines = [line.strip() for line in capsys.readouterr().out.splitlines()]
+    assert build in lines and install in lines
+    assert lines[lines.index(build) + 1] == "it helps" and lines[lines.index(install) + 1] == "(it is not here)"
+    assert all(len(line) <= 60 for line in lines if line != build)
 
 
 def test_command_names_of_other_tools_are_translated_to_existing_commands(capsys):

@@ -220,6 +220,28 @@ def test_runs_that_stopped_with_a_common_setting_are_named_by_it(tmp_path, capsy
     assert "lr 0.01, 1e+30; 2 seeds" in words, "the good one has one seed only"
 
 
+def test_a_plot_names_settings_that_vary_together(tmp_path, capsys):
+    for steps, lr in ((60, 1e30), (100, 0.003), (80, 0.01)):
+        write_run(tmp_path / f"runs/{steps}", steps=steps, lr=lr, seed=0)
+    words = plot_texts(capsys, "runs", "curves.svg")
+    assert "steps 60, 80, 100 with lr 1e+30, 0.01, 0.003" in words, "values of one run have the same position"
+    assert {"steps=60  lr=1e+30", "steps=80  lr=0.01", "steps=100  lr=0.003"} <= set(words)
+
+
+def test_of_many_settings_that_vary_together_a_plot_names_the_learning_rate(tmp_path, capsys):
+    for number, (steps, lr) in enumerate([(60, 1e30), (100, 0.003)]):
+        write_run(tmp_path / f"runs/{number}", steps=steps, lr=lr, batch_size=4 + number, eval_every=20 + number)
+    words = plot_texts(capsys, "runs", "curves.svg")
+    assert {"steps 60, 100 with lr 1e+30, 0.003", "steps=60  lr=1e+30", "steps=100  lr=0.003"} <= set(words)
+
+
+def test_the_settings_of_a_model_do_not_lengthen_its_label(tmp_path, capsys):
+    for model, width in (("llama", 32), ("gpt2", 64)):
+        write_run(tmp_path / f"runs/{model}", model=model, model__d_model=width, steps=20)
+    words = plot_texts(capsys, "runs", "curves.svg")
+    assert {"model llama, gpt2", "llama", "gpt2"} <= set(words) or {"model gpt2, llama", "llama", "gpt2"} <= set(words)
+
+
 def test_a_long_title_is_wrapped_in_a_narrow_column(grid):
     sheet = draw_sheet(Comparison.build([read_run(path) for path in find_runs(grid / "runs")]), "runs")
     page, narrow = (sheet.pictures(".svg", column=column)[".svg"].decode() for column in (None, "single"))

@@ -4,6 +4,7 @@ import csv
 import io
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -187,6 +188,21 @@ def test_tables_fit_the_terminal_and_name_hidden_columns(here, capsys, monkeypat
     assert max(map(len, compared)) <= width and "weight_decay" in compared[0] and "beta2" in compared[0]
     assert "held-out loss" in compared[0] and compared[1].endswith("best") and "speed" not in compared[0]
     assert any(line.startswith("columns left out to fit the terminal: speed, smoothed train loss") for line in compared)
+
+
+@pytest.mark.parametrize("width", [80, 60])
+def test_in_a_narrow_terminal_paths_have_lines_of_their_own(tmp_path, capsys, monkeypatch, width):
+    monkeypatch.chdir(tmp_path)
+    paths = [f"outputs/{seed}".ljust(width - 10, "x") for seed in (0, 1)]
+    for seed, path in enumerate(paths):
+        write_run(path, seed=seed, steps=50)
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    monkeypatch.setenv("COLUMNS", str(width))
+    lines = re.sub(r"\x1b\[\d*m", "", run_command(capsys, "runs")).splitlines()
+    assert [lines[2], lines[4]] == [f"  {path}" for path in paths] and lines[5] == ""
+    seed = lines[0].split().index("seed")
+    assert "run" not in lines[0].split() and max(map(len, lines)) <= width
+    assert [line.split()[-len(lines[0].split()) :][seed] for line in (lines[1], lines[3])] == ["0", "1"]
 
 
 def test_a_single_run_has_no_note_of_common_values(here, capsys, monkeypatch):

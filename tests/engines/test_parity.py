@@ -1,7 +1,10 @@
 """`toyexp parity` between real engines: correct ones agree, and each kind of mistake is found and named."""
 
+import itertools
 import json
 import math
+import re
+import sys
 
 import pytest
 from drawings import svg_texts
@@ -93,6 +96,25 @@ def test_the_engines_agree_and_have_the_losses_of_a_run(model, tmp_path, capsys)
     assert main(run) == 0
     events = [json.loads(line) for line in (tmp_path / "run" / "events.jsonl").read_text().splitlines()]
     assert report["losses"] == [e["loss"] for e in events if e["kind"] == "step"]
+
+
+def test_each_column_of_differences_has_a_name_of_its_own(capsys, monkeypatch):
+    words = ["engine=ggml,metal:emulate=true", "steps=2"]
+    code, (out, _) = run_parity(capsys, *words, "--json")
+    loss = json.loads(out)["engines"][0]["loss"]
+    out = run_parity(capsys, *words)[1].out
+    assert code == 0
+    head, row = next(pair for pair in itertools.pairwise(out.splitlines()) if pair[0].startswith("against ggml"))
+    heads = re.split(r" {2,}", head)
+    assert len(heads) == len(set(heads)) == 8, "no two columns have the same name"
+    cells = dict(zip(heads, row.split(), strict=True))
+    named = {"loss, largest": "largest", "loss, mean": "mean", "relative": "largest_relative",
+             "relative, mean": "mean_relative"}  # fmt: skip
+    assert {name: cells[name] for name in named} == {name: f"{loss[key]:.1e}" for name, key in named.items()}
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    monkeypatch.setenv("COLUMNS", "80")
+    out = run_parity(capsys, *words)[1].out
+    assert "columns left out to fit the terminal: of norm, relative, mean" in out
 
 
 def test_the_plot_shows_losses_differences_and_gradient_errors_with_their_tolerances(tmp_path, capsys):

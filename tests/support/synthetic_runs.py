@@ -14,6 +14,7 @@ CONFIG = {
     "plugins": [], "model": {"name": "llama", "d_model": 32, "n_layers": 1}, "data": {"name": "stdlib", "max_mb": 1.0},
     "recipe": {"name": "scratch", "init": "default"}, "engine": {"name": "ggml", "threads": 1},
     "optim": {"name": "adamw", "weight_decay": 0.0, "grad_clip": 0.0, "beta2": None},
+    "objective": {"name": "cross_entropy"},
     "callbacks": {"cosine": {"name": "cosine", "warmup": 5}, "events": {"name": "events", "every": 1}},
 }  # fmt: skip
 

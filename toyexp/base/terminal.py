@@ -135,6 +135,10 @@ def text_width() -> int:
     return min(terminal_width() or 110, 110)
 
 
+# Lines that are not wrapped: commands to type, also after columns and variables (CMAKE_ARGS='...'), and lines of JSON.
+_UNBROKEN = re.compile(r"(?:^|  )(?:toyexp|(?:[A-Z_]+='[^']*' )?pip install) (?!.*\S  )|^ *\"")
+
+
 def wrap_columns(text: str, stream: IO[str] | None = None) -> str:
     """Wrap lines at the width of the terminal, between words. The rest of a line begins below the line's last column.
 
@@ -146,7 +150,7 @@ def wrap_columns(text: str, stream: IO[str] | None = None) -> str:
         return text
     wrapped = []
     for line in text.split("\n"):
-        if len(line) <= width or re.search(r"(?:^|  )toyexp (?!.*\S  )|^ *\"", line):
+        if len(line) <= width or _UNBROKEN.search(line):
             wrapped.append(line)
             continue
         columns = re.finditer(r"^ +|^toyexp: |(?<=\S) {2,}(?=\S)", line)

@@ -335,7 +335,7 @@ def summary(report: Report, every_tensor: bool = False) -> list[str]:
 
     The tables list the tensors that differ most, or all trainable tensors if `every_tensor` is True.
     """
-    head = ("loss, largest", "mean", "relative", "mean", "gradient", "weights", "of norm")
+    head = ("loss, largest", "loss, mean", "relative", "relative, mean", "gradient", "weights", "of norm")
     rows: list[tuple[str, ...]] = [(f"against {report.reference}", *head)]
     for engine in report.engines:
         worst = [max((getattr(t, w) for t in engine.tensors), default=0.0) for w in ("gradient", "weights", "of_norm")]
@@ -343,7 +343,7 @@ def summary(report: Report, every_tensor: bool = False) -> list[str]:
     for rounds_to, limits in {engine.rounds_to: engine.tolerances for engine in report.engines}.items():
         loss, gradient, weights = (f"{getattr(limits, quantity):.1e}" for quantity in LIMITS)
         rows.append((f"tolerance, {rounds_to}", loss, "", "", "", gradient, weights, ""))
-    lines = ["", *fit_table(rows, head, ["of norm", "mean", "mean", "relative"])]
+    lines = ["", *fit_table(rows, head, ["of norm", "relative, mean", "loss, mean", "relative"])]
     for engine in report.engines:
         shown = engine.tensors if every_tensor else engine.tensors[:TENSORS_SHOWN]
         count = f"{len(shown)} of {len(engine.tensors)} tensors"

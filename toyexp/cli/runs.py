@@ -69,6 +69,7 @@ class Runs(Answer):
     def lines(self) -> list[str]:
         """Return a table of the runs, the notes, and a line with the number of runs in each state.
 
+        In a terminal that is too narrow for the paths, each path follows its run on a line of its own.
         If no run matches, return a line that says so instead of the table.
         """
         where, notes = ", ".join(self.where), [f"note: {escape_cell(note)}" for note in self.note_lines()]
@@ -84,8 +85,16 @@ class Runs(Answer):
         of_all = "" if len(self.runs) == self.seen else f" of {self.seen}"
         rows = [row[:2] + row[3:] for row in rows] if not any(run.sweep for run in self.runs) else rows
         table, missing = fit_rows(rows)
+        right = {*RIGHT, *scores}
+        if fits_terminal(table):
+            lines = align_table(table, right)
+        else:  # each path on a line of its own, whole, so that it can be copied
+            table, missing = fit_rows([row[:-1] for row in rows])
+            head, *runs = align_table(table, right)
+            paths = [f"  {row[-1]}" for row in rows[1:]]
+            lines = [head, *(line for pair in zip(runs, paths, strict=True) for line in pair)]
         count = f"{len(self.runs)}{of_all} run{'' if self.seen == 1 else 's'}: {total}"
-        return [*align_table(table, {*RIGHT, *scores}), "", *missing, *self._reasons(), *notes, count]
+        return [*lines, "", *missing, *self._reasons(), *notes, count]
 
     def _reasons(self) -> list[str]:
         """Return a line for each reason why runs failed, were stopped or cannot be read.

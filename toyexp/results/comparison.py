@@ -21,6 +21,7 @@ WHOSE = "whose"  # column that separates equal runs of different people
 PARTS = ("recipe", "model", "data", "engine", "optim", "objective")
 # Runs that differ only in these settings form one point: results do not depend on them, or only as on a seed.
 POOLED_KEYS = ("seed", "name", "plugins", "callbacks", "checkpoint_every", "checkpoint_keep")
+MAX_NAMED_TOGETHER = 3  # settings that vary together and are all named in a label
 
 
 @dataclass
@@ -112,12 +113,26 @@ class Comparison:
         """Names of the held-out metrics other than the loss."""
         return list(dict.fromkeys(name for entry in self.entries for name in entry.run.scores))
 
+    def named_together(self, key: str) -> list[str]:
+        """Return `key`, one of `keys`, and the settings that vary together with it, if labels have room for them.
+
+        Labels name at most MAX_NAMED_TOGETHER settings that vary together. If there are more, labels name only `key`
+        and `lr`. The part `model` stands for its own settings, such as model.width; the same holds for other parts.
+        Digests and the column `whose` are not added.
+        """
+        linked = [
+            other for other in self.linked_keys.get(key, []) if not other.endswith(DIGEST) and other != WHOSE
+            and not (key in PARTS and other.startswith(f"{key}."))
+        ]  # fmt: skip
+        return [key, *(linked if len(linked) < MAX_NAMED_TOGETHER else [other for other in linked if other == "lr"])]
+
     def label(self, entry: Entry, brief: bool = False) -> str:
         """Return the label of a run's point: its settings that differ from other points, such as `lr=0.01  rank=8`.
 
         If `brief`, models, recipes and other parts have only their name, without `model=` or `recipe=`.
         """
-        pairs = zip(self.keys, short_keys(self.keys), strict=True)
+        keys = [name for key in self.keys for name in self.named_together(key)]
+        pairs = zip(keys, short_keys(keys), strict=True)
         values = [(key, word, entry.settings[key]) for key, word in pairs if key in entry.settings]
         parts = [value if brief and key in PARTS else f"{word}={value}" for key, word, value in values]
         return "  ".join(parts) or entry.run.name

@@ -125,13 +125,18 @@ def describe_unit(run: Path, metric: str) -> str:
 def describe_sweep(comparison: Comparison) -> str:
     """Return a title for the plot of a sweep, with the settings that differ and the number of seeds.
 
-    The values of a setting are listed if there are few of them.
+    The values of a setting are listed if there are few of them. Settings that vary together are named together, such as
+    `steps 60, 100 with lr 0.01, 0.003`, with their values in the same order.
     """
     seeds = {entry.settings["seed"] for entry in comparison.entries if "seed" in entry.settings}
     seed_text = [f"{len(seeds)} seeds"] if len(seeds) > 1 else []
-    names = short_keys(comparison.keys)
+    groups = [comparison.named_together(key) for key in comparison.keys]
+    all_keys = [key for group in groups for key in group]
+    short = dict(zip(all_keys, short_keys(all_keys), strict=True))
+    names = [" with ".join(short[key] for key in group) for group in groups]
     setting_texts = [
-        f"{name} {_format_values(comparison.values(key))}" for name, key in zip(names, comparison.keys, strict=True)
+        " with ".join(f"{short[key]} {_format_values(values)}" for key, values in _list_values(comparison, group))
+        for group in groups
     ]
     varied = [*comparison.keys, *["seed"] * len(seed_text)]
     combinations = {tuple(entry.settings.get(key) for key in varied) for entry in comparison.entries}
@@ -153,16 +158,25 @@ def format_mean(mean: float, deviation: float | None) -> str:
     return f"{mean:.{decimals}f} ± {deviation:.{decimals}f}"
 
 
-def _format_values(values: Sequence[str]) -> str:
+def _list_values(comparison: Comparison, keys: Sequence[str]) -> list[tuple[str, list[str]]]:
+    """Return each key with its values. The keys vary together; their values are sorted by those of the first key."""
+    rows = dict.fromkeys(tuple(entry.settings.get(key, "-") for key in keys) for entry in comparison.entries
+                         if keys[0] in entry.settings)  # fmt: skip
     try:
-        values = sorted(values, key=float)
+        ordered = sorted(rows, key=lambda row: float(row[0]))
     except ValueError:
-        numbers = False
-    else:
-        numbers = True
+        ordered = list(rows)
+    return [(key, [row[place] for row in ordered]) for place, key in enumerate(keys)]
+
+
+def _format_values(values: Sequence[str]) -> str:
     if len(values) <= MAX_VALUES:
         return ", ".join(values)
-    return f"{values[0]} to {values[-1]} ({len(values)} values)" if numbers else f"{len(values)} values"
+    try:
+        low, *_, high = sorted(values, key=float)
+    except ValueError:
+        return f"{len(values)} values"
+    return f"{low} to {high} ({len(values)} values)"
 
 
 def _footer(comparison: Comparison, source: str, total: int) -> str:

@@ -12,7 +12,8 @@ CONFIG = {
     "name": "scratch-llama", "seed": 0, "steps": 100, "batch_size": 8, "lr": 0.003, "eval_every": 25,
     "checkpoint_every": "10min", "checkpoint_keep": 2, "checkpoint_best": None, "nonfinite": "stop", "resume": None,
     "plugins": [], "model": {"name": "llama", "d_model": 32, "n_layers": 1}, "data": {"name": "stdlib", "max_mb": 1.0},
-    "recipe": {"name": "scratch", "init": "default"}, "engine": {"name": "ggml", "threads": 1},
+    "recipe": {"name": "scratch", "init": "default"},
+    "objective": {"name": "cross_entropy"}, "engine": {"name": "ggml", "threads": 1},
     "optim": {"name": "adamw", "weight_decay": 0.0, "grad_clip": 0.0, "beta2": None},
     "callbacks": {"cosine": {"name": "cosine", "warmup": 5}, "events": {"name": "events", "every": 1}},
 }  # fmt: skip

@@ -459,6 +459,7 @@ def test_a_printed_page_has_the_settings_and_command_of_each_run(chromium, swept
         command, settings = (text.inner_text() for text in run.locator("pre").all())
         assert command.startswith("toyexp --config-path ") and "optim.weight_decay=" in settings
     assert page.locator("#runs .again button").first.is_hidden()
+    assert page.locator("#more-runs").inner_text() == "20 of 25 shown"
     page.evaluate("dispatchEvent(new Event('afterprint'))")
     assert page.locator("#runs details[open]").count() == 0 and opened.trouble == []
     opened.context.close()

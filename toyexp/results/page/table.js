@@ -36,11 +36,11 @@ function listColumns(saved = false) {
 
 const MOST_ROWS = 20; // rows shown before "show all" is clicked
 
-// Update the button that shows all rows.
+// Update the button that shows all rows. On paper, it says how many are shown.
 function showMoreButton(id, count) {
   const box = byId(id);
   box.hidden = count <= MOST_ROWS || state.every;
-  box.textContent = `show all ${count}`;
+  box.textContent = isPrinted() ? `${MOST_ROWS} of ${count} shown` : `show all ${count}`;
 }
 
 function compareCells(a, b) {

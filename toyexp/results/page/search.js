@@ -64,7 +64,7 @@ function drawTrials(id, trials, xs, [low, high], xaxis, more, star) {
     ...dots, x: [xs[i]], y: [dots.y[i]], text: [dots.text[i]],
     marker: { size: 15, symbol: "star", color: style("mark"), line: { width: 1, color: style("card") } },
   }));
-  const shape = layout({ yaxis: { title: { text: data.search.metric, standoff: 4 }, range: [low, high], nticks: 6 }, margin: { l: 52, r: 10, t: 6, b: 36 } });
+  const shape = layout({ yaxis: { title: { text: data.search.metric, standoff: 4 }, range: [low, high], nticks: 6 }, margin: { l: 52, r: 10, t: 12, b: 36 } });
   const plain = { gridcolor: style("line"), linecolor: style("line"), automargin: true, zeroline: false };
   const described = `${data.search.metric} of ${trials.length} trials against ${id === "trials" ? "the trial's number" : id.replace("setting-", "")}`;
   drawChart(id, [...more, dots, ...stars], { ...shape, xaxis: { ...plain, ...xaxis }, dragmode: false }, { ...CONFIG, displayModeBar: false }, described);

@@ -26,7 +26,8 @@ function listColumns(saved = false) {
   }
   const several = (of, runs = data.runs) => new Set(runs.map(of)).size > 1, warned = data.runs.some((r) => r.warned);
   const named = saved || !keys.length || data.points.some((_, place) => several((r) => r.name, runsOf(place)));
-  return [{ head: data.metric, of: (r) => scoreOf(r, data.metric), rank: (r) => (r.counts ? scoreOf(r, data.metric) : null), number: true, best: data.points.length === data.runs.length },
+  const metric = (r) => scoreOf(r, data.metric), rank = (r) => (r.counts ? metric(r) : null);
+  return [{ head: data.metric, of: metric, rank, number: true, best: data.points.length === data.runs.length },
     ...(named ? [{ head: "name", of: (r) => r.name }] : []), ...keys,
     ...(several((r) => r.seed) ? [{ head: "seed", of: (r) => r.seed, form: String, number: true }] : []),
     { head: "state", of: (r) => r.state }, { head: "steps taken", of: (r) => r.steps, form: String, number: true }, ...numbers,

@@ -421,7 +421,51 @@ def test_colours_contrast_with_their_ground_by_three_to_one(page):
         assert lightness == sorted(lightness, reverse=ground_luminance < 0.5)  # the rank can be read in greyscale
 
 
-def test_a_printed_page_is_light_and_loses_no_column(chromium, swept, tmp_path):
+def test_a_printed_table_breaks_no_word_and_repeats_its_head(chromium, tmp_path):
+    for number, lr in enumerate((1e-4, 3e-4, 0.003)):
+        path = tmp_path / f"runs/{number}"
+        write_run(path, lr=lr, steps=40, optim__weight_decay=number / 8, scores={"accuracy": 0.5, "f1": 0.25})
+    assert main(["compare", str(tmp_path / "runs"), "--html", str(tmp_path / "report.html")]) == 0
+    opened = Opened(chromium, tmp_path / "report.html", viewport={"width": 1300, "height": 900})
+    page = opened.page
+    page.evaluate("dispatchEvent(new Event('beforeprint'))")
+    page.emulate_media(media="print")
+    lines = """[...document.querySelectorAll("#table tbody td")].map((cell) => {
+      const range = document.createRange(), text = cell.lastChild;
+      if (!text || text.nodeType !== Node.TEXT_NODE) return 1;
+      range.selectNodeContents(text);
+      return range.getClientRects().length;
+    })"""
+    assert set(page.evaluate(lines)) <= {0, 1}
+    table, paper = (page.locator(f"#table {kind}").bounding_box() for kind in ("table", ".scroll"))
+    assert table["width"] <= paper["width"]
+    assert page.locator("#table th:has-text('begun')").is_hidden()
+    assert page.evaluate("getComputedStyle(document.querySelector('#table thead')).display") == "table-header-group"
+    badge, row = page.locator(".badge").bounding_box(), page.locator("#table tbody tr").first.bounding_box()
+    assert badge["y"] >= row["y"] and badge["height"] < row["height"]
+    heights = [line.bounding_box()["height"] for line in page.locator("#table tbody tr").all()]
+    assert max(heights) - min(heights) < 1  # the badge makes its row no higher
+    opened.context.close()
+
+
+def test_a_printed_page_has_the_settings_and_command_of_each_run(chromium, swept):
+    opened = Opened(chromium, swept / "report.html", viewport={"width": 1300, "height": 900})
+    page = opened.page
+    page.evaluate("dispatchEvent(new Event('beforeprint'))")
+    page.emulate_media(media="print")
+    runs = page.locator("#runs details").all()
+    assert len(runs) == page.locator("#runs details[open]").count() == 20
+    for run in runs:
+        command, settings = (text.inner_text() for text in run.locator("pre").all())
+        assert command.startswith("toyexp --config-path ") and "optim.weight_decay=" in settings
+    assert page.locator("#runs .again button").first.is_hidden()
+    assert page.locator("#more-runs").inner_text() == "20 of 25 shown"
+    page.evaluate("dispatchEvent(new Event('afterprint'))")
+    assert page.locator("#runs details[open]").count() == 0 and opened.trouble == []
+    opened.context.close()
+
+
+def test_a_printed_page_is_light_and_fits_the_paper(chromium, swept, tmp_path):
     opened = Opened(chromium, swept / "report.html", viewport={"width": 1300, "height": 900}, color_scheme="dark")
     page = opened.page
     page.evaluate("dispatchEvent(new Event('beforeprint'))")
@@ -477,8 +521,9 @@ def open_search(chromium, tmp_path, scores, metric):
 
 def test_a_search_for_the_highest_metric_shows_the_lowest_trials_at_the_edge(chromium, tmp_path):
     opened = open_search(chromium, tmp_path, [0.5, 0.6, 0.55, 0.7, 0.58, 0.01], "accuracy")
-    best, dots = traces(opened.page, "trials")
+    best, dots, star = traces(opened.page, "trials")
     assert best[2] == [0.5, 0.6, 0.6, 0.6, 0.6] and dots[2][-1] > 0.4
+    assert star[1:3] == [[1], [0.6]]  # the pruned trial has a higher metric
     symbols = opened.page.evaluate("document.getElementById('trials').data[1].marker.symbol")
     assert symbols == ["circle", "circle", "circle", "x-thin-open", "circle", "triangle-down"]
     assert opened.trouble == []
@@ -488,13 +533,15 @@ def test_a_search_for_the_highest_metric_shows_the_lowest_trials_at_the_edge(chr
 def test_a_search_shows_its_history_and_each_setting(chromium, tmp_path):
     opened = open_search(chromium, tmp_path, [3.0, 2.5, 40.0, 2.8, 2.2, 2.4], "loss")
     page = opened.page
-    best, dots = traces(page, "trials")
+    best, dots, star = traces(page, "trials")
     assert best[1:3] == [[0, 1, 2, 4, 5], [3.0, 2.5, 2.5, 2.2, 2.2]]  # the best so far, of completed trials
     assert (
         dots[1] == [0, 1, 2, 3, 4, 5] and dots[2][:2] == [3.0, 2.5] and dots[2][2] < 5
     )  # far trials stand at the edge
     symbols = page.evaluate("document.getElementById('trials').data[1].marker.symbol")
     assert symbols == ["circle", "circle", "triangle-up", "x-thin-open", "circle", "circle"]
+    assert star[1:3] == [[4], [2.2]] and traces(page, "setting-lr")[-1][1:3] == [[0.003], [2.2]]
+    assert page.evaluate("document.getElementById('setting-lr').data.at(-1).marker.symbol") == "star"
     assert page.evaluate("document.getElementById('setting-lr')._fullLayout.xaxis.type") == "log"
     assert page.evaluate("document.getElementById('setting-optim.name')._fullLayout.xaxis.type") == "category"
     assert page.locator("#setting-decay .xaxislayer-above text").all_text_contents() == ["0", "0.1"]  # values of a list
@@ -502,6 +549,32 @@ def test_a_search_shows_its_history_and_each_setting(chromium, tmp_path):
     boxes = [page.locator(f"[id='setting-{key}']").bounding_box() for key in ("lr", "optim.name")]
     assert boxes[0]["x"] + boxes[0]["width"] <= boxes[1]["x"] and opened.trouble == []
     opened.context.close()
+
+
+def test_a_search_names_pruned_trials_outside_the_range(chromium, tmp_path):
+    opened = open_search(chromium, tmp_path, [3.0, 2.5, 40.0, 30.0, 2.2, 2.4], "loss")
+    symbols = opened.page.evaluate("document.getElementById('trials').data[1].marker.symbol")
+    assert symbols[2:4] == ["triangle-up", "triangle-up"]
+    note = opened.page.locator("#search-note").inner_text()
+    assert "The star is the best trial." in note and "Crosses" not in note
+    assert "2 trials outside the range, as far as 40.0000; 1 pruned (grey)." in note and opened.trouble == []
+    opened.context.close()
+
+
+def test_the_learning_rate_of_a_stopped_run_is_not_clipped(chromium, tmp_path):
+    write_run(tmp_path / "runs/done", lr=0.003, steps=40)
+    write_run(tmp_path / "runs/killed", lr=0.1, steps=40, reason=None, until=30)
+    assert main(["compare", str(tmp_path / "runs"), "--html", str(tmp_path / "report.html")]) == 0
+    opened = Opened(chromium, tmp_path / "report.html", viewport={"width": 1300, "height": 900})
+    low, high = axis(opened.page, "yaxis", "lr")
+    assert low < np.log10(0.003) and high > np.log10(0.1)
+    assert opened.page.locator("figure:has(#lr) figcaption").inner_text() == "learning rate" and opened.trouble == []
+    opened.context.close()
+
+
+def test_large_ticks_of_a_settings_axis_are_short(page):
+    labels = call(page, "choices.js", "makeScale(['1e18', '1e21'], false, true, true).ticks.map((tick) => tick[1])")
+    assert labels[:2] == ["1e+18", "1e+21"] and max(map(len, labels)) == 5
 
 
 def test_a_diverged_run_flattens_no_axis(chromium, tmp_path):
@@ -516,6 +589,7 @@ def test_a_diverged_run_flattens_no_axis(chromium, tmp_path):
     opened = Opened(chromium, tmp_path / "report.html", viewport={"width": 1300, "height": 900})
     page = opened.page
     assert axis(page, "yaxis")[1] < 15 and axis(page, "yaxis", "lr")[1] < 0  # log10 of the rate
+    assert "1 run outside the range" in page.locator("figure:has(#lr) figcaption").inner_text()
     for log in (True, False):
         page.set_checked("#ylog", log)
         assert "1 run above" in page.locator("#outliers-label").inner_text()
@@ -524,6 +598,18 @@ def test_a_diverged_run_flattens_no_axis(chromium, tmp_path):
     labels = page.locator("#lr .yaxislayer-above text").count()
     assert labels < 9 and opened.trouble == []
     opened.context.close()
+
+
+def test_tables_are_named_and_expose_their_first_order(page):
+    names = page.evaluate("[...document.querySelectorAll('table')].map((table) => table.getAttribute('aria-label'))")
+    assert names == ["Results", "What differs"]
+    for rows in ("points", "runs"):
+        page.click(f"#rows button:has-text('{rows}')")
+        assert page.locator("#table th[aria-sort=ascending]").all_inner_texts() == ["held-out loss ↑"]
+        losses = [float(re.sub(r"best|±.*", "", text)) for text in column(page, "held-out loss") if text != "–"]
+        assert losses == sorted(losses)
+    page.click("#table th button:has-text('held-out loss')")
+    assert page.locator("#table th[aria-sort=descending]").all_inner_texts() == ["held-out loss ↓"]
 
 
 def test_columns_sort_both_ways_and_long_tables_expand(page, swept):

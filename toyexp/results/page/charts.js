@@ -308,11 +308,17 @@ function drawSmall(name) {
 }
 
 // Return ticks and range of a logarithmic axis. The range fits the completed runs, so that a diverged run does not flatten
-// their curves; without a range, plotly chooses it. Ticks at 1, 2 and 5 suit about one decade.
+// their curves; without a range, plotly chooses it. The range of the learning rate also fits the other runs, unless a rate is
+// 100 times those of the completed runs; the caption then says so. Ticks at 1, 2 and 5 suit about one decade.
 function logAxis(name) {
-  const read = (runs) => runs.flatMap((run) => run.curves[name].my).filter((y) => y > 0);
-  const shown = shownRuns(), done = shown.filter((run) => run.state === "completed");
+  const drawn = name === "lr" ? "y" : "my", read = (runs) => runs.flatMap((run) => run.curves[name][drawn]).filter((y) => y > 0);
+  const shown = shownRuns(), calm = read(shown.filter((run) => run.state === "completed"));
+  const least = calm.reduce((a, b) => Math.min(a, b), Infinity) / 100, most = calm.reduce((a, b) => Math.max(a, b), 0) * 100;
+  const near = (run) => name === "lr" && read([run]).every((y) => y >= least && y <= most);
+  const done = shown.filter((run) => run.state === "completed" || near(run));
   const whole = state.outliers || done.length === shown.length || !read(done).length, values = read(whole ? shown : done);
+  const outside = whole ? 0 : shown.length - done.length, note = `; ${outside} ${outside === 1 ? "run" : "runs"} outside the range`;
+  if (name === "lr") byId("lr").previousElementSibling.textContent = `learning rate${outside ? note : ""}`;
   const low = values.reduce((a, b) => Math.min(a, b), Infinity), high = values.reduce((a, b) => Math.max(a, b), 0);
   const ticks = high / low >= 8 && high / low <= 200 ? { dtick: "D2" } : {};
   return whole ? ticks : { ...ticks, range: [Math.log10(low) - 0.1, Math.log10(high) + 0.1], autorange: false };

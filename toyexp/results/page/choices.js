@@ -33,7 +33,8 @@ function roundTicks(low, high, log, factors = high / low < 200 ? [1, 2, 5] : [1]
 }
 
 function shortNumber(value) {
-  return String(Number(Number(value).toPrecision(4)));
+  const rounded = Number(Number(value).toPrecision(4));
+  return Math.abs(rounded) >= 1e6 ? rounded.toExponential() : String(rounded);
 }
 
 function drawChoices() {

@@ -35,6 +35,11 @@ function addBreakable(parent, text) {
   text.split(/(?<=[._])/).forEach((part, n) => { if (n) addElement(parent, "wbr"); parent.append(part); });
 }
 
+// Return true while the page is laid out for paper.
+function isPrinted() {
+  return document.body.classList.contains("print");
+}
+
 // Return true on a touch screen.
 function isTouch() {
   return matchMedia("(pointer: coarse)").matches;
@@ -267,6 +272,7 @@ function drawWarnings() {
   for (const [text, runs] of same) {
     const details = addElement(box, "details");
     addElement(details, "summary", "", `${text} (${runs.length})`);
+    details.open = isPrinted();
     addElement(details, "p", "small", runs.slice(0, 60).join(" · ") + (runs.length > 60 ? ` · and ${runs.length - 60} more` : ""));
   }
 }
@@ -282,6 +288,10 @@ function drawRuns() {
     const state = run.state === "completed" ? "" : ` · ${run.state}`, warned = run.warned ? ` · warnings: ${run.warned}` : "";
     addElement(summary, "span", "", ` ${runLabel(run)}${state}${warned} · ${data.metric} ${formatNumber(scoreOf(run, data.metric))}`);
     details.addEventListener("toggle", () => details.childElementCount === 1 && drawRun(details, run));
+    if (isPrinted()) {
+      details.open = true;
+      drawRun(details, run);
+    }
   }
 }
 
@@ -297,7 +307,7 @@ function drawRun(box, run) {
   for (const [key, text] of Object.entries(facts)) { addElement(list, "dt", "", key); addElement(list, "dd", "", text); }
   addElement(box, "pre", "", Object.entries(run.all).map(([key, text]) => `${key}=${text}`).join("\n"));
   run.warnings.forEach((w) => addElement(box, "p", "small", `warning${w.step === null ? "" : ` at step ${w.step}`}: ${w.text}`));
-  run.samples.forEach((sample) => { addElement(box, "p", "small", `step ${sample.step ?? "?"}`); addSample(box, sample); });
+  if (!isPrinted()) run.samples.forEach((sample) => { addElement(box, "p", "small", `step ${sample.step ?? "?"}`); addSample(box, sample); });
 }
 
 // -- start --
@@ -338,10 +348,20 @@ function listenPrint() {
     setTheme(theme);
     document.body.classList.toggle("print", on);
     refresh();
+    fitTable();
     resizeCharts();
   };
   addEventListener("beforeprint", () => { screen.theme = document.documentElement.dataset.theme; draw(true, "light"); });
   addEventListener("afterprint", () => draw(false, screen.theme));
+}
+
+// Shrink the text of a printed table that is wider than the page.
+function fitTable() {
+  const table = document.querySelector("#table table"), size = parseFloat(getComputedStyle(table).fontSize);
+  table.style.fontSize = "";
+  for (let now = size; isPrinted() && table.offsetWidth > table.parentElement.clientWidth && now > 5; now -= 0.5) {
+    table.style.fontSize = `${now}px`;
+  }
 }
 
 function resizeCharts() {
@@ -354,7 +374,10 @@ function controls() {
   addChoice("score", [["loss", "loss"], ...data.scores.map((s) => [s, s])], "score", () => { state.tall = null; drawMain(); });
   addChoice("over", [["step", "steps"], ["tokens", data.unit], ["seconds", "time"]], "over", resetZoom);
   const rows = data.points.length < data.runs.length ? [["points", "points"], ["runs", "runs"]] : [];
-  addChoice("rows", rows, "rows", () => { state.sort = null; drawTable(); });
+  addChoice("rows", rows, "rows", () => {
+    Object.assign(state, { sort: defaults.sort, falling: defaults.falling });
+    drawTable();
+  });
   for (const name of ["xlog", "ylog", "raw", "held", "bands", "outliers"]) {
     byId(name).checked = state[name];
     byId(name).addEventListener("change", () => {
@@ -391,6 +414,7 @@ async function begin() {
   AXES.tokens = byId("unit").textContent = data.unit;
   state.rows = data.points.length < data.runs.length ? "points" : "runs";
   if (!data.runs.some((run) => run.curves.loss.x.length) && data.scores.length) state.score = data.scores[0];
+  Object.assign(state, { sort: data.metric, falling: data.rising });
   defaults = { ...state };
   loadView();
   byId("opening").remove();

@@ -8,8 +8,9 @@ function drawSearch() {
   const better = search.minimising ? Math.min : Math.max, done = scored.filter((trial) => trial.complete);
   let best = null;
   const history = done.map((trial) => (best = best === null ? trial.score : better(best, trial.score)));
+  const star = done.find((trial) => trial.score === best);
   const steps = { ...lineTrace(done.map((t) => t.number), history, "", { line: { width: 2, shape: "hv", color: style("mark") } }) };
-  drawTrials("trials", scored, scored.map((t) => t.number), range, { title: { text: "trial" } }, [steps]);
+  drawTrials("trials", scored, scored.map((t) => t.number), range, { title: { text: "trial" } }, [steps], star);
   const box = byId("settings");
   for (const key of box.childElementCount ? [] : search.keys) { // before the charts: they take the width of their cells
     const figure = addElement(box, "figure"), share = search.importances[key];
@@ -24,12 +25,17 @@ function drawSearch() {
     const decades = log && Math.max(...values) / Math.min(...values) > 50 ? { dtick: 1 } : {}; // more ticks would overlap
     const axis = numeric ? { type: log ? "log" : "linear", nticks: 5, tickformat: "~g", ...decades } :
       { type: "category", categoryarray: different.sort((a, b) => (a > b) - (a < b)).map(String) };
-    drawTrials(`setting-${key}`, trials, numeric ? values : values.map(String), range, axis, []);
+    drawTrials(`setting-${key}`, trials, numeric ? values : values.map(String), range, axis, [], star);
   }
-  const pruned = scored.filter((trial) => !trial.complete).length, best_ = search.minimising ? "lowest" : "highest";
+  const best_ = search.minimising ? "lowest" : "highest", beyond = scored.filter((t) => t.score < range[0] || t.score > range[1]);
+  const crosses = scored.filter((trial) => !trial.complete && !beyond.includes(trial)).length;
+  const furthest = search.minimising ? Math.max(...beyond.map((t) => t.score)) : Math.min(...beyond.map((t) => t.score));
+  const triangles = beyond.filter((trial) => !trial.complete).length, many = (n, what) => `${n} ${what}${n === 1 ? "" : "s"}`;
   byId("search-note").textContent = `${search.trials.length} trials of a ${search.algorithm} search. The line is the ${best_} ` +
-    `${search.metric} so far.` + (pruned ? ` Crosses are ${pruned} pruned ${pruned === 1 ? "trial" : "trials"}, at their last metric.` : "") +
-    " Triangles at the edge are trials far beyond it.";
+    `${search.metric} so far.` + (star ? " The star is the best trial." : "") +
+    (crosses ? ` Crosses: ${many(crosses, "pruned trial")}, at the last metric.` : "") +
+    (beyond.length ? ` Triangles at the edge: ${many(beyond.length, "trial")} outside the range, as far as ${formatNumber(furthest)}` +
+      `${triangles ? `; ${triangles} pruned (grey)` : ""}.` : "");
 }
 
 // Return the range of the metric to show: from the best trial to four times the median's distance from it.
@@ -42,7 +48,8 @@ function searchRange(scored) {
   return [sign * (costs[0] - room), sign * (near[near.length - 1] + room)].sort((a, b) => a - b);
 }
 
-function drawTrials(id, trials, xs, [low, high], xaxis, more) {
+// Draw trials as dots, pruned ones as crosses, those outside the range as triangles at its edge, and the trial `star` as a star.
+function drawTrials(id, trials, xs, [low, high], xaxis, more, star) {
   const about = (t) => `<b>trial ${t.number}</b>${t.complete ? "" : " (pruned)"}<br>${escapeHtml(data.search.metric)} ${formatNumber(t.score)}` +
     Object.entries(t.values).map(([key, value]) => `<br>${escapeHtml(key)}=${escapeHtml(value)}`).join("");
   const dots = {
@@ -53,8 +60,12 @@ function drawTrials(id, trials, xs, [low, high], xaxis, more) {
       symbol: trials.map((t) => (t.score > high ? "triangle-up" : t.score < low ? "triangle-down" : t.complete ? "circle" : "x-thin-open")),
     },
   };
-  const shape = layout({ yaxis: { title: { text: data.search.metric, standoff: 4 }, range: [low, high], nticks: 6 }, margin: { l: 52, r: 10, t: 6, b: 36 } });
+  const stars = trials.flatMap((trial, i) => (trial === star ? [i] : [])).map((i) => ({
+    ...dots, x: [xs[i]], y: [dots.y[i]], text: [dots.text[i]],
+    marker: { size: 15, symbol: "star", color: style("mark"), line: { width: 1, color: style("card") } },
+  }));
+  const shape = layout({ yaxis: { title: { text: data.search.metric, standoff: 4 }, range: [low, high], nticks: 6 }, margin: { l: 52, r: 10, t: 12, b: 36 } });
   const plain = { gridcolor: style("line"), linecolor: style("line"), automargin: true, zeroline: false };
   const described = `${data.search.metric} of ${trials.length} trials against ${id === "trials" ? "the trial's number" : id.replace("setting-", "")}`;
-  drawChart(id, [...more, dots], { ...shape, xaxis: { ...plain, ...xaxis }, dragmode: false }, { ...CONFIG, displayModeBar: false }, described);
+  drawChart(id, [...more, dots, ...stars], { ...shape, xaxis: { ...plain, ...xaxis }, dragmode: false }, { ...CONFIG, displayModeBar: false }, described);
 }

@@ -8,7 +8,8 @@ function scoreOf(run, head) {
 }
 
 // Return the columns of the table. The metric that ranks the points comes first, so that a phone shows it. The columns
-// name, seed and warnings are left out if they would say nothing. If `saved`, each run has its name and path.
+// name, seed and warnings are left out if they would say nothing. If `saved`, each run has its name and path. `rank` is the value
+// to sort by if it is not the value shown; `minor` columns are not printed.
 function listColumns(saved = false) {
   const points = state.rows === "points", each = (of) => (row) => (points ? mean(row.runs.map(of)) : of(row));
   const keys = data.keys.map((key) => ({ head: key, of: (row) => row.settings[key] ?? null }));
@@ -25,21 +26,22 @@ function listColumns(saved = false) {
   }
   const several = (of, runs = data.runs) => new Set(runs.map(of)).size > 1, warned = data.runs.some((r) => r.warned);
   const named = saved || !keys.length || data.points.some((_, place) => several((r) => r.name, runsOf(place)));
-  return [{ head: data.metric, of: (r) => scoreOf(r, data.metric), number: true, best: data.points.length === data.runs.length },
+  const metric = (r) => scoreOf(r, data.metric), rank = (r) => (r.counts ? metric(r) : null);
+  return [{ head: data.metric, of: metric, rank, number: true, best: data.points.length === data.runs.length },
     ...(named ? [{ head: "name", of: (r) => r.name }] : []), ...keys,
     ...(several((r) => r.seed) ? [{ head: "seed", of: (r) => r.seed, form: String, number: true }] : []),
     { head: "state", of: (r) => r.state }, { head: "steps taken", of: (r) => r.steps, form: String, number: true }, ...numbers,
     ...(warned ? [{ head: "warnings", of: (r) => r.warned, form: (n) => n || "", number: true }] : []),
-    { head: "begun", of: (r) => r.when || null, form: formatTime }, ...(saved ? [{ head: "path", of: (r) => r.path }] : [])];
+    { head: "begun", of: (r) => r.when || null, form: formatTime, minor: true }, ...(saved ? [{ head: "path", of: (r) => r.path }] : [])];
 }
 
 const MOST_ROWS = 20; // rows shown before "show all" is clicked
 
-// Update the button that shows all rows.
+// Update the button that shows all rows. On paper, it says how many are shown.
 function showMoreButton(id, count) {
   const box = byId(id);
   box.hidden = count <= MOST_ROWS || state.every;
-  box.textContent = `show all ${count}`;
+  box.textContent = isPrinted() ? `${MOST_ROWS} of ${count} shown` : `show all ${count}`;
 }
 
 function compareCells(a, b) {
@@ -56,9 +58,10 @@ function drawTable() {
   const line = addElement(head, "tr");
   addElement(line, "th");
   for (const column of columns) {
-    const cell = addElement(line, "th", column.number ? "number" : ""), sorted = state.sort === column.head;
+    const cell = addElement(line, "th", cellClass(column)), sorted = state.sort === column.head;
     cell.setAttribute("aria-sort", sorted ? (state.falling ? "descending" : "ascending") : "none");
-    const button = addElement(cell, "button", "", column.head + (sorted ? (state.falling ? " ↓" : " ↑") : ""));
+    const button = addElement(cell, "button");
+    addBreakable(button, column.head + (sorted ? (state.falling ? " ↓" : " ↑") : ""));
     button.dataset.head = column.head;
     if (focused === column.head) button.focus();
     button.addEventListener("click", () => {
@@ -76,11 +79,15 @@ function drawTable() {
     for (const column of columns) {
       const text = formatCell(column, row);
       const best = column.best && row.point === 0 && column.of(row) !== null && data.best;
-      const cell = addElement(cells, "td", (column.number ? "number" : "") + (best ? " best" : ""));
+      const cell = addElement(cells, "td", cellClass(column) + (String(text).length > 16 ? " long" : "") + (best ? " best" : ""));
       if (best) addElement(cell, "span", "badge", "best");
       cell.append(text);
     }
   }
+}
+
+function cellClass(column) {
+  return (column.number ? "number" : "") + (column.minor ? " minor" : "");
 }
 
 function formatCell(column, row) {
@@ -93,7 +100,8 @@ function listRows(columns) {
   let rows = state.rows === "points" ? data.points.map((p, place) => ({ ...p, point: place, runs: runsOf(place) })) : data.runs.slice();
   rows = rows.filter((row) => shows(row.point));
   const order = columns.find((column) => column.head === state.sort);
-  if (order) rows.sort((a, b) => compareCells(order.of(a), order.of(b)));
+  const rank = order && (order.rank || order.of);
+  if (order) rows.sort((a, b) => compareCells(rank(a), rank(b)));
   return rows;
 }
 

@@ -109,7 +109,7 @@ class Suite(FormatSuite):
         before = {p.name: content(p) for p in tmp_path.iterdir()}
         exported = self.make_export(self.models[0])
         torn = replace(exported, tensors=Torn(exported.tensors))
-        monkeypatch.setattr(callback, "build_export", lambda run, tensors: torn)
+        monkeypatch.setattr(callback, "build_export", lambda *_: torn)
         with pytest.raises(RunFailed, match="could not be written"):
             end(callback, run, step=4)
         assert {p.name: content(p) for p in tmp_path.iterdir()} == before

@@ -233,7 +233,7 @@ def test_force_keeps_directories_without_settings_and_weights(files, capsys):
     ("model", "said"),
     [
         (MODELS["granite_nope"], "model.rope=false: transformers' granite always has RoPE"),
-        (replace(MODELS["gemma3"], n_heads=5, n_kv_heads=1), "which transformers' gemma3 requires"),
+        (replace(MODELS["gemma3"], n_heads=5, n_kv_heads=1), "transformers' gemma3"),
         (MODELS["llama_all"], "rope_factors and model.rope_scale are both set"),
         (
             replace(MODELS["llama"], n_heads=5, n_kv_heads=1, head_dim=6),

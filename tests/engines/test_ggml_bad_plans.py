@@ -107,7 +107,7 @@ def add_models(cases, draw):
         cases.model(f"bias {i}", lambda o, p, x, b: o.matmul(x, p["w"], p["b"]), w=(out + 1, WIDTH), b=(out + 1 + off,))
         cases.model(f"add {i}", lambda o, p, x, b: o.add(x, p["w"]), w=(LENGTH, WIDTH + off))
         cases.model(f"add, middle axis {i}", lambda o, p, x, b: o.add(x, p["w"]), w=(LENGTH + off, WIDTH))
-        cases.model(f"add, a divisor {i}", lambda o, p, x, b: o.add(x, p["w"]), w=(WIDTH // 2 ** (i % 3 + 1),))
+        cases.model(f"add, a divisor {i}", lambda o, p, x, b: o.add(x, p["w"]), w=(WIDTH // 2 ** (i % 2 + 1),))
         cases.model(f"rms_norm weight {i}", lambda o, p, x, b: o.rms_norm(x, p["w"], 1e-5), w=(WIDTH + off,))
         cases.model(
             f"rms_norm divisor {i}", lambda o, p, x, b: o.rms_norm(x, p["w"], 1e-5), w=(WIDTH // 2 ** (i % 4 or 1),)

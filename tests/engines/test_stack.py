@@ -332,7 +332,7 @@ def test_after_a_step_that_fails_runs_can_take_another_step(monkeypatch):
     jobs = make_jobs("llama", ADAMW)
     stack, _ = build_stack(jobs, ENGINE)
     with monkeypatch.context() as patch:
-        patch.setattr("toyexp_torch.stacks.step.StackedOps.attention", lambda *_: 1 / 0)
+        patch.setattr("toyexp_torch.stacks.step.StackedOps.attention", lambda *_, **__: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             begin_all(stack, jobs, 0)
     assert np.isfinite(take_all(stack, jobs, 0)).all()
@@ -384,7 +384,7 @@ def test_the_tracebacks_of_loops_that_fail_together_do_not_accumulate(tmp_path, 
     jobs = make_jobs("llama", [(SGD(), 0.03)] * 6)
     stack, sessions = build_stack(jobs, EXACT)
     loops = [make_training(job, s, tmp_path, 2, 1, 0)[1].requests() for job, s in zip(jobs, sessions, strict=True)]
-    monkeypatch.setattr("toyexp_torch.stacks.step.StackedOps.attention", lambda *_: 1 / 0)
+    monkeypatch.setattr("toyexp_torch.stacks.step.StackedOps.attention", lambda *_, **__: 1 / 0)
     ends = drive(loops, stack)
     # With the ways of all six it would be 131 lines.
     lengths = {len("".join(traceback.format_exception(end)).splitlines()) for end in ends}

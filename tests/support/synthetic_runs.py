@@ -15,7 +15,6 @@ CONFIG = {
     "recipe": {"name": "scratch", "init": "default"},
     "objective": {"name": "cross_entropy"}, "engine": {"name": "ggml", "threads": 1},
     "optim": {"name": "adamw", "weight_decay": 0.0, "grad_clip": 0.0, "beta2": None},
-    "objective": {"name": "cross_entropy"},
     "callbacks": {"cosine": {"name": "cosine", "warmup": 5}, "events": {"name": "events", "every": 1}},
 }  # fmt: skip
 

@@ -152,7 +152,7 @@ CASES: dict[str, tuple[dict[str, tuple[int, ...]], Forward]] = {
     "attention_softcap": ({"q": (8, 8), "k": (4, 8), "v": (4, 8)}, partial(_heads_case, softcap=1.5)),
     "attention_sinks": ({"q": (8, 8), "k": (4, 8), "v": (4, 8), "sinks": (4,)}, partial(_heads_case, window=3)),
     "attention_wide_values": ({"q": (8, 4), "k": (4, 8), "v": (4, 8)}, _wide_values_case),
-    "add_column": ({"w": (1, WIDTH)}, lambda ops, p, x: ops.add(x, ops.linear(x, p["w"]))),
+    "add_column": ({"w": (1, WIDTH)}, lambda ops, p, x: ops.sigmoid(ops.add(x, ops.linear(x, p["w"])))),
     "mul_vector": ({"w": (WIDTH,)}, lambda ops, p, x: ops.mul(x, p["w"])),
     "mul_position": ({"w": (LENGTH, 1)}, lambda ops, p, x: ops.mul(x, p["w"])),
     "div": ({"w": (WIDTH, WIDTH)}, lambda ops, p, x: ops.div(x, ops.exp(ops.linear(x, p["w"])))),

@@ -82,7 +82,7 @@ def prepare(config: Config) -> Prepared:
 
 def _replace_gguf(config: Config) -> None:
     """Export safetensors instead of GGUF if GGUF cannot hold the model. Keep a gguf_export with a type of its own."""
-    settings = config.plain["callbacks"].get("gguf_export", {})
+    settings = config.plain.get("callbacks", {}).get("gguf_export", {})
     if not config.model.engines or settings.get("type") != "f32":
         return
     name = "safetensors_export"

@@ -47,7 +47,7 @@ class TorchModule(Model):
     module: ClassVar[Any] = None  # of an object: the torch.nn.Module, which stays unchanged
 
     path: str = ""  # module and class of the network, such as my_module:Net; only allowed on the command line
-    arguments: dict[str, Any] = field(default_factory=dict)  # keyword arguments of the class: {width: 64}
+    arguments: dict[str, Any] = field(default_factory=dict)  # keyword arguments: {width: 64} calls Net(width=64)
     context: int = 64  # tokens in a row; has no effect on images and vectors
 
     @classmethod

@@ -137,9 +137,9 @@ class TorchEngine(Engine):
 
     def check_plan(self, plan: Plan) -> None:
         self.check_rows(plan.rows, plan.accumulate)
-        if plan.model.engines and self.count() > 1:
-            raise UserError(f"engine.devices={self.devices}: model={plan.model.name} trains on one; leave devices out")
         count, together = self.count(), plan.objective.rows_together
+        if plan.model.engines and count > 1:
+            raise UserError(f"engine.devices={self.devices}: model={plan.model.name} trains on one; leave devices out")
         if count > 1 and (together == 0 or plan.rows // count % together):
             rows = "all rows of a batch" if together == 0 else f"groups of {together} rows"
             raise UserError(

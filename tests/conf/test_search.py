@@ -356,7 +356,7 @@ def test_a_malformed_search_state_is_rejected(capsys):
         ({"jobs": [{**state["jobs"][0], "trial": -1}]}, "is damaged: its jobs have trial numbers [-1]"),
         ({"jobs": [{**state["jobs"][0], "trial": 5}]}, "is damaged: its jobs have trial numbers [5]"),
         ({"jobs": [{**state["jobs"][0], "trial": None}]}, "is damaged: its jobs have trial numbers [None]"),
-        ({"space": ["plugins=[a],[b]"]}, "plugins=[a],[b]: "),
+        ({"space": ["plugins=[a],[b]"]}, "plugins=[a],[b]: takes names of Python modules, such as plugins=[a,b]"),
         ({"jobs": [{**state["jobs"][0], "overrides": ["+plugins=[a]"]}]}, "is damaged: job 0 sets plugins"),
         ({"space": 3}, "is damaged: space is 3"),
     ):

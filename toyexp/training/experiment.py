@@ -82,8 +82,10 @@ def prepare(config: Config) -> Prepared:
 
 def _replace_gguf(config: Config) -> None:
     """Export safetensors instead of GGUF if GGUF cannot hold the model. Keep a gguf_export with a type of its own."""
-    settings = config.plain.get("callbacks", {}).get("gguf_export", {})
-    if not config.model.engines or settings.get("type") != "f32":
+    if not config.model.engines:
+        return
+    settings = config.plain["callbacks"].get("gguf_export", {})
+    if settings.get("type") != "f32":
         return
     name = "safetensors_export"
     kept = {key: settings[key] for key in ("every", "weights")}

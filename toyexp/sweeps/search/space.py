@@ -80,8 +80,6 @@ def parse_space(search: str, parsed: Sequence[Override], types: Types = lambda k
     if not keys:
         example = "'lr=tag(log, interval(1e-4, 1e-1))'"
         raise UserError(f"sweep.search={search}: needs a key with several values or an interval, such as {example}")
-    if loads := [key.line for key in keys if key.key.lstrip("+") == "plugins"]:
-        raise UserError(f"{loads[0]}: plugins cannot vary between jobs; load all of them: plugins=[a,b]")
     intervals = [key for key in keys if key.is_interval]
     for key in intervals:
         name, _, value = key.line.partition("=")

@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 from toyexp import Ops, Tensor
 from toyexp_models.gguf import GraniteGGUF
 from toyexp_models.huggingface import granite_layout
+from toyexp_models.huggingface_config import read_config
 from toyexp_models.llama import Llama
 
 
@@ -17,7 +18,7 @@ class Granite(Llama):
     """Granite 3: as llama, with multipliers of embeddings, residuals, scores and logits; RoPE can be off."""
 
     name: ClassVar[str] = "granite"
-    forms: ClassVar[Mapping[str, Any]] = {"gguf": GraniteGGUF(), "hf": granite_layout}
+    forms: ClassVar[Mapping[str, Any]] = {"gguf": GraniteGGUF(), "hf": granite_layout, "config": read_config}
     fixed: ClassVar[Mapping[str, Any]] = {"mup": False}  # its own multipliers do what muP needs
 
     embedding_scale: float = 1.0  # factor of the embeddings

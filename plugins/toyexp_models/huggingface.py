@@ -90,7 +90,10 @@ def _subtract_one(tensors: Mapping[str, HFTensor]) -> dict[str, HFTensor]:
     def subtract(weight: np.ndarray) -> np.ndarray:
         return weight - 1
 
-    return {n: replace(t, form=subtract) if n.endswith("_norm.weight") else t for n, t in tensors.items()}
+    return {
+        n: replace(t, form=subtract, back=lambda stored: stored + 1) if n.endswith("_norm.weight") else t
+        for n, t in tensors.items()
+    }
 
 
 def gemma2_layout(model: Any, data: Data) -> Layout:
@@ -209,7 +212,9 @@ def gpt2_layout(model: LanguageModel, data: Data) -> Layout:
         *block, name, kind = spec.name.split(".")
         prefix = f"transformer.h.{block[1]}." if block else ""
         is_linear = block and len(spec.shape) == 2
-        tensors[spec.name] = HFTensor(f"{prefix}{GPT2[name]}.{kind}", form=np.transpose if is_linear else identity)
+        tensors[spec.name] = HFTensor(f"{prefix}{GPT2[name]}.{kind}")
+        if is_linear:
+            tensors[spec.name] = replace(tensors[spec.name], form=np.transpose, back=np.transpose)
     problem = "" if model.d_ff == 4 * model.d_model else f"it requires d_ff=4*d_model, but d_ff is {model.d_ff}"
     return Layout(config, tensors, conversion=Conversion(("bpe",), ignored_setting=problem))
 

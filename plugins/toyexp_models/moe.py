@@ -14,6 +14,7 @@ from toyexp import Ops, Params, Tensor, UserError
 from toyexp.base import require_range
 from toyexp_models.gguf import ExpertsGGUF
 from toyexp_models.huggingface import olmoe_layout, qwen3moe_layout
+from toyexp_models.huggingface_config import read_config
 from toyexp_models.rotary import RotaryModel, linear
 
 
@@ -53,7 +54,7 @@ class Qwen3Moe(ExpertsModel):
     """Qwen 3 MoE: as qwen3, with experts in each layer whose weights sum to 1."""
 
     name: ClassVar[str] = "qwen3moe"
-    forms: ClassVar[Mapping[str, Any]] = {"gguf": ExpertsGGUF(), "hf": qwen3moe_layout}
+    forms: ClassVar[Mapping[str, Any]] = {"gguf": ExpertsGGUF(), "hf": qwen3moe_layout, "config": read_config}
     head_norms: ClassVar[bool] = True
     normalised: ClassVar[bool] = True
 
@@ -66,7 +67,7 @@ class Olmoe(ExpertsModel):
     """OLMoE: as llama, with experts in each layer, and norms on all of q and of k."""
 
     name: ClassVar[str] = "olmoe"
-    forms: ClassVar[Mapping[str, Any]] = {"gguf": ExpertsGGUF(), "hf": olmoe_layout}
+    forms: ClassVar[Mapping[str, Any]] = {"gguf": ExpertsGGUF(), "hf": olmoe_layout, "config": read_config}
     width_norms: ClassVar[bool] = True
     normalised: ClassVar[bool] = False
     fixed: ClassVar[Mapping[str, Any]] = {"tied": False, "qkv_bias": False, "head_dim": 0}

@@ -26,7 +26,7 @@ KEYS = {
     "num_experts": "experts", "num_local_experts": "experts", "num_experts_per_tok": "experts_used",
     "sliding_window": "window", "final_logit_softcapping": "final_softcap", "attn_logit_softcapping": "score_softcap",
     "sliding_window_pattern": "window_period", "_sliding_window_pattern": "window_period",
-    "rope_local_base_freq": "window_rope_base",
+    "rope_local_base_freq": "window_rope_base", "norm_eps": "norm_eps", "conv_L_cache": "conv_length",
 }  # fmt: skip
 BIASES = {"qkv_bias": "q_proj.bias", "o_bias": "o_proj.bias", "ffn_bias": "up_proj.bias"}
 # Keys whose values must be those of the model's layout or, if the layout lacks them, these; None: any is allowed.
@@ -35,6 +35,7 @@ FIXED: Mapping[str, Any] = {
     "query_pre_attn_scalar": None, "clip_qkv": 0, "partial_rotary_factor": 1, "mlp_only_layers": [],
     "decoder_sparse_step": 1, "use_bidirectional_attention": False, "scale_attn_weights": True,
     "scale_attn_by_inverse_layer_idx": False, "quantization_config": 0, "attn_logit_softcapping": 0,
+    "conv_bias": False,
 }  # fmt: skip
 
 
@@ -55,10 +56,20 @@ def read_config(cls: type[LanguageModel], config: Mapping[str, Any], names: Coll
     kinds = config.get("layer_types") or ["sliding_attention" if "window" in defaults else "full_attention"]
     if "full_attention" in kinds:
         found["window_period"] = kinds.index("full_attention") + 1
+    found["attention_layers"] = [i for i, kind in enumerate(kinds) if kind == "full_attention"]
+    if config.get("block_auto_adjust_ff_dim"):  # as transformers computes it
+        adjusted, multiple = (
+            config["block_ffn_dim_multiplier"] * int(2 * found["d_ff"] / 3),
+            config["block_multiple_of"],
+        )
+        found["d_ff"] = -(-int(adjusted) // multiple) * multiple
     if "sliding_attention" not in kinds:
         found["window"] = 0
     found |= _rope(config, found, "rope_factors" in defaults) if "rope_base" in defaults else {}
-    model = cls(**{s: v if s == "rope_factors" else type(defaults[s])(v) for s, v in found.items() if s in defaults})
+    settings: dict[str, Any] = {
+        s: v if isinstance(v, list) else type(defaults[s])(v) for s, v in found.items() if s in defaults
+    }
+    model = cls(**settings)
     model.check()
     layout = hf_layout(model, {}).config
     expected = {key: value if layout.get(key) is None else layout[key] for key, value in FIXED.items()}

@@ -19,6 +19,7 @@ class RotaryModel(LanguageModel):
     halves: ClassVar[bool] = True  # rope rotates pairs (x[i], x[i + D/2]); False in llama
     head_norms: ClassVar[bool] = False  # RMSNorm on each head of q and k before rope
     width_norms: ClassVar[bool] = False  # RMSNorm on all of q and all of k, before heads are cut
+    last_norm: ClassVar[str] = "output_norm"  # name of the norm before the output layer
     fixed: ClassVar[Mapping[str, Any]] = {}  # settings that can have only this value
 
     n_kv_heads: int = 2  # number of key/value heads, each shared by n_heads / n_kv_heads query heads
@@ -80,7 +81,7 @@ class RotaryModel(LanguageModel):
         for i in range(self.n_layers):
             specs += [weight(f"blk.{i}.{name}", shape) for name, shape in self.shapes().items()]
             specs += [TensorSpec(f"blk.{i}.{name}.bias", (size,), Constant(0)) for name, size in self.biases().items()]
-        specs.append(weight("output_norm", (self.d_model,)))
+        specs.append(weight(self.last_norm, (self.d_model,)))
         if not self.tied:
             specs.append(TensorSpec("output.weight", (self.vocab, self.d_model), Normal(0.02)))
         return specs
@@ -124,7 +125,7 @@ class RotaryModel(LanguageModel):
         x = self.embed(ops, p["token_embd.weight"], batch["tokens"])  # [B, T, d]
         for i in range(self.n_layers):
             x = ops.block(self.block, x, p.block(i), *self.layer(i))
-        x = ops.rms_norm(x, p["output_norm.weight"], self.norm_eps)
+        x = ops.rms_norm(x, p[f"{self.last_norm}.weight"], self.norm_eps)
         return self.logits(ops, x, p["token_embd.weight" if self.tied else "output.weight"])
 
     def logits(self, ops: Ops, x: Tensor, table: Tensor) -> Tensor:

@@ -30,6 +30,7 @@ LLAMA_FAMILY = [
     "smollm3",
     "qwen3moe",
     "olmoe",
+    "lfm2",
 ]
 RARE = LLAMA_FAMILY[1:]  # the default suite trains them only from scratch
 DATA = {**dict.fromkeys([*LLAMA_FAMILY, "gpt2"], TEXT), "vit": ["data=digits"]}

@@ -539,6 +539,20 @@ class GGMLOps(Products):
 
         return self._record(loss, (logits,), lambda dy: (lambda: self._times_scalar(gradient(), dy),))
 
+    def token_log_probs(self, logits: Node, targets: Ids) -> Node:
+        """Return log softmax(logits) at the targets, whose gradient is one_hot(target) - p; see `cross_entropy`."""
+        g = self.g
+        n, classes = logits.size // logits.shape[-1], logits.shape[-1]
+        target_indices = self._inputs.target_indices(targets, n, classes)
+        p = g.reshape(g.softmax(logits), n * classes, 1)
+        picked = g.get_rows(p, target_indices)  # [n, 1]
+
+        def dx(dy: Node) -> Node:
+            lowered = g.reshape(g.set_rows(p, g.scale(picked, 1.0, -1.0), target_indices), n, classes)
+            return g.reshape(g.mul(lowered, g.scale(g.reshape(dy, n, 1), -1.0)), *logits.shape)
+
+        return self._record(g.reshape(self._log(picked), *targets.shape), (logits,), lambda dy: (lambda: dx(dy),))
+
     def _log(self, p: Node) -> Node:
         """Return log(p) of probabilities.
 

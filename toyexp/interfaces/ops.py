@@ -358,7 +358,10 @@ class Ops(ABC):
         return self.scale(self.sum(x, axis, keep), 1 / (math.prod(x.shape) if axis is None else x.shape[axis]))
 
     def token_log_probs(self, logits: Tensor, targets: Tensor) -> Tensor:
-        """Return log softmax(logits)[target] for logits [..., V] and integer targets [...] -> [...]."""
+        """Return log softmax(logits)[target] for logits [..., V] and integer targets [...] -> [...].
+
+        Engines may fuse it with `logits`, as `cross_entropy`. Values below -85 may be less exact.
+        """
         return self.take(self.log_softmax(logits), targets)
 
     def top_k(self, x: Tensor, k: int) -> Tensor:

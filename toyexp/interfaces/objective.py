@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from toyexp.base.errors import UserError
 from toyexp.base.validators import require_range
 from toyexp.interfaces.ops import Ops, Params, Tensor
+from toyexp.interfaces.values import ArrayValues
 
 if TYPE_CHECKING:
-    from toyexp.interfaces.dataset import InputSpec
+    import numpy as np
+
+    from toyexp.interfaces.dataset import Batch, InputSpec
     from toyexp.interfaces.model import Model
 
 
@@ -51,6 +55,10 @@ class Objective(ABC):
         """
         return ()
 
+    def weigh(self, batch: Batch) -> Batch:
+        """Return a training batch of NumPy arrays with other `weights`. toyexp then divides them by their sum."""
+        return batch
+
     @abstractmethod
     def loss(self, ops: Ops, model: Model, p: Params, batch: Mapping[str, Tensor]) -> Tensor:
         """Return the loss that a step minimises, a scalar: a sum over examples, each multiplied by its weight.
@@ -82,32 +90,78 @@ def require_class_targets(objective: str, inputs: Mapping[str, InputSpec]) -> No
         raise UserError(f"objective={objective}: needs integer targets, but the data has {found}; try objective=mse")
 
 
+CLASS_WEIGHTS = "objective.class_weights"  # name of the tensor [V, 1]
+
+
 @dataclass
 class CrossEntropy(Objective):
-    """Cross-entropy of integer targets, with label smoothing and z-loss."""
+    """Cross-entropy of integer targets, with label smoothing, z-loss and class weights."""
 
     name: ClassVar[str] = "cross_entropy"
     in_nats: ClassVar[bool] = True
 
     smoothing: float = 0.0  # label smoothing: share of a target's probability that all classes get in equal parts
     z_loss: float = 0.0  # coefficient of log(sum(exp(logits)))^2, which keeps logits small; PaLM: 0.0001
+    class_weights: dict[int, float] = field(default_factory=dict)  # {0: 2.5}: weights of classes or tokens, else 1
 
     def check(self) -> None:
         """Raise UserError for invalid settings."""
         require_range("objective", self, smoothing="[0,1)", z_loss="[0,inf)")
+        for key, weight in self.class_weights.items():
+            if not 0 <= weight < math.inf or weight == 0 < self.smoothing:
+                limit = f"above 0 with objective.smoothing={self.smoothing}" if weight == 0 else "at least 0"
+                raise UserError(f"objective.class_weights={{{key}: {weight}}}: must be a finite number {limit}")
 
     def check_inputs(self, model: Model, inputs: Mapping[str, InputSpec]) -> None:
-        """Raise UserError if targets are not integers."""
+        """Raise UserError if targets are not integers, or if `class_weights` has a class that the data lacks."""
         require_class_targets(self.name, inputs)
+        below = inputs["targets"].below or math.inf
+        for key, weight in self.class_weights.items():
+            if not 0 <= key < below:
+                raise UserError(f"objective.class_weights={{{key}: {weight}}}: classes are 0 to {below - 1}")
+
+    def weigh(self, batch: Batch) -> Batch:
+        """Return the batch with its weights multiplied by those of the targets' classes."""
+        if not self.class_weights:
+            return batch
+        by_class = self._weights_by_class(int(batch["targets"].max()) + 1)
+        return {**batch, "weights": batch["weights"] * by_class[batch["targets"]]}
+
+    def _weights_by_class(self, count: int) -> np.ndarray:
+        """Return the weights of at least `count` classes."""
+        import numpy as np
+
+        weights = np.ones(max(count, *self.class_weights) + 1, np.float32)
+        weights[[*self.class_weights]] = [*self.class_weights.values()]
+        return weights
+
+    def tensors(self, plan: Any) -> Sequence[Any]:
+        """Return the class weights as a table [V, 1] if the loss reads them: only with smoothing."""
+        from toyexp.interfaces.plan import PlanTensor
+
+        if not (self.smoothing and self.class_weights):
+            return ()
+        sizes = [getattr(plan.model, name, 0) for name in ("vocab", "classes")]
+        count = max(plan.inputs["targets"].below or 0, *sizes)
+        values = ArrayValues(self._weights_by_class(count)[:count, None])
+        return [PlanTensor(CLASS_WEIGHTS, (count, 1), values, trainable=False)]
 
     def loss(self, ops: Ops, model: Model, p: Params, batch: Mapping[str, Tensor]) -> Tensor:
         """Return the weighted sum of (1 - s) * -log p[target] + s * mean(-log p) + z * log(sum(exp(logits)))^2.
 
         Label smoothing s is that of Szegedy et al. 2016, the z-loss that of Chowdhery et al. 2022 (PaLM). Evaluations
-        report the plain cross-entropy, so that runs with other settings can be compared.
+        report the plain cross-entropy, so that runs with other settings can be compared. With class weights,
+        s * mean(-log p) is weighted by class, and not by the target's class, as in torch.nn.CrossEntropyLoss.
         """
-        logits = model.forward(ops, p, batch)
-        return ops.cross_entropy(logits, batch["targets"], batch["weights"], self.smoothing, self.z_loss)
+        logits, targets, weights, s = model.forward(ops, p, batch), batch["targets"], batch["weights"], self.smoothing
+        if not (s and self.class_weights):
+            return ops.cross_entropy(logits, targets, weights, s, self.z_loss)
+        table, log_probs = p[CLASS_WEIGHTS], ops.log_softmax(logits)
+        shares = ops.div(weights, ops.reshape(ops.embed(table, targets), weights.shape))
+        spread = ops.sum(ops.mul(log_probs, ops.reshape(table, table.shape[:1])), len(log_probs.shape) - 1)
+        soft = ops.scale(ops.sum(ops.mul(spread, shares)), -s / table.shape[0])
+        hard = ops.cross_entropy(logits, targets, weights, z_loss=self.z_loss / (1 - s))
+        return ops.add(ops.scale(hard, 1 - s), soft)
 
     def held_out_loss(self, ops: Ops, model: Model, p: Params, batch: Mapping[str, Tensor]) -> Tensor:
         """Return the weighted sum of -log p[target]."""

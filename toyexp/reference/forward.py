@@ -40,7 +40,7 @@ def check_forward(plan: Plan, recipe: str) -> None:
     planned = {t.name: Shaped(t.shape) for t in plan.tensors}
     if plan.adapters or {name: t.shape for name, t in planned.items()} != model:
         _forward(plan, recipe, plan.params(planned, _batch(plan)))
-    if type(plan.objective) is not CrossEntropy:
+    if type(plan.objective) is not CrossEntropy or plan.objective.class_weights:
         _check_objective(plan, plan.params(planned, _batch(plan)))
 
 

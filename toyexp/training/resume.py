@@ -257,6 +257,7 @@ def differences(old: Any, new: Any, key: str = "") -> Iterator[tuple[str, tuple[
     If the `name` of a part differs, only the name is yielded.
     """
     if isinstance(old, Mapping) and isinstance(new, Mapping):
+        old, new = ({str(name): value for name, value in node.items()} for node in (old, new))  # JSON has text keys
         is_other_part = bool(key) and old.get("name") != new.get("name")  # its settings are not comparable
         for name in ["name"] if is_other_part else dict.fromkeys([*old, *new]):
             yield from differences(old.get(name), new.get(name), f"{key}.{name}" if key else str(name))

@@ -1,13 +1,14 @@
 """Mixtures of experts: Qwen 3 MoE (Yang et al. 2025) and OLMoE (Muennighoff et al. 2024).
 
 Every expert is computed at every position; those that the router does not choose have the weight 0. This is exact, and
-for E experts of which k are used it costs E/k times the operations. No auxiliary loss balances the experts.
+for E experts of which k are used it costs E/k times the operations. An auxiliary loss can balance the experts.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import reduce
 from typing import Any, ClassVar
 
 from toyexp import Ops, Params, Tensor, UserError
@@ -21,6 +22,7 @@ from toyexp_models.rotary import RotaryModel, linear
 class ExpertsModel(RotaryModel):
     """Base class of qwen3moe and olmoe."""
 
+    has_auxiliary: ClassVar[bool] = True
     normalised: ClassVar[bool]  # whether the weights of a position's experts sum to 1
 
     d_ff: int = 96  # hidden size of each expert
@@ -39,6 +41,34 @@ class ExpertsModel(RotaryModel):
         inner, outer = (self.experts, self.d_ff, self.d_model), (self.experts, self.d_model, self.d_ff)
         experts = {"ffn_gate_exps": inner, "ffn_up_exps": inner, "ffn_down_exps": outer}
         return {**shapes, "ffn_gate_inp": (self.experts, self.d_model), **experts}
+
+    def blocks(self, ops: Ops, x: Tensor, p: Params, batch: Mapping[str, Tensor]) -> Tensor:
+        """Return the output of the last block; in training, add the mean balance of rows and layers to the loss."""
+        if p.auxiliary is None:
+            return super().blocks(ops, x, p, batch)
+        by_layer = []
+        for i in range(self.n_layers):
+            x, balance = ops.block(self.balanced_block, x, p.block(i))
+            by_layer.append(balance)
+        weights = batch["weights"]  # they sum to 1 over a step
+        by_row = weights if len(weights.shape) == 1 else ops.sum(weights, 1)
+        total = ops.sum(ops.mul(reduce(ops.add, by_layer), by_row))
+        p.auxiliary.append(ops.scale(total, 1 / self.n_layers))
+        return x
+
+    def balanced_block(self, ops: Ops, x: Tensor, p: Params) -> tuple[Tensor, Tensor]:
+        """Return the output of one block, and the load balance of its experts in each row, [B].
+
+        The balance is E * sum over experts of f * P, where f is the share of the row's positions that use the expert,
+        and P the mean of its router probabilities (Fedus et al. 2021, Switch Transformer). It is least, the number of
+        experts per position, if all experts are used equally.
+        """
+        x = self.join(ops, x, self.mix(ops, self.norm(ops, x, p, "attn_norm"), p))
+        h = self.norm(ops, x, p, "ffn_norm")
+        scores = linear(ops, h, p, "ffn_gate_inp")  # [B, T, E]
+        used, shares = ops.mean(ops.top_k(scores, self.experts_used), 1), ops.mean(ops.softmax(scores), 1)
+        balance = ops.scale(ops.sum(ops.mul(used, shares), 1), float(self.experts))
+        return self.join(ops, x, self.feed_forward(ops, h, p)), balance
 
     def feed_forward(self, ops: Ops, h: Tensor, p: Params) -> Tensor:
         """Return the weighted sum [B, T, d] of the experts' outputs for h [B, T, d]."""

@@ -121,11 +121,15 @@ class RotaryModel(LanguageModel):
 
     def forward(self, ops: Ops, p: Params, batch: Mapping[str, Tensor]) -> Tensor:
         """Return the logits [B, T, vocab] of tokens [B, T]."""
-        x = self.embed(ops, p["token_embd.weight"], batch["tokens"])  # [B, T, d]
-        for i in range(self.n_layers):
-            x = ops.block(self.block, x, p.block(i), *self.layer(i))
+        x = self.blocks(ops, self.embed(ops, p["token_embd.weight"], batch["tokens"]), p, batch)  # [B, T, d]
         x = ops.rms_norm(x, p["output_norm.weight"], self.norm_eps)
         return self.logits(ops, x, p["token_embd.weight" if self.tied else "output.weight"])
+
+    def blocks(self, ops: Ops, x: Tensor, p: Params, batch: Mapping[str, Tensor]) -> Tensor:
+        """Return the output of the last block, for the input x [B, T, d] of the first one."""
+        for i in range(self.n_layers):
+            x = ops.block(self.block, x, p.block(i), *self.layer(i))
+        return x
 
     def logits(self, ops: Ops, x: Tensor, table: Tensor) -> Tensor:
         """Return the logits [B, T, vocab] of x [B, T, d], the output of the last norm."""

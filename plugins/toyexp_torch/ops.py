@@ -32,7 +32,7 @@ class TorchOps(Ops):
         self.activations = activations  # dtype of the residual stream; None: dtype of the weights
         self.rotations: dict[tuple, tuple[Tensor, Tensor]] = {}  # rope's cos and sin tables
 
-    def block(self, function: Callable[..., Tensor], x: Tensor, p: Params, *rest: Any) -> Tensor:
+    def block(self, function: Callable[..., Any], x: Tensor, p: Params, *rest: Any) -> Any:
         if not (self.recompute and torch.is_grad_enabled()):
             return super().block(function, x, p, *rest)
         return recompute_in_backward(lambda x: function(self, x, p, *rest), x)
@@ -210,8 +210,10 @@ def _rotations(
     return angle.cos().to(device, dtype), angle.sin().to(device, dtype)
 
 
-def recompute_in_backward(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+def recompute_in_backward(function: Callable[[Tensor], Any], x: Tensor) -> Any:
     """Return function(x), and compute it again in the backward pass instead of keeping its activations.
+
+    The result is a tensor or a tuple of tensors.
 
     This is activation checkpointing (Chen et al. 2016), as torch.utils.checkpoint does it with use_reentrant=False, but
     at half the cost. In return, `function` must draw no random numbers, and must save the same tensors for its backward

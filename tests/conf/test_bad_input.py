@@ -292,8 +292,8 @@ CHOICES = [
     ("optim=sdg", "did you mean sgd?"),
     ("callbacks=[shampoo]", "callbacks=shampoo", "choose one of: "),  # does not suggest sample
     ("objective.class_weights=[1,2]", "must be a mapping in braces: objective.class_weights={0: 2.5}"),
-    ("objective.class_weights={a: 2}", "keys must be whole numbers, got a"),
-    ("objective.class_weights={0: nan}", "must be a finite number at least 0"),
+    ("objective.class_weights={a:2}", "keys must be whole numbers, got a"),
+    ("objective.class_weights={0:nan}", "must be a finite number at least 0"),
     ("experiment=smoek", "did you mean smoke?"),
     ("experiment=mine/config.yaml", "type: --config-dir DIR experiment=NAME"),
     ("+experiment=smoke", "leave out '+': experiment=smoke"),

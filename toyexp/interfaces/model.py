@@ -52,6 +52,7 @@ class Model(ABC):
     # Key and tensor names by format: "gguf": GGUFForm, "hf": layout. A subclass does not inherit them.
     forms: ClassVar[Mapping[str, Any]] = {}
     cached_decoding: ClassVar[bool] = True  # False: generation recomputes the whole sequence for each token
+    has_auxiliary: ClassVar[bool] = False  # True: `forward` appends scalars to `p.auxiliary` if that is a list
     score_names: ClassVar[tuple[str, ...]] = ()  # metrics that `scores` returns, to check names before a run
     engines: ClassVar[tuple[str, ...]] = ()  # engines for a model that is not written in ops and has no GGUF; (): all
 

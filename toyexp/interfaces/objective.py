@@ -6,8 +6,9 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
+from functools import reduce
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, final
 
 from toyexp.base.errors import UserError
 from toyexp.base.validators import require_range
@@ -34,6 +35,8 @@ class Objective(ABC):
     rows_together: ClassVar[int] = 1  # a batch can be split after each multiple of this number of rows; 0: never
     in_nats: ClassVar[bool] = False  # True: the held-out loss is a cross-entropy, whose exponential is the perplexity
     metric_names: ClassVar[tuple[str, ...]] = ()  # names of the metrics that `metrics` returns
+
+    auxiliary: float = field(default=0.0, kw_only=True)  # factor of the model's own loss, the load balance of experts
 
     second_model: ClassVar[Any] = None  # the Model in `model_file()`, which toyexp loads
 
@@ -65,6 +68,16 @@ class Objective(ABC):
 
         In training, `batch["weights"]` sum to 1 over all rows of a step, so that the sum is a mean.
         """
+
+    @final
+    def training_loss(self, ops: Ops, model: Model, p: Params, batch: Mapping[str, Tensor]) -> Tensor:
+        """Return `loss` plus `auxiliary` times the scalars that the model's `forward` appends to `p.auxiliary`."""
+        if not self.auxiliary:
+            return self.loss(ops, model, p, batch)
+        p = p.below("")
+        p.auxiliary = []
+        loss = self.loss(ops, model, p, batch)
+        return reduce(ops.add, [ops.scale(term, self.auxiliary) for term in p.auxiliary], loss)
 
     def held_out_loss(self, ops: Ops, model: Model, p: Params, batch: Mapping[str, Tensor]) -> Tensor:
         """Return the loss that evaluations report, a sum as in `loss`. Its weights are those of the data."""

@@ -78,7 +78,12 @@ class AdaptedWeight:
 
 
 class Params(Mapping[str, Tensor]):
-    """A model's tensors by GGUF name. `block(i)` is a view of the tensors whose names start with `blk.i.`."""
+    """A model's tensors by GGUF name. `block(i)` is a view of the tensors whose names start with `blk.i.`.
+
+    If `auxiliary` is not None, the model's `forward` appends scalars to it, which are added to the training loss.
+    """
+
+    auxiliary: list[Tensor] | None = None
 
     def __init__(self, tensors: Mapping[str, Tensor], prefix: str = ""):
         self._tensors = tensors
@@ -162,11 +167,12 @@ class Ops(ABC):
         """
         return self.linear(x, w)
 
-    def block(self, function: Callable[..., Tensor], x: Tensor, p: Params, *rest: Any) -> Tensor:
+    def block(self, function: Callable[..., Any], x: Tensor, p: Params, *rest: Any) -> Any:
         """Compute one block of the model: return `function(ops, x, p, *rest)` for its input `x` and its tensors `p`.
 
-        An engine may call `function` again in the backward pass instead of storing activations (Chen et al. 2016,
-        "Training Deep Nets with Sublinear Memory Cost"), so `function` must have no side effects.
+        The result is a tensor or a tuple of tensors. An engine may call `function` again in the backward pass instead
+        of storing activations (Chen et al. 2016, "Training Deep Nets with Sublinear Memory Cost"), so `function` must
+        have no side effects.
         """
         return function(self, x, p, *rest)
 

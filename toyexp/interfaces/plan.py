@@ -121,6 +121,10 @@ class Plan:
         dtype = self.inputs["weights"].dtype if "weights" in self.inputs else "missing"
         if not dtype.startswith("float"):
             raise UserError(f"plan: input weights must have a dtype of kind float; it is {dtype}")
+        require_range("objective", self.objective, auxiliary="[0,inf)")
+        if self.objective.auxiliary and not self.model.has_auxiliary:
+            given = f"objective.auxiliary={self.objective.auxiliary}"
+            raise UserError(f"{given}: model={self.model.name} has no auxiliary loss; leave objective.auxiliary out")
         self.objective.check_inputs(self.model, self.inputs)
         self._check_rows()
         names_in_groups = [name for group in self.groups for name in group.tensors]

@@ -214,7 +214,7 @@ def reference_loss(plan: Plan, values: Mapping[str, Array], batch: Batch, held_o
     """
     wide = {name: value.astype(np.float64) for name, value in values.items()}
     scaled = _widen(batch if held_out else plan.objective.weigh(batch))
-    loss = plan.objective.held_out_loss if held_out else plan.objective.loss
+    loss = plan.objective.held_out_loss if held_out else plan.objective.training_loss
     return float(loss(ReferenceOps(), plan.model, plan.params(wide, scaled), scaled))
 
 

@@ -40,7 +40,7 @@ def check_forward(plan: Plan, recipe: str) -> None:
     planned = {t.name: Shaped(t.shape) for t in plan.tensors}
     if plan.adapters or {name: t.shape for name, t in planned.items()} != model:
         _forward(plan, recipe, plan.params(planned, _batch(plan)))
-    if type(plan.objective) is not CrossEntropy or plan.objective.class_weights:
+    if plan.objective != CrossEntropy():
         _check_objective(plan, plan.params(planned, _batch(plan)))
 
 
@@ -109,9 +109,9 @@ def _forward(plan: Plan, who: str, params: Params) -> None:
 def _check_objective(plan: Plan, params: Params) -> None:
     """Run the methods of the plan's objective over shapes; raise UserError if one fails or returns no scalar."""
     objective, batch, who = plan.objective, _batch(plan), f"objective.{plan.objective.name}"
-    methods: list[Callable[..., Any]] = [objective.loss, objective.held_out_loss, objective.metrics]
+    methods: list[Callable[..., Any]] = [objective.training_loss, objective.held_out_loss, objective.metrics]
     for method in methods:
-        when = f"in {method.__name__}()"
+        when = f"in {method.__name__.removeprefix('training_')}()"
         result = _call(who, when, params, partial(method, OpShapes(), plan.model, params, batch))
         scalars = result if method == objective.metrics else {"the loss": result}
         names = objective.metric_names if method == objective.metrics else ("the loss",)
@@ -154,7 +154,7 @@ def count_activations(plan: Plan) -> int:
     tensors = {t.name: Shaped(t.shape) for t in plan.tensors}
     batch = _batch(plan)
     if type(plan.objective) is not CrossEntropy:
-        plan.objective.loss(ops, plan.model, plan.params(tensors, batch), batch)
+        plan.objective.training_loss(ops, plan.model, plan.params(tensors, batch), batch)
         return max(ops.read - sum(t.size for t in plan.tensors), 0)
     logits = plan.model.forward(ops, plan.params(tensors, batch), batch)
     return max(ops.read - sum(t.size for t in plan.tensors), 0) + 2 * math.prod(logits.shape)
@@ -185,7 +185,7 @@ class OpShapes(Ops):
         if not fits:
             raise UserError(f"ops.{op} got {' and '.join(map(_describe, values))}, which do not fit together")
 
-    def block(self, function: Callable[..., Shaped], x: Shaped, p: Params, *rest: Any) -> Shaped:
+    def block(self, function: Callable[..., Any], x: Shaped, p: Params, *rest: Any) -> Any:
         outer, self._inside = self._inside, True
         self.blocks += not outer
         y = function(self, x, p, *rest)

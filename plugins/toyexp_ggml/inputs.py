@@ -113,9 +113,10 @@ class Inputs:
         return self._constant(("mask", queries, keys), hidden)
 
     def visible(self, length: int, window: int, fill: float) -> Node:
-        """Return a matrix [length, length] over queries and keys: `fill` if hidden; else 1 for fill 0, and 0 for -inf.
+        """Return a causal mask [queries, keys], both of size `length`, with `fill` (0 or -inf) at hidden keys.
 
-        Later keys are hidden and, with a window, those that are `window` or more positions before the query.
+        Visible keys have the value 1 if `fill` is 0, and 0 if it is -inf. A query does not see later keys. If `window`
+        is not 0, it sees only the last `window` positions up to its own.
         """
 
         def make() -> np.ndarray:
@@ -160,9 +161,10 @@ class Inputs:
         return self._derive(("places", name, classes), (n,), np.int32, lambda batch: base + batch[name].reshape(-1))
 
     def weights(self, n: int, classes: int) -> Node:
-        """Return the weights of the batch's n targets as [n, k], where k divides `classes`.
+        """Return the weights of the batch's n targets as a tensor [n, k], with each weight repeated k times.
 
-        Each weight is repeated k times, because this makes ggml faster.
+        The number k is a divisor of `classes`. With the repetition ggml multiplies the logits' gradient by the weights
+        faster.
         """
         k = max(k for k in range(1, min(classes, LONG) + 1) if classes % k == 0)
         return self._derive(

@@ -42,7 +42,7 @@ class Heads(NamedTuple):
         return self.g.reshape(x, self.rows, self.shared, self.heads // self.shared * x.shape[2], x.shape[3])
 
     def split(self, x: Node) -> Node:
-        """Undo `group`: return x [B, Hkv, G * n, ..] as [B, H, n, ..]."""
+        """Return x [B, Hkv, G * n, ..] as [B, H, n, ..], where H = Hkv * G. It is the inverse of `group`."""
         return self.g.reshape(x, self.rows, self.heads, x.shape[2] * self.shared // self.heads, x.shape[3])
 
 
@@ -371,8 +371,9 @@ class GGMLOps(Products):
     ) -> Node:  # fmt: skip
         """Compute attention in blocks of queries, so that causal attention skips most of the masked keys.
 
-        The query heads that share a key/value head are adjacent, so reshaping [B, H, n, D] joins them without a copy;
-        see `Heads`. Windows, softcap, sinks and values of another size than keys are composed of other ops.
+        The query heads that share a key/value head are adjacent, so reshaping [B, H, n, D] joins them without a copy.
+        Attention with a window, softcap or sinks, or with values of another size than the keys, uses
+        `compose_attention` instead.
         """
         g = self.g
         if (causal and 0 < window < q.shape[1]) or softcap or sinks is not None or v.shape[-1] != k.shape[-1]:
@@ -542,8 +543,8 @@ class GGMLOps(Products):
     def _log(self, p: Node) -> Node:
         """Return log(p) of probabilities.
 
-        One that underflows to 0 counts as 1e-37, a loss of 85, close to the limit of float32. ggml's clamp turns NaN
-        into a number, so 0 times its input is added: logits with NaN have to give a NaN loss.
+        A probability that underflows to 0 counts as 1e-37, which gives a loss of 85. ggml's clamp turns NaN into a
+        number. Adding 0 * p restores the NaN, so that logits with NaN give a NaN loss.
         """
         g = self.g
         return g.add(g.log(g.clamp(g.scale(p, 1.0), 1e-37, 1.0)), g.scale(p, 0.0))

@@ -238,7 +238,10 @@ class Graph(StaticGraph):
         return self._node(ggml.ggml_cont(self._context, self._transpose_view(x)), shape)
 
     def _view(self, x: Node, shape: tuple[int, ...], start: int, *strides: int) -> Node:
-        """Return a view of x from element `start` on. `strides`, in elements, are those of all axes but the last."""
+        """Return a view of x from element `start` on.
+
+        `strides` holds the stride, in elements, of each axis except the last.
+        """
         make = getattr(ggml, f"ggml_view_{len(shape)}d")
         return self._node(make(self._context, x.ptr, *shape[::-1], *(4 * s for s in strides[::-1]), 4 * start), shape)
 
@@ -385,7 +388,10 @@ class Graph(StaticGraph):
         return self._node(tensor, shape)
 
     def _set(self, x: Node, values: Any, start: int, strides: tuple[int, ...]) -> Node:
-        """Copy values into x from element `start` on. `strides`, in elements, are those of all axes but the last."""
+        """Copy values into x from element `start` on.
+
+        `strides` holds the stride, in elements, of each axis except the last.
+        """
         sizes = (*(4 * s for s in strides[::-1]), *(4 * x.size,) * (3 - len(strides)))
         return self._node(ggml.ggml_set_inplace(self._context, x.ptr, values, *sizes, 4 * start), x.shape)
 

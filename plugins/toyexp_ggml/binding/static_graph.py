@@ -44,7 +44,10 @@ class StaticGraph:
         ggml.ggml_build_forward_expand(self._graph, node.ptr)
 
     def want_all(self, nodes: Iterable[Node]) -> list[Node]:
-        """Add independent nodes directly after each other, and return them. A device may compute them in parallel."""
+        """Add nodes that do not depend on each other to the graph, and return them.
+
+        They are adjacent in the graph, so a device may compute them in parallel.
+        """
         listed = list(nodes)
         for node in listed:
             self.want(node)

@@ -70,7 +70,7 @@ class TokenDataset(Dataset):
         return self._left_out
 
     def remarks(self) -> list[str]:
-        """Return notes of the code that read the data, as lines to print."""
+        """Return notes about the data, as lines to print before training."""
         return list(self._remarks)
 
     def batches(self, context: int, rows: int, seed: int) -> TokenBatches:
@@ -182,11 +182,11 @@ def _windows(ids: np.ndarray, starts: np.ndarray, span: np.ndarray) -> dict[str,
 
 
 class Dropout(Batches):
-    """Batches with the dropout masks of a plan's adapters and model, which multiply numbers by 1 + mask.
+    """Batches that also contain the dropout masks of a plan's adapters and model.
 
-    It is inverted dropout (Srivastava et al. 2014): the mask is -1 for dropped numbers, and scales the others up. Masks
-    are drawn on the host from (seed, name of the mask, k), so every engine drops the same numbers. Held-out batches
-    have no masks.
+    An activation x becomes x (1 + mask), which is inverted dropout (Srivastava et al. 2014). The mask is -1 for dropped
+    elements and p / (1 - p) for all others, where p is the probability of dropping. The mask of batch k depends only on
+    the seed, the mask's name and k, so every engine drops the same elements. Held-out batches have no masks.
     """
 
     def __init__(self, batches: Batches, plan: Plan, seed: int | None = None):
@@ -208,5 +208,5 @@ class Dropout(Batches):
         return np.where(bits < dropped, np.float32(-1), np.float32(scaled_up)).reshape(shape)
 
     def held_out(self) -> Sequence[Batch]:
-        """Return the held-out batches, without masks."""
+        """Return the held-out batches, without dropout masks."""
         return self._batches.held_out()

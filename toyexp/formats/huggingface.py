@@ -232,9 +232,9 @@ def tokenizer_files(tokenizer: Tokenizer, is_replaced: bool) -> dict[str, bytes]
 
 
 def _sentencepiece_settings(tokenizer: SentencePiece, library: str) -> dict[str, Any]:
-    """Return the settings that llama.cpp's converter reads from tokenizer_config.json.
+    """Return entries for tokenizer_config.json that llama.cpp's converter reads.
 
-    `library` is the text of tokenizer.json.
+    `library` is the content of tokenizer.json, from which the added tokens are taken.
     """
     added = {str(token.pop("id")): token for token in json.loads(library)["added_tokens"]}
     not_special = {i: token for i, token in added.items() if not token["special"]}

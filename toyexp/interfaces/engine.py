@@ -45,7 +45,7 @@ class Engine(ABC):
         return []
 
     def remedies(self) -> list[str]:
-        """Return the tips of `advice` as `toyexp doctor` prints them: here they may also contain commands to type."""
+        """Return the tips that `toyexp doctor` prints. Unlike those of `advice`, they may contain commands to type."""
         return self.advice()
 
     def product_dtype(self) -> str:

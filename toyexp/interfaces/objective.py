@@ -38,7 +38,7 @@ class Objective(ABC):
         return None
 
     def check(self) -> None:  # noqa: B027 - optional on purpose: many objectives have nothing to check
-        """Raise UserError for settings that cannot work."""
+        """Raise UserError for invalid settings."""
 
     def check_inputs(self, model: Model, inputs: Mapping[str, InputSpec]) -> None:  # noqa: B027 - optional
         """Raise UserError if the arrays of a batch do not suit the objective. `weights` is always one of them."""
@@ -59,7 +59,10 @@ class Objective(ABC):
         """
 
     def held_out_loss(self, ops: Ops, model: Model, p: Params, batch: Mapping[str, Tensor]) -> Tensor:
-        """Return the loss that evaluations report, a sum as in `loss`. Its weights are those of the data."""
+        """Return the loss that evaluations report: a weighted sum over examples, as in `loss`.
+
+        Unlike in training, `batch["weights"]` are not scaled to sum to 1.
+        """
         return self.loss(ops, model, p, batch)
 
     def metrics(self, ops: Ops, model: Model, p: Params, batch: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
@@ -75,7 +78,7 @@ class Objective(ABC):
 
 
 def require_class_targets(objective: str, inputs: Mapping[str, InputSpec]) -> None:
-    """Raise UserError unless the batch has integer targets, one of V classes or tokens each."""
+    """Raise UserError unless the targets of a batch are integers: class numbers or token ids."""
     targets = inputs.get("targets")
     if targets is None or not targets.dtype.startswith("int"):
         found = "no targets" if targets is None else f"{targets.dtype} targets"

@@ -93,7 +93,7 @@ class Rule(ABC):
 
     @property
     def settings_rule(self) -> Rule:
-        """The rule whose fields are the settings: this rule, or the one that it contains."""
+        """The rule whose fields are the settings: this rule or, if it wraps another rule, the wrapped one."""
         return self
 
     def replace_settings(self, changes: Mapping[str, Any]) -> Rule:
@@ -227,7 +227,9 @@ class AdamW(Rule):
         return cls(beta2=DEFAULT_BETA2[LORA], mode=LORA)
 
     def hp_for_step(self, step: int) -> np.ndarray:
-        """Return the vector `hp` of the class docstring for the 0-based `step`: seven float64 numbers.
+        """Return the vector [lr, beta1, beta2, eps, weight_decay, s5, s6] in float64 for the 0-based `step`.
+
+        The update multiplies the first moment by s5 and the second by s6.
 
         Raise UserError for an unset or unknown mode.
         """
@@ -262,10 +264,10 @@ class AdamW(Rule):
         return {"m": shape, "v": shape}
 
     def numbers(self, step: int, lr: float, weight_decay: float) -> Mapping[str, float]:
-        """Return the seven scalars of the vector `hp` of the class docstring, keyed by name.
+        """Return the seven scalars of the update formula, keyed by name.
 
-        The names are lr, beta1, beta2, eps, weight_decay, slot5 (s5) and slot6 (s6). Raise UserError while the mode is
-        unset, because the modes train differently.
+        The names are lr, beta1, beta2, eps, weight_decay, slot5 and slot6. The last two are the factors s5 of the first
+        moment and s6 of the second. Raise UserError while the mode is unset, because it determines s5 and s6.
         """
         if self.mode not in MODES:
             raise UserError(f"AdamW: mode={self.mode}: {suggest(str(self.mode), MODES)}")
@@ -280,7 +282,7 @@ class AdamW(Rule):
     def update(
         self, ops: Arithmetic, w: Tensor, g: Tensor, state: Mapping[str, Tensor], n: Mapping[str, Tensor]
     ) -> tuple[Tensor, Mapping[str, Tensor]]:
-        """Return the new `w` and the new moments after one step with the formula in the class docstring."""
+        """Return the weights and the moments after one AdamW step. The class docstring has the formula."""
         m, v = ops.blend(g, state["m"], n["beta1"]), ops.blend(ops.square(g), state["v"], n["beta2"])
         root = ops.shift(ops.sqrt(ops.scale(v, n["slot6"])), n["eps"])
         direction = ops.add(ops.scale(w, n["weight_decay"]), ops.div(ops.scale(m, n["slot5"]), root))
@@ -330,7 +332,7 @@ class Optimiser(Rule):
         return self
 
     def rules(self) -> Sequence[Rule]:
-        """Return the update rules. Each tensor is updated by the first rule that takes it."""
+        """Return the update rules. Each tensor is updated by the first rule whose `takes` returns True for it."""
         return (self,)
 
     def base_lr(self, rule: Rule) -> float | None:

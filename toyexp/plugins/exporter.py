@@ -118,7 +118,7 @@ class Exporter(Callback):
     def _values(self, run: Run, names: Iterable[str]) -> Tensors:
         """Return the float32 values of tensors, keyed by name.
 
-        The values are those at the best evaluation if `_best` is set, and the session's current ones if not.
+        If `_best` is set, the values are those of the best evaluation. Otherwise they are the session's current values.
         """
         best = (self._best.weights if self._best else None) or {}
         return {n: best[n].astype("float32", copy=False) if n in best else run.session.download(n) for n in names}
@@ -180,7 +180,7 @@ class AdapterExporter(Exporter):
         return [*adapter, *(super().outputs(plan) if self.merged or not has_adapter else ())]
 
     def warnings(self, preview: RunPreview) -> Iterable[str]:
-        """Warn if `merged` or the setting of the dtype has no effect."""
+        """Warn if the setting `merged`, or the setting that selects the file's dtype, has no effect."""
         yield from super().warnings(preview)
         has_adapter = bool(_adapter_tensors(preview.plan))
         if not self.merged and not has_adapter:

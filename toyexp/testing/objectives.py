@@ -26,7 +26,7 @@ ROWS, CLASSES = 4, 8
 
 @dataclass
 class Rows(Model):
-    """Model that multiplies rows of an embedding, or vectors, by a matrix: the smallest with logits or predictions."""
+    """Small model that maps token ids to logits, or vectors to predictions, with two matrices."""
 
     name: ClassVar[str] = "rows"
     reads: ClassVar[Kind] = TOKENS
@@ -34,7 +34,7 @@ class Rows(Model):
     source: str = "tokens"  # array of the batch that it reads
 
     def check(self) -> None:
-        """Do nothing: every source is valid."""
+        """Accept every value of the only setting, `source`."""
 
     def tensors(self) -> list[TensorSpec]:
         """Return a table of embeddings and a matrix."""
@@ -132,7 +132,7 @@ class ObjectiveSuite(PluginSuite):
         return replace(plan, tensors=tuple(replace(t, values=ArrayValues(values[t.name])) for t in plan.tensors))
 
     def test_micro_batches_give_the_gradients_of_one_batch(self, plan: Plan) -> None:
-        """If a batch may be split after `rows_together` rows, the parts' gradients add up to those of the whole."""
+        """If the objective allows a batch to be split into micro-batches, their gradients add up to the batch's."""
         together = self.objective.rows_together
         if together == 0 or ROWS // 2 % together:
             pytest.skip("the objective compares all rows of a batch")

@@ -223,7 +223,7 @@ class _Reader:
     def _own_tokenizer(self, merges: list[tuple[str, str]]) -> Tokenizer | None:
         """Return toyexp's byte or character tokenizer if its vocabulary equals the tokens in the file, else None.
 
-        `merges` are those merges in the file whose two texts and result are tokens.
+        `merges` are the usable merges in the file: both texts of the pair, and their concatenation, are tokens.
         """
         eos = self.keys["eos_token_id"]
         if not merges and self.pieces[:256] == SYMBOLS and (eos, len(self.pieces)) == (256, 257):

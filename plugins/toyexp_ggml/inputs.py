@@ -163,8 +163,8 @@ class Inputs:
     def weights(self, n: int, classes: int) -> Node:
         """Return the weights of the batch's n targets as a tensor [n, k], with each weight repeated k times.
 
-        The number k is a divisor of `classes`. With the repetition ggml multiplies the logits' gradient by the weights
-        faster.
+        The number k is a divisor of `classes`. In ggml, multiplying the logits' gradient by the repeated weights is
+        faster than multiplying it by a column [n, 1].
         """
         k = max(k for k in range(1, min(classes, LONG) + 1) if classes % k == 0)
         return self._derive(

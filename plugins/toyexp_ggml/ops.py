@@ -1,8 +1,8 @@
 """The ops of toyexp.Ops as ggml graph nodes, and for each op a rule that builds its gradient.
 
 Calling an op builds its forward nodes and records (result, inputs, rule) on a tape. `backward` reads the tape from its
-end. A rule takes dy, the gradient of the result, and returns one function per input, which builds that input's gradient
-and is called only if something trainable depends on it. A rule uses a fused op if the device has it.
+end. A rule takes dy, the gradient of the result, and returns one function per input, which builds the gradient of that
+input. `backward` calls the function only if it needs this gradient. A rule uses a fused op if the device has it.
 """
 
 from __future__ import annotations
@@ -131,7 +131,7 @@ class GGMLOps(Products):
             raise GraphError(f"{op}: {list(b.shape)} cannot be repeated to {list(a.shape)}")
 
     def _sum_to(self, x: Node, shape: tuple[int, ...]) -> Node:
-        """Return x summed over the axes that `shape` lacks, or has with size 1, in `shape`."""
+        """Return x summed to `shape`: over leading axes that `shape` lacks, and over axes with size 1 in `shape`."""
         if x.shape == shape:
             return x
         own = x.shape[len(x.shape) - len(shape) :]  # the axes of x that shape has too

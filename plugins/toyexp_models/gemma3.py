@@ -59,7 +59,7 @@ class WindowedGemma(Gemma):
 
     @property
     def score_cap(self) -> float:
-        """Value c by which each attention score s is limited to c * tanh(s / c); 0 means no limit."""
+        """Soft cap c of the attention scores: a score s becomes c * tanh(s / c). 0 means no cap."""
         return 0.0
 
     def window_rotary(self) -> Rotary:
@@ -91,7 +91,7 @@ class Gemma2(WindowedGemma):
 
     @property
     def score_cap(self) -> float:
-        """Value c by which each attention score s is limited to c * tanh(s / c)."""
+        """Soft cap c of the attention scores: a score s becomes c * tanh(s / c)."""
         return self.score_softcap
 
 

@@ -34,7 +34,7 @@ class ExpertsModel(RotaryModel):
         require_range("model", self, experts_used=f"[1,{self.experts}]")
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Return the shape of each weight of a block, by name; those of the experts have three axes."""
+        """Return the shape of each weight of a block, by name. The weights of experts have three axes."""
         shapes = {n: shape for n, shape in super().shapes().items() if n not in ("ffn_gate", "ffn_up", "ffn_down")}
         inner, outer = (self.experts, self.d_ff, self.d_model), (self.experts, self.d_model, self.d_ff)
         experts = {"ffn_gate_exps": inner, "ffn_up_exps": inner, "ffn_down_exps": outer}

@@ -37,7 +37,10 @@ class MuP:
         return 1 / head_size if self.mup else None
 
     def parametrise(self: Any, specs: Sequence[TensorSpec]) -> list[TensorSpec]:
-        """Return the specs. With muP, matrices of blocks have a variance of 1 / inputs and a scaled learning rate."""
+        """Return `specs`; with muP, change the matrices of blocks.
+
+        They get initial values with a variance of 1 / inputs, and a learning rate multiplied by `logit_factor`.
+        """
 
         def hidden(spec: TensorSpec) -> TensorSpec:
             return replace(spec, init=Normal(1 / math.sqrt(spec.shape[1])), lr_scale=self.logit_factor)
@@ -48,8 +51,8 @@ class MuP:
     def fold(self: Any, tensors: Mapping[str, np.ndarray]) -> tuple[Model, Mapping[str, np.ndarray]]:
         """Return an equal model without muP, and its tensors.
 
-        The weights of the last norm are multiplied by the factor of the logits, and those of the query projections by
-        the factor of the attention scores.
+        The weights of the last norm are multiplied by the factor of the logits. Those of the query projections are
+        multiplied by 1 / sqrt(head_size), because without muP the factor of attention scores is larger.
         """
         if not self.mup:
             return self, tensors

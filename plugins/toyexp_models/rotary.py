@@ -178,5 +178,5 @@ class RotaryModel(LanguageModel):
 
 
 def linear(ops: Ops, x: Tensor, p: Params, name: str) -> Tensor:
-    """Return the linear layer `name` of x, with its bias if the model has one."""
+    """Apply the linear layer `name` to x. Add its bias if the model has the tensor `<name>.bias`."""
     return ops.linear(x, p[f"{name}.weight"], p.get(f"{name}.bias"))

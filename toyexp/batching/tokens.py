@@ -87,9 +87,9 @@ class TokenDataset(Dataset):
         return TokenBatches(self.train, self.held_out, context, rows, seed, self._eval_batches)
 
     def _enough(self, window: int) -> str:
-        """Return how much data is needed so that its training and held-out parts each have `window` tokens.
+        """Return an estimate of the smallest amount of data of which both parts have at least `window` tokens.
 
-        The result is an estimate as text, such as "about 1,300 characters".
+        The parts are the training and the held-out part. The result is text, such as "about 1,300 characters".
         """
         total = len(self.train) + len(self.held_out)
         held_out = self._val_fraction or len(self.held_out) / max(total, 1)

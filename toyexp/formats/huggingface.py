@@ -148,7 +148,7 @@ def model_card(exported: ModelExport, adapter: bool = False) -> str:
 
 
 def _repository(exported: ModelExport) -> str | None:
-    """Return the base's Hugging Face repository OWNER/NAME, if the base's file names one."""
+    """Return the Hugging Face repository OWNER/NAME of the base model, or None if the metadata does not name one."""
     match = HUB.fullmatch(str(exported.general.get("base_model.0.repo_url", "")))
     return match[1] if match else None
 

@@ -46,7 +46,7 @@ class Decoder(ABC):
     def feed(self, ids: Sequence[int] | np.ndarray) -> np.ndarray:
         """Append token ids to the sequence; return the float32 logits [V] after the last one.
 
-        Raise SessionError if an id is invalid, if there are more ids than the context has room for, or if the weights
+        Raise SessionError if an id is invalid, or if the ids do not fit into the context. Also raise it if the weights
         have changed since the decoder was created.
         """
         if self.session.version != self._version:

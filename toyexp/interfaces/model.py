@@ -111,9 +111,10 @@ class Model(ABC):
         return dataset.batches(self.context, rows, seed)
 
     def fold(self, tensors: Mapping[str, np.ndarray]) -> tuple[Model, Mapping[str, np.ndarray]]:
-        """Return the model and its tensors as model files hold them.
+        """Return the model and its tensors in the form in which they are written to model files.
 
-        A model with factors that other programs do not apply multiplies its weights by them.
+        If the model scales activations by factors that other programs do not apply, multiply weights by these factors
+        instead. By default, nothing changes.
         """
         return self, tensors
 

@@ -157,8 +157,8 @@ class Ops(ABC):
     def logits(self, x: Tensor, w: Tensor | AdaptedWeight) -> Tensor:
         """Return the logits, the last matrix product of a model: x [..., d] times w [V, d] transposed -> [..., V].
 
-        The result equals that of `linear`, but `forward` must return it unchanged. Therefore an engine may fuse this
-        product with the loss, so that the logits of all positions are never in memory at once.
+        The result equals that of `linear`, but the model's `forward` must return it unchanged. An engine may then fuse
+        this product with the loss, so that the logits of all positions are never in memory at once.
         """
         return self.linear(x, w)
 
@@ -264,9 +264,9 @@ class Ops(ABC):
 
     @abstractmethod
     def take(self, x: Tensor, ids: Tensor) -> Tensor:
-        """Return x[..., ids] for x [..., V] and integers `ids` [...]: one element of each row of x.
+        """Return, for each row of x [..., V], the element at the row's index in `ids` [...] -> [...].
 
-        `ids` must be an array of the batch.
+        `ids` must be an integer array of the batch.
         """
 
     @abstractmethod
@@ -292,8 +292,8 @@ class Ops(ABC):
     ) -> Tensor:  # fmt: skip
         """Return softmax(q k^T * scale) v for q [B, T, H, D], k [B, T, Hkv, D] and v [B, T, Hkv, Dv] -> [B, T, H*Dv].
 
-        Query head h reads key/value head h // (H / Hkv). With `causal`, a position does not see later positions. With a
-        `window` above 0, it sees only the last `window` positions up to its own (Beltagy et al. 2020). `scale` is
+        Query head h reads key/value head h // (H / Hkv). With `causal`, a position sees no later positions. If also
+        `window` is above 0, it sees only the last `window` positions up to its own (Beltagy et al. 2020). `scale` is
         1/sqrt(D) if None. `softcap` c replaces a score s by c tanh(s / c) (Gemma 2). `sinks` [H] are scores of one more
         position per head, whose value is 0 (gpt-oss). An engine may call `compose_attention` for arguments that its
         fast kernel does not support.

@@ -1,9 +1,9 @@
 """Base classes of optimisers and their update rules, and AdamW in its two modes.
 
-A `Rule` declares the state arrays that it keeps for each tensor, the scalars that can change from step to step, and the
-update formula, written with the operations of `Arithmetic`. Every engine can execute the formula. An engine may have a
-fused kernel for a formula: the engine uses this kernel for a rule whose `fused_kernel` names it. An `Optimiser` is the
-plugin that `optim=<name>` selects: it has the settings, and returns the rules.
+A `Rule` declares the state arrays that it keeps for each tensor, and the scalars that can change from step to step. Its
+update formula is written with the operations of `Arithmetic`, so every engine can execute it. An engine that has the
+fused kernel named by a rule's `fused_kernel` uses this kernel instead of the formula. An `Optimiser` is the plugin that
+`optim=<name>` selects: it has the settings, and returns the rules.
 """
 
 from __future__ import annotations
@@ -192,16 +192,16 @@ def scalable(rule: Rule) -> set[str]:
 class AdamW(Rule):
     """AdamW in one of two modes: create it with `for_from_scratch()` or `for_lora()`, or set `mode`.
 
-    Every engine computes exactly
+    For weights w with gradient g, moments m and v, and weight decay wd, every engine computes
 
         m = b1 m + (1 - b1) g
         v = b2 v + (1 - b2) g^2
         w = w (1 - lr wd) - lr (m s5) / (sqrt(v s6) + eps)
 
-    from hp = [lr, b1, b2, eps, wd, s5, s6] (ggml's OPT_STEP_ADAMW). The modes differ in s5 and s6. In from_scratch,
-    s5 = b1 and s6 = b2 at every step: there is no bias correction. In lora, they are the bias corrections
-    1/(1 - b1^t) and 1/(1 - b2^t) at step t = 1, 2, ..., as in torch.optim.AdamW (Loshchilov and Hutter 2019). Use one
-    mode within an experiment, because the two modes give different results.
+    as ggml's OPT_STEP_ADAMW does. The modes differ in s5 and s6. In from_scratch, s5 = b1 and s6 = b2 at every step:
+    there is no bias correction. In lora, they are the bias corrections 1/(1 - b1^t) and 1/(1 - b2^t) at step t = 1, 2,
+    ..., as in torch.optim.AdamW (Loshchilov and Hutter 2019). Use one mode within an experiment, because the two modes
+    give different results.
     """
 
     elementwise: ClassVar[bool] = True

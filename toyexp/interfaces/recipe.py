@@ -97,7 +97,7 @@ class Recipe(ABC):
         return model
 
     def further_files(self) -> Sequence[Path]:
-        """Return files besides the base file from which initial values are read.
+        """Return the files, other than the base file, from which initial values are read.
 
         A run can be resumed only if these files are unchanged.
         """

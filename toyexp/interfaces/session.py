@@ -259,7 +259,7 @@ class Session(ABC):
 
     @final
     def download(self, name: str) -> np.ndarray:
-        """Return a tensor's current values, float32: those that evaluations use, such as an average (`optim.ema`)."""
+        """Return a tensor's current values in float32; with `optim.ema`, return the average that evaluations use."""
         if self.state in (State.NEW, State.CLOSED):
             raise SessionError(f"download of {name}: the session is {self.state.value}, so it has no values")
         self.use_average(True)

@@ -218,9 +218,9 @@ def _uses_torch(module: ModuleType) -> bool:
 
 @contextlib.contextmanager
 def _restore_directory(registry: Registry, plugin: str) -> Iterator[None]:
-    """If the plugin changes the working directory inside the context, change it back.
+    """If the plugin changes the working directory inside the context, change it back and add a note.
 
-    Relative paths that the user typed refer to that directory.
+    Relative paths that the user typed refer to the original directory.
     """
     try:
         directory = Path.cwd()

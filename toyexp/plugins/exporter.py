@@ -147,7 +147,7 @@ class Exporter(Callback):
         return ModelExport(*parts, card_facts(run.config, run.engine, self._scores.get(self._step, best)))
 
     def _write(self, run: Run, path: Path, kind: str, write: Callable[[Path], list[str]]) -> None:
-        """Call `write` with a temporary path, rename the written file to `path`, and emit the event export.
+        """Call `write` with a temporary path, rename the written file to `path`, and emit an event of kind "export".
 
         `kind` is the type of file that the event records. A problem with the values, such as a NaN, becomes a warning:
         the file is kept, because the run may have taken long.

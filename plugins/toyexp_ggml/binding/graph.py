@@ -83,7 +83,7 @@ class Graph(StaticGraph):
     def mul_mat(self, w: Node, x: Node) -> Node:
         """Return x [.., n, in] times the transpose of w [.., out, in] -> [.., n, out].
 
-        w has either no leading axes, or those of x. In the latter case, the last leading axis of w may also be 1.
+        The leading axes of w are missing, or equal to those of x. The last leading axis of w may also be 1.
         """
         fits = w.shape[-1] == x.shape[-1] and 2 <= len(w.shape) <= len(x.shape)
         if not fits or (len(w.shape) > 2 and w.shape[:-2] not in (x.shape[:-2], (*x.shape[:-3], 1))):
@@ -224,7 +224,7 @@ class Graph(StaticGraph):
         return x if shape == x.shape else self._node(make(self._context, x.ptr, *reversed(shape)), shape)
 
     def flat(self, x: Node) -> Node:
-        """Return x [.., d] as [n, d]."""
+        """Return x [.., d] reshaped to [n, d], where n is the product of the leading axes."""
         return self.reshape(x, x.size // x.shape[-1], x.shape[-1])
 
     def transpose(self, x: Node, slow_cont: bool = False) -> Node:

@@ -177,7 +177,8 @@ class _Reader:
     def _array(self, name: str, count: int, kinds: str, default: float) -> np.ndarray:
         """Return the 32-bit numbers of the key `name`, one per token; `default` for each token if the key is missing.
 
-        `count` is the number of tokens. `kinds` holds numpy's letters of the allowed kinds of numbers: i, f or both.
+        `count` is the number of tokens. `kinds` says which numbers are allowed: "i" for integers, "f" for floats, or
+        "if" for both.
         Raise GGUFError for a list of another length or type.
         """
         values = self.keys.get(name, np.full(count, default, np.float32 if "f" in kinds else np.int32))

@@ -1,4 +1,4 @@
-"""Gemma 2 and 3 (Gemma Team 2024, 2025): most layers see a window of positions; norms before and after each layer."""
+"""Gemma 2 and 3 (Gemma Team 2024, 2025): sliding-window attention in some layers, norms before and after each layer."""
 
 from __future__ import annotations
 

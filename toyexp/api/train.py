@@ -115,7 +115,7 @@ def _wrap_module(model: Any) -> Any:
 
 
 def _wrap_arrays(data: Any) -> Any:
-    """Return data of vectors for arrays x or (x, y), or for a torch Dataset of such pairs.
+    """Convert arrays x or (x, y), or a torch Dataset of such pairs, to a data object of vectors.
 
     Return names, data objects and anything else unchanged.
     """
@@ -135,7 +135,7 @@ def _wrap_arrays(data: Any) -> Any:
 
 
 def _convert_array(values: Any) -> np.ndarray:
-    """Return a NumPy array of a NumPy array, a torch tensor on any device, or a sequence of either."""
+    """Convert a NumPy array, a torch tensor on any device, or a sequence of either to one NumPy array."""
     import numpy as np
 
     torch: Any = sys.modules.get("torch")

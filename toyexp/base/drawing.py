@@ -152,7 +152,8 @@ class Sheet:
     def _resize(self, column: str | None) -> None:
         """Set the size of the page and of all text, and wrap the subtitle.
 
-        `column` is a key of COLUMNS: None, or the journal column (single or double) that the figure must fit.
+        `column` says where the figure must fit: "single" or "double" for a column of a journal, None for the default
+        size.
         """
         from matplotlib.text import Text
         from matplotlib.transforms import ScaledTranslation

@@ -100,8 +100,8 @@ def _convert_file(form: Format, path: Path, target: Path, registry: Registry) ->
 def _check_tensors(exported: ModelExport, subject: str) -> LazyTensors:
     """Return the tensors that a format has read, each of them loaded on access.
 
-    Raise UserError if the tensors' names differ from the model's. Accessing a tensor raises UserError if its shape
-    differs from that in the model. `subject` begins the error messages.
+    Raise UserError if the names of the tensors are not those that the model expects. Accessing a tensor raises
+    UserError if its shape is not the expected one. `subject` begins the error messages.
     """
     if not isinstance(exported.model, Model):
         raise UserError(f"{subject} {printable(repr(exported.model))}, expected a model")

@@ -308,7 +308,10 @@ class SweepDir:
                 self._later.start()
 
     def save(self) -> None:
-        """Write sweep.json and the summaries, each atomically. Warn once about a file that cannot be written."""
+        """Write sweep.json, summary.csv and summary.md, each atomically.
+
+        Warn once about a file that cannot be written.
+        """
         with self._writing:
             if self._later:
                 self._later.cancel()
@@ -377,7 +380,7 @@ def _lock(path: Path) -> int:
 
 
 def read_sweep(path: Path) -> tuple[list[Job], dict[str, Any]]:
-    """Return a sweep's jobs and its `spec` (see SweepDir). Raise UserError if its files are missing or damaged."""
+    """Return a sweep's jobs, and the data needed to resume it. Raise UserError if its files are missing or damaged."""
     alone = f"; its runs can be resumed one by one: resume={path}/RUN"
     try:
         state = {"space": [], **read_json(path / SWEEP_FILE)}

@@ -33,9 +33,9 @@ log = logging.getLogger("toyexp")
 
 
 def boundary(run: Run, bus: Bus, kind: str) -> attribute_errors:
-    """Return a context manager. To an error raised in its `with` block, it adds the name of a plugin and the step.
+    """Return a context manager that converts errors raised in its `with` block: it names a plugin and the step.
 
-    `kind` selects the plugin of the run's data (`data`), optimiser (`optim`) or engine (`engine`).
+    `kind` selects the plugin: that of the run's data (`data`), optimiser (`optim`) or engine (`engine`).
     """
     names = {"engine": run.engine} | {k: run.config.get(k, {}).get("name", "?") for k in ("data", "optim")}
     return attribute_errors(f"{kind}.{names[kind]}", lambda: f"at step {bus.step}", bus.log, names["data"])

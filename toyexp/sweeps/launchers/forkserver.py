@@ -149,7 +149,7 @@ def _fork_job(control: Connection, files: Sequence[int]) -> bool:
 
 
 def _become_job(request: Mapping[str, Any], files: Sequence[int]) -> None:
-    """Set up this process like a job that was started with its own command line."""
+    """Set up this forked process for a job: its arguments, environment, directory, files and random state."""
     os.setpgid(0, 0)  # a Ctrl-C reaches this process only through the sweep, so only once
     for number, file in enumerate(files[:-1]):
         os.dup2(file, number)

@@ -27,9 +27,9 @@ if TYPE_CHECKING:
 
 
 def _is_bad(job: Job) -> bool:
-    """Return True if the job failed, was rejected or was pruned, so that its trial gets no score.
+    """Return True if the job failed, had invalid settings or was pruned, so that its trial gets no score.
 
-    Errors of the machine, such as a full disk, do not count: the job can run again.
+    Return False after an error of the machine, such as a full disk, because the job can run again.
     """
     return job.status in (Status.FAILED, Status.REFUSED, Status.PRUNED) and not job.is_machine_error
 

@@ -436,7 +436,7 @@ class FileUses:
     def _donor_error(self, recipe: type[Recipe], rows: int = 1) -> str | None:
         """Return why the recipe cannot copy `rows` rows of the file's embedding to a new model; None if it can.
 
-        The new model is the recipe's default model (see `_default_model`).
+        The new model has default sizes and is of the first model class that reads the recipe's kind of data.
         """
         model = cast("Model", self._default_model(recipe))
         vocab = {"vocab": rows} if "vocab" in model_settings(model) else {}
@@ -446,8 +446,8 @@ class FileUses:
     def best(self) -> str:
         """The file's best use in one word; empty if toyexp cannot use it.
 
-        If toyexp can load the model, the word is `base` if the model can be fine-tuned, and otherwise the kind of data
-        that the model reads. If toyexp cannot load it, the word is `donor` if a new model can copy its embeddings.
+        `base`: the model can be fine-tuned. A kind of data, such as images: the model cannot be fine-tuned, but
+        evaluated on such data. `donor`: toyexp cannot load the model, but a new model can copy its embeddings.
         """
         if self.model is not None:
             is_base = any(self._accepts(recipe) for recipe in self._recipes_by_source("base"))

@@ -180,9 +180,9 @@ def _open_dataset(config: Config, loaded: LoadedModel) -> Dataset:
 def _window(setting_value: str | None, model: Model, training_context: int | None) -> int | None:
     """Return the length of a row in tokens; None for a model without a context length.
 
-    `setting_value` is the setting `model.context`. If it is None, use the context of the training run, or 512 if there
-    is no run, because longer rows cost much more. This default is at most the model's context. Raise UserError for an
-    invalid setting.
+    `setting_value` is the setting `model.context`. If it is None, use the context of the training run. If there is no
+    run either, use 512, because longer rows cost much more. This default is at most the model's context. Raise
+    UserError for an invalid setting.
     """
     if not model.context:
         return None

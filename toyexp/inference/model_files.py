@@ -274,7 +274,7 @@ def adapter_files(path: Path) -> list[Path]:
 
 
 def _has_no_adapter(saved: Path) -> bool:
-    """Return True if a checkpoint is readable and has no adapter. Error messages must not suggest such a checkpoint."""
+    """Return True if a checkpoint can be read and holds no LoRA adapter."""
     try:
         arrays = checkpoint.read_checkpoint(saved, with_state=False).arrays
         return not any(name.endswith((*lora_names(""),)) for name in arrays)

@@ -334,8 +334,8 @@ class RunSaver(Saver):
     def after(self, outcome: Outcome, metrics: Mapping[str, float], last: bool) -> None:
         """Save a checkpoint if one is due, if SIGUSR1 requested one, or if this is the last step.
 
-        With `checkpoint_every=0` the last step is saved only for one of the other reasons. Also tell the callbacks
-        which checkpoints were written since the last call.
+        With `checkpoint_every=0` no checkpoint is saved only because it is the last step. Also tell the callbacks which
+        checkpoints were written since the last call.
         """
         self._step = outcome.steps
         is_requested = self._signals.take_save_request()

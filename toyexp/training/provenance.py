@@ -180,7 +180,7 @@ def is_own_checkpoint(path: Path) -> bool:
 
 
 def require_own_checkpoint(path: Path, state: Mapping[str, Any]) -> None:
-    """Raise UserError if the checkpoint at `path` belongs to another run than the directory that contains it.
+    """Raise UserError if the checkpoint at `path` was not written by the run whose directory contains it.
 
     `state` is the checkpoint's state. Its digests and its seed are compared with those in the run's first event.
     """

@@ -33,7 +33,7 @@ log = logging.getLogger("toyexp")
 
 
 def boundary(run: Run, bus: Bus, kind: str) -> attribute_errors:
-    """Return a context manager that converts errors raised in its `with` block: it names a plugin and the step.
+    """Return a context manager that adds the name of a plugin and the step to errors raised in its `with` block.
 
     `kind` selects the plugin: that of the run's data (`data`), optimiser (`optim`) or engine (`engine`).
     """
@@ -112,9 +112,10 @@ def conclude(
 
 
 def _exported_scores(result: Result) -> dict[str, Any]:
-    """Return the fields to change in result.json if the best weights were exported instead of the last ones; else {}.
+    """Return the fields to change in result.json if the best weights were exported instead of the last ones.
 
-    The fields give the evaluation of the best step and, under `last_eval`, that of the last step.
+    The evaluation of the best step replaces that of the last step, which is kept under `last_eval`. If the best weights
+    were not exported, return {}.
     """
     best, outcome = result.best, result.outcome
     if best is None or best.scores.get("loss") is None:

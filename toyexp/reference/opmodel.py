@@ -209,7 +209,7 @@ class OpModel(Model):
     case: str = "rows"  # a key of CASES
 
     def check(self) -> None:
-        """Do nothing: every case is valid."""
+        """Do nothing: there are no settings to check besides `case`, whose value tests choose from `CASES`."""
 
     def tensors(self) -> list[TensorSpec]:
         """Return the embedding table and the case's tensors.

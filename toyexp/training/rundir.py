@@ -207,7 +207,7 @@ def _git_facts(directory: Path, when: int) -> dict[str, str]:
 
 
 def escape_interpolations(value: Any) -> Any:
-    """Return nested settings with `${` escaped in all strings, so that Hydra reads it back as plain text."""
+    """Return nested settings with `${` escaped in all strings, so that Hydra does not interpolate them."""
     if isinstance(value, str):
         return re.sub(r"(\\*)\$\{", lambda m: m[1] * 2 + r"\${", value)
     if isinstance(value, dict):

@@ -73,7 +73,7 @@ def serve() -> bool:
 def _load(words: Sequence[str], stacks: bool) -> None:
     """Import the modules that jobs with the arguments `words` need: plugins, and the framework of the engine.
 
-    With `stacks`, also import what the engine needs to train several jobs as one program.
+    If `stacks` is True, also import the modules needed to train several jobs as one program.
     """
     import safetensors.numpy  # noqa: F401 - jobs import it when they write a checkpoint
 

@@ -45,7 +45,7 @@ class Distil(Objective):
         return toyexp.find_model_file(Path(self.teacher)) if self.teacher else None
 
     def check_inputs(self, model: Model, inputs: Mapping[str, InputSpec]) -> None:
-        """Raise UserError if targets are no tokens, or if the teacher has another vocabulary or a shorter context."""
+        """Raise UserError if targets are not tokens, or if the teacher has another vocabulary or a shorter context."""
         require_class_targets(self.name, inputs)
         if self.second_model is None:
             raise UserError("objective=distil: the teacher is not loaded")
@@ -60,7 +60,7 @@ class Distil(Objective):
             )
 
     def tensors(self, plan: Plan) -> Sequence[PlanTensor]:
-        """Return the teacher's tensors, frozen, which engines may map from the file as they are quantised there."""
+        """Return the teacher's tensors. They are not trained, and engines may map quantised tensors from the file."""
         assert self.second_model is not None
         path = str(self.model_file())
         return [
@@ -69,11 +69,12 @@ class Distil(Objective):
         ]
 
     def loss(self, ops: Ops, model: Model, p: Params, batch: Mapping[str, Tensor]) -> Tensor:
-        """Return hard * cross-entropy + (1 - hard) * T^2 * divergence at temperature T, a weighted sum over targets.
+        """Return hard * cross-entropy + (1 - hard) * T^2 * divergence, as a weighted sum over targets.
 
-        The factor T^2 keeps the gradients of the divergence comparable (Hinton et al. 2015). `jsd` is the generalised
-        Jensen-Shannon divergence beta KL(p, m) + (1 - beta) KL(q, m), m = beta p + (1 - beta) q, for the teacher's
-        probabilities p and the model's q (Agarwal et al. 2023).
+        `hard` is a setting, and T is the setting `temperature`, which divides the logits in the divergence. The factor
+        T^2 keeps the gradients of the divergence comparable (Hinton et al. 2015). The divergence `jsd` is the
+        generalised Jensen-Shannon divergence beta KL(p, m) + (1 - beta) KL(q, m), m = beta p + (1 - beta) q, for the
+        teacher's probabilities p and the model's q (Agarwal et al. 2023).
         """
         logits = model.forward(ops, p, batch)
         soft = self._divergence(ops, logits, self._teacher_logits(ops, p, batch), self.kind, self.temperature)

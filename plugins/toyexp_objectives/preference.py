@@ -41,31 +41,37 @@ class Preference(Objective):
             )
 
     def tensors(self, plan: Plan) -> Sequence[PlanTensor]:
-        """Return the reference: frozen copies of the plan's tensors, as they are before training.
+        """Return the tensors of the reference model: frozen copies of the plan's tensors, as they are before training.
 
-        There are none if the kind needs no reference, or if the plan trains adapters: the weights below the adapters
-        are the reference then.
+        There are no such tensors if the loss needs no reference model, or if the plan trains adapters. With adapters,
+        the model without them is the reference.
         """
         if self.kind in WITHOUT_REFERENCE or plan.adapters:
             return ()
         return [replace(t, name=PREFIX + t.name, trainable=False) for t in plan.tensors]
 
     def loss(self, ops: Ops, model: Model, p: Params, batch: Mapping[str, Tensor]) -> Tensor:
-        """Return the weighted sum over pairs of the loss of `kind`, from log-probabilities of whole completions.
+        """Return the weighted sum over pairs of the loss that the setting `kind` names.
 
-        With the difference d of the two completions' log-ratios to the reference, dpo is -log sigmoid(beta d)
-        (Rafailov et al. 2023), ipo (d - 1/(2 beta))^2 with ratios per token (Azar et al. 2023), hinge
-        max(0, 1 - beta d) (Zhao et al. 2023), kto the mean of 1 - sigmoid(+-beta ratio) (Ethayarajh et al. 2024). With
-        the difference a of mean log-probabilities, simpo is -log sigmoid(beta a - gamma) (Meng et al. 2024). orpo adds
-        -beta log sigmoid(log odds ratio) to the chosen completion's -log p per token (Hong et al. 2024).
+        Let c and r be log p - log p_reference of the chosen and the rejected completion, and n and k their lengths in
+        tokens. Let u and v be their mean log p per token, and odds(p) = p / (1 - p):
+
+        - dpo: -log sigmoid(beta (c - r)) (Rafailov et al. 2023)
+        - ipo: (c/n - r/k - 1/(2 beta))^2 (Azar et al. 2023)
+        - hinge: max(0, 1 - beta (c - r)) (Zhao et al. 2023)
+        - kto: (sigmoid(-beta c) + sigmoid(beta r)) / 2 (Ethayarajh et al. 2024)
+        - simpo: -log sigmoid(beta (u - v) - gamma) (Meng et al. 2024)
+        - orpo: -u - beta log sigmoid(log odds(exp u) - log odds(exp v)) (Hong et al. 2024)
         """
         by_pair = getattr(self, f"_{self.kind}")(ops, *self._log_probs(ops, model, p, batch))
         return ops.sum(ops.mul(by_pair, _pairs(ops, batch["weights"])[2]))
 
     def metrics(self, ops: Ops, model: Model, p: Params, batch: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-        """Return accuracy, the share of pairs whose chosen completion has the larger reward, and the mean margin.
+        """Return two metrics of pairs of completions: `accuracy` and `margin`.
 
-        The reward is beta times the log-ratio to the reference, or times the mean log-probability without one.
+        The margin is the reward of the chosen completion minus that of the rejected one, and the accuracy is the share
+        of pairs with a positive margin. The reward is beta times the log-ratio of the model's and the reference model's
+        probabilities. For a loss without a reference model, it is beta times the mean log-probability per token.
         """
         total, mean, _ = self._log_probs(ops, model, p, batch)
         margin = ops.scale(_difference(ops, mean if self.kind in WITHOUT_REFERENCE else total), self.beta)
@@ -76,9 +82,9 @@ class Preference(Objective):
         }
 
     def _log_probs(self, ops: Ops, model: Model, p: Params, batch: Mapping[str, Tensor]) -> tuple[Tensor, ...]:
-        """Return three tensors [B]: log-probability of each completion, the same per token, and its number of tokens.
+        """Return three tensors [B]: each completion's log-probability, log-probability per token, and number of tokens.
 
-        With a reference, the reference's log-probability is subtracted.
+        If the loss uses a reference model, the reference's log-probability is subtracted from the model's.
         """
         mask = batch["mask"]
         length = ops.sum(mask, 1)
@@ -125,7 +131,7 @@ class Preference(Objective):
 
 
 def _reference(p: Params) -> Params:
-    """Return the parameters of the reference: the tensors below `reference.`, or the weights without adapters."""
+    """Return the parameters of the frozen reference model: its own tensors, or the weights without their adapters."""
     if any(name.startswith(PREFIX) for name in p):
         return p.below(PREFIX)
     return Params({name: x.base if isinstance(x, AdaptedWeight) and x.low_rank else x for name, x in p.items()})

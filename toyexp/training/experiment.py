@@ -81,7 +81,10 @@ def prepare(config: Config) -> Prepared:
 
 
 def _replace_gguf(config: Config) -> None:
-    """Export safetensors instead of GGUF if GGUF cannot hold the model. Keep a gguf_export with a type of its own."""
+    """Replace the default export to GGUF by one to safetensors, if GGUF cannot hold the model.
+
+    Do nothing if the user chose a type for the GGUF file.
+    """
     if not config.model.engines:
         return
     settings = config.plain["callbacks"].get("gguf_export", {})
@@ -257,8 +260,8 @@ def _train(
 ) -> Requests[tuple[Outcome, list[Exception]]]:
     """Train and call the hooks of all callbacks. The hook on_end is called even if training fails.
 
-    Return the outcome and the errors of the end of the run: a bad held-out loss, an unwritten last checkpoint, and the
-    errors that callbacks raised in on_end.
+    Return the outcome and a list of errors that did not stop training: a NaN or infinite held-out loss, a failed write
+    of the last checkpoint, and exceptions that callbacks raised in on_end.
     """
     bus, settings, error = prepared.bus, prepared.config.settings, None
     bus.log = run.dir / "log.txt"
@@ -331,8 +334,8 @@ class RunSaver(Saver):
     def after(self, outcome: Outcome, metrics: Mapping[str, float], last: bool) -> None:
         """Save a checkpoint if one is due, if SIGUSR1 requested one, or if this is the last step.
 
-        With `checkpoint_every=0` the last step is saved only for one of the other reasons. Also tell the callbacks
-        which checkpoints were written since the last call.
+        With `checkpoint_every=0` no checkpoint is saved only because it is the last step. Also tell the callbacks which
+        checkpoints were written since the last call.
         """
         self._step = outcome.steps
         is_requested = self._signals.take_save_request()

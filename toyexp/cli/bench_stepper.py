@@ -230,12 +230,12 @@ class Peak:
 
 
 def measure_peak(engine: Engine, max_rows: int) -> Peak:
-    """Measure the highest speed that an engine reaches in products of n x n matrices, for several n.
+    """Measure how many operations per second an engine reaches in products of n x n matrices, at the best of several n.
 
     The products are part of the forward pass of an evaluation, so the engine uses its own matrix op and dtype. Each
     product counts as 2 n^3 operations. Unlike the peak in a data sheet, the result depends on the current clock and the
-    installed libraries. An engine on several devices gets the smallest batch that it can split, with at most `max_rows`
-    rows. Errors of the engine, such as too little memory, are raised.
+    installed libraries. An engine on several devices gets the smallest batch that it can split; this batch has at most
+    `max_rows` rows. Errors of the engine, such as too little memory, are raised.
     """
     best = Peak(0.0, 0)
     for size, products in SIZES:

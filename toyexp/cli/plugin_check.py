@@ -242,7 +242,7 @@ class _PytestResults:
     # -- pytest hooks
 
     def pytest_collection_modifyitems(self, items: Any) -> None:
-        """Remember for each collected test the line of the report that counts its result."""
+        """For each test that pytest has collected, store the line of the report in which its result is counted."""
         for item in items:
             self._test_lines[item.nodeid] = self._suite(getattr(item, "cls", None))
 

@@ -114,11 +114,11 @@ class Comparison:
         return list(dict.fromkeys(name for entry in self.entries for name in entry.run.scores))
 
     def named_together(self, key: str) -> list[str]:
-        """Return `key`, one of `keys`, and the settings that vary together with it, if labels have room for them.
+        """Return the keys that a label names together: `key`, and keys whose values always change together with it.
 
-        Labels name at most MAX_NAMED_TOGETHER settings that vary together. If there are more, labels name only `key`
-        and `lr`. The part `model` stands for its own settings, such as model.width; the same holds for other parts.
-        Digests and the column `whose` are not added.
+        If these are more than MAX_NAMED_TOGETHER keys, return only `key` and, if it is one of them, `lr`. If `key` is a
+        part, such as model, its own settings, such as model.width, are left out. Digests and the column `whose` are
+        left out too.
         """
         linked = [
             other for other in self.linked_keys.get(key, []) if not other.endswith(DIGEST) and other != WHOSE

@@ -159,7 +159,7 @@ class Report:
     def _read_events(self, path: Path, most: int) -> dict[str, Any]:
         """Return the data of a run for the page: curves of at most `most` points, samples and warnings.
 
-        The run's events are read again only if they have changed since the last page.
+        The run's events are read again only if they have changed since the page was last written.
         """
         try:
             status = (path / "events.jsonl").stat()

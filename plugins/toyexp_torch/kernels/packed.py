@@ -208,10 +208,10 @@ KINDS = (*UNBLOCKED, *_UNPACKERS)
 
 
 class Packed:
-    """Frozen matrix [out, in], kept as bytes [out, bytes of a row] of a ggml type, as in its GGUF file.
+    """Frozen matrix [out, in] that stays quantised in memory, as in its GGUF file: uint8 [out, bytes of a row].
 
-    It is dequantised at each use. The backward pass dequantises it again, instead of keeping the numbers of the forward
-    pass (Dettmers et al. 2023, "QLoRA").
+    The matrix is dequantised at each use. The backward pass dequantises it again, instead of keeping the dequantised
+    numbers of the forward pass (Dettmers et al. 2023, "QLoRA").
     """
 
     def __init__(self, raw: Tensor, kind: str, dtype: torch.dtype):
@@ -221,7 +221,8 @@ class Packed:
     def read(cls, tensor: PlanTensor, device: torch.device, dtype: torch.dtype) -> Packed | None:
         """Read the bytes of a tensor from its GGUF file, and return it as a Packed matrix on the device.
 
-        Return None if the tensor is not stored in a GGUF file, or if its type there is not in `KINDS`, such as F32.
+        Return None if the tensor is not stored in a GGUF file, or if its type in this file cannot stay packed.
+        `KINDS` lists the types that can; F32, for example, cannot.
         """
         info = mappable_tensor(tensor)
         if info is None or info.type not in KINDS:

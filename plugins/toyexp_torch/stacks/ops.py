@@ -86,7 +86,7 @@ class _RowsFunction(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        """Save nothing."""
+        """Save nothing for a backward pass."""
 
     @staticmethod
     def vmap(info: Any, in_dims: Any, function: Callable[..., Tensor], *tensors: Tensor) -> tuple[Tensor, int]:
@@ -114,7 +114,7 @@ class _Product(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        """Save nothing."""
+        """Save nothing for a backward pass."""
 
     @staticmethod
     def vmap(info: Any, in_dims: Any, x: Tensor, w: Tensor, rounds: torch.dtype | None) -> tuple[Tensor, int]:

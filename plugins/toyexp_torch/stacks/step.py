@@ -235,7 +235,7 @@ class StackedResident:
         return self._losses()
 
     def close(self) -> None:
-        """Free the graphs."""
+        """Free the CUDA graphs."""
         self._captured_step.close()
         self._losses.close()
 

@@ -77,7 +77,7 @@ class Lora(FromBase):
             raise UserError("recipe.targets=[]: name at least one linear, such as recipe.targets=[q,v]")
 
     def warnings(self, preview: RunPreview) -> Iterable[str]:
-        """Yield a warning for each setting without effect, and one if the adapter was trained on another base."""
+        """Yield a warning for each setting without effect, and a warning if the adapter belongs to another base."""
         yield from super().warnings(preview)
         if self.rslora and self.rank == 1:
             yield "recipe.rslora=true: has no effect with recipe.rank=1"

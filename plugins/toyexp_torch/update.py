@@ -28,7 +28,7 @@ Piece = tuple[Tensor, Tensor, State, Tensor | None]
 
 
 class TorchArithmetic(Arithmetic):
-    """Operations in which optimisers' rules are written, on torch tensors. A scalar is a tensor without axes."""
+    """Operations that optimisers use in their formulas, on torch tensors. A scalar is a tensor without axes."""
 
     def sqrt(self, x: Tensor) -> Tensor:
         return x.sqrt()

@@ -150,9 +150,9 @@ class EngineStepper(Stepper):
 
 
 def worker_pids(ranks: Sequence[str]) -> list[int]:
-    """Return the process ids of a distributed run's other processes that run on this machine.
+    """Return the ids of a distributed run's processes on this machine, except this process.
 
-    `ranks` describes each process, such as `pid 12 on host`.
+    `ranks` describes each process of the run, such as `pid 12 on host`.
     """
     matches = [re.fullmatch(r"pid (\d+) on (.*)", rank) for rank in ranks]
     return [int(rank[1]) for rank in matches if rank and rank[2] == platform.node() and int(rank[1]) != os.getpid()]

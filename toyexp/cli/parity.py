@@ -44,7 +44,7 @@ Arrays = Mapping[str, np.ndarray]
 
 @dataclass(frozen=True)
 class TensorDifference:
-    """Differences of one trainable tensor's gradient and weights between an engine and the reference engine."""
+    """Differences between an engine and the reference engine in the gradient and weights of one trainable tensor."""
 
     name: str
     gradient: float  # |g - g_ref| / |g_ref| on the first batch; for small gradients see tensor_differences

@@ -174,7 +174,10 @@ def _sweep_keys() -> set[str]:
 
 
 def check_keys(cfg: DictConfig, all_keys: Keys) -> Keys:
-    """Return the valid keys of the chosen parts; raise UserError if `cfg` has another key or lacks a part."""
+    """Return the valid keys for the model, data and other parts that `cfg` chooses.
+
+    Raise UserError if `cfg` has an invalid key or lacks a part.
+    """
     keys, registry = all_keys.restrict(cfg), all_keys.registry
     for name in chosen_names(cfg, "callbacks"):
         if name not in keys.offers["callbacks"]:

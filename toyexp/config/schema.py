@@ -71,7 +71,7 @@ class FileConfigSource(file_config_source.FileConfigSource):
     """Replacement of Hydra's file reader that checks files with `safe_yaml`. Hydra finds it by its class name."""
 
     def load_config(self, config_path: str) -> ConfigResult:
-        """Load a file; raise UserError if it holds anything other than settings."""
+        """Load a configuration file; raise UserError if it holds anything other than settings."""
         path = Path(self.path, self._normalize_file_name(config_path))
         is_builtin = path.is_relative_to(CONF)
         if not is_builtin and (".." in Path(config_path).parts or config_path.startswith("hydra/")):

@@ -205,7 +205,7 @@ def group_keys(keys: Sequence[str], entries: Sequence[Entry]) -> tuple[list[str]
 def _mark_sources(entries: Sequence[Entry]) -> None:
     """If runs read different data or files, add digests of the data and files to the settings of the runs.
 
-    Runs that read different files then form different points.
+    Runs that read different files then have different settings and are not averaged.
     """
     roles = dict.fromkeys(role for entry in entries for role in entry.sources if role not in UNCOMPARED_DIGESTS)
     for role in roles:
@@ -218,15 +218,15 @@ def _mark_sources(entries: Sequence[Entry]) -> None:
 
 
 def _mark_owners(entries: Sequence[Entry]) -> None:
-    """Add the setting `whose`, so that runs of different people do not count as repeats of one run.
+    """Add the setting `whose` to the runs, so that runs of different people do not count as repeats of one run.
 
-    The value of the setting for a run is the first of these that applies:
+    The value for a run is the first of these that applies:
 
     - the run's name, if any runs with equal settings and seed have different names
     - if the runs lie in different directories: the first directory (or zip archive) on the path from their common
       parent directory to the run
-    - the directory in which the run was started, if any run recorded that or if any runs with equal settings have
-      different seeds
+    - the directory in which the run was started, if any run recorded such a directory, or if any runs with equal
+      settings have different seeds
     - the name of the run's own directory
 
     The setting is added only if it differs between runs with equal settings and seed. If the runs lie in different

@@ -50,12 +50,12 @@ class Point(Generic[J]):
 
     @cached_property
     def mean(self) -> float:
-        """Mean over the seeds; NaN if no job has completed."""
+        """Mean of the metric over the seeds; NaN if no job has completed."""
         return math.nan if (value := mean(self.values)) is None else value
 
     @cached_property
     def deviation(self) -> float | None:
-        """Sample standard deviation (over n-1); None for fewer than two seeds."""
+        """Sample standard deviation of the metric over the seeds (divisor n - 1); None for fewer than two seeds."""
         return statistics.stdev(self.values) if len(self.values) > 1 else None
 
     def __str__(self) -> str:
@@ -85,7 +85,7 @@ class Ranking(Generic[J]):
 
     @property
     def best(self) -> Point[J] | None:
-        """The best point; None if no point has a result or the points used different data."""
+        """The best point (settings averaged over seeds); None without results or if the points used different data."""
         return self.points[0] if self.points and self.points[0].values and not self.differing_data else None
 
     @cached_property
@@ -123,7 +123,10 @@ class Ranking(Generic[J]):
         return done + sorted((pair for pair in pairs if pair[0].number not in numbers), key=lambda pair: pair[0].number)
 
     def table(self) -> list[tuple[str, ...]]:
-        """Return a header and a row for each point: settings, number of seeds, mean ± deviation, and `best` or ''."""
+        """Return rows of text: a header, and for each point its settings, number of seeds, mean ± deviation, and mark.
+
+        The mark is "best" or "".
+        """
         rows: list[tuple[str, ...]] = [("settings", "seeds", self.column, "")]
         for point in self.points:
             mark = "best" if point is self.best and len(self.points) > 1 else ""

@@ -267,7 +267,7 @@ class RankSession(TorchSession):
         self.do_build()
 
     def launch_step(self, micros: Sequence[Batch], numbers: Sequence[np.ndarray]) -> None:
-        """Launch a step, then wait for the previous one to end."""
+        """Launch a step, then wait for the previous step to end."""
         before, self._under_way = self._under_way, self.do_launch(micros, numbers)
         before()
 

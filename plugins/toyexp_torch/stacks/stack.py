@@ -141,9 +141,9 @@ class TorchStack(Stack):
         return waits | {row: partial(lambda row: held_out[row].mean(sums()[indices[row]]), row) for row in indices}
 
     def _losses(self, requests: Mapping[int, Sequence[Batch]]) -> Tensor:
-        """Return a vector with the sum of each run's losses over its micro-batches, in the order of the program's runs.
+        """Return a vector with one element per run in the current StackedStep: the sum of its micro-batches' losses.
 
-        `requests` has the micro-batches of each run, keyed by row.
+        `requests` has the micro-batches of each run, keyed by the run's row in the stack.
         """
         self._prepare([*requests])
         total = torch.zeros(len(self._indices), dtype=torch.float64 if self._device.type != "mps" else self._dtype)

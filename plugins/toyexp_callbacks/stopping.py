@@ -184,8 +184,8 @@ EVALS = 2  # number of high evaluations in a row that count as divergence
 class Climb:
     """Detector of a lasting rise of a loss.
 
-    A value counts as high if it exceeds the best value by a given fraction, and has also risen at least half of the way
-    back to the first value.
+    A value counts as high if it meets two conditions. It exceeds the best value by a given fraction, and it is nearer
+    to the first value than to the best.
     """
 
     first: float | None = None  # None: no value yet

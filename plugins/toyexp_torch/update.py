@@ -238,9 +238,9 @@ class Formula:
 class FusedAdamW(Formula):
     """AdamW in place on vectors, with PyTorch's fused kernel.
 
-    The kernel computes w = w (1 - lr wd) - lr / c1 m / (sqrt(v / c2) + eps), where m and v are the first and second
-    moment and wd is the weight decay. It derives the bias corrections c1 = 1 - beta1^t and c2 = 1 - beta2^t from a step
-    count t. The formula of toyexp.AdamW multiplies m and v by the scalars s5 and s6 instead.
+    The kernel computes w = w (1 - lr wd) - lr / c1 m / (sqrt(v / c2) + eps). Here m and v are the two moments, and wd
+    is the weight decay. The kernel derives the bias corrections c1 = 1 - beta1^t and c2 = 1 - beta2^t from a step count
+    t. The formula of toyexp.AdamW multiplies m and v by the scalars s5 and s6 instead.
     """
 
     is_single_pass = True

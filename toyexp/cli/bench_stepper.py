@@ -230,7 +230,7 @@ class Peak:
 
 
 def measure_peak(engine: Engine, max_rows: int) -> Peak:
-    """Measure how many operations per second an engine reaches in products of n x n matrices, at the best of several n.
+    """Measure an engine's highest speed, in operations per second, in products of n x n matrices for several n.
 
     The products are part of the forward pass of an evaluation, so the engine uses its own matrix op and dtype. Each
     product counts as 2 n^3 operations. Unlike the peak in a data sheet, the result depends on the current clock and the

@@ -284,8 +284,8 @@ class Training:
     def errors(self, engine: Engine) -> tuple[float, float]:
         """Return two errors of an engine: the largest relative error of a loss, and the largest error of a tensor.
 
-        The error of a tensor is the norm of its difference from the correct tensor after the last step, divided by the
-        norm of the correct tensor's change in training.
+        The error of a tensor is a ratio of two norms. The numerator is the tensor's difference from the correct tensor
+        after the last step; the denominator is the correct tensor's change in training.
         """
         steps = range(len(self.losses))
         with engine.realize(self.plan) as session:

@@ -145,8 +145,8 @@ def _check_defaults(offers: Sequence[Offer], results: _PytestResults, registry: 
     """Run the conformance suite with default settings for each part that the plugin's own tests do not cover.
 
     `offers` are the plugin's parts, and `results` are the results of its own tests. Return a line for each part that
-    these tests do not cover. The line has a note if the part needs a test with settings, or if there is no suite for
-    parts of its kind (such as command).
+    these tests do not cover. The line has a note if the part needs a test with settings. It also has a note if there is
+    no suite for parts of its kind, such as command.
     """
     from toyexp.testing.defaults import SUITES, SuiteParts, make_suite
 

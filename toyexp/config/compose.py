@@ -1,4 +1,4 @@
-"""Compose the configuration of one run with Hydra. Later the module `build`, not Hydra, creates the model and so on."""
+"""Compose the configuration of one run with Hydra. The module `build` later creates its parts, such as the model."""
 
 from __future__ import annotations
 

@@ -184,7 +184,7 @@ class Source:
 
         `chosen` maps the keys given on the command line to their values. If it has the key `engine` or `callbacks`, the
         saved section of that name is left out. Raise UserError if `chosen` names another model, data set, recipe,
-        optimiser or objective than the run has, or if a local plugin of the run is not in `modules`.
+        optimiser or objective than the run has. Also raise it if a local plugin of the run is not in `modules`.
         """
         file = directory / "config.yaml"
         saved = load_yaml(file)

@@ -116,7 +116,10 @@ class Ranking(Generic[J]):
         return any(len(point.values) > 1 for point in self.points)
 
     def jobs(self) -> list[tuple[J, Point[J]]]:
-        """Return pairs of a job and its point, the best first. Jobs that have not completed come last, by number."""
+        """Return each job with its point (the jobs that differ only in their seed), the best first.
+
+        Jobs that have not completed come last, sorted by number.
+        """
         pairs = [(job, point) for point in self.points for job in point.jobs]
         done = [pair for pair in pairs if pair[0].status == "completed" and pair[1].values]
         numbers = {job.number for job, _ in done}

@@ -182,8 +182,8 @@ def _scale_and_minimum(b: Tensor) -> tuple[Tensor, Tensor]:
     """Return the scales and the minimums of the 8 groups in each block of Q4_K or Q5_K, float32 [blocks, 8] each.
 
     Each scale and each minimum is the product of a 6-bit integer and a float16 number of the block. The integers are
-    packed in 12 bytes. The upper two bits of the integers of the last four groups are stored in the upper two bits of
-    the bytes for the first four groups.
+    packed in 12 bytes. For the last four groups, the upper two bits of an integer are stored in a byte of the first
+    four groups, as its upper two bits.
     """
     scale, minimum, rest = b[:, 4:16].unflatten(1, (3, 1, 4)).unbind(1)
     last = torch.arange(2, device=b.device)[:, None] > 0
@@ -221,8 +221,8 @@ class Packed:
     def read(cls, tensor: PlanTensor, device: torch.device, dtype: torch.dtype) -> Packed | None:
         """Read the bytes of a tensor from its GGUF file, and return it as a Packed matrix on the device.
 
-        Return None if the tensor is not stored in a GGUF file, or if its type in this file cannot stay packed.
-        `KINDS` lists the types that can; F32, for example, cannot.
+        Return None if the tensor is not stored in a GGUF file, or if its type in the file, such as F32, is not one of
+        the types in `KINDS`, which this module can dequantise.
         """
         info = mappable_tensor(tensor)
         if info is None or info.type not in KINDS:

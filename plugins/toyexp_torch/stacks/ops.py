@@ -154,7 +154,7 @@ class _Products(torch.autograd.Function):
 def _with_run_axis(x: Tensor, axis: int | None, count: int) -> Tensor:
     """Return x as [K, ...] with the runs' axis first.
 
-    `axis` is the present position of this axis, or None for a tensor that all runs share, which is expanded to `count`
-    runs without a copy.
+    `axis` is the present position of this axis, or None for a tensor that all runs share. Such a tensor is expanded to
+    `count` runs without a copy.
     """
     return x.expand(count, *x.shape) if axis is None else x.movedim(axis, 0)

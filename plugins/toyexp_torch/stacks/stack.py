@@ -197,7 +197,7 @@ class TorchStack(Stack):
         """Return (tensor, is stacked) for each frozen tensor, keyed by name.
 
         If all runs in `rows` share the tensor, return it unstacked. Otherwise return the k runs' tensors stacked,
-        [k, ...], and make each run's session use its slice of this stack, so that its own copy is freed.
+        [k, ...]. Each run's session then uses its slice of this stack, so that its own copy is freed.
         """
         frozen_values = {}
         for tensor in self._plans[0].tensors:

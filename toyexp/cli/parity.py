@@ -44,7 +44,7 @@ Arrays = Mapping[str, np.ndarray]
 
 @dataclass(frozen=True)
 class TensorDifference:
-    """Differences of one trainable tensor's gradient and weights between an engine and the reference engine."""
+    """Differences between an engine and the reference engine in the gradient and weights of one trainable tensor."""
 
     name: str
     gradient: float  # |g - g_ref| / |g_ref| on the first batch; for small gradients see tensor_differences
@@ -178,9 +178,9 @@ def tensor_differences(measured: Measured, reference: Measured) -> list[TensorDi
     A value of NaN counts as an infinite difference. The differences are relative:
 
     - Weights: the norm of the difference is divided by the norm of the tensor's change in training. This ratio does not
-      depend on learning rate, number of steps or initial scale. (Divided by the norm of the weights instead, the
-      difference would be small even for an engine that does not train at all.) If the tensor changes less than the
-      average tensor of its size, the divisor is the average change.
+      depend on learning rate, number of steps or initial scale. (If the divisor were the norm of the weights, an engine
+      that does not train at all would have a small difference.) If the tensor changes less than the average tensor of
+      its size, the divisor is the average change.
     - Gradients: the norm of the difference is divided by the norm of the reference gradient, or by `SMALL` times the
       norm of all gradients if that is larger.
     - If a gradient is below `ROUNDING` times the norm of all gradients on both engines, the true gradient is zero and

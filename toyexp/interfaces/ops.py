@@ -264,7 +264,10 @@ class Ops(ABC):
 
     @abstractmethod
     def take(self, x: Tensor, ids: Tensor) -> Tensor:
-        """Return one element of each row of x [..., V]: that at the integer of `ids` [...], an array of the batch."""
+        """Return elements of each row of x [..., V]: those at the integers of `ids`, an array of the batch.
+
+        `ids` are [...] for one element per row, or [..., k] for k elements, whose integers must differ within a row.
+        """
 
     @abstractmethod
     def causal(self, x: Tensor, window: int = 0, fill: float = -math.inf) -> Tensor:

@@ -151,14 +151,18 @@ class Inputs:
             self._tighter_bounds[name] = min(below, self._tighter_bounds.get(name, below))
 
     def target_indices(self, targets: Ids, n: int, classes: int) -> Node:
-        """Return the index of each target's logit in the flattened logits [n * classes], as a tensor [n]."""
+        """Return the index of each target's logit in the flattened logits [n * classes], as a flat tensor.
+
+        There are one or several targets for each of the n positions.
+        """
         if reason := too_many_logits(n, classes):
             raise GraphError(reason)
-        if not isinstance(targets, Ids) or targets.size != n:
+        if not isinstance(targets, Ids) or targets.size % n:
             raise GraphError(f"logits have {n} positions, but targets are {list(targets.shape)}")
-        name, base = targets.name, np.arange(n, dtype=np.int32) * classes
+        name, base = targets.name, np.repeat(np.arange(n, dtype=np.int32) * classes, targets.size // n)
         self._require_below(name, classes)
-        return self._derive(("places", name, classes), (n,), np.int32, lambda batch: base + batch[name].reshape(-1))
+        key = ("places", name, classes)
+        return self._derive(key, (targets.size,), np.int32, lambda batch: base + batch[name].reshape(-1))
 
     def weights(self, n: int, classes: int) -> Node:
         """Return the weights of the batch's n targets as a tensor [n, k], with each weight repeated k times.

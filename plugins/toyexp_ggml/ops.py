@@ -216,13 +216,12 @@ class GGMLOps(Products):
 
     def take(self, x: Node, ids: Ids) -> Node:
         g = self.g
-        n, classes = x.size // x.shape[-1], x.shape[-1]
-        indices = self._inputs.target_indices(ids, n, classes)
-        y = g.get_rows(g.reshape(x, n * classes, 1), indices)
+        indices = self._inputs.target_indices(ids, x.size // x.shape[-1], x.shape[-1])
+        y = g.get_rows(g.reshape(x, x.size, 1), indices)
 
         def dx(dy: Node) -> Node:
-            zeros = g.scale(self._inputs.zeros(n * classes, 1), 0.0)
-            return g.reshape(g.set_rows(zeros, g.reshape(dy, n, 1), indices), *x.shape)
+            zeros = g.scale(self._inputs.zeros(x.size, 1), 0.0)
+            return g.reshape(g.set_rows(zeros, g.reshape(dy, ids.size, 1), indices), *x.shape)
 
         return self._record(g.reshape(y, *ids.shape), (x,), lambda dy: (lambda: dx(dy),))
 

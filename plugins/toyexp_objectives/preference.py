@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import ClassVar
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar
 
 import toyexp
-from toyexp import AdaptedWeight, InputSpec, Model, Objective, Ops, Params, Plan, PlanTensor, Tensor, UserError
+from toyexp import InputSpec, Model, Objective, Ops, Params, Tensor, UserError
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    from toyexp import Batch
 
 KINDS = ("dpo", "ipo", "hinge", "kto", "orpo", "simpo")
 WITHOUT_REFERENCE = ("orpo", "simpo")
-PREFIX = "reference."
 
 
 @dataclass
@@ -40,15 +44,18 @@ class Preference(Objective):
                 "objective=preference: needs pairs of completions; use data=preference data.path=FILE.jsonl"
             )
 
-    def tensors(self, plan: Plan) -> Sequence[PlanTensor]:
-        """Return the tensors of the reference model: frozen copies of the plan's tensors, as they are before training.
+    def precomputed(self, inputs: Mapping[str, InputSpec]) -> Mapping[str, InputSpec]:
+        """Return `reference`, the log-probability of each completion before training, if the kind needs it."""
+        if self.kind in WITHOUT_REFERENCE:
+            return {}
+        return {"reference": InputSpec((), "float32")}
 
-        There are no such tensors if the loss needs no reference model, or if the plan trains adapters. With adapters,
-        the model without them is the reference.
-        """
-        if self.kind in WITHOUT_REFERENCE or plan.adapters:
-            return ()
-        return [replace(t, name=PREFIX + t.name, trainable=False) for t in plan.tensors]
+    def precompute(self, log_probs: np.ndarray, batch: Batch) -> Mapping[str, np.ndarray]:
+        """Return the sum of the log-probabilities of each completion's tokens, [B]."""
+        import numpy as np
+
+        by_token = np.take_along_axis(log_probs, batch["targets"][..., None], -1)[..., 0]
+        return {"reference": (by_token * batch["mask"]).sum(1)}
 
     def loss(self, ops: Ops, model: Model, p: Params, batch: Mapping[str, Tensor]) -> Tensor:
         """Return the weighted sum over pairs of the loss that the setting `kind` names.
@@ -88,14 +95,10 @@ class Preference(Objective):
         """
         mask = batch["mask"]
         length = ops.sum(mask, 1)
-
-        def measure(params: Params) -> Tensor:
-            log_probs = ops.token_log_probs(model.forward(ops, params, batch), batch["targets"])
-            return ops.sum(ops.mul(log_probs, mask), 1)
-
-        total = measure(p)
+        log_probs = ops.token_log_probs(model.forward(ops, p, batch), batch["targets"])
+        total = ops.sum(ops.mul(log_probs, mask), 1)
         if self.kind not in WITHOUT_REFERENCE:
-            total = ops.add(total, ops.scale(measure(_reference(p)), -1.0))
+            total = ops.add(total, ops.scale(batch["reference"], -1.0))
         return total, ops.div(total, length), length
 
     @staticmethod
@@ -128,13 +131,6 @@ class Preference(Objective):
         ]
         ratio = ops.add(odds[0], ops.scale(odds[1], -1.0))
         return ops.add(ops.scale(chosen, -1.0), ops.scale(self._losses(ops, ratio), self.beta))
-
-
-def _reference(p: Params) -> Params:
-    """Return the parameters of the frozen reference model: its own tensors, or the weights without their adapters."""
-    if any(name.startswith(PREFIX) for name in p):
-        return p.below(PREFIX)
-    return Params({name: x.base if isinstance(x, AdaptedWeight) and x.low_rank else x for name, x in p.items()})
 
 
 def _pairs(ops: Ops, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:

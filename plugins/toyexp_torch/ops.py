@@ -136,6 +136,8 @@ class TorchOps(Ops):
         return x.log_softmax(-1)
 
     def take(self, x: Tensor, ids: Tensor) -> Tensor:
+        if ids.ndim == x.ndim:
+            return x.gather(-1, ids.long())
         return x.gather(-1, ids.long().unsqueeze(-1)).squeeze(-1)
 
     def causal(self, x: Tensor, window: int = 0, fill: float = -math.inf) -> Tensor:

@@ -28,6 +28,7 @@ from toyexp.interfaces.recipe import start_session
 from toyexp.interfaces.run import Run
 from toyexp.reference.engine import TOLERANCES, Tolerances, coarser_precision, precision
 from toyexp.sweeps.combinations import combinations, experiment_sweep
+from toyexp.training.precompute import precompute_arrays
 from toyexp.training.run_config import Prepared, introduction
 
 STEPS = 20  # default
@@ -124,12 +125,13 @@ def compare(runs: Mapping[str, Prepared], limits: Mapping[str, float], watch: Ca
     (first, prepared), *others = runs.items()
     for line in [f"engine  {first}: {notes[first]}", *introduction(prepared)[1:]]:  # without the line of the engine
         watch(line)
-    reference, engines = measure(prepared, prepared.batches), []
+    batches = precompute_arrays(prepared, watch)
+    reference, engines = measure(prepared, batches), []
     for label, run in others:
         watch(f"engine  {label}: {notes[label]}")
         for line in call_for_lines(run.config.engine.advice):
             watch(f"note    {line}")
-        measured = measure(run, prepared.batches)
+        measured = measure(run, batches)
         for name, array in reference.start.items():
             if array.tobytes() != measured.start[name].tobytes():
                 raise RunFailed(f"{label}: the initial values of {name} differ from those on {first}")

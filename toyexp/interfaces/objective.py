@@ -13,7 +13,9 @@ from toyexp.base.validators import require_range
 from toyexp.interfaces.ops import Ops, Params, Tensor
 
 if TYPE_CHECKING:
-    from toyexp.interfaces.dataset import InputSpec
+    import numpy as np
+
+    from toyexp.interfaces.dataset import Batch, InputSpec
     from toyexp.interfaces.model import Model
 
 
@@ -50,6 +52,22 @@ class Objective(ABC):
         `teacher.blk.0.attn_q.weight`.
         """
         return ()
+
+    def precomputed(self, inputs: Mapping[str, InputSpec]) -> Mapping[str, InputSpec]:
+        """Return the arrays that `precompute` adds to each batch, given the arrays `inputs` of the data.
+
+        toyexp computes them once for each row, before training, and caches them for later runs. There are none by
+        default.
+        """
+        return {}
+
+    def precompute(self, log_probs: np.ndarray, batch: Batch) -> Mapping[str, np.ndarray]:
+        """Return the values of the arrays that `precomputed` lists, for the rows of `batch`.
+
+        `log_probs` [rows, ..., V] are the log-probabilities that `second_model` gives to all classes or tokens. If the
+        objective has no second model, they are those of the trained model, as it is before training.
+        """
+        raise NotImplementedError
 
     @abstractmethod
     def loss(self, ops: Ops, model: Model, p: Params, batch: Mapping[str, Tensor]) -> Tensor:

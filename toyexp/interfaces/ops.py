@@ -264,9 +264,9 @@ class Ops(ABC):
 
     @abstractmethod
     def take(self, x: Tensor, ids: Tensor) -> Tensor:
-        """Return, for each row of x [..., V], the element at the row's index in `ids` [...] -> [...].
+        """Return elements of each row of x [..., V]: those at the integers of `ids`, an array of the batch.
 
-        `ids` must be an integer array of the batch.
+        `ids` are [...] for one element per row, or [..., k] for k elements, whose integers must differ within a row.
         """
 
     @abstractmethod

@@ -72,6 +72,8 @@ class ReferenceOps(Ops):
         return lower - np.log(np.exp(lower).sum(-1, keepdims=True))
 
     def take(self, x: Array, ids: Array) -> Array:
+        if ids.ndim == x.ndim:
+            return np.take_along_axis(x, ids.astype(int), axis=-1)
         return np.take_along_axis(x, ids[..., None].astype(int), axis=-1)[..., 0]
 
     def causal(self, x: Array, window: int = 0, fill: float = -np.inf) -> Array:

@@ -296,7 +296,8 @@ class OpShapes(Ops):
 
     def take(self, x: Shaped, ids: Shaped) -> Shaped:
         self._take("take", x)
-        self._require(isinstance(ids, Ids) and x.shape[:-1] == ids.shape, "take", x, ids)
+        rows = x.shape[:-1]
+        self._require(isinstance(ids, Ids) and rows in (ids.shape, ids.shape[:-1]), "take", x, ids)
         return Shaped(ids.shape)
 
     def causal(self, x: Shaped, window: int = 0, fill: float = -math.inf) -> Shaped:

@@ -17,7 +17,14 @@ from toyexp.interfaces.objective import Objective
 from toyexp.interfaces.ops import Ops, Params, Tensor
 from toyexp.interfaces.plan import Plan, PlanTensor
 from toyexp.interfaces.values import Normal
-from toyexp.reference.engine import TOLERANCES, precision, reference_loss, reference_metrics, reference_slope
+from toyexp.reference.engine import (
+    TOLERANCES,
+    ReferenceOps,
+    precision,
+    reference_loss,
+    reference_metrics,
+    reference_slope,
+)
 from toyexp.reference.forward import check_forward
 from toyexp.testing.suites import PluginSuite, build_session
 
@@ -64,6 +71,7 @@ class ObjectiveSuite(PluginSuite):
             ids = InputSpec((5,), "int32", below=CLASSES)
             inputs = {"tokens": ids, "targets": ids, "weights": weights}
             self.objective.check_inputs(Rows(), inputs)
+            inputs |= self.objective.precomputed(inputs)
         except Exception:  # the objective reads vectors
             vector = InputSpec((CLASSES,), "float32")
             return {"vectors": vector, "targets": vector, "weights": InputSpec((), "float32")}
@@ -71,8 +79,11 @@ class ObjectiveSuite(PluginSuite):
 
     def batch(self, seed: int = 0) -> Batch:
         """Return a random batch with uneven weights, some of them 0."""
-        draw, arrays = np.random.default_rng(seed), {}
+        draw, arrays = np.random.default_rng(seed), dict[str, np.ndarray]()
+        precomputed = self.objective.precomputed(self.inputs())
         for name, spec in self.inputs().items():
+            if name in precomputed:
+                continue
             shape = (ROWS, *spec.shape)
             if spec.dtype == "int32":
                 arrays[name] = draw.integers(0, spec.below or CLASSES, shape, dtype=np.int32)
@@ -81,6 +92,10 @@ class ObjectiveSuite(PluginSuite):
                 arrays[name].flat[0] = 1.0
             else:
                 arrays[name] = draw.normal(size=shape).astype(np.float32)
+        if precomputed:
+            log_probs = ReferenceOps().log_softmax(draw.normal(size=(*arrays["targets"].shape, CLASSES)))
+            values = self.objective.precompute(log_probs, arrays)
+            arrays |= {name: values[name].astype(spec.dtype) for name, spec in precomputed.items()}
         return arrays
 
     def make_plan(self) -> Plan:

@@ -35,6 +35,7 @@ from toyexp.training.checkpointing import CheckpointKeeper
 from toyexp.training.driver import Pause, Realize, Requests, bind_sessions, drive, forward_interrupts
 from toyexp.training.loop import Training
 from toyexp.training.memory import check_plan, check_snapshot
+from toyexp.training.precompute import precompute_arrays
 from toyexp.training.provenance import origin_facts, require_same_file
 from toyexp.training.resume import ResumeState
 from toyexp.training.run_config import Config, Outcome, Prepared, Result, Saver, facts, introduction
@@ -142,8 +143,11 @@ def _count_steps(config: Config, batches: Batches) -> None:
 
 def _build_plan(config: Config, dataset: Dataset, model: Model, batches: Batches) -> Plan:
     settings, optim, recipe = config.settings, config.optim, config.recipe
+    inputs = model.reads.with_bounds(batches.inputs, dataset.vocab)
+    specs = config.objective.precomputed(inputs)
+    precomputed = {name: replace(spec, optional=True) for name, spec in specs.items()}  # zeros where only times matter
     setup = Setup(
-        model.reads.with_bounds(batches.inputs, dataset.vocab),
+        {**inputs, **precomputed},
         settings.batch_size // optim.accumulate, optim.accumulate, optim.grad_clip,
         settings.seed if settings.model_seed is None else settings.model_seed,
         settings.nonfinite == "skip", config.objective,
@@ -216,6 +220,8 @@ def run_requests(
             say(line)
         state = resumed.checkpoint.arrays if resumed else None
         with attribute_part_errors(log_file), convert_memory_errors():
+            batches = precompute_arrays(prepared, say, resumed.checkpoint.step if resumed else 0, log_file)
+            prepared = replace(prepared, batches=batches)
             with attribute_errors(f"engine.{config.engine.name}", "while it realized the plan", log_file):
                 opened: Session = yield Realize(config.engine, prepared.plan)
             with prepare_session(config.recipe, config.engine, opened, state, log_file) as session:

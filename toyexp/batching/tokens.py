@@ -192,6 +192,7 @@ class Dropout(Batches):
     def __init__(self, batches: Batches, plan: Plan, seed: int | None = None):
         self._batches, self._plan, self._seed = batches, plan, plan.seed if seed is None else seed
         self.inputs, self.facts, self.omissions = plan.inputs, batches.facts, batches.omissions
+        self.rows_per_epoch = batches.rows_per_epoch
 
     def batch(self, k: int) -> Batch:
         """Return training batch `k` with all masks."""

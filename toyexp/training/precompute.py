@@ -42,6 +42,7 @@ class PrecomputedBatches(Batches):
     def __init__(self, batches: Batches, plan: Plan):
         self._batches, self._specs = batches, plan.objective.precomputed(plan.inputs)
         self.inputs, self.facts, self.omissions = plan.inputs, batches.facts, batches.omissions
+        self.rows_per_epoch = batches.rows_per_epoch
         data = {name for name, spec in plan.inputs.items() if not spec.optional}
         self._names = sorted(data - {"weights"})
         self._values: dict[str, list[np.ndarray]] = {name: [] for name in self._specs}

@@ -29,10 +29,13 @@ class DeferredLogits:
 
     def __init__(self, ops: TorchOps, x: Tensor, w: Tensor | Packed | AdaptedWeight):
         self.ops, self.x, self.w = ops, x, w
+        self.computed: Tensor | None = None
 
     def compute(self) -> Tensor:
-        """Compute all logits, [..., V]."""
-        return self.ops.linear(self.x, self.w)
+        """Return all logits, [..., V], which are computed at the first call."""
+        if self.computed is None:
+            self.computed = self.ops.linear(self.x, self.w)
+        return self.computed
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.compute(), name)
@@ -93,6 +96,8 @@ class LossOps(TorchOps):
         """Return the cross-entropy of logits or of deferred logits; see Ops."""
         if not isinstance(logits, DeferredLogits):
             return super().cross_entropy(logits, targets, weights, smoothing, z_loss)
+        if logits.computed is not None:
+            return super().cross_entropy(logits.computed, targets, weights, smoothing, z_loss)
         return self.compute_deferred(logits, targets, weights, smoothing, z_loss)
 
     def token_log_probs(self, logits: Tensor | DeferredLogits, targets: Tensor) -> Tensor:
@@ -100,7 +105,7 @@ class LossOps(TorchOps):
 
         Deferred logits are computed a chunk of positions at a time, and again in the backward pass.
         """
-        if not isinstance(logits, DeferredLogits):
+        if not isinstance(logits, DeferredLogits) or logits.computed is not None:
             return super().token_log_probs(logits, targets)
         x, w, ids, start = logits.x.flatten(0, -2), logits.w, targets.flatten(), 0
         size, parts = max(self.chunk // len(w.base if isinstance(w, AdaptedWeight) else w), 1), []

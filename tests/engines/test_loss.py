@@ -1,6 +1,5 @@
 """engine=cpu: only logits of targets with a weight are computed, and results do not change."""
 
-import dataclasses
 from functools import partial
 
 import numpy as np
@@ -174,16 +173,17 @@ def test_log_probabilities_of_chunks_of_positions_have_exact_gradients(form, chu
 
 
 def preference_session(engine, context=32, vocab=4096):
-    """Return a session that trains DPO against a frozen copy of a small model with a large vocabulary, and a batch."""
+    """Return a session that trains DPO with a small model and a large vocabulary, and a batch."""
     ids, number = InputSpec((context,), "int32", below=vocab), InputSpec((context,), "float32")
-    inputs = {"tokens": ids, "targets": ids, "mask": number, "weights": InputSpec((), "float32")}
+    inputs = {"tokens": ids, "targets": ids, "mask": number}
+    inputs |= dict.fromkeys(("reference", "weights"), InputSpec((), "float32"))
     model = Llama(d_model=16, n_layers=1, n_heads=2, d_ff=16, context=context, vocab=vocab, tied=True)
     the_plan = Scratch().plan(model, Setup(inputs, rows=ROWS, objective=Preference()))
-    the_plan = dataclasses.replace(the_plan, tensors=(*the_plan.tensors, *the_plan.objective.tensors(the_plan)))
     draw = np.random.default_rng(0)
     tokens, targets = draw.integers(0, vocab, (2, ROWS, context), dtype=np.int32)
     mask = np.ones((ROWS, context), np.float32)
-    batch = {"tokens": tokens, "targets": targets, "mask": mask, "weights": np.ones(ROWS, np.float32)}
+    batch = {"tokens": tokens, "targets": targets, "mask": mask}
+    batch |= {"reference": np.zeros(ROWS, np.float32), "weights": np.ones(ROWS, np.float32)}
     session = engine.realize(the_plan)
     session.build()
     return session, batch
@@ -215,4 +215,4 @@ def test_a_preference_graph_of_ggml_holds_fewer_copies_of_the_logits(monkeypatch
         session, _ = preference_session(GGMLCPU(threads=1))
         with session:
             sizes.append(session.describe()["compute_bytes"])
-    assert sizes[0] < 0.7 * sizes[1]
+    assert sizes[0] < 0.8 * sizes[1]

@@ -45,7 +45,7 @@ class Objective(ABC):
         return None
 
     def check(self) -> None:  # noqa: B027 - optional on purpose: many objectives have nothing to check
-        """Raise UserError for settings that cannot work."""
+        """Raise UserError for invalid settings."""
 
     def check_inputs(self, model: Model, inputs: Mapping[str, InputSpec]) -> None:  # noqa: B027 - optional
         """Raise UserError if the arrays of a batch do not suit the objective. `weights` is always one of them."""
@@ -61,6 +61,22 @@ class Objective(ABC):
     def weigh(self, batch: Batch) -> Batch:
         """Return a training batch of NumPy arrays with other `weights`. toyexp then divides them by their sum."""
         return batch
+
+    def precomputed(self, inputs: Mapping[str, InputSpec]) -> Mapping[str, InputSpec]:
+        """Return the arrays that `precompute` adds to each batch, given the arrays `inputs` of the data.
+
+        toyexp computes them once for each row, before training, and caches them for later runs. There are none by
+        default.
+        """
+        return {}
+
+    def precompute(self, log_probs: np.ndarray, batch: Batch) -> Mapping[str, np.ndarray]:
+        """Return the values of the arrays that `precomputed` lists, for the rows of `batch`.
+
+        `log_probs` [rows, ..., V] are the log-probabilities that `second_model` gives to all classes or tokens. If the
+        objective has no second model, they are those of the trained model, as it is before training.
+        """
+        raise NotImplementedError
 
     @abstractmethod
     def loss(self, ops: Ops, model: Model, p: Params, batch: Mapping[str, Tensor]) -> Tensor:
@@ -80,7 +96,10 @@ class Objective(ABC):
         return reduce(ops.add, [ops.scale(term, self.auxiliary) for term in p.auxiliary], loss)
 
     def held_out_loss(self, ops: Ops, model: Model, p: Params, batch: Mapping[str, Tensor]) -> Tensor:
-        """Return the loss that evaluations report, a sum as in `loss`. Its weights are those of the data."""
+        """Return the loss that evaluations report: a weighted sum over examples, as in `loss`.
+
+        Unlike in training, `batch["weights"]` are not scaled to sum to 1.
+        """
         return self.loss(ops, model, p, batch)
 
     def metrics(self, ops: Ops, model: Model, p: Params, batch: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
@@ -96,7 +115,7 @@ class Objective(ABC):
 
 
 def require_class_targets(objective: str, inputs: Mapping[str, InputSpec]) -> None:
-    """Raise UserError unless the batch has integer targets, one of V classes or tokens each."""
+    """Raise UserError unless the targets of a batch are integers: class numbers or token ids."""
     targets = inputs.get("targets")
     if targets is None or not targets.dtype.startswith("int"):
         found = "no targets" if targets is None else f"{targets.dtype} targets"

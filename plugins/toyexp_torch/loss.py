@@ -124,6 +124,7 @@ class LossOps(TorchOps):
 class ProjectedLossOps(LossOps):
     """Ops for computing a loss on a GPU with Triton, which never hold all logits of a large vocabulary in memory."""
 
+    chunk = 1 << 25
     selected: Tensor | None = None  # positions to compute logits for, [n]; None: all
 
     def __init__(self, ops: TorchOps):

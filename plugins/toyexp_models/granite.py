@@ -1,15 +1,18 @@
-"""Granite (Mishra et al. 2024): llama with four multipliers, with which muP can be set up, and optionally no RoPE."""
+"""Granite (Mishra et al. 2024): llama with four multipliers, and optionally without RoPE."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any, ClassVar
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, ClassVar
 
-from toyexp import Ops, Tensor
+from toyexp import Model, Ops, Tensor
 from toyexp_models.gguf import GraniteGGUF
 from toyexp_models.huggingface import granite_layout
 from toyexp_models.llama import Llama
+
+if TYPE_CHECKING:
+    import numpy as np
 
 
 @dataclass
@@ -18,11 +21,12 @@ class Granite(Llama):
 
     name: ClassVar[str] = "granite"
     forms: ClassVar[Mapping[str, Any]] = {"gguf": GraniteGGUF(), "hf": granite_layout}
-    fixed: ClassVar[Mapping[str, Any]] = {"mup": False}  # its own multipliers do what muP needs
 
     embedding_scale: float = 1.0  # factor of the embeddings
     residual_scale: float = 1.0  # factor of each output of attention and feed-forward, before it is added
-    attention_scale: float = 0.0  # factor of the attention scores q k; 0: 1/sqrt(features per head)
+    attention_scale: float = (
+        0.0  # factor of the attention scores q k; 0: 1/sqrt(features per head); 1/features with mup
+    )
     logit_scale: float = 1.0  # divisor of the logits
     rope: bool = True  # rotate q and k by their positions; false: no position embedding (NoPE)
 
@@ -45,8 +49,17 @@ class Granite(Llama):
         """Return attention [B, T, H*D], with RoPE if the model has it."""
         if self.rope:
             q, k = ops.rope(q, self.rotary()), ops.rope(k, self.rotary())
-        return ops.attention(q, k, v, scale=self.attention_scale or None)
+        return ops.attention(q, k, v, scale=self.attention_scale or self.score_factor(self.head_size))
 
     def logits(self, ops: Ops, x: Tensor, table: Tensor) -> Tensor:
         """Return the logits divided by logit_scale."""
-        return ops.logits(ops.scale(x, 1 / self.logit_scale), table)
+        return ops.logits(ops.scale(x, self.logit_factor / self.logit_scale), table)
+
+    def fold(self, tensors: Mapping[str, np.ndarray]) -> tuple[Model, Mapping[str, np.ndarray]]:
+        """Return an equal model without muP, whose multipliers include muP's factors, and the unchanged tensors."""
+        if not self.mup:
+            return self, tensors
+        scores = self.attention_scale or 1 / self.head_size
+        return replace(
+            self, mup=False, attention_scale=scores, logit_scale=self.logit_scale / self.logit_factor
+        ), tensors

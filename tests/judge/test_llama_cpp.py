@@ -201,6 +201,7 @@ VARIANTS: dict[str, tuple[Model, str]] = {
     "gemma3, all positions, padded": (replace(GEMMA3, window=0, vocab=300), "byte"),
     "gemma3, softcap": (replace(GEMMA3, head_dim=0, final_softcap=5.0), "byte"),
     "granite": (replace(GRANITE, **SCALED, **EVERY_BIAS, rope_factors=FACTORS), "bpe"),
+    "granite, muP": (replace(GRANITE, mup=True, mup_base_width=24, attention_scale=0.0), "byte"),
     "granite, no rope, tied": (replace(GRANITE, rope=False, tied=True, attention_scale=0.0), "byte"),
     "olmo2": (OLMO2, "bpe"),
     "olmo2, padded": (replace(OLMO2, n_kv_heads=4, vocab=300), "byte"),

@@ -110,9 +110,14 @@ class Model(ABC):
     def fold(self, tensors: Mapping[str, np.ndarray]) -> tuple[Model, Mapping[str, np.ndarray]]:
         """Return the model and its tensors as model files hold them.
 
-        A model with factors that other programs do not apply multiplies its weights by them.
+        A model with factors that other programs do not apply multiplies its weights by them. `tensors` is empty if only
+        the model is needed.
         """
         return self, tensors
+
+    def warnings(self) -> Iterable[str]:
+        """Return lines to print before a run, such as that other programs cannot read its model file."""
+        return ()
 
     def scores(self, logits: Callable[[Batch], np.ndarray], batches: Iterable[Batch]) -> dict[str, float]:
         """Return held-out metrics besides the loss, where larger is better: {"accuracy": 0.97}.

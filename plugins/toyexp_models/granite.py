@@ -4,15 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 from toyexp import Model, Ops, Tensor
 from toyexp_models.gguf import GraniteGGUF
 from toyexp_models.huggingface import granite_layout
 from toyexp_models.llama import Llama
-
-if TYPE_CHECKING:
-    import numpy as np
 
 
 @dataclass
@@ -24,9 +21,7 @@ class Granite(Llama):
 
     embedding_scale: float = 1.0  # factor of the embeddings
     residual_scale: float = 1.0  # factor of each output of attention and feed-forward, before it is added
-    attention_scale: float = (
-        0.0  # factor of the attention scores q k; 0: 1/sqrt(features per head); 1/features with mup
-    )
+    attention_scale: float = 0.0  # factor of the scores q k; 0: 1/sqrt(features per head), with mup 1/features
     logit_scale: float = 1.0  # divisor of the logits
     rope: bool = True  # rotate q and k by their positions; false: no position embedding (NoPE)
 
@@ -55,7 +50,7 @@ class Granite(Llama):
         """Return the logits divided by logit_scale."""
         return ops.logits(ops.scale(x, self.logit_factor / self.logit_scale), table)
 
-    def fold(self, tensors: Mapping[str, np.ndarray]) -> tuple[Model, Mapping[str, np.ndarray]]:
+    def fold(self, tensors: Mapping[str, Any]) -> tuple[Model, Mapping[str, Any]]:
         """Return an equal model without muP, whose multipliers include muP's factors, and the unchanged tensors."""
         if not self.mup:
             return self, tensors

@@ -128,8 +128,9 @@ class RotaryModel(LanguageModel):
         return self.logits(ops, x, p["token_embd.weight" if self.tied else "output.weight"])
 
     def logits(self, ops: Ops, x: Tensor, table: Tensor) -> Tensor:
-        """Return the logits [B, T, vocab] of x [B, T, d], the output of the last norm."""
-        return ops.logits(self.scale_output(ops, x), table)
+        """Return the logits [B, T, vocab] of x [B, T, d], the output of the last norm, limited by any final_softcap."""
+        logits, cap = ops.logits(self.scale_output(ops, x), table), getattr(self, "final_softcap", 0.0)
+        return ops.softcap(logits, cap) if cap else logits
 
     def block(self, ops: Ops, x: Tensor, p: Params, *layer: Any) -> Tensor:
         """Return the output of one block for x [B, T, d]; `layer` are the arguments that the method `layer` returns."""

@@ -54,7 +54,5 @@ class Granite(Llama):
         """Return an equal model without muP, whose multipliers include muP's factors, and the unchanged tensors."""
         if not self.mup:
             return self, tensors
-        scores = self.attention_scale or 1 / self.head_size
-        return replace(
-            self, mup=False, attention_scale=scores, logit_scale=self.logit_scale / self.logit_factor
-        ), tensors
+        scores, divisor = self.attention_scale or 1 / self.head_size, self.logit_scale / self.logit_factor
+        return replace(self, mup=False, attention_scale=scores, logit_scale=divisor), tensors

@@ -52,7 +52,7 @@ class Lab(ExpertsModel):
 
     d_ff: int = 192  # hidden size of the feed-forward layer, or of each expert
     norm_kind: str = "rms"  # rms (RMSNorm) | layer (LayerNorm) | none
-    norm_place: str = "before"  # norms before attention and feed-forward layer | after them | both
+    norm_place: str = "before"  # norms of attention and feed-forward layer: before | after | both
     qk_norm: str = "none"  # RMSNorm on q and k: none | head (on each head) | width (on all heads together)
     positions: str = "rope"  # rope | learned (a table that is added to the embeddings) | none
     nope_every: int = 0  # every so many layers, one has no RoPE; 0: all have it

@@ -596,7 +596,7 @@ def test_every_command_prints_its_usage(command, flag, capsys):
     [
         ("engine=cpu", ["engine=cpu: parity needs two or more"]),
         ("engine=", ["engine=: must be a name"]),
-        ("engine=ggml,ggml", ["has an engine twice"]),
+        ("engine=ggml,ggml", ["names an engine twice"]),
         ("engine=ggml,gmgl", ["did you mean ggml?"]),
         ("engine=ggml,ggml:blass=1", ["did you mean engine.blas?"]),
         ("engine=ggml,ggml:blas", ["expected ggml:key=value"]),

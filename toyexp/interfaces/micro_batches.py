@@ -150,5 +150,5 @@ def pad_batch(plan: Plan, batch: Batch) -> tuple[dict[str, np.ndarray], tuple[ra
             ranges = tuple(range(n) for n in (part.shape if spec.shape == target_shape else part.shape[:1]))
         full[name] = array
     if not ranges:
-        raise SessionError(f"logits(): the batch has none of {', '.join(plan.inputs)}")
+        raise SessionError(f"logits(): the batch has none of the plan's inputs {', '.join(plan.inputs)}")
     return full, ranges

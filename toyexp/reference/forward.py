@@ -189,7 +189,7 @@ class OpShapes(Ops):
 
     def _require(self, fits: bool, op: str, *values: object) -> None:
         if not fits:
-            raise UserError(f"ops.{op} got {' and '.join(map(_describe, values))}, which do not fit together")
+            raise UserError(f"ops.{op} got {' and '.join(map(_describe, values))}, whose shapes do not fit together")
 
     def block(self, function: Callable[..., Shaped], x: Shaped, p: Params, *rest: Any) -> Shaped:
         outer, self._inside = self._inside, True
@@ -266,7 +266,7 @@ class OpShapes(Ops):
         self._take("permute", x)
         order = tuple(axes)
         if sorted(order) != [*range(len(x.shape))] or len(order) > 4:
-            raise UserError(f"ops.permute takes the axes of {list(x.shape)} (at most 4) in any order, got {order}")
+            raise UserError(f"ops.permute of {list(x.shape)}: expected its axes (at most 4) in some order, got {order}")
         return Shaped(tuple(x.shape[i] for i in order))
 
     def product(self, a: Shaped, b: Shaped, transposed: bool = False) -> Shaped:
@@ -285,7 +285,7 @@ class OpShapes(Ops):
 
     def top_k(self, x: Shaped, k: int) -> Shaped:
         if not 1 <= k <= x.shape[-1]:
-            raise UserError(f"ops.top_k takes between 1 and {x.shape[-1]} of {list(x.shape)}, got {_describe(k)}")
+            raise UserError(f"ops.top_k of {list(x.shape)}: k must be from 1 to {x.shape[-1]}, got {_describe(k)}")
         return self._same("top_k", x)
 
     def experts(self, x: Shaped, w: Shaped) -> Shaped:

@@ -207,7 +207,7 @@ def _outcome(saved: checkpoint.Checkpoint) -> Outcome:
     except ValueError as error:
         raise UserError(f"{saved.path / checkpoint.STATE}: outcome.{error}") from None
     if outcome.steps != saved.step:
-        raise UserError(f"{saved.path}: is damaged: its {checkpoint.STATE} is of step {outcome.steps}; remove it")
+        raise UserError(f"{saved.path}: damaged checkpoint: {checkpoint.STATE} is of step {outcome.steps}; remove it")
     for part, kind in (("scores", Mapping[str, float | None]), ("evals", Mapping[str, Mapping[str, float | None]])):
         scores = saved.state.get(part, {})
         if not checkpoint.matches_type(scores, kind) or not all(is_integer(k, 0, saved.step) for k in scores):

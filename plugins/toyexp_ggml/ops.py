@@ -366,17 +366,19 @@ class GGMLOps(Products):
 
     def attention(
         self, q: Node, k: Node, v: Node, causal: bool = True, *, window: int = 0, scale: float | None = None,
-        softcap: float = 0.0, sinks: Node | None = None,
+        softcap: float = 0.0, sinks: Node | None = None, bias: Node | None = None,
     ) -> Node:  # fmt: skip
         """Compute attention in blocks of queries, so that causal attention skips most of the masked keys.
 
         The query heads that share a key/value head are adjacent, so reshaping [B, H, n, D] joins them without a copy.
-        Attention with a window, softcap or sinks, or with values of another size than the keys, uses
+        Attention with a window, softcap, sinks or a bias, or with values of another size than the keys, uses
         `compose_attention` instead.
         """
         g = self.g
-        if (causal and 0 < window < q.shape[1]) or softcap or sinks is not None or v.shape[-1] != k.shape[-1]:
-            return self.compose_attention(q, k, v, causal, window=window, scale=scale, softcap=softcap, sinks=sinks)
+        is_plain = sinks is None and bias is None and not softcap and v.shape[-1] == k.shape[-1]
+        if not is_plain or (causal and 0 < window < q.shape[1]):
+            rest = {"sinks": sinks, "bias": bias}
+            return self.compose_attention(q, k, v, causal, window=window, scale=scale, softcap=softcap, **rest)
         rows, length, heads, size = q.shape
         if k.shape != v.shape or k.shape != (rows, length, k.shape[2], size) or heads % k.shape[2]:
             raise GraphError(

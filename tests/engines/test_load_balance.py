@@ -8,11 +8,12 @@ import numpy as np
 import pytest
 import torch
 from float64_models import FORWARD
-from tiny import MODELS, add_weights, batches, plan
+from tiny import MODELS, SIZES, add_weights, batches, plan
 
 from toyexp import AdamW, CrossEntropy, UserError
-from toyexp.reference.engine import reference_loss
+from toyexp.reference.engine import reference_loss, reference_slope
 from toyexp_ggml.engines import GGMLCPU, GGMLVulkan
+from toyexp_models.lab import Lab
 from toyexp_objectives.distil import Distil
 from toyexp_torch.engines import TorchCPU
 
@@ -67,6 +68,22 @@ def test_the_balance_of_rows_and_layers_is_added_to_the_training_loss(engine, na
             assert np.linalg.norm(ours - theirs) <= 2e-5 * np.linalg.norm(theirs), tensor
         assert session.evaluate([batch]) == pytest.approx(plain.item(), rel=1e-6)
         assert session.step(batch, AdamW.for_lora().hp_for_step(0)).loss == pytest.approx(loss.item(), rel=2e-6)
+
+
+@pytest.mark.parametrize("engine", ["cpu", "recompute", "ggml", "ggml recompute"])
+def test_lab_balances_its_experts_with_other_arguments_of_a_block(engine, monkeypatch):
+    model = Lab(**SIZES, experts=4, positions="none", norm_place="both", value_residual=True, d_ff=24)
+    monkeypatch.setitem(MODELS, "lab", model)
+    the_plan, batch = make_plan("lab"), add_weights(batches().batch(0))
+    values = {t.name: the_plan.initial_values(t) for t in the_plan.tensors}
+    loss, name = reference_loss(the_plan, values, batch), "blk.1.ffn_gate_inp.weight"
+    assert loss > reference_loss(the_plan, values, batch, held_out=True) + FACTOR
+    with ENGINES[engine].realize(the_plan) as session:
+        session.build()
+        gradient = session.gradients(batch)[name].astype(np.float64)
+        norm = np.linalg.norm(gradient)
+        assert reference_slope(the_plan, values, batch, name, gradient / norm) == pytest.approx(norm, rel=1e-4)
+        assert session.step(batch, AdamW.for_lora().hp_for_step(0)).loss == pytest.approx(loss, rel=2e-6)
 
 
 def test_the_balance_is_that_of_transformers_averaged_over_rows_and_layers(monkeypatch):

@@ -354,18 +354,24 @@ class OpShapes(Ops):
 
     def attention(
         self, q: Shaped, k: Shaped, v: Shaped, causal: bool = True, *, window: int = 0, scale: float | None = None,
-        softcap: float = 0.0, sinks: Shaped | None = None,
+        softcap: float = 0.0, sinks: Shaped | None = None, bias: Shaped | None = None,
     ) -> Shaped:  # fmt: skip
-        self._take("attention", q, k, v, *([] if sinks is None else [sinks]))
+        self._take("attention", q, k, v, *(x for x in (sinks, bias) if x is not None))
         self._require(len(q.shape) == len(k.shape) == 4 and k.shape[:3] == v.shape[:3], "attention", q, k, v)
         b, t, heads, size = q.shape
         fits = (b, t, size) == (k.shape[0], k.shape[1], k.shape[3]) and heads % k.shape[2] == 0
         self._require(fits and len(v.shape) == 4, "attention", q, k, v)
         self._require(sinks is None or sinks.shape == (heads,), "attention", q, sinks)
+        self._require(bias is None or bias.shape in ((heads, t, t), (1, t, t), (t, t)), "attention", q, bias)
         for number in (window, softcap, scale or 0.0):
             if not isinstance(number, Real) or not 0 <= number < math.inf:
                 raise UserError(f"ops.attention takes window, softcap and scale of at least 0, got {_describe(number)}")
         return Shaped((b, t, heads * v.shape[3]))
+
+    def distance_bias(self, table: Shaped, length: int) -> Shaped:
+        self._take("distance_bias", table)
+        self._require(len(table.shape) == 2 and length <= table.shape[1], "distance_bias", table, length)
+        return Shaped((table.shape[0], length, length))
 
     def cross_entropy(
         self, logits: Shaped, targets: Shaped, weights: Shaped, smoothing: float = 0.0, z_loss: float = 0.0
@@ -383,7 +389,7 @@ class PieceShapes(IncrementalOps, OpShapes):
     sequence length.
     """
 
-    incremental_ops = frozenset({"attention"})
+    incremental_ops = frozenset({"attention", "distance_bias"})
 
     def __init__(self) -> None:
         super().__init__()

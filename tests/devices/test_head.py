@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from toyexp import InputSpec, Setup, Unavailable
+from toyexp import AdamW, InputSpec, Setup, Unavailable
 from toyexp_models.llama import Llama
 from toyexp_objectives.preference import Preference
 from toyexp_recipes.scratch import Scratch
@@ -99,7 +99,7 @@ def test_the_loss_of_the_positions_with_a_weight_equals_that_of_all_positions():
         assert ((value.double() - expected).abs().max() / expected.abs().max()) < 2e-6
 
 
-CONTEXT, VOCAB, ROWS = 512, 32768, 8  # 134 million logits
+CONTEXT, VOCAB, ROWS = 512, 32768, 24  # 403 million logits, 12 chunks
 
 
 def preference_run(engine):
@@ -116,7 +116,7 @@ def preference_run(engine):
     with engine.realize(the_plan) as session:
         session.build()
         torch.cuda.reset_peak_memory_stats()
-        losses = [session.step(batch, the_plan.numbers(step, 1e-4)).loss for step in range(3)]
+        losses = [session.step(batch, AdamW.for_lora().hp_for_step(step)).loss for step in range(3)]
         peak = torch.cuda.max_memory_allocated()
         return session.gradients(batch), losses, peak
 
@@ -129,11 +129,17 @@ def preference_run(engine):
     ],
 )  # fmt: skip
 @pytest.mark.filterwarnings("ignore:TensorFloat32", "ignore:The .grad attribute")  # raised by the compiler
-def test_a_preference_step_holds_a_part_of_the_logits_and_agrees_with_the_cpu(settings, tolerance, monkeypatch):
+def test_a_preference_step_agrees_with_the_cpu(settings, tolerance):
     expected, losses, _ = preference_run(TorchCPU())
-    gradients, ours, peak = preference_run(TorchCUDA(**settings))
-    np.testing.assert_allclose(ours, losses, rtol=tolerance)
+    gradients, ours, _ = preference_run(TorchCUDA(**settings))
+    np.testing.assert_allclose(ours, losses, rtol=tolerance, atol=1e-6)  # later losses are almost 0
     for name, gradient in expected.items():
         assert np.linalg.norm(gradients[name] - gradient) <= 10 * tolerance * np.linalg.norm(gradient), name
+
+
+# Only of steps that are not captured: a captured step reuses memory of its own.
+@pytest.mark.parametrize("settings", [{"capture": False}, {"dtype": "float64"}])
+def test_a_preference_step_holds_a_part_of_the_logits(settings, monkeypatch):
+    peak = preference_run(TorchCUDA(**settings))[2]
     monkeypatch.setattr(ProjectedLossOps, "chunk", 1 << 40)
-    assert peak < 0.7 * preference_run(TorchCUDA(**settings))[2]
+    assert peak < 0.25 * preference_run(TorchCUDA(**settings))[2]

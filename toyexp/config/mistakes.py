@@ -116,9 +116,9 @@ def _form_mistake(override: Override, types: Collection[Any], keys: Keys) -> str
 
 
 def _part_mistake(override: Override, kind: str, rest: Sequence[str], keys: Keys) -> str | None:
-    """Return an error message for an override with an invalid key of a part, such as model.a.b=1; None if it is valid.
+    """Return an error message if an override has an invalid key, such as model.a.b=1; None if the key is valid.
 
-    `kind` is the first part of the key, such as model, and `rest` holds the others, such as a and b.
+    `kind` is the first word of the key (model), and `rest` holds the other words (a and b).
     """
     line, depth = override.input_line, 2 if kind == "callbacks" else 1
     if len(rest) < depth and rest[0] not in keys.registry.offers[kind]:

@@ -48,7 +48,7 @@ class Objective(ABC):
         """Raise UserError for invalid settings."""
 
     def check_inputs(self, model: Model, inputs: Mapping[str, InputSpec]) -> None:  # noqa: B027 - optional
-        """Raise UserError if the arrays of a batch do not suit the objective. `weights` is always one of them."""
+        """Raise UserError if the arrays of a batch do not suit the objective. One of them is always `weights`."""
 
     def tensors(self, plan: Any) -> Sequence[Any]:
         """Return frozen tensors that the objective reads besides those of the recipe's `plan`.

@@ -157,7 +157,7 @@ def _build_plan(config: Config, dataset: Dataset, model: Model, batches: Batches
     plan = call_checked(Plan, recipe.plan, model, setup, who=who)
     check_tensors(who, lambda: plan.tensors)
     if not plan.trainable:
-        raise UserError(f"{who}: its plan has no trainable tensor")
+        raise UserError(f"{who}: trains no tensor; its plan() must mark at least one as trainable")
     if extra := call_checked(Sequence, config.objective.tensors, plan, who=f"objective.{config.objective.name}"):
         plan = replace(plan, tensors=(*plan.tensors, *extra))
     check_forward(plan, who)

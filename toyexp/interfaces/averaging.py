@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import dataclass
 
 from toyexp.interfaces.arithmetic import Arithmetic
 from toyexp.interfaces.ops import Tensor
-from toyexp.interfaces.optimiser import EVAL_OFFSET, Rule
+from toyexp.interfaces.optimiser import EVAL_OFFSET, WrappedRule
 
 DECAY = "ema_factor"  # name of the scalar in `numbers`
 
 
 @dataclass
-class Averaged(Rule):
+class Averaged(WrappedRule):
     """Another rule, with the average a = d a + (1 - d) w of the weights w after each step.
 
     The state array `eval_offset` is a - w, which keeps its precision in float32. At the 0-based step t, the factor d is
@@ -22,26 +21,7 @@ class Averaged(Rule):
     the sum of (1 - decay) decay^i w(t-i) over all steps, divided by 1 - decay^(t+1). Initial weights are left out.
     """
 
-    rule: Rule
     decay: float
-
-    @property
-    def elementwise(self) -> bool:  # type: ignore[override]
-        """Whether the other rule updates each element independently."""
-        return self.rule.elementwise
-
-    @property
-    def settings_rule(self) -> Rule:
-        """The other rule."""
-        return self.rule.settings_rule
-
-    def replace_settings(self, changes: Mapping[str, Any]) -> Rule:
-        """Return the rule with other settings of the rule that it contains."""
-        return replace(self, rule=self.rule.replace_settings(changes))
-
-    def check(self) -> None:
-        """Raise UserError for invalid settings of the other rule."""
-        self.rule.check()
 
     def names(self) -> Sequence[str]:
         """Return the names of the other rule's scalars, and the name of the factor d."""

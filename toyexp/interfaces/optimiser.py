@@ -106,6 +106,31 @@ class Rule(ABC):
         return None
 
 
+@dataclass
+class WrappedRule(Rule):
+    """Base class of rules that extend another rule, which has the settings."""
+
+    rule: Rule
+
+    @property
+    def elementwise(self) -> bool:  # type: ignore[override]
+        """Whether the other rule updates each element independently."""
+        return self.rule.elementwise
+
+    @property
+    def settings_rule(self) -> Rule:
+        """The other rule."""
+        return self.rule.settings_rule
+
+    def replace_settings(self, changes: Mapping[str, Any]) -> Rule:
+        """Return the rule with other settings of the rule that it contains."""
+        return dataclasses.replace(self, rule=self.rule.replace_settings(changes))
+
+    def check(self) -> None:
+        """Raise UserError for invalid settings of the other rule."""
+        self.rule.check()
+
+
 @dataclass(frozen=True)
 class Group:
     """Trainable tensors that share a rule, a weight decay and a learning-rate factor."""

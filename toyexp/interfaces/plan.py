@@ -21,6 +21,7 @@ from toyexp.interfaces.model import Model, TensorSpec
 from toyexp.interfaces.objective import CrossEntropy, Objective
 from toyexp.interfaces.ops import AdaptedWeight, LowRank, Params, Tensor
 from toyexp.interfaces.optimiser import AdamW, Group, Optimiser, Rule, check_rule
+from toyexp.interfaces.phases import Phased
 from toyexp.interfaces.values import Values
 
 if TYPE_CHECKING:
@@ -36,6 +37,8 @@ class PlanTensor:
     values: Values
     trainable: bool = True
     lr_scale: float = 1.0  # factor of the tensor's learning rate; see TensorSpec
+    turns: tuple[int, ...] = ()  # 1: trains in this step, 0: does not; repeated over all steps. (): trains in each
+    keeps: tuple[str, ...] = ()  # arrays of its shape for `Recipe.edit`; elements do not train where `frozen` is 1
 
     @classmethod
     def from_spec(cls, spec: TensorSpec, values: Values | None = None, trainable: bool = True) -> PlanTensor:
@@ -117,6 +120,8 @@ class Plan:
         for tensor in self.tensors:
             if not 0 <= tensor.lr_scale < math.inf:
                 raise UserError(f"plan: {tensor.name} has lr_scale={tensor.lr_scale}; must be a finite number >= 0")
+        if len({len(t.turns) for t in self.tensors if t.turns}) > 1:
+            raise UserError("plan: `turns` of its tensors differ in length; give each the same number of turns")
         require_range("plan", self, rows="[1,inf)", accumulate="[1,inf)", grad_clip="[0,inf)")
         dtype = self.inputs["weights"].dtype if "weights" in self.inputs else "missing"
         if not dtype.startswith("float"):
@@ -146,6 +151,11 @@ class Plan:
     def trainable(self) -> tuple[PlanTensor, ...]:
         """The tensors that training changes."""
         return tuple(t for t in self.tensors if t.trainable)
+
+    @property
+    def turns(self) -> int:
+        """Number of turns after which the pattern of trained tensors repeats; 0 if all tensors train in every step."""
+        return max((len(t.turns) for t in self.trainable), default=0)
 
     @cached_property
     def updates(self) -> tuple[Group, ...]:
@@ -226,16 +236,22 @@ def group_tensors(
     the tensor's weight decay (ignored for norms and biases), and its learning rate divided by the run's, which is then
     multiplied by the tensor's `lr_scale`. Raise UserError for a tensor that no rule accepts.
     """
-    members: dict[tuple[int, bool, float, float], list[str]] = {}
+    members: dict[tuple[int, bool, float, float, tuple[int, ...], tuple[str, ...]], list[str]] = {}
     for t in tensors:
         index = next((i for i, rule in enumerate(rules) if rule.takes(t.name, t.shape)), None)
         if index is None:
             raise UserError(f"optim: no rule of this optimiser takes the tensor {t.name} {list(t.shape)}")
         decay, lr_scale = choose_settings(t, rules[index])
-        key = (index, not t.has_weight_decay, decay if t.has_weight_decay else 0.0, lr_scale * t.lr_scale)
+        decay = decay if t.has_weight_decay else 0.0
+        key = (index, not t.has_weight_decay, decay, lr_scale * t.lr_scale, t.turns, t.keeps)
         members.setdefault(key, []).append(t.name)
     # A rule's tensors with weight decay come first, so that they are contiguous if an engine joins its tensors.
-    return tuple(Group(rules[key[0]], tuple(members[key]), *key[2:]) for key in sorted(members))
+    groups = []
+    for key in sorted(members):
+        index, _, decay, lr_scale, turns, keeps = key
+        rule = Phased(rules[index], turns, keeps) if turns or keeps else rules[index]
+        groups.append(Group(rule, tuple(members[key]), decay, lr_scale))
+    return tuple(groups)
 
 
 def apply_optimiser(plan: Plan, optimiser: Optimiser, lr: float) -> Plan:

@@ -70,6 +70,6 @@ class PairBatches(Batches):
 
 
 def _usable_pairs(part: Examples, context: int) -> np.ndarray:
-    """Return the numbers of the pairs of which both rows have a token of the completion within the context."""
+    """Return the indices of the usable pairs: both rows have a token of the completion within the context."""
     usable = part.usable(context + 1).reshape(-1, 2).all(1)
     return np.flatnonzero(usable)

@@ -35,14 +35,14 @@ SHORTEST = 128  # fewest terms in a slice: with fewer, writing the result costs 
 
 
 def stack_count(n: int, m: int) -> int:
-    """Return the number of products of NARROW rows into which to split a product with the result [n, m]."""
+    """Return into how many matrix products, of NARROW rows each, to split a product with the result [n, m]."""
     if min(n, m) <= NARROW or n % NARROW or _groups(n, m, WIDE) >= ENOUGH:
         return 1
     return n // NARROW
 
 
 def slice_count(n: int, m: int, k: int) -> int:
-    """Return the number of slices into which to split the sums of k terms in a product with the result [n, m]."""
+    """Return into how many slices to split the k terms of each sum in a matrix product with the result [n, m]."""
     side = NARROW if min(n, m) <= NARROW or stack_count(n, m) > 1 else WIDE
     count, groups = 1, _groups(n, m, side)
     while min(n, m) > COLUMN and count * groups < ENOUGH and k % (2 * count * SHORTEST) == 0:
@@ -121,7 +121,7 @@ class TapedOps(Ops):
         return {node: gradients[node] for node in trainable if node in gradients}
 
     def _times_scalar(self, x: Node, dy: Node) -> Node:
-        """Return x times dy [1], the gradient of a scalar."""
+        """Return x times the node dy [1], which is the gradient of a scalar result."""
         if self._seed is None or dy is not self._seed[0]:
             return self.g.mul(x, dy)
         return x if self._seed[1] == 1 else self.g.scale(x, self._seed[1])
@@ -160,7 +160,7 @@ class TapedOps(Ops):
 
 
 class Products(TapedOps):
-    """Matrix products, sums and concatenations, in the form that is fastest on the device."""
+    """Ops for matrix products, sums and concatenations. Each uses the ggml ops that are fastest on the device."""
 
     def __init__(self, graph: Graph, profile: Profile, inputs: Inputs, recompute: bool):
         super().__init__(graph, recompute)
@@ -187,7 +187,7 @@ class Products(TapedOps):
         return self._transposes[x, slices]
 
     def _has_out_prod(self, x: Node) -> bool:
-        """Return True if x is a matrix and the device (BLAS, CUDA) can multiply without a transposed copy."""
+        """Return True if x is a matrix and the device has the op OUT_PROD, which needs no transposed copy."""
         return self._profile.has("OUT_PROD") and len(x.shape) == 2
 
     def _multiply_rows(self, w: Node, x: Node) -> Node:

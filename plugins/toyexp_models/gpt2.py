@@ -30,7 +30,7 @@ class GPT2(MuP, LanguageModel):
     dropout: float = 0.0  # probability of dropping a number after embedding, attention and feed-forward layer
 
     def check(self) -> None:
-        """Raise UserError for sizes that cannot work."""
+        """Raise UserError for invalid sizes."""
         super().check()
         self.require_positive("mup_base_width")
         require_range("model", self, dropout="[0,1)")

@@ -1,4 +1,4 @@
-"""Granite (Mishra et al. 2024): llama with four multipliers, with which muP can be set up, and optionally no RoPE."""
+"""Granite (Mishra et al. 2024): Llama with four multipliers, such as muP requires, and optionally without RoPE."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from toyexp_models.llama import Llama
 
 @dataclass
 class Granite(Llama):
-    """Granite 3: as llama, with multipliers of embeddings, residuals, scores and logits; RoPE can be off."""
+    """Granite 3: Llama with multipliers of embeddings, residuals, scores and logits; RoPE is optional."""
 
     name: ClassVar[str] = "granite"
     forms: ClassVar[Mapping[str, Any]] = {"gguf": GraniteGGUF(), "hf": granite_layout}
@@ -27,7 +27,7 @@ class Granite(Llama):
     rope: bool = True  # rotate q and k by their positions; false: no position embedding (NoPE)
 
     def check(self) -> None:
-        """Raise UserError for sizes that cannot work."""
+        """Raise UserError for invalid sizes."""
         super().check()
         self.require_positive("embedding_scale", "residual_scale", "logit_scale")
         if self.attention_scale:
@@ -42,7 +42,7 @@ class Granite(Llama):
         return ops.add(x, ops.scale(y, self.residual_scale))
 
     def attend(self, ops: Ops, q: Tensor, k: Tensor, v: Tensor, *layer: Any) -> Tensor:
-        """Return attention [B, T, H*D], with RoPE if the model has it."""
+        """Return attention [B, T, H*D] of q, k and v. Apply RoPE to q and k if the setting `rope` is true."""
         if self.rope:
             q, k = ops.rope(q, self.rotary()), ops.rope(k, self.rotary())
         return ops.attention(q, k, v, scale=self.attention_scale or None)

@@ -85,7 +85,7 @@ def gemma_layout(model: RotaryModel, data: Data) -> Layout:
 
 
 def _subtract_one(tensors: Mapping[str, HFTensor]) -> dict[str, HFTensor]:
-    """Return the tensors of a layout in which the weights of norms are stored minus 1."""
+    """Return `tensors`, changed so that 1 is subtracted from the weights of norms when they are written."""
 
     def subtract(weight: np.ndarray) -> np.ndarray:
         return weight - 1
@@ -113,7 +113,10 @@ def gemma3_layout(model: Any, data: Data) -> Layout:
 
 
 def _windowed_layout(model: Any, own: Mapping[str, Any], problem: str) -> Layout:
-    """Return the layout of gemma2 or gemma3 with the settings `own`; llama.cpp's converter has the `problem`."""
+    """Return the layout of gemma2 or gemma3, with the entries `own` added to config.json.
+
+    `problem` is a sentence about a setting that llama.cpp's converter ignores, or an empty string.
+    """
     _require_divisible_width(model)
     names = {
         "post_attention_norm": "post_attention_layernorm",
@@ -175,7 +178,10 @@ def olmoe_layout(model: Any, data: Data) -> Layout:
 
 
 def _experts_layout(model: Any, own: Mapping[str, Any], problem: str) -> Layout:
-    """Return the layout of a model with experts and the settings `own`; llama.cpp's converter has the `problem`."""
+    """Return the layout of a model with experts, with the entries `own` added to config.json.
+
+    `problem` is a sentence about a setting that llama.cpp's converter ignores, or an empty string.
+    """
     names = {f"ffn_{n}_exps": f"mlp.experts.{{}}.{n}_proj" for n in ("gate", "up", "down")} | {
         "ffn_gate_inp": "mlp.gate"
     }
@@ -186,7 +192,7 @@ def _experts_layout(model: Any, own: Mapping[str, Any], problem: str) -> Layout:
 
 
 def gpt2_layout(model: LanguageModel, data: Data) -> Layout:
-    """Return the layout of GPT2LMHeadModel, which stores the weights of linears as [in, out]."""
+    """Return the layout of GPT2LMHeadModel, which stores the weights of linear layers as [in, out]."""
     import numpy as np  # deferred, because listing models does not need it
 
     config = {
@@ -217,9 +223,9 @@ def gpt2_layout(model: LanguageModel, data: Data) -> Layout:
 def _rotary(model: RotaryModel, biased: tuple[str, ...] | None = None, names: Mapping[str, str] = ROTARY) -> Layout:
     """Return the layout of a RotaryModel in transformers, where RoPE rotates pairs (x[i], x[i + D/2]).
 
-    `biased` names the linears of a block that have a bias in transformers. By default, these are all linears of the
-    attention if at least one of them has a bias in the model, and likewise for the feed-forward layer.
-    `names` are the names in transformers that differ from those of llama.
+    `biased` names the linear layers of a block that have a bias in transformers. By default, all linear layers of the
+    attention have one if any of them has a bias in the model; the same holds for those of the feed-forward layer.
+    `names` maps GGUF names to names in transformers, where these differ from llama's.
     """
     biases, names = model.biases(), {**ROTARY, **names}
     if biased is None:
@@ -254,7 +260,7 @@ def _rotary(model: RotaryModel, biased: tuple[str, ...] | None = None, names: Ma
 
 
 def _row_order(model: RotaryModel, name: str) -> ArrayFunction:
-    """Return the function that reorders the outputs of the linear `name` for RoPE on pairs (x[i], x[i + D/2])."""
+    """Return a function that reorders the outputs of the linear layer `name` for RoPE on pairs (x[i], x[i + D/2])."""
     heads = {"attn_q": model.n_heads, "attn_k": model.n_kv_heads}.get(name)
     if model.halves or heads is None:
         return identity

@@ -29,13 +29,13 @@ class LanguageModel(Model):
     norm_eps: float = 1e-5  # added to the variance inside the norms
 
     def check(self) -> None:
-        """Raise UserError for sizes that cannot work."""
+        """Raise UserError for invalid sizes."""
         self.require_positive("d_model", "n_heads", "d_ff", "context")
         require_range("model", self, n_layers=BLOCKS, norm_eps=EPS, vocab=f"[0,{MAX_INT}]")
 
     @property
     def logit_factor(self) -> float:
-        """Factor of the logits."""
+        """Number by which the logits are multiplied."""
         return 1.0
 
     def score_factor(self, head_size: int) -> float | None:

@@ -28,13 +28,13 @@ class ExpertsModel(RotaryModel):
     experts_used: int = 2  # number of experts that the router chooses at each position
 
     def check(self) -> None:
-        """Raise UserError for sizes that cannot work."""
+        """Raise UserError for invalid sizes."""
         super().check()
         self.require_positive("experts")
         require_range("model", self, experts_used=f"[1,{self.experts}]")
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Return the shape of each weight of a block, by name; those of the experts have three axes."""
+        """Return the shape of each weight of a block, by name. The weights of experts have three axes."""
         shapes = {n: shape for n, shape in super().shapes().items() if n not in ("ffn_gate", "ffn_up", "ffn_down")}
         inner, outer = (self.experts, self.d_ff, self.d_model), (self.experts, self.d_model, self.d_ff)
         experts = {"ffn_gate_exps": inner, "ffn_up_exps": inner, "ffn_down_exps": outer}
@@ -50,7 +50,7 @@ class ExpertsModel(RotaryModel):
 
 @dataclass
 class Qwen3Moe(ExpertsModel):
-    """Qwen 3 MoE: as qwen3, with experts in each layer whose weights sum to 1."""
+    """Qwen 3 MoE: Qwen 3 with experts in each layer. The weights of the chosen experts sum to 1."""
 
     name: ClassVar[str] = "qwen3moe"
     forms: ClassVar[Mapping[str, Any]] = {"gguf": ExpertsGGUF(), "hf": qwen3moe_layout}
@@ -63,7 +63,7 @@ class Qwen3Moe(ExpertsModel):
 
 @dataclass
 class Olmoe(ExpertsModel):
-    """OLMoE: as llama, with experts in each layer, and norms on all of q and of k."""
+    """OLMoE: Llama with experts in each layer, and with norms on q and k across all heads."""
 
     name: ClassVar[str] = "olmoe"
     forms: ClassVar[Mapping[str, Any]] = {"gguf": ExpertsGGUF(), "hf": olmoe_layout}
@@ -74,7 +74,7 @@ class Olmoe(ExpertsModel):
     n_kv_heads: int = 4  # number of key/value heads; must be n_heads
 
     def check(self) -> None:
-        """Raise UserError for sizes that cannot work."""
+        """Raise UserError for invalid sizes."""
         super().check()
         if self.n_kv_heads != self.n_heads:
             raise UserError(f"model.n_kv_heads={self.n_kv_heads}: olmoe requires model.n_kv_heads={self.n_heads}")

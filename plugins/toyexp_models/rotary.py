@@ -34,7 +34,7 @@ class RotaryModel(LanguageModel):
         return self.head_dim or self.d_model // self.n_heads
 
     def check(self) -> None:
-        """Raise UserError for sizes that cannot work."""
+        """Raise UserError for invalid sizes."""
         super().check()
         for name, value in self.fixed.items():
             if (given := getattr(self, name)) != value:
@@ -69,7 +69,7 @@ class RotaryModel(LanguageModel):
     def tensors(self) -> list[TensorSpec]:
         """Return the specs of all tensors.
 
-        Embeddings start from N(0, 0.02), linears from N(0, 1/sqrt(inputs)), norms from 1, biases from 0.
+        Embeddings start from N(0, 0.02), linear layers from N(0, 1/sqrt(inputs)), norms from 1, biases from 0.
         """
 
         def weight(name: str, shape: tuple[int, ...]) -> TensorSpec:
@@ -116,7 +116,10 @@ class RotaryModel(LanguageModel):
         return ops.swiglu(gate, up)
 
     def layer(self, i: int) -> tuple[Any, ...]:
-        """Return further arguments of `block` for layer `i`, if layers differ; here there are none."""
+        """Return additional arguments with which `forward` calls `block` for layer `i`.
+
+        This base class returns none. A subclass whose layers differ from each other overrides this method.
+        """
         return ()
 
     def forward(self, ops: Ops, p: Params, batch: Mapping[str, Tensor]) -> Tensor:
@@ -163,7 +166,7 @@ class RotaryModel(LanguageModel):
         return linear(ops, self.attend(ops, q, k, v, *layer), p, "attn_output")
 
     def attend(self, ops: Ops, q: Tensor, k: Tensor, v: Tensor, *layer: Any) -> Tensor:
-        """Return rope and attention [B, T, H*D] of q [B, T, H, D] and k, v [B, T, Hkv, D]."""
+        """Apply RoPE to q [B, T, H, D] and k [B, T, Hkv, D]; return attention with v [B, T, Hkv, D] -> [B, T, H*D]."""
         rotary = self.rotary()
         q, k = ops.rope(q, rotary), ops.rope(k, rotary)
         return ops.attention(q, k, v, scale=self.score_factor(self.head_size))
@@ -175,5 +178,5 @@ class RotaryModel(LanguageModel):
 
 
 def linear(ops: Ops, x: Tensor, p: Params, name: str) -> Tensor:
-    """Return the linear layer `name` of x, with its bias if the model has one."""
+    """Apply the linear layer `name` to x. Add its bias if the model has the tensor `<name>.bias`."""
     return ops.linear(x, p[f"{name}.weight"], p.get(f"{name}.bias"))

@@ -136,6 +136,8 @@ class TorchOps(Ops):
         return x.log_softmax(-1)
 
     def take(self, x: Tensor, ids: Tensor) -> Tensor:
+        if ids.ndim == x.ndim:
+            return x.gather(-1, ids.long())
         return x.gather(-1, ids.long().unsqueeze(-1)).squeeze(-1)
 
     def causal(self, x: Tensor, window: int = 0, fill: float = -math.inf) -> Tensor:
@@ -190,9 +192,10 @@ def position_losses(logits: Tensor, targets: Tensor, smoothing: float = 0.0, z_l
 
 
 def visible(queries: int, keys: int, window: int, device: torch.device) -> Tensor:
-    """Return which keys [queries, keys] the last `queries` of `keys` positions see: themselves and earlier ones.
+    """Return a mask, bool [queries, keys], that is True where a query attends to a key.
 
-    With a `window` above 0, they see only the last `window` positions, including their own.
+    The queries are the last `queries` of `keys` positions. Each attends to its own position and to earlier ones; if
+    `window` is above 0, only to the last `window` of these.
     """
     ones = torch.ones(queries, keys, dtype=torch.bool, device=device).tril(keys - queries)
     return ones.triu(keys - queries - window + 1) if window else ones
@@ -273,7 +276,7 @@ class CachedOps(IncrementalOps, TorchOps):
         self.start, self._calls = start, 0
 
     def first_rows(self, table: Tensor | Packed, n: int) -> Tensor:
-        """Return the `n` rows of the table that belong to the new positions, from row `start`; see Ops."""
+        """Return the table's rows for the `n` new positions: rows `start` to `start` + n - 1; see Ops."""
         rows = slice(self.start, self.start + n)
         return table.dense(rows) if isinstance(table, Packed) else table[rows]
 

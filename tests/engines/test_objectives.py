@@ -9,13 +9,12 @@ from float64_models import FORWARD
 from tiny import MODELS, VOCAB, add_weights, batches, plan, replace_initial_values, write_base
 
 from toyexp import AdamW, CrossEntropy, InputSpec, Setup, UserError, program_difference
-from toyexp.testing import ObjectiveSuite, ReferenceOps
+from toyexp.testing import ObjectiveSuite, ReferenceOps, token_dataset
 from toyexp_ggml.engines import GGMLCPU, GGMLCUDA, GGMLMetal, GGMLVulkan
 from toyexp_objectives.distil import Distil
 from toyexp_objectives.preference import Preference
 from toyexp_objectives.vectors import MSE, Contrastive
-from toyexp_recipes.base import Full
-from toyexp_recipes.lora import Lora
+from toyexp_recipes.scratch import Scratch
 from toyexp_torch.engines import TorchCPU
 
 ENGINES = {
@@ -102,9 +101,10 @@ class TestPreference(ObjectiveSuite):
 
     def inputs(self):
         ids = InputSpec((5,), "int32", below=8)
-        return {
+        inputs = {
             "tokens": ids, "targets": ids, "mask": InputSpec((5,), "float32"), "weights": InputSpec((), "float32")
         }  # fmt: skip
+        return {**inputs, **self.objective.precomputed(inputs)}
 
     def batch(self, seed=0):
         draw = np.random.default_rng(seed)
@@ -112,7 +112,9 @@ class TestPreference(ObjectiveSuite):
         mask = (draw.random((4, 5)) < 0.7).astype(np.float32)
         mask[:, -1] = 1
         weights = np.array([1, 1, 2, 2], np.float32)
-        return {"tokens": ids[0], "targets": ids[1], "mask": mask, "weights": weights}
+        reference = draw.normal(-8, 2, 4).astype(np.float32)
+        batch = {"tokens": ids[0], "targets": ids[1], "mask": mask, "weights": weights, "reference": reference}
+        return {name: batch[name] for name in self.inputs()}
 
 
 class TestSimPO(TestPreference):
@@ -201,29 +203,32 @@ def test_distillation_agrees_with_torch_in_float64(engine, kind, tmp_path):
         assert session.step(batch, AdamW.for_lora().hp_for_step(0)).loss == pytest.approx(loss.item(), rel=1e-5)
 
 
-@pytest.mark.parametrize("recipe", [Lora, Full])
-def test_a_preference_run_starts_at_ln_2_without_margins_whatever_the_reference(recipe, tmp_path):
-    """With an adapter the reference is its base; without one it is a frozen copy of the weights."""
-    write_base(tmp_path / "base.gguf", "llama")
-    objective, settings = Preference(), {"targets": ["q"]} if recipe is Lora else {}
-    the_plan = pair_plan(recipe(base=str(tmp_path / "base.gguf"), **settings), objective)
-    batch = TestPreference().batch()
-    for engine in (ENGINES["cpu"], ENGINES["ggml"]):
-        with build(engine, the_plan) as session:
-            assert session.evaluate([batch]) == pytest.approx(np.log(2), abs=1e-6)
-            assert session.metrics([batch]) == pytest.approx({"accuracy": 0, "margin": 0}, abs=1e-6)
-            assert any(np.any(gradient) for gradient in session.gradients(batch).values())
-    assert {t.name for t in the_plan.tensors if t.name.startswith("reference.")} == (
-        set() if recipe is Lora else {f"reference.{t.name}" for t in the_plan.model.tensors()}
-    )
-
-
-def pair_plan(recipe, objective):
-    model = dataclasses.replace(MODELS["llama"], vocab=VOCAB, context=5)
-    inputs = TestPreference().inputs()
-    inputs |= {name: dataclasses.replace(inputs[name], below=VOCAB) for name in ("tokens", "targets")}
-    the_plan = recipe.plan(model, Setup(inputs, rows=4, seed=1, objective=objective))
-    return dataclasses.replace(the_plan, tensors=(*the_plan.tensors, *objective.tensors(the_plan)))
+@pytest.mark.parametrize("engine", SOME, ids=["cpu", "float64", "ggml", "metal", "cuda", "vulkan"])
+@pytest.mark.parametrize("k", [3, VOCAB])
+def test_distillation_of_a_teachers_likeliest_tokens_agrees_with_torch_in_float64(engine, k):
+    """With all tokens the divergence is KLDivLoss."""
+    objective = Distil("teacher.gguf", temperature=2.0, hard=0.0, top_k=k)
+    inputs = {**batches().inputs, **objective.precomputed(batches().inputs)}
+    objective.second_model = dataclasses.replace(MODELS["llama"], vocab=VOCAB)
+    model = MODELS["llama"].fit(token_dataset(VOCAB))
+    the_plan = Scratch().plan(model, Setup(inputs, rows=3, objective=objective))
+    batch, draw = add_weights(batches().batch(0)), np.random.default_rng(1)
+    teacher = torch.from_numpy(draw.normal(0, 3, (*batch["targets"].shape, VOCAB))).log_softmax(-1)
+    batch = {**batch, **objective.precompute(teacher.float().numpy(), batch)}
+    student = {t.name: torch.from_numpy(the_plan.initial_values(t)).double().requires_grad_() for t in the_plan.tensors}
+    logits = FORWARD["llama"](student, model, torch.from_numpy(batch["tokens"]).long())
+    likeliest = teacher.topk(k, -1)
+    log_p = likeliest.values.div(2.0).log_softmax(-1)
+    log_q = logits.div(2.0).log_softmax(-1).gather(-1, likeliest.indices)
+    divergence = torch.nn.KLDivLoss(reduction="none", log_target=True)(log_q, log_p).sum(-1)
+    weights = torch.from_numpy(batch["weights"]).double()
+    loss = 4 * (divergence * weights).sum() / weights.sum()
+    expected = dict(zip(student, torch.autograd.grad(loss, list(student.values())), strict=True))
+    with build(engine, the_plan) as session:
+        for name, ours in session.gradients(batch).items():
+            theirs = expected[name].numpy()
+            assert np.linalg.norm(ours - theirs) <= 1e-4 * np.linalg.norm(theirs), name
+        assert session.step(batch, AdamW.for_lora().hp_for_step(0)).loss == pytest.approx(loss.item(), rel=1e-5)
 
 
 def test_rows_that_an_objective_compares_stay_together():

@@ -174,8 +174,8 @@ class ImageBatches(Batches):
     def held_out(self) -> Sequence[Batch]:
         """Return batches of held-out images.
 
-        The setting `eval_images` limits the number of images; 0 means all. If it leaves images out, the others are
-        spread evenly over the held-out set. Padding rows of the last batch have weight 0.
+        The setting `eval_images` limits the number of images; 0 means all. If images are left out, the ones in the
+        batches are spread evenly over the held-out set. Padding rows of the last batch have weight 0.
         """
         images, labels = self._held_out
         count = min(len(labels), self._eval_images)

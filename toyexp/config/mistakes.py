@@ -52,7 +52,7 @@ def check_brackets(override: Override, keys: Keys) -> None:
 
 
 def check_blanks(override: Override, keys: Keys) -> None:
-    """Raise UserError if a sweep lists texts, and parsing would drop spaces at the beginning or end of a text.
+    """Raise UserError if parsing would drop spaces at the beginning or end of a text in a sweep's list of values.
 
     A space after a comma is normal in a list and raises no error.
     """
@@ -174,7 +174,10 @@ def _sweep_keys() -> set[str]:
 
 
 def check_keys(cfg: DictConfig, all_keys: Keys) -> Keys:
-    """Return the valid keys of the chosen parts; raise UserError if `cfg` has another key or lacks a part."""
+    """Return the valid keys for the model, data and other parts that `cfg` chooses.
+
+    Raise UserError if `cfg` has an invalid key or lacks a part.
+    """
     keys, registry = all_keys.restrict(cfg), all_keys.registry
     for name in chosen_names(cfg, "callbacks"):
         if name not in keys.offers["callbacks"]:
@@ -409,7 +412,7 @@ RESUMES = {"resume": "resume=...", "sweep.resume": "sweep.resume=..."}  # keys t
 
 
 def check_files(cfg: DictConfig, parsed: Sequence[Override], source: Source) -> None:
-    """Raise UserError for files with misplaced settings, or with keys that are only allowed on the command line."""
+    """Raise UserError if a configuration file has misplaced settings, or keys that only the command line may set."""
     if "experiment" in cfg:
         raise misplaced_error(parsed, source)
     typed_keys = {o.key_or_group for o in parsed}
@@ -464,7 +467,7 @@ def locate_errors(cfg: DictConfig, typed: Sequence[Override], source: Source) ->
 
 
 def _key_of_path(message: str, cfg: DictConfig) -> str | None:
-    """Return the key of the setting that holds the path at the start of `message`; None if no part has it."""
+    """Return the key of the setting that holds the path at the start of `message`; None if there is no such setting."""
     values = {f"{kind}.{name}": str(cfg[kind]._get_node(name)) for kind in PARTS[::-1] for name in cfg[kind]}
     paths = {key: Path(expand_path(value)) for key, value in values.items() if re.search("[./]", value)}
     return next((key for key, path in paths.items() if message.startswith((f"{path}:", f"{path} "))), None)

@@ -49,7 +49,7 @@ class Request:
         return replace(self, settings=[*parse(first), *self.settings])
 
     def drop(self, key: str) -> Request:
-        """Return a copy without a setting."""
+        """Return a copy of the request without its override of `key`."""
         return replace(self, settings=[o for o in self.settings if o.key_or_group != key])
 
     def compose(self, *more: str) -> Composition:

@@ -37,7 +37,7 @@ class TensorSpec:
 
 
 def lower_is_better(metric: str) -> bool:
-    """Return True for the metrics loss, ppl and kl, which improve as they fall. All others improve as they rise."""
+    """Return True for the metrics loss, ppl and kl; all other metrics are better if higher."""
     return metric in ("loss", "ppl", "kl")
 
 
@@ -56,7 +56,10 @@ class Model(ABC):
     engines: ClassVar[tuple[str, ...]] = ()  # engines for a model that is not written in ops and has no GGUF; (): all
 
     def __init_subclass__(cls, **options: Any) -> None:
-        """Set `forms` to {} unless the class states its own: it may compute something else than its base class."""
+        """Set `forms` to {} if the subclass does not define it.
+
+        Forms are not inherited, because a subclass may compute something else than its base class.
+        """
         super().__init_subclass__(**options)
         if "forms" not in vars(cls):
             cls.forms = {}
@@ -71,7 +74,7 @@ class Model(ABC):
 
     @abstractmethod
     def check(self) -> None:
-        """Raise UserError for sizes that cannot work. Called before anything is allocated."""
+        """Raise UserError for invalid sizes. Called before anything is allocated."""
 
     def inputs(self) -> dict[str, tuple[int | str, ...]]:
         """Return the shapes of the arrays that `forward` reads from a batch, keyed by name, without the batch axis.
@@ -108,9 +111,10 @@ class Model(ABC):
         return dataset.batches(self.context, rows, seed)
 
     def fold(self, tensors: Mapping[str, np.ndarray]) -> tuple[Model, Mapping[str, np.ndarray]]:
-        """Return the model and its tensors as model files hold them.
+        """Return the model and its tensors in the form in which they are written to model files.
 
-        A model with factors that other programs do not apply multiplies its weights by them.
+        If the model scales activations by factors that other programs do not apply, multiply weights by these factors
+        instead. By default, nothing changes.
         """
         return self, tensors
 

@@ -13,7 +13,9 @@ from toyexp.base.validators import require_range
 from toyexp.interfaces.ops import Ops, Params, Tensor
 
 if TYPE_CHECKING:
-    from toyexp.interfaces.dataset import InputSpec
+    import numpy as np
+
+    from toyexp.interfaces.dataset import Batch, InputSpec
     from toyexp.interfaces.model import Model
 
 
@@ -38,7 +40,7 @@ class Objective(ABC):
         return None
 
     def check(self) -> None:  # noqa: B027 - optional on purpose: many objectives have nothing to check
-        """Raise UserError for settings that cannot work."""
+        """Raise UserError for invalid settings."""
 
     def check_inputs(self, model: Model, inputs: Mapping[str, InputSpec]) -> None:  # noqa: B027 - optional
         """Raise UserError if the arrays of a batch do not suit the objective. `weights` is always one of them."""
@@ -51,6 +53,22 @@ class Objective(ABC):
         """
         return ()
 
+    def precomputed(self, inputs: Mapping[str, InputSpec]) -> Mapping[str, InputSpec]:
+        """Return the arrays that `precompute` adds to each batch, given the arrays `inputs` of the data.
+
+        toyexp computes them once for each row, before training, and caches them for later runs. There are none by
+        default.
+        """
+        return {}
+
+    def precompute(self, log_probs: np.ndarray, batch: Batch) -> Mapping[str, np.ndarray]:
+        """Return the values of the arrays that `precomputed` lists, for the rows of `batch`.
+
+        `log_probs` [rows, ..., V] are the log-probabilities that `second_model` gives to all classes or tokens. If the
+        objective has no second model, they are those of the trained model, as it is before training.
+        """
+        raise NotImplementedError
+
     @abstractmethod
     def loss(self, ops: Ops, model: Model, p: Params, batch: Mapping[str, Tensor]) -> Tensor:
         """Return the loss that a step minimises, a scalar: a sum over examples, each multiplied by its weight.
@@ -59,7 +77,10 @@ class Objective(ABC):
         """
 
     def held_out_loss(self, ops: Ops, model: Model, p: Params, batch: Mapping[str, Tensor]) -> Tensor:
-        """Return the loss that evaluations report, a sum as in `loss`. Its weights are those of the data."""
+        """Return the loss that evaluations report: a weighted sum over examples, as in `loss`.
+
+        Unlike in training, `batch["weights"]` are not scaled to sum to 1.
+        """
         return self.loss(ops, model, p, batch)
 
     def metrics(self, ops: Ops, model: Model, p: Params, batch: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
@@ -75,7 +96,7 @@ class Objective(ABC):
 
 
 def require_class_targets(objective: str, inputs: Mapping[str, InputSpec]) -> None:
-    """Raise UserError unless the batch has integer targets, one of V classes or tokens each."""
+    """Raise UserError unless the targets of a batch are integers: class numbers or token ids."""
     targets = inputs.get("targets")
     if targets is None or not targets.dtype.startswith("int"):
         found = "no targets" if targets is None else f"{targets.dtype} targets"

@@ -157,8 +157,8 @@ class Ops(ABC):
     def logits(self, x: Tensor, w: Tensor | AdaptedWeight) -> Tensor:
         """Return the logits, the last matrix product of a model: x [..., d] times w [V, d] transposed -> [..., V].
 
-        The result equals that of `linear`, but `forward` must return it unchanged. Therefore an engine may fuse this
-        product with the loss, so that the logits of all positions are never in memory at once.
+        The result equals that of `linear`, but the model's `forward` must return it unchanged. An engine may then fuse
+        this product with the loss, so that the logits of all positions are never in memory at once.
         """
         return self.linear(x, w)
 
@@ -264,13 +264,17 @@ class Ops(ABC):
 
     @abstractmethod
     def take(self, x: Tensor, ids: Tensor) -> Tensor:
-        """Return one element of each row of x [..., V]: that at the integer of `ids` [...], an array of the batch."""
+        """Return elements of each row of x [..., V]: those at the integers of `ids`, an array of the batch.
+
+        `ids` are [...] for one element per row, or [..., k] for k elements, whose integers must differ within a row.
+        """
 
     @abstractmethod
     def causal(self, x: Tensor, window: int = 0, fill: float = -math.inf) -> Tensor:
         """Return x [..., T, T] with `fill` (0 or -inf) in place of the elements [i, j] that position i must not see.
 
-        These are the later positions j > i and, with a `window`, those that are `window` or more before i.
+        Position i does not see later positions j > i. If `window` is not 0, it sees only the last `window` positions up
+        to i, so positions j <= i - window are hidden, too.
         """
 
     @abstractmethod
@@ -288,10 +292,11 @@ class Ops(ABC):
     ) -> Tensor:  # fmt: skip
         """Return softmax(q k^T * scale) v for q [B, T, H, D], k [B, T, Hkv, D] and v [B, T, Hkv, Dv] -> [B, T, H*Dv].
 
-        Query head h reads key/value head h // (H / Hkv); `causal` hides later positions, and a `window` also those that
-        are `window` or more before (Beltagy et al. 2020). `scale` is 1/sqrt(D) if None. `softcap` c replaces a score s
-        by c tanh(s / c) (Gemma 2). `sinks` [H] are scores of one more position per head, whose value is 0 (gpt-oss).
-        An engine may call `compose_attention` for what its fast kernel does not support.
+        Query head h reads key/value head h // (H / Hkv). With `causal`, a position sees no later positions. If also
+        `window` is above 0, it sees only the last `window` positions up to its own (Beltagy et al. 2020). `scale` is
+        1/sqrt(D) if None. `softcap` c replaces a score s by c tanh(s / c) (Gemma 2). `sinks` [H] are scores of one more
+        position per head, whose value is 0 (gpt-oss). An engine may call `compose_attention` for arguments that its
+        fast kernel does not support.
         """
 
     @abstractmethod
@@ -348,7 +353,7 @@ class Ops(ABC):
         return self.reshape(out, (rows, length, heads * value_size))
 
     def shift(self, x: Tensor, n: int = 1) -> Tensor:
-        """Return x [B, T, ...] moved by `n` positions along T: position i has what i - n had, the first n zeros."""
+        """Shift x [B, T, ...] by `n` positions along T: result[:, i] is x[:, i - n], and 0 for i < n."""
         length = x.shape[1]
         zeros = self.scale(self.part(x, 1, 0, min(n, length)), 0.0)
         return zeros if n >= length else self.concat([zeros, self.part(x, 1, 0, length - n)], 1)
@@ -362,9 +367,9 @@ class Ops(ABC):
         return self.take(self.log_softmax(logits), targets)
 
     def top_k(self, x: Tensor, k: int) -> Tensor:
-        """Return 1 at the k largest elements of the last axis and 0 elsewhere; of equal ones the first count.
+        """Return 1 at the k largest elements of the last axis and 0 elsewhere; of equal elements, prefer the first.
 
-        It compares all pairs, so it is meant for short axes such as experts. Its gradient is 0.
+        The op compares all pairs of elements, so it is meant for short axes such as experts. Its gradient is 0.
         """
         count = x.shape[-1]
         flat = self.reshape(x, (math.prod(x.shape) // count, 1, count))

@@ -16,24 +16,24 @@ SHARES = ("new_share", "old_share")  # names of scalars in `numbers`: 1 and 0 in
 
 @dataclass
 class Phased(WrappedRule):
-    """Another rule, for a tensor that has `turns` or `keeps`; `PlanTensor` describes both.
+    """Update rule that wraps another rule, `rule`, for tensors with `turns` or `keeps`, which `PlanTensor` describes.
 
-    The other rule's `numbers` count only the steps in which the tensor trains.
+    The wrapped rule counts only the steps in which the tensor trains.
     """
 
     turns: tuple[int, ...]
     keeps: tuple[str, ...]
 
     def names(self) -> Sequence[str]:
-        """Return the names of the other rule's scalars, and with `turns` those of the two shares."""
+        """Return the names of the wrapped rule's scalars, and with `turns` those of the two shares."""
         return (*self.rule.names(), *(SHARES if self.turns else ()))
 
     def slots(self, shape: tuple[int, ...]) -> Mapping[str, tuple[int, ...]]:
-        """Return the shapes of the other rule's state and of the arrays in `keeps`."""
+        """Return the shapes of the wrapped rule's state and of the arrays in `keeps`."""
         return {**self.rule.slots(shape), **dict.fromkeys(self.keeps, shape)}
 
     def numbers(self, step: int, lr: float, weight_decay: float) -> Mapping[str, float]:
-        """Return the other rule's scalars, and with `turns` the two shares."""
+        """Return the wrapped rule's scalars, and with `turns` the two shares."""
         turns = self.turns or (1,)
         cycles, turn = divmod(step, len(turns))
         trained = cycles * sum(turns) + sum(turns[:turn])
@@ -43,7 +43,7 @@ class Phased(WrappedRule):
     def update(
         self, ops: Arithmetic, w: Tensor, g: Tensor, state: Mapping[str, Tensor], n: Mapping[str, Tensor]
     ) -> tuple[Tensor, Mapping[str, Tensor]]:
-        """Return the other rule's new `w` and state where the tensor trains, and the exact old numbers elsewhere."""
+        """Return the wrapped rule's new `w` and state where the tensor trains, and the exact old numbers elsewhere."""
         kept = {slot: state[slot] for slot in self.keeps}
         old = {slot: array for slot, array in state.items() if slot not in kept}
         new_w, new = self.rule.update(ops, w, g, old, n)

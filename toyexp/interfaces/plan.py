@@ -233,7 +233,7 @@ def group_tensors(
     """Return parameter groups: the tensors of a group share a rule, a weight decay and a learning-rate ratio.
 
     Each tensor is updated by the first of `rules` that accepts it. `choose_settings(tensor, rule)` returns two numbers:
-    the tensor's weight decay (ignored for norms and biases), and its learning rate divided by the run's, which is then
+    the tensor's weight decay (ignored for norms and biases), and a factor of the run's learning rate. This factor is
     multiplied by the tensor's `lr_scale`. Raise UserError for a tensor that no rule accepts.
     """
     members: dict[tuple[int, bool, float, float, tuple[int, ...], tuple[str, ...]], list[str]] = {}

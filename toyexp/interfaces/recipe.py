@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Setup:
-    """The fields of a Plan that depend on the run's settings and data, and not on the recipe."""
+    """The fields of a Plan that depend on the run's settings and data. A recipe adds the other fields."""
 
     inputs: Mapping[str, InputSpec]
     rows: int  # examples in a micro-batch
@@ -77,11 +77,11 @@ class Recipe(ABC):
     def plan(self, model: Model, setup: Setup) -> Plan:
         """Return a plan that lists the tensors of `model`, the source of their values, and which of them are trained.
 
-        Build the result with `setup.plan(model, tensors)`. Raise UserError for settings that cannot work.
+        Build the result with `setup.plan(model, tensors)`. Raise UserError for invalid settings.
         """
 
     def check(self) -> None:  # noqa: B027 - optional on purpose: many recipes have nothing to check
-        """Raise UserError for settings that cannot work and for missing files."""
+        """Raise UserError for invalid settings and for missing files."""
 
     def vocabulary(self) -> Path | None:
         """Return the GGUF file whose tokenizer the data should use, or None."""
@@ -99,7 +99,7 @@ class Recipe(ABC):
         return model
 
     def further_files(self) -> Sequence[Path]:
-        """Return files besides the base file from which initial values are read.
+        """Return the files, other than the base file, from which initial values are read.
 
         A run can be resumed only if these files are unchanged.
         """
@@ -153,10 +153,11 @@ def start_session(
 def prepare_session(
     recipe: Recipe, engine: Engine, session: Session, state: Mapping[str, np.ndarray] | None, log: Path | None
 ) -> Session:
-    """Run `recipe.warm`, build the training step, restore the snapshot `state` if given, and return the session.
+    """Make an open session ready to train, and return it.
 
-    Close the session on any error. If a plugin raises an exception, the error message names the plugin and the file
-    `log`.
+    Call `recipe.warm`, which may change initial values. Then build the training step and, if `state` is given, restore
+    this snapshot. Close the session on any error. If a plugin raises an exception, the error message names the plugin
+    and the file `log`.
     """
     try:
         with attribute_errors(f"recipe.{recipe.name}", "in warm()", log):

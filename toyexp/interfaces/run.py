@@ -71,7 +71,7 @@ class Listeners(Protocol):
         """Send an event to all callbacks."""
 
     def log_numbers(self, run: Run, numbers: Mapping[str, float]) -> None:
-        """Add numbers that a callback logged to the metrics of the hook that is running.
+        """Add `numbers`, which a callback has logged, to the metrics of the hook that is running.
 
         If this hook has no metrics, add the numbers to those of the next step or evaluation.
         """
@@ -133,7 +133,9 @@ class Run:
         return f"try a lower {', '.join([*higher, f'lr (it was {self.lr:g})'])}"
 
     def log(self, **numbers: float) -> None:
-        """Record a callback's own numbers: in `on_step` they belong to the step, in `on_eval` to the held-out metrics.
+        """Record numbers that a callback computed, such as its own metrics.
+
+        Numbers logged in `on_step` belong to the step, and those logged in `on_eval` to the held-out metrics.
 
         The numbers are added to the hook's `metrics`, and thus to records, plots and dashboards; held-out metrics are
         also available to early stopping, `checkpoint_best` and searches. Numbers logged in another hook are added to

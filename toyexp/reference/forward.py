@@ -107,7 +107,10 @@ def _forward(plan: Plan, who: str, params: Params) -> None:
 
 
 def _check_objective(plan: Plan, params: Params) -> None:
-    """Run the methods of the plan's objective over shapes; raise UserError if one fails or returns no scalar."""
+    """Run the methods of the plan's objective with shapes instead of tensors.
+
+    Raise UserError if one of them fails or returns no scalar.
+    """
     objective, batch, who = plan.objective, _batch(plan), f"objective.{plan.objective.name}"
     methods: list[Callable[..., Any]] = [objective.loss, objective.held_out_loss, objective.metrics]
     for method in methods:
@@ -124,7 +127,10 @@ def _check_objective(plan: Plan, params: Params) -> None:
 
 
 def _call(who: str, when: str, params: Params, call: Callable[[], Any]) -> Any:
-    """Return call(). If it fails, raise UserError, which names `who`, `when` and the line of the plugin."""
+    """Return call(). If it fails, raise UserError.
+
+    The message begins with `who` and `when`, and ends with the failing line of the plugin.
+    """
     try:
         return call()
     except UserError as error:
@@ -141,7 +147,7 @@ def _call(who: str, when: str, params: Params, call: Callable[[], Any]) -> Any:
 
 @dataclass(frozen=True, eq=False)
 class Ids(Shaped):
-    """Placeholder for an integer input, such as token ids. It has a shape and no values."""
+    """Placeholder for an integer input, such as token ids. It has a shape but no values."""
 
 
 def count_activations(plan: Plan) -> int:
@@ -213,7 +219,7 @@ class OpShapes(Ops):
         return self._combine("div", a, b)
 
     def _combine(self, op: str, a: Shaped, b: Shaped) -> Shaped:
-        """Return the shape of an element-wise op on a and b, which is repeated to a's shape."""
+        """Return the shape of an element-wise op on a and b: the shape of a, to which b is broadcast."""
         self._take(op, a, b)
         own = a.shape[max(len(a.shape) - len(b.shape), 0) :]
         fits = len(own) == len(b.shape) and all(n in (1, size) for n, size in zip(b.shape, own, strict=True))
@@ -228,7 +234,7 @@ class OpShapes(Ops):
         return Shaped(x.shape)
 
     def _same(self, op: str, x: Shaped) -> Shaped:
-        """Return the shape of an op on x [..., d] whose result has the shape of x."""
+        """Return the shape of an op's result, for an op whose result has the same shape as its argument x [..., d]."""
         self._take(op, x)
         return Shaped(x.shape)
 
@@ -290,7 +296,8 @@ class OpShapes(Ops):
 
     def take(self, x: Shaped, ids: Shaped) -> Shaped:
         self._take("take", x)
-        self._require(isinstance(ids, Ids) and x.shape[:-1] == ids.shape, "take", x, ids)
+        rows = x.shape[:-1]
+        self._require(isinstance(ids, Ids) and rows in (ids.shape, ids.shape[:-1]), "take", x, ids)
         return Shaped(ids.shape)
 
     def causal(self, x: Shaped, window: int = 0, fill: float = -math.inf) -> Shaped:

@@ -62,19 +62,19 @@ def _causal_case(ops: Ops, p: Params, x: Tensor) -> Tensor:
 
 
 def _take_case(ops: Ops, p: Params, x: Tensor, ids: Tensor) -> Tensor:
-    """Multiply x by the log-probability of each position's own token, under logits x w^T."""
+    """Multiply x at each position by log softmax(x w^T)[id], where `ids` has an id for each position."""
     log_probs = ops.token_log_probs(ops.linear(x, p["w"]), ids)
     return ops.mul(x, ops.reshape(log_probs, (*x.shape[:2], 1)))
 
 
 def _experts_case(ops: Ops, p: Params, x: Tensor) -> Tensor:
-    """Multiply x by four scalars, of which the two largest of a router count."""
+    """Multiply x by the sum of its four projections x w^T, weighted by a router that chooses two of them."""
     weights = ops.route(ops.linear(x, p["w"]), 2)  # [B, T, 4]
     return ops.mul(x, ops.sum(ops.mul(weights, ops.linear(x, p["w"])), 2, keep=True))
 
 
 def _mixture_case(ops: Ops, p: Params, x: Tensor) -> Tensor:
-    """Return the sum of three experts, each of two linear layers."""
+    """Apply three experts (each has two linear layers with a ReLU) to x, and return the sum of their results."""
     return ops.sum(ops.experts(ops.relu(ops.experts(x, p["up"])), p["down"]), 2)
 
 
@@ -84,15 +84,18 @@ def _decay_case(ops: Ops, p: Params, x: Tensor) -> Tensor:
 
 
 def _rope_case(**settings: Any) -> tuple[dict[str, tuple[int, ...]], Forward]:
-    """Return a case for `CASES`: rope with these settings of Rotary, applied to heads of 4 features."""
+    """Return a test case for the op rope with these Rotary settings: tensor shapes by name, and a forward function.
+
+    The op is applied to heads of 4 features.
+    """
     rotary = Rotary(100.0, **settings)
     return {"q": (16, 8), "k": (8, 8), "v": (8, 8)}, lambda ops, p, x: _heads_case(ops, p, x, rotary=rotary)
 
 
 def _blocks_case(ops: Ops, p: Params, x: Tensor) -> Tensor:
-    """Return x after three blocks: a first one, a middle one and a last one.
+    """Apply three blocks to x and return the result. Each block multiplies the input x by a gate, silu(y w).
 
-    Each block also reads the input of the first block.
+    The first block's y is x, and the y of each other block is the result of the block before.
     """
 
     def gated(ops: Ops, x: Tensor, p: Params, first: Tensor) -> Tensor:
@@ -206,7 +209,7 @@ class OpModel(Model):
     case: str = "rows"  # a key of CASES
 
     def check(self) -> None:
-        """Do nothing: every case is valid."""
+        """Do nothing: there are no settings to check besides `case`, whose value tests choose from `CASES`."""
 
     def tensors(self) -> list[TensorSpec]:
         """Return the embedding table and the case's tensors.

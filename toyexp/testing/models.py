@@ -38,7 +38,7 @@ class Opaque:
 
 
 def _wrap_op(op: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap an op of the float64 reference so that it takes and returns Opaque tensors."""
+    """Wrap an op of the float64 reference so that its arguments and results are Opaque tensors without operators."""
 
     def opaque(_: Ops, *args: Any, **named: Any) -> Any:
         names: set[str] = set()
@@ -169,7 +169,7 @@ class ModelSuite(PluginSuite):
     # -- on engines ---------------------------------------------------------------------------------------------
 
     def test_engines_agree_with_float64(self, engine: Engine) -> None:
-        """The engine's logits equal the float64 reference, and its gradients equal the slopes of the reference loss."""
+        """The engine's logits equal the float64 reference, and its gradients equal finite differences of the loss."""
         plan, batch, values = self.make_case()
         expected = reference_logits(plan, values, batch)
         with build_session(engine, plan, values) as session:

@@ -116,7 +116,10 @@ class Training:
         return ends or self._eval_is_due(step) or self.saver.is_due(step) or self.bus.should_wait(step)
 
     def _launch(self, step: int) -> Requests[None]:
-        """Launch `step`, and further steps while the session can queue them and no weights are needed in between."""
+        """Launch the step `step`, and also later steps if the session can queue them.
+
+        A later step is not launched if the weights are needed before it, for example for an evaluation.
+        """
         began, count, most, upcoming = time.perf_counter(), 1, self.run.session.depth // 2, self._next
         upcoming.make(step)
         while count < most and not self._needs_weights(step + count) and upcoming.try_make(step + count):
@@ -219,7 +222,7 @@ class Training:
 
 
 class _Stopped(BaseException):
-    """Exception that ends an evaluation on a stop signal.
+    """Exception that ends an evaluation when a signal asks the run to stop.
 
-    It is a BaseException, so toyexp does not report it as the error of a plugin.
+    It is a BaseException, because toyexp reports an Exception as the error of a plugin.
     """

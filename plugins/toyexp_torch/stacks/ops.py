@@ -86,7 +86,7 @@ class _RowsFunction(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        """Save nothing."""
+        """Save nothing for a backward pass."""
 
     @staticmethod
     def vmap(info: Any, in_dims: Any, function: Callable[..., Tensor], *tensors: Tensor) -> tuple[Tensor, int]:
@@ -114,7 +114,7 @@ class _Product(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        """Save nothing."""
+        """Save nothing for a backward pass."""
 
     @staticmethod
     def vmap(info: Any, in_dims: Any, x: Tensor, w: Tensor, rounds: torch.dtype | None) -> tuple[Tensor, int]:
@@ -154,7 +154,7 @@ class _Products(torch.autograd.Function):
 def _with_run_axis(x: Tensor, axis: int | None, count: int) -> Tensor:
     """Return x as [K, ...] with the runs' axis first.
 
-    `axis` is the present position of this axis, or None for a tensor that all runs share, which is expanded to `count`
-    runs without a copy.
+    `axis` is the present position of this axis, or None for a tensor that all runs share. Such a tensor is expanded to
+    `count` runs without a copy.
     """
     return x.expand(count, *x.shape) if axis is None else x.movedim(axis, 0)

@@ -26,7 +26,7 @@ StepRequest = tuple[Sequence[Batch], Sequence[np.ndarray]]  # a run's micro-batc
 
 
 class StackedFormula(Formula):
-    """Update of the tensors [K, ...] of K runs by the formula of a rule. Each run has its own scalars."""
+    """Optimiser step on the tensors [K, ...] of K runs, each with its own scalars, by the formula of an update rule."""
 
     def bind_device(self, numbers: Tensor, divisor: Tensor | None, skip: Tensor | None) -> Change:
         """Return a function that updates tensors [K, ...] of K runs; see Formula.
@@ -235,7 +235,7 @@ class StackedResident:
         return self._losses()
 
     def close(self) -> None:
-        """Free the graphs."""
+        """Free the CUDA graphs."""
         self._captured_step.close()
         self._losses.close()
 

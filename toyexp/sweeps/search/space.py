@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Key:
-    """A key with several values: an interval, a range of numbers, or a list."""
+    """A setting that a search varies: its key, and its values as an interval, a range of numbers, or a list."""
 
     key: str
     line: str  # the override as typed
@@ -29,7 +29,7 @@ class Key:
 
     @property
     def is_whole(self) -> bool:
-        """Whether all numbers are integers."""
+        """Whether all numbers of the setting are integers."""
         return all(isinstance(number, int) for number in self.numbers)
 
     def count(self) -> float:
@@ -141,7 +141,7 @@ def count_points(keys: Sequence[Key]) -> float:
 
 
 def nth_point(keys: Sequence[Key], number: int) -> dict[str, Any]:
-    """Return combination `number` of the values, as a dict that maps each key to its value (see Key.value).
+    """Return combination `number` of the values, as a dict {key: value}.
 
     As `number` counts up, the value of the last key changes fastest.
     """

@@ -188,7 +188,6 @@ class Dropout(Batches):
     An activation x becomes x (1 + mask), which is inverted dropout (Srivastava et al. 2014). The mask is -1 for dropped
     elements and p / (1 - p) for all others, where p is the probability of dropping. The mask of batch k depends only on
     the seed, the mask's name and k, so every engine drops the same elements. Held-out batches have no masks.
-
     If tensors of the plan train in turns, each batch also has the number of its turn.
     """
 

@@ -44,14 +44,12 @@ class Phased(WrappedRule):
         self, ops: Arithmetic, w: Tensor, g: Tensor, state: Mapping[str, Tensor], n: Mapping[str, Tensor]
     ) -> tuple[Tensor, Mapping[str, Tensor]]:
         """Return the wrapped rule's new `w` and state where the tensor trains, and the exact old numbers elsewhere."""
-        kept = {slot: state[slot] for slot in self.keeps}
-        old = {slot: array for slot, array in state.items() if slot not in kept}
-        new_w, new = self.rule.update(ops, w, g, old, n)
+        new_w, new = self.rule.update(ops, w, g, state, n)
         if self.turns:
             on, off = (n[name] for name in SHARES)
             new_w = ops.add(ops.scale(new_w, on), ops.scale(w, off))
-            new = {slot: ops.add(ops.scale(new[slot], on), ops.scale(old[slot], off)) for slot in new}
-        if FROZEN in kept:
-            trains = ops.shift(ops.scale(kept[FROZEN], -1.0), 1.0)
-            new_w = ops.add(ops.mul(new_w, trains), ops.mul(w, kept[FROZEN]))
-        return new_w, {**new, **kept}
+            new = {slot: ops.add(ops.scale(x, on), ops.scale(state[slot], off)) for slot, x in new.items()}
+        if FROZEN in self.keeps:
+            trains = ops.shift(ops.scale(state[FROZEN], -1.0), 1.0)
+            new_w = ops.add(ops.mul(new_w, trains), ops.mul(w, state[FROZEN]))
+        return new_w, {**new, **{name: state[name] for name in self.keeps}}

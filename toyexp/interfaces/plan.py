@@ -20,7 +20,7 @@ from toyexp.interfaces.dataset import InputSpec
 from toyexp.interfaces.model import Model, TensorSpec
 from toyexp.interfaces.objective import CrossEntropy, Objective
 from toyexp.interfaces.ops import AdaptedWeight, LowRank, Params, Tensor
-from toyexp.interfaces.optimiser import AdamW, Group, Optimiser, Rule, check_rule
+from toyexp.interfaces.optimiser import EVAL_OFFSET, AdamW, Group, Optimiser, Rule, check_rule
 from toyexp.interfaces.phases import Phased
 from toyexp.interfaces.values import Values
 
@@ -246,12 +246,10 @@ def group_tensors(
         key = (index, not t.has_weight_decay, decay, lr_scale * t.lr_scale, t.turns, t.keeps)
         members.setdefault(key, []).append(t.name)
     # A rule's tensors with weight decay come first, so that they are contiguous if an engine joins its tensors.
-    groups = []
-    for key in sorted(members):
-        index, _, decay, lr_scale, turns, keeps = key
-        rule = Phased(rules[index], turns, keeps) if turns or keeps else rules[index]
-        groups.append(Group(rule, tuple(members[key]), decay, lr_scale))
-    return tuple(groups)
+    return tuple(
+        Group(Phased(rules[i], turns, keeps) if turns or keeps else rules[i], tuple(names), decay, lr_scale)
+        for (i, _, decay, lr_scale, turns, keeps), names in sorted(members.items())
+    )
 
 
 def apply_optimiser(plan: Plan, optimiser: Optimiser, lr: float) -> Plan:
@@ -286,6 +284,8 @@ def apply_optimiser(plan: Plan, optimiser: Optimiser, lr: float) -> Plan:
     trainable = [t for t in tensors if t.trainable]
     groups, shapes = group_tensors(trainable, optimiser.rules(), choose_settings), {t.name: t.shape for t in trainable}
     if optimiser.ema:
+        if any(EVAL_OFFSET in group.rule.slots(shapes[name]) for group in groups for name in group.tensors):
+            raise UserError(f"optim.ema={optimiser.ema:g}: optim={optimiser.name} has its own average; set ema to 0")
         averaged = {id(group.rule): Averaged(group.rule, optimiser.ema) for group in groups}  # groups share a rule
         groups = tuple(replace(group, rule=averaged[id(group.rule)]) for group in groups)
     try:

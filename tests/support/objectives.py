@@ -173,7 +173,7 @@ def measure(case, engine):
     """Return the error of the loss of a step, and that of the worst tensor's gradient.
 
     The former is relative to the loss, or to 1 if the loss is smaller, since a hinge near 0 is a difference of larger
-    numbers. The latter is relative to the norm of the tensor's gradient, or to a thousandth of the norm of all gradients.
+    numbers. The latter is relative to the norm of the tensor's gradient, or to 1/1000 of the norm of all gradients.
     """
     values, arrays = in_float64(case.plan, case.batch)
     loss = case.loss(values, arrays)

@@ -57,6 +57,7 @@ donor: $(INSTALLED)  ## train the shipped donor again and put it into the packag
 
 bench: $(INSTALLED)  ## what toyexp costs over a bare PyTorch loop, and the engines side by side
 	$(BIN)/python tests/benchmarks/overhead.py
+	$(BIN)/python tests/benchmarks/objectives.py rounds=31
 	for shape in 100k 1m 6m; do $(BIN)/python -m toyexp bench experiment=bench_$$shape --baseline || exit; done
 
 table: $(INSTALLED)  ## hold every architecture, type and direction against llama.cpp, and write the documentation's table

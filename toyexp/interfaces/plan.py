@@ -126,6 +126,10 @@ class Plan:
         dtype = self.inputs["weights"].dtype if "weights" in self.inputs else "missing"
         if not dtype.startswith("float"):
             raise UserError(f"plan: input weights must have a dtype of kind float; it is {dtype}")
+        require_range("objective", self.objective, auxiliary="[0,inf)")
+        if self.objective.auxiliary and not self.model.has_auxiliary:
+            given = f"objective.auxiliary={self.objective.auxiliary}"
+            raise UserError(f"{given}: model={self.model.name} has no auxiliary loss; leave objective.auxiliary out")
         self.objective.check_inputs(self.model, self.inputs)
         self._check_rows()
         names_in_groups = [name for group in self.groups for name in group.tensors]
@@ -136,7 +140,7 @@ class Plan:
         """Raise UserError if micro-batches would separate rows that the objective compares with each other."""
         together, name = self.objective.rows_together, self.objective.name
         if together == 0 and self.accumulate > 1:
-            raise UserError(f"optim.accumulate={self.accumulate}: objective={name} compares all rows of a batch; set 1")
+            raise UserError(f"optim.accumulate={self.accumulate}: objective={name} compares all rows of a batch; use 1")
         if together and self.rows % together:
             raise UserError(f"objective={name}: needs micro-batches of a multiple of {together} rows, not {self.rows}")
 
@@ -219,7 +223,7 @@ class Plan:
                 dropout = None
                 if adapter.dropout:
                     if batch is None:
-                        raise UserError(f"{adapter.target}: has dropout; pass the batch to plan.params()")
+                        raise UserError(f"the adapter of {adapter.target} has dropout; pass the batch to plan.params()")
                     dropout = batch[adapter.mask]
                 params[adapter.target] = AdaptedWeight(base, low_rank=LowRank(a, b, adapter.scale, dropout))
         return Params(params)
@@ -366,7 +370,7 @@ def _check_group(group: Group, shapes: Mapping[str, tuple[int, ...]], lr: float)
     numbers = group.rule.numbers(0, lr, 0.0)
     values = [*numbers.values()] if isinstance(numbers, Mapping) else []
     if not values or not all(isinstance(n, int | float) and math.isfinite(n) for n in values):
-        raise UserError(f"its numbers() returned {printable(repr(numbers))}; expected finite numbers by name")
+        raise UserError(f"numbers() returned {printable(repr(numbers))}; expected finite numbers by name")
     for shape in {shapes[name] for name in group.tensors}:
         check_rule(group.rule, shape)
 

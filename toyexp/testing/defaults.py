@@ -89,7 +89,7 @@ def _suite_attributes(kind: str, part: Any, beside: SuiteParts) -> dict[str, Any
     if kind == "model":
         size = beside.fit_model(part).parameters()
         if size > MOST:
-            raise UserError(f"its defaults give {size:,} parameters; the test needs at most {MOST:,}")
+            raise UserError(f"the default model has {size:,} parameters; the test needs at most {MOST:,}")
         return {"engines": tuple(beside.engines), **_dataset_attribute(part, beside)}
     if kind == "recipe":
         return _recipe_attributes(part, beside)

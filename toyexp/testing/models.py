@@ -35,7 +35,7 @@ class Opaque:
         self._array, self._names = array, names  # names of the model's tensors that it depends on
 
     def __bool__(self) -> bool:
-        raise TypeError("a model used a tensor as a condition; its computation must not depend on values")
+        raise TypeError("a model uses a tensor as a condition; what it computes must not depend on values")
 
 
 def _wrap_op(op: Callable[..., Any]) -> Callable[..., Any]:

@@ -57,6 +57,7 @@ class Config:
             self.engine, self.recipe, self.data, *self.callbacks.values()
         ]  # fmt: skip
         texts = [text for part in parts for text in call_for_lines(part.warnings, planned)]
+        texts += call_for_lines(planned.plan.model.warnings)
         others = [c for c in self.callbacks.values() if sets_lr(c) and not isinstance(c, Schedule)]
         if not (self.settings.lr or others):
             texts.append("lr=0: the weights will not change")

@@ -106,6 +106,31 @@ class Rule(ABC):
         return None
 
 
+@dataclass
+class WrappedRule(Rule):
+    """Base class of update rules that wrap another rule, `rule`, and change its update or add state."""
+
+    rule: Rule
+
+    @property
+    def elementwise(self) -> bool:  # type: ignore[override]
+        """Whether the wrapped rule updates each element independently."""
+        return self.rule.elementwise
+
+    @property
+    def settings_rule(self) -> Rule:
+        """The wrapped rule, whose fields are the settings."""
+        return self.rule.settings_rule
+
+    def replace_settings(self, changes: Mapping[str, Any]) -> Rule:
+        """Return a copy in which the settings of the wrapped rule named in `changes` have new values."""
+        return dataclasses.replace(self, rule=self.rule.replace_settings(changes))
+
+    def check(self) -> None:
+        """Raise UserError for invalid settings of the wrapped rule."""
+        self.rule.check()
+
+
 @dataclass(frozen=True)
 class Group:
     """Trainable tensors that share a rule, a weight decay and a learning-rate factor."""

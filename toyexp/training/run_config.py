@@ -135,6 +135,7 @@ class Outcome:
     eval_step: int | None = None  # step of the last evaluation
     eval_scores: Mapping[str, float] = field(default_factory=dict)  # held-out metrics besides loss and ppl
     first_eval_scores: Mapping[str, float] = field(default_factory=dict)
+    edited: int | None = None  # step after which the recipe last edited the weights
     in_nats: bool = True  # the held-out loss is a cross-entropy, which has a perplexity
 
     def count(self, loss: float, targets: int, seconds: float) -> None:

@@ -19,7 +19,7 @@ def main() -> int:
 
 
 def _forks() -> int:
-    """Run the fork server of a sweep; in each forked job, run the job's command line."""
+    """Run the fork server of a sweep. In each process that it forks, run the command line of one job of the sweep."""
     gc.disable()  # imports create little garbage, and collecting it takes 25 % of the time
     import toyexp.cli.main  # noqa: F401 - preload the imports of jobs
     from toyexp.sweeps.launchers.forkserver import end, serve

@@ -52,10 +52,13 @@ class Dashboard(Listener):
 
     @abstractmethod
     def open_record(self, run: Run) -> Any:
-        """Return a new record of the run with a method `log(fields, step)`. The sending thread calls this."""
+        """Return a new record of the run with a method `log(fields, step)`.
+
+        The thread that sends the data calls this method.
+        """
 
     def finish(self, record: Any) -> None:
-        """Finish the record that `open_record` returned. The sending thread calls this."""
+        """Finish the record that `open_record` returned. The thread that sends the data calls this method."""
         record.finish()
 
     def check(self) -> None:
@@ -103,7 +106,10 @@ class Dashboard(Listener):
         self._report_trouble(run)
 
     def _report_trouble(self, run: Run) -> None:
-        """Report the sending thread's error once. Only the run's own thread may call this, because it emits events."""
+        """If the thread that sends the data has failed, report its error once.
+
+        Only the run's own thread may call this method, because the report is an event of the run.
+        """
         if self._trouble is not None:
             trouble, self._trouble = self._trouble, None
             log.warning(trouble)
@@ -153,11 +159,11 @@ class Tracker(Dashboard):
         self.is_resumed = False
 
     def state(self) -> dict[str, Any]:
-        """Return the id of the record, to be saved in a checkpoint."""
+        """Return the run's id in the dashboard, to be saved in a checkpoint."""
         return {"id": self.id}
 
     def resume(self, state: Mapping[str, Any]) -> None:
-        """Restore the id of the record from a checkpoint, so that the resumed run continues this record."""
+        """Restore the run's id in the dashboard from a checkpoint, so that a resumed run continues its record there."""
         self.id, self.is_resumed = str(state["id"]), True
 
     def run_group(self, run: Run) -> str | None:
@@ -384,7 +390,7 @@ class Wandb(Tracker):
         super().check()
 
     def open_record(self, run: Run) -> Any:
-        """Return the W&B run."""
+        """Start a W&B run, or continue the earlier one if this run was resumed, and return it."""
         import wandb
 
         record: Any = wandb.init(

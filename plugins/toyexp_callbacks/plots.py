@@ -86,7 +86,7 @@ class Plots(Listener):
 
     @hookimpl
     def on_start(self, run: Run) -> None:
-        """Set the title; for a resumed run, load the earlier curves."""
+        """Set the plot's title. For a resumed run, load the curves of the earlier steps."""
         facts = run.facts
         data, model = (facts.get(part) or {} for part in ("data", "model"))
         settings = [
@@ -171,7 +171,7 @@ class Plots(Listener):
 
     @hookimpl
     def on_event(self, kind: str, fields: Mapping[str, Any]) -> None:
-        """Record the steps of warnings."""
+        """Record the step of a warning, to mark it in the plot."""
         if kind == "warning" and "step" in fields:
             self._curves.warnings.append(fields["step"])
 

@@ -57,7 +57,7 @@ class Progress(Listener):
 
     @hookimpl
     def on_start(self, run: Run) -> None:
-        """Start the bar."""
+        """Start the progress bar."""
         self._tokens = self._seconds = 0.0
         self._lines = self.every or -(-run.steps // 10)
         self._last_redraw, self._last_line = 0.0, time.monotonic()
@@ -143,7 +143,7 @@ class Progress(Listener):
 
     @hookimpl
     def on_end(self) -> None:
-        """Stop the bar."""
+        """Stop the progress bar."""
         if self._bar is not None:
             with self._terminal():
                 self._bar.stop()
@@ -239,7 +239,7 @@ class Cell:
         return {"text/plain": text, "text/html": f"{bar} <code>{html.escape(text)}</code>"}
 
     def print_above(self, text: str) -> None:
-        """Print lines, which appear below the bar."""
+        """Print lines. In a notebook they appear below the bar, in spite of the method's name."""
         print(text)
 
     def stop(self) -> None:

@@ -35,7 +35,10 @@ class Sample(Callback):
         require_range("callbacks.sample", self, temperature="[0,100)", top_p="(0,1]", min_p="[0,1]")
 
     def should_wait(self, step: int) -> bool:
-        """Return True if a sample is due at this step, because it needs the weights of this step."""
+        """Return True if a sample is due at this step.
+
+        The next step then waits, because sampling reads the weights of this step.
+        """
         return bool(self.every) and step % self.every == 0
 
     def warnings(self, preview: RunPreview) -> Iterable[str]:

@@ -64,7 +64,7 @@ class Constant(WarmupSchedule):
     name: ClassVar[str] = "constant"
 
     def decay_factor(self, step: int, steps: int) -> float:
-        """Return 1."""
+        """Return 1: the value stays constant after the warmup."""
         return 1.0
 
 
@@ -77,7 +77,7 @@ class Linear(WarmupSchedule):
     floor: float = 0.0  # final value, as a fraction of the base value
 
     def decay_factor(self, step: int, steps: int) -> float:
-        """Return the linear interpolation from 1 to `floor`."""
+        """Return the factor at a step after the warmup. It falls linearly from 1 to `floor`."""
         return 1 - (1 - self.floor) * self.progress(step, steps)
 
 
@@ -91,7 +91,7 @@ class Cosine(WarmupSchedule):
     floor: float = 0.01  # final value, as a fraction of the base value
 
     def decay_factor(self, step: int, steps: int) -> float:
-        """Return the half cosine from 1 to `floor`."""
+        """Return the factor at a step after the warmup. It falls from 1 to `floor` along half a cosine wave."""
         return self.floor + 0.5 * (1 - self.floor) * (1 + math.cos(math.pi * self.progress(step, steps)))
 
 

@@ -41,7 +41,7 @@ class MetricListener(Listener):
         plan.model.require_metric(f"callbacks.{self.name}.metric", self.metric)
 
     def score(self, metrics: Mapping[str, float]) -> float:
-        """Return the metric of an evaluation. Raise UserError if the evaluation does not have it."""
+        """Return the value of the setting `metric` among an evaluation's metrics. Raise UserError if it is missing."""
         if self.metric not in metrics:
             raise UserError(f"callbacks.{self.name}.metric={printable(self.metric)}: {suggest(self.metric, metrics)}")
         return metrics[self.metric]
@@ -136,7 +136,7 @@ class QualityGate(MetricListener):
         return {"values": [self._values[0], self._values[-1]]} if self._values else {}
 
     def resume(self, state: Mapping[str, Any]) -> None:
-        """Restore the first and the last value."""
+        """Restore the first and the last value of the metric from a checkpoint."""
         first, last = map(float, state["values"])
         self._values = [first, last]
 
@@ -184,8 +184,8 @@ EVALS = 2  # number of high evaluations in a row that count as divergence
 class Climb:
     """Detector of a lasting rise of a loss.
 
-    A value counts as high if it exceeds the best value by a given fraction, and has also risen at least half of the way
-    back to the first value.
+    A value counts as high if it meets two conditions. It exceeds the best value by a given fraction, and it is nearer
+    to the first value than to the best.
     """
 
     first: float | None = None  # None: no value yet

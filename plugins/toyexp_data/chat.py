@@ -34,7 +34,7 @@ class Message(NamedTuple):
 
     @property
     def text(self) -> str:
-        """The content; "" if there is none."""
+        """Content of the message; "" if it has none."""
         return self.content or ""
 
     def fields(self) -> dict[str, Any]:
@@ -53,9 +53,9 @@ class Part(NamedTuple):
 
 
 class Rows(NamedTuple):
-    """Training rows made from one example, and the number of answers that the chat template changed.
+    """Training rows made from one example, and how many of its answers the chat template changed.
 
-    A row is a list of parts.
+    A row is a list of text parts, which are tokenized separately.
     """
 
     rows: list[list[Part]]
@@ -107,9 +107,10 @@ def iter_strings(value: Any) -> Iterator[str]:
 
 
 def tokenize(parts: Sequence[Part], tokenizer: Tokenizer, everything: bool) -> Example:
-    """Tokenize each part of a row on its own, because prompt and answer are tokenized separately at inference too.
+    """Tokenize the parts of a row separately, as prompt and answer are at inference, and join their token ids.
 
-    With `everything`, all tokens are learned. Raise BadExample if no token is learned.
+    If `everything` is True, all tokens count in the loss, otherwise only those of learned parts. Raise BadExample if no
+    token counts.
     """
     import numpy as np
 

@@ -61,7 +61,7 @@ class ExampleDataset(Dataset):
         return [f"{skipped} of {count + skipped} examples skipped (data.on_error), such as {first}"] if skipped else []
 
     def remarks(self) -> list[str]:
-        """Return remarks from reading the data and from the chat template."""
+        """Return notes for the user from reading the data, such as how the chat template changed conversations."""
         texts = {
             "chats_in_rows": "{} conversations become {rows_of_these} rows: the chat template changes earlier turns",
             "answers_not_as_asked": "{} answers do not begin with the chat template's generation prompt",
@@ -74,7 +74,7 @@ class ExampleDataset(Dataset):
     def batches(self, context: int, rows: int, seed: int) -> ExampleBatches:
         """Return batches of `rows` rows of `context` tokens; a row has one example, or several if examples are packed.
 
-        Raise UserError if no example has a learned token within the context.
+        Raise UserError if no example has, within the context, a token that counts in the loss.
         """
         length = context + 1  # a row's tokens, and the last one's target
         for name, part in (("training", self.train), ("held-out", self.held_out)):
@@ -85,7 +85,10 @@ class ExampleDataset(Dataset):
 
 
 class Examples:
-    """Concatenated token ids and learned flags of all examples, and each example's length and first learned token."""
+    """All examples of a data set part as concatenated arrays: token ids, and True for ids that count in the loss.
+
+    It also has the length of each example, and the position of its first token that counts.
+    """
 
     def __init__(self, examples: Sequence[Example], eos: int):
         self.eos = eos
@@ -96,14 +99,15 @@ class Examples:
         self.first = np.array([int(e.learned.argmax()) for e in examples], np.int64)
 
     def usable(self, length: int) -> np.ndarray:
-        """Return a mask [N] of the examples that have a learned token among their first `length` tokens."""
+        """Return a mask [N] of the usable examples: one of their first `length` tokens counts in the loss."""
         return self.first < length
 
     def rows(self, row_length: int, pack: bool, order: np.ndarray) -> list[list[int]]:
-        """Assign examples to rows; return the numbers of the examples in each row.
+        """Assign examples to rows; return the indices of the examples in each row.
 
-        A row has one example, or with `pack` several that fit into `row_length` tokens (best fit, longest first).
-        `order` has the numbers of all examples; those without a learned token within `row_length` are left out.
+        If `pack` is False, a row has one example. Otherwise it has several that fit into `row_length` tokens (best fit,
+        longest first). `order` has the indices of all examples. An example is left out if none of its first
+        `row_length` tokens counts in the loss.
         """
         order, lengths = order[self.usable(row_length)[order]], np.minimum(self.lengths, row_length)
         if not pack:

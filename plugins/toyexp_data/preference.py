@@ -28,7 +28,7 @@ class Preference(Jsonl):
 
     @classmethod
     def recognises(cls, path: Path) -> int:
-        """Return 0, because the suffix .jsonl does not tell pairs from other examples."""
+        """Return 0 (no match): the suffix .jsonl does not show whether a file contains preference pairs."""
         return 0
 
     def open(self, vocabulary: Path | None) -> PairDataset:

@@ -1,8 +1,8 @@
-"""Render conversations with a GGUF file's own chat template, and split them into learned and read parts.
+"""Render conversations with a GGUF file's own chat template, and split the text into prompts and answers.
 
-The text before each answer is exactly the prompt that the template renders at inference. Some templates render a
-message differently when later messages follow it, for example without its reasoning. A conversation then becomes
-several rows.
+Only answers count in the loss. The text before each answer is exactly the prompt that the template renders at
+inference. Some templates render a message differently when later messages follow it, for example without its reasoning.
+A conversation then becomes several rows.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class Turn(NamedTuple):
 class ChatTemplate:
     """A GGUF file's own chat template. The constructor raises UserError if the template is unusable.
 
-    The template receives the date and time `now`.
+    `now` is the date and time that the template may print.
     """
 
     def __init__(self, template: str, tokenizer: Tokenizer, path: Path | str, now: datetime | None = None):
@@ -191,10 +191,11 @@ class _Conversation:
         return begin, len(text) - after
 
     def turn_end(self, number: int, prompted: bool) -> int:
-        """Return the character offset at which the content of the message before answer `number` ends.
+        """Return the character offset at which the content of message `number` - 1 ends, in the rendered chat.
 
-        The offset refers to the rendered chat up to this answer or, if `prompted`, up to the generation prompt in its
-        place. Raise BadExample if the end is not found.
+        Message `number` is an answer of the assistant. If `prompted` is False, the chat is rendered up to and including
+        this answer. If it is True, the chat ends in a generation prompt instead of the answer. Raise BadExample if the
+        end is not found.
         """
         content_range = self.find_content(number - 1, number + (not prompted), prompted) if number else (0, 0)
         if content_range is None:
@@ -240,10 +241,11 @@ def _common_prefix(first: str, second: str) -> int:
 
 
 def _join_turns(turns: Sequence[Turn], open_end: bool) -> list[list[Part]]:
-    """Join the answers of a conversation into as few training rows as possible.
+    """Join the turns of a conversation into as few training rows as possible, and return the rows.
 
-    An answer continues a row if the text before the answer begins with the whole text of that row. If the last answer
-    of a row has no end token, add end-of-text to the row. For the last row, do this only if `open_end` is True.
+    A turn is an answer and the text before it. It continues a row if the text before the answer begins with all the
+    text of that row. If the last answer of a row has no end token, an end-of-text token is added. For the last row,
+    this is done only if `open_end` is True.
     """
     rows: list[list[Part]] = []
     before = ""

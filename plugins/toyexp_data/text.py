@@ -74,7 +74,7 @@ class TokenizedData(SplitData):
         return toyexp.formats.read_tokenizer(toyexp.formats.open_gguf(str(source)))
 
     def bpe_notes(self, tokenizer: toyexp.Tokenizer) -> list[str]:
-        """Return a list with a note if the bpe tokenizer learned fewer tokens than requested; otherwise empty."""
+        """Return a list with a note if the BPE tokenizer has fewer tokens than requested; otherwise an empty list."""
         if self.tokenizer != "bpe" or tokenizer.vocab == self.bpe_vocab:
             return []
         return [f"only {tokenizer.vocab} of data.bpe_vocab={self.bpe_vocab} tokens learned: the text has no more pairs"]
@@ -90,7 +90,7 @@ class TextData(TokenizedData):
 
     @abstractmethod
     def files(self) -> FoundFiles:
-        """Return the documents in a fixed order."""
+        """Return the text files to read, each of which is a document, in a fixed order."""
 
     def check(self) -> None:
         """Raise UserError for invalid settings and a missing tokenizer file."""
@@ -181,7 +181,10 @@ class Stdlib(TextData):
 
     @classmethod
     def suggest_settings(cls, sizes: Mapping[str, Any], tokenizer: toyexp.Tokenizer | None) -> str | None:
-        """Return "" (no settings needed) if the model's tokenizer accepts any text, else None."""
+        """Return "" (the data fits and needs no settings) if the model's tokenizer accepts any text.
+
+        Otherwise return None: the data does not fit the model.
+        """
         try:
             if tokenizer and tokenizer.vocab <= SMALL:
                 tokenizer.encode(ANY_TEXT)
@@ -215,7 +218,10 @@ class Text(TextData):
 
     @classmethod
     def recognises(cls, path: Path) -> int:
-        """Return 2 (certain) for text suffixes and directories with such files, 1 for other files, otherwise 0."""
+        """Return 2 (a certain match) for files with a text suffix, and for directories that contain such files.
+
+        Return 1 (a possible match) for other files, and 0 for other directories.
+        """
         suffixes = cls.suffixes.split()
         if path.is_dir():
             return 2 if any(f.suffix in suffixes for f in path.rglob("*")) else 0

@@ -26,7 +26,7 @@ class GGUF(Format):
     type: str = "f32"  # f32 | f16 | bf16 | q8_0 | q4_0 | q4_1 | q5_0 | q5_1; with llama.cpp installed q2_k ... q6_k
 
     def check(self) -> None:
-        """Raise UserError for an unknown type. Raise Unavailable if llama.cpp is missing and the type needs it."""
+        """Raise UserError if the setting `type` is unknown, and Unavailable if it needs llama.cpp, which is missing."""
         formats.check_type(self.type)
 
     def check_model(self, model: Model) -> None:
@@ -47,14 +47,14 @@ class GGUF(Format):
         return formats.write_model(path, model, tensors, tokenizer, self.type, export.general, export.data)
 
     def write_adapter(self, plan: Plan, export: ModelExport, path: Path) -> list[str]:
-        """Write a GGUF file for llama.cpp's option --lora. Return warnings, as `write` does."""
+        """Write a LoRA adapter as a GGUF file for llama.cpp's option --lora. Return warnings about its numbers."""
         return formats.write_adapter(path, plan, export.tensors, export.general, export.chat_template)
 
     def write_again(self, file: ModelFile, path: Path, requantize: bool) -> list[str] | None:
-        """Copy a GGUF file to `path` in this format's type, with all its metadata.
+        """Copy a GGUF file to `path`, with its tensors converted to this format's type and with all its metadata.
 
-        Return warnings, as `write` does, or None if `file` is not a GGUF. Tensors that already have the right type are
-        copied unchanged.
+        Return a list of warnings about converted tensors, or None if `file` is not a GGUF. Tensors that already have
+        the right type are copied unchanged.
         """
         return formats.rewrite_gguf(file, path, self.type, requantize) if isinstance(file, formats.GGUFFile) else None
 
@@ -123,7 +123,7 @@ class HuggingFace(Format):
         return formats.write_folder(path, export, self.dtype)
 
     def write_adapter(self, plan: Plan, export: ModelExport, path: Path) -> list[str]:
-        """Write a directory for PEFT. Return warnings, as `write` does."""
+        """Write a LoRA adapter as a directory for PEFT. Return warnings about its numbers."""
         return formats.write_adapter_folder(path, plan, export)
 
     def recognises(self, path: Path) -> bool:

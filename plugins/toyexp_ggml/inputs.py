@@ -113,9 +113,10 @@ class Inputs:
         return self._constant(("mask", queries, keys), hidden)
 
     def visible(self, length: int, window: int, fill: float) -> Node:
-        """Return a matrix [length, length] over queries and keys: `fill` if hidden; else 1 for fill 0, and 0 for -inf.
+        """Return a causal mask [queries, keys], both of size `length`, with `fill` (0 or -inf) at hidden keys.
 
-        Later keys are hidden and, with a window, those that are `window` or more positions before the query.
+        Visible keys have the value 1 if `fill` is 0, and 0 if it is -inf. A query does not see later keys. If `window`
+        is not 0, it sees only the last `window` positions up to its own.
         """
 
         def make() -> np.ndarray:
@@ -150,19 +151,24 @@ class Inputs:
             self._tighter_bounds[name] = min(below, self._tighter_bounds.get(name, below))
 
     def target_indices(self, targets: Ids, n: int, classes: int) -> Node:
-        """Return the index of each target's logit in the flattened logits [n * classes], as a tensor [n]."""
+        """Return the index of each target's logit in the flattened logits [n * classes], as a flat tensor.
+
+        There are one or several targets for each of the n positions.
+        """
         if reason := too_many_logits(n, classes):
             raise GraphError(reason)
-        if not isinstance(targets, Ids) or targets.size != n:
+        if not isinstance(targets, Ids) or targets.size % n:
             raise GraphError(f"logits have {n} positions, but targets are {list(targets.shape)}")
-        name, base = targets.name, np.arange(n, dtype=np.int32) * classes
+        name, base = targets.name, np.repeat(np.arange(n, dtype=np.int32) * classes, targets.size // n)
         self._require_below(name, classes)
-        return self._derive(("places", name, classes), (n,), np.int32, lambda batch: base + batch[name].reshape(-1))
+        key = ("places", name, classes)
+        return self._derive(key, (targets.size,), np.int32, lambda batch: base + batch[name].reshape(-1))
 
     def weights(self, n: int, classes: int) -> Node:
-        """Return the weights of the batch's n targets as [n, k], where k divides `classes`.
+        """Return the weights of the batch's n targets as a tensor [n, k], with each weight repeated k times.
 
-        Each weight is repeated k times, because this makes ggml faster.
+        The number k is a divisor of `classes`. In ggml, multiplying the logits' gradient by the repeated weights is
+        faster than multiplying it by a column [n, 1].
         """
         k = max(k for k in range(1, min(classes, LONG) + 1) if classes % k == 0)
         return self._derive(

@@ -77,7 +77,7 @@ def _compile(command: Sequence[str], target: Path) -> str:
 
 
 def _cached_path(command: Sequence[str]) -> Path | None:
-    """Return the cache path for this compiler, source and machine; None if there is no private directory for it."""
+    """Return the cache path for this compiler, source and machine; None if there is no private directory."""
     folder, compiler = cache_dir(), shutil.which(command[0])
     if folder is None or not folder.is_absolute() or compiler is None or getattr(os, "getuid", None) is None:
         return None

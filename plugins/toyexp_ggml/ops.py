@@ -1,8 +1,8 @@
 """The ops of toyexp.Ops as ggml graph nodes, and for each op a rule that builds its gradient.
 
 Calling an op builds its forward nodes and records (result, inputs, rule) on a tape. `backward` reads the tape from its
-end. A rule takes dy, the gradient of the result, and returns one function per input, which builds that input's gradient
-and is called only if something trainable depends on it. A rule uses a fused op if the device has it.
+end. A rule takes dy, the gradient of the result, and returns one function per input, which builds the gradient of that
+input. `backward` calls the function only if it needs this gradient. A rule uses a fused op if the device has it.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Heads(NamedTuple):
         return self.g.reshape(x, self.rows, self.shared, self.heads // self.shared * x.shape[2], x.shape[3])
 
     def split(self, x: Node) -> Node:
-        """Undo `group`: return x [B, Hkv, G * n, ..] as [B, H, n, ..]."""
+        """Return x [B, Hkv, G * n, ..] as [B, H, n, ..], where H = Hkv * G. It is the inverse of `group`."""
         return self.g.reshape(x, self.rows, self.heads, x.shape[2] * self.shared // self.heads, x.shape[3])
 
 
@@ -131,7 +131,7 @@ class GGMLOps(Products):
             raise GraphError(f"{op}: {list(b.shape)} cannot be repeated to {list(a.shape)}")
 
     def _sum_to(self, x: Node, shape: tuple[int, ...]) -> Node:
-        """Return x summed over the axes that `shape` lacks, or has with size 1, in `shape`."""
+        """Return x summed to `shape`: over leading axes that `shape` lacks, and over axes with size 1 in `shape`."""
         if x.shape == shape:
             return x
         own = x.shape[len(x.shape) - len(shape) :]  # the axes of x that shape has too
@@ -216,13 +216,12 @@ class GGMLOps(Products):
 
     def take(self, x: Node, ids: Ids) -> Node:
         g = self.g
-        n, classes = x.size // x.shape[-1], x.shape[-1]
-        indices = self._inputs.target_indices(ids, n, classes)
-        y = g.get_rows(g.reshape(x, n * classes, 1), indices)
+        indices = self._inputs.target_indices(ids, x.size // x.shape[-1], x.shape[-1])
+        y = g.get_rows(g.reshape(x, x.size, 1), indices)
 
         def dx(dy: Node) -> Node:
-            zeros = g.scale(self._inputs.zeros(n * classes, 1), 0.0)
-            return g.reshape(g.set_rows(zeros, g.reshape(dy, n, 1), indices), *x.shape)
+            zeros = g.scale(self._inputs.zeros(x.size, 1), 0.0)
+            return g.reshape(g.set_rows(zeros, g.reshape(dy, ids.size, 1), indices), *x.shape)
 
         return self._record(g.reshape(y, *ids.shape), (x,), lambda dy: (lambda: dx(dy),))
 
@@ -367,16 +366,19 @@ class GGMLOps(Products):
 
     def attention(
         self, q: Node, k: Node, v: Node, causal: bool = True, *, window: int = 0, scale: float | None = None,
-        softcap: float = 0.0, sinks: Node | None = None,
+        softcap: float = 0.0, sinks: Node | None = None, bias: Node | None = None,
     ) -> Node:  # fmt: skip
         """Compute attention in blocks of queries, so that causal attention skips most of the masked keys.
 
-        The query heads that share a key/value head are adjacent, so reshaping [B, H, n, D] joins them without a copy;
-        see `Heads`. Windows, softcap, sinks and values of another size than keys are composed of other ops.
+        The query heads that share a key/value head are adjacent, so reshaping [B, H, n, D] joins them without a copy.
+        Attention with a window, softcap, sinks or a bias, or with values of another size than the keys, uses
+        `compose_attention` instead.
         """
         g = self.g
-        if (causal and 0 < window < q.shape[1]) or softcap or sinks is not None or v.shape[-1] != k.shape[-1]:
-            return self.compose_attention(q, k, v, causal, window=window, scale=scale, softcap=softcap, sinks=sinks)
+        is_plain = sinks is None and bias is None and not softcap and v.shape[-1] == k.shape[-1]
+        if not is_plain or (causal and 0 < window < q.shape[1]):
+            rest = {"sinks": sinks, "bias": bias}
+            return self.compose_attention(q, k, v, causal, window=window, scale=scale, softcap=softcap, **rest)
         rows, length, heads, size = q.shape
         if k.shape != v.shape or k.shape != (rows, length, k.shape[2], size) or heads % k.shape[2]:
             raise GraphError(
@@ -539,11 +541,25 @@ class GGMLOps(Products):
 
         return self._record(loss, (logits,), lambda dy: (lambda: self._times_scalar(gradient(), dy),))
 
+    def token_log_probs(self, logits: Node, targets: Ids) -> Node:
+        """Return log softmax(logits) at the targets, whose gradient is one_hot(target) - p; see `cross_entropy`."""
+        g = self.g
+        n, classes = logits.size // logits.shape[-1], logits.shape[-1]
+        target_indices = self._inputs.target_indices(targets, n, classes)
+        p = g.reshape(g.softmax(logits), n * classes, 1)
+        picked = g.get_rows(p, target_indices)  # [n, 1]
+
+        def dx(dy: Node) -> Node:
+            lowered = g.reshape(g.set_rows(p, g.scale(picked, 1.0, -1.0), target_indices), n, classes)
+            return g.reshape(g.mul(lowered, g.scale(g.reshape(dy, n, 1), -1.0)), *logits.shape)
+
+        return self._record(g.reshape(self._log(picked), *targets.shape), (logits,), lambda dy: (lambda: dx(dy),))
+
     def _log(self, p: Node) -> Node:
         """Return log(p) of probabilities.
 
-        One that underflows to 0 counts as 1e-37, a loss of 85, close to the limit of float32. ggml's clamp turns NaN
-        into a number, so 0 times its input is added: logits with NaN have to give a NaN loss.
+        A probability that underflows to 0 counts as 1e-37, which gives a loss of 85. ggml's clamp turns NaN into a
+        number. Adding 0 * p restores the NaN, so that logits with NaN give a NaN loss.
         """
         g = self.g
         return g.add(g.log(g.clamp(g.scale(p, 1.0), 1e-37, 1.0)), g.scale(p, 0.0))

@@ -35,14 +35,14 @@ SHORTEST = 128  # fewest terms in a slice: with fewer, writing the result costs 
 
 
 def stack_count(n: int, m: int) -> int:
-    """Return the number of products of NARROW rows into which to split a product with the result [n, m]."""
+    """Return into how many matrix products, of NARROW rows each, to split a product with the result [n, m]."""
     if min(n, m) <= NARROW or n % NARROW or _groups(n, m, WIDE) >= ENOUGH:
         return 1
     return n // NARROW
 
 
 def slice_count(n: int, m: int, k: int) -> int:
-    """Return the number of slices into which to split the sums of k terms in a product with the result [n, m]."""
+    """Return into how many slices to split the k terms of each sum in a matrix product with the result [n, m]."""
     side = NARROW if min(n, m) <= NARROW or stack_count(n, m) > 1 else WIDE
     count, groups = 1, _groups(n, m, side)
     while min(n, m) > COLUMN and count * groups < ENOUGH and k % (2 * count * SHORTEST) == 0:
@@ -54,13 +54,17 @@ def _groups(n: int, m: int, side: int) -> int:
     return -(-n // side) * -(-m // side)
 
 
+def _as_tuple(results: Node | tuple[Node, ...]) -> tuple[Node, ...]:
+    return results if isinstance(results, tuple) else (results,)
+
+
 @dataclass(frozen=True)
 class Block:
-    """Record of a block's first forward pass: its tape, its result `out`, and a function that runs the block again."""
+    """Record of a block's first forward pass: its tape, its results, and a function that runs the block again."""
 
     tape: Tape
-    run: Callable[[], Node]
-    out: Node
+    run: Callable[[], Node | tuple[Node, ...]]
+    outs: tuple[Node, ...]
 
 
 class TapedOps(Ops):
@@ -85,19 +89,19 @@ class TapedOps(Ops):
         self._tape.append((outs, inputs, rule))
         return outs
 
-    def block(self, function: Callable[..., Node], x: Node, p: Params, *rest: Any) -> Node:
+    def block(self, function: Callable[..., Any], x: Node, p: Params, *rest: Any) -> Any:
         """Run a block of the model; see Ops.block. A block inside another is recorded as a part of the outer one."""
         if self._is_inside:
             return super().block(function, x, p, *rest)
 
-        def run() -> Node:
+        def run() -> Any:
             self._tape, self._is_inside = [], True
             out = function(self, x, p, *rest)
             self._is_inside = False
             return out
 
         out = run()
-        block, self._tape = Block(self._tape, run, out), []
+        block, self._tape = Block(self._tape, run, _as_tuple(out)), []
         self._segments += [block, self._tape]
         return out
 
@@ -121,22 +125,23 @@ class TapedOps(Ops):
         return {node: gradients[node] for node in trainable if node in gradients}
 
     def _times_scalar(self, x: Node, dy: Node) -> Node:
-        """Return x times dy [1], the gradient of a scalar."""
+        """Return x times the node dy [1], which is the gradient of a scalar result."""
         if self._seed is None or dy is not self._seed[0]:
             return self.g.mul(x, dy)
         return x if self._seed[1] == 1 else self.g.scale(x, self._seed[1])
 
     def _run_again(self, block: Block, gradients: dict[Node, Node]) -> Tape:
-        """Run the block again and return the new tape, which is empty if the block's result has no gradient.
+        """Run the block again and return the new tape, which is empty if the block's results have no gradient.
 
-        In `gradients`, the new result takes the place of the first one.
+        In `gradients`, the new results take the places of the first ones.
         """
-        gradient = gradients.pop(block.out, None)
+        of_outs = [gradients.pop(out, None) for out in block.outs]
         if any(out in gradients for outs, _, _ in block.tape for out in outs):
             raise GraphError("engine.recompute=true: a block's tensor is used outside the block; use recompute=false")
-        if gradient is None:
+        if not any(of_outs):
             return []
-        gradients[block.run()] = gradient
+        again = zip(_as_tuple(block.run()), of_outs, strict=True)
+        gradients.update((out, gradient) for out, gradient in again if gradient is not None)
         return self._tape
 
     @staticmethod
@@ -160,7 +165,7 @@ class TapedOps(Ops):
 
 
 class Products(TapedOps):
-    """Matrix products, sums and concatenations, in the form that is fastest on the device."""
+    """Ops for matrix products, sums and concatenations. Each uses the ggml ops that are fastest on the device."""
 
     def __init__(self, graph: Graph, profile: Profile, inputs: Inputs, recompute: bool):
         super().__init__(graph, recompute)
@@ -187,7 +192,7 @@ class Products(TapedOps):
         return self._transposes[x, slices]
 
     def _has_out_prod(self, x: Node) -> bool:
-        """Return True if x is a matrix and the device (BLAS, CUDA) can multiply without a transposed copy."""
+        """Return True if x is a matrix and the device has the op OUT_PROD, which needs no transposed copy."""
         return self._profile.has("OUT_PROD") and len(x.shape) == 2
 
     def _multiply_rows(self, w: Node, x: Node) -> Node:

@@ -39,10 +39,9 @@ P = TypeVar("P", bound="Backend | Memory | MappedFile | Inputs")
 
 
 def choose_share_count(plan: Plan) -> int:
-    """Return the number of shares into which the rows of a step are split.
+    """Return into how many shares to split the rows of a step, to compute the shares at the same time.
 
-    The shares are computed at the same time; see SHARES. Their number depends only on the plan, not on the machine,
-    because it changes the last digits of the results.
+    The result depends only on the plan, not on the machine, because it changes the last digits of the losses.
     """
     trained = sum(t.size for t in plan.trainable)
     splits = plan.objective.rows_together == 1
@@ -53,7 +52,7 @@ def choose_share_count(plan: Plan) -> int:
 
 @dataclass(frozen=True)
 class Share:
-    """Share of a micro-batch's rows, with the backend that computes it and the nodes that sum its gradients."""
+    """A part of the rows of a micro-batch, the backend that computes it, and nodes that sum its gradients."""
 
     backend: Backend
     inputs: Inputs
@@ -100,7 +99,10 @@ class GGMLSession(Session):
         memory.allocate()
 
     def _make_shares(self, count: int) -> list[Share]:
-        """Return `count` shares of the rows. A single share uses the session's backend; several have their own."""
+        """Split the rows of a micro-batch into `count` equal shares.
+
+        A single share uses the session's backend. With several shares, each has a backend of its own.
+        """
         rows, threads, shares = self.plan.rows // count, max(1, self._threads // count), []
         for i in range(count):
             backend, inputs = self._backend, self._inputs
@@ -140,7 +142,10 @@ class GGMLSession(Session):
         return part
 
     def describe(self) -> dict[str, Any]:
-        """Return the device and its threads and, if the plan trains, size, backends and memory of the step's graph."""
+        """Return the device and the number of threads.
+
+        If the plan trains tensors, also describe the graph of the training step: its nodes, backends and memory.
+        """
         facts = {
             "framework": f"ggml {version()}",
             "device": self._device,
@@ -210,9 +215,9 @@ class GGMLSession(Session):
         return StepMetrics(loss, _number(self._compute("update")["norm"]))
 
     def _accumulate_all(self, micro: Batch) -> float:
-        """Compute all shares of a micro-batch at the same time, and return its loss; see `_accumulate`.
+        """Call `_accumulate` for all shares of a micro-batch at the same time, and return the micro-batch's loss.
 
-        If a share fails, wait for the others before raising the error.
+        If one call fails, wait for the other calls before raising the error.
         """
         if len(self._shares) == 1:
             return self._accumulate(micro, 0)
@@ -221,9 +226,9 @@ class GGMLSession(Session):
         return sum(call.result() for call in calls)
 
     def _accumulate(self, micro: Batch, i: int) -> float:
-        """Compute the loss and the gradients of share `i` of a micro-batch; return the loss.
+        """Compute the loss and the gradients of share `i` of a micro-batch's rows, and return the loss.
 
-        The gradients are added to the share's sums or, without gradient accumulation, replace the sums.
+        With gradient accumulation, add the gradients to the share's `sums`. Otherwise replace the `sums`.
         """
         share = self._shares[i]
         share.inputs.load({name: array[share.rows] for name, array in micro.items()})
@@ -305,7 +310,7 @@ class GGMLSession(Session):
         After a computation only the loss can be read, because the memory of the gradients is reused.
         """
         ops, params, batch = self._arguments(graph, inputs)
-        loss = self.plan.objective.loss(ops, self.plan.model, params, batch)
+        loss = self.plan.objective.training_loss(ops, self.plan.model, params, batch)
         graph.want(loss, keep=True)
         trainable = {t.name: self._weights[t.name] for t in self.plan.trainable}
         # The gradient of a mean over n targets is too small for float16, so it is multiplied by about n.
@@ -337,9 +342,9 @@ class GGMLSession(Session):
         yield from graph.want_all(graph.total(row) for row in rows)
 
     def _sum_of_squares(self, graph: Graph, alike: Sequence[Node]) -> Node:
-        """Return the elementwise sum [n] of the squares of the nodes `alike`, [n] each.
+        """Square the nodes `alike` [n] element by element, and return the sum [n] of these squares.
 
-        To save memory, at most SQUARES of the squares exist at a time.
+        To save memory, at most SQUARES squared nodes exist at a time.
         """
         total: Any = None
         for start in range(0, len(alike), SQUARES):

@@ -106,10 +106,10 @@ class Update:
 
 
 def float32_hp(hp: np.ndarray) -> np.ndarray:
-    """Return AdamW's hyperparameters for ggml's kernel in float32; `hp` and the result are as in `Graph.adamw`.
+    """Convert AdamW's hyperparameters [lr, beta1, beta2, eps, weight_decay, s5, s6] to float32 for ggml's kernel.
 
-    The kernel computes 1 - beta in float32, with a relative error of 1.3e-5 for 0.999. The last two numbers, which
-    multiply the moments, correct this.
+    The kernel computes 1 - beta in float32. For beta = 0.999 this has a relative error of 1.3e-5. To correct the error,
+    adjust s5 and s6, by which the kernel multiplies the moments.
     """
     rounded = hp.astype(np.float32)
     complement = (1 - rounded[1:3]).astype(np.float64)

@@ -1,4 +1,4 @@
-"""AFM (Arcee AI 2025): as llama, with squared ReLU (So et al. 2021) instead of a gated feed-forward layer."""
+"""AFM (Arcee AI 2025): Llama with squared ReLU (So et al. 2021) instead of a gated feed-forward layer."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from toyexp_models.rotary import RotaryModel, linear
 
 @dataclass
 class Arcee(RotaryModel):
-    """Arcee's AFM: as llama, with squared ReLU and no gate in the feed-forward layer."""
+    """Arcee's AFM: Llama with squared ReLU and no gate in the feed-forward layer."""
 
     name: ClassVar[str] = "arcee"
     forms: ClassVar[Mapping[str, Any]] = {"gguf": RotaryGGUF(), "hf": arcee_layout, "config": read_config}

@@ -1,4 +1,4 @@
-"""Gemma 2 and 3 (Gemma Team 2024, 2025): most layers see a window of positions; norms before and after each layer."""
+"""Gemma 2 and 3 (Gemma Team 2024, 2025): sliding-window attention in some layers, norms before and after each layer."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class WindowedGemma(Gemma):
     final_softcap: float = 0.0  # limit of the logits: cap * tanh(logit / cap); 0: none
 
     def check(self) -> None:
-        """Raise UserError for sizes that cannot work."""
+        """Raise UserError for invalid sizes."""
         super().check()
         self.require_positive("window_period")
         require_range("model", self, window=f"[0,{MAX_INT}]", final_softcap="[0,inf)")
@@ -35,7 +35,7 @@ class WindowedGemma(Gemma):
         return super().shapes() | dict.fromkeys(("post_attention_norm", "post_ffw_norm"), (self.d_model,))
 
     def layer(self, i: int) -> tuple[bool]:
-        """Return True if layer `i` sees a window of positions."""
+        """Return (True,) if attention in layer `i` is limited to a sliding window, otherwise (False,)."""
         return (self.window > 0 and (i + 1) % self.window_period != 0,)
 
     def block(self, ops: Ops, x: Tensor, p: Params, *layer: Any) -> Tensor:
@@ -46,7 +46,7 @@ class WindowedGemma(Gemma):
         return ops.add(x, self.norm(ops, h, p, "post_ffw_norm"))
 
     def attend(self, ops: Ops, q: Tensor, k: Tensor, v: Tensor, *layer: Any) -> Tensor:
-        """Return rope and attention [B, T, H*D] of q [B, T, H, D] and k, v [B, T, Hkv, D]."""
+        """Apply RoPE to q [B, T, H, D] and k [B, T, Hkv, D]; return attention with v [B, T, Hkv, D] -> [B, T, H*D]."""
         (has_window,) = layer
         rotary, window = (self.window_rotary(), self.window) if has_window else (self.rotary(), 0)
         q, k = ops.rope(q, rotary), ops.rope(k, rotary)
@@ -60,22 +60,17 @@ class WindowedGemma(Gemma):
 
     @property
     def score_cap(self) -> float:
-        """Limit of attention scores; 0: none."""
+        """Soft cap c of the attention scores: a score s becomes c * tanh(s / c). 0 means no cap."""
         return 0.0
 
     def window_rotary(self) -> Rotary:
-        """Return the rotary embedding in layers with a window."""
+        """Return the rotary embedding for layers with sliding-window attention."""
         return self.rotary()
-
-    def logits(self, ops: Ops, x: Tensor, table: Tensor) -> Tensor:
-        """Return the logits, limited by final_softcap."""
-        logits = super().logits(ops, x, table)
-        return ops.softcap(logits, self.final_softcap) if self.final_softcap else logits
 
 
 @dataclass
 class Gemma2(WindowedGemma):
-    """Gemma 2: as gemma, with windows in every second layer, norms after layers, and limits of scores and logits."""
+    """Gemma 2: Gemma with sliding windows in every second layer, norms after layers, soft-capped scores and logits."""
 
     name: ClassVar[str] = "gemma2"
     forms: ClassVar[Mapping[str, Any]] = {"gguf": Gemma2GGUF(), "hf": gemma2_layout, "config": read_config}
@@ -86,19 +81,19 @@ class Gemma2(WindowedGemma):
     score_softcap: float = 50.0  # limit of the attention scores: cap * tanh(score / cap)
 
     def check(self) -> None:
-        """Raise UserError for sizes that cannot work."""
+        """Raise UserError for invalid sizes."""
         super().check()
         self.require_positive("window", "final_softcap", "score_softcap")
 
     @property
     def score_cap(self) -> float:
-        """Limit of attention scores."""
+        """Soft cap c of the attention scores: a score s becomes c * tanh(s / c)."""
         return self.score_softcap
 
 
 @dataclass
 class Gemma3(WindowedGemma):
-    """Gemma 3: as gemma, with windows in most layers, norms after layers and on each head of q and k."""
+    """Gemma 3: Gemma with sliding windows in most layers, norms after layers, and a norm on each head of q and k."""
 
     name: ClassVar[str] = "gemma3"
     forms: ClassVar[Mapping[str, Any]] = {"gguf": Gemma3GGUF(), "hf": gemma3_layout, "config": read_config}
@@ -109,10 +104,10 @@ class Gemma3(WindowedGemma):
     window_rope_base: float = 10000.0  # base of the rotary frequencies in layers with a window
 
     def check(self) -> None:
-        """Raise UserError for sizes that cannot work."""
+        """Raise UserError for invalid sizes."""
         super().check()
         self.require_positive("window_rope_base")
 
     def window_rotary(self) -> Rotary:
-        """Return the rotary embedding in layers with a window, where positions are not scaled."""
+        """Return the rotary embedding for layers with sliding-window attention. It does not scale positions."""
         return Rotary(self.window_rope_base, halves=True)

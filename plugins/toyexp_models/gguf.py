@@ -126,7 +126,7 @@ class ExpertsGGUF(RotaryGGUF):
     """GGUF form of qwen3moe and olmoe: keys of the experts."""
 
     def metadata(self, model: Any) -> dict[str, Any]:
-        """Return the GGUF keys and values of rotary models and of the experts."""
+        """Return the GGUF keys and values, including those of the experts."""
         experts = {"expert_count": model.experts, "expert_used_count": model.experts_used}
         return super().metadata(model) | experts | {"expert_feed_forward_length": model.d_ff}
 
@@ -141,24 +141,27 @@ class ExpertsGGUF(RotaryGGUF):
 
 
 class GraniteGGUF(LlamaGGUF):
-    """GGUF form of granite: llama's with keys of four multipliers. Without RoPE, `rope.scaling.finetuned` is false."""
+    """GGUF form of granite: that of llama, plus four keys for multipliers.
+
+    For a model without RoPE, `rope.scaling.finetuned` is false.
+    """
 
     def metadata(self, model: Any) -> dict[str, Any]:
-        """Return the GGUF keys and values of llama and of the multipliers."""
+        """Return the GGUF keys and values: those of llama, and the multipliers."""
         keys = {name: getattr(model, name) for name in GRANITE_SCALES}
         keys |= {"attention.scale": model.attention_scale} if model.attention_scale else {}
         keys |= {} if model.rope else {"rope.scaling.finetuned": False}
         return super().metadata(model) | keys
 
     def sizes(self, keys: Keys) -> dict[str, Any]:
-        """Return the model's fields, read from the file. As in llama.cpp, a multiplier of 0 is the default."""
+        """Return the model's fields, read from the file. As in llama.cpp, a multiplier of 0 in the file means 1."""
         scales = {name: keys.number(name, default) or 1.0 for name, default in GRANITE_SCALES.items()}
         scales["attention_scale"] = keys.number("attention.scale", 0.0)
         return {"rope": keys.expect("rope.scaling.finetuned", True, False), **scales, **super().sizes(keys)}
 
 
 class Gemma2GGUF(RotaryGGUF):
-    """GGUF form of gemma2: keys of windows and of the limits of scores and logits."""
+    """GGUF form of gemma2, with keys for the sliding window and the soft caps of scores and logits."""
 
     window, period = 4096, 2  # llama.cpp's values for missing keys
     caps: Mapping[str, tuple[str, float]] = {
@@ -167,7 +170,7 @@ class Gemma2GGUF(RotaryGGUF):
     }
 
     def metadata(self, model: Any) -> dict[str, Any]:
-        """Return the GGUF keys and values of rotary models, windows and limits."""
+        """Return the GGUF keys and values, including those of the sliding window and of the soft caps."""
         keys = {"attention.sliding_window": model.window}
         if model.window:
             keys["attention.sliding_window_pattern"] = model.window_period
@@ -184,13 +187,13 @@ class Gemma2GGUF(RotaryGGUF):
 
 
 class Gemma3GGUF(Gemma2GGUF):
-    """GGUF form of gemma3: keys of windows, of their RoPE, and of the limit of the logits."""
+    """GGUF form of gemma3, with keys for the sliding window, its RoPE base, and the soft cap of the logits."""
 
     window, period = 0, 6
     caps: Mapping[str, tuple[str, float]] = {"final_softcap": ("final_logit_softcapping", 0.0)}
 
     def metadata(self, model: Any) -> dict[str, Any]:
-        """Return the GGUF keys and values of rotary models, windows and limits."""
+        """Return the GGUF keys and values, including those of the sliding window and of the soft caps."""
         return super().metadata(model) | {"rope.freq_base_swa": model.window_rope_base}
 
     def sizes(self, keys: Keys) -> dict[str, Any]:

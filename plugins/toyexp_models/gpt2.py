@@ -12,10 +12,9 @@ from toyexp.base import require_range
 from toyexp_models.gguf import GPT2GGUF
 from toyexp_models.huggingface import gpt2_layout
 from toyexp_models.huggingface_config import read_config
-from toyexp_models.language import LanguageModel, linear_specs, norm_specs, require_shared_heads
+from toyexp_models.language import DROPPED, LanguageModel, linear_specs, norm_specs, require_shared_heads
 from toyexp_models.mup import MuP
 
-DROPPED = ("attn_output", "ffn_down")  # layers of a block whose outputs dropout applies to
 NO_MASKS: Mapping[str, Tensor] = MappingProxyType({})
 
 
@@ -31,7 +30,7 @@ class GPT2(MuP, LanguageModel):
     dropout: float = 0.0  # probability of dropping a number after embedding, attention and feed-forward layer
 
     def check(self) -> None:
-        """Raise UserError for sizes that cannot work."""
+        """Raise UserError for invalid sizes."""
         super().check()
         self.require_positive("mup_base_width")
         require_range("model", self, dropout="[0,1)")
@@ -55,12 +54,6 @@ class GPT2(MuP, LanguageModel):
         if not self.tied:
             specs.append(TensorSpec("output.weight", (self.vocab, d), small))
         return self.parametrise(specs)
-
-    def masks(self) -> dict[str, tuple[tuple[int | str, ...], float]]:
-        """Return the dropout masks of the embedding and of both layers of each block, if there is dropout."""
-        layers = [f"blk.{i}.{layer}" for i in range(self.n_layers) for layer in DROPPED]
-        names = ["token_embd", *layers] if self.dropout else []
-        return {f"{name}.dropout": (("T", self.d_model), self.dropout) for name in names}
 
     def forward(self, ops: Ops, p: Params, batch: Mapping[str, Tensor]) -> Tensor:
         """Return the logits [B, T, vocab] of tokens [B, T]."""

@@ -44,7 +44,7 @@ def _require_divisible_width(model: RotaryModel) -> None:
     """Raise UserError unless n_heads divides d_model."""
     if model.d_model % model.n_heads:
         heads = f"model.n_heads={model.n_heads} does not divide model.d_model={model.d_model}"
-        raise UserError(f"{heads}, but must for transformers' {model.name}; only GGUF can store this model")
+        raise UserError(f"{heads}, which transformers' {model.name} requires; only GGUF can store this model")
 
 
 def granite_layout(model: Any, data: Data) -> Layout:
@@ -91,7 +91,7 @@ def gemma_layout(model: RotaryModel, data: Data) -> Layout:
 
 
 def _subtract_one(tensors: Mapping[str, HFTensor]) -> dict[str, HFTensor]:
-    """Return the tensors of a layout in which the weights of norms are stored minus 1."""
+    """Return `tensors`, changed so that 1 is subtracted from the weights of norms when they are written."""
 
     def subtract(weight: np.ndarray) -> np.ndarray:
         return weight - 1
@@ -122,7 +122,10 @@ def gemma3_layout(model: Any, data: Data) -> Layout:
 
 
 def _windowed_layout(model: Any, own: Mapping[str, Any], problem: str) -> Layout:
-    """Return the layout of gemma2 or gemma3 with the settings `own`; llama.cpp's converter has the `problem`."""
+    """Return the layout of gemma2 or gemma3, with the entries `own` added to config.json.
+
+    `problem` is a sentence about a setting that llama.cpp's converter ignores, or an empty string.
+    """
     _require_divisible_width(model)
     names = {
         "post_attention_norm": "post_attention_layernorm",
@@ -186,7 +189,10 @@ def olmoe_layout(model: Any, data: Data) -> Layout:
 
 
 def _experts_layout(model: Any, own: Mapping[str, Any], problem: str) -> Layout:
-    """Return the layout of a model with experts and the settings `own`; llama.cpp's converter has the `problem`."""
+    """Return the layout of a model with experts, with the entries `own` added to config.json.
+
+    `problem` is a sentence about a setting that llama.cpp's converter ignores, or an empty string.
+    """
     names = {f"ffn_{n}_exps": f"mlp.experts.{{}}.{n}_proj" for n in ("gate", "up", "down")} | {
         "ffn_gate_inp": "mlp.gate"
     }
@@ -221,7 +227,7 @@ def lfm2_layout(model: Any, data: Data) -> Layout:
 
 
 def gpt2_layout(model: LanguageModel, data: Data) -> Layout:
-    """Return the layout of GPT2LMHeadModel, which stores the weights of linears as [in, out]."""
+    """Return the layout of GPT2LMHeadModel, which stores the weights of linear layers as [in, out]."""
     import numpy as np  # deferred, because listing models does not need it
 
     config = {
@@ -254,9 +260,9 @@ def gpt2_layout(model: LanguageModel, data: Data) -> Layout:
 def _rotary(model: RotaryModel, biased: tuple[str, ...] | None = None, names: Mapping[str, str] = ROTARY) -> Layout:
     """Return the layout of a RotaryModel in transformers, where RoPE rotates pairs (x[i], x[i + D/2]).
 
-    `biased` names the linears of a block that have a bias in transformers. By default, these are all linears of the
-    attention if at least one of them has a bias in the model, and likewise for the feed-forward layer.
-    `names` are the names in transformers that differ from those of llama.
+    `biased` names the linear layers of a block that have a bias in transformers. By default, all linear layers of the
+    attention have one if any of them has a bias in the model; the same holds for those of the feed-forward layer.
+    `names` maps GGUF names to names in transformers, where these differ from llama's.
     """
     biases, names = model.biases(), {**ROTARY, **names}
     if biased is None:
@@ -291,7 +297,7 @@ def _rotary(model: RotaryModel, biased: tuple[str, ...] | None = None, names: Ma
 
 
 def _row_order(model: RotaryModel, name: str) -> ArrayFunction:
-    """Return the function that reorders the outputs of the linear `name` for RoPE on pairs (x[i], x[i + D/2])."""
+    """Return a function that reorders the outputs of the linear layer `name` for RoPE on pairs (x[i], x[i + D/2])."""
     heads = {"attn_q": model.n_heads, "attn_k": model.n_kv_heads}.get(name)
     if model.halves or heads is None:
         return identity

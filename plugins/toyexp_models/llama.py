@@ -33,7 +33,7 @@ class Llama(MuP, RotaryModel):
     rope_factors: list[float] = field(default_factory=list)  # per-frequency RoPE divisors (Llama 3)
 
     def check(self) -> None:
-        """Raise UserError for sizes that cannot work."""
+        """Raise UserError for invalid sizes."""
         super().check()
         self.require_positive("mup_base_width")
         if len(self.rope_factors) not in (0, self.head_size // 2):
@@ -62,7 +62,7 @@ class Llama(MuP, RotaryModel):
 
 @dataclass
 class Qwen2(RotaryModel):
-    """Qwen 2 and 2.5: as llama, with biases on q, k and v."""
+    """Qwen 2 and 2.5: Llama with biases on q, k and v."""
 
     name: ClassVar[str] = "qwen2"
     forms: ClassVar[Mapping[str, Any]] = {"gguf": RotaryGGUF(), "hf": qwen2_layout, "config": read_config}
@@ -72,7 +72,7 @@ class Qwen2(RotaryModel):
     rope_base: float = 1e6  # base of the rotary frequencies
 
     def check(self) -> None:
-        """Raise UserError for sizes that cannot work."""
+        """Raise UserError for invalid sizes."""
         super().check()
         if self.head_size * self.n_heads != self.d_model:
             rule = "in llama.cpp's qwen2 heads have d_model / n_heads features"
@@ -81,7 +81,7 @@ class Qwen2(RotaryModel):
 
 @dataclass
 class Qwen3(RotaryModel):
-    """Qwen 3: as llama, with a norm on each head of q and k."""
+    """Qwen 3: Llama with a norm on each head of q and k."""
 
     name: ClassVar[str] = "qwen3"
     forms: ClassVar[Mapping[str, Any]] = {"gguf": RotaryGGUF(), "hf": qwen3_layout, "config": read_config}
@@ -93,7 +93,7 @@ class Qwen3(RotaryModel):
 
 @dataclass
 class Gemma(RotaryModel):
-    """Gemma 1: as llama, with scaled embeddings, GeGLU, and a tied output layer."""
+    """Gemma 1: Llama with scaled embeddings, GeGLU, and a tied output layer."""
 
     name: ClassVar[str] = "gemma"
     forms: ClassVar[Mapping[str, Any]] = {"gguf": RotaryGGUF(), "hf": gemma_layout, "config": read_config}

@@ -27,7 +27,7 @@ class MLP(Model):
     bias: bool = True  # add a bias in each layer
 
     def check(self) -> None:
-        """Raise UserError for sizes that cannot work and for an unknown activation."""
+        """Raise UserError for invalid sizes and for an unknown activation."""
         self.require_positive("d_hidden", "n_layers")
         for name in ("d_in", "d_out"):
             if getattr(self, name) < 0:

@@ -26,15 +26,21 @@ class MuP:
 
     @property
     def logit_factor(self: Any) -> float:
-        """Factor of the logits: mup_base_width / d_model with muP."""
+        """Number by which the logits are multiplied: mup_base_width / d_model with muP, otherwise 1."""
         return float(self.mup_base_width / self.d_model) if self.mup else 1.0
 
     def score_factor(self, head_size: int) -> float | None:
-        """Return the factor of attention scores: 1 / head_size with muP, otherwise None: 1 / sqrt(head_size)."""
+        """Return 1 / head_size, the factor of attention scores with muP.
+
+        Without muP return None, which stands for the usual factor 1 / sqrt(head_size).
+        """
         return 1 / head_size if self.mup else None
 
     def parametrise(self: Any, specs: Sequence[TensorSpec]) -> list[TensorSpec]:
-        """Return the specs. With muP, matrices of blocks have a variance of 1 / inputs and a scaled learning rate."""
+        """Return `specs`; with muP, change the matrices of blocks.
+
+        They get initial values with a variance of 1 / inputs, and a learning rate multiplied by `logit_factor`.
+        """
 
         def hidden(spec: TensorSpec) -> TensorSpec:
             return replace(spec, init=Normal(1 / math.sqrt(spec.shape[1])), lr_scale=self.logit_factor)
@@ -45,7 +51,8 @@ class MuP:
     def fold(self: Any, tensors: Mapping[str, np.ndarray]) -> tuple[Model, Mapping[str, np.ndarray]]:
         """Return an equal model without muP, and its tensors.
 
-        The factor of the logits is part of the last norm, and that of attention scores of the query projections.
+        The weights of the last norm are multiplied by the factor of the logits. Those of the query projections are
+        multiplied by 1 / sqrt(head_size), because without muP the factor of attention scores is larger.
         """
         if not self.mup:
             return self, tensors

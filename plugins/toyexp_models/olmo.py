@@ -1,4 +1,4 @@
-"""OLMo 2 (OLMo team 2024): as llama, with norms after attention and feed-forward layer and on all of q and of k."""
+"""OLMo 2 (OLMo team 2024): Llama with norms after attention and feed-forward layer, and on q and k across heads."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from toyexp_models.rotary import RotaryModel
 
 @dataclass
 class Olmo2(RotaryModel):
-    """OLMo 2: as llama, with norms after attention and feed-forward, and on q and k before heads are cut."""
+    """OLMo 2: Llama with norms after attention and feed-forward layer, and on q and k across all heads."""
 
     name: ClassVar[str] = "olmo2"
     forms: ClassVar[Mapping[str, Any]] = {"gguf": RotaryGGUF(), "hf": olmo2_layout, "config": read_config}

@@ -35,7 +35,7 @@ class RotaryModel(LanguageModel):
         return self.head_dim or self.d_model // self.n_heads
 
     def check(self) -> None:
-        """Raise UserError for sizes that cannot work."""
+        """Raise UserError for invalid sizes."""
         super().check()
         for name, value in self.fixed.items():
             if (given := getattr(self, name)) != value:
@@ -70,7 +70,7 @@ class RotaryModel(LanguageModel):
     def tensors(self) -> list[TensorSpec]:
         """Return the specs of all tensors.
 
-        Embeddings start from N(0, 0.02), linears from N(0, 1/sqrt(inputs)), norms from 1, biases from 0.
+        Embeddings start from N(0, 0.02), linear layers from N(0, 1/sqrt(inputs)), norms from 1, biases from 0.
         """
 
         def weight(name: str, shape: tuple[int, ...]) -> TensorSpec:
@@ -117,20 +117,32 @@ class RotaryModel(LanguageModel):
         return ops.swiglu(gate, up)
 
     def layer(self, i: int) -> tuple[Any, ...]:
-        """Return further arguments of `block` for layer `i`, if layers differ; here there are none."""
+        """Return additional arguments with which `forward` calls `block` for layer `i`.
+
+        This base class returns none. A subclass whose layers differ from each other overrides this method.
+        """
         return ()
 
     def forward(self, ops: Ops, p: Params, batch: Mapping[str, Tensor]) -> Tensor:
         """Return the logits [B, T, vocab] of tokens [B, T]."""
-        x = self.embed(ops, p["token_embd.weight"], batch["tokens"])  # [B, T, d]
-        for i in range(self.n_layers):
-            x = ops.block(self.block, x, p.block(i), *self.layer(i))
-        x = ops.rms_norm(x, p[f"{self.last_norm}.weight"], self.norm_eps)
+        x = self.blocks(ops, self.embed(ops, p["token_embd.weight"], batch["tokens"]), p, batch)  # [B, T, d]
+        x = self.norm(ops, x, p, self.last_norm)
         return self.logits(ops, x, p["token_embd.weight" if self.tied else "output.weight"])
 
+    def blocks(self, ops: Ops, x: Tensor, p: Params, batch: Mapping[str, Tensor]) -> Tensor:
+        """Return the output of the last block, for the input x [B, T, d] of the first one."""
+        for i in range(self.n_layers):
+            x = self.run_block(ops, x, p, i, *self.layer(i))
+        return x
+
+    def run_block(self, ops: Ops, x: Tensor, p: Params, i: int, *layer: Any) -> Tensor:
+        """Return the output of block `i` for x [B, T, d], by `ops.block`; `layer` are further arguments of `block`."""
+        return ops.block(self.block, x, p.block(i), *layer)
+
     def logits(self, ops: Ops, x: Tensor, table: Tensor) -> Tensor:
-        """Return the logits [B, T, vocab] of x [B, T, d], the output of the last norm."""
-        return ops.logits(self.scale_output(ops, x), table)
+        """Return the logits [B, T, vocab] of x [B, T, d], the output of the last norm, limited by any final_softcap."""
+        logits, cap = ops.logits(self.scale_output(ops, x), table), getattr(self, "final_softcap", 0.0)
+        return ops.softcap(logits, cap) if cap else logits
 
     def block(self, ops: Ops, x: Tensor, p: Params, *layer: Any) -> Tensor:
         """Return the output of one block for x [B, T, d]; `layer` are the arguments that the method `layer` returns."""
@@ -164,7 +176,7 @@ class RotaryModel(LanguageModel):
         return linear(ops, self.attend(ops, q, k, v, *layer), p, "attn_output")
 
     def attend(self, ops: Ops, q: Tensor, k: Tensor, v: Tensor, *layer: Any) -> Tensor:
-        """Return rope and attention [B, T, H*D] of q [B, T, H, D] and k, v [B, T, Hkv, D]."""
+        """Apply RoPE to q [B, T, H, D] and k [B, T, Hkv, D]; return attention with v [B, T, Hkv, D] -> [B, T, H*D]."""
         rotary = self.rotary()
         q, k = ops.rope(q, rotary), ops.rope(k, rotary)
         return ops.attention(q, k, v, scale=self.score_factor(self.head_size))
@@ -176,5 +188,5 @@ class RotaryModel(LanguageModel):
 
 
 def linear(ops: Ops, x: Tensor, p: Params, name: str) -> Tensor:
-    """Return the linear layer `name` of x, with its bias if the model has one."""
+    """Apply the linear layer `name` to x. Add its bias if the model has the tensor `<name>.bias`."""
     return ops.linear(x, p[f"{name}.weight"], p.get(f"{name}.bias"))

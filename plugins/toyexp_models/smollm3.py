@@ -1,4 +1,4 @@
-"""SmolLM 3 (Hugging Face 2025): as llama, without RoPE in each fourth layer (Yang et al. 2025)."""
+"""SmolLM 3 (Hugging Face 2025): Llama without RoPE in every fourth layer (Yang et al. 2025)."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ PERIOD = 4  # each fourth layer has no RoPE; in llama.cpp this number is fixed
 
 @dataclass
 class SmolLM3(RotaryModel):
-    """SmolLM 3: as llama, without position embedding in each fourth layer."""
+    """SmolLM 3: Llama without position embedding in every fourth layer."""
 
     name: ClassVar[str] = "smollm3"
     forms: ClassVar[Mapping[str, Any]] = {"gguf": RotaryGGUF(), "hf": smollm3_layout, "config": read_config}
@@ -27,10 +27,10 @@ class SmolLM3(RotaryModel):
     rope_base: float = 2e6  # base of the rotary frequencies
 
     def layer(self, i: int) -> tuple[bool]:
-        """Return True if layer `i` has RoPE."""
+        """Return (True,) if layer `i` has RoPE, otherwise (False,)."""
         return ((i + 1) % PERIOD != 0,)
 
     def attend(self, ops: Ops, q: Tensor, k: Tensor, v: Tensor, *layer: Any) -> Tensor:
-        """Return attention [B, T, H*D], with RoPE if the layer has it."""
+        """Return attention [B, T, H*D] of q, k and v. Apply RoPE to q and k unless `layer` is (False,)."""
         (has_rope,) = layer
         return super().attend(ops, q, k, v) if has_rope else ops.attention(q, k, v)

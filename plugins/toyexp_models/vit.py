@@ -149,7 +149,7 @@ class ViT(Model):
     classes: int = 0  # number of classes; 0: the data's
 
     def check(self) -> None:
-        """Raise UserError for sizes that cannot work."""
+        """Raise UserError for invalid sizes."""
         self.require_positive("d_model", "n_heads", "d_ff", "patch")
         require_choice("model", self, block=tuple(FORMS))
         require_range("model", self, n_layers=BLOCKS, norm_eps=EPS)
@@ -159,7 +159,10 @@ class ViT(Model):
             raise UserError(f"model.patch={self.patch} does not divide images of {self.image_size} pixels")
 
     def fit(self, dataset: Dataset) -> Model:
-        """Return the model, with sizes of the data in place of 0. Raise UserError if other sizes differ."""
+        """Return the model, with each size of 0 replaced by the data's.
+
+        Raise UserError if a size that is not 0 does not fit the data.
+        """
         assert isinstance(dataset, toyexp.ImageDataset)
         height, width, channels = dataset.image_shape
         if height != width:
@@ -191,8 +194,9 @@ class ViT(Model):
     def tensors(self) -> list[TensorSpec]:
         """Return the tensors, under llama.cpp's names for vision models.
 
-        Patch embedding, positions and head start from N(0, 0.02), the class token from 0, linears of blocks from
-        N(0, 1/sqrt(d)). v.patch_embd.weight, reshaped to [d, channels, patch, patch], is a convolution's kernel.
+        Patch embedding, positions and head start from N(0, 0.02), and the class token from 0. The linear layers of
+        blocks start from N(0, 1/sqrt(d)). v.patch_embd.weight, reshaped to [d, channels, patch, patch], is the kernel
+        of a convolution.
         """
         d, ff, small, inner = self.d_model, self.d_ff, Normal(0.02), Normal(1 / math.sqrt(self.d_model))
         with_bias = self.block == "layernorm_gelu"

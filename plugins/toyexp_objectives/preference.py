@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import ClassVar
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar
 
 import toyexp
-from toyexp import AdaptedWeight, InputSpec, Model, Objective, Ops, Params, Plan, PlanTensor, Tensor, UserError
+from toyexp import InputSpec, Model, Objective, Ops, Params, Tensor, UserError
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    from toyexp import Batch
 
 KINDS = ("dpo", "ipo", "hinge", "kto", "orpo", "simpo")
 WITHOUT_REFERENCE = ("orpo", "simpo")
-PREFIX = "reference."
 
 
 @dataclass
@@ -40,56 +44,61 @@ class Preference(Objective):
                 "objective=preference: needs pairs of completions; use data=preference data.path=FILE.jsonl"
             )
 
-    def tensors(self, plan: Plan) -> Sequence[PlanTensor]:
-        """Return the reference: frozen copies of the plan's tensors, as they are before training.
+    def precomputed(self, inputs: Mapping[str, InputSpec]) -> Mapping[str, InputSpec]:
+        """Return `reference`, the log-probability of each completion before training, if the kind needs it."""
+        if self.kind in WITHOUT_REFERENCE:
+            return {}
+        return {"reference": InputSpec((), "float32")}
 
-        There are none if the kind needs no reference, or if the plan trains adapters: the weights below the adapters
-        are the reference then.
-        """
-        if self.kind in WITHOUT_REFERENCE or plan.adapters:
-            return ()
-        return [replace(t, name=PREFIX + t.name, trainable=False) for t in plan.tensors]
+    def precompute(self, log_probs: np.ndarray, batch: Batch) -> Mapping[str, np.ndarray]:
+        """Return the sum of the log-probabilities of each completion's tokens, [B]."""
+        import numpy as np
+
+        by_token = np.take_along_axis(log_probs, batch["targets"][..., None], -1)[..., 0]
+        return {"reference": (by_token * batch["mask"]).sum(1)}
 
     def loss(self, ops: Ops, model: Model, p: Params, batch: Mapping[str, Tensor]) -> Tensor:
-        """Return the weighted sum over pairs of the loss of `kind`, from log-probabilities of whole completions.
+        """Return the weighted sum over pairs of the loss that the setting `kind` names.
 
-        With the difference d of the two completions' log-ratios to the reference, dpo is -log sigmoid(beta d)
-        (Rafailov et al. 2023), ipo (d - 1/(2 beta))^2 with ratios per token (Azar et al. 2023), hinge
-        max(0, 1 - beta d) (Zhao et al. 2023), kto the mean of 1 - sigmoid(+-beta ratio) (Ethayarajh et al. 2024). With
-        the difference a of mean log-probabilities, simpo is -log sigmoid(beta a - gamma) (Meng et al. 2024). orpo adds
-        -beta log sigmoid(log odds ratio) to the chosen completion's -log p per token (Hong et al. 2024).
+        Let c and r be log p - log p_reference of the chosen and the rejected completion, and n and k their lengths in
+        tokens. Let u and v be their mean log p per token, and odds(p) = p / (1 - p):
+
+        - dpo: -log sigmoid(beta (c - r)) (Rafailov et al. 2023)
+        - ipo: (c/n - r/k - 1/(2 beta))^2 (Azar et al. 2023)
+        - hinge: max(0, 1 - beta (c - r)) (Zhao et al. 2023)
+        - kto: (sigmoid(-beta c) + sigmoid(beta r)) / 2 (Ethayarajh et al. 2024)
+        - simpo: -log sigmoid(beta (u - v) - gamma) (Meng et al. 2024)
+        - orpo: -u - beta log sigmoid(log odds(exp u) - log odds(exp v)) (Hong et al. 2024)
         """
         by_pair = getattr(self, f"_{self.kind}")(ops, *self._log_probs(ops, model, p, batch))
-        return ops.sum(ops.mul(by_pair, _pairs(ops, batch["weights"])[2]))
+        return ops.sum(ops.mul(by_pair, ops.add(*_pairs(ops, batch["weights"]))))
 
     def metrics(self, ops: Ops, model: Model, p: Params, batch: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-        """Return accuracy, the share of pairs whose chosen completion has the larger reward, and the mean margin.
+        """Return two metrics of pairs of completions: `accuracy` and `margin`.
 
-        The reward is beta times the log-ratio to the reference, or times the mean log-probability without one.
+        The margin is the reward of the chosen completion minus that of the rejected one, and the accuracy is the share
+        of pairs with a positive margin. The reward is beta times the log-ratio of the model's and the reference model's
+        probabilities. For a loss without a reference model, it is beta times the mean log-probability per token.
         """
         total, mean, _ = self._log_probs(ops, model, p, batch)
         margin = ops.scale(_difference(ops, mean if self.kind in WITHOUT_REFERENCE else total), self.beta)
-        weights = _pairs(ops, batch["weights"])[2]
+        weights = ops.add(*_pairs(ops, batch["weights"]))
         return {
             "accuracy": ops.sum(ops.mul(ops.step(margin), weights)),
             "margin": ops.sum(ops.mul(margin, weights)),
         }
 
     def _log_probs(self, ops: Ops, model: Model, p: Params, batch: Mapping[str, Tensor]) -> tuple[Tensor, ...]:
-        """Return three tensors [B]: log-probability of each completion, the same per token, and its number of tokens.
+        """Return three tensors [B]: each completion's log-probability, log-probability per token, and number of tokens.
 
-        With a reference, the reference's log-probability is subtracted.
+        If the loss uses a reference model, the reference's log-probability is subtracted from the model's.
         """
         mask = batch["mask"]
         length = ops.sum(mask, 1)
-
-        def measure(params: Params) -> Tensor:
-            log_probs = ops.token_log_probs(model.forward(ops, params, batch), batch["targets"])
-            return ops.sum(ops.mul(log_probs, mask), 1)
-
-        total = measure(p)
+        log_probs = ops.token_log_probs(model.forward(ops, p, batch), batch["targets"])
+        total = ops.sum(ops.mul(log_probs, mask), 1)
         if self.kind not in WITHOUT_REFERENCE:
-            total = ops.add(total, ops.scale(measure(_reference(p)), -1.0))
+            total = ops.add(total, ops.scale(batch["reference"], -1.0))
         return total, ops.div(total, length), length
 
     @staticmethod
@@ -108,7 +117,7 @@ class Preference(Objective):
         return ops.relu(ops.scale(_difference(ops, total), -self.beta, 1.0))
 
     def _kto(self, ops: Ops, total: Tensor, mean: Tensor, length: Tensor) -> Tensor:
-        chosen, rejected, _ = _pairs(ops, total)
+        chosen, rejected = _pairs(ops, total)
         values = ops.sigmoid(ops.scale(chosen, -self.beta)), ops.sigmoid(ops.scale(rejected, self.beta))
         return ops.scale(ops.add(*values), 0.5)
 
@@ -116,7 +125,7 @@ class Preference(Objective):
         return self._losses(ops, ops.scale(_difference(ops, mean), self.beta, -self.gamma))
 
     def _orpo(self, ops: Ops, total: Tensor, mean: Tensor, length: Tensor) -> Tensor:
-        chosen, rejected, _ = _pairs(ops, mean)
+        chosen, rejected = _pairs(ops, mean)
         odds = [
             ops.add(a, ops.scale(ops.log(ops.scale(ops.exp(a), -1.0, 1.0 + 1e-7)), -1.0)) for a in (chosen, rejected)
         ]
@@ -124,22 +133,15 @@ class Preference(Objective):
         return ops.add(ops.scale(chosen, -1.0), ops.scale(self._losses(ops, ratio), self.beta))
 
 
-def _reference(p: Params) -> Params:
-    """Return the parameters of the reference: the tensors below `reference.`, or the weights without adapters."""
-    if any(name.startswith(PREFIX) for name in p):
-        return p.below(PREFIX)
-    return Params({name: x.base if isinstance(x, AdaptedWeight) and x.low_rank else x for name, x in p.items()})
-
-
-def _pairs(ops: Ops, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the values [B/2] of the chosen rows, of the rejected rows, and their sums, for x [B]."""
+def _pairs(ops: Ops, x: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the values [B/2] of the chosen rows and those of the rejected rows, for x [B]."""
     count = x.shape[0] // 2
     by_pair = ops.reshape(x, (count, 2))
     chosen, rejected = (ops.reshape(ops.part(by_pair, 1, i, i + 1), (count,)) for i in (0, 1))
-    return chosen, rejected, ops.add(chosen, rejected)
+    return chosen, rejected
 
 
 def _difference(ops: Ops, x: Tensor) -> Tensor:
     """Return the values of the chosen rows minus those of the rejected rows, [B/2] for x [B]."""
-    chosen, rejected, _ = _pairs(ops, x)
+    chosen, rejected = _pairs(ops, x)
     return ops.add(chosen, ops.scale(rejected, -1.0))

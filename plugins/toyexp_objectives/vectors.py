@@ -35,7 +35,7 @@ class MSE(Objective):
 
 @dataclass
 class Contrastive(Objective):
-    """Symmetric InfoNCE: the embeddings of a row's two vectors match each other among all rows of the batch."""
+    """Symmetric InfoNCE: each of the two vectors of a row must find the other one among all rows of the batch."""
 
     name: ClassVar[str] = "contrastive"
     rows_together: ClassVar[int] = 0
@@ -53,19 +53,22 @@ class Contrastive(Objective):
         require_vector_targets(self.name, inputs)
         sizes = {name: spec.shape for name, spec in inputs.items() if name != "weights"}
         if len({*sizes.values()}) > 1:
-            raise UserError(f"objective={self.name}: the two vectors of a row need one size, but have {sizes}")
+            raise UserError(f"objective={self.name}: the two vectors of a row must have the same size, not {sizes}")
 
     def _similarities(self, ops: Ops, model: Model, p: Params, batch: Mapping[str, Tensor]) -> Tensor:
-        """Return cosine / temperature between the first vector of each row and the second of each, [B, B]."""
+        """Return a matrix [B, B] with cosine similarities divided by the temperature.
+
+        Row i, column j compares the first vector of row i of the batch with the second vector of row j.
+        """
         source = next(name for name in batch if name not in ("targets", "weights"))
         pairs = (batch, {**batch, source: batch["targets"]})
         first, second = (_normalise(ops, model.forward(ops, p, pair)) for pair in pairs)
         return ops.scale(ops.product(first, second, transposed=True), 1 / self.temperature)
 
     def loss(self, ops: Ops, model: Model, p: Params, batch: Mapping[str, Tensor]) -> Tensor:
-        """Return the mean of the cross-entropies that find the second vector by the first, and the first by the second.
+        """Return the mean of two cross-entropies: to find the second vector of a row by the first, and vice versa.
 
-        Both are weighted sums over rows (van den Oord et al. 2018; symmetric as in CLIP, Radford et al. 2021).
+        Each is a weighted sum over rows (van den Oord et al. 2018; symmetric as in CLIP, Radford et al. 2021).
         """
         scores = self._similarities(ops, model, p, batch)
         by_row = [_diagonal(ops, ops.log_softmax(x)) for x in (scores, ops.permute(scores, (1, 0)))]

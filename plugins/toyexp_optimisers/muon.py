@@ -18,7 +18,7 @@ TINY = 1e-7  # avoids a division by 0
 
 @dataclass
 class Muon(Optimiser):
-    """Muon on the blocks' matrices (Jordan 2024), AdamW on the rest."""
+    """Muon for the matrices inside blocks (Jordan 2024), AdamW for all other tensors."""
 
     name: ClassVar[str] = "muon"
     title: ClassVar[str] = "Muon for matrices of blocks, AdamW with bias correction for the rest"
@@ -38,7 +38,7 @@ class Muon(Optimiser):
         require_range("optim", self, iterations="[1,20]", adamw_lr="[0,inf)")
 
     def rules(self) -> Sequence[Rule]:
-        """Return the Muon rule and, for the tensors that it does not take, AdamW with bias correction."""
+        """Return the Muon rule, and AdamW with bias correction for the tensors that Muon does not train."""
         return self, AdamW(beta1=self.adamw_beta1, beta2=self.adamw_beta2, mode=LORA)
 
     def base_lr(self, rule: Rule) -> float | None:
@@ -54,14 +54,14 @@ class Muon(Optimiser):
         return {"m": shape}
 
     def numbers(self, step: int, lr: float, weight_decay: float) -> Mapping[str, float]:
-        """Return lr, the weights' factor `kept` = 1 - lr * weight_decay, and the momentum."""
+        """Return lr, the momentum, and the number `kept` = 1 - lr * weight_decay that scales the weights."""
         return {"lr": lr, "kept": 1 - lr * weight_decay, "momentum": self.momentum}
 
     def update(self, ops: Arithmetic, w: Any, g: Any, state: Mapping[str, Any], n: Mapping[str, Any]) -> Any:
         """Apply m = momentum m + (1 - momentum) g; w = w (1 - lr wd) - lr scale orthogonal(m).
 
-        With Nesterov momentum, m is blended with g once more before it is orthogonalised. The number `scale` depends on
-        the setting of that name and on the matrix's shape.
+        g is the gradient, m the momentum and wd the weight decay. With Nesterov momentum, m is blended with g once more
+        before it is orthogonalised. The number `scale` depends on the setting `scale` and on the matrix's shape.
         """
         m = ops.blend(g, state["m"], n["momentum"])
         direction = ops.blend(g, m, n["momentum"]) if self.nesterov else m
@@ -115,15 +115,18 @@ class Adafactor(Optimiser):
         return {"row": (shape[0], 1), "column": (1, shape[1])} if len(shape) == 2 else {"v": shape}
 
     def numbers(self, step: int, lr: float, weight_decay: float) -> Mapping[str, float]:
-        """Return lr, limited to 1/sqrt(step + 1); the weights' factor `kept` = 1 - lr * weight_decay; and beta2."""
+        """Return the scalars of the formula in `update`.
+
+        They are lr, limited to 1/sqrt(step + 1); beta2; and `kept` = 1 - lr * weight_decay, which scales the weights.
+        """
         t = step + 1
         return {"lr": min(lr, 1 / math.sqrt(t)), "kept": 1 - lr * weight_decay, "beta2": 1 - t**self.beta2_decay}
 
     def update(self, ops: Arithmetic, w: Any, g: Any, state: Mapping[str, Any], n: Mapping[str, Any]) -> Any:
         """Apply algorithms 4 and 5 of the paper: w = w (1 - lr wd) - lr max(eps2, rms(w)) u, with u = g / sqrt(v).
 
-        v is a moving average of g^2; for a matrix, v = row column / mean(row). u is scaled down if its RMS exceeds
-        `clip`.
+        g is the gradient, wd the weight decay, and v a moving average of g^2. For a matrix, only the means `row` and
+        `column` of v are kept, and v = row column / mean(row). u is scaled down if its RMS exceeds `clip`.
         """
         squares = ops.shift(ops.square(g), self.eps1)
         if "v" in state:

@@ -36,11 +36,11 @@ class SGD(Optimiser):
         return {"m": shape} if self.momentum else {}
 
     def numbers(self, step: int, lr: float, weight_decay: float) -> Mapping[str, float]:
-        """Return lr, the weights' factor `kept` = 1 - lr * weight_decay, and the momentum."""
+        """Return lr, the momentum, and the number `kept` = 1 - lr * weight_decay that scales the weights."""
         return {"lr": lr, "kept": 1 - lr * weight_decay, "momentum": self.momentum}
 
     def update(self, ops: Arithmetic, w: Any, g: Any, state: Mapping[str, Any], n: Mapping[str, Any]) -> Any:
-        """Apply m = momentum m + g; w = w (1 - lr wd) - lr m.
+        """Apply m = momentum m + g; w = w (1 - lr wd) - lr m, with gradient g and weight decay wd.
 
         With Nesterov momentum, g + momentum m replaces m in the second formula.
         """
@@ -70,11 +70,14 @@ class Lion(Optimiser):
         return {"m": shape}
 
     def numbers(self, step: int, lr: float, weight_decay: float) -> Mapping[str, float]:
-        """Return lr, the weights' factor `kept` = 1 - lr * weight_decay, and the two betas."""
+        """Return lr, the two betas, and the number `kept` = 1 - lr * weight_decay that scales the weights."""
         return {"lr": lr, "kept": 1 - lr * weight_decay, "beta1": self.beta1, "beta2": self.beta2}
 
     def update(self, ops: Arithmetic, w: Any, g: Any, state: Mapping[str, Any], n: Mapping[str, Any]) -> Any:
-        """Apply w = w (1 - lr wd) - lr sign(beta1 m + (1 - beta1) g), then m = beta2 m + (1 - beta2) g."""
+        """Apply w = w (1 - lr wd) - lr sign(beta1 m + (1 - beta1) g), then m = beta2 m + (1 - beta2) g.
+
+        g is the gradient, m the momentum and wd the weight decay.
+        """
         direction = ops.sign(ops.blend(g, state["m"], n["beta1"]))
         m = ops.blend(g, state["m"], n["beta2"])
         return ops.sub(ops.scale(w, n["kept"]), ops.scale(direction, n["lr"])), {"m": m}

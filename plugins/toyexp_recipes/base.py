@@ -27,7 +27,7 @@ class FromBase(Recipe):
     )
 
     def check(self) -> None:
-        """Raise UserError if no base is set."""
+        """Raise UserError if the setting `base` is empty."""
         if not self.base:
             raise UserError(f"recipe={self.name} needs a model file to start from: add recipe.base=model.gguf")
 
@@ -36,7 +36,7 @@ class FromBase(Recipe):
         return toyexp.find_model_file(Path(self.base)) if self.base else None
 
     def vocabulary(self) -> Path | None:
-        """Return the base's GGUF file. The data then uses its tokenizer, because no other fits its embedding."""
+        """Return the base's GGUF file. The data then uses this file's tokenizer, whose ids the embedding needs."""
         return self.base_file()
 
     def origin(self) -> tuple[str, str] | None:
@@ -53,9 +53,9 @@ class FromBase(Recipe):
 
 
 def token_mismatch_warnings(role: str, path: Path, preview: RunPreview) -> Iterable[str]:
-    """Yield a warning if the data's tokenizer gives tokens other ids than the GGUF file at `path` does.
+    """Yield a warning if the data's tokenizer and the GGUF file at `path` give different ids to the same tokens.
 
-    The run uses the embedding of this file. `role` is the word for the file in the warning: base or donor.
+    The run uses the embedding of this file. `role` is what the warning calls the file: base or donor.
     """
     tokenizer = preview.dataset.tokenizer
     if tokenizer is None:

@@ -63,7 +63,7 @@ class Lora(FromBase):
     dropout: float = 0.0  # dropout probability of the adapters' inputs
 
     def check(self) -> None:
-        """Raise UserError for an invalid setting, or if no base is set."""
+        """Raise UserError for an invalid setting, or if the setting `base` is empty."""
         super().check()
         if self.adapter == "":
             raise UserError("recipe.adapter='': is empty; leave it out, or set null, to start new adapters")
@@ -77,7 +77,7 @@ class Lora(FromBase):
             raise UserError("recipe.targets=[]: name at least one linear, such as recipe.targets=[q,v]")
 
     def warnings(self, preview: RunPreview) -> Iterable[str]:
-        """Yield a warning for each setting without effect, and one if the adapter was trained on another base."""
+        """Yield a warning for each setting without effect, and a warning if the adapter belongs to another base."""
         yield from super().warnings(preview)
         if self.rslora and self.rank == 1:
             yield "recipe.rslora=true: has no effect with recipe.rank=1"
@@ -95,7 +95,7 @@ class Lora(FromBase):
         return "base", f"{self.base_file()}{f', on it {self.adapter}' if self.adapter else ''}"
 
     def plan(self, model: Model, setup: Setup) -> Plan:
-        """Return a plan of the base's tensors, which are frozen, and of the trainable A and B of each target layer."""
+        """Return a plan with the base model's tensors, frozen, and trainable LoRA matrices for each target layer."""
         specs = {t.name: t for t in model.tensors()}
         pairs, adapters = self._load_adapters(model, specs) if self.adapter else self._new_adapters(specs)
         if self.dropout and not model.reads.sequence:
@@ -146,7 +146,7 @@ class Lora(FromBase):
         subject = f"recipe.adapter={self.adapter} has"
         if len(alphas) > 1:
             problem = "matrices of several ranks and stores no alpha, so their scales differ"
-            raise UserError(f"{subject} {problem}; all adapted matrices of a run must have one alpha")
+            raise UserError(f"{subject} {problem}; all adapted matrices of a run must have the same alpha")
         if self.rank is not None and {*ranks.values()} != {self.rank}:
             actual = ", ".join(map(str, sorted({*ranks.values()})))
             raise UserError(f"recipe.rank={self.rank}: {subject} rank {actual}; leave recipe.rank out")

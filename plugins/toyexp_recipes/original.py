@@ -1,6 +1,6 @@
-"""Initial values of `recipe.init=toy`: those of the Ruby program from which toyexp derives ("the original program").
+"""Initial values of `recipe.init=toy`: those of toyexp's predecessor, a Ruby program.
 
-Both use the same random generator, in the same order of tensors. It is a linear congruential generator of 31 bits. For
+Both programs draw the tensors in the same order, from the same linear congruential generator of 31 bits. For
 GPT-2 a value is (upper 23 bits) / 2^23 - 1, so every weight lies between -0.02 and 0. For llama each pair of uniform
 values becomes a pair of normal values (Box and Muller 1958).
 """
@@ -28,7 +28,10 @@ class LCG:
 
     @classmethod
     def for_llama(cls, seed: int) -> LCG:
-        """Return the original program's generator for llama. It scrambles `seed` and skips the first eight states."""
+        """Return the generator of toyexp's predecessor in Ruby for llama.
+
+        It scrambles `seed` and skips the first eight states.
+        """
         generator = cls((seed + 104729) * 2654435761 % 2147483647)
         generator.states(8)
         return generator
@@ -58,7 +61,7 @@ class LCG:
 
 
 def gpt2(seed: int, sizes: Mapping[str, int], shapes: Shapes) -> Draws:
-    """Yield the name and the values of each random tensor of GPT-2, in the order of the original program.
+    """Yield the name and the values of each random tensor of GPT-2, in the order of toyexp's predecessor in Ruby.
 
     The two embeddings come first. Each block follows with q, k and v of each head, attn_output, ffn_up and ffn_down.
     """
@@ -74,7 +77,7 @@ def gpt2(seed: int, sizes: Mapping[str, int], shapes: Shapes) -> Draws:
 
 
 def llama(seed: int, sizes: Mapping[str, int], shapes: Shapes) -> Draws:
-    """Yield the name and the values of each random tensor of llama, in the order of the original program.
+    """Yield the name and the values of each random tensor of llama, in the order of toyexp's predecessor in Ruby.
 
     The token embedding, the lens (projection) of recipe=warm and the output layer come first. Each block follows with
     q, k and v, attn_output, ffn_gate, ffn_up and ffn_down. A lens or output layer that is not in `shapes` is omitted.
@@ -100,8 +103,8 @@ def llama(seed: int, sizes: Mapping[str, int], shapes: Shapes) -> Draws:
 def pairs(heads: np.ndarray) -> np.ndarray:
     """Return the rows of H heads [H, D, d] as one matrix [H*D, d], reordered for toyexp's layout of rope.
 
-    The original program rotates rows j and j + D/2 of a head as a pair. In the result the two rows of each pair are
-    adjacent.
+    toyexp's predecessor in Ruby rotates rows j and j + D/2 of a head as a pair. In the result the two rows of each pair
+    are adjacent.
     """
     count, size, d = heads.shape
     return heads.reshape(count, 2, size // 2, d).transpose(0, 2, 1, 3).reshape(-1, d)
@@ -111,7 +114,7 @@ ORIGINALS: dict[str, Callable[[int, Mapping[str, int], Shapes], Draws]] = {"gpt2
 
 
 def check_model(model: Model) -> None:
-    """Raise UserError unless the original program supports this model with these settings."""
+    """Raise UserError unless toyexp's predecessor in Ruby supports this model with its settings."""
     if model.name not in ORIGINALS:
         models = " and ".join(ORIGINALS)
         raise UserError(f"recipe.init=toy: supports {models} only; remove it to train model={model.name}")
@@ -122,9 +125,9 @@ def check_model(model: Model) -> None:
 
 
 def upload(session: Session) -> None:
-    """Upload the original program's initial values to the session, for all tensors that are random.
+    """Upload the initial values of toyexp's predecessor in Ruby to the session, for all tensors with random values.
 
-    The other tensors, such as norms and biases, are constant and keep the plan's values.
+    Tensors that start with constants, such as norms and biases, keep the plan's values.
     """
     plan = session.plan
     shapes = {t.name: t.shape for t in plan.tensors}

@@ -37,7 +37,7 @@ class Scratch(Recipe):
         return DONOR
 
     def plan(self, model: Model, setup: Setup) -> Plan:
-        """Return a plan with the model's initial values. All tensors are trainable except those that it freezes."""
+        """Return a plan with the model's initial values. All tensors that the model does not freeze are trainable."""
         if self.init == "toy":
             from toyexp_recipes import original
 
@@ -45,7 +45,7 @@ class Scratch(Recipe):
         return setup.plan(model, [PlanTensor.from_spec(t) for t in model.tensors()])
 
     def warm(self, session: Session) -> None:
-        """Upload the original program's initial values if `init` is toy."""
+        """If `init` is toy, upload the initial values of toyexp's predecessor in Ruby."""
         if self.init == "toy":
             from toyexp_recipes import original
 

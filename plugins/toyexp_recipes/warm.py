@@ -51,14 +51,17 @@ class Warm(Recipe):
         return DONOR if self.donor is None else toyexp.find_model_file(Path(self.donor))
 
     def check(self) -> None:
-        """Raise UserError for an unknown `lens` or `init`, or if the donor is missing or has no token embedding."""
+        """Raise UserError for an unknown value of `lens` or `init`.
+
+        Also raise it if the donor, the GGUF file whose token embedding is copied, is missing or has no embedding.
+        """
         require_choice("recipe", self, init=INITS, lens=LENSES)
         if self.donor == "":
             raise UserError("recipe.donor='': is empty; name a file, or leave it out to use the donor of toyexp")
         donor_embed_width(self.path)
 
     def vocabulary(self) -> Path | None:
-        """Return the donor's GGUF file. The data then uses its tokenizer, because no other fits its embedding."""
+        """Return the donor's GGUF file. The data then uses this file's tokenizer, whose ids the embedding needs."""
         return self.path
 
     def origin(self) -> tuple[str, str] | None:
@@ -121,9 +124,9 @@ class Warm(Recipe):
             file.check_finite(TABLE, vocab)
 
     def warm(self, session: Session) -> None:
-        """Upload the donor's embedding rows to the session and, if the lens is PCA, the projection.
+        """Upload the donor's embedding rows to the session and, if `lens` selects PCA, the projection matrix.
 
-        If `init` is toy, first upload the original program's values for all random tensors.
+        If `init` is toy, first upload the initial values of toyexp's predecessor in Ruby for all random tensors.
         """
         vocab, width = session.plan.tensor(TABLE).shape
         file = _open_with_rows(self.path, vocab, width)
@@ -154,7 +157,7 @@ def _width_key(model: Model, width: int) -> str:
 
 
 def donor_embed_width(path: Path) -> int:
-    """Return the donor's embedding width. Raise UserError if its file has no token embedding or no width."""
+    """Return the embedding width of the donor, a GGUF file. Raise UserError if the width or embedding is missing."""
     file = _open(path)
     key = f"{file.architecture}.embedding_length"
     width = file.metadata.get(key)

@@ -1,4 +1,4 @@
-"""PyTorch on the CPU, on NVIDIA GPUs and on Apple silicon."""
+"""Engines that run PyTorch on the CPU, on NVIDIA GPUs and on Apple silicon."""
 
 from toyexp import Register, hookimpl
 

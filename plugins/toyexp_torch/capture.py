@@ -136,7 +136,7 @@ class CapturedCall:
             log.info("%s is launched kernel by kernel: %s", self._title, self.uncaptured_reason)
 
     def close(self) -> None:
-        """Free the graph."""
+        """Free the CUDA graph."""
         self._graph = None
 
     def _warm_up(self) -> None:

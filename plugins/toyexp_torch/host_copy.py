@@ -53,7 +53,7 @@ def wait_for_copies(device: torch.device) -> None:
 
 
 def _device_vectors(tensors: Mapping[str, Tensor]) -> list[tuple[list[str], Tensor]]:
-    """Return, for each device storage, the names of the tensors in it and one vector that covers all of them."""
+    """Return, for each device storage, the names of the tensors in it, and one vector that covers all these tensors."""
     by_storage = defaultdict[int, list[str]](list)
     for name, tensor in tensors.items():
         by_storage[tensor.untyped_storage().data_ptr()].append(name)

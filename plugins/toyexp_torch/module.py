@@ -87,13 +87,13 @@ class TorchModule(Model):
         return module
 
     def adapt(self, kind: Kind) -> TorchModule:
-        """Return the model for data of this kind."""
+        """Return a copy of the model that reads data of this kind, such as images or token ids."""
         model = copy.copy(self)
         model.reads = kind  # type: ignore[misc]  # of this object
         return model
 
     def inputs(self) -> dict[str, tuple[int | str, ...]]:
-        """Return the name of the array that the module reads."""
+        """Return the input that the module reads as {name: ("T",)}; T is a size that the run sets."""
         return {self.reads.sequence or self.reads.name: ("T",)}
 
     def batches(self, dataset: Dataset, rows: int, seed: int) -> Batches:
@@ -106,7 +106,10 @@ class TorchModule(Model):
         return [TensorSpec(n, tuple(p.shape) or (1,), _Drawn(self), p.requires_grad) for n, p in parameters]
 
     def initial_values(self, seed: int) -> Mapping[str, np.ndarray]:
-        """Return the initial values of all parameters by name: those of `seed`, or of the module that was passed."""
+        """Return the initial values of all parameters, keyed by name.
+
+        If the module was passed as an object, return its values. If `path` names it, build it with this seed.
+        """
         if seed not in self._values:
             self._values.clear()
             module = self._build(seed) if self.path else self.module
@@ -143,7 +146,10 @@ class TorchModule(Model):
             return self._call(values, buffers, source, x)
 
     def _call(self, values: Mapping[str, Tensor], buffers: dict[str, Tensor], source: str, x: Tensor) -> Any:
-        """Run the module with these tensors in place of its own. Buffers that it replaces are replaced in the dict."""
+        """Return the module's result for the input `x`, with `values` as its parameters and `buffers` as its buffers.
+
+        If the module replaces a buffer, store the new buffer in `buffers`.
+        """
         torch = import_torch()
         if self.reads.sequence == source:
             x = x.long()
@@ -199,7 +205,7 @@ class TorchModule(Model):
         return tuple(result.shape)
 
     def scores(self, logits: Callable[[Batch], np.ndarray], batches: Iterable[Batch]) -> dict[str, float]:
-        """Return the accuracy of image classes; nothing for other data."""
+        """Return {"accuracy": value} for the classification of images, or {} for other data."""
         if self.reads != IMAGES:
             return {}
         correct = total = 0.0
@@ -213,7 +219,7 @@ class TorchModule(Model):
 def _vectorise_attention(ops: Ops) -> contextlib.AbstractContextManager[None]:
     """Return a context in which attention of stacked runs is computed as batched products.
 
-    torch.vmap calls the other kernels of attention for one run after another.
+    torch.vmap would call any other attention kernel for one run after another, which is slower.
     """
     from toyexp_torch.stacks.ops import StackedOps
 
@@ -225,7 +231,7 @@ def _vectorise_attention(ops: Ops) -> contextlib.AbstractContextManager[None]:
 
 
 class _Drawn(Values):
-    """Initial values of a module's parameters."""
+    """Initial values of a parameter, taken from the torch module itself."""
 
     def __init__(self, model: TorchModule):
         self._model = model

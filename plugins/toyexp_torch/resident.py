@@ -143,7 +143,7 @@ class Resident:
 
 
 class GraphsByCount:
-    """CUDA graphs of one computation for different numbers of selected positions.
+    """CUDA graphs of one computation, one for each number of positions whose logits are computed.
 
     Each graph is captured at its first use. `make(count)` returns the graph for `count` positions. `complete` is the
     graph for all positions.
@@ -166,15 +166,15 @@ class GraphsByCount:
         return self.complete if captured.uncaptured_reason and not self.complete.uncaptured_reason else captured
 
     def close(self) -> None:
-        """Free all graphs."""
+        """Free all CUDA graphs."""
         for captured in self._by_count.values():
             captured.close()
 
 
 def round_up_count(count: int, positions: int) -> int:
-    """Return `count` rounded up to one of at most `PARTS` numbers, so that few graphs are needed.
+    """Return `count` rounded up to one of at most `PARTS` numbers, of which the largest is `positions`.
 
-    The largest of these numbers is `positions`.
+    A CUDA graph is captured for each of these numbers, so there must be few of them.
     """
     step = -(-positions // (PARTS * ROWS)) * ROWS
     return min(-(-max(count, 1) // step) * step, positions)

@@ -28,7 +28,7 @@ Piece = tuple[Tensor, Tensor, State, Tensor | None]
 
 
 class TorchArithmetic(Arithmetic):
-    """Operations in which optimisers' rules are written, on torch tensors. A scalar is a tensor without axes."""
+    """Operations that optimisers use in their formulas, on torch tensors. A scalar is a tensor without axes."""
 
     def sqrt(self, x: Tensor) -> Tensor:
         return x.sqrt()
@@ -105,7 +105,7 @@ class Update:
             self._allocate(list(groups))
 
     def _allocate(self, groups: Sequence[Group]) -> None:
-        """Allocate this rank's optimiser state for groups that share a rule, and record each group's slice."""
+        """Allocate this rank's optimiser state for parameter groups with one update rule; record each group's slice."""
         rule = groups[0].rule
         kernel = self.choose_kernel(rule)(rule, self._compute_results, self._flat.new_tensor)
         allowed = [] if rule.elementwise else [self._slices[n].start for group in groups for n in group.tensors]
@@ -139,7 +139,7 @@ class Update:
         return slice(self._slices[group.tensors[0]].start, -(-stop // ALIGNMENT) * ALIGNMENT)
 
     def sizes(self) -> list[int]:
-        """Return how many scalars, such as the learning rate, each group reads at every step."""
+        """Return, for each parameter group, how many scalars (such as the learning rate) a step reads."""
         return [len(group_slice.group.rule.names()) for group_slice in self._group_slices]
 
     @torch.no_grad()
@@ -165,10 +165,10 @@ class Update:
             change(*piece)
 
     def _pieces(self, group_slice: GroupSlice) -> Iterator[Piece]:
-        """Divide a group into pieces that are updated one by one, and yield each piece's tensors.
+        """Divide a parameter group into pieces that are updated one by one, and yield the tensors of each piece.
 
-        These are the weights, gradient, optimiser state, and rounded weights (or None). A piece is one tensor or, if
-        the rule is element-wise, one chunk of the flat vector.
+        They are its weights, gradient, optimiser state, and rounded weights (or None). A piece is one tensor or, if the
+        update rule is element-wise, one chunk of the flat vector.
         """
         if not group_slice.group.rule.elementwise:
             for name in group_slice.names:
@@ -204,7 +204,7 @@ def _compute_results(rule: Rule, w: Tensor, g: Tensor, state: State, n: State) -
 
 @dataclass
 class Formula:
-    """Update of tensors by the formula of a rule.
+    """Optimiser step on tensors by the formula of an update rule, such as AdamW.
 
     `results` computes the formula, and `to_tensor` copies a vector of scalars to the device.
     """
@@ -238,9 +238,9 @@ class Formula:
 class FusedAdamW(Formula):
     """AdamW in place on vectors, with PyTorch's fused kernel.
 
-    The kernel computes w = w (1 - lr wd) - lr / c1 m / (sqrt(v / c2) + eps). It derives the bias corrections
-    c1 = 1 - beta1^t and c2 = 1 - beta2^t from a step count t. The formula of toyexp.AdamW multiplies m and v by the
-    scalars s5 and s6 instead.
+    The kernel computes w = w (1 - lr wd) - lr / c1 m / (sqrt(v / c2) + eps). Here m and v are the two moments, and wd
+    is the weight decay. The kernel derives the bias corrections c1 = 1 - beta1^t and c2 = 1 - beta2^t from a step count
+    t. The formula of toyexp.AdamW multiplies m and v by the scalars s5 and s6 instead.
     """
 
     is_single_pass = True
@@ -248,8 +248,9 @@ class FusedAdamW(Formula):
     def bind_host(self, vector: np.ndarray) -> Change:
         """Return a function that updates tensors with the scalars of toyexp.AdamW; see Formula.
 
-        s5 and s6 are folded into lr and eps: lr (m s5) / (sqrt(v s6) + eps) = (lr s5 / sqrt(s6)) m / (sqrt(v) + eps /
-        sqrt(s6)). The kernel gets a step count so large that its own bias corrections are 1.
+        AdamW multiplies its moments m and v by the scalars s5 and s6. Here these are folded into lr and eps:
+        lr (m s5) / (sqrt(v s6) + eps) = (lr s5 / sqrt(s6)) m / (sqrt(v) + eps / sqrt(s6)). The fused kernel gets a step
+        count so large that its own bias corrections are 1.
         """
         lr, beta1, beta2, eps, weight_decay, slot5, slot6 = vector.tolist()
         root = slot6**0.5

@@ -44,7 +44,7 @@ class MyCallback(Callback):
 
     @hookimpl
     def on_eval(self, run, step, metrics):
-        """Compare the two losses, and emit an event: other callbacks receive it, and events.jsonl records it."""
+        """Compare the held-out and training loss. Emit an event, which other callbacks and events.jsonl receive."""
         if self.mean is None:  # before the first step
             return
         gap = metrics["loss"] - self.mean

@@ -69,7 +69,7 @@ class MyEngineSession(Session):
     # -- forward pass
 
     def forward(self, tensors, micro):
-        """Return the logits. `plan.params` combines each weight with its LoRA adapter, if it has one."""
+        """Return the logits. `plan.params` attaches the LoRA adapters of the plan to their weights."""
         inputs = {name: self.torch.from_numpy(array) for name, array in micro.items()}
         return self.plan.model.forward(self.ops, self.plan.params(tensors, inputs), inputs)
 

@@ -34,7 +34,7 @@ class MyObjective(Objective):
         return ops.scale(ops.sum(ops.mul(ops.mul(focus, log_p), batch["weights"])), -1.0)
 
     def metrics(self, ops, model, p, batch):
-        """Return numbers for evaluations, sums like the loss: here the mean probability of the targets."""
+        """Return metrics for evaluations: each is a weighted sum, as the loss is. This one is the targets' probability."""
         log_p = ops.token_log_probs(model.forward(ops, p, batch), batch["targets"])
         return {"confidence": ops.sum(ops.mul(ops.exp(log_p), batch["weights"]))}
 

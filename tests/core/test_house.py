@@ -77,6 +77,8 @@ WRITERS = {
     ("toyexp/base/terminal.py", "open"): "/dev/null",
     ("toyexp/training/checkpoint.py", "open"): "what save_file has just written",
     ("toyexp/training/checkpoint.py", "save_file"): "into a folder that make_fresh has made",
+    ("toyexp/training/precompute.py", "mkdir"): ELSEWHERE,
+    ("toyexp/training/precompute.py", "savez"): FRESH,
     ("toyexp/training/rundir.py", "FileHandler"): "its _open calls open_for_writing",
     ("toyexp/training/rundir.py", "mkdir"): "the directory itself, which links above it may lead to",
     ("plugins/toyexp_callbacks/plots.py", "write_bytes"): FRESH,

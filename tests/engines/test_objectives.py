@@ -1,6 +1,7 @@
 """Objectives on every engine, against torch.nn.functional in float64."""
 
 import dataclasses
+import re
 
 import numpy as np
 import pytest
@@ -9,13 +10,13 @@ from float64_models import FORWARD
 from tiny import MODELS, VOCAB, add_weights, batches, plan, replace_initial_values, write_base
 
 from toyexp import AdamW, CrossEntropy, InputSpec, Setup, UserError, program_difference
-from toyexp.testing import ObjectiveSuite, ReferenceOps
+from toyexp.interfaces.micro_batches import prepare_batches
+from toyexp.testing import ObjectiveSuite, ReferenceOps, token_dataset
 from toyexp_ggml.engines import GGMLCPU, GGMLCUDA, GGMLMetal, GGMLVulkan
 from toyexp_objectives.distil import Distil
 from toyexp_objectives.preference import Preference
 from toyexp_objectives.vectors import MSE, Contrastive
-from toyexp_recipes.base import Full
-from toyexp_recipes.lora import Lora
+from toyexp_recipes.scratch import Scratch
 from toyexp_torch.engines import TorchCPU
 
 ENGINES = {
@@ -60,6 +61,57 @@ def test_cross_entropy_with_smoothing_and_z_loss_agrees_with_torch_in_float64(en
         assert session.step(batch, AdamW.for_lora().hp_for_step(0)).loss == pytest.approx(loss, rel=2e-6)
 
 
+CLASS_WEIGHTS = {0: 0.25, 3: 4.0, 17: 2.0, 39: 0.5}
+
+
+@pytest.mark.parametrize("smoothing", [0.0, 0.2])
+@pytest.mark.parametrize("accumulate", [1, 3])
+@pytest.mark.parametrize("engine", ["cpu", "float64", "compiled", "ggml", "vulkan"])
+def test_class_weights_are_those_of_torch(engine, accumulate, smoothing):
+    """The mean is over the weights of all targets of a step, and held-out losses stay plain."""
+    objective = CrossEntropy(smoothing, class_weights=CLASS_WEIGHTS)
+    the_plan = plan("llama", rows=3 // accumulate, accumulate=accumulate, objective=objective)
+    the_plan = the_plan.with_frozen(objective.tensors(the_plan))
+    batch = batches().batch(0)
+    values = {t.name: torch.from_numpy(the_plan.initial_values(t)).double() for t in the_plan.trainable}
+    leaves = {name: value.requires_grad_() for name, value in values.items()}
+    logits = FORWARD["llama"](leaves, the_plan.model, torch.from_numpy(batch["tokens"]).long()).flatten(0, 1)
+    by_class = torch.tensor([CLASS_WEIGHTS.get(i, 1.0) for i in range(VOCAB)]).double()
+    targets = torch.from_numpy(batch["targets"]).long().flatten()
+    assert {0, 3, 17, 39} & set(targets.tolist())
+    loss = torch.nn.CrossEntropyLoss(by_class, label_smoothing=smoothing)(logits, targets)
+    gradients = dict(zip(leaves, torch.autograd.grad(loss, list(leaves.values()), retain_graph=True), strict=True))
+    with build(ENGINES[engine], the_plan) as session:
+        for name, ours in session.gradients(batch).items():
+            theirs = gradients[name].numpy()
+            assert np.linalg.norm(ours - theirs) <= 2e-5 * np.linalg.norm(theirs), name
+        plain = torch.nn.CrossEntropyLoss()(logits, targets).item()
+        assert session.evaluate([batch]) == pytest.approx(plain, rel=1e-6)
+        block = {name: np.concatenate([array] * 2) for name, array in batch.items()}
+        for prepared in (batch, prepare_batches(the_plan, block, 2)[1]):
+            with build(ENGINES[engine], the_plan) as fresh:
+                step = fresh.step(prepared, AdamW.for_lora().hp_for_step(0))
+                assert step.loss == pytest.approx(loss.item(), rel=2e-6)
+
+
+@pytest.mark.parametrize(
+    ("weights", "smoothing", "message"),
+    [
+        ({1: float("nan")}, 0.0, "class_weights={1: nan}: must be a finite number at least 0"),
+        ({1: -2.0}, 0.0, "class_weights={1: -2.0}: must be a finite number at least 0"),
+        ({1: 0.0}, 0.1, "class_weights={1: 0.0}: must be a finite number above 0 with objective.smoothing=0.1"),
+        ({40: 2.0}, 0.0, "class_weights={40: 2.0}: classes are 0 to 39"),
+        ({-1: 2.0}, 0.0, "class_weights={-1: 2.0}: classes are 0 to 39"),
+    ],
+)
+def test_bad_class_weights_are_rejected(weights, smoothing, message):
+    objective = CrossEntropy(smoothing, class_weights=weights)
+    spec = InputSpec((12,), "int32", below=VOCAB)
+    with pytest.raises(UserError, match=re.escape(message)):
+        objective.check()
+        objective.check_inputs(MODELS["llama"], {"targets": spec})
+
+
 def test_smoothing_of_a_masked_vocabulary_and_large_logits_stays_exact():
     """Logits of 300 underflow to probabilities of 0, whose logarithms smoothing needs."""
     the_plan = plan("llama", objective=CrossEntropy(0.2, 1e-4))
@@ -89,6 +141,10 @@ class TestCrossEntropy(ObjectiveSuite):
     objective, engines = CrossEntropy(0.1, 1e-3), SOME
 
 
+class TestClassWeights(ObjectiveSuite):
+    objective, engines = CrossEntropy(0.1, 1e-3, {2: 3.0, 5: 0.5}), SOME
+
+
 class TestMSE(ObjectiveSuite):
     objective, engines = MSE(), SOME
 
@@ -102,9 +158,10 @@ class TestPreference(ObjectiveSuite):
 
     def inputs(self):
         ids = InputSpec((5,), "int32", below=8)
-        return {
+        inputs = {
             "tokens": ids, "targets": ids, "mask": InputSpec((5,), "float32"), "weights": InputSpec((), "float32")
         }  # fmt: skip
+        return {**inputs, **self.objective.precomputed(inputs)}
 
     def batch(self, seed=0):
         draw = np.random.default_rng(seed)
@@ -112,7 +169,9 @@ class TestPreference(ObjectiveSuite):
         mask = (draw.random((4, 5)) < 0.7).astype(np.float32)
         mask[:, -1] = 1
         weights = np.array([1, 1, 2, 2], np.float32)
-        return {"tokens": ids[0], "targets": ids[1], "mask": mask, "weights": weights}
+        reference = draw.normal(-8, 2, 4).astype(np.float32)
+        batch = {"tokens": ids[0], "targets": ids[1], "mask": mask, "weights": weights, "reference": reference}
+        return {name: batch[name] for name in self.inputs()}
 
 
 class TestSimPO(TestPreference):
@@ -174,7 +233,7 @@ def test_distillation_agrees_with_torch_in_float64(engine, kind, tmp_path):
     objective = Distil(str(tmp_path / "teacher.gguf"), kind, temperature=2.0, hard=0.3, beta=0.4)
     objective.second_model = teacher
     the_plan = plan("llama", objective=objective)
-    the_plan = dataclasses.replace(the_plan, tensors=(*the_plan.tensors, *objective.tensors(the_plan)))
+    the_plan = the_plan.with_frozen(objective.tensors(the_plan))
     batch = add_weights(batches().batch(0))
     values = {t.name: torch.from_numpy(the_plan.initial_values(t)).double() for t in the_plan.tensors}
     student = {t.name: values[t.name].requires_grad_() for t in the_plan.trainable}
@@ -201,29 +260,32 @@ def test_distillation_agrees_with_torch_in_float64(engine, kind, tmp_path):
         assert session.step(batch, AdamW.for_lora().hp_for_step(0)).loss == pytest.approx(loss.item(), rel=1e-5)
 
 
-@pytest.mark.parametrize("recipe", [Lora, Full])
-def test_a_preference_run_starts_at_ln_2_without_margins_whatever_the_reference(recipe, tmp_path):
-    """With an adapter the reference is its base; without one it is a frozen copy of the weights."""
-    write_base(tmp_path / "base.gguf", "llama")
-    objective, settings = Preference(), {"targets": ["q"]} if recipe is Lora else {}
-    the_plan = pair_plan(recipe(base=str(tmp_path / "base.gguf"), **settings), objective)
-    batch = TestPreference().batch()
-    for engine in (ENGINES["cpu"], ENGINES["ggml"]):
-        with build(engine, the_plan) as session:
-            assert session.evaluate([batch]) == pytest.approx(np.log(2), abs=1e-6)
-            assert session.metrics([batch]) == pytest.approx({"accuracy": 0, "margin": 0}, abs=1e-6)
-            assert any(np.any(gradient) for gradient in session.gradients(batch).values())
-    assert {t.name for t in the_plan.tensors if t.name.startswith("reference.")} == (
-        set() if recipe is Lora else {f"reference.{t.name}" for t in the_plan.model.tensors()}
-    )
-
-
-def pair_plan(recipe, objective):
-    model = dataclasses.replace(MODELS["llama"], vocab=VOCAB, context=5)
-    inputs = TestPreference().inputs()
-    inputs |= {name: dataclasses.replace(inputs[name], below=VOCAB) for name in ("tokens", "targets")}
-    the_plan = recipe.plan(model, Setup(inputs, rows=4, seed=1, objective=objective))
-    return dataclasses.replace(the_plan, tensors=(*the_plan.tensors, *objective.tensors(the_plan)))
+@pytest.mark.parametrize("engine", SOME, ids=["cpu", "float64", "ggml", "metal", "cuda", "vulkan"])
+@pytest.mark.parametrize("k", [3, VOCAB])
+def test_distillation_of_a_teachers_likeliest_tokens_agrees_with_torch_in_float64(engine, k):
+    """With all tokens the divergence is KLDivLoss."""
+    objective = Distil("teacher.gguf", temperature=2.0, hard=0.0, top_k=k)
+    inputs = {**batches().inputs, **objective.precomputed(batches().inputs)}
+    objective.second_model = dataclasses.replace(MODELS["llama"], vocab=VOCAB)
+    model = MODELS["llama"].fit(token_dataset(VOCAB))
+    the_plan = Scratch().plan(model, Setup(inputs, rows=3, objective=objective))
+    batch, draw = add_weights(batches().batch(0)), np.random.default_rng(1)
+    teacher = torch.from_numpy(draw.normal(0, 3, (*batch["targets"].shape, VOCAB))).log_softmax(-1)
+    batch = {**batch, **objective.precompute(teacher.float().numpy(), batch)}
+    student = {t.name: torch.from_numpy(the_plan.initial_values(t)).double().requires_grad_() for t in the_plan.tensors}
+    logits = FORWARD["llama"](student, model, torch.from_numpy(batch["tokens"]).long())
+    likeliest = teacher.topk(k, -1)
+    log_p = likeliest.values.div(2.0).log_softmax(-1)
+    log_q = logits.div(2.0).log_softmax(-1).gather(-1, likeliest.indices)
+    divergence = torch.nn.KLDivLoss(reduction="none", log_target=True)(log_q, log_p).sum(-1)
+    weights = torch.from_numpy(batch["weights"]).double()
+    loss = 4 * (divergence * weights).sum() / weights.sum()
+    expected = dict(zip(student, torch.autograd.grad(loss, list(student.values())), strict=True))
+    with build(engine, the_plan) as session:
+        for name, ours in session.gradients(batch).items():
+            theirs = expected[name].numpy()
+            assert np.linalg.norm(ours - theirs) <= 1e-4 * np.linalg.norm(theirs), name
+        assert session.step(batch, AdamW.for_lora().hp_for_step(0)).loss == pytest.approx(loss.item(), rel=1e-5)
 
 
 def test_rows_that_an_objective_compares_stay_together():

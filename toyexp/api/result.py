@@ -223,8 +223,8 @@ class Result:
     def _loaded_model(self) -> LoadedModel:
         """The run's model file. If the run trained an adapter, it is the adapter together with its base model file.
 
-        Raise UserError if the run left no weights, if it was resumed after this object was created, or if the base
-        model file has changed.
+        Raise UserError if the run left no weights, or if it was resumed after this object was created. Raise it too if
+        the base model file has changed.
         """
         from toyexp.inference.loaded_model import LoadedModel
         from toyexp.inference.model_files import ADAPTER, MODEL, find_model_file

@@ -65,11 +65,11 @@ def train(
 ) -> Result:
     """Train a model from part objects and return the result.
 
-    Each part is an object of a plugin's class or of your own class, or the name of a plugin's class, which is then
-    created with its default settings. A model may also be a torch.nn.Module, and data may be arrays (x, y) of vectors
-    or a torch Dataset of such pairs. `settings` are top-level settings: steps, batch_size, lr, seed, eval_every, name
-    and others. The default model is that of the recipe's base file, or `llama` if the recipe has no base file.
-    Callbacks hold state, so create new ones for each run; other parts can be reused.
+    Each part is an object of a plugin's class or of your own class. It may also be the name of a plugin's class, which
+    is then created with its default settings. A model may also be a torch.nn.Module, and data may be arrays (x, y) of
+    vectors or a torch Dataset of such pairs. `settings` are top-level settings: steps, batch_size, lr, seed,
+    eval_every, name and others. The default model is that of the recipe's base file, or `llama` if the recipe has no
+    base file. Callbacks hold state, so create new ones for each run; other parts can be reused.
 
         result = toyexp.train(model=Llama(d_model=64), engine="cpu", steps=100, lr=1e-3)
 
@@ -115,7 +115,7 @@ def _wrap_module(model: Any) -> Any:
 
 
 def _wrap_arrays(data: Any) -> Any:
-    """Return data of vectors for arrays x or (x, y), or for a torch Dataset of such pairs.
+    """Convert arrays x or (x, y), or a torch Dataset of such pairs, to a data object of vectors.
 
     Return names, data objects and anything else unchanged.
     """
@@ -129,13 +129,13 @@ def _wrap_arrays(data: Any) -> Any:
     if not isinstance(data, tuple):
         return data
     if len(data) not in (1, 2):
-        raise UserError(f"train data: has {len(data)} arrays; pass (x, y), or x on its own, whose targets are x itself")
+        raise UserError(f"train data: has {len(data)} arrays; pass (x, y), or only x if it is its own target")
     cls: Any = load().get("data", "vectors")
     return cls.from_arrays(*map(_convert_array, data))
 
 
 def _convert_array(values: Any) -> np.ndarray:
-    """Return a NumPy array of a NumPy array, a torch tensor on any device, or a sequence of either."""
+    """Convert a NumPy array, a torch tensor on any device, or a sequence of either to one NumPy array."""
     import numpy as np
 
     torch: Any = sys.modules.get("torch")
@@ -242,7 +242,7 @@ def _resolve_callbacks(values: Sequence[Callback | str], registry: Registry) -> 
         if callback.name in by_name and isinstance(value, str):
             continue
         if not isinstance(value, str) and objects.setdefault(callback.name, callback) is not callback:
-            raise UserError(f"train callbacks: two are named {callback.name}; names must be unique")
+            raise UserError(f"train callbacks: two callbacks are named {callback.name}; names must be unique")
         by_name[callback.name] = callback
     return by_name
 

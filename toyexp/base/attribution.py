@@ -110,7 +110,7 @@ def wrong_return(method: Callable[..., object], result: object, expected: str, w
 def attribute_part_errors(log: Path | None = None) -> Iterator[None]:
     """Convert an exception from a plugin's method to a PluginFailed that names the plugin and the method.
 
-    OSErrors, toyexp's own errors and exceptions from other code are raised unchanged.
+    OSErrors, toyexp's own errors, and exceptions that no plugin's method raised are not converted.
     """
     try:
         yield

@@ -1,7 +1,7 @@
 """Draw plots in toyexp's style, and write them as PNG, SVG or PDF files.
 
-The colours are those of Okabe and Ito ("Color Universal Design", 2008), changed so that each has a contrast of at least
-3:1 with the background and any two differ by at least 20 in CIELAB, also for people with common colour blindnesses.
+The colours are based on those of Okabe and Ito ("Color Universal Design", 2008). Each has a contrast of at least 3:1
+with the background. Any two differ by at least 20 in CIELAB, also for people with common colour blindnesses.
 Overlapping curves also differ by marker, so that they can be told apart in greyscale.
 """
 
@@ -152,7 +152,8 @@ class Sheet:
     def _resize(self, column: str | None) -> None:
         """Set the size of the page and of all text, and wrap the subtitle.
 
-        `column` is a key of COLUMNS: None, or the journal column (single or double) that the figure must fit.
+        `column` says where the figure must fit: "single" or "double" for a column of a journal, None for the default
+        size.
         """
         from matplotlib.text import Text
         from matplotlib.transforms import ScaledTranslation

@@ -68,7 +68,7 @@ class RankFailed(RunFailed):
 
 
 class PluginFailed(RunFailed):
-    """Error: an unexpected exception in a plugin. The message names the plugin, the moment and the exception."""
+    """Error: an unexpected exception in a plugin. The message names the plugin, the exception, and when it occurred."""
 
 
 def nearest(word: str, choices: Iterable[str]) -> str | None:

@@ -156,8 +156,8 @@ def read_text(path: Path, limit: int | None = None) -> str:
 def not_text_error(path: Path, position: int, byte: int, start: bytes) -> UserError:
     """Return the UserError for a file that is not UTF-8 text.
 
-    The message has the invalid `byte` and its `position`, and a guess at the file's format from its first bytes,
-    `start`.
+    The message shows the invalid `byte` and its `position`. If the file's first bytes, `start`, show another format,
+    the message names it.
     """
     hint = next((hint for magic, hint in NOT_TEXT_HINTS.items() if start.startswith(magic)), None)
     if byte:

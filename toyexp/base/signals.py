@@ -40,7 +40,7 @@ _sweep_is_gone = threading.Event()
 
 
 def end_with_sweep() -> None:
-    """Send SIGTERM to this process, so that it saves a checkpoint and exits. Called when its sweep has ended.
+    """Send SIGTERM to this process because its sweep has ended, so that it saves a checkpoint and exits.
 
     The ended sweep may have sent a signal, too. Usually a second signal forces an immediate exit, but not in this case.
     """
@@ -51,9 +51,9 @@ def end_with_sweep() -> None:
 class Signals:
     """Signals that one run has received, and the handlers that record them.
 
-    The first ending signal raises Interrupted at once, except in two cases. During training it is only recorded, and
-    the training loop acts on it after the step. During an import, Interrupted is raised when the import is over. A
-    second signal raises Interrupted at once.
+    Some signals, such as SIGINT and SIGTERM, end the run. The first of them raises Interrupted at once, with two
+    exceptions. During training it is only recorded, and the training loop ends the run after the current step. During
+    an import, Interrupted is raised when the import is over. A second signal raises Interrupted at once.
     """
 
     def __init__(self) -> None:
@@ -67,7 +67,11 @@ class Signals:
         self._final_interrupt: tuple[Interrupted | None] | None = None
 
     def handle(self, number: int, frame: FrameType | None) -> None:
-        """Record an ending signal, and raise Interrupted at once or later. The class docstring says when."""
+        """Handle a signal that ends the run: record it, and raise Interrupted.
+
+        For the first such signal there are two exceptions. During training, Interrupted is not raised. During an
+        import, it is raised when the import is over.
+        """
         self._number = self._number or number
         if self._count and _sweep_is_gone.is_set():  # the sweep has already asked this process to end
             _sweep_is_gone.clear()
@@ -91,7 +95,10 @@ class Signals:
                 signal.pthread_kill(threading.main_thread().ident or 0, number)
 
     def close(self) -> None:
-        """Discard a signal that arrived during an import and has not yet raised Interrupted."""
+        """Stop handling signals.
+
+        Drop a signal that arrived during an import and has not yet raised Interrupted.
+        """
         self._over.set()
 
     def request_save(self, number: int, frame: FrameType | None) -> None:
@@ -104,7 +111,7 @@ class Signals:
         return is_requested
 
     def defer_to_step_end(self) -> None:
-        """Only record the first ending signal from now on; the training loop acts on it after each step."""
+        """From now on, only record the first signal that ends the run. The training loop acts on it after a step."""
         self._is_deferring = True
 
     def is_ending(self) -> bool:
@@ -112,13 +119,14 @@ class Signals:
         return bool(self._number)
 
     def count(self) -> int:
-        """Return how many ending signals arrived."""
+        """Return how many of the received signals asked the run to end."""
         return self._count
 
     def final_interrupt(self) -> Interrupted | None:
         """Return an Interrupted if a signal asked the run to end before the first call of this method, else None.
 
-        The first call fixes the result: the run is over then, and later signals do not change how it ended.
+        All later calls return the same result, because signals that arrive after the first call no longer affect the
+        run.
         """
         if self._final_interrupt is None:
             self._final_interrupt = (Interrupted(self._number) if self._number else None,)
@@ -143,7 +151,8 @@ def handle_signals(handlers: Mapping[int, Handler]) -> Iterator[bool]:
 class CommonSignals(Signals):
     """Signals of a process in which several runs train. Each signal is recorded for every run.
 
-    Unlike in class Signals, the first ending signal does not raise Interrupted.
+    The first signal that ends the runs does not raise Interrupted, so that each run can end after its current step. A
+    second one raises Interrupted.
     """
 
     def __init__(self) -> None:
@@ -159,13 +168,13 @@ class CommonSignals(Signals):
         return run
 
     def handle(self, number: int, frame: FrameType | None) -> None:
-        """Record an ending signal in every run."""
+        """Handle a signal that ends all runs of this process: record it in the Signals of every run."""
         for run in self._runs:
             run._number, run._count = run._number or number, run._count + 1
         super().handle(number, frame)
 
     def request_save(self, number: int, frame: FrameType | None) -> None:
-        """Record SIGUSR1 in every run."""
+        """Handle SIGUSR1: make every run of this process save a checkpoint."""
         for run in self._runs:
             run.is_save_requested = True
 

@@ -41,14 +41,18 @@ def align_table(rows: Sequence[Sequence[str]], right: Collection[str]) -> list[s
 
 
 def fit_table(rows: Sequence[Sequence[str]], right: Collection[str], expendable: Sequence[str]) -> list[str]:
-    """Drop columns that do not fit the terminal, and return the other columns as lines, as `align_table` does.
+    """Drop columns that do not fit the terminal, and return the table as aligned lines.
 
-    `expendable` lists the heads of columns that may be dropped, in this order. A last line names the dropped columns.
+    `right` has the heads of the right-aligned columns. `expendable` lists the heads of columns that may be dropped, in
+    this order. The last line names the dropped columns, if any.
     """
     table, dropped = drop_columns(rows, expendable)
     return [*align_table(table, right), *name_dropped(dropped)]
 
 
 def name_dropped(heads: Sequence[str], more: str = "") -> list[str]:
-    """Return a line that names dropped columns and ends in `more`; [] if `heads` is empty."""
+    """Return a list with a line that names the dropped columns `heads`; an empty list if there are none.
+
+    The text `more` is appended to the line.
+    """
     return [f"columns left out to fit the terminal: {', '.join(dict.fromkeys(heads))}{more}"] if heads else []

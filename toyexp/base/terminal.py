@@ -27,7 +27,7 @@ _STYLED = (
 
 
 def replace_unencodable() -> None:
-    """Print characters that the terminal's encoding lacks as question marks."""
+    """Make Python print a question mark in place of each character that the terminal's encoding lacks."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")
@@ -140,7 +140,7 @@ _UNBROKEN = re.compile(r"(?:^|  )(?:toyexp|(?:[A-Z_]+='[^']*' )?pip install) (?!
 
 
 def wrap_columns(text: str, stream: IO[str] | None = None) -> str:
-    """Wrap lines at the width of the terminal, between words. The rest of a line begins below the line's last column.
+    """Wrap long lines of a table at the width of the terminal, and indent continuation lines to the last column.
 
     Columns are separated by at least two spaces. A column that begins in the last third of the width does not count.
     Commands to type, long paths and lines of JSON are not broken, so that they can be copied.

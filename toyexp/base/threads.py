@@ -70,7 +70,7 @@ def crowding_note(threads: int, watched: bool = True) -> str:
 
 
 def count_busy() -> int:
-    """Return how many other threads on this machine are running: the minimum of three samples."""
+    """Return how many threads are running on this machine, other than this thread: the minimum of three samples."""
     fewest = MAX_INT
     for _ in range(3):  # a thread that has just finished still counts for a moment
         time.sleep(0.001)
@@ -79,7 +79,7 @@ def count_busy() -> int:
 
 
 def _count_busy_now() -> int:
-    """Return how many other threads on this machine are running at this moment; 0 if unknown."""
+    """Return how many threads are running on this machine now, other than this thread; 0 if unknown."""
     try:
         running = int(Path("/proc/loadavg").read_text().split()[3].partition("/")[0])
     except (OSError, IndexError, ValueError):

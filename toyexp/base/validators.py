@@ -29,9 +29,10 @@ def require_positive(key: str, value: float) -> None:
 
 
 def require_choice(section: str, part: object, /, **words: Collection[str]) -> None:
-    """Raise UserError unless each setting in `words` has one of its allowed values in `part`.
+    """Raise UserError unless the attributes of `part` have allowed values.
 
-    `words` maps names of settings to their allowed values. `section`, such as optim, is the first part of their keys.
+    `words` maps names of attributes to their allowed values. `section` is the configuration section of `part`, such as
+    optim: the error message names the setting as section.name.
     """
     for name, choices in words.items():
         if (value := getattr(part, name)) not in choices:
@@ -39,10 +40,10 @@ def require_choice(section: str, part: object, /, **words: Collection[str]) -> N
 
 
 def require_range(section: str, part: object, /, **bounds: str) -> None:
-    """Raise UserError if a setting of `part` is outside its interval; None is always allowed.
+    """Raise UserError if an attribute of `part` is outside its interval; None is always allowed.
 
-    `bounds` maps names of settings to intervals, such as `[1,inf)` or `(0,1]`. `section`, such as optim, is the first
-    part of their keys.
+    `bounds` maps names of attributes to intervals, such as `[1,inf)` or `(0,1]`. `section` is the configuration section
+    of `part`, such as optim: the error message names the setting as section.name.
     """
     for name, bound in bounds.items():
         is_inside, words = _interval(bound)

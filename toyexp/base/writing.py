@@ -103,9 +103,9 @@ def swap(new: Path, path: Path) -> None:
 
 
 def require_plain(path: Path, kind: int = stat.S_IFREG, grows: bool = False) -> None:
-    """Raise UserError if `path` exists and is not of `kind`, by default a regular file; a link is an error too.
+    """Raise UserError if `path` exists and is a link, or is not of the type `kind` (by default a regular file).
 
-    Set `grows` for a file that is changed in place. Then a file with a second hard link is an error, too.
+    If `grows` is True, also raise it for a file with a second hard link, because the file will be changed in place.
     """
     try:
         status = path.lstat()

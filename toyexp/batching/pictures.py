@@ -95,6 +95,6 @@ def iter_files(folder: Path) -> Iterator[Path]:
 
 
 def iter_images(folder: Path) -> Iterator[Path]:
-    """Yield files below a directory with an image suffix, including broken links."""
+    """Yield the files below a directory whose names have an image suffix, including broken symbolic links."""
     files = (f for f in folder.rglob("*") if f.suffix.lower() in IMAGE_SUFFIXES)
     return (f for f in files if f.is_file() or dangling_link(f))

@@ -14,6 +14,7 @@ from toyexp.base.errors import UserError
 from toyexp.base.random import stream
 from toyexp.interfaces.dataset import Batch, Batches, Dataset
 from toyexp.interfaces.kind import TOKENS
+from toyexp.interfaces.phases import TURN
 from toyexp.interfaces.plan import Plan
 from toyexp.tokenizers.tokenizer import Tokenizer
 
@@ -70,7 +71,7 @@ class TokenDataset(Dataset):
         return self._left_out
 
     def remarks(self) -> list[str]:
-        """Return notes of the code that read the data, as lines to print."""
+        """Return notes about the data, as lines to print before training."""
         return list(self._remarks)
 
     def batches(self, context: int, rows: int, seed: int) -> TokenBatches:
@@ -87,9 +88,9 @@ class TokenDataset(Dataset):
         return TokenBatches(self.train, self.held_out, context, rows, seed, self._eval_batches)
 
     def _enough(self, window: int) -> str:
-        """Return how much data is needed so that its training and held-out parts each have `window` tokens.
+        """Return an estimate of the smallest amount of data of which both parts have at least `window` tokens.
 
-        The result is an estimate as text, such as "about 1,300 characters".
+        The parts are the training and the held-out part. The result is text, such as "about 1,300 characters".
         """
         total = len(self.train) + len(self.held_out)
         held_out = self._val_fraction or len(self.held_out) / max(total, 1)
@@ -182,23 +183,26 @@ def _windows(ids: np.ndarray, starts: np.ndarray, span: np.ndarray) -> dict[str,
 
 
 class Dropout(Batches):
-    """Batches with the dropout masks of a plan's adapters and model, which multiply numbers by 1 + mask.
+    """Batches that also contain the dropout masks of a plan's adapters and model.
 
-    It is inverted dropout (Srivastava et al. 2014): the mask is -1 for dropped numbers, and scales the others up. Masks
-    are drawn on the host from (seed, name of the mask, k), so every engine drops the same numbers. Held-out batches
-    have no masks.
+    An activation x becomes x (1 + mask), which is inverted dropout (Srivastava et al. 2014). The mask is -1 for dropped
+    elements and p / (1 - p) for all others, where p is the probability of dropping. The mask of batch k depends only on
+    the seed, the mask's name and k, so every engine drops the same elements. Held-out batches have no masks.
+    If tensors of the plan train in turns, each batch also has the number of its turn.
     """
 
     def __init__(self, batches: Batches, plan: Plan, seed: int | None = None):
         self._batches, self._plan, self._seed = batches, plan, plan.seed if seed is None else seed
         self.inputs, self.facts, self.omissions = plan.inputs, batches.facts, batches.omissions
+        self.rows_per_epoch = batches.rows_per_epoch
 
     def batch(self, k: int) -> Batch:
-        """Return training batch `k` with all masks."""
+        """Return training batch `k` with all masks and its turn."""
         batch = self._batches.batch(k)
         rows = len(batch["weights"])
         masks = {name: self._mask(name, share, rows, k) for name, share in self._plan.dropout_shares.items()}
-        return {**batch, **masks}
+        turn = {TURN: np.full(rows, k % turns, np.float32)} if (turns := self._plan.turns) else {}
+        return {**batch, **masks, **turn}
 
     def _mask(self, name: str, share: float, rows: int, k: int) -> np.ndarray:
         shape = (rows, *self.inputs[name].shape)
@@ -208,5 +212,5 @@ class Dropout(Batches):
         return np.where(bits < dropped, np.float32(-1), np.float32(scaled_up)).reshape(shape)
 
     def held_out(self) -> Sequence[Batch]:
-        """Return the held-out batches, without masks."""
+        """Return the held-out batches, without dropout masks."""
         return self._batches.held_out()

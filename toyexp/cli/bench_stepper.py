@@ -150,9 +150,9 @@ class EngineStepper(Stepper):
 
 
 def worker_pids(ranks: Sequence[str]) -> list[int]:
-    """Return the process ids of a distributed run's other processes that run on this machine.
+    """Return the ids of a distributed run's processes on this machine, except this process.
 
-    `ranks` describes each process, such as `pid 12 on host`.
+    `ranks` describes each process of the run, such as `pid 12 on host`.
     """
     matches = [re.fullmatch(r"pid (\d+) on (.*)", rank) for rank in ranks]
     return [int(rank[1]) for rank in matches if rank and rank[2] == platform.node() and int(rank[1]) != os.getpid()]
@@ -230,12 +230,12 @@ class Peak:
 
 
 def measure_peak(engine: Engine, max_rows: int) -> Peak:
-    """Measure the highest speed that an engine reaches in products of n x n matrices, for several n.
+    """Measure an engine's highest speed, in operations per second, in products of n x n matrices for several n.
 
     The products are part of the forward pass of an evaluation, so the engine uses its own matrix op and dtype. Each
     product counts as 2 n^3 operations. Unlike the peak in a data sheet, the result depends on the current clock and the
-    installed libraries. An engine on several devices gets the smallest batch that it can split, with at most `max_rows`
-    rows. Errors of the engine, such as too little memory, are raised.
+    installed libraries. An engine on several devices gets the smallest batch that it can split; this batch has at most
+    `max_rows` rows. Errors of the engine, such as too little memory, are raised.
     """
     best = Peak(0.0, 0)
     for size, products in SIZES:

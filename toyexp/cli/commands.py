@@ -28,8 +28,8 @@ SETTINGS_ONLY = ("bench", "parity")
 class BuiltInCommand(Command):
     """A sub-command that is implemented by a module in toyexp/cli/ with a usage text, HELP, and a function `run`.
 
-    A module with several commands has a usage text and a function for each of them, such as HELP_EXPORT and run_export
-    for the command `export`. argparse inserts the list of options below the line `options` of the usage text.
+    A module with several commands has a usage text and a function for each of them. The command `export`, for example,
+    has HELP_EXPORT and run_export. argparse inserts the list of options below the line `options` of the usage text.
     """
 
     module: ClassVar[str]  # name of a module with several commands; empty if the module is named like the command

@@ -202,8 +202,9 @@ class Line:
     def _settings(self, key: str) -> Iterator[tuple[str, Setting]]:
         """Yield (full key, setting) for every top-level setting, and for settings of parts in the group of `key`.
 
-        In the group data, for example, these are the settings of the part that the line chooses with data=NAME, or of
-        every part if it chooses none. In the group callbacks, they are the settings of every callback.
+        In the group data, for example, these are the settings of the data plugin that the line chooses with data=NAME.
+        If the line chooses none, they are the settings of every data plugin. In the group callbacks, they are the
+        settings of every callback.
         """
         yield from top_level_settings()
         yield from ((key, Setting("dir", "str", "", "")) for key in HYDRA_KEYS[:3])

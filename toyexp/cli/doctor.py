@@ -219,8 +219,8 @@ class Line:
 def build_engines(labels: Sequence[str], registry: Registry) -> list[tuple[str, Engine]]:
     """Return (label, engine) for each label, such as ggml:threads=1.
 
-    If `labels` is empty, return every engine that works here. If the CPU can emulate engines that do not work here,
-    also return the first of them, with emulate=true. Raise UserError if no engine works and none can be emulated.
+    If `labels` is empty, return every engine that works here. Some engines that do not work here can be emulated on the
+    CPU; also return the first of them, with the setting emulate=true. Raise UserError if there is no engine to return.
     """
     if labels:
         return [(label, build_engine(label, registry)) for label in labels]
@@ -284,8 +284,8 @@ class Training:
     def errors(self, engine: Engine) -> tuple[float, float]:
         """Return two errors of an engine: the largest relative error of a loss, and the largest error of a tensor.
 
-        The error of a tensor is the norm of its difference from the correct tensor after the last step, divided by the
-        norm of the correct tensor's change in training.
+        The error of a tensor is a ratio of two norms. The numerator is the tensor's difference from the correct tensor
+        after the last step; the denominator is the correct tensor's change in training.
         """
         steps = range(len(self.losses))
         with engine.realize(self.plan) as session:

@@ -136,7 +136,7 @@ _COMMAND_PAGES = {
 
 
 def page_about(error: str, command: str = "") -> str:
-    """Return the topic of the page that explains an error message; an empty string if there is none.
+    """Return the topic of the documentation page that explains an error message; "" if there is no such page.
 
     `command` is the sub-command that raised the error, if any.
     """

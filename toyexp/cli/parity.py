@@ -28,6 +28,7 @@ from toyexp.interfaces.recipe import start_session
 from toyexp.interfaces.run import Run
 from toyexp.reference.engine import TOLERANCES, Tolerances, coarser_precision, precision
 from toyexp.sweeps.combinations import combinations, experiment_sweep
+from toyexp.training.precompute import precompute_arrays
 from toyexp.training.run_config import Prepared, introduction
 
 STEPS = 20  # default
@@ -44,7 +45,7 @@ Arrays = Mapping[str, np.ndarray]
 
 @dataclass(frozen=True)
 class TensorDifference:
-    """Differences of one trainable tensor's gradient and weights between an engine and the reference engine."""
+    """Differences between an engine and the reference engine in the gradient and weights of one trainable tensor."""
 
     name: str
     gradient: float  # |g - g_ref| / |g_ref| on the first batch; for small gradients see tensor_differences
@@ -124,12 +125,13 @@ def compare(runs: Mapping[str, Prepared], limits: Mapping[str, float], watch: Ca
     (first, prepared), *others = runs.items()
     for line in [f"engine  {first}: {notes[first]}", *introduction(prepared)[1:]]:  # without the line of the engine
         watch(line)
-    reference, engines = measure(prepared, prepared.batches), []
+    batches = precompute_arrays(prepared, watch)
+    reference, engines = measure(prepared, batches), []
     for label, run in others:
         watch(f"engine  {label}: {notes[label]}")
         for line in call_for_lines(run.config.engine.advice):
             watch(f"note    {line}")
-        measured = measure(run, prepared.batches)
+        measured = measure(run, batches)
         for name, array in reference.start.items():
             if array.tobytes() != measured.start[name].tobytes():
                 raise RunFailed(f"{label}: the initial values of {name} differ from those on {first}")
@@ -178,9 +180,9 @@ def tensor_differences(measured: Measured, reference: Measured) -> list[TensorDi
     A value of NaN counts as an infinite difference. The differences are relative:
 
     - Weights: the norm of the difference is divided by the norm of the tensor's change in training. This ratio does not
-      depend on learning rate, number of steps or initial scale. (Divided by the norm of the weights instead, the
-      difference would be small even for an engine that does not train at all.) If the tensor changes less than the
-      average tensor of its size, the divisor is the average change.
+      depend on learning rate, number of steps or initial scale. (If the divisor were the norm of the weights, an engine
+      that does not train at all would have a small difference.) If the tensor changes less than the average tensor of
+      its size, the divisor is the average change.
     - Gradients: the norm of the difference is divided by the norm of the reference gradient, or by `SMALL` times the
       norm of all gradients if that is larger.
     - If a gradient is below `ROUNDING` times the norm of all gradients on both engines, the true gradient is zero and

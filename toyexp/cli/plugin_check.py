@@ -145,8 +145,8 @@ def _check_defaults(offers: Sequence[Offer], results: _PytestResults, registry: 
     """Run the conformance suite with default settings for each part that the plugin's own tests do not cover.
 
     `offers` are the plugin's parts, and `results` are the results of its own tests. Return a line for each part that
-    these tests do not cover. The line has a note if the part needs a test with settings, or if there is no suite for
-    parts of its kind (such as command).
+    these tests do not cover. The line has a note if the part needs a test with settings. It also has a note if there is
+    no suite for parts of its kind, such as command.
     """
     from toyexp.testing.defaults import SUITES, SuiteParts, make_suite
 
@@ -242,7 +242,7 @@ class _PytestResults:
     # -- pytest hooks
 
     def pytest_collection_modifyitems(self, items: Any) -> None:
-        """Remember for each collected test the line of the report that counts its result."""
+        """For each test that pytest has collected, store the line of the report in which its result is counted."""
         for item in items:
             self._test_lines[item.nodeid] = self._suite(getattr(item, "cls", None))
 

@@ -96,9 +96,9 @@ def _apply_all_types(values: dict[str, Any]) -> dict[str, Any]:
 
 
 def build_saved_objective(plain: Mapping[str, Any], registry: Registry, origin: Origin) -> Objective:
-    """Return the objective of a saved configuration, whose held-out loss an evaluation of the run reports.
+    """Return the objective in the saved configuration `plain`, to evaluate the run with its held-out loss.
 
-    If that is a cross-entropy of the data's targets, or if the configuration has none, return plain cross-entropy.
+    If this loss is a cross-entropy of the data's targets, or if `plain` has no objective, return plain cross-entropy.
     """
     node = plain.get("objective")
     if not isinstance(node, Mapping) or "name" not in node:
@@ -150,7 +150,7 @@ _typed_cache: dict[tuple[type, str], tuple[str, dict[str, Any]]] = {}  # of the 
 
 
 def _apply_types_cached(cls: type, node: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """Return `apply_types(...)`. The result is cached for a next job with equal settings (saves 1 to 5 ms per job)."""
+    """Return `apply_types(...)`. The result is cached for later jobs with equal settings (saves 1 to 5 ms per job)."""
     raw = repr(node)
     if (cls, where) not in _typed_cache or _typed_cache[cls, where][0] != raw:
         _typed_cache[cls, where] = raw, apply_types(cls, node, where)
@@ -182,8 +182,8 @@ def apply_types(cls: type, node: Mapping[str, Any], where: str) -> dict[str, Any
 def resolve_paths(cls: type, node: Mapping[str, Any], origin: Origin) -> Mapping[str, Any]:
     """Return the settings of a part, with relative paths resolved against the directory where the run was started.
 
-    A text is treated as a path if a file of that name exists in the directory. But if a setting's default is not empty,
-    a word without . and / is never treated as a path: an example is data.tokenizer=byte.
+    A text is treated as a path if a file of that name exists in the directory. There is one exception: if a setting has
+    a non-empty default, a text that contains neither . nor / is a name, as in data.tokenizer=byte.
     """
     words = {f.name for f in dataclasses.fields(cls) if f.default not in ("", None)}
     texts = {key: value for key, value in node.items() if isinstance(value, str) and key != "name"}

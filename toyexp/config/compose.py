@@ -1,4 +1,4 @@
-"""Compose the configuration of one run with Hydra. The module `build` then builds the parts; Hydra does not."""
+"""Compose the configuration of one run with Hydra. The module `build` later creates its parts, such as the model."""
 
 from __future__ import annotations
 
@@ -158,7 +158,10 @@ class Composition:
         return [f"{key}={plain(value)}" for key, (_, value) in differences(old, new)]
 
     def check_parts(self) -> None:
-        """Check all parts except the base file and the engine; raise UserError for invalid settings."""
+        """Raise UserError for invalid settings of the run's parts (model, data, recipe, ...).
+
+        The engine and the contents of the recipe's base file are not checked.
+        """
         build_parts(self.cfg, check_keys(self.cfg, self.all_keys), self.source.origin)
 
     def build_config(self) -> Config:

@@ -1,4 +1,4 @@
-"""Parse the flags of a command line, and `resume=`; explain unknown words."""
+"""Parse the flags of a command line, and `resume=`; write error messages for unknown words."""
 
 from __future__ import annotations
 

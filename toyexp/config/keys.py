@@ -33,12 +33,12 @@ class Keys:
 
     @classmethod
     def from_registry(cls, registry: Registry) -> Keys:
-        """Return the keys of all available parts."""
+        """Return the valid keys for all available parts (models, data plugins, recipes, ...)."""
         offers = all_part_classes(registry)
         return cls(registry, _classes_by_key(offers), offers)
 
     def restrict(self, cfg: DictConfig) -> Keys:
-        """Return the keys of the parts that a configuration chooses; ignore unknown names."""
+        """Return only the keys of the parts (model, data, ...) that a configuration chooses; ignore unknown parts."""
         chosen = {kind: [n for n in chosen_names(cfg, kind) if n in offered] for kind, offered in self.offers.items()}
         return replace(
             self, classes=_classes_by_key({k: {n: self.offers[k][n] for n in names} for k, names in chosen.items()})

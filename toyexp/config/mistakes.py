@@ -52,7 +52,7 @@ def check_brackets(override: Override, keys: Keys) -> None:
 
 
 def check_blanks(override: Override, keys: Keys) -> None:
-    """Raise UserError if a sweep lists texts, and parsing would drop spaces at the beginning or end of a text.
+    """Raise UserError if parsing would drop spaces at the beginning or end of a text in a sweep's list of values.
 
     A space after a comma is normal in a list and raises no error.
     """
@@ -116,9 +116,9 @@ def _form_mistake(override: Override, types: Collection[Any], keys: Keys) -> str
 
 
 def _part_mistake(override: Override, kind: str, rest: Sequence[str], keys: Keys) -> str | None:
-    """Return an error message for an override with an invalid key of a part, such as model.a.b=1; None if it is valid.
+    """Return an error message if an override has an invalid key, such as model.a.b=1; None if the key is valid.
 
-    `kind` is the first part of the key, such as model, and `rest` holds the others, such as a and b.
+    `kind` is the first word of the key (model), and `rest` holds the other words (a and b).
     """
     line, depth = override.input_line, 2 if kind == "callbacks" else 1
     if len(rest) < depth and rest[0] not in keys.registry.offers[kind]:
@@ -138,7 +138,8 @@ def _part_mistake(override: Override, kind: str, rest: Sequence[str], keys: Keys
 
 
 def _mapping_example(key: str) -> str:
-    example = "{blk.*: {lr: 0.001}}" if key == "optim.groups" else "{name: value}"
+    examples = {"optim.groups": "{blk.*: {lr: 0.001}}", "objective.class_weights": "{0: 2.5}"}
+    example = examples.get(key, "{name: value}")
     return f"a mapping in braces: {key}={example}"
 
 
@@ -174,7 +175,10 @@ def _sweep_keys() -> set[str]:
 
 
 def check_keys(cfg: DictConfig, all_keys: Keys) -> Keys:
-    """Return the valid keys of the chosen parts; raise UserError if `cfg` has another key or lacks a part."""
+    """Return the valid keys for the model, data and other parts that `cfg` chooses.
+
+    Raise UserError if `cfg` has an invalid key or lacks a part.
+    """
     keys, registry = all_keys.restrict(cfg), all_keys.registry
     for name in chosen_names(cfg, "callbacks"):
         if name not in keys.offers["callbacks"]:
@@ -382,6 +386,7 @@ _PLAIN_WORDS = {
     r"Cannot merge DictConfig with ListConfig|is not a ListConfig": "must be a list: [a,b]",
     r"NoneType is not a subclass": "cannot be null",
     r"is not a subclass of": "must be a mapping of settings",
+    r"Key (\S+) \(\w+\) is incompatible with \(int\)": "keys must be whole numbers, got {0}",
     r"Key (\S+) \(\w+\) is incompatible": "keys must be text, got {0}",
     r"Interpolation key '(.+)' not found": "refers to ${{{0}}}, which does not exist",
     r"Unsupported interpolation type (\S+)": "refers to ${{{0}:...}}, an unknown resolver",
@@ -409,7 +414,7 @@ RESUMES = {"resume": "resume=...", "sweep.resume": "sweep.resume=..."}  # keys t
 
 
 def check_files(cfg: DictConfig, parsed: Sequence[Override], source: Source) -> None:
-    """Raise UserError for files with misplaced settings, or with keys that are only allowed on the command line."""
+    """Raise UserError if a configuration file has misplaced settings, or keys that only the command line may set."""
     if "experiment" in cfg:
         raise misplaced_error(parsed, source)
     typed_keys = {o.key_or_group for o in parsed}
@@ -464,7 +469,7 @@ def locate_errors(cfg: DictConfig, typed: Sequence[Override], source: Source) ->
 
 
 def _key_of_path(message: str, cfg: DictConfig) -> str | None:
-    """Return the key of the setting that holds the path at the start of `message`; None if no part has it."""
+    """Return the key of the setting that holds the path at the start of `message`; None if there is no such setting."""
     values = {f"{kind}.{name}": str(cfg[kind]._get_node(name)) for kind in PARTS[::-1] for name in cfg[kind]}
     paths = {key: Path(expand_path(value)) for key, value in values.items() if re.search("[./]", value)}
     return next((key for key, path in paths.items() if message.startswith((f"{path}:", f"{path} "))), None)

@@ -71,12 +71,12 @@ class FileConfigSource(file_config_source.FileConfigSource):
     """Replacement of Hydra's file reader that checks files with `safe_yaml`. Hydra finds it by its class name."""
 
     def load_config(self, config_path: str) -> ConfigResult:
-        """Load a file; raise UserError if it holds anything other than settings."""
+        """Load a configuration file; raise UserError if it holds anything other than settings."""
         path = Path(self.path, self._normalize_file_name(config_path))
         is_builtin = path.is_relative_to(CONF)
         if not is_builtin and (".." in Path(config_path).parts or config_path.startswith("hydra/")):
             raise UserError(
-                f"{config_path}: files in {self.path} may only include other files in it, none in its hydra/"
+                f"{config_path}: a file in {self.path} may include only files of this directory, none of hydra/"
             )
         if not os.path.lexists(path):
             return super().load_config(config_path)  # raises an error of Hydra
@@ -184,7 +184,7 @@ class Source:
 
         `chosen` maps the keys given on the command line to their values. If it has the key `engine` or `callbacks`, the
         saved section of that name is left out. Raise UserError if `chosen` names another model, data set, recipe,
-        optimiser or objective than the run has, or if a local plugin of the run is not in `modules`.
+        optimiser or objective than the run has. Also raise it if a local plugin of the run is not in `modules`.
         """
         file = directory / "config.yaml"
         saved = load_yaml(file)

@@ -128,7 +128,7 @@ def _parse_error(text: str) -> UserError:
 
 
 def _strip_spaces(text: str) -> str | None:
-    """Return the text without spaces around its first `=` if that makes it parse, else None."""
+    """Return the text without spaces around its first `=` if it is then a valid override, else None."""
     key, _, value = text.partition("=")
     tight = f"{key.strip()}={value.strip()}"
     return tight if tight != text and _is_readable(tight) else None

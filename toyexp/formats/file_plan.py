@@ -28,8 +28,8 @@ def frozen_tensors(
 ) -> tuple[list[PlanTensor], Sequence[LoraAdapter]]:
     """Return the tensors of a model file and of an optional LoRA adapter file, all frozen, and the LoRA adapters.
 
-    Each LoraAdapter in the second list has the name of the linear layer that a pair of matrices A and B changes, and
-    the scale of the change.
+    A LoraAdapter holds no matrices. It has the name of the linear layer that it changes, and the scale by which the
+    product of its matrices is multiplied.
     """
     tensors = [PlanTensor(t.name, t.shape, FromGGUF(str(path), t.name), trainable=False) for t in model.tensors()]
     pairs, adapters = read_adapter(adapter, model) if adapter else ([], [])

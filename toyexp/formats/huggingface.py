@@ -148,7 +148,7 @@ def model_card(exported: ModelExport, adapter: bool = False) -> str:
 
 
 def _repository(exported: ModelExport) -> str | None:
-    """Return the base's Hugging Face repository OWNER/NAME, if the base's file names one."""
+    """Return the Hugging Face repository OWNER/NAME of the base model, or None if the metadata does not name one."""
     match = HUB.fullmatch(str(exported.general.get("base_model.0.repo_url", "")))
     return match[1] if match else None
 
@@ -232,9 +232,9 @@ def tokenizer_files(tokenizer: Tokenizer, is_replaced: bool) -> dict[str, bytes]
 
 
 def _sentencepiece_settings(tokenizer: SentencePiece, library: str) -> dict[str, Any]:
-    """Return the settings that llama.cpp's converter reads from tokenizer_config.json.
+    """Return entries for tokenizer_config.json that llama.cpp's converter reads.
 
-    `library` is the text of tokenizer.json.
+    `library` is the content of tokenizer.json, from which the added tokens are taken.
     """
     added = {str(token.pop("id")): token for token in json.loads(library)["added_tokens"]}
     not_special = {i: token for i, token in added.items() if not token["special"]}

@@ -31,16 +31,18 @@ CHANGES_BASE = ("pissa", "olora", "corda", "loftq")  # initialisations that also
 
 
 def read_peft(folder: Path, model: Model) -> tuple[float, dict[str, np.ndarray], dict[str, str]]:
-    """Return the alpha of an adapter in a PEFT directory, its matrices by GGUF name, and the values of ORIGIN_KEYS.
+    """Read the LoRA adapter in a PEFT directory: return its alpha, its matrices by GGUF name, and metadata.
 
-    Each pair of matrices A and B adds alpha / rank * B A to the weight of its linear layer, where rank is the number of
-    rows of A. The rows of B are in the model's order. Raise UserError if the adapter is damaged, fits another model, or
-    is not plain LoRA.
+    Each linear layer has a pair of matrices A and B. The adapter adds alpha / rank * (B A), a matrix product, to the
+    weight, where rank is the number of rows of A. The metadata is about the adapter's origin (see ORIGIN_KEYS). Raise
+    UserError if the adapter is damaged, fits another model, or is not plain LoRA.
     """
     config = _config(folder / CONFIG)
     alpha, patterns = _number(folder, config, "lora_alpha", 8), config.get("rank_pattern") or {}  # 8 as in PEFT
     ranks = [_number(folder, config, "r", 8), *(patterns.values() if isinstance(patterns, dict) else ())]
-    targets = {stored.name.removesuffix(".weight"): (name, stored) for name, stored in _places(folder, model).items()}
+    targets = {
+        stored.name.removesuffix(".weight"): (name, stored) for name, stored in _stored_tensors(folder, model).items()
+    }
     file = _tensors(folder)
     pairs: dict[str, np.ndarray] = {}
     for stored_name in file.tensors:
@@ -87,15 +89,15 @@ def _number(folder: Path, config: Mapping[str, Any], key: str, default: int | No
     return float(value)
 
 
-def _places(folder: Path, model: Model) -> dict[str, HFTensor]:
-    """Return {GGUF name: tensor in transformers} of the linear layers.
+def _stored_tensors(folder: Path, model: Model) -> dict[str, HFTensor]:
+    """Return how transformers stores the weight of each linear layer, keyed by the weight's GGUF name.
 
     Raise UserError if transformers does not have the model.
     """
     try:
         stored = hf_layout(model, {}).tensors
     except UserError as error:
-        raise UserError(f"{folder}: is a PEFT adapter, and transformers has no such model: {error}") from None
+        raise UserError(f"{folder}: a PEFT adapter needs a base model that transformers has: {error}") from None
     linears = [t.name for t in model.tensors() if len(t.shape) == 2 and not t.name.endswith("_embd.weight")]
     return {name: stored[name] for name in linears}
 

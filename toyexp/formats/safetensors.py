@@ -54,7 +54,7 @@ class TensorsFile(ModelFile):
         check_offsets(self.tensors.values(), 8 + length, size, 1, self.error)
 
     def _keys(self, metadata: dict[str, Any]) -> Mapping[str, Any]:
-        """Return the mapping to use as `self.metadata`. The argument is the metadata in the file's header."""
+        """Convert the metadata in the file's header to the value of the attribute `metadata`; here unchanged."""
         return metadata
 
     def read(self, name: str, rows: int | None = None) -> np.ndarray:

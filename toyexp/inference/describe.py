@@ -319,7 +319,7 @@ EXPORTS = ("q8_0", "f16", "f32")
 
 @dataclass(frozen=True)
 class Use:
-    """One use of a model file: the command, or the reason why this use is impossible."""
+    """A way to use a model file: the command to type, or the reason why the file cannot be used so."""
 
     what: str  # name of the use, such as eval or donor
     command: str | None  # None if `reason` is set
@@ -355,7 +355,11 @@ class FileUses:
 
     @cached_property
     def _bad_numbers(self) -> str | None:
-        """The error about the first tensor with NaN or infinity; None if there is none or the file is large."""
+        """The error about the first tensor with NaN or infinity; None if there is none.
+
+        A file of more than MAX_CHECKED_BYTES bytes is not checked, because that would take too long; the result is
+        None.
+        """
         if self._file.size > MAX_CHECKED_BYTES:
             return None
         try:
@@ -367,7 +371,7 @@ class FileUses:
         return None
 
     def all(self) -> list[Use]:
-        """Return all uses. Each command repeats the `plugins=` override of the current command, if there is one."""
+        """Return all ways to use the file. If the current command has a `plugins=` override, the commands repeat it."""
         is_adapter = self._file.metadata.get("general.type") == "adapter"
         model_uses = (self._training_uses, self._donor_uses, self._inference_uses)
         uses = self._adapter_uses() if is_adapter else [use for group in model_uses for use in group()]
@@ -432,7 +436,7 @@ class FileUses:
     def _donor_error(self, recipe: type[Recipe], rows: int = 1) -> str | None:
         """Return why the recipe cannot copy `rows` rows of the file's embedding to a new model; None if it can.
 
-        The new model is the recipe's default model (see `_default_model`).
+        The new model has default sizes and is of the first model class that reads the recipe's kind of data.
         """
         model = cast("Model", self._default_model(recipe))
         vocab = {"vocab": rows} if "vocab" in model_settings(model) else {}
@@ -442,8 +446,8 @@ class FileUses:
     def best(self) -> str:
         """The file's best use in one word; empty if toyexp cannot use it.
 
-        If toyexp can load the model, the word is `base` if the model can be fine-tuned, and otherwise the kind of data
-        that the model reads. If toyexp cannot load it, the word is `donor` if a new model can copy its embeddings.
+        `base`: the model can be fine-tuned. A kind of data, such as images: the model cannot be fine-tuned, but
+        evaluated on such data. `donor`: toyexp cannot load the model, but a new model can copy its embeddings.
         """
         if self.model is not None:
             is_base = any(self._accepts(recipe) for recipe in self._recipes_by_source("base"))

@@ -180,9 +180,9 @@ def _open_dataset(config: Config, loaded: LoadedModel) -> Dataset:
 def _window(setting_value: str | None, model: Model, training_context: int | None) -> int | None:
     """Return the length of a row in tokens; None for a model without a context length.
 
-    `setting_value` is the setting `model.context`. If it is None, use the context of the training run, or 512 if there
-    is no run, because longer rows cost much more. This default is at most the model's context. Raise UserError for an
-    invalid setting.
+    `setting_value` is the setting `model.context`. If it is None, use the context of the training run. If there is no
+    run either, use 512, because longer rows cost much more. This default is at most the model's context. Raise
+    UserError for an invalid setting.
     """
     if not model.context:
         return None
@@ -215,7 +215,7 @@ def count_by_class(
 ) -> list[ClassCounts]:
     """Count right and wrong predictions for each class. Examples of weight 0 are not counted.
 
-    `logits` computes an array [rows, classes] from those arrays of a batch whose names are in `read`. `names` are the
+    `logits` computes an array [rows, classes] from a batch that has only the arrays named in `read`. `names` are the
     class names; classes without a name are numbered.
     """
     counts = None
@@ -280,9 +280,10 @@ class TrainedRun:
         return build_saved_objective(self.saved, registry, self.record)
 
     def settings(self, file: Path, has_text: bool, registry: Registry) -> list[str]:
-        """Return the run's data settings as overrides, such as `data=text`.
+        """Return the data settings of the run as overrides, such as `data=text`.
 
-        If the run set data.tokenizer and the model `file` contains a tokenizer (`has_text`), data.tokenizer is `file`.
+        `has_text` says whether the model `file` contains a tokenizer. If it does, and the run set data.tokenizer, the
+        path of `file` is used for data.tokenizer instead.
         """
         name = self.data["name"]
         settings = resolve_paths(part_class("data", self.data, registry), self.data, self.record)

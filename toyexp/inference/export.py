@@ -56,7 +56,7 @@ class ExportResult(Answer):
     notes: list[str]  # sentences about how other programs treat the file differently
 
     def lines(self) -> list[str]:
-        """Return warnings and notes, then the path and the size of the written file."""
+        """Return the lines to print for the user: warnings, notes, and the path and size of the written file."""
         types = ", ".join(f"{count} {name}" for name, count in self.tensors.items())
         sizes = f"{format_bytes(self.source_bytes)} -> {format_bytes(self.bytes)}"
         lines = [*(f"warning: {w}" for w in self.warnings), *(f"note: {n}" for n in self.notes)]
@@ -261,7 +261,10 @@ class MergeResult(Answer):
     warnings: list[str]
 
     def lines(self) -> list[str]:
-        """Return warnings and the changed types, then the path and the size of the written file."""
+        """Return the lines to print for the user.
+
+        They are warnings, a note if tensors changed their type, and a line with the path and size of the written file.
+        """
         types = ", ".join(f"{count} {name}" for name, count in self.tensors.items())
         lines = [f"warning: {warning}" for warning in self.warnings]
         if {*self.before} != {self.type}:

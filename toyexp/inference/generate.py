@@ -54,7 +54,7 @@ class Options:
 
 @dataclass(frozen=True)
 class Generated:
-    """One generation and its statistics."""
+    """Result of one generation: the prompt, the generated text and tokens, and statistics."""
 
     file: str
     engine: str
@@ -75,7 +75,7 @@ class Generated:
         return self.tokens / self.seconds if self.seconds else 0.0
 
     def plain(self) -> dict[str, Any]:
-        """Return all fields as plain data."""
+        """Return all fields as a dict of plain values."""
         return {**asdict(self), "tokens_per_second": self.tokens_per_second}
 
     def line(self) -> str:
@@ -86,7 +86,7 @@ class Generated:
 
 
 class TextBuilder:
-    """Decoder of a stream of tokens. It collects ids and text, and passes complete characters to `write`."""
+    """Decoder that collects generated tokens as ids and text, and passes each complete piece of text to `write`."""
 
     def __init__(self, tokenizer: Tokenizer | None, write: Callable[[str], None]):
         self._tokenizer, self._write = tokenizer, write

@@ -82,7 +82,7 @@ class LoadedModel:
         """
         setup = Setup(inputs, rows, objective=objective or CrossEntropy())
         plan = frozen_plan(self.model, self.path, setup, self.adapter)
-        if plan.objective.tensors(plan):
+        if plan.objective.tensors(plan) or plan.objective.precomputed(inputs):
             problem = "its loss compares the model with another one, which the model's file does not have"
             raise UserError(
                 f"objective={plan.objective.name}: {problem}; read the run's held-out loss with: toyexp runs"

@@ -101,8 +101,8 @@ def _convert_file(form: Format, path: Path, target: Path, registry: Registry) ->
 def _check_tensors(exported: ModelExport, subject: str) -> LazyTensors:
     """Return the tensors that a format has read, each of them loaded on access.
 
-    Raise UserError if the tensors' names differ from the model's. Accessing a tensor raises UserError if its shape
-    differs from that in the model. `subject` begins the error messages.
+    Raise UserError if the names of the tensors are not those that the model expects. Accessing a tensor raises
+    UserError if its shape is not the expected one. `subject` begins the error messages.
     """
     if not isinstance(exported.model, Model):
         raise UserError(f"{subject} {printable(repr(exported.model))}, expected a model")
@@ -275,7 +275,7 @@ def adapter_files(path: Path) -> list[Path]:
 
 
 def _has_no_adapter(saved: Path) -> bool:
-    """Return True if a checkpoint is readable and has no adapter. Error messages must not suggest such a checkpoint."""
+    """Return True if a checkpoint can be read and holds no LoRA adapter."""
     try:
         arrays = checkpoint.read_checkpoint(saved, with_state=False).arrays
         return not any(name.endswith((*lora_names(""),)) for name in arrays)

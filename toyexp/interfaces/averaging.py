@@ -3,63 +3,47 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import dataclass
 
 from toyexp.interfaces.arithmetic import Arithmetic
 from toyexp.interfaces.ops import Tensor
-from toyexp.interfaces.optimiser import EVAL_OFFSET, Rule
+from toyexp.interfaces.optimiser import EVAL_OFFSET, WrappedRule
 
 DECAY = "ema_factor"  # name of the scalar in `numbers`
 
 
 @dataclass
-class Averaged(Rule):
-    """Another rule, with the average a = d a + (1 - d) w of the weights w after each step.
+class Averaged(WrappedRule):
+    """Update rule that wraps another rule, `rule`, and keeps an average a of the weights w that it computes.
 
-    The state array `eval_offset` is a - w, which keeps its precision in float32. At the 0-based step t, the factor d is
-    decay (1 - decay^t) / (1 - decay^(t+1)). So a is the exponential moving average with bias correction, as in Adam:
-    the sum of (1 - decay) decay^i w(t-i) over all steps, divided by 1 - decay^(t+1). Initial weights are left out.
+    After each step, a becomes d a + (1 - d) w. At the 0-based step t, d = decay (1 - decay^t) / (1 - decay^(t+1)). So a
+    is the exponential moving average with bias correction, as in Adam: the sum of (1 - decay) decay^i w(t-i) over all
+    steps, divided by 1 - decay^(t+1). It excludes the initial weights. The state array `eval_offset` is a - w, because
+    the small difference keeps its precision in float32.
     """
 
-    rule: Rule
     decay: float
 
-    @property
-    def elementwise(self) -> bool:  # type: ignore[override]
-        """Whether the other rule updates each element independently."""
-        return self.rule.elementwise
-
-    @property
-    def settings_rule(self) -> Rule:
-        """The other rule."""
-        return self.rule.settings_rule
-
-    def replace_settings(self, changes: Mapping[str, Any]) -> Rule:
-        """Return the rule with other settings of the rule that it contains."""
-        return replace(self, rule=self.rule.replace_settings(changes))
-
-    def check(self) -> None:
-        """Raise UserError for invalid settings of the other rule."""
-        self.rule.check()
-
     def names(self) -> Sequence[str]:
-        """Return the names of the other rule's scalars, and the name of the factor d."""
+        """Return the names of the wrapped rule's scalars, and the name of the averaging factor d."""
         return (*self.rule.names(), DECAY)
 
     def slots(self, shape: tuple[int, ...]) -> Mapping[str, tuple[int, ...]]:
-        """Return the shapes of the other rule's state, and of the average minus the weights."""
+        """Return the shapes of the wrapped rule's state arrays, and of `eval_offset` (average minus weights)."""
         return {**self.rule.slots(shape), EVAL_OFFSET: shape}
 
     def numbers(self, step: int, lr: float, weight_decay: float) -> Mapping[str, float]:
-        """Return the other rule's scalars, and the factor d."""
+        """Return the wrapped rule's scalars, and the averaging factor d of this step."""
         factor = self.decay * (1 - self.decay**step) / (1 - self.decay ** (step + 1))
         return {**self.rule.numbers(step, lr, weight_decay), DECAY: factor}
 
     def update(
         self, ops: Arithmetic, w: Tensor, g: Tensor, state: Mapping[str, Tensor], n: Mapping[str, Tensor]
     ) -> tuple[Tensor, Mapping[str, Tensor]]:
-        """Return the other rule's new `w` and state, and the new offset d (a - new w)."""
+        """Apply the wrapped rule, and return its new `w` and state, plus the state array d (a - new w).
+
+        Here a is the average before the step, and d is the averaging factor.
+        """
         new, new_state = self.rule.update(ops, w, g, state, n)
         distance = ops.add(state[EVAL_OFFSET], ops.sub(w, new))
         return new, {**new_state, EVAL_OFFSET: ops.scale(distance, n[DECAY])}

@@ -46,7 +46,7 @@ class Callback(ABC):
         LOGGED_METRICS.update(cls.logs)
 
     def check(self) -> None:  # noqa: B027 - optional on purpose: most callbacks have nothing to check
-        """Raise UserError for settings that cannot work, and Unavailable if a required Python package is missing."""
+        """Raise UserError for invalid settings, and Unavailable if a required Python package is missing."""
 
     def check_run(self, config: Mapping[str, Any], dataset: Dataset) -> None:  # noqa: B027 - optional, as above
         """Raise UserError if the callback cannot work with this configuration and data.

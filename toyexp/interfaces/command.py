@@ -42,7 +42,7 @@ class StoreOnce(argparse.Action):
     value: Any = None
 
     def __call__(self, parser: object, namespace: object, values: Any, option_string: str | None = None) -> None:
-        """Store the value."""
+        """Store the value. Raise UserError if the option was given before with another value."""
         if self.value not in (None, values):
             raise UserError(f"{option_string} {values}: was given already, as {self.value}; leave one of them out")
         self.value = values
@@ -117,7 +117,7 @@ class Answer(ABC):
     """Base of dataclasses that hold the result of a command, to print it as text or as JSON."""
 
     def plain(self) -> dict[str, Any]:
-        """Return the result as plain data, for --json."""
+        """Return the result as a dict that can be written as JSON, for the option --json."""
         return asdict(self)  # type: ignore[call-overload]
 
     @abstractmethod

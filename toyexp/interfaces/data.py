@@ -51,7 +51,7 @@ class Data(ABC):
 
     @abstractmethod
     def check(self) -> None:
-        """Raise UserError for settings that cannot work and for missing files."""
+        """Raise UserError for invalid settings and for missing files."""
 
     @abstractmethod
     def open(self, vocabulary: Path | None) -> Dataset:

@@ -28,10 +28,11 @@ class LogitSource(Protocol):
 
 
 class Decoder(ABC):
-    """Reader of one growing token sequence, which returns next-token logits under the session's current weights.
+    """Reader of a token sequence: `feed` appends tokens, and returns the logits of the next token.
 
     The sequence may have up to `context` positions: gpt2 has no embeddings for later positions, and llama was not
-    trained on longer sequences. Request a new decoder when the context is full or the session has taken a step.
+    trained on longer sequences. Request a new decoder when the context is full, or when a training step has changed the
+    weights.
     """
 
     def __init__(self, session: LogitSource):
@@ -45,7 +46,7 @@ class Decoder(ABC):
     def feed(self, ids: Sequence[int] | np.ndarray) -> np.ndarray:
         """Append token ids to the sequence; return the float32 logits [V] after the last one.
 
-        Raise SessionError if an id is invalid, if there are more ids than the context has room for, or if the weights
+        Raise SessionError if an id is invalid, or if the ids do not fit into the context. Also raise it if the weights
         have changed since the decoder was created.
         """
         if self.session.version != self._version:

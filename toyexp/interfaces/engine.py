@@ -45,7 +45,7 @@ class Engine(ABC):
         return []
 
     def remedies(self) -> list[str]:
-        """Return the tips of `advice` as `toyexp doctor` prints them: here they may also contain commands to type."""
+        """Return the tips that `toyexp doctor` prints. Unlike those of `advice`, they may contain commands to type."""
         return self.advice()
 
     def product_dtype(self) -> str:
@@ -67,9 +67,10 @@ class Engine(ABC):
         return 0
 
     def preload(self) -> None:  # noqa: B027 - optional on purpose: it saves time
-        """Import the libraries that a run needs. Jobs of a sweep are forked from a process that has called this.
+        """Import the libraries that a run needs. Jobs of a sweep are forked from a process that called this method.
 
-        It must not open a device, compute or start threads, because a forked process cannot use any of these.
+        The method must not open a device, compute anything or start threads, because forked processes could not go on
+        using the device or the threads.
         """
 
     def preload_stack(self) -> None:

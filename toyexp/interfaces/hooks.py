@@ -82,9 +82,9 @@ class RunHooks:
     def on_step(self, run: Run, step: int, metrics: Mapping[str, float], batch: Batch) -> None:
         """Handle a completed step on `batch`.
 
-        `metrics` holds loss, lr, grad_norm, tokens (the number of targets) and wall_us (microseconds). If a schedule
-        scales other settings, such as weight_decay, `metrics` also holds for each of them `<name>` (the largest value
-        over the parameter groups) and `<name>_factor`.
+        `metrics` holds loss, lr, grad_norm, tokens (the number of targets) and wall_us (microseconds). For each other
+        setting that a schedule scales, such as weight_decay, it also holds two numbers: `<name>`, the setting's largest
+        value over the parameter groups, and `<name>_factor`, the schedule's factor.
         """
 
     @hookspec

@@ -37,7 +37,7 @@ class TensorSpec:
 
 
 def lower_is_better(metric: str) -> bool:
-    """Return True for the metrics loss, ppl and kl, which improve as they fall. All others improve as they rise."""
+    """Return True for the metrics loss, ppl and kl; all other metrics are better if higher."""
     return metric in ("loss", "ppl", "kl")
 
 
@@ -52,11 +52,15 @@ class Model(ABC):
     # Key and tensor names by format: "gguf": GGUFForm, "hf": layout. A subclass does not inherit them.
     forms: ClassVar[Mapping[str, Any]] = {}
     cached_decoding: ClassVar[bool] = True  # False: generation recomputes the whole sequence for each token
+    has_auxiliary: ClassVar[bool] = False  # True: `forward` appends scalars to `p.auxiliary` if that is a list
     score_names: ClassVar[tuple[str, ...]] = ()  # metrics that `scores` returns, to check names before a run
     engines: ClassVar[tuple[str, ...]] = ()  # engines for a model that is not written in ops and has no GGUF; (): all
 
     def __init_subclass__(cls, **options: Any) -> None:
-        """Set `forms` to {} unless the class states its own: it may compute something else than its base class."""
+        """Set `forms` to {} if the subclass does not define it.
+
+        Forms are not inherited, because a subclass may compute something else than its base class.
+        """
         super().__init_subclass__(**options)
         if "forms" not in vars(cls):
             cls.forms = {}
@@ -71,7 +75,7 @@ class Model(ABC):
 
     @abstractmethod
     def check(self) -> None:
-        """Raise UserError for sizes that cannot work. Called before anything is allocated."""
+        """Raise UserError for invalid sizes. Called before anything is allocated."""
 
     def inputs(self) -> dict[str, tuple[int | str, ...]]:
         """Return the shapes of the arrays that `forward` reads from a batch, keyed by name, without the batch axis.
@@ -108,11 +112,16 @@ class Model(ABC):
         return dataset.batches(self.context, rows, seed)
 
     def fold(self, tensors: Mapping[str, np.ndarray]) -> tuple[Model, Mapping[str, np.ndarray]]:
-        """Return the model and its tensors as model files hold them.
+        """Return the model and its tensors in the form in which they are written to model files.
 
-        A model with factors that other programs do not apply multiplies its weights by them.
+        If the model scales activations by factors that other programs do not apply, multiply weights by these factors
+        instead. By default, nothing changes. `tensors` is empty if only the model is needed.
         """
         return self, tensors
+
+    def warnings(self) -> Iterable[str]:
+        """Return lines to print before a run, such as that other programs cannot read its model file."""
+        return ()
 
     def scores(self, logits: Callable[[Batch], np.ndarray], batches: Iterable[Batch]) -> dict[str, float]:
         """Return held-out metrics besides the loss, where larger is better: {"accuracy": 0.97}.

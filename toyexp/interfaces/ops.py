@@ -78,7 +78,12 @@ class AdaptedWeight:
 
 
 class Params(Mapping[str, Tensor]):
-    """A model's tensors by GGUF name. `block(i)` is a view of the tensors whose names start with `blk.i.`."""
+    """A model's tensors by GGUF name. `block(i)` is a view of the tensors whose names start with `blk.i.`.
+
+    If `auxiliary` is not None, the model's `forward` appends scalars to it, which are added to the training loss.
+    """
+
+    auxiliary: list[Tensor] | None = None
 
     def __init__(self, tensors: Mapping[str, Tensor], prefix: str = ""):
         self._tensors = tensors
@@ -157,16 +162,17 @@ class Ops(ABC):
     def logits(self, x: Tensor, w: Tensor | AdaptedWeight) -> Tensor:
         """Return the logits, the last matrix product of a model: x [..., d] times w [V, d] transposed -> [..., V].
 
-        The result equals that of `linear`, but `forward` must return it unchanged. Therefore an engine may fuse this
-        product with the loss, so that the logits of all positions are never in memory at once.
+        The result equals that of `linear`, but the model's `forward` must return it unchanged. An engine may then fuse
+        this product with the loss, so that the logits of all positions are never in memory at once.
         """
         return self.linear(x, w)
 
-    def block(self, function: Callable[..., Tensor], x: Tensor, p: Params, *rest: Any) -> Tensor:
+    def block(self, function: Callable[..., Any], x: Tensor, p: Params, *rest: Any) -> Any:
         """Compute one block of the model: return `function(ops, x, p, *rest)` for its input `x` and its tensors `p`.
 
-        An engine may call `function` again in the backward pass instead of storing activations (Chen et al. 2016,
-        "Training Deep Nets with Sublinear Memory Cost"), so `function` must have no side effects.
+        The result is a tensor or a tuple of tensors. An engine may call `function` again in the backward pass instead
+        of storing activations (Chen et al. 2016, "Training Deep Nets with Sublinear Memory Cost"), so `function` must
+        have no side effects.
         """
         return function(self, x, p, *rest)
 
@@ -264,13 +270,17 @@ class Ops(ABC):
 
     @abstractmethod
     def take(self, x: Tensor, ids: Tensor) -> Tensor:
-        """Return one element of each row of x [..., V]: that at the integer of `ids` [...], an array of the batch."""
+        """Return elements of each row of x [..., V]: those at the integers of `ids`, an array of the batch.
+
+        `ids` are [...] for one element per row, or [..., k] for k elements, whose integers must differ within a row.
+        """
 
     @abstractmethod
     def causal(self, x: Tensor, window: int = 0, fill: float = -math.inf) -> Tensor:
         """Return x [..., T, T] with `fill` (0 or -inf) in place of the elements [i, j] that position i must not see.
 
-        These are the later positions j > i and, with a `window`, those that are `window` or more before i.
+        Position i does not see later positions j > i. If `window` is not 0, it sees only the last `window` positions up
+        to i, so positions j <= i - window are hidden, too.
         """
 
     @abstractmethod
@@ -284,14 +294,16 @@ class Ops(ABC):
     @abstractmethod
     def attention(
         self, q: Tensor, k: Tensor, v: Tensor, causal: bool = True, *, window: int = 0, scale: float | None = None,
-        softcap: float = 0.0, sinks: Tensor | None = None,
+        softcap: float = 0.0, sinks: Tensor | None = None, bias: Tensor | None = None,
     ) -> Tensor:  # fmt: skip
         """Return softmax(q k^T * scale) v for q [B, T, H, D], k [B, T, Hkv, D] and v [B, T, Hkv, Dv] -> [B, T, H*Dv].
 
-        Query head h reads key/value head h // (H / Hkv); `causal` hides later positions, and a `window` also those that
-        are `window` or more before (Beltagy et al. 2020). `scale` is 1/sqrt(D) if None. `softcap` c replaces a score s
-        by c tanh(s / c) (Gemma 2). `sinks` [H] are scores of one more position per head, whose value is 0 (gpt-oss).
-        An engine may call `compose_attention` for what its fast kernel does not support.
+        Query head h reads key/value head h // (H / Hkv). With `causal`, a position sees no later positions. If also
+        `window` is above 0, it sees only the last `window` positions up to its own (Beltagy et al. 2020). `scale` is
+        1/sqrt(D) if None. `softcap` c replaces a score s by c tanh(s / c) (Gemma 2). `sinks` [H] are scores of one more
+        position per head, whose value is 0 (gpt-oss). `bias` [H, T, T] (or [1, T, T], [T, T]) is added to the scores
+        after the softcap; see `distance_bias`. An engine may call `compose_attention` for arguments that its fast
+        kernel does not support.
         """
 
     @abstractmethod
@@ -309,7 +321,7 @@ class Ops(ABC):
 
     def compose_attention(
         self, q: Tensor, k: Tensor, v: Tensor, causal: bool = True, *, window: int = 0, scale: float | None = None,
-        softcap: float = 0.0, sinks: Tensor | None = None,
+        softcap: float = 0.0, sinks: Tensor | None = None, bias: Tensor | None = None,
     ) -> Tensor:  # fmt: skip
         """Return the result of `attention`, composed of other ops. All scores are in memory at once."""
         rows, length, heads, size = q.shape
@@ -320,6 +332,7 @@ class Ops(ABC):
         scores = self.scale(self.product(queries, keys, transposed=True), size**-0.5 if scale is None else scale)
         scores = self.reshape(scores, (rows, heads, length, length))
         scores = self.softcap(scores, softcap) if softcap else scores
+        scores = scores if bias is None else self.add(scores, bias)
         zeros = None if sinks is None else self.scale(self.part(scores, 3, 0, 1), 0.0)
         scores = self.causal(scores, window) if causal else scores
         if sinks is None:
@@ -330,6 +343,22 @@ class Ops(ABC):
         out = self.product(self.reshape(weights, (rows, shared, heads // shared * length, length)), values)
         out = self.reshape(out, (rows, heads, length, value_size))
         return self.reshape(self.permute(out, (0, 2, 1, 3)), (rows, length, heads * value_size))
+
+    def distance_bias(self, table: Tensor, length: int) -> Tensor:
+        """Return a bias for `attention` [H, T, T], T = `length`: element [h, i, j] is table[h, i - j], or 0 if j > i.
+
+        `table` [H, N] has a number per head and distance, with N of at least T. It may be learned (T5, Raffel et al.
+        2020) or a frozen tensor with the values -slope[h] * distance (ALiBi, Press et al. 2022).
+        """
+        heads = table.shape[0]
+        near = self.part(table, 1, 0, length)
+        row = self.reshape(self.concat([near, self.scale(near, 0.0)], 1), (heads, 1, 2 * length))
+        ones = self.reshape(self.scale(near, 0.0, 1.0), (heads, length, 1))
+        # Rows of 2 T - 1 elements, cut from copies of `row` that follow each other, each begin one element earlier.
+        copies = self.reshape(self.product(ones, row), (heads, 2 * length * length))
+        cut = self.part(copies, 1, 0, length * (2 * length - 1))
+        by_key = self.part(self.reshape(cut, (heads, length, 2 * length - 1)), 2, 0, length)
+        return self.permute(by_key, (0, 2, 1))
 
     def linear_attention(self, q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor) -> Tensor:
         """Return o[i] = sum over j <= i of exp(c[i] - c[j]) (q[i] . k[j]) v[j], with c = cumsum(log_decay) over T.
@@ -348,7 +377,7 @@ class Ops(ABC):
         return self.reshape(out, (rows, length, heads * value_size))
 
     def shift(self, x: Tensor, n: int = 1) -> Tensor:
-        """Return x [B, T, ...] moved by `n` positions along T: position i has what i - n had, the first n zeros."""
+        """Shift x [B, T, ...] by `n` positions along T: result[:, i] is x[:, i - n], and 0 for i < n."""
         length = x.shape[1]
         zeros = self.scale(self.part(x, 1, 0, min(n, length)), 0.0)
         return zeros if n >= length else self.concat([zeros, self.part(x, 1, 0, length - n)], 1)
@@ -358,13 +387,16 @@ class Ops(ABC):
         return self.scale(self.sum(x, axis, keep), 1 / (math.prod(x.shape) if axis is None else x.shape[axis]))
 
     def token_log_probs(self, logits: Tensor, targets: Tensor) -> Tensor:
-        """Return log softmax(logits)[target] for logits [..., V] and integer targets [...] -> [...]."""
+        """Return log softmax(logits)[target] for logits [..., V] and integer targets [...] -> [...].
+
+        Engines may fuse it with `logits`, as `cross_entropy`. Values below -85 may be less exact.
+        """
         return self.take(self.log_softmax(logits), targets)
 
     def top_k(self, x: Tensor, k: int) -> Tensor:
-        """Return 1 at the k largest elements of the last axis and 0 elsewhere; of equal ones the first count.
+        """Return 1 at the k largest elements of the last axis and 0 elsewhere; of equal elements, prefer the first.
 
-        It compares all pairs, so it is meant for short axes such as experts. Its gradient is 0.
+        The op compares all pairs of elements, so it is meant for short axes such as experts. Its gradient is 0.
         """
         count = x.shape[-1]
         flat = self.reshape(x, (math.prod(x.shape) // count, 1, count))

@@ -1,9 +1,9 @@
 """Base classes of optimisers and their update rules, and AdamW in its two modes.
 
-A `Rule` declares the state arrays that it keeps for each tensor, the scalars that can change from step to step, and the
-update formula, written with the operations of `Arithmetic`. Every engine can execute the formula. An engine may have a
-fused kernel for a formula: the engine uses this kernel for a rule whose `fused_kernel` names it. An `Optimiser` is the
-plugin that `optim=<name>` selects: it has the settings, and returns the rules.
+A `Rule` declares the state arrays that it keeps for each tensor, and the scalars that can change from step to step. Its
+update formula is written with the operations of `Arithmetic`, so every engine can execute it. An engine that has the
+fused kernel named by a rule's `fused_kernel` uses this kernel instead of the formula. An `Optimiser` is the plugin that
+`optim=<name>` selects: it has the settings, and returns the rules.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ class Rule(ABC):
 
     @property
     def settings_rule(self) -> Rule:
-        """The rule whose fields are the settings: this rule, or the one that it contains."""
+        """The rule whose fields are the settings: this rule or, if it wraps another rule, the wrapped one."""
         return self
 
     def replace_settings(self, changes: Mapping[str, Any]) -> Rule:
@@ -104,6 +104,31 @@ class Rule(ABC):
     def fused_kernel(self) -> str | None:
         """Name of the fused kernel with which an engine may compute this rule's formula, or None."""
         return None
+
+
+@dataclass
+class WrappedRule(Rule):
+    """Base class of update rules that wrap another rule, `rule`, and change its update or add state."""
+
+    rule: Rule
+
+    @property
+    def elementwise(self) -> bool:  # type: ignore[override]
+        """Whether the wrapped rule updates each element independently."""
+        return self.rule.elementwise
+
+    @property
+    def settings_rule(self) -> Rule:
+        """The wrapped rule, whose fields are the settings."""
+        return self.rule.settings_rule
+
+    def replace_settings(self, changes: Mapping[str, Any]) -> Rule:
+        """Return a copy in which the settings of the wrapped rule named in `changes` have new values."""
+        return dataclasses.replace(self, rule=self.rule.replace_settings(changes))
+
+    def check(self) -> None:
+        """Raise UserError for invalid settings of the wrapped rule."""
+        self.rule.check()
 
 
 @dataclass(frozen=True)
@@ -129,7 +154,7 @@ class Group:
             rule = self.rule.settings_rule
             name = getattr(rule, "name", type(rule).__name__)
             now, before = ", ".join(map(str, numbers)), ", ".join(self._names)
-            raise RunFailed(f"optim.{name}: its numbers() returned {now} at step {step + 1}, expected {before}")
+            raise RunFailed(f"optim.{name}: numbers() returned {now} at step {step + 1}, expected {before}")
         import numpy as np
 
         return np.array([numbers[name] for name in self._names], np.float64)
@@ -158,23 +183,23 @@ def check_rule(rule: Rule, shape: tuple[int, ...]) -> None:
     """Raise UserError if the rule's `slots` or `update` would fail on some engine for a tensor of this shape."""
     slots = rule.slots(shape)
     if not isinstance(slots, Mapping) or not all(is_shape(s) for s in slots.values()):
-        raise UserError(f"its slots({shape}) returned {slots!r}; expected a mapping of names to shapes")
+        raise UserError(f"slots({shape}) returned {slots!r}; expected a mapping of names to shapes")
     if [*slots.items()] != [*(second := rule.slots(shape)).items()]:
-        problem = f"its slots({shape}) returned {slots!r}, and {second!r} at the second call"
+        problem = f"slots({shape}) returned {slots!r}, and {second!r} at the second call"
         raise UserError(f"{problem}; both must be equal, so that a checkpoint can be resumed")
     if rule.elementwise and any(tuple(s) != shape for s in slots.values()):
-        raise UserError(f"its slots({shape}) returned {slots!r}; elementwise = True requires the tensor's shape")
+        raise UserError(f"slots({shape}) returned {slots!r}; elementwise = True requires the tensor's shape")
     state = {slot: Shaped(tuple(s)) for slot, s in slots.items()}
     n = dict.fromkeys(rule.names(), Shaped((1,)))
     results = rule.update(Shapes(rule.elementwise), Shaped(shape), Shaped(shape), state, n)
     if not isinstance(results, tuple) or len(results) != 2 or not isinstance(results[1], Mapping):
-        raise UserError("its update must return two things, the tensor and a mapping of its state")
+        raise UserError("update() must return two values: the new tensor, and a mapping of names to its new state")
     shapes = {"the tensor": shape, **{f"slot {slot}": x.shape for slot, x in state.items()}}
     tensors = {"the tensor": results[0], **{f"slot {slot}": x for slot, x in results[1].items()}}
     for name in shapes | tensors:
         got = list(x.shape) if isinstance(x := tensors.get(name), Shaped) else "no tensor"
         if (expected := shapes.get(name, ())) != tuple(got):
-            raise UserError(f"its update of {list(shape)} gives {got} for {name}, expected {list(expected) or 'none'}")
+            raise UserError(f"update() of {list(shape)} returns {got} for {name}, expected {list(expected) or 'none'}")
 
 
 def scalable(rule: Rule) -> set[str]:
@@ -192,16 +217,16 @@ def scalable(rule: Rule) -> set[str]:
 class AdamW(Rule):
     """AdamW in one of two modes: create it with `for_from_scratch()` or `for_lora()`, or set `mode`.
 
-    Every engine computes exactly
+    For weights w with gradient g, moments m and v, and weight decay wd, every engine computes
 
         m = b1 m + (1 - b1) g
         v = b2 v + (1 - b2) g^2
         w = w (1 - lr wd) - lr (m s5) / (sqrt(v s6) + eps)
 
-    from hp = [lr, b1, b2, eps, wd, s5, s6] (ggml's OPT_STEP_ADAMW). The modes differ in s5 and s6. In from_scratch,
-    s5 = b1 and s6 = b2 at every step: there is no bias correction. In lora, they are the bias corrections
-    1/(1 - b1^t) and 1/(1 - b2^t) at step t = 1, 2, ..., as in torch.optim.AdamW (Loshchilov and Hutter 2019). Use one
-    mode within an experiment, because the two modes give different results.
+    as ggml's OPT_STEP_ADAMW does. The modes differ in s5 and s6. In from_scratch, s5 = b1 and s6 = b2 at every step:
+    there is no bias correction. In lora, they are the bias corrections 1/(1 - b1^t) and 1/(1 - b2^t) at step t = 1, 2,
+    ..., as in torch.optim.AdamW (Loshchilov and Hutter 2019). Use one mode within an experiment, because the two modes
+    give different results.
     """
 
     elementwise: ClassVar[bool] = True
@@ -227,7 +252,9 @@ class AdamW(Rule):
         return cls(beta2=DEFAULT_BETA2[LORA], mode=LORA)
 
     def hp_for_step(self, step: int) -> np.ndarray:
-        """Return the vector `hp` of the class docstring for the 0-based `step`: seven float64 numbers.
+        """Return the vector [lr, beta1, beta2, eps, weight_decay, s5, s6] in float64 for the 0-based `step`.
+
+        The update multiplies the first moment by s5 and the second by s6.
 
         Raise UserError for an unset or unknown mode.
         """
@@ -262,10 +289,10 @@ class AdamW(Rule):
         return {"m": shape, "v": shape}
 
     def numbers(self, step: int, lr: float, weight_decay: float) -> Mapping[str, float]:
-        """Return the seven scalars of the vector `hp` of the class docstring, keyed by name.
+        """Return the seven scalars of the update formula, keyed by name.
 
-        The names are lr, beta1, beta2, eps, weight_decay, slot5 (s5) and slot6 (s6). Raise UserError while the mode is
-        unset, because the modes train differently.
+        The names are lr, beta1, beta2, eps, weight_decay, slot5 and slot6. The last two are the factors s5 of the first
+        moment and s6 of the second. Raise UserError while the mode is unset, because it determines s5 and s6.
         """
         if self.mode not in MODES:
             raise UserError(f"AdamW: mode={self.mode}: {suggest(str(self.mode), MODES)}")
@@ -280,7 +307,7 @@ class AdamW(Rule):
     def update(
         self, ops: Arithmetic, w: Tensor, g: Tensor, state: Mapping[str, Tensor], n: Mapping[str, Tensor]
     ) -> tuple[Tensor, Mapping[str, Tensor]]:
-        """Return the new `w` and the new moments after one step with the formula in the class docstring."""
+        """Return the weights and the moments after one AdamW step. The class docstring has the formula."""
         m, v = ops.blend(g, state["m"], n["beta1"]), ops.blend(ops.square(g), state["v"], n["beta2"])
         root = ops.shift(ops.sqrt(ops.scale(v, n["slot6"])), n["eps"])
         direction = ops.add(ops.scale(w, n["weight_decay"]), ops.div(ops.scale(m, n["slot5"]), root))
@@ -330,7 +357,7 @@ class Optimiser(Rule):
         return self
 
     def rules(self) -> Sequence[Rule]:
-        """Return the update rules. Each tensor is updated by the first rule that takes it."""
+        """Return the update rules. Each tensor is updated by the first rule whose `takes` returns True for it."""
         return (self,)
 
     def base_lr(self, rule: Rule) -> float | None:

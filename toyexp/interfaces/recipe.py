@@ -18,6 +18,7 @@ from toyexp.interfaces.kind import TOKENS, Kind
 from toyexp.interfaces.model import Model
 from toyexp.interfaces.objective import CrossEntropy, Objective
 from toyexp.interfaces.optimiser import FROM_SCRATCH
+from toyexp.interfaces.phases import TURN
 from toyexp.interfaces.plan import Lens, LoraAdapter, Plan, PlanTensor
 from toyexp.interfaces.run_preview import RunPreview
 
@@ -29,7 +30,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Setup:
-    """The fields of a Plan that depend on the run's settings and data, and not on the recipe."""
+    """The fields of a Plan that depend on the run's settings and data. A recipe adds the other fields."""
 
     inputs: Mapping[str, InputSpec]
     rows: int  # examples in a micro-batch
@@ -42,9 +43,10 @@ class Setup:
     def plan(self, model: Model, tensors: Sequence[PlanTensor], adapters: Sequence[LoraAdapter | Lens] = ()) -> Plan:
         """Return a Plan of these tensors and adapters, with the other fields taken from this setup.
 
-        The inputs also contain the model's dropout masks.
+        The inputs also contain the model's dropout masks and, if tensors have `turns`, the number of the turn.
         """
-        inputs = {**self.inputs, **self._mask_inputs(model)}
+        turn = {TURN: InputSpec((), "float32", optional=True)} if any(t.turns for t in tensors) else {}
+        inputs = {**self.inputs, **self._mask_inputs(model), **turn}
         return Plan(model, tuple(tensors), adapters=tuple(adapters), **{**vars(self), "inputs": inputs})
 
     def _mask_inputs(self, model: Model) -> dict[str, InputSpec]:
@@ -75,11 +77,11 @@ class Recipe(ABC):
     def plan(self, model: Model, setup: Setup) -> Plan:
         """Return a plan that lists the tensors of `model`, the source of their values, and which of them are trained.
 
-        Build the result with `setup.plan(model, tensors)`. Raise UserError for settings that cannot work.
+        Build the result with `setup.plan(model, tensors)`. Raise UserError for invalid settings.
         """
 
     def check(self) -> None:  # noqa: B027 - optional on purpose: many recipes have nothing to check
-        """Raise UserError for settings that cannot work and for missing files."""
+        """Raise UserError for invalid settings and for missing files."""
 
     def vocabulary(self) -> Path | None:
         """Return the GGUF file whose tokenizer the data should use, or None."""
@@ -97,7 +99,7 @@ class Recipe(ABC):
         return model
 
     def further_files(self) -> Sequence[Path]:
-        """Return files besides the base file from which initial values are read.
+        """Return the files, other than the base file, from which initial values are read.
 
         A run can be resumed only if these files are unchanged.
         """
@@ -116,6 +118,18 @@ class Recipe(ABC):
 
     def warm(self, session: Session) -> None:  # noqa: B027 - optional on purpose: most recipes start as planned
         """Change initial values with `session.upload(name, array)`. Called before the training step is built."""
+
+    def edit_steps(self, steps: int) -> Iterable[int]:
+        """Return the numbers of steps after which toyexp calls `edit`; 0 is before the first. The run has `steps`."""
+        return ()
+
+    def edit(self, step: int, arrays: dict[str, np.ndarray]) -> None:  # noqa: B027 - optional: most runs have one phase
+        """Change trained tensors and optimiser state between two steps; `step` is the number of steps taken.
+
+        `arrays` holds each trained tensor under its name, and its optimiser state and the arrays in its `keeps` as
+        `<name>@<array>`. Assign new arrays of the same shape to the keys. The result must depend only on the arguments
+        and the settings, so that a resumed run is exact.
+        """
 
 
 def start_session(
@@ -139,10 +153,11 @@ def start_session(
 def prepare_session(
     recipe: Recipe, engine: Engine, session: Session, state: Mapping[str, np.ndarray] | None, log: Path | None
 ) -> Session:
-    """Run `recipe.warm`, build the training step, restore the snapshot `state` if given, and return the session.
+    """Make an open session ready to train, and return it.
 
-    Close the session on any error. If a plugin raises an exception, the error message names the plugin and the file
-    `log`.
+    Call `recipe.warm`, which may change initial values. Then build the training step and, if `state` is given, restore
+    this snapshot. Close the session on any error. If a plugin raises an exception, the error message names the plugin
+    and the file `log`.
     """
     try:
         with attribute_errors(f"recipe.{recipe.name}", "in warm()", log):

@@ -49,7 +49,7 @@ class Metrics(dict[str, float]):
         """Add numbers that a callback logged. Raise ValueError if the run itself records a number of that name."""
         for name, value in numbers.items():
             if name in self.keys() - self.logged.keys():
-                raise ValueError(f"run.log({name}=...): the run records a number of that name; choose another name")
+                raise ValueError(f"run.log({name}=...): the run itself records a number named so; choose another name")
             if self._finite and not math.isfinite(value):
                 raise ValueError(f"run.log({name}={value}): a held-out metric must be a finite number")
             self.logged[name] = float(value)
@@ -71,7 +71,7 @@ class Listeners(Protocol):
         """Send an event to all callbacks."""
 
     def log_numbers(self, run: Run, numbers: Mapping[str, float]) -> None:
-        """Add numbers that a callback logged to the metrics of the hook that is running.
+        """Add `numbers`, which a callback has logged, to the metrics of the hook that is running.
 
         If this hook has no metrics, add the numbers to those of the next step or evaluation.
         """
@@ -133,7 +133,9 @@ class Run:
         return f"try a lower {', '.join([*higher, f'lr (it was {self.lr:g})'])}"
 
     def log(self, **numbers: float) -> None:
-        """Record a callback's own numbers: in `on_step` they belong to the step, in `on_eval` to the held-out metrics.
+        """Record numbers that a callback computed, such as its own metrics.
+
+        Numbers logged in `on_step` belong to the step, and those logged in `on_eval` to the held-out metrics.
 
         The numbers are added to the hook's `metrics`, and thus to records, plots and dashboards; held-out metrics are
         also available to early stopping, `checkpoint_best` and searches. Numbers logged in another hook are added to
@@ -144,7 +146,7 @@ class Run:
             if isinstance(value, bool) or not isinstance(value, Real):
                 raise ValueError(f"run.log({name}={value!r}): the value must be a number")
             if name in RESERVED_NAMES:
-                raise ValueError(f"run.log({name}=...): the run records a number of that name; choose another")
+                raise ValueError(f"run.log({name}=...): the run itself records a number named so; choose another name")
         if self.bus is not None:
             self.bus.log_numbers(self, numbers)
 

@@ -1,4 +1,4 @@
-"""Preview of a run before it starts, from which plugins detect settings that have no effect."""
+"""Preview of a run before it starts. Plugins use it to warn of settings that have no effect."""
 
 from __future__ import annotations
 

@@ -135,8 +135,8 @@ class Session(ABC):
     def step(self, batch: Batch, numbers: Sequence[np.ndarray] | np.ndarray) -> StepMetrics:
         """Take one optimiser step on `batch`, and return its loss and gradient norm.
 
-        `numbers` is the result of `plan.numbers(step, lr)`, or AdamW's seven scalars if every rule of the plan is
-        AdamW. Before the first step, all optimiser state is zero.
+        `numbers` is the result of `plan.numbers(step, lr)`. If every rule of the plan is AdamW, the result of
+        `AdamW.hp_for_step(step)` is also allowed. Before the first step, all optimiser state is zero.
         """
         inputs = self.step_input(batch, numbers)
         self.begin_step()
@@ -174,10 +174,11 @@ class Session(ABC):
 
     @final
     def use_average(self, average: bool) -> None:
-        """Replace the weights by their average (`optim.ema`), or put the weights back that training changes.
+        """If `average` is True, replace the weights by their average (`optim.ema`); if False, undo that.
 
-        Every method calls this with the value that it needs. Nothing happens without an average, or if the right
-        weights are in place. A change takes one snapshot and two uploads of weights and optimiser state per evaluation.
+        Each method that reads or trains the weights calls this first. It does nothing if the session keeps no average,
+        or if the requested weights are in place. An evaluation thus takes one snapshot and two uploads of weights and
+        optimiser state.
         """
         if not self._has_average or self.state is not State.BUILT or average is (self._raw is not None):
             return
@@ -258,7 +259,7 @@ class Session(ABC):
 
     @final
     def download(self, name: str) -> np.ndarray:
-        """Return a tensor's current values, float32: those that evaluations use, such as an average (`optim.ema`)."""
+        """Return a tensor's current values in float32; with `optim.ema`, return the average that evaluations use."""
         if self.state in (State.NEW, State.CLOSED):
             raise SessionError(f"download of {name}: the session is {self.state.value}, so it has no values")
         self.use_average(True)
@@ -388,7 +389,7 @@ class Session(ABC):
 
     @abstractmethod
     def do_loss(self, micro: Batch) -> float:
-        """Return the sum over one micro-batch that `plan.objective.held_out_loss` computes, without training."""
+        """Return `plan.objective.held_out_loss` for one micro-batch: a weighted sum over its examples."""
 
     def do_metrics(self, micro: Batch) -> Mapping[str, float]:
         """Return the sums that `plan.objective.metrics` computes over one micro-batch, keyed by name."""

@@ -37,7 +37,7 @@ class Stack:
         return self.do_step(inputs)
 
     def do_step(self, inputs: Mapping[int, StepInput]) -> Mapping[int, Callable[[], StepMetrics]]:
-        """Launch the steps as `step` describes. An engine that runs all rows as one program overrides this."""
+        """Launch the steps as `step` describes. An engine that computes all sessions together overrides this."""
         return {row: self.sessions[row].do_launch(*values) for row, values in inputs.items()}
 
     def losses(self, batches: Mapping[int, Iterable[Batch]]) -> Mapping[int, Callable[[], float]]:
@@ -50,8 +50,9 @@ class Stack:
 
 
 def program_difference(plans: Sequence[Plan]) -> str:
-    """Return the first difference that keeps the plans from running as one program, or an empty string.
+    """Return the first difference that keeps an engine from training the plans together as one program.
 
+    Return an empty string if there is none.
     The plans must have the same model and equal adapters. Their batches and tensors must have the same shapes, and each
     tensor must have the same update formula in all plans. Seeds, initial values, gradient clipping, `skip_nonfinite`
     and the values in a step's `numbers` may differ.

@@ -87,7 +87,7 @@ def suggest_command(
 
 @dataclass(frozen=True)
 class Cell:
-    """A combination of a recipe and a model, both with default settings, and the reasons against it."""
+    """Cell of the compatibility matrix: whether a recipe can train a model, both with default settings."""
 
     recipe: str
     model: str

@@ -74,7 +74,7 @@ def current_registry() -> Registry:
 def import_local(path: str, key: str) -> Any:
     """Return the object that `path`, the value of the setting `key`, names as MODULE:NAME.
 
-    Raise UserError unless the command line loads the module, because files must not load code.
+    Raise UserError unless the user named the module on the command line. A configuration file must not load code.
     """
     shown, (module, colon, name) = f"{key}={printable(path)}", path.partition(":")
     if not colon or not name.isidentifier():
@@ -104,7 +104,7 @@ def _directory_hint(module: str, reason: str) -> str:
 
 
 def load_package(entries: Sequence[EntryPoint], package: str) -> Registry:
-    """Load `entries` as plugins of `package`, and all installed plugins besides.
+    """Return a registry of all installed plugins and of `entries`, which are loaded as plugins of `package`.
 
     An installed plugin is left out if one of the entries has the same module.
     """
@@ -208,16 +208,19 @@ def _add_plugin(registry: Registry, candidate: Candidate) -> None:
 
 
 def _uses_torch(module: ModuleType) -> bool:
-    """Return True if a module imports torch: it may hold networks for model.path instead of parts to register."""
+    """Return True if a module imports torch.
+
+    Such a module need not register parts, because it may define networks for the setting `model.path`.
+    """
     sources = (getattr(value, "__module__", None) or getattr(value, "__name__", "") for value in vars(module).values())
     return any(str(source).partition(".")[0] == "torch" for source in sources)
 
 
 @contextlib.contextmanager
 def _restore_directory(registry: Registry, plugin: str) -> Iterator[None]:
-    """If the plugin changes the working directory inside the context, change it back.
+    """If the plugin changes the working directory inside the context, change it back and add a note.
 
-    Relative paths that the user typed refer to that directory.
+    Relative paths that the user typed refer to the original directory.
     """
     try:
         directory = Path.cwd()

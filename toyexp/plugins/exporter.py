@@ -65,7 +65,7 @@ class Exporter(Callback):
     def check_plan(self, plan: Plan) -> None:
         """Raise UserError for a model that the format cannot hold."""
         try:
-            self._format.check_model(plan.model)
+            self._format.check_model(plan.model.fold({})[0])
         except UserError as error:
             raise UserError(f"{error}; to train without this file, add '~callbacks.{self.name}'") from None
 
@@ -118,7 +118,7 @@ class Exporter(Callback):
     def _values(self, run: Run, names: Iterable[str]) -> Tensors:
         """Return the float32 values of tensors, keyed by name.
 
-        The values are those at the best evaluation if `_best` is set, and the session's current ones if not.
+        If `_best` is set, the values are those of the best evaluation. Otherwise they are the session's current values.
         """
         best = (self._best.weights if self._best else None) or {}
         return {n: best[n].astype("float32", copy=False) if n in best else run.session.download(n) for n in names}
@@ -147,7 +147,7 @@ class Exporter(Callback):
         return ModelExport(*parts, card_facts(run.config, run.engine, self._scores.get(self._step, best)))
 
     def _write(self, run: Run, path: Path, kind: str, write: Callable[[Path], list[str]]) -> None:
-        """Call `write` with a temporary path, rename the written file to `path`, and emit the event export.
+        """Call `write` with a temporary path, rename the written file to `path`, and emit an event of kind "export".
 
         `kind` is the type of file that the event records. A problem with the values, such as a NaN, becomes a warning:
         the file is kept, because the run may have taken long.
@@ -180,7 +180,7 @@ class AdapterExporter(Exporter):
         return [*adapter, *(super().outputs(plan) if self.merged or not has_adapter else ())]
 
     def warnings(self, preview: RunPreview) -> Iterable[str]:
-        """Warn if `merged` or the setting of the dtype has no effect."""
+        """Warn if the setting `merged`, or the setting that selects the file's dtype, has no effect."""
         yield from super().warnings(preview)
         has_adapter = bool(_adapter_tensors(preview.plan))
         if not self.merged and not has_adapter:

@@ -72,6 +72,8 @@ class ReferenceOps(Ops):
         return lower - np.log(np.exp(lower).sum(-1, keepdims=True))
 
     def take(self, x: Array, ids: Array) -> Array:
+        if ids.ndim == x.ndim:
+            return np.take_along_axis(x, ids.astype(int), axis=-1)
         return np.take_along_axis(x, ids[..., None].astype(int), axis=-1)[..., 0]
 
     def causal(self, x: Array, window: int = 0, fill: float = -np.inf) -> Array:
@@ -95,8 +97,12 @@ class ReferenceOps(Ops):
     def experts(self, x: Array, w: Array) -> Array:
         return np.einsum("bti,eoi->bteo" if x.ndim == 3 else "btei,eoi->bteo", x, w)
 
+    def distance_bias(self, table: Array, length: int) -> Array:
+        distance = np.subtract.outer(np.arange(length), np.arange(length))
+        return np.where(distance < 0, 0.0, table[:, distance.clip(0)])
+
     def linear_attention(self, q: Array, k: Array, v: Array, log_decay: Array) -> Array:
-        """Compute it position by position, with a state [B, H, D, Dv]; see Ops."""
+        """Compute linear attention position by position, with a state [B, H, D, Dv]."""
         state, outs = np.zeros((q.shape[0], *q.shape[2:], v.shape[3])), []
         for t in range(q.shape[1]):
             state = state * np.exp(log_decay[:, t, :, None, None]) + k[:, t, ..., None] * v[:, t, :, None]
@@ -159,7 +165,7 @@ class ReferenceOps(Ops):
 
     def attention(
         self, q: Array, k: Array, v: Array, causal: bool = True, *, window: int = 0, scale: float | None = None,
-        softcap: float = 0.0, sinks: Array | None = None,
+        softcap: float = 0.0, sinks: Array | None = None, bias: Array | None = None,
     ) -> Array:  # fmt: skip
         """Compute attention, as `Ops.attention` defines it, in a loop over heads."""
         heads, size = q.shape[2:]
@@ -168,6 +174,7 @@ class ReferenceOps(Ops):
             shared = h // (heads // k.shape[2])
             scores = q[:, :, h] @ k[:, :, shared].transpose(0, 2, 1) * (size**-0.5 if scale is None else scale)
             scores = softcap * np.tanh(scores / softcap) if softcap else scores  # [B, T, T]
+            scores = scores if bias is None else scores + np.broadcast_to(bias, (heads, *scores.shape[1:]))[h]
             scores = np.where(_visible(len(scores[0]), window), scores, -np.inf) if causal else scores
             top = scores.max(-1, keepdims=True)
             weights = np.exp(scores - top)
@@ -195,7 +202,11 @@ class ReferenceOps(Ops):
 
 
 def _visible(length: int, window: int) -> Array:
-    """Return which positions [T, T] each position sees: itself and earlier ones, with a window only the last ones."""
+    """Return a causal attention mask [T, T]: True where the position of the row attends to that of the column.
+
+    A position attends to itself and to earlier positions. With a `window`, it attends only to the last `window` of
+    these.
+    """
     before = np.subtract.outer(np.arange(length), np.arange(length))
     return (before >= 0) & ((before < window) | (window == 0))
 
@@ -213,8 +224,8 @@ def reference_loss(plan: Plan, values: Mapping[str, Array], batch: Batch, held_o
     tensors, keyed by name.
     """
     wide = {name: value.astype(np.float64) for name, value in values.items()}
-    scaled = _widen(batch)
-    loss = plan.objective.held_out_loss if held_out else plan.objective.loss
+    scaled = _widen(batch if held_out else plan.objective.weigh(batch))
+    loss = plan.objective.held_out_loss if held_out else plan.objective.training_loss
     return float(loss(ReferenceOps(), plan.model, plan.params(wide, scaled), scaled))
 
 
@@ -227,7 +238,7 @@ def reference_metrics(plan: Plan, values: Mapping[str, Array], batch: Batch) -> 
 
 
 def _widen(batch: Batch) -> dict[str, Array]:
-    """Return the batch with its floats in float64, and with weights that sum to 1."""
+    """Return the batch with float arrays converted to float64, and with weights normalised to the sum 1."""
     floats = {name: array.astype(np.float64) for name, array in batch.items() if array.dtype.kind == "f"}
     return {**batch, **floats, "weights": floats["weights"] / floats["weights"].sum()}
 
@@ -283,8 +294,8 @@ def update_tensor(
 ) -> tuple[Array, Mapping[str, Array]]:
     """Apply one step of the group's update rule to one of its tensors; return the new values and the new state.
 
-    `w` holds the tensor's values and `g` its gradient. `state` holds the optimiser state, keyed by slot. `numbers` is
-    the result of `group.numbers`.
+    `w` holds the tensor's values and `g` its gradient. `state` holds the optimiser state, keyed by slot. `numbers`
+    holds the rule's scalars for this step, such as the learning rate, in the order of `group.rule.names()`.
     """
     n = dict(zip(group.rule.names(), map(float, numbers), strict=True))
     return group.rule.update(NumpyArithmetic(), w, g, state, n)
@@ -295,7 +306,7 @@ def update_tensor(
 
 @dataclass(frozen=True)
 class Tolerances:
-    """Largest differences that are allowed between an engine of one precision and its reference."""
+    """Largest allowed differences between an engine and the float64 reference, for one precision such as tf32."""
 
     values: float  # of an op's result, relative to its largest value; of a single op's loss, relative to the loss
     slopes: float  # of the gradient of one tensor through one op: norm of the difference, relative to its norm

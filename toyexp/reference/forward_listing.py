@@ -44,9 +44,10 @@ class Line:
     block: int | None = None  # number of the enclosing block, from 0
 
     def anywhere(self, types: bool) -> Line:
-        """Return a copy of the line without its block number. Equal ops in two blocks then have equal copies.
+        """Return a copy of the line that is the same for equal ops in different blocks.
 
-        The names of the weights have no block prefix. If `types` is False, the weights have no types.
+        The copy has no block number, and its weights' names have no block prefix. If `types` is False, its weights also
+        have no types.
         """
         return replace(
             self,
@@ -156,9 +157,9 @@ class Listing:
         return rows
 
     def _factor_letters(self, line: Line) -> list[str]:
-        """Return the letters of the sizes, such as T, on which the line's operations per token or image depend.
+        """Return the letters of the sizes, such as T, with which the number of operations of the line's op grows.
 
-        To get the number of operations, multiply `line.operations` by these sizes.
+        The number of operations per token or image is `line.operations` times these sizes.
         """
         letters = list(line.per)
         for letter in self.once.intersection(letters):  # an op that reads only weights has none of these letters
@@ -186,8 +187,8 @@ def listing(model: Model, weights: Iterable[WeightInfo]) -> Listing:
 def _cut(lines: Sequence[Line], once: frozenset[str]) -> Listing:
     """Return a Listing of `lines`, split into the ops before, in and after the blocks.
 
-    A line between two blocks counts as part of the first of the two. `once` holds the letters of sizes that count as 1
-    for a single token, such as B.
+    A line between two blocks is put into the first of the two. `once` holds the letters of sizes, such as B, that count
+    as 1 when operations are counted per token.
     """
     numbers = [line.block for line in lines]
     inside = [at for at, number in enumerate(numbers) if number is not None]
@@ -279,17 +280,18 @@ class ListedOps(OpShapes):
     def _size(self, n: int) -> Size:
         """Return the size `n` as the listing shows it: a number, or a letter such as T.
 
-        The listing runs the model with a large number in place of each size that a run chooses, such as T. This number
-        becomes the letter `T`, and a number that is larger by 1 becomes `T+1`. Other sizes do not change.
+        T, for example, is the number of tokens in a row, which each run chooses. To find such sizes in the result, the
+        listing runs the model with a large number in place of each. This function replaces the large number by its
+        letter, and a number that is larger by 1 by `T+1`. Other sizes do not change.
         """
         base = n // LARGE * LARGE
         return n if base not in self._letters else self._letters[base] + (f"+{n - base}" if n > base else "")
 
     def _take(self, op: str, *tensors: object) -> None:
-        """Accept any arguments: the listing does not check the model."""
+        """Do nothing: the listing does not check arguments of ops."""
 
     def _require(self, fits: bool, op: str, *values: object) -> None:
-        """Accept any arguments, as `_take` does."""
+        """Do nothing: the listing does not check arguments of ops."""
 
     def first_rows(self, table: Shaped, n: int) -> Shaped:
         return Shaped((n, table.shape[1]))

@@ -53,7 +53,7 @@ class NullSession(Session):
         """Do nothing: there is nothing to build."""
 
     def do_reset_state(self) -> None:
-        """Do nothing: the only state is the number of steps."""
+        """Do nothing: this session has no optimiser state."""
 
     def do_step(self, micros: Sequence[Batch], numbers: Sequence[np.ndarray]) -> StepMetrics:
         self._steps += 1

@@ -31,8 +31,10 @@ def _heads_case(
     q, k, v = ops.heads(q, 4), ops.heads(k, kv), ops.heads(v, kv)
     if rotary is not None:
         q, k = ops.rope(q, rotary), ops.rope(k, rotary)
-    sinks = {"sinks": p["sinks"]} if "sinks" in p else {}
-    return ops.attention(q, k, v, causal, **settings, **sinks)
+    own = {name: p[name] for name in ("sinks", "bias") if name in p}
+    if "distances" in p:
+        own["bias"] = ops.distance_bias(p["distances"], x.shape[1])
+    return ops.attention(q, k, v, causal, **settings, **own)
 
 
 def _wide_values_case(ops: Ops, p: Params, x: Tensor) -> Tensor:
@@ -62,19 +64,19 @@ def _causal_case(ops: Ops, p: Params, x: Tensor) -> Tensor:
 
 
 def _take_case(ops: Ops, p: Params, x: Tensor, ids: Tensor) -> Tensor:
-    """Multiply x by the log-probability of each position's own token, under logits x w^T."""
+    """Multiply x at each position by log softmax(x w^T)[id], where `ids` has an id for each position."""
     log_probs = ops.token_log_probs(ops.linear(x, p["w"]), ids)
     return ops.mul(x, ops.reshape(log_probs, (*x.shape[:2], 1)))
 
 
 def _experts_case(ops: Ops, p: Params, x: Tensor) -> Tensor:
-    """Multiply x by four scalars, of which the two largest of a router count."""
+    """Multiply x by the sum of its four projections x w^T, weighted by a router that chooses two of them."""
     weights = ops.route(ops.linear(x, p["w"]), 2)  # [B, T, 4]
     return ops.mul(x, ops.sum(ops.mul(weights, ops.linear(x, p["w"])), 2, keep=True))
 
 
 def _mixture_case(ops: Ops, p: Params, x: Tensor) -> Tensor:
-    """Return the sum of three experts, each of two linear layers."""
+    """Apply three experts (each has two linear layers with a ReLU) to x, and return the sum of their results."""
     return ops.sum(ops.experts(ops.relu(ops.experts(x, p["up"])), p["down"]), 2)
 
 
@@ -84,15 +86,18 @@ def _decay_case(ops: Ops, p: Params, x: Tensor) -> Tensor:
 
 
 def _rope_case(**settings: Any) -> tuple[dict[str, tuple[int, ...]], Forward]:
-    """Return a case for `CASES`: rope with these settings of Rotary, applied to heads of 4 features."""
+    """Return a test case for the op rope with these Rotary settings: tensor shapes by name, and a forward function.
+
+    The op is applied to heads of 4 features.
+    """
     rotary = Rotary(100.0, **settings)
     return {"q": (16, 8), "k": (8, 8), "v": (8, 8)}, lambda ops, p, x: _heads_case(ops, p, x, rotary=rotary)
 
 
 def _blocks_case(ops: Ops, p: Params, x: Tensor) -> Tensor:
-    """Return x after three blocks: a first one, a middle one and a last one.
+    """Apply three blocks to x and return the result. Each block multiplies the input x by a gate, silu(y w).
 
-    Each block also reads the input of the first block.
+    The first block's y is x, and the y of each other block is the result of the block before.
     """
 
     def gated(ops: Ops, x: Tensor, p: Params, first: Tensor) -> Tensor:
@@ -110,6 +115,7 @@ def _by_fours(ops: Ops, x: Tensor, w: Tensor) -> Tensor:
     return ops.reshape(ops.linear(fours, w), (x.shape[0], LENGTH, WIDTH))
 
 
+QKV: dict[str, tuple[int, ...]] = {"q": (8, 8), "k": (4, 8), "v": (4, 8)}
 # Cases by name: shapes of the tensors besides the embedding, and a function of embedding rows x [ROWS, LENGTH, WIDTH].
 CASES: dict[str, tuple[dict[str, tuple[int, ...]], Forward]] = {
     "rows": ({}, lambda ops, p, x: x),
@@ -141,16 +147,18 @@ CASES: dict[str, tuple[dict[str, tuple[int, ...]], Forward]] = {
     "gelu": ({}, lambda ops, p, x: ops.gelu(x)),
     "swiglu": ({"w": (WIDTH, WIDTH)}, lambda ops, p, x: ops.swiglu(ops.linear(x, p["w"]), x)),
     "attention": ({"q": (8, 8), "k": (8, 8), "v": (8, 8)}, lambda ops, p, x: _heads_case(ops, p, x, kv=4)),
-    "attention_grouped": ({"q": (8, 8), "k": (4, 8), "v": (4, 8)}, _heads_case),
-    "attention_full": ({"q": (8, 8), "k": (4, 8), "v": (4, 8)}, lambda ops, p, x: _heads_case(ops, p, x, causal=False)),
+    "attention_grouped": (QKV, _heads_case),
+    "attention_full": (QKV, lambda ops, p, x: _heads_case(ops, p, x, causal=False)),
     "rope": _rope_case(),
     "rope_scaled": _rope_case(scale=2.5),
     "rope_factors": _rope_case(factors=(0.5, 3.0)),
     "rope_halves": _rope_case(halves=True),
     "rope_halves_scaled_factors": _rope_case(halves=True, scale=1.6, factors=(1.5, 0.3)),
-    "attention_window": ({"q": (8, 8), "k": (4, 8), "v": (4, 8)}, partial(_heads_case, window=2, scale=0.3)),
-    "attention_softcap": ({"q": (8, 8), "k": (4, 8), "v": (4, 8)}, partial(_heads_case, softcap=1.5)),
-    "attention_sinks": ({"q": (8, 8), "k": (4, 8), "v": (4, 8), "sinks": (4,)}, partial(_heads_case, window=3)),
+    "attention_window": (QKV, partial(_heads_case, window=2, scale=0.3)),
+    "attention_softcap": (QKV, partial(_heads_case, softcap=1.5)),
+    "attention_sinks": (QKV | {"sinks": (4,)}, partial(_heads_case, window=3)),
+    "attention_bias": (QKV | {"bias": (4, LENGTH, LENGTH)}, partial(_heads_case, causal=False, softcap=1.5)),
+    "distance_bias": (QKV | {"distances": (4, LENGTH + 2)}, partial(_heads_case, window=3)),
     "attention_wide_values": ({"q": (8, 4), "k": (4, 8), "v": (4, 8)}, _wide_values_case),
     "add_column": ({"w": (1, WIDTH)}, lambda ops, p, x: ops.sigmoid(ops.add(x, ops.linear(x, p["w"])))),
     "mul_vector": ({"w": (WIDTH,)}, lambda ops, p, x: ops.mul(x, p["w"])),
@@ -206,7 +214,7 @@ class OpModel(Model):
     case: str = "rows"  # a key of CASES
 
     def check(self) -> None:
-        """Do nothing: every case is valid."""
+        """Do nothing: there are no settings to check besides `case`, whose value tests choose from `CASES`."""
 
     def tensors(self) -> list[TensorSpec]:
         """Return the embedding table and the case's tensors.

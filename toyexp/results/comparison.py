@@ -114,11 +114,11 @@ class Comparison:
         return list(dict.fromkeys(name for entry in self.entries for name in entry.run.scores))
 
     def named_together(self, key: str) -> list[str]:
-        """Return `key`, one of `keys`, and the settings that vary together with it, if labels have room for them.
+        """Return the keys that a label names together: `key`, and keys whose values always change together with it.
 
-        Labels name at most MAX_NAMED_TOGETHER settings that vary together. If there are more, labels name only `key`
-        and `lr`. The part `model` stands for its own settings, such as model.width; the same holds for other parts.
-        Digests and the column `whose` are not added.
+        If these are more than MAX_NAMED_TOGETHER keys, return only `key` and, if it is one of them, `lr`. If `key` is a
+        part, such as model, its own settings, such as model.width, are left out. Digests and the column `whose` are
+        left out too.
         """
         linked = [
             other for other in self.linked_keys.get(key, []) if not other.endswith(DIGEST) and other != WHOSE
@@ -205,7 +205,7 @@ def group_keys(keys: Sequence[str], entries: Sequence[Entry]) -> tuple[list[str]
 def _mark_sources(entries: Sequence[Entry]) -> None:
     """If runs read different data or files, add digests of the data and files to the settings of the runs.
 
-    Runs that read different files then form different points.
+    Runs that read different files then have different settings and are not averaged.
     """
     roles = dict.fromkeys(role for entry in entries for role in entry.sources if role not in UNCOMPARED_DIGESTS)
     for role in roles:
@@ -218,15 +218,15 @@ def _mark_sources(entries: Sequence[Entry]) -> None:
 
 
 def _mark_owners(entries: Sequence[Entry]) -> None:
-    """Add the setting `whose`, so that runs of different people do not count as repeats of one run.
+    """Add the setting `whose` to the runs, so that runs of different people do not count as repeats of one run.
 
-    The value of the setting for a run is the first of these that applies:
+    The value for a run is the first of these that applies:
 
     - the run's name, if any runs with equal settings and seed have different names
     - if the runs lie in different directories: the first directory (or zip archive) on the path from their common
       parent directory to the run
-    - the directory in which the run was started, if any run recorded that or if any runs with equal settings have
-      different seeds
+    - the directory in which the run was started, if any run recorded such a directory, or if any runs with equal
+      settings have different seeds
     - the name of the run's own directory
 
     The setting is added only if it differs between runs with equal settings and seed. If the runs lie in different

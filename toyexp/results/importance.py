@@ -23,8 +23,9 @@ def compute_shares(settings: Mapping[str, Sequence[Any]], scores: Sequence[float
     each point.
 
     A linear model predicts the rank of a point's score. Its inputs are the ranks and squared ranks of numeric settings,
-    0/1 indicators of the values of other settings, and products of two settings if these improve the prediction. If a
-    setting is left out, the unexplained variance increases. The setting's share is proportional to this increase.
+    and 0/1 indicators of the values of other settings. Products of two settings are inputs too if they improve the
+    prediction. If a setting is left out, the unexplained variance increases. The setting's share is proportional to
+    this increase.
     """
     count = len(scores)
     columns = {key: _columns(values) for key, values in settings.items() if len(set(map(str, values))) > 1}

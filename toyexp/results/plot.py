@@ -233,8 +233,8 @@ def _limits(lines: Sequence[Line], column: str) -> tuple[float, float]:
 def _draw_curves(axes: Any, named: Sequence[Line], rest: Sequence[Line], limits: tuple[float, float]) -> None:
     """Draw the curves of the `named` points in colour, the best on top, and those of the `rest` in pale grey.
 
-    A coloured point has a line for its mean, a band for its standard deviation and a thin line for each run. A cross
-    marks the last step of a run that did not complete.
+    A point is a group of runs that differ only in their seed. A coloured point has a line for its mean, a band for its
+    standard deviation and a thin line for each run. A cross marks the last step of a run that did not complete.
     """
     low, high = limits
     for line in rest:
@@ -269,8 +269,9 @@ def _draw_ends(
 ) -> None:
     """Draw a row for the final metric of each `named` point, the best at the top.
 
-    A row shows the final metric for each seed, their mean and standard deviation, and the settings. One more row shows
-    the range of all points of `rest`. Another row names the runs in `stopped`, which did not complete.
+    A point is a group of runs that differ only in their seed. A row shows the final metric for each seed, their mean
+    and standard deviation, and the settings. One more row shows the range of all points in `rest`. Another row names
+    the runs in `stopped`, which did not complete.
     """
     axes.grid(visible=False)
     axes.grid(axis="x")
@@ -313,7 +314,7 @@ def _draw_ends(
 
 
 def _clip_outliers(axes: Any, points: Sequence[Point[Entry]], high: float) -> None:
-    """Fit the x axis to the points that are near the best and at most `high`. Draw the others as arrows at the edge."""
+    """Fit the x axis to the results that are near the best and at most `high`. Draw others as arrows at the edge."""
     ends = [point.mean for point in points]
     sides = [point.mean + sign * (point.deviation or 0.0) for point in points for sign in (-1, 1)]
     reach = [*(value for point in points for value in point.values), *sides]

@@ -34,7 +34,7 @@ J = TypeVar("J", bound=Scored)
 
 
 def mean(values: Iterable[float | None]) -> float | None:
-    """Return the mean of the values that are not None and below TOO_LARGE; None if there are none."""
+    """Return the mean of the values, except None and values of magnitude TOO_LARGE or more; None if none is left."""
     numbers = [value for value in values if value is not None and abs(value) < TOO_LARGE]
     return statistics.fmean(numbers) if numbers else None
 
@@ -50,12 +50,12 @@ class Point(Generic[J]):
 
     @cached_property
     def mean(self) -> float:
-        """Mean over the seeds; NaN if no job has completed."""
+        """Mean of the metric over the seeds; NaN if no job has completed."""
         return math.nan if (value := mean(self.values)) is None else value
 
     @cached_property
     def deviation(self) -> float | None:
-        """Sample standard deviation (over n-1); None for fewer than two seeds."""
+        """Sample standard deviation of the metric over the seeds (divisor n - 1); None for fewer than two seeds."""
         return statistics.stdev(self.values) if len(self.values) > 1 else None
 
     def __str__(self) -> str:
@@ -74,7 +74,10 @@ def job_sources(job: Scored) -> Mapping[str, str]:
 
 @dataclass
 class Ranking(Generic[J]):
-    """Points of a sweep, the best first. Points without a result come last: first those with most steps."""
+    """Points of a sweep, the best first. A point consists of the jobs that differ only in their seed.
+
+    Points without a result come last, sorted by their number of steps, the highest number first.
+    """
 
     column: str  # column of the summary: held-out loss, held-out accuracy, TRAIN
     points: list[Point[J]]
@@ -82,7 +85,7 @@ class Ranking(Generic[J]):
 
     @property
     def best(self) -> Point[J] | None:
-        """The best point; None if no point has a result or the points used different data."""
+        """The best point (settings averaged over seeds); None without results or if the points used different data."""
         return self.points[0] if self.points and self.points[0].values and not self.differing_data else None
 
     @cached_property
@@ -113,14 +116,20 @@ class Ranking(Generic[J]):
         return any(len(point.values) > 1 for point in self.points)
 
     def jobs(self) -> list[tuple[J, Point[J]]]:
-        """Return all jobs, each with its point, the best first; jobs that have not completed come last, by number."""
+        """Return each job with its point (the jobs that differ only in their seed), the best first.
+
+        Jobs that have not completed come last, sorted by number.
+        """
         pairs = [(job, point) for point in self.points for job in point.jobs]
         done = [pair for pair in pairs if pair[0].status == "completed" and pair[1].values]
         numbers = {job.number for job, _ in done}
         return done + sorted((pair for pair in pairs if pair[0].number not in numbers), key=lambda pair: pair[0].number)
 
     def table(self) -> list[tuple[str, ...]]:
-        """Return a header and a row for each point: settings, number of seeds, mean ± deviation, and `best` or ''."""
+        """Return rows of text: a header, and for each point its settings, number of seeds, mean ± deviation, and mark.
+
+        The mark is "best" or "".
+        """
         rows: list[tuple[str, ...]] = [("settings", "seeds", self.column, "")]
         for point in self.points:
             mark = "best" if point is self.best and len(self.points) > 1 else ""
@@ -131,11 +140,11 @@ class Ranking(Generic[J]):
 def rank_jobs(
     jobs: Iterable[J], overrides: Sequence[str] = (), seed: Callable[[J], object] = lambda job: job.number
 ) -> Ranking[J]:
-    """Group jobs into points and rank these by the metric that the sweep's `overrides` name.
+    """Group jobs that differ only in their seed into points; rank these by the metric that the `overrides` name.
 
-    The default is the held-out loss, or the training loss if no job has a held-out loss. `seed` returns a job's seed:
-    jobs of a point with the same seed count as one job, whose metric is their mean. By default each job counts on its
-    own.
+    The default metric is the held-out loss, or the training loss if no job has a held-out loss. `seed(job)` returns a
+    job's seed. Jobs of a point with the same seed count as one job, with the mean of their metrics. By default each job
+    counts on its own.
     """
     jobs = list(jobs)
     metric = next((word.removeprefix(METRIC) for word in reversed(overrides) if word.startswith(METRIC)), "loss")

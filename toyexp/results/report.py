@@ -79,7 +79,7 @@ def pack_library() -> str:
 
 @dataclass
 class Report:
-    """A report that can be written again and again while its runs train. Unchanged runs are read from a cache."""
+    """Writer of report.html. While the runs train, it can write the page repeatedly; unchanged runs are cached."""
 
     title: str
     search: Search | None = None  # the runs are the trials of this search
@@ -159,7 +159,7 @@ class Report:
     def _read_events(self, path: Path, most: int) -> dict[str, Any]:
         """Return the data of a run for the page: curves of at most `most` points, samples and warnings.
 
-        The run's events are read again only if they have changed since the last page.
+        The run's events are read again only if they have changed since the page was last written.
         """
         try:
             status = (path / "events.jsonl").stat()
@@ -247,7 +247,7 @@ def _curve(curve: Curve, most: int, smooth: int) -> dict[str, Any]:
 
 
 def _clock(history: History) -> list[Sequence[float]]:
-    """Return the lists [steps, seconds, tokens] with the time and the tokens at about 200 steps.
+    """Return the lists [steps, seconds, tokens]: the elapsed time and the number of tokens at about 200 steps.
 
     The page interpolates linearly between these steps.
     """

@@ -28,9 +28,9 @@ JOBS_FILE, REPORTS = "jobs.json", "reports"  # the list of jobs, and a pipe in w
 
 
 def experiment_sweep(request: Request) -> list[Override]:
-    """Return the overrides that have several values in the chosen experiment preset.
+    """Return the swept settings of the chosen experiment preset: the overrides that have several values.
 
-    A key that is also on the command line is left out.
+    Settings that are also given on the command line are left out.
     """
     from toyexp.config.words import parse
 

@@ -113,7 +113,7 @@ class Job:
 
     @property
     def label(self) -> str:
-        """The overrides by which this job differs from the other jobs."""
+        """Overrides of this job that set it apart from other jobs of the sweep, joined by blanks: lr=0.1 seed=2."""
         return " ".join(self.overrides)
 
     def difference(self, result: Mapping[str, Any]) -> str:
@@ -196,9 +196,13 @@ def prepare_resume(directory: Path) -> bool:
 class SweepDir:
     """Directory of one sweep: sweep.json, summary.csv, summary.md, logs/, and a run directory for each job.
 
-    `spec` holds the data that resuming the sweep needs: the flags (`flags`), the settings that all jobs share
-    (`settings`), the sweep.* settings (`sweep`), the directory in which the sweep was started (`cwd`), and the value
-    ranges of a search (`space`).
+    `spec` holds the data needed to resume the sweep:
+
+    - `flags`: the flags of the command line
+    - `settings`: the settings that all jobs share
+    - `sweep`: the sweep.* settings
+    - `cwd`: the directory in which the sweep was started
+    - `space`: the value ranges of a search
     """
 
     def __init__(self, path: Path, jobs: list[Job], spec: Mapping[str, Any], locked: int | None = None):
@@ -308,7 +312,10 @@ class SweepDir:
                 self._later.start()
 
     def save(self) -> None:
-        """Write sweep.json and the summaries, each atomically. Warn once about a file that cannot be written."""
+        """Write sweep.json, summary.csv and summary.md, each atomically.
+
+        Warn once about a file that cannot be written.
+        """
         with self._writing:
             if self._later:
                 self._later.cancel()
@@ -377,7 +384,7 @@ def _lock(path: Path) -> int:
 
 
 def read_sweep(path: Path) -> tuple[list[Job], dict[str, Any]]:
-    """Return a sweep's jobs and its `spec` (see SweepDir). Raise UserError if its files are missing or damaged."""
+    """Return a sweep's jobs, and the data needed to resume it. Raise UserError if its files are missing or damaged."""
     alone = f"; its runs can be resumed one by one: resume={path}/RUN"
     try:
         state = {"space": [], **read_json(path / SWEEP_FILE)}
@@ -430,10 +437,10 @@ def _job(number: int, entry: Mapping[str, Any]) -> Job:
 
 @contextlib.contextmanager
 def update_summary(run: Path, resumed: bool) -> Iterator[None]:
-    """Update the sweep's files after a run of the sweep was resumed with resume=DIR instead of sweep.resume=DIR.
+    """Update the files of the sweep to which a resumed run belongs, when the `with` block that resumes it ends.
 
-    This is a context manager around the run. It does nothing if `resumed` is False, if the directory `run` belongs to
-    no sweep, or if the sweep is running.
+    This is needed if the user resumed a single run (resume=DIR) instead of its sweep (sweep.resume=DIR). Do nothing if
+    `resumed` is False, if the directory `run` belongs to no sweep, or if the sweep is running.
     """
     if not resumed:
         yield

@@ -87,7 +87,7 @@ class JobConfigs:
         return root, composed.directory("hydra.sweep.subdir", below=root)
 
     def run_config(self, job: Job) -> Composition:
-        """Return the configuration with which a job runs in this process."""
+        """Return a job's configuration, for a run that is executed in this process."""
         composed, is_whole = self._set_hydra_config(job)
         if is_whole:
             return composed
@@ -99,9 +99,9 @@ class JobConfigs:
         return replace(composed, cfg=cfg, typed=overrides)
 
     def _set_hydra_config(self, job: Job) -> tuple[Composition, bool]:
-        """Compose a job's configuration and make it the one that ${hydra:...} interpolations read.
+        """Compose a job's configuration, and make ${hydra:...} interpolations refer to this configuration.
 
-        The returned bool is True if Hydra composed the configuration completely. That is slow, but needed for values
+        Return the configuration, and True if Hydra composed it anew for this job. That is slow, but needed for values
         that only Hydra can set, such as ${hydra:job.override_dirname}.
         """
         composed, names = self.config(job), split_choices(job.overrides)[0]
@@ -180,7 +180,7 @@ class JobConfigs:
         )
 
     def processes(self, job: Job) -> int:
-        """Return how many processes of the job compute on the CPU."""
+        """Return how many processes the job starts that compute on the CPU, as its engine declares; 1 if unknown."""
         engine = self._engine(job)
         return engine.processes() if isinstance(engine, Engine) else 1
 

@@ -42,7 +42,7 @@ class Throttle:
         return 0.0
 
     def run(self) -> None:
-        """Run the callback now."""
+        """Run the callback now, and compute when it may run again."""
         began, self.is_pending = time.monotonic(), False
         try:
             self._do()

@@ -161,7 +161,7 @@ class Runner:
         return bool(errors)
 
     def _open(self) -> SweepDir | None:
-        """Create or open the sweep's directory.
+        """Create the directory of a new sweep, or open that of a resumed sweep, and return it.
 
         The path of a new directory comes from the configuration of the first valid job. Return None if no job is valid.
         """

@@ -13,7 +13,7 @@ from toyexp.sweeps.job_configs import JobConfigs, check_values, require_distinct
 
 
 class JobSource:
-    """Source of jobs that are known from the start: all combinations of values."""
+    """Source of the jobs of a grid sweep: a job for each combination of the swept values, all known from the start."""
 
     probe: Job | None = None  # example whose configuration gives the sweep's directory before there are jobs
     description: str = ""  # how jobs are chosen; "": all combinations

@@ -24,10 +24,12 @@ from toyexp.sweeps.directory import (
 def print_table(jobs: Sequence[Job], folder: SweepDir | None) -> None:
     """Print a table of the jobs, the best first. The row of a failed job shows the first clause of its error message.
 
-    The full error messages follow below the table. `folder` is None if the sweep has no directory because none of its
-    jobs was valid. A table that is too wide for the terminal is shortened in steps. First, run directories become
-    relative to the sweep's directory, only the last part of each key is shown, and reasons for pruning are left out. If
-    that is not enough, training losses are left out, and then the run directories.
+    The full error messages follow below the table. `folder` is None if the sweep has no directory, because none of its
+    jobs was valid.
+
+    A table that is too wide for the terminal is shortened in steps. First, run directories become relative to the
+    sweep's directory, only the last part of each key is shown, and reasons for pruning are left out. If that is not
+    enough, training losses are left out, and then the run directories.
     """
     names, ranking = score_names(jobs), folder.rank() if folder else rank_jobs(jobs)
     ordered = [job for job, _ in ranking.jobs()]

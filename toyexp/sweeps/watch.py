@@ -26,10 +26,10 @@ class Watch:
         self, environment: Callable[[Job], Mapping[str, str]], stop: Stop, alone: bool, total: int = 0,
         verbose: bool = True,
     ):  # fmt: skip
-        """Create the output of a sweep of `total` jobs.
+        """Create the terminal output of a sweep of `total` jobs.
 
-        If jobs run `alone` (one at a time), their lines are printed without a job number. Without `verbose`, the
-        standard output of jobs is not printed. `environment` returns the extra environment variables of a job.
+        If jobs run one at a time (`alone`), their lines are printed without a job number. If `verbose` is False, the
+        standard output of jobs is not printed. `environment(job)` returns the extra environment variables of a job.
         """
         self.stop, self.verbose = stop, verbose
         self._environment, self._alone, self._total = environment, alone, total
@@ -66,7 +66,7 @@ class Watch:
     def end(self, job: Job) -> None:
         """Remove a job from the board, and print a line with its result if the job was successful.
 
-        Print no line if the job's own output or the board of a notebook shows the result.
+        In a notebook, or if the job printed its result itself, print no line.
         """
         if self.board:
             with self._printing:

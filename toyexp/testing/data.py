@@ -39,7 +39,7 @@ class DataSuite(PluginSuite):
         return self.data.open(None)
 
     def batches(self, seed: int = 0) -> Batches:
-        """Open the dataset anew and return its batches."""
+        """Open the dataset again, and return its batches."""
         return self.open_dataset().batches(self.context, self.rows, seed)
 
     def test_opening_twice_gives_equal_data(self) -> None:

@@ -91,7 +91,7 @@ class EngineNumbers(PluginSuite):
 
     @pytest.mark.parametrize(("case", "adapter"), [*((c, None) for c in CASES), *ADAPTED])
     def test_op_has_the_right_gradient(self, case: str, adapter: str | None) -> None:
-        """The gradient of each tensor, projected on random directions, equals the slopes of the float64 loss."""
+        """The gradient of each tensor, projected on random directions, equals finite differences of the loss."""
         plan, batch = self.op_plan(case, adapter), self.op_batch(case=case)
         with self.build_session(plan) as session:
             gradients = session.gradients(batch)
@@ -258,7 +258,7 @@ class EngineSuite(EngineNumbers):
 
     # -- the session's life -------------------------------------------------------------------------------------
 
-    def test_upload_replaces_values_while_the_window_is_open(self) -> None:
+    def test_download_returns_uploaded_values(self) -> None:
         """download() returns the uploaded values exactly, before and after build()."""
         with self.engine.realize(self.op_plan("matmul")) as session:
             values = np.random.default_rng(5).standard_normal(session.plan.tensor("w").shape).astype(np.float32)

@@ -17,7 +17,14 @@ from toyexp.interfaces.objective import Objective
 from toyexp.interfaces.ops import Ops, Params, Tensor
 from toyexp.interfaces.plan import Plan, PlanTensor
 from toyexp.interfaces.values import Normal
-from toyexp.reference.engine import TOLERANCES, precision, reference_loss, reference_metrics, reference_slope
+from toyexp.reference.engine import (
+    TOLERANCES,
+    ReferenceOps,
+    precision,
+    reference_loss,
+    reference_metrics,
+    reference_slope,
+)
 from toyexp.reference.forward import check_forward
 from toyexp.testing.suites import PluginSuite, build_session
 
@@ -26,7 +33,7 @@ ROWS, CLASSES = 4, 8
 
 @dataclass
 class Rows(Model):
-    """Model that multiplies rows of an embedding, or vectors, by a matrix: the smallest with logits or predictions."""
+    """Small model that maps token ids to logits, or vectors to predictions, with two matrices."""
 
     name: ClassVar[str] = "rows"
     reads: ClassVar[Kind] = TOKENS
@@ -34,7 +41,7 @@ class Rows(Model):
     source: str = "tokens"  # array of the batch that it reads
 
     def check(self) -> None:
-        """Do nothing: every source is valid."""
+        """Accept every value of the only setting, `source`."""
 
     def tensors(self) -> list[TensorSpec]:
         """Return a table of embeddings and a matrix."""
@@ -64,6 +71,7 @@ class ObjectiveSuite(PluginSuite):
             ids = InputSpec((5,), "int32", below=CLASSES)
             inputs = {"tokens": ids, "targets": ids, "weights": weights}
             self.objective.check_inputs(Rows(), inputs)
+            inputs |= self.objective.precomputed(inputs)
         except Exception:  # the objective reads vectors
             vector = InputSpec((CLASSES,), "float32")
             return {"vectors": vector, "targets": vector, "weights": InputSpec((), "float32")}
@@ -71,8 +79,11 @@ class ObjectiveSuite(PluginSuite):
 
     def batch(self, seed: int = 0) -> Batch:
         """Return a random batch with uneven weights, some of them 0."""
-        draw, arrays = np.random.default_rng(seed), {}
+        draw, arrays = np.random.default_rng(seed), dict[str, np.ndarray]()
+        precomputed = self.objective.precomputed(self.inputs())
         for name, spec in self.inputs().items():
+            if name in precomputed:
+                continue
             shape = (ROWS, *spec.shape)
             if spec.dtype == "int32":
                 arrays[name] = draw.integers(0, spec.below or CLASSES, shape, dtype=np.int32)
@@ -81,6 +92,10 @@ class ObjectiveSuite(PluginSuite):
                 arrays[name].flat[0] = 1.0
             else:
                 arrays[name] = draw.normal(size=shape).astype(np.float32)
+        if precomputed:
+            log_probs = ReferenceOps().log_softmax(draw.normal(size=(*arrays["targets"].shape, CLASSES)))
+            values = self.objective.precompute(log_probs, arrays)
+            arrays |= {name: values[name].astype(spec.dtype) for name, spec in precomputed.items()}
         return arrays
 
     def make_plan(self) -> Plan:
@@ -88,7 +103,7 @@ class ObjectiveSuite(PluginSuite):
         model = Rows(next(iter(self.inputs())))
         tensors = [PlanTensor.from_spec(t) for t in model.tensors()]
         plan = Plan(model, tuple(tensors), self.inputs(), ROWS, seed=3, objective=self.objective)
-        return replace(plan, tensors=(*plan.tensors, *self.objective.tensors(plan)))
+        return plan.with_frozen(self.objective.tensors(plan))
 
     @pytest.fixture
     def plan(self) -> Plan:
@@ -132,7 +147,7 @@ class ObjectiveSuite(PluginSuite):
         return replace(plan, tensors=tuple(replace(t, values=ArrayValues(values[t.name])) for t in plan.tensors))
 
     def test_micro_batches_give_the_gradients_of_one_batch(self, plan: Plan) -> None:
-        """If a batch may be split after `rows_together` rows, the parts' gradients add up to those of the whole."""
+        """If the objective allows a batch to be split into micro-batches, their gradients add up to the batch's."""
         together = self.objective.rows_together
         if together == 0 or ROWS // 2 % together:
             pytest.skip("the objective compares all rows of a batch")

@@ -143,7 +143,7 @@ def _limit_memory() -> None:
 
 
 def main() -> None:
-    """Read requests from standard input and answer each of them, until the input ends."""
+    """Read JSON requests, one per line, from standard input, and print a JSON answer to each until the input ends."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C
     _limit_memory()
     _environment(lambda words: None)  # fails early if jinja2 cannot be loaded

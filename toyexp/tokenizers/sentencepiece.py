@@ -68,8 +68,9 @@ class SentencePiece(Tokenizer):
     def _words(self, text: str, start: bool) -> list[str]:
         """Split a text into pieces that merge independently of each other.
 
-        The text is split between two neighbouring characters if no token contains them side by side. Spaces become
-        BLANK. If `start` is True and the vocabulary wants a space before each text, this space is added first.
+        The text is split between two neighbouring characters if no token contains them side by side. Spaces are
+        replaced by the character BLANK, as in tokens. If `start` is True and the vocabulary wants a space before each
+        text, this space is added first.
         """
         text = (" " * (start and self.prefix) + text).replace(" ", BLANK)
         return [text[begin:end] for begin, end in itertools.pairwise([0, *self._break_points(text), len(text)])]
@@ -144,7 +145,7 @@ class SentencePiece(Tokenizer):
         return bytes([int(piece[3:5], 16)]) if self.types[i] == BYTE else piece.replace(BLANK, " ").encode()
 
     def decode(self, ids: Sequence[int] | np.ndarray) -> str:
-        """Decode the ids of a complete text. Remove the leading space that `encode` added, if it adds one."""
+        """Decode the ids of a complete text. If `encode` puts a space before each text, remove this space."""
         text = super().decode(ids)
         return text.removeprefix(" ") if self.prefix else text
 

@@ -143,7 +143,7 @@ class Tokenizer(ABC):
 
     @abstractmethod
     def _places(self, text: str) -> Iterator[int]:
-        """Yield positions, last first, where a text without special tokens may be cut: the token ids stay the same."""
+        """Yield positions, last first, where a cut does not change the token ids; the text has no special tokens."""
 
     @cached_property
     def _special(self) -> frozenset[int]:
@@ -178,9 +178,9 @@ class Tokenizer(ABC):
         return self.pieces[i].encode() if i in self.user_defined else self._token_bytes(i)
 
     def _token_bytes(self, i: int) -> bytes:
-        """Return the bytes that an ordinary token spells in GPT-2's byte symbols.
+        """Return the bytes of an ordinary token, whose text is written with GPT-2's characters for the 256 bytes.
 
-        A token that contains other characters is encoded as UTF-8 instead.
+        If the text contains any other character, return the text in UTF-8.
         """
         piece = self.pieces[i]
         return bytes(SYMBOL_BYTES[c] for c in piece) if SYMBOL_BYTES.keys() >= set(piece) else piece.encode()
@@ -214,9 +214,9 @@ class Tokenizer(ABC):
         return rules
 
     def gguf_metadata(self) -> dict[str, Any]:
-        """Return the keys and values of `tokenizer.*` for a GGUF, without that prefix.
+        """Return the metadata `tokenizer.*` for a GGUF file, as a dict whose keys lack the prefix `tokenizer.`.
 
-        For a tokenizer that was read from a GGUF, these are the keys of that file.
+        For a tokenizer that was read from a GGUF file, this is the metadata of that file.
         """
         keys = dict(self.source) or self._own_metadata()
         return {**keys, "chat_template": self.chat_template} if self.chat_template else keys
@@ -298,7 +298,7 @@ def placeholder(i: int) -> str:
 def placeholder_metadata(rows: int) -> dict[str, Any]:
     """Return the GGUF keys `tokenizer.*` of a model whose `rows` token ids have no text.
 
-    The keys lack that prefix, as in `gguf_metadata`. Each id gets a placeholder, because without a vocabulary
+    The returned keys lack the prefix `tokenizer.`. Each id gets a placeholder as its text, because without a vocabulary
     llama.cpp's server aborts at the first generated token.
     """
     keys = {

@@ -28,15 +28,18 @@ OBSERVERS = {"on_start", "on_step", "on_eval", "on_checkpoint", "on_event"}  # `
 
 class _Manager(pluggy.PluginManager):
     def parse_hookimpl_opts(self, plugin: object, name: str) -> Any:
-        """Return pluggy's options of `name` if it is a hook, otherwise None.
+        """Return pluggy's options of the attribute `name` if it is a hook of toyexp, otherwise None.
 
-        pluggy would inspect every attribute of a callback, which takes a millisecond.
+        Without this override pluggy would inspect every attribute of each callback, which takes a millisecond.
         """
         return super().parse_hookimpl_opts(plugin, name) if name in QUESTIONS | OBSERVERS else None
 
 
 class Bus:
-    """Hook dispatcher of one run. Raises UserError if two callbacks set the same number, such as the learning rate."""
+    """Dispatcher that calls the hooks of one run's callbacks.
+
+    Raises UserError if two callbacks set the same value, such as the learning rate.
+    """
 
     def __init__(self, callbacks: Mapping[str, Callback], default_callbacks: Callable[[], Collection[str]] = list):
         self._manager = _Manager("toyexp")
@@ -113,8 +116,8 @@ class Bus:
     def log_numbers(self, run: Run, numbers: Mapping[str, float]) -> None:
         """Add numbers that a callback logs to the metrics of the current step or evaluation.
 
-        Between steps, add them to the metrics of the next step or evaluation. While the run ends there is no next step,
-        so the numbers are emitted as an event `log`.
+        A callback may also log numbers between two steps. They are added to the metrics of the next step or evaluation.
+        At the end of the run, when no step follows, they are emitted as an event `log`.
         """
         if self._metrics is not None:
             self._metrics.add(numbers)
@@ -126,8 +129,8 @@ class Bus:
     def _calls(self, hook: str, *params: str) -> Sequence[Callable[..., Any]]:
         """Return the functions that implement `hook`, in the order of the callbacks.
 
-        Each function takes `params` as positional arguments. Calling it directly takes half the time of a call through
-        pluggy.
+        Each function takes the values of `params` as positional arguments. A direct call of these functions takes half
+        the time of a call through pluggy.
         """
         impls = getattr(self.hook, hook).get_hookimpls()
         if any(impl.wrapper or impl.hookwrapper for impl in impls):
@@ -165,10 +168,10 @@ class Bus:
         return any(check(step) for check in self._wait_checks)
 
     def _guard(self, name: str, function: Callable[..., Any], raises: bool) -> Callable[..., Any]:
-        """Return a function that calls a callback's hook, and names the callback in errors.
+        """Return a function that calls `function`, a hook of the callback `name`, and converts its exceptions.
 
-        If `raises`, the returned function raises an error at once. Otherwise the method `check` raises the first error
-        later.
+        The converted error names the callback. If `raises` is True, it is raised at once. Otherwise the first such
+        error is stored, and the method `check` raises it later.
         """
 
         def call(*arguments: Any) -> Any:
@@ -215,8 +218,9 @@ class Bus:
     ) -> list[Exception]:  # fmt: skip
         """Call on_end of every callback and return the errors that they raised.
 
-        Recorders (callbacks with `closes_last`) are called last, with the first error. `signal` returns the interrupt
-        (Ctrl-C) that ended the run, or None. The interrupt of a second Ctrl-C is raised after all calls.
+        Callbacks with `closes_last`, which record the run, are called last. They receive the error that ended the run
+        or, if there is none, the first error that another callback raised in on_end. `signal()` returns the interrupt
+        (Ctrl-C) that ended the run, or None. A second Ctrl-C is raised as an interrupt after all calls.
         """
         self._ending = True
         raised: list[BaseException] = []
@@ -255,16 +259,17 @@ def _select_arguments(function: Callable[..., Any], indices: Sequence[int]) -> C
 
 
 def _never_waits(callback: Callback) -> bool:
-    """Return True if the callback's method `should_wait` returns False at every step.
+    """Return True if the callback's method `should_wait` surely returns False, so that it need not be called.
 
-    This holds if the callback inherits the method from toyexp's classes, and the method returns False at step 1.
+    A callback's `should_wait(step)` returns True if the callback needs the weights after this step. The result is True
+    if the callback inherits this method from toyexp's classes, and the method returns False at step 1.
     """
     method = getattr(callback.should_wait, "__func__", None)
     return method in (Callback.should_wait, Schedule.should_wait) and not callback.should_wait(1)
 
 
 def _scales_only_lr(callback: object) -> bool:
-    """Return True if a callback is a learning-rate schedule that scales only the learning rate."""
+    """Return True if a callback is a schedule of the learning rate that does not scale any other setting."""
     return isinstance(callback, Schedule) and callback.scales == "lr" and type(callback).factors is Schedule.factors
 
 

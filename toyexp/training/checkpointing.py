@@ -81,10 +81,10 @@ class CheckpointKeeper:
             raise UserError(f"checkpoint_best={printable(self.metric)}: {suggest(self.metric, scores)}")
 
     def is_due(self, step: int, scores: Mapping[str, float], last: bool, is_requested: bool = False) -> bool:
-        """Return True if the state after `step` should be saved.
+        """Return True if the state after `step` should be saved as a checkpoint.
 
-        `scores` are the metrics of an evaluation at this step ({} if there was none), `last` marks the last step, and
-        `is_requested` a checkpoint that the user requested.
+        `scores` are the metrics of an evaluation at this step ({} if there was none). `last` is True at the last step,
+        and `is_requested` if the user requested a checkpoint.
         """
         if step == self._last_step:
             return False
@@ -104,8 +104,8 @@ class CheckpointKeeper:
     def best(self, present: int, weights: bool = True) -> Best | None:
         """Return the best evaluation whose weights still exist, in a checkpoint or in memory; None if there is none.
 
-        `present` is the step of the weights in memory. If the best weights are in a checkpoint, `weights` says whether
-        to read them. Raise DamagedCheckpoint if they cannot be read.
+        `present` is the step of the weights in memory. If the best weights are only in a checkpoint and `weights` is
+        True, read them. Raise DamagedCheckpoint if they cannot be read.
         """
         self.wait()  # count the checkpoint that is being written
         existing = list_checkpoints(self._folder)

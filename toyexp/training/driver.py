@@ -34,10 +34,10 @@ class Realize:
 
 @dataclass(frozen=True)
 class Step:
-    """Request to launch training steps, one for each input.
+    """Request of a training loop to launch training steps, one for each input.
 
-    The driver launches at least the first step. It answers with a list that has one function for each launched step.
-    Calling the function waits for the step and returns its metrics.
+    The driver may launch fewer steps, but at least the first. Its answer is a list with a function for each launched
+    step. The function waits for the step and returns its metrics.
     """
 
     inputs: Sequence[StepInput]
@@ -66,10 +66,12 @@ def drive(loops: Sequence[Requests[T]], stack: Stack, starts: Sequence[Resume] =
     """Run all training loops to their ends; return for each loop its result, or the exception that ended it.
 
     Loop i uses session i of the stack. If the loops have begun already, `starts` holds for each loop a function that
-    continues it. The driver works in rounds: it waits until every loop has made a request, and then answers. If some
-    loops request an evaluation, only these are answered. Otherwise all loops that requested steps take equally many:
-    the smallest number that any of them requested. An Exception ends only its own loop; any other BaseException, such
-    as a second Ctrl-C, ends all loops.
+    continues it.
+
+    The driver works in rounds: it waits until every loop has made a request, and then answers. If some loops request an
+    evaluation, only these requests are answered. Otherwise all loops that requested steps take equally many: the
+    smallest number that any of them requested. An Exception ends only its own loop; any other BaseException, such as a
+    second Ctrl-C, ends all loops.
     """
     ends: dict[int, T | Exception] = {}
     requests: dict[int, Request] = {}
@@ -91,10 +93,11 @@ def drive(loops: Sequence[Requests[T]], stack: Stack, starts: Sequence[Resume] =
 
 
 def bind_sessions(loops: Sequence[Requests[Any]], opened: Stack | Exception) -> tuple[Stack, Sequence[Resume]]:
-    """Return the arguments `stack` and `starts` of `drive`, for loops that have requested their sessions.
+    """Return the arguments `stack` and `starts` of `drive`, for training loops that have requested their sessions.
 
-    Each function in `starts` sends one loop its session. If `opened` is an exception, each function throws this
-    exception into its loop instead, and the stack is empty.
+    `opened` is the stack of these sessions, or the exception raised when it was opened. `starts` has a function for
+    each loop. The function continues the loop: it sends the loop its session, or throws the exception into it. After an
+    exception, the returned stack is empty.
     """
     if isinstance(opened, Exception):
         return Stack([]), [partial(loop.throw, opened) for loop in loops]
@@ -128,10 +131,10 @@ def _evaluate(stack: Stack, evals: Mapping[int, Callable[[], Iterable[Batch]]]) 
 
 
 def _begin_steps(stack: Stack, requests: Mapping[int, Request]) -> Mapping[int, Answer]:
-    """Launch the requested training steps, and return {index of the loop: answer} for all requests.
+    """Launch the training steps that loops have requested, and return {index of the loop: answer} for all requests.
 
-    An answer is a function. It returns a list of functions that wait for the launched steps and return their metrics,
-    or raises the error of the launch.
+    The answer to a loop is a function. It returns a list of functions, one for each launched step, which wait for the
+    step and return its metrics. If the launch failed, the answer raises the error.
     """
     steps = {row: request.inputs for row, request in sorted(requests.items()) if isinstance(request, Step)}
     count = min(map(len, steps.values()), default=0)

@@ -35,6 +35,7 @@ from toyexp.training.checkpointing import CheckpointKeeper
 from toyexp.training.driver import Pause, Realize, Requests, bind_sessions, drive, forward_interrupts
 from toyexp.training.loop import Training
 from toyexp.training.memory import check_plan, check_snapshot
+from toyexp.training.precompute import precompute_arrays
 from toyexp.training.provenance import origin_facts, require_same_file
 from toyexp.training.resume import ResumeState
 from toyexp.training.run_config import Config, Outcome, Prepared, Result, Saver, facts, introduction
@@ -72,7 +73,7 @@ def prepare(config: Config) -> Prepared:
     optim = call_checked(Optimiser, config.optim.with_mode, model.optim_mode or config.recipe.optim_mode)
     plan = apply_optimiser(plan, optim, config.settings.lr)
     _check(config, plan)
-    batches = Dropout(batches, plan, config.settings.seed) if plan.dropout_shares else batches
+    batches = Dropout(batches, plan, config.settings.seed) if plan.dropout_shares or plan.turns else batches
     warnings = config.warnings(RunPreview(config.plain, dataset, batches, plan))
     recomputed = count_blocks(plan) if getattr(config.engine, "recompute", False) else None
     if recomputed == 0:  # not the engine's own warning: it does not know the model
@@ -81,7 +82,10 @@ def prepare(config: Config) -> Prepared:
 
 
 def _replace_gguf(config: Config) -> None:
-    """Export safetensors instead of GGUF if GGUF cannot hold the model. Keep a gguf_export with a type of its own."""
+    """Replace the default export to GGUF by one to safetensors, if GGUF cannot hold the model.
+
+    Do nothing if the user chose a type for the GGUF file.
+    """
     if not config.model.engines:
         return
     settings = config.plain["callbacks"].get("gguf_export", {})
@@ -139,8 +143,11 @@ def _count_steps(config: Config, batches: Batches) -> None:
 
 def _build_plan(config: Config, dataset: Dataset, model: Model, batches: Batches) -> Plan:
     settings, optim, recipe = config.settings, config.optim, config.recipe
+    inputs = model.reads.with_bounds(batches.inputs, dataset.vocab)
+    specs = config.objective.precomputed(inputs)
+    precomputed = {name: replace(spec, optional=True) for name, spec in specs.items()}  # zeros where only times matter
     setup = Setup(
-        model.reads.with_bounds(batches.inputs, dataset.vocab),
+        {**inputs, **precomputed},
         settings.batch_size // optim.accumulate, optim.accumulate, optim.grad_clip,
         settings.seed if settings.model_seed is None else settings.model_seed,
         settings.nonfinite == "skip", config.objective,
@@ -150,9 +157,9 @@ def _build_plan(config: Config, dataset: Dataset, model: Model, batches: Batches
     plan = call_checked(Plan, recipe.plan, model, setup, who=who)
     check_tensors(who, lambda: plan.tensors)
     if not plan.trainable:
-        raise UserError(f"{who}: its plan has no trainable tensor")
+        raise UserError(f"{who}: trains no tensor; its plan() must mark at least one as trainable")
     if extra := call_checked(Sequence, config.objective.tensors, plan, who=f"objective.{config.objective.name}"):
-        plan = replace(plan, tensors=(*plan.tensors, *extra))
+        plan = plan.with_frozen(extra)
     check_forward(plan, who)
     return plan
 
@@ -213,6 +220,8 @@ def run_requests(
             say(line)
         state = resumed.checkpoint.arrays if resumed else None
         with attribute_part_errors(log_file), convert_memory_errors():
+            batches = precompute_arrays(prepared, say, resumed.checkpoint.step if resumed else 0, log_file)
+            prepared = replace(prepared, batches=batches)
             with attribute_errors(f"engine.{config.engine.name}", "while it realized the plan", log_file):
                 opened: Session = yield Realize(config.engine, prepared.plan)
             with prepare_session(config.recipe, config.engine, opened, state, log_file) as session:
@@ -257,8 +266,8 @@ def _train(
 ) -> Requests[tuple[Outcome, list[Exception]]]:
     """Train and call the hooks of all callbacks. The hook on_end is called even if training fails.
 
-    Return the outcome and the errors of the end of the run: a bad held-out loss, an unwritten last checkpoint, and the
-    errors that callbacks raised in on_end.
+    Return the outcome and a list of errors that did not stop training: a NaN or infinite held-out loss, a failed write
+    of the last checkpoint, and exceptions that callbacks raised in on_end.
     """
     bus, settings, error = prepared.bus, prepared.config.settings, None
     bus.log = run.dir / "log.txt"
@@ -279,6 +288,7 @@ def _train(
         outcome = yield from Training(
             run, bus, prepared.batches, settings.eval_every, signals.is_ending,
             saver, resumed.outcome if resumed else Outcome(in_nats=prepared.plan.objective.in_nats),
+            prepared.config.recipe,
         ).requests()  # fmt: skip
         yield Pause()  # finish() waits for the last checkpoint
         reason, eval_error = outcome.reason, bad_eval_error(run, outcome)
@@ -331,8 +341,8 @@ class RunSaver(Saver):
     def after(self, outcome: Outcome, metrics: Mapping[str, float], last: bool) -> None:
         """Save a checkpoint if one is due, if SIGUSR1 requested one, or if this is the last step.
 
-        With `checkpoint_every=0` the last step is saved only for one of the other reasons. Also tell the callbacks
-        which checkpoints were written since the last call.
+        With `checkpoint_every=0` no checkpoint is saved only because it is the last step. Also tell the callbacks which
+        checkpoints were written since the last call.
         """
         self._step = outcome.steps
         is_requested = self._signals.take_save_request()

@@ -24,7 +24,7 @@ MAX_BATCHES, MAX_BYTES = 32, 1 << 19  # limits of a block of batches that are ma
 
 @dataclass(frozen=True)
 class NextStep:
-    """Input of one step."""
+    """Input of one training step: its number, batch, learning rate and factors of other optimiser settings."""
 
     step: int  # from 0
     batch: Batch
@@ -33,9 +33,9 @@ class NextStep:
     input: StepInput
 
     def scaled_settings(self, plan: Plan) -> dict[str, float]:
-        """Return metrics of the optimiser's numbers, such as beta1, that callbacks scale in this step.
+        """Return the optimiser settings that callbacks scale in this step, such as beta1, as metrics to log.
 
-        Each number has two metrics: its factor, as `<name>_factor`, and its scaled value, as `<name>`.
+        Each scaled setting has two metrics: its factor, as `<name>_factor`, and its scaled value, as `<name>`.
         """
         if not self.factors:
             return {}
@@ -53,10 +53,10 @@ class Launched:
     seconds: float = 0.0  # duration of each step
 
     def wait(self, since: float) -> float:
-        """Wait until all steps are done, store their metrics and duration, and return the end time (time.perf_counter).
+        """Wait until these steps have ended, store their metrics and duration, and return the time at which they ended.
 
-        `since` is the time at which the previous steps ended. The duration is measured from this time, or from the
-        launch if the launch was later.
+        Times are values of time.perf_counter(). `since` is the time at which the previous steps ended. The duration is
+        measured from `since` or from the launch of these steps, whichever is later.
         """
         self.metrics = [wait() for wait in self.waits]
         ended = time.perf_counter()

@@ -43,7 +43,7 @@ def source_files(recipe: Recipe) -> dict[str, Path]:
 def data_digests(facts: Mapping[str, Any]) -> dict[str, str]:
     """Return the digests in `facts`, the description of a dataset, keyed by their subject: `text`, `tokenizer`, ...
 
-    The result also has the key `data`: a digest of all facts that affect batches.
+    The result also has the key `data`: a digest of everything in the description that affects batches.
     """
     digests = {DIGEST.sub("", key) or key: str(v)[:16] for key, v in facts.items() if DIGEST.search(key) and v}
     relevant: dict[str, Any] = {role: digest for role, digest in digests.items() if role not in NAMES}
@@ -120,7 +120,8 @@ class Origin:
     def explain_missing_paths(self, moved: Collection[str] = ()) -> Iterator[None]:
         """In the `with` block, add the directory where the run was started to a UserError about a missing path.
 
-        If the setting of the path is in `moved`, the message also suggests setting the new path.
+        `moved` holds keys of settings. If one of them holds the missing path, the message also suggests setting the new
+        path.
         """
         try:
             yield
@@ -179,7 +180,7 @@ def is_own_checkpoint(path: Path) -> bool:
 
 
 def require_own_checkpoint(path: Path, state: Mapping[str, Any]) -> None:
-    """Raise UserError if the checkpoint at `path` belongs to another run than the directory that contains it.
+    """Raise UserError if the checkpoint at `path` was not written by the run whose directory contains it.
 
     `state` is the checkpoint's state. Its digests and its seed are compared with those in the run's first event.
     """

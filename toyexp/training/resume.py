@@ -29,7 +29,7 @@ AUTO = "auto"
 
 @dataclass(frozen=True)
 class ResumeState:
-    """State that a resumed run continues from."""
+    """State from which a resumed run continues: its checkpoint, and how its settings differ from the saved ones."""
 
     checkpoint: checkpoint.Checkpoint
     outcome: Outcome  # progress at the checkpoint
@@ -38,7 +38,10 @@ class ResumeState:
     damaged: list[str]  # an error per newer checkpoint that was skipped
 
     def lines(self) -> list[str]:
-        """Return the lines to print: damaged checkpoints that were skipped, the step, and changed or new settings."""
+        """Return the lines to print for the user: damaged checkpoints that were skipped, and a summary.
+
+        The summary has the step of the checkpoint, and the changed and new settings.
+        """
         changes = [_change(key, a, b) for key, (a, b) in self.changed.items()]
         new = [f"{printable(key)}={printable(format_value(value))}" for key, value in self.added.items()]
         summary = f"resumed from step {self.checkpoint.step}" + (f"; changed: {', '.join(changes)}" if changes else "")
@@ -56,9 +59,10 @@ class ResumeState:
         }
 
     def inexactness(self, engine: Mapping[str, Any]) -> str | None:
-        """Return why the resumed run may differ slightly from an uninterrupted one; None if it cannot.
+        """Return why the steps of the resumed run are not bit-identical to those of an uninterrupted run.
 
-        The reason is a difference between `engine`, the current description of the engine, and the saved one.
+        The reason is a property of the engine that has changed: `engine` is the description of the current engine.
+        Return None if no property has changed.
         """
         saved = self.checkpoint.state["engine"]
         for key in ("devices", "kind", "framework", "device", "dtype", "threads", "profile", "compile"):
@@ -203,7 +207,7 @@ def _outcome(saved: checkpoint.Checkpoint) -> Outcome:
     except ValueError as error:
         raise UserError(f"{saved.path / checkpoint.STATE}: outcome.{error}") from None
     if outcome.steps != saved.step:
-        raise UserError(f"{saved.path}: is damaged: its {checkpoint.STATE} is of step {outcome.steps}; remove it")
+        raise UserError(f"{saved.path}: damaged checkpoint: {checkpoint.STATE} is of step {outcome.steps}; remove it")
     for part, kind in (("scores", Mapping[str, float | None]), ("evals", Mapping[str, Mapping[str, float | None]])):
         scores = saved.state.get(part, {})
         if not checkpoint.matches_type(scores, kind) or not all(is_integer(k, 0, saved.step) for k in scores):
@@ -257,6 +261,7 @@ def differences(old: Any, new: Any, key: str = "") -> Iterator[tuple[str, tuple[
     If the `name` of a part differs, only the name is yielded.
     """
     if isinstance(old, Mapping) and isinstance(new, Mapping):
+        old, new = ({str(name): value for name, value in node.items()} for node in (old, new))  # JSON has text keys
         is_other_part = bool(key) and old.get("name") != new.get("name")  # its settings are not comparable
         for name in ["name"] if is_other_part else dict.fromkeys([*old, *new]):
             yield from differences(old.get(name), new.get(name), f"{key}.{name}" if key else str(name))

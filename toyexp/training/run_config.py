@@ -57,6 +57,7 @@ class Config:
             self.engine, self.recipe, self.data, *self.callbacks.values()
         ]  # fmt: skip
         texts = [text for part in parts for text in call_for_lines(part.warnings, planned)]
+        texts += call_for_lines(planned.plan.model.warnings)
         others = [c for c in self.callbacks.values() if sets_lr(c) and not isinstance(c, Schedule)]
         if not (self.settings.lr or others):
             texts.append("lr=0: the weights will not change")
@@ -67,7 +68,10 @@ class Config:
         return [*self.omissions, *self.settings.warnings(), *texts, *self._unscheduled_warnings(), *optim_warnings]
 
     def _unscheduled_warnings(self) -> list[str]:
-        """Return a warning if the learning rate has no schedule because the default schedule scales another number."""
+        """Return a warning if the default learning-rate schedule was set to scale another optimiser setting.
+
+        The learning rate then has no schedule.
+        """
         if any(sets_lr(callback) for callback in self.callbacks.values()):
             return []
         return [
@@ -96,7 +100,7 @@ class Prepared:
     recomputed: int | None = None  # blocks that engine.recompute=true computes twice; None: off or unknown
 
     def omissions(self) -> list[str]:
-        """Return sentences about data that the run does not use, such as examples that are too long."""
+        """Return sentences for the user about data that the run leaves out, such as examples that are too long."""
         return [*call_for_lines(self.dataset.omissions), *self.batches.omissions]
 
 
@@ -115,7 +119,7 @@ class Result:
 
 @dataclass
 class Outcome:
-    """Progress of training and how it ended."""
+    """Progress of one run's training: losses, steps and times so far, and how training ended."""
 
     steps: int = 0  # steps taken
     reason: str = "completed"  # or aborted (by a callback) or interrupted
@@ -131,6 +135,7 @@ class Outcome:
     eval_step: int | None = None  # step of the last evaluation
     eval_scores: Mapping[str, float] = field(default_factory=dict)  # held-out metrics besides loss and ppl
     first_eval_scores: Mapping[str, float] = field(default_factory=dict)
+    edited: int | None = None  # step after which the recipe last edited the weights
     in_nats: bool = True  # the held-out loss is a cross-entropy, which has a perplexity
 
     def count(self, loss: float, targets: int, seconds: float) -> None:
@@ -169,7 +174,7 @@ class Saver:
         """Prepare for training; `metrics` are those of the evaluation before the first step ({} if there was none)."""
 
     def is_due(self, step: int) -> bool:
-        """Return True if `after` must be called with the state after `step`, before the next step is launched."""
+        """Return True if the training loop must call `after` for this step before it launches the next step."""
         return False
 
     def after(self, outcome: Outcome, metrics: Mapping[str, float], last: bool) -> None:

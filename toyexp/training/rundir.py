@@ -86,7 +86,10 @@ class RunDir:
         _current_log.set(self._log)
 
     def _tidy(self) -> None:
-        """Remove temporary files of a killed process, and rename a config.yaml that the run did not write."""
+        """Clean up the run directory before a run starts or resumes.
+
+        Remove temporary files of a killed process. Rename a config.yaml that the run did not write.
+        """
         for path in self.path.glob(".*"):
             if TEMPORARY_NAME.fullmatch(path.name):
                 (shutil.rmtree if path.is_dir() and not path.is_symlink() else os.unlink)(path)
@@ -144,9 +147,9 @@ class LogFile(logging.FileHandler):
         return open(open_for_writing(Path(self.baseFilename), os.O_APPEND), "a", encoding=self.encoding)
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Write the record unless another run of this process logged it.
+        """Write the record to the log, unless another run in this process emitted it.
 
-        Threads belong to no run, so their records go to the logs of all runs.
+        A record emitted in a background thread cannot be assigned to a run, so it is written to the logs of all runs.
         """
         if _current_log.get() in (None, self):
             super().emit(record)
@@ -204,7 +207,7 @@ def _git_facts(directory: Path, when: int) -> dict[str, str]:
 
 
 def escape_interpolations(value: Any) -> Any:
-    """Return nested settings with `${` escaped in all strings, so that Hydra reads it back as plain text."""
+    """Return nested settings with `${` escaped in all strings, so that Hydra does not interpolate them."""
     if isinstance(value, str):
         return re.sub(r"(\\*)\$\{", lambda m: m[1] * 2 + r"\${", value)
     if isinstance(value, dict):

@@ -27,7 +27,7 @@ def about(text: str, *roles: str) -> dict[str, Any]:
 
 
 def setting(default: Any, text: str, *roles: str) -> Any:
-    """Return the dataclass field of a setting with a default, a help text and roles (see `about`)."""
+    """Return the dataclass field of a setting with a default, a help text and roles such as FREE."""
     return field(default=default, metadata=about(text, *roles))
 
 

@@ -33,11 +33,11 @@ log = logging.getLogger("toyexp")
 
 
 def boundary(run: Run, bus: Bus, kind: str) -> attribute_errors:
-    """Return a context manager. To an error raised in its `with` block, it adds the name of a plugin and the step.
+    """Return a context manager that adds the name of a plugin and the step to errors raised in its `with` block.
 
-    `kind` selects the plugin of the run's data (`data`), optimiser (`optim`) or engine (`engine`).
+    `kind` selects the plugin: that of the run's `data`, optimiser (`optim`), `recipe` or `engine`.
     """
-    names = {"engine": run.engine} | {k: run.config.get(k, {}).get("name", "?") for k in ("data", "optim")}
+    names = {"engine": run.engine} | {k: run.config.get(k, {}).get("name", "?") for k in ("data", "optim", "recipe")}
     return attribute_errors(f"{kind}.{names[kind]}", lambda: f"at step {bus.step}", bus.log, names["data"])
 
 
@@ -112,9 +112,10 @@ def conclude(
 
 
 def _exported_scores(result: Result) -> dict[str, Any]:
-    """Return the fields to change in result.json if the best weights were exported instead of the last ones; else {}.
+    """Return the fields to change in result.json if the best weights were exported instead of the last ones.
 
-    The fields give the evaluation of the best step and, under `last_eval`, that of the last step.
+    The evaluation of the best step replaces that of the last step, which is kept under `last_eval`. If the best weights
+    were not exported, return {}.
     """
     best, outcome = result.best, result.outcome
     if best is None or best.scores.get("loss") is None:

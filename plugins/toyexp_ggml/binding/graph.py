@@ -83,7 +83,7 @@ class Graph(StaticGraph):
     def mul_mat(self, w: Node, x: Node) -> Node:
         """Return x [.., n, in] times the transpose of w [.., out, in] -> [.., n, out].
 
-        w has either no leading axes, or those of x. In the latter case, the last leading axis of w may also be 1.
+        The leading axes of w are missing, or equal to those of x. The last leading axis of w may also be 1.
         """
         fits = w.shape[-1] == x.shape[-1] and 2 <= len(w.shape) <= len(x.shape)
         if not fits or (len(w.shape) > 2 and w.shape[:-2] not in (x.shape[:-2], (*x.shape[:-3], 1))):
@@ -224,7 +224,7 @@ class Graph(StaticGraph):
         return x if shape == x.shape else self._node(make(self._context, x.ptr, *reversed(shape)), shape)
 
     def flat(self, x: Node) -> Node:
-        """Return x [.., d] as [n, d]."""
+        """Return x [.., d] reshaped to [n, d], where n is the product of the leading axes."""
         return self.reshape(x, x.size // x.shape[-1], x.shape[-1])
 
     def transpose(self, x: Node, slow_cont: bool = False) -> Node:
@@ -238,7 +238,10 @@ class Graph(StaticGraph):
         return self._node(ggml.ggml_cont(self._context, self._transpose_view(x)), shape)
 
     def _view(self, x: Node, shape: tuple[int, ...], start: int, *strides: int) -> Node:
-        """Return a view of x from element `start` on. `strides`, in elements, are those of all axes but the last."""
+        """Return a view of x from element `start` on.
+
+        `strides` holds the stride, in elements, of each axis except the last.
+        """
         make = getattr(ggml, f"ggml_view_{len(shape)}d")
         return self._node(make(self._context, x.ptr, *shape[::-1], *(4 * s for s in strides[::-1]), 4 * start), shape)
 
@@ -385,7 +388,10 @@ class Graph(StaticGraph):
         return self._node(tensor, shape)
 
     def _set(self, x: Node, values: Any, start: int, strides: tuple[int, ...]) -> Node:
-        """Copy values into x from element `start` on. `strides`, in elements, are those of all axes but the last."""
+        """Copy values into x from element `start` on.
+
+        `strides` holds the stride, in elements, of each axis except the last.
+        """
         sizes = (*(4 * s for s in strides[::-1]), *(4 * x.size,) * (3 - len(strides)))
         return self._node(ggml.ggml_set_inplace(self._context, x.ptr, values, *sizes, 4 * start), x.shape)
 

@@ -44,7 +44,10 @@ class StaticGraph:
         ggml.ggml_build_forward_expand(self._graph, node.ptr)
 
     def want_all(self, nodes: Iterable[Node]) -> list[Node]:
-        """Add independent nodes directly after each other, and return them. A device may compute them in parallel."""
+        """Add nodes that do not depend on each other to the graph, and return them.
+
+        They are adjacent in the graph, so a device may compute them in parallel.
+        """
         listed = list(nodes)
         for node in listed:
             self.want(node)
@@ -53,8 +56,8 @@ class StaticGraph:
     def finish(self) -> None:
         """Allocate memory for computing the graph. Raise GraphError if the device has too little memory.
 
-        If needed, ggml's scheduler assigns nodes that the device does not support to the CPU, and matrix products to
-        BLAS.
+        ggml's scheduler is used if the CPU must compute nodes that the device does not support, or if BLAS computes
+        matrix products.
         """
         if self._backend.blas or self._backend.unsupported(self._nodes()):
             pair = (ctypes.c_void_p * 2)(*self._backend.all)
@@ -102,11 +105,11 @@ class StaticGraph:
         return Counter(map(op_name, self._nodes()))
 
     def unsupported_in_place(self) -> set[str]:
-        """Return the unsupported ops that change a tensor in place. The scheduler cannot move these to the CPU."""
+        """Return the unsupported ops that change a tensor in place. The scheduler cannot move these ops to the CPU."""
         return {*map(op_name, self._backend.unsupported(self._nodes()))} & IN_PLACE
 
     def unsupported_ops(self, device: str) -> set[str]:
-        """Return the ops of this graph that the device of this name does not support."""
+        """Return the ops of this graph that the device named `device` does not support."""
         target = find_device(device)
         return {op_name(n) for n in self._nodes() if not ggml.ggml_backend_dev_supports_op(target, n)}
 

@@ -111,7 +111,7 @@ def torchrun_store() -> dist.Store:
     """Connect to the torch store of the ranks that `torchrun` has started, and return it.
 
     The store is torchrun's own if torchrun provides one; otherwise rank 0 opens it. Raise UserError if the host name in
-    MASTER_ADDR is unknown or if rank 0 cannot open the store, and RunFailed if another rank cannot connect to it.
+    MASTER_ADDR is unknown or if rank 0 cannot open the store. Raise RunFailed if another rank cannot connect to it.
     """
     ranks, limit = started_ranks(), timedelta(seconds=START_TIMEOUT)
     host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])

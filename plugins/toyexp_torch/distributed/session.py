@@ -60,7 +60,10 @@ class GradientSums:
         self._left, self._waits = [*self._sizes], list[Callable[[], None]]()
 
     def mark_complete(self, name: str) -> None:
-        """Record that a tensor's gradient is complete. If the next buckets are complete, start to sum them."""
+        """Record that a tensor's gradient is complete.
+
+        If all gradients of the next bucket are now complete, start to sum this bucket over the ranks.
+        """
         self._left[self._bucket_of[name]] -= 1
         while (following := len(self._waits)) < len(self._left) and self._left[following] == 0:
             self._waits.append(self._group.sum(self._buckets[following]))
@@ -264,7 +267,7 @@ class RankSession(TorchSession):
         self.do_build()
 
     def launch_step(self, micros: Sequence[Batch], numbers: Sequence[np.ndarray]) -> None:
-        """Launch a step, then wait for the previous one to end."""
+        """Launch a step, then wait for the previous step to end."""
         before, self._under_way = self._under_way, self.do_launch(micros, numbers)
         before()
 

@@ -93,8 +93,8 @@ def _describe_ranks(ranks: Iterable[int]) -> str:
 def _accept(connection: socket.socket, token: str, connected: set[int], count: int) -> Rank:
     """Read the greeting of a process that has connected, answer it, and return the process as a Rank.
 
-    Raise ValueError if the greeting does not contain the run's `token`, or if its rank number is not between 1 and
-    `count` - 1 or is in `connected` already.
+    Raise ValueError if the greeting does not contain the run's `token`. Also raise it if the greeting's rank number is
+    not between 1 and `count` - 1, or is in `connected` already.
     """
     connection.settimeout(10)
     key, rank, pid, host = connection.makefile("rb").readline(GREETING_BYTES).decode().split(maxsplit=3)

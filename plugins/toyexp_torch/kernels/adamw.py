@@ -1,4 +1,4 @@
-"""AdamW as one Triton kernel. It reads the step's scalars from GPU memory too, so that a CUDA graph can record it."""
+"""AdamW as one Triton kernel. It reads even the scalars from GPU memory, so that a CUDA graph can record it."""
 
 from __future__ import annotations
 

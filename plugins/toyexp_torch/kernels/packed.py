@@ -182,8 +182,8 @@ def _scale_and_minimum(b: Tensor) -> tuple[Tensor, Tensor]:
     """Return the scales and the minimums of the 8 groups in each block of Q4_K or Q5_K, float32 [blocks, 8] each.
 
     Each scale and each minimum is the product of a 6-bit integer and a float16 number of the block. The integers are
-    packed in 12 bytes. The upper two bits of the integers of the last four groups are stored in the upper two bits of
-    the bytes for the first four groups.
+    packed in 12 bytes. For the last four groups, the upper two bits of an integer are stored in a byte of the first
+    four groups, as its upper two bits.
     """
     scale, minimum, rest = b[:, 4:16].unflatten(1, (3, 1, 4)).unbind(1)
     last = torch.arange(2, device=b.device)[:, None] > 0
@@ -208,10 +208,10 @@ KINDS = (*UNBLOCKED, *_UNPACKERS)
 
 
 class Packed:
-    """Frozen matrix [out, in], kept as bytes [out, bytes of a row] of a ggml type, as in its GGUF file.
+    """Frozen matrix [out, in] that stays quantised in memory, as in its GGUF file: uint8 [out, bytes of a row].
 
-    It is dequantised at each use. The backward pass dequantises it again, instead of keeping the numbers of the forward
-    pass (Dettmers et al. 2023, "QLoRA").
+    The matrix is dequantised at each use. The backward pass dequantises it again, instead of keeping the dequantised
+    numbers of the forward pass (Dettmers et al. 2023, "QLoRA").
     """
 
     def __init__(self, raw: Tensor, kind: str, dtype: torch.dtype):
@@ -221,7 +221,8 @@ class Packed:
     def read(cls, tensor: PlanTensor, device: torch.device, dtype: torch.dtype) -> Packed | None:
         """Read the bytes of a tensor from its GGUF file, and return it as a Packed matrix on the device.
 
-        Return None if the tensor is not stored in a GGUF file, or if its type there is not in `KINDS`, such as F32.
+        Return None if the tensor is not stored in a GGUF file, or if its type in the file, such as F32, is not one of
+        the types in `KINDS`, which this module can dequantise.
         """
         info = mappable_tensor(tensor)
         if info is None or info.type not in KINDS:

@@ -147,10 +147,10 @@ def _q3_k(b, g, i):
 
 @triton.jit
 def _pairs(at, g, i):
-    """Return the 2-bit fields of 64 bytes, in groups of 16.
+    """Return field `i` of each group `g` of 16 fields, for the 256 fields of 2 bits in the 64 bytes from `at` on.
 
-    The fields of the first 32 bytes come first: the lowest field of each byte, then the next field of each byte, and so
-    on. The fields of the other 32 bytes follow in the same order.
+    Groups 0 to 7 are the fields of the first 32 bytes: the lowest field of each byte, then the next field of each byte,
+    and so on. Groups 8 to 15 are the fields of the other 32 bytes in the same order.
     """
     return _byte((at + g // 8 * 32 + g % 2 * 16)[:, None] + i) >> (g % 8 // 2 * 2)[:, None] & 3
 
@@ -172,7 +172,7 @@ def _q5_k(b, g, i):
 def _scale_with_minimum(codes, b, g):
     """Scale the codes and subtract the minimum of their group, as Q4_K and Q5_K do.
 
-    `_scale_and_minimum` in packed.py describes the 6-bit fields.
+    `_scale_and_minimum` in packed.py describes the 6-bit fields that hold scales and minimums.
     """
     j, last = g % 4, g > 3
     scale, minimum, rest = _byte(b + 4 + j), _byte(b + 8 + j), _byte(b + 12 + j)

@@ -46,7 +46,7 @@ class StackedOps(TorchOps):
         return _apply_to_rows(partial(_rotate, by=self._complex_rotations[key]), x)
 
     def attention(self, q: Tensor, k: Tensor, v: Tensor, causal: bool = True, **settings: Any) -> Tensor:
-        if settings.get("sinks") is not None:  # each run has its own
+        if settings.get("sinks") is not None or settings.get("bias") is not None:  # each run has its own
             return super().attention(q, k, v, causal, **settings)
         return _apply_to_rows(partial(super().attention, causal=causal, **settings), q, k, v)
 
@@ -86,7 +86,7 @@ class _RowsFunction(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        """Save nothing."""
+        """Save nothing for a backward pass."""
 
     @staticmethod
     def vmap(info: Any, in_dims: Any, function: Callable[..., Tensor], *tensors: Tensor) -> tuple[Tensor, int]:
@@ -114,7 +114,7 @@ class _Product(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        """Save nothing."""
+        """Save nothing for a backward pass."""
 
     @staticmethod
     def vmap(info: Any, in_dims: Any, x: Tensor, w: Tensor, rounds: torch.dtype | None) -> tuple[Tensor, int]:
@@ -154,7 +154,7 @@ class _Products(torch.autograd.Function):
 def _with_run_axis(x: Tensor, axis: int | None, count: int) -> Tensor:
     """Return x as [K, ...] with the runs' axis first.
 
-    `axis` is the present position of this axis, or None for a tensor that all runs share, which is expanded to `count`
-    runs without a copy.
+    `axis` is the present position of this axis, or None for a tensor that all runs share. Such a tensor is expanded to
+    `count` runs without a copy.
     """
     return x.expand(count, *x.shape) if axis is None else x.movedim(axis, 0)

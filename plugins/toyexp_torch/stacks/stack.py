@@ -141,9 +141,9 @@ class TorchStack(Stack):
         return waits | {row: partial(lambda row: held_out[row].mean(sums()[indices[row]]), row) for row in indices}
 
     def _losses(self, requests: Mapping[int, Sequence[Batch]]) -> Tensor:
-        """Return a vector with the sum of each run's losses over its micro-batches, in the order of the program's runs.
+        """Return a vector with one element per run in the current StackedStep: the sum of its micro-batches' losses.
 
-        `requests` has the micro-batches of each run, keyed by row.
+        `requests` has the micro-batches of each run, keyed by the run's row in the stack.
         """
         self._prepare([*requests])
         total = torch.zeros(len(self._indices), dtype=torch.float64 if self._device.type != "mps" else self._dtype)
@@ -159,19 +159,19 @@ class TorchStack(Stack):
             total += self._step.losses(self._upload([current.get(index, blank) for index in range(len(requests))]))
         return total
 
-    def _prepare(self, asking: Sequence[int]) -> None:
-        """Make a program (a StackedStep) that computes the runs in the rows `asking`, unless the present one fits.
+    def _prepare(self, requested: Sequence[int]) -> None:
+        """Make a program (a StackedStep) for the runs in the rows `requested`, unless the current program can be kept.
 
         On the CPU, the program contains exactly these runs. On a GPU, where capturing a new program is slow, it
-        contains all runs that still train, and is kept as long as it contains the runs in `asking`, even if a few of
-        its other runs have ended.
+        contains all runs that still train. There it is kept as long as it contains the requested runs, even if a few
+        of its other runs have ended.
         """
-        on_gpu, rows = self.on_gpu, [*asking]
+        on_gpu, rows = self.on_gpu, [*requested]
         if on_gpu:
             training = [row for row, session in enumerate(self.sessions) if session.state is State.BUILT]
-            rows = sorted({*training, *asking})
+            rows = sorted({*training, *requested})
             remaining, contained = len({*rows} & self._indices.keys()), self._indices.keys()
-            if self._step is not None and contained >= {*asking} and remaining > CROWDED * len(contained):
+            if self._step is not None and contained >= {*requested} and remaining > CROWDED * len(contained):
                 return
         elif self._step is not None and rows == [*self._indices]:
             return
@@ -197,7 +197,7 @@ class TorchStack(Stack):
         """Return (tensor, is stacked) for each frozen tensor, keyed by name.
 
         If all runs in `rows` share the tensor, return it unstacked. Otherwise return the k runs' tensors stacked,
-        [k, ...], and make each run's session use its slice of this stack, so that its own copy is freed.
+        [k, ...]. Each run's session then uses its slice of this stack, so that its own copy is freed.
         """
         frozen_values = {}
         for tensor in self._plans[0].tensors:
@@ -236,7 +236,7 @@ class StackedSession(TorchSession):
         self._keeps_bfloat16 = False  # in bfloat16 the stack's program rounds the weights itself
 
     def _view_state(self, *_: object) -> SimpleNamespace:
-        """Return an object in place of an Update. Its only attribute, `state`, is the optimiser state of this run."""
+        """Return a substitute for an Update: an object whose only attribute, `state`, is this run's optimiser state."""
         state = self.stack.update.state
         return SimpleNamespace(state={n: {s: x[self.row] for s, x in slots.items()} for n, slots in state.items()})
 

@@ -26,7 +26,7 @@ StepRequest = tuple[Sequence[Batch], Sequence[np.ndarray]]  # a run's micro-batc
 
 
 class StackedFormula(Formula):
-    """Update of the tensors [K, ...] of K runs by the formula of a rule. Each run has its own scalars."""
+    """Optimiser step on the tensors [K, ...] of K runs, each with its own scalars, by the formula of an update rule."""
 
     def bind_device(self, numbers: Tensor, divisor: Tensor | None, skip: Tensor | None) -> Change:
         """Return a function that updates tensors [K, ...] of K runs; see Formula.
@@ -158,7 +158,7 @@ class StackedStep:
         losses: list[Tensor] = []
         for micro in micros:
             with self._autocast():
-                by_run = self._map(self._plan.objective.loss, leaves, self._frozen, micro)
+                by_run = self._map(self._plan.objective.training_loss, leaves, self._frozen, micro)
             gradients = torch.autograd.grad(by_run.sum(), [*leaves.values()], allow_unused=True, materialize_grads=True)
             add = torch._foreach_add_ if losses else torch._foreach_copy_
             add(self._grads, gradients)
@@ -235,7 +235,7 @@ class StackedResident:
         return self._losses()
 
     def close(self) -> None:
-        """Free the graphs."""
+        """Free the CUDA graphs."""
         self._captured_step.close()
         self._losses.close()
 

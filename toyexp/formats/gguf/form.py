@@ -74,7 +74,7 @@ def gguf_form(model: Model | type[Model]) -> GGUFForm[Any]:
 
 
 def gguf_architecture(model: Model | type[Model]) -> str:
-    """Return the value of general.architecture in a model's GGUF."""
+    """Return the value of the key general.architecture in the GGUF file of a model."""
     return gguf_form(model).architecture(model)
 
 

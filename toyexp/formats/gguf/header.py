@@ -295,7 +295,7 @@ class _Cursor:
     def strings(self, count: int, label: _Label) -> list[str]:
         """Read and return `count` strings.
 
-        The method `string` is slow. It is not called for a string that lies completely in the buffer.
+        Strings that lie completely in the buffer are decoded here, which is faster than calling `string`.
         """
         texts: list[str] = []
         while len(texts) < count:

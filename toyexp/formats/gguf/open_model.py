@@ -1,4 +1,4 @@
-"""Load the model in a GGUF, keep the file open, and read initial values from it."""
+"""Load the model in a GGUF file, keep the file open, and read initial values from it."""
 
 from __future__ import annotations
 

@@ -47,9 +47,9 @@ def quantiser(setting: str) -> list[str]:
 
 
 def quantise(source: Path, target: Path, kind: str, requantise: bool = False) -> None:
-    """Convert a GGUF to type `kind`, atomically; raise RunFailed with llama.cpp's message if the conversion fails.
+    """Convert the GGUF file `source` to the file type `kind` with llama.cpp, and write it atomically to `target`.
 
-    With `requantise`, `source` may be quantised already.
+    With `requantise`, `source` may be quantised already. If llama.cpp fails, raise RunFailed with its message.
     """
     program = [*quantiser(f"type={kind}"), *(["--allow-requantize"] if requantise else [])]
     with convert_write_errors(target), write_atomically(target) as temporary:
@@ -73,9 +73,9 @@ def _cause(run: subprocess.CompletedProcess[str]) -> str:
 
 
 def check_type(kind: str, key: str = "type", others: Iterable[str] = ()) -> None:
-    """Raise UserError if `kind` is no file type. Raise Unavailable if it needs llama.cpp and llama.cpp is missing.
+    """Raise UserError for an unknown file type `kind`, and Unavailable if `kind` needs llama.cpp, which is missing.
 
-    The message names the setting `key`, and `others` as further values that this setting allows.
+    The message names the setting `key`. `others` are values that this setting allows besides the file types.
     """
     if kind not in FILE_TYPES | K_QUANTS:
         raise UserError(f"{key}={kind}: {suggest(kind, [*FILE_TYPES, *K_QUANTS, *others])}")

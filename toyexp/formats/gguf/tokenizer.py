@@ -177,7 +177,8 @@ class _Reader:
     def _array(self, name: str, count: int, kinds: str, default: float) -> np.ndarray:
         """Return the 32-bit numbers of the key `name`, one per token; `default` for each token if the key is missing.
 
-        `count` is the number of tokens. `kinds` holds numpy's letters of the allowed kinds of numbers: i, f or both.
+        `count` is the number of tokens. `kinds` says which numbers are allowed: "i" for integers, "f" for floats, or
+        "if" for both.
         Raise GGUFError for a list of another length or type.
         """
         values = self.keys.get(name, np.full(count, default, np.float32 if "f" in kinds else np.int32))
@@ -223,7 +224,7 @@ class _Reader:
     def _own_tokenizer(self, merges: list[tuple[str, str]]) -> Tokenizer | None:
         """Return toyexp's byte or character tokenizer if its vocabulary equals the tokens in the file, else None.
 
-        `merges` are those merges in the file whose two texts and result are tokens.
+        `merges` are the usable merges in the file: both texts of the pair, and their concatenation, are tokens.
         """
         eos = self.keys["eos_token_id"]
         if not merges and self.pieces[:256] == SYMBOLS and (eos, len(self.pieces)) == (256, 257):

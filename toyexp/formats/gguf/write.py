@@ -304,7 +304,10 @@ def require_exact(file: ModelFile, types: Mapping[str, str], requantize: bool, e
 
 
 def _copy_types(file: GGUFFile, types: Mapping[str, str], kind: str) -> Writer:
-    """Return a writer with the file's keys and tensors; `types` maps tensor names to the types to write."""
+    """Return a writer with the file's keys and tensors, converted to the file type `kind`.
+
+    `types` maps each tensor's name to the type in which it is written.
+    """
     writer = Writer()
     type_keys = {"general.file_type": FILE_TYPES[kind], "general.quantization_version": 2}
     for key, value in file.metadata.items():

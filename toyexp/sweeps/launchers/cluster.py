@@ -111,7 +111,7 @@ class Cluster(Launcher):
 
     @abstractmethod
     def stop(self, handles: Sequence[Any], times: int) -> None:
-        """Ask running jobs to save and exit, and cancel waiting ones.
+        """Ask running jobs to save and exit, and cancel waiting jobs.
 
         `times` is the number of earlier calls of this method.
         """
@@ -168,9 +168,9 @@ class Cluster(Launcher):
     def _submit_batch(
         self, batch: Sequence[Job], watch: Watch, running: dict[Any, Job]
     ) -> Iterator[tuple[Job, JobExit]]:  # fmt: skip
-        """Submit a batch of jobs and add them to `running`, which maps the cluster's handles to jobs.
+        """Submit a batch of jobs, and add each under its cluster handle to `running`.
 
-        If the submission fails, yield each job with an exit that holds the error.
+        If the submission fails, yield each job with an exit that holds the error; otherwise yield nothing.
         """
         if not batch:
             return

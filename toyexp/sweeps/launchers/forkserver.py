@@ -73,7 +73,7 @@ def serve() -> bool:
 def _load(words: Sequence[str], stacks: bool) -> None:
     """Import the modules that jobs with the arguments `words` need: plugins, and the framework of the engine.
 
-    With `stacks`, also import what the engine needs to train several jobs as one program.
+    If `stacks` is True, also import the modules needed to train several jobs as one program.
     """
     import safetensors.numpy  # noqa: F401 - jobs import it when they write a checkpoint
 
@@ -149,7 +149,7 @@ def _fork_job(control: Connection, files: Sequence[int]) -> bool:
 
 
 def _become_job(request: Mapping[str, Any], files: Sequence[int]) -> None:
-    """Set up this process like a job that was started with its own command line."""
+    """Set up this forked process for a job: its arguments, environment, directory, files and random state."""
     os.setpgid(0, 0)  # a Ctrl-C reaches this process only through the sweep, so only once
     for number, file in enumerate(files[:-1]):
         os.dup2(file, number)

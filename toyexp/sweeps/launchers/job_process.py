@@ -59,7 +59,7 @@ class Stop:
             process.send_signal(number)
 
     def wait(self, seconds: float) -> None:
-        """Wait until the jobs have ended; kill them after `seconds`."""
+        """Wait until the jobs' processes have ended. Kill those that still run after `seconds`."""
         until = time.monotonic() + seconds
         for process in list(self._processes):
             try:
@@ -147,7 +147,7 @@ class _LastWords:
         self._line = ""
 
     def holds_back(self, line: str) -> bool:
-        """Return True if this line of stderr belongs to an error message; in that case, store the line."""
+        """Return True if this line of stderr belongs to an error message. In this case, store the line for later."""
         self._line = line.strip() or self._line
         if self.held or line.startswith(ENDINGS):
             self.held.append(line)

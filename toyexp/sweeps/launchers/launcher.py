@@ -48,7 +48,7 @@ class Resources(NamedTuple):
 
 
 class Launcher(ABC):
-    """Base class of launchers. Each class is one value of sweep.launcher."""
+    """Base class of launchers, which run the jobs of a sweep. The setting sweep.launcher selects a subclass by name."""
 
     name: ClassVar[str]
     package: ClassVar[str] = ""  # Python package that it needs
@@ -61,9 +61,9 @@ class Launcher(ABC):
     _forks: ForkServer | None = None
 
     def __init__(self, settings: Sweep, jobs: Sequence[Job], total: int, configs: JobConfigs):
-        """Divide the cores and GPUs of the machine among `total` jobs.
+        """Divide the cores and GPUs of the machine among the jobs of a sweep.
 
-        `jobs` is a selection of these jobs in which every value of every swept key occurs.
+        `total` is the number of jobs. `jobs` are some of them, chosen so that every value of every swept key occurs.
         """
         self.settings, self.total, self.configs = settings, total, configs
         self.gpus = Gpus(visible_gpus())
@@ -75,8 +75,8 @@ class Launcher(ABC):
         if settings.jobs > 1 and not cls.has_several:
             raise UserError(f"sweep.jobs={settings.jobs}: parallel jobs need sweep.launcher=processes")
         if settings.per_gpu and not cls.shares_gpus:
-            goes = f"applies to sweep.launcher=processes or stacked{cls.shares_gpus_by}"
-            raise UserError(f"sweep.per_gpu={settings.per_gpu}: {goes}")
+            launchers = f"sweep.launcher=processes or stacked{cls.shares_gpus_by}"
+            raise UserError(f"sweep.per_gpu={settings.per_gpu}: applies to {launchers}")
         if cls.takes_all and not settings.jobs and settings.search in ("tpe", "cmaes"):
             advice = f"learns from earlier runs; set how many {cls.takes_all} at once: sweep.jobs=4"
             raise UserError(f"sweep.search={settings.search}: {advice}")
@@ -149,9 +149,9 @@ class Launcher(ABC):
         return "one after another" if at_once == 1 else f"{at_once} at once"
 
     def caveat(self, at_once: int) -> str:
-        """Return a phrase that says why a dry run's time estimate may be wrong for `at_once` parallel jobs.
+        """Return a phrase for a dry run that says why its time estimate may be wrong for `at_once` parallel jobs.
 
-        Return "" if there is no such reason.
+        Return "" if there is no reason.
         """
         if at_once > 1 and not self.share.cores:
             return "if the cluster starts that many at once, on machines like this one"

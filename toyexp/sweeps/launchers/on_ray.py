@@ -146,7 +146,7 @@ class OnRay(Cluster):
         return ended
 
     def stop(self, handles: Sequence[Any], times: int) -> None:
-        """Cancel all tasks. For a running task, Ray sends SIGINT to the worker, which forwards it to the job."""
+        """Cancel all tasks. If a task runs, Ray sends SIGINT to its worker process, which forwards it to the job."""
         import ray
 
         for handle in handles:

@@ -60,7 +60,7 @@ _tag: ContextVar[str] = ContextVar("tag", default="")  # prefix of the current j
 
 @dataclass(eq=False)
 class Member:
-    """A job that is ready to train."""
+    """A job that is checked and ready to train in a stack, together with other jobs."""
 
     number: int
     prepared: Prepared
@@ -108,7 +108,7 @@ def train_stack(request: Request) -> int:
 
 @dataclass
 class StackProcess:
-    """Trainer of the jobs that were given to this process, one stack after another."""
+    """Process of a sweep that trains the jobs given to it. It trains several jobs together, as a stack."""
 
     request: Request
     signals: CommonSignals
@@ -137,7 +137,7 @@ class StackProcess:
     # -- which jobs --
 
     def _prepare(self, request: Mapping[str, Any], configs: JobConfigs) -> Iterator[Member]:
-        """Prepare a job and yield it before it trains. If that fails, report the error and yield nothing."""
+        """Prepare a job for training and yield it. If that fails, report the error to the sweep and yield nothing."""
         job = Job(request["number"], request["overrides"])
         context, directory = copy_context(), Path(request["directory"])
         context.run(_tag.set, f"[{job.number}] ")
@@ -235,7 +235,10 @@ class StackProcess:
         drive(lives, *bind_sessions(lives, stack_or_error))
 
     def _run_member(self, member: Member) -> Requests[None]:
-        """Run one job and report how it ends, so that its errors do not reach the other jobs."""
+        """Run one job of a stack, and report to the sweep how it ended.
+
+        Errors of the job are caught here, so that the other jobs of the stack continue.
+        """
         try:
             with attribute_part_errors():
                 signals = self.signals.add_run()
@@ -266,13 +269,13 @@ class ContextLoop(Generator[Any, Any, None]):
         self._loop, self._context = loop, context
 
     def send(self, answer: Any) -> Any:
-        """Send a value to the generator and return the value that it yields next."""
+        """Send a value to the run's generator and return the request that it yields next."""
         return self._context.run(self._loop.send, answer)
 
     def throw(self, *error: Any) -> Any:
         """Raise an error in the generator and return the value that it yields next.
 
-        An `Interrupted` error is copied first, since each run adds its own text to it.
+        An `Interrupted` error is copied first, so that each run can add its own text to its copy.
         """
         errors = [Interrupted(e.exit_code - 128) if isinstance(e, Interrupted) else e for e in error]
         return self._context.run(partial(self._loop.throw, *errors))
@@ -330,11 +333,12 @@ def choose_size(prepared_runs: Sequence[Prepared], steps: int, limit: int, share
 
 
 def _fastest_size(alike: Sequence[Prepared], steps: int, most: int, words: str) -> tuple[int, str]:
-    """Time several numbers of jobs per stack. Return the one with the shortest time per job, and a line that says why.
+    """Time stacks of several sizes. Return the number of jobs with the shortest time per job, and a line for the user.
 
-    `words` is the beginning of that line, and `most` is the largest number of jobs. `steps` is the number of steps that
-    the jobs have left to train, added over all jobs. On a GPU the largest number is tried first. It is chosen at once
-    if its time per job is below FAST_ENOUGH times the time of a single job.
+    `alike` are the jobs, which all have the same program. The result is at most `most`. `steps` is the number of steps
+    that the jobs have left to train, added over all jobs. The line begins with `words` and says why this size was
+    chosen. On a GPU the largest size is timed first, and chosen at once if it takes less than half the time per job of
+    a single job.
     """
     blank, on_gpu = [_zero_weights(prepared) for prepared in alike[:most]], alike[0].config.engine.on_gpu
     alone = _time_step(blank[:1])
@@ -363,7 +367,7 @@ def _fastest_size(alike: Sequence[Prepared], steps: int, most: int, words: str) 
 
 
 def _zero_weights(prepared: Prepared) -> Prepared:
-    """Return a copy of the run with all weights set to 0. The copy is used to time a few steps.
+    """Return a copy of the run in which all weights start at 0, to time a few steps.
 
     Drawing or reading the real weights would take longer than these steps.
     """

@@ -51,8 +51,8 @@ class Stacks(Processes):
     def resources(self, jobs: Sequence[Job]) -> Resources:
         """Return how many processes train stacks at once, and the cores and GPUs of each.
 
-        With small models, a GPU often waits for the process that trains a stack, because this process handles the jobs
-        of the stack one after another. If there are enough cores, several processes share a GPU.
+        The process of a stack handles its jobs one after another, so with small models the GPU often waits. If there
+        are enough cores, several processes therefore share a GPU.
         """
         share, cores = self.requested_resources(jobs, len(visible_gpus())), available_cores()
         stacks = self.per_gpu(share)

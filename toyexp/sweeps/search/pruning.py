@@ -68,7 +68,7 @@ class Pruning(Callback):
     _why: str | None = field(default=None, init=False)
 
     def should_wait(self, step: int) -> bool:
-        """Return False, so that the next step can be queued before the current one has ended.
+        """Return False: the next step may be launched before the current one has ended.
 
         This callback stops a run only after an evaluation.
         """
@@ -98,5 +98,5 @@ class Pruning(Callback):
 
     @hookimpl
     def stop_reason(self) -> str | None:
-        """Return the reason to stop, if there is one."""
+        """Return why this callback stops the run, or None to continue the run."""
         return self._why

@@ -27,9 +27,9 @@ if TYPE_CHECKING:
 
 
 def _is_bad(job: Job) -> bool:
-    """Return True if the job failed, was rejected or was pruned, so that its trial gets no score.
+    """Return True if the job failed, had invalid settings or was pruned, so that its trial gets no score.
 
-    Errors of the machine, such as a full disk, do not count: the job can run again.
+    Return False after an error of the machine, such as a full disk, because the job can run again.
     """
     return job.status in (Status.FAILED, Status.REFUSED, Status.PRUNED) and not job.is_machine_error
 
@@ -182,8 +182,8 @@ class Search(JobSource):
     def environment(self, job: Job) -> Mapping[str, str]:
         """Return the environment variables that make the process of a job prune its run.
 
-        Return an empty dict if the search does not prune, or if the job is not the first of its trial: only the first
-        job can be pruned.
+        Only the first job of a trial can be pruned. Return an empty dict for other jobs, or if the search does not
+        prune.
         """
         assert self._study is not None and job.trial is not None
         if not self._settings.prune or self._group_by_trial()[job.trial][0] is not job:

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Key:
-    """A key with several values: an interval, a range of numbers, or a list."""
+    """A setting that a search varies: its key, and its values as an interval, a range of numbers, or a list."""
 
     key: str
     line: str  # the override as typed
@@ -29,7 +29,7 @@ class Key:
 
     @property
     def is_whole(self) -> bool:
-        """Whether all numbers are integers."""
+        """Whether all numbers of the setting are integers."""
         return all(isinstance(number, int) for number in self.numbers)
 
     def count(self) -> float:
@@ -92,11 +92,11 @@ def parse_space(search: str, parsed: Sequence[Override], types: Types = lambda k
             "list the values, or use random, tpe or cmaes"
         )
     if search == "cmaes":
-        cmaes, list_keys = "sweep.search=cmaes takes", [key for key in keys if not key.numbers]
+        cmaes, list_keys = "sweep.search=cmaes needs", [key for key in keys if not key.numbers]
         if list_keys:
-            raise UserError(f"{list_keys[0].line}: {cmaes} only numeric ranges; for lists: sweep.search=tpe")
+            raise UserError(f"{list_keys[0].line}: {cmaes} numeric ranges, not lists; for lists: sweep.search=tpe")
         if len(keys) < 2:
-            raise UserError(f"{keys[0].line}: {cmaes} two keys or more; for one: sweep.search=tpe")
+            raise UserError(f"{keys[0].line}: {cmaes} at least two keys with values; for one key: sweep.search=tpe")
     return keys
 
 
@@ -141,7 +141,7 @@ def count_points(keys: Sequence[Key]) -> float:
 
 
 def nth_point(keys: Sequence[Key], number: int) -> dict[str, Any]:
-    """Return combination `number` of the values, as a dict that maps each key to its value (see Key.value).
+    """Return combination `number` of the values, as a dict {key: value}.
 
     As `number` counts up, the value of the last key changes fastest.
     """

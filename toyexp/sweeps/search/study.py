@@ -69,8 +69,8 @@ class Study:
     def ask(self, number: int) -> list[str]:
         """Return the overrides of trial `number`. Optuna chooses their values if the trial is new.
 
-        The sweep stores a new trial first and records its first job afterwards. If the sweep was killed in between, the
-        stored trial is used.
+        A sweep that was killed may have stored this trial before it started a job of it. In this case, return the
+        stored values.
         """
         trials = self._trials()
         earlier_values = {tuple(self._words(trial.params)) for trial in trials[:number]}
@@ -170,9 +170,9 @@ class Study:
 
 
 class Judge:
-    """Object in the process of a job that decides whether the job's run is pruned.
+    """Judge of one run of a search: it decides after an evaluation whether to stop (prune) the run early.
 
-    It decides after each evaluation from step `first` on.
+    It runs in the process that trains the run, and decides from step `first` on.
     """
 
     def __init__(self, journal: Path, number: int, prune: str, first: int):

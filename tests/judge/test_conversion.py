@@ -226,7 +226,9 @@ def test_a_sentencepiece_model_is_converted_back(capsys, name, prefix):
     assert conversion.returncode == 0, conversion.stderr[-1500:]
     compare(tokenizer)
     ours, theirs = (log_probabilities(path, tokenizer.vocab + 2) for path in ("m.gguf", "back.gguf"))
-    np.testing.assert_allclose(theirs, ours, rtol=0, atol=2e-5)
+    # Norms of gemma3 are rounded when 1 is subtracted and added; then llama.cpp's float16 table of GELU may take a
+    # neighbouring value (measured: 1.2e-4).
+    np.testing.assert_allclose(theirs, ours, rtol=0, atol=5e-4 if name == "gemma3" else 2e-5)
 
 
 @pytest.mark.parametrize(

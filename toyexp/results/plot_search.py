@@ -91,6 +91,12 @@ class Search:
         """True if a lower metric is better."""
         return lower_is_better(self.metric)
 
+    def describe(self) -> str:
+        """Return a title: the algorithm, the searched settings and the number of trials."""
+        names, after = short_keys(self.keys), f": {pluralise(len(self.trials), 'trial')}"
+        title = f"{self.algorithm} search of {', '.join(names)}{after}"
+        return title if len(title) <= TITLE_LENGTH else f"{self.algorithm} search of {len(names)} settings{after}"
+
 
 def draw_search(search: Search, source: str, unit: str) -> Sheet:
     """Draw a search; `source` names its directory, `unit` is the unit of its metric.
@@ -108,7 +114,7 @@ def draw_search(search: Search, source: str, unit: str) -> Sheet:
     beyond = [score for score in scores if not limits[0] <= score <= limits[1]]
     side = f"above the range, up to {max(scores):.4g}" if search.is_minimising else "below the range"
     arrows = [f"{len(beyond)} {side} (triangles)"] if beyond else []
-    sheet = Sheet(0.5 + 3.2 + 2.4 * rows, _title(search), " · ".join([*_footer(search, source, keys), *arrows]),
+    sheet = Sheet(0.5 + 3.2 + 2.4 * rows, search.describe(), " · ".join([*_footer(search, source, keys), *arrows]),
                   [3.2] + [2.4] * rows, columns=[1] + [min(len(keys), PANELS_PER_ROW)] * rows)  # fmt: skip
     above, *panels = sheet.panels
     _draw_trials(above, search, completed, best, limits)
@@ -120,14 +126,6 @@ def draw_search(search: Search, source: str, unit: str) -> Sheet:
     for axes in panels[len(keys) :]:
         axes.set_visible(False)
     return sheet
-
-
-def _title(search: Search) -> str:
-    names, after = short_keys(search.keys), f": {pluralise(len(search.trials), 'trial')}"
-    full_title = f"{search.algorithm} search of {', '.join(names)}{after}"
-    return (
-        full_title if len(full_title) <= TITLE_LENGTH else f"{search.algorithm} search of {len(names)} settings{after}"
-    )
 
 
 def _footer(search: Search, source: str, keys: Sequence[str]) -> list[str]:

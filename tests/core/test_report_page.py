@@ -813,9 +813,13 @@ def test_the_page_has_a_dark_mode_fits_a_phone_and_shows_samples_and_warnings(ch
     assert cell["x"] > 0 and cell["x"] + cell["width"] < 390  # the score of the best, without a swipe
     ground = "getComputedStyle(document.body).backgroundColor"
     targets = "[...document.querySelectorAll('#ways a, input, button, summary')].filter((e) => e.offsetParent)"
-    sizes = page.evaluate(f"{targets}.map((e) => [e.id || e.className + e.textContent, e.getBoundingClientRect().height])")
+    sizes = page.evaluate(
+        f"{targets}.map((e) => [e.id || e.className + e.textContent, e.getBoundingClientRect().height])"
+    )
     assert [target for target in sizes if target[1] < 24] == []
-    assert page.evaluate("(() => { const l = document.getElementById('legend'); return l.scrollHeight <= l.clientHeight; })()")
+    assert page.evaluate(
+        "(() => { const l = document.getElementById('legend'); return l.scrollHeight <= l.clientHeight; })()"
+    )
     light = [max(map(int, re.findall(r"\d+", page.evaluate(ground))))]
     grid = [page.evaluate("document.getElementById('main').layout.xaxis.gridcolor")]
     page.click("#theme")

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
         VERMILLION,
         Sheet,
         fit_y_axis,
+        find_divergence,
         label_line_ends,
         require_drawing,
         set_log_scale,

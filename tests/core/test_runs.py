@@ -205,6 +205,17 @@ def test_in_a_narrow_terminal_paths_have_lines_of_their_own(tmp_path, capsys, mo
     assert [line.split()[-len(lines[0].split()) :][seed] for line in (lines[1], lines[3])] == ["0", "1"]
 
 
+def test_in_a_narrow_terminal_long_paths_are_listed_below_their_common_directory(tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    root = "outputs/" + "x" * 60
+    for seed in (0, 1):
+        write_run(f"{root}/{seed}", seed=seed, steps=50)
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    monkeypatch.setenv("COLUMNS", "60")
+    lines = re.sub(r"\x1b\[\d*m", "", run_command(capsys, "runs")).splitlines()
+    assert [lines[2], lines[4]] == ["  0", "  1"] and f"paths below\n{tmp_path / root}" in "\n".join(lines)
+
+
 def test_a_single_run_has_no_note_of_common_values(here, capsys, monkeypatch):
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
     monkeypatch.setenv("COLUMNS", "70")

@@ -14,8 +14,8 @@ if TYPE_CHECKING:
         SMALL,
         VERMILLION,
         Sheet,
-        fit_y_axis,
         find_divergence,
+        fit_y_axis,
         label_line_ends,
         require_drawing,
         set_log_scale,
@@ -36,7 +36,14 @@ if TYPE_CHECKING:
         system_message,
         wrong_kind,
     )
-    from toyexp.base.formatting import describe_parameters, format_count, format_duration, pluralise, smooth_loss
+    from toyexp.base.formatting import (
+        describe_parameters,
+        format_count,
+        format_duration,
+        format_loss,
+        pluralise,
+        smooth_loss,
+    )
     from toyexp.base.packages import broken_package, error_location
     from toyexp.base.random import generator, stream
     from toyexp.base.ranks import started_ranks

@@ -19,7 +19,7 @@ from toyexp.base.formatting import (
     short_path,
 )
 from toyexp.base.tables import align_table, drop_columns, fits_terminal, name_dropped
-from toyexp.base.terminal import print_line, print_note
+from toyexp.base.terminal import print_line, print_note, terminal_width
 from toyexp.base.writing import require_writable
 from toyexp.interfaces.command import Answer, Arguments
 from toyexp.results.filters import filter_runs, sort_runs, split_filters
@@ -88,10 +88,14 @@ class Runs(Answer):
         right = {*RIGHT, *scores}
         if fits_terminal(table):
             lines = align_table(table, right)
-        else:  # each path on a line of its own, whole, so that it can be copied
+        else:  # each path on a line of its own, whole if it fits, so that it can be copied
             table, missing = fit_rows([row[:-1] for row in rows])
             head, *runs = align_table(table, right)
             paths = [f"  {row[-1]}" for row in rows[1:]]
+            if max(map(len, paths)) > (terminal_width() or 0):
+                root = os.path.commonpath([run.path.absolute().parent for run in self.runs])
+                paths = [f"  {escape_cell(os.path.relpath(run.path.absolute(), root))}" for run in self.runs]
+                missing = [f"paths below {escape_cell(root)}", *missing]
             lines = [head, *(line for pair in zip(runs, paths, strict=True) for line in pair)]
         count = f"{len(self.runs)}{of_all} run{'' if self.seen == 1 else 's'}: {total}"
         return [*lines, "", *missing, *self._reasons(), *notes, count]

@@ -238,7 +238,7 @@ class Cell:
 
     def _output(self, step: int) -> dict[str, str]:
         text = "  ".join((f"{step}/{self._steps}", *filter(None, self._parts.values())))
-        bar = f'<progress value="{step}" max="{self._steps}"></progress>'
+        bar = f'<progress value="{step}" max="{self._steps}" style="accent-color:{BAR_COLOUR}"></progress>'
         return {"text/plain": text, "text/html": f"{bar} <code>{html.escape(text)}</code>"}
 
     def print_above(self, text: str) -> None:

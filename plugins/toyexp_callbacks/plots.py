@@ -24,7 +24,6 @@ from toyexp.base import (
     describe_parameters,
     find_divergence,
     fit_y_axis,
-    label_line_ends,
     make_directory,
     pluralise,
     require_drawing,
@@ -210,8 +209,7 @@ def draw_curves(curves: Curves) -> dict[str, bytes]:
     extra |= {name: points for name, points in curves.steps.items() if name not in ("loss", "grad_norm", "lr")}
     extra = dict([*extra.items()][:MAX_EXTRA])
     heights = [*[3, 2.5][: len(large)], *[1] * len(extra), 1, 1]
-    below = f"{curves.subtitle} · thin line: each step, thick line: smoothed"
-    sheet = Sheet((8.2 if len(large) > 1 else 6) + len(extra), curves.title, below, heights)
+    sheet = Sheet((8.2 if len(large) > 1 else 6) + len(extra), curves.title, curves.subtitle, heights)
     panels = dict(zip([*large, *extra, "grad_norm", "lr"], sheet.panels, strict=True))
     for name, points in extra.items():
         _small(panels[name], points, name)
@@ -251,30 +249,31 @@ def smooth(values: Sequence[float]) -> tuple[list[float], float]:
 
 def _loss(axes: Any, curves: Curves) -> None:
     steps, values = curves.steps["loss"]
-    ends = []
+    ends: list[float] = []
     shown = finite = sorted(value for value in values if math.isfinite(value))
     diverged = find_divergence(steps, values)
     split = steps.index(diverged) if diverged is not None else 0
     is_late = split > MOST_ABOVE * len(steps)  # the axis then fits the losses before the divergence
     if finite:
         means, half = smooth(values)
-        if is_late:
-            means = [*smooth(values[:split])[0], *smooth(values[split:])[0]]
+        means = [*smooth(values[:split])[0], *smooth(values[split:])[0]] if is_late else means
         if half > 1:
-            axes.plot(*thin_curve(steps, values, MAX_POINTS), color=BLUE, linewidth=0.6, alpha=0.35)
-        axes.plot(*thin_curve(steps, means, MAX_POINTS), color=BLUE, linewidth=1.6)
+            axes.plot(*thin_curve(steps, values, MAX_POINTS), color=BLUE, linewidth=0.6, alpha=0.35,
+                      label="training, each step")  # fmt: skip
         stop, end = [pair for pair in zip(steps, means, strict=True) if math.isfinite(pair[1])][-1]
-        ends.append((end, f"training\n{end:.4g}", BLUE))
+        label = f"training, {'smoothed, ' if half > 1 else ''}at the end {end:.4g}"
+        axes.plot(*thin_curve(steps, means, MAX_POINTS), color=BLUE, linewidth=1.6, label=label)
+        ends.append(end)
         shown = [*filter(math.isfinite, means), *(finite[int(share * (len(finite) - 1))] for share in (0.01, 0.98))]
         if stop < steps[-1]:
             axes.plot(stop, end, marker="X", markersize=7, color=BLUE, markeredgecolor="white", zorder=5)
     eval_steps, held_out = curves.held_out.get("loss", ([], []))
     if eval_steps:
-        _held_out(axes, eval_steps, held_out)
-        ends.append((held_out[-1], f"held-out\n{held_out[-1]:.4g}", VERMILLION))
+        _held_out(axes, eval_steps, held_out, f"{held_out[-1]:.4g}")
+        ends.append(held_out[-1])
     if shown := [value for value in (*shown, *held_out) if math.isfinite(value)]:
         # As on the report page, the axis does not extend to values far above the first and the last ones.
-        edges = (*values[:1], *held_out[:1], *(end for end, _, _ in ends if not is_late))
+        edges = (*values[:1], *held_out[:1], *([] if is_late else ends))
         low, start = min(shown), max(filter(math.isfinite, edges), default=math.inf)
         high = max(value for value in shown if value <= start + (start - low) / 4)
         if not is_late and finite and finite[-1] <= 2 * high - low:
@@ -286,19 +285,21 @@ def _loss(axes: Any, curves: Curves) -> None:
         high = max(largest, *shown) if is_complete else high
         fit_y_axis(axes, low, high, pluralise(above, "step"), largest, is_complete)
     axes.set_ylabel(f"loss (nats per {curves.unit})")
-    label_line_ends(axes, ends)
+    if ends:
+        axes.legend(fontsize=SMALL, edgecolor="none")
 
 
 def _accuracy(axes: Any, curves: Curves) -> None:
     steps, values = curves.held_out["accuracy"]
     percent = [100 * value for value in values]
-    _held_out(axes, steps, percent)
+    _held_out(axes, steps, percent, f"{percent[-1]:.1f} %")
     axes.set_ylabel("held-out accuracy (%)")
-    label_line_ends(axes, [(percent[-1], f"held-out\n{percent[-1]:.1f} %", VERMILLION)])
+    axes.legend(fontsize=SMALL, edgecolor="none")
 
 
-def _held_out(axes: Any, steps: Sequence[int], values: Sequence[float]) -> None:
-    axes.plot(steps, values, color=VERMILLION, linewidth=0.8, marker="o", markersize=3.5 if len(steps) < 60 else 1.5)
+def _held_out(axes: Any, steps: Sequence[int], values: Sequence[float], end: str) -> None:
+    axes.plot(steps, values, color=VERMILLION, linewidth=0.8, marker="o", markersize=3.5 if len(steps) < 60 else 1.5,
+              label=f"held-out, at the end {end}")  # fmt: skip
 
 
 def _small(axes: Any, points: Points, name: str) -> None:

@@ -17,11 +17,11 @@ import pytest
 from synthetic_runs import write_run
 
 import toyexp
-from toyexp.base.formatting import format_csv
+from toyexp.base.formatting import display_path, format_csv
 from toyexp.cli.main import main
 from toyexp.results.comparison import Comparison, Entry
 from toyexp.results.filters import filter_runs, sort_runs, split_filters
-from toyexp.results.report import Report, title
+from toyexp.results.report import Report
 from toyexp.results.run_dirs import Run, read_run, unzip_archives
 from toyexp.training.provenance import read_origin
 from toyexp.training.rundir import lock
@@ -705,7 +705,7 @@ def test_messages_name_the_zip_and_not_its_temporary_directory(here, capsys):
     error = capsys.readouterr().err
     assert error.startswith("toyexp: error: compare none.zip: holds no run")
     with unzip_archives(["class.zip"]) as (path,):
-        assert title([path]) == "class.zip"
+        assert display_path(path) == "class.zip"
         data = Report("")._data(Comparison.build([read_run(Path(path, "killed"))]), 100)
         assert data["runs"][0]["path"] == "class.zip/killed" and "class.zip/killed" in data["runs"][0]["again"]
     assert "toyexp-" not in "".join([*outputs, error, (here / "x.svg").read_text()])

@@ -166,8 +166,8 @@ class Sheet:
         for text in self.figure.findobj(Text):
             text.set_fontsize(round(text.get_fontsize() * scale / self._scale, 6))
         self._scale = scale
-        parts = self._below.split(" · ")
-        below = " · ".join(part for part in parts if column is None or "/" not in part)  # a journal needs no paths
+        # a journal needs no paths
+        below = " · ".join(part for part in self._below.split(" · ") if column is None or "/" not in part)
         lines = textwrap.wrap(below, round(112 * room), max_lines=3, placeholder=" …")
         title = textwrap.wrap(self._title, round(TITLE_LENGTH * room), max_lines=2, placeholder=" …") or [""]
         # The empty lines reserve space for the subtitle, which has another font.
@@ -231,10 +231,7 @@ def thin_curve(steps: Any, values: Any, limit: int) -> tuple[Any, Any]:
 
 
 def find_divergence(steps: Sequence[int], losses: Sequence[float]) -> int | None:
-    """Return the step from which all losses are above the first loss by more than 10 % and 0.1; None if there is none.
-
-    `losses` has the loss of each step. NaN counts as above, but is no divergence on its own.
-    """
+    """Return the first step after which no loss is below the first one plus 10 % (at least 0.1); None if none is."""
     limit = losses[0] + max(0.1 * abs(losses[0]), 0.1) if losses else math.nan
     last = max((place for place, loss in enumerate(losses) if loss <= limit), default=len(losses))
     return steps[last + 1] if any(math.isfinite(loss) for loss in losses[last + 1 :]) else None
@@ -261,25 +258,6 @@ def set_log_scale(axes: Any, which: str, values: Iterable[float], ratio: float =
     axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
     axis.set_minor_formatter(NullFormatter())
     return True
-
-
-def label_line_ends(axes: Any, ends: Sequence[tuple[float, str, str]]) -> None:
-    """Write a label of two lines at the right end of each line; `ends` has (y value, text, colour) for each.
-
-    Overlapping labels are moved apart.
-    """
-    axes.get_ylim()  # matplotlib computes the limits lazily
-    finite = sorted((end for end in ends if math.isfinite(end[0])), key=lambda end: end[0])
-    height = axes.bbox.height * 72 / axes.figure.dpi
-    apart = 2.5 * LABEL / height  # least distance of labels, as a fraction of the axes' height
-    places = [axes.transAxes.inverted().transform(axes.transData.transform((0, value)))[1] for value, _, _ in finite]
-    heights = [min(max(place, 0.0), 1.0) for place in places]  # a line may end outside the axes
-    for i in (i for _ in heights for i in range(1, len(heights))):  # moving two may create a new overlap
-        missing = apart - (heights[i] - heights[i - 1])
-        if missing > 0:
-            heights[i - 1], heights[i] = heights[i - 1] - missing / 2, heights[i] + missing / 2
-    for height_of, (_, text, colour) in zip(heights, finite, strict=True):
-        axes.text(1.01, height_of, text, transform=axes.transAxes, color=colour, fontsize=LABEL, va="center")
 
 
 def caption(axes: Any, text: str, colour: str = GREY, side: str = "right") -> None:

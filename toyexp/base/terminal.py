@@ -205,8 +205,7 @@ def print_usage(text: str) -> None:
         shown = wrap_columns(escape_controls(line))
         heading = shown if line[:1].strip() and following[:1] == " " else ""
         heading = "usage:" if line.startswith("usage:") else heading
-        if command := _COMMAND.match(shown):
-            heading = command[0]
+        heading = command[0] if (command := _COMMAND.match(shown)) else heading
         print(paint(heading, "bold") + shown.removeprefix(heading), flush=True)
 
 

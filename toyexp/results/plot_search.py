@@ -11,18 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from toyexp.base.drawing import (
-    BLUE,
-    GREY,
-    PALE,
-    SMALL,
-    TITLE_LENGTH,
-    VERMILLION,
-    Sheet,
-    caption,
-    fit_text,
-    set_log_scale,
-)
+from toyexp.base.drawing import BLUE, GREY, TITLE_LENGTH, VERMILLION, Sheet, caption, fit_text, set_log_scale
 from toyexp.base.errors import UserError
 from toyexp.base.formatting import format_value, pluralise, short_keys
 from toyexp.interfaces.model import lower_is_better
@@ -196,9 +185,8 @@ def _draw_trials(
     numbers = [trial.number for trial in completed]
     last = max(trial.number for trial in search.trials)
     axes.step([*numbers, last], [*so_far, so_far[-1]], where="post", color=VERMILLION, linewidth=1.6)
-    axes.annotate("best so far", (last, so_far[-1]), xytext=(0, -4 if search.is_minimising else 4), ha="right",
-                  textcoords="offset points", va="top" if search.is_minimising else "bottom", fontsize=SMALL,
-                  color=VERMILLION)  # fmt: skip
+    side = "top" if search.is_minimising else "bottom"
+    axes.text(last, so_far[-1], "best so far", ha="right", va=side, color=VERMILLION)
     _draw_star(axes, best.number, best)
     pairs = zip(search.keys, short_keys(search.keys), strict=True)
     best_settings = " ".join(f"{name}={format_value(best.values[key])}" for key, name in pairs if key in best.values)
@@ -228,7 +216,7 @@ def _draw_setting(
         axes.set_xticks(range(len(labels)), labels, rotation=30 if sum(map(len, labels)) > 24 else 0)
         axes.set_xlim(-0.5, len(slots) - 0.5)
         for border in range(1, len(slots)):
-            axes.axvline(border - 0.5, color=PALE, linewidth=0.5)
+            axes.axvline(border - 0.5, color=GREY, linewidth=0.3)
     shown_trials = [trial for trial in trials if trial.number in positions]
     _draw_dots(axes, [positions[trial.number] for trial in shown_trials], shown_trials, limits)
     if best.number in positions:

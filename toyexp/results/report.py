@@ -54,25 +54,14 @@ def require_plotly() -> None:
         import plotly  # noqa: F401 - pack_library() reads its source
 
 
-def title(paths: Sequence[str]) -> str:
-    """Return the compared paths as one line.
-
-    If the list is too long, return the first path and the number of other paths.
-    """
-    paths = [display_path(path) for path in paths]
-    return " ".join(paths) if sum(map(len, paths)) <= 80 else f"{paths[0]} and {len(paths) - 1} more"
-
-
 def describe_runs(comparison: Comparison, search: Search | None) -> str:
     """Return the heading of the page: what differs between the runs, and their number."""
-    if search:
-        return search.describe()
     runs = [entry.run for entry in comparison.entries]
-    seeds = ["seed"] * (len({run.seed for run in runs}) > 1)
-    keys = [*short_keys(comparison.keys), *seeds]
+    keys = [*short_keys(comparison.keys), *["seed"] * (len({run.seed for run in runs}) > 1)]
     names = " and ".join(filter(None, [", ".join(keys[:-1]), *keys[-1:]])) if len(keys) < 7 else f"{len(keys)} settings"
-    kind = "Sweep" if len(sweeps := {run.sweep for run in runs}) == 1 and all(sweeps) else "Comparison"
-    return f"{kind} of {names}: {pluralise(len(runs), 'run')}" if names else runs[0].name
+    kind = "Sweep" if runs[0].sweep and len({run.sweep for run in runs}) == 1 else "Comparison"
+    heading = f"{kind} of {names}: {pluralise(len(runs), 'run')}" if names else runs[0].name
+    return search.describe() if search else heading
 
 
 def is_report(path: Path) -> bool:

@@ -158,12 +158,12 @@ function drawAbout() {
     `by ${data.metric}`, `written ${formatTime(data.written)}`, ...(running ? [`${running} still running`] : [])];
   byId("about").textContent = parts.join(" · ");
   data.notes.forEach((note) => addElement(byId("notes"), "li", "", note));
-  const raw = data.runs.length > MOST_RAW ? `With more than ${MOST_RAW} runs shown, raw losses are drawn only for the best point and the one pointed at in the legend.` : "";
   const thin = data.runs.filter((run) => run.curves.loss.n > run.curves.loss.x.length);
   const longest = Math.max(0, ...data.runs.map((run) => run.curves.loss.n));
   const scored = data.runs.some((run) => run.held.loss && run.held.loss[0].length);
   byId("said").textContent = [
-    scored ? "Lines with marks are held-out losses, thin lines smoothed training losses." : "", raw,
+    scored ? "Lines with marks are held-out losses, thin lines smoothed training losses." : "",
+    data.runs.length > MOST_RAW ? `With more than ${MOST_RAW} runs shown, raw losses are only those of the best point and of the one pointed at in the legend.` : "",
     thin.length ? `Curves of up to ${longest} steps are reduced to at most ${data.most} values: the lowest and highest loss of each bin; smoothing uses bin means.` : "Every step is kept.",
     data.points.some((p) => p.counted > 1) ? "Bands and ± are one standard deviation over the seeds (n-1)." : "",
     data.runs.some((run) => !run.counts) ? "A cross ends the curve of a run that did not complete." : "",

@@ -11,9 +11,7 @@ function drawSearch() {
   const star = done.find((trial) => trial.score === best);
   const numbers = scored.map((trial) => trial.number), last = Math.max(0, ...numbers), colour = style("mark");
   const steps = lineTrace([...done.map((t) => t.number), ...(star ? [last] : [])], [...history, ...(star ? [best] : [])], "", { line: { width: 2, shape: "hv", color: colour } });
-  const label = { // beside the line, on the side that has no trials
-    x: last, y: best, text: "best so far", font: { color: colour, size: 12 }, xanchor: "right", yanchor: search.minimising ? "top" : "bottom", showarrow: false,
-  };
+  const label = { x: last, y: best, text: "best so far", font: { color: colour }, xanchor: "right", yanchor: search.minimising ? "top" : "bottom", showarrow: false };
   drawTrials("trials", scored, numbers, range, { title: { text: "trial" } }, [steps], star, star ? [label] : []);
   const box = byId("settings");
   for (const key of box.childElementCount ? [] : search.keys) { // before the charts: they take the width of their cells
@@ -21,7 +19,6 @@ function drawSearch() {
     addElement(figure, "figcaption", "", key + (share === undefined ? "" : ` (importance ${(share * 100).toFixed(0)} %)`));
     addElement(figure, "div", "chart").id = `setting-${key}`;
   }
-  let spread = false;
   for (const key of search.keys) {
     const trials = scored.filter((trial) => key in trial.values), values = trials.map((trial) => trial.values[key]);
     const log = search.log.includes(key) && values.every((value) => value > 0), different = [...new Set(values)];
@@ -29,12 +26,11 @@ function drawSearch() {
     const numeric = !listed && values.every((value) => typeof value === "number");
     const decades = log && Math.max(...values) / Math.min(...values) > 50 ? { dtick: 1 } : {}; // more ticks would overlap
     different.sort((a, b) => (a > b) - (a < b));
-    const slots = different.map((_, place) => place), shift = (trial) => 0.6 * (trial.number / last - 0.5); // equal values stand side by side
+    const slots = different.map((_, place) => place), shift = (trial) => 0.6 * (trial.number / last - 0.5);
     const axis = numeric ? { type: log ? "log" : "linear", nticks: 5, tickformat: "~g", ...decades } :
-      { tickvals: slots, ticktext: different.map(String), range: [-0.5, slots.length - 0.5], showgrid: false, zeroline: false };
+      { tickvals: slots, ticktext: different.map(String), range: [-0.5, slots.length - 0.5], showgrid: false, title: { text: "equal values side by side, by trial", standoff: 4 } };
     const borders = numeric ? [] : slots.slice(1).map((x) => ({ x0: x - 0.5, x1: x - 0.5, y0: 0, y1: 1, yref: "paper", line: { width: 1, color: style("line") } }));
     const xs = numeric ? values : trials.map((trial, i) => different.indexOf(values[i]) + shift(trial));
-    spread = spread || !numeric;
     drawTrials(`setting-${key}`, trials, xs, range, axis, [], star, [], borders);
   }
   const best_ = search.minimising ? "lowest" : "highest", beyond = scored.filter((t) => t.score < range[0] || t.score > range[1]);
@@ -45,7 +41,7 @@ function drawSearch() {
     `${search.metric} so far.` + (star ? " The star is the best trial." : "") +
     (crosses ? ` Crosses: ${many(crosses, "pruned trial")}, at the last metric.` : "") +
     (beyond.length ? ` Triangles at the edge: ${many(beyond.length, "trial")} outside the range, as far as ${formatNumber(furthest)}` +
-      `${triangles ? `; ${triangles} pruned (grey)` : ""}.` : "") + (spread ? " Trials with the same value stand side by side, in their order." : "");
+      `${triangles ? `; ${triangles} pruned (grey)` : ""}.` : "");
 }
 
 // Return the range of the metric to show: from the best trial to four times the median's distance from it.

@@ -12,7 +12,7 @@ ifneq ($(wildcard /usr/include/*/openblas-openmp/cblas.h),)
 GGML_FLAGS += -DGGML_BLAS=ON -DGGML_BLAS_VENDOR=OpenBLAS
 endif
 
-.PHONY: run test test-all again docs pictures docs-test faults check donor bench table speeds golden notebooks wheel clean
+.PHONY: run test test-all again docs pictures docs-test faults check donor bench table objectives speeds golden notebooks wheel clean
 
 run: $(INSTALLED)  ## train the main job: a warm-started nano llama, exported to GGUF
 	$(BIN)/python -m toyexp recipe=warm
@@ -57,10 +57,14 @@ donor: $(INSTALLED)  ## train the shipped donor again and put it into the packag
 
 bench: $(INSTALLED)  ## what toyexp costs over a bare PyTorch loop, and the engines side by side
 	$(BIN)/python tests/benchmarks/overhead.py
+	$(BIN)/python tests/benchmarks/objectives.py rounds=31
 	for shape in 100k 1m 6m; do $(BIN)/python -m toyexp bench experiment=bench_$$shape --baseline || exit; done
 
 table: $(INSTALLED)  ## hold every architecture, type and direction against llama.cpp, and write the documentation's table
 	$(BIN)/python tests/support/make_table.py
+
+objectives: $(INSTALLED)  ## compare every objective, engine and family with torch in float64, and write the documentation's table
+	$(BIN)/python tests/support/make_objectives.py
 
 speeds: $(INSTALLED)  ## measure the three shapes on this machine, and write the documentation's table of speeds
 	$(BIN)/python tests/support/make_speeds.py "2 cores"

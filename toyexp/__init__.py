@@ -46,7 +46,7 @@ if TYPE_CHECKING:
     from toyexp.interfaces.dataset import Batch, Batches, Dataset, InputSpec, batch_digest
     from toyexp.interfaces.decoder import Decoder, IncrementalOps, Recompute
     from toyexp.interfaces.engine import Engine
-    from toyexp.interfaces.format import Format, ModelExport, ModelFile, Models, TensorInfo
+    from toyexp.interfaces.format import Format, LazyTensors, ModelExport, ModelFile, Models, TensorInfo
     from toyexp.interfaces.hooks import Register, hookimpl
     from toyexp.interfaces.kind import IMAGES, TOKENS, VECTORS, Kind
     from toyexp.interfaces.micro_batches import HeldOut

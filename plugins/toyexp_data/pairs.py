@@ -32,7 +32,7 @@ class PairBatches(Batches):
         self._train, self._held_out, self._context, self._count, self._seed = train, held_out, context, rows // 2, seed
         self._pairs, self._held_out_pairs = (_usable_pairs(part, context) for part in (train, held_out))
         if not len(self._pairs) or not len(self._held_out_pairs):
-            raise UserError(f"model.context={context}: no pair fits, since the prompts are as long; increase it")
+            raise UserError(f"model.context={context}: every prompt of the pairs fills the row; increase model.context")
         self._eval_batches, self.rows_per_epoch = eval_batches, 2 * len(self._pairs)
         ids = TOKENS.inputs(context)
         self.inputs = {**ids, "mask": ids["weights"], "weights": InputSpec((), "float32")}

@@ -47,7 +47,7 @@ class Vectors(Data):
 
         x, y = (_as_vectors(array, name) for array, name in zip(self.arrays or self._read(), "xy", strict=True))
         if len(x) != len(y) or len(x) < 2:
-            raise UserError(f"data.path={self.path}: x has {len(x)} rows and y {len(y)}; both need as many, at least 2")
+            raise UserError(f"data.path={self.path}: x has {len(x)} rows and y {len(y)}; use equal numbers, at least 2")
         return VectorDataset(x, y, spread_held_out(len(x), self.val_fraction), {"path": self.path})
 
     def _read(self) -> tuple[Any, Any]:

@@ -366,17 +366,19 @@ class GGMLOps(Products):
 
     def attention(
         self, q: Node, k: Node, v: Node, causal: bool = True, *, window: int = 0, scale: float | None = None,
-        softcap: float = 0.0, sinks: Node | None = None,
+        softcap: float = 0.0, sinks: Node | None = None, bias: Node | None = None,
     ) -> Node:  # fmt: skip
         """Compute attention in blocks of queries, so that causal attention skips most of the masked keys.
 
         The query heads that share a key/value head are adjacent, so reshaping [B, H, n, D] joins them without a copy.
-        Attention with a window, softcap or sinks, or with values of another size than the keys, uses
+        Attention with a window, softcap, sinks or a bias, or with values of another size than the keys, uses
         `compose_attention` instead.
         """
         g = self.g
-        if (causal and 0 < window < q.shape[1]) or softcap or sinks is not None or v.shape[-1] != k.shape[-1]:
-            return self.compose_attention(q, k, v, causal, window=window, scale=scale, softcap=softcap, sinks=sinks)
+        is_plain = sinks is None and bias is None and not softcap and v.shape[-1] == k.shape[-1]
+        if not is_plain or (causal and 0 < window < q.shape[1]):
+            rest = {"sinks": sinks, "bias": bias}
+            return self.compose_attention(q, k, v, causal, window=window, scale=scale, softcap=softcap, **rest)
         rows, length, heads, size = q.shape
         if k.shape != v.shape or k.shape != (rows, length, k.shape[2], size) or heads % k.shape[2]:
             raise GraphError(
@@ -538,6 +540,20 @@ class GGMLOps(Products):
             return g.reshape(g.mul(dlogits, repeated), *logits.shape)
 
         return self._record(loss, (logits,), lambda dy: (lambda: self._times_scalar(gradient(), dy),))
+
+    def token_log_probs(self, logits: Node, targets: Ids) -> Node:
+        """Return log softmax(logits) at the targets, whose gradient is one_hot(target) - p; see `cross_entropy`."""
+        g = self.g
+        n, classes = logits.size // logits.shape[-1], logits.shape[-1]
+        target_indices = self._inputs.target_indices(targets, n, classes)
+        p = g.reshape(g.softmax(logits), n * classes, 1)
+        picked = g.get_rows(p, target_indices)  # [n, 1]
+
+        def dx(dy: Node) -> Node:
+            lowered = g.reshape(g.set_rows(p, g.scale(picked, 1.0, -1.0), target_indices), n, classes)
+            return g.reshape(g.mul(lowered, g.scale(g.reshape(dy, n, 1), -1.0)), *logits.shape)
+
+        return self._record(g.reshape(self._log(picked), *targets.shape), (logits,), lambda dy: (lambda: dx(dy),))
 
     def _log(self, p: Node) -> Node:
         """Return log(p) of probabilities.

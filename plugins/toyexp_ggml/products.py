@@ -54,13 +54,17 @@ def _groups(n: int, m: int, side: int) -> int:
     return -(-n // side) * -(-m // side)
 
 
+def _as_tuple(results: Node | tuple[Node, ...]) -> tuple[Node, ...]:
+    return results if isinstance(results, tuple) else (results,)
+
+
 @dataclass(frozen=True)
 class Block:
-    """Record of a block's first forward pass: its tape, its result `out`, and a function that runs the block again."""
+    """Record of a block's first forward pass: its tape, its results, and a function that runs the block again."""
 
     tape: Tape
-    run: Callable[[], Node]
-    out: Node
+    run: Callable[[], Node | tuple[Node, ...]]
+    outs: tuple[Node, ...]
 
 
 class TapedOps(Ops):
@@ -85,19 +89,19 @@ class TapedOps(Ops):
         self._tape.append((outs, inputs, rule))
         return outs
 
-    def block(self, function: Callable[..., Node], x: Node, p: Params, *rest: Any) -> Node:
+    def block(self, function: Callable[..., Any], x: Node, p: Params, *rest: Any) -> Any:
         """Run a block of the model; see Ops.block. A block inside another is recorded as a part of the outer one."""
         if self._is_inside:
             return super().block(function, x, p, *rest)
 
-        def run() -> Node:
+        def run() -> Any:
             self._tape, self._is_inside = [], True
             out = function(self, x, p, *rest)
             self._is_inside = False
             return out
 
         out = run()
-        block, self._tape = Block(self._tape, run, out), []
+        block, self._tape = Block(self._tape, run, _as_tuple(out)), []
         self._segments += [block, self._tape]
         return out
 
@@ -127,16 +131,17 @@ class TapedOps(Ops):
         return x if self._seed[1] == 1 else self.g.scale(x, self._seed[1])
 
     def _run_again(self, block: Block, gradients: dict[Node, Node]) -> Tape:
-        """Run the block again and return the new tape, which is empty if the block's result has no gradient.
+        """Run the block again and return the new tape, which is empty if the block's results have no gradient.
 
-        In `gradients`, the new result takes the place of the first one.
+        In `gradients`, the new results take the places of the first ones.
         """
-        gradient = gradients.pop(block.out, None)
+        of_outs = [gradients.pop(out, None) for out in block.outs]
         if any(out in gradients for outs, _, _ in block.tape for out in outs):
             raise GraphError("engine.recompute=true: a block's tensor is used outside the block; use recompute=false")
-        if gradient is None:
+        if not any(of_outs):
             return []
-        gradients[block.run()] = gradient
+        again = zip(_as_tuple(block.run()), of_outs, strict=True)
+        gradients.update((out, gradient) for out, gradient in again if gradient is not None)
         return self._tape
 
     @staticmethod

@@ -310,7 +310,7 @@ class GGMLSession(Session):
         After a computation only the loss can be read, because the memory of the gradients is reused.
         """
         ops, params, batch = self._arguments(graph, inputs)
-        loss = self.plan.objective.loss(ops, self.plan.model, params, batch)
+        loss = self.plan.objective.training_loss(ops, self.plan.model, params, batch)
         graph.want(loss, keep=True)
         trainable = {t.name: self._weights[t.name] for t in self.plan.trainable}
         # The gradient of a mean over n targets is too small for float16, so it is multiplied by about n.

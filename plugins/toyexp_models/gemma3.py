@@ -66,11 +66,6 @@ class WindowedGemma(Gemma):
         """Return the rotary embedding for layers with sliding-window attention."""
         return self.rotary()
 
-    def logits(self, ops: Ops, x: Tensor, table: Tensor) -> Tensor:
-        """Return the logits, limited by final_softcap."""
-        logits = super().logits(ops, x, table)
-        return ops.softcap(logits, self.final_softcap) if self.final_softcap else logits
-
 
 @dataclass
 class Gemma2(WindowedGemma):

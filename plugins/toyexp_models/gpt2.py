@@ -11,10 +11,9 @@ from toyexp import LORA, Normal, Ops, Params, Tensor, TensorSpec
 from toyexp.base import require_range
 from toyexp_models.gguf import GPT2GGUF
 from toyexp_models.huggingface import gpt2_layout
-from toyexp_models.language import LanguageModel, linear_specs, norm_specs, require_shared_heads
+from toyexp_models.language import DROPPED, LanguageModel, linear_specs, norm_specs, require_shared_heads
 from toyexp_models.mup import MuP
 
-DROPPED = ("attn_output", "ffn_down")  # layers of a block whose outputs dropout applies to
 NO_MASKS: Mapping[str, Tensor] = MappingProxyType({})
 
 
@@ -54,12 +53,6 @@ class GPT2(MuP, LanguageModel):
         if not self.tied:
             specs.append(TensorSpec("output.weight", (self.vocab, d), small))
         return self.parametrise(specs)
-
-    def masks(self) -> dict[str, tuple[tuple[int | str, ...], float]]:
-        """Return the dropout masks of the embedding and of both layers of each block, if there is dropout."""
-        layers = [f"blk.{i}.{layer}" for i in range(self.n_layers) for layer in DROPPED]
-        names = ["token_embd", *layers] if self.dropout else []
-        return {f"{name}.dropout": (("T", self.d_model), self.dropout) for name in names}
 
     def forward(self, ops: Ops, p: Params, batch: Mapping[str, Tensor]) -> Tensor:
         """Return the logits [B, T, vocab] of tokens [B, T]."""

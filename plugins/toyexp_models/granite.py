@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
-from toyexp import Ops, Tensor
+from toyexp import Model, Ops, Tensor
 from toyexp_models.gguf import GraniteGGUF
 from toyexp_models.huggingface import granite_layout
 from toyexp_models.llama import Llama
@@ -18,11 +18,10 @@ class Granite(Llama):
 
     name: ClassVar[str] = "granite"
     forms: ClassVar[Mapping[str, Any]] = {"gguf": GraniteGGUF(), "hf": granite_layout}
-    fixed: ClassVar[Mapping[str, Any]] = {"mup": False}  # its own multipliers do what muP needs
 
     embedding_scale: float = 1.0  # factor of the embeddings
     residual_scale: float = 1.0  # factor of each output of attention and feed-forward, before it is added
-    attention_scale: float = 0.0  # factor of the attention scores q k; 0: 1/sqrt(features per head)
+    attention_scale: float = 0.0  # factor of the scores q k; 0: 1/sqrt(features per head), with mup 1/features
     logit_scale: float = 1.0  # divisor of the logits
     rope: bool = True  # rotate q and k by their positions; false: no position embedding (NoPE)
 
@@ -45,8 +44,15 @@ class Granite(Llama):
         """Return attention [B, T, H*D] of q, k and v. Apply RoPE to q and k if the setting `rope` is true."""
         if self.rope:
             q, k = ops.rope(q, self.rotary()), ops.rope(k, self.rotary())
-        return ops.attention(q, k, v, scale=self.attention_scale or None)
+        return ops.attention(q, k, v, scale=self.attention_scale or self.score_factor(self.head_size))
 
     def logits(self, ops: Ops, x: Tensor, table: Tensor) -> Tensor:
         """Return the logits divided by logit_scale."""
-        return ops.logits(ops.scale(x, 1 / self.logit_scale), table)
+        return ops.logits(ops.scale(x, self.logit_factor / self.logit_scale), table)
+
+    def fold(self, tensors: Mapping[str, Any]) -> tuple[Model, Mapping[str, Any]]:
+        """Return an equal model without muP, whose multipliers include muP's factors, and the unchanged tensors."""
+        if not self.mup:
+            return self, tensors
+        scores, divisor = self.attention_scale or 1 / self.head_size, self.logit_scale / self.logit_factor
+        return replace(self, mup=False, attention_scale=scores, logit_scale=divisor), tensors

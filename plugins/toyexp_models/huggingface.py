@@ -44,7 +44,7 @@ def _require_divisible_width(model: RotaryModel) -> None:
     """Raise UserError unless n_heads divides d_model."""
     if model.d_model % model.n_heads:
         heads = f"model.n_heads={model.n_heads} does not divide model.d_model={model.d_model}"
-        raise UserError(f"{heads}, but must for transformers' {model.name}; only GGUF can store this model")
+        raise UserError(f"{heads}, which transformers' {model.name} requires; only GGUF can store this model")
 
 
 def granite_layout(model: Any, data: Data) -> Layout:

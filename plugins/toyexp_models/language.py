@@ -11,6 +11,7 @@ from toyexp.base import MAX_INT, require_range
 BLOCKS = "[1,10000]"  # limited, because a plan lists every block's tensors
 # If all inputs are 0, the gradient has the factor eps^-1.5, which must fit float32. Above 1, eps hides the inputs.
 EPS = "[1e-24,1]"
+DROPPED = ("attn_output", "ffn_down")  # layers of a block whose outputs dropout applies to
 
 
 @dataclass
@@ -45,6 +46,12 @@ class LanguageModel(Model):
     def scale_output(self, ops: Ops, x: Tensor) -> Tensor:
         """Return the input of the output layer times `logit_factor`."""
         return x if self.logit_factor == 1 else ops.scale(x, self.logit_factor)
+
+    def masks(self) -> dict[str, tuple[tuple[int | str, ...], float]]:
+        """Return the dropout masks of the embedding and of both layers of each block, if the model has dropout."""
+        layers = [f"blk.{i}.{layer}" for i in range(self.n_layers) for layer in DROPPED]
+        dropout: float = getattr(self, "dropout", 0.0)
+        return {f"{n}.dropout": (("T", self.d_model), dropout) for n in ("token_embd", *layers) if dropout}
 
     def fit(self, dataset: Dataset) -> Model:
         """Return the model with the data's vocabulary size if `vocab` is 0. Raise UserError if `vocab` is too small."""

@@ -1,13 +1,14 @@
 """Mixtures of experts: Qwen 3 MoE (Yang et al. 2025) and OLMoE (Muennighoff et al. 2024).
 
 Every expert is computed at every position; those that the router does not choose have the weight 0. This is exact, and
-for E experts of which k are used it costs E/k times the operations. No auxiliary loss balances the experts.
+for E experts of which k are used it costs E/k times the operations. An auxiliary loss can balance the experts.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import reduce
 from typing import Any, ClassVar
 
 from toyexp import Ops, Params, Tensor, UserError
@@ -21,6 +22,7 @@ from toyexp_models.rotary import RotaryModel, linear
 class ExpertsModel(RotaryModel):
     """Base class of qwen3moe and olmoe."""
 
+    has_auxiliary: ClassVar[bool] = True
     normalised: ClassVar[bool]  # whether the weights of a position's experts sum to 1
 
     d_ff: int = 96  # hidden size of each expert
@@ -40,9 +42,54 @@ class ExpertsModel(RotaryModel):
         experts = {"ffn_gate_exps": inner, "ffn_up_exps": inner, "ffn_down_exps": outer}
         return {**shapes, "ffn_gate_inp": (self.experts, self.d_model), **experts}
 
+    def forward(self, ops: Ops, p: Params, batch: Mapping[str, Tensor]) -> Tensor:
+        """Return the logits [B, T, vocab] of tokens [B, T].
+
+        If `p.auxiliary` is a list, append the load balance of the experts to it, a mean over rows and layers.
+        """
+        if p.auxiliary is None:
+            return super().forward(ops, p, batch)
+        inner = p.below("")
+        by_layer: list[Tensor] = []
+        inner.auxiliary = by_layer
+        logits = super().forward(ops, inner, batch)
+        weights = batch["weights"]  # they sum to 1 over a step
+        by_row = weights if len(weights.shape) == 1 else ops.sum(weights, 1)
+        total = ops.sum(ops.mul(reduce(ops.add, by_layer), by_row))
+        p.auxiliary.append(ops.scale(total, 1 / self.n_layers))
+        return logits
+
+    def run_block(self, ops: Ops, x: Tensor, p: Params, i: int, *layer: Any) -> Tensor:
+        """Return the output of block `i` for x [B, T, d]. If `p.auxiliary` is a list, append the block's balance."""
+
+        def block(ops: Ops, x: Tensor, p: Params, *layer: Any) -> tuple[Tensor, ...]:
+            inner = p.below("")
+            inner.auxiliary = []
+            y = self.block(ops, x, inner, *layer)
+            return (y, *inner.auxiliary)
+
+        if p.auxiliary is None:
+            return super().run_block(ops, x, p, i, *layer)
+        x, balance = ops.block(block, x, p.block(i), *layer)
+        p.auxiliary.append(balance)
+        return x
+
+    def balance(self, ops: Ops, scores: Tensor) -> Tensor:
+        """Return the load balance of the experts in each row, [B], for the router's scores [B, T, E].
+
+        It is E * sum over experts of f * P, where f is the share of the row's positions that use the expert, and P the
+        mean of its router probabilities (Fedus et al. 2021, Switch Transformer). It is least, the number of experts per
+        position, if all experts are used equally.
+        """
+        used, shares = ops.mean(ops.top_k(scores, self.experts_used), 1), ops.mean(ops.softmax(scores), 1)
+        return ops.scale(ops.sum(ops.mul(used, shares), 1), float(self.experts))
+
     def feed_forward(self, ops: Ops, h: Tensor, p: Params) -> Tensor:
         """Return the weighted sum [B, T, d] of the experts' outputs for h [B, T, d]."""
-        weights = ops.route(linear(ops, h, p, "ffn_gate_inp"), self.experts_used, self.normalised)  # [B, T, E]
+        scores = linear(ops, h, p, "ffn_gate_inp")  # [B, T, E]
+        if p.auxiliary is not None:
+            p.auxiliary.append(self.balance(ops, scores))
+        weights = ops.route(scores, self.experts_used, self.normalised)
         gate, up = (ops.experts(h, p[f"ffn_{name}_exps.weight"]) for name in ("gate", "up"))  # [B, T, E, d_ff]
         hidden = ops.mul(self.gated(ops, gate, up), ops.reshape(weights, (*weights.shape, 1)))
         return ops.sum(ops.experts(hidden, p["ffn_down_exps.weight"]), 2)

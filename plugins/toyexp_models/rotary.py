@@ -124,15 +124,24 @@ class RotaryModel(LanguageModel):
 
     def forward(self, ops: Ops, p: Params, batch: Mapping[str, Tensor]) -> Tensor:
         """Return the logits [B, T, vocab] of tokens [B, T]."""
-        x = self.embed(ops, p["token_embd.weight"], batch["tokens"])  # [B, T, d]
-        for i in range(self.n_layers):
-            x = ops.block(self.block, x, p.block(i), *self.layer(i))
-        x = ops.rms_norm(x, p["output_norm.weight"], self.norm_eps)
+        x = self.blocks(ops, self.embed(ops, p["token_embd.weight"], batch["tokens"]), p, batch)  # [B, T, d]
+        x = self.norm(ops, x, p, "output_norm")
         return self.logits(ops, x, p["token_embd.weight" if self.tied else "output.weight"])
 
+    def blocks(self, ops: Ops, x: Tensor, p: Params, batch: Mapping[str, Tensor]) -> Tensor:
+        """Return the output of the last block, for the input x [B, T, d] of the first one."""
+        for i in range(self.n_layers):
+            x = self.run_block(ops, x, p, i, *self.layer(i))
+        return x
+
+    def run_block(self, ops: Ops, x: Tensor, p: Params, i: int, *layer: Any) -> Tensor:
+        """Return the output of block `i` for x [B, T, d], by `ops.block`; `layer` are further arguments of `block`."""
+        return ops.block(self.block, x, p.block(i), *layer)
+
     def logits(self, ops: Ops, x: Tensor, table: Tensor) -> Tensor:
-        """Return the logits [B, T, vocab] of x [B, T, d], the output of the last norm."""
-        return ops.logits(self.scale_output(ops, x), table)
+        """Return the logits [B, T, vocab] of x [B, T, d], the output of the last norm, limited by any final_softcap."""
+        logits, cap = ops.logits(self.scale_output(ops, x), table), getattr(self, "final_softcap", 0.0)
+        return ops.softcap(logits, cap) if cap else logits
 
     def block(self, ops: Ops, x: Tensor, p: Params, *layer: Any) -> Tensor:
         """Return the output of one block for x [B, T, d]; `layer` are the arguments that the method `layer` returns."""

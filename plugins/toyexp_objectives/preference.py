@@ -71,7 +71,7 @@ class Preference(Objective):
         - orpo: -u - beta log sigmoid(log odds(exp u) - log odds(exp v)) (Hong et al. 2024)
         """
         by_pair = getattr(self, f"_{self.kind}")(ops, *self._log_probs(ops, model, p, batch))
-        return ops.sum(ops.mul(by_pair, _pairs(ops, batch["weights"])[2]))
+        return ops.sum(ops.mul(by_pair, ops.add(*_pairs(ops, batch["weights"]))))
 
     def metrics(self, ops: Ops, model: Model, p: Params, batch: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
         """Return two metrics of pairs of completions: `accuracy` and `margin`.
@@ -82,7 +82,7 @@ class Preference(Objective):
         """
         total, mean, _ = self._log_probs(ops, model, p, batch)
         margin = ops.scale(_difference(ops, mean if self.kind in WITHOUT_REFERENCE else total), self.beta)
-        weights = _pairs(ops, batch["weights"])[2]
+        weights = ops.add(*_pairs(ops, batch["weights"]))
         return {
             "accuracy": ops.sum(ops.mul(ops.step(margin), weights)),
             "margin": ops.sum(ops.mul(margin, weights)),
@@ -117,7 +117,7 @@ class Preference(Objective):
         return ops.relu(ops.scale(_difference(ops, total), -self.beta, 1.0))
 
     def _kto(self, ops: Ops, total: Tensor, mean: Tensor, length: Tensor) -> Tensor:
-        chosen, rejected, _ = _pairs(ops, total)
+        chosen, rejected = _pairs(ops, total)
         values = ops.sigmoid(ops.scale(chosen, -self.beta)), ops.sigmoid(ops.scale(rejected, self.beta))
         return ops.scale(ops.add(*values), 0.5)
 
@@ -125,7 +125,7 @@ class Preference(Objective):
         return self._losses(ops, ops.scale(_difference(ops, mean), self.beta, -self.gamma))
 
     def _orpo(self, ops: Ops, total: Tensor, mean: Tensor, length: Tensor) -> Tensor:
-        chosen, rejected, _ = _pairs(ops, mean)
+        chosen, rejected = _pairs(ops, mean)
         odds = [
             ops.add(a, ops.scale(ops.log(ops.scale(ops.exp(a), -1.0, 1.0 + 1e-7)), -1.0)) for a in (chosen, rejected)
         ]
@@ -133,15 +133,15 @@ class Preference(Objective):
         return ops.add(ops.scale(chosen, -1.0), ops.scale(self._losses(ops, ratio), self.beta))
 
 
-def _pairs(ops: Ops, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the values [B/2] of the chosen rows, of the rejected rows, and their sums, for x [B]."""
+def _pairs(ops: Ops, x: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the values [B/2] of the chosen rows and those of the rejected rows, for x [B]."""
     count = x.shape[0] // 2
     by_pair = ops.reshape(x, (count, 2))
     chosen, rejected = (ops.reshape(ops.part(by_pair, 1, i, i + 1), (count,)) for i in (0, 1))
-    return chosen, rejected, ops.add(chosen, rejected)
+    return chosen, rejected
 
 
 def _difference(ops: Ops, x: Tensor) -> Tensor:
     """Return the values of the chosen rows minus those of the rejected rows, [B/2] for x [B]."""
-    chosen, rejected, _ = _pairs(ops, x)
+    chosen, rejected = _pairs(ops, x)
     return ops.add(chosen, ops.scale(rejected, -1.0))

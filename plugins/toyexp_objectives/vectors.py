@@ -53,7 +53,7 @@ class Contrastive(Objective):
         require_vector_targets(self.name, inputs)
         sizes = {name: spec.shape for name, spec in inputs.items() if name != "weights"}
         if len({*sizes.values()}) > 1:
-            raise UserError(f"objective={self.name}: the two vectors of a row need one size, but have {sizes}")
+            raise UserError(f"objective={self.name}: the two vectors of a row must have the same size, not {sizes}")
 
     def _similarities(self, ops: Ops, model: Model, p: Params, batch: Mapping[str, Tensor]) -> Tensor:
         """Return a matrix [B, B] with cosine similarities divided by the temperature.

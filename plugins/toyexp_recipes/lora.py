@@ -146,7 +146,7 @@ class Lora(FromBase):
         subject = f"recipe.adapter={self.adapter} has"
         if len(alphas) > 1:
             problem = "matrices of several ranks and stores no alpha, so their scales differ"
-            raise UserError(f"{subject} {problem}; all adapted matrices of a run must have one alpha")
+            raise UserError(f"{subject} {problem}; all adapted matrices of a run must have the same alpha")
         if self.rank is not None and {*ranks.values()} != {self.rank}:
             actual = ", ".join(map(str, sorted({*ranks.values()})))
             raise UserError(f"recipe.rank={self.rank}: {subject} rank {actual}; leave recipe.rank out")

@@ -139,12 +139,12 @@ class TorchEngine(Engine):
         self.check_rows(plan.rows, plan.accumulate)
         count, together = self.count(), plan.objective.rows_together
         if plan.model.engines and count > 1:
-            raise UserError(f"engine.devices={self.devices}: model={plan.model.name} trains on one; leave devices out")
+            raise UserError(f"engine.devices={self.devices}: model={plan.model.name} runs on one device; leave it out")
         if count > 1 and (together == 0 or plan.rows // count % together):
             rows = "all rows of a batch" if together == 0 else f"groups of {together} rows"
             raise UserError(
-                f"engine.devices={self.devices}: objective={plan.objective.name} compares {rows}; {count} devices "
-                "would separate; use engine.devices=1"
+                f"engine.devices={self.devices}: objective={plan.objective.name} compares {rows}, which {count} "
+                "devices would separate; use engine.devices=1"
             )
 
     def preload(self) -> None:

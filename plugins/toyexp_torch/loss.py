@@ -1,11 +1,13 @@
-"""Ops for computing a loss without the logits of positions that do not count in it.
+"""Ops for computing a loss without the logits of positions that do not count in it, or a few positions at a time.
 
-The ops defer the last matrix product until `cross_entropy` knows which positions have a target with a non-zero weight.
+The ops defer the last matrix product until `cross_entropy` knows which positions have a target with a non-zero weight,
+or until `token_log_probs` knows the targets.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,7 +16,7 @@ from torch.utils._pytree import tree_map_only
 
 from toyexp import AdaptedWeight
 from toyexp_torch.kernels.packed import Packed
-from toyexp_torch.ops import TorchOps
+from toyexp_torch.ops import TorchOps, recompute_in_backward
 
 LARGE = 1 << 24  # from this many logits in a batch a GPU computes them in chunks
 
@@ -22,15 +24,18 @@ LARGE = 1 << 24  # from this many logits in a batch a GPU computes them in chunk
 class DeferredLogits:
     """Logits x w^T that are not computed yet, with x [..., d] and w [V, d].
 
-    If a model passes them to any operation other than `cross_entropy`, all logits are computed first.
+    If a model passes them to any operation but `cross_entropy` and `token_log_probs`, all logits are computed first.
     """
 
     def __init__(self, ops: TorchOps, x: Tensor, w: Tensor | Packed | AdaptedWeight):
         self.ops, self.x, self.w = ops, x, w
+        self.computed: Tensor | None = None
 
     def compute(self) -> Tensor:
-        """Compute all logits, [..., V]."""
-        return self.ops.linear(self.x, self.w)
+        """Return all logits, [..., V], which are computed at the first call."""
+        if self.computed is None:
+            self.computed = self.ops.linear(self.x, self.w)
+        return self.computed
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.compute(), name)
@@ -54,15 +59,15 @@ class DeferredLogits:
 class LossOps(TorchOps):
     """Ops for a loss on the CPU; logits are computed only for positions whose target has a non-zero weight."""
 
+    chunk = 1 << 22  # logits that `token_log_probs` holds in memory at a time
+
     def __init__(self, ops: TorchOps):
         super().__init__(ops.recompute, ops.activations)
         self.rotations = ops.rotations  # shared, so that the compiler treats the tables as constants
 
     def should_defer(self, x: Tensor, w: Tensor | Packed | AdaptedWeight) -> bool:
         """Return True if the product of x and w, which gives the logits, should be deferred to `cross_entropy`."""
-        masked = isinstance(w, AdaptedWeight) and w.low_rank is not None and w.low_rank.dropout is not None
-        # The number of selected positions changes with every batch, which would recompile the step.
-        return not (masked or torch.compiler.is_compiling())
+        return not (isinstance(w, AdaptedWeight) and w.low_rank is not None and w.low_rank.dropout is not None)
 
     def compute_deferred(
         self, logits: DeferredLogits, targets: Tensor, weights: Tensor, smoothing: float, z_loss: float
@@ -71,7 +76,8 @@ class LossOps(TorchOps):
 
         `targets` and `weights` have the shape of the logits without the last axis.
         """
-        if bool(weights.all()) or logits.x.shape[:-1] != weights.shape:
+        # The number of selected positions changes with every batch, which would recompile a compiled step.
+        if torch.compiler.is_compiling() or bool(weights.all()) or logits.x.shape[:-1] != weights.shape:
             return super().cross_entropy(logits.compute(), targets, weights, smoothing, z_loss)
         rows = weights.flatten().nonzero()[:, 0]
         chosen = self.linear(logits.x.flatten(0, -2)[rows], logits.w)
@@ -90,12 +96,35 @@ class LossOps(TorchOps):
         """Return the cross-entropy of logits or of deferred logits; see Ops."""
         if not isinstance(logits, DeferredLogits):
             return super().cross_entropy(logits, targets, weights, smoothing, z_loss)
+        if logits.computed is not None:
+            return super().cross_entropy(logits.computed, targets, weights, smoothing, z_loss)
         return self.compute_deferred(logits, targets, weights, smoothing, z_loss)
+
+    def token_log_probs(self, logits: Tensor | DeferredLogits, targets: Tensor) -> Tensor:
+        """Return the log-probabilities of the targets; see Ops.
+
+        Deferred logits are computed a chunk of positions at a time, and again in the backward pass.
+        """
+        if not isinstance(logits, DeferredLogits) or logits.computed is not None:
+            return super().token_log_probs(logits, targets)
+        x, w, ids, start = logits.x.flatten(0, -2), logits.w, targets.flatten(), 0
+        size, parts = max(self.chunk // len(w.base if isinstance(w, AdaptedWeight) else w), 1), []
+        for rows in x.split(size):
+            chosen = ids[start : start + len(rows)]
+            function = partial(self._log_probs, w=w, targets=chosen)
+            parts.append(function(rows) if len(rows) == len(x) else recompute_in_backward(function, rows))
+            start += len(rows)
+        return torch.cat(parts).view(targets.shape)
+
+    def _log_probs(self, x: Tensor, w: Tensor | Packed | AdaptedWeight, targets: Tensor) -> Tensor:
+        """Return log softmax(x w^T) at the targets [n], for x [n, d]."""
+        return super().token_log_probs(self.linear(x, w), targets)
 
 
 class ProjectedLossOps(LossOps):
     """Ops for computing a loss on a GPU with Triton, which never hold all logits of a large vocabulary in memory."""
 
+    chunk = 1 << 25
     selected: Tensor | None = None  # positions to compute logits for, [n]; None: all
 
     def __init__(self, ops: TorchOps):

@@ -32,7 +32,7 @@ class TorchOps(Ops):
         self.activations = activations  # dtype of the residual stream; None: dtype of the weights
         self.rotations: dict[tuple, tuple[Tensor, Tensor]] = {}  # rope's cos and sin tables
 
-    def block(self, function: Callable[..., Tensor], x: Tensor, p: Params, *rest: Any) -> Tensor:
+    def block(self, function: Callable[..., Any], x: Tensor, p: Params, *rest: Any) -> Any:
         if not (self.recompute and torch.is_grad_enabled()):
             return super().block(function, x, p, *rest)
         return recompute_in_backward(lambda x: function(self, x, p, *rest), x)
@@ -159,10 +159,11 @@ class TorchOps(Ops):
 
     def attention(
         self, q: Tensor, k: Tensor, v: Tensor, causal: bool = True, *, window: int = 0, scale: float | None = None,
-        softcap: float = 0.0, sinks: Tensor | None = None,
+        softcap: float = 0.0, sinks: Tensor | None = None, bias: Tensor | None = None,
     ) -> Tensor:  # fmt: skip
-        if softcap or sinks is not None:
-            return self.compose_attention(q, k, v, causal, window=window, scale=scale, softcap=softcap, sinks=sinks)
+        if softcap or sinks is not None or bias is not None:
+            rest = {"sinks": sinks, "bias": bias}
+            return self.compose_attention(q, k, v, causal, window=window, scale=scale, softcap=softcap, **rest)
         q, k, v = (t.transpose(1, 2) for t in (q, k, v))  # [B, H, T, D]
         grouped, mask = q.shape[1] != k.shape[1], None
         if causal and 0 < window < q.shape[2]:
@@ -213,8 +214,10 @@ def _rotations(
     return angle.cos().to(device, dtype), angle.sin().to(device, dtype)
 
 
-def recompute_in_backward(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+def recompute_in_backward(function: Callable[[Tensor], Any], x: Tensor) -> Any:
     """Return function(x), and compute it again in the backward pass instead of keeping its activations.
+
+    The result is a tensor or a tuple of tensors.
 
     This is activation checkpointing (Chen et al. 2016), as torch.utils.checkpoint does it with use_reentrant=False, but
     at half the cost. In return, `function` must draw no random numbers, and must save the same tensors for its backward
@@ -280,9 +283,15 @@ class CachedOps(IncrementalOps, TorchOps):
         rows = slice(self.start, self.start + n)
         return table.dense(rows) if isinstance(table, Packed) else table[rows]
 
+    def distance_bias(self, table: Tensor, length: int) -> Tensor:
+        """Return the rows of the bias that belong to the new positions, [H, length, start + length]; see Ops."""
+        ends = torch.arange(self.start, self.start + length, device=table.device)
+        distance = ends[:, None] - torch.arange(self.start + length, device=table.device)
+        return table[:, distance.clamp(min=0)]
+
     def attention(
         self, q: Tensor, k: Tensor, v: Tensor, causal: bool = True, *, window: int = 0, scale: float | None = None,
-        softcap: float = 0.0, sinks: Tensor | None = None,
+        softcap: float = 0.0, sinks: Tensor | None = None, bias: Tensor | None = None,
     ) -> Tensor:  # fmt: skip
         """Add k and v to the cache, and return the attention of q to all cached positions; see Ops."""
         if not causal:
@@ -296,8 +305,8 @@ class CachedOps(IncrementalOps, TorchOps):
         keys[:, :, self.start : end], values[:, :, self.start : end] = k, v
         keys, values = keys[:, :, :end], values[:, :, :end]
         mask = visible(new, end, window, q.device) if new > 1 or window else None
-        if softcap or sinks is not None:
-            out = self._attend(q, keys, values, mask, scale, softcap, sinks)
+        if softcap or sinks is not None or bias is not None:
+            out = self._attend(q, keys, values, mask, scale, softcap, sinks, bias)
         else:
             grouped = q.shape[1] != k.shape[1]
             out = F.scaled_dot_product_attention(q, keys, values, mask, scale=scale, enable_gqa=grouped)
@@ -305,12 +314,13 @@ class CachedOps(IncrementalOps, TorchOps):
 
     def _attend(
         self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float | None, softcap: float,
-        sinks: Tensor | None,
+        sinks: Tensor | None, bias: Tensor | None,
     ) -> Tensor:  # fmt: skip
-        """Return the attention of q [1, H, n, D] to keys and values [1, Hkv, T, ..], with softcap and sinks."""
+        """Return the attention of q [1, H, n, D] to keys and values [1, Hkv, T, ..], with these settings."""
         k, v = (t.repeat_interleave(q.shape[1] // t.shape[1], 1) for t in (k, v))
         scores = q @ k.transpose(-1, -2) * (q.shape[3] ** -0.5 if scale is None else scale)
         scores = self.softcap(scores, softcap) if softcap else scores
+        scores = scores if bias is None else scores + bias.to(scores)
         scores = scores if mask is None else scores.masked_fill(~mask, -math.inf)
         if sinks is not None:
             scores = torch.cat((scores, sinks.view(1, -1, 1, 1).expand(1, -1, scores.shape[2], 1).to(scores)), -1)

@@ -183,7 +183,7 @@ class TorchSession(Session):
         self._params = None if self.plan.dropout_adapters else self.plan.params(self._tensors)
         self._forward: Callable[[dict[str, Tensor]], Tensor] = self._logits
         objective = self.plan.objective
-        self._loss: Callable[[dict[str, Tensor]], Tensor] = partial(self._run_objective, objective.loss)
+        self._loss: Callable[[dict[str, Tensor]], Tensor] = partial(self._run_objective, objective.training_loss)
         self._held_out_loss: Callable[[dict[str, Tensor]], Tensor]
         self._held_out_loss = partial(self._run_objective, objective.held_out_loss)
         if self._settings.compile:
@@ -232,7 +232,7 @@ class TorchSession(Session):
         return self.plan.params(self._tensors, batch) if self._params is None else self._params
 
     def _run_objective(self, method: Callable[..., Any], batch: dict[str, Tensor]) -> Any:
-        """Return the result of the method `loss`, `held_out_loss` or `metrics` of the plan's objective."""
+        """Return the result of the method `training_loss`, `held_out_loss` or `metrics` of the plan's objective."""
         return method(self._loss_ops, self.plan.model, self._get_params(batch), batch)
 
     def do_reset_state(self) -> None:

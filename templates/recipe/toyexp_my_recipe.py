@@ -35,7 +35,9 @@ class MyRecipe(Recipe):
         """
         tensors = [PlanTensor.from_spec(t, trainable=not self.is_frozen(t.name)) for t in model.tensors()]
         if not any(t.trainable for t in tensors):
-            raise UserError(f"recipe.every={self.every}: freezes all of model={model.name}; use a larger number")
+            raise UserError(
+                f"recipe.every={self.every}: freezes all tensors of model={model.name}; use a larger number"
+            )
         return setup.plan(model, tensors)
 
 

@@ -419,7 +419,7 @@ def test_numbers_logged_by_a_callback_reach_all_records_and_decisions(train, log
 @pytest.mark.parametrize("name", ["kind", "t", "phase", "name", "step", "batch", "loss", "ppl", "lr", "grad_norm",
                                   "tokens", "wall_us"])  # fmt: skip
 def test_a_name_that_the_run_records_itself_is_rejected(name):
-    with pytest.raises(ValueError, match=rf"run\.log\({name}=...\): the run records a number of that name"):
+    with pytest.raises(ValueError, match=rf"run\.log\({name}=...\): the run itself records a number named so"):
         Run.log(None, **{name: 1.0})
 
 
@@ -427,7 +427,7 @@ def test_a_name_that_the_run_records_itself_is_rejected(name):
     ("wrong", "words"),
     [
         ("write", "metrics are read-only; add your own numbers with run.log(name=value)"),
-        ("taken", "run.log(grad_norm=...): the run records a number of that name"),
+        ("taken", "run.log(grad_norm=...): the run itself records a number named so"),
         ("text", "run.log(mine='much'): the value must be a number"),
         ("nan", "run.log(goodness=nan): a held-out metric must be a finite number"),
     ],

@@ -291,6 +291,9 @@ CHOICES = [
     ("optim=adam", "did you mean adamw?"),
     ("optim=sdg", "did you mean sgd?"),
     ("callbacks=[shampoo]", "callbacks=shampoo", "choose one of: "),  # does not suggest sample
+    ("objective.class_weights=[1,2]", "must be a mapping in braces: objective.class_weights={0: 2.5}"),
+    ("objective.class_weights={a:2}", "keys must be whole numbers, got a"),
+    ("objective.class_weights={0:nan}", "must be a finite number at least 0"),
     ("experiment=smoek", "did you mean smoke?"),
     ("experiment=mine/config.yaml", "type: --config-dir DIR experiment=NAME"),
     ("+experiment=smoke", "leave out '+': experiment=smoke"),
@@ -596,7 +599,7 @@ def test_every_command_prints_its_usage(command, flag, capsys):
     [
         ("engine=cpu", ["engine=cpu: parity needs two or more"]),
         ("engine=", ["engine=: must be a name"]),
-        ("engine=ggml,ggml", ["has an engine twice"]),
+        ("engine=ggml,ggml", ["names an engine twice"]),
         ("engine=ggml,gmgl", ["did you mean ggml?"]),
         ("engine=ggml,ggml:blass=1", ["did you mean engine.blas?"]),
         ("engine=ggml,ggml:blas", ["expected ggml:key=value"]),

@@ -127,7 +127,7 @@ def test_turns_leave_room_for_the_answers_tokens_or_a_quarter_of_the_context(cha
 
 def test_a_message_that_is_too_long_is_reported_and_the_chat_continues(chat):
     answers, stderr = chat(f"{'x' * 200}\nHi\n", "--tokens", "2", code=1)
-    assert "the message was skipped: it has 219 tokens, and the context only 120" in stderr
+    assert "the message was skipped: it has 219 tokens; the model's context is 120" in stderr
     assert [answer["prompt_ids"] for answer in answers] == [chatml_ids(("user", b"Hi"))]
 
 

@@ -128,9 +128,10 @@ class TestSafetensors(Suite):
 
 
 class TestHuggingFace(Suite):
-    form, models = HuggingFace(), [TEXT[0], *TEXT[2:], VIT]
+    form, models = HuggingFace(), [*(m for m in TEXT[:1] + TEXT[2:] if m.name != "lab"), VIT]
     unsupported = [
         OpModel(),
+        MODELS["lab"],
         TEXT[1],
         replace(VIT, block="rmsnorm_silu"),
         replace(TEXT[0], n_heads=5, n_kv_heads=1, head_dim=6),
@@ -428,7 +429,7 @@ def bare(tall, capsys):
     assert main([*words, "checkpoint_every=2", "eval_every=4"]) == 0, capsys.readouterr().err
     assert "only toyexp can read this file: model=bare has no form for GGUF" in (tall / "run" / "log.txt").read_text()
     assert main([*words, "callbacks=[hf_export]", "hydra.run.dir=other"]) == 2
-    assert "model=bare has no Hugging Face layout" in capsys.readouterr().err
+    assert "model=bare cannot be written for transformers" in capsys.readouterr().err
     return tall
 
 
@@ -507,11 +508,11 @@ def test_force_checks_the_suffix_of_a_plugins_format_and_keeps_empty_files(tall,
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"name": "q8_0"}, "--type q8_0 already selects format=gguf"),
+        ({"name": "q8_0"}, "--type q8_0 is already used by format=gguf"),
         ({"suffix": ".gguf"}, "format=gguf uses already"),
         ({"suffix": "/../x"}, "the end of a file name"),
         ({"suffix": ""}, "the end of a file name"),
-        ({"types": {"hf-f16": {}}}, "--type hf-f16 already selects format=hf"),
+        ({"types": {"hf-f16": {}}}, "--type hf-f16 is already used by format=hf"),
     ],
 )
 def test_a_format_cannot_take_names_of_another(changes, message, monkeypatch):
@@ -533,7 +534,7 @@ def test_a_subclass_is_not_exported_as_its_base_class_unless_it_states_forms(tmp
     with GGUFFile(tmp_path / "m.gguf") as file:
         assert file.architecture == "gelu_llama" and "gelu_llama.settings" in file.metadata
     for write in (HuggingFace().check_model, lambda model: HuggingFace().write(export, tmp_path / "m-hf")):
-        with pytest.raises(UserError, match=r"^model=gelu_llama has no Hugging Face layout.*inherits none$"):
+        with pytest.raises(UserError, match=r"^model=gelu_llama cannot be written for transformers.*of its own$"):
             write(model)
     with pytest.raises(UserError, match="which does not support gelu_llama"):
         GGUF("q4_k_m").check_model(model)

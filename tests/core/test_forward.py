@@ -261,10 +261,10 @@ def test_missing_or_changed_tensors_of_a_plan_are_attributed_to_the_recipe(shape
 
 def test_a_plan_without_trainable_tensors_is_rejected(change_directory, capsys):
     line = rejected_line(capsys, "recipe=odd_recipe", "recipe.trains=false")
-    assert line == "recipe.odd_recipe: its plan has no trainable tensor"
+    assert line == "recipe.odd_recipe: trains no tensor; its plan() must mark at least one as trainable"
 
 
-@pytest.mark.parametrize(("at", "message"), [("slots", "its slots((16, 8)) returned {'m': 'shape'}"), ("list", "[0.0")])
+@pytest.mark.parametrize(("at", "message"), [("slots", "slots((16, 8)) returned {'m': 'shape'}"), ("list", "[0.0")])
 def test_invalid_numbers_and_slots_of_an_optimiser_are_reported(at, message, change_directory, capsys):
     line = rejected_line(capsys, "optim=late", f"optim.at={at}")
     assert line.startswith("optim.late: ") and message in line

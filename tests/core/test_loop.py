@@ -18,6 +18,7 @@ from toyexp.interfaces.plan import PlanTensor, group_tensors
 from toyexp.interfaces.stack import Stack
 from toyexp.testing import NullEngine, OpModel, token_dataset
 from toyexp.testing.null import NullSession
+from toyexp.testing.suites import Bare
 from toyexp.training.driver import Evaluate, Step, drive, forward_interrupts
 from toyexp.training.loop import MAX_CONSECUTIVE_SKIPS, Training
 from toyexp.training.run_config import Outcome, Saver
@@ -199,6 +200,41 @@ def stage(tmp_path):
         return Stage(session, recorder, saver, training)
 
     return make
+
+
+# -- edits of the recipe ----------------------------------------------------------------------------------------------
+
+
+class Editing(Bare):
+    """Record the steps after which the weights are edited; the edit adds 1 to every weight."""
+
+    def __init__(self, steps):
+        self.due, self.edited = steps, []
+
+    def edit_steps(self, steps):
+        return self.due
+
+    def edit(self, step, arrays):
+        self.edited.append(step)
+        arrays.update({name: array + 1 for name, array in arrays.items() if "@" not in name})
+
+
+@pytest.mark.parametrize("kind", [Scripted, Queued, Several])
+def test_the_recipe_edits_the_weights_after_the_steps_that_it_names(stage, kind):
+    recipe = Editing((0, 2, 4, 9))
+    row = stage(4, recipe=recipe, kind=kind)
+    before = {t.name: row.session.download(t.name) for t in row.session.plan.tensors}
+    assert row.train().steps == 4
+    assert recipe.edited == [0, 2], "an edit after the last step would not be trained, evaluated or exported"
+    for name, array in before.items():
+        np.testing.assert_array_equal(row.session.download(name), array + 1 + 1)
+
+
+@pytest.mark.parametrize(("edited", "steps"), [(None, [2, 3]), (2, [3])])
+def test_a_run_that_failed_after_an_edit_does_not_repeat_it_when_it_is_resumed(stage, edited, steps):
+    recipe = Editing((2, 3))
+    stage(4, recipe=recipe, outcome=Outcome(steps=2, edited=edited)).train()
+    assert recipe.edited == steps
 
 
 # -- numbers that are not finite ------------------------------------------------------------------------------------

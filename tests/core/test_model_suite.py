@@ -95,7 +95,7 @@ class Foreseeing(Llama):
     [
         (Operators, "forward_uses_only_ops", "unsupported operand"),
         (Method, "forward_uses_only_ops", "'Opaque' object has no attribute 'mean'"),
-        (Branching, "forward_uses_only_ops", "used a tensor as a condition"),
+        (Branching, "forward_uses_only_ops", "uses a tensor as a condition"),
         (Unused, "forward_uses_only_ops", "the result does not depend on blk.0.ffn_norm.weight, blk.1.ffn_norm"),
         (Counting, "forward_uses_only_ops", "gives other numbers when it is called again"),
         (Muted, "tensor_has_a_gradient", "blk.0.ffn_norm.weight has no gradient"),

@@ -21,7 +21,7 @@ Primitives = type("Primitives", (Ops,), {name: getattr(ReferenceOps, name) for n
 LOOKS_FURTHER = {
     "reshape", "part", "concat", "first_rows", "prepend", "select", "rope", "attention", "cross_entropy", "permute",
     "product", "sum", "mean", "cumsum", "take", "token_log_probs", "causal", "shift", "compose_attention",
-    "linear_attention",
+    "linear_attention", "distance_bias",
 }  # fmt: skip
 
 

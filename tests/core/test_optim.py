@@ -178,7 +178,7 @@ class Turning(Optimiser):
 def test_unknown_numbers_are_rejected():
     group = Group(Turning(), ("w",), weight_decay=0.5)
     assert group.numbers(0, 0.1).tolist() == group.numbers(3, 0.1).tolist() == [0.1, 0.95]
-    with pytest.raises(RunFailed, match=r"optim\.turning: its numbers\(\) returned gone at step 6, expected lr, kept"):
+    with pytest.raises(RunFailed, match=r"optim\.turning: numbers\(\) returned gone at step 6, expected lr, kept"):
         group.numbers(5, 0.1)
 
 

@@ -142,7 +142,7 @@ BROKEN = {
     ),
     "says a type that is nowhere": (
         callback("other").replace("every: int = 1", "every: 'Foo' = 1"),
-        ["Mine: its annotations cannot be read: NameError: name 'Foo' is not defined"],
+        ["Mine: type annotations cannot be evaluated: NameError: name 'Foo' is not defined"],
     ),
     "compares callbacks by their settings": (
         callback("other").replace("(eq=False)", ""),

@@ -5,8 +5,12 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from toyexp import Unavailable
-from toyexp_torch.engines import TorchCUDA
+from toyexp import AdamW, InputSpec, Setup, Unavailable
+from toyexp_models.llama import Llama
+from toyexp_objectives.preference import Preference
+from toyexp_recipes.scratch import Scratch
+from toyexp_torch.engines import TorchCPU, TorchCUDA
+from toyexp_torch.loss import ProjectedLossOps
 
 pytestmark = pytest.mark.device("cuda")
 
@@ -93,3 +97,49 @@ def test_the_loss_of_the_positions_with_a_weight_equals_that_of_all_positions():
         (loss, *torch.autograd.grad(loss, (x, w))), compute_in_float64(x, w, targets, weights), strict=True
     ):
         assert ((value.double() - expected).abs().max() / expected.abs().max()) < 2e-6
+
+
+CONTEXT, VOCAB, ROWS = 512, 32768, 24  # 403 million logits, 12 chunks
+
+
+def preference_run(engine):
+    """Return the gradients of a DPO step, the losses of three steps and their peak of GPU memory."""
+    ids, number = InputSpec((CONTEXT,), "int32", below=VOCAB), InputSpec((), "float32")
+    inputs = {"tokens": ids, "targets": ids, "mask": InputSpec((CONTEXT,), "float32")}
+    inputs |= {"reference": number, "weights": number}
+    model = Llama(d_model=64, n_layers=1, n_heads=2, d_ff=64, context=CONTEXT, vocab=VOCAB)
+    the_plan = Scratch().plan(model, Setup(inputs, rows=ROWS, objective=Preference()))
+    draw = np.random.default_rng(0)
+    tokens, targets = draw.integers(0, VOCAB, (2, ROWS, CONTEXT), dtype=np.int32)
+    batch = {"tokens": tokens, "targets": targets, "mask": np.ones((ROWS, CONTEXT), np.float32)}
+    batch |= {"reference": np.full(ROWS, -5300, np.float32), "weights": np.ones(ROWS, np.float32)}
+    with engine.realize(the_plan) as session:
+        session.build()
+        torch.cuda.reset_peak_memory_stats()
+        losses = [session.step(batch, AdamW.for_lora().hp_for_step(step)).loss for step in range(3)]
+        peak = torch.cuda.max_memory_allocated()
+        return session.gradients(batch), losses, peak
+
+
+@pytest.mark.parametrize(
+    ("settings", "tolerance"),
+    [
+        ({}, 1e-4), ({"capture": False}, 1e-4), ({"recompute": True}, 1e-4), ({"compile": True}, 1e-4),
+        ({"dtype": "float64"}, 1e-5), ({"dtype": "bfloat16"}, 1e-1),
+    ],
+)  # fmt: skip
+@pytest.mark.filterwarnings("ignore:TensorFloat32", "ignore:The .grad attribute")  # raised by the compiler
+def test_a_preference_step_agrees_with_the_cpu(settings, tolerance):
+    expected, losses, _ = preference_run(TorchCPU())
+    gradients, ours, _ = preference_run(TorchCUDA(**settings))
+    np.testing.assert_allclose(ours, losses, rtol=tolerance, atol=1e-6)  # later losses are almost 0
+    for name, gradient in expected.items():
+        assert np.linalg.norm(gradients[name] - gradient) <= 10 * tolerance * np.linalg.norm(gradient), name
+
+
+# Only of steps that are not captured: a captured step reuses memory of its own.
+@pytest.mark.parametrize("settings", [{"capture": False}, {"dtype": "float64"}])
+def test_a_preference_step_holds_a_part_of_the_logits(settings, monkeypatch):
+    peak = preference_run(TorchCUDA(**settings))[2]
+    monkeypatch.setattr(ProjectedLossOps, "chunk", 1 << 40)
+    assert peak < 0.25 * preference_run(TorchCUDA(**settings))[2]

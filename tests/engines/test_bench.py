@@ -439,7 +439,7 @@ def test_options_are_parsed_with_an_equals_sign_and_with_a_space():
         (["steps=5"], "steps=5: has no effect in bench, which chooses the steps per round; to set them: --steps 5"),
         (["fast"], "bench fast: expected key=value"),
         (["lr=1,2"], "lr=1,2: bench uses one experiment"),
-        (["engine=ggml,ggml"], "has an engine twice"),
+        (["engine=ggml,ggml"], "names an engine twice"),
         (["engine=ggml:blas"], "expected ggml:key=value"),
         (["engine=gmgl"], "did you mean ggml?"),
         (["engine=cpu,,ggml,"], "engine=cpu,,ggml,: empty name; did you mean engine=cpu,ggml?"),

@@ -50,14 +50,15 @@ def build_session(engine, plan):
 
 
 @pytest.mark.parametrize("engine", ENGINES)
-@pytest.mark.parametrize("name", ["gpt2", "gpt2_untied"])
+@pytest.mark.parametrize("name", ["gpt2", "gpt2_untied", "lab"])
 def test_gradients_with_masks_are_those_of_float64(name, engine):
     plan = make_plan(name=name)
     batch = Dropout(batches(), plan).batch(0)
     factors = {n: torch.from_numpy(1 + batch[f"{n}.dropout"].astype(np.float64)) for n in list_layers(plan)}
-    forward = partial(float64.gpt2, drop=lambda x, layer: x * factors[layer])
+    usual = float64.FORWARD[plan.model.name]
+    forward = partial(usual, drop=lambda x, layer: x * factors[layer])
     _, loss, expected = float64.gradients(forward, plan, batch)
-    _, loss_without_masks, _ = float64.gradients(float64.gpt2, plan, batch)
+    _, loss_without_masks, _ = float64.gradients(usual, plan, batch)
     with build_session(engine, plan) as session:
         for tensor, gradient in session.gradients(batch).items():
             assert np.linalg.norm(gradient - expected[tensor]) <= 1e-4 * np.linalg.norm(expected[tensor]) + 1e-8, tensor

@@ -126,19 +126,24 @@ class TorchOps(Ops):
         even, odd = x[..., 0::2], x[..., 1::2]
         return torch.stack((even * cos - odd * sin, even * sin + odd * cos), -1).flatten(-2)
 
-    def attention(self, q, k, v, causal=True, window=0, scale=None, softcap=0.0, sinks=None):
+    def attention(self, q, k, v, causal=True, window=0, scale=None, softcap=0.0, sinks=None, bias=None):
         """Attention score by score; with none of the settings, PyTorch's own function."""
-        if window or scale or softcap or sinks is not None or v.shape != k.shape:
+        if window or scale or softcap or sinks is not None or bias is not None or v.shape != k.shape:
             share = q.shape[2] // k.shape[2]
             k, v = k.repeat_interleave(share, 2), v.repeat_interleave(share, 2)
             scores = torch.einsum("bihd,bjhd->bhij", q, k) * (q.shape[3] ** -0.5 if scale is None else scale)
             scores = torch.tanh(scores / softcap) * softcap if softcap else scores
+            scores = scores if bias is None else scores + bias
             top = scores.detach().amax((1, 2, 3), keepdim=True)
             weights = self.causal(torch.exp(scores - top), window, 0.0) if causal else torch.exp(scores - top)
             total = weights.sum(-1) + (0 if sinks is None else torch.exp(sinks[:, None] - top[..., 0]))
             return torch.einsum("bhij,bjhd,bhi->bihd", weights, v, 1 / total).flatten(2)
         q, k, v = (t.transpose(1, 2) for t in (q, k, v))
         return F.scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=True).transpose(1, 2).flatten(2)
+
+    def distance_bias(self, table, length):
+        rows = [[table[:, max(i - j, 0)] * (i >= j) for j in range(length)] for i in range(length)]
+        return torch.stack([torch.stack(row, -1) for row in rows], 1)
 
     def sigmoid(self, x):
         return torch.sigmoid(x)
@@ -525,9 +530,17 @@ def attention_settings_case(draw):
     with_sinks, causal = draw(st.booleans()), draw(st.booleans())
     if with_sinks:
         case.array("sinks", shared * share, magnitude=1.0)
-    case.function = lambda ops, p, batch: ops.attention(
-        p["q"], p["k"], p["v"], causal, sinks=p["sinks"] if with_sinks else None, **options
-    )
+    shape = draw(st.sampled_from([None, (shared * share, length, length), (1, length, length), (length, length)]))
+    by_distance = shape is None and draw(st.booleans())
+    if shape or by_distance:
+        case.array("bias", *(shape or (shared * share, length + draw(st.integers(0, 3)))), magnitude=1.0)
+
+    def function(ops, p, batch):
+        own = {name: p[name] for name in ("sinks", "bias") if name in p}
+        own |= {"bias": ops.distance_bias(p["bias"], length)} if by_distance else {}
+        return ops.attention(p["q"], p["k"], p["v"], causal, **own, **options)
+
+    case.function = function
     return case
 
 

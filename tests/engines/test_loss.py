@@ -5,10 +5,16 @@ from functools import partial
 import numpy as np
 import pytest
 import torch
+from tensor_memory import measure_peak_tensor_bytes
 from tiny import batches, plan, write_base
 
-from toyexp import AdamW, AdaptedWeight, LowRank, Setup
+from toyexp import AdamW, AdaptedWeight, InputSpec, LowRank, Ops, Setup
+from toyexp_ggml.engines import GGMLCPU
+from toyexp_ggml.ops import GGMLOps
+from toyexp_models.llama import Llama
+from toyexp_objectives.preference import Preference
 from toyexp_recipes.lora import Lora
+from toyexp_recipes.scratch import Scratch
 from toyexp_torch import ops
 from toyexp_torch.engines import TorchCPU
 from toyexp_torch.loss import DeferredLogits, LossOps
@@ -129,3 +135,84 @@ def test_a_model_can_apply_further_ops_to_its_logits(op):
     logits = ops.logits(x, w)
     assert isinstance(logits, DeferredLogits)
     assert torch.equal(LATER_OPS[op](ops, logits), LATER_OPS[op](TorchOps(), x @ w.T))
+
+
+# -- log-probabilities of tokens, a few positions at a time ------------------------------------------------------------
+
+
+def token_gradients(ops, x, w, targets, by_token):
+    """Return log-probabilities of targets, and the gradients of their sum, each multiplied by its own factor."""
+    leaves = [x, *((w.base, w.low_rank.a, w.low_rank.b) if isinstance(w, AdaptedWeight) else (w,))]
+    values = ops.token_log_probs(ops.logits(x, w), targets)
+    return values, *torch.autograd.grad((values * by_token).sum(), leaves)
+
+
+@pytest.mark.parametrize("form", ["eager", "compiled", "adapted", "float32"])
+@pytest.mark.parametrize("chunk", [1, 21, 28, 1000])  # logits: less than a position, 3 or 4 of 6 positions, all
+def test_log_probabilities_of_chunks_of_positions_have_exact_gradients(form, chunk, monkeypatch):
+    draw = torch.Generator().manual_seed(1)
+    dtype = torch.float32 if form == "float32" else torch.float64
+    shapes = ((2, 3, 5), (7, 5), (2, 5), (7, 2))
+    x, w, a, b = (torch.randn(s, generator=draw, dtype=torch.float64).to(dtype).requires_grad_() for s in shapes)
+    targets, by_token = torch.tensor([[1, 6, 0], [2, 3, 3]], dtype=torch.int32), torch.tensor([[2.0, 0, -1], [3, 1, 5]])
+    weight = AdaptedWeight(w, low_rank=LowRank(a, b, 0.5)) if form == "adapted" else w
+    expected = token_gradients(TorchOps(), x, weight, targets, by_token)
+    fused = LossOps(TorchOps())
+    fused.chunk = chunk
+
+    def run():
+        return fused.token_log_probs(fused.logits(x, weight), targets)
+
+    if form == "compiled":
+        torch.compiler.reset()
+        run = torch.compile(run, backend="aot_eager", fullgraph=True)
+    values = run()
+    leaves = [x, w, *((a, b) if form == "adapted" else ())]
+    results = (values, *torch.autograd.grad((values * by_token).sum(), leaves))
+    torch.testing.assert_close(results, expected)
+
+
+def preference_session(engine, context=32, vocab=4096):
+    """Return a session that trains DPO with a small model and a large vocabulary, and a batch."""
+    ids, number = InputSpec((context,), "int32", below=vocab), InputSpec((context,), "float32")
+    inputs = {"tokens": ids, "targets": ids, "mask": number}
+    inputs |= dict.fromkeys(("reference", "weights"), InputSpec((), "float32"))
+    model = Llama(d_model=16, n_layers=1, n_heads=2, d_ff=16, context=context, vocab=vocab, tied=True)
+    the_plan = Scratch().plan(model, Setup(inputs, rows=ROWS, objective=Preference()))
+    draw = np.random.default_rng(0)
+    tokens, targets = draw.integers(0, vocab, (2, ROWS, context), dtype=np.int32)
+    mask = np.ones((ROWS, context), np.float32)
+    batch = {"tokens": tokens, "targets": targets, "mask": mask}
+    batch |= {"reference": np.zeros(ROWS, np.float32), "weights": np.ones(ROWS, np.float32)}
+    session = engine.realize(the_plan)
+    session.build()
+    return session, batch
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64", "bfloat16"])
+@pytest.mark.parametrize("recompute", [False, True])
+def test_a_preference_step_never_holds_all_logits(dtype, recompute, monkeypatch):
+    engine, hp = TorchCPU(threads=1, dtype=dtype, recompute=recompute), AdamW.for_lora().hp_for_step(0)
+    gradients, peaks, logits = [], [], 4 * ROWS * 32 * 4096
+    for chunk in (1 << 30, 1 << 15):
+        monkeypatch.setattr(LossOps, "chunk", chunk)
+        session, batch = preference_session(engine)
+        with session:
+            gradients.append(session.gradients(batch))
+            peaks.append(measure_peak_tensor_bytes(lambda session=session, batch=batch: session.step(batch, hp)))
+    for name, gradient in gradients[0].items():
+        norm = np.linalg.norm(gradient)
+        assert np.linalg.norm(gradients[1][name] - gradient) <= (2e-2 if dtype == "bfloat16" else 1e-5) * norm, name
+    assert peaks[0] > logits
+    assert peaks[1] < (2 if dtype == "float64" else 1) * logits
+
+
+def test_a_preference_graph_of_ggml_holds_fewer_copies_of_the_logits(monkeypatch):
+    sizes = []
+    for composed in (False, True):
+        if composed:
+            monkeypatch.setattr(GGMLOps, "token_log_probs", Ops.token_log_probs)
+        session, _ = preference_session(GGMLCPU(threads=1))
+        with session:
+            sizes.append(session.describe()["compute_bytes"])
+    assert sizes[0] < 0.8 * sizes[1]

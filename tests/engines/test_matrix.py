@@ -30,9 +30,11 @@ LLAMA_FAMILY = [
     "smollm3",
     "qwen3moe",
     "olmoe",
+    "lab",
 ]
 RARE = LLAMA_FAMILY[1:]  # the default suite trains them only from scratch
 DATA = {**dict.fromkeys([*LLAMA_FAMILY, "gpt2"], TEXT), "vit": ["data=digits"]}
+DATA["lab"] = [*TEXT, "model.norm_kind=layer"]  # with its defaults, its file holds a llama
 BASE_SETTINGS = ["recipe.base=base/model.gguf", "data.tokenizer=auto"]
 SETTINGS = {  # settings for the cells that the matrix marks with `set`
     ("warm", "gpt2"): ["model.tied=false"],

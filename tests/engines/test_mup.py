@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -17,6 +18,7 @@ from toyexp.reference.engine import reference_logits
 from toyexp.testing import token_dataset
 from toyexp_ggml.engines import GGMLCPU
 from toyexp_models.gpt2 import GPT2
+from toyexp_models.granite import Granite
 from toyexp_models.llama import Llama
 from toyexp_optimisers.adamw import AdamWOptimiser
 from toyexp_recipes.scratch import Scratch
@@ -25,10 +27,15 @@ from toyexp_torch.engines import TorchCPU
 ENGINES = {"cpu": TorchCPU(threads=1), "ggml": GGMLCPU(threads=1)}
 LR = 0.01
 
+
+def rotary(cls, width, **settings):
+    heads = width // 16
+    return cls(d_model=width, d_ff=2 * width, n_heads=heads, n_kv_heads=heads, context=CONTEXT, **settings)
+
+
 FAMILIES = {
-    "llama": lambda width, **settings: Llama(
-        d_model=width, d_ff=2 * width, n_heads=width // 16, n_kv_heads=width // 16, context=CONTEXT, **settings
-    ),
+    "llama": partial(rotary, Llama),
+    "granite": partial(rotary, Granite, embedding_scale=2.0, residual_scale=0.5, logit_scale=0.5),
     "gpt2": lambda width, **settings: GPT2(
         d_model=width, d_ff=4 * width, n_heads=width // 16, context=CONTEXT, **settings
     ),
@@ -75,12 +82,14 @@ def test_mup_scales_rates_values_scores_and_logits_as_table_8_says():
                 assert spec.lr_scale == 0.25 and spec.init.std == pytest.approx(spec.shape[1] ** -0.5), family
             else:
                 assert spec == before, family
+    assert (Granite(mup=True).score_factor(16), Granite(mup=True).fold({})[0].attention_scale) == (1 / 16, 1 / 16)
+    assert Granite(mup=True, attention_scale=0.3).fold({})[0].attention_scale == 0.3
     with pytest.raises(UserError, match=r"model.mup_base_width=0"):
         GPT2(mup=True, mup_base_width=0).check()
 
 
 @pytest.mark.parametrize("tied", [True, False])
-@pytest.mark.parametrize("name", ["llama", "llama_all", "gpt2"])
+@pytest.mark.parametrize("name", ["llama", "llama_all", "granite", "granite_nope", "gpt2"])
 def test_a_folded_model_computes_the_same_logits_without_mup(name, tied):
     model = replace(tiny.MODELS[name], mup=True, mup_base_width=20, tied=tied)
     plan, batch = make_plan(model), batches(8).batch(0)
@@ -95,7 +104,7 @@ def test_a_folded_model_computes_the_same_logits_without_mup(name, tied):
 
 
 def test_engines_compute_mup_as_float64_does():
-    for name in ("llama", "gpt2"):
+    for name in ("llama", "granite", "granite_nope", "gpt2"):
         plan, batch = make_plan(replace(tiny.MODELS[name], mup=True, mup_base_width=20)), batches(8).batch(0)
         expected = reference_logits(plan, {t.name: plan.initial_values(t) for t in plan.tensors}, batch)
         for engine in ENGINES.values():
@@ -104,7 +113,7 @@ def test_engines_compute_mup_as_float64_does():
                 np.testing.assert_allclose(session.logits(batch), expected, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("model", ["llama", "gpt2"])
+@pytest.mark.parametrize("model", ["llama", "granite", "gpt2"])
 def test_the_files_of_a_mup_run_have_its_held_out_loss(model, tmp_path, monkeypatch, capsys):
     """The sizes make every factor of muP differ from 1."""
     monkeypatch.chdir(tmp_path)

@@ -1,6 +1,7 @@
 """Objectives on every engine, against torch.nn.functional in float64."""
 
 import dataclasses
+import re
 
 import numpy as np
 import pytest
@@ -9,6 +10,7 @@ from float64_models import FORWARD
 from tiny import MODELS, VOCAB, add_weights, batches, plan, replace_initial_values, write_base
 
 from toyexp import AdamW, CrossEntropy, InputSpec, Setup, UserError, program_difference
+from toyexp.interfaces.micro_batches import prepare_batches
 from toyexp.testing import ObjectiveSuite, ReferenceOps, token_dataset
 from toyexp_ggml.engines import GGMLCPU, GGMLCUDA, GGMLMetal, GGMLVulkan
 from toyexp_objectives.distil import Distil
@@ -59,6 +61,57 @@ def test_cross_entropy_with_smoothing_and_z_loss_agrees_with_torch_in_float64(en
         assert session.step(batch, AdamW.for_lora().hp_for_step(0)).loss == pytest.approx(loss, rel=2e-6)
 
 
+CLASS_WEIGHTS = {0: 0.25, 3: 4.0, 17: 2.0, 39: 0.5}
+
+
+@pytest.mark.parametrize("smoothing", [0.0, 0.2])
+@pytest.mark.parametrize("accumulate", [1, 3])
+@pytest.mark.parametrize("engine", ["cpu", "float64", "compiled", "ggml", "vulkan"])
+def test_class_weights_are_those_of_torch(engine, accumulate, smoothing):
+    """The mean is over the weights of all targets of a step, and held-out losses stay plain."""
+    objective = CrossEntropy(smoothing, class_weights=CLASS_WEIGHTS)
+    the_plan = plan("llama", rows=3 // accumulate, accumulate=accumulate, objective=objective)
+    the_plan = dataclasses.replace(the_plan, tensors=(*the_plan.tensors, *objective.tensors(the_plan)))
+    batch = batches().batch(0)
+    values = {t.name: torch.from_numpy(the_plan.initial_values(t)).double() for t in the_plan.trainable}
+    leaves = {name: value.requires_grad_() for name, value in values.items()}
+    logits = FORWARD["llama"](leaves, the_plan.model, torch.from_numpy(batch["tokens"]).long()).flatten(0, 1)
+    by_class = torch.tensor([CLASS_WEIGHTS.get(i, 1.0) for i in range(VOCAB)]).double()
+    targets = torch.from_numpy(batch["targets"]).long().flatten()
+    assert {0, 3, 17, 39} & set(targets.tolist())
+    loss = torch.nn.CrossEntropyLoss(by_class, label_smoothing=smoothing)(logits, targets)
+    gradients = dict(zip(leaves, torch.autograd.grad(loss, list(leaves.values()), retain_graph=True), strict=True))
+    with build(ENGINES[engine], the_plan) as session:
+        for name, ours in session.gradients(batch).items():
+            theirs = gradients[name].numpy()
+            assert np.linalg.norm(ours - theirs) <= 2e-5 * np.linalg.norm(theirs), name
+        plain = torch.nn.CrossEntropyLoss()(logits, targets).item()
+        assert session.evaluate([batch]) == pytest.approx(plain, rel=1e-6)
+        block = {name: np.concatenate([array] * 2) for name, array in batch.items()}
+        for prepared in (batch, prepare_batches(the_plan, block, 2)[1]):
+            with build(ENGINES[engine], the_plan) as fresh:
+                step = fresh.step(prepared, AdamW.for_lora().hp_for_step(0))
+                assert step.loss == pytest.approx(loss.item(), rel=2e-6)
+
+
+@pytest.mark.parametrize(
+    ("weights", "smoothing", "message"),
+    [
+        ({1: float("nan")}, 0.0, "class_weights={1: nan}: must be a finite number at least 0"),
+        ({1: -2.0}, 0.0, "class_weights={1: -2.0}: must be a finite number at least 0"),
+        ({1: 0.0}, 0.1, "class_weights={1: 0.0}: must be a finite number above 0 with objective.smoothing=0.1"),
+        ({40: 2.0}, 0.0, "class_weights={40: 2.0}: classes are 0 to 39"),
+        ({-1: 2.0}, 0.0, "class_weights={-1: 2.0}: classes are 0 to 39"),
+    ],
+)
+def test_bad_class_weights_are_rejected(weights, smoothing, message):
+    objective = CrossEntropy(smoothing, class_weights=weights)
+    spec = InputSpec((12,), "int32", below=VOCAB)
+    with pytest.raises(UserError, match=re.escape(message)):
+        objective.check()
+        objective.check_inputs(MODELS["llama"], {"targets": spec})
+
+
 def test_smoothing_of_a_masked_vocabulary_and_large_logits_stays_exact():
     """Logits of 300 underflow to probabilities of 0, whose logarithms smoothing needs."""
     the_plan = plan("llama", objective=CrossEntropy(0.2, 1e-4))
@@ -86,6 +139,10 @@ SOME = (ENGINES["cpu"], ENGINES["float64"], ENGINES["ggml"], ENGINES["metal"], E
 
 class TestCrossEntropy(ObjectiveSuite):
     objective, engines = CrossEntropy(0.1, 1e-3), SOME
+
+
+class TestClassWeights(ObjectiveSuite):
+    objective, engines = CrossEntropy(0.1, 1e-3, {2: 3.0, 5: 0.5}), SOME
 
 
 class TestMSE(ObjectiveSuite):

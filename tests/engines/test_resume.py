@@ -45,8 +45,9 @@ def losses(directory):
 
 @pytest.mark.parametrize("engine", ["cpu", "ggml"])
 def test_an_extended_run_equals_an_uninterrupted_one(engine):
-    run(*settings(engine), "steps=12", "hydra.run.dir=whole/run")
-    run(*settings(engine), "steps=5", "hydra.run.dir=begun/run")
+    weighted = [*settings(engine), "objective.class_weights={101: 2.5}", "objective.smoothing=0.1"]
+    run(*weighted, "steps=12", "hydra.run.dir=whole/run")
+    run(*weighted, "steps=5", "hydra.run.dir=begun/run")
     run("resume=begun/run", "steps=12")
     uninterrupted, extended = Trace.read(Path("whole/run")), Trace.read(Path("begun/run"))
     assert extended.files == uninterrupted.files
@@ -84,6 +85,7 @@ CHANGED_SETTINGS = [
     ("data.val_fraction=0.2", "data.val_fraction was 0.05 and is 0.2"),
     ("seed=1 batch_size=2 name=other", "batch_size was 4 and is 2"),
     ("seed=1 batch_size=2 optim.beta1=0.8 model.d_model=64", ", and 1 more"),
+    ("objective.class_weights={3:2}", "objective.class_weights.3 was null and is 2.0"),
     ("optim.groups={blk.0.*:{frozen:true}}", "optim.groups.blk.0.* was null and is {frozen: true}"),
 ]
 

@@ -24,7 +24,7 @@ from stacks import (
 )  # fmt: skip
 from tiny import batches, plan
 
-from toyexp import ArrayValues, InputSpec, RunFailed, Setup, UserError, program_difference
+from toyexp import ArrayValues, CrossEntropy, InputSpec, RunFailed, Setup, UserError, program_difference
 from toyexp.base.errors import BadBatch
 from toyexp.interfaces.plan import apply_optimiser
 from toyexp.training.driver import drive
@@ -94,7 +94,7 @@ def test_runs_that_amplify_rounding_differ_in_float32_by_at_most_ten_perturbatio
     assert largest_error > 1e-5
 
 
-@pytest.mark.parametrize("model", ["llama_all", "gemma", "gemma3", "granite", "qwen3moe", "gpt2_untied"])
+@pytest.mark.parametrize("model", ["llama_all", "gemma", "gemma3", "granite", "qwen3moe", "gpt2_untied", "lab"])
 def test_losses_of_every_family_are_those_of_each_run_alone(model):
     assert_each_as_alone(make_jobs(model, ADAMW))
 
@@ -102,6 +102,11 @@ def test_losses_of_every_family_are_those_of_each_run_alone(model):
 @pytest.mark.parametrize("name", OPTIMISERS)
 def test_losses_with_every_optimiser_are_those_of_each_run_alone(name):
     assert_each_as_alone(make_jobs("llama", OPTIMISERS[name]))
+
+
+def test_losses_with_an_auxiliary_loss_or_class_weights_are_those_of_each_run_alone():
+    assert_each_as_alone(make_jobs("qwen3moe", ADAMW, objective=CrossEntropy(auxiliary=0.1)))
+    assert_each_as_alone(make_jobs("llama", ADAMW, objective=CrossEntropy(class_weights={3: 4.0, 7: 0.0})))
 
 
 def test_losses_with_two_micro_batches_are_those_of_each_run_alone():

@@ -289,7 +289,7 @@ def test_a_resumed_sweep_over_classes_needs_the_code_typed_again(capsys):
     ("words", "message"),
     {
         ("engine=ggml",): "engine=ggml: cannot run model=torch_module; type engine=cpu",
-        ("engine.devices=2",): "engine.devices=2: model=torch_module trains on one; leave devices out",
+        ("engine.devices=2",): "engine.devices=2: model=torch_module runs on one device; leave it out",
         ("callbacks.gguf_export.type=f16",): "model=torch_module: GGUF cannot hold it",
         ("model.arguments={dropout: 0.5}",): "the module draws random numbers (dropout?)",
         ("model.arguments={wide: 1}",): "unexpected keyword argument 'wide'",

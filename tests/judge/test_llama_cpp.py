@@ -38,6 +38,7 @@ from toyexp_models.arcee import Arcee
 from toyexp_models.gemma3 import Gemma2, Gemma3
 from toyexp_models.gpt2 import GPT2
 from toyexp_models.granite import Granite
+from toyexp_models.lab import Lab
 from toyexp_models.llama import Gemma, Llama, Qwen2, Qwen3
 from toyexp_models.moe import Olmoe, Qwen3Moe
 from toyexp_models.olmo import Olmo2
@@ -179,6 +180,7 @@ ARCEE = Arcee(d_model=64, d_ff=96, context=CONTEXT, norm_eps=1e-3, rope_base=500
 SMOLLM3 = SmolLM3(d_model=64, d_ff=96, n_layers=4, context=CONTEXT, norm_eps=1e-3, rope_base=500.0, **SCALED)
 QWEN3MOE = Qwen3Moe(d_model=64, d_ff=32, experts=5, experts_used=3, context=CONTEXT, norm_eps=1e-3, rope_base=500.0)
 OLMOE = Olmoe(d_model=64, d_ff=32, experts=6, experts_used=2, context=CONTEXT, norm_eps=1e-3, rope_base=500.0)
+LAB = Lab(d_model=64, d_ff=96, context=CONTEXT, norm_eps=1e-3, rope_base=500.0)
 GPT = GPT2(d_model=64, d_ff=80, context=CONTEXT, norm_eps=1e-3)  # tied; 32 does not divide 80 (q8_0)
 WIDE = (replace(LLAMA, d_model=256, d_ff=256, n_layers=1), "byte")  # rows that K-quants can hold
 VARIANTS: dict[str, tuple[Model, str]] = {
@@ -201,6 +203,7 @@ VARIANTS: dict[str, tuple[Model, str]] = {
     "gemma3, all positions, padded": (replace(GEMMA3, window=0, vocab=300), "byte"),
     "gemma3, softcap": (replace(GEMMA3, head_dim=0, final_softcap=5.0), "byte"),
     "granite": (replace(GRANITE, **SCALED, **EVERY_BIAS, rope_factors=FACTORS), "bpe"),
+    "granite, muP": (replace(GRANITE, mup=True, mup_base_width=24, attention_scale=0.0), "byte"),
     "granite, no rope, tied": (replace(GRANITE, rope=False, tied=True, attention_scale=0.0), "byte"),
     "olmo2": (OLMO2, "bpe"),
     "olmo2, padded": (replace(OLMO2, n_kv_heads=4, vocab=300), "byte"),
@@ -213,6 +216,27 @@ VARIANTS: dict[str, tuple[Model, str]] = {
     "olmoe": (OLMOE, "bpe"),
     "gpt2": (GPT, "bpe"),
     "gpt2, untied, padded": (replace(GPT, tied=False, vocab=300), "byte"),
+    "lab, qwen3": (replace(LAB, qk_norm="head", residual_scalars="branch", **SCALED), "bpe"),
+    "lab, olmo2": (replace(LAB, norm_place="after", qk_norm="width", residual_scalars="branch"), "byte"),
+    "lab, smollm3": (replace(LAB, nope_every=4, n_layers=4, tied=True, qkv_bias=True), "byte"),
+    "lab, gemma2": (
+        replace(
+            LAB,
+            activation="geglu",
+            norm_place="both",
+            tied=True,
+            window=9,
+            window_period=2,
+            score_softcap=3.0,
+            final_softcap=5.0,
+        ),
+        "byte",
+    ),
+    "lab, qwen3moe": (replace(LAB, experts=5, experts_used=3, d_ff=32, qk_norm="head"), "byte"),
+    "lab, gpt2": (
+        replace(LAB, norm_kind="layer", positions="learned", activation="gelu", n_kv_heads=4, **EVERY_BIAS),
+        "byte",
+    ),
 }
 
 
@@ -299,7 +323,7 @@ GELU = ("gemma", "gemma2", "gemma3", "gpt2")  # models with the tolerances of gp
 
 def assert_agrees(trained: TrainedModel, path: Path, kind: str, adapter: Path | None = None) -> None:
     loss, worst = trained.judge(path, adapter)
-    name = trained.plan.model.name
+    name = trained.plan.model.fold({})[0].name
     loss_limit, limit = TOLERANCE["gpt2" if name in GELU else "llama", kind]
     assert loss == pytest.approx(trained.loss, abs=loss_limit)
     assert worst < limit

@@ -72,11 +72,11 @@ BAD = {
     "hydra: {sweeper: {max_batch_size: 1}}": "only hydra.sweeper.params",
     "hydra: {searchpath: ['pkg://tempting']}": "hydra.searchpath loads a Python package",
     "hydra: {job: {env_set: {LD_PRELOAD: x.so}}}": "hydra.job is not allowed in a file",
-    "name: !!python/object/apply:os.system ['touch touched']": "is a type",
-    "name: !!python/name:os.system": "is a type",
-    "name: !custom x": "is a type",
-    "seed: 1:30": "YAML parses 1:30 in base 60",
-    "lr: 1:30.5": "YAML parses 1:30.5 in base 60",
+    "name: !!python/object/apply:os.system ['touch touched']": "YAML tag",
+    "name: !!python/name:os.system": "YAML tag",
+    "name: !custom x": "YAML tag",
+    "seed: 1:30": "YAML reads 1:30 as a number in base 60",
+    "lr: 1:30.5": "YAML reads 1:30.5 as a number in base 60",
     "name: ${oc.env:TOKEN}": "key=$NAME",
     "name: a-${oc.env:TOKEN,none}": "key=$NAME",
     "data: {path: '${oc.decode:${oc.env:TOKEN}}'}": "is not allowed in a file",
@@ -112,7 +112,7 @@ def test_a_config_file_with_code_is_rejected_for_display_and_sweeps(flag, capsys
         ("# A fast one.\n# @package hydra\ncallbacks: {x: {a: 1}}", "by '@package hydra'"),
         ("defaults: [/evil@hydra: x]\nsteps: 3", "/evil@hydra sets Hydra's own settings"),
         ("defaults: [{/evil@_global_.hydra.run: x}]", "/evil@_global_.hydra.run sets Hydra's own settings"),
-        ("defaults: [/../secret]\nsteps: 3", "may only include other files"),
+        ("defaults: [/../secret]\nsteps: 3", "may include only files of this directory"),
         ("name: ${oc.env:TOKEN}", "key=$NAME"),
     ],
 )
@@ -193,7 +193,7 @@ def test_a_resumed_or_repeated_run_resolves_no_interpolations(capsys):
     for old, new, message in (
         ("name: scratch-llama", "name: ${oc.env:TOKEN}", "key=$NAME"),
         ("recipe:\n", "recipe:\n  _target_: os.system\n", "_target_ names code"),
-        ("name: scratch-llama", "name: !!python/name:os.system", "is a type"),
+        ("name: scratch-llama", "name: !!python/name:os.system", "YAML tag"),
     ):
         assert old in text
         Path("run/config.yaml").write_text(text.replace(old, new))

@@ -177,6 +177,70 @@ def gpt2(w, cfg, tokens, drop=lambda x, name: x):
     return norm(x, "output_norm") @ w.get("output.weight", w["token_embd.weight"]).T
 
 
+def lab(w, cfg, tokens, drop=lambda x, name: x):
+    """Return logits of token ids [B, T]; w maps GGUF names to float64 tensors. `drop(x, name)` applies dropout."""
+    size, length = cfg.head_dim or cfg.d_model // cfg.n_heads, tokens.shape[1]
+    angle = torch.arange(length, dtype=torch.float64)[:, None] / cfg.rope_scale
+    angle = angle * cfg.rope_base ** (-torch.arange(0, size, 2, dtype=torch.float64) / size)
+
+    def rms(x, name):
+        return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + cfg.norm_eps) * w[f"{name}.weight"]
+
+    def norm(x, name):
+        if cfg.norm_kind == "rms":
+            return rms(x, name)
+        if cfg.norm_kind == "none":
+            return x
+        mean, var = x.mean(-1, keepdim=True), x.var(-1, keepdim=True, unbiased=False)
+        return (x - mean) / torch.sqrt(var + cfg.norm_eps) * w[f"{name}.weight"] + w[f"{name}.bias"]
+
+    def linear(x, name):
+        return x @ w[f"{name}.weight"].T + w.get(f"{name}.bias", 0)
+
+    def heads(x):
+        return x.unflatten(-1, (-1, size)).transpose(1, 2)
+
+    def attend(h, i, first):
+        q, k, v = (linear(h, f"blk.{i}.attn_{n}") for n in "qkv")
+        if cfg.qk_norm == "width":
+            q, k = rms(q, f"blk.{i}.attn_q_norm"), rms(k, f"blk.{i}.attn_k_norm")
+        if cfg.value_residual and i:
+            v = w[f"blk.{i}.value_own.weight"] * v + w[f"blk.{i}.value_first.weight"] * first
+        q, k, v = map(heads, (q, k, v))
+        if cfg.qk_norm == "head":
+            q, k = rms(q, f"blk.{i}.attn_q_norm"), rms(k, f"blk.{i}.attn_k_norm")
+        if cfg.positions == "rope" and (cfg.nope_every == 0 or i % cfg.nope_every != cfg.nope_every - 1):
+            q, k = rotate(q, angle, False), rotate(k, angle, False)
+        group = cfg.n_heads // cfg.n_kv_heads
+        k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
+        window = 0 if i % cfg.window_period == cfg.window_period - 1 else cfg.window
+        return linear(attention(q, k, v, window=window, cap=cfg.score_softcap), f"blk.{i}.attn_output")
+
+    def feed_forward(h, i):
+        up = linear(h, f"blk.{i}.ffn_up")
+        if cfg.activation in ("swiglu", "geglu"):
+            hidden = (silu if cfg.activation == "swiglu" else tanh_gelu)(linear(h, f"blk.{i}.ffn_gate")) * up
+        else:
+            hidden = tanh_gelu(up) if cfg.activation == "gelu" else torch.where(up > 0, up**2, 0.0)
+        return linear(hidden, f"blk.{i}.ffn_down")
+
+    def branch(x, i, name, layer, post, function):
+        h = function(x if cfg.norm_place == "after" else norm(x, f"blk.{i}.{name}_norm"), i)
+        h = drop(h, f"blk.{i}.{layer}")
+        h = h if cfg.norm_place == "before" else norm(h, f"blk.{i}.{post}")
+        return x + h * (w[f"blk.{i}.{name}_scale.weight"] if cfg.residual_scalars == "branch" else 1)
+
+    x = w["token_embd.weight"][tokens]
+    x = drop(x + w["position_embd.weight"][:length] if cfg.positions == "learned" else x, "token_embd")
+    first = linear(x if cfg.norm_place == "after" else norm(x, "blk.0.attn_norm"), "blk.0.attn_v")
+    for i in range(cfg.n_layers):
+        x = x * w[f"blk.{i}.block_scale.weight"] if cfg.residual_scalars == "block" else x
+        x = branch(x, i, "attn", "attn_output", "post_attention_norm", partial(attend, first=first))
+        x = branch(x, i, "ffn", "ffn_down", "post_ffw_norm", feed_forward)
+    logits = norm(x, "output_norm") @ w.get("output.weight", w["token_embd.weight"]).T
+    return cfg.final_softcap * torch.tanh(logits / cfg.final_softcap) if cfg.final_softcap else logits
+
+
 FORWARD = {
     "llama": partial(decoder, halves=False),
     "qwen2": decoder,
@@ -191,6 +255,7 @@ FORWARD = {
     "smollm3": smollm3,
     "olmo2": olmo2,
     "gpt2": gpt2,
+    "lab": lab,
 }
 
 

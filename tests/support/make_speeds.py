@@ -67,7 +67,8 @@ def text(machines):
     table = "".join("|" + "|".join(line) + "|\n" if line[0] == "---" else _line(line) for line in lines)
     here = machines["2 cores"]["runs"]
     *others, last = (f"{_ratio(here[shape], 'ggml', 'cpu'):.2f}" for shape in SHAPES)
-    torch = f"So on this CPU a step on `ggml` takes {', '.join(others)} and {last} times as long as on `cpu`. At"
+    torch = (f"On the machine with 2 cores, a step on `ggml` takes {', '.join(others)} and {last} times as long as on "
+             "`cpu` at these sizes. At")  # fmt: skip
     autodiff = f"{_ratio(here['bench_6m'], 'ggml', 'ggml autodiff'):.2f} times as long as with ggml's own autodiff"
     return f"{table}\n{torch}\n`bench_6m` it takes {autodiff}.\n"
 

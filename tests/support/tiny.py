@@ -14,6 +14,7 @@ from toyexp_models.arcee import Arcee
 from toyexp_models.gemma3 import Gemma2, Gemma3
 from toyexp_models.gpt2 import GPT2
 from toyexp_models.granite import Granite
+from toyexp_models.lab import Lab
 from toyexp_models.llama import Gemma, Llama, Qwen2, Qwen3
 from toyexp_models.moe import Olmoe, Qwen3Moe
 from toyexp_models.olmo import Olmo2
@@ -48,7 +49,15 @@ MODELS = {
     "olmoe": Olmoe(**SIZES, d_ff=24),
     "gpt2": GPT2(**SIZES, d_ff=64),
     "gpt2_untied": GPT2(**SIZES, d_ff=64, tied=False),
-}
+    # No family of llama.cpp is equal to these two. tests/engines/test_lab.py has more combinations.
+    "lab": Lab(
+        **{**SIZES, "n_layers": 3}, **ROPE, **BIASES, d_ff=48, norm_kind="layer", norm_place="both", qk_norm="head",
+        nope_every=2, activation="relu2", window=5, window_period=3, score_softcap=2.0, final_softcap=1.5,
+    ),
+    "lab_after": Lab(
+        **SIZES, d_ff=48, tied=True, norm_place="after", qk_norm="width", positions="learned", activation="geglu",
+    ),
+}  # fmt: skip
 
 
 CHATML = (

@@ -129,7 +129,7 @@ def _wrap_arrays(data: Any) -> Any:
     if not isinstance(data, tuple):
         return data
     if len(data) not in (1, 2):
-        raise UserError(f"train data: has {len(data)} arrays; pass (x, y), or x on its own, whose targets are x itself")
+        raise UserError(f"train data: has {len(data)} arrays; pass (x, y), or only x if it is its own target")
     cls: Any = load().get("data", "vectors")
     return cls.from_arrays(*map(_convert_array, data))
 
@@ -242,7 +242,7 @@ def _resolve_callbacks(values: Sequence[Callback | str], registry: Registry) -> 
         if callback.name in by_name and isinstance(value, str):
             continue
         if not isinstance(value, str) and objects.setdefault(callback.name, callback) is not callback:
-            raise UserError(f"train callbacks: two are named {callback.name}; names must be unique")
+            raise UserError(f"train callbacks: two callbacks are named {callback.name}; names must be unique")
         by_name[callback.name] = callback
     return by_name
 

@@ -98,7 +98,7 @@ class ImageDataset(Dataset):
                 setattr(self, name.removeprefix("image_"), stored)
         model_classes = metadata.get("classes", list(self.classes))
         if not isinstance(model_classes, list):
-            raise UserError(f"its classes are {printable(str(model_classes))}, expected a list of names")
+            raise UserError(f"the file's classes are {printable(str(model_classes))}, expected a list of names")
         unknown = [name for name in self.classes if name not in model_classes]
         if unknown and self.classes == tuple(map(str, range(self.vocab))) and self.vocab <= len(model_classes):
             return  # class names that are only numbers: equal to the model's numbers
@@ -201,7 +201,7 @@ def _numbers(name: str, value: object) -> np.ndarray:
     except (TypeError, ValueError):
         array = np.full(1, np.nan)
     if not np.isfinite(array).all() or (name == "image_std" and not (array > 0).all()):
-        raise UserError(f"its {name} is {printable(str(value))}, expected finite numbers (above 0 for image_std)")
+        raise UserError(f"the file's {name} is {printable(str(value))}, expected finite numbers (image_std: above 0)")
     return array
 
 

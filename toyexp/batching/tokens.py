@@ -14,6 +14,7 @@ from toyexp.base.errors import UserError
 from toyexp.base.random import stream
 from toyexp.interfaces.dataset import Batch, Batches, Dataset
 from toyexp.interfaces.kind import TOKENS
+from toyexp.interfaces.phases import TURN
 from toyexp.interfaces.plan import Plan
 from toyexp.tokenizers.tokenizer import Tokenizer
 
@@ -187,18 +188,21 @@ class Dropout(Batches):
     An activation x becomes x (1 + mask), which is inverted dropout (Srivastava et al. 2014). The mask is -1 for dropped
     elements and p / (1 - p) for all others, where p is the probability of dropping. The mask of batch k depends only on
     the seed, the mask's name and k, so every engine drops the same elements. Held-out batches have no masks.
+    If tensors of the plan train in turns, each batch also has the number of its turn.
     """
 
     def __init__(self, batches: Batches, plan: Plan, seed: int | None = None):
         self._batches, self._plan, self._seed = batches, plan, plan.seed if seed is None else seed
         self.inputs, self.facts, self.omissions = plan.inputs, batches.facts, batches.omissions
+        self.rows_per_epoch = batches.rows_per_epoch
 
     def batch(self, k: int) -> Batch:
-        """Return training batch `k` with all masks."""
+        """Return training batch `k` with all masks and its turn."""
         batch = self._batches.batch(k)
         rows = len(batch["weights"])
         masks = {name: self._mask(name, share, rows, k) for name, share in self._plan.dropout_shares.items()}
-        return {**batch, **masks}
+        turn = {TURN: np.full(rows, k % turns, np.float32)} if (turns := self._plan.turns) else {}
+        return {**batch, **masks, **turn}
 
     def _mask(self, name: str, share: float, rows: int, k: int) -> np.ndarray:
         shape = (rows, *self.inputs[name].shape)

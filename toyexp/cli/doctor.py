@@ -375,8 +375,5 @@ def format_table(label: str, engine: Engine, lines: Sequence[Line]) -> list[str]
         rows.append((line.name, *figures, "PASS" if line.passed else "FAIL"))
     passed = sum(line.passed for line in lines)
     head = f"{label}: {passed} of {len(lines)} checks pass; matrix products in {engine.product_dtype()}"
-    return [
-        head,
-        *fit_table(rows, rows[0][1:], ["at most", "at most"]),
-        *(f"{line.name}: {line.failure}" for line in lines if line.failure),
-    ]
+    failures = [f"{line.name}: {line.failure}" for line in lines if line.failure]
+    return [head, *fit_table(rows, rows[0][1:], ["at most", "at most"]), *failures]

@@ -337,7 +337,9 @@ def _sweep_directory(runner: Runner, jobs: Sequence[Job]) -> Path:
 
 
 def _try_job(shape: Shape, runner: Runner, root: Path) -> None:
-    """Run `--dry-run` for the first job of a group in a process of its own, and store the estimate in `shape`.
+    """Run `--dry-run` for a job in its own process, and store its estimates of time and memory in `shape`.
+
+    The estimates hold for all jobs with models of the same shape, of which this is the first.
 
     Raise UserError if the job's settings are invalid, RunFailed if it fails. `root` is the sweep's directory.
     """

@@ -166,7 +166,7 @@ class Conversation:
                 print_note(f"note: the context of {context} tokens is full; the model forgets the oldest messages")
             self._dropped = True
         if len(ids) > context:
-            raise UserError(f"the message was skipped: it has {len(ids)} tokens, and the context only {context}")
+            raise UserError(f"the message was skipped: it has {len(ids)} tokens; the model's context is {context}")
         self._turns = turns
         return ids
 

@@ -116,9 +116,9 @@ def _form_mistake(override: Override, types: Collection[Any], keys: Keys) -> str
 
 
 def _part_mistake(override: Override, kind: str, rest: Sequence[str], keys: Keys) -> str | None:
-    """Return an error message for an override with an invalid key of a part, such as model.a.b=1; None if it is valid.
+    """Return an error message if an override has an invalid key, such as model.a.b=1; None if the key is valid.
 
-    `kind` is the first part of the key, such as model, and `rest` holds the others, such as a and b.
+    `kind` is the first word of the key (model), and `rest` holds the other words (a and b).
     """
     line, depth = override.input_line, 2 if kind == "callbacks" else 1
     if len(rest) < depth and rest[0] not in keys.registry.offers[kind]:
@@ -138,7 +138,8 @@ def _part_mistake(override: Override, kind: str, rest: Sequence[str], keys: Keys
 
 
 def _mapping_example(key: str) -> str:
-    example = "{blk.*: {lr: 0.001}}" if key == "optim.groups" else "{name: value}"
+    examples = {"optim.groups": "{blk.*: {lr: 0.001}}", "objective.class_weights": "{0: 2.5}"}
+    example = examples.get(key, "{name: value}")
     return f"a mapping in braces: {key}={example}"
 
 
@@ -385,6 +386,7 @@ _PLAIN_WORDS = {
     r"Cannot merge DictConfig with ListConfig|is not a ListConfig": "must be a list: [a,b]",
     r"NoneType is not a subclass": "cannot be null",
     r"is not a subclass of": "must be a mapping of settings",
+    r"Key (\S+) \(\w+\) is incompatible with \(int\)": "keys must be whole numbers, got {0}",
     r"Key (\S+) \(\w+\) is incompatible": "keys must be text, got {0}",
     r"Interpolation key '(.+)' not found": "refers to ${{{0}}}, which does not exist",
     r"Unsupported interpolation type (\S+)": "refers to ${{{0}:...}}, an unknown resolver",

@@ -107,7 +107,7 @@ def take_engines(words: Sequence[str], default: str) -> tuple[list[str], list[st
     if nonempty := [label for label in labels if label] if "" in labels else []:
         raise UserError(f"engine={','.join(labels)}: empty name; did you mean engine={','.join(nonempty)}?")
     if len(set(labels)) < len(labels):
-        raise UserError(f"engine={','.join(labels)}: has an engine twice; give each its own settings: ggml:threads=1")
+        raise UserError(f"engine={','.join(labels)}: names an engine twice; give one other settings: ggml:threads=1")
     return labels, [word for word in words if not word.startswith("engine=")]
 
 

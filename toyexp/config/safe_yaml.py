@@ -46,9 +46,11 @@ def check_file(path: Path, text: str, is_builtin: bool, preset: bool = False) ->
     for node, key in _nodes(root):
         location = f"{path}, line {node.start_mark.line + 1}"
         if node.tag not in PLAIN_TAGS:
-            raise UserError(f"{location}: {printable(node.tag)} is a type; write numbers, texts, lists and mappings")
+            raise UserError(
+                f"{location}: YAML tag {printable(node.tag)} is not allowed; use numbers, texts, lists, mappings"
+            )
         if node.tag in NUMBER_TAGS and ":" in node.value:  # sexagesimal
-            raise UserError(f"{location}: YAML parses {node.value} in base 60; write the number, or quote the text")
+            raise UserError(f"{location}: YAML reads {node.value} as a number in base 60; if it is a text, quote it")
         if key and not is_builtin and re.search(rf"@{HYDRA_PACKAGE}", str(node.value)):
             raise UserError(f"{location}: {printable(str(node.value))} sets Hydra's own settings; remove it")
         if key and node.value in RESERVED_KEYS:
@@ -109,7 +111,10 @@ def _check_hydra(root: yaml.Node, text: str, path: Path, preset: bool) -> None:
         for name, inner in value.value:
             location = f"{path}, line {name.start_mark.line + 1}"
             if preset and name.value in PLACES:
-                raise UserError(f"{location}: a preset cannot set hydra.{name.value}; type hydra.{name.value}.dir=...")
+                raise UserError(
+                    f"{location}: a preset cannot set hydra.{name.value}; "
+                    f"on the command line, type hydra.{name.value}.dir=..."
+                )
             if name.value not in HYDRA_KEYS:
                 names = ", ".join(f"hydra.{key}" for key in HYDRA_KEYS)
                 raise UserError(f"{location}: hydra.{printable(name.value)} is not allowed in a file; allowed: {names}")

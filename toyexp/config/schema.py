@@ -76,7 +76,7 @@ class FileConfigSource(file_config_source.FileConfigSource):
         is_builtin = path.is_relative_to(CONF)
         if not is_builtin and (".." in Path(config_path).parts or config_path.startswith("hydra/")):
             raise UserError(
-                f"{config_path}: files in {self.path} may only include other files in it, none in its hydra/"
+                f"{config_path}: a file in {self.path} may include only files of this directory, none of hydra/"
             )
         if not os.path.lexists(path):
             return super().load_config(config_path)  # raises an error of Hydra

@@ -61,7 +61,7 @@ def hf_layout(model: Model, data: Mapping[str, Any]) -> Layout:
     """Return the model's layout in transformers; raise UserError for a model that transformers does not have."""
     if "hf" not in model.forms:
         raise UserError(
-            f"model={model.name} has no Hugging Face layout: its class states no forms['hf'], and inherits none"
+            f"model={model.name} cannot be written for transformers: its class has no forms['hf'] of its own"
         )
     layout: Layout = model.forms["hf"](model, data)
     return layout

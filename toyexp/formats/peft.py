@@ -97,7 +97,7 @@ def _stored_tensors(folder: Path, model: Model) -> dict[str, HFTensor]:
     try:
         stored = hf_layout(model, {}).tensors
     except UserError as error:
-        raise UserError(f"{folder}: is a PEFT adapter, and transformers has no such model: {error}") from None
+        raise UserError(f"{folder}: a PEFT adapter needs a base model that transformers has: {error}") from None
     linears = [t.name for t in model.tensors() if len(t.shape) == 2 and not t.name.endswith("_embd.weight")]
     return {name: stored[name] for name in linears}
 

@@ -126,10 +126,10 @@ class Shapes(Arithmetic):
 
     def _broadcast_result(self, a: Shaped, b: Shaped) -> Shaped:
         if not isinstance(a, Shaped) or not isinstance(b, Shaped):
-            raise UserError("its update passes a number to an op that takes tensors; use ops.shift or ops.scale")
+            raise UserError("update() passes a number to an op that takes tensors; use ops.shift or ops.scale")
         front = len(a.shape) - len(b.shape)
         if front < 0 or any(y not in (1, x) for x, y in zip(a.shape[front:], b.shape, strict=True)):
-            raise UserError(f"its update cannot broadcast {list(b.shape)} to {list(a.shape)}")
+            raise UserError(f"update() cannot broadcast a tensor of shape {list(b.shape)} to {list(a.shape)}")
         return Shaped(a.shape)
 
     def _elementwise_result(self, x: Shaped, number: Tensor = 1.0) -> Shaped:
@@ -137,7 +137,7 @@ class Shapes(Arithmetic):
 
     def _whole_tensor_result(self, x: Shaped, *shape: int) -> Shaped:
         if self._elementwise:
-            raise UserError("its update reads a whole tensor, but it declares elementwise = True")
+            raise UserError("update() reads a whole tensor, such as its sum; remove elementwise = True from the class")
         return Shaped(shape)
 
     add = sub = mul = div = _broadcast_result
@@ -154,11 +154,11 @@ class Shapes(Arithmetic):
     def matmul(self, a: Shaped, b: Shaped) -> Shaped:
         """Return a placeholder of shape [n, m] for a [n, k] and b [m, k]."""
         if (len(a.shape), len(b.shape), a.shape[1:]) != (2, 2, b.shape[1:]):
-            raise UserError(f"its update multiplies {list(a.shape)} by {list(b.shape)} transposed: shapes do not match")
+            raise UserError(f"update(): matmul cannot multiply {list(a.shape)} by the transpose of {list(b.shape)}")
         return self._whole_tensor_result(a, a.shape[0], b.shape[0])
 
     def transpose(self, x: Shaped) -> Shaped:
         """Return a placeholder of shape [m, n] for x [n, m]."""
         if len(x.shape) != 2:
-            raise UserError(f"its update transposes {list(x.shape)}: expected a matrix")
+            raise UserError(f"update(): transpose takes a matrix, got the shape {list(x.shape)}")
         return self._whole_tensor_result(x, *x.shape[::-1])

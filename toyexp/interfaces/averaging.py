@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import dataclass
 
 from toyexp.interfaces.arithmetic import Arithmetic
 from toyexp.interfaces.ops import Tensor
-from toyexp.interfaces.optimiser import EVAL_OFFSET, Rule
+from toyexp.interfaces.optimiser import EVAL_OFFSET, WrappedRule
 
 DECAY = "ema_factor"  # name of the scalar in `numbers`
 
 
 @dataclass
-class Averaged(Rule):
+class Averaged(WrappedRule):
     """Update rule that wraps another rule, `rule`, and keeps an average a of the weights w that it computes.
 
     After each step, a becomes d a + (1 - d) w. At the 0-based step t, d = decay (1 - decay^t) / (1 - decay^(t+1)). So a
@@ -23,26 +22,7 @@ class Averaged(Rule):
     the small difference keeps its precision in float32.
     """
 
-    rule: Rule
     decay: float
-
-    @property
-    def elementwise(self) -> bool:  # type: ignore[override]
-        """Whether the wrapped rule updates each element independently."""
-        return self.rule.elementwise
-
-    @property
-    def settings_rule(self) -> Rule:
-        """The wrapped rule, whose fields are the settings."""
-        return self.rule.settings_rule
-
-    def replace_settings(self, changes: Mapping[str, Any]) -> Rule:
-        """Return a copy in which the settings of the wrapped rule named in `changes` have new values."""
-        return replace(self, rule=self.rule.replace_settings(changes))
-
-    def check(self) -> None:
-        """Raise UserError for invalid settings of the wrapped rule."""
-        self.rule.check()
 
     def names(self) -> Sequence[str]:
         """Return the names of the wrapped rule's scalars, and the name of the averaging factor d."""

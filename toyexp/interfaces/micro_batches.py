@@ -14,12 +14,12 @@ from toyexp.interfaces.plan import Plan
 
 
 def micro_batches(plan: Plan, batch: Batch) -> list[Batch]:
-    """Split a batch into micro-batches.
+    """Split a training batch into micro-batches.
 
-    Target weights are divided by their sum over the batch, so that the weighted sum of the losses is the mean loss of
-    the batch.
+    Target weights, as `Objective.weigh` returns them, are divided by their sum over the batch, so that the weighted sum
+    of the losses is the mean loss of the batch.
     """
-    micros, total = split_batch(plan, batch)
+    micros, total = split_batch(plan, batch, training=True)
     if total <= 0:
         raise BadBatch(f"the weights of a batch must sum to more than 0, got {total:g}")
     return [{**m, "weights": (m["weights"] / total).astype(np.float32)} for m in micros]
@@ -37,13 +37,13 @@ def prepare_batches(plan: Plan, block: Batch, count: int) -> list[PreparedBatch]
 
     `block` holds the rows of all these steps. Raise BadBatch if it is invalid.
     """
-    full, total = _check_batch(plan, block)
+    full, total = _check_batch(plan, block, training=True)
     step_rows, size = plan.rows * plan.accumulate, plan.accumulate
     if len(block["weights"]) != count * step_rows:
         raise BadBatch(f"got a block of {len(block['weights'])} rows, expected {count * step_rows}")
     batches = _slice_rows(block, step_rows, PreparedBatch)
-    if (block["weights"] == 1).all():  # every batch has the same total weight
-        scaled = (block["weights"] / (total / count)).astype(np.float32)
+    if (full["weights"] == 1).all():  # every batch has the same total weight
+        scaled = (full["weights"] / (total / count)).astype(np.float32)
         if size == 1 and full is block:
             weights = (scaled[i * step_rows : (i + 1) * step_rows] for i in range(count))
             micros = [{**batch, "weights": part} for batch, part in zip(batches, weights, strict=True)]
@@ -78,9 +78,9 @@ class HeldOut:
         return total / self._weight
 
 
-def split_batch(plan: Plan, batch: Batch) -> tuple[list[Batch], np.float64]:
+def split_batch(plan: Plan, batch: Batch, training: bool = False) -> tuple[list[Batch], np.float64]:
     """Check a batch, and return its micro-batches and the sum of its target weights."""
-    full, total = _check_batch(plan, batch)
+    full, total = _check_batch(plan, batch, training)
     return [full] if len(full["weights"]) == plan.rows else _slice_rows(full, plan.rows), total
 
 
@@ -91,9 +91,10 @@ def _slice_rows(batch: Batch, rows: int, kind: type[Any] = dict) -> list[Any]:
     return [kind(zip(batch, arrays, strict=True)) for arrays in zip(*parts, strict=True)]
 
 
-def _check_batch(plan: Plan, batch: Batch) -> tuple[Batch, np.float64]:
+def _check_batch(plan: Plan, batch: Batch, training: bool) -> tuple[Batch, np.float64]:
     """Return the batch and the sum of its target weights. Optional arrays that the batch lacks are added as zeros.
 
+    If `training` is True, the plan's objective changes the weights.
     Raise BadBatch if the batch does not match the plan.
     """
     if not isinstance(batch, Mapping) or not all(isinstance(array, np.ndarray) for array in batch.values()):
@@ -105,6 +106,7 @@ def _check_batch(plan: Plan, batch: Batch) -> tuple[Batch, np.float64]:
             batch = {**batch, name: np.zeros((len(batch["weights"]), *spec.shape), spec.dtype)}
     count, rows = len(batch["weights"]), plan.rows
     _check_arrays(plan, batch, count)
+    batch = plan.objective.weigh(batch) if training else batch
     total: np.float64 = batch["weights"].sum(dtype=np.float64)
     if not math.isfinite(total):
         raise BadBatch("batch['weights'] contains NaN or infinity")
@@ -150,5 +152,5 @@ def pad_batch(plan: Plan, batch: Batch) -> tuple[dict[str, np.ndarray], tuple[ra
             ranges = tuple(range(n) for n in (part.shape if spec.shape == target_shape else part.shape[:1]))
         full[name] = array
     if not ranges:
-        raise SessionError(f"logits(): the batch has none of {', '.join(plan.inputs)}")
+        raise SessionError(f"logits(): the batch has none of the plan's inputs {', '.join(plan.inputs)}")
     return full, ranges

@@ -52,6 +52,7 @@ class Model(ABC):
     # Key and tensor names by format: "gguf": GGUFForm, "hf": layout. A subclass does not inherit them.
     forms: ClassVar[Mapping[str, Any]] = {}
     cached_decoding: ClassVar[bool] = True  # False: generation recomputes the whole sequence for each token
+    has_auxiliary: ClassVar[bool] = False  # True: `forward` appends scalars to `p.auxiliary` if that is a list
     score_names: ClassVar[tuple[str, ...]] = ()  # metrics that `scores` returns, to check names before a run
     engines: ClassVar[tuple[str, ...]] = ()  # engines for a model that is not written in ops and has no GGUF; (): all
 
@@ -114,9 +115,13 @@ class Model(ABC):
         """Return the model and its tensors in the form in which they are written to model files.
 
         If the model scales activations by factors that other programs do not apply, multiply weights by these factors
-        instead. By default, nothing changes.
+        instead. By default, nothing changes. `tensors` is empty if only the model is needed.
         """
         return self, tensors
+
+    def warnings(self) -> Iterable[str]:
+        """Return lines to print before a run, such as that other programs cannot read its model file."""
+        return ()
 
     def scores(self, logits: Callable[[Batch], np.ndarray], batches: Iterable[Batch]) -> dict[str, float]:
         """Return held-out metrics besides the loss, where larger is better: {"accuracy": 0.97}.

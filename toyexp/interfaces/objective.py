@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
+from functools import reduce
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, final
 
 from toyexp.base.errors import UserError
 from toyexp.base.validators import require_range
 from toyexp.interfaces.ops import Ops, Params, Tensor
+from toyexp.interfaces.values import ArrayValues
 
 if TYPE_CHECKING:
     import numpy as np
@@ -33,6 +36,8 @@ class Objective(ABC):
     in_nats: ClassVar[bool] = False  # True: the held-out loss is a cross-entropy, whose exponential is the perplexity
     metric_names: ClassVar[tuple[str, ...]] = ()  # names of the metrics that `metrics` returns
 
+    auxiliary: float = field(default=0.0, kw_only=True)  # factor of the model's own loss, the load balance of experts
+
     second_model: ClassVar[Any] = None  # the Model in `model_file()`, which toyexp loads
 
     def model_file(self) -> Path | None:
@@ -43,7 +48,7 @@ class Objective(ABC):
         """Raise UserError for invalid settings."""
 
     def check_inputs(self, model: Model, inputs: Mapping[str, InputSpec]) -> None:  # noqa: B027 - optional
-        """Raise UserError if the arrays of a batch do not suit the objective. `weights` is always one of them."""
+        """Raise UserError if the arrays of a batch do not suit the objective. One of them is always `weights`."""
 
     def tensors(self, plan: Any) -> Sequence[Any]:
         """Return frozen tensors that the objective reads besides those of the recipe's `plan`.
@@ -52,6 +57,10 @@ class Objective(ABC):
         `teacher.blk.0.attn_q.weight`.
         """
         return ()
+
+    def weigh(self, batch: Batch) -> Batch:
+        """Return a training batch of NumPy arrays with other `weights`. toyexp then divides them by their sum."""
+        return batch
 
     def precomputed(self, inputs: Mapping[str, InputSpec]) -> Mapping[str, InputSpec]:
         """Return the arrays that `precompute` adds to each batch, given the arrays `inputs` of the data.
@@ -75,6 +84,16 @@ class Objective(ABC):
 
         In training, `batch["weights"]` sum to 1 over all rows of a step, so that the sum is a mean.
         """
+
+    @final
+    def training_loss(self, ops: Ops, model: Model, p: Params, batch: Mapping[str, Tensor]) -> Tensor:
+        """Return `loss` plus `auxiliary` times the scalars that the model's `forward` appends to `p.auxiliary`."""
+        if not self.auxiliary:
+            return self.loss(ops, model, p, batch)
+        p = p.below("")
+        p.auxiliary = []
+        loss = self.loss(ops, model, p, batch)
+        return reduce(ops.add, [ops.scale(term, self.auxiliary) for term in p.auxiliary], loss)
 
     def held_out_loss(self, ops: Ops, model: Model, p: Params, batch: Mapping[str, Tensor]) -> Tensor:
         """Return the loss that evaluations report: a weighted sum over examples, as in `loss`.
@@ -103,32 +122,78 @@ def require_class_targets(objective: str, inputs: Mapping[str, InputSpec]) -> No
         raise UserError(f"objective={objective}: needs integer targets, but the data has {found}; try objective=mse")
 
 
+CLASS_WEIGHTS = "objective.class_weights"  # name of the tensor [V, 1]
+
+
 @dataclass
 class CrossEntropy(Objective):
-    """Cross-entropy of integer targets, with label smoothing and z-loss."""
+    """Cross-entropy of integer targets, with label smoothing, z-loss and class weights."""
 
     name: ClassVar[str] = "cross_entropy"
     in_nats: ClassVar[bool] = True
 
     smoothing: float = 0.0  # label smoothing: share of a target's probability that all classes get in equal parts
     z_loss: float = 0.0  # coefficient of log(sum(exp(logits)))^2, which keeps logits small; PaLM: 0.0001
+    class_weights: dict[int, float] = field(default_factory=dict)  # {0: 2.5}: weights of classes or tokens, else 1
 
     def check(self) -> None:
         """Raise UserError for invalid settings."""
         require_range("objective", self, smoothing="[0,1)", z_loss="[0,inf)")
+        for key, weight in self.class_weights.items():
+            if not 0 <= weight < math.inf or weight == 0 < self.smoothing:
+                limit = f"above 0 with objective.smoothing={self.smoothing}" if weight == 0 else "at least 0"
+                raise UserError(f"objective.class_weights={{{key}: {weight}}}: must be a finite number {limit}")
 
     def check_inputs(self, model: Model, inputs: Mapping[str, InputSpec]) -> None:
-        """Raise UserError if targets are not integers."""
+        """Raise UserError if targets are not integers, or if `class_weights` has a class that the data lacks."""
         require_class_targets(self.name, inputs)
+        below = inputs["targets"].below or math.inf
+        for key, weight in self.class_weights.items():
+            if not 0 <= key < below:
+                raise UserError(f"objective.class_weights={{{key}: {weight}}}: classes are 0 to {below - 1}")
+
+    def weigh(self, batch: Batch) -> Batch:
+        """Return the batch with its weights multiplied by those of the targets' classes."""
+        if not self.class_weights:
+            return batch
+        by_class = self._weights_by_class(int(batch["targets"].max()) + 1)
+        return {**batch, "weights": batch["weights"] * by_class[batch["targets"]]}
+
+    def _weights_by_class(self, count: int) -> np.ndarray:
+        """Return the weights of at least `count` classes."""
+        import numpy as np
+
+        weights = np.ones(max(count, *self.class_weights) + 1, np.float32)
+        weights[[*self.class_weights]] = [*self.class_weights.values()]
+        return weights
+
+    def tensors(self, plan: Any) -> Sequence[Any]:
+        """Return the class weights as a table [V, 1] if the loss reads them: only with smoothing."""
+        from toyexp.interfaces.plan import PlanTensor
+
+        if not (self.smoothing and self.class_weights):
+            return ()
+        sizes = [getattr(plan.model, name, 0) for name in ("vocab", "classes")]
+        count = max(plan.inputs["targets"].below or 0, *sizes)
+        values = ArrayValues(self._weights_by_class(count)[:count, None])
+        return [PlanTensor(CLASS_WEIGHTS, (count, 1), values, trainable=False)]
 
     def loss(self, ops: Ops, model: Model, p: Params, batch: Mapping[str, Tensor]) -> Tensor:
         """Return the weighted sum of (1 - s) * -log p[target] + s * mean(-log p) + z * log(sum(exp(logits)))^2.
 
         Label smoothing s is that of Szegedy et al. 2016, the z-loss that of Chowdhery et al. 2022 (PaLM). Evaluations
-        report the plain cross-entropy, so that runs with other settings can be compared.
+        report the plain cross-entropy, so that runs with other settings can be compared. With class weights,
+        s * mean(-log p) is weighted by class, and not by the target's class, as in torch.nn.CrossEntropyLoss.
         """
-        logits = model.forward(ops, p, batch)
-        return ops.cross_entropy(logits, batch["targets"], batch["weights"], self.smoothing, self.z_loss)
+        logits, targets, weights, s = model.forward(ops, p, batch), batch["targets"], batch["weights"], self.smoothing
+        if not (s and self.class_weights):
+            return ops.cross_entropy(logits, targets, weights, s, self.z_loss)
+        table, log_probs = p[CLASS_WEIGHTS], ops.log_softmax(logits)
+        shares = ops.div(weights, ops.reshape(ops.embed(table, targets), weights.shape))
+        spread = ops.sum(ops.mul(log_probs, ops.reshape(table, table.shape[:1])), len(log_probs.shape) - 1)
+        soft = ops.scale(ops.sum(ops.mul(spread, shares)), -s / table.shape[0])
+        hard = ops.cross_entropy(logits, targets, weights, z_loss=self.z_loss / (1 - s))
+        return ops.add(ops.scale(hard, 1 - s), soft)
 
     def held_out_loss(self, ops: Ops, model: Model, p: Params, batch: Mapping[str, Tensor]) -> Tensor:
         """Return the weighted sum of -log p[target]."""

@@ -78,7 +78,12 @@ class AdaptedWeight:
 
 
 class Params(Mapping[str, Tensor]):
-    """A model's tensors by GGUF name. `block(i)` is a view of the tensors whose names start with `blk.i.`."""
+    """A model's tensors by GGUF name. `block(i)` is a view of the tensors whose names start with `blk.i.`.
+
+    If `auxiliary` is not None, the model's `forward` appends scalars to it, which are added to the training loss.
+    """
+
+    auxiliary: list[Tensor] | None = None
 
     def __init__(self, tensors: Mapping[str, Tensor], prefix: str = ""):
         self._tensors = tensors
@@ -162,11 +167,12 @@ class Ops(ABC):
         """
         return self.linear(x, w)
 
-    def block(self, function: Callable[..., Tensor], x: Tensor, p: Params, *rest: Any) -> Tensor:
+    def block(self, function: Callable[..., Any], x: Tensor, p: Params, *rest: Any) -> Any:
         """Compute one block of the model: return `function(ops, x, p, *rest)` for its input `x` and its tensors `p`.
 
-        An engine may call `function` again in the backward pass instead of storing activations (Chen et al. 2016,
-        "Training Deep Nets with Sublinear Memory Cost"), so `function` must have no side effects.
+        The result is a tensor or a tuple of tensors. An engine may call `function` again in the backward pass instead
+        of storing activations (Chen et al. 2016, "Training Deep Nets with Sublinear Memory Cost"), so `function` must
+        have no side effects.
         """
         return function(self, x, p, *rest)
 
@@ -288,15 +294,16 @@ class Ops(ABC):
     @abstractmethod
     def attention(
         self, q: Tensor, k: Tensor, v: Tensor, causal: bool = True, *, window: int = 0, scale: float | None = None,
-        softcap: float = 0.0, sinks: Tensor | None = None,
+        softcap: float = 0.0, sinks: Tensor | None = None, bias: Tensor | None = None,
     ) -> Tensor:  # fmt: skip
         """Return softmax(q k^T * scale) v for q [B, T, H, D], k [B, T, Hkv, D] and v [B, T, Hkv, Dv] -> [B, T, H*Dv].
 
         Query head h reads key/value head h // (H / Hkv). With `causal`, a position sees no later positions. If also
         `window` is above 0, it sees only the last `window` positions up to its own (Beltagy et al. 2020). `scale` is
         1/sqrt(D) if None. `softcap` c replaces a score s by c tanh(s / c) (Gemma 2). `sinks` [H] are scores of one more
-        position per head, whose value is 0 (gpt-oss). An engine may call `compose_attention` for arguments that its
-        fast kernel does not support.
+        position per head, whose value is 0 (gpt-oss). `bias` [H, T, T] (or [1, T, T], [T, T]) is added to the scores
+        after the softcap; see `distance_bias`. An engine may call `compose_attention` for arguments that its fast
+        kernel does not support.
         """
 
     @abstractmethod
@@ -314,7 +321,7 @@ class Ops(ABC):
 
     def compose_attention(
         self, q: Tensor, k: Tensor, v: Tensor, causal: bool = True, *, window: int = 0, scale: float | None = None,
-        softcap: float = 0.0, sinks: Tensor | None = None,
+        softcap: float = 0.0, sinks: Tensor | None = None, bias: Tensor | None = None,
     ) -> Tensor:  # fmt: skip
         """Return the result of `attention`, composed of other ops. All scores are in memory at once."""
         rows, length, heads, size = q.shape
@@ -325,6 +332,7 @@ class Ops(ABC):
         scores = self.scale(self.product(queries, keys, transposed=True), size**-0.5 if scale is None else scale)
         scores = self.reshape(scores, (rows, heads, length, length))
         scores = self.softcap(scores, softcap) if softcap else scores
+        scores = scores if bias is None else self.add(scores, bias)
         zeros = None if sinks is None else self.scale(self.part(scores, 3, 0, 1), 0.0)
         scores = self.causal(scores, window) if causal else scores
         if sinks is None:
@@ -335,6 +343,22 @@ class Ops(ABC):
         out = self.product(self.reshape(weights, (rows, shared, heads // shared * length, length)), values)
         out = self.reshape(out, (rows, heads, length, value_size))
         return self.reshape(self.permute(out, (0, 2, 1, 3)), (rows, length, heads * value_size))
+
+    def distance_bias(self, table: Tensor, length: int) -> Tensor:
+        """Return a bias for `attention` [H, T, T], T = `length`: element [h, i, j] is table[h, i - j], or 0 if j > i.
+
+        `table` [H, N] has a number per head and distance, with N of at least T. It may be learned (T5, Raffel et al.
+        2020) or a frozen tensor with the values -slope[h] * distance (ALiBi, Press et al. 2022).
+        """
+        heads = table.shape[0]
+        near = self.part(table, 1, 0, length)
+        row = self.reshape(self.concat([near, self.scale(near, 0.0)], 1), (heads, 1, 2 * length))
+        ones = self.reshape(self.scale(near, 0.0, 1.0), (heads, length, 1))
+        # Rows of 2 T - 1 elements, cut from copies of `row` that follow each other, each begin one element earlier.
+        copies = self.reshape(self.product(ones, row), (heads, 2 * length * length))
+        cut = self.part(copies, 1, 0, length * (2 * length - 1))
+        by_key = self.part(self.reshape(cut, (heads, length, 2 * length - 1)), 2, 0, length)
+        return self.permute(by_key, (0, 2, 1))
 
     def linear_attention(self, q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor) -> Tensor:
         """Return o[i] = sum over j <= i of exp(c[i] - c[j]) (q[i] . k[j]) v[j], with c = cumsum(log_decay) over T.
@@ -363,7 +387,10 @@ class Ops(ABC):
         return self.scale(self.sum(x, axis, keep), 1 / (math.prod(x.shape) if axis is None else x.shape[axis]))
 
     def token_log_probs(self, logits: Tensor, targets: Tensor) -> Tensor:
-        """Return log softmax(logits)[target] for logits [..., V] and integer targets [...] -> [...]."""
+        """Return log softmax(logits)[target] for logits [..., V] and integer targets [...] -> [...].
+
+        Engines may fuse it with `logits`, as `cross_entropy`. Values below -85 may be less exact.
+        """
         return self.take(self.log_softmax(logits), targets)
 
     def top_k(self, x: Tensor, k: int) -> Tensor:

@@ -106,6 +106,31 @@ class Rule(ABC):
         return None
 
 
+@dataclass
+class WrappedRule(Rule):
+    """Base class of update rules that wrap another rule, `rule`, and change its update or add state."""
+
+    rule: Rule
+
+    @property
+    def elementwise(self) -> bool:  # type: ignore[override]
+        """Whether the wrapped rule updates each element independently."""
+        return self.rule.elementwise
+
+    @property
+    def settings_rule(self) -> Rule:
+        """The wrapped rule, whose fields are the settings."""
+        return self.rule.settings_rule
+
+    def replace_settings(self, changes: Mapping[str, Any]) -> Rule:
+        """Return a copy in which the settings of the wrapped rule named in `changes` have new values."""
+        return dataclasses.replace(self, rule=self.rule.replace_settings(changes))
+
+    def check(self) -> None:
+        """Raise UserError for invalid settings of the wrapped rule."""
+        self.rule.check()
+
+
 @dataclass(frozen=True)
 class Group:
     """Trainable tensors that share a rule, a weight decay and a learning-rate factor."""
@@ -129,7 +154,7 @@ class Group:
             rule = self.rule.settings_rule
             name = getattr(rule, "name", type(rule).__name__)
             now, before = ", ".join(map(str, numbers)), ", ".join(self._names)
-            raise RunFailed(f"optim.{name}: its numbers() returned {now} at step {step + 1}, expected {before}")
+            raise RunFailed(f"optim.{name}: numbers() returned {now} at step {step + 1}, expected {before}")
         import numpy as np
 
         return np.array([numbers[name] for name in self._names], np.float64)
@@ -158,23 +183,23 @@ def check_rule(rule: Rule, shape: tuple[int, ...]) -> None:
     """Raise UserError if the rule's `slots` or `update` would fail on some engine for a tensor of this shape."""
     slots = rule.slots(shape)
     if not isinstance(slots, Mapping) or not all(is_shape(s) for s in slots.values()):
-        raise UserError(f"its slots({shape}) returned {slots!r}; expected a mapping of names to shapes")
+        raise UserError(f"slots({shape}) returned {slots!r}; expected a mapping of names to shapes")
     if [*slots.items()] != [*(second := rule.slots(shape)).items()]:
-        problem = f"its slots({shape}) returned {slots!r}, and {second!r} at the second call"
+        problem = f"slots({shape}) returned {slots!r}, and {second!r} at the second call"
         raise UserError(f"{problem}; both must be equal, so that a checkpoint can be resumed")
     if rule.elementwise and any(tuple(s) != shape for s in slots.values()):
-        raise UserError(f"its slots({shape}) returned {slots!r}; elementwise = True requires the tensor's shape")
+        raise UserError(f"slots({shape}) returned {slots!r}; elementwise = True requires the tensor's shape")
     state = {slot: Shaped(tuple(s)) for slot, s in slots.items()}
     n = dict.fromkeys(rule.names(), Shaped((1,)))
     results = rule.update(Shapes(rule.elementwise), Shaped(shape), Shaped(shape), state, n)
     if not isinstance(results, tuple) or len(results) != 2 or not isinstance(results[1], Mapping):
-        raise UserError("its update must return two things, the tensor and a mapping of its state")
+        raise UserError("update() must return two values: the new tensor, and a mapping of names to its new state")
     shapes = {"the tensor": shape, **{f"slot {slot}": x.shape for slot, x in state.items()}}
     tensors = {"the tensor": results[0], **{f"slot {slot}": x for slot, x in results[1].items()}}
     for name in shapes | tensors:
         got = list(x.shape) if isinstance(x := tensors.get(name), Shaped) else "no tensor"
         if (expected := shapes.get(name, ())) != tuple(got):
-            raise UserError(f"its update of {list(shape)} gives {got} for {name}, expected {list(expected) or 'none'}")
+            raise UserError(f"update() of {list(shape)} returns {got} for {name}, expected {list(expected) or 'none'}")
 
 
 def scalable(rule: Rule) -> set[str]:

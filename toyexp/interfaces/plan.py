@@ -20,7 +20,8 @@ from toyexp.interfaces.dataset import InputSpec
 from toyexp.interfaces.model import Model, TensorSpec
 from toyexp.interfaces.objective import CrossEntropy, Objective
 from toyexp.interfaces.ops import AdaptedWeight, LowRank, Params, Tensor
-from toyexp.interfaces.optimiser import AdamW, Group, Optimiser, Rule, check_rule
+from toyexp.interfaces.optimiser import EVAL_OFFSET, AdamW, Group, Optimiser, Rule, check_rule
+from toyexp.interfaces.phases import Phased
 from toyexp.interfaces.values import Values
 
 if TYPE_CHECKING:
@@ -36,6 +37,8 @@ class PlanTensor:
     values: Values
     trainable: bool = True
     lr_scale: float = 1.0  # factor of the tensor's learning rate; see TensorSpec
+    turns: tuple[int, ...] = ()  # 1: trains in this step, 0: does not; repeated over all steps. (): trains in each
+    keeps: tuple[str, ...] = ()  # arrays of its shape for `Recipe.edit`; elements do not train where `frozen` is 1
 
     @classmethod
     def from_spec(cls, spec: TensorSpec, values: Values | None = None, trainable: bool = True) -> PlanTensor:
@@ -117,10 +120,16 @@ class Plan:
         for tensor in self.tensors:
             if not 0 <= tensor.lr_scale < math.inf:
                 raise UserError(f"plan: {tensor.name} has lr_scale={tensor.lr_scale}; must be a finite number >= 0")
+        if len({len(t.turns) for t in self.tensors if t.turns}) > 1:
+            raise UserError("plan: `turns` of its tensors differ in length; give each the same number of turns")
         require_range("plan", self, rows="[1,inf)", accumulate="[1,inf)", grad_clip="[0,inf)")
         dtype = self.inputs["weights"].dtype if "weights" in self.inputs else "missing"
         if not dtype.startswith("float"):
             raise UserError(f"plan: input weights must have a dtype of kind float; it is {dtype}")
+        require_range("objective", self.objective, auxiliary="[0,inf)")
+        if self.objective.auxiliary and not self.model.has_auxiliary:
+            given = f"objective.auxiliary={self.objective.auxiliary}"
+            raise UserError(f"{given}: model={self.model.name} has no auxiliary loss; leave objective.auxiliary out")
         self.objective.check_inputs(self.model, self.inputs)
         self._check_rows()
         names_in_groups = [name for group in self.groups for name in group.tensors]
@@ -131,7 +140,7 @@ class Plan:
         """Raise UserError if micro-batches would separate rows that the objective compares with each other."""
         together, name = self.objective.rows_together, self.objective.name
         if together == 0 and self.accumulate > 1:
-            raise UserError(f"optim.accumulate={self.accumulate}: objective={name} compares all rows of a batch; set 1")
+            raise UserError(f"optim.accumulate={self.accumulate}: objective={name} compares all rows of a batch; use 1")
         if together and self.rows % together:
             raise UserError(f"objective={name}: needs micro-batches of a multiple of {together} rows, not {self.rows}")
 
@@ -146,6 +155,11 @@ class Plan:
     def trainable(self) -> tuple[PlanTensor, ...]:
         """The tensors that training changes."""
         return tuple(t for t in self.tensors if t.trainable)
+
+    @property
+    def turns(self) -> int:
+        """Number of turns after which the pattern of trained tensors repeats; 0 if all tensors train in every step."""
+        return max((len(t.turns) for t in self.trainable), default=0)
 
     @cached_property
     def updates(self) -> tuple[Group, ...]:
@@ -209,7 +223,7 @@ class Plan:
                 dropout = None
                 if adapter.dropout:
                     if batch is None:
-                        raise UserError(f"{adapter.target}: has dropout; pass the batch to plan.params()")
+                        raise UserError(f"the adapter of {adapter.target} has dropout; pass the batch to plan.params()")
                     dropout = batch[adapter.mask]
                 params[adapter.target] = AdaptedWeight(base, low_rank=LowRank(a, b, adapter.scale, dropout))
         return Params(params)
@@ -226,16 +240,20 @@ def group_tensors(
     the tensor's weight decay (ignored for norms and biases), and a factor of the run's learning rate. This factor is
     multiplied by the tensor's `lr_scale`. Raise UserError for a tensor that no rule accepts.
     """
-    members: dict[tuple[int, bool, float, float], list[str]] = {}
+    members: dict[tuple[int, bool, float, float, tuple[int, ...], tuple[str, ...]], list[str]] = {}
     for t in tensors:
         index = next((i for i, rule in enumerate(rules) if rule.takes(t.name, t.shape)), None)
         if index is None:
             raise UserError(f"optim: no rule of this optimiser takes the tensor {t.name} {list(t.shape)}")
         decay, lr_scale = choose_settings(t, rules[index])
-        key = (index, not t.has_weight_decay, decay if t.has_weight_decay else 0.0, lr_scale * t.lr_scale)
+        decay = decay if t.has_weight_decay else 0.0
+        key = (index, not t.has_weight_decay, decay, lr_scale * t.lr_scale, t.turns, t.keeps)
         members.setdefault(key, []).append(t.name)
     # A rule's tensors with weight decay come first, so that they are contiguous if an engine joins its tensors.
-    return tuple(Group(rules[key[0]], tuple(members[key]), *key[2:]) for key in sorted(members))
+    return tuple(
+        Group(Phased(rules[i], turns, keeps) if turns or keeps else rules[i], tuple(names), decay, lr_scale)
+        for (i, _, decay, lr_scale, turns, keeps), names in sorted(members.items())
+    )
 
 
 def apply_optimiser(plan: Plan, optimiser: Optimiser, lr: float) -> Plan:
@@ -270,6 +288,8 @@ def apply_optimiser(plan: Plan, optimiser: Optimiser, lr: float) -> Plan:
     trainable = [t for t in tensors if t.trainable]
     groups, shapes = group_tensors(trainable, optimiser.rules(), choose_settings), {t.name: t.shape for t in trainable}
     if optimiser.ema:
+        if any(EVAL_OFFSET in group.rule.slots(shapes[name]) for group in groups for name in group.tensors):
+            raise UserError(f"optim.ema={optimiser.ema:g}: optim={optimiser.name} has its own average; set ema to 0")
         averaged = {id(group.rule): Averaged(group.rule, optimiser.ema) for group in groups}  # groups share a rule
         groups = tuple(replace(group, rule=averaged[id(group.rule)]) for group in groups)
     try:
@@ -350,7 +370,7 @@ def _check_group(group: Group, shapes: Mapping[str, tuple[int, ...]], lr: float)
     numbers = group.rule.numbers(0, lr, 0.0)
     values = [*numbers.values()] if isinstance(numbers, Mapping) else []
     if not values or not all(isinstance(n, int | float) and math.isfinite(n) for n in values):
-        raise UserError(f"its numbers() returned {printable(repr(numbers))}; expected finite numbers by name")
+        raise UserError(f"numbers() returned {printable(repr(numbers))}; expected finite numbers by name")
     for shape in {shapes[name] for name in group.tensors}:
         check_rule(group.rule, shape)
 

@@ -18,6 +18,7 @@ from toyexp.interfaces.kind import TOKENS, Kind
 from toyexp.interfaces.model import Model
 from toyexp.interfaces.objective import CrossEntropy, Objective
 from toyexp.interfaces.optimiser import FROM_SCRATCH
+from toyexp.interfaces.phases import TURN
 from toyexp.interfaces.plan import Lens, LoraAdapter, Plan, PlanTensor
 from toyexp.interfaces.run_preview import RunPreview
 
@@ -42,9 +43,10 @@ class Setup:
     def plan(self, model: Model, tensors: Sequence[PlanTensor], adapters: Sequence[LoraAdapter | Lens] = ()) -> Plan:
         """Return a Plan of these tensors and adapters, with the other fields taken from this setup.
 
-        The inputs also contain the model's dropout masks.
+        The inputs also contain the model's dropout masks and, if tensors have `turns`, the number of the turn.
         """
-        inputs = {**self.inputs, **self._mask_inputs(model)}
+        turn = {TURN: InputSpec((), "float32", optional=True)} if any(t.turns for t in tensors) else {}
+        inputs = {**self.inputs, **self._mask_inputs(model), **turn}
         return Plan(model, tuple(tensors), adapters=tuple(adapters), **{**vars(self), "inputs": inputs})
 
     def _mask_inputs(self, model: Model) -> dict[str, InputSpec]:
@@ -116,6 +118,18 @@ class Recipe(ABC):
 
     def warm(self, session: Session) -> None:  # noqa: B027 - optional on purpose: most recipes start as planned
         """Change initial values with `session.upload(name, array)`. Called before the training step is built."""
+
+    def edit_steps(self, steps: int) -> Iterable[int]:
+        """Return the numbers of steps after which toyexp calls `edit`; 0 is before the first. The run has `steps`."""
+        return ()
+
+    def edit(self, step: int, arrays: dict[str, np.ndarray]) -> None:  # noqa: B027 - optional: most runs have one phase
+        """Change trained tensors and optimiser state between two steps; `step` is the number of steps taken.
+
+        `arrays` holds each trained tensor under its name, and its optimiser state and the arrays in its `keeps` as
+        `<name>@<array>`. Assign new arrays of the same shape to the keys. The result must depend only on the arguments
+        and the settings, so that a resumed run is exact.
+        """
 
 
 def start_session(

@@ -49,7 +49,7 @@ class Metrics(dict[str, float]):
         """Add numbers that a callback logged. Raise ValueError if the run itself records a number of that name."""
         for name, value in numbers.items():
             if name in self.keys() - self.logged.keys():
-                raise ValueError(f"run.log({name}=...): the run records a number of that name; choose another name")
+                raise ValueError(f"run.log({name}=...): the run itself records a number named so; choose another name")
             if self._finite and not math.isfinite(value):
                 raise ValueError(f"run.log({name}={value}): a held-out metric must be a finite number")
             self.logged[name] = float(value)
@@ -146,7 +146,7 @@ class Run:
             if isinstance(value, bool) or not isinstance(value, Real):
                 raise ValueError(f"run.log({name}={value!r}): the value must be a number")
             if name in RESERVED_NAMES:
-                raise ValueError(f"run.log({name}=...): the run records a number of that name; choose another")
+                raise ValueError(f"run.log({name}=...): the run itself records a number named so; choose another name")
         if self.bus is not None:
             self.bus.log_numbers(self, numbers)
 

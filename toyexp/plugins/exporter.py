@@ -65,7 +65,7 @@ class Exporter(Callback):
     def check_plan(self, plan: Plan) -> None:
         """Raise UserError for a model that the format cannot hold."""
         try:
-            self._format.check_model(plan.model)
+            self._format.check_model(plan.model.fold({})[0])
         except UserError as error:
             raise UserError(f"{error}; to train without this file, add '~callbacks.{self.name}'") from None
 

@@ -124,7 +124,7 @@ class Registry:
             other = suffixes[form.suffix]
             raise UserError(f"{form.__qualname__}.suffix is {form.suffix!r}, which format={other} uses already")
         for word in {form.name, *form.types} & (types := self.types()).keys():
-            raise UserError(f"{form.__qualname__}: --type {word} already selects format={types[word][0].name}")
+            raise UserError(f"{form.__qualname__}: --type {word} is already used by format={types[word][0].name}")
 
     def drop(self, offer: Offer, reason: str) -> None:
         """Remove all classes of the plugin that registered `offer`, and record the plugin as broken for `reason`.

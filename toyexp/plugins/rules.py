@@ -130,7 +130,7 @@ def _check_settings(cls: type, base: type, label: str) -> None:
         if base is not Command:  # its fields are not settings
             type_hints(cls)
     except Exception as error:  # an annotation may be any expression
-        raise UserError(f"{label}: its annotations cannot be read: {type(error).__name__}: {error}") from error
+        raise UserError(f"{label}: type annotations cannot be evaluated: {type(error).__name__}: {error}") from error
     for f in dataclasses.fields(cls):
         if f.default is dataclasses.MISSING and f.default_factory is dataclasses.MISSING:
             raise UserError(f"{label}.{f.name} has no default")
@@ -139,7 +139,9 @@ def _check_settings(cls: type, base: type, label: str) -> None:
             raise UserError(f"{problem}: Hydra reserves that key")
         attribute = next((names[f.name] for names in base_namespaces if f.name in names), None)
         if attribute is not None and f.name not in base_settings and not isinstance(attribute, property):
-            raise UserError(f"{problem}: toyexp.{base.__name__} has an attribute of that name; is it a ClassVar?")
+            raise UserError(
+                f"{problem}: toyexp.{base.__name__} has an attribute of that name; rename it, or make it a ClassVar"
+            )
 
 
 def _check_callback(cls: type[Callback], label: str) -> None:

@@ -97,6 +97,10 @@ class ReferenceOps(Ops):
     def experts(self, x: Array, w: Array) -> Array:
         return np.einsum("bti,eoi->bteo" if x.ndim == 3 else "btei,eoi->bteo", x, w)
 
+    def distance_bias(self, table: Array, length: int) -> Array:
+        distance = np.subtract.outer(np.arange(length), np.arange(length))
+        return np.where(distance < 0, 0.0, table[:, distance.clip(0)])
+
     def linear_attention(self, q: Array, k: Array, v: Array, log_decay: Array) -> Array:
         """Compute linear attention position by position, with a state [B, H, D, Dv]."""
         state, outs = np.zeros((q.shape[0], *q.shape[2:], v.shape[3])), []
@@ -161,7 +165,7 @@ class ReferenceOps(Ops):
 
     def attention(
         self, q: Array, k: Array, v: Array, causal: bool = True, *, window: int = 0, scale: float | None = None,
-        softcap: float = 0.0, sinks: Array | None = None,
+        softcap: float = 0.0, sinks: Array | None = None, bias: Array | None = None,
     ) -> Array:  # fmt: skip
         """Compute attention, as `Ops.attention` defines it, in a loop over heads."""
         heads, size = q.shape[2:]
@@ -170,6 +174,7 @@ class ReferenceOps(Ops):
             shared = h // (heads // k.shape[2])
             scores = q[:, :, h] @ k[:, :, shared].transpose(0, 2, 1) * (size**-0.5 if scale is None else scale)
             scores = softcap * np.tanh(scores / softcap) if softcap else scores  # [B, T, T]
+            scores = scores if bias is None else scores + np.broadcast_to(bias, (heads, *scores.shape[1:]))[h]
             scores = np.where(_visible(len(scores[0]), window), scores, -np.inf) if causal else scores
             top = scores.max(-1, keepdims=True)
             weights = np.exp(scores - top)
@@ -219,8 +224,8 @@ def reference_loss(plan: Plan, values: Mapping[str, Array], batch: Batch, held_o
     tensors, keyed by name.
     """
     wide = {name: value.astype(np.float64) for name, value in values.items()}
-    scaled = _widen(batch)
-    loss = plan.objective.held_out_loss if held_out else plan.objective.loss
+    scaled = _widen(batch if held_out else plan.objective.weigh(batch))
+    loss = plan.objective.held_out_loss if held_out else plan.objective.training_loss
     return float(loss(ReferenceOps(), plan.model, plan.params(wide, scaled), scaled))
 
 

@@ -40,7 +40,7 @@ def check_forward(plan: Plan, recipe: str) -> None:
     planned = {t.name: Shaped(t.shape) for t in plan.tensors}
     if plan.adapters or {name: t.shape for name, t in planned.items()} != model:
         _forward(plan, recipe, plan.params(planned, _batch(plan)))
-    if type(plan.objective) is not CrossEntropy:
+    if plan.objective != CrossEntropy():
         _check_objective(plan, plan.params(planned, _batch(plan)))
 
 
@@ -112,9 +112,9 @@ def _check_objective(plan: Plan, params: Params) -> None:
     Raise UserError if one of them fails or returns no scalar.
     """
     objective, batch, who = plan.objective, _batch(plan), f"objective.{plan.objective.name}"
-    methods: list[Callable[..., Any]] = [objective.loss, objective.held_out_loss, objective.metrics]
+    methods: list[Callable[..., Any]] = [objective.training_loss, objective.held_out_loss, objective.metrics]
     for method in methods:
-        when = f"in {method.__name__}()"
+        when = f"in {method.__name__.removeprefix('training_')}()"
         result = _call(who, when, params, partial(method, OpShapes(), plan.model, params, batch))
         scalars = result if method == objective.metrics else {"the loss": result}
         names = objective.metric_names if method == objective.metrics else ("the loss",)
@@ -160,7 +160,7 @@ def count_activations(plan: Plan) -> int:
     tensors = {t.name: Shaped(t.shape) for t in plan.tensors}
     batch = _batch(plan)
     if type(plan.objective) is not CrossEntropy:
-        plan.objective.loss(ops, plan.model, plan.params(tensors, batch), batch)
+        plan.objective.training_loss(ops, plan.model, plan.params(tensors, batch), batch)
         return max(ops.read - sum(t.size for t in plan.tensors), 0)
     logits = plan.model.forward(ops, plan.params(tensors, batch), batch)
     return max(ops.read - sum(t.size for t in plan.tensors), 0) + 2 * math.prod(logits.shape)
@@ -189,9 +189,9 @@ class OpShapes(Ops):
 
     def _require(self, fits: bool, op: str, *values: object) -> None:
         if not fits:
-            raise UserError(f"ops.{op} got {' and '.join(map(_describe, values))}, which do not fit together")
+            raise UserError(f"ops.{op} got {' and '.join(map(_describe, values))}, whose shapes do not fit together")
 
-    def block(self, function: Callable[..., Shaped], x: Shaped, p: Params, *rest: Any) -> Shaped:
+    def block(self, function: Callable[..., Any], x: Shaped, p: Params, *rest: Any) -> Any:
         outer, self._inside = self._inside, True
         self.blocks += not outer
         y = function(self, x, p, *rest)
@@ -266,7 +266,7 @@ class OpShapes(Ops):
         self._take("permute", x)
         order = tuple(axes)
         if sorted(order) != [*range(len(x.shape))] or len(order) > 4:
-            raise UserError(f"ops.permute takes the axes of {list(x.shape)} (at most 4) in any order, got {order}")
+            raise UserError(f"ops.permute of {list(x.shape)}: expected its axes (at most 4) in some order, got {order}")
         return Shaped(tuple(x.shape[i] for i in order))
 
     def product(self, a: Shaped, b: Shaped, transposed: bool = False) -> Shaped:
@@ -285,7 +285,7 @@ class OpShapes(Ops):
 
     def top_k(self, x: Shaped, k: int) -> Shaped:
         if not 1 <= k <= x.shape[-1]:
-            raise UserError(f"ops.top_k takes between 1 and {x.shape[-1]} of {list(x.shape)}, got {_describe(k)}")
+            raise UserError(f"ops.top_k of {list(x.shape)}: k must be from 1 to {x.shape[-1]}, got {_describe(k)}")
         return self._same("top_k", x)
 
     def experts(self, x: Shaped, w: Shaped) -> Shaped:
@@ -354,18 +354,24 @@ class OpShapes(Ops):
 
     def attention(
         self, q: Shaped, k: Shaped, v: Shaped, causal: bool = True, *, window: int = 0, scale: float | None = None,
-        softcap: float = 0.0, sinks: Shaped | None = None,
+        softcap: float = 0.0, sinks: Shaped | None = None, bias: Shaped | None = None,
     ) -> Shaped:  # fmt: skip
-        self._take("attention", q, k, v, *([] if sinks is None else [sinks]))
+        self._take("attention", q, k, v, *(x for x in (sinks, bias) if x is not None))
         self._require(len(q.shape) == len(k.shape) == 4 and k.shape[:3] == v.shape[:3], "attention", q, k, v)
         b, t, heads, size = q.shape
         fits = (b, t, size) == (k.shape[0], k.shape[1], k.shape[3]) and heads % k.shape[2] == 0
         self._require(fits and len(v.shape) == 4, "attention", q, k, v)
         self._require(sinks is None or sinks.shape == (heads,), "attention", q, sinks)
+        self._require(bias is None or bias.shape in ((heads, t, t), (1, t, t), (t, t)), "attention", q, bias)
         for number in (window, softcap, scale or 0.0):
             if not isinstance(number, Real) or not 0 <= number < math.inf:
                 raise UserError(f"ops.attention takes window, softcap and scale of at least 0, got {_describe(number)}")
         return Shaped((b, t, heads * v.shape[3]))
+
+    def distance_bias(self, table: Shaped, length: int) -> Shaped:
+        self._take("distance_bias", table)
+        self._require(len(table.shape) == 2 and length <= table.shape[1], "distance_bias", table, length)
+        return Shaped((table.shape[0], length, length))
 
     def cross_entropy(
         self, logits: Shaped, targets: Shaped, weights: Shaped, smoothing: float = 0.0, z_loss: float = 0.0
@@ -383,7 +389,7 @@ class PieceShapes(IncrementalOps, OpShapes):
     sequence length.
     """
 
-    incremental_ops = frozenset({"attention"})
+    incremental_ops = frozenset({"attention", "distance_bias"})
 
     def __init__(self) -> None:
         super().__init__()

@@ -31,8 +31,10 @@ def _heads_case(
     q, k, v = ops.heads(q, 4), ops.heads(k, kv), ops.heads(v, kv)
     if rotary is not None:
         q, k = ops.rope(q, rotary), ops.rope(k, rotary)
-    sinks = {"sinks": p["sinks"]} if "sinks" in p else {}
-    return ops.attention(q, k, v, causal, **settings, **sinks)
+    own = {name: p[name] for name in ("sinks", "bias") if name in p}
+    if "distances" in p:
+        own["bias"] = ops.distance_bias(p["distances"], x.shape[1])
+    return ops.attention(q, k, v, causal, **settings, **own)
 
 
 def _wide_values_case(ops: Ops, p: Params, x: Tensor) -> Tensor:
@@ -113,6 +115,7 @@ def _by_fours(ops: Ops, x: Tensor, w: Tensor) -> Tensor:
     return ops.reshape(ops.linear(fours, w), (x.shape[0], LENGTH, WIDTH))
 
 
+QKV: dict[str, tuple[int, ...]] = {"q": (8, 8), "k": (4, 8), "v": (4, 8)}
 # Cases by name: shapes of the tensors besides the embedding, and a function of embedding rows x [ROWS, LENGTH, WIDTH].
 CASES: dict[str, tuple[dict[str, tuple[int, ...]], Forward]] = {
     "rows": ({}, lambda ops, p, x: x),
@@ -144,16 +147,18 @@ CASES: dict[str, tuple[dict[str, tuple[int, ...]], Forward]] = {
     "gelu": ({}, lambda ops, p, x: ops.gelu(x)),
     "swiglu": ({"w": (WIDTH, WIDTH)}, lambda ops, p, x: ops.swiglu(ops.linear(x, p["w"]), x)),
     "attention": ({"q": (8, 8), "k": (8, 8), "v": (8, 8)}, lambda ops, p, x: _heads_case(ops, p, x, kv=4)),
-    "attention_grouped": ({"q": (8, 8), "k": (4, 8), "v": (4, 8)}, _heads_case),
-    "attention_full": ({"q": (8, 8), "k": (4, 8), "v": (4, 8)}, lambda ops, p, x: _heads_case(ops, p, x, causal=False)),
+    "attention_grouped": (QKV, _heads_case),
+    "attention_full": (QKV, lambda ops, p, x: _heads_case(ops, p, x, causal=False)),
     "rope": _rope_case(),
     "rope_scaled": _rope_case(scale=2.5),
     "rope_factors": _rope_case(factors=(0.5, 3.0)),
     "rope_halves": _rope_case(halves=True),
     "rope_halves_scaled_factors": _rope_case(halves=True, scale=1.6, factors=(1.5, 0.3)),
-    "attention_window": ({"q": (8, 8), "k": (4, 8), "v": (4, 8)}, partial(_heads_case, window=2, scale=0.3)),
-    "attention_softcap": ({"q": (8, 8), "k": (4, 8), "v": (4, 8)}, partial(_heads_case, softcap=1.5)),
-    "attention_sinks": ({"q": (8, 8), "k": (4, 8), "v": (4, 8), "sinks": (4,)}, partial(_heads_case, window=3)),
+    "attention_window": (QKV, partial(_heads_case, window=2, scale=0.3)),
+    "attention_softcap": (QKV, partial(_heads_case, softcap=1.5)),
+    "attention_sinks": (QKV | {"sinks": (4,)}, partial(_heads_case, window=3)),
+    "attention_bias": (QKV | {"bias": (4, LENGTH, LENGTH)}, partial(_heads_case, causal=False, softcap=1.5)),
+    "distance_bias": (QKV | {"distances": (4, LENGTH + 2)}, partial(_heads_case, window=3)),
     "attention_wide_values": ({"q": (8, 4), "k": (4, 8), "v": (4, 8)}, _wide_values_case),
     "add_column": ({"w": (1, WIDTH)}, lambda ops, p, x: ops.sigmoid(ops.add(x, ops.linear(x, p["w"])))),
     "mul_vector": ({"w": (WIDTH,)}, lambda ops, p, x: ops.mul(x, p["w"])),

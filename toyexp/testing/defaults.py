@@ -12,7 +12,7 @@ from toyexp.interfaces.data import Data
 from toyexp.interfaces.dataset import Dataset
 from toyexp.interfaces.engine import Engine
 from toyexp.interfaces.format import Format
-from toyexp.interfaces.kind import IMAGES, TOKENS, Kind
+from toyexp.interfaces.kind import IMAGES, TOKENS, VECTORS, Kind
 from toyexp.interfaces.model import Model
 from toyexp.interfaces.recipe import Recipe
 from toyexp.testing.data import DataSuite
@@ -40,14 +40,14 @@ class SuiteParts:
 
     engines: Sequence[Engine]  # engines that work on this machine; an optimiser runs on the first, a model on all
     models: Sequence[type[Model]]  # a recipe is tested with one of them, a format with some
-    data: Sequence[type[Data]]  # used for kinds of data other than tokens and images
+    data: Sequence[type[Data]]  # used for other kinds of data than tokens, images and vectors
 
     def dataset(self, kind: Kind) -> Dataset:
-        """Return tiny data of a kind: built-in data for tokens and images, otherwise data of a plugin.
+        """Return tiny data of a kind: built-in data for tokens, images and vectors, otherwise data of a plugin.
 
         Use the first data plugin of this kind that opens with its default settings. Raise UserError if there is none.
         """
-        if kind in (TOKENS, IMAGES):
+        if kind in (TOKENS, IMAGES, VECTORS):
             return tiny_data(kind, VOCAB)
         for cls in (cls for cls in self.data if cls.gives == kind):
             with contextlib.suppress(UserError):
@@ -89,7 +89,7 @@ def _suite_attributes(kind: str, part: Any, beside: SuiteParts) -> dict[str, Any
     if kind == "model":
         size = beside.fit_model(part).parameters()
         if size > MOST:
-            raise UserError(f"its defaults give {size:,} parameters; the test needs at most {MOST:,}")
+            raise UserError(f"the default model has {size:,} parameters; the test needs at most {MOST:,}")
         return {"engines": tuple(beside.engines), **_dataset_attribute(part, beside)}
     if kind == "recipe":
         return _recipe_attributes(part, beside)

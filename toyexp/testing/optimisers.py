@@ -97,7 +97,7 @@ class OptimiserSuite(PluginSuite):
                             weights[name], after = update_tensor(group, vector, weights[name], g, state[name])
                             state[name] = dict(after)
                 for name, expected in weights.items():
-                    np.testing.assert_allclose(session.download(name), expected, atol=1e-5, rtol=1e-5, err_msg=name)
+                    np.testing.assert_allclose(session.snapshot()[name], expected, atol=1e-5, rtol=1e-5, err_msg=name)
 
     def test_a_snapshot_restores_the_state(self) -> None:
         """A new session that restores a snapshot takes bit-identical further steps."""

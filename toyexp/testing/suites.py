@@ -22,10 +22,11 @@ import pytest
 from toyexp.base.errors import Unavailable, UserError
 from toyexp.batching.images import ImageDataset
 from toyexp.batching.tokens import TokenDataset
+from toyexp.batching.vectors import VectorDataset
 from toyexp.interfaces.callback import Callback
 from toyexp.interfaces.dataset import Dataset
 from toyexp.interfaces.engine import Engine
-from toyexp.interfaces.kind import IMAGES, TOKENS, Kind
+from toyexp.interfaces.kind import IMAGES, TOKENS, VECTORS, Kind
 from toyexp.interfaces.model import Model
 from toyexp.interfaces.optimiser import AdamW, Rule
 from toyexp.interfaces.plan import Plan, PlanTensor, export_tensors, group_tensors
@@ -194,8 +195,10 @@ def build_session(engine: Engine, plan: Plan, values: Mapping[str, np.ndarray] |
 
 
 def tiny_data(kind: Kind, vocab: int) -> Dataset:
-    """Return tiny random data of the kind TOKENS or IMAGES; `vocab` is for tokens only."""
-    return {TOKENS: token_dataset(vocab), IMAGES: image_dataset()}[kind]
+    """Return tiny random data of the kind TOKENS, IMAGES or VECTORS; `vocab` is for tokens only."""
+    vectors = np.random.default_rng(0).random((20, 6), dtype=np.float32)  # their own targets
+    own_targets = VectorDataset(vectors, vectors, np.arange(20) >= 15, {})
+    return {TOKENS: token_dataset(vocab), IMAGES: image_dataset(), VECTORS: own_targets}[kind]
 
 
 def token_dataset(vocab: int, count: int = 400, seed: int = 0) -> TokenDataset:

@@ -225,5 +225,5 @@ def rebuild_dataclass(cls: type[T], saved: Mapping[str, Any]) -> T:
     hints = typing.get_type_hints(cls)
     for name, hint in hints.items():
         if name not in saved or not matches_type(saved[name], hint):
-            raise ValueError(f"{name} is {printable(str(saved.get(name)))}")
+            raise ValueError(f"{name} has the invalid value {printable(str(saved.get(name)))}")
     return cls(**{name: saved[name] for name in hints})

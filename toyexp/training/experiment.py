@@ -73,7 +73,7 @@ def prepare(config: Config) -> Prepared:
     optim = call_checked(Optimiser, config.optim.with_mode, model.optim_mode or config.recipe.optim_mode)
     plan = apply_optimiser(plan, optim, config.settings.lr)
     _check(config, plan)
-    batches = Dropout(batches, plan, config.settings.seed) if plan.dropout_shares else batches
+    batches = Dropout(batches, plan, config.settings.seed) if plan.dropout_shares or plan.turns else batches
     warnings = config.warnings(RunPreview(config.plain, dataset, batches, plan))
     recomputed = count_blocks(plan) if getattr(config.engine, "recompute", False) else None
     if recomputed == 0:  # not the engine's own warning: it does not know the model
@@ -157,7 +157,7 @@ def _build_plan(config: Config, dataset: Dataset, model: Model, batches: Batches
     plan = call_checked(Plan, recipe.plan, model, setup, who=who)
     check_tensors(who, lambda: plan.tensors)
     if not plan.trainable:
-        raise UserError(f"{who}: its plan has no trainable tensor")
+        raise UserError(f"{who}: trains no tensor; its plan() must mark at least one as trainable")
     if extra := call_checked(Sequence, config.objective.tensors, plan, who=f"objective.{config.objective.name}"):
         plan = replace(plan, tensors=(*plan.tensors, *extra))
     check_forward(plan, who)
@@ -288,6 +288,7 @@ def _train(
         outcome = yield from Training(
             run, bus, prepared.batches, settings.eval_every, signals.is_ending,
             saver, resumed.outcome if resumed else Outcome(in_nats=prepared.plan.objective.in_nats),
+            prepared.config.recipe,
         ).requests()  # fmt: skip
         yield Pause()  # finish() waits for the last checkpoint
         reason, eval_error = outcome.reason, bad_eval_error(run, outcome)

@@ -13,8 +13,11 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from toyexp.base.errors import PluginFailed
 from toyexp.interfaces.dataset import Batch, Batches, batch_digest
+from toyexp.interfaces.recipe import Recipe
 from toyexp.interfaces.run import Metrics, Run
+from toyexp.interfaces.snapshot import state_misfit
 from toyexp.interfaces.stack import Stack
 from toyexp.training.bus import Bus
 from toyexp.training.driver import Evaluate, Requests, Step, drive
@@ -38,6 +41,7 @@ class Training:
     should_stop: Callable[[], bool] = lambda: False  # called after every step and every held-out batch
     saver: Saver = field(default_factory=Saver)
     outcome: Outcome = field(default_factory=Outcome)
+    recipe: Recipe | None = None  # may edit weights between steps
 
     def train(self) -> Outcome:
         """Take the remaining steps on `run.session` and return the outcome."""
@@ -52,17 +56,20 @@ class Training:
         before = outcome.seconds
         self._weights_known = True  # False while a step may be half applied
         self._consecutive_skips = 0
-        self._in_engine = boundary(run, bus, "engine")  # names the plugin whose code raised
+        self._in_engine, self._in_recipe = (boundary(run, bus, kind) for kind in ("engine", "recipe"))
         self._next = NextSteps(run, bus, self.batches)
         self._under_way: list[Launched] = []
         self._ended_at = began  # of the previous step
         bus.step = outcome.steps
         try:
+            with self._in_recipe:
+                self._edit_steps = frozenset(self.recipe.edit_steps(run.steps) if self.recipe else ())
             self._held_out = held_out(run, bus, self.batches, self.eval_every) if self.eval_every else ()
             outcome.reason, outcome.why = "completed", None
             yield from self._evaluate_if_due()  # a resumed run may have stopped during an evaluation
             self.saver.begin(outcome.scores())
             while outcome.steps < run.steps and outcome.reason == "completed":
+                self._edit_weights()
                 yield from self._launch_steps()
                 metrics, batch = self._take_step()
                 bus.check()
@@ -82,6 +89,19 @@ class Training:
             raise
         return outcome
 
+    def _edit_weights(self) -> None:
+        """Let the recipe edit weights and optimiser state, if it asked for an edit after the present step."""
+        outcome, session = self.outcome, self.run.session
+        if self.recipe is None or outcome.steps not in self._edit_steps or outcome.edited == outcome.steps:
+            return
+        arrays = dict(session.snapshot())
+        with self._in_recipe:
+            self.recipe.edit(outcome.steps, arrays)
+        if misfit := state_misfit(session.plan, arrays):
+            raise PluginFailed(f"recipe.{self.recipe.name}: after edit() at step {outcome.steps}, {misfit}")
+        session.restore(arrays)
+        outcome.edited = outcome.steps
+
     def _launch_steps(self) -> Requests[None]:
         if not self._under_way:
             yield from self._launch(self.outcome.steps)
@@ -91,8 +111,8 @@ class Training:
                 yield from self._launch(following)
 
     def _needs_weights(self, step: int) -> bool:
-        """Return True if an evaluation, a checkpoint, a callback or the end of the run needs the weights of `step`."""
-        ends = step == self.run.steps or self.should_stop()
+        """Return True if an evaluation, an edit, a checkpoint, a callback or the end of the run needs these weights."""
+        ends = step == self.run.steps or step in self._edit_steps or self.should_stop()
         return ends or self._eval_is_due(step) or self.saver.is_due(step) or self.bus.should_wait(step)
 
     def _launch(self, step: int) -> Requests[None]:

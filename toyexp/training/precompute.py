@@ -42,6 +42,7 @@ class PrecomputedBatches(Batches):
     def __init__(self, batches: Batches, plan: Plan):
         self._batches, self._specs = batches, plan.objective.precomputed(plan.inputs)
         self.inputs, self.facts, self.omissions = plan.inputs, batches.facts, batches.omissions
+        self.rows_per_epoch = batches.rows_per_epoch
         data = {name for name, spec in plan.inputs.items() if not spec.optional}
         self._names = sorted(data - {"weights"})
         self._values: dict[str, list[np.ndarray]] = {name: [] for name in self._specs}
@@ -82,7 +83,7 @@ class PrecomputedBatches(Batches):
     def load(self, path: Path) -> None:
         """Read the arrays of an earlier run, if the file exists and is intact."""
         damaged = (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile, UserError)
-        with contextlib.suppress(*damaged), open_file(path) as file, np.load(file) as stored:
+        with contextlib.suppress(*damaged), open_file(path) as file, np.load(file, allow_pickle=False) as stored:
             arrays = {name: stored[name] for name in (*self._specs, "rows")}
             expected = {name: (len(arrays["rows"]), *spec.shape) for name, spec in self._specs.items()}
             if all(arrays[name].shape == shape for name, shape in expected.items()):

@@ -207,7 +207,7 @@ def _outcome(saved: checkpoint.Checkpoint) -> Outcome:
     except ValueError as error:
         raise UserError(f"{saved.path / checkpoint.STATE}: outcome.{error}") from None
     if outcome.steps != saved.step:
-        raise UserError(f"{saved.path}: is damaged: its {checkpoint.STATE} is of step {outcome.steps}; remove it")
+        raise UserError(f"{saved.path}: damaged checkpoint: {checkpoint.STATE} is of step {outcome.steps}; remove it")
     for part, kind in (("scores", Mapping[str, float | None]), ("evals", Mapping[str, Mapping[str, float | None]])):
         scores = saved.state.get(part, {})
         if not checkpoint.matches_type(scores, kind) or not all(is_integer(k, 0, saved.step) for k in scores):
@@ -261,6 +261,7 @@ def differences(old: Any, new: Any, key: str = "") -> Iterator[tuple[str, tuple[
     If the `name` of a part differs, only the name is yielded.
     """
     if isinstance(old, Mapping) and isinstance(new, Mapping):
+        old, new = ({str(name): value for name, value in node.items()} for node in (old, new))  # JSON has text keys
         is_other_part = bool(key) and old.get("name") != new.get("name")  # its settings are not comparable
         for name in ["name"] if is_other_part else dict.fromkeys([*old, *new]):
             yield from differences(old.get(name), new.get(name), f"{key}.{name}" if key else str(name))

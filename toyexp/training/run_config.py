@@ -57,6 +57,7 @@ class Config:
             self.engine, self.recipe, self.data, *self.callbacks.values()
         ]  # fmt: skip
         texts = [text for part in parts for text in call_for_lines(part.warnings, planned)]
+        texts += call_for_lines(planned.plan.model.warnings)
         others = [c for c in self.callbacks.values() if sets_lr(c) and not isinstance(c, Schedule)]
         if not (self.settings.lr or others):
             texts.append("lr=0: the weights will not change")
@@ -134,6 +135,7 @@ class Outcome:
     eval_step: int | None = None  # step of the last evaluation
     eval_scores: Mapping[str, float] = field(default_factory=dict)  # held-out metrics besides loss and ppl
     first_eval_scores: Mapping[str, float] = field(default_factory=dict)
+    edited: int | None = None  # step after which the recipe last edited the weights
     in_nats: bool = True  # the held-out loss is a cross-entropy, which has a perplexity
 
     def count(self, loss: float, targets: int, seconds: float) -> None:

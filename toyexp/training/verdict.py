@@ -35,9 +35,9 @@ log = logging.getLogger("toyexp")
 def boundary(run: Run, bus: Bus, kind: str) -> attribute_errors:
     """Return a context manager that adds the name of a plugin and the step to errors raised in its `with` block.
 
-    `kind` selects the plugin: that of the run's data (`data`), optimiser (`optim`) or engine (`engine`).
+    `kind` selects the plugin: that of the run's `data`, optimiser (`optim`), `recipe` or `engine`.
     """
-    names = {"engine": run.engine} | {k: run.config.get(k, {}).get("name", "?") for k in ("data", "optim")}
+    names = {"engine": run.engine} | {k: run.config.get(k, {}).get("name", "?") for k in ("data", "optim", "recipe")}
     return attribute_errors(f"{kind}.{names[kind]}", lambda: f"at step {bus.step}", bus.log, names["data"])
 
 

@@ -46,7 +46,7 @@ class StackedOps(TorchOps):
         return _apply_to_rows(partial(_rotate, by=self._complex_rotations[key]), x)
 
     def attention(self, q: Tensor, k: Tensor, v: Tensor, causal: bool = True, **settings: Any) -> Tensor:
-        if settings.get("sinks") is not None:  # each run has its own
+        if settings.get("sinks") is not None or settings.get("bias") is not None:  # each run has its own
             return super().attention(q, k, v, causal, **settings)
         return _apply_to_rows(partial(super().attention, causal=causal, **settings), q, k, v)
 

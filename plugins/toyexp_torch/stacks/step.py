@@ -158,7 +158,7 @@ class StackedStep:
         losses: list[Tensor] = []
         for micro in micros:
             with self._autocast():
-                by_run = self._map(self._plan.objective.loss, leaves, self._frozen, micro)
+                by_run = self._map(self._plan.objective.training_loss, leaves, self._frozen, micro)
             gradients = torch.autograd.grad(by_run.sum(), [*leaves.values()], allow_unused=True, materialize_grads=True)
             add = torch._foreach_add_ if losses else torch._foreach_copy_
             add(self._grads, gradients)

@@ -25,7 +25,7 @@ class BareTorch(Stepper):
 
     def __init__(self, plan, adamw, engine):
         model = plan.model
-        if model.name != "llama" or plan.adapters or not is_plain(model):
+        if not self.supports(plan):
             raise Unavailable("only written for a plain model=llama")
         threads = engine.threads or available_cores()
         self.note = f"torch {torch.__version__}, {pluralise(threads)}"
@@ -42,6 +42,11 @@ class BareTorch(Stepper):
         angle = torch.outer(torch.arange(model.context), frequency)  # [T, D/2]
         self.cos, self.sin = angle.cos(), angle.sin()
 
+    @staticmethod
+    def supports(plan):
+        """Return True if the loop computes the plan's model."""
+        return plan.model.name == "llama" and not plan.adapters and is_plain(plan.model)
+
     def step(self, batch):
         loss = self.loss(torch.from_numpy(batch["tokens"]), torch.from_numpy(batch["targets"]).long())
         loss.backward()
@@ -54,6 +59,10 @@ class BareTorch(Stepper):
 
     def loss(self, tokens, targets):
         """Return the mean cross entropy over all targets [B, T]."""
+        return F.cross_entropy(self.logits(tokens).flatten(0, 1), targets.flatten())
+
+    def logits(self, tokens):
+        """Return the logits [B, T, V] of token ids [B, T]."""
         w, model = self.weights, self.model
         x = F.embedding(tokens, w["token_embd.weight"])  # [B, T, d]
         for i in range(model.n_layers):
@@ -68,8 +77,7 @@ class BareTorch(Stepper):
             h = F.silu(F.linear(h, w[block + "ffn_gate.weight"])) * F.linear(h, w[block + "ffn_up.weight"])
             x = x + F.linear(h, w[block + "ffn_down.weight"])
         output = w["token_embd.weight" if model.tied else "output.weight"]
-        logits = F.linear(self.norm(x, w["output_norm.weight"]), output)
-        return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+        return F.linear(self.norm(x, w["output_norm.weight"]), output)
 
     def norm(self, x, weight):
         return F.rms_norm(x, weight.shape, weight, self.model.norm_eps)

@@ -75,8 +75,8 @@ class Launcher(ABC):
         if settings.jobs > 1 and not cls.has_several:
             raise UserError(f"sweep.jobs={settings.jobs}: parallel jobs need sweep.launcher=processes")
         if settings.per_gpu and not cls.shares_gpus:
-            goes = f"applies to sweep.launcher=processes or stacked{cls.shares_gpus_by}"
-            raise UserError(f"sweep.per_gpu={settings.per_gpu}: {goes}")
+            launchers = f"sweep.launcher=processes or stacked{cls.shares_gpus_by}"
+            raise UserError(f"sweep.per_gpu={settings.per_gpu}: applies to {launchers}")
         if cls.takes_all and not settings.jobs and settings.search in ("tpe", "cmaes"):
             advice = f"learns from earlier runs; set how many {cls.takes_all} at once: sweep.jobs=4"
             raise UserError(f"sweep.search={settings.search}: {advice}")

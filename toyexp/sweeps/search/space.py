@@ -92,11 +92,11 @@ def parse_space(search: str, parsed: Sequence[Override], types: Types = lambda k
             "list the values, or use random, tpe or cmaes"
         )
     if search == "cmaes":
-        cmaes, list_keys = "sweep.search=cmaes takes", [key for key in keys if not key.numbers]
+        cmaes, list_keys = "sweep.search=cmaes needs", [key for key in keys if not key.numbers]
         if list_keys:
-            raise UserError(f"{list_keys[0].line}: {cmaes} only numeric ranges; for lists: sweep.search=tpe")
+            raise UserError(f"{list_keys[0].line}: {cmaes} numeric ranges, not lists; for lists: sweep.search=tpe")
         if len(keys) < 2:
-            raise UserError(f"{keys[0].line}: {cmaes} two keys or more; for one: sweep.search=tpe")
+            raise UserError(f"{keys[0].line}: {cmaes} at least two keys with values; for one key: sweep.search=tpe")
     return keys
 
 

@@ -190,8 +190,7 @@ function lossTraces() {
     const runs = runsOf(place).filter((run) => run.curves.loss.x.length), label = data.points[place].label;
     const together = state.bands && runs.length > 1, held = state.held && runs.some((run) => run.held.loss && run.held.loss[0].length);
     const wide = state.hot === place ? 3.5 : held ? 1 : count > 30 ? 1.3 : 2.2; // the held-out curve is the main one
-    const first = place === shown[0] || place === state.hot || count <= MOST_RAW;
-    for (const run of state.raw && first ? runs : []) {
+    for (const run of state.raw && (count <= MOST_RAW || [shown[0], state.hot].includes(place)) ? runs : []) {
       const [xs, ys] = clipAndThin(...readCurve(run, "loss", false), low, high, Math.min(most, together ? 1500 : 4000));
       back.push(lineTrace(xs, ys, "raw", { line: { width: 0.7, color: colour(place, runs.length > 2 ? 0.16 : 0.25) } }));
     }

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
 import toyexp
-from toyexp import InputSpec, Model, Objective, Ops, Params, Plan, PlanTensor, Tensor, UserError, require_class_targets
+from toyexp import InputSpec, Model, Objective, Ops, Params, Plan, Tensor, TensorSpec, UserError, require_class_targets
 
 if TYPE_CHECKING:
     import numpy as np
@@ -70,7 +70,7 @@ class Distil(Objective):
                 f"objective.teacher={self.teacher}: {problem}; set model.context={self.second_model.context}"
             )
 
-    def tensors(self, plan: Plan) -> Sequence[PlanTensor]:
+    def tensors(self, plan: Plan) -> Sequence[TensorSpec]:
         """Return the teacher's tensors. They are not trained, and engines may map quantised tensors from the file.
 
         With top_k there are none, because training does not run the teacher.
@@ -80,8 +80,7 @@ class Distil(Objective):
             return []
         path = str(self.model_file())
         return [
-            PlanTensor(PREFIX + t.name, t.shape, toyexp.FromGGUF(path, t.name), trainable=False)
-            for t in self.second_model.tensors()
+            TensorSpec(PREFIX + t.name, t.shape, toyexp.FromGGUF(path, t.name)) for t in self.second_model.tensors()
         ]
 
     def precomputed(self, inputs: Mapping[str, InputSpec]) -> Mapping[str, InputSpec]:

@@ -71,7 +71,7 @@ def test_class_weights_are_those_of_torch(engine, accumulate, smoothing):
     """The mean is over the weights of all targets of a step, and held-out losses stay plain."""
     objective = CrossEntropy(smoothing, class_weights=CLASS_WEIGHTS)
     the_plan = plan("llama", rows=3 // accumulate, accumulate=accumulate, objective=objective)
-    the_plan = dataclasses.replace(the_plan, tensors=(*the_plan.tensors, *objective.tensors(the_plan)))
+    the_plan = the_plan.with_frozen(objective.tensors(the_plan))
     batch = batches().batch(0)
     values = {t.name: torch.from_numpy(the_plan.initial_values(t)).double() for t in the_plan.trainable}
     leaves = {name: value.requires_grad_() for name, value in values.items()}
@@ -233,7 +233,7 @@ def test_distillation_agrees_with_torch_in_float64(engine, kind, tmp_path):
     objective = Distil(str(tmp_path / "teacher.gguf"), kind, temperature=2.0, hard=0.3, beta=0.4)
     objective.second_model = teacher
     the_plan = plan("llama", objective=objective)
-    the_plan = dataclasses.replace(the_plan, tensors=(*the_plan.tensors, *objective.tensors(the_plan)))
+    the_plan = the_plan.with_frozen(objective.tensors(the_plan))
     batch = add_weights(batches().batch(0))
     values = {t.name: torch.from_numpy(the_plan.initial_values(t)).double() for t in the_plan.tensors}
     student = {t.name: values[t.name].requires_grad_() for t in the_plan.trainable}

@@ -67,7 +67,7 @@ def make_case(title, family, directory):
     plan = Scratch().plan(model, Setup(inputs, rows=ROWS, objective=objective))
     tables = [t for t in plan.tensors if t.name.endswith("embd.weight") or t.name == "output.weight"]
     plan = replace_initial_values(plan, {t.name: 15 * plan.initial_values(t) for t in tables})  # logits of about 1
-    plan = dataclasses.replace(plan, tensors=(*plan.tensors, *objective.tensors(plan)))
+    plan = plan.with_frozen(objective.tensors(plan))
 
     if "reference" in inputs:
         batch["reference"] = (own_log_probs(plan, batch) + draw.normal(0, 3, ROWS)).astype(np.float32)

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, final
 
 from toyexp.base.errors import UserError
 from toyexp.base.validators import require_range
+from toyexp.interfaces.model import TensorSpec
 from toyexp.interfaces.ops import Ops, Params, Tensor
 from toyexp.interfaces.values import ArrayValues
 
@@ -50,11 +51,10 @@ class Objective(ABC):
     def check_inputs(self, model: Model, inputs: Mapping[str, InputSpec]) -> None:  # noqa: B027 - optional
         """Raise UserError if the arrays of a batch do not suit the objective. One of them is always `weights`."""
 
-    def tensors(self, plan: Any) -> Sequence[Any]:
-        """Return frozen tensors that the objective reads besides those of the recipe's `plan`.
+    def tensors(self, plan: Any) -> Sequence[TensorSpec]:
+        """Return specs of frozen tensors that the objective reads besides those of `plan`, the recipe's Plan.
 
-        `plan` is a Plan, and the result a list of PlanTensors. Their names begin with a prefix of their own, such as
-        `teacher.blk.0.attn_q.weight`.
+        Their names begin with a prefix of their own, such as `teacher.blk.0.attn_q.weight`.
         """
         return ()
 
@@ -167,16 +167,14 @@ class CrossEntropy(Objective):
         weights[[*self.class_weights]] = [*self.class_weights.values()]
         return weights
 
-    def tensors(self, plan: Any) -> Sequence[Any]:
+    def tensors(self, plan: Any) -> Sequence[TensorSpec]:
         """Return the class weights as a table [V, 1] if the loss reads them: only with smoothing."""
-        from toyexp.interfaces.plan import PlanTensor
-
         if not (self.smoothing and self.class_weights):
             return ()
         sizes = [getattr(plan.model, name, 0) for name in ("vocab", "classes")]
         count = max(plan.inputs["targets"].below or 0, *sizes)
         values = ArrayValues(self._weights_by_class(count)[:count, None])
-        return [PlanTensor(CLASS_WEIGHTS, (count, 1), values, trainable=False)]
+        return [TensorSpec(CLASS_WEIGHTS, (count, 1), values)]
 
     def loss(self, ops: Ops, model: Model, p: Params, batch: Mapping[str, Tensor]) -> Tensor:
         """Return the weighted sum of (1 - s) * -log p[target] + s * mean(-log p) + z * log(sum(exp(logits)))^2.

@@ -6,7 +6,7 @@ import hashlib
 import math
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from functools import cached_property
@@ -143,6 +143,10 @@ class Plan:
             raise UserError(f"optim.accumulate={self.accumulate}: objective={name} compares all rows of a batch; use 1")
         if together and self.rows % together:
             raise UserError(f"objective={name}: needs micro-batches of a multiple of {together} rows, not {self.rows}")
+
+    def with_frozen(self, specs: Iterable[TensorSpec]) -> Plan:
+        """Return the plan with further tensors that are not trained, such as those of its objective."""
+        return replace(self, tensors=(*self.tensors, *(PlanTensor.from_spec(t, trainable=False) for t in specs)))
 
     def tensor(self, name: str) -> PlanTensor:
         """Return a tensor by name. Raise KeyError if the plan does not have it."""

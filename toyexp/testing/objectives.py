@@ -103,7 +103,7 @@ class ObjectiveSuite(PluginSuite):
         model = Rows(next(iter(self.inputs())))
         tensors = [PlanTensor.from_spec(t) for t in model.tensors()]
         plan = Plan(model, tuple(tensors), self.inputs(), ROWS, seed=3, objective=self.objective)
-        return replace(plan, tensors=(*plan.tensors, *self.objective.tensors(plan)))
+        return plan.with_frozen(self.objective.tensors(plan))
 
     @pytest.fixture
     def plan(self) -> Plan:

@@ -159,7 +159,7 @@ def _build_plan(config: Config, dataset: Dataset, model: Model, batches: Batches
     if not plan.trainable:
         raise UserError(f"{who}: trains no tensor; its plan() must mark at least one as trainable")
     if extra := call_checked(Sequence, config.objective.tensors, plan, who=f"objective.{config.objective.name}"):
-        plan = replace(plan, tensors=(*plan.tensors, *extra))
+        plan = plan.with_frozen(extra)
     check_forward(plan, who)
     return plan
 

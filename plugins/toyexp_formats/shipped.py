@@ -126,6 +126,14 @@ class HuggingFace(Format):
         """Write a LoRA adapter as a directory for PEFT. Return warnings about its numbers."""
         return formats.write_adapter_folder(path, plan, export)
 
+    def recognises(self, path: Path) -> bool:
+        """Return True for a directory with config.json and model*.safetensors, whatever its name is."""
+        return formats.is_folder(path)
+
+    def read(self, path: Path, models: Models) -> ModelExport:
+        """Return the directory's model and tokenizer. Its files stay open while the tensors are in use."""
+        return formats.read_folder(path, models)
+
     def notes(self, export: ModelExport) -> list[str]:
         """Return a note for each thing that transformers or llama.cpp's converter will read differently than toyexp."""
         return formats.hf_notes(export.model, export.data, export.tokenizer)

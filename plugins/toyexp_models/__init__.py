@@ -7,9 +7,10 @@ from toyexp import Model, Register, hookimpl
 def register_models(register: Register) -> None:
     """Register the models of this package."""
     from toyexp_models.lab import FAMILIES, Lab
+    from toyexp_models.lfm2 import Lfm2
     from toyexp_models.mlp import MLP
     from toyexp_models.vit import ViT
 
-    models: tuple[type[Model], ...] = (*FAMILIES, Lab, ViT, MLP)
+    models: tuple[type[Model], ...] = (*FAMILIES, Lfm2, Lab, ViT, MLP)
     for model in models:
         register(model)

@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 from toyexp import Ops, Params, Tensor
 from toyexp_models.gguf import RotaryGGUF
 from toyexp_models.huggingface import arcee_layout
+from toyexp_models.huggingface_config import read_config
 from toyexp_models.rotary import RotaryModel, linear
 
 
@@ -17,7 +18,7 @@ class Arcee(RotaryModel):
     """Arcee's AFM: Llama with squared ReLU and no gate in the feed-forward layer."""
 
     name: ClassVar[str] = "arcee"
-    forms: ClassVar[Mapping[str, Any]] = {"gguf": RotaryGGUF(), "hf": arcee_layout}
+    forms: ClassVar[Mapping[str, Any]] = {"gguf": RotaryGGUF(), "hf": arcee_layout, "config": read_config}
     halves: ClassVar[bool] = False
 
     def shapes(self) -> dict[str, tuple[int, ...]]:

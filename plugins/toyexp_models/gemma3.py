@@ -10,6 +10,7 @@ from toyexp import Ops, Params, Rotary, Tensor
 from toyexp.base import MAX_INT, require_range
 from toyexp_models.gguf import Gemma2GGUF, Gemma3GGUF
 from toyexp_models.huggingface import gemma2_layout, gemma3_layout
+from toyexp_models.huggingface_config import read_config
 from toyexp_models.llama import Gemma
 
 
@@ -72,7 +73,7 @@ class Gemma2(WindowedGemma):
     """Gemma 2: Gemma with sliding windows in every second layer, norms after layers, soft-capped scores and logits."""
 
     name: ClassVar[str] = "gemma2"
-    forms: ClassVar[Mapping[str, Any]] = {"gguf": Gemma2GGUF(), "hf": gemma2_layout}
+    forms: ClassVar[Mapping[str, Any]] = {"gguf": Gemma2GGUF(), "hf": gemma2_layout, "config": read_config}
     wide_layers: ClassVar[int] = 46
 
     window_period: int = 2  # every so many layers, one sees all positions
@@ -95,7 +96,7 @@ class Gemma3(WindowedGemma):
     """Gemma 3: Gemma with sliding windows in most layers, norms after layers, and a norm on each head of q and k."""
 
     name: ClassVar[str] = "gemma3"
-    forms: ClassVar[Mapping[str, Any]] = {"gguf": Gemma3GGUF(), "hf": gemma3_layout}
+    forms: ClassVar[Mapping[str, Any]] = {"gguf": Gemma3GGUF(), "hf": gemma3_layout, "config": read_config}
     head_norms: ClassVar[bool] = True
     wide_layers: ClassVar[int] = 62
 

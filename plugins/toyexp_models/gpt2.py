@@ -11,6 +11,7 @@ from toyexp import LORA, Normal, Ops, Params, Tensor, TensorSpec
 from toyexp.base import require_range
 from toyexp_models.gguf import GPT2GGUF
 from toyexp_models.huggingface import gpt2_layout
+from toyexp_models.huggingface_config import read_config
 from toyexp_models.language import DROPPED, LanguageModel, linear_specs, norm_specs, require_shared_heads
 from toyexp_models.mup import MuP
 
@@ -22,7 +23,7 @@ class GPT2(MuP, LanguageModel):
     """GPT-2 family: LayerNorm, learned positions, GELU, biases."""
 
     name: ClassVar[str] = "gpt2"
-    forms: ClassVar[Mapping[str, Any]] = {"gguf": GPT2GGUF(), "hf": gpt2_layout}
+    forms: ClassVar[Mapping[str, Any]] = {"gguf": GPT2GGUF(), "hf": gpt2_layout, "config": read_config}
     optim_mode: ClassVar[str | None] = LORA
 
     d_ff: int = 256  # hidden size of the feed-forward layer

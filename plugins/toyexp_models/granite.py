@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 from toyexp import Model, Ops, Tensor
 from toyexp_models.gguf import GraniteGGUF
 from toyexp_models.huggingface import granite_layout
+from toyexp_models.huggingface_config import read_config
 from toyexp_models.llama import Llama
 
 
@@ -17,7 +18,7 @@ class Granite(Llama):
     """Granite 3: Llama with multipliers of embeddings, residuals, scores and logits; RoPE is optional."""
 
     name: ClassVar[str] = "granite"
-    forms: ClassVar[Mapping[str, Any]] = {"gguf": GraniteGGUF(), "hf": granite_layout}
+    forms: ClassVar[Mapping[str, Any]] = {"gguf": GraniteGGUF(), "hf": granite_layout, "config": read_config}
 
     embedding_scale: float = 1.0  # factor of the embeddings
     residual_scale: float = 1.0  # factor of each output of attention and feed-forward, before it is added

@@ -90,7 +90,10 @@ def _subtract_one(tensors: Mapping[str, HFTensor]) -> dict[str, HFTensor]:
     def subtract(weight: np.ndarray) -> np.ndarray:
         return weight - 1
 
-    return {n: replace(t, form=subtract) if n.endswith("_norm.weight") else t for n, t in tensors.items()}
+    return {
+        n: replace(t, form=subtract, back=lambda stored: stored + 1) if n.endswith("_norm.weight") else t
+        for n, t in tensors.items()
+    }
 
 
 def gemma2_layout(model: Any, data: Data) -> Layout:
@@ -191,6 +194,30 @@ def _experts_layout(model: Any, own: Mapping[str, Any], problem: str) -> Layout:
     return replace(layout, config=config, tensors=tensors, conversion=Conversion(("bpe",), ignored_setting=problem))
 
 
+def lfm2_layout(model: Any, data: Data) -> Layout:
+    """Return the layout of Lfm2ForCausalLM, whose config lists the layers with attention."""
+    names = {
+        "attn_norm": "operator_norm", "ffn_norm": "ffn_norm", "token_embd_norm": "model.embedding_norm",
+        "attn_output": "self_attn.out_proj", "attn_q_norm": "self_attn.q_layernorm",
+        "attn_k_norm": "self_attn.k_layernorm", "ffn_gate": "feed_forward.w1", "ffn_up": "feed_forward.w3",
+        "ffn_down": "feed_forward.w2", "in_proj": "conv.in_proj", "conv": "conv.conv", "out_proj": "conv.out_proj",
+    }  # fmt: skip
+    layout = _rotary(model, names=names)
+    config = {
+        "norm_eps": model.norm_eps,
+        "conv_L_cache": model.conv_length,
+        "conv_bias": False,
+        "block_auto_adjust_ff_dim": False,
+        "block_ffn_dim_multiplier": 1.0,
+        "block_multiple_of": 1,
+        "layer_types": [("conv", "full_attention")[has] for i in range(model.n_layers) for has in model.layer(i)],
+    }
+    tensors = dict(layout.tensors)
+    for name in (name for name in tensors if name.endswith(".conv.weight")):  # with an axis for input channels
+        tensors[name] = replace(tensors[name], form=lambda w: w[:, None], back=lambda w: w[:, 0])
+    return replace(layout, config={**layout.config, **config}, tensors=tensors, conversion=Conversion(("bpe",)))
+
+
 def gpt2_layout(model: LanguageModel, data: Data) -> Layout:
     """Return the layout of GPT2LMHeadModel, which stores the weights of linear layers as [in, out]."""
     import numpy as np  # deferred, because listing models does not need it
@@ -215,7 +242,9 @@ def gpt2_layout(model: LanguageModel, data: Data) -> Layout:
         *block, name, kind = spec.name.split(".")
         prefix = f"transformer.h.{block[1]}." if block else ""
         is_linear = block and len(spec.shape) == 2
-        tensors[spec.name] = HFTensor(f"{prefix}{GPT2[name]}.{kind}", form=np.transpose if is_linear else identity)
+        tensors[spec.name] = HFTensor(f"{prefix}{GPT2[name]}.{kind}")
+        if is_linear:
+            tensors[spec.name] = replace(tensors[spec.name], form=np.transpose, back=np.transpose)
     problem = "" if model.d_ff == 4 * model.d_model else f"it requires d_ff=4*d_model, but d_ff is {model.d_ff}"
     return Layout(config, tensors, conversion=Conversion(("bpe",), ignored_setting=problem))
 

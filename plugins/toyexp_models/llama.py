@@ -15,6 +15,7 @@ from toyexp import Ops, Tensor, TensorSpec, UserError
 from toyexp.base import require_positive
 from toyexp_models.gguf import LlamaGGUF, RotaryGGUF
 from toyexp_models.huggingface import gemma_layout, llama_layout, qwen2_layout, qwen3_layout
+from toyexp_models.huggingface_config import read_config
 from toyexp_models.mup import MuP
 from toyexp_models.rotary import RotaryModel
 
@@ -24,7 +25,7 @@ class Llama(MuP, RotaryModel):
     """Llama family: RMSNorm, rope, grouped-query attention, SwiGLU."""
 
     name: ClassVar[str] = "llama"
-    forms: ClassVar[Mapping[str, Any]] = {"gguf": LlamaGGUF(), "hf": llama_layout}
+    forms: ClassVar[Mapping[str, Any]] = {"gguf": LlamaGGUF(), "hf": llama_layout, "config": read_config}
     halves: ClassVar[bool] = False
 
     o_bias: bool = False  # bias of the attention's output projection
@@ -64,7 +65,7 @@ class Qwen2(RotaryModel):
     """Qwen 2 and 2.5: Llama with biases on q, k and v."""
 
     name: ClassVar[str] = "qwen2"
-    forms: ClassVar[Mapping[str, Any]] = {"gguf": RotaryGGUF(), "hf": qwen2_layout}
+    forms: ClassVar[Mapping[str, Any]] = {"gguf": RotaryGGUF(), "hf": qwen2_layout, "config": read_config}
 
     qkv_bias: bool = True  # biases on the query, key and value projections
     norm_eps: float = 1e-6  # added to the variance inside the norms
@@ -83,7 +84,7 @@ class Qwen3(RotaryModel):
     """Qwen 3: Llama with a norm on each head of q and k."""
 
     name: ClassVar[str] = "qwen3"
-    forms: ClassVar[Mapping[str, Any]] = {"gguf": RotaryGGUF(), "hf": qwen3_layout}
+    forms: ClassVar[Mapping[str, Any]] = {"gguf": RotaryGGUF(), "hf": qwen3_layout, "config": read_config}
     head_norms: ClassVar[bool] = True
 
     norm_eps: float = 1e-6  # added to the variance inside the norms
@@ -95,7 +96,7 @@ class Gemma(RotaryModel):
     """Gemma 1: Llama with scaled embeddings, GeGLU, and a tied output layer."""
 
     name: ClassVar[str] = "gemma"
-    forms: ClassVar[Mapping[str, Any]] = {"gguf": RotaryGGUF(), "hf": gemma_layout}
+    forms: ClassVar[Mapping[str, Any]] = {"gguf": RotaryGGUF(), "hf": gemma_layout, "config": read_config}
     fixed: ClassVar[Mapping[str, Any]] = {"tied": True}
 
     tied: bool = True  # tie the output layer to the embedding table; must be true

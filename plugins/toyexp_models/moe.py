@@ -15,6 +15,7 @@ from toyexp import Ops, Params, Tensor, UserError
 from toyexp.base import require_range
 from toyexp_models.gguf import ExpertsGGUF
 from toyexp_models.huggingface import olmoe_layout, qwen3moe_layout
+from toyexp_models.huggingface_config import read_config
 from toyexp_models.rotary import RotaryModel, linear
 
 
@@ -100,7 +101,7 @@ class Qwen3Moe(ExpertsModel):
     """Qwen 3 MoE: Qwen 3 with experts in each layer. The weights of the chosen experts sum to 1."""
 
     name: ClassVar[str] = "qwen3moe"
-    forms: ClassVar[Mapping[str, Any]] = {"gguf": ExpertsGGUF(), "hf": qwen3moe_layout}
+    forms: ClassVar[Mapping[str, Any]] = {"gguf": ExpertsGGUF(), "hf": qwen3moe_layout, "config": read_config}
     head_norms: ClassVar[bool] = True
     normalised: ClassVar[bool] = True
 
@@ -113,7 +114,7 @@ class Olmoe(ExpertsModel):
     """OLMoE: Llama with experts in each layer, and with norms on q and k across all heads."""
 
     name: ClassVar[str] = "olmoe"
-    forms: ClassVar[Mapping[str, Any]] = {"gguf": ExpertsGGUF(), "hf": olmoe_layout}
+    forms: ClassVar[Mapping[str, Any]] = {"gguf": ExpertsGGUF(), "hf": olmoe_layout, "config": read_config}
     width_norms: ClassVar[bool] = True
     normalised: ClassVar[bool] = False
     fixed: ClassVar[Mapping[str, Any]] = {"tied": False, "qkv_bias": False, "head_dim": 0}

@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 from toyexp import Ops, Params, Tensor
 from toyexp_models.gguf import RotaryGGUF
 from toyexp_models.huggingface import olmo2_layout
+from toyexp_models.huggingface_config import read_config
 from toyexp_models.rotary import RotaryModel
 
 
@@ -17,7 +18,7 @@ class Olmo2(RotaryModel):
     """OLMo 2: Llama with norms after attention and feed-forward layer, and on q and k across all heads."""
 
     name: ClassVar[str] = "olmo2"
-    forms: ClassVar[Mapping[str, Any]] = {"gguf": RotaryGGUF(), "hf": olmo2_layout}
+    forms: ClassVar[Mapping[str, Any]] = {"gguf": RotaryGGUF(), "hf": olmo2_layout, "config": read_config}
     width_norms: ClassVar[bool] = True
     fixed: ClassVar[Mapping[str, Any]] = {"tied": False, "qkv_bias": False, "head_dim": 0}
 

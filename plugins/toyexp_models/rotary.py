@@ -19,6 +19,7 @@ class RotaryModel(LanguageModel):
     halves: ClassVar[bool] = True  # rope rotates pairs (x[i], x[i + D/2]); False in llama
     head_norms: ClassVar[bool] = False  # RMSNorm on each head of q and k before rope
     width_norms: ClassVar[bool] = False  # RMSNorm on all of q and all of k, before heads are cut
+    last_norm: ClassVar[str] = "output_norm"  # name of the norm before the output layer
     fixed: ClassVar[Mapping[str, Any]] = {}  # settings that can have only this value
 
     n_kv_heads: int = 2  # number of key/value heads, each shared by n_heads / n_kv_heads query heads
@@ -80,7 +81,7 @@ class RotaryModel(LanguageModel):
         for i in range(self.n_layers):
             specs += [weight(f"blk.{i}.{name}", shape) for name, shape in self.shapes().items()]
             specs += [TensorSpec(f"blk.{i}.{name}.bias", (size,), Constant(0)) for name, size in self.biases().items()]
-        specs.append(weight("output_norm", (self.d_model,)))
+        specs.append(weight(self.last_norm, (self.d_model,)))
         if not self.tied:
             specs.append(TensorSpec("output.weight", (self.vocab, self.d_model), Normal(0.02)))
         return specs
@@ -125,7 +126,7 @@ class RotaryModel(LanguageModel):
     def forward(self, ops: Ops, p: Params, batch: Mapping[str, Tensor]) -> Tensor:
         """Return the logits [B, T, vocab] of tokens [B, T]."""
         x = self.blocks(ops, self.embed(ops, p["token_embd.weight"], batch["tokens"]), p, batch)  # [B, T, d]
-        x = self.norm(ops, x, p, "output_norm")
+        x = self.norm(ops, x, p, self.last_norm)
         return self.logits(ops, x, p["token_embd.weight" if self.tied else "output.weight"])
 
     def blocks(self, ops: Ops, x: Tensor, p: Params, batch: Mapping[str, Tensor]) -> Tensor:

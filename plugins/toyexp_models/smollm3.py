@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 from toyexp import Ops, Tensor
 from toyexp_models.gguf import RotaryGGUF
 from toyexp_models.huggingface import smollm3_layout
+from toyexp_models.huggingface_config import read_config
 from toyexp_models.rotary import RotaryModel
 
 PERIOD = 4  # each fourth layer has no RoPE; in llama.cpp this number is fixed
@@ -19,7 +20,7 @@ class SmolLM3(RotaryModel):
     """SmolLM 3: Llama without position embedding in every fourth layer."""
 
     name: ClassVar[str] = "smollm3"
-    forms: ClassVar[Mapping[str, Any]] = {"gguf": RotaryGGUF(), "hf": smollm3_layout}
+    forms: ClassVar[Mapping[str, Any]] = {"gguf": RotaryGGUF(), "hf": smollm3_layout, "config": read_config}
     halves: ClassVar[bool] = False
 
     norm_eps: float = 1e-6  # added to the variance inside the norms

@@ -22,7 +22,9 @@ class FromBase(Recipe):
     optim_mode: ClassVar[str] = LORA
     starts_from: ClassVar[str] = "base"
 
-    base: str | None = None  # model to start from: a model file, a run's directory, or a checkpoint's directory
+    base: str | None = (
+        None  # model to start from: a model file, or the directory of a run, a checkpoint or transformers
+    )
 
     def check(self) -> None:
         """Raise UserError if the setting `base` is empty."""

@@ -169,7 +169,10 @@ class Lora(FromBase):
         Raise UserError if one of the targets matches no layer.
         """
         blocks = {n: n[n.find("blk.") :] for n in specs if n.startswith(("blk.", "v.blk."))}  # ViT names start with v.
-        linears = {n: block_name.split(".")[2] for n, block_name in blocks.items() if len(specs[n].shape) == 2}
+        matrices = {
+            n: form for n, form in blocks.items() if len(specs[n].shape) == 2 and not n.endswith(".conv.weight")
+        }
+        linears = {n: ".".join(form.split(".")[2:-1]) for n, form in matrices.items()}
         queries = next(([q] for q in QUERIES if q in linears.values()), None)
         targets = queries if self.targets is None else self.targets
         if targets is None:

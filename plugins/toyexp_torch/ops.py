@@ -271,7 +271,8 @@ class CachedOps(IncrementalOps, TorchOps):
     def __init__(self, context: int):
         super().__init__()
         self.table_length = context
-        self._caches: list[tuple[Tensor, Tensor]] = []  # keys and values [1, Hkv, context, ..] for each attention call
+        # For each call: of attention keys and values [1, Hkv, context, ..], of shift its input [1, n + context, ..].
+        self._caches: list[tuple[Tensor, ...]] = []
         self._calls = 0
 
     def begin(self, start: int) -> None:
@@ -311,6 +312,15 @@ class CachedOps(IncrementalOps, TorchOps):
             grouped = q.shape[1] != k.shape[1]
             out = F.scaled_dot_product_attention(q, keys, values, mask, scale=scale, enable_gqa=grouped)
         return out.transpose(1, 2).flatten(-2)
+
+    def shift(self, x: Tensor, n: int = 1) -> Tensor:
+        """Add x to the cache, and return what the positions `n` before the new ones have; see Ops."""
+        if self._calls == len(self._caches):
+            self._caches.append((x.new_zeros((1, n + self.table_length, *x.shape[2:])),))
+        (earlier,) = self._caches[self._calls]
+        self._calls += 1
+        earlier[:, self.start + n : self.start + n + x.shape[1]] = x
+        return earlier[:, self.start : self.start + x.shape[1]]
 
     def _attend(
         self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float | None, softcap: float,

@@ -137,6 +137,11 @@ class TestHuggingFace(Suite):
         replace(TEXT[0], n_heads=5, n_kv_heads=1, head_dim=6),
     ]
 
+    def test_a_written_model_is_read_back(self, tmp_path, monkeypatch):
+        """Of the models for text; a directory with a ViT is not read."""
+        monkeypatch.setattr(self, "models", self.models[:-1], raising=False)
+        super().test_a_written_model_is_read_back(tmp_path)
+
 
 @dataclass
 class Tall(Format):

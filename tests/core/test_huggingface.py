@@ -10,8 +10,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from safetensors.numpy import load_file
-from texts import write_untrained
+from safetensors.numpy import load_file, save_file
+from texts import NASTY, hard_pieces, write_untrained
 from tiny import MODELS, split_gguf, write_base
 
 from toyexp import ModelExport, Rotary, RunFailed, UserError
@@ -21,10 +21,13 @@ from toyexp.formats.gguf.open_model import read_exported
 from toyexp.formats.gguf.read import GGUFFile
 from toyexp.formats.gguf.write import write_model
 from toyexp.formats.huggingface import hf_notes, model_card, write_folder
+from toyexp.plugins.discovery import load
 from toyexp.plugins.exporter import card_facts
 from toyexp.tokenizers.byte_level import BPE, Bytes, Characters
+from toyexp.tokenizers.pretokenizers import PRE_TOKENIZERS
 from toyexp.tokenizers.sentencepiece import BLANK, SentencePiece
 from toyexp.tokenizers.tokenizer import SYMBOLS
+from toyexp_formats.shipped import HuggingFace
 from toyexp_models.huggingface import rope_scaling
 from toyexp_models.llama import Llama
 from toyexp_models.vit import ViT
@@ -530,3 +533,156 @@ def test_an_impossible_export_is_rejected_before_the_run(capsys, words, said):
     Path("book.txt").write_text("It was a bright cold day in April. " * 90)
     assert main([*RUN, "recipe=scratch", "callbacks=[hf_export]", words]) == 2
     assert said in capsys.readouterr().err and not Path("run").exists()
+
+
+# -- reading a directory ----------------------------------------------------------------------------------------------
+
+
+def change_json(path, **changes):
+    Path(path).write_text(json.dumps({**load_json(path), **changes}))
+
+
+def make_folder(name="llama", kind="hf", tokenizer=None, **sizes):
+    """Write m.gguf with random weights and the directory m-hf or such, and return the model."""
+    model = write_base(Path("m.gguf"), name, tokenizer=tokenizer or Bytes(), **sizes)
+    assert main(["export", "m.gguf", "--type", kind]) == 0
+    return model
+
+
+@pytest.mark.parametrize("name", [name for name in MODELS if name not in ("granite_nope", "llama_all", "lab", "lab_after")])
+def test_a_directory_has_the_weights_and_settings_of_the_model(name):
+    """All tensors are equal, but those of gemma's norms, of which 1 is subtracted and added again."""
+    make_folder(name)
+    back = HuggingFace().read(Path("m-hf"), load().models())
+    with GGUFFile("m.gguf") as file:
+        for tensor, array in back.tensors.items():
+            if tensor in file.tensors:
+                np.testing.assert_allclose(array, file.read(tensor), rtol=0, atol=1e-6 * name.startswith("gemma"))
+            else:
+                assert tensor.endswith(".bias") and not array.any()  # transformers has all biases or none
+    write_model(Path("again.gguf"), back.model, back.tensors, back.tokenizer)
+    for path in ("m.gguf", "again.gguf"):
+        assert main(["export", path, "--type", "hf", "--to", f"{path}-hf"]) == 0
+    for name in ("config.json", "tokenizer.json", "tokenizer_config.json"):
+        assert load_json(f"m.gguf-hf/{name}") == load_json(f"again.gguf-hf/{name}")
+
+
+def spread_over_shards(folder):
+    """Split model.safetensors into two files of the names that transformers gives them."""
+    tensors = load_file(f"{folder}/model.safetensors")
+    for i in (0, 1):
+        part = {name: t for n, (name, t) in enumerate(tensors.items()) if n % 2 == i}
+        save_file(part, f"{folder}/model-0000{i + 1}-of-00002.safetensors")
+    Path(folder, "model.safetensors").unlink()
+
+
+def test_commands_and_recipes_take_a_directory(capsys):
+    """Each gives what it gives for the GGUF that the directory was made from; bfloat16 stays bfloat16."""
+    make_folder("smollm3")
+    spread_over_shards("m-hf")
+    Path("book.txt").write_text("It was a bright cold day in April. " * 60)
+    texts = []
+    for model in ("m.gguf", "m-hf"):
+        words = ["--prompt", "It", "--tokens", "5", "--temperature", "0", "--engine", "cpu:threads=1", "--json"]
+        capsys.readouterr()
+        assert main(["generate", model, *words]) == 0
+        texts.append(json.loads(capsys.readouterr().out)["ids"])
+        assert main(["describe", model]) == 0
+        words = (
+            f"recipe=lora recipe.base={model} recipe.rank=2 data=text data.path=book.txt steps=2 lr=0.01 eval_every=2"
+        )
+        more = f"engine=cpu engine.threads=1 model.context=12 hydra.run.dir=run-{model} checkpoint_every=0"
+        assert main([*words.split(), *more.split()]) == 0
+    assert texts[0] == texts[1]
+    with GGUFFile("run-m.gguf/adapter.gguf") as a, GGUFFile("run-m-hf/adapter.gguf") as b:
+        for name in a.tensors:
+            np.testing.assert_allclose(a.read(name), b.read(name), rtol=0, atol=1e-6)
+    assert main(["export", "m.gguf", "--type", "hf-bf16"]) == 0
+    assert main(["export", "m-hf-bf16", "--type", "bf16", "--to", "b.gguf"]) == 0
+    with GGUFFile("b.gguf") as file:
+        assert {t.type for t in file.tensors.values() if len(t.shape) == 2} == {"BF16"}
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "said"),
+    [
+        ("llama", {"model_type": "qwen3_next"}, "its model_type is qwen3_next; did you mean qwen3_moe?"),
+        ("olmo2", {"model_type": "olmo3"}, "its model_type is olmo3; did you mean olmoe?"),
+        ("llama", {"hidden_act": "gelu"}, "hidden_act is gelu; toyexp's model=llama has only silu"),
+        (
+            "llama",
+            {"model_type": "mistral", "sliding_window": 8},
+            "sliding_window is 8; toyexp's model=llama has only 0",
+        ),
+        ("llama", {"quantization_config": {"bits": 4}}, "quantization_config is {'bits': 4}"),
+        ("llama", {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "its RoPE is {'rope_type': 'yarn'"),
+        ("qwen3", {"rope_scaling": {"rope_type": "llama3", "factor": 4.0}}, "its RoPE is {'rope_type': 'llama3'"),
+        ("llama", {"num_hidden_layers": 1}, "has the tensor model.layers.1.input_layernorm.weight"),
+        ("llama", {"num_hidden_layers": 3}, "lacks the tensor layers.2.input_layernorm.weight"),
+        ("llama", {"num_attention_heads": None}, "gives no n_heads (num_attention_heads or n_head)"),
+        ("llama", {"num_attention_heads": "x"}, "config.json: "),
+        ("llama", {"hidden_size": 36}, "shape [40, 32] for token_embd.weight, expected [40, 36]"),
+        ("gemma3", {"layer_types": ["full_attention"] * 3}, ""),
+        ("gemma3", {"layer_types": ["full_attention", *["sliding_attention"] * 2]}, "layer_types is "),
+        ("gemma3", {"attn_logit_softcapping": 3.0}, "attn_logit_softcapping is 3.0"),
+        ("smollm3", {"no_rope_layers": [1, 1, 0, 1, 1]}, "no_rope_layers is [1, 1, 0, 1, 1]"),
+        ("qwen3moe", {"norm_topk_prob": False}, "norm_topk_prob is False; toyexp's model=qwen3moe has only True"),
+        ("qwen3moe", {"mlp_only_layers": [0]}, "mlp_only_layers is [0]"),
+        ("olmoe", {"clip_qkv": 8.0}, "clip_qkv is 8.0"),
+    ],
+)
+def test_a_directory_of_another_architecture_is_refused(capsys, name, changes, said):
+    make_folder(name, vocab=40, tokenizer=BPE([*SYMBOLS[:39], "<|endoftext|>"], [], 39))
+    capsys.readouterr()
+    change_json("m-hf/config.json", **changes)
+    code = main(["export", "m-hf", "--type", "f32", "--to", "new.gguf"])
+    error = capsys.readouterr().err
+    assert (code, said in error, error.count("\n")) == ((2, True, 1) if said else (0, True, 0)), error
+
+
+def test_the_base_of_an_output_layer_may_be_stored_alone():
+    """Published directories of gpt2 were written by a class without an output layer; their names have no prefix."""
+    make_folder("gpt2")
+    tensors = load_file("m-hf/model.safetensors")
+    masks = {"h.0.attn.bias": np.ones((1, 1, 4, 4), np.float32)}
+    save_file({n.removeprefix("transformer."): t for n, t in tensors.items()} | masks, "m-hf/model.safetensors")
+    back = HuggingFace().read(Path("m-hf"), load().models())
+    with GGUFFile("m.gguf") as file:
+        np.testing.assert_array_equal(back.tensors["blk.1.ffn_up.weight"], file.read("blk.1.ffn_up.weight"))
+
+
+@pytest.mark.parametrize("pre", ["gpt-2", "llama-bpe", "qwen2", "smollm", "tekken", "gpt-4o", "deepseek-llm", "viking"])
+def test_a_pre_tokenizer_is_recognised_by_its_cuts(pre):
+    tokenizer = BPE.train([*NASTY, "the cat sat on the mat, again and again. " * 9], 320, PRE_TOKENIZERS[pre])
+    tokenizer.add_bos = PRE_TOKENIZERS[pre].add_bos
+    model = replace(MODELS["llama"], vocab=tokenizer.vocab)
+    tensors = {t.name: np.zeros(t.shape, np.float32) for t in model.tensors()}
+    write_folder(Path("m-hf"), ModelExport(model, tensors, tokenizer))
+    back = HuggingFace().read(Path("m-hf"), load().models()).tokenizer
+    assert back.fingerprint() == tokenizer.fingerprint()
+    assert [back.encode(text).tolist() for text in NASTY] == [tokenizer.encode(text).tolist() for text in NASTY]
+
+
+@pytest.mark.parametrize("prefix", [True, False])
+def test_a_sentencepiece_tokenizer_is_read_from_its_merges(prefix):
+    tokenizer = hard_pieces(prefix)
+    tokenizer.bos, tokenizer.add_bos, tokenizer.add_eos = 1, True, not prefix
+    tokenizer.controls, tokenizer.user_defined = frozenset({0, 1}), frozenset({259, 260})
+    make_folder(tokenizer=tokenizer)
+    back = HuggingFace().read(Path("m-hf"), load().models()).tokenizer
+    for text in NASTY:
+        assert back.prompt(text).tolist() == tokenizer.prompt(text).tolist()
+        assert back.decode(back.encode(text)) == tokenizer.decode(tokenizer.encode(text))
+
+
+def test_a_directory_without_a_usable_tokenizer_has_token_ids_only(capsys):
+    make_folder()
+    contents = load_json("m-hf/tokenizer.json")
+    change_json("m-hf/tokenizer.json", model={**contents["model"], "type": "Unigram"})
+    words = ["generate", "m-hf", "--ids", "1,2", "--tokens", "3", "--engine", "cpu:threads=1"]
+    capsys.readouterr()
+    assert main(words) == 0
+    said = "note: m-hf/tokenizer.json: it has no BPE but Unigram; only token ids can be used"
+    assert said in capsys.readouterr().err
+    assert main(["generate", "m-hf", "--prompt", "x"]) == 2
+    assert "has no tokenizer" in capsys.readouterr().err

@@ -39,6 +39,7 @@ from toyexp_models.gemma3 import Gemma2, Gemma3
 from toyexp_models.gpt2 import GPT2
 from toyexp_models.granite import Granite
 from toyexp_models.lab import Lab
+from toyexp_models.lfm2 import Lfm2
 from toyexp_models.llama import Gemma, Llama, Qwen2, Qwen3
 from toyexp_models.moe import Olmoe, Qwen3Moe
 from toyexp_models.olmo import Olmo2
@@ -181,6 +182,16 @@ SMOLLM3 = SmolLM3(d_model=64, d_ff=96, n_layers=4, context=CONTEXT, norm_eps=1e-
 QWEN3MOE = Qwen3Moe(d_model=64, d_ff=32, experts=5, experts_used=3, context=CONTEXT, norm_eps=1e-3, rope_base=500.0)
 OLMOE = Olmoe(d_model=64, d_ff=32, experts=6, experts_used=2, context=CONTEXT, norm_eps=1e-3, rope_base=500.0)
 LAB = Lab(d_model=64, d_ff=96, context=CONTEXT, norm_eps=1e-3, rope_base=500.0)
+LFM2 = Lfm2(
+    d_model=64,
+    d_ff=96,
+    n_layers=3,
+    context=CONTEXT,
+    norm_eps=1e-3,
+    rope_base=500.0,
+    conv_length=4,
+    attention_layers=[1],
+)
 GPT = GPT2(d_model=64, d_ff=80, context=CONTEXT, norm_eps=1e-3)  # tied; 32 does not divide 80 (q8_0)
 WIDE = (replace(LLAMA, d_model=256, d_ff=256, n_layers=1), "byte")  # rows that K-quants can hold
 VARIANTS: dict[str, tuple[Model, str]] = {
@@ -214,6 +225,8 @@ VARIANTS: dict[str, tuple[Model, str]] = {
     "qwen3moe": (replace(QWEN3MOE, **SCALED), "bpe"),
     "qwen3moe, tied, padded": (replace(QWEN3MOE, tied=True, vocab=300), "byte"),
     "olmoe": (OLMOE, "bpe"),
+    "lfm2": (LFM2, "bpe"),
+    "lfm2, untied, padded": (replace(LFM2, tied=False, vocab=300, attention_layers=[0, 1]), "byte"),
     "gpt2": (GPT, "bpe"),
     "gpt2, untied, padded": (replace(GPT, tied=False, vocab=300), "byte"),
     "lab, qwen3": (replace(LAB, qk_norm="head", residual_scalars="branch", **SCALED), "bpe"),
@@ -393,6 +406,7 @@ def test_the_lens_of_a_warm_start_is_folded_into_the_exported_embedding(workshop
         ("gemma2", {"targets": ["*"], "rank": 4, "alpha": 12}),
         ("gemma3", {"targets": ["*"], "rank": 4, "alpha": 12}),
         ("qwen3moe", {"targets": ["*"], "rank": 4, "alpha": 12}),
+        ("lfm2", {"targets": ["*"], "rank": 4, "alpha": 12}),
         ("olmoe", {"targets": ["q", "o"], "rank": 4, "alpha": 12}),
         ("granite", {"targets": ["*"], "rank": 4, "alpha": 12}),
         ("gemma", {"targets": ["q", "o", "gate"], "rank": 4, "alpha": 12}),

@@ -431,3 +431,12 @@ def test_the_error_names_the_architecture_with_the_nearest_tensors():
             UserError, match=f"architecture is {renamed}; its tensors are most like those of {nearest};"
         ):
             find_model_class(header, [Gemma, GPT2, Llama, Olmo2, Qwen2, Qwen3])
+
+
+@pytest.mark.parametrize(
+    ("layers", "said"),
+    [([3], "must be some of 0 to 2"), ([1, 0], "in order"), ([], "must be some of 0 to 2")],
+)
+def test_lfm2_has_attention_in_some_of_its_layers(layers, said):
+    with pytest.raises(UserError, match=said):
+        replace(MODELS["lfm2"], attention_layers=layers).check()

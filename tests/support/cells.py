@@ -4,7 +4,11 @@ import re
 from pathlib import Path
 
 PAGE = Path(__file__).parents[2] / "docs" / "pages" / "reference" / "files.md"
-ARCHITECTURES = ("llama", "qwen2", "qwen3", "gemma", "gpt2")
+ARCHITECTURES = (
+    "llama", "qwen2", "qwen3", "gemma", "gpt2", "gemma2", "gemma3", "granite", "olmo2", "arcee", "smollm3", "qwen3moe",
+    "olmoe",
+    "lfm2",
+)  # fmt: skip
 # `--type` of an export, and the ggml type of every matrix in the file that is read.
 TYPES = {
     "f32": "F32", "f16": "F16", "bf16": "BF16", "q8_0": "Q8_0", "q5_1": "Q5_1", "q5_0": "Q5_0", "q4_1": "Q4_1",

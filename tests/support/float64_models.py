@@ -71,6 +71,11 @@ def decoder(
             return norm(x, block[f"{name}.weight"]) if f"{name}.weight" in block else x
 
         h = norm_if_any(x, "attn_norm")
+        if "shortconv.conv.weight" in block:
+            x = x + short_convolution(h, block)
+            h = norm_if_any(x, "ffn_norm")
+            x = x + linear(gated(linear(h, "ffn_gate")) * linear(h, "ffn_up"), "ffn_down")
+            continue
         q, k, v = (linear(h, f"attn_{n}") for n in "qkv")
         if width_norms:
             q, k = norm(q, block["attn_q_norm.weight"]), norm(k, block["attn_k_norm.weight"])
@@ -91,7 +96,11 @@ def decoder(
         else:
             h = linear(linear(h, "ffn_up").clamp(min=0) ** 2, "ffn_down")
         x = x + residual * norm_if_any(h, "post_ffw_norm")
-    return norm(x, w["output_norm.weight"]) @ w.get("output.weight", w["token_embd.weight"]).T / divisor
+    return (
+        norm(x, w["token_embd_norm.weight" if cfg.name == "lfm2" else "output_norm.weight"])
+        @ w.get("output.weight", w["token_embd.weight"]).T
+        / divisor
+    )
 
 
 def olmo2(w, cfg, tokens):
@@ -112,6 +121,15 @@ def mixture(x, block, cfg):
         ]
         rows.append(torch.stack(outputs).sum(0))
     return torch.stack(rows).view(x.shape)
+
+
+def short_convolution(x, block):
+    """Return the output of lfm2's gated convolution, with one filter for each feature."""
+    before, after, x = (x @ block["shortconv.in_proj.weight"].T).chunk(3, -1)
+    w = block["shortconv.conv.weight"]
+    padded = torch.nn.functional.pad((before * x).transpose(1, 2), (w.shape[1] - 1, 0))
+    mixed = torch.nn.functional.conv1d(padded, w[:, None], groups=len(w)).transpose(1, 2)
+    return (after * mixed) @ block["shortconv.out_proj.weight"].T
 
 
 def smollm3(w, cfg, tokens):
@@ -254,6 +272,7 @@ FORWARD = {
     "arcee": partial(decoder, halves=False),
     "smollm3": smollm3,
     "olmo2": olmo2,
+    "lfm2": partial(decoder, head_norms=True),
     "gpt2": gpt2,
     "lab": lab,
 }

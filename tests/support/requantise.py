@@ -10,7 +10,10 @@ from gguf import GGMLQuantizationType, GGUFReader, GGUFValueType, GGUFWriter
 def requantise(
     source: Path, path: Path, kind: GGMLQuantizationType, quantise: Callable[[np.ndarray], np.ndarray]
 ) -> Path:
-    """Write `path` with every matrix except gpt2's positions in `kind`; `quantise` returns the bytes of the rows."""
+    """Write `path` with its matrices in `kind`; gpt2's positions, routers of experts and convolutions stay F32.
+
+    `quantise` returns the bytes of the rows of a matrix, or of all experts' matrices.
+    """
     reader = GGUFReader(source)
     writer = GGUFWriter(path, reader.fields["general.architecture"].contents())
     for key, field in reader.fields.items():
@@ -19,7 +22,9 @@ def requantise(
             item_type = field.types[1] if value_type == GGUFValueType.ARRAY else None
             writer.add_key_value(key, field.contents(), value_type, item_type)
     for tensor in reader.tensors:
-        if len(tensor.shape) == 2 and tensor.name != "position_embd.weight":
+        if len(tensor.shape) > 1 and not tensor.name.endswith(
+            ("position_embd.weight", "ffn_gate_inp.weight", "conv.weight")
+        ):
             writer.add_tensor(tensor.name, quantise(tensor.data), raw_dtype=kind)
         else:
             writer.add_tensor(tensor.name, tensor.data)

@@ -15,6 +15,7 @@ from toyexp_models.gemma3 import Gemma2, Gemma3
 from toyexp_models.gpt2 import GPT2
 from toyexp_models.granite import Granite
 from toyexp_models.lab import Lab
+from toyexp_models.lfm2 import Lfm2
 from toyexp_models.llama import Gemma, Llama, Qwen2, Qwen3
 from toyexp_models.moe import Olmoe, Qwen3Moe
 from toyexp_models.olmo import Olmo2
@@ -47,6 +48,9 @@ MODELS = {
     "smollm3": SmolLM3(**{**SIZES, "n_layers": 5}, **ROPE, d_ff=48, tied=True),
     "qwen3moe": Qwen3Moe(**SIZES, **ROPE, d_ff=24, experts=5, experts_used=3, tied=True),
     "olmoe": Olmoe(**SIZES, d_ff=24),
+    "lfm2": Lfm2(
+        **{**SIZES, "n_layers": 3}, d_ff=48, rope_base=500.0, rope_scale=2.5, conv_length=4, attention_layers=[1]
+    ),
     "gpt2": GPT2(**SIZES, d_ff=64),
     "gpt2_untied": GPT2(**SIZES, d_ff=64, tied=False),
     # No family of llama.cpp is equal to these two. tests/engines/test_lab.py has more combinations.

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from toyexp.formats.gguf.tokenizer import has_text, read_chat_template, read_tokenizer
     from toyexp.formats.gguf.write import check_keys, model_metadata, rewrite_gguf, write_adapter, write_model
     from toyexp.formats.huggingface import hf_notes, write_adapter_folder, write_folder
+    from toyexp.formats.huggingface_reader import is_folder, read_folder
     from toyexp.formats.layout import (
         HF_FILES,
         HF_TYPES,

@@ -33,7 +33,18 @@ class HFTensor:
     name: str
     rows: ArrayFunction = identity  # reorders output features: rows of a weight or of a LoRA's B, elements of a bias
     form: ArrayFunction = identity  # applied after `rows`; numpy.transpose for a Conv1D
+    back: ArrayFunction = identity  # inverse of `form`
     is_split: bool = False  # transformers has a tensor for each index of the first axis, which replaces {} in `name`
+
+
+def original_rows(array: np.ndarray, stored: HFTensor) -> np.ndarray:
+    """Return an array with its rows, or the elements of a bias, in the model's order instead of transformers' order."""
+    import numpy as np
+
+    if stored.rows is identity:
+        return array
+    order = stored.rows(np.arange(len(array), dtype=np.int64)[:, None])[:, 0]
+    return array[np.argsort(order)]
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ import numpy as np
 
 from toyexp.base.errors import UserError, printable
 from toyexp.base.files import read_file
-from toyexp.formats.layout import HFTensor, hf_layout
+from toyexp.formats.layout import HFTensor, hf_layout, original_rows
 from toyexp.formats.safetensors import TensorsFile, json_object
 from toyexp.interfaces.model import Model
 from toyexp.interfaces.plan import lora_names
@@ -59,7 +59,7 @@ def read_peft(folder: Path, model: Model) -> tuple[float, dict[str, np.ndarray],
             pairs[a] = array
         else:
             scale = _relative_scale(config, match["module"], array, alpha, folder)
-            pairs[b] = _reorder_rows(array, stored) * np.float32(scale)
+            pairs[b] = original_rows(array, stored) * np.float32(scale)
     if not pairs:
         raise file.error("holds no tensors")
     return alpha, pairs, {key: str(value) for key in ORIGIN_KEYS if (value := file.metadata.get(f"general.{key}"))}
@@ -107,12 +107,6 @@ def _tensors(folder: Path) -> TensorsFile:
     if not (folder / TENSORS).exists() and pickled.exists():
         raise UserError(f"{pickled}: is a pickle, which could run code; save it as {TENSORS}")
     return TensorsFile(folder / TENSORS)
-
-
-def _reorder_rows(b: np.ndarray, stored: HFTensor) -> np.ndarray:
-    """Return B with its rows reordered from transformers' order to the model's."""
-    order = stored.rows(np.arange(len(b), dtype=np.int64)[:, None])[:, 0]
-    return b[np.argsort(order)]
 
 
 def _relative_scale(config: Mapping[str, Any], module: str, b: np.ndarray, alpha: float, folder: Path) -> float:

@@ -27,7 +27,7 @@ from toyexp.formats.gguf.read import GGUFFile
 from toyexp.formats.gguf.tokenizer import read_chat_template
 from toyexp.formats.gguf.write import Writer, require_exact
 from toyexp.formats.layout import HF_TYPES
-from toyexp.inference.model_files import check_base, find_adapter_file, find_model_file
+from toyexp.inference.model_files import check_base, find_adapter_file, find_model_file, is_checkpoint
 from toyexp.interfaces.command import Answer
 from toyexp.interfaces.format import Format, ModelExport, TensorInfo, require_written
 from toyexp.interfaces.plan import LoraAdapter, adapter_digest, lora_names
@@ -235,7 +235,7 @@ def _sibling_path(file: GGUFFile) -> Path:
     """
     if (source := source_path(file.path)) == file.path:
         return file.path
-    return (source.parents[1] if source.is_dir() else source.parent) / file.path.name
+    return (source.parents[1] if is_checkpoint(source) else source.parent) / file.path.name
 
 
 # -- merging an adapter -----------------------------------------------------------------------------------------------

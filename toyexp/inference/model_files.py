@@ -84,9 +84,8 @@ def write_once(files: Sequence[Path], source: Path, stem: str, write: Callable[[
 
 
 def _find_reader(path: Path, registry: Registry) -> Format | None:
-    candidates = [form for form in registry.classes("format").values() if path.name.endswith(form.suffix)]
-    fits = [form for form in candidates if bool(form.contents) is os.path.isdir(path)]  # noqa: PTH112 - as below
-    return next((form() for form in fits if form.suffix != ".gguf" and form.read is not Format.read), None)
+    forms = (form() for form in registry.classes("format").values() if form.suffix != ".gguf")
+    return next((form for form in forms if type(form).read is not Format.read and form.recognises(path)), None)
 
 
 def _convert_file(form: Format, path: Path, target: Path, registry: Registry) -> None:
@@ -94,7 +93,9 @@ def _convert_file(form: Format, path: Path, target: Path, registry: Registry) ->
     with attribute_errors(who, f"while it read {path}"):
         model = call_checked(ModelExport, form.read, path, registry.models(), who=who)
         tensors = _check_tensors(model, f"{path}: format.{form.name} read")
-        write_model(target, model.model, tensors, model.tokenizer, "f32", model.general, model.data)
+        write_model(target, model.model, tensors, model.tokenizer, model.type, model.general, model.data)
+    for problem in model.unreadable:
+        _note_once(f"note: {problem}")
 
 
 def _check_tensors(exported: ModelExport, subject: str) -> LazyTensors:

@@ -82,6 +82,9 @@ class LazyTensors(Mapping[str, "np.ndarray"]):
     def __len__(self) -> int:
         return len(self._shapes)
 
+    def __contains__(self, name: object) -> bool:
+        return name in self._shapes  # without reading the tensor
+
     def __repr__(self) -> str:
         return "\n".join(align_columns([(name, str(list(shape))) for name, shape in self._shapes.items()]))
 
@@ -98,6 +101,7 @@ class ModelExport:
     chat_template: str = ""
     about: Mapping[str, Any] = field(default_factory=dict)  # entries for a model card: recipe, base, metrics
     unreadable: Sequence[str] = ()  # a sentence for each part of its file that could not be read
+    type: str = "f32"  # smallest of f32, f16 and bf16 that holds the tensors as they are in its file
 
 
 @dataclass
@@ -155,6 +159,10 @@ class Format(ABC):
         toyexp can write this format but not read it.
         """
         raise UserError(f"{path}: toyexp can write {self.name} files, but not read them")
+
+    def recognises(self, path: Path) -> bool:
+        """Return True if `path` may be a file or directory of this format; by default its name's end decides."""
+        return path.name.endswith(self.suffix) and bool(self.contents) is os.path.isdir(path)  # noqa: PTH112
 
     def notes(self, export: ModelExport) -> list[str]:
         """Return notes about an export, one sentence each.

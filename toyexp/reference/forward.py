@@ -403,6 +403,10 @@ class PieceShapes(IncrementalOps, OpShapes):
         self._take("first_rows", table)
         return Shaped((n, table.shape[1]))
 
+    def shift(self, x: Shaped, n: int = 1) -> Shaped:
+        self.calls.append(("shift", n))
+        return Shaped(x.shape)
+
     def scale(self, x: Shaped, factor: float, offset: float = 0.0) -> Shaped:
         self.calls.append((factor, offset))
         return super().scale(x, factor, offset)

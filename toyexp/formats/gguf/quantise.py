@@ -86,15 +86,15 @@ def check_type(kind: str, key: str = "type", others: Iterable[str] = ()) -> None
 def tensor_type(name: str, shape: tuple[int, ...], kind: str, tied: bool) -> str:
     """Return the ggml type of a tensor in a file of type `kind`.
 
-    llama.cpp chooses the same types, except for the output layer. Norms, biases, position embeddings and routers of
-    experts stay F32. Matrices whose rows are not divisible by 32 become F16. The output layer (token_embd.weight if
-    `tied`) suffers most from rounding, so it is Q8_0 in 4- and 5-bit files. llama.cpp uses Q6_K there, but gguf-py
-    cannot write that type.
+    llama.cpp chooses the same types, except for the output layer. Norms, biases, position embeddings, routers of
+    experts and convolutions stay F32. Matrices whose rows are not divisible by 32 become F16. The output layer
+    (token_embd.weight if `tied`) suffers most from rounding, so it is Q8_0 in 4- and 5-bit files. llama.cpp uses Q6_K
+    there, but gguf-py cannot write that type.
     """
     if (
         kind == "f32"
         or len(shape) < 2
-        or name.endswith(("_norm.weight", "position_embd.weight", "ffn_gate_inp.weight"))
+        or name.endswith(("_norm.weight", "position_embd.weight", "ffn_gate_inp.weight", "conv.weight"))
     ):
         return "F32"
     if kind in ("f16", "bf16"):

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from toyexp.base.errors import printable
-from toyexp.formats.gguf.read import GGUFFile
+from toyexp.interfaces.format import ModelFile
 from toyexp.tokenizers.byte_level import BPE, Bytes, Characters
 from toyexp.tokenizers.pretokenizers import PRE_TOKENIZERS
 from toyexp.tokenizers.sentencepiece import SentencePiece
@@ -71,12 +71,12 @@ KEEP_SPACE = ("<unk>", "<s>", "<|endoftext|>")  # phi-3's special tokens that do
 MASK_PRE_TOKENIZERS = ("jina-v2-de", "jina-v2-es", "jina-v2-code")  # their <mask> strips the space before it
 
 
-def read_tokenizer(file: GGUFFile) -> Tokenizer:
+def read_tokenizer(file: ModelFile) -> Tokenizer:
     """Return the file's tokenizer; raise GGUFError if it is missing, broken or of an unsupported kind."""
     return _Reader(file).tokenizer()
 
 
-def check_kind(file: GGUFFile) -> None:
+def check_kind(file: ModelFile) -> None:
     """Raise GGUFError if the file has no tokenizer, or one of an unsupported kind. The tokens are not read."""
     model, pre = _kind(file)
     if not model:
@@ -87,17 +87,17 @@ def check_kind(file: GGUFFile) -> None:
         raise file.error(f"its tokenizer {kind} is not supported; supported: llama, and gpt2 with {supported}. {hint}")
 
 
-def _kind(file: GGUFFile) -> tuple[str, str]:
+def _kind(file: ModelFile) -> tuple[str, str]:
     model, pre = (str(file.metadata.get(f"tokenizer.ggml.{key}", "")) for key in ("model", "pre"))
     return model, pre or "default"
 
 
-def read_chat_template(file: GGUFFile) -> str:
+def read_chat_template(file: ModelFile) -> str:
     """Return the file's chat template in Jinja, or ""."""
     return file.text("tokenizer.chat_template")
 
 
-def has_text(file: GGUFFile) -> bool:
+def has_text(file: ModelFile) -> bool:
     """Return True if the file has a vocabulary of texts; False if it has none or only placeholder tokens."""
     tokens = file.metadata.get("tokenizer.ggml.tokens")
     return isinstance(tokens, list) and any(token != placeholder(i) for i, token in enumerate(tokens))
@@ -106,7 +106,7 @@ def has_text(file: GGUFFile) -> bool:
 class _Reader:
     """Reader that validates the keys `tokenizer.*` of a file and makes a tokenizer from them."""
 
-    def __init__(self, file: GGUFFile):
+    def __init__(self, file: ModelFile):
         self.file = file
         self.all = {k.removeprefix("tokenizer."): v for k, v in file.metadata.items() if k.startswith("tokenizer.")}
         self.keys = {k.removeprefix("ggml."): v for k, v in self.all.items() if k.startswith("ggml.")}

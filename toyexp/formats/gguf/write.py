@@ -70,14 +70,20 @@ def write_model(
         "general.type": "model",
         "general.file_type": FILE_TYPES[kind],
         "general.quantization_version": 2,
-        "general.size_label": size_label(sum(a.size for a in tensors.values())),
+        "general.size_label": size_label(sum(math.prod(t.shape) for t in model.tensors())),
         **model_metadata(model, general, data or {}),
         **(_vocabulary(tokenizer, rows=_vocab_size(model, tensors)) if model.reads.text else {}),
     })  # fmt: skip
-    for name, array in {**tensors, **gguf_form(model).constants(model)}.items():
-        type_name = fitting_type(array, tensor_type(name, array.shape, kind, tied="output.weight" not in tensors))
-        writer.add_numbers(name, array.shape, type_name, iter_pieces(array))
+    for source in (tensors, gguf_form(model).constants(model)):
+        for name, array in source.items():
+            type_name = fitting_type(array, tensor_type(name, array.shape, kind, tied="output.weight" not in tensors))
+            writer.add_numbers(name, array.shape, type_name, _pieces(source, name))
     return writer.save(path)
+
+
+def _pieces(tensors: Mapping[str, np.ndarray], name: str) -> Iterator[np.ndarray]:
+    """Yield the pieces of a tensor, which is read when the first piece is requested."""
+    yield from iter_pieces(tensors[name])
 
 
 def _vocab_size(model: Model, tensors: Mapping[str, np.ndarray]) -> int:

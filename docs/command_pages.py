@@ -2,7 +2,11 @@
 
 import contextlib
 import io
+import re
 from dataclasses import dataclass
+from itertools import groupby
+
+from setting_pages import escape_cell
 
 from toyexp.cli.main import main
 from toyexp.interfaces.command import Command
@@ -10,6 +14,7 @@ from toyexp.plugins.discovery import load
 
 EXIT_CODES = {0: "success", 2: "bad input: one or two lines say what is wrong; nothing was started or written"}
 FULL_WIDTH = "---\nhide: [toc]\n---\n\n"  # no table of contents at the right: help has up to 120 characters a line
+PLOT_FILE = "nothing, or with `--plot` that file"
 SIGNALS = "Ctrl-C, SIGTERM or SIGHUP"
 
 
@@ -20,6 +25,7 @@ class CommandNotes:
     leaves: str = "nothing"
     fails: str = ""  # meaning of exit code 1
     guide: str = ""  # path of the guide, with its anchor
+    examples: str = ""  # if the help has none
 
 
 NOTES = {
@@ -32,13 +38,20 @@ NOTES = {
         "with `--numerics`: an engine is outside the tolerances",
         "guides/engines.md",
     ),
-    "parity": CommandNotes(fails="an engine is outside the tolerances", guide="guides/agreement.md"),
-    "bench": CommandNotes(guide="guides/speed.md"),
+    "parity": CommandNotes(
+        PLOT_FILE,
+        "an engine is outside the tolerances",
+        "guides/agreement.md",
+        "toyexp parity engine=cpu,ggml model=gpt2 steps=5",
+    ),
+    "bench": CommandNotes(PLOT_FILE, guide="guides/speed.md"),
     "eval": CommandNotes(
         fails="the held-out loss is NaN or infinite", guide="guides/after.md#evaluate-a-model-toyexp-eval"
     ),
     "describe": CommandNotes(guide="guides/after.md#inspect-a-file-toyexp-describe"),
-    "models": CommandNotes(guide="guides/after.md#list-the-models-on-this-machine-toyexp-models"),
+    "models": CommandNotes(
+        guide="guides/after.md#list-the-models-on-this-machine-toyexp-models", examples="toyexp models ~/models"
+    ),
     "generate": CommandNotes(guide="guides/after.md#generate-text-and-chat-toyexp-generate"),
     "predict": CommandNotes(
         "nothing, or with `--csv` that file, complete or not at all",
@@ -56,9 +69,17 @@ NOTES = {
         "guides/after.md#merge-an-adapter-into-its-base-toyexp-merge",
     ),
     "runs": CommandNotes(guide="guides/compare.md"),
-    "compare": CommandNotes("nothing, or with `--html` that file", guide="guides/compare.md"),
-    "completion": CommandNotes(guide="guides/runs.md#look-up-parts-and-settings"),
-    "help": CommandNotes(guide="guides/runs.md#look-up-parts-and-settings"),
+    "compare": CommandNotes(
+        "nothing, or with `--html` or `--plot` that file",
+        guide="guides/compare.md",
+        examples="toyexp compare outputs/sweeps/2026-11-21_102410_093817\n"
+        "toyexp compare outputs recipe=warm 'lr>1e-3' --metric accuracy\n"
+        "toyexp compare outputs --html report.html",
+    ),
+    "completion": CommandNotes(
+        guide="guides/runs.md#look-up-parts-and-settings", examples='eval "$(toyexp completion bash)"'
+    ),
+    "help": CommandNotes(guide="guides/runs.md#look-up-parts-and-settings", examples="toyexp help sweeps"),
 }
 
 
@@ -70,9 +91,49 @@ def capture_output(*words: str) -> str:
     return text.getvalue().rstrip()
 
 
-def code_block(text: str) -> str:
+def code_block(text: str, language: str = "text") -> str:
     """Return the text as a fenced code block."""
-    return f"```text\n{text}\n```\n"
+    return f"```{language}\n{text}\n```\n"
+
+
+def format_help(text: str) -> str:
+    """Return a help text as Markdown: commands and tables as code, options as a table with an anchor for each."""
+    parts = []
+    for block in text.split("\n\n"):
+        if block.startswith("options:\n"):
+            parts.append(format_options(block))
+            continue
+        for is_code, group in groupby(block.splitlines(), lambda line: bool(re.search(r"^usage:|^  |\S {2,}\S", line))):
+            lines = [*group]
+            is_example = lines[0].startswith("  toyexp ")
+            if is_code and is_example:  # text after a command, or alone in a line, becomes a comment
+                lines = [re.sub(r"(?<=\S) {2,}(?=\S)|^ {9,}", "  # ", line).strip() for line in lines]
+            joined = "\n".join(lines)
+            parts.append(
+                code_block(joined, "bash" if is_example else "text") if is_code else f"{escape_text(joined)}\n"
+            )
+    return "\n".join(parts)
+
+
+def escape_text(text: str) -> str:
+    """Escape characters that Markdown would interpret, except in code, and show options as code."""
+    text = re.sub(r"`[^`]*`|[*<]", lambda part: part[0] if part[0][0] == "`" else f"\\{part[0]}", text)
+    return re.sub(r"(?<![\w`-])--[a-z][\w-]*", r"`\g<0>`", text)
+
+
+def format_options(block: str) -> str:
+    """Return the options of a help text as a table. Each option has an anchor, its name, and links to it."""
+    options: list[list[str]] = []
+    for line in block.splitlines()[1:]:
+        if found := re.match(r"  (-\S.*?)(?: {2,}(.*))?$", line):
+            options.append([found[1], found[2] or ""])
+        else:
+            options[-1][1] += f" {line.strip()}"
+    rows = [
+        f"| [`{name}`](#{name.split()[0]}){{.key #{name.split()[0]}}} | {escape_text(escape_cell(about.strip()))} |"
+        for name, about in options
+    ]
+    return "\n".join(["## Options\n", "| option | what it does |", "|---|---|", *rows, ""])
 
 
 def overview() -> str:
@@ -106,8 +167,12 @@ Commands that read text may cache its token ids in `~/.cache/toyexp`.
 def page(name: str, command: type[Command]) -> str:
     """Return the page of one command: its purpose, its help, the files it writes and its exit codes."""
     about = (command.__doc__ or "").splitlines()[0]
-    parts = [f"{FULL_WIDTH}# toyexp {name}\n\n{about}\n", code_block(capture_output(name, "--help"))]
     notes = NOTES.get(name, CommandNotes("", "", ""))
+    text = capture_output(name, "--help")
+    shown = code_block(text) if name == "help" else format_help(text)  # of `help` it is the whole overview
+    parts = [f"---\ntitle: {name}\nhide: [toc]\n---\n\n# toyexp {name}\n\n{about}\n"]
+    parts += [code_block(notes.examples, "bash")] if notes.examples else []
+    parts.append(shown)
     if notes.leaves:
         parts.append(f"## Files it writes\n\nOn the disk: {notes.leaves}.\n")
     codes = dict(sorted((EXIT_CODES | ({1: notes.fails} if notes.fails else {})).items()))

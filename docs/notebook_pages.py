@@ -24,14 +24,16 @@ def notebook_files(name: str) -> dict[str, str | bytes]:
     parts, pictures = [], {}
     for cell in notebook["cells"]:
         text = "".join(cell["source"])
-        parts.append(text if cell["cell_type"] == "markdown" else f"```python\n{text}\n```")
+        number = cell.get("execution_count")
+        code = f'<div class="cell" data-number="{number}" markdown>\n\n```python\n{text}\n```\n\n</div>'
+        parts.append(text if cell["cell_type"] == "markdown" else code)
         shown = []
         for output in cell.get("outputs", ()):
             data, picture = output.get("data", {}), f"{name}-{len(pictures) + 1}.png"
             if "image/png" in data:
                 pictures[f"notebooks/{picture}"] = base64.b64decode("".join(data["image/png"]))
             shown.append(format_output(output, picture))
-        parts += [f'<div class="output">{"".join(shown)}</div>'] if shown else []
+        parts += [f'<div class="output" data-number="{number}">{"".join(shown)}</div>'] if shown else []
     title, _, rest = parts[0].partition("\n")
     page = [title, f"[Download this notebook]({name}.ipynb){{download}}", rest.strip(), *parts[1:]]
     return {f"notebooks/{name}.md": "\n\n".join(page) + "\n", f"notebooks/{name}.ipynb": source, **pictures}

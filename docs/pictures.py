@@ -47,8 +47,8 @@ def parse_rgb(colour: str) -> tuple[int, int, int]:
     return red, green, blue
 
 
-def draw_terminal(name: str, command: str, cwd: Path, keep: str = ".*") -> None:
-    """Run a command and write an SVG picture of a terminal that shows it with its output.
+def draw_terminal(name: str, command: str, cwd: Path, keep: str = ".*", prompt: bool = True) -> None:
+    """Run a command and write an SVG picture of a terminal that shows its output, with `prompt` also the command.
 
     Lines that do not match `keep` are replaced by dots.
     """
@@ -59,7 +59,8 @@ def draw_terminal(name: str, command: str, cwd: Path, keep: str = ".*") -> None:
     columns = max(60, len(command) + 3, *(line.cell_len + 1 for line in lines if re.search(keep, line.plain)))
     assert columns <= COLUMNS, "a line is longer than the terminal"
     console = Console(record=True, width=columns, file=io.StringIO())
-    console.print(Text.assemble(("$ ", "bold cyan"), (command, "bold")), soft_wrap=True)
+    if prompt:
+        console.print(Text.assemble(("$ ", "bold cyan"), (command, "bold")), soft_wrap=True)
     for is_kept, group in itertools.groupby(lines, lambda line: re.search(keep, line.plain) is not None):
         for line in group if is_kept else [Text("...", style="bright_black")]:
             console.print(line, soft_wrap=True)
@@ -117,12 +118,14 @@ def main(runs: Path) -> None:
         "toyexp steps=200 eval_every=50 name=first",
         here,
         keep=r"^(?!note|step +\d*[2468]0/|step (60|1[2-8]0)/)",
+        prompt=False,  # the page has the command as text above the picture
     )
     draw_terminal(
         "terminal_sweep",
         "toyexp -m recipe=scratch,warm seed=0,1,2",
         here,
         keep=r"^(sweep|\[[05]\]|mean|settings|recipe|report)",
+        prompt=False,
     )
     site = ["--config-file", str(ROOT / "docs" / "mkdocs.yml"), "--site-dir", str((runs / "site").resolve())]
     environment = {**os.environ, "NO_MKDOCS_2_WARNING": "1"}

@@ -119,19 +119,24 @@ def page(kind: str) -> str:
     if kind == "engine":
         classes = [(AUTO, AutoEngine), *classes]
     helps = {name: offer.help for name, offer in registry.offers[kind].items()}
+    by_part = kind in ("callbacks", "format")
     helps[AUTO] = (AutoEngine.__doc__ or "").splitlines()[0]
     chosen = {"callbacks": "callbacks=[default,NAME]", "format": "toyexp export --type NAME"}.get(kind, f"{kind}=NAME")
     parts = [
+        f"---\ntitle: {TITLES[kind]}\n---\n",  # in the sidebar, which has them below "Settings"
         f"# {TITLES[kind]}: settings\n",
         f"Choose one with `{chosen}`. See also [the guide](../../guides/{GUIDES[kind]}.md).\n",
     ]
     parts += [
         "| name | what it is |",
         "|---|---|",
-        *(f"| `{name}` | {escape_cell(helps[name])} |" for name, _ in classes),
+        *(
+            f"| {f'[`{name}`](#{name})' if by_part else f'`{name}`'} | {escape_cell(helps[name])} |"
+            for name, _ in classes
+        ),
         "",
     ]
-    if kind in ("callbacks", "format"):
+    if by_part:
         for name, cls in classes:
             prefix = f"callbacks.{name}." if kind == "callbacks" else ""
             rows = group_settings([(name, cls)])

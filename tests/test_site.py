@@ -13,6 +13,7 @@ import environments
 import pytest
 
 from toyexp.base.formatting import format_value
+from toyexp.cli.main import main
 from toyexp.config.top_level import top_level_settings
 from toyexp.plugins.discovery import load
 from toyexp.plugins.settings import list_settings
@@ -24,7 +25,8 @@ ROOT = Path(__file__).parent.parent
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
 BROWSER = os.environ.get("TOYEXP_BROWSER") or next(filter(None, map(shutil.which, BROWSERS)), None)
 SHOWN = ("index", "start/researcher", "guides/sweeps", "guides/python", "guides/resume", "reference/settings",
-         "reference/architecture", "notebooks/first_run", "notebooks/compare_and_sweep")  # fmt: skip
+         "reference/commands/compare", "reference/architecture", "notebooks/first_run",
+         "notebooks/compare_and_sweep")  # fmt: skip
 # Lists the texts of a page whose contrast with their ground is below 4.5 (WCAG AA), as [element, contrast, text].
 FAINT = """() => {
   const parse = (text) => { const n = text.match(/[\\d.]+/g).map(Number); return [n[0], n[1], n[2], n[3] ?? 1]; };
@@ -103,12 +105,18 @@ def test_a_page_that_links_to_a_template_shows_it(site):
     assert "MyEngineSession" in page and "[toyexp_my_engine.py](" not in page
 
 
-def test_every_command_has_a_page_that_the_table_of_contents_leads_to(site):
+def test_every_command_has_a_page_that_the_table_of_contents_leads_to(site, capsys):
     for name, offer in load().offers["command"].items():
         page = site[f"reference/commands/{name}.html"]
         assert offer.help.removesuffix(".") in html.unescape(page) and "Exit codes" in page
         assert f"commands/{name}.html" in site["index.html"], name
-    assert "--requantize" in site["reference/commands/export.html"]
+        assert '<div class="language-bash' in page, f"{name}: no example"
+    options = [row[0] for row in table_rows(site["reference/commands/compare.html"]) if "--" in "".join(row)]
+    assert main(["compare", "--help"]) == 0
+    shown = re.findall(r"^  (--\S+)", capsys.readouterr().out, re.MULTILINE)
+    assert [option.split()[0] for option in options] == shown
+    assert all(f'href="#{option}" id="{option}"' in site["reference/commands/compare.html"] for option in shown)
+    assert 'href="#cosine"' in site["reference/settings/callbacks.html"]
 
 
 def test_every_setting_is_documented_with_its_default_and_the_parts_that_read_it(site):
@@ -169,6 +177,9 @@ def test_every_text_has_a_readable_contrast_and_no_page_is_wider_than_a_phone(ch
             assert page.evaluate("document.body.dataset.mdColorScheme") == {"light": "default", "dark": "slate"}[theme]
             assert page.evaluate(FAINT) == [], (name, theme, width)
             assert page.evaluate("document.documentElement.scrollWidth") <= width, (name, theme, width)
+            blocks = "[...document.querySelectorAll('article pre > code')]"
+            is_cut = page.evaluate(f"{blocks}.some((e) => e.scrollWidth > e.clientWidth + 1)")
+            assert width < 500 or not is_cut, (name, theme, width)
         page.close()
 
 

@@ -22,8 +22,8 @@ from toyexp.base import (
     VERMILLION,
     Sheet,
     describe_parameters,
+    find_divergence,
     fit_y_axis,
-    label_line_ends,
     make_directory,
     pluralise,
     require_drawing,
@@ -249,49 +249,57 @@ def smooth(values: Sequence[float]) -> tuple[list[float], float]:
 
 def _loss(axes: Any, curves: Curves) -> None:
     steps, values = curves.steps["loss"]
-    ends = []
+    ends: list[float] = []
     shown = finite = sorted(value for value in values if math.isfinite(value))
+    diverged = find_divergence(steps, values)
+    split = steps.index(diverged) if diverged is not None else 0
+    is_late = split > MOST_ABOVE * len(steps)  # the axis then fits the losses before the divergence
     if finite:
         means, half = smooth(values)
+        means = [*smooth(values[:split])[0], *smooth(values[split:])[0]] if is_late else means
         if half > 1:
-            axes.plot(*thin_curve(steps, values, MAX_POINTS), color=BLUE, linewidth=0.6, alpha=0.35)
-        axes.plot(*thin_curve(steps, means, MAX_POINTS), color=BLUE, linewidth=1.6)
+            axes.plot(*thin_curve(steps, values, MAX_POINTS), color=BLUE, linewidth=0.6, alpha=0.35,
+                      label="training, each step")  # fmt: skip
         stop, end = [pair for pair in zip(steps, means, strict=True) if math.isfinite(pair[1])][-1]
-        ends.append((end, f"training {end:.4g}", BLUE))
+        label = f"training, {'smoothed, ' if half > 1 else ''}at the end {end:.4g}"
+        axes.plot(*thin_curve(steps, means, MAX_POINTS), color=BLUE, linewidth=1.6, label=label)
+        ends.append(end)
         shown = [*filter(math.isfinite, means), *(finite[int(share * (len(finite) - 1))] for share in (0.01, 0.98))]
         if stop < steps[-1]:
             axes.plot(stop, end, marker="X", markersize=7, color=BLUE, markeredgecolor="white", zorder=5)
     eval_steps, held_out = curves.held_out.get("loss", ([], []))
     if eval_steps:
-        _held_out(axes, eval_steps, held_out)
-        ends.append((held_out[-1], f"held-out {held_out[-1]:.4g}", VERMILLION))
+        _held_out(axes, eval_steps, held_out, f"{held_out[-1]:.4g}")
+        ends.append(held_out[-1])
     if shown := [value for value in (*shown, *held_out) if math.isfinite(value)]:
         # As on the report page, the axis does not extend to values far above the first and the last ones.
-        edges = (*values[:1], *held_out[:1], *(end for end, _, _ in ends))
+        edges = (*values[:1], *held_out[:1], *([] if is_late else ends))
         low, start = min(shown), max(filter(math.isfinite, edges), default=math.inf)
         high = max(value for value in shown if value <= start + (start - low) / 4)
-        if finite and finite[-1] <= 2 * high - low:
+        if not is_late and finite and finite[-1] <= 2 * high - low:
             low, high = min(low, finite[0]), max(high, finite[-1])
         if len(finite) + len(held_out) < 3:
             low, high = 0.95 * low, 1.05 * high
         above, largest = sum(value > high for value in finite), max(finite, default=high)
-        is_complete = above > MOST_ABOVE * len(finite)  # and logarithmic
+        is_complete = not is_late and above > MOST_ABOVE * len(finite)  # and logarithmic
         high = max(largest, *shown) if is_complete else high
         fit_y_axis(axes, low, high, pluralise(above, "step"), largest, is_complete)
     axes.set_ylabel(f"loss (nats per {curves.unit})")
-    label_line_ends(axes, ends)
+    if ends:
+        axes.legend(fontsize=SMALL, edgecolor="none")
 
 
 def _accuracy(axes: Any, curves: Curves) -> None:
     steps, values = curves.held_out["accuracy"]
     percent = [100 * value for value in values]
-    _held_out(axes, steps, percent)
+    _held_out(axes, steps, percent, f"{percent[-1]:.1f} %")
     axes.set_ylabel("held-out accuracy (%)")
-    label_line_ends(axes, [(percent[-1], f"held-out {percent[-1]:.1f} %", VERMILLION)])
+    axes.legend(fontsize=SMALL, edgecolor="none")
 
 
-def _held_out(axes: Any, steps: Sequence[int], values: Sequence[float]) -> None:
-    axes.plot(steps, values, color=VERMILLION, linewidth=0.8, marker="o", markersize=3.5 if len(steps) < 60 else 1.5)
+def _held_out(axes: Any, steps: Sequence[int], values: Sequence[float], end: str) -> None:
+    axes.plot(steps, values, color=VERMILLION, linewidth=0.8, marker="o", markersize=3.5 if len(steps) < 60 else 1.5,
+              label=f"held-out, at the end {end}")  # fmt: skip
 
 
 def _small(axes: Any, points: Points, name: str) -> None:
@@ -303,22 +311,24 @@ def _small(axes: Any, points: Points, name: str) -> None:
 
 
 def _marks(panels: Mapping[str, Any], curves: Curves) -> None:
-    """Mark the step of the best weights, the step at which the run ended early, and warnings."""
-    loss = panels["loss"]
+    """Mark the steps of the best weights, of divergence, of an early end, and of warnings."""
+    loss, diverged = panels["loss"], find_divergence(*curves.steps["loss"])
+    red_steps = [(diverged, f"diverged at step {diverged}")] if diverged is not None else []
+    red_steps += [(step, f"{why}, step {step}") for step, why in filter(None, [curves.early_end])]
     for axes in panels.values():
         for step in curves.warnings:
             axes.axvline(step, color=RED, linewidth=0.6, linestyle=":")
         if curves.best is not None:
             axes.axvline(curves.best, color=INK, linewidth=0.8, linestyle="--")
-        if curves.early_end:
-            axes.axvline(curves.early_end[0], color=RED, linewidth=1.0)
+        for step, _ in red_steps:
+            axes.axvline(step, color=RED, linewidth=1.0)
     labels = [(curves.best, f"best, step {curves.best}", INK)] if curves.best is not None else []
-    labels += [(step, f"{why}, step {step}", RED) for step, why in filter(None, [curves.early_end])]
+    labels += [(step, text, RED) for step, text in red_steps]
     if steps := sorted(set(curves.warnings)):
         text = f"warning{'s' * (len(steps) > 1)}, step{'s' * (len(steps) > 1)} {', '.join(map(str, steps))}"
         labels.append((steps[0], textwrap.shorten(text, LABEL_WIDTH, placeholder=" ..."), RED))
     low, high = loss.get_xlim()
-    line = 0
+    line = int(bool(loss.get_title(loc="right")))  # below is the note of fit_y_axis
     for step, text, colour in labels:
         is_right, lines = step < (low + high) / 2, textwrap.wrap(text, LABEL_WIDTH)
         label = "\n".join(lines).replace("$", r"\$")  # matplotlib would parse text between $ as a formula

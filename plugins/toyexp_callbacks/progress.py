@@ -17,6 +17,7 @@ from toyexp.base import (
     escape_controls,
     format_count,
     format_duration,
+    format_loss,
     is_notebook,
     is_silent,
     print_line,
@@ -84,12 +85,13 @@ class Progress(Listener):
             if is_last or now - self._last_redraw >= REDRAW_SECONDS:
                 self._last_redraw = now
                 with self._terminal():
-                    self._bar.draw(step, loss=f"loss {metrics['loss']:.4f}", **self._speed_and_time(run, step, now))
+                    loss = f"loss {format_loss(metrics['loss'])}"
+                    self._bar.draw(step, loss=loss, **self._speed_and_time(run, step, now))
         elif step == self._first or is_last or step % self._lines == 0 or is_overdue:
             self._last_line = now
             rate = f"lr {metrics['lr']:.2e}"
             numbers = "  ".join(filter(None, self._speed_and_time(run, step, now).values()))
-            self._print(f"{_step_text(run, step)}  loss {metrics['loss']:.4f}  {rate}  {numbers}")
+            self._print(f"{_step_text(run, step)}  loss {format_loss(metrics['loss'])}  {rate}  {numbers}")
 
     def _measure_speed(self, step: int, metrics: Mapping[str, float], now: float) -> None:
         if step <= self._first + 1:  # the first step includes compilation and allocation
@@ -113,12 +115,13 @@ class Progress(Listener):
     @hookimpl(trylast=True)  # after callbacks that add metrics
     def on_eval(self, run: Run, step: int, metrics: Mapping[str, float]) -> None:
         """Show the held-out loss and metrics."""
-        scores = "".join(f"  {name} {value:.4f}" for name, value in metrics.items() if name not in ("loss", "ppl"))
+        others = {name: value for name, value in metrics.items() if name not in ("loss", "ppl")}
+        scores = format_loss(metrics["loss"]) + "".join(f"  {name} {format_loss(others[name])}" for name in others)
         if self._bar is not None:
             with self._terminal():
-                self._bar.draw(step, held_out=f"held-out {metrics['loss']:.4f}{scores}")
+                self._bar.draw(step, held_out=f"held-out {scores}")
         else:
-            self._print(f"{_step_text(run, step)}  held-out loss {metrics['loss']:.4f}{scores}")
+            self._print(f"{_step_text(run, step)}  held-out loss {scores}")
 
     @hookimpl
     def on_event(self, run: Run, kind: str, fields: Mapping[str, Any]) -> None:
@@ -235,7 +238,7 @@ class Cell:
 
     def _output(self, step: int) -> dict[str, str]:
         text = "  ".join((f"{step}/{self._steps}", *filter(None, self._parts.values())))
-        bar = f'<progress value="{step}" max="{self._steps}"></progress>'
+        bar = f'<progress value="{step}" max="{self._steps}" style="accent-color:{BAR_COLOUR}"></progress>'
         return {"text/plain": text, "text/html": f"{bar} <code>{html.escape(text)}</code>"}
 
     def print_above(self, text: str) -> None:

@@ -21,7 +21,7 @@ from toyexp import (
     printable,
     suggest,
 )
-from toyexp.base import pluralise, require_range
+from toyexp.base import format_loss, pluralise, require_range
 from toyexp_callbacks.events import Listener
 
 
@@ -274,7 +274,8 @@ class Watch(Listener):
         is_spike = self._steps >= self.warmup and loss > limit
         if is_spike and not self._in_spike:
             deviation = math.sqrt(self._variance)
-            text = f"step {step}: the loss jumped to {loss:.4f}; its recent mean is {self._mean:.4f} +- {deviation:.4f}"
+            mean = f"{format_loss(self._mean)} +- {format_loss(deviation)}"
+            text = f"step {step}: the loss jumped to {format_loss(loss)}; its recent mean is {mean}"
             run.emit(
                 "warning", about="loss_spike", step=step, loss=loss, mean=self._mean, deviation=deviation, text=text
             )
@@ -304,5 +305,6 @@ class Watch(Listener):
             self._warn_divergence(run, step, "held-out loss", loss, climb)
 
     def _warn_divergence(self, run: Run, step: int, loss_name: str, loss: float, climb: Climb) -> None:
-        text = f"step {step}: the {loss_name} has risen from {climb.best:.4f} to {loss:.4f}; {run.remedy}"
+        rise = f"from {format_loss(climb.best)} to {format_loss(loss)}"
+        text = f"step {step}: the {loss_name} has risen {rise}; {run.remedy}"
         run.emit("warning", about="divergence", step=step, loss=loss, best=climb.best, text=text)

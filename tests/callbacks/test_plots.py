@@ -11,7 +11,7 @@ from matplotlib.figure import Figure
 from matplotlib.image import imread
 from synthetic_runs import write_run
 
-from toyexp.base.drawing import FILE_METADATA, Sheet, is_own_plot, thin_curve
+from toyexp.base.drawing import FILE_METADATA, Sheet, find_divergence, is_own_plot, thin_curve
 from toyexp.cli import bench
 from toyexp.cli.main import main
 from toyexp.results.comparison import Comparison
@@ -101,7 +101,28 @@ def test_a_run_that_is_mostly_above_the_range_has_a_logarithmic_axis_over_everyt
     words = svg_texts(tmp_path / "a.svg")
     assert not any("above" in word for word in words) and {"10", "20", "50"} <= {*words}, words
     assert "warnings, steps 20, 52" in words
-    assert f"training {smooth_values(losses)[0][-1]:.4g}" in words, "the label has the value at the line's end"
+    assert (
+        f"training, smoothed, at the end {smooth_values(losses)[0][-1]:.4g}" in words and "training, each step" in words
+    )
+    assert "diverged at step 2" in words
+
+
+def test_the_axis_of_a_run_that_diverges_late_fits_the_losses_before(tmp_path):
+    losses = [5 - step / 50 for step in range(100)] + [1e4] * 50
+    steps = {"loss": (list(range(1, 151)), losses), "grad_norm": ([1], [1.0]), "lr": ([], [])}
+    (tmp_path / "a.svg").write_bytes(draw_curves(Curves("run", "", "token", steps))[".svg"])
+    words = svg_texts(tmp_path / "a.svg")
+    assert "diverged at step 101" in words and "50 steps above the shown range, up to 1e+04" in words
+    assert {"3.00", "4.00", "5.00"} <= {*words}
+
+
+@pytest.mark.parametrize(
+    ("losses", "step"),
+    [([5.0, 4.0, 9.0], 3), ([5.0, 9.0, 8.0], 2), ([5.0, 9.0, 4.0], None), ([5.0, 5.4], None), ([0.1, 0.3], 2),
+     ([5.0, math.nan], None), ([5.0, math.nan, 7.0], 2), ([], None), ([math.nan], None)],
+)  # fmt: skip
+def test_a_run_diverges_at_the_step_from_which_its_loss_stays_above_the_first(losses, step):
+    assert find_divergence(range(1, len(losses) + 1), losses) == step
 
 
 def test_the_only_loss_before_a_nan_has_a_wide_axis_and_the_colour_of_training(tmp_path):
@@ -130,11 +151,11 @@ def test_the_plot_labels_final_values_stop_and_best_and_is_reproducible(tmp_path
     pictures = draw_curves(curves)
     (tmp_path / "a.svg").write_bytes(pictures[".svg"])
     labels = svg_texts(tmp_path / "a.svg")
-    for text in ("held-out 3.457", "held-out 87.5 %", "best, step 50", "stopped early, step 100", "warning, step 40",
-                 "loss (nats per image)", "held-out accuracy (%)", "gradient norm", "learning rate",
-                 "step"):  # fmt: skip
+    for text in ("held-out, at the end 3.457", "held-out, at the end 87.5 %", "best, step 50",
+                 "stopped early, step 100", "warning, step 40", "loss (nats per image)", "held-out accuracy (%)",
+                 "gradient norm", "learning rate", "step"):  # fmt: skip
         assert text in labels, labels
-    assert any(word.startswith("training 3.0") for word in labels), "the mean of the last steps"
+    assert any(word.startswith("training, smoothed, at the end 3.0") for word in labels), "the mean of the last steps"
     assert draw_curves(curves) == pictures
 
 

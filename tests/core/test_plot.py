@@ -167,6 +167,7 @@ def test_a_search_is_plotted_by_trial_and_by_each_setting(tmp_path, capsys, metr
     assert "tpe search of lr, optim: 10 trials" in words
     values = trials[best]["values"]
     assert f"best {scores[best]:g}, trial {best}: lr={values['lr']} optim={values['optim']}" in words, words
+    assert "best so far" in words
     unit = " (nats per token)" if metric == "loss" else ""
     assert {"(importance 75%)", "(importance 25%)", "adamw", "lion", "0.001", f"held-out {metric}{unit}"} <= {*words}
     notes = " ".join(words)
@@ -243,8 +244,9 @@ def test_the_settings_of_a_model_do_not_lengthen_its_label(tmp_path, capsys):
 
 
 def test_a_long_title_is_wrapped_in_a_narrow_column(grid):
-    sheet = draw_sheet(Comparison.build([read_run(path) for path in find_runs(grid / "runs")]), "runs")
+    sheet = draw_sheet(Comparison.build([read_run(path) for path in find_runs(grid / "runs")]), "/tmp/runs")
     page, narrow = (sheet.pictures(".svg", column=column)[".svg"].decode() for column in (None, "single"))
+    assert ">/tmp/runs · " in page and "/tmp/runs" not in narrow
     assert ">recipe scratch, warm; lr 0.001, 0.003, 0.01, 0.5; 4 seeds<" in page
     assert ">recipe scratch, warm; lr 0.001, 0.003,<" in narrow and ">0.01, 0.5; 4 seeds<" in narrow
 

@@ -252,6 +252,16 @@ def test_the_filter_knows_the_words_of_python(page):
     assert call(page, "filter.js", f"{pairs}.map((pair) => isEqual(...pair))") == [True, True, True, False]
 
 
+def test_the_filter_compares_numbers_and_only_metrics_as_printed(page):
+    cases = "[['0.00012', '0.0001', 'lr'], ['0.0001', '1e-4', 'lr'], ['4.72904', '4.7290', 'loss']]"
+    assert call(page, "filter.js", f"{cases}.map((one) => isEqual(...one))") == [False, True, True]
+
+
+def test_the_page_has_a_title_in_words_above_the_paths(page, swept):
+    assert page.title() == page.locator("h1").inner_text() == "Comparison of recipe, data, lr and seed: 25 runs"
+    assert page.locator("h1 + p").inner_text() == str(swept / "runs")
+
+
 def test_a_filter_that_some_runs_of_a_point_match_says_so(page):
     note = "points contain a matching run; means are of all their runs"
     page.fill("#filter", "seed = 1")
@@ -357,6 +367,8 @@ def test_points_differ_in_small_charts_and_without_a_final_metric(page):
     assert len(set(marks)) == 7 and dashes.count("9px,9px") == 3
     fills = page.evaluate("[...document.querySelectorAll('#legend .chip path')].map((p) => p.getAttribute('fill'))")
     assert fills[-1] == "none" and "none" not in fills[:-1]
+    shapes = page.evaluate("[...document.querySelectorAll('#parallel path.mark')].map((p) => p.getAttribute('d'))")
+    assert len(set(shapes)) == 7  # each point has its mark between the axes
     ended = page.locator("#parallel path.run.ended")
     assert ended.count() == 1 and ended.get_attribute("data-point") == "6"
     assert "at their last metric (1)" in page.locator("#parallel p").inner_text()
@@ -456,11 +468,15 @@ def test_a_printed_page_has_the_settings_and_command_of_each_run(chromium, swept
     runs = page.locator("#runs details").all()
     assert len(runs) == page.locator("#runs details[open]").count() == 20
     for run in runs:
-        command, settings = (text.inner_text() for text in run.locator("pre").all())
-        assert command.startswith("toyexp --config-path ") and "optim.weight_decay=" in settings
+        command = run.locator("pre").inner_text()
+        assert command.startswith("toyexp --config-path ") and run.locator("p").inner_text().startswith("completed · /")
+    shared = page.locator("#shared").inner_text()
+    assert shared.startswith("Settings of all runs:") and "optim.weight_decay=" in shared and "\nlr=" not in shared
+    assert page.locator("#table th button").count() == 0  # with them, Chromium would print the head on one page only
     assert page.locator("#runs .again button").first.is_hidden()
     assert page.locator("#more-runs").inner_text() == "20 of 25 shown"
     page.evaluate("dispatchEvent(new Event('afterprint'))")
+    assert page.locator("#shared").is_hidden()
     assert page.locator("#runs details[open]").count() == 0 and opened.trouble == []
     opened.context.close()
 
@@ -522,7 +538,7 @@ def open_search(chromium, tmp_path, scores, metric):
 def test_a_search_for_the_highest_metric_shows_the_lowest_trials_at_the_edge(chromium, tmp_path):
     opened = open_search(chromium, tmp_path, [0.5, 0.6, 0.55, 0.7, 0.58, 0.01], "accuracy")
     best, dots, star = traces(opened.page, "trials")
-    assert best[2] == [0.5, 0.6, 0.6, 0.6, 0.6] and dots[2][-1] > 0.4
+    assert best[2] == [0.5, 0.6, 0.6, 0.6, 0.6, 0.6] and dots[2][-1] > 0.4
     assert star[1:3] == [[1], [0.6]]  # the pruned trial has a higher metric
     symbols = opened.page.evaluate("document.getElementById('trials').data[1].marker.symbol")
     assert symbols == ["circle", "circle", "circle", "x-thin-open", "circle", "triangle-down"]
@@ -534,17 +550,20 @@ def test_a_search_shows_its_history_and_each_setting(chromium, tmp_path):
     opened = open_search(chromium, tmp_path, [3.0, 2.5, 40.0, 2.8, 2.2, 2.4], "loss")
     page = opened.page
     best, dots, star = traces(page, "trials")
-    assert best[1:3] == [[0, 1, 2, 4, 5], [3.0, 2.5, 2.5, 2.2, 2.2]]  # the best so far, of completed trials
+    assert best[1:3] == [[0, 1, 2, 4, 5, 5], [3.0, 2.5, 2.5, 2.2, 2.2, 2.2]]  # the best so far, of completed trials
+    assert page.locator("#trials .annotation-text").all_text_contents() == ["best so far"]
     assert (
         dots[1] == [0, 1, 2, 3, 4, 5] and dots[2][:2] == [3.0, 2.5] and dots[2][2] < 5
     )  # far trials stand at the edge
     symbols = page.evaluate("document.getElementById('trials').data[1].marker.symbol")
     assert symbols == ["circle", "circle", "triangle-up", "x-thin-open", "circle", "circle"]
     assert star[1:3] == [[4], [2.2]] and traces(page, "setting-lr")[-1][1:3] == [[0.003], [2.2]]
-    assert page.evaluate("document.getElementById('setting-lr').data.at(-1).marker.symbol") == "star"
+    assert page.evaluate("document.getElementById('setting-lr').data.at(-1).marker.symbol") == "star-open"
     assert page.evaluate("document.getElementById('setting-lr')._fullLayout.xaxis.type") == "log"
-    assert page.evaluate("document.getElementById('setting-optim.name')._fullLayout.xaxis.type") == "category"
-    assert page.locator("#setting-decay .xaxislayer-above text").all_text_contents() == ["0", "0.1"]  # values of a list
+    for key, names in (("optim.name", ["adamw", "lion"]), ("decay", ["0", "0.1"])):  # values of a list
+        assert page.locator(f"[id='setting-{key}'] .xaxislayer-above text").all_text_contents() == names
+        xs = traces(page, f"setting-{key}")[0][1]
+        assert [round(x) for x in xs] == [1, 0, 1, 0, 1, 0] and len(set(xs)) == 6  # side by side
     assert page.locator("#settings figcaption").all_inner_texts()[0] == "lr (importance 90 %)"
     boxes = [page.locator(f"[id='setting-{key}']").bounding_box() for key in ("lr", "optim.name")]
     assert boxes[0]["x"] + boxes[0]["width"] <= boxes[1]["x"] and opened.trouble == []
@@ -763,21 +782,26 @@ def test_seeds_are_drawn_as_mean_and_deviation_or_separately(page, swept):
 
 
 def test_raw_held_out_scores_and_outliers_can_be_hidden(page, swept):
+    names = [name for name, *_ in traces(page)]
+    assert names.count("raw") == 4 and names.count("held out") == 7 and names.count("end") == 1  # raw: the best point
+    page.locator("#legend button").nth(1).hover()
+    until(page, "document.getElementById('main').data.filter((t) => t.name == 'raw').length == 8")
+    page.mouse.move(5, 5)
+    page.fill("#filter", "scratch lr=0.001")
+    until(page, "document.querySelectorAll('#legend button').length == 1")
     assert page.evaluate("document.getElementById('outliers-label').offsetParent !== null")
-    (low, high) = axis(page, "yaxis")
+    high = axis(page, "yaxis")[1]
     assert 6 < high < 10  # a step of a run has a loss of 30
     page.check("#outliers")
-    losses = [line["loss"] for lines in events(swept, "step") for line in lines]
-    assert axis(page, "yaxis")[0] < min(losses) < low and 30 == max(losses) < axis(page, "yaxis")[1]
-    names = [name for name, *_ in traces(page)]
-    assert names.count("raw") == 25 and names.count("held out") == 7 and names.count("end") == 1
+    losses = [line["loss"] for lines in events(swept, "step", recipe="scratch", lr=0.001) for line in lines]
+    assert axis(page, "yaxis")[0] < min(losses) and 30 == max(losses) < axis(page, "yaxis")[1]
     page.uncheck("#raw")
     page.uncheck("#held")
     names = [name for name, *_ in traces(page)]
     assert "raw" not in names and "held out" not in names
     page.click("#score button:has-text('accuracy')")
     until(page, "document.getElementById('main').layout.yaxis.title.text == 'held-out accuracy'")
-    assert traces(page)[-1][2][-1] == pytest.approx(np.mean([16, 17, 18, 19]) / 30, rel=1e-4)
+    assert traces(page)[-1][2][-1] == pytest.approx(np.mean([0, 1, 2, 3]) / 30, rel=1e-4)
 
 
 def test_the_page_has_a_dark_mode_fits_a_phone_and_shows_samples_and_warnings(chromium, swept):
@@ -788,6 +812,14 @@ def test_the_page_has_a_dark_mode_fits_a_phone_and_shows_samples_and_warnings(ch
     cell = page.locator("#table tbody td.best").first.bounding_box()
     assert cell["x"] > 0 and cell["x"] + cell["width"] < 390  # the score of the best, without a swipe
     ground = "getComputedStyle(document.body).backgroundColor"
+    targets = "[...document.querySelectorAll('#ways a, input, button, summary')].filter((e) => e.offsetParent)"
+    sizes = page.evaluate(
+        f"{targets}.map((e) => [e.id || e.className + e.textContent, e.getBoundingClientRect().height])"
+    )
+    assert [target for target in sizes if target[1] < 24] == []
+    assert page.evaluate(
+        "(() => { const l = document.getElementById('legend'); return l.scrollHeight <= l.clientHeight; })()"
+    )
     light = [max(map(int, re.findall(r"\d+", page.evaluate(ground))))]
     grid = [page.evaluate("document.getElementById('main').layout.xaxis.gridcolor")]
     page.click("#theme")
@@ -803,3 +835,14 @@ def test_the_page_has_a_dark_mode_fits_a_phone_and_shows_samples_and_warnings(ch
     assert page.locator("#runs details pre").first.inner_text().startswith("toyexp --config-path ")
     assert open_page.trouble == []
     open_page.context.close()
+
+
+def test_a_phone_lists_the_best_eight_points_and_the_others_on_demand(chromium, tmp_path):
+    for number in range(1, 11):
+        write_run(tmp_path / f"runs/{number}", lr=number / 1000, steps=40)
+    assert main(["compare", str(tmp_path / "runs"), "--html", str(tmp_path / "report.html")]) == 0
+    opened = Opened(chromium, tmp_path / "report.html", viewport={"width": 390, "height": 844})
+    assert opened.page.locator("#legend button").count() == 8
+    opened.page.click("#more-points:has-text('show all 10')")
+    assert opened.page.locator("#legend button").count() == 10 and opened.page.locator("#more-points").is_hidden()
+    opened.context.close()

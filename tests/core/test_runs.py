@@ -17,11 +17,11 @@ import pytest
 from synthetic_runs import write_run
 
 import toyexp
-from toyexp.base.formatting import format_csv
+from toyexp.base.formatting import display_path, format_csv
 from toyexp.cli.main import main
 from toyexp.results.comparison import Comparison, Entry
 from toyexp.results.filters import filter_runs, sort_runs, split_filters
-from toyexp.results.report import Report, title
+from toyexp.results.report import Report
 from toyexp.results.run_dirs import Run, read_run, unzip_archives
 from toyexp.training.provenance import read_origin
 from toyexp.training.rundir import lock
@@ -203,6 +203,17 @@ def test_in_a_narrow_terminal_paths_have_lines_of_their_own(tmp_path, capsys, mo
     seed = lines[0].split().index("seed")
     assert "run" not in lines[0].split() and max(map(len, lines)) <= width
     assert [line.split()[-len(lines[0].split()) :][seed] for line in (lines[1], lines[3])] == ["0", "1"]
+
+
+def test_in_a_narrow_terminal_long_paths_are_listed_below_their_common_directory(tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    root = "outputs/" + "x" * 60
+    for seed in (0, 1):
+        write_run(f"{root}/{seed}", seed=seed, steps=50)
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    monkeypatch.setenv("COLUMNS", "60")
+    lines = re.sub(r"\x1b\[\d*m", "", run_command(capsys, "runs")).splitlines()
+    assert [lines[2], lines[4]] == ["  0", "  1"] and f"paths below\n{tmp_path / root}" in "\n".join(lines)
 
 
 def test_a_single_run_has_no_note_of_common_values(here, capsys, monkeypatch):
@@ -694,7 +705,7 @@ def test_messages_name_the_zip_and_not_its_temporary_directory(here, capsys):
     error = capsys.readouterr().err
     assert error.startswith("toyexp: error: compare none.zip: holds no run")
     with unzip_archives(["class.zip"]) as (path,):
-        assert title([path]) == "class.zip"
+        assert display_path(path) == "class.zip"
         data = Report("")._data(Comparison.build([read_run(Path(path, "killed"))]), 100)
         assert data["runs"][0]["path"] == "class.zip/killed" and "class.zip/killed" in data["runs"][0]["again"]
     assert "toyexp-" not in "".join([*outputs, error, (here / "x.svg").read_text()])

@@ -131,11 +131,39 @@ def test_a_note_before_the_steps_of_a_run_is_yellow_and_other_words_are_not(monk
     assert capsys.readouterr().out == "\x1b[33mnote\x1b[0m    2 of 2 cores busy\nnotes  lr=1\nnote that\n"
 
 
-def test_only_headings_of_a_help_text_are_bold(monkeypatch, capsys):
+def test_headings_commands_and_options_of_a_help_text_are_bold(monkeypatch, capsys):
     monkeypatch.setenv("NO_COLOR", "")
     monkeypatch.setenv("FORCE_COLOR", "1")
-    print_usage("commands\n  runs  List runs\n\nA sentence.")
-    assert capsys.readouterr().out == "\x1b[1mcommands\x1b[0m\n  runs  List runs\n\nA sentence.\n"
+    print_usage("commands\n  runs  List runs\n  --column X\n      width\n\nA sentence.")
+    lines = [
+        "\x1b[1mcommands",
+        "\x1b[1m  runs\x1b[0m  List runs",
+        "\x1b[1m  --column X",
+        "      width",
+        "",
+        "A sentence.",
+    ]
+    assert [line.removesuffix("\x1b[0m") for line in capsys.readouterr().out.splitlines()] == lines
+
+
+def test_states_are_coloured_and_secondary_text_is_dim(monkeypatch, capsys):
+    monkeypatch.setenv("NO_COLOR", "")
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    green, yellow, red, dim = (f"\x1b[{code}m{{}}\x1b[0m".format for code in (32, 33, 31, 2))
+    for text, shown in {
+        "0  completed  a/0": f"0  {green('completed')}  a/0",
+        "0  pruned: bad": f"0  {yellow('pruned')}: bad",
+        "completed after 9 steps": f"{green('completed')} after 9 steps",
+        "diverged after 9 steps": f"{red('diverged')} after 9 steps",
+        "2 of 2 within the tolerances": green("2 of 2 within the tolerances"),
+        "1 of 2 within the tolerances": "1 of 2 within the tolerances",
+        "9 runs: 7 completed, 2 pruned": "9 runs: 7 completed, 2 pruned",
+        "same for all runs: lr 1": dim("same for all runs: lr 1"),
+        "model   llama": f"{dim('model')}   llama",
+        "next  toyexp eval a  # score": f"{dim('next')}  toyexp eval a  {dim('# score')}",
+    }.items():
+        print_output(text)
+        assert capsys.readouterr().out == f"{shown}\n"
 
 
 def test_data_for_programs_has_no_colours_and_headings_for_people_have(tmp_path, monkeypatch, capsys):
@@ -200,7 +228,8 @@ def test_help_has_bold_headings_and_no_verdicts(monkeypatch):
     bold, red = ("\x1b[1m{}\x1b[0m".format, "\x1b[31m{}\x1b[0m".format)
     assert sys.stdout.getvalue().splitlines() == [
         f"{bold('usage:')} toyexp x", "", "\x1b[1mthe parts of a run and their", "presets\x1b[0m",
-        *2 * ["  --retry  run those that have", "           failed"], f"[0]  {red('failed')}",
+        f"{bold('  --retry')}  run those that have", "           failed", "  --retry  run those that have",
+        "           failed", f"[0]  {red('failed')}",
     ]  # fmt: skip
 
 

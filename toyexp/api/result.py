@@ -323,11 +323,14 @@ def loss_svg(history: History) -> str:
         for (x, y), step, value in zip(coordinates[len(trained[0]) :], *held_out, strict=True)
     )
     bottom, box, end = HEIGHT - BELOW, f"0 0 {WIDTH} {HEIGHT}", WIDTH - RIGHT
+    ticks = [(TOP + (bottom - TOP) * n / 3, high - (high - low) * n / 3) for n in range(4)]
+    labels = "".join(f'<text y="{y + 3:.1f}">{value:.3g}</text>' for y, value in ticks)
+    grid = "".join(f"M{LEFT},{y:.1f}H{end}" for y, _ in ticks)
     return (
         f'<svg width="{WIDTH}" viewBox="{box}" style="max-width:100%" role="img" aria-label="loss, to step {last}" '
-        f'font-size="11" fill="currentColor"><path d="M{LEFT},{TOP}H{end}M{LEFT},{bottom}H{end}" stroke="currentColor" '
+        f'font-size="11" fill="currentColor"><path d="{grid}" stroke="currentColor" '
         f'opacity="0.2"/><polyline points="{line}" fill="none" stroke="{BLUE}" stroke-width="1.5"/>'
-        f'<g fill="{ORANGE}">{points}</g><text y="{TOP + 3}">{high:.2f}</text><text y="{bottom + 3}">{low:.2f}</text>'
+        f'<g fill="{ORANGE}">{points}</g>{labels}'
         f'<text x="{LEFT}" y="{HEIGHT - 4}"><tspan fill="{BLUE}">—</tspan> training loss<tspan dx="12" fill="{ORANGE}">'
         f'●</tspan> held-out loss</text><text x="{end}" y="{HEIGHT - 4}" text-anchor="end">step {last}</text></svg>'
     )

@@ -14,8 +14,8 @@ if TYPE_CHECKING:
         SMALL,
         VERMILLION,
         Sheet,
+        find_divergence,
         fit_y_axis,
-        label_line_ends,
         require_drawing,
         set_log_scale,
         set_step_axis,
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
         system_message,
         wrong_kind,
     )
-    from toyexp.base.formatting import describe_parameters, format_count, format_duration, pluralise, smooth_loss
+    from toyexp.base.formatting import describe_parameters, format_count, format_duration, format_loss, pluralise
     from toyexp.base.packages import broken_package, error_location
     from toyexp.base.random import generator, stream
     from toyexp.base.ranks import started_ranks

@@ -26,9 +26,10 @@ from toyexp.base.writing import convert_write_errors, require_writable, write_at
 
 BLUE, VERMILLION, GREEN, PURPLE = "#0B4A8A", "#B3260A", "#26805A", "#C273A9"
 RED, INK, GREY, PALE = "#CC3311", "#222222", "#555555", "#BBBBBB"
-COLOURS = (BLUE, VERMILLION, GREEN, PURPLE, "#D97A1A", "#3696ED", "#000000", "#968B4A")
+# the first four are vivid for people with red-green colour blindness; two of the others look grey to them
+COLOURS = (BLUE, VERMILLION, "#3696ED", "#D97A1A", GREEN, PURPLE, "#000000", "#968B4A")
 # for dark backgrounds
-DARK_COLOURS = ("#3CC6FF", "#DD7416", "#1E8F5A", "#A06BA5", "#FFE646", "#CBF7FF", "#A9B8A6", "#F1AE6F")
+DARK_COLOURS = ("#3CC6FF", "#DD7416", "#CBF7FF", "#FFE646", "#1E8F5A", "#A06BA5", "#A9B8A6", "#F1AE6F")
 MARKS = ("o", "s", "^", "D", "v", "P", "X", "p")
 TITLE, LABEL, SMALL = 12.0, 10.0, 9.0  # font sizes in points, for a figure 8 inches wide
 WIDTH = 8.0  # inches
@@ -165,7 +166,9 @@ class Sheet:
         for text in self.figure.findobj(Text):
             text.set_fontsize(round(text.get_fontsize() * scale / self._scale, 6))
         self._scale = scale
-        lines = textwrap.wrap(self._below, round(112 * room), max_lines=3, placeholder=" …")
+        # a journal needs no paths
+        below = " · ".join(part for part in self._below.split(" · ") if column is None or "/" not in part)
+        lines = textwrap.wrap(below, round(112 * room), max_lines=3, placeholder=" …")
         title = textwrap.wrap(self._title, round(TITLE_LENGTH * room), max_lines=2, placeholder=" …") or [""]
         # The empty lines reserve space for the subtitle, which has another font.
         self.figure.suptitle("\n".join([*(fit_text(line, TITLE_LENGTH) for line in title), *[""] * len(lines)]), x=0.01,
@@ -227,6 +230,13 @@ def thin_curve(steps: Any, values: Any, limit: int) -> tuple[Any, Any]:
     return x[indices], y[indices]
 
 
+def find_divergence(steps: Sequence[int], losses: Sequence[float]) -> int | None:
+    """Return the first step after which no loss is below the first one plus 10 % (at least 0.1); None if none is."""
+    limit = losses[0] + max(0.1 * abs(losses[0]), 0.1) if losses else math.nan
+    last = max((place for place, loss in enumerate(losses) if loss <= limit), default=len(losses))
+    return steps[last + 1] if any(math.isfinite(loss) for loss in losses[last + 1 :]) else None
+
+
 def set_step_axis(axes: Any) -> None:
     """Label the x axis "step" and give it integer ticks."""
     axes.set_xlabel("step")
@@ -248,24 +258,6 @@ def set_log_scale(axes: Any, which: str, values: Iterable[float], ratio: float =
     axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
     axis.set_minor_formatter(NullFormatter())
     return True
-
-
-def label_line_ends(axes: Any, ends: Sequence[tuple[float, str, str]]) -> None:
-    """Write a label at the right end of each line; `ends` has (y value, text, colour) for each.
-
-    Overlapping labels are moved apart.
-    """
-    axes.get_ylim()  # matplotlib computes the limits lazily
-    finite = sorted((end for end in ends if math.isfinite(end[0])), key=lambda end: end[0])
-    height = axes.bbox.height * 72 / axes.figure.dpi
-    apart = 1.25 * LABEL / height  # least distance of labels, as a fraction of the axes' height
-    heights = [axes.transAxes.inverted().transform(axes.transData.transform((0, value)))[1] for value, _, _ in finite]
-    for i in (i for _ in heights for i in range(1, len(heights))):  # moving two may create a new overlap
-        missing = apart - (heights[i] - heights[i - 1])
-        if missing > 0:
-            heights[i - 1], heights[i] = heights[i - 1] - missing / 2, heights[i] + missing / 2
-    for height_of, (_, text, colour) in zip(heights, finite, strict=True):
-        axes.text(1.01, height_of, text, transform=axes.transAxes, color=colour, fontsize=LABEL, va="center")
 
 
 def caption(axes: Any, text: str, colour: str = GREY, side: str = "right") -> None:

@@ -114,6 +114,11 @@ def _quote_formula(cell: object) -> object:
     return cell
 
 
+def format_loss(value: float) -> str:
+    """Format a loss with four decimals, or in scientific notation from 1e7 on; NaN and infinity as nan and inf."""
+    return f"{value:.4g}" if abs(value) >= 1e7 else f"{value:.4f}"
+
+
 def smooth_loss(before: float | None, loss: float, step: int) -> float | None:
     """Return the exponential moving average of the training loss after `step`.
 

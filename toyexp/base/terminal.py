@@ -15,15 +15,28 @@ from typing import IO
 
 from toyexp.base.errors import UserError, escape_controls
 
-STYLES = {"bold": "1", "red": "31", "green": "32", "yellow": "33"}  # basic colours, readable on dark and light grounds
+STYLES = {
+    "bold": "1",
+    "dim": "2",
+    "red": "31",
+    "green": "32",
+    "yellow": "33",
+}  # basic colours, readable on dark and light grounds
 COLOUR_CHOICES = ("auto", "always", "never")
-# Patterns of words to colour, and their style: the word that begins an error, warning or note; verdicts; `best`.
+# Patterns of words to colour, and their style: the word that begins an error, warning or note; states, verdicts, best.
+# Labels of lines, comments and lines about a table are dim, so that results stand out.
 _STYLED = (
     (re.compile(r"^(?:toyexp: )?error(?: in job \d+)?:"), "red"),
     (re.compile(r"^(?:toyexp: )?(?:warning|note):|^(?:warning|note)(?=  )"), "yellow"),
-    (re.compile(r"\bFAIL\b|(?<=  )(?:failed|killed|diverged)(?=  |:|$)", re.MULTILINE), "red"),
-    (re.compile(r"\bPASS\b|(?<=  )best$"), "green"),
+    (re.compile(r"\bFAIL\b|(?:(?<=  )|^)(?:failed|killed|diverged)(?=  |:|$| after )", re.MULTILINE), "red"),
+    (re.compile(r"(?<=  )(?:pruned|stopped|interrupted|running)(?=  |:|$)", re.MULTILINE), "yellow"),
+    (re.compile(r"\bPASS\b|(?<=  )best$|(?:(?<=  )|^)completed(?=  |$| after )", re.MULTILINE), "green"),
+    (re.compile(r"^(?:(\d+) of \1 )?within the tolerances.*"), "green"),
+    (re.compile(r"^(?:engine|machine|model|data|recipe|run|sweep|study|report|plot|keys|again|next)(?=  )"), "dim"),
+    (re.compile(r"(?<=  )(?:# |begins, job ).*|^(?:same for all|columns left out|paths below) .*", re.DOTALL), "dim"),
 )
+# first column of an indented line of a help text: a command, or an option
+_COMMAND = re.compile(r"^(?:usage: | +)(?:-\S.*?(?=  |$)|\S.*?(?=  +\S))", re.MULTILINE)
 
 
 def replace_unencodable() -> None:
@@ -180,7 +193,7 @@ def print_output(text: str, style: str = "") -> None:
 
 
 def print_usage(text: str) -> None:
-    """Print a help text with bold headings.
+    """Print a help text with bold headings, commands and options.
 
     Headings are the word `usage:` and each line that is followed by an indented line.
     """
@@ -192,6 +205,7 @@ def print_usage(text: str) -> None:
         shown = wrap_columns(escape_controls(line))
         heading = shown if line[:1].strip() and following[:1] == " " else ""
         heading = "usage:" if line.startswith("usage:") else heading
+        heading = command[0] if (command := _COMMAND.match(shown)) else heading
         print(paint(heading, "bold") + shown.removeprefix(heading), flush=True)
 
 

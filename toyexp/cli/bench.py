@@ -22,6 +22,7 @@ import toyexp
 from toyexp.base.drawing import BLUE, INK, PALE, SMALL, Sheet, check_plot_path, fit_text, use_plot_style
 from toyexp.base.errors import UserError
 from toyexp.base.formatting import align_columns, format_bytes, format_count, pluralise
+from toyexp.base.tables import fit_table
 from toyexp.base.terminal import print_output
 from toyexp.base.threads import available_cores
 from toyexp.cli.bench_stepper import (
@@ -152,10 +153,9 @@ class Report(Answer):
         if all("share_of_peak" not in e for e in self.engines):
             speed = [[*row[:5], row[6]] for row in speed]
         tables = [speed, memory] if len(memory) > 1 else [speed]
-        return [line for table in tables for line in ("", *align_columns(table, right=range(1, 7)))] + [
-            "",
-            *align_columns(notes),
-        ]
+        expendable = ["quartiles", "GFLOP/s", "of peak", "beyond import", "first step"]
+        lines = [line for table in tables for line in ("", *fit_table(table, table[0][1:], expendable))]
+        return [*lines, "", *align_columns(notes)]
 
 
 def describe_work(prepared: Prepared) -> Work:

@@ -15,8 +15,8 @@ import numpy as np
 import toyexp
 from toyexp.base.errors import Unavailable, UserError
 from toyexp.base.files import working_directory
-from toyexp.base.formatting import align_columns
 from toyexp.base.packages import explain_import_error
+from toyexp.base.tables import fit_table
 from toyexp.base.terminal import print_output, terminal_width
 from toyexp.cli.bench_stepper import RUN_ONLY_KEYS, parse_engines, prepare_runs
 from toyexp.cli.pages import doctor_hints
@@ -367,12 +367,13 @@ def norm(*arrays: np.ndarray) -> float:
 
 
 def format_table(label: str, engine: Engine, lines: Sequence[Line]) -> list[str]:
-    """Return the results of one engine as lines: how many checks pass, then a table with a row per check."""
+    """Return the results of one engine as lines: how many checks pass, a table with a row per check, and errors."""
     rows = [("op", "values", "at most", "gradients", "at most", "")]
     for line in lines:
-        (values, gradients), verdict = line.tolerances, "PASS" if line.passed else f"FAIL  {line.failure}"
+        values, gradients = line.tolerances
         figures = f"{line.values:.1e}", f"{values:.0e}", f"{line.gradients:.1e}", f"{gradients:.0e}"
-        rows.append((line.name, *figures, verdict))
+        rows.append((line.name, *figures, "PASS" if line.passed else "FAIL"))
     passed = sum(line.passed for line in lines)
     head = f"{label}: {passed} of {len(lines)} checks pass; matrix products in {engine.product_dtype()}"
-    return [head, *(f"  {row}" for row in align_columns(rows, right=range(1, 5)))]
+    failures = [f"{line.name}: {line.failure}" for line in lines if line.failure]
+    return [head, *fit_table(rows, rows[0][1:], ["at most", "at most"]), *failures]

@@ -10,14 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from toyexp.base.errors import UserError, escape_cell
-from toyexp.base.formatting import (
-    display_path,
-    format_bytes,
-    format_csv,
-    format_metric,
-    pluralise,
-    short_path,
-)
+from toyexp.base.formatting import display_path, format_bytes, format_csv, format_metric, pluralise, short_path
 from toyexp.base.tables import align_table, drop_columns, fits_terminal, name_dropped
 from toyexp.base.terminal import print_line, print_note
 from toyexp.base.writing import require_writable
@@ -88,10 +81,14 @@ class Runs(Answer):
         right = {*RIGHT, *scores}
         if fits_terminal(table):
             lines = align_table(table, right)
-        else:  # each path on a line of its own, whole, so that it can be copied
+        else:  # each path on a line of its own, whole if it fits, so that it can be copied
             table, missing = fit_rows([row[:-1] for row in rows])
             head, *runs = align_table(table, right)
             paths = [f"  {row[-1]}" for row in rows[1:]]
+            if not fits_terminal([[path] for path in paths]):
+                root = os.path.commonpath([run.path.absolute().parent for run in self.runs])
+                paths = [f"  {escape_cell(os.path.relpath(run.path.absolute(), root))}" for run in self.runs]
+                missing = [f"paths below {escape_cell(root)}", *missing]
             lines = [head, *(line for pair in zip(runs, paths, strict=True) for line in pair)]
         count = f"{len(self.runs)}{of_all} run{'' if self.seen == 1 else 's'}: {total}"
         return [*lines, "", *missing, *self._reasons(), *notes, count]
@@ -215,7 +212,7 @@ def run_compare(arguments: Arguments) -> int:
     from toyexp.base.drawing import check_plot_path
     from toyexp.results.plot import draw_sheet
     from toyexp.results.plot_search import Search
-    from toyexp.results.report import Report, title
+    from toyexp.results.report import Report
     from toyexp.sweeps.compare import compare_runs
 
     check_form(arguments)
@@ -234,11 +231,12 @@ def run_compare(arguments: Arguments) -> int:
     with unzip_archives(named) as paths:
         answer = compare_runs(paths, filters, metric, arguments.pool)
         comparison, single = answer.comparison, Path(paths[0]) if len(paths) == 1 else None
+        source = " ".join(map(display_path, paths))
         if page:
-            size = Report(title(paths), Search.read(single) if single else None).write(comparison, Path(page))
+            size = Report(source, Search.read(single) if single else None).write(comparison, Path(page))
             print_line(f"report  {page}, {format_bytes(size)}")
         if picture:
-            figure = draw_sheet(comparison, title(paths), None if filters or metric else single)
+            figure = draw_sheet(comparison, source, None if filters or metric else single)
             print_line(f"plot    {plot}, {format_bytes(figure.write(picture, arguments.column))}")
         if not page and not picture:
             if not arguments.csv:

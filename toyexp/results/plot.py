@@ -22,6 +22,7 @@ from toyexp.base.drawing import (
     PALE,
     TITLE_LENGTH,
     Sheet,
+    find_divergence,
     fit_text,
     fit_y_axis,
     set_step_axis,
@@ -198,6 +199,7 @@ def _footer(comparison: Comparison, source: str, total: int) -> str:
     parts += [text for text in trained if " train" in text or ":" in text] if len(trained) == 1 else []
     incomplete = [run for run in runs if run.state not in FINAL_STATES]
     parts += [f"{len(incomplete)} did not complete"] if incomplete else []
+    parts += ["thin lines: seeds, thick lines: their mean"] if comparison.ranking.has_seeds else []
     parts += ["different data: losses cannot be compared"] if comparison.ranking.differing_data else []
     return " · ".join(filter(None, parts))
 
@@ -284,6 +286,9 @@ def _draw_ends(
         axes.errorbar(point.mean, rank, xerr=point.deviation or None, color=colour, marker=MARKS[rank],
                       markersize=6 if rank == 0 else 5, linewidth=1.4)  # fmt: skip
         text = format_mean(point.mean, point.deviation) + (", best" if line.point is best and len(named) > 1 else "")
+        starts = [find_divergence([*curve], [*curve.values()]) for curve, _ in line.runs]
+        if comparison.ranking.column.endswith("loss") and (steps := [step for step in starts if step is not None]):
+            text += f", diverged at step {min(steps)}"
         axes.text(1.01, rank, text, transform=axes.get_yaxis_transform(), color=INK, fontsize=LABEL, va="center",
                   fontweight="bold" if rank == 0 else "normal")  # fmt: skip
     labels = [fit_text(comparison.label(line.point.jobs[0], brief=True), 46) for line in named]

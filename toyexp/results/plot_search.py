@@ -91,6 +91,12 @@ class Search:
         """True if a lower metric is better."""
         return lower_is_better(self.metric)
 
+    def describe(self) -> str:
+        """Return a title: the algorithm, the searched settings and the number of trials."""
+        names, after = short_keys(self.keys), f": {pluralise(len(self.trials), 'trial')}"
+        title = f"{self.algorithm} search of {', '.join(names)}{after}"
+        return title if len(title) <= TITLE_LENGTH else f"{self.algorithm} search of {len(names)} settings{after}"
+
 
 def draw_search(search: Search, source: str, unit: str) -> Sheet:
     """Draw a search; `source` names its directory, `unit` is the unit of its metric.
@@ -108,7 +114,7 @@ def draw_search(search: Search, source: str, unit: str) -> Sheet:
     beyond = [score for score in scores if not limits[0] <= score <= limits[1]]
     side = f"above the range, up to {max(scores):.4g}" if search.is_minimising else "below the range"
     arrows = [f"{len(beyond)} {side} (triangles)"] if beyond else []
-    sheet = Sheet(0.5 + 3.2 + 2.4 * rows, _title(search), " · ".join([*_footer(search, source, keys), *arrows]),
+    sheet = Sheet(0.5 + 3.2 + 2.4 * rows, search.describe(), " · ".join([*_footer(search, source, keys), *arrows]),
                   [3.2] + [2.4] * rows, columns=[1] + [min(len(keys), PANELS_PER_ROW)] * rows)  # fmt: skip
     above, *panels = sheet.panels
     _draw_trials(above, search, completed, best, limits)
@@ -120,14 +126,6 @@ def draw_search(search: Search, source: str, unit: str) -> Sheet:
     for axes in panels[len(keys) :]:
         axes.set_visible(False)
     return sheet
-
-
-def _title(search: Search) -> str:
-    names, after = short_keys(search.keys), f": {pluralise(len(search.trials), 'trial')}"
-    full_title = f"{search.algorithm} search of {', '.join(names)}{after}"
-    return (
-        full_title if len(full_title) <= TITLE_LENGTH else f"{search.algorithm} search of {len(names)} settings{after}"
-    )
 
 
 def _footer(search: Search, source: str, keys: Sequence[str]) -> list[str]:
@@ -187,6 +185,8 @@ def _draw_trials(
     numbers = [trial.number for trial in completed]
     last = max(trial.number for trial in search.trials)
     axes.step([*numbers, last], [*so_far, so_far[-1]], where="post", color=VERMILLION, linewidth=1.6)
+    side = "top" if search.is_minimising else "bottom"
+    axes.text(last, so_far[-1], "best so far", ha="right", va=side, color=VERMILLION)
     _draw_star(axes, best.number, best)
     pairs = zip(search.keys, short_keys(search.keys), strict=True)
     best_settings = " ".join(f"{name}={format_value(best.values[key])}" for key, name in pairs if key in best.values)
@@ -215,6 +215,8 @@ def _draw_setting(
         labels = [fit_text(text, 14) for text in slots]
         axes.set_xticks(range(len(labels)), labels, rotation=30 if sum(map(len, labels)) > 24 else 0)
         axes.set_xlim(-0.5, len(slots) - 0.5)
+        for border in range(1, len(slots)):
+            axes.axvline(border - 0.5, color=GREY, linewidth=0.3)
     shown_trials = [trial for trial in trials if trial.number in positions]
     _draw_dots(axes, [positions[trial.number] for trial in shown_trials], shown_trials, limits)
     if best.number in positions:
@@ -225,5 +227,5 @@ def _draw_setting(
 
 
 def _draw_star(axes: Any, position: float, best: Trial) -> None:
-    axes.plot(position, best.score, marker="*", markersize=12, color=VERMILLION, markeredgecolor="white",
-              markeredgewidth=0.6, zorder=5, clip_on=False)  # fmt: skip
+    axes.plot(position, best.score, marker="*", markersize=13, markerfacecolor="none", markeredgecolor=VERMILLION,
+              markeredgewidth=1.3, zorder=5, clip_on=False)  # fmt: skip

@@ -21,7 +21,7 @@ import numpy as np
 from toyexp.base.drawing import COLOURS, DARK_COLOURS, thin_curve
 from toyexp.base.errors import Unavailable
 from toyexp.base.files import read_head
-from toyexp.base.formatting import describe_parameters, display_path, short_path
+from toyexp.base.formatting import describe_parameters, display_path, pluralise, short_keys, short_path
 from toyexp.base.packages import require_package
 from toyexp.base.terminal import print_line
 from toyexp.base.writing import convert_write_errors, dump_json, make_directory, write_atomically
@@ -54,13 +54,14 @@ def require_plotly() -> None:
         import plotly  # noqa: F401 - pack_library() reads its source
 
 
-def title(paths: Sequence[str]) -> str:
-    """Return the title of the page, which lists the compared paths.
-
-    If the list is too long, the title has the first path and the number of other paths.
-    """
-    paths = [display_path(path) for path in paths]
-    return " ".join(paths) if sum(map(len, paths)) <= 80 else f"{paths[0]} and {len(paths) - 1} more"
+def describe_runs(comparison: Comparison, search: Search | None) -> str:
+    """Return the heading of the page: what differs between the runs, and their number."""
+    runs = [entry.run for entry in comparison.entries]
+    keys = [*short_keys(comparison.keys), *["seed"] * (len({run.seed for run in runs}) > 1)]
+    names = " and ".join(filter(None, [", ".join(keys[:-1]), *keys[-1:]])) if len(keys) < 7 else f"{len(keys)} settings"
+    kind = "Sweep" if runs[0].sweep and len({run.sweep for run in runs}) == 1 else "Comparison"
+    heading = f"{kind} of {names}: {pluralise(len(runs), 'run')}" if names else runs[0].name
+    return search.describe() if search else heading
 
 
 def is_report(path: Path) -> bool:
@@ -81,7 +82,7 @@ def pack_library() -> str:
 class Report:
     """Writer of report.html. While the runs train, it can write the page repeatedly; unchanged runs are cached."""
 
-    title: str
+    source: str  # compared paths
     search: Search | None = None  # the runs are the trials of this search
     _cache: dict[Path, tuple[tuple[float, ...], dict[str, Any]]] = field(default_factory=dict)
 
@@ -104,7 +105,8 @@ class Report:
     def _page(self, comparison: Comparison, most: int) -> bytes:
         data = pack(dump_json(self._data(comparison, most)))
         parts = {
-            "title": escape(self.title, quote=False),
+            "title": escape(describe_runs(comparison, self.search), quote=False),
+            "source": escape(self.source, quote=False),
             "style": (PAGE / "page.css").read_text(encoding="utf-8"),
             "library": pack_library(),
             "data": data,
@@ -123,7 +125,6 @@ class Report:
         differing_keys = comparison.every_key
         rising = not ranking.column.endswith("loss") and not lower_is_better(ranking.column.removeprefix("held-out "))
         return {
-            "title": self.title,
             "written": datetime.now(UTC).isoformat(timespec="seconds"),
             "metric": ranking.column,
             "best": len(ranking.points) > 1 and ranking.best is not None,
@@ -341,7 +342,7 @@ class SweepReport:
                 return
             if path.exists() and not is_report(path):
                 raise Unavailable(f"{short_path(path)} was not written by toyexp; move it away")
-            self._report.title = short_path(sweep)
+            self._report.source = short_path(sweep)
             self._report.search = Search.read(sweep)
             self._report.write(Comparison.build(runs, sweep_metric([sweep])), path)
         except Exception as error:  # also a full disk, or a run that is deleted meanwhile

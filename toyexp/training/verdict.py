@@ -15,7 +15,7 @@ import numpy as np
 
 from toyexp.base.attribution import attribute_errors
 from toyexp.base.errors import PluginFailed, RankFailed, RunFailed
-from toyexp.base.formatting import format_bytes, format_count, pluralise, short_path
+from toyexp.base.formatting import format_bytes, format_count, format_metric, pluralise, short_path
 from toyexp.base.ownership import SWEEP_FILE
 from toyexp.base.signals import Signals
 from toyexp.base.terminal import print_line
@@ -175,17 +175,21 @@ def print_result(result: Result) -> None:
     how = "diverged" if how == "completed" and outcome.has_diverged else how
     print_line(f"{how} after {pluralise(outcome.steps, 'step')} in {outcome.seconds:.1f} s{speed}")
     if how == "diverged":
-        print_line(f"smoothed train loss {outcome.first_train_loss:.4f} -> {outcome.train_loss:.4f}; try a lower lr")
+        first = format_metric(outcome.first_train_loss)
+        print_line(f"smoothed train loss {first} -> {format_metric(outcome.train_loss)}; try a lower lr")
     if outcome.why:
         print_line(f"stopped because {outcome.why}")
     if outcome.skipped:
         print_line(f"{outcome.skipped} steps were skipped: loss or gradient was not finite")
     if outcome.eval_loss is not None and outcome.first_eval_loss is not None:
-        print_line(f"held-out loss {outcome.first_eval_loss:.4f} -> {outcome.eval_loss:.4f}")
+        print_line(f"held-out loss {format_metric(outcome.first_eval_loss)} -> {format_metric(outcome.eval_loss)}")
     for name, value in outcome.eval_scores.items():
-        print_line(f"held-out {name} {outcome.first_eval_scores.get(name, math.nan):.4f} -> {value:.4f}")
+        first = format_metric(outcome.first_eval_scores.get(name))
+        print_line(f"held-out {name} {first} -> {format_metric(value)}")
     if result.best and result.best.step != outcome.steps:
-        print_line(f"best held-out {result.best.metric} {result.best.score:.4f} after step {result.best.step}")
+        print_line(
+            f"best held-out {result.best.metric} {format_metric(result.best.score)} after step {result.best.step}"
+        )
     print_line(f"run     {short_path(result.dir)}")
     for path in result.artifacts:
         shown = path.relative_to(result.dir) if path.is_relative_to(result.dir) else path

@@ -2,6 +2,7 @@
 // smoothed ones.
 
 const AXES = { step: "step", tokens: "tokens", seconds: "time (s)" };
+const MOST_RAW = 8; // runs with a raw curve; if there are more, only the best shown point has raw curves
 const SCREEN = 60000; // values drawn at once; more would slow the page down
 
 function style(name) {
@@ -189,10 +190,9 @@ function lossTraces() {
     const runs = runsOf(place).filter((run) => run.curves.loss.x.length), label = data.points[place].label;
     const together = state.bands && runs.length > 1, held = state.held && runs.some((run) => run.held.loss && run.held.loss[0].length);
     const wide = state.hot === place ? 3.5 : held ? 1 : count > 30 ? 1.3 : 2.2; // the held-out curve is the main one
-    for (const run of state.raw && (!together || count <= 30) ? runs : []) {
+    for (const run of state.raw && (count <= MOST_RAW || [shown[0], state.hot].includes(place)) ? runs : []) {
       const [xs, ys] = clipAndThin(...readCurve(run, "loss", false), low, high, Math.min(most, together ? 1500 : 4000));
-      const pale = colour(place, together || count > 12 ? 0.16 : 0.3);
-      back.push(lineTrace(xs, ys, "raw", { line: { width: together ? 0.7 : 1, color: pale } }));
+      back.push(lineTrace(xs, ys, "raw", { line: { width: 0.7, color: colour(place, runs.length > 2 ? 0.16 : 0.25) } }));
     }
     if (together) {
       const [xs, means, deviations] = band(runs.map((run) => readCurve(run, "loss", true)));
@@ -309,18 +309,18 @@ function drawSmall(name) {
 
 // Return ticks and range of a logarithmic axis. The range fits the completed runs, so that a diverged run does not flatten
 // their curves; without a range, plotly chooses it. The range of the learning rate also fits the other runs, unless a rate is
-// 100 times those of the completed runs; the caption then says so. Ticks at 1, 2 and 5 suit about one decade.
+// 10,000 times those of the completed runs; the caption then says so. Ticks at 1, 2 and 5 suit about one decade.
 function logAxis(name) {
   const drawn = name === "lr" ? "y" : "my", read = (runs) => runs.flatMap((run) => run.curves[name][drawn]).filter((y) => y > 0);
   const shown = shownRuns(), calm = read(shown.filter((run) => run.state === "completed"));
-  const least = calm.reduce((a, b) => Math.min(a, b), Infinity) / 100, most = calm.reduce((a, b) => Math.max(a, b), 0) * 100;
+  const least = calm.reduce((a, b) => Math.min(a, b), Infinity) / 1e4, most = calm.reduce((a, b) => Math.max(a, b), 0) * 1e4;
   const near = (run) => name === "lr" && read([run]).every((y) => y >= least && y <= most);
   const done = shown.filter((run) => run.state === "completed" || near(run));
   const whole = state.outliers || done.length === shown.length || !read(done).length, values = read(whole ? shown : done);
   const outside = whole ? 0 : shown.length - done.length, note = `; ${outside} ${outside === 1 ? "run" : "runs"} outside the range`;
   if (name === "lr") byId("lr").previousElementSibling.textContent = `learning rate${outside ? note : ""}`;
   const low = values.reduce((a, b) => Math.min(a, b), Infinity), high = values.reduce((a, b) => Math.max(a, b), 0);
-  const ticks = high / low >= 8 && high / low <= 200 ? { dtick: "D2" } : {};
+  const ticks = high / low >= 8 && high / low <= 60 ? { dtick: "D2" } : {};
   return whole ? ticks : { ...ticks, range: [Math.log10(low) - 0.1, Math.log10(high) + 0.1], autorange: false };
 }
 

@@ -69,6 +69,11 @@ function drawChoices() {
     element.addEventListener("pointerleave", () => { showTip(null); highlight(null); });
     element.addEventListener("pointerenter", () => { element.classList.add("hot"); highlight(p.place); });
     element.addEventListener("click", () => showOnly(p.place));
+    for (let n = 0; isDistinct() && shows(p.place) && n < stops.length; n++) { // marks between two axes and on the last one
+      const [here, next] = [n, Math.min(n + 1, stops.length - 1)].map((at) => [x(stops[at][0]), y(scales[stops[at][0]].place(stops[at][1]))]);
+      const place = `translate(${(here[0] + next[0]) / 2 - 5}, ${(here[1] + next[1]) / 2 - 5}) scale(0.83)`;
+      addSvg("path", { class: "mark", d: SHAPES[p.place], fill: p.ended ? style("card") : colour(p.place), stroke: colour(p.place), transform: place }, svg);
+    }
   }
   const ended = scored.length - completed.length, missing = points.length - scored.length;
   addElement(box, "p", "small", (ended ? `Dashed: points that did not complete, at their last metric (${ended}). ` : "") +
@@ -84,7 +89,7 @@ function drawChoices() {
     const apart = (some, tick) => (some.some(([t]) => Math.abs(t - tick[0]) < 0.05) ? some : [...some, tick]);
     for (const [t, text] of scales[i].ticks.reduce(apart, [])) { // labels must not overlap curves or each other
       const cut = text.length > 14 ? `${text.slice(0, 13)}…` : text;
-      addSvg("text", { class: "tick", x: x(i) + 5, y: y(t) + (key === data.metric ? 4 : t < 0.5 ? 14 : -5) }, svg, cut);
+      addSvg("text", { class: "tick", x: x(i) + (key === data.metric ? 9 : 5), y: y(t) + (key === data.metric ? 4 : t < 0.5 ? 14 : -5) }, svg, cut);
     }
     addBrush(svg, key, x(i), top, foot, (t) => scored.filter((p) => {
       const v = valueOf(p, i);

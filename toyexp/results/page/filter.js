@@ -35,10 +35,10 @@ function parseFilter(text) {
     if (!key) return { tests: [], problem: `no run has the setting ${typed}` };
     const needs = dated ? "a date or time such as 2026-11-20T18:00, today or yesterday" : "a number";
     if (ORDER[sign] && !(dated ? wanted : isNumber(value))) return { tests: [], problem: `${word}: ${sign} needs ${needs}` };
-    const unknown = ORDER[sign] ? undefined : wanted.split(",").find((item) => !known.some((v) => matchesCondition(v, "=", item)));
+    const unknown = ORDER[sign] ? undefined : wanted.split(",").find((item) => !known.some((v) => matchesCondition(v, "=", item, key)));
     if (unknown === "") return { tests: [], problem: `${word}: needs a value` };
     if (unknown) problem = `no run has ${typed}=${unknown}; values: ${formatValues([...new Set(known.filter((v) => v !== null).map(String))])}`;
-    tests.push((run) => matchesCondition(readValue(run, key), sign, wanted));
+    tests.push((run) => matchesCondition(readValue(run, key), sign, wanted, key));
   }
   return { tests, problem };
 }
@@ -60,16 +60,17 @@ function isNumber(text) {
   return text !== null && String(text).trim() !== "" && Number.isFinite(Number(text));
 }
 
-function matchesCondition(value, sign, text) {
+function matchesCondition(value, sign, text, key) {
   if (value === null) return sign === "!=" || (sign !== "!=" && !ORDER[sign] && ["", "null"].includes(text));
-  if (!ORDER[sign]) return text.split(",").some((item) => isEqual(value, item)) === (sign !== "!=");
+  if (!ORDER[sign]) return text.split(",").some((item) => isEqual(value, item, key)) === (sign !== "!=");
   if (isNumber(value)) return ORDER[sign](Number(value), Number(text));
   return !isNumber(text) && ORDER[sign](value, text); // a time such as 2026-11-20T18:00:00
 }
 
-// Numbers are equal by value, or as printed with four decimals; in texts * and ? are wildcards.
-function isEqual(value, text) {
-  if (isNumber(value) && isNumber(text)) return Number(value) === Number(text) || Number(value).toFixed(4) === text;
+// Numbers are equal by value; a metric also equals its print with four decimals. In texts * and ? are wildcards.
+function isEqual(value, text, key = "") {
+  const isPrint = key !== "lr" && !key.includes(".") && Number(value).toFixed(4) === text;
+  if (isNumber(value) && isNumber(text)) return Number(value) === Number(text) || isPrint;
   if (["true", "false", "null"].includes(value)) return text.toLowerCase().replace("none", "null") === value;
   const pattern = text.replace(/[.+^${}()|[\]\\]/g, "\\$&").replace(/\*/g, ".*").replace(/\?/g, ".");
   return new RegExp(`^${pattern}$`, "s").test(String(value));

@@ -163,6 +163,7 @@ function drawAbout() {
   const scored = data.runs.some((run) => run.held.loss && run.held.loss[0].length);
   byId("said").textContent = [
     scored ? "Lines with marks are held-out losses, thin lines smoothed training losses." : "",
+    data.runs.length > MOST_RAW ? `With more than ${MOST_RAW} runs shown, raw losses are only those of the best point and of the one pointed at in the legend.` : "",
     thin.length ? `Curves of up to ${longest} steps are reduced to at most ${data.most} values: the lowest and highest loss of each bin; smoothing uses bin means.` : "Every step is kept.",
     data.points.some((p) => p.counted > 1) ? "Bands and ± are one standard deviation over the seeds (n-1)." : "",
     data.runs.some((run) => !run.counts) ? "A cross ends the curve of a run that did not complete." : "",
@@ -190,15 +191,16 @@ function drawLinks() {
 }
 
 function drawLegend() {
-  const box = byId("legend"), shown = data.points.filter((_, place) => passes(place)).length;
+  const box = byId("legend"), places = data.points.map((_, place) => place).filter(passes), shown = places.length;
+  const most = isPrinted() || innerWidth <= 820 ? 8 : Infinity; // a narrow page lists them below the chart
   const focused = document.activeElement.dataset.place, total = data.points.length;
   box.textContent = "";
   const partly = data.runs.some((run) => passes(run.point) && !conditions.tests.every((test) => test(run)));
   const notes = [conditions.problem, partly ? "points contain a matching run; means are of all their runs" : ""];
   byId("count").textContent = [`${shown} of ${total} points`, ...notes].filter(Boolean).join("; ");
   byId("filter").setAttribute("aria-invalid", String(conditions.problem !== ""));
-  data.points.forEach((point, place) => {
-    if (!passes(place)) return;
+  places.slice(0, limitRows("more-points", shown, most)).forEach((place) => {
+    const point = data.points[place];
     const button = addElement(box, "button");
     button.setAttribute("aria-pressed", String(!state.hidden.has(place)));
     button.dataset.place = place;
@@ -281,8 +283,9 @@ function drawRuns() {
   const box = document.querySelector("#runs div");
   box.textContent = "";
   const shown = data.runs.filter((run) => shows(run.point));
-  showMoreButton("more-runs", shown.length);
-  for (const run of state.every ? shown : shown.slice(0, MOST_ROWS)) {
+  byId("shared").hidden = !isPrinted();
+  byId("shared").textContent = `Settings of all runs:\n${formatSettings(data.runs[0], (key) => data.runs.every((run) => run.all[key] === data.runs[0].all[key]))}`;
+  for (const run of shown.slice(0, limitRows("more-runs", shown.length))) {
     const details = addElement(box, "details"), summary = addElement(details, "summary");
     addMark(summary, run.point);
     const state = run.state === "completed" ? "" : ` · ${run.state}`, warned = run.warned ? ` · warnings: ${run.warned}` : "";
@@ -295,6 +298,10 @@ function drawRuns() {
   }
 }
 
+function formatSettings(run, includes) {
+  return Object.entries(run.all).filter(([key]) => includes(key)).map(([key, text]) => `${key}=${text}`).join("\n");
+}
+
 function drawRun(box, run) {
   const again = addElement(box, "div", "again");
   addElement(again, "pre", "", run.again);
@@ -302,12 +309,13 @@ function drawRun(box, run) {
   copy.addEventListener("click", async () => {
     try { await navigator.clipboard.writeText(run.again); copy.textContent = "copied"; } catch { getSelection().selectAllChildren(again.firstChild); }
   });
-  const list = addElement(box, "dl");
   const facts = { directory: run.path, state: run.why ? `${run.state}: ${run.why}` : run.state, ...run.facts };
+  if (isPrinted()) return addElement(box, "p", "small", `${facts.state} · ${run.path}`);
+  const list = addElement(box, "dl");
   for (const [key, text] of Object.entries(facts)) { addElement(list, "dt", "", key); addElement(list, "dd", "", text); }
-  addElement(box, "pre", "", Object.entries(run.all).map(([key, text]) => `${key}=${text}`).join("\n"));
+  addElement(box, "pre", "", formatSettings(run, () => true));
   run.warnings.forEach((w) => addElement(box, "p", "small", `warning${w.step === null ? "" : ` at step ${w.step}`}: ${w.text}`));
-  if (!isPrinted()) run.samples.forEach((sample) => { addElement(box, "p", "small", `step ${sample.step ?? "?"}`); addSample(box, sample); });
+  run.samples.forEach((sample) => { addElement(box, "p", "small", `step ${sample.step ?? "?"}`); addSample(box, sample); });
 }
 
 // -- start --
@@ -399,8 +407,8 @@ function controls() {
     refresh();
   });
   byId("save").addEventListener("click", saveTable);
-  for (const id of ["more-rows", "more-runs"]) {
-    byId(id).addEventListener("click", () => { state.every = true; drawTable(); drawRuns(); });
+  for (const id of ["more-points", "more-rows", "more-runs"]) {
+    byId(id).addEventListener("click", () => { state.every = true; refresh(); });
   }
   let resized = 0;
   addEventListener("resize", () => { clearTimeout(resized); resized = setTimeout(drawChoices, 150); });

@@ -9,8 +9,10 @@ function drawSearch() {
   let best = null;
   const history = done.map((trial) => (best = best === null ? trial.score : better(best, trial.score)));
   const star = done.find((trial) => trial.score === best);
-  const steps = { ...lineTrace(done.map((t) => t.number), history, "", { line: { width: 2, shape: "hv", color: style("mark") } }) };
-  drawTrials("trials", scored, scored.map((t) => t.number), range, { title: { text: "trial" } }, [steps], star);
+  const numbers = scored.map((trial) => trial.number), last = Math.max(0, ...numbers), colour = style("mark");
+  const steps = lineTrace([...done.map((t) => t.number), ...(star ? [last] : [])], [...history, ...(star ? [best] : [])], "", { line: { width: 2, shape: "hv", color: colour } });
+  const label = { x: last, y: best, text: "best so far", font: { color: colour }, xanchor: "right", yanchor: search.minimising ? "top" : "bottom", showarrow: false };
+  drawTrials("trials", scored, numbers, range, { title: { text: "trial" } }, [steps], star, star ? [label] : []);
   const box = byId("settings");
   for (const key of box.childElementCount ? [] : search.keys) { // before the charts: they take the width of their cells
     const figure = addElement(box, "figure"), share = search.importances[key];
@@ -23,9 +25,13 @@ function drawSearch() {
     const listed = !log && different.length <= 6 && different.length < values.length; // values from a list have names
     const numeric = !listed && values.every((value) => typeof value === "number");
     const decades = log && Math.max(...values) / Math.min(...values) > 50 ? { dtick: 1 } : {}; // more ticks would overlap
+    different.sort((a, b) => (a > b) - (a < b));
+    const slots = different.map((_, place) => place), shift = (trial) => 0.6 * (trial.number / last - 0.5);
     const axis = numeric ? { type: log ? "log" : "linear", nticks: 5, tickformat: "~g", ...decades } :
-      { type: "category", categoryarray: different.sort((a, b) => (a > b) - (a < b)).map(String) };
-    drawTrials(`setting-${key}`, trials, numeric ? values : values.map(String), range, axis, [], star);
+      { tickvals: slots, ticktext: different.map(String), range: [-0.5, slots.length - 0.5], showgrid: false, title: { text: "equal values side by side, by trial", standoff: 4 } };
+    const borders = numeric ? [] : slots.slice(1).map((x) => ({ x0: x - 0.5, x1: x - 0.5, y0: 0, y1: 1, yref: "paper", line: { width: 1, color: style("line") } }));
+    const xs = numeric ? values : trials.map((trial, i) => different.indexOf(values[i]) + shift(trial));
+    drawTrials(`setting-${key}`, trials, xs, range, axis, [], star, [], borders);
   }
   const best_ = search.minimising ? "lowest" : "highest", beyond = scored.filter((t) => t.score < range[0] || t.score > range[1]);
   const crosses = scored.filter((trial) => !trial.complete && !beyond.includes(trial)).length;
@@ -45,11 +51,11 @@ function searchRange(scored) {
   if (!costs.length) return [0, 1];
   const middle = costs[Math.floor((costs.length - 1) / 2)], near = costs.filter((cost) => cost <= costs[0] + 4 * (middle - costs[0]));
   const room = 0.08 * (near[near.length - 1] - costs[0]) || 0.05 * Math.abs(costs[0]) || 1;
-  return [sign * (costs[0] - room), sign * (near[near.length - 1] + room)].sort((a, b) => a - b);
+  return [sign * (costs[0] - 2.5 * room), sign * (near[near.length - 1] + room)].sort((a, b) => a - b);
 }
 
 // Draw trials as dots, pruned ones as crosses, those outside the range as triangles at its edge, and the trial `star` as a star.
-function drawTrials(id, trials, xs, [low, high], xaxis, more, star) {
+function drawTrials(id, trials, xs, [low, high], xaxis, more, star, annotations = [], shapes = []) {
   const about = (t) => `<b>trial ${t.number}</b>${t.complete ? "" : " (pruned)"}<br>${escapeHtml(data.search.metric)} ${formatNumber(t.score)}` +
     Object.entries(t.values).map(([key, value]) => `<br>${escapeHtml(key)}=${escapeHtml(value)}`).join("");
   const dots = {
@@ -62,9 +68,9 @@ function drawTrials(id, trials, xs, [low, high], xaxis, more, star) {
   };
   const stars = trials.flatMap((trial, i) => (trial === star ? [i] : [])).map((i) => ({
     ...dots, x: [xs[i]], y: [dots.y[i]], text: [dots.text[i]],
-    marker: { size: 15, symbol: "star", color: style("mark"), line: { width: 1, color: style("card") } },
+    marker: { size: 17, symbol: "star-open", color: style("mark"), line: { width: 2 } }, // open: the trials below it stay visible
   }));
-  const shape = layout({ yaxis: { title: { text: data.search.metric, standoff: 4 }, range: [low, high], nticks: 6 }, margin: { l: 52, r: 10, t: 12, b: 36 } });
+  const shape = layout({ annotations, shapes, yaxis: { title: { text: data.search.metric, standoff: 4 }, range: [low, high], nticks: 6 }, margin: { l: 52, r: 10, t: 12, b: 36 } });
   const plain = { gridcolor: style("line"), linecolor: style("line"), automargin: true, zeroline: false };
   const described = `${data.search.metric} of ${trials.length} trials against ${id === "trials" ? "the trial's number" : id.replace("setting-", "")}`;
   drawChart(id, [...more, dots, ...stars], { ...shape, xaxis: { ...plain, ...xaxis }, dragmode: false }, { ...CONFIG, displayModeBar: false }, described);

@@ -37,11 +37,12 @@ function listColumns(saved = false) {
 
 const MOST_ROWS = 20; // rows shown before "show all" is clicked
 
-// Update the button that shows all rows. On paper, it says how many are shown.
-function showMoreButton(id, count) {
+// Return the number of rows to show, and update the button that shows all rows. On paper, it says how many are shown.
+function limitRows(id, count, most = MOST_ROWS) {
   const box = byId(id);
-  box.hidden = count <= MOST_ROWS || state.every;
-  box.textContent = isPrinted() ? `${MOST_ROWS} of ${count} shown` : `show all ${count}`;
+  box.hidden = count <= most || state.every;
+  box.textContent = isPrinted() ? `${most} of ${count} shown` : `show all ${count}`;
+  return box.hidden ? count : most;
 }
 
 function compareCells(a, b) {
@@ -60,7 +61,7 @@ function drawTable() {
   for (const column of columns) {
     const cell = addElement(line, "th", cellClass(column)), sorted = state.sort === column.head;
     cell.setAttribute("aria-sort", sorted ? (state.falling ? "descending" : "ascending") : "none");
-    const button = addElement(cell, "button");
+    const button = isPrinted() ? cell : addElement(cell, "button"); // Chromium does not repeat a head with buttons on each page
     addBreakable(button, column.head + (sorted ? (state.falling ? " ↓" : " ↑") : ""));
     button.dataset.head = column.head;
     if (focused === column.head) button.focus();
@@ -71,9 +72,8 @@ function drawTable() {
     });
   }
   const rows = listRows(columns);
-  showMoreButton("more-rows", rows.length);
   saveView();
-  for (const row of state.every ? rows : rows.slice(0, MOST_ROWS)) {
+  for (const row of rows.slice(0, limitRows("more-rows", rows.length))) {
     const cells = addElement(body, "tr");
     addMark(addElement(cells, "td"), row.point);
     for (const column of columns) {

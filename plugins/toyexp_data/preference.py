@@ -8,7 +8,7 @@ from itertools import compress
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
-from toyexp import UserError, printable
+from toyexp import UserError, is_changed, printable
 from toyexp_data.chat import BadExample, Part, Rows
 from toyexp_data.jsonl import Jsonl, parse, spread_held_out
 from toyexp_data.text import tokenizer_facts
@@ -25,6 +25,15 @@ class Preference(Jsonl):
 
     name: ClassVar[str] = "preference"
     fills: ClassVar[tuple[str, ...]] = ()
+
+    path: str = ""  # file or pattern ('pairs/*.jsonl'); a line has "prompt", "chosen" and "rejected"
+
+    def check(self) -> None:
+        """Raise UserError for invalid settings, for settings of other JSON lines, and for missing files."""
+        super().check()
+        for name in ("train_on", "template", "date", "pack"):
+            if is_changed(self, name):
+                raise UserError(f"data.{name}={getattr(self, name)}: has no effect with data=preference; leave it out")
 
     @classmethod
     def recognises(cls, path: Path) -> int:

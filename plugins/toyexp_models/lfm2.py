@@ -6,8 +6,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
-import numpy as np
-
 from toyexp import Ops, Params, Tensor, TensorSpec, UserError
 from toyexp.formats import Keys
 from toyexp_models.gguf import RotaryGGUF
@@ -24,15 +22,18 @@ class Lfm2GGUF(RotaryGGUF):
     def metadata(self, model: Any) -> dict[str, Any]:
         """Return the GGUF keys and values of rotary models and of the convolutions."""
         heads = [model.n_kv_heads * (i in model.attention_layers) for i in range(model.n_layers)]
-        return super().metadata(model) | {KV_HEADS: np.array(heads, np.int32), "shortconv.l_cache": model.conv_length}
+        return super().metadata(model) | {KV_HEADS: heads, "shortconv.l_cache": model.conv_length}
 
     def sizes(self, keys: Keys) -> dict[str, Any]:
         """Return the model's fields, read from the file. Raise UserError if attention layers differ in heads."""
+        import numpy as np
+
         heads = np.array(keys.file.metadata.get(f"{keys.file.architecture}.{KV_HEADS}", 0)).reshape(-1)
         keys.ignore(KV_HEADS)
         common = super().sizes(keys)
         layers = np.flatnonzero(heads)
-        if len(heads) != common["n_layers"] or len({*heads[layers].tolist()}) != 1:
+        is_count = heads.dtype.kind in "iu" and len(heads) == common["n_layers"]
+        if not is_count or len({*heads[layers].tolist()}) != 1:
             raise keys.file.error(f"{KV_HEADS} is {heads.tolist()}, expected one number per layer, equal or 0")
         own = {"n_kv_heads": int(heads.max()), "attention_layers": layers.tolist()}
         return common | own | {"conv_length": keys.integer("shortconv.l_cache")}

@@ -381,7 +381,7 @@ def test_a_chat_uses_the_chat_template_of_the_file(run_generate):
         ("text.gguf --prompt x --engine llama.cpp:blas=true", "llama.cpp takes only the setting threads"),
         ("ids.gguf --prompt x", "has no tokenizer; use --ids 1,2,3"),
         ("vit.gguf --prompt x", "reads images and cannot generate text"),
-        ("vit.gguf --prompt x --engine llama.cpp", "holds no language model"),
+        ("vit.gguf --prompt x --engine llama.cpp", "has the architecture toyexp-vit, which llama.cpp cannot run"),
         ("adapter.gguf --prompt x", "pass this file with --adapter"),
         ("broken.gguf --prompt x", "broken.gguf: is not a GGUF file"),
         ("missing.gguf --prompt x", "missing.gguf: not found"),

@@ -408,15 +408,6 @@ def foreign_bpe(vocab=257, **keys):
         ("gemma3_full", {}, sentencepiece(prefix=False), ""),
         ("olmo2", {}, foreign_bpe(), ""),
         ("qwen3moe", {"qkv_bias": True}, foreign_bpe(), "no bias on attn_output"),
-        ("arcee", {}, foreign_bpe(), "no bias on attn_output"),
-        ("arcee", {"qkv_bias": False}, foreign_bpe(), ""),
-        ("smollm3", {}, foreign_bpe(), ""),
-        ("smollm3", {"qkv_bias": True}, foreign_bpe(), "no bias on attn_output"),
-        ("granite", {}, foreign_bpe(), "head_dim"),
-        ("granite", {"head_dim": 0}, foreign_bpe(), ""),
-        ("olmoe", {}, foreign_bpe(), ""),
-        ("olmoe", {"norm_eps": 1e-6}, foreign_bpe(), "norm_eps"),
-        ("lfm2", {}, foreign_bpe(), ""),
         ("gpt2", {"d_ff": 128}, foreign_bpe(), ""),
         ("gpt2", {"d_ff": 128}, foreign_bpe(50257, **{"ggml.pre": "gpt-2"}), ""),
         ("gpt2", {"d_ff": 128}, foreign_bpe(50256, **{"ggml.pre": "gpt-2"}), "not one trained by toyexp"),
@@ -558,9 +549,7 @@ def make_folder(name="llama", kind="hf", tokenizer=None, **sizes):
     return model
 
 
-@pytest.mark.parametrize(
-    "name", [name for name in MODELS if name not in ("granite_nope", "llama_all", "lab", "lab_after")]
-)
+@pytest.mark.parametrize("name", sorted(MODELS.keys() - {"granite_nope", "llama_all", "lab", "lab_after"}))
 def test_a_directory_has_the_weights_and_settings_of_the_model(name):
     """All tensors are equal, but those of gemma's norms, of which 1 is subtracted and added again."""
     make_folder(name)

@@ -103,7 +103,7 @@ def test_dropout_without_masks_in_the_batch_is_rejected():
     drops = plan(adapters=(LoraAdapter("w", 1.0, 0.1),), inputs={**INPUTS, **MASK})
     values = {t.name: drops.initial_values(t) for t in drops.tensors}
     assert [a.mask for a in drops.dropout_adapters] == ["w.dropout"]
-    with pytest.raises(UserError, match="w: has dropout"):
+    with pytest.raises(UserError, match="the adapter of w has dropout"):
         drops.params(values)
     mask = np.zeros((3, 5, 8), np.float32)
     assert drops.params(values, {**op_batch(), "w.dropout": mask})["w"].low_rank.dropout is mask

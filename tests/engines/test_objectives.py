@@ -294,3 +294,8 @@ def test_rows_that_an_objective_compares_stay_together():
     with pytest.raises(UserError, match="multiple of 2 rows, not 3"):
         pair = TestPreference()
         dataclasses.replace(pair.make_plan(), rows=3)
+
+
+def test_class_targets_need_a_weight_each_so_pairs_need_a_preference_objective():
+    with pytest.raises(UserError, match=r"needs a weight for each target, .* data=preference needs"):
+        dataclasses.replace(TestPreference().make_plan(), objective=CrossEntropy())

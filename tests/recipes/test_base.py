@@ -3,6 +3,7 @@
 import hashlib
 import json
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -440,3 +441,13 @@ def test_the_error_names_the_architecture_with_the_nearest_tensors():
 def test_lfm2_has_attention_in_some_of_its_layers(layers, said):
     with pytest.raises(UserError, match=said):
         replace(MODELS["lfm2"], attention_layers=layers).check()
+
+
+@pytest.mark.parametrize("heads", [[2, 0], ["2", "x", "0"], [0, 0, 0], [2, 1, 0], 2])
+def test_lfm2_has_one_number_of_key_heads(heads):
+    write_base(Path("m.gguf"), "lfm2")
+    with GGUFFile("m.gguf") as file:
+        metadata = {**file.metadata, "lfm2.attention.head_count_kv": np.array(heads) if heads != 2 else heads}
+        file.metadata = metadata
+        with pytest.raises(UserError, match="expected one number per layer"):
+            read_model(type(MODELS["lfm2"]), file)

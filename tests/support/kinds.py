@@ -1,12 +1,10 @@
 """Write small GGUF files of every kind, for the tests of `toyexp describe` and `toyexp models`."""
 
-from unittest.mock import Mock
-
 import numpy as np
 from gguf import GGUFWriter
 from tiny import CONTEXT, VOCAB, write_base
 
-from toyexp import Setup
+from toyexp import TOKENS, Setup
 from toyexp.formats.gguf.write import write_adapter, write_model
 from toyexp_models.vit import ViT
 from toyexp_recipes.lora import Lora
@@ -25,7 +23,7 @@ def write_vit(path, model=VIT):
 def write_lora(path, base):
     """Write a llama to `base`, and an adapter of rank 4 and alpha 6 on q and v of its blocks to `path`."""
     model = write_base(base, "llama")
-    inputs = {"tokens": Mock(shape=(CONTEXT,)), "targets": Mock(dtype="int32"), "weights": Mock(dtype="float32")}
+    inputs = TOKENS.inputs(CONTEXT)
     recipe = Lora(base=str(base), rank=4, alpha=6.0, targets=["q", "v"])
     plan = recipe.plan(model, Setup(inputs, rows=1))
     values = {t.name: plan.initial_values(t) for t in plan.trainable}

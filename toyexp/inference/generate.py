@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from toyexp.base.errors import UserError, suggest
+from toyexp.base.errors import UserError, printable, suggest
 from toyexp.base.memory import convert_memory_errors
 from toyexp.base.random import stream
 from toyexp.base.threads import MAX_THREADS
@@ -318,7 +318,7 @@ def _generate_with_llama_cpp(loaded: LoadedModel, options: Options, write: Calla
     with GGUFFile(path) as file:
         context = file.metadata.get(f"{file.architecture}.context_length")
         if not isinstance(context, int):
-            raise file.error("holds no language model")
+            raise file.error(f"has the architecture {printable(file.architecture)}, which llama.cpp cannot run")
         if not has_text(file):
             raise file.error("has no tokenizer; llama.cpp needs one to generate")
     template, ids, prompt = chat_template(loaded, options), options.ids, options.prompt or ""

@@ -84,9 +84,8 @@ class LoadedModel:
         plan = frozen_plan(self.model, self.path, setup, self.adapter)
         if plan.objective.tensors(plan) or plan.objective.precomputed(inputs):
             problem = "its loss compares the model with another one, which the model's file does not have"
-            raise UserError(
-                f"objective={plan.objective.name}: {problem}; read the run's held-out loss with: toyexp runs"
-            )
+            hint = "see the run's held-out loss with: toyexp runs; or evaluate its model.gguf on other data"
+            raise UserError(f"objective={plan.objective.name}: {problem}; {hint}")
         return open_checked_session(plan, engine, self.name, remedy)
 
 

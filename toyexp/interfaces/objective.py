@@ -115,11 +115,14 @@ class Objective(ABC):
 
 
 def require_class_targets(objective: str, inputs: Mapping[str, InputSpec]) -> None:
-    """Raise UserError unless the targets of a batch are integers: class numbers or token ids."""
+    """Raise UserError unless a batch has integer targets (class numbers or token ids) with a weight for each."""
     targets = inputs.get("targets")
     if targets is None or not targets.dtype.startswith("int"):
         found = "no targets" if targets is None else f"{targets.dtype} targets"
         raise UserError(f"objective={objective}: needs integer targets, but the data has {found}; try objective=mse")
+    if "weights" in inputs and inputs["weights"].shape != targets.shape:
+        problem = "needs a weight for each target, but the data has one for each row"
+        raise UserError(f"objective={objective}: {problem}; data=preference needs objective=preference")
 
 
 CLASS_WEIGHTS = "objective.class_weights"  # name of the tensor [V, 1]

@@ -158,6 +158,7 @@ def _open_session(prepared: Prepared, log_file: Path | None) -> AbstractContextM
     config, plan, objective = prepared.config, prepared.plan, prepared.plan.objective
     specs = objective.precomputed(plan.inputs)
     inputs = {name: spec for name, spec in plan.inputs.items() if name not in specs}
+    inputs["weights"] = replace(inputs["weights"], shape=inputs["targets"].shape)  # as cross-entropy needs them
     if model_file := objective.model_file():
         fixed = frozen_plan(objective.second_model, model_file, Setup(inputs, plan.rows))
         return open_checked_session(fixed, config.engine, str(model_file), "lower batch_size")

@@ -58,7 +58,8 @@ def granite_layout(model: Any, data: Data) -> Layout:
         "attention_multiplier": model.attention_scale or model.head_size**-0.5,
         "logits_scaling": model.logit_scale,
     }
-    return replace(layout, config={**layout.config, **scales})
+    conversion = Conversion(prefix=None, ignored_setting="it does not read head_dim of granite" * bool(model.head_dim))
+    return replace(layout, config={**layout.config, **scales}, conversion=conversion)
 
 
 def qwen2_layout(model: RotaryModel, data: Data) -> Layout:
@@ -68,8 +69,13 @@ def qwen2_layout(model: RotaryModel, data: Data) -> Layout:
 
 def qwen3_layout(model: RotaryModel, data: Data) -> Layout:
     """Return the layout of Qwen3ForCausalLM, whose attention output also has a bias if q, k and v have biases."""
-    problem = "transformers adds a bias to attn_output; llama.cpp's qwen3 has no bias on attn_output" * model.qkv_bias
-    return replace(_rotary(model), conversion=Conversion(ignored_setting=problem))
+    return replace(_rotary(model), conversion=Conversion(ignored_setting=_bias_problem(model)))
+
+
+def _bias_problem(model: RotaryModel) -> str:
+    """Return why llama.cpp's converter cannot convert a model whose q, k and v have biases; "" if they have none."""
+    problem = f"transformers adds a bias to attn_output; llama.cpp's {model.name} has no bias on attn_output"
+    return problem * model.qkv_bias
 
 
 def gemma_layout(model: RotaryModel, data: Data) -> Layout:
@@ -153,14 +159,16 @@ def olmo2_layout(model: RotaryModel, data: Data) -> Layout:
 def arcee_layout(model: RotaryModel, data: Data) -> Layout:
     """Return the layout of ArceeForCausalLM, whose feed-forward layer has squared ReLU and no gate."""
     layout = llama_layout(model, data)
-    return replace(layout, config={**layout.config, "hidden_act": "relu2"})
+    conversion = Conversion(prefix=None, ignored_setting=_bias_problem(model))
+    return replace(layout, config={**layout.config, "hidden_act": "relu2"}, conversion=conversion)
 
 
 def smollm3_layout(model: RotaryModel, data: Data) -> Layout:
     """Return the layout of SmolLM3ForCausalLM, whose config lists the layers with RoPE."""
     layout = llama_layout(model, data)
     layers = {"no_rope_layers": [int(*model.layer(i)) for i in range(model.n_layers)], "no_rope_layer_interval": 4}
-    return replace(layout, config={**layout.config, **layers, "architectures": ["SmolLM3ForCausalLM"]})
+    config = {**layout.config, **layers, "architectures": ["SmolLM3ForCausalLM"]}
+    return replace(layout, config=config, conversion=Conversion(prefix=None, ignored_setting=_bias_problem(model)))
 
 
 def qwen3moe_layout(model: Any, data: Data) -> Layout:
@@ -171,13 +179,13 @@ def qwen3moe_layout(model: Any, data: Data) -> Layout:
         "moe_intermediate_size": model.d_ff,
         "norm_topk_prob": True,
     }
-    problem = "transformers adds a bias to attn_output; llama.cpp's qwen3moe has no bias on attn_output"
-    return _experts_layout(model, config, problem * model.qkv_bias)
+    return _experts_layout(model, config, _bias_problem(model))
 
 
 def olmoe_layout(model: Any, data: Data) -> Layout:
     """Return the layout of OlmoeForCausalLM."""
-    return _experts_layout(model, {"norm_topk_prob": False, "clip_qkv": None}, "")
+    problem = "" if model.norm_eps == 1e-5 else "it does not read norm_eps of olmoe"
+    return _experts_layout(model, {"norm_topk_prob": False, "clip_qkv": None}, problem)
 
 
 def _experts_layout(model: Any, own: Mapping[str, Any], problem: str) -> Layout:

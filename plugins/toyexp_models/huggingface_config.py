@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 
 from toyexp import UserError
-from toyexp.base.errors import printable
 from toyexp.formats import decimal, hf_layout
 from toyexp_models.huggingface import llama3
 from toyexp_models.language import LanguageModel
@@ -99,7 +98,5 @@ def _rope(config: Mapping[str, Any], found: Mapping[str, Any], has_factors: bool
         turns = np.array([base ** (-2 * i / size) for i in range(size // 2)]) / (2 * math.pi)
         return {"rope_base": base, "rope_factors": [decimal(factor) for factor in llama3(turns, rope)]}
     if kind not in ("default", "linear") or rope.get("partial_rotary_factor", 1) != 1:
-        raise UserError(
-            f"its RoPE is {printable(str(rope))}; toyexp has the types default and linear, for llama also llama3"
-        )
+        raise UserError(f"its RoPE is {rope}; toyexp has the types default and linear, for llama also llama3")
     return {"rope_base": base, "rope_scale": rope["factor"] if kind == "linear" else 1.0, **windows}

@@ -26,8 +26,15 @@ from toyexp.formats.gguf.write import write_model
 from toyexp.tokenizers.byte_level import BPE, Bytes, Characters
 from toyexp.tokenizers.sentencepiece import SentencePiece
 from toyexp.tokenizers.tokenizer import UNUSED, USER_DEFINED
+from toyexp_models.arcee import Arcee
+from toyexp_models.gemma3 import Gemma2, Gemma3
 from toyexp_models.gpt2 import GPT2
+from toyexp_models.granite import Granite
+from toyexp_models.lfm2 import Lfm2
 from toyexp_models.llama import Gemma, Llama, Qwen2, Qwen3
+from toyexp_models.moe import Olmoe, Qwen3Moe
+from toyexp_models.olmo import Olmo2
+from toyexp_models.smollm3 import SmolLM3
 
 CHECKOUT = Path(os.environ.get("TOYEXP_LLAMA_CPP", ""))
 pytestmark = [
@@ -53,18 +60,29 @@ MODELS: dict[str, Model] = {
     "qwen2_without_biases": Qwen2(**SIZES, d_ff=48, qkv_bias=False),
     "qwen3": Qwen3(**SIZES, **ROPE, d_ff=48),
     "gemma": Gemma(**SIZES, d_ff=48, n_kv_heads=1, head_dim=16),
+    "gemma2": Gemma2(**SIZES, d_ff=48, head_dim=16, window=5, score_softcap=2.0),
+    "gemma3": Gemma3(**{**SIZES, "n_layers": 7}, d_ff=48, head_dim=16, window=5, final_softcap=3.0),
+    "granite": Granite(**SIZES, d_ff=48, embedding_scale=3.0, residual_scale=0.4, attention_scale=0.2, logit_scale=2.0),
+    "olmo2": Olmo2(**SIZES, d_ff=48, rope_scale=2.5),
+    "arcee": Arcee(**SIZES, **ROPE, d_ff=48),
+    "smollm3": SmolLM3(**{**SIZES, "n_layers": 5}, **ROPE, d_ff=48, tied=True),
+    "qwen3moe": Qwen3Moe(**SIZES, **ROPE, d_ff=32, experts=5, experts_used=3),
+    "olmoe": Olmoe(**{**SIZES, "norm_eps": 1e-5}, d_ff=32),
+    "lfm2": Lfm2(**{**SIZES, "n_layers": 3}, d_ff=48, conv_length=4, attention_layers=[1]),
     "gpt2": GPT2(**SIZES, d_ff=128),
     "gpt2_untied": GPT2(**SIZES, d_ff=128, tied=False),
 }
 # Keys in which the converter may differ without changing an id or a number: it omits or adds defaults, and sets padding
 # to the end token if none is available, as transformers requires.
 IGNORED_KEYS = {
-    "general.file_type", "general.name", "general.quantization_version", "general.size_label", "general.type",
+    "general.file_type", "general.name", "general.tags", "general.quantization_version", "general.size_label",
+    "general.type",
     *(f"tokenizer.ggml.{key}_token_id" for key in ("padding", "unknown", "eot")),
     *(f"tokenizer.ggml.add_{key}" for key in ("sep_token", "bos_token", "eos_token", "space_prefix")),
     "tokenizer.ggml.pre",
-    *(f"{arch}.{key}" for arch in ("llama", "qwen2", "qwen3", "gemma", "gpt2") for key in (
-        "vocab_size", "rope.dimension_count", "attention.key_length", "attention.value_length", "rope.freq_base")),
+    *(f"{arch}.{key}" for arch in {model.name for model in MODELS.values()} for key in (
+        "vocab_size", "rope.dimension_count", "attention.key_length", "attention.value_length", "rope.freq_base",
+        "rope.freq_base_swa", "attention.sliding_window_pattern", "expert_feed_forward_length")),
 }  # fmt: skip
 COMPARED_IF_PRESENT = (
     "tokenizer.ggml.pre",
@@ -148,7 +166,8 @@ def compare(tokenizer: Tokenizer, pre: str = "") -> None:
         for key in (
             (a.keys() | b.keys()) - IGNORED_KEYS - {f"tokenizer.ggml.{k}" for k in ("tokens", "scores", "token_type")}
         ):
-            same = a[key] == pytest.approx(b[key]) if isinstance(a.get(key), float) else a.get(key) == b.get(key)
+            own, converted = (np.asarray(keys.get(key)).tolist() for keys in (a, b))
+            same = own == pytest.approx(converted) if isinstance(own, float) else own == converted
             assert same, (key, a.get(key), b.get(key))
         for key in COMPARED_IF_PRESENT:
             assert a.get(key, b.get(key)) == b.get(key, a.get(key)) or b[key] == pre, key
@@ -192,6 +211,11 @@ def assert_same_vocabulary(tokenizer: Tokenizer, ours: GGUFFile, theirs: GGUFFil
         ("qwen2_without_biases", True),
         ("qwen3", True),
         ("gemma", False),
+        ("gemma2", False),
+        ("gemma3", False),
+        ("granite", True),
+        ("arcee", True),
+        ("smollm3", True),
     ],
 )
 def test_a_sentencepiece_model_is_converted_back(capsys, name, prefix):
@@ -202,7 +226,9 @@ def test_a_sentencepiece_model_is_converted_back(capsys, name, prefix):
     assert conversion.returncode == 0, conversion.stderr[-1500:]
     compare(tokenizer)
     ours, theirs = (log_probabilities(path, tokenizer.vocab + 2) for path in ("m.gguf", "back.gguf"))
-    np.testing.assert_allclose(theirs, ours, rtol=0, atol=2e-5)
+    # Norms of gemma3 are rounded when 1 is subtracted and added; then llama.cpp's float16 table of GELU may take a
+    # neighbouring value (measured: 1.2e-4).
+    np.testing.assert_allclose(theirs, ours, rtol=0, atol=5e-4 if name == "gemma3" else 2e-5)
 
 
 @pytest.mark.parametrize(
@@ -216,6 +242,12 @@ def test_a_sentencepiece_model_is_converted_back(capsys, name, prefix):
         ("llama", "deepseek-llm"),
         ("qwen2", "qwen2"),
         ("qwen3", "qwen2"),
+        ("qwen3moe", "qwen2"),
+        ("granite", "gpt-2"),
+        ("olmo2", "gpt-2"),
+        ("olmoe", "gpt-2"),
+        ("smollm3", "llama-bpe"),
+        ("lfm2", "llama-bpe"),
     ],
 )
 def test_a_model_with_a_published_vocabulary_is_converted_back(capsys, name, published):

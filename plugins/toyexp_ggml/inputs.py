@@ -161,7 +161,7 @@ class Inputs:
             raise GraphError(f"logits have {n} positions, but targets are {list(targets.shape)}")
         name, base = targets.name, np.repeat(np.arange(n, dtype=np.int32) * classes, targets.size // n)
         self._require_below(name, classes)
-        key = ("places", name, classes)
+        key = ("places", name, n, classes)
         return self._derive(key, (targets.size,), np.int32, lambda batch: base + batch[name].reshape(-1))
 
     def weights(self, n: int, classes: int) -> Node:

@@ -321,6 +321,10 @@ WRONG = {
     "heads of an odd size": lambda ops, x, t, w: ops.rope(ops.part(t, 3, 0, 3), Rotary(10.0)),
     "queries of other positions": lambda ops, x, t, w: ops.attention(ops.part(t, 1, 0, 1), t, t),
     "heads that do not share": lambda ops, x, t, w: ops.attention(t, ops.reshape(t, (2, 3, 4, 2)), t),
+    "a bias of other positions": lambda ops, x, t, w: ops.attention(
+        t, t, t, bias=ops.reshape(ops.part(w, 0, 0, 1), (2, 2, 2))
+    ),
+    "a table of fewer distances": lambda ops, x, t, w: ops.distance_bias(ops.part(w, 1, 0, 2), 3),
     "rows by numbers": lambda ops, x, t, w: ops.embed(w, x),
 }
 

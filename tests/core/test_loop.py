@@ -209,22 +209,25 @@ class Editing(Bare):
     """Record the steps after which the weights are edited; the edit adds 1 to every weight."""
 
     def __init__(self, steps):
-        self.due, self.edited = steps, []
+        self.due, self.edited, self.launched, self.count_launched = steps, [], [], int
 
     def edit_steps(self, steps):
         return self.due
 
     def edit(self, step, arrays):
         self.edited.append(step)
+        self.launched.append(self.count_launched())
         arrays.update({name: array + 1 for name, array in arrays.items() if "@" not in name})
 
 
 @pytest.mark.parametrize("kind", [Scripted, Queued, Several])
 def test_the_recipe_edits_the_weights_after_the_steps_that_it_names(stage, kind):
     recipe = Editing((0, 2, 4, 9))
-    row = stage(4, recipe=recipe, kind=kind)
+    row = stage(4, recipe=recipe, kind=kind, recorder=Recorder(looked_at=()))
+    recipe.count_launched = lambda: row.recorder.heard.count("launch") or len(row.session.hps)
     before = {t.name: row.session.download(t.name) for t in row.session.plan.tensors}
     assert row.train().steps == 4
+    assert recipe.launched == [0, 2], "a step that was launched earlier would train the weights before the edit"
     assert recipe.edited == [0, 2], "an edit after the last step would not be trained, evaluated or exported"
     for name, array in before.items():
         np.testing.assert_array_equal(row.session.download(name), array + 1 + 1)

@@ -62,6 +62,16 @@ class Square(Biased):
         return Llama.forward(self, ops, p, batch)
 
 
+@dataclass
+class Capped(Biased):
+    """A model whose scores are limited before the bias is added."""
+
+    name: ClassVar[str] = "capped"
+
+    def attend(self, ops, q, k, v, *layer):
+        return ops.attention(ops.scale(q, 20.0), k, v, bias=self.bias, softcap=0.5)
+
+
 ENGINES = (TorchCPU(threads=1), GGMLCPU(threads=1))
 SIZES = {"d_model": 16, "n_layers": 2, "n_heads": 4, "d_ff": 24, "context": 8}
 
@@ -80,13 +90,14 @@ class TestSquare(ModelSuite):
 
 @pytest.fixture(autouse=True)
 def _models(monkeypatch):
-    for name, model in {"biased": Biased(**tiny.SIZES), "square": Square(**tiny.SIZES)}.items():
-        monkeypatch.setitem(tiny.MODELS, name, model)
+    for cls in (Biased, Square, Capped):
+        monkeypatch.setitem(tiny.MODELS, cls.name, cls(**tiny.SIZES))
     monkeypatch.setitem(tiny.MODELS, "alibi", Biased(**tiny.SIZES, alibi=True))
 
 
 @pytest.mark.parametrize(
-    ("name", "decoder"), [("biased", CachedDecoder), ("alibi", CachedDecoder), ("square", Recompute)]
+    ("name", "decoder"),
+    [("biased", CachedDecoder), ("alibi", CachedDecoder), ("capped", CachedDecoder), ("square", Recompute)],
 )
 def test_a_decoder_gives_the_logits_of_the_whole_sequence(name, decoder):
     ids = np.random.default_rng(0).integers(0, VOCAB, CONTEXT).astype(np.int32)

@@ -19,6 +19,7 @@ from toyexp.batching.tokens import Dropout
 from toyexp.cli.main import main
 from toyexp.formats.gguf.read import GGUFFile
 from toyexp.interfaces.plan import apply_optimiser
+from toyexp.reference.engine import reference_logits
 from toyexp.reference.forward import reason_to_recompute
 from toyexp.testing import token_dataset
 from toyexp_ggml.engines import GGMLCPU, GGMLMetal
@@ -85,13 +86,16 @@ def test_each_mask_drops_its_own_share_and_keeps_the_mean():
     assert not np.array_equal(other[names[0]], masks[0][names[0]])
 
 
-def test_a_model_without_dropout_ignores_masks():
+@pytest.mark.parametrize("name", ["gpt2", "lab"])
+def test_a_model_without_dropout_ignores_masks(name):
     """For example a teacher, which reads the same batch as the model that it teaches."""
-    plan, without = make_plan(0.3), make_plan(0.0)
+    plan, without = make_plan(0.3, name), make_plan(0.0, name)
     assert not without.dropout_shares and without.inputs.keys() == batches().inputs.keys()
     with build_session("cpu", replace(without, inputs=plan.inputs)) as session:
         masked, plain = Dropout(batches(), plan).batch(0), batches().batch(0)
         np.testing.assert_array_equal(session.logits(masked), session.logits(plain))
+    values = {t.name: without.initial_values(t) for t in without.tensors}
+    np.testing.assert_array_equal(*(reference_logits(without, values, batch) for batch in (masked, plain)))
 
 
 def test_thirty_steps_agree_between_engines():

@@ -86,7 +86,9 @@ class TorchOps(Ops):
         return F.log_softmax(x, -1)
 
     def take(self, x, ids):
-        return torch.take_along_dim(x, ids[..., None], -1)[..., 0]
+        one_per_row = ids.ndim < x.ndim
+        taken = torch.take_along_dim(x, ids[..., None] if one_per_row else ids, -1)
+        return taken[..., 0] if one_per_row else taken
 
     def causal(self, x, window=0, fill=-math.inf):
         before = torch.arange(x.shape[-2])[:, None] - torch.arange(x.shape[-1])
@@ -688,6 +690,23 @@ def test_an_op_and_its_gradient_agree_with_float64(make):
         check(make(data.draw))
 
     every_example()
+
+
+def test_ids_can_be_taken_from_tensors_of_several_shapes(engine):
+    """Two elements of a row, the same of a row of another length, and one of each of two rows."""
+    draw = np.random.default_rng(0)
+    arrays = {"x": float32(draw.normal(size=(2, 3, 7))), "y": float32(draw.normal(size=(2, 3, 2, 7)))}
+    arrays["z"] = float32(draw.normal(size=(2, 3, 5)))
+    ids = np.stack([draw.permutation(5)[:2] for _ in range(6)]).reshape(2, 3, 2).astype(np.int32)
+    batch = {"ids": ids, "targets": np.zeros((2, 3), np.int32), "weights": np.ones((2, 3), np.float32)}
+
+    def function(ops, p, batch):
+        x, y, z = (ops.mul(p[n], p[n]) for n in "xyz")
+        return ops.mul(ops.take(x, batch["ids"]), ops.add(ops.take(y, batch["ids"]), ops.take(z, batch["ids"])))
+
+    ours = run_ggml(engine, Probe(arrays, function), batch)
+    for name, theirs in run_torch(function, batch, arrays, torch.float64).items():
+        assert distance(ours[name], theirs) <= TOLERANCE * norm(theirs), name
 
 
 def values_and_gradients(engine, function, **arrays):

@@ -128,6 +128,23 @@ def test_a_combination_that_no_family_has_stays_a_lab(name):
     assert model.fold(values) == (model, values)
 
 
+@pytest.mark.parametrize(
+    ("name", "settings"),
+    [
+        ("llama", {"window": 5}),
+        ("llama", {"score_softcap": 2.0}),
+        ("llama", {"final_softcap": 2.0}),
+        ("gemma3", {"rope_scale": 2.5}),  # local layers of gemma3 have no scale
+        ("smollm3", {"nope_every": 3}),
+        ("olmoe", {"qkv_bias": True}),
+        ("gemma", {"ffn_bias": True}),
+    ],
+)
+def test_a_family_without_one_of_the_settings_is_not_equal(name, settings):
+    model = make_lab(**{**FAMILY[name], **settings})
+    assert model.find_family() is None
+
+
 @pytest.mark.parametrize("engine", [*ENGINES, "recompute"])
 @pytest.mark.parametrize("name", [n for n in OTHERS if n != "experts"])
 def test_other_combinations_agree_with_float64(name, engine):

@@ -8,13 +8,17 @@ import numpy as np
 import pytest
 import torch
 from float64_models import FORWARD
-from tiny import MODELS, SIZES, add_weights, batches, plan
+from tiny import MODELS, SIZES, VOCAB, add_weights, batches, plan
 
-from toyexp import AdamW, CrossEntropy, UserError
-from toyexp.reference.engine import reference_loss, reference_slope
+from toyexp import AdamW, CrossEntropy, InputSpec, Setup, UserError
+from toyexp.reference.engine import ReferenceOps, reference_loss, reference_slope
+from toyexp.testing import token_dataset
 from toyexp_ggml.engines import GGMLCPU, GGMLVulkan
 from toyexp_models.lab import Lab
+from toyexp_models.moe import Olmoe
 from toyexp_objectives.distil import Distil
+from toyexp_objectives.preference import Preference
+from toyexp_recipes.scratch import Scratch
 from toyexp_torch.engines import TorchCPU
 
 ENGINES = {
@@ -100,6 +104,26 @@ def test_the_balance_is_that_of_transformers_averaged_over_rows_and_layers(monke
     assert ours == pytest.approx(FACTOR * np.mean(balances), rel=1e-7)  # transformers averages the choices in float32
 
 
+def test_the_balance_of_rows_with_one_weight_each_is_weighted_by_them(monkeypatch):
+    inputs = {**batches().inputs, "mask": InputSpec((12,), "float32"), "weights": InputSpec((), "float32")}
+    model, balances = MODELS["qwen3moe"].fit(token_dataset(VOCAB)), []
+    batch = {**batches(4).batch(0), "mask": np.ones((4, 12), np.float32), "weights": np.float32([1, 2, 0, 5])}
+    the_plan = Scratch().plan(model, Setup(inputs, 4, objective=Preference("simpo", auxiliary=FACTOR)))
+    values = {t.name: the_plan.initial_values(t) for t in the_plan.tensors}
+    balance = type(model).balance
+    monkeypatch.setattr(type(model), "balance", lambda *given: balances.append(balance(*given)) or balances[-1])
+    added = reference_loss(the_plan, values, batch)
+    added -= reference_loss(the_plan, values, batch, held_out=True)
+    assert added == pytest.approx(FACTOR * np.mean(balances, 0) @ batch["weights"] / 8)
+
+
+def test_parameters_that_were_trained_with_can_be_evaluated_afterwards():
+    the_plan, batch = make_plan(), batches().batch(0)
+    params = the_plan.params({t.name: the_plan.initial_values(t) for t in the_plan.tensors})
+    the_plan.objective.training_loss(ReferenceOps(), the_plan.model, params, batch)
+    assert params.auxiliary is None
+
+
 def test_training_with_the_loss_spreads_positions_over_experts():
     balances = []
     for factor in (0.0, 1.0):
@@ -114,6 +138,11 @@ def test_training_with_the_loss_spreads_positions_over_experts():
         balances.append(total / FACTOR)
     least = MODELS["qwen3moe"].experts_used
     assert least <= balances[1] < balances[0]
+
+
+def test_olmoe_needs_as_many_key_heads_as_query_heads():
+    with pytest.raises(UserError, match=r"model.n_kv_heads=2: olmoe requires model.n_kv_heads=4"):
+        Olmoe(**SIZES, n_kv_heads=2).check()
 
 
 def test_a_model_without_an_auxiliary_loss_rejects_the_setting():

@@ -88,6 +88,12 @@ def test_mup_scales_rates_values_scores_and_logits_as_table_8_says():
         GPT2(mup=True, mup_base_width=0).check()
 
 
+@pytest.mark.parametrize("name", ["embedding_scale", "residual_scale", "attention_scale", "logit_scale"])
+def test_multipliers_of_granite_are_positive(name):
+    with pytest.raises(UserError, match=rf"model\.{name}=-2\.0: must be "):
+        Granite(**{name: -2.0}).check()
+
+
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize("name", ["llama", "llama_all", "granite", "granite_nope", "gpt2"])
 def test_a_folded_model_computes_the_same_logits_without_mup(name, tied):

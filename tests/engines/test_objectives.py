@@ -11,6 +11,7 @@ from tiny import MODELS, VOCAB, add_weights, batches, plan, replace_initial_valu
 
 from toyexp import AdamW, CrossEntropy, InputSpec, Setup, UserError, program_difference
 from toyexp.interfaces.micro_batches import prepare_batches
+from toyexp.reference.engine import reference_logits, reference_loss, reference_metrics
 from toyexp.testing import ObjectiveSuite, ReferenceOps, token_dataset
 from toyexp_ggml.engines import GGMLCPU, GGMLCUDA, GGMLMetal, GGMLVulkan
 from toyexp_objectives.distil import Distil
@@ -92,6 +93,20 @@ def test_class_weights_are_those_of_torch(engine, accumulate, smoothing):
             with build(ENGINES[engine], the_plan) as fresh:
                 step = fresh.step(prepared, AdamW.for_lora().hp_for_step(0))
                 assert step.loss == pytest.approx(loss.item(), rel=2e-6)
+
+
+def test_the_z_loss_is_weighted_by_the_targets_class_with_and_without_smoothing():
+    for smoothing in (0.0, 0.2):
+        objective = CrossEntropy(smoothing, 1e-2, CLASS_WEIGHTS)
+        the_plan = plan("llama", objective=objective)
+        the_plan = the_plan.with_frozen(objective.tensors(the_plan))
+        values, batch = {t.name: the_plan.initial_values(t) for t in the_plan.tensors}, batches().batch(0)
+        logits = torch.from_numpy(reference_logits(the_plan, values, batch)).flatten(0, 1)
+        by_class = torch.tensor([CLASS_WEIGHTS.get(i, 1.0) for i in range(VOCAB)]).double()
+        targets = torch.from_numpy(batch["targets"]).long().flatten()
+        loss = torch.nn.CrossEntropyLoss(by_class, label_smoothing=smoothing)(logits, targets)
+        loss += 1e-2 * logits.logsumexp(-1) ** 2 @ by_class[targets] / by_class[targets].sum()
+        assert reference_loss(the_plan, values, batch) == pytest.approx(loss.item(), rel=1e-7)
 
 
 @pytest.mark.parametrize(
@@ -225,6 +240,29 @@ def test_the_divergences_of_distillation_have_the_published_values():
         assert Distil(kind=kind)._divergence(ReferenceOps(), q, p, kind, 1.0)[0] == pytest.approx(expected, abs=1e-6)
 
 
+@pytest.mark.parametrize("kind", ["dpo", "ipo", "simpo"])
+def test_metrics_and_means_of_preference_are_those_of_completions_of_different_lengths(kind):
+    """The accuracy is the weighted share of pairs whose chosen completion has the larger reward."""
+    suite = TestPreference()
+    suite.objective = Preference(kind, beta=0.3)
+    the_plan, batch = suite.make_plan(), suite.batch()
+    values = {t.name: the_plan.initial_values(t) for t in the_plan.tensors}
+    logits = torch.from_numpy(reference_logits(the_plan, values, batch))
+    by_token = logits.log_softmax(-1).gather(-1, torch.from_numpy(batch["targets"]).long()[..., None])[..., 0].numpy()
+    total, length = (by_token * batch["mask"]).sum(1), batch["mask"].sum(1)
+    assert len(set(length)) > 1
+    total = total if kind == "simpo" else total - batch["reference"]
+    gaps, means = ((x[0::2] - x[1::2]) for x in (total, total / length))
+    weights = (batch["weights"][0::2] + batch["weights"][1::2]) / batch["weights"].sum()
+    margins = 0.3 * (means if kind == "simpo" else gaps)
+    metrics = reference_metrics(the_plan, values, batch)
+    assert metrics["margin"] == pytest.approx(margins @ weights) and abs(metrics["margin"]) > 1e-3
+    assert metrics["accuracy"] == pytest.approx((margins > 0) @ weights) and metrics["accuracy"] != 0.5
+    softplus = np.logaddexp(0, -(margins - 0.5 * (kind == "simpo")))
+    losses = (means - 1 / 0.6) ** 2 if kind == "ipo" else softplus
+    assert reference_loss(the_plan, values, batch) == pytest.approx(losses @ weights)
+
+
 @pytest.mark.parametrize("engine", SOME, ids=["cpu", "float64", "ggml", "metal", "cuda", "vulkan"])
 @pytest.mark.parametrize("kind", ["forward", "reverse", "jsd"])
 def test_distillation_agrees_with_torch_in_float64(engine, kind, tmp_path):
@@ -257,6 +295,8 @@ def test_distillation_agrees_with_torch_in_float64(engine, kind, tmp_path):
             theirs = expected[name].numpy()
             assert np.linalg.norm(ours - theirs) <= 1e-4 * np.linalg.norm(theirs), name
         assert session.evaluate([batch]) == pytest.approx(((hard * weights).sum() / weights.sum()).item(), rel=1e-5)
+        plain = (kl(logits.log_softmax(-1), soft.log_softmax(-1)).sum(-1) * weights).sum() / weights.sum()
+        assert session.metrics([batch])["kl"] == pytest.approx(plain.item(), rel=1e-5)
         assert session.step(batch, AdamW.for_lora().hp_for_step(0)).loss == pytest.approx(loss.item(), rel=1e-5)
 
 
@@ -286,6 +326,20 @@ def test_distillation_of_a_teachers_likeliest_tokens_agrees_with_torch_in_float6
             theirs = expected[name].numpy()
             assert np.linalg.norm(ours - theirs) <= 1e-4 * np.linalg.norm(theirs), name
         assert session.step(batch, AdamW.for_lora().hp_for_step(0)).loss == pytest.approx(loss.item(), rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "message"),
+    [
+        ({"context": 6}, "the teacher's context is 6, the model's 12; set model.context=6"),
+        ({"vocab": 50}, "the teacher has 50 tokens, the model 40; add data.tokenizer=teacher.gguf"),
+    ],
+)
+def test_a_teacher_with_a_shorter_context_or_another_vocabulary_is_rejected(sizes, message):
+    objective, model = Distil("teacher.gguf"), dataclasses.replace(MODELS["llama"], vocab=VOCAB)
+    objective.second_model = dataclasses.replace(model, **sizes)
+    with pytest.raises(UserError, match=re.escape(f"objective.teacher=teacher.gguf: {message}")):
+        objective.check_inputs(model, batches().inputs)
 
 
 def test_rows_that_an_objective_compares_stay_together():

@@ -11,17 +11,22 @@ from tiny import MODELS, write_base
 
 import toyexp
 from toyexp import UserError
+from toyexp.base.formatting import format_bytes
 from toyexp.base.user_paths import cache_dir
 from toyexp.cli.main import main
 from toyexp.formats.gguf.read import GGUFFile
 from toyexp.tokenizers.byte_level import Bytes
+from toyexp.training import precompute
 from toyexp.training.precompute import PrecomputedBatches
 from toyexp_data.preference import Preference as Pairs
 from toyexp_data.text import Text
+from toyexp_models.llama import Llama
 from toyexp_objectives.distil import Distil
 from toyexp_objectives.preference import Preference
 from toyexp_recipes.base import Full
 from toyexp_recipes.lora import Lora
+from toyexp_recipes.scratch import Scratch
+from toyexp_torch.engines import TorchCPU
 
 WORDS = ["red", "green", "blue", "dog", "cat", "house", "tree", "sun", "moon", "river"]
 NOTE = "note    objective=preference: computing reference for each row before training"
@@ -96,6 +101,60 @@ def test_a_second_run_reads_the_cache_and_a_damaged_cache_is_computed_again(caps
     write_base(path.parents[1] / "base.gguf", "llama_tied_bias", tokenizer=Bytes(), context=64)
     train("other")
     assert NOTE in capsys.readouterr().out and len(cached()) == 2
+
+
+def test_other_weights_models_and_engines_have_caches_of_their_own():
+    """With the reference of another model the loss before training would not be ln 2."""
+    sizes, pairs = (
+        {"d_model": 32, "n_layers": 1, "n_heads": 2, "context": 64},
+        Pairs(path="pairs.jsonl", tokenizer="byte"),
+    )
+    for seed, base, dtype in ((0, 1e4, "float32"), (1, 1e4, "float32"), (0, 50.0, "float32"), (0, 1e4, "float64")):
+        result = toyexp.train(
+            model=Llama(**sizes, rope_base=base), recipe=Scratch(), data=pairs, objective=Preference(beta=100.0),
+            engine=TorchCPU(threads=1, dtype=dtype), model_seed=seed, steps=1, eval_every=1, batch_size=4,
+            directory=f"run_{seed}_{base}_{dtype}",
+        )  # fmt: skip
+        assert result.history.held_out["loss"][0] == pytest.approx(np.log(2), abs=1e-3)
+    assert len(cached()) == 4
+
+
+def test_a_teacher_with_other_weights_in_the_same_file_is_computed_again(work):
+    teacher, losses = work / "teacher.gguf", []
+    (work / "book.txt").write_text(" ".join(np.random.default_rng(0).choice(WORDS, 4000)))
+    parts = {"recipe": Full(base="base.gguf"), "data": Text(path="book.txt"), "batch_size": 2, "steps": 1}
+    for kind in ("f32", "q4_0", "f32"):
+        write_base(teacher, "llama", kind, tokenizer=Bytes(), context=64)
+        objective, directory = Distil(str(teacher), top_k=5, hard=0), f"run_{len(losses)}"
+        result = toyexp.train(objective=objective, engine="cpu", eval_every=0, directory=directory, **parts)
+        losses.append(result.history["loss"][0])
+    assert losses[0] == losses[2] != losses[1] and len(cached()) == 2
+
+
+@pytest.mark.parametrize(
+    ("spoil", "message"),
+    [
+        (lambda x: x * np.nan, "reference contains NaN or infinity"),
+        (lambda x: x[:, None], r"reference is \[4, 1\], expected \[4\]"),
+    ],
+)
+def test_arrays_of_a_wrong_shape_or_without_numbers_name_the_objective(spoil, message, monkeypatch):
+    compute = Preference.precompute
+    monkeypatch.setattr(Preference, "precompute", lambda *given: {"reference": spoil(compute(*given)["reference"])})
+    with pytest.raises(UserError, match=rf"^objective=preference: {message}"):
+        train("run")
+
+
+@pytest.mark.parametrize(("steps", "accumulate", "count"), [(2, 1, 8), (2, 2, 8), (200, 1, 18)])
+def test_memory_is_needed_for_the_rows_of_the_steps_but_at_most_of_an_epoch(steps, accumulate, count, monkeypatch):
+    words = [*SETTINGS, f"steps={steps}", f"optim.accumulate={accumulate}", "checkpoint_every=0"]
+    monkeypatch.setattr(precompute, "available_bytes", lambda: 4 * count - 1)
+    with pytest.raises(
+        UserError, match=f"too little memory: reference of {count} rows need {format_bytes(4 * count)},"
+    ):
+        toyexp.run(*words, directory="small")
+    monkeypatch.setattr(precompute, "available_bytes", lambda: 4 * count)
+    toyexp.run(*words, "steps=1" if steps == 200 else f"steps={steps}", directory="large")
 
 
 def test_a_run_without_a_writable_cache_trains(work, monkeypatch):

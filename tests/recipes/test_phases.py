@@ -13,14 +13,17 @@ import pytest
 import torch
 from faults import BOOK, ENGINES, TEXT
 from shown import import_shown, save_shown
+from tiny import VOCAB
 
 import toyexp
 from toyexp import InputSpec, PlanTensor, Setup, hookimpl
 from toyexp.base.errors import UserError
+from toyexp.batching.tokens import Dropout
 from toyexp.cli.main import main
 from toyexp.formats.gguf.read import GGUFFile
 from toyexp.interfaces.plan import apply_optimiser
 from toyexp.interfaces.snapshot import state_shapes
+from toyexp.testing import token_dataset
 from toyexp.testing.suites import Bare
 from toyexp.training.checkpoint import list_checkpoints, read_checkpoint
 from toyexp_data.text import Text
@@ -204,6 +207,15 @@ def test_batches_hold_the_turn_and_a_resumed_run_continues_with_the_right_one(en
     assert not np.array_equal(arrays["critic.0.weight"], whole["critic.0.weight"])
 
 
+def test_the_turn_of_a_batch_is_its_step_modulo_the_number_of_turns():
+    inputs = {**token_dataset(VOCAB).batches(16, 3, 0).inputs}
+    model = Llama(d_model=16, n_layers=1, n_heads=2, context=16).fit(token_dataset(VOCAB))
+    tensors = [replace(PlanTensor.from_spec(t), turns=(1, 1, 0)) for t in model.tensors()]
+    plan = Setup(inputs, 3).plan(model, tensors)
+    batches = Dropout(token_dataset(VOCAB).batches(16, 3, 0), plan, 0)
+    assert [batches.batch(k)["turn"].tolist() for k in range(5)] == [[k % 3] * 3 for k in range(5)]
+
+
 @pytest.mark.parametrize("engine", OBJECTS)
 def test_an_objective_need_not_read_the_turn(engine):
     inputs = {"vectors": InputSpec((4,), "float32"), "targets": InputSpec((4,), "float32")}
@@ -229,10 +241,30 @@ def test_turns_of_different_lengths_are_an_error():
         Setup({"weights": InputSpec((), "float32")}, 2, objective=MSE()).plan(model, tensors)
 
 
-def test_kept_arrays_are_part_of_a_snapshot():
-    model = MLP(4, 8, 4)
+def plans_with_kept_arrays():
+    """Return a plan, and the same plan with an array that its tensors keep."""
     inputs = {n: InputSpec((4,), "float32") for n in ("vectors", "targets")} | {"weights": InputSpec((), "float32")}
-    plan = Bare().plan(model, Setup(inputs, 2, objective=MSE()))
-    plan = replace(plan, tensors=tuple(replace(t, keeps=("early",)) for t in plan.tensors))
-    shapes = state_shapes(plan)
+    plan = Bare().plan(MLP(4, 8, 4), Setup(inputs, 2, objective=MSE()))
+    return plan, replace(plan, tensors=tuple(replace(t, keeps=("early",)) for t in plan.tensors))
+
+
+def test_kept_arrays_are_part_of_a_snapshot():
+    shapes = state_shapes(plans_with_kept_arrays()[1])
     assert shapes["layer.0.weight@early"] == shapes["layer.0.weight"] == shapes["layer.0.weight@m"]
+
+
+@pytest.mark.parametrize("engine", OBJECTS)
+def test_arrays_that_a_tensor_keeps_do_not_change_its_training(engine):
+    results = []
+    for plan in plans_with_kept_arrays():
+        plan = apply_optimiser(plan, SGD(), 0.1)
+        batch = {name: np.ones((2, *spec.shape), np.float32) for name, spec in plan.inputs.items()}
+        with OBJECTS[engine].realize(plan) as session:
+            session.build()
+            session.restore({n: np.ones_like(x) if "@early" in n else x for n, x in session.snapshot().items()})
+            session.step(batch, plan.numbers(0, 0.1))
+            results.append(session.snapshot())
+    plain, kept = results
+    assert all(np.array_equal(kept[name], array) for name, array in plain.items())
+    assert {name for name in kept if name not in plain} == {f"{name}@early" for name in plain if "@" not in name}
+    assert all((array == 1).all() for name, array in kept.items() if name.endswith("@early"))

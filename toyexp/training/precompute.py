@@ -40,6 +40,7 @@ class PrecomputedBatches(Batches):
     """Batches with the precomputed arrays of their rows, which are found by a digest of the row."""
 
     def __init__(self, batches: Batches, plan: Plan):
+        self._who = f"objective={plan.objective.name}"
         self._batches, self._specs = batches, plan.objective.precomputed(plan.inputs)
         self.inputs, self.facts, self.omissions = plan.inputs, batches.facts, batches.omissions
         self.rows_per_epoch = batches.rows_per_epoch
@@ -74,9 +75,9 @@ class PrecomputedBatches(Batches):
         for name, spec in self._specs.items():
             expected, array = (len(rows[self._names[0]]), *spec.shape), np.asarray(values[name])
             if array.shape != expected:
-                raise UserError(f"{name} is {list(array.shape)}, expected {list(expected)}")
+                raise UserError(f"{self._who}: {name} is {list(array.shape)}, expected {list(expected)}")
             if not np.isfinite(array).all():
-                raise UserError(f"{name} contains NaN or infinity")
+                raise UserError(f"{self._who}: {name} contains NaN or infinity")
             self._values[name].extend(array.astype(spec.dtype))
         self._index |= {key: len(self._index) + i for i, key in enumerate(self._keys(rows))}
 

@@ -204,7 +204,8 @@ class Jsonl(TokenizedData):
 
 def _other_format(path: Path, raw: bytes) -> str:
     if raw.lstrip().startswith(b"["):
-        return f"it is a JSON array: jq -c '.[]' {path} > {path.stem}.jsonl"
+        name = f"{path.stem}_lines.jsonl"  # not the file itself, which the shell would empty before jq reads it
+        return f"it is a JSON array: jq -c '.[]' {path} > {name}"
     if path.suffix.lower() in (".csv", ".tsv") and not raw.lstrip().startswith(b"{"):
         return "it is a table: pandas.read_csv(FILE).to_json('x.jsonl', orient='records', lines=True) in Python"
     return next((hint for magic, hint in NOT_TEXT_HINTS.items() if raw.startswith(magic)), "")

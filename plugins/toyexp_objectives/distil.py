@@ -63,7 +63,8 @@ class Distil(Objective):
         mine, other = getattr(model, "vocab", None), getattr(self.second_model, "vocab", None)
         if mine != other:
             problem = f"the teacher has {other} tokens, the model {mine}"
-            raise UserError(f"objective.teacher={self.teacher}: {problem}; add data.tokenizer={self.teacher}")
+            file = self.teacher if str(self.teacher).endswith(".gguf") else self.model_file()
+            raise UserError(f"objective.teacher={self.teacher}: {problem}; add data.tokenizer={file}")
         if 0 < self.second_model.context < max(model.context, 1):
             problem = f"the teacher's context is {self.second_model.context}, the model's {model.context}"
             raise UserError(

@@ -34,8 +34,10 @@ class Preference(Objective):
         """Raise UserError for invalid settings."""
         if self.kind not in KINDS:
             raise UserError(f"objective.kind={self.kind}: {toyexp.suggest(self.kind, KINDS)}")
-        if not 0 < self.beta < float("inf") or not 0 <= self.gamma < float("inf"):
-            raise UserError(f"objective: beta={self.beta} must be above 0, and gamma={self.gamma} at least 0")
+        if not 0 < self.beta < float("inf"):
+            raise UserError(f"objective.beta={self.beta}: must be a finite number above 0")
+        if not 0 <= self.gamma < float("inf"):
+            raise UserError(f"objective.gamma={self.gamma}: must be a finite number of at least 0")
 
     def check_inputs(self, model: Model, inputs: Mapping[str, InputSpec]) -> None:
         """Raise UserError unless the batch has pairs of rows with a mask of their completions."""

@@ -420,8 +420,11 @@ def test_a_malformed_search_state_is_rejected(capsys):
         ([LOG, "sweep.search=tpe", "sweep.n_trials=3"], ["sweep.n_trials; did you mean sweep.trials?"]),
         (["seed=1,2", "sweep.search=grid", "n_trials=3"], ["unknown key n_trials; did you mean sweep.trials?"]),
         (["seed=1,2", "sweep.search=grid", "--n-trials", "3"], ["sweep.trials=3"]),
-        (["seed=1,2", "sweep.search=grid", "direction=minimize"], ["did you mean sweep.metric=", "loss and ppl"]),
-        (["seed=1,2", "sweep.search=grid", "sweep.direction=minimize"], ["did you mean sweep.metric=", "loss and ppl"]),
+        (["seed=1,2", "sweep.search=grid", "direction=minimize"], ["did you mean sweep.metric=", "loss, ppl and kl"]),
+        (
+            ["seed=1,2", "sweep.search=grid", "sweep.direction=minimize"],
+            ["did you mean sweep.metric=", "loss, ppl and kl"],
+        ),
         (["seed=1,2", "hydra/sweeper=optuna"], ["sweep.search=tpe sweep.trials=20"]),
         (
             ["seed=1,2", "sweep.search=grid", "sweep.prune=asha", "eval_every=8"],

@@ -105,7 +105,7 @@ def complete_line(tmp_path, monkeypatch):
         ("toyexp plugins --m", ["--matrix"]),
         ("toyexp models o", ["outputs/", "own/"]),
         ("toyexp completion ", ["bash", "fish", "zsh"]),
-        ("toyexp help plugins/e", ["plugins/engine"]),
+        ("toyexp help plugins/e", ["plugins/engine", "plugins/examples"]),
         ("toyexp new e", ["engine"]),
     ],
 )  # fmt: skip

@@ -412,7 +412,7 @@ def test_callbacks_are_told_apart_by_their_names(trained):
 
     with pytest.raises(UserError, match="Nameless has no name"):
         toyexp.train(**parts(dataclass(eq=False)(Nameless)()))
-    with pytest.raises(UserError, match="two are named interrupting"):  # neither is left out without a word
+    with pytest.raises(UserError, match="two callbacks are named interrupting"):  # neither is left out without a word
         toyexp.train(**parts(Interrupting(at=20), Interrupting(at=30)))
 
 

@@ -434,7 +434,7 @@ def test_the_error_for_another_format_does_not_suggest_skipping_lines(tmp_path, 
 @pytest.mark.parametrize(
     ("name", "content", "words"),
     [
-        ("x.json", b'\n[\n {"text": "a"},\n {"text": "b"}]', r"JSON array: jq -c '\.\[\]' .*x\.json > x\.jsonl"),
+        ("x.json", b'\n[\n {"text": "a"},\n {"text": "b"}]', r"JSON array: jq -c '\.\[\]' .*x\.json > x_lines\.jsonl"),
         ("x.jsonl", b"[1]\n[2]", "JSON array"),
         ("x.csv", b"prompt,completion\na,b", r"table: pandas\.read_csv"),
         ("x.parquet", b"PAR1\x15\0", r"Parquet: pandas\.read_parquet"),

@@ -371,7 +371,7 @@ def test_points_differ_in_small_charts_and_without_a_final_metric(page):
     assert len(set(shapes)) == 7  # each point has its mark between the axes
     ended = page.locator("#parallel path.run.ended")
     assert ended.count() == 1 and ended.get_attribute("data-point") == "6"
-    assert "at their last metric (1)" in page.locator("#parallel p").inner_text()
+    assert "at its end (1)" in page.locator("#parallel p").inner_text()
     assert page.locator("#parallel path.run.best").get_attribute("data-point") == "0"
 
 

@@ -15,7 +15,7 @@ from toyexp.base.formatting import format_bytes
 from toyexp.base.user_paths import cache_dir
 from toyexp.cli.main import main
 from toyexp.formats.gguf.read import GGUFFile
-from toyexp.tokenizers.byte_level import Bytes
+from toyexp.tokenizers.byte_level import BPE, Bytes
 from toyexp.training import precompute
 from toyexp.training.precompute import PrecomputedBatches
 from toyexp_data.preference import Preference as Pairs
@@ -218,3 +218,23 @@ def test_distillation_with_top_k_runs_without_the_teacher_and_needs_forward(work
     ):
         with pytest.raises(UserError, match=message):
             toyexp.train(engine="cpu", directory="bad", objective=bad, **parts)
+
+
+def test_a_teacher_whose_ids_mean_other_tokens_is_rejected(work):
+    write_base(
+        work / "teacher.gguf", "llama", tokenizer=BPE([*Bytes().pieces[1:], Bytes().pieces[0]], [], 0), context=64
+    )
+    (work / "book.txt").write_text(" ".join(np.random.default_rng(0).choice(WORDS, 4000)))
+    with pytest.raises(UserError, match=r"ids of the data mean other tokens in teacher.gguf; add data.tokenizer="):
+        toyexp.train(
+            recipe=Full(base="base.gguf"), data=Text(path="book.txt"), objective=Distil("teacher.gguf"), directory="run"
+        )
+
+
+def test_the_metrics_of_an_objective_choose_checkpoints_and_trials():
+    best = toyexp.run(*SETTINGS, "checkpoint_every=2", "checkpoint_best=margin", directory="best")
+    assert best.held_out["margin"] > 0
+    search = ["sweep.search=random", "sweep.trials=2", "sweep.metric=accuracy", "lr=interval(1e-4,1e-3)"]
+    assert len(toyexp.sweep(*SETTINGS, *search, directory="searched")) == 2
+    with pytest.raises(UserError, match=r"sweep.metric=kl: .*accuracy.*margin"):
+        toyexp.sweep(*SETTINGS, *search[:2], "sweep.metric=kl", search[-1], directory="other")

@@ -82,7 +82,7 @@ class Sweep:
     report: bool = True  # write report.html (as toyexp compare --html does) into the sweep's directory
     search: str | None = None  # method that chooses trials: random | tpe | cmaes | grid; null: run all combinations
     trials: int | None = None  # number of trials of a search; null: all, which only sweep.search=grid allows
-    metric: str = "loss"  # held-out metric that a search optimises: minimises loss and ppl, maximises any other
+    metric: str = "loss"  # held-out metric that a search optimises: minimises loss, ppl and kl, maximises any other
     repeats: int = 1  # runs per trial, with the seeds seed, seed+1, ...; a search compares means of the metric
     prune: str | None = None  # method that stops poor trials early: asha | median; null: trials are never stopped
     submitit: Submitit = field(default_factory=Submitit)  # resources of a job on a cluster
@@ -142,7 +142,7 @@ def translate_setting(key: str, value: str) -> str | None:
     """
     last = key.rpartition(".")[2].lower()
     if last in ("direction", "directions", "mode") and not key.startswith(PARTS):
-        return "sweep.metric=... (loss and ppl are minimised, any other metric is maximised)"
+        return "sweep.metric=... (loss, ppl and kl are minimised, any other metric is maximised)"
     table = {name: hint for hint, names in other_tools("settings").items() for name in names.split()}
     lowered = value.strip("[]'\"").lower()
     hint = table.get(f"{last}={'false' if lowered in ('no', 'none', 'null', 'off', '0') else lowered}", table.get(last))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from numbers import Real
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -130,13 +130,15 @@ class Model(ABC):
         """
         return {}
 
-    def require_metric(self, key: str, name: str) -> None:
+    def require_metric(self, key: str, name: str, of_objective: Sequence[str] = ()) -> None:
         """Raise UserError if evaluations do not report the metric `name`, the value of the setting `key`.
+
+        `of_objective` are the metrics of the run's objective.
 
         Any name passes this check if the model overrides `scores` but does not list its metrics in `score_names`.
         """
         has_unlisted = not self.score_names and type(self).scores is not Model.scores
-        reported = ("loss", "ppl", *self.score_names, *sorted(LOGGED_METRICS))
+        reported = ("loss", "ppl", *self.score_names, *of_objective, *sorted(LOGGED_METRICS))
         if name not in reported and not has_unlisted:
             raise UserError(f"{key}={printable(name)}: {suggest(name, reported)}")
 

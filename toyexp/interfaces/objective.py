@@ -126,6 +126,7 @@ def require_class_targets(objective: str, inputs: Mapping[str, InputSpec]) -> No
 
 
 CLASS_WEIGHTS = "objective.class_weights"  # name of the tensor [V, 1]
+LARGEST_WEIGHT = 1e30  # of a class; larger ones overflow float32
 
 
 @dataclass
@@ -143,8 +144,11 @@ class CrossEntropy(Objective):
         """Raise UserError for invalid settings."""
         require_range("objective", self, smoothing="[0,1)", z_loss="[0,inf)")
         for key, weight in self.class_weights.items():
-            if not 0 <= weight < math.inf or weight == 0 < self.smoothing:
-                limit = f"above 0 with objective.smoothing={self.smoothing}" if weight == 0 else "at least 0"
+            if isinstance(key, bool) or not isinstance(weight, int | float):
+                raise UserError(f"objective.class_weights={{{key}: {weight}}}: must map whole numbers to numbers")
+            if not 0 <= weight <= LARGEST_WEIGHT or weight == 0 < self.smoothing:
+                limit = "at most 1e30" if weight > LARGEST_WEIGHT else "at least 0"
+                limit = f"above 0 with objective.smoothing={self.smoothing}" if weight == 0 else limit
                 raise UserError(f"objective.class_weights={{{key}: {weight}}}: must be a finite number {limit}")
 
     def check_inputs(self, model: Model, inputs: Mapping[str, InputSpec]) -> None:

@@ -35,6 +35,7 @@ from toyexp.config.top_level import GROUPS
 from toyexp.config.words import parse
 from toyexp.interfaces.engine import Engine
 from toyexp.interfaces.model import Model
+from toyexp.interfaces.objective import Objective
 from toyexp.interfaces.recipe import Recipe
 from toyexp.sweeps.directory import Job
 from toyexp.sweeps.launchers.gpus import VISIBLE_DEVICES, visible_gpus
@@ -203,6 +204,10 @@ class JobConfigs:
         cfg = self._load_base_model(self.config(job)).cfg
         cls = part_class("model", cfg.model, self.request.registry)
         return cast("Model", create_part(cls, apply_types(cls, cfg.model, "model")))
+
+    def objective(self, job: Job) -> type[Objective]:
+        """Return the class of a job's objective. Raise UserError for an unknown name."""
+        return cast("type[Objective]", part_class("objective", self.config(job).cfg.objective, self.request.registry))
 
     def _load_base_model(self, composed: Composition) -> Composition:
         """Return a copy of the configuration, with the model settings replaced by those of the recipe's base model.

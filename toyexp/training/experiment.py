@@ -11,14 +11,18 @@ from pathlib import Path
 
 from toyexp.base.attribution import attribute_errors, attribute_part_errors, call_checked, call_for_lines
 from toyexp.base.errors import RunFailed, UserError
+from toyexp.base.formatting import short_path
 from toyexp.base.memory import convert_memory_errors
 from toyexp.base.signals import Signals, catch_signals
 from toyexp.batching.tokens import Dropout
 from toyexp.formats.file_plan import match_preprocessing
+from toyexp.formats.gguf.open_model import open_gguf
+from toyexp.formats.gguf.tokenizer import has_text, read_tokenizer
 from toyexp.interfaces.callback import Schedule
 from toyexp.interfaces.data import open_shared_data
 from toyexp.interfaces.dataset import Batches, Dataset
 from toyexp.interfaces.model import Model
+from toyexp.interfaces.objective import Objective
 from toyexp.interfaces.optimiser import Optimiser
 from toyexp.interfaces.plan import Plan, apply_optimiser
 from toyexp.interfaces.recipe import Setup, prepare_session
@@ -106,6 +110,7 @@ def _open_data(config: Config) -> Dataset:
         config.plain["data"][key] = getattr(config.data, key)
     for callback in config.callbacks.values():
         callback.check_run(config.plain, dataset)
+    _require_tokens_of_teacher(config.objective, dataset)
     tokens = getattr(config.base, "vocab", dataset.vocab)
     if dataset.vocab > tokens:
         problem = f"the data's token ids go up to {dataset.vocab - 1}, but the base has {tokens} tokens"
@@ -113,6 +118,17 @@ def _open_data(config: Config) -> Dataset:
     if config.base is not None and (path := config.recipe.base_file()):
         match_preprocessing(dataset, config.base, path)
     return dataset
+
+
+def _require_tokens_of_teacher(objective: Objective, dataset: Dataset) -> None:
+    """Raise UserError if ids of the data mean other tokens in the file of the objective's second model."""
+    path = objective.model_file()
+    if path is None or dataset.tokenizer is None or not has_text(file := open_gguf(str(path))):
+        return
+    pairs = zip(read_tokenizer(file).pieces, dataset.tokenizer.pieces, strict=False)
+    if any(theirs != ours for theirs, ours in pairs):
+        problem = f"ids of the data mean other tokens in {short_path(path)}"
+        raise UserError(f"objective={objective.name}: {problem}; add data.tokenizer={path}")
 
 
 def _fit_model(config: Config, dataset: Dataset) -> tuple[Model, Batches]:
@@ -125,7 +141,7 @@ def _fit_model(config: Config, dataset: Dataset) -> tuple[Model, Batches]:
     batches = call_checked(Batches, fitted.batches, dataset, settings.batch_size, seed, who=who)
     model = config.base.fit(dataset) if config.base is not None else fitted
     if settings.checkpoint_best is not None:
-        model.require_metric("checkpoint_best", settings.checkpoint_best)
+        model.require_metric("checkpoint_best", settings.checkpoint_best, config.objective.metric_names)
     return model, batches
 
 

@@ -87,7 +87,8 @@ class PrecomputedBatches(Batches):
         with contextlib.suppress(*damaged), open_file(path) as file, np.load(file, allow_pickle=False) as stored:
             arrays = {name: stored[name] for name in (*self._specs, "rows")}
             expected = {name: (len(arrays["rows"]), *spec.shape) for name, spec in self._specs.items()}
-            if all(arrays[name].shape == shape for name, shape in expected.items()):
+            fits = all(arrays[name].shape == s and np.isfinite(arrays[name]).all() for name, s in expected.items())
+            if fits and len({key.tobytes() for key in arrays["rows"]}) == len(arrays["rows"]):
                 self._values = {name: [*arrays[name]] for name in self._specs}
                 self._index = {key.tobytes(): i for i, key in enumerate(arrays["rows"])}
 

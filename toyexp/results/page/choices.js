@@ -76,7 +76,7 @@ function drawChoices() {
     }
   }
   const ended = scored.length - completed.length, missing = points.length - scored.length;
-  addElement(box, "p", "small", (ended ? `Dashed: points that did not complete, at their last metric (${ended}). ` : "") +
+  addElement(box, "p", "small", (ended ? `Dashed: points that did not complete, at their last metric or, outside the axis, at its end (${ended}). ` : "") +
     (missing ? `Not drawn: points without a metric (${missing}).` : ""));
   axes.forEach((key, i) => {
     const narrow = (width - left - 62) / Math.max(axes.length - 1, 1);

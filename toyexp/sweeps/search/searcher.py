@@ -118,7 +118,7 @@ class Search(JobSource):
             if settings.prune and cfg.epochs is not None:
                 raise UserError(f"epochs={cfg.epochs:g}: {setting} compares runs at equal steps; set steps=...")
             lengths.append((int(cfg.steps), int(cfg.eval_every)))
-            configs.model(probe).require_metric("sweep.metric", settings.metric)
+            configs.model(probe).require_metric("sweep.metric", settings.metric, configs.objective(probe).metric_names)
         steps, every = max(lengths)
         varying_key = next((key for key in self._keys if key.key == "eval_every"), None)
         if settings.prune and varying_key:

@@ -65,7 +65,7 @@ class Warm(Recipe):
         return self.path
 
     def origin(self) -> tuple[str, str] | None:
-        """Return "donor" and the path of the donor. For the default donor the path is "toyexp's own small donor"."""
+        """Return "donor" and the path of the donor's file; for the default donor a phrase in place of the path."""
         return "donor", f"{self.path}" if self.donor else "toyexp's own small donor"
 
     def warnings(self, preview: RunPreview) -> Iterable[str]:

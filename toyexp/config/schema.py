@@ -88,7 +88,7 @@ class FileConfigSource(file_config_source.FileConfigSource):
         return ConfigResult(provider=self.provider, path=f"{self.scheme()}://{self.path}", config=config, header=header)
 
     def is_config(self, config_path: str) -> bool:
-        """Return True if the path exists, even if it is not a file, so that `load_config` reports it."""
+        """Return True if the path exists. If it is not a file, `load_config` then raises the error."""
         return os.path.lexists(Path(self.path, self._normalize_file_name(config_path)))
 
 
@@ -164,7 +164,7 @@ def all_part_classes(registry: Registry) -> dict[str, dict[str, type]]:
 
 
 def part_class(kind: str, node: Mapping[str, Any], registry: Registry) -> type:
-    """Return the class of the part that the settings `node` name (key `name`); raise UserError for an unknown name."""
+    """Return the class of the part whose name is `node["name"]`; raise UserError if no part has this name."""
     return part_classes(kind, registry).get(str(node["name"])) or registry.get(kind, str(node["name"]))
 
 

@@ -261,8 +261,8 @@ def _select_arguments(function: Callable[..., Any], indices: Sequence[int]) -> C
 def _never_waits(callback: Callback) -> bool:
     """Return True if the callback's method `should_wait` surely returns False, so that it need not be called.
 
-    A callback's `should_wait(step)` returns True if the callback needs the weights after this step. The result is True
-    if the callback inherits this method from toyexp's classes, and the method returns False at step 1.
+    A callback's `should_wait(step)` returns True if the callback needs the weights after this step. toyexp's own
+    implementations do not depend on the step: if the callback inherits one, it is called once, with step 1.
     """
     method = getattr(callback.should_wait, "__func__", None)
     return method in (Callback.should_wait, Schedule.should_wait) and not callback.should_wait(1)

@@ -30,7 +30,8 @@ INSTALLED_ELSEWHERE = (
 RUNS = {
     "warm-llama": ["recipe=warm"],
     "scratch-llama": [],
-    "lora-llama": ["recipe=lora", "recipe.base=model.gguf", "data=jsonl", "data.path=chats.jsonl", "model.context=64"],
+    "lora-llama": ["recipe=lora", "recipe.base=model.gguf", "data=examples", "data.path=chats.jsonl",
+                   "model.context=64"],
     "gpt2-char": ["experiment=gpt2_char"],
     "vit_tiny-vit": ["recipe=vit_tiny", "model=vit", "model.patch=4", "data=images", "data.path=photos",
                      "data.image_size=32"],

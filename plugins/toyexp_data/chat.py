@@ -71,8 +71,10 @@ class Example(NamedTuple):
     split: int  # number of boundaries between parts that would lie within a token if the text were tokenized at once
 
 
-def plain_rows(messages: Sequence[Message], tools: Any = None) -> Rows:
+def plain_rows(messages: Sequence[Message], tools: Any = None, everything: bool = False, first: int = 0) -> Rows:
     """Return a conversation as one row in the plain format, which needs no chat template.
+
+    Answers before the message `first` are not learned. `everything` is for chat templates and has no effect here.
 
     Each message becomes a line with its role, followed by its content; end-of-text follows each answer. Raise
     BadExample if there are tools, or if a message lacks a content or has keys other than role and content.
@@ -87,7 +89,7 @@ def plain_rows(messages: Sequence[Message], tools: Any = None) -> Rows:
             raise BadExample(f"message {number} holds {keys}; the plain format only supports role and content")
         prompt += f"{role}:\n"
         if role == "assistant":
-            parts += [Part(prompt, False), Part(content, True, end=True)]
+            parts += [Part(prompt, False), Part(content, number > first, end=True)]
             prompt = "\n"
         else:
             prompt += f"{content}\n"

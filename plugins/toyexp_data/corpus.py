@@ -259,14 +259,17 @@ def find_files(path: str, suffixes: Collection[str]) -> FoundFiles:
     return selection
 
 
-def match_paths(path: str) -> list[Path]:
-    """Return the path itself if it exists, else the paths that match it as a glob pattern, else raise UserError."""
+def match_paths(path: str, key: str = "path") -> list[Path]:
+    """Return the path itself if it exists, else the paths that match it as a glob pattern, else raise UserError.
+
+    `key` is the setting of the section `data` that has this path, for the message.
+    """
     kinds = stat.S_IFREG, stat.S_IFDIR
     if os.path.lexists(path) or not glob.has_magic(path):
-        return [require_file(path, f"data.path={path}", *kinds)]
+        return [require_file(path, f"data.{key}={path}", *kinds)]
     matches = sorted(glob.glob(path, recursive=True))  # noqa: PTH207 - Path.glob takes no absolute pattern
     if not matches:
-        raise UserError(f"data.path={path}: matches no file (looked in {Path.cwd()})")
+        raise UserError(f"data.{key}={path}: matches no file (looked in {Path.cwd()})")
     return [require_file(match, match, *kinds) for match in matches]
 
 

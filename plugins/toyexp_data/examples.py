@@ -1,194 +1,280 @@
-"""Tokenized examples as batches of rows. Batch number k depends only on the seed and on k."""
+"""Training examples in files of records: prompts with completions, conversations, or text."""
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Mapping, Sequence
-from functools import lru_cache
-from typing import Any, cast
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from datetime import date, datetime, time
+from functools import partial
+from itertools import compress
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, TypeVar
 
-import numpy as np
+import toyexp.formats
+import toyexp.tokenizers
+from toyexp import RunPreview, UserError, is_changed, suggest
+from toyexp.base import pluralise, require_choice, run_interruptibly
+from toyexp_data.chat import PLAIN_TEMPLATE, Example, Part, Rows, plain_rows, tokenize
+from toyexp_data.columns import NAMES, Pair, Value, convert
+from toyexp_data.held_out import MAX_NAMED, ON_ERROR
+from toyexp_data.records import TEST, TRAIN, VALIDATION, Record, find_records, iter_records, record_suffix, split_name
+from toyexp_data.text import TokenizedData, tokenizer_facts
 
-from toyexp import TOKENS, Batch, Batches, Dataset, Tokenizer, UserError
-from toyexp.base import stream
-from toyexp_data.chat import Example
+if TYPE_CHECKING:
+    import numpy as np
+
+    from toyexp_data.example_rows import ExampleDataset
+    from toyexp_data.template import ChatTemplate
+
+TRAIN_ON = ("answers", "last", "all")
+TEMPLATES = ("auto", "plain")
+
+T = TypeVar("T")
+S = TypeVar("S")
+V = TypeVar("V", Value, Pair)
 
 
-class ExampleDataset(Dataset):
-    """Data set of examples, in a training and a held-out part. Only tokens marked as learned count in the loss."""
+class Place(NamedTuple):
+    """Location of a record, such as FILE:LINE, and its split: train, validation, test, or None."""
 
-    def __init__(
-        self,
-        train: Sequence[Example],
-        held_out: Sequence[Example],
-        tokenizer: Tokenizer,
-        pack: bool,
-        eval_batches: int,
-        facts: Mapping[str, Any],
-        remarks: Sequence[str] = (),
-    ):
-        self.tokenizer, self.vocab = tokenizer, tokenizer.vocab
-        self.train, self.held_out = Examples(train, tokenizer.eos), Examples(held_out, tokenizer.eos)
-        self._pack, self._eval_batches, self._remarks = pack, eval_batches, remarks
-        parts = (self.train, self.held_out)
-        digest = hashlib.sha256()
-        for array in (a for part in parts for a in (part.ids, part.learned, part.lengths)):
-            digest.update(array.tobytes())
-        self._facts = {
-            **facts,
-            "train_examples": len(train),
-            "held_out_examples": len(held_out),
-            "tokens": sum(len(part.ids) for part in parts),
-            "train_tokens": int(self.train.learned.sum()),
-            "held_out_tokens": int(self.held_out.learned.sum()),
-            "boundary_splits": sum(e.split for e in (*train, *held_out)),
-            "tokens_sha256": digest.hexdigest(),
-        }
+    text: str
+    split: str | None
 
-    def describe(self) -> dict[str, Any]:
-        """Return the numbers of examples and tokens and a digest of all token ids, for the run's record."""
-        return self._facts
 
-    def prompt(self) -> list[int]:
-        """Return the token ids of the first held-out example's prompt, or its first tokens if it has no prompt."""
-        length = int(self.held_out.first[0]) or min(int(self.held_out.lengths[0]) // 4 + 1, 8)
-        return cast("list[int]", self.held_out.ids[:length].tolist())
+Placed = list[tuple[Place, T]]
 
-    def omissions(self) -> list[str]:
-        """Return a list with a note about skipped lines; empty if there are none."""
-        skipped, count = self._facts.get("skipped", 0), len(self.train.lengths) + len(self.held_out.lengths)
-        first = next(iter(self._facts.get("skipped_lines", ())), "")
-        return [f"{skipped} of {count + skipped} examples skipped (data.on_error), such as {first}"] if skipped else []
 
-    def remarks(self) -> list[str]:
-        """Return notes for the user from reading the data, such as how the chat template changed conversations."""
-        texts = {
-            "chats_in_rows": "{} conversations become {rows_of_these} rows: the chat template changes earlier turns",
-            "answers_not_as_asked": "{} answers do not begin with the chat template's generation prompt",
-            "thoughts_dropped": "{} answers are learned without their reasoning, which the chat template drops",
-            "chat_date": "the chat template uses the date {} (data.date)",
-        }
-        notes = [text.format(self._facts[key], **self._facts) for key, text in texts.items() if self._facts.get(key)]
-        return [*self._remarks, *notes]
+@dataclass
+class RecordData(TokenizedData):
+    """Base of data sets whose examples are the records of files: rows of a table, or JSON objects."""
 
-    def batches(self, context: int, rows: int, seed: int) -> ExampleBatches:
-        """Return batches of `rows` rows of `context` tokens; a row has one example, or several if examples are packed.
+    fills: ClassVar[tuple[str, ...]] = ("date",)
 
-        Raise UserError if no example has, within the context, a token that counts in the loss.
+    path: str = ""  # file, directory or pattern ('chats/*.jsonl'): jsonl, json, csv, tsv, parquet or arrow
+    val_path: str = ""  # the same for the held-out examples; empty: by names (train, validation), or by val_fraction
+    columns: dict[str, str] = field(default_factory=dict)  # other names of columns: {prompt: ask, completion: reply}
+    system: str = ""  # system message of conversations that have none
+    template: str = "auto"  # chat template: auto (that of the tokenizer's GGUF file, if any, else plain) | plain
+    date: str = ""  # date for chat templates that contain the date, such as 2026-11-21; empty: today
+    on_error: str = "refuse"  # for an unusable example: refuse (stop the run) | skip (and count it)
+    val_fraction: float = 0.05  # share of the examples held out for validation, evenly spread over the files; (0, 1]
+
+    def check(self) -> None:
+        """Raise UserError for invalid settings and missing files."""
+        super().check()
+        if not self.path:
+            raise UserError(f"data={self.name} needs a file or directory of examples: data.path=...")
+        self._files()
+        require_choice("data", self, template=TEMPLATES, on_error=ON_ERROR)
+        for name in self.columns:
+            if name not in NAMES:
+                raise UserError(f"data.columns.{name}: {suggest(name, NAMES)}")
+        try:
+            self._now()
+        except ValueError:
+            raise UserError(f"data.date={self.date}: must be a date such as 2026-11-21 or 2026-11-21T17:30") from None
+
+    def warnings(self, preview: RunPreview) -> Iterable[str]:
+        """Yield a warning for each setting that has no effect."""
+        yield from super().warnings(preview)
+        facts = preview.dataset.describe()
+        for name in ("template", "system"):
+            if is_changed(self, name) and not facts["chats"]:
+                yield f"data.{name}={getattr(self, name)}: has no effect; {self.path} has no conversations"
+        if is_changed(self, "val_fraction") and facts["held_out_split"]:
+            yield f"data.val_fraction={self.val_fraction}: has no effect; the data has its own held-out part"
+
+    def _now(self) -> datetime:
+        """Return the date and time for chat templates: the setting `date` or, if it is empty, today at midnight."""
+        return datetime.fromisoformat(self.date) if self.date else datetime.combine(date.today(), time())
+
+    def _files(self) -> list[tuple[Path, str | None]]:
+        """Return the files in the order in which they are read, each with the split that its name shows."""
+        if not self.val_path:
+            return [(file, split_name(file)) for file in find_records(self.path)]
+        held_out = [(file, VALIDATION) for file in find_records(self.val_path, "val_path")]
+        return [*((file, TRAIN) for file in find_records(self.path)), *held_out]
+
+    def _read(self, make: Callable[[Record], V], skipped: list[str]) -> Placed[V]:
+        """Read all records and convert them by `make`."""
+        values: Placed[V] = []
+        for path, split in self._files():
+            values += self._usable(((Place(text, split), record) for text, record in iter_records(path)), make, skipped)
+        if "split" in self.columns:
+            values = [(place._replace(split=value.split), value) for place, value in values]
+        return values
+
+    def _usable(self, located: Iterable[tuple[Place, S]], make: Callable[[S], T], skipped: list[str]) -> Placed[T]:
+        """Apply `make` to the value of each record; return pairs of place and result.
+
+        For an unusable record, raise UserError with its location, or with on_error=skip add the reason to `skipped`.
         """
-        length = context + 1  # a row's tokens, and the last one's target
-        for name, part in (("training", self.train), ("held-out", self.held_out)):
-            if len(part.first) and not part.usable(length).any():
-                problem = f"the {name} examples ({len(part.lengths)}) have only prompt tokens within this context"
-                raise UserError(f"model.context={context}: {problem}; type model.context={part.first.min()} or more")
-        return ExampleBatches(self.train, self.held_out, context, rows, seed, self._pack, self._eval_batches)
+        results = []
+        for place, value in located:
+            try:
+                results.append((place, make(value)))
+            except UserError as reason:
+                if self.on_error == "refuse":
+                    # If even the first record fails, the file is probably a wrong one, so give no hint.
+                    hint = " (data.on_error=skip leaves such examples out)" if results else ""
+                    raise UserError(f"{place.text}: {reason}{hint}") from None
+                skipped.append(f"{Path(place.text).name}: {reason}")
+        return results
+
+    def _split(self, examples: Placed[T], skipped: Sequence[str]) -> tuple[Placed[T], np.ndarray, dict[str, Any]]:
+        """Return the examples that are used, a mask of the held-out ones, and facts for the run's record.
+
+        Held out is the validation split, or the test split if there is no validation split. Data of a single split are
+        divided by the setting `val_fraction`. Raise UserError if a part is empty.
+        """
+        import numpy as np
+
+        splits = [place.split for place, _ in examples]
+        held_out = next((split for split in (VALIDATION, TEST) if split in splits), None)
+        if held_out is None or len(set(splits)) == 1:
+            held_out, mask = None, spread_held_out(len(examples), self.val_fraction)
+        else:
+            is_used = [split == held_out or (split in (TRAIN, None) and self.val_fraction < 1) for split in splits]
+            examples = list(compress(examples, is_used))
+            mask = np.array([place.split == held_out for place, _ in examples])
+        if len(examples) < 1 + (self.val_fraction < 1):
+            first = f" ({skipped[0]})" if skipped else ""
+            needed = "at least one to train on and one to hold out are needed"
+            raise UserError(f"{self.path}: {pluralise(len(examples), 'example')}; {needed}{first}")
+        return examples, mask, {"held_out_split": held_out, "other_splits": len(splits) - len(examples)}
+
+    def _tokenizer(self, examples: Sequence[Rows], held_out: np.ndarray, vocabulary: Path | None) -> toyexp.Tokenizer:
+        texts = ["".join(part.text for row in example.rows for part in row) for example in examples]
+        if self.tokenizer == "char":
+            return toyexp.tokenizers.Characters.from_texts(texts)
+        if self.tokenizer == "bpe":
+            train = list(compress(texts, ~held_out))
+            return run_interruptibly(lambda: toyexp.tokenizers.BPE.train(train, self.bpe_vocab))
+        return self.read_tokenizer(vocabulary)
+
+    def _tokenize(
+        self, examples: Iterable[tuple[Place, Rows]], tokenizer: toyexp.Tokenizer, skipped: list[str], everything: bool
+    ) -> list[Example]:
+        def encode_rows(example: Rows) -> list[Example]:
+            return [tokenize(row, tokenizer, everything) for row in example.rows]
+
+        return [row for _, rows in self._usable(examples, encode_rows, skipped) for row in rows]
+
+    def _template(self, vocabulary: Path | None) -> ChatTemplate | None:
+        source = self.source(vocabulary)
+        if source is None or self.template == "plain":
+            return None
+        from toyexp_data.template import ChatTemplate
+
+        file = toyexp.formats.open_gguf(str(source))
+        template = toyexp.formats.read_chat_template(file)
+        return ChatTemplate(template, toyexp.formats.read_tokenizer(file), source, self._now()) if template else None
+
+    def _template_facts(self, template: ChatTemplate | None, examples: Sequence[Rows]) -> dict[str, Any]:
+        """Return how many conversations and answers the chat template changes, for the run's record.
+
+        If the template used the date, also return the date and store it in the setting `date`.
+        """
+        if template is None:
+            return {}
+        several = [example.rows for example in examples if len(example.rows) > 1]
+        if template.is_dated:
+            self.date = self.date or self._now().date().isoformat()
+        return {
+            "chat_date": self.date if template.is_dated else None,
+            "chats_in_rows": len(several),
+            "rows_of_these": sum(map(len, several)),
+            "answers_not_as_asked": sum(example.off_prompt for example in examples),
+            "thoughts_dropped": sum(example.thoughts_dropped for example in examples),
+        }
 
 
-class Examples:
-    """All examples of a data set part as concatenated arrays: token ids, and True for ids that count in the loss.
+@dataclass
+class ExampleData(RecordData):
+    """Prompts with completions, conversations or text, from JSON or tables; the loss covers only the answers."""
 
-    It also has the length of each example, and the position of its first token that counts.
+    name: ClassVar[str] = "examples"
+
+    train_on: str = "answers"  # compute the loss on: answers | last (a conversation's last answer) | all
+    pack: bool = False  # several examples per row, which attend to each other, also in evals; false: one per row
+
+    @classmethod
+    def recognises(cls, path: Path) -> int:
+        """Return 2 (a certain match) for files of records and directories that contain some, and 0 for other paths."""
+        return 2 * any(record_suffix(file) for file in (path.rglob("*") if path.is_dir() else (path,)))
+
+    def check(self) -> None:
+        """Raise UserError for invalid settings and missing files."""
+        super().check()
+        require_choice("data", self, train_on=TRAIN_ON)
+
+    def open(self, vocabulary: Path | None) -> ExampleDataset:
+        """Read, split and tokenize the examples; with on_error=skip leave out and count unusable ones."""
+        from toyexp_data.example_rows import ExampleDataset
+
+        skipped: list[str] = []
+        values = self._read(partial(convert, columns=self.columns, system=self.system), skipped)
+        chats = sum(bool(value.messages) for _, value in values)
+        template = self._template(vocabulary) if chats else None
+        write = template.rows if template else plain_rows
+        examples = self._usable(values, partial(example_rows, write=write, train_on=self.train_on), skipped)
+        examples, held_out, split_facts = self._split(examples, skipped)
+        tokenizer = self._tokenizer([rows for _, rows in examples], held_out, vocabulary)
+        if chats:
+            tokenizer.chat_template = template.text if template else PLAIN_TEMPLATE
+        # All rows of a conversation are in the same part.
+        everything = self.train_on == "all"
+        train, held = (
+            self._tokenize(compress(examples, side), tokenizer, skipped, everything) for side in (~held_out, held_out)
+        )
+        if not (train or self.val_fraction == 1) or not held:
+            use = "to hold out" if train else "to train on"
+            raise UserError(f"{self.path}: no example is left {use} ({skipped[0]})")
+        facts = {
+            "path": self.path,
+            "examples": len(train) + len(held),
+            "chats": chats,
+            "chat_template": "gguf" if template else "plain" if chats else None,
+            **self._template_facts(template, [rows for _, rows in examples]),
+            **split_facts,
+            **column_facts([value for _, value in values]),
+            "skipped": len(skipped),
+            "skipped_lines": skipped[:MAX_NAMED],
+            **tokenizer_facts(tokenizer),
+        }
+        bpe_notes = self.bpe_notes(tokenizer)
+        dataset = ExampleDataset(train, held, tokenizer, self.pack, self.eval_batches, facts, bpe_notes)
+        dataset.chat_template = tokenizer.chat_template if chats else ""
+        return dataset
+
+
+def column_facts(values: Sequence[Value]) -> dict[str, Any]:
+    """Return which columns were read and which were not, for the run's record."""
+    read = Counter(name for value in values for name in value.columns)
+    others = Counter(name for value in values for name in value.others)
+    return {"columns": [*read], "other_columns": [name for name in others if name not in read]}
+
+
+def example_rows(value: Value, write: Callable[..., Rows], train_on: str) -> Rows:
+    """Return the training rows of an example. The function `write` converts a conversation to rows."""
+    if not value.messages:
+        prompt = [] if value.prompt is None else [Part(value.prompt, False)]
+        return Rows([[*prompt, Part(value.completion, True, end=True)]])
+    answers = [number for number, message in enumerate(value.messages) if message.role == "assistant"]
+    first = answers[-1] if train_on == "last" else value.first
+    return write(value.messages, value.tools, everything=train_on == "all", first=first)
+
+
+def spread_held_out(count: int, fraction: float) -> np.ndarray:
+    """Return a mask [count] of the held-out examples, which are evenly spread.
+
+    About `fraction` of the examples are held out, at least one if there are several. Unless `fraction` is 1, at least
+    one example is left for training.
     """
+    import numpy as np
 
-    def __init__(self, examples: Sequence[Example], eos: int):
-        self.eos = eos
-        self.ids = np.concatenate([np.empty(0, np.int32), *(e.ids for e in examples)])
-        self.learned = np.concatenate([np.empty(0, bool), *(e.learned for e in examples)])
-        self.lengths = np.array([len(e.ids) for e in examples], np.int64)
-        self.starts = np.cumsum(self.lengths) - self.lengths
-        self.first = np.array([int(e.learned.argmax()) for e in examples], np.int64)
-
-    def usable(self, length: int) -> np.ndarray:
-        """Return a mask [N] of the usable examples: one of their first `length` tokens counts in the loss."""
-        return self.first < length
-
-    def rows(self, row_length: int, pack: bool, order: np.ndarray) -> list[list[int]]:
-        """Assign examples to rows; return the indices of the examples in each row.
-
-        If `pack` is False, a row has one example. Otherwise it has several that fit into `row_length` tokens (best fit,
-        longest first). `order` has the indices of all examples. An example is left out if none of its first
-        `row_length` tokens counts in the loss.
-        """
-        order, lengths = order[self.usable(row_length)[order]], np.minimum(self.lengths, row_length)
-        if not pack:
-            return [[example] for example in order.tolist()]
-        rows: list[list[int]] = []
-        by_room: list[list[int]] = [[] for _ in range(row_length)]  # rows by their free tokens
-        for example in order[np.argsort(-lengths[order], kind="stable")].tolist():
-            length = int(lengths[example])
-            room = next((r for r in range(length, row_length) if by_room[r]), row_length)
-            if room == row_length:
-                rows.append([])
-            row = by_room[room].pop() if room < row_length else len(rows) - 1
-            rows[row].append(example)
-            by_room[room - length].append(row)
-        return rows
-
-    def fill(self, rows: Sequence[Sequence[int]], context: int) -> dict[str, np.ndarray]:
-        """Return the arrays of a batch: tokens, targets and weights, each [rows, context].
-
-        `rows` has the numbers of the examples in each row. Rows are padded with end-of-text tokens of weight 0.
-        """
-        ids = np.full((len(rows), context + 1), self.eos, np.int32)
-        learned = np.zeros(ids.shape, np.float32)
-        for row, members in enumerate(rows):
-            position = 0
-            for example in members:
-                length = min(int(self.lengths[example]), context + 1)
-                source, target = int(self.starts[example]), slice(position, position + length)
-                ids[row, target] = self.ids[source : source + length]
-                learned[row, target] = self.learned[source : source + length]
-                position += length
-        compact = np.ascontiguousarray
-        return {"tokens": compact(ids[:, :-1]), "targets": compact(ids[:, 1:]), "weights": compact(learned[:, 1:])}
-
-
-class ExampleBatches(Batches):
-    """Batches that contain each row once per epoch, in an order that depends only on the seed and the epoch.
-
-    The seed also decides which examples are packed into a row.
-    """
-
-    def __init__(
-        self, train: Examples, held_out: Examples, context: int, rows: int, seed: int, pack: bool, eval_batches: int
-    ):
-        self._train, self._held_out = train, held_out
-        self._context, self._count, self._seed = context, rows, seed
-        self._eval_batches = eval_batches
-        shuffled = np.argsort(stream(seed, "pack").random_raw(len(train.lengths)), kind="stable")
-        self._rows = train.rows(context + 1, pack, shuffled)
-        self.rows_per_epoch = len(self._rows)
-        self._held_out_rows = held_out.rows(context + 1, pack, np.arange(len(held_out.lengths)))
-        self._order = lru_cache(maxsize=2)(self._epoch_order)
-        self.inputs, row_length, parts = TOKENS.inputs(context), context + 1, (train, held_out)
-        cut = sum(int((p.usable(row_length) & (p.lengths > row_length)).sum()) for p in parts)
-        too_long, count = sum(int((~p.usable(row_length)).sum()) for p in parts), sum(len(p.lengths) for p in parts)
-        self.facts = {"truncated": cut, "too_long": too_long}
-        counts = {
-            f"{cut} of {count} examples cut to the context (model.context)": cut,
-            f"{too_long} of {count} examples left out: their prompts exceed the context (model.context)": too_long,
-        }
-        self.omissions = [text for text, number in counts.items() if number]
-
-    def _epoch_order(self, epoch: int) -> np.ndarray:
-        return np.argsort(stream(self._seed, "data-order", epoch).random_raw(len(self._rows)), kind="stable")
-
-    def batch(self, k: int) -> Batch:
-        """Return training batch `k`: tokens, targets and weights, each [rows, context]."""
-        positions = (divmod(n, len(self._rows)) for n in range(k * self._count, (k + 1) * self._count))
-        members = [self._rows[self._order(epoch)[position]] for epoch, position in positions]
-        return self._train.fill(members, self._context)
-
-    def held_out(self) -> Sequence[Batch]:
-        """Return at most `eval_batches` batches of evenly spread rows. Rows that pad the last batch have weight 0."""
-        count = len(self._held_out_rows)
-        limit = min(count, self._eval_batches * self._count)
-        indices = np.arange(limit) * count // limit
-        batches = []
-        for first in range(0, limit, self._count):
-            part = indices[first : first + self._count]
-            padded = np.resize(part, self._count)  # repeated rows fill the shape, with weight 0
-            batch = self._held_out.fill([self._held_out_rows[i] for i in padded], self._context)
-            batch["weights"][len(part) :] = 0
-            batches.append(batch)
-        return batches
+    held_out = min(max(round(count * fraction), 1), count - (fraction < 1))
+    mask = np.zeros(count, bool)
+    mask[np.arange(1, held_out + 1) * count // held_out - 1] = True
+    return mask

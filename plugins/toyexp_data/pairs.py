@@ -8,7 +8,7 @@ import numpy as np
 
 from toyexp import TOKENS, Batch, Batches, InputSpec, UserError
 from toyexp.base import stream
-from toyexp_data.examples import ExampleDataset, Examples
+from toyexp_data.example_rows import ExampleDataset, Examples
 
 
 class PairDataset(ExampleDataset):

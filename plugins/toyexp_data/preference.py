@@ -1,71 +1,100 @@
-"""Pairs of completions: JSON lines with a prompt, a chosen and a rejected completion."""
+"""Pairs of completions: records with a prompt, a chosen and a rejected completion, or with a label."""
 
 from __future__ import annotations
 
-import json
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from itertools import compress
+from functools import partial
+from itertools import compress, cycle, islice
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
-from toyexp import UserError, is_changed, printable
-from toyexp_data.chat import BadExample, Part, Rows
-from toyexp_data.jsonl import Jsonl, parse, spread_held_out
+from toyexp import RunPreview, UserError
+from toyexp_data.chat import PLAIN_TEMPLATE, BadExample, Rows, plain_rows
+from toyexp_data.columns import Pair, convert_pair
+from toyexp_data.examples import Placed, RecordData, column_facts, example_rows
+from toyexp_data.held_out import MAX_NAMED
 from toyexp_data.text import tokenizer_facts
 
 if TYPE_CHECKING:
     from toyexp_data.pairs import PairDataset
 
-KEYS = {"prompt", "chosen", "rejected"}
-
 
 @dataclass
-class Preference(Jsonl):
-    """Prompts with a chosen and a rejected completion, one JSON object per line, for objective=preference."""
+class Preference(RecordData):
+    """Prompts with a chosen and a rejected completion, from JSON or tables, for objective=preference."""
 
     name: ClassVar[str] = "preference"
-    fills: ClassVar[tuple[str, ...]] = ()
-
-    path: str = ""  # file or pattern ('pairs/*.jsonl'); a line has "prompt", "chosen" and "rejected"
-
-    def check(self) -> None:
-        """Raise UserError for invalid settings, for settings of other JSON lines, and for missing files."""
-        super().check()
-        for name in ("train_on", "template", "date", "pack"):
-            if is_changed(self, name):
-                raise UserError(f"data.{name}={getattr(self, name)}: has no effect with data=preference; leave it out")
 
     @classmethod
     def recognises(cls, path: Path) -> int:
-        """Return 0 (no match): the suffix .jsonl does not show whether a file contains preference pairs."""
+        """Return 0 (no match): the name of a file does not show whether it contains preference pairs."""
         return 0
 
+    def warnings(self, preview: RunPreview) -> Iterable[str]:
+        """Yield a warning for each setting without effect. Raise UserError if the objective needs pairs."""
+        yield from super().warnings(preview)
+        kind = preview.config["objective"].get("kind", "kto")
+        if preview.dataset.describe()["labels"] and kind != "kto":
+            problem = "its completions have labels and are not pairs"
+            raise UserError(f"objective.kind={kind}: needs pairs, but {self.path}: {problem}; type objective.kind=kto")
+
     def open(self, vocabulary: Path | None) -> PairDataset:
-        """Read, split and tokenize the pairs; with on_error=skip leave out and count unusable lines."""
+        """Read, split and tokenize the pairs; with on_error=skip leave out and count unusable ones."""
+        import numpy as np
+
         from toyexp_data.pairs import PairDataset
 
         skipped: list[str] = []
-        pairs = self._usable(self._lines(), parse_pair, skipped)
-        if len(pairs) < 2:
-            raise UserError(f"{self.path}: {len(pairs)} pairs; at least one to train on and one to hold out are needed")
-        held_out = spread_held_out(len(pairs), self.val_fraction)
-        tokenizer = self._tokenizer([rows for _, rows in pairs], held_out, vocabulary)
-        train, held = (self._tokenize(compress(pairs, side), tokenizer, skipped) for side in (~held_out, held_out))
-        facts = {"path": self.path, "pairs": len(pairs), "skipped": len(skipped), **tokenizer_facts(tokenizer)}
-        return PairDataset(train, held, tokenizer, False, self.eval_batches, facts)
+        values = self._read(partial(convert_pair, columns=self.columns, system=self.system), skipped)
+        values, mask, split_facts = self._split(values, skipped)
+        halves = [half for _, pair in values for half in pair if half]
+        chats = sum(bool(half.messages) for half in halves)
+        template = self._template(vocabulary) if chats else None
+        make = partial(_rows, write=template.rows if template else plain_rows)
+        parts = [self._usable(self._match(list(compress(values, side))), make, skipped) for side in (~mask, mask)]
+        rows, held_out = [each for part in parts for _, each in part], np.repeat([False, True], [*map(len, parts)])
+        tokenizer = self._tokenizer(rows, held_out, vocabulary)
+        if chats:
+            tokenizer.chat_template = template.text if template else PLAIN_TEMPLATE
+        train, held = (self._tokenize(part, tokenizer, skipped, False) for part in parts)
+        facts = {
+            "path": self.path,
+            "pairs": len(rows),
+            "labels": len(halves) if len(halves) != 2 * len(values) else 0,
+            "chats": chats,
+            "chat_template": "gguf" if template else "plain" if chats else None,
+            **self._template_facts(template, rows),
+            **split_facts,
+            **column_facts(halves),
+            "skipped": len(skipped),
+            "skipped_lines": skipped[:MAX_NAMED],
+            **tokenizer_facts(tokenizer),
+        }
+        dataset = PairDataset(train, held, tokenizer, False, self.eval_batches, facts, self.bpe_notes(tokenizer))
+        dataset.chat_template = tokenizer.chat_template if chats else ""
+        return dataset
+
+    def _match(self, part: Placed[Pair]) -> Placed[Pair]:
+        """Return the pairs; join completions with labels to pairs, and repeat those of the rarer label.
+
+        The repetition gives both labels the same weight (Ethayarajh et al. 2024, section 4.2).
+        """
+        if all(pair.chosen and pair.rejected for _, pair in part):
+            return part
+        chosen = [(place, pair.chosen) for place, pair in part if pair.chosen]
+        rejected = [(place, pair.rejected) for place, pair in part if pair.rejected]
+        if not chosen or not rejected:
+            raise UserError(f"{self.path}: needs completions of both labels for training and to hold out")
+        count = max(len(chosen), len(rejected))
+        pairs = islice(zip(cycle(chosen), cycle(rejected), strict=True), count)
+        return [(place, Pair(good, bad)) for (place, good), (_, bad) in pairs]
 
 
-def parse_pair(line: bytes) -> Rows:
-    """Parse a line with prompt, chosen and rejected as two rows. Raise BadExample if the line is invalid."""
-    try:
-        value = json.loads(line)
-    except (ValueError, RecursionError):
-        value = None
-    if not isinstance(value, dict) or value.keys() != KEYS:
-        found = f"has the keys {printable(', '.join(value))}" if isinstance(value, dict) else "is not one JSON object"
-        raise BadExample(f"{found}; expected prompt, chosen and rejected")
-    rows = []
-    for key in ("chosen", "rejected"):
-        texts = parse(json.dumps({"prompt": value["prompt"], "completion": value[key]}).encode())
-        rows.append([Part(texts["prompt"], False), Part(texts["completion"], True, end=True)])
-    return Rows(rows)
+def _rows(pair: Pair, write: Callable[..., Rows]) -> Rows:
+    """Return the chosen and the rejected completion as two rows. Raise BadExample if a template makes more of them."""
+    halves = [example_rows(half, write, "answers") for half in pair if half]
+    if any(len(half.rows) > 1 for half in halves):
+        raise BadExample("a completion with several answers becomes several rows with this chat template")
+    off_prompt, dropped = (sum(counts) for counts in zip(*(half[1:] for half in halves), strict=True))
+    return Rows([half.rows[0] for half in halves], off_prompt, dropped)

@@ -35,6 +35,7 @@ class Turn(NamedTuple):
     learned: list[tuple[int, int]]  # character ranges of `answer` that count in the loss
     follows_prompt: bool  # the answer begins with the template's generation prompt
     ended: bool  # a control token, or the end of {% generation %}, ends the answer
+    counts: bool = True  # False: no part of the answer is learned
 
     @property
     def text(self) -> str:
@@ -48,7 +49,7 @@ class Turn(NamedTuple):
         """
         pieces, position = [(self.read[skip:], False)], 0
         for begin, stop in self.learned:
-            pieces += [(self.answer[position:begin], False), (self.answer[begin:stop], True)]
+            pieces += [(self.answer[position:begin], False), (self.answer[begin:stop], self.counts)]
             position = stop
         parts = [Part(text, learned, special=True) for text, learned in pieces if text]
         return [*parts[:-1], parts[-1]._replace(end=end)]
@@ -75,8 +76,8 @@ class ChatTemplate:
         """True if the template has used the date in a rendering."""
         return self._template.is_dated
 
-    def rows(self, messages: Sequence[Message], tools: Any = None, everything: bool = False) -> Rows:
-        """Render a conversation and return it as training rows.
+    def rows(self, messages: Sequence[Message], tools: Any = None, everything: bool = False, first: int = 0) -> Rows:
+        """Render a conversation and return it as training rows, in which answers before message `first` do not count.
 
         With `everything`, return a single row, because all text is learned. Raise BadExample if the template cannot
         render the conversation, or its text cannot be split.
@@ -85,7 +86,11 @@ class ChatTemplate:
         conversation = _Conversation(self._template, messages, tools)
         rendered = conversation.beginning(len(messages), False).text
         answers = [number for number, message in enumerate(messages) if message.role == "assistant"]
-        numbered = [(number, turn) for number in answers if (turn := self._turn(conversation, number))]
+        numbered = [
+            (number, turn._replace(counts=number >= first))
+            for number in answers
+            if (turn := self._turn(conversation, number))
+        ]
         turns = [turn for _, turn in numbered]
         if not turns:
             raise BadExample("the chat template encloses no text of the assistant in {% generation %}")
@@ -95,6 +100,7 @@ class ChatTemplate:
             rows = [[Part(rendered, True, end=open_end, special=True)]]
         elif rendered.startswith(turns[-1].text) and len(rendered) > len(turns[-1].text):
             rows[-1].append(Part(rendered[len(turns[-1].text) :], False, special=True))
+        rows = [row for row in rows if any(part.learned for part in row)]
         dropped = sum(_thinking(messages[number]) not in turn.answer for number, turn in numbered)
         return Rows(rows, sum(not turn.follows_prompt for turn in turns), dropped)
 

@@ -19,6 +19,7 @@ from toyexp.base import UnknownCharacter, print_error, require_choice, require_f
 from toyexp_data.cache import load_or_pack, recall, remember
 from toyexp_data.corpus import Corpus, FoundFiles, characters, find_files, match_paths, megabytes, sample_pieces
 from toyexp_data.held_out import ON_ERROR, SplitData
+from toyexp_data.records import record_suffix
 
 if TYPE_CHECKING:
     import numpy as np
@@ -218,13 +219,14 @@ class Text(TextData):
 
     @classmethod
     def recognises(cls, path: Path) -> int:
-        """Return 2 (a certain match) for files with a text suffix, and for directories that contain such files.
+        """Return 2 (a certain match) for files with a text suffix, and for directories of such files.
 
-        Return 1 (a possible match) for other files, and 0 for other directories.
+        Return 1 (a possible match) for other files and for directories that also have files of records, else 0.
         """
         suffixes = cls.suffixes.split()
         if path.is_dir():
-            return 2 if any(f.suffix in suffixes for f in path.rglob("*")) else 0
+            files = list(path.rglob("*"))
+            return any(f.suffix in suffixes for f in files) * (1 if any(map(record_suffix, files)) else 2)
         return 2 if path.suffix in suffixes else 1
 
     def check(self) -> None:

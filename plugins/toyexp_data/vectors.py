@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from toyexp import VECTORS, Data, Dataset, Kind, UserError, suggest
 from toyexp.base import require_file, require_range
-from toyexp_data.jsonl import spread_held_out
+from toyexp_data.examples import spread_held_out
 
 if TYPE_CHECKING:
     import numpy as np

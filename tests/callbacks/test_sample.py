@@ -29,7 +29,7 @@ def test_without_a_prompt_a_sample_begins_with_held_out_text(train):
 def test_without_a_prompt_a_sample_of_examples_uses_a_held_out_prompt(train, tmp_path):
     rows = [f'{{"prompt": "say {i}", "completion": " {i}"}}\n' for i in range(40)]
     (tmp_path / "rows.jsonl").write_text("".join(rows))
-    run = train("data=jsonl", f"data.path={tmp_path / 'rows.jsonl'}", "callbacks=[events,sample]", engine="noop")
+    run = train("data=examples", f"data.path={tmp_path / 'rows.jsonl'}", "callbacks=[events,sample]", engine="noop")
     (sample,) = run.select("sample")
     assert sample["prompt"].startswith("say ") and sample["prompt"][4:].isdecimal()
 

@@ -73,7 +73,7 @@ def test_tokens_and_epochs_count_targets_without_padding(capsys):
     lines = [json.dumps({"prompt": f"what is {n}", "completion": " it is red"}) for n in range(100, 120)]
     Path("chats.jsonl").write_text("\n".join(lines))
     words = [w for w in SMALL if not w.startswith("data")] + [
-        "data=jsonl",
+        "data=examples",
         "data.path=chats.jsonl",
         "data.tokenizer=byte",
     ]
@@ -99,7 +99,7 @@ def test_epochs_are_converted_to_steps_when_the_data_is_opened(capsys):
     lines = [json.dumps({"prompt": f"what is {n}", "completion": " it is red"}) for n in range(100, 120)]
     Path("chats.jsonl").write_text("\n".join(lines))
     words = [word for word in SMALL if not word.startswith(("data", "batch_size", "callbacks"))]
-    words += ["data=jsonl", "data.path=chats.jsonl", "data.tokenizer=byte", "batch_size=4", "eval_every=0",
+    words += ["data=examples", "data.path=chats.jsonl", "data.tokenizer=byte", "batch_size=4", "eval_every=0",
               "callbacks=[events,cosine]", "callbacks.cosine.warmup=0.2", "model.context=32"]  # fmt: skip
     assert dry(capsys, *words, "epochs=3")["epochs"] == pytest.approx(60 / 19)
     assert main([*words, "epochs=3", "--dry-run"]) == 0

@@ -166,7 +166,7 @@ NEWCOMERS = [
     (["experiment=fo"], "runs"),
     (["data=text"], "data"),
     (["data=text", "data.path=nope.txt"], "data"),
-    (["data=jsonl"], "data"),
+    (["data=examples"], "data"),
     (["model=lama"], "models"),
     (["model.d_model=17"], "models"),
     (["data=digits"], "models"),

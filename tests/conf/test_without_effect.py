@@ -105,9 +105,9 @@ IDLE = {
         "checkpoint_every=0 data.bpe_vocab=300 data.tokenizer=bpe data.eval_batches=1 data.suffixes=.txt data.path=.",
     ),
     "examples without conversations": (
-        "data=jsonl data.path=lines.jsonl data.template=plain data.eval_batches=3 eval_every=0",
+        "data=examples data.path=lines.jsonl data.template=plain data.eval_batches=3 eval_every=0",
         ["data.eval_batches=3: has no effect with eval_every=0", "data.template=plain"],
-        "data=jsonl data.path=lines.jsonl",
+        "data=examples data.path=lines.jsonl",
     ),
     "another's tokens, from a donor": (
         "recipe=warm", ["data.tokenizer=byte: its token ids differ"], "recipe=warm data.tokenizer=auto",

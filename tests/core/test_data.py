@@ -31,8 +31,8 @@ from toyexp_data import cache as caching
 from toyexp_data import corpus as finding
 from toyexp_data import corpus as reading
 from toyexp_data.cache import load_or_pack, recall, remember
+from toyexp_data.examples import ExampleData
 from toyexp_data.images import Images
-from toyexp_data.jsonl import Jsonl
 from toyexp_data.text import Stdlib, Text
 from toyexp_data.tokens import Tokens, read_tokens
 
@@ -530,7 +530,7 @@ def no_files(tmp_path, monkeypatch):
 
 ASKED = {
     "text": lambda path: Text(path=path),
-    "jsonl": lambda path: Jsonl(path=path),
+    "examples": lambda path: ExampleData(path=path),
     "tokens": lambda path: Tokens(path=path),
     "tokens' tokenizer": lambda path: Tokens(path="file", tokenizer=path),
     "images": lambda path: Images(path=path),
@@ -565,7 +565,7 @@ def test_a_configuration_that_is_a_pipe_is_refused(no_files, capfd):
 
 def test_a_directory_in_place_of_a_file_and_vice_versa(no_files):
     for data, words in (
-        (Jsonl(path="."), "data.path=.: is a folder, not a file"),
+        (ExampleData(path="."), "data.path=.: is a folder, not a file"),
         (Tokens(path="."), "data.path=.: is a folder, not a file"),
         (Images(path="file"), "data.path=file: is a file, not a folder"),
     ):
@@ -849,7 +849,7 @@ def test_a_bpe_that_learns_fewer_tokens_than_requested_reports_it(tmp_path):
     for _ in range(2):  # the second run finds the cached result of the first
         (remark,) = open_text(tmp_path / "t.txt", tokenizer="bpe", bpe_vocab=10_000).remarks()
         assert re.fullmatch(r"only 2\d\d of data\.bpe_vocab=10000 tokens learned: the text has no more pairs", remark)
-    assert remark in Jsonl(path=str(tmp_path / "t.jsonl"), tokenizer="bpe", bpe_vocab=10_000).open(None).remarks()
+    assert remark in ExampleData(path=str(tmp_path / "t.jsonl"), tokenizer="bpe", bpe_vocab=10_000).open(None).remarks()
     assert open_text(tmp_path / "t.txt", tokenizer="bpe", bpe_vocab=260).remarks() == []
 
 

@@ -21,7 +21,7 @@ from toyexp.tokenizers.byte_level import BPE, Bytes
 from toyexp.tokenizers.chat_template import BadChat, Template
 from toyexp.tokenizers.tokenizer import END_OF_TEXT, SYMBOLS
 from toyexp_data.chat import BadExample, Message, Part, tokenize
-from toyexp_data.jsonl import Jsonl
+from toyexp_data.examples import ExampleData
 from toyexp_data.template import ChatTemplate
 from toyexp_models.llama import Llama
 
@@ -294,8 +294,10 @@ def test_an_unclosed_mark_is_a_template_error():
 # -- in a data set ----------------------------------------------------------------------------------------------------
 
 
-def open_chats(folder: Path, template: str, chats: Sequence[Sequence[Message]], **changes: Any) -> tuple[Jsonl, Any]:
-    """Open conversations with data=jsonl and a tokenizer whose file has the template."""
+def open_chats(
+    folder: Path, template: str, chats: Sequence[Sequence[Message]], **changes: Any
+) -> tuple[ExampleData, Any]:
+    """Open conversations with data=examples and a tokenizer whose file has the template."""
     tokenizer = vocabulary()
     tokenizer.chat_template = template
     model = Llama(d_model=8, n_layers=1, n_heads=2, n_kv_heads=1, d_ff=8, context=8, vocab=tokenizer.vocab)
@@ -303,7 +305,7 @@ def open_chats(folder: Path, template: str, chats: Sequence[Sequence[Message]], 
     write_model(folder / "donor.gguf", model, values, tokenizer)
     lines = [json.dumps({"messages": [m.fields() for m in chat]}) for chat in chats]
     (folder / "x.jsonl").write_text("\n".join(lines))
-    data = Jsonl(path=str(folder / "x.jsonl"), tokenizer=str(folder / "donor.gguf"), **changes)
+    data = ExampleData(path=str(folder / "x.jsonl"), tokenizer=str(folder / "donor.gguf"), **changes)
     data.check()
     return data, data.open(None)
 

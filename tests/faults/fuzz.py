@@ -34,8 +34,8 @@ from toyexp.sweeps.summary_table import print_table
 from toyexp.training import checkpoint, experiment
 from toyexp.training.checkpoint import ARRAYS, MANIFEST, STATE
 from toyexp.training.resume import load_resume_state as load_run
+from toyexp_data.examples import ExampleData
 from toyexp_data.images import Images
-from toyexp_data.jsonl import Jsonl
 from toyexp_data.tokens import Tokens
 
 SECONDS, BYTES = 2.0, 1 << 30
@@ -358,7 +358,7 @@ class JsonLines(Target):
     def use(self):
         for on_error in ("refuse", "skip"):
             with contextlib.suppress(UserError):
-                data = Jsonl(path=str(self.path), tokenizer="byte", on_error=on_error)
+                data = ExampleData(path=str(self.path), tokenizer="byte", on_error=on_error)
                 data.check()
                 experiment.prepare(copy_config(self.cfg, data=data))
 

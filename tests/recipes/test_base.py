@@ -124,7 +124,7 @@ def test_a_chat_uses_the_template_that_the_adapter_was_trained_with(tmp_path, ca
     turns = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Ho"}]
     (tmp_path / "chats.jsonl").write_text("\n".join([json.dumps({"messages": turns})] * 4))
     words = ["recipe=lora", "recipe.base=base.gguf", "engine=ggml", "steps=1", "model.context=40", "eval_every=0"]
-    run(tmp_path / "chats", *words, "data=jsonl", "data.path=chats.jsonl")
+    run(tmp_path / "chats", *words, "data=examples", "data.path=chats.jsonl")
     run(tmp_path / "text", *words)
     chat = ["--chat", "--prompt", "Hi", "--tokens", "1", "--engine", "ggml:threads=1"]
     capsys.readouterr()

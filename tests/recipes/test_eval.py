@@ -85,7 +85,13 @@ def write_chats():
     lines = [{"messages": [{"role": "user", "content": f"{i} + 1?"}, {"role": "assistant", "content": f"{i + 1}!"}]}
              for i in range(30)]  # fmt: skip
     Path("chats.jsonl").write_text("\n".join(map(json.dumps, lines)))
-    return ["data=jsonl", "data.path=chats.jsonl", "data.tokenizer=char", "data.val_fraction=0.3", "model.context=24"]
+    return [
+        "data=examples",
+        "data.path=chats.jsonl",
+        "data.tokenizer=char",
+        "data.val_fraction=0.3",
+        "model.context=24",
+    ]
 
 
 def write_photos(folder="photos"):
@@ -245,7 +251,7 @@ def test_a_vit_rejects_data_that_it_cannot_read(capsys):
     for words, parts in [
         (["data=stdlib"], ("reads images", "data=stdlib gives tokens")),
         (["--data", "book.txt"], ("data=text", "reads images")),
-        (["--data", "chats.jsonl"], ("data=jsonl", "reads images")),
+        (["--data", "chats.jsonl"], ("data=examples", "reads images")),
         (["data=digits"], ("class 0", "a, b")),
         (["data.image_size=8"], ("image_size=6", "8")),
     ]:

@@ -93,7 +93,7 @@ def train_on_chats(engine: str) -> dict[str, Any]:
     lines = [{"messages": [{"role": "user", "content": f"{i} + 1?"}, {"role": "assistant", "content": f"{i + 1}!"}]}
              for i in range(30)]  # fmt: skip
     Path("chats.jsonl").write_text("\n".join(map(json.dumps, [*lines, {"prompt": "a", "completion": "b"}])))
-    data = "data=jsonl data.path=chats.jsonl data.tokenizer=char data.val_fraction=0.3 model.context=24"
+    data = "data=examples data.path=chats.jsonl data.tokenizer=char data.val_fraction=0.3 model.context=24"
     return train(f"model=llama {data} {SMALL} {engine}")
 
 

@@ -162,7 +162,8 @@ def _choice_mistake(override: Override, keys: Keys, source: Source) -> str | Non
     if kind == "model" and unknown and re.search(r"[/.]", unknown[0]):
         return f"{line}: must be an architecture; to fine-tune a model file: recipe=full recipe.base=FILE.gguf"
     if kind == "data" and unknown and re.search(r"[/.]", unknown[0]):
-        reader = {".jsonl": "jsonl", ".bin": "tokens", ".npy": "tokens"}.get(Path(unknown[0]).suffix, "text")
+        offers = keys.registry.classes("data").values()
+        reader = max(offers, key=lambda cls: cls.recognises(Path(unknown[0]))).name
         return f"{line}: must be a kind of data; for this file: data={reader} data.path={unknown[0]}"
     return keys.registry.explain_missing(kind, unknown[0], valid) if unknown else None
 

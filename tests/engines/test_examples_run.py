@@ -12,9 +12,9 @@ from toyexp.formats.gguf.read import GGUFFile
 from toyexp.formats.gguf.write import write_model
 from toyexp.interfaces.recipe import start_session
 from toyexp.tokenizers.byte_level import Bytes
-from toyexp_data import jsonl
+from toyexp_data import examples
 from toyexp_data.chat import PLAIN_TEMPLATE
-from toyexp_data.jsonl import Jsonl
+from toyexp_data.examples import ExampleData
 from toyexp_models.llama import Llama
 from toyexp_recipes.scratch import Scratch
 
@@ -34,7 +34,7 @@ def lines(tmp_path):
 def test_logits_depend_on_the_prompt_but_its_targets_have_no_gradient(lines):
     from toyexp_ggml.engines import GGMLCPU
 
-    dataset = Jsonl(path=str(lines), tokenizer="byte").open(None)
+    dataset = ExampleData(path=str(lines), tokenizer="byte").open(None)
     model = Llama(d_model=16, n_layers=1, n_heads=2, n_kv_heads=1, d_ff=32, context=16).fit(dataset)
     batches = dataset.batches(16, 4, 0)
     recipe, batch = Scratch(), batches.batch(0)
@@ -61,10 +61,10 @@ def test_logits_depend_on_the_prompt_but_its_targets_have_no_gradient(lines):
 
 def test_a_run_learns_from_json_lines_and_exports_its_chat_template(lines, tmp_path, capsys):
     lines.write_text(lines.read_text() + "{}\n" + json.dumps({"prompt": "x" * 99, "completion": "y"}) + "\n")
-    words = ["engine=ggml", "engine.threads=1", "data=jsonl", f"data.path={lines}", "data.tokenizer=byte", "steps=3",
+    words = ["engine=ggml", "engine.threads=1", "data=examples", f"data.path={lines}", "data.tokenizer=byte", "steps=3",
              "model.d_model=16", "model.d_ff=16", "model.context=32", f"hydra.run.dir={tmp_path / 'run'}"]  # fmt: skip
     assert main(words) == 2
-    assert f"{lines}:43: has the keys none; expected prompt and" in capsys.readouterr().err
+    assert f"{lines}:43: has the keys none; expected messages," in capsys.readouterr().err
     assert not (tmp_path / "run").exists()
     assert main([*words, "data.on_error=skip"]) == 0
     out = capsys.readouterr().out
@@ -72,7 +72,7 @@ def test_a_run_learns_from_json_lines_and_exports_its_chat_template(lines, tmp_p
     assert "1 of 43 examples left out: their prompts exceed the context (model.context)" in out
     events = [json.loads(line) for line in (tmp_path / "run" / "events.jsonl").read_text().splitlines()]
     facts = events[0]["data"]
-    assert (facts["name"], facts["examples"], facts["chats"], facts["too_long"]) == ("jsonl", 43, 2, 1)
+    assert (facts["name"], facts["examples"], facts["chats"], facts["too_long"]) == ("examples", 43, 2, 1)
     steps = [e for e in events if e["kind"] == "step"]
     assert len(steps) == 3 and steps[-1]["loss"] < steps[0]["loss"]
     with GGUFFile(tmp_path / "run" / "model.gguf") as file:
@@ -87,7 +87,7 @@ def test_a_resumed_run_keeps_the_date_that_its_chat_template_first_saw(lines, tm
         def today(cls):
             return cls.today_is
 
-    monkeypatch.setattr(jsonl, "date", Day)
+    monkeypatch.setattr(examples, "date", Day)
     tokenizer = Bytes()
     tokenizer.chat_template = (
         "{{ strftime_now('%d %b') }}{% for m in messages %}{{ m.content }}{{ eos_token }}{% endfor %}"
@@ -95,7 +95,7 @@ def test_a_resumed_run_keeps_the_date_that_its_chat_template_first_saw(lines, tm
     model = Llama(d_model=16, n_layers=1, n_heads=2, n_kv_heads=1, d_ff=16, context=8, vocab=257)
     values = {t.name: np.zeros(t.shape, np.float32) for t in model.tensors()}
     write_model(tmp_path / "donor.gguf", model, values, tokenizer)
-    data = ["data=jsonl", f"data.path={lines}", f"data.tokenizer={tmp_path / 'donor.gguf'}"]
+    data = ["data=examples", f"data.path={lines}", f"data.tokenizer={tmp_path / 'donor.gguf'}"]
     sizes = ["model.d_model=16", "model.d_ff=16", "model.context=32"]
     words = ["engine=ggml", "engine.threads=1", *data, *sizes, "checkpoint_every=1", "name=day"]
     assert main([*words, "steps=2", f"hydra.run.dir={tmp_path / 'runs' / 'a'}"]) == 0

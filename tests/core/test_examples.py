@@ -18,7 +18,8 @@ from toyexp.testing import DataSuite
 from toyexp.tokenizers.byte_level import BPE, Bytes, Characters
 from toyexp.tokenizers.tokenizer import END_OF_TEXT, SYMBOLS
 from toyexp_data.chat import PLAIN_TEMPLATE, BadExample, Message, plain_rows, tokenize
-from toyexp_data.jsonl import Jsonl, example_rows, parse, spread_held_out
+from toyexp_data.columns import convert
+from toyexp_data.examples import ExampleData, example_rows, spread_held_out
 from toyexp_data.template import ChatTemplate
 from toyexp_models.llama import Llama
 
@@ -34,12 +35,16 @@ def write_lines(path, lines):
     return path
 
 
-def open_jsonl(path, lines=None, **changes):
+def open_examples(path, lines=None, **changes):
     if lines is not None:
         write_lines(path, lines)
-    data = Jsonl(path=str(path), **{"tokenizer": "byte", **changes})
+    data = ExampleData(path=str(path), **{"tokenizer": "byte", **changes})
     data.check()
     return data.open(None)
+
+
+def rows_of(record):
+    return example_rows(convert(record, {}), plain_rows, "answers").rows[0]
 
 
 def learned_texts(example, tokenizer):
@@ -55,10 +60,10 @@ class TestJsonl(DataSuite):
 
     @pytest.fixture(autouse=True)
     def _file(self, tmp_path):
-        self.data = Jsonl(path=str(write_lines(tmp_path / "x.jsonl", pairs(60))), val_fraction=0.2)
+        self.data = ExampleData(path=str(write_lines(tmp_path / "x.jsonl", pairs(60))), val_fraction=0.2)
 
     def subject(self):
-        return Jsonl
+        return ExampleData
 
 
 class TestJsonlPacked(TestJsonl):
@@ -70,7 +75,7 @@ class TestJsonlPacked(TestJsonl):
         path = write_lines(
             tmp_path / "x.jsonl", [{"prompt": "a", "completion": "bc"[: 1 + i % 2] * 2} for i in range(60)]
         )
-        self.data = Jsonl(path=str(path), val_fraction=0.2, pack=True)
+        self.data = ExampleData(path=str(path), val_fraction=0.2, pack=True)
 
 
 # -- what is learned --------------------------------------------------------------------------------------------------
@@ -95,7 +100,7 @@ def tokenizers():
 @settings(deadline=None, max_examples=80)
 def test_the_loss_of_a_pair_covers_the_completion_and_its_end_token(tokenizers, kind, prompt, completion):
     tokenizer = tokenizers[kind]
-    parts = example_rows({"prompt": prompt, "completion": completion}, plain_rows).rows[0]
+    parts = rows_of({"prompt": prompt, "completion": completion})
     example = tokenize(parts, tokenizer, everything=False)
     before, after = tokenizer.encode(prompt).tolist(), tokenizer.encode(completion).tolist()
     assert example.ids.tolist() == [*before, *after, tokenizer.eos]
@@ -106,9 +111,9 @@ def test_the_loss_of_a_pair_covers_the_completion_and_its_end_token(tokenizers, 
 
 def test_tokens_never_span_the_boundary_of_prompt_and_completion():
     tokenizer = BPE([*SYMBOLS, "Ġx", END_OF_TEXT], [("Ġ", "x")], 257)
-    example = tokenize(example_rows({"prompt": "a ", "completion": "x"}, plain_rows).rows[0], tokenizer, False)
+    example = tokenize(rows_of({"prompt": "a ", "completion": "x"}), tokenizer, False)
     assert example.ids.tolist() == [ord("a"), ord(" "), ord("x"), 257] and example.split == 1
-    ids = tokenize(example_rows({"prompt": "a", "completion": " x"}, plain_rows).rows[0], tokenizer, False)
+    ids = tokenize(rows_of({"prompt": "a", "completion": " x"}), tokenizer, False)
     assert ids.ids.tolist() == [ord("a"), 256, 257] and ids.split == 0
 
 
@@ -128,12 +133,10 @@ def test_the_loss_of_a_conversation_covers_exactly_the_answers(tokenizers, kind,
 
 def test_with_train_on_all_the_loss_covers_every_token_after_the_first():
     for value in ({"prompt": "ab", "completion": "c"}, {"text": "abc"}):
-        example = tokenize(example_rows(value, plain_rows).rows[0], Bytes(), everything=True)
+        example = tokenize(rows_of(value), Bytes(), everything=True)
         assert example.ids.tolist() == [EOS, *b"abc", EOS]
         assert example.learned.tolist() == [False, True, True, True, True]
-    assert tokenize(example_rows({"text": "abc"}, plain_rows).rows[0], Bytes(), False).learned.sum() == 4, (
-        "text is learned whole"
-    )
+    assert tokenize(rows_of({"text": "abc"}), Bytes(), False).learned.sum() == 4, "text is learned whole"
 
 
 @given(messages=CHATS)
@@ -218,13 +221,13 @@ def test_answers_in_a_template_are_learned_up_to_their_end_token(template, messa
 
 def test_conversations_use_the_template_and_export_it(tmp_path, chatml):
     chat = {"messages": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "ho"}]}
-    dataset = open_jsonl(tmp_path / "x.jsonl", [chat] * 4, tokenizer=str(chatml))
+    dataset = open_examples(tmp_path / "x.jsonl", [chat] * 4, tokenizer=str(chatml))
     assert dataset.describe()["chat_template"] == "gguf" and dataset.tokenizer.chat_template == CHATML
     assert dataset.train.ids[dataset.train.learned].tolist() == [*b"ho", END] * 3
-    flat = open_jsonl(tmp_path / "x.jsonl", tokenizer=str(chatml), template="plain")
+    flat = open_examples(tmp_path / "x.jsonl", tokenizer=str(chatml), template="plain")
     assert flat.describe()["chat_template"] == "plain" and flat.tokenizer.chat_template == PLAIN_TEMPLATE
     assert flat.train.ids[flat.train.learned].tolist() == [*b"ho", 257] * 3
-    no_chat = open_jsonl(tmp_path / "y.jsonl", pairs(4), tokenizer=str(chatml))
+    no_chat = open_examples(tmp_path / "y.jsonl", pairs(4), tokenizer=str(chatml))
     assert no_chat.describe()["chat_template"] is None and no_chat.tokenizer.chat_template == CHATML
 
 
@@ -289,7 +292,7 @@ def of_lengths(lengths):
 @settings(deadline=None, max_examples=60)
 def test_an_epoch_trains_on_every_fitting_completion_token_once(tmp_path_factory, pack, lengths, context, rows, seed):
     path = tmp_path_factory.getbasetemp() / "lengths.jsonl"
-    dataset = open_jsonl(path, of_lengths(lengths), tokenizer="char", pack=pack, val_fraction=0.2)
+    dataset = open_examples(path, of_lengths(lengths), tokenizer="char", pack=pack, val_fraction=0.2)
     held = spread_held_out(len(lengths), 0.2)
     fits = [min(c + 1, context + 1 - p) for p, c in lengths]
     expected = {n: f for n, (f, h) in enumerate(zip(fits, held, strict=True)) if f > 0 and not h}
@@ -319,7 +322,7 @@ def test_an_epoch_trains_on_every_fitting_completion_token_once(tmp_path_factory
 
 
 def test_rows_are_padded_with_end_of_text_of_weight_zero(tmp_path):
-    dataset = open_jsonl(tmp_path / "x.jsonl", [{"prompt": "ab", "completion": "cd"}] * 2)
+    dataset = open_examples(tmp_path / "x.jsonl", [{"prompt": "ab", "completion": "cd"}] * 2)
     batch = dataset.batches(7, 1, 0).batch(0)
     assert batch["tokens"].tolist() == [[*b"abcd", EOS, EOS, EOS]]
     assert batch["targets"].tolist() == [[*b"bcd", EOS, EOS, EOS, EOS]]
@@ -328,7 +331,7 @@ def test_rows_are_padded_with_end_of_text_of_weight_zero(tmp_path):
 
 def test_examples_are_packed_into_rows_and_a_truncated_one_fills_its_own(tmp_path):
     lines = [{"prompt": "a", "completion": "bc"}, {"prompt": "a" * 9, "completion": "b" * 9}] * 3
-    batches = open_jsonl(tmp_path / "x.jsonl", lines, pack=True, val_fraction=0.1).batches(11, 2, 0)
+    batches = open_examples(tmp_path / "x.jsonl", lines, pack=True, val_fraction=0.1).batches(11, 2, 0)
     rows = {bytes(np.where(ids == EOS, ord("."), ids).tolist()) for k in range(9) for ids in batches.batch(k)["tokens"]}
     assert rows == {b"aaaaaaaaabb", b"abc.abc.abc"}
 
@@ -339,7 +342,7 @@ def test_a_batch_depends_only_on_seed_and_number_and_equals_its_micro_batches(
     tmp_path_factory, k, rows, accumulate, pack
 ):
     path = tmp_path_factory.getbasetemp() / "pairs.jsonl"
-    small, large = (open_jsonl(path, pairs(30), pack=pack).batches(20, n, 3) for n in (rows, rows * accumulate))
+    small, large = (open_examples(path, pairs(30), pack=pack).batches(20, n, 3) for n in (rows, rows * accumulate))
     expected = batch_digest(large.batch(k))
     parts = [small.batch(k * accumulate + i) for i in range(accumulate)]
     joined = {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
@@ -351,7 +354,7 @@ def test_a_batch_depends_only_on_seed_and_number_and_equals_its_micro_batches(
 def test_held_out_examples_are_spread_evenly_and_never_trained_on(tmp_path):
     assert np.flatnonzero(spread_held_out(20, 0.2)).tolist() == [4, 9, 14, 19]
     assert spread_held_out(3, 0.01).sum() == 1 and spread_held_out(2, 0.99).sum() == 1
-    dataset = open_jsonl(tmp_path / "x.jsonl", of_lengths([(1, 2)] * 20), tokenizer="char", val_fraction=0.2)
+    dataset = open_examples(tmp_path / "x.jsonl", of_lengths([(1, 2)] * 20), tokenizer="char", val_fraction=0.2)
     first, second = (dataset.batches(6, 3, seed).held_out() for seed in (0, 1))
     assert [batch_digest(b) for b in first] == [batch_digest(b) for b in second]
     texts = [dataset.tokenizer.decode(t[w > 0]) for b in first for t, w in zip(b["targets"], b["weights"], strict=True)]
@@ -359,7 +362,9 @@ def test_held_out_examples_are_spread_evenly_and_never_trained_on(tmp_path):
     train = dataset.tokenizer.decode(dataset.train.ids)
     assert not {chr(0x100 + n) for n in (4, 9, 14, 19)} & set(train)
     few = (
-        open_jsonl(tmp_path / "x.jsonl", tokenizer="char", val_fraction=0.2, eval_batches=1).batches(6, 2, 0).held_out()
+        open_examples(tmp_path / "x.jsonl", tokenizer="char", val_fraction=0.2, eval_batches=1)
+        .batches(6, 2, 0)
+        .held_out()
     )
     assert len(few) == 1
 
@@ -378,14 +383,14 @@ BAD = [
     (b"[" * 100_000, "is not one JSON object ("),
     (b'{"prompt": "a', "is not one JSON object (Unterminated string"),
     (b'{"text": "\xff"}', "not UTF-8 text (byte 10 is 0xff)"),
-    (b"[1]", "is a list; expected prompt and completion, or messages, or text"),
+    (b"[1]", "is a list; expected messages, prompt and completion"),
     (b"3", "is a number; expected"),
     (b"{}", "has the keys none; expected"),
-    (b'{"prompt": "a", "answer": "b"}', "has the keys prompt, answer; expected prompt and completion"),
-    (b'{"text": "a", "prompt": "b", "completion": "c"}', "has the keys text, prompt, completion; expected"),
+    (b'{"prompt": "a", "reply": "b"}', "has the keys prompt, reply; expected messages, prompt and completion"),
+    (b'{"chosen": "a", "rejected": "b"}', "has the keys chosen, rejected; expected"),
     (b'{"prompt": "", "completion": "b"}', "prompt is empty"),
     (b'{"prompt": "a", "completion": ""}', "completion is empty"),
-    (b'{"prompt": "a", "completion": null}', "completion is null, expected text"),
+    (b'{"prompt": "a", "completion": 3}', "completion is a number, expected text"),
     (b'{"text": ["a"]}', "text is a list, expected text"),
     (b'{"text": "\\ud83d"}', r"text holds half a surrogate pair (\ud83d)"),
     (b'{"messages": []}', "messages is an empty list; expected a list of role and content"),
@@ -411,11 +416,13 @@ def test_an_invalid_line_is_reported_or_counted(tmp_path, line, words):
     path = tmp_path / "x.jsonl"
     path.write_bytes(b"\n".join([GOOD, b"", line, GOOD, b""]))
     with pytest.raises(UserError) as error:
-        open_jsonl(path)
+        open_examples(path)
     message = str(error.value)
-    assert message.startswith(f"{path}:3: {words}") and message.endswith("(data.on_error=skip leaves such lines out)")
+    assert message.startswith(f"{path}:3: {words}") and message.endswith(
+        "(data.on_error=skip leaves such examples out)"
+    )
     assert "\n" not in message and len(message) < len(str(path)) + 250
-    facts = open_jsonl(path, on_error="skip").describe()
+    facts = open_examples(path, on_error="skip").describe()
     assert (facts["examples"], facts["skipped"]) == (2, 1)
     assert facts["skipped_lines"][0].startswith(f"x.jsonl:3: {words}")
 
@@ -425,46 +432,55 @@ def test_the_error_for_another_format_does_not_suggest_skipping_lines(tmp_path, 
     path = tmp_path / "x.jsonl"
     path.write_bytes(line + b"\n" + line)
     with pytest.raises(UserError, match=rf"x\.jsonl:1: {words}") as error:
-        open_jsonl(path)
+        open_examples(path)
     assert "on_error" not in str(error.value)
     with pytest.raises(UserError, match=rf"0 examples; .*\(x\.jsonl:1: {words}"):
-        open_jsonl(path, on_error="skip")
+        open_examples(path, on_error="skip")
 
 
 @pytest.mark.parametrize(
     ("name", "content", "words"),
     [
-        ("x.json", b'\n[\n {"text": "a"},\n {"text": "b"}]', r"JSON array: jq -c '\.\[\]' .*x\.json > x_lines\.jsonl"),
-        ("x.jsonl", b"[1]\n[2]", "JSON array"),
-        ("x.csv", b"prompt,completion\na,b", r"table: pandas\.read_csv"),
-        ("x.parquet", b"PAR1\x15\0", r"Parquet: pandas\.read_parquet"),
-        ("x.jsonl.gz", b"\x1f\x8b\x08", "compressed: gunzip it"),
+        ("x.jsonl", b"[1]\n[2]", r"is not a JSON lines file; it is a JSON array: rename it to x\.json"),
+        ("x.jsonl", b"PAR1\x15\0", "is not a JSON lines file; it is Parquet"),
+        ("x.jsonl", b"\x1f\x8b\x08", "is not a JSON lines file; it is compressed"),
+        ("x.json", b'[\n {"text": "a"},\n {"text": "b"', "is not valid JSON"),
+        ("x.parquet", b"PAR1\x15\0", "cannot be read as Parquet"),
+        ("x.arrow", b"ARROW1\0\0", "cannot be read as Arrow"),
+        ("x.jsonl.gz", b"\x1f\x8b\x08", "cannot be read"),
+        ("x.jsonl.xz", b"\xfd7zXZ\0", "cannot be read"),
+        ("x.jsonl.zst", b"{}\n", "cannot be read"),
+        ("x.csv", b"prompt;completion\na;b", "columns are separated by ';'"),
+        ("x.csv", b"prompt,completion\na", ":2: has fewer fields than the 2 columns"),
+        ("x.csv", b"prompt,completion\na,b,c", ":2: has more fields than the 2 columns"),
+        ("x.csv", b'prompt,completion\na,"b', "cannot be read: unexpected end of data"),
+        ("x.csv", b"prompt,completion\na,\xff", "is not UTF-8 text"),
     ],
 )
 def test_a_file_of_another_format_is_named_as_such(tmp_path, name, content, words):
     (tmp_path / name).write_bytes(content)
-    with pytest.raises(UserError, match=rf"{re.escape(name)}: is not a JSON lines file; it is .*{words}"):
-        open_jsonl(tmp_path / name, on_error="skip")
+    with pytest.raises(UserError, match=rf"{re.escape(name)}.*{words}"):
+        open_examples(tmp_path / name, on_error="skip")
 
 
 def test_a_pattern_selects_the_matching_files(tmp_path):
     for name in ("b.jsonl", "a.jsonl", "other.json"):
         (tmp_path / name).write_text("\n".join(json.dumps({"text": name[0] * 3}) for _ in range(2)))
-    dataset = open_jsonl(tmp_path / "*.jsonl", val_fraction=0.25)
+    dataset = open_examples(tmp_path / "*.jsonl", val_fraction=0.25)
     assert dataset.tokenizer.decode(dataset.train.ids[dataset.train.learned]).count("aaa") == 2
     assert dataset.describe()["examples"] == 4
     (tmp_path / "b.jsonl").write_text('{"text": "b"}\n{}')
     with pytest.raises(UserError, match=r"b\.jsonl:2: has the keys none"):
-        open_jsonl(tmp_path / "*.jsonl")
+        open_examples(tmp_path / "*.jsonl")
     with pytest.raises(UserError, match=r"\*\.txt: matches no file"):
-        open_jsonl(tmp_path / "*.txt")
+        open_examples(tmp_path / "*.txt")
 
 
 def test_files_of_other_programs_are_read(tmp_path):
     path = tmp_path / "x.jsonl"
     line = '{"id": 7, "prompt": "a\u2028b", "completion": "é\\ud83d\\ude42"}'
     path.write_bytes(b"\xef\xbb\xbf" + (line + "\r\n" + line).encode())
-    dataset = open_jsonl(path)
+    dataset = open_examples(path)
     assert dataset.tokenizer.decode(dataset.train.ids) == "a\u2028bé🙂"
 
 
@@ -474,9 +490,9 @@ def test_text_that_the_tokenizer_cannot_encode_is_a_bad_line(tmp_path):
     write_model(tmp_path / "char.gguf", model, values, Characters.from_texts(["0123456789+= "]))
     lines = [*pairs(5), {"prompt": "z", "completion": "1"}]
     with pytest.raises(UserError, match=r"x\.jsonl:6: the character 'z' is not in this character tokenizer"):
-        open_jsonl(tmp_path / "x.jsonl", lines, tokenizer=str(tmp_path / "char.gguf"))
+        open_examples(tmp_path / "x.jsonl", lines, tokenizer=str(tmp_path / "char.gguf"))
     skips = {"tokenizer": str(tmp_path / "char.gguf"), "on_error": "skip", "val_fraction": 0.3}
-    facts = open_jsonl(tmp_path / "x.jsonl", [lines[-1], *lines], **skips).describe()
+    facts = open_examples(tmp_path / "x.jsonl", [lines[-1], *lines], **skips).describe()
     assert (facts["examples"], facts["skipped"]) == (5, 2)
 
 
@@ -486,15 +502,15 @@ def test_text_that_the_tokenizer_cannot_encode_is_a_bad_line(tmp_path):
 def test_too_few_examples_are_rejected(tmp_path, raw, words):
     (tmp_path / "x.jsonl").write_bytes(raw)
     with pytest.raises(UserError, match=words):
-        open_jsonl(tmp_path / "x.jsonl", on_error="skip")
+        open_examples(tmp_path / "x.jsonl", on_error="skip")
 
 
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"path": ""}, "data=jsonl needs a file of JSON lines"),
+        ({"path": ""}, "data=examples needs a file or directory"),
         ({"path": "nowhere.jsonl"}, "data.path=nowhere.jsonl: not found"),
-        ({"train_on": "completions"}, "data.train_on=completions: did you mean completion?"),
+        ({"train_on": "answer"}, "data.train_on=answer: did you mean answers?"),
         ({"template": "gguf"}, "data.template=gguf: choose one of: auto, plain"),
         ({"on_error": "ignore"}, "data.on_error=ignore: choose one of: refuse, skip"),
         ({"date": "tomorrow"}, "data.date=tomorrow: must be a date such as 2026-11-21"),
@@ -505,16 +521,12 @@ def test_too_few_examples_are_rejected(tmp_path, raw, words):
 def test_invalid_settings_are_rejected(tmp_path, changes, words):
     path = write_lines(tmp_path / "x.jsonl", pairs(3))
     with pytest.raises(UserError, match=re.escape(words)):
-        Jsonl(**{"path": str(path), **changes}).check()
+        ExampleData(**{"path": str(path), **changes}).check()
 
 
 def test_describe_counts_read_and_trained_tokens(tmp_path):
     lines = [{"prompt": "ab", "completion": "cd"}] * 9 + [{"text": "xyz"}]
-    facts = open_jsonl(tmp_path / "x.jsonl", lines, val_fraction=0.1).describe()
+    facts = open_examples(tmp_path / "x.jsonl", lines, val_fraction=0.1).describe()
     assert facts["examples"] == 10 and facts["tokens"] == 9 * 5 + 5
     assert (facts["train_examples"], facts["train_tokens"]) == (9, 27)
     assert (facts["held_out_examples"], facts["held_out_tokens"]) == (1, 4)
-
-
-def test_a_line_is_parsed_by_its_format():
-    assert parse(b'{"id": 1, "text": "a", "meta": {}}') == {"text": "a"}

@@ -1,0 +1,331 @@
+"""Recognise the columns of a record, and convert the record to text, to a prompt with completion, or to messages."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from toyexp import printable, suggest
+from toyexp_data.chat import BadExample, Message, iter_strings
+from toyexp_data.records import SPLITS, Record
+
+ROLES = ("system", "developer", "user", "assistant", "tool")
+# The senders in ShareGPT's conversations, and their roles.
+SENDERS = {
+    **{role: role for role in ROLES},
+    **dict.fromkeys(("human", "prompter"), "user"),
+    **dict.fromkeys(("gpt", "chatgpt", "model", "bot"), "assistant"),
+    **dict.fromkeys(("observation", "function_response"), "tool"),
+}
+SYSTEM = ("system", "system_prompt")
+ASKED = ("prompt", "question", "instruction", "query", "input")
+_MESSAGE = "expected role and content"
+LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
+
+
+class Value(NamedTuple):
+    """A record as one of three: `messages`; or `prompt` and `completion`; or `completion` alone, which is a text."""
+
+    columns: tuple[str, ...]  # columns that were used
+    completion: str = ""
+    prompt: str | None = None
+    messages: Sequence[Message] = ()
+    tools: list[Any] | None = None
+    first: int = 0  # messages before this one are not learned
+    others: tuple[str, ...] = ()  # columns that were not used
+    split: str | None = None  # the split that the column `split` names
+
+
+class Pair(NamedTuple):
+    """The chosen and the rejected completion of a prompt; one of the two is None in data without pairs."""
+
+    chosen: Value | None
+    rejected: Value | None = None
+
+    @property
+    def split(self) -> str | None:
+        """The split that the record names."""
+        return (self.chosen or self.rejected or Value(())).split
+
+
+class Form(NamedTuple):
+    """A set of columns that is recognised, and the function that converts their values."""
+
+    required: tuple[str, ...]
+    optional: tuple[str, ...]
+    convert: Callable[[Mapping[str, Any]], Value]
+
+
+def decode(record: Record, columns: Mapping[str, str]) -> dict[str, Any]:
+    """Return a record's values by column, without nulls, and renamed by `columns`: {name in toyexp: column}.
+
+    Raise BadExample if the record is not a JSON object, or lacks a column.
+    """
+    value: Any = record
+    if isinstance(record, bytes):
+        try:
+            value = json.loads(record.decode("utf-8"))
+        except UnicodeDecodeError as error:
+            raise BadExample(f"not UTF-8 text (byte {error.start} is 0x{record[error.start]:02x})") from None
+        except (ValueError, RecursionError) as error:
+            raise BadExample(f"is not one JSON object ({printable(str(error))})") from None
+    if not isinstance(value, dict):
+        raise BadExample(f"is {kind_of(value)}; {EXPECTED}")
+    for name, column in columns.items():
+        if column not in value:
+            raise BadExample(f"has no column {printable(column, 20)} (data.columns.{name}); it has {_names(value)}")
+    renamed = {name: value[column] for name, column in columns.items()}
+    others = {key: item for key, item in value.items() if key not in columns.values() and key not in columns}
+    return {key: item for key, item in {**renamed, **others}.items() if item is not None}
+
+
+def convert(record: Record, columns: Mapping[str, str], system: str = "") -> Value:
+    """Return a record as text, as prompt and completion, or as messages. Raise BadExample if that is not possible.
+
+    `columns` maps toyexp's names to those of the record; `system` is the first message of conversations without one.
+    """
+    value = decode(record, columns)
+    form = next((form for form in FORMS if value.keys() >= {*form.required}), None)
+    if form is None:
+        hints = {"chosen": "; for pairs: data=preference", "input_ids": "; for token ids: data=tokens"}
+        hint = next((hint for name, hint in hints.items() if name in value), "")
+        raise BadExample(f"has the keys {_names(value)}; {EXPECTED}{hint}")
+    result = form.convert(value)
+    used = tuple(name for name in (*form.required, *form.optional) if name in value)
+    if result.messages:
+        result = add_system(result, _system(value) or system)
+    others = tuple(name for name in value if name not in used and name != "split")
+    return result._replace(columns=used, others=others, split=_split(value, columns))
+
+
+def _system(value: Mapping[str, Any]) -> str:
+    return next((value[name] for name in SYSTEM if value.get(name)), "")
+
+
+def _split(value: Mapping[str, Any], columns: Mapping[str, str]) -> str | None:
+    if "split" not in columns:
+        return None
+    if (word := str(value.get("split"))) not in SPLITS:
+        raise BadExample(f"{columns['split']} is {printable(word, 20)}; expected train, validation or test")
+    return SPLITS[word]
+
+
+def add_system(value: Value, system: str) -> Value:
+    """Return a conversation that begins with the system message `system`, unless it has one or `system` is empty."""
+    if not system or value.messages[0].role in ("system", "developer"):
+        return value
+    return value._replace(
+        messages=[Message("system", text_of(system, "system")), *value.messages], first=value.first + 1
+    )
+
+
+def _chat(name: str) -> Callable[[Mapping[str, Any]], Value]:
+    def read(value: Mapping[str, Any]) -> Value:
+        messages = read_messages(value[name], name)
+        _require_answer(messages)
+        return Value((), messages=messages, tools=_tools(value.get("tools")))
+
+    return read
+
+
+def _require_answer(messages: Sequence[Message]) -> None:
+    if all(message.role != "assistant" for message in messages):
+        raise BadExample("has no assistant message, so there is nothing to learn")
+
+
+def _completion(value: Mapping[str, Any]) -> Value:
+    prompt, completion = value["prompt"], value["completion"]
+    if isinstance(prompt, list) or isinstance(completion, list):
+        texts = (prompt, "prompt", "user"), (completion, "completion", "assistant")
+        before, after = (
+            read_messages([{"role": role, "content": text}] if isinstance(text, str) else text, name)
+            for text, name, role in texts
+        )
+        _require_answer(after)
+        return Value((), messages=[*before, *after], tools=_tools(value.get("tools")), first=len(before))
+    return Value((), text_of(completion, "completion"), text_of(prompt, "prompt"))
+
+
+def _exchange(question: str, answer: str, context: str = "") -> Callable[[Mapping[str, Any]], Value]:
+    def read(value: Mapping[str, Any]) -> Value:
+        asked = text_of(value[question], question)
+        if value.get(context):
+            asked += f"\n\n{text_of(value[context], context)}"
+        return Value((), messages=[Message("user", asked), Message("assistant", text_of(value[answer], answer))])
+
+    return read
+
+
+def _choice(answer: str) -> Callable[[Mapping[str, Any]], Value]:
+    def read(value: Mapping[str, Any]) -> Value:
+        choices, labels, right = value["choices"], list(LETTERS), value[answer]
+        if isinstance(choices, dict) and choices.keys() >= {"text", "label"}:  # as in ARC
+            choices, labels = choices["text"], [str(label) for label in choices["label"]]
+        if not isinstance(choices, list) or not 2 <= len(choices) <= min(len(labels), len(LETTERS)):
+            raise BadExample(f"choices is {kind_of(choices)}; expected a list of 2 to {len(LETTERS)} texts")
+        if isinstance(right, str) and right not in labels and right.isdecimal():
+            right = int(right)
+        place = labels.index(right) if right in labels else right if isinstance(right, int) else -1
+        if not 0 <= place < len(choices):
+            raise BadExample(f"{answer} is {printable(str(right), 20)}; expected a letter, or a number from 0")
+        lines = [f"{LETTERS[i]}. {text_of(choice, 'a choice')}" for i, choice in enumerate(choices)]
+        return Value((), f" {LETTERS[place]}", "\n".join([text_of(value["question"], "question"), *lines, "Answer:"]))
+
+    return read
+
+
+FORMS = (
+    Form(("messages",), ("tools", *SYSTEM), _chat("messages")),
+    Form(("conversations",), ("tools", *SYSTEM), _chat("conversations")),
+    Form(("conversation",), ("tools", *SYSTEM), _chat("conversation")),
+    Form(("prompt", "completion"), ("tools", *SYSTEM), _completion),
+    Form(("instruction", "output"), ("input", *SYSTEM), _exchange("instruction", "output", "input")),
+    Form(("instruction", "response"), ("context", *SYSTEM), _exchange("instruction", "response", "context")),
+    Form(("question", "choices", "answer"), (), _choice("answer")),
+    Form(("question", "choices", "answerKey"), (), _choice("answerKey")),
+    *(
+        Form((question, answer), SYSTEM, _exchange(question, answer))
+        for question in ASKED
+        for answer in ("answer", "response", "output")
+    ),
+    Form(("text",), (), lambda value: Value((), text_of(value["text"], "text"))),
+)
+NAMES = sorted(
+    {"split", "chosen", "rejected", "label", *(n for form in FORMS for n in (*form.required, *form.optional))}
+)
+EXPECTED = "expected messages, prompt and completion, instruction and output, or text; name others with data.columns"
+
+
+def convert_pair(record: Record, columns: Mapping[str, str], system: str = "") -> Pair:
+    """Return a record as a chosen and a rejected completion of a prompt. Raise BadExample if that is not possible.
+
+    Without the column `prompt`, the prompt is what both have in common at the beginning. With the column `label`, which
+    is true or false, there is one completion only.
+    """
+    value = decode(record, columns)
+    if value.keys() >= {"prompt", "completion", "label"}:
+        if not isinstance(value["label"], bool | int) or value["label"] not in (0, 1):
+            raise BadExample(f"label is {printable(str(value['label']), 20)}; expected true or false")
+        used, texts = ("completion", "label"), [value["completion"]]
+    elif value.keys() >= {"chosen", "rejected"}:
+        used, texts = ("chosen", "rejected"), [value["chosen"], value["rejected"]]
+    else:
+        raise BadExample(f"has the keys {_names(value)}; expected prompt, chosen and rejected")
+    asked = next((name for name in ASKED if name in value), None)
+    prompt, *texts = [value[asked], *texts] if asked else _common_start(*texts)
+    used = (asked, *used) if asked else used
+    if isinstance(prompt, list) or isinstance(texts[0], list):  # `chosen` may repeat the prompt's messages
+        prompt = prompt if isinstance(prompt, list) else [{"role": "user", "content": prompt}]
+        texts = [text[len(prompt) :] if text[: len(prompt)] == prompt else text for text in texts]
+    values = [_completion({"prompt": prompt, "completion": text, "tools": value.get("tools")}) for text in texts]
+    values = [add_system(each, _system(value) or system) if each.messages else each for each in values]
+    used = (*used, *(name for name in (*SYSTEM, "tools") if name in value and values[0].messages))
+    others = tuple(name for name in value if name not in used and name != "split")
+    values[0] = values[0]._replace(columns=used, others=others, split=_split(value, columns))
+    return Pair(values[0], values[1]) if len(values) == 2 else Pair(*(values if value["label"] else [None, *values]))
+
+
+def _common_start(chosen: Any, rejected: Any) -> list[Any]:
+    """Return the common beginning of two texts, or of two lists of messages, and what follows in each."""
+    if type(chosen) is not type(rejected) or not isinstance(chosen, str | list):
+        raise BadExample(
+            f"chosen is {kind_of(chosen)} and rejected is {kind_of(rejected)}; expected two texts or lists"
+        )
+    limit = min(len(chosen), len(rejected)) - 1  # each keeps an end that is learned
+    same = next((i for i in range(limit) if chosen[i] != rejected[i]), limit)
+    if isinstance(chosen, str) and same and chosen[same - 1] == " ":  # a tokenizer joins a space to what follows
+        same -= 1
+    if same < 1:
+        raise BadExample("has no prompt: chosen and rejected have no common beginning")
+    return [chosen[:same], chosen[same:], rejected[same:]]
+
+
+def read_messages(value: Any, subject: str) -> list[Message]:
+    """Return the messages of a conversation. Raise BadExample if it is not a list of role and content."""
+    if isinstance(value, str) and value.lstrip().startswith("["):  # as a table holds it
+        try:
+            value = json.loads(value)
+        except (ValueError, RecursionError):
+            raise BadExample(f"{subject} is a text; expected a list of role and content") from None
+    if not isinstance(value, list) or not value:
+        raise BadExample(f"{subject} is {kind_of(value)}; expected a list of role and content")
+    return [_message(entry, number) for number, entry in enumerate(value, 1)]
+
+
+def _message(entry: Any, number: int) -> Message:
+    if isinstance(entry, dict) and "from" in entry and "role" not in entry:
+        sender = str(entry["from"])
+        others = {key: item for key, item in entry.items() if key in ("tool_calls", "name")}
+        entry = {"role": SENDERS.get(sender, sender), "content": entry.get("value"), **others}
+    if not isinstance(entry, dict) or "role" not in entry:
+        contents = _names(entry) if isinstance(entry, dict) else kind_of(entry)
+        raise BadExample(f"message {number} holds {contents}; {_MESSAGE}")
+    role, content = entry["role"], entry.get("content")
+    if role not in ROLES:
+        raise BadExample(f"message {number} has the role {printable(str(role))}; {suggest(str(role), ROLES)}")
+    if role == "system" and number > 1:
+        raise BadExample(f"message {number} has the role system; only the first message may have it")
+    if isinstance(content, list):
+        content = _join_texts(content, number)
+    further = {key: item for key, item in entry.items() if key not in ("role", "content") and item is not None}
+    if content not in (None, "") or (role != "tool" and not (role == "assistant" and further)):
+        if "content" not in entry:
+            raise BadExample(f"message {number} holds {_names(entry)}; {_MESSAGE}")
+        text_of(content, f"message {number}'s content")
+    for text in iter_strings(further):
+        _require_unicode(text, f"message {number}")
+    return Message(role, content, further)
+
+
+def _join_texts(parts: list[Any], number: int) -> str:
+    """Return the text of a message whose content is a list of parts. Raise BadExample for another kind of part."""
+    for part in parts:
+        kind = part.get("type") if isinstance(part, dict) else kind_of(part)
+        if kind != "text":
+            raise BadExample(f"message {number} has content of the type {printable(str(kind), 20)}; expected text")
+    return "".join(text_of(part.get("text"), f"message {number}'s content") for part in parts)
+
+
+def _tools(value: Any) -> list[Any] | None:
+    if isinstance(value, str) and value.lstrip().startswith("["):
+        try:
+            value = json.loads(value)
+        except (ValueError, RecursionError):
+            raise BadExample("tools is a text that is not JSON; expected a list of JSON schemas") from None
+    if value is None or value == []:
+        return None
+    if not isinstance(value, list) or not all(isinstance(tool, dict) for tool in value):
+        raise BadExample(f"tools is {kind_of(value)}; expected a list of JSON schemas")
+    for text in iter_strings(value):
+        _require_unicode(text, "tools")
+    return value
+
+
+def text_of(value: Any, subject: str) -> str:
+    """Return `value`. Raise BadExample if it is not a text, is empty, or is not valid Unicode."""
+    if not isinstance(value, str):
+        raise BadExample(f"{subject} is {kind_of(value)}, expected text")
+    if not value:
+        raise BadExample(f"{subject} is empty")
+    return _require_unicode(value, subject)
+
+
+def _require_unicode(text: str, subject: str) -> str:
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise BadExample(f"{subject} holds half a surrogate pair ({ascii(text[error.start])[1:-1]})") from None
+    return text
+
+
+def kind_of(value: Any) -> str:
+    """Return what a JSON value is, such as "a list", for a message."""
+    if value == []:
+        return "an empty list"
+    kinds = {dict: "an object", list: "a list", str: "a text", bool: "true or false", type(None): "null"}
+    return kinds.get(type(value), "a number")
+
+
+def _names(value: Mapping[Any, Any]) -> str:
+    return ", ".join(printable(str(key), 20) for key in list(value)[:8]) or "none"

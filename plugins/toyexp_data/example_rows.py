@@ -1,0 +1,201 @@
+"""Tokenized examples as batches of rows. Batch number k depends only on the seed and on k."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from functools import lru_cache
+from typing import Any, cast
+
+import numpy as np
+
+from toyexp import TOKENS, Batch, Batches, Dataset, Tokenizer, UserError
+from toyexp.base import stream
+from toyexp_data.chat import Example
+
+
+class ExampleDataset(Dataset):
+    """Data set of examples, in a training and a held-out part. Only tokens marked as learned count in the loss."""
+
+    def __init__(
+        self,
+        train: Sequence[Example],
+        held_out: Sequence[Example],
+        tokenizer: Tokenizer,
+        pack: bool,
+        eval_batches: int,
+        facts: Mapping[str, Any],
+        remarks: Sequence[str] = (),
+    ):
+        self.tokenizer, self.vocab = tokenizer, tokenizer.vocab
+        self.train, self.held_out = Examples(train, tokenizer.eos), Examples(held_out, tokenizer.eos)
+        self._pack, self._eval_batches, self._remarks = pack, eval_batches, remarks
+        parts = (self.train, self.held_out)
+        digest = hashlib.sha256()
+        for array in (a for part in parts for a in (part.ids, part.learned, part.lengths)):
+            digest.update(array.tobytes())
+        self._facts = {
+            **facts,
+            "train_examples": len(train),
+            "held_out_examples": len(held_out),
+            "tokens": sum(len(part.ids) for part in parts),
+            "train_tokens": int(self.train.learned.sum()),
+            "held_out_tokens": int(self.held_out.learned.sum()),
+            "boundary_splits": sum(e.split for e in (*train, *held_out)),
+            "tokens_sha256": digest.hexdigest(),
+        }
+
+    def describe(self) -> dict[str, Any]:
+        """Return the numbers of examples and tokens and a digest of all token ids, for the run's record."""
+        return self._facts
+
+    def prompt(self) -> list[int]:
+        """Return the token ids of the first held-out example's prompt, or its first tokens if it has no prompt."""
+        length = int(self.held_out.first[0]) or min(int(self.held_out.lengths[0]) // 4 + 1, 8)
+        return cast("list[int]", self.held_out.ids[:length].tolist())
+
+    def omissions(self) -> list[str]:
+        """Return a list with a note about skipped lines; empty if there are none."""
+        skipped, count = self._facts.get("skipped", 0), len(self.train.lengths) + len(self.held_out.lengths)
+        first = next(iter(self._facts.get("skipped_lines", ())), "")
+        notes = [f"{skipped} of {count + skipped} examples skipped (data.on_error), such as {first}"] if skipped else []
+        others = self._facts.get("other_splits")
+        return [*notes, f"{others} examples of other splits than train and the held-out one"] if others else notes
+
+    def remarks(self) -> list[str]:
+        """Return notes for the user from reading the data, such as how the chat template changed conversations."""
+        facts = {key: ", ".join(value) if isinstance(value, list) else value for key, value in self._facts.items()}
+        read = "read as {columns}; not read: {other_columns}" if facts.get("other_columns") else "read as {columns}"
+        obvious = ("messages", "prompt, completion", "text", "prompt, chosen, rejected")
+        texts = {
+            **({} if facts.get("columns") in obvious and not facts["other_columns"] else {"columns": read}),
+            "held_out_split": "held out is the {} split",
+            "chats_in_rows": "{} conversations become {rows_of_these} rows: the chat template changes earlier turns",
+            "answers_not_as_asked": "{} answers do not begin with the chat template's generation prompt",
+            "thoughts_dropped": "{} answers are learned without their reasoning, which the chat template drops",
+            "chat_date": "the chat template uses the date {} (data.date)",
+        }
+        notes = [text.format(facts[key], **facts) for key, text in texts.items() if facts.get(key)]
+        return [*self._remarks, *notes]
+
+    def batches(self, context: int, rows: int, seed: int) -> ExampleBatches:
+        """Return batches of `rows` rows of `context` tokens; a row has one example, or several if examples are packed.
+
+        Raise UserError if no example has, within the context, a token that counts in the loss.
+        """
+        length = context + 1  # a row's tokens, and the last one's target
+        for name, part in (("training", self.train), ("held-out", self.held_out)):
+            if len(part.first) and not part.usable(length).any():
+                problem = f"the {name} examples ({len(part.lengths)}) have only prompt tokens within this context"
+                raise UserError(f"model.context={context}: {problem}; type model.context={part.first.min()} or more")
+        return ExampleBatches(self.train, self.held_out, context, rows, seed, self._pack, self._eval_batches)
+
+
+class Examples:
+    """All examples of a data set part as concatenated arrays: token ids, and True for ids that count in the loss.
+
+    It also has the length of each example, and the position of its first token that counts.
+    """
+
+    def __init__(self, examples: Sequence[Example], eos: int):
+        self.eos = eos
+        self.ids = np.concatenate([np.empty(0, np.int32), *(e.ids for e in examples)])
+        self.learned = np.concatenate([np.empty(0, bool), *(e.learned for e in examples)])
+        self.lengths = np.array([len(e.ids) for e in examples], np.int64)
+        self.starts = np.cumsum(self.lengths) - self.lengths
+        self.first = np.array([int(e.learned.argmax()) for e in examples], np.int64)
+
+    def usable(self, length: int) -> np.ndarray:
+        """Return a mask [N] of the usable examples: one of their first `length` tokens counts in the loss."""
+        return self.first < length
+
+    def rows(self, row_length: int, pack: bool, order: np.ndarray) -> list[list[int]]:
+        """Assign examples to rows; return the indices of the examples in each row.
+
+        If `pack` is False, a row has one example. Otherwise it has several that fit into `row_length` tokens (best fit,
+        longest first). `order` has the indices of all examples. An example is left out if none of its first
+        `row_length` tokens counts in the loss.
+        """
+        order, lengths = order[self.usable(row_length)[order]], np.minimum(self.lengths, row_length)
+        if not pack:
+            return [[example] for example in order.tolist()]
+        rows: list[list[int]] = []
+        by_room: list[list[int]] = [[] for _ in range(row_length)]  # rows by their free tokens
+        for example in order[np.argsort(-lengths[order], kind="stable")].tolist():
+            length = int(lengths[example])
+            room = next((r for r in range(length, row_length) if by_room[r]), row_length)
+            if room == row_length:
+                rows.append([])
+            row = by_room[room].pop() if room < row_length else len(rows) - 1
+            rows[row].append(example)
+            by_room[room - length].append(row)
+        return rows
+
+    def fill(self, rows: Sequence[Sequence[int]], context: int) -> dict[str, np.ndarray]:
+        """Return the arrays of a batch: tokens, targets and weights, each [rows, context].
+
+        `rows` has the numbers of the examples in each row. Rows are padded with end-of-text tokens of weight 0.
+        """
+        ids = np.full((len(rows), context + 1), self.eos, np.int32)
+        learned = np.zeros(ids.shape, np.float32)
+        for row, members in enumerate(rows):
+            position = 0
+            for example in members:
+                length = min(int(self.lengths[example]), context + 1)
+                source, target = int(self.starts[example]), slice(position, position + length)
+                ids[row, target] = self.ids[source : source + length]
+                learned[row, target] = self.learned[source : source + length]
+                position += length
+        compact = np.ascontiguousarray
+        return {"tokens": compact(ids[:, :-1]), "targets": compact(ids[:, 1:]), "weights": compact(learned[:, 1:])}
+
+
+class ExampleBatches(Batches):
+    """Batches that contain each row once per epoch, in an order that depends only on the seed and the epoch.
+
+    The seed also decides which examples are packed into a row.
+    """
+
+    def __init__(
+        self, train: Examples, held_out: Examples, context: int, rows: int, seed: int, pack: bool, eval_batches: int
+    ):
+        self._train, self._held_out = train, held_out
+        self._context, self._count, self._seed = context, rows, seed
+        self._eval_batches = eval_batches
+        shuffled = np.argsort(stream(seed, "pack").random_raw(len(train.lengths)), kind="stable")
+        self._rows = train.rows(context + 1, pack, shuffled)
+        self.rows_per_epoch = len(self._rows)
+        self._held_out_rows = held_out.rows(context + 1, pack, np.arange(len(held_out.lengths)))
+        self._order = lru_cache(maxsize=2)(self._epoch_order)
+        self.inputs, row_length, parts = TOKENS.inputs(context), context + 1, (train, held_out)
+        cut = sum(int((p.usable(row_length) & (p.lengths > row_length)).sum()) for p in parts)
+        too_long, count = sum(int((~p.usable(row_length)).sum()) for p in parts), sum(len(p.lengths) for p in parts)
+        self.facts = {"truncated": cut, "too_long": too_long}
+        counts = {
+            f"{cut} of {count} examples cut to the context (model.context)": cut,
+            f"{too_long} of {count} examples left out: their prompts exceed the context (model.context)": too_long,
+        }
+        self.omissions = [text for text, number in counts.items() if number]
+
+    def _epoch_order(self, epoch: int) -> np.ndarray:
+        return np.argsort(stream(self._seed, "data-order", epoch).random_raw(len(self._rows)), kind="stable")
+
+    def batch(self, k: int) -> Batch:
+        """Return training batch `k`: tokens, targets and weights, each [rows, context]."""
+        positions = (divmod(n, len(self._rows)) for n in range(k * self._count, (k + 1) * self._count))
+        members = [self._rows[self._order(epoch)[position]] for epoch, position in positions]
+        return self._train.fill(members, self._context)
+
+    def held_out(self) -> Sequence[Batch]:
+        """Return at most `eval_batches` batches of evenly spread rows. Rows that pad the last batch have weight 0."""
+        count = len(self._held_out_rows)
+        limit = min(count, self._eval_batches * self._count)
+        indices = np.arange(limit) * count // limit
+        batches = []
+        for first in range(0, limit, self._count):
+            part = indices[first : first + self._count]
+            padded = np.resize(part, self._count)  # repeated rows fill the shape, with weight 0
+            batch = self._held_out.fill([self._held_out_rows[i] for i in padded], self._context)
+            batch["weights"][len(part) :] = 0
+            batches.append(batch)
+        return batches

@@ -99,6 +99,15 @@ def convert(record: Record, columns: Mapping[str, str], system: str = "") -> Val
     return result._replace(columns=used, others=others, split=_split(value, columns))
 
 
+def read_text_column(record: Record, columns: Mapping[str, str]) -> str:
+    """Return the column `text` of a record. Raise BadExample if it has none."""
+    value = decode(record, columns)
+    if "text" not in value:
+        others = "; for prompts and conversations: data=examples"
+        raise BadExample(f"has the keys {_names(value)}; expected text (data.columns={{text: NAME}}){others}")
+    return text_of(value["text"], "text")
+
+
 def _system(value: Mapping[str, Any]) -> str:
     return next((value[name] for name in SYSTEM if value.get(name)), "")
 
@@ -203,7 +212,7 @@ def convert_pair(record: Record, columns: Mapping[str, str], system: str = "") -
     Without the column `prompt`, the prompt is what both have in common at the beginning. With the column `label`, which
     is true or false, there is one completion only.
     """
-    value = decode(record, columns)
+    value, used = decode(record, columns), tuple[str, ...]()
     if value.keys() >= {"prompt", "completion", "label"}:
         if not isinstance(value["label"], bool | int) or value["label"] not in (0, 1):
             raise BadExample(f"label is {printable(str(value['label']), 20)}; expected true or false")

@@ -17,7 +17,7 @@ from typing import IO, Any
 
 from toyexp import UserError, printable, require_package
 from toyexp.base import NOT_TEXT_HINTS, open_file
-from toyexp_data.corpus import match_paths
+from toyexp_data.files import match_paths
 
 COMPRESSED = (".gz", ".xz", ".zst")
 INSTALL = "pip install 'toyexp[data]'"
@@ -66,6 +66,11 @@ def find_records(path: str, key: str = "path") -> list[Path]:
     return sorted(files, key=_natural_order)
 
 
+def has_records(path: str) -> bool:
+    """Return True if there is a file of records at `path`, a file, a directory or a pattern."""
+    return any(_files_below(match) if match.is_dir() else record_suffix(match) for match in match_paths(path))
+
+
 def _files_below(folder: Path) -> list[Path]:
     files = (f for f in folder.rglob("*") if f.name not in METADATA and not f.name.startswith((".", "cache-")))
     hidden = (f for f in files if not any(part.startswith(".") for part in f.relative_to(folder).parts))
@@ -94,7 +99,7 @@ def _open_bytes(path: Path) -> Iterator[IO[bytes]]:
     with contextlib.ExitStack() as stack:
         file: IO[bytes] = stack.enter_context(open_file(path))
         if path.suffix == ".gz":
-            file = stack.enter_context(gzip.open(file))  # type: ignore[assignment]  # a file of bytes too
+            file = stack.enter_context(gzip.open(file))  # type: ignore[arg-type]  # typeshed: not an IO[bytes]
         elif path.suffix == ".xz":
             file = stack.enter_context(lzma.open(file))
         elif path.suffix == ".zst":

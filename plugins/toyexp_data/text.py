@@ -7,7 +7,7 @@ import os
 import sysconfig
 from abc import abstractmethod
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -17,9 +17,10 @@ import toyexp.tokenizers
 from toyexp import TOKENS, Kind, RunPreview, UserError, is_changed, suggest
 from toyexp.base import UnknownCharacter, print_error, require_choice, require_file, require_range, run_interruptibly
 from toyexp_data.cache import load_or_pack, recall, remember
-from toyexp_data.corpus import Corpus, FoundFiles, characters, find_files, match_paths, megabytes, sample_pieces
+from toyexp_data.corpus import Corpus, characters, megabytes, sample_pieces
+from toyexp_data.files import FoundFiles, find_files, match_paths
 from toyexp_data.held_out import ON_ERROR, SplitData
-from toyexp_data.records import record_suffix
+from toyexp_data.records import TEST, TRAIN, VALIDATION, find_records, has_records, record_suffix, split_name
 
 if TYPE_CHECKING:
     import numpy as np
@@ -101,8 +102,8 @@ class TextData(TokenizedData):
 
     def open(self, vocabulary: Path | None) -> toyexp.TokenDataset:
         """Read, split and tokenize the text. The token ids are cached, keyed by the digests of text and tokenizer."""
-        inputs = self.files()
-        corpus = Corpus(inputs.files, math.ceil(self.max_mb * 1e6) or None, self.val_fraction, self.on_error == "skip")
+        inputs, limit, skip = self.files(), math.ceil(self.max_mb * 1e6) or None, self.on_error == "skip"
+        corpus = Corpus(inputs.files, limit, self.val_fraction, skip, inputs.held_out, inputs.columns)
         text = corpus.facts
         if not text.taken:
             files = f"{inputs.files[0]}{f' and {len(inputs.files) - 1} more' if len(inputs.files) > 1 else ''}"
@@ -110,7 +111,7 @@ class TextData(TokenizedData):
             raise UserError(f"data={self.name}: found no text in {files}{skipped}")
         tokenizer, limits = self._tokenizer(corpus, vocabulary)
         facts = {"documents": text.documents, "text_sha256": text.digest, **tokenizer_facts(tokenizer)}
-        key = f"{text.digest}-{facts['tokenizer_digest']}-{self.val_fraction!r}"
+        key = f"{text.digest}-{facts['tokenizer_digest']}-{self.val_fraction!r}{corpus.parts_key}"
         try:
             ids = load_or_pack(key, tokenizer.vocab, partial(_encode_corpus, corpus, tokenizer))
         except UnknownCharacter as error:
@@ -209,8 +210,10 @@ class Text(TextData):
 
     name: ClassVar[str] = "text"
 
-    path: str = ""  # text file, directory, or pattern such as 'books/*.txt'
-    suffixes: str = ".txt .md .py"  # suffixes of the files to read in a directory; '*': all
+    path: str = ""  # text, or records with a column text: file, directory, or pattern such as 'books/*.txt'
+    val_path: str = ""  # the same for the held-out text; empty: by names (only of records), or by val_fraction
+    columns: dict[str, str] = field(default_factory=dict)  # another name of the column: {text: content}
+    suffixes: str = ".txt .md .py"  # suffixes of text files to read in a directory; '*': all
 
     @classmethod
     def suggest_settings(cls, sizes: Mapping[str, Any], tokenizer: toyexp.Tokenizer | None) -> str | None:
@@ -239,9 +242,28 @@ class Text(TextData):
     def warnings(self, preview: RunPreview) -> Iterable[str]:
         """Yield a warning if the setting `suffixes` has no effect."""
         yield from super().warnings(preview)
-        if is_changed(self, "suffixes") and Path(self.path).is_file():
+        if is_changed(self, "suffixes") and Path(self.path).is_file() and not record_suffix(Path(self.path)):
             yield f"data.suffixes={self.suffixes}: has no effect; data.path={self.path} is a file, not a directory"
 
     def files(self) -> FoundFiles:
-        """Return the file, or the directory's files in path order."""
-        return find_files(self.path, self.suffixes.split())
+        """Return the file, or the files of a directory: those of text, or those of records if it has no text.
+
+        Of records in files that are named after splits, leave out splits that are neither trained on nor held out. With
+        the setting `suffixes`, all files are text.
+        """
+        may_be_records = not is_changed(self, "suffixes") and has_records(self.path)
+        found = find_files(self.path, self.suffixes.split(), required=not may_be_records)
+        if not may_be_records or [f for f in found.files if not record_suffix(f) and f.stem != "README"]:
+            found.held_out = find_files(self.val_path, self.suffixes.split()).files if self.val_path else []
+            return found
+        found = FoundFiles(find_records(self.path), columns=self.columns)
+        splits = {file: split_name(file) for file in found.files}
+        held_out = next((split for split in (VALIDATION, TEST) if split in splits.values()), None)
+        if self.val_path:
+            found.held_out = find_records(self.val_path, "val_path")
+        elif held_out and TRAIN in splits.values():
+            found.held_out = [file for file, split in splits.items() if split == held_out]
+            found.files = [file for file, split in splits.items() if split in (TRAIN, None)]
+            others = set(splits) - {*found.held_out, *found.files}
+            found.unreadable = [f"{file}: is of another split than train and {held_out}" for file in sorted(others)]
+        return found

@@ -28,8 +28,8 @@ from toyexp.tokenizers.byte_level import BPE, Bytes, Characters
 from toyexp.tokenizers.tokenizer import encode_documents
 from toyexp.training.experiment import prepare
 from toyexp_data import cache as caching
-from toyexp_data import corpus as finding
 from toyexp_data import corpus as reading
+from toyexp_data import files as finding
 from toyexp_data.cache import load_or_pack, recall, remember
 from toyexp_data.examples import ExampleData
 from toyexp_data.images import Images
@@ -565,7 +565,7 @@ def test_a_configuration_that_is_a_pipe_is_refused(no_files, capfd):
 
 def test_a_directory_in_place_of_a_file_and_vice_versa(no_files):
     for data, words in (
-        (ExampleData(path="."), "data.path=.: is a folder, not a file"),
+        (ExampleData(path="."), "data.path=.: has no file of examples"),
         (Tokens(path="."), "data.path=.: is a folder, not a file"),
         (Images(path="file"), "data.path=file: is a file, not a folder"),
     ):
@@ -588,7 +588,8 @@ def test_virtual_system_files_are_rejected_without_blocking(tmp_path):
 def test_a_long_directory_search_shows_progress(tmp_path, monkeypatch):
     statuses = []
     monkeypatch.setattr(finding, "STATUS_EVERY", 2)
-    monkeypatch.setattr(finding, "show_status", statuses.append)
+    for module in (finding, reading):
+        monkeypatch.setattr(module, "show_status", statuses.append)
     for name in "abc":
         (tmp_path / "in" / name).mkdir(parents=True)
         (tmp_path / "in" / name / "t.txt").write_text("text")

@@ -8,7 +8,8 @@ from typing import Any, NamedTuple
 
 from toyexp import printable, suggest
 from toyexp_data.chat import BadExample, Message, iter_strings
-from toyexp_data.records import SPLITS, Record
+from toyexp_data.records import Record
+from toyexp_data.splits import SPLITS
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 # The senders in ShareGPT's conversations, and their roles.

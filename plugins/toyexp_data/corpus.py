@@ -132,7 +132,7 @@ class Corpus:
         for path in self._files:
             before, lengths, taken = digest.copy(), array("q"), 0
             try:
-                for text in self._documents(path, skipped):
+                for text in self.documents(path, skipped):
                     digest.update(b"\0" if parts or lengths else b"")
                     length, count = _digest_text(text, room, digest.update)
                     lengths.append(length)
@@ -157,7 +157,7 @@ class Corpus:
             remember("text", self._key, asdict(facts))
         return facts, parts
 
-    def _documents(self, path: Path, skipped: list[str] | None = None) -> Iterator[Iterator[str]]:
+    def documents(self, path: Path, skipped: list[str] | None = None) -> Iterator[Iterator[str]]:
         """Yield each document of a file, in chunks of text; add the reasons for skipped records to `skipped`."""
         if self._columns is None:
             yield chunks(path)
@@ -176,7 +176,7 @@ class Corpus:
     def _parts(self, held_out: bool | None) -> Iterator[Iterator[str]]:
         """Yield the documents of the held-out part (True), of the training part (False), or all of them (None)."""
         for path, lengths in self._survey[1]:
-            documents = zip(self._documents(path), lengths, strict=False)
+            documents = zip(self.documents(path), lengths, strict=False)
             if held_out is None or (self._held_out and (path in self._held_out) == held_out):
                 yield from (slice_text(text, 0, length) for text, length in documents)
             elif not self._held_out and self._columns is not None:
@@ -201,7 +201,7 @@ class Corpus:
     def first_file_containing(self, character: str) -> Path | None:
         """Return the first file with this character in the text that the run uses; None if there is none."""
         for path, lengths in self._survey[1]:
-            for text, length in zip(self._documents(path), lengths, strict=False):
+            for text, length in zip(self.documents(path), lengths, strict=False):
                 if any(character in chunk for chunk in slice_text(text, 0, length)):
                     return path
         return None

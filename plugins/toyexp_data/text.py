@@ -20,7 +20,8 @@ from toyexp_data.cache import load_or_pack, recall, remember
 from toyexp_data.corpus import Corpus, characters, megabytes, sample_pieces
 from toyexp_data.files import FoundFiles, find_files, match_paths
 from toyexp_data.held_out import ON_ERROR, SplitData
-from toyexp_data.records import TEST, TRAIN, VALIDATION, find_records, has_records, record_suffix, split_name
+from toyexp_data.records import find_records, has_records, record_suffix
+from toyexp_data.splits import divide
 
 if TYPE_CHECKING:
     import numpy as np
@@ -100,7 +101,7 @@ class TextData(TokenizedData):
         require_range("data", self, max_mb="[0,inf)", bpe_mb="[0,inf)")
         require_choice("data", self, on_error=ON_ERROR)
 
-    def open(self, vocabulary: Path | None) -> toyexp.TokenDataset:
+    def open(self, vocabulary: Path | None) -> toyexp.Dataset:
         """Read, split and tokenize the text. The token ids are cached, keyed by the digests of text and tokenizer."""
         inputs, limit, skip = self.files(), math.ceil(self.max_mb * 1e6) or None, self.on_error == "skip"
         corpus = Corpus(inputs.files, limit, self.val_fraction, skip, inputs.held_out, inputs.columns)
@@ -167,7 +168,8 @@ def tokenizer_facts(tokenizer: toyexp.Tokenizer) -> dict[str, str]:
 
 def _encode_corpus(corpus: Corpus, tokenizer: toyexp.Tokenizer) -> Iterator[Iterator[np.ndarray]]:
     if corpus.facts.taken > LONG:
-        print_error(f"tokenizing {corpus.facts.taken / 1e6:.0f} MB of text; later runs reuse the cached ids")
+        size = f"{corpus.facts.taken / 1e6:.0f} MB"
+        print_error(f"tokenizing {size} of text; later runs reuse the cached ids (data.stream=true starts at once)")
     yield toyexp.tokenizers.encode_documents(tokenizer, corpus.train())
     yield toyexp.tokenizers.encode_documents(tokenizer, corpus.held_out())
     corpus.check_unchanged()
@@ -213,6 +215,7 @@ class Text(TextData):
     path: str = ""  # text, or records with a column text: file, directory, or pattern such as 'books/*.txt'
     val_path: str = ""  # the same for the held-out text; empty: by names (only of records), or by val_fraction
     columns: dict[str, str] = field(default_factory=dict)  # another name of the column: {text: content}
+    stream: bool = False  # tokenize during training: the first step comes sooner, and no token ids are cached
     suffixes: str = ".txt .md .py"  # suffixes of text files to read in a directory; '*': all
 
     @classmethod
@@ -238,12 +241,28 @@ class Text(TextData):
         if not self.path:
             raise UserError("data=text needs a file or directory: data.path=...")
         match_paths(self.path)
+        if self.stream and (self.tokenizer in ("char", "bpe") or self.max_mb):
+            key = "max_mb" if self.max_mb else "tokenizer"
+            raise UserError(f"data.{key}={getattr(self, key)}: cannot be used with data.stream=true; leave one out")
 
     def warnings(self, preview: RunPreview) -> Iterable[str]:
         """Yield a warning if the setting `suffixes` has no effect."""
         yield from super().warnings(preview)
         if is_changed(self, "suffixes") and Path(self.path).is_file() and not record_suffix(Path(self.path)):
             yield f"data.suffixes={self.suffixes}: has no effect; data.path={self.path} is a file, not a directory"
+
+    def open(self, vocabulary: Path | None) -> toyexp.Dataset:
+        """Open the text. With the setting `stream`, tokenize it while the run trains."""
+        if not self.stream:
+            return super().open(vocabulary)
+        from toyexp_data.streaming import StreamedText
+
+        found, tokenizer = self.files(), self.read_tokenizer(vocabulary)
+        corpus = Corpus(found.files, None, 0, self.on_error == "skip", found.held_out, found.columns)
+        return StreamedText(
+            found.files, found.held_out, corpus.documents, max(round(1 / self.val_fraction), 1), tokenizer,
+            self.eval_batches, tokenizer_facts(tokenizer), found.omissions(),
+        )  # fmt: skip
 
     def files(self) -> FoundFiles:
         """Return the file, or the files of a directory: those of text, or those of records if it has no text.
@@ -257,13 +276,9 @@ class Text(TextData):
             found.held_out = find_files(self.val_path, self.suffixes.split()).files if self.val_path else []
             return found
         found = FoundFiles(find_records(self.path), columns=self.columns)
-        splits = {file: split_name(file) for file in found.files}
-        held_out = next((split for split in (VALIDATION, TEST) if split in splits.values()), None)
         if self.val_path:
             found.held_out = find_records(self.val_path, "val_path")
-        elif held_out and TRAIN in splits.values():
-            found.held_out = [file for file, split in splits.items() if split == held_out]
-            found.files = [file for file, split in splits.items() if split in (TRAIN, None)]
-            others = set(splits) - {*found.held_out, *found.files}
-            found.unreadable = [f"{file}: is of another split than train and {held_out}" for file in sorted(others)]
+        else:
+            found.files, found.held_out, others = divide(found.files)
+            found.unreadable = [f"{file}: is neither of the training nor of the held-out split" for file in others]
         return found

@@ -13,7 +13,8 @@ from toyexp import UserError
 from toyexp_data.columns import convert, convert_pair
 from toyexp_data.examples import ExampleData
 from toyexp_data.preference import Preference
-from toyexp_data.records import find_records, iter_records, split_name
+from toyexp_data.records import find_records, iter_records
+from toyexp_data.splits import split_name
 from toyexp_data.text import Text
 
 pyarrow = pytest.importorskip("pyarrow", reason="Parquet and Arrow: pip install 'toyexp[data]'")
@@ -363,7 +364,7 @@ def test_text_has_its_own_held_out_files(tmp_path):
     (tmp_path / "README.md").write_text("about")
     dataset = open_text(tmp_path, columns={"text": "content"})
     assert (documents(dataset.train), documents(dataset.held_out)) == ("t|", "v|")
-    assert "test.jsonl: is of another split" in dataset.omissions()[0]
+    assert "test.jsonl: is neither of the training" in dataset.omissions()[0]
     raw = open_text(tmp_path, suffixes=".jsonl", val_path=str(tmp_path / "README.md"))
     assert documents(raw.train).startswith('{"content": "t"}') and documents(raw.held_out) == "about|"
     with pytest.raises(UserError, match=r"has the keys content; expected text \(data\.columns={text: NAME}\)"):

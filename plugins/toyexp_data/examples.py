@@ -18,7 +18,7 @@ from toyexp.base import pluralise, require_choice, run_interruptibly
 from toyexp_data.chat import PLAIN_TEMPLATE, Example, Part, Rows, plain_rows, tokenize
 from toyexp_data.columns import NAMES, Pair, Value, convert
 from toyexp_data.held_out import MAX_NAMED, ON_ERROR
-from toyexp_data.records import Record, find_records, has_records, iter_records
+from toyexp_data.records import Record, find_records, has_records, iter_records, record_suffix
 from toyexp_data.splits import TEST, TRAIN, VALIDATION, split_name
 from toyexp_data.text import TokenizedData, tokenizer_facts
 
@@ -203,7 +203,7 @@ class ExampleData(RecordData):
     @classmethod
     def recognises(cls, path: Path) -> int:
         """Return 2 (a certain match) for files of records and directories that contain some, and 0 for other paths."""
-        return 2 * has_records(str(path))
+        return 2 * (has_records(str(path)) if path.is_dir() else bool(record_suffix(path)))
 
     def check(self) -> None:
         """Raise UserError for invalid settings and missing files."""

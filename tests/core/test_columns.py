@@ -245,7 +245,7 @@ def test_a_directory_has_its_own_held_out_split(tmp_path):
     dataset = open_folder(tmp_path)
     assert (texts(dataset.train), texts(dataset.held_out)) == ("aaa", "bbb")
     assert dataset.omissions() == ["3 examples of other splits than train and the held-out one"]
-    assert "held out is the validation split" in dataset.remarks()
+    assert "held out: the validation split" in dataset.remarks()
     evaluated = open_folder(tmp_path, val_fraction=1.0)
     assert (texts(evaluated.train), texts(evaluated.held_out)) == ("", "bbb")
     (tmp_path / "valid.jsonl").unlink()

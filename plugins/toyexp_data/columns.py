@@ -93,7 +93,7 @@ def convert(record: Record, columns: Mapping[str, str], system: str = "") -> Val
         hint = next((hint for name, hint in hints.items() if name in value), "")
         raise BadExample(f"has the keys {_names(value)}; {EXPECTED}{hint}")
     result = form.convert(value)
-    used = tuple(name for name in (*form.required, *form.optional) if name in value)
+    used = tuple(name for name in value if name in (*form.required, *form.optional))
     if result.messages:
         result = add_system(result, _system(value) or system)
     others = tuple(name for name in value if name not in used and name != "split")

@@ -1,12 +1,14 @@
 """Text that is tokenized while the run trains, for texts that are too large to tokenize first.
 
-Batch k depends only on the files, the seed and k: rows are shuffled within blocks of about a million tokens.
+Batch k depends only on the files, the seed and k. Rows are shuffled within blocks of about half a million tokens.
 """
 
 from __future__ import annotations
 
 import hashlib
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from functools import lru_cache
 from itertools import islice
 from pathlib import Path
@@ -19,7 +21,7 @@ from toyexp.base import open_file, show_status, stream
 from toyexp.tokenizers import encode_documents
 from toyexp_data.cache import recall, remember
 
-BLOCK = 1 << 20  # tokens whose rows are shuffled together
+BLOCK = 1 << 19  # tokens whose rows are shuffled together
 GROUP = 64  # documents that are tokenized together
 HEAD = 1 << 16  # bytes of a file that the digest covers, besides its size
 
@@ -125,8 +127,13 @@ class StreamBatches(Batches):
         self._key = f"{source.digest}-{self._windows}-{context}"
         known = recall("stream", self._key) or {"marks": [(0, 0, 0)]}
         self._marks: list[Mark] = [(file, group, token) for file, group, token in known["marks"]]  # one per block
-        self._position = -1  # number of the block that the reader yields next
+        self._position = 0  # number of the block that the reader yields next
         self._reader: Iterator[tuple[np.ndarray, Mark]] = iter(())
+        self._thread = ThreadPoolExecutor(1, "text")  # reads and tokenizes the next block during training
+        self._next: Future[tuple[np.ndarray, Mark]] | None = None
+        weakref.finalize(
+            self, self._thread.shutdown, cancel_futures=True
+        )  # waits for the thread, which has a file open
         self._block = lru_cache(maxsize=2)(self._load_block)
         self.inputs = TOKENS.inputs(context)
 
@@ -142,14 +149,16 @@ class StreamBatches(Batches):
         return self._held_out
 
     def _load_block(self, number: int) -> np.ndarray:
-        """Return the windows of a block, [windows, context + 1], in random order."""
+        """Return the windows of a block, [windows, context + 1], in random order, and begin to read the next block."""
         nearest = min(number, len(self._marks) - 1)
-        if not nearest <= self._position <= number:
+        if self._next is None or not nearest <= self._position <= number:
             self._position, self._reader = nearest, self._read_blocks(self._marks[nearest])
+            self._next = self._thread.submit(next, self._reader)
         while self._position <= number:
             if self._position < number:
                 show_status(f"reading the text up to block {number}: block {self._position}")
-            ids, mark = next(self._reader)
+            ids, mark = self._next.result()
+            self._next = self._thread.submit(next, self._reader)
             self._position += 1
             if self._position == len(self._marks):
                 self._marks.append(mark)

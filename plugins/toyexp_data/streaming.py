@@ -152,7 +152,8 @@ class StreamBatches(Batches):
         """Return the windows of a block, [windows, context + 1], in random order, and begin to read the next block."""
         nearest = min(number, len(self._marks) - 1)
         if self._next is None or not nearest <= self._position <= number:
-            self._position, self._reader = nearest, self._read_blocks(self._marks[nearest])
+            size, self._position = self._windows * self._context, nearest
+            self._reader = _read_blocks(self._source, size, self._marks[nearest])
             self._next = self._thread.submit(next, self._reader)
         while self._position <= number:
             if self._position < number:
@@ -166,15 +167,16 @@ class StreamBatches(Batches):
         order = np.argsort(stream(self._seed, "data-order", number).random_raw(self._windows), kind="stable")
         return ids[order[:, None] * self._context + np.arange(self._context + 1)]
 
-    def _read_blocks(self, mark: Mark) -> Iterator[tuple[np.ndarray, Mark]]:
-        """Yield the token ids of each block from a mark on, with one more, and the mark of the block after it."""
-        file, group, skipped = mark
-        size, parts, count = self._windows * self._context, list[np.ndarray](), 0
-        for number, position, ids in self._source.groups(file, group):
-            offset, skipped = skipped, 0
-            while count + len(ids) - offset > size:
-                end = offset + size - count
-                yield np.concatenate([*parts, ids[offset : end + 1]]), (number, position, end)
-                offset, parts, count = end, [], 0
-            parts.append(ids[offset:])
-            count += len(ids) - offset
+
+def _read_blocks(source: StreamedText, size: int, mark: Mark) -> Iterator[tuple[np.ndarray, Mark]]:
+    """Yield the `size` token ids of each block from a mark on, with one more, and the mark of the block after it."""
+    file, group, skipped = mark
+    parts, count = list[np.ndarray](), 0
+    for number, position, ids in source.groups(file, group):
+        offset, skipped = skipped, 0
+        while count + len(ids) - offset > size:
+            end = offset + size - count
+            yield np.concatenate([*parts, ids[offset : end + 1]]), (number, position, end)
+            offset, parts, count = end, [], 0
+        parts.append(ids[offset:])
+        count += len(ids) - offset

@@ -3,7 +3,6 @@
 import contextlib
 import io
 import re
-import textwrap
 from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import groupby
@@ -199,16 +198,13 @@ Commands that read text may cache its token ids in `~/.cache/toyexp`.
 
 
 def format_overview(text: str) -> str:
-    """Return the help text of toyexp itself: a heading and a block of code for each of its parts."""
-    parts = ["## Usage\n"]
-    for block in text.split("\n\n"):
-        heading, _, rest = block.partition("\n")
-        is_part = not heading.startswith("usage:") and rest.startswith("  ")
-        title, _, note = heading.partition(" (")
-        parts += [f"## {title.capitalize()}\n"] if is_part else []
-        parts += [f"{escape_text(note.removesuffix(')')).capitalize()}.\n"] if is_part and note else []
-        parts.append(code_block(textwrap.dedent(rest) if is_part else block))
-    return "\n".join(parts)
+    """Return the usage of toyexp itself; its lists of commands and settings have pages of their own."""
+    usage = code_block(text.partition("\n\n")[0].removeprefix("usage: ").replace("\n       ", "\n"))
+    return (
+        f"## Usage\n\n{usage}\n`toyexp help` prints this usage, then [all commands](../commands.md), "
+        "[all settings](../settings.md) and the names of all pages. `toyexp help NAME` prints a page, and "
+        "`toyexp help WORDS` lists the pages that contain the words.\n"
+    )
 
 
 def page(name: str, command: type[Command]) -> str:

@@ -13,13 +13,15 @@ from pathlib import Path
 
 BUSY = re.compile(r"(^note +|; )\d+ of \d+ cores busy.*\n", re.MULTILINE)  # says what else this machine was doing
 RECORDED = Path(__file__).parent / "examples"
-COLUMNS = 100  # of the terminal; a page has room for 104 beside its table of contents
+COLUMNS = 106  # of the terminal: a page has room for as many beside its table of contents
 # Runs that the examples use, besides outputs/sweep and outputs/digits, which `make pictures` trains.
 RUNS = (
     "recipe=warm steps=1000 hydra.run.dir=outputs/warm",
     "recipe=lora recipe.base=outputs/warm/model.gguf steps=100 hydra.run.dir=outputs/lora",
 )
-# The command of each example, by name; a pattern selects the lines to show, the others become dots.
+PARTS = r"^(settings|engine|model|data|recipe|base|trains|time|dry)"  # of a dry run
+# The command of each example, by the name of its command or of its page of settings; a pattern selects the lines to
+# show, the others become dots.
 EXAMPLES = {
     "plugins": ("plugins warm", ""),
     "new": ("new optimiser sgdr", ""),
@@ -35,13 +37,22 @@ EXAMPLES = {
     "merge": ("merge outputs/warm outputs/lora --out merged.gguf", ""),
     "runs": ("runs outputs/sweep seed=0 'lr>1e-3'", ""),
     "compare": ("compare outputs/sweep", ""),
-    "completion": ("completion bash", ""),
+    "completion": ("completion fish", ""),
     "help": ("help 'learning rate'", ""),
+    "settings": ("steps=300 batch_size=16 lr=1e-3 --dry-run", ""),
+    "model": ("model=qwen3 model.d_model=128 model.n_layers=4 --dry-run", PARTS),
+    "data": ("data=stdlib data.tokenizer=char data.max_mb=1 --dry-run", PARTS),
+    "recipe": ("recipe=lora recipe.base=outputs/warm/model.gguf recipe.rank=4 --dry-run", PARTS),
+    "engine": ("engine=ggml engine.threads=1 --dry-run", PARTS),
+    "optim": ("optim=lion lr=3e-4 optim.weight_decay=0.1 --dry-run", PARTS),
+    "objective": ("objective=cross_entropy objective.smoothing=0.1 --dry-run", PARTS),
+    "callbacks": ("plugins early_stop", ""),
+    "format": ("export outputs/warm --type f16 --to small.gguf", ""),
 }
 
 
 def run(command: str, folder: Path) -> str:
-    """Return the output of a toyexp command in a terminal, without colours and without the line that it erases."""
+    """Return the output of a toyexp command in a terminal, without colours and without lines that it overwrites."""
     ours, its = pty.openpty()
     termios.tcsetwinsize(its, (50, COLUMNS))
     environment = {**os.environ, "NO_COLOR": "1", "HOME": str(folder)}  # no models of other programs
@@ -56,8 +67,9 @@ def run(command: str, folder: Path) -> str:
         except OSError:  # Linux raises it at the end of the output
             pass
     os.close(ours)
-    plain = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]|\r", "", text.decode()).removeprefix("starting").strip()
-    return BUSY.sub(lambda busy: "" if busy[1].startswith("note") else "\n", plain)
+    plain = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", text.decode().replace("\r\n", "\n"))
+    lines = "\n".join(line.rpartition("\r")[2].rstrip() for line in plain.split("\n")).strip("\n")
+    return BUSY.sub(lambda busy: "" if busy[1].startswith("note") else "\n", f"{lines}\n")
 
 
 def write_digits(folder: Path) -> None:
@@ -79,8 +91,7 @@ def record(folder: Path) -> None:
     shutil.rmtree(RECORDED, ignore_errors=True)
     RECORDED.mkdir()
     for name, (command, keep) in EXAMPLES.items():
-        lines = run(command, folder).splitlines()
+        lines = [line if re.search(keep, line) else "..." for line in run(command, folder).splitlines()]
         shown = [f"$ toyexp {command}"]
-        for is_kept, group in itertools.groupby(lines, lambda line: re.search(keep, line) is not None):
-            shown += group if is_kept else ["..."]
+        shown += [line for before, line in itertools.pairwise(["", *lines]) if line != "..." or before != "..."]
         RECORDED.joinpath(f"{name}.txt").write_text("\n".join([*shown, ""]))

@@ -28,18 +28,22 @@ REPORT_WIDTH, CURVES_WIDTH = 1100, 540  # of the browser's window; the home page
 # For each picture: the file below RUNS, the element that begins it, the width of the window, the picture's pixels for
 # each of the window's, and the elements that are left out.
 PAGES = {
-    "report": ("sweep/report.html", "header", REPORT_WIDTH, 1.25, "#opening { display: none }"),
-    "report_search": ("search/report.html", "#search", REPORT_WIDTH, 1.25, "header { display: none }"),
+    "report": ("sweep/report.html", "header", REPORT_WIDTH, 1.25, "#opening"),
+    "report_search": ("search/report.html", "#search", REPORT_WIDTH, 1.25, "header"),
     "curves_of_a_sweep": (
-        "sweep/report.html", "#curves .sides", CURVES_WIDTH, 2.4, "header, #opening, #curves .bar, #hint { display: none } #main { margin-top: -20px }",
+        "sweep/report.html", "#curves .sides", CURVES_WIDTH, 2.4, "header, #opening, #curves .bar, #hint",
     ),
     "notebook": (
-        "site/notebooks/first_run.html", "article .highlight", REPORT_WIDTH, 1.25, ".md-header, .md-tabs, .md-sidebar { display: none }",
+        "site/notebooks/first_run.html", "article .highlight", REPORT_WIDTH, 1.25,
+        ".md-header, .md-tabs, .md-sidebar",
     ),
 }  # fmt: skip
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
 HEIGHT = 780  # of the window
-COLUMNS, SCALE = 112, 0.62  # of the terminal; pixels of the picture for each of rich's, whose letters are 20 pixels high
+COLUMNS, SCALE = (
+    112,
+    0.62,
+)  # of the terminal; the picture's pixels for each of rich's, whose letters are 20 pixels high
 GROUND, TEXT = "131b1c", "d7e2e0"
 # Black, red, green, yellow, blue, magenta, cyan and white of the terminal, then the bright ones.
 NORMAL = (GROUND, "ff7b72", "6fcf7a", "f2c960", "8ab4ff", "cfa6ff", "5fd6c4", TEXT)
@@ -92,13 +96,13 @@ def photograph_pages(runs: Path) -> None:
 
     with sync_playwright() as playwright:
         chromium = playwright.chromium.launch(executable_path=browser, args=["--no-sandbox"])
-        for (name, (path, first, width, pixels, style)), theme in itertools.product(PAGES.items(), ("light", "dark")):
+        for (name, (path, first, width, pixels, hidden)), theme in itertools.product(PAGES.items(), ("light", "dark")):
             page = chromium.new_page(
                 viewport={"width": width, "height": HEIGHT}, color_scheme=theme, device_scale_factor=pixels
             )
             page.goto(f"{(runs / path).resolve().as_uri()}#raw=false")
             page.wait_for_selector("html[data-ready], article")
-            page.add_style_tag(content=style.replace("none }", "none !important }"))
+            page.add_style_tag(content=f"{hidden} {{ display: none !important }}")
             page.locator(first).first.evaluate("(element) => scrollBy(0, element.getBoundingClientRect().top - 12)")
             page.wait_for_timeout(1000)  # charts are drawn when they come into view
             box = page.locator(first).first.bounding_box()

@@ -10,6 +10,7 @@ import notebook_pages
 import setting_pages
 from mkdocs.structure.files import File, Files
 
+import toyexp
 from toyexp.cli.pages import insert_templates
 
 ROOT = Path(__file__).parent.parent
@@ -21,7 +22,8 @@ SECTIONS = {"Commands": command_pages, "Settings": setting_pages}
 
 
 def on_config(config: Any) -> Any:
-    """Register the renderer of ```journey blocks, which needs no network."""
+    """Register the renderer of ```journey blocks, which needs no network, and show the version in the footer."""
+    config.copyright = f"toyexp {toyexp.__version__}"
     drawn = {"name": "journey", "class": "journey", "format": journeys.format_fence}
     config.mdx_configs["pymdownx.superfences"] = {"custom_fences": [drawn]}
     return config

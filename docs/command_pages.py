@@ -118,11 +118,15 @@ def format_help(text: str) -> str:
             continue
         heading, _, rest = block.partition("\n")
         if re.search(r"^\S+( \S+)* {2,}\S", rest) and not re.search(r"  |[.:]$", heading):
-            parts.append(format_terms(heading, rest))
+            terms = read_rows(rest.splitlines(), r"(\S+(?: \S+)*) {2,}(\S.*)")
+            parts += [f"### {heading}\n", format_terms(terms)]
             continue
         for is_code, group in groupby(block.splitlines(), lambda line: bool(re.search(r"^usage:|^  |\S {2,}\S", line))):
             lines = [*group]
             is_example = lines[0].startswith("  toyexp ")
+            if is_code and not is_example and all(re.match(r"  \w+ +\S(?!.* {2})", line) for line in lines):
+                parts.append(format_terms(read_rows(lines, r"  (\w+) +(.*)")))
+                continue
             if is_code and is_example:  # text after a command, or alone in a line, becomes a comment
                 lines = [re.sub(r"(?<=\S) {2,}(?=\S)|^ {9,}", "  # ", line).strip() for line in lines]
             joined = re.sub(r"^(usage: | {7}(?=toyexp))", "", "\n".join(lines), flags=re.MULTILINE)
@@ -143,10 +147,9 @@ def read_rows(lines: Iterable[str], pattern: str) -> list[tuple[str, str]]:
     return [(name, escape_text(escape_cell(about.strip()))) for name, about in rows]
 
 
-def format_terms(heading: str, lines: str) -> str:
-    """Return a list of terms, each followed by two spaces and its meaning, as a table below its heading."""
-    rows = [f"| {name} | {about} |" for name, about in read_rows(lines.splitlines(), r"(\S+(?: \S+)*) {2,}(\S.*)")]
-    return "\n".join([f"### {heading}\n", "| | meaning |", "|---|---|", *rows, ""])
+def format_terms(terms: list[tuple[str, str]]) -> str:
+    """Return terms and their meanings as a table."""
+    return "\n".join(["| | meaning |", "|---|---|", *(f"| {term} | {about} |" for term, about in terms), ""])
 
 
 def escape_text(text: str) -> str:

@@ -61,6 +61,11 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str
     return add_dark_pictures(markdown, (PAGES_FOLDER / name).parent)
 
 
+def on_page_content(html: str, page: Any, config: Any, files: Files) -> str:
+    """Keep options such as `--top-k 40` on one line."""
+    return re.sub(r"<code>(?=--?\w[^<]{0,24}</code>)", '<code class="option">', html)
+
+
 def admonition(alert: re.Match[str]) -> str:
     """Return a GitHub alert, a quote that begins with [!WARNING], as the site's admonition."""
     text = re.sub(r"^> ?", "    ", alert[2], flags=re.MULTILINE)

@@ -17,7 +17,10 @@ ROOT = Path(__file__).parent.parent
 PAGES_FOLDER = Path(__file__).parent / "pages"
 PAGES = {"CONTRIBUTING.md": "contributing.md", "SECURITY.md": "trust.md", "CHANGELOG.md": "changes.md"}
 # Relative weight in the site's search, whose first results should help users.
-SEARCH_BOOST = {"reference/changes.md": 0.1, "reference/house.md": 0.1, "reference/measured.md": 0.5}
+SEARCH_BOOST = {
+    "reference/changes.md": 0.1, "reference/house.md": 0.1, "reference/measured.md": 0.5, "start/class.md": 0.5,
+    "notebooks/first_run.md": 0.5, "notebooks/compare_and_sweep.md": 0.5,
+}  # fmt: skip
 SECTIONS = {"Commands": command_pages, "Settings": setting_pages}
 
 

@@ -46,8 +46,8 @@ class Muon(Optimiser):
         return None if rule is self else self.adamw_lr
 
     def takes(self, name: str, shape: tuple[int, ...]) -> bool:
-        """Return True for matrices inside blocks, but not for embeddings and the output layer."""
-        return len(shape) == 2 and name.startswith("blk.")
+        """Return True for matrices inside blocks, but not for norms, embeddings and the output layer."""
+        return len(shape) == 2 and 1 not in shape and name.startswith("blk.") and not name.endswith("_norm.weight")
 
     def slots(self, shape: tuple[int, ...]) -> Mapping[str, tuple[int, ...]]:
         """Return the shape of the momentum, named m."""

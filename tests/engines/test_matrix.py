@@ -32,6 +32,7 @@ LLAMA_FAMILY = [
     "olmoe",
     "lab",
     "lfm2",
+    "mamba2",
 ]
 RARE = LLAMA_FAMILY[1:]  # the default suite trains them only from scratch
 DATA = {**dict.fromkeys([*LLAMA_FAMILY, "gpt2"], TEXT), "vit": ["data=digits"]}

@@ -24,7 +24,7 @@ KEYS = {
     "sliding_window": "window", "final_logit_softcapping": "final_softcap", "attn_logit_softcapping": "score_softcap",
     "sliding_window_pattern": "window_period", "_sliding_window_pattern": "window_period",
     "rope_local_base_freq": "window_rope_base", "norm_eps": "norm_eps", "conv_L_cache": "conv_length",
-    "num_heads": "n_heads", "n_groups": "n_groups", "state_size": "state", "conv_kernel": "conv_length",
+    "n_groups": "n_groups", "state_size": "state", "conv_kernel": "conv_length",
 }  # fmt: skip
 BIASES = {"qkv_bias": "q_proj.bias", "o_bias": "o_proj.bias", "ffn_bias": "up_proj.bias"}
 # Keys whose values must be those of the model's layout or, if the layout lacks them, these; None: any is allowed.
@@ -87,9 +87,9 @@ def read_mamba2_config(cls: type[LanguageModel], config: Mapping[str, Any], name
     low, high = config.get("time_step_limit") or (0, math.inf)
     if low or high not in (math.inf, {"__float__": "Infinity"}):
         raise UserError(f"time_step_limit is {[low, high]}; toyexp's model={cls.name} has no limits")
-    context = 1 << 20  # that of llama.cpp's converter; the model has no limit
-    inner = config["num_heads"] * config["head_dim"]
-    return read_config(cls, {"max_position_embeddings": context, **config, "intermediate_size": inner}, names)
+    heads, context = config["num_heads"], 1 << 20  # context of llama.cpp's converter; the model has no limit
+    sizes = {"num_attention_heads": heads, "intermediate_size": heads * config["head_dim"]}
+    return read_config(cls, {"max_position_embeddings": context, **config, **sizes}, names)
 
 
 def _rope(config: Mapping[str, Any], found: Mapping[str, Any], has_factors: bool) -> dict[str, Any]:

@@ -37,6 +37,7 @@ from toyexp_models.granite import Granite
 from toyexp_models.huggingface import llama3
 from toyexp_models.lfm2 import Lfm2
 from toyexp_models.llama import Gemma, Llama, Qwen2, Qwen3
+from toyexp_models.mamba2 import Mamba2
 from toyexp_models.moe import Olmoe, Qwen3Moe
 from toyexp_models.olmo import Olmo2
 from toyexp_models.smollm3 import SmolLM3
@@ -82,6 +83,8 @@ MODELS = {
     "lfm2": Lfm2(
         **{**SIZES, "n_layers": 3}, d_ff=48, rope_base=500.0, rope_scale=2.5, conv_length=4, attention_layers=[1]
     ),
+    "mamba2": Mamba2(**SIZES, d_ff=64, n_groups=2, state=8, conv_length=3),
+    "mamba2_wide": Mamba2(**SIZES, d_ff=96, state=8, tied=True),
     "gpt2": GPT2(**SIZES, d_ff=96),
     "gpt2_untied": GPT2(**SIZES, d_ff=96, tied=False),
 }
@@ -382,6 +385,7 @@ def merge_with_peft(base, folder: Path):
         ("gemma3", "*"),
         ("arcee", "*"),
         ("lfm2", "*"),
+        ("mamba2", "in_proj"),
         ("olmo2", "q,down"),
     ],
 )

@@ -38,6 +38,7 @@ from toyexp_models.gpt2 import GPT2
 from toyexp_models.granite import Granite
 from toyexp_models.lfm2 import Lfm2
 from toyexp_models.llama import Gemma, Llama, Qwen2, Qwen3
+from toyexp_models.mamba2 import Mamba2
 from toyexp_models.moe import Olmoe, Qwen3Moe
 from toyexp_models.olmo import Olmo2
 from toyexp_models.smollm3 import SmolLM3
@@ -80,6 +81,7 @@ MODELS = {
     "qwen3moe": Qwen3Moe(**{**SIZES, "d_ff": 32}, **ROPE, experts=6),
     "olmoe": Olmoe(**{**SIZES, "d_ff": 32}, **ROPE, experts=6),
     "lfm2": Lfm2(**SIZES, rope_base=500.0, conv_length=4, attention_layers=[1]),
+    "mamba2": Mamba2(**{**SIZES, "d_ff": 128}, n_groups=2, state=16),
 }
 
 # The largest differences (of the loss, of any log-probability); test_llama_cpp.py explains them at TOLERANCE. llama.cpp

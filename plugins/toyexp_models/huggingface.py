@@ -256,7 +256,7 @@ def mamba2_layout(model: Any, data: Data) -> Layout:
         "use_conv_bias": True,
         "tie_word_embeddings": model.tied,
     }
-    forms: dict[str, dict[str, ArrayFunction]] = {
+    forms: dict[str, Any] = {
         "ssm_conv1d.weight": {"form": lambda w: w[:, None], "back": lambda w: w[:, 0]},
         "ssm_norm.weight": {"form": np.ravel, "back": lambda w: w.reshape(model.n_groups, -1)},
         "ssm_a": {"form": lambda a: np.log(np.maximum(abs(a[:, 0]), 1e-30)), "back": lambda a: -np.exp(a)[:, None]},

@@ -1,4 +1,4 @@
-"""Mamba 2 (Dao and Gu 2024): blocks of a short convolution and of linear attention with decays that depend on tokens."""
+"""Mamba 2 (Dao and Gu 2024): short convolutions, and linear attention with a decay that depends on the token."""
 
 from __future__ import annotations
 

@@ -112,6 +112,8 @@ def sized_model(architecture: str, kind: str) -> Model:
     if kind not in K_QUANTS:
         return model
     wide: dict[str, Any] = {"d_model": 256, "d_ff": 256, "n_layers": {"smollm3": 4, "lfm2": 2}.get(architecture, 1)}
+    if architecture == "mamba2":
+        wide["d_ff"] = 512  # a multiple of d_model for each of two groups
     if getattr(model, "head_dim", 0):
         wide["head_dim"] = 128
     if getattr(model, "rope_factors", None):

@@ -224,7 +224,10 @@ COSTS: dict[str, Callable[..., tuple[int, ...]]] = {
     "attention": lambda q, k, v, *_, **__: (4, *q.shape, q.shape[1]),  # masked positions count too
     "experts": lambda x, w: (2, *x.shape[:2], *w.shape),
     "linear_attention": lambda q, k, v, log_decay: (
-        2, *q.shape[:2], q.shape[1], math.prod(q.shape[2:]) + math.prod(v.shape[2:]),
+        2,
+        *q.shape[:2],
+        q.shape[1],
+        math.prod(q.shape[2:]) + math.prod(v.shape[2:]),
     ),
 }
 

@@ -63,6 +63,8 @@ def read_config(cls: type[LanguageModel], config: Mapping[str, Any], names: Coll
         found["d_ff"] = -(-int(adjusted) // multiple) * multiple
     if "sliding_attention" not in kinds:
         found["window"] = 0
+    if "window" not in defaults and config.get("use_sliding_window", True) and (window := config.get("sliding_window")):
+        found["context"] = min(found["context"], window)  # a window hides nothing in contexts up to its length
     found |= _rope(config, found, "rope_factors" in defaults) if "rope_base" in defaults else {}
     settings: dict[str, Any] = {
         s: v if isinstance(v, list) else type(defaults[s])(v) for s, v in found.items() if s in defaults
@@ -74,8 +76,6 @@ def read_config(cls: type[LanguageModel], config: Mapping[str, Any], names: Coll
     expected["layer_types"] = layout.get("layer_types", ["full_attention"] * model.n_layers)
     if "hidden_activation" in layout:  # transformers then ignores hidden_act
         expected |= {"hidden_act": None, "hidden_activation": layout["hidden_activation"]}
-    if "window" not in defaults and config.get("use_sliding_window", True):
-        expected["sliding_window"] = 0
     for key, value in expected.items():
         if value is not None and config.get(key) not in (None, value):
             raise UserError(f"{key} is {config[key]}; toyexp's model={model.name} has only {value}")

@@ -621,11 +621,8 @@ def test_commands_and_recipes_take_a_directory(capsys):
         ("llama", {"model_type": "qwen3_next"}, "its model_type is qwen3_next; did you mean qwen3_moe?"),
         ("olmo2", {"model_type": "olmo3"}, "its model_type is olmo3; did you mean olmoe?"),
         ("llama", {"hidden_act": "gelu"}, "hidden_act is gelu; toyexp's model=llama has only silu"),
-        (
-            "llama",
-            {"model_type": "mistral", "sliding_window": 8},
-            "sliding_window is 8; toyexp's model=llama has only 0",
-        ),
+        ("llama", {"model_type": "mistral", "sliding_window": 0.5}, "model.context=0: must be"),
+        ("qwen2", {"sliding_window": 8, "layer_types": ["full_attention", "sliding_attention"]}, "layer_types is "),
         ("llama", {"quantization_config": {"bits": 4}}, "quantization_config is {'bits': 4}"),
         ("llama", {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "its RoPE is {'rope_type': 'yarn'"),
         ("qwen3", {"rope_scaling": {"rope_type": "llama3", "factor": 4.0}}, "its RoPE is {'rope_type': 'llama3'"),

@@ -197,6 +197,24 @@ def test_directories_of_transformers_have_the_same_logits(tmp_path, tokenizer, n
         np.testing.assert_allclose(ours, transformers_logits(theirs, ids), rtol=0, atol=tolerance)
 
 
+@pytest.mark.parametrize(
+    ("changes", "context"), [({}, 9), ({"sliding_window": 99}, 40), ({"sliding_window": None}, 40)]
+)
+def test_a_mistral_with_a_window_is_a_llama_whose_context_is_the_window(tmp_path, changes, context):
+    import transformers
+
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+    more = {"num_key_value_heads": 2, "max_position_embeddings": 40, "sliding_window": 9, "initializer_range": 0.3}
+    config = transformers.MistralConfig(vocab_size=VOCAB, **sizes, **(more | changes))
+    theirs = transformers.MistralForCausalLM(config).eval()
+    theirs.save_pretrained(tmp_path / "mistral")
+    base = LoadedModel.open(tmp_path / "mistral", load())
+    assert (base.model.name, base.model.context) == ("llama", context)
+    ids = np.random.default_rng(0).integers(0, VOCAB, (2, context))
+    ours = compute_logits(base.model, base.path, ids)
+    np.testing.assert_allclose(ours, transformers_logits(theirs, ids), rtol=0, atol=2e-5)
+
+
 @pytest.mark.parametrize(("kind", "tolerance"), [("hf-bf16", 2**-8), ("hf-f16", 2**-11)])
 def test_smaller_types_round_each_weight_once(tmp_path, tokenizer, kind, tolerance):
     write_random_model(Path("m.gguf"), "gemma", tokenizer)

@@ -279,8 +279,9 @@ def test_sweeps_start_each_seed_from_values_of_its_own(launcher):
     torch.testing.assert_close(load_file(alone.files["model.safetensors"])["body.0.weight"], weights[1])
 
 
-def test_a_resumed_sweep_over_classes_needs_the_code_typed_again(capsys):
-    run("-m", *WORDS, "model.path=my_net:Net,my_net:Other", "sweep.launcher=serial", "hydra.sweep.dir=swept")
+@pytest.mark.parametrize("launcher", ["serial", "stacked"])
+def test_a_resumed_sweep_over_classes_needs_the_code_typed_again(capsys, launcher):
+    run("-m", *WORDS, "model.path=my_net:Net,my_net:Other", f"sweep.launcher={launcher}", "hydra.sweep.dir=swept")
     assert "add 'plugins=[my_net]'" in run_rejected(capsys, "sweep.resume=swept")
     run("sweep.resume=swept", "plugins=[my_net]")
 
@@ -359,7 +360,7 @@ def test_a_configuration_file_cannot_load_a_module(capsys, case):
     )
     Path("theirs/experiment").mkdir(parents=True)
     Path("theirs/experiment/x.yaml").write_text(f"# @package _global_\n{HOSTILE[case]}\n")
-    for launcher in ("serial", "processes"):
+    for launcher in ("serial", "processes", "stacked"):
         words = ["--config-dir", "theirs", "-m", "experiment=x", *DATA, "seed=1,2", f"sweep.launcher={launcher}"]
         assert "only the command line can load" in run_rejected(capsys, *words)
     run(*WORDS, "hydra.run.dir=run", "checkpoint_every=3")

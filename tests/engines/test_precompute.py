@@ -69,6 +69,7 @@ def test_a_preference_run_starts_at_ln_2_without_margins(recipe, engine):
     result = train("run", recipe, engine)
     held_out = result.history.held_out
     assert (held_out["loss"][0], held_out["margin"][0]) == pytest.approx((np.log(2), 0), abs=1e-5)
+    assert held_out["accuracy"][0] == 0.5  # each pair is a tie
     assert held_out["margin"][-1] > held_out["margin"][0]
 
 

@@ -256,11 +256,11 @@ def test_help_has_coloured_headings_and_no_verdicts(monkeypatch):
         monkeypatch.setenv(name, "")
     choose_colour([])
     monkeypatch.setenv("TERM", "xterm")
-    print_usage("usage: toyexp x\n\nthe parts of a run and their presets\n  --retry  run those that have failed")
+    print_usage("usage: toyexp runs\n\nthe parts of a run and their presets\n  --retry  run those that have failed")
     print_output("  --retry  run those that have failed\n[0]  failed")
     heading, name, red = (f"\x1b[{code}m{{}}\x1b[0m".format for code in ("1;32", "1;36", 31))
     assert sys.stdout.getvalue().splitlines() == [
-        f"{heading('usage:')} {name('toyexp x')}", "", "\x1b[1;32mthe parts of a run and their", "presets\x1b[0m",
+        f"{heading('usage:')} {name('toyexp runs')}", "", "\x1b[1;32mthe parts of a run and their", "presets\x1b[0m",
         f"{name('  --retry')}  run those that have", "           failed", "  --retry  run those that have",
         "           failed", f"[0]  {red('failed')}",
     ]  # fmt: skip

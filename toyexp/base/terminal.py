@@ -154,14 +154,12 @@ def text_width() -> int:
 
 
 _JSON = re.compile(r'^ *["{}]')  # beginning of a line of JSON, which is neither wrapped nor coloured
-_COMMANDS = (
-    " (?:help|plugins|new|doctor|parity|bench|eval|describe|models|generate|predict|export|merge|runs|compare)\\b"
-)
+_NAMES = " (?:help|plugins|new|doctor|parity|bench|eval|describe|models|generate|predict|export|merge|runs|compare)\\b"
 _PROGRAM = r"(?:[A-Z_]+='[^']*' )?(?:pip install|toyexp(?! \d|:))"
 # Text to type: commands that fill a column of a line, commands in a sentence, and corrections that errors propose.
 _TYPED = re.compile(
     rf"(?:^|(?<=  )){_PROGRAM}(?: (?! )\S+)*(?=$|  )"
-    rf"|(?:(?<=: )|(?<=`)|(?<=see )|(?<=use )|(?<= as )|(?<= or )|(?<=try ))(?=.*install|toyexp(?:`| -| \S+=|{_COMMANDS}))"
+    rf"|(?:(?<=: )|(?<=`)|(?<=see )|(?<=use )|(?<= as )|(?<= or )|(?<=try ))(?=.*install|toyexp(?:`| -| \S+=|{_NAMES}))"
     rf"{_PROGRAM}(?: (?:'[^']*'|[^\s;`'()])+(?<![,:.]))*"
     r"|(?<=did you mean )[^?]+(?=\?)|(?:(?<=use )|(?<=Use )|(?<=try )|(?<=add )|(?<=type ))(?:[\w.]+=|--)[^\s;,)]+"
 )

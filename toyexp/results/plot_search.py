@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from toyexp.base.drawing import BLUE, GREY, TITLE_LENGTH, VERMILLION, Sheet, caption, fit_text, set_log_scale
+from toyexp.base.drawing import BLUE, GREY, PALE, TITLE_LENGTH, VERMILLION, Sheet, caption, fit_text, set_log_scale
 from toyexp.base.errors import UserError
 from toyexp.base.formatting import format_value, pluralise, short_keys
 from toyexp.interfaces.model import lower_is_better
@@ -91,6 +91,27 @@ class Search:
         """True if a lower metric is better."""
         return lower_is_better(self.metric)
 
+    @property
+    def scores(self) -> list[float]:
+        """Final metrics of the completed trials."""
+        return [trial.score for trial in self.trials if trial.is_complete and trial.score is not None]
+
+    @property
+    def limits(self) -> tuple[float, float, float]:
+        """Lowest and highest metric that charts show, and the place of pruned trials, which have a band of their own.
+
+        The limits leave out completed trials that are much worse than the better half; charts mark these at the edge.
+        The band lies beyond the worse limit, because the last metric of a pruned trial is of an earlier step.
+        """
+        sign = 1 if self.is_minimising else -1
+        costs = sorted(sign * score for score in self.scores) or [0.0]
+        best, middle = costs[0], statistics.median(costs)
+        worst = max((cost for cost in costs if cost <= best + 4 * (middle - best)), default=best)
+        pad = 0.06 * (worst - best) or 0.05 * abs(best) or 1.0
+        ends = best - 2.3 * pad, worst + pad  # more room next to the best, for text
+        low, high = sorted(sign * end for end in ends)
+        return low, high, sign * (ends[1] + 0.07 * (ends[1] - ends[0]))
+
     def describe(self) -> str:
         """Return a title: the algorithm, the searched settings and the number of trials."""
         names, after = short_keys(self.keys), f": {pluralise(len(self.trials), 'trial')}"
@@ -109,17 +130,16 @@ def draw_search(search: Search, source: str, unit: str) -> Sheet:
     best = (min if search.is_minimising else max)(completed, key=lambda trial: trial.score or 0.0)
     keys, names = search.keys[:MAX_PANELS], short_keys(search.keys)
     rows = -(-len(keys) // PANELS_PER_ROW)
-    scores = [trial.score for trial in search.trials if trial.score is not None]
-    limits = _limits(scores, search.is_minimising)
-    beyond = [score for score in scores if not limits[0] <= score <= limits[1]]
-    side = f"above the range, up to {max(scores):.4g}" if search.is_minimising else "below the range"
+    low, high, _ = search.limits
+    beyond = [score for score in search.scores if not low <= score <= high]
+    side = f"above the range, up to {max(beyond, default=0):.4g}" if search.is_minimising else "below the range"
     arrows = [f"{len(beyond)} {side} (triangles)"] if beyond else []
     sheet = Sheet(0.5 + 3.2 + 2.4 * rows, search.describe(), " · ".join([*_footer(search, source, keys), *arrows]),
                   [3.2] + [2.4] * rows, columns=[1] + [min(len(keys), PANELS_PER_ROW)] * rows)  # fmt: skip
     above, *panels = sheet.panels
-    _draw_trials(above, search, completed, best, limits)
+    _draw_trials(above, search, completed, best)
     for number, (axes, key) in enumerate(zip(panels, keys, strict=False)):
-        _draw_setting(axes, search, key, names[number], best, limits)
+        _draw_setting(axes, search, key, names[number], best)
         axes.tick_params(labelleft=number % PANELS_PER_ROW == 0)
     for axes in (above, *panels[::PANELS_PER_ROW]):
         axes.set_ylabel(f"held-out {search.metric}{unit}")
@@ -132,7 +152,7 @@ def _footer(search: Search, source: str, keys: Sequence[str]) -> list[str]:
     parts = [source, *search.notes, f"{search.repeats} seeds a trial, their mean" if search.repeats > 1 else ""]
     pruned = sum(not trial.is_complete and trial.score is not None for trial in search.trials)
     unscored = sum(trial.score is None for trial in search.trials)
-    parts += [f"{pruned} stopped early (crosses)"] if pruned else []
+    parts += [f"{pruned} pruned (crosses): their metric is of an earlier step"] if pruned else []
     parts += [f"{unscored} without a score"] if unscored else []
     parts += [f"importance unknown: {search.no_importances}"] if search.no_importances else []
     hidden_keys = [key for key in search.keys if key not in keys]
@@ -141,52 +161,43 @@ def _footer(search: Search, source: str, keys: Sequence[str]) -> list[str]:
     return [part for part in parts if part]
 
 
-def _limits(scores: Sequence[float], falls: bool) -> tuple[float, float]:
-    """Return the lowest and highest metric to show. Trials outside these limits are drawn at the edge.
+def _draw_dots(axes: Any, positions: Sequence[float], trials: Sequence[Trial], search: Search) -> None:
+    """Draw a dot for each completed trial, and a cross in the band for each pruned one.
 
-    The limits leave out trials that are much worse than the better half of the trials. `falls` is True if a lower
-    metric is better.
+    Completed trials outside the limits are drawn as triangles at the edge.
     """
-    sign = 1 if falls else -1
-    costs = sorted(sign * score for score in scores)
-    best, middle = costs[0], statistics.median(costs)
-    worst = max((cost for cost in costs if cost <= best + 4 * (middle - best)), default=best)
-    pad = 0.06 * (worst - best) or 0.05 * abs(best) or 1.0
-    low, high = sorted((sign * (best - 2.3 * pad), sign * (worst + pad)))  # more room next to the best, for text
-    return low, high
-
-
-def _draw_dots(axes: Any, positions: Sequence[float], trials: Sequence[Trial], limits: tuple[float, float]) -> None:
-    """Draw a dot for each completed trial, and a cross for each trial that was stopped early.
-
-    Trials outside the limits are drawn as triangles at the edge.
-    """
-    low, high = limits
+    low, high, pruned = search.limits
     dots_by_style: dict[tuple[str, str, float], list[tuple[float, float]]] = {}
     for position, trial in zip(positions, trials, strict=True):
         if trial.score is not None:
-            beyond = "^" if trial.score > high else "v" if trial.score < low else ""
-            style = (beyond or "o", BLUE, 20.0) if trial.is_complete else (beyond or "x", GREY, 13.0)
-            dots_by_style.setdefault(style, []).append((position, min(max(trial.score, low), high)))
+            mark = "^" if trial.score > high else "v" if trial.score < low else "o"
+            style = (mark, BLUE, 20.0) if trial.is_complete else ("x", GREY, 13.0)
+            height = min(max(trial.score, low), high) if trial.is_complete else pruned
+            dots_by_style.setdefault(style, []).append((position, height))
     for (mark, colour, size), points in dots_by_style.items():
         x, y = zip(*points, strict=True)
         axes.scatter(x, y, marker=mark, s=size, color=colour, alpha=0.7, linewidths=0.8 if mark == "x" else 0,
                      clip_on=False, rasterized=len(trials) > RASTER_TRIALS)  # fmt: skip
     axes.set_ylim(low, high)
+    if any(not trial.is_complete and trial.score is not None for trial in search.trials):
+        inner = high if pruned > high else low
+        ticks = [tick for tick in axes.get_yticks() if low <= tick <= high]
+        axes.set_yticks([*ticks, pruned], [*axes.yaxis.get_major_formatter().format_ticks(ticks), "pruned"])
+        axes.axhspan(inner, 2 * pruned - inner, color=PALE, alpha=0.35, linewidth=0)
+        axes.set_ylim(min(low, 2 * pruned - inner), max(high, 2 * pruned - inner))
 
 
-def _draw_trials(
-    axes: Any, search: Search, completed: Sequence[Trial], best: Trial, limits: tuple[float, float]
-) -> None:  # fmt: skip
+def _draw_trials(axes: Any, search: Search, completed: Sequence[Trial], best: Trial) -> None:
     axes.margins(x=0.02)
-    _draw_dots(axes, [trial.number for trial in search.trials], search.trials, limits)
+    _draw_dots(axes, [trial.number for trial in search.trials], search.trials, search)
     better = min if search.is_minimising else max
-    so_far = [*itertools.accumulate((trial.score for trial in completed if trial.score is not None), better)]
+    so_far = [*itertools.accumulate(search.scores, better)]
     numbers = [trial.number for trial in completed]
     last = max(trial.number for trial in search.trials)
     axes.step([*numbers, last], [*so_far, so_far[-1]], where="post", color=VERMILLION, linewidth=1.6)
     side = "top" if search.is_minimising else "bottom"
-    axes.text(last, so_far[-1], "best so far", ha="right", va=side, color=VERMILLION)
+    axes.annotate("best so far", (last, so_far[-1]), (0, -4 if side == "top" else 4), textcoords="offset points",
+                  ha="right", va=side, color=VERMILLION)  # fmt: skip
     _draw_star(axes, best.number, best)
     pairs = zip(search.keys, short_keys(search.keys), strict=True)
     best_settings = " ".join(f"{name}={format_value(best.values[key])}" for key, name in pairs if key in best.values)
@@ -196,9 +207,7 @@ def _draw_trials(
     axes.xaxis.get_major_locator().set_params(integer=True)
 
 
-def _draw_setting(
-    axes: Any, search: Search, key: str, name: str, best: Trial, limits: tuple[float, float]
-) -> None:  # fmt: skip
+def _draw_setting(axes: Any, search: Search, key: str, name: str, best: Trial) -> None:
     trials = [trial for trial in search.trials if key in trial.values]
     values, slots = [trial.values[key] for trial in trials], search.slots(key)
     if not slots:
@@ -218,7 +227,7 @@ def _draw_setting(
         for border in range(1, len(slots)):
             axes.axvline(border - 0.5, color=GREY, linewidth=0.3)
     shown_trials = [trial for trial in trials if trial.number in positions]
-    _draw_dots(axes, [positions[trial.number] for trial in shown_trials], shown_trials, limits)
+    _draw_dots(axes, [positions[trial.number] for trial in shown_trials], shown_trials, search)
     if best.number in positions:
         _draw_star(axes, positions[best.number], best)
     share = search.importances.get(key)

@@ -18,6 +18,7 @@ from toyexp.base.drawing import COLOURS, fit_text, is_own_plot
 from toyexp.cli.main import main
 from toyexp.results.comparison import Comparison
 from toyexp.results.plot import Line, draw_sheet
+from toyexp.results.plot_search import Search
 from toyexp.results.run_dirs import find_runs, read_run
 
 SWEEP = ["-m", "engine=ggml", "data=random", "model.n_layers=1", "model.d_model=16", "model.context=16", "batch_size=2",
@@ -171,7 +172,7 @@ def test_a_search_is_plotted_by_trial_and_by_each_setting(tmp_path, capsys, metr
     unit = " (nats per token)" if metric == "loss" else ""
     assert {"(importance 75%)", "(importance 25%)", "adamw", "lion", "0.001", f"held-out {metric}{unit}"} <= {*words}
     notes = " ".join(words)
-    assert "s · 1 stopped early (crosses) · 1 without a score · equal values stand side by side, by trial" in notes
+    assert "s · 1 pruned (crosses): their metric is of an earlier step · 1 without a score · equal values" in notes
     figure = draw_sheet(None, "s", tmp_path / "s").figure
     (so_far,) = (line for line in figure.axes[0].lines if len(line.get_xdata()) > 1)
     points = [(number, score) for number, score in enumerate(scores) if score is not None and number != 3]
@@ -180,7 +181,9 @@ def test_a_search_is_plotted_by_trial_and_by_each_setting(tmp_path, capsys, metr
     if metric == "loss":
         assert "1 above the range, up to 90 (triangles)" in notes
         points = [point for dots in figure.axes[0].collections for point in dots.get_offsets().tolist()]
-        assert [3.0, 5.0] in points, "a cross stands at the last score of a trial that was stopped"
+        low, high, pruned = Search.read(tmp_path / "s").limits
+        assert low < 1.75 and 3.0 < high < pruned < 4.0, "the axis fits the completed trials but the worst"
+        assert [9.0, high] in points and [3.0, pruned] in points
 
 
 def test_only_the_first_panel_of_a_row_has_numbers_at_its_left(tmp_path):

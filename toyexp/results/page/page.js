@@ -167,7 +167,7 @@ function drawAbout() {
     data.points.some((p) => p.counted > 1) ? "Bands and ±: standard deviation over seeds (n-1)." : "",
     data.runs.some((run) => !run.counts) ? "Cross: end of a run that did not complete." : "",
     data.runs.some((run) => [run.loss, ...Object.values(run.scores)].some((v) => Math.abs(v) >= 1e300)) ? "Values beyond ±1e300 are not drawn." : "",
-    isDistinct() ? "" : "Strong colours: best points.",
+    isDistinct() ? "" : "Stronger colour: better rank.",
   ].join(" ");
   byId("zooming").textContent = isTouch() ? "Tap a curve for its values and buttons to zoom." : "Drag to zoom, double click to reset.";
   byId("raw-label").title = `the loss of each step; with more than ${MOST_RAW} runs, only of the best point and of the one pointed at in the legend`;

@@ -87,6 +87,9 @@ function drawTable() {
     }
     if (scale) drawStrip(addElement(addElement(cells, "td", "strip"), "div"), scale.place, rank(row), row.deviation || 0, row.point);
   }
+  const table = body.parentElement;
+  table.classList.remove("tight");
+  table.classList.toggle("tight", table.offsetWidth > table.parentElement.clientWidth);
 }
 
 // Draw a row's metric as its point's mark on a scale, with a line of one deviation to both sides.

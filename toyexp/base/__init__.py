@@ -7,10 +7,10 @@ from toyexp.base.lazy import lazy
 if TYPE_CHECKING:
     from toyexp.base.drawing import (
         BLUE,
+        GREEN,
         GREY,
         INK,
         LABEL,
-        RED,
         SMALL,
         VERMILLION,
         Sheet,

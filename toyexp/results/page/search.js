@@ -11,8 +11,7 @@ function drawSearch() {
   const star = done.find((trial) => trial.score === best);
   const numbers = scored.map((trial) => trial.number), last = Math.max(0, ...numbers), colour = style("mark");
   const steps = lineTrace([...done.map((t) => t.number), ...(star ? [last] : [])], [...history, ...(star ? [best] : [])], "", { line: { width: 2, shape: "hv", color: colour } });
-  const label = { x: last, y: best, text: "best so far", font: { color: colour }, xanchor: "right", yanchor: search.minimising ? "top" : "bottom", yshift: search.minimising ? -4 : 4, showarrow: false };
-  drawTrials("trials", scored, numbers, { title: { text: "trial" } }, [steps], star, star ? [label] : []);
+  drawTrials("trials", scored, numbers, { title: { text: "trial" } }, [steps], star);
   const box = byId("settings");
   for (const key of box.childElementCount ? [] : search.keys) { // before the charts: they take the width of their cells
     const figure = addElement(box, "figure"), share = search.importances[key];
@@ -31,18 +30,18 @@ function drawSearch() {
       { tickvals: slots, ticktext: different.map(String), range: [-0.5, slots.length - 0.5], showgrid: false, title: { text: "equal values side by side, by trial", standoff: 4 } };
     const borders = numeric ? [] : slots.slice(1).map((x) => ({ x0: x - 0.5, x1: x - 0.5, y0: 0, y1: 1, yref: "paper", line: { width: 1, color: style("line") } }));
     const xs = numeric ? values : trials.map((trial, i) => different.indexOf(values[i]) + shift(trial));
-    drawTrials(`setting-${key}`, trials, xs, axis, [], star, [], borders);
+    drawTrials(`setting-${key}`, trials, xs, axis, [], star, borders);
   }
   const beyond = done.filter((t) => t.score < low || t.score > high), pruned = scored.length - done.length;
   const many = (n, what) => `${n} ${what}${n === 1 ? "" : "s"}`, furthest = search.minimising ? Math.max : Math.min;
   byId("search-note").textContent = (star ? `Line: ${search.minimising ? "lowest" : "highest"} ${search.metric} so far. Star: best trial. ` : "") +
-    (pruned ? `Crosses: ${many(pruned, "pruned trial")}, whose last metric is of an earlier step. ` : "") +
+    (pruned ? `Rings: ${many(pruned, "pruned trial")}, whose last metric is of an earlier step. ` : "") +
     (beyond.length ? `Triangles: ${many(beyond.length, "trial")} outside the range, as far as ${formatNumber(furthest(...beyond.map((t) => t.score)))}.` : "");
 }
 
-// Draw trials as dots, those outside the range as triangles at its edge, pruned ones as crosses in a band of their own, and
+// Draw trials as dots, those outside the range as triangles at its edge, pruned ones as rings in a band of their own, and
 // the trial `star` as a star.
-function drawTrials(id, trials, xs, xaxis, more, star, annotations = [], shapes = []) {
+function drawTrials(id, trials, xs, xaxis, more, star, shapes = []) {
   const [low, high, pruned] = data.search.limits, inner = pruned > high ? high : low, outer = 2 * pruned - inner;
   const banded = data.search.trials.some((t) => !t.complete && t.score !== null), ticks = roundTicks(low, high, false);
   const band = { x0: 0, x1: 1, xref: "paper", y0: inner, y1: outer, fillcolor: style("shade"), line: { width: 0 }, layer: "below" };
@@ -57,14 +56,14 @@ function drawTrials(id, trials, xs, xaxis, more, star, annotations = [], shapes 
     text: trials.map(about), hovertemplate: "%{text}<extra></extra>", cliponaxis: false,
     marker: {
       size: 8, opacity: 0.8, color: trials.map((t) => style(t.complete ? "accent" : "soft")),
-      symbol: trials.map((t) => (!t.complete ? "x-thin-open" : t.score > high ? "triangle-up" : t.score < low ? "triangle-down" : "circle")),
+      symbol: trials.map((t) => (!t.complete ? "circle-open" : t.score > high ? "triangle-up" : t.score < low ? "triangle-down" : "circle")),
     },
   };
   const stars = trials.flatMap((trial, i) => (trial === star ? [i] : [])).map((i) => ({
     ...dots, x: [xs[i]], y: [dots.y[i]], text: [dots.text[i]],
     marker: { size: 17, symbol: "star-open", color: style("mark"), line: { width: 2 } }, // open: the trials below it stay visible
   }));
-  const shape = layout({ annotations, shapes: banded ? [band, ...shapes] : shapes, yaxis, margin: { l: 52, r: 10, t: 12, b: 36 } });
+  const shape = layout({ shapes: banded ? [band, ...shapes] : shapes, yaxis, margin: { l: 52, r: 10, t: 12, b: 36 } });
   const plain = { gridcolor: style("line"), linecolor: style("line"), automargin: true, zeroline: false };
   const described = `${data.search.metric} of ${trials.length} trials against ${id === "trials" ? "the trial's number" : id.replace("setting-", "")}`;
   drawChart(id, [...more, dots, ...stars], { ...shape, xaxis: { ...plain, ...xaxis }, dragmode: false }, { ...CONFIG, displayModeBar: false }, described);

@@ -114,7 +114,7 @@ class Search:
         best, middle = costs[0], statistics.median(costs)
         worst = max((cost for cost in costs if cost <= best + 4 * (middle - best)), default=best)
         pad = 0.06 * (worst - best) or 0.05 * abs(best) or 1.0
-        low, high = sorted((sign * (best - pad), sign * (worst + pad)))
+        low, high = sorted((sign * (best - 2 * pad), sign * (worst + pad)))  # more room for the star at the best
         return low, high, sign * (worst + pad + 0.06 * (high - low))
 
     def describe(self) -> str:

@@ -192,7 +192,7 @@ function lossTraces() {
     const wide = state.hot === place ? 3.5 : held ? 1 : count > 30 ? 1.3 : 2.2; // the held-out curve is the main one
     for (const run of state.raw && (count <= MOST_RAW || [shown[0], state.hot].includes(place)) ? runs : []) {
       const [xs, ys] = clipAndThin(...readCurve(run, "loss", false), low, high, Math.min(most, together ? 1500 : 4000));
-      back.push(lineTrace(xs, ys, "raw", { line: { width: 0.7, color: colour(place, runs.length > 2 ? 0.16 : 0.25) } }));
+      back.push(lineTrace(xs, ys, "raw", { line: { width: 0.7, color: colour(place, runs.length > 2 ? 0.2 : 0.4) } }));
     }
     if (together) {
       const [xs, means, deviations] = band(runs.map((run) => readCurve(run, "loss", true)));

@@ -199,7 +199,7 @@ def test_data_for_programs_has_no_colours_and_headings_for_people_have(tmp_path,
     capsys.readouterr()
     assert main(["--color=always", "runs", "one", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)
-    for words in (["runs", "one"], ["help"], ["describe", "--help"], ["plugins"]):
+    for words in (["runs", "one"], ["help"], ["help", "start"], ["describe", "--help"], ["plugins"]):
         assert main(["--color=always", *words]) == 0
         assert "\x1b[1" in capsys.readouterr().out, words
         assert main(words) == 0

@@ -104,7 +104,8 @@ def print_page(page: str) -> None:
 
     # Without a ground, code is readable on light and on dark terminals.
     theme = Theme({"markdown.code": "bold cyan", "markdown.h1": "bold green", "markdown.h2": "bold green"})
-    console = Console(width=text_width(), theme=theme, color_system="standard" if is_coloured else None)
+    console = Console(width=text_width(), theme=theme, no_color=not is_coloured,
+                      color_system="standard" if is_coloured else None)  # fmt: skip
     console.print(Markdown(page, hyperlinks=False, code_theme="ansi_light"))
 
 

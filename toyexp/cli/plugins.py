@@ -68,8 +68,8 @@ def _list(registry: Registry) -> None:
     print_usage("\n".join(lines))
     for problem in registry.problems:
         print_output(f"broken: {problem.plugin} ({problem.package}): {problem.reason}")
-    print_output("\nSettings of a plugin or preset, and which recipe can train which model:")
-    print_usage(f"  toyexp plugins NAME{registry.plugins_override}\n  toyexp plugins --matrix")
+    command = f"toyexp plugins NAME{registry.plugins_override}"
+    print_output(f"\nSettings of a plugin or preset: {command}; which recipe can train which model: --matrix")
     for line in broken_engines(registry):  # last, because it imports the engines
         print_output(f"broken: {line}")
 

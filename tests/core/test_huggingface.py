@@ -695,3 +695,29 @@ def test_a_directory_without_a_usable_tokenizer_has_token_ids_only(capsys):
     assert said in capsys.readouterr().err
     assert main(["generate", "m-hf", "--prompt", "x"]) == 2
     assert "has no tokenizer" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("prefix", [True, False])
+def test_a_sentencepiece_tokenizer_is_read_from_tokenizer_model(prefix):
+    tokenizer = hard_pieces(prefix)
+    tokenizer.bos, tokenizer.add_bos = 1, True
+    tokenizer.controls, tokenizer.user_defined = frozenset({0, 1}), frozenset({259, 260})
+    make_folder(tokenizer=tokenizer)
+    Path("m-hf/tokenizer.json").unlink()
+    back = HuggingFace().read(Path("m-hf"), load().models()).tokenizer
+    assert (back.vocab, back.bos, back.eos, back.prefix) == (tokenizer.vocab, 1, tokenizer.eos, prefix)
+    for text in NASTY:
+        assert back.prompt(text).tolist() == tokenizer.prompt(text).tolist()
+        assert back.decode(back.encode(text)) == tokenizer.decode(tokenizer.encode(text))
+
+
+def test_a_broken_tokenizer_model_leaves_token_ids(capsys):
+    tokenizer = hard_pieces(True)
+    tokenizer.controls = frozenset({0, 1})
+    make_folder(tokenizer=tokenizer)
+    Path("m-hf/tokenizer.json").unlink()
+    data = Path("m-hf/tokenizer.model").read_bytes()
+    for broken in (b"", data[: len(data) // 2], b"\xff" * 40, b"\x0a\x04abcd", data.replace(b"\x18\x02", b"\x18\x01")):
+        Path("m-hf/tokenizer.model").write_bytes(broken)
+        problems = HuggingFace().read(Path("m-hf"), load().models()).unreadable
+        assert len(problems) == 1 and problems[0].startswith("m-hf/tokenizer.model: ") and "token ids" in problems[0]

@@ -39,8 +39,8 @@ class TensorsFile(ModelFile):
     """An open safetensors file from any program. Its metadata values are strings. Raises UserError if it is broken."""
 
     def __init__(self, path: Path):
-        self.path, self._file = path, open_file(path)
-        weakref.finalize(self, self._file.close)  # closed with the object
+        self.path, self._file, self.parts = path, open_file(path), {path: weakref.proxy(self)}  # not a cycle
+        self.close = weakref.finalize(self, self._file.close)  # closed with the object
         size = os.fstat(self._file.fileno()).st_size
         length = int.from_bytes(self._file.read(8), "little")
         if not 2 <= length <= min(size - 8, HEADER_LIMIT):
@@ -49,21 +49,23 @@ class TensorsFile(ModelFile):
             )
         header = json_object(self._file.read(length), f"{path}: its header")
         metadata = header.pop("__metadata__", None)
-        self.metadata: Mapping[str, Any] = self._keys(metadata if isinstance(metadata, dict) else {})
+        self.metadata: Mapping[str, Any] = metadata if isinstance(metadata, dict) else {}
         self.tensors: Mapping[str, TensorInfo] = {n: self._info(n, entry, 8 + length) for n, entry in header.items()}
         check_offsets(self.tensors.values(), 8 + length, size, 1, self.error)
-
-    def _keys(self, metadata: dict[str, Any]) -> Mapping[str, Any]:
-        """Convert the metadata in the file's header to the value of the attribute `metadata`; here unchanged."""
-        return metadata
 
     def read(self, name: str, rows: int | None = None) -> np.ndarray:
         """Return a tensor in float32, or only its first `rows` rows."""
         info = self.tensors[name]
         shape = info.shape if rows is None else (min(rows, info.shape[0]), *info.shape[1:])
-        self._file.seek(info.offset)
-        raw = self._file.read(math.prod(shape) * TYPES[info.type][1])
+        raw = self.pread(info.offset, math.prod(shape) * TYPES[info.type][1], name)
         return dequantise(np.frombuffer(raw, np.uint8), info.type_id).reshape(shape)
+
+    def pread(self, offset: int, count: int, label: str) -> bytes:
+        """Return `count` bytes at `offset`, which belong to the tensor `label`; raise UserError if there are fewer."""
+        self._file.seek(offset)
+        if len(data := self._file.read(count)) < count:
+            raise self.error(f"was cut while it was read: {printable(label)} needs {count} bytes at {offset}")
+        return data
 
     def _info(self, name: str, entry: Any, start: int) -> TensorInfo:
         label = f"tensor {printable(name)}"
@@ -85,11 +87,12 @@ class TensorsFile(ModelFile):
 class SafetensorsFile(TensorsFile):
     """An open safetensors file that toyexp wrote; `metadata` holds its GGUF keys. Raises UserError for other files."""
 
-    def _keys(self, metadata: dict[str, Any]) -> Mapping[str, Any]:
-        if KEYS not in metadata:
-            hint = how_to_convert(self.path.parent)
+    def __init__(self, path: Path):
+        super().__init__(path)
+        if KEYS not in self.metadata:
+            hint = how_to_convert(path.parent)
             raise self.error(f"was not written by toyexp (its metadata lack the model's keys); {hint}")
-        return json_object(metadata[KEYS], f"{self.path}: its metadata {KEYS}")
+        self.metadata = json_object(self.metadata[KEYS], f"{path}: its metadata {KEYS}")
 
 
 def write_safetensors(path: Path, tensors: Mapping[str, Tensor], kind: str, metadata: Mapping[str, str]) -> list[str]:

@@ -522,6 +522,7 @@ def test_a_lora_run_also_exports_its_adapter(merged):
     Path("book.txt").write_text("It was a bright cold day in April. " * 90)
     write_base(Path("base.gguf"), "llama", tokenizer=Bytes())
     words = ["recipe=lora", "recipe.base=base.gguf", "recipe.rank=2", "recipe.alpha=3", "callbacks=[hf_export]"]
+    words.append("recipe.targets=[q]")
     settings = [w for w in RUN if ("tokenizer" not in w and not w.startswith("model.")) or "context" in w]
     assert main([*settings, *words, "model.context=12", f"callbacks.hf_export.merged={merged}"]) == 0
     assert Path("run/model-hf").exists() is (merged == "true")
@@ -705,7 +706,7 @@ KINDS = {"hf": "f32", "hf-f16": "f16", "hf-bf16": "bf16"}
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("name", ["llama_tied_bias", "gpt2", "gemma3", "qwen3moe", "lfm2"])
+@pytest.mark.parametrize("name", ["llama_tied_bias", "gpt2", "gemma3", "qwen3moe", "lfm2", "mamba2"])
 def test_an_open_directory_equals_the_gguf_of_its_model(name, kind):
     """Its keys, and each tensor's type and bytes, also of the first rows only."""
     make_folder(name, kind)

@@ -49,9 +49,13 @@ class TensorsFile(ModelFile):
             )
         header = json_object(self._file.read(length), f"{path}: its header")
         metadata = header.pop("__metadata__", None)
-        self.metadata: Mapping[str, Any] = metadata if isinstance(metadata, dict) else {}
+        self.metadata: Mapping[str, Any] = self._keys(metadata if isinstance(metadata, dict) else {})
         self.tensors: Mapping[str, TensorInfo] = {n: self._info(n, entry, 8 + length) for n, entry in header.items()}
         check_offsets(self.tensors.values(), 8 + length, size, 1, self.error)
+
+    def _keys(self, metadata: dict[str, Any]) -> Mapping[str, Any]:
+        """Convert the metadata in the file's header to the value of the attribute `metadata`; here unchanged."""
+        return metadata
 
     def read(self, name: str, rows: int | None = None) -> np.ndarray:
         """Return a tensor in float32, or only its first `rows` rows."""
@@ -87,12 +91,11 @@ class TensorsFile(ModelFile):
 class SafetensorsFile(TensorsFile):
     """An open safetensors file that toyexp wrote; `metadata` holds its GGUF keys. Raises UserError for other files."""
 
-    def __init__(self, path: Path):
-        super().__init__(path)
-        if KEYS not in self.metadata:
-            hint = how_to_convert(path.parent)
+    def _keys(self, metadata: dict[str, Any]) -> Mapping[str, Any]:
+        if KEYS not in metadata:
+            hint = how_to_convert(self.path.parent)
             raise self.error(f"was not written by toyexp (its metadata lack the model's keys); {hint}")
-        self.metadata = json_object(self.metadata[KEYS], f"{path}: its metadata {KEYS}")
+        return json_object(metadata[KEYS], f"{self.path}: its metadata {KEYS}")
 
 
 def write_safetensors(path: Path, tensors: Mapping[str, Tensor], kind: str, metadata: Mapping[str, str]) -> list[str]:

@@ -645,7 +645,7 @@ def causal_case(draw):
 def shift_case(draw):
     case = Case(draw)
     case.array("x", draw(rows), draw(st.integers(1, 9)), draw(sizes))
-    n = draw(st.integers(1, 10))
+    n = draw(st.integers(0, 10))
     case.function = lambda ops, p, batch: ops.add(p["x"], ops.shift(p["x"], n))
     return case
 

@@ -383,6 +383,8 @@ class Ops(ABC):
     def shift(self, x: Tensor, n: int = 1) -> Tensor:
         """Shift x [B, T, ...] by `n` positions along T: result[:, i] is x[:, i - n], and 0 for i < n."""
         length = x.shape[1]
+        if n == 0:
+            return x
         zeros = self.scale(self.part(x, 1, 0, min(n, length)), 0.0)
         return zeros if n >= length else self.concat([zeros, self.part(x, 1, 0, length - n)], 1)
 

@@ -29,7 +29,7 @@ from toyexp_callbacks.events import Listener
 REDRAW_SECONDS = 0.1
 MIN_BAR_WIDTH = 8  # columns; shorter bars are not drawn
 # The green of the plots, and a grey track. Both are visible on light and on dark backgrounds.
-BAR_COLOUR, TRACK_COLOUR = "#26805A", "#A0A0A0"
+BAR_COLOUR, TRACK_COLOUR = "#268960", "#A0A0A0"
 PARTS = ("loss", "held_out", "speed", "left")  # the displayed numbers, in order
 MAX_SILENCE = 60.0  # seconds without a plain line after which one is printed anyway
 SPEED_SECONDS = 10.0  # averaging window of the displayed speed

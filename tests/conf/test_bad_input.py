@@ -356,7 +356,10 @@ SYNTAX = [
     ("optim.lr=0.1", "unknown key optim.lr; did you mean lr?"),
     ("lr=0,001", "has several values; for a decimal number type lr=0.001; add -m"),
     ("data=a/book.txt", "for this file: data=text data.path=a/book.txt"),
-    ("recipe=lora recipe.base=org/name", "recipe.base=org/name: not found; only local", "hf download org/name"),
+    (
+        "recipe=lora recipe.base=org/name",
+        "org/name: not found here and in the Hugging Face cache; to get it: hf download org/name; ",
+    ),
     ("--multirum", "did you mean --multirun?"),
 ]
 

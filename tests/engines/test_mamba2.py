@@ -73,9 +73,9 @@ def test_only_its_matrices_and_convolutions_decay_and_muon_takes_those_with_rows
     assert {n for n in by_muon if n.startswith("blk.1.")} == matrices
 
 
-def test_adapters_change_the_input_matrix_by_default_and_no_convolution():
+def test_adapters_change_both_matrices_by_default_and_no_convolution():
     write_base(Path("base.gguf"), "mamba2")
-    for targets, layers in ((None, {"ssm_in"}), (["*"], {"ssm_in", "ssm_out"}), (["out_proj"], {"ssm_out"})):
+    for targets, layers in ((None, {"ssm_in", "ssm_out"}), (["*"], {"ssm_in", "ssm_out"}), (["out_proj"], {"ssm_out"})):
         adapters = plan("mamba2", recipe=Lora(base="base.gguf", targets=targets)).adapters
         assert {a.target.split(".")[2] for a in adapters} == layers
 

@@ -24,12 +24,12 @@ from toyexp.base.files import open_file
 from toyexp.base.packages import require_package
 from toyexp.base.writing import convert_write_errors, require_writable, write_atomically
 
-BLUE, VERMILLION, GREEN, PURPLE = "#0B4A8A", "#B3260A", "#26805A", "#C273A9"
+BLUE, VERMILLION, GREEN, PURPLE = "#0B4A8A", "#B3260A", "#268960", "#B470DB"
 INK, GREY, PALE = "#222222", "#555555", "#BBBBBB"
-# the first four are vivid for people with red-green colour blindness; two of the others look grey to them
-COLOURS = (BLUE, VERMILLION, "#3696ED", "#D97A1A", GREEN, PURPLE, "#000000", "#968B4A")
+# people with red-green colour blindness see green as a yellowish and purple as a bluish colour
+COLOURS = (BLUE, VERMILLION, "#4C69FF", "#BE8B00", GREEN, PURPLE, "#000000", "#7C9E52")
 # for dark backgrounds
-DARK_COLOURS = ("#3CC6FF", "#DD7416", "#CBF7FF", "#FFE646", "#1E8F5A", "#A06BA5", "#A9B8A6", "#F1AE6F")
+DARK_COLOURS = ("#3CC6FF", "#DD7416", "#D3F8FB", "#FFE646", "#487C45", "#875F9B", "#A9B8A6", "#F1AE6F")
 MARKS = ("o", "s", "^", "D", "v", "P", "X", "p")
 TITLE, LABEL, SMALL = 12.0, 10.0, 9.0  # font sizes in points, for a figure 8 inches wide
 WIDTH = 8.0  # inches

@@ -97,6 +97,26 @@ class Search:
         """True if a lower metric is better."""
         return lower_is_better(self.metric)
 
+    @property
+    def scores(self) -> list[float]:
+        """Final metrics of the completed trials."""
+        return [trial.score for trial in self.trials if trial.is_complete and trial.score is not None]
+
+    @property
+    def limits(self) -> tuple[float, float, float]:
+        """Lowest and highest metric that charts show, and the middle of the band in which they show pruned trials.
+
+        The limits leave out completed trials that are much worse than the better half; charts draw these at the edge.
+        The band lies beyond the worse limit, because the last metric of a pruned trial is of an earlier step.
+        """
+        sign = 1 if self.is_minimising else -1
+        costs = sorted(sign * score for score in self.scores) or [0.0]
+        best, middle = costs[0], statistics.median(costs)
+        worst = max((cost for cost in costs if cost <= best + 4 * (middle - best)), default=best)
+        pad = 0.06 * (worst - best) or 0.05 * abs(best) or 1.0
+        low, high = sorted((sign * (best - 2 * pad), sign * (worst + pad)))  # more room for the star at the best
+        return low, high, sign * (worst + pad + 0.06 * (high - low))
+
     def describe(self) -> str:
         """Return a title: the algorithm, the searched settings and the number of trials."""
         names, after = short_keys(self.keys), f": {pluralise(len(self.trials), 'trial')}"
@@ -115,17 +135,16 @@ def draw_search(search: Search, source: str, unit: str) -> Sheet:
     best = (min if search.is_minimising else max)(completed, key=lambda trial: trial.score or 0.0)
     keys, names = search.keys[:MAX_PANELS], short_keys(search.keys)
     rows = -(-len(keys) // PANELS_PER_ROW)
-    scores = [trial.score for trial in completed if trial.score is not None]
-    limits = _limits(scores, search.is_minimising)
-    beyond = [score for score in scores if not limits[0] <= score <= limits[1]]
-    side = f"above the range, up to {max(scores):.4g}" if search.is_minimising else "below the range"
+    low, high, _ = search.limits
+    beyond = [score for score in search.scores if not low <= score <= high]
+    side = f"above the range, up to {max(search.scores):.4g}" if search.is_minimising else "below the range"
     arrows = [f"{len(beyond)} {side} (triangles)"] if beyond else []
     sheet = Sheet(0.5 + 3.2 + 2.4 * rows, search.describe(), " · ".join([*_footer(search, source, keys), *arrows]),
                   [3.2] + [2.4] * rows, columns=[1] + [min(len(keys), PANELS_PER_ROW)] * rows)  # fmt: skip
     above, *panels = sheet.panels
-    _draw_trials(above, search, completed, best, limits)
+    _draw_trials(above, search, completed, best)
     for number, (axes, key) in enumerate(zip(panels, keys, strict=False)):
-        _draw_setting(axes, search, key, names[number], best, limits)
+        _draw_setting(axes, search, key, names[number], best)
         axes.tick_params(labelleft=number % PANELS_PER_ROW == 0)
     above.set_ylabel(f"held-out {search.metric}{unit}")
     for axes in panels[::PANELS_PER_ROW]:
@@ -147,32 +166,15 @@ def _footer(search: Search, source: str, keys: Sequence[str]) -> list[str]:
     return [part for part in parts if part]
 
 
-def _limits(scores: Sequence[float], falls: bool) -> tuple[float, float]:
-    """Return the lowest and highest metric to show. Trials outside these limits are drawn at the edge.
-
-    The limits leave out trials that are much worse than the better half of the trials. `falls` is True if a lower
-    metric is better.
-    """
-    sign = 1 if falls else -1
-    costs = sorted(sign * score for score in scores)
-    best, middle = costs[0], statistics.median(costs)
-    worst = max((cost for cost in costs if cost <= best + 4 * (middle - best)), default=best)
-    pad = 0.06 * (worst - best) or 0.05 * abs(best) or 1.0
-    low, high = sorted((sign * (best - pad), sign * (worst + pad)))
-    return low, high
-
-
-def _draw_dots(
-    axes: Any, search: Search, positions: Mapping[int, float], best: Trial, limits: tuple[float, float]
-) -> None:  # fmt: skip
+def _draw_dots(axes: Any, search: Search, positions: Mapping[int, float], best: Trial) -> None:
     """Draw a dot for each completed trial at its place in `positions`, which maps trial numbers to x coordinates.
 
     Completed trials outside the limits are drawn as triangles at the edge. Pruned trials have a score of an earlier
     step; they are drawn as rings in a band on the side of worse scores. A star marks the best trial.
     """
-    low, high = limits
-    worst, beyond = (high, 0.12 * (high - low)) if search.is_minimising else (low, 0.12 * (low - high))
-    band = worst + beyond / 2
+    low, high, band = search.limits
+    worst = high if search.is_minimising else low
+    beyond = 2 * (band - worst)
     dots_by_style: dict[tuple[str, bool], list[tuple[float, float]]] = {}
     for trial in search.trials:
         if trial.score is not None and trial.number in positions:
@@ -196,13 +198,11 @@ def _draw_dots(
                   markeredgecolor=VERMILLION, markeredgewidth=1.3, zorder=5, clip_on=False)  # fmt: skip
 
 
-def _draw_trials(
-    axes: Any, search: Search, completed: Sequence[Trial], best: Trial, limits: tuple[float, float]
-) -> None:  # fmt: skip
+def _draw_trials(axes: Any, search: Search, completed: Sequence[Trial], best: Trial) -> None:
     axes.margins(x=0.02)
-    _draw_dots(axes, search, {trial.number: trial.number for trial in search.trials}, best, limits)
+    _draw_dots(axes, search, {trial.number: trial.number for trial in search.trials}, best)
     better = min if search.is_minimising else max
-    so_far = [*itertools.accumulate((trial.score for trial in completed if trial.score is not None), better)]
+    so_far = [*itertools.accumulate(search.scores, better)]
     numbers = [trial.number for trial in completed]
     last = max(trial.number for trial in search.trials)
     axes.step([*numbers, last], [*so_far, so_far[-1]], where="post", color=VERMILLION, linewidth=1.6)
@@ -214,9 +214,7 @@ def _draw_trials(
     axes.xaxis.get_major_locator().set_params(integer=True)
 
 
-def _draw_setting(
-    axes: Any, search: Search, key: str, name: str, best: Trial, limits: tuple[float, float]
-) -> None:  # fmt: skip
+def _draw_setting(axes: Any, search: Search, key: str, name: str, best: Trial) -> None:
     trials = [trial for trial in search.trials if key in trial.values]
     values, slots = [trial.values[key] for trial in trials], search.slots(key)
     if not slots:
@@ -235,7 +233,7 @@ def _draw_setting(
         axes.set_xlim(-0.5, len(slots) - 0.5)
         for border in range(1, len(slots)):
             axes.axvline(border - 0.5, color=GREY, linewidth=0.3)
-    _draw_dots(axes, search, positions, best, limits)
+    _draw_dots(axes, search, positions, best)
     share = search.importances.get(key)
     matters = f"\n(importance {share:.0%})" if share is not None else ""
     axes.set_xlabel(f"{fit_text(name, 26)}{matters}")

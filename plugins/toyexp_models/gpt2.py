@@ -64,7 +64,7 @@ class GPT2(MuP, LanguageModel):
             batch = {}  # a batch for two models may have masks of the other one
         x = ops.dropout(x, batch, "token_embd.dropout")
         for i in range(self.n_layers):
-            masks = {n: batch[mask] for n in DROPPED if (mask := f"blk.{i}.{n}.dropout") in batch}
+            masks = {n: batch[f"blk.{i}.{n}.dropout"] for n in DROPPED if f"blk.{i}.{n}.dropout" in batch}
             x = ops.block(self.block, x, p.block(i), *([masks] if masks else []))
         x = ops.layer_norm(x, p["output_norm.weight"], p["output_norm.bias"], self.norm_eps)
         return ops.logits(self.scale_output(ops, x), p["token_embd.weight" if self.tied else "output.weight"])

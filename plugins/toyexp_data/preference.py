@@ -71,7 +71,7 @@ class Preference(RecordData):
             "skipped_lines": skipped[:MAX_NAMED],
             **tokenizer_facts(tokenizer),
         }
-        dataset = PairDataset(train, held, tokenizer, False, self.eval_batches, facts, self.bpe_notes(tokenizer))
+        dataset = PairDataset(train, held, tokenizer, "none", self.eval_batches, facts, self.bpe_notes(tokenizer))
         dataset.chat_template = tokenizer.chat_template if chats else ""
         return dataset
 

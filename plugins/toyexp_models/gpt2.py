@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, ClassVar
 
-from toyexp import LORA, Normal, Ops, Params, Tensor, TensorSpec
+from toyexp import LORA, Normal, Ops, Params, Tensor, TensorSpec, keep_apart
 from toyexp.base import require_range
 from toyexp_models.gguf import GPT2GGUF
 from toyexp_models.huggingface import gpt2_layout
@@ -57,7 +57,7 @@ class GPT2(MuP, LanguageModel):
 
     def forward(self, ops: Ops, p: Params, batch: Mapping[str, Tensor]) -> Tensor:
         """Return the logits [B, T, vocab] of tokens [B, T]."""
-        length = batch["tokens"].shape[-1]
+        ops, length = keep_apart(ops, batch), batch["tokens"].shape[-1]
         x = ops.embed(p["token_embd.weight"], batch["tokens"])  # [B, T, d]
         x = ops.add(x, ops.first_rows(p["position_embd.weight"], length))
         if not self.dropout:

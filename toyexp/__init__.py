@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     )
     from toyexp.batching.tokens import TokenBatches, TokenDataset
     from toyexp.batching.vectors import VectorDataset
+    from toyexp.config.build import create_data
     from toyexp.formats.gguf.open_model import FromGGUF
     from toyexp.inference.model_files import adapter_files, check_base, find_adapter_file, find_model_file
     from toyexp.interfaces.apart import apart_inputs, keep_apart

@@ -8,7 +8,8 @@ from typing import Any, NamedTuple
 
 from toyexp import printable, suggest
 from toyexp_data.chat import BadExample, Message, iter_strings
-from toyexp_data.records import SPLITS, Record
+from toyexp_data.records import Record
+from toyexp_data.splits import SPLITS
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 # The senders in ShareGPT's conversations, and their roles.
@@ -92,11 +93,20 @@ def convert(record: Record, columns: Mapping[str, str], system: str = "") -> Val
         hint = next((hint for name, hint in hints.items() if name in value), "")
         raise BadExample(f"has the keys {_names(value)}; {EXPECTED}{hint}")
     result = form.convert(value)
-    used = tuple(name for name in (*form.required, *form.optional) if name in value)
+    used = tuple(name for name in value if name in (*form.required, *form.optional))
     if result.messages:
         result = add_system(result, _system(value) or system)
     others = tuple(name for name in value if name not in used and name != "split")
     return result._replace(columns=used, others=others, split=_split(value, columns))
+
+
+def read_text_column(record: Record, columns: Mapping[str, str]) -> str:
+    """Return the column `text` of a record. Raise BadExample if it has none."""
+    value = decode(record, columns)
+    if "text" not in value:
+        others = "; for prompts and conversations: data=examples"
+        raise BadExample(f"has the keys {_names(value)}; expected text (data.columns={{text: NAME}}){others}")
+    return text_of(value["text"], "text")
 
 
 def _system(value: Mapping[str, Any]) -> str:
@@ -203,7 +213,7 @@ def convert_pair(record: Record, columns: Mapping[str, str], system: str = "") -
     Without the column `prompt`, the prompt is what both have in common at the beginning. With the column `label`, which
     is true or false, there is one completion only.
     """
-    value = decode(record, columns)
+    value, used = decode(record, columns), tuple[str, ...]()
     if value.keys() >= {"prompt", "completion", "label"}:
         if not isinstance(value["label"], bool | int) or value["label"] not in (0, 1):
             raise BadExample(f"label is {printable(str(value['label']), 20)}; expected true or false")

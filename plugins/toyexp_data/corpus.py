@@ -3,26 +3,25 @@
 from __future__ import annotations
 
 import codecs
-import glob
 import hashlib
 import itertools
 import os
-import stat
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from array import array
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import NamedTuple
 
 from toyexp import UserError
-from toyexp.base import HEAD_SIZE, not_text_error, open_file, require_file, show_status, system_message, wrong_kind
+from toyexp.base import HEAD_SIZE, not_text_error, open_file, show_status, system_message
 from toyexp_data.cache import recall, remember
+from toyexp_data.columns import read_text_column
+from toyexp_data.records import iter_records
 
 CHUNK = 1 << 20  # bytes per read
 NO_LIMIT = 1 << 62
-STATUS_EVERY = 500  # directories between updates of the search's status
-ALL = "*"  # suffix that matches all files
 SETTLE_TIME = 2.0  # seconds; some file systems round modification times to 2 s
 
 
@@ -91,16 +90,31 @@ def megabytes(part: float, total: float) -> str:
 
 
 class Corpus:
-    """Text of several files; each file is a document with a training part and, at its end, a held-out part.
+    """Documents of several files, with a training part and a held-out part.
 
-    At most `limit` characters are used in all, and `fraction` of each document is held out. With `skip`, unusable files
-    are left out; otherwise reading them raises UserError.
+    A text file is one document, whose end is held out. In a file of records each record is a document, and the last
+    ones are held out. If there are `held_out` files, they are the held-out part, instead of the share `fraction`.
+
+    At most `limit` characters are used in all. With `skip`, unusable files and records are left out; otherwise reading
+    them raises UserError. Files are text if `columns` is None, else of records; it has other names of the column text.
     """
 
-    def __init__(self, files: Sequence[Path], limit: int | None, fraction: float, skip: bool = False):
-        self._files, self._limit, self._fraction, self._skip = files, limit, fraction, skip
-        self._began, self._stats = time.time(), {path: _stat(path) for path in files}
-        self._key = repr(([(str(p), status) for p, status in self._stats.items()], limit, skip))
+    def __init__(
+        self,
+        files: Sequence[Path],
+        limit: int | None,
+        fraction: float,
+        skip: bool = False,
+        held_out: Sequence[Path] = (),
+        columns: Mapping[str, str] | None = None,
+    ):
+        self._files, self._limit, self._fraction, self._skip = [*files, *held_out], limit, fraction, skip
+        self._held_out, self._columns = frozenset(held_out), columns
+        self._began, self._stats = time.time(), {path: _stat(path) for path in self._files}
+        split = (len(held_out), columns) if held_out or columns is not None else ()
+        self._key = repr(([(str(p), status) for p, status in self._stats.items()], limit, skip, *split))
+        # Corpora of equal text and `val_fraction` but different `parts_key` hold out different text.
+        self.parts_key = f"-{split}-{[str(path) for path in held_out]}" if split else ""
 
     @cached_property
     def facts(self) -> Facts:
@@ -109,52 +123,93 @@ class Corpus:
         return Facts(**cached) if cached else self._survey[0]
 
     @cached_property
-    def _survey(self) -> tuple[Facts, list[tuple[Path, int]]]:
+    def _survey(self) -> tuple[Facts, list[tuple[Path, array[int]]]]:
+        """Return the facts, and for each file the number of characters of each document that is used."""
         show_status("reading the text")
         digest, room = hashlib.sha256(), self._limit or NO_LIMIT
-        documents: list[tuple[Path, int]] = []
+        parts: list[tuple[Path, array[int]]] = []
         used_bytes, size, skipped = 0, sum(status.size for status in self._stats.values()), list[str]()
         for path in self._files:
-            before = digest.copy()
-            digest.update(b"\0" if documents else b"")
+            before, lengths, taken = digest.copy(), array("q"), 0
             try:
-                length, count = _digest_text(path, room, digest.update)
+                for text in self.documents(path, skipped):
+                    digest.update(b"\0" if parts or lengths else b"")
+                    length, count = _digest_text(text, room, digest.update)
+                    lengths.append(length)
+                    taken, room = taken + count, room - length
+                    if room <= 0:
+                        break
             except UserError as reason:
                 if not self._skip:
                     more = " (data.on_error=skip leaves such files out)" if len(self._files) > 1 else ""
                     raise UserError(f"{reason}{more}") from None
-                digest, size = before, size - self._stats[path].size
+                digest, size, room = before, size - self._stats[path].size, room + sum(lengths)
                 skipped.append(str(reason))
                 continue
-            documents.append((path, length))
-            used_bytes, room = used_bytes + count, room - length
+            parts.append((path, lengths))
+            used_bytes += taken
+            if self._columns is not None and room > 0:
+                size += taken - self._stats[path].size  # all of its text is used, whatever the size of the file
             if room <= 0:
                 break
-        facts = Facts(digest.hexdigest(), len(documents), used_bytes, size, skipped)
+        facts = Facts(digest.hexdigest(), sum(len(lengths) for _, lengths in parts), used_bytes, size, skipped)
         if all(status.change_time < self._began - SETTLE_TIME for status in self._stats.values()):
             remember("text", self._key, asdict(facts))
-        return facts, documents
+        return facts, parts
+
+    def documents(self, path: Path, skipped: list[str] | None = None) -> Iterator[Iterator[str]]:
+        """Yield each document of a file, in chunks of text; add the reasons for skipped records to `skipped`."""
+        if self._columns is None:
+            yield chunks(path)
+            return
+        for location, record in iter_records(path):
+            try:
+                text = read_text_column(record, self._columns)
+            except UserError as reason:
+                if not self._skip:
+                    raise UserError(f"{location}: {reason}") from None
+                if skipped is not None:
+                    skipped.append(f"{location}: {reason}")
+            else:
+                yield iter([text])
+
+    def _parts(self, held_out: bool | None) -> Iterator[Iterator[str]]:
+        """Yield the documents of the held-out part (True), of the training part (False), or all of them (None)."""
+        for path, lengths in self._survey[1]:
+            documents = zip(self.documents(path), lengths, strict=False)
+            if held_out is None or (self._held_out and (path in self._held_out) == held_out):
+                yield from (slice_text(text, 0, length) for text, length in documents)
+            elif not self._held_out and self._columns is not None:
+                first, last = (self._cut(len(lengths)), None) if held_out else (0, self._cut(len(lengths)))
+                yield from (slice_text(text, 0, n) for text, n in itertools.islice(documents, first, last))
+            elif not self._held_out:
+                for text, n in documents:
+                    yield slice_text(text, *((self._cut(n), n) if held_out else (0, self._cut(n))))
 
     def texts(self) -> Iterator[Iterator[str]]:
         """Yield, for each document, the text that the run uses, in chunks."""
-        return (slice_text(chunks(path), 0, count) for path, count in self._survey[1])
+        return self._parts(None)
 
     def train(self) -> Iterator[Iterator[str]]:
         """Yield the training part of each document, in chunks."""
-        return (slice_text(chunks(path), 0, self._cut(count)) for path, count in self._survey[1])
+        return self._parts(False)
 
     def held_out(self) -> Iterator[Iterator[str]]:
         """Yield the held-out part of each document, in chunks."""
-        return (slice_text(chunks(path), self._cut(count), count) for path, count in self._survey[1])
+        return self._parts(True)
 
     def first_file_containing(self, character: str) -> Path | None:
         """Return the first file with this character in the text that the run uses; None if there is none."""
-        texts = zip(self._survey[1], self.texts(), strict=True)
-        return next((path for (path, _), text in texts if any(character in chunk for chunk in text)), None)
+        for path, lengths in self._survey[1]:
+            for text, length in zip(self.documents(path), lengths, strict=False):
+                if any(character in chunk for chunk in slice_text(text, 0, length)):
+                    return path
+        return None
 
     def train_size(self) -> int:
-        """Return the number of characters in all training parts."""
-        return sum(self._cut(count) for _, count in self._survey[1])
+        """Return about how many characters all training parts have."""
+        sizes = ((path, sum(lengths)) for path, lengths in self._survey[1] if path not in self._held_out)
+        return sum(size if self._held_out else self._cut(size) for _, size in sizes)
 
     def _cut(self, count: int) -> int:
         return count - int(count * self._fraction)
@@ -166,16 +221,16 @@ class Corpus:
                 raise UserError(f"{path}: changed while it was read; start again when it is complete")
 
 
-def _digest_text(path: Path, room: int, update: Callable[[bytes], object]) -> tuple[int, int]:
-    """Pass at most `room` characters of a file to a digest's method `update`.
+def _digest_text(text: Iterator[str], room: int, update: Callable[[bytes], object]) -> tuple[int, int]:
+    """Pass at most `room` characters of a text to a digest's method `update`.
 
     Return the number of characters and the number of bytes that were passed.
     """
     length = size = 0
-    for text in slice_text(chunks(path), 0, room):
-        raw = text.encode()
+    for chunk in slice_text(text, 0, room):
+        raw = chunk.encode()
         update(raw)
-        length, size = length + len(text), size + len(raw)
+        length, size = length + len(chunk), size + len(raw)
     return length, size
 
 
@@ -217,88 +272,3 @@ def sample_pieces(pieces: Iterable[str], size: int, limit: int) -> Iterator[str]
         if sample_size + len(piece) <= max(size_read * limit / size, len(piece)):
             sample_size += len(piece)
             yield piece
-
-
-@dataclass
-class FoundFiles:
-    """Files of a data set in a fixed order, and the reasons why other files were left out."""
-
-    files: list[Path] = field(default_factory=list)
-    others: int = 0  # files with another suffix
-    unreadable: list[str] = field(default_factory=list)  # files, links and directories, each with the reason
-
-    def omissions(self) -> list[str]:
-        """Return notes about files that `data.suffixes` leaves out, and about unreadable files."""
-        count = len(self.files)
-        notes = [f"{count} of {count + self.others} files: data.suffixes"] if self.others else []
-        return [*notes, *self.unreadable_note()]
-
-    def unreadable_note(self) -> list[str]:
-        """Return a list with a note about unreadable files; empty if there are none."""
-        return [f"{len(self.unreadable)} skipped, such as {self.unreadable[0]}"] if self.unreadable else []
-
-
-def find_files(path: str, suffixes: Collection[str]) -> FoundFiles:
-    """Return the files at `path`: one file, the files that match a pattern, or a directory's files with these suffixes.
-
-    Raise UserError if there is no such file.
-    """
-    selection = FoundFiles()
-    matches = match_paths(path)
-    for match in matches:
-        if match.is_dir():
-            _add_folder(selection, match, suffixes)
-        else:
-            selection.files.append(match)
-    if not selection.files:
-        reason = "".join(f" ({skipped})" for skipped in selection.unreadable_note())
-        raise UserError(
-            f"data.path={path}: contains no file with the suffix {' '.join(suffixes) or '(none)'}{reason}; "
-            "choose others: data.suffixes='.rst .c', or all: data.suffixes='*'"
-        )
-    return selection
-
-
-def match_paths(path: str, key: str = "path") -> list[Path]:
-    """Return the path itself if it exists, else the paths that match it as a glob pattern, else raise UserError.
-
-    `key` is the setting of the section `data` that has this path, for the message.
-    """
-    kinds = stat.S_IFREG, stat.S_IFDIR
-    if os.path.lexists(path) or not glob.has_magic(path):
-        return [require_file(path, f"data.{key}={path}", *kinds)]
-    matches = sorted(glob.glob(path, recursive=True))  # noqa: PTH207 - Path.glob takes no absolute pattern
-    if not matches:
-        raise UserError(f"data.{key}={path}: matches no file (looked in {Path.cwd()})")
-    return [require_file(match, match, *kinds) for match in matches]
-
-
-def _add_folder(selection: FoundFiles, folder: Path, suffixes: Collection[str]) -> None:
-    def note_error(error: OSError) -> None:
-        selection.unreadable.append(f"{error.filename}: {system_message(error)}")
-
-    chosen_files: list[Path] = []
-    walk = os.walk(folder, onerror=note_error)  # Path.rglob ignores unreadable directories
-    for number, (directory, folders, names) in enumerate(walk, 1):
-        if number % STATUS_EVERY == 0:
-            show_status(f"looking for text below {folder}: {len(chosen_files)} files in {number} folders")
-        links = [os.path.join(directory, f) for f in folders if os.path.islink(os.path.join(directory, f))]  # noqa: PTH114, PTH118
-        selection.unreadable += [f"{link}: is a link to a directory" for link in links]
-        chosen = [n for n in names if ALL in suffixes or os.path.splitext(n)[1] in suffixes]  # noqa: PTH122
-        selection.others += len(names) - len(chosen)
-        for name in chosen:
-            file = Path(directory, name)
-            reason = _reason(file)
-            if reason:
-                selection.unreadable.append(f"{file}: {reason}")
-            else:
-                chosen_files.append(file)
-    selection.files += sorted(chosen_files)
-
-
-def _reason(path: Path) -> str | None:
-    try:
-        reason = wrong_kind(path.stat().st_mode)
-        return reason and reason.partition(",")[0]  # without the remedy
-    except OSError as error:
-        return system_message(error)

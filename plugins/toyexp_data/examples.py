@@ -18,7 +18,8 @@ from toyexp.base import pluralise, require_choice, run_interruptibly
 from toyexp_data.chat import PLAIN_TEMPLATE, Example, Part, Rows, plain_rows, tokenize
 from toyexp_data.columns import NAMES, Pair, Value, convert
 from toyexp_data.held_out import MAX_NAMED, ON_ERROR
-from toyexp_data.records import TEST, TRAIN, VALIDATION, Record, find_records, iter_records, record_suffix, split_name
+from toyexp_data.records import Record, find_records, has_records, iter_records, record_suffix
+from toyexp_data.splits import TEST, TRAIN, VALIDATION, split_name
 from toyexp_data.text import TokenizedData, tokenizer_facts
 
 if TYPE_CHECKING:
@@ -125,14 +126,14 @@ class RecordData(TokenizedData):
     def _split(self, examples: Placed[T], skipped: Sequence[str]) -> tuple[Placed[T], np.ndarray, dict[str, Any]]:
         """Return the examples that are used, a mask of the held-out ones, and facts for the run's record.
 
-        Held out is the validation split, or the test split if there is no validation split. Data of a single split are
-        divided by the setting `val_fraction`. Raise UserError if a part is empty.
+        If there is a training split, the validation split is held out, or the test split if there is no validation
+        split. Otherwise the setting `val_fraction` divides the examples. Raise UserError if a part is empty.
         """
         import numpy as np
 
         splits = [place.split for place, _ in examples]
         held_out = next((split for split in (VALIDATION, TEST) if split in splits), None)
-        if held_out is None or len(set(splits)) == 1:
+        if held_out is None or TRAIN not in splits:
             held_out, mask = None, spread_held_out(len(examples), self.val_fraction)
         else:
             is_used = [split == held_out or (split in (TRAIN, None) and self.val_fraction < 1) for split in splits]
@@ -202,7 +203,7 @@ class ExampleData(RecordData):
     @classmethod
     def recognises(cls, path: Path) -> int:
         """Return 2 (a certain match) for files of records and directories that contain some, and 0 for other paths."""
-        return 2 * any(record_suffix(file) for file in (path.rglob("*") if path.is_dir() else (path,)))
+        return 2 * (has_records(str(path)) if path.is_dir() else bool(record_suffix(path)))
 
     def check(self) -> None:
         """Raise UserError for invalid settings and missing files."""

@@ -9,7 +9,6 @@ import gzip
 import io
 import json
 import lzma
-import re
 import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -17,17 +16,12 @@ from typing import IO, Any
 
 from toyexp import UserError, printable, require_package
 from toyexp.base import NOT_TEXT_HINTS, open_file
-from toyexp_data.corpus import match_paths
+from toyexp_data.files import match_paths
+from toyexp_data.splits import find_all
 
 COMPRESSED = (".gz", ".xz", ".zst")
 INSTALL = "pip install 'toyexp[data]'"
 METADATA = {"state.json", "dataset_info.json", "dataset_dict.json", "dataset_infos.json", "config.json"}
-TRAIN, VALIDATION, TEST = "train", "validation", "test"
-SPLITS = {
-    **dict.fromkeys(("train", "training"), TRAIN),
-    **dict.fromkeys(("validation", "valid", "val", "dev", "eval"), VALIDATION),
-    "test": TEST,
-}
 FIELD_LIMIT = (1 << 31) - 1  # characters of a CSV field; the csv module's own limit is 131,072
 
 Record = bytes | dict[str, Any]  # a line of JSON, which is not parsed yet, or values by column
@@ -39,41 +33,28 @@ def record_suffix(path: Path) -> str:
     return name.suffix if name.suffix in READERS and (path == name or name.suffix in _TEXTS) else ""
 
 
-def split_name(path: Path) -> str | None:
-    """Return the split that a file's name, or else its directory's name, shows: train, validation, test, or None."""
-    for part in (path.name, path.parent.name):
-        words = re.split(r"[-_.\s]|(?<=[a-z])(?=\d)", part.lower())
-        if split := next((SPLITS[word] for word in words if word in SPLITS), None):
-            return split
-    return None
-
-
 def find_records(path: str, key: str = "path") -> list[Path]:
     """Return the files of records at `path`, a file, a directory or a pattern; numbers in names sort by their value.
 
     Raise UserError if there are none, or if a directory has several formats.
     """
-    files: list[Path] = []
-    for match in match_paths(path, key):
-        files += _files_below(match) if match.is_dir() else [match]
-    if not files:
-        raise UserError(f"data.{key}={path}: has no file of examples ({' '.join(READERS)})")
+    files = find_all(path, _is_data, f"examples ({' '.join(READERS)})", key)
     suffixes = sorted({record_suffix(file) for file in files})
     if len(suffixes) > 1:
         several = " and ".join(f"{sum(record_suffix(f) == s for f in files)} {s or 'other'}" for s in suffixes)
         choice = f"data.{key}='{path.rstrip('/*')}/*{suffixes[-1]}'"
         raise UserError(f"data.{key}={path}: has {several} files; choose one format: {choice}")
-    return sorted(files, key=_natural_order)
+    return files
 
 
-def _files_below(folder: Path) -> list[Path]:
-    files = (f for f in folder.rglob("*") if f.name not in METADATA and not f.name.startswith((".", "cache-")))
-    hidden = (f for f in files if not any(part.startswith(".") for part in f.relative_to(folder).parts))
-    return [file for file in hidden if record_suffix(file) and file.is_file()]
+def has_records(path: str) -> bool:
+    """Return True if there is a file of records at `path`, a file, a directory or a pattern."""
+    return any(any(map(_is_data, m.rglob("*"))) if m.is_dir() else record_suffix(m) for m in match_paths(path))
 
 
-def _natural_order(path: Path) -> list[tuple[int, str | int]]:
-    return [(0, int(piece)) if piece.isdigit() else (1, piece) for piece in re.split(r"(\d+)", str(path)) if piece]
+def _is_data(file: Path) -> bool:
+    """Return True for a file of records that is neither metadata nor a cache of `datasets`."""
+    return bool(record_suffix(file)) and file.name not in METADATA and not file.name.startswith("cache-")
 
 
 def iter_records(path: Path) -> Iterator[tuple[str, Record]]:
@@ -94,7 +75,7 @@ def _open_bytes(path: Path) -> Iterator[IO[bytes]]:
     with contextlib.ExitStack() as stack:
         file: IO[bytes] = stack.enter_context(open_file(path))
         if path.suffix == ".gz":
-            file = stack.enter_context(gzip.open(file))  # type: ignore[assignment]  # a file of bytes too
+            file = stack.enter_context(gzip.open(file))  # type: ignore[arg-type]  # typeshed: not an IO[bytes]
         elif path.suffix == ".xz":
             file = stack.enter_context(lzma.open(file))
         elif path.suffix == ".zst":

@@ -7,7 +7,7 @@ import os
 import sysconfig
 from abc import abstractmethod
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -17,9 +17,11 @@ import toyexp.tokenizers
 from toyexp import TOKENS, Kind, RunPreview, UserError, is_changed, suggest
 from toyexp.base import UnknownCharacter, print_error, require_choice, require_file, require_range, run_interruptibly
 from toyexp_data.cache import load_or_pack, recall, remember
-from toyexp_data.corpus import Corpus, FoundFiles, characters, find_files, match_paths, megabytes, sample_pieces
+from toyexp_data.corpus import Corpus, characters, megabytes, sample_pieces
+from toyexp_data.files import FoundFiles, find_files, match_paths
 from toyexp_data.held_out import ON_ERROR, SplitData
-from toyexp_data.records import record_suffix
+from toyexp_data.records import find_records, has_records, record_suffix
+from toyexp_data.splits import divide
 
 if TYPE_CHECKING:
     import numpy as np
@@ -99,10 +101,10 @@ class TextData(TokenizedData):
         require_range("data", self, max_mb="[0,inf)", bpe_mb="[0,inf)")
         require_choice("data", self, on_error=ON_ERROR)
 
-    def open(self, vocabulary: Path | None) -> toyexp.TokenDataset:
+    def open(self, vocabulary: Path | None) -> toyexp.Dataset:
         """Read, split and tokenize the text. The token ids are cached, keyed by the digests of text and tokenizer."""
-        inputs = self.files()
-        corpus = Corpus(inputs.files, math.ceil(self.max_mb * 1e6) or None, self.val_fraction, self.on_error == "skip")
+        inputs, limit, skip = self.files(), math.ceil(self.max_mb * 1e6) or None, self.on_error == "skip"
+        corpus = Corpus(inputs.files, limit, self.val_fraction, skip, inputs.held_out, inputs.columns)
         text = corpus.facts
         if not text.taken:
             files = f"{inputs.files[0]}{f' and {len(inputs.files) - 1} more' if len(inputs.files) > 1 else ''}"
@@ -110,7 +112,7 @@ class TextData(TokenizedData):
             raise UserError(f"data={self.name}: found no text in {files}{skipped}")
         tokenizer, limits = self._tokenizer(corpus, vocabulary)
         facts = {"documents": text.documents, "text_sha256": text.digest, **tokenizer_facts(tokenizer)}
-        key = f"{text.digest}-{facts['tokenizer_digest']}-{self.val_fraction!r}"
+        key = f"{text.digest}-{facts['tokenizer_digest']}-{self.val_fraction!r}{corpus.parts_key}"
         try:
             ids = load_or_pack(key, tokenizer.vocab, partial(_encode_corpus, corpus, tokenizer))
         except UnknownCharacter as error:
@@ -166,7 +168,8 @@ def tokenizer_facts(tokenizer: toyexp.Tokenizer) -> dict[str, str]:
 
 def _encode_corpus(corpus: Corpus, tokenizer: toyexp.Tokenizer) -> Iterator[Iterator[np.ndarray]]:
     if corpus.facts.taken > LONG:
-        print_error(f"tokenizing {corpus.facts.taken / 1e6:.0f} MB of text; later runs reuse the cached ids")
+        size = f"{corpus.facts.taken / 1e6:.0f} MB"
+        print_error(f"tokenizing {size} of text; later runs reuse the cached ids (data.stream=true starts at once)")
     yield toyexp.tokenizers.encode_documents(tokenizer, corpus.train())
     yield toyexp.tokenizers.encode_documents(tokenizer, corpus.held_out())
     corpus.check_unchanged()
@@ -209,8 +212,11 @@ class Text(TextData):
 
     name: ClassVar[str] = "text"
 
-    path: str = ""  # text file, directory, or pattern such as 'books/*.txt'
-    suffixes: str = ".txt .md .py"  # suffixes of the files to read in a directory; '*': all
+    path: str = ""  # text, or records with a column text: file, directory, or pattern such as 'books/*.txt'
+    val_path: str = ""  # the same for the held-out text; empty: by names (only of records), or by val_fraction
+    columns: dict[str, str] = field(default_factory=dict)  # another name of the column: {text: content}
+    stream: bool = False  # tokenize during training: the first step comes sooner, and no token ids are cached
+    suffixes: str = ".txt .md .py"  # suffixes of text files to read in a directory; '*': all
 
     @classmethod
     def suggest_settings(cls, sizes: Mapping[str, Any], tokenizer: toyexp.Tokenizer | None) -> str | None:
@@ -235,13 +241,44 @@ class Text(TextData):
         if not self.path:
             raise UserError("data=text needs a file or directory: data.path=...")
         match_paths(self.path)
+        if self.stream and (self.tokenizer in ("char", "bpe") or self.max_mb):
+            key = "max_mb" if self.max_mb else "tokenizer"
+            raise UserError(f"data.{key}={getattr(self, key)}: cannot be used with data.stream=true; leave one out")
 
     def warnings(self, preview: RunPreview) -> Iterable[str]:
         """Yield a warning if the setting `suffixes` has no effect."""
         yield from super().warnings(preview)
-        if is_changed(self, "suffixes") and Path(self.path).is_file():
+        if is_changed(self, "suffixes") and Path(self.path).is_file() and not record_suffix(Path(self.path)):
             yield f"data.suffixes={self.suffixes}: has no effect; data.path={self.path} is a file, not a directory"
 
+    def open(self, vocabulary: Path | None) -> toyexp.Dataset:
+        """Open the text. With the setting `stream`, tokenize it while the run trains."""
+        if not self.stream:
+            return super().open(vocabulary)
+        from toyexp_data.streaming import StreamedText
+
+        found, tokenizer = self.files(), self.read_tokenizer(vocabulary)
+        corpus = Corpus(found.files, None, 0, self.on_error == "skip", found.held_out, found.columns)
+        return StreamedText(
+            found.files, found.held_out, corpus.documents, max(round(1 / self.val_fraction), 1), tokenizer,
+            self.eval_batches, tokenizer_facts(tokenizer), found.omissions(),
+        )  # fmt: skip
+
     def files(self) -> FoundFiles:
-        """Return the file, or the directory's files in path order."""
-        return find_files(self.path, self.suffixes.split())
+        """Return the file, or the files of a directory: those of text, or those of records if it has no text.
+
+        Of records in files that are named after splits, leave out splits that are neither trained on nor held out. With
+        the setting `suffixes`, all files are text.
+        """
+        may_be_records = not is_changed(self, "suffixes") and has_records(self.path)
+        found = find_files(self.path, self.suffixes.split(), required=not may_be_records)
+        if not may_be_records or [f for f in found.files if not record_suffix(f) and f.stem != "README"]:
+            found.held_out = find_files(self.val_path, self.suffixes.split()).files if self.val_path else []
+            return found
+        found = FoundFiles(find_records(self.path), columns=self.columns)
+        if self.val_path:
+            found.held_out = find_records(self.val_path, "val_path")
+        else:
+            found.files, found.held_out, others = divide(found.files)
+            found.unreadable = [f"{file}: is neither of the training nor of the held-out split" for file in others]
+        return found

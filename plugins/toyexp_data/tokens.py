@@ -1,20 +1,21 @@
 """Token ids from files, and random ids.
 
-A file has packed uint16 or int32 ids, int32 ids after a 16-byte header that begins with TOYC, or numpy's .npy format.
+A file has packed uint16 or int32 ids, perhaps after the header of toyexp (TOYC) or of llm.c, or numpy's .npy format.
 """
 
 from __future__ import annotations
 
 import struct
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import toyexp.formats
 from toyexp import TOKENS, Data, Kind, UserError, printable
-from toyexp.base import MAX_INT, generator, open_file, read_file, require_choice, require_file, require_range
+from toyexp.base import MAX_INT, generator, open_file, require_choice, require_file, require_range
 from toyexp_data.held_out import SplitData
+from toyexp_data.splits import divide, find_all
 from toyexp_data.text import tokenizer_facts
 
 if TYPE_CHECKING:
@@ -22,6 +23,10 @@ if TYPE_CHECKING:
 
 DTYPES = {"auto": "<i4", "int32": "<i4", "uint16": "<u2"}
 MAGIC, NUMPY = b"TOYC", b"\x93NUMPY"
+# The first number of llm.c's header of 256 int32, and the type of the ids after it. The third number is their count.
+LLM_C_HEADER = 1024  # bytes
+LLM_C = {20240520: "<u2", 20240801: "<u4"}
+SUFFIXES = (".bin", ".npy")
 UINT16_RATIO = 1000  # if reading as uint16 makes the largest id this many times smaller, it is uint16
 RANDOM, HELD_OUT = 1_000_000, 50_000  # number of ids of data=random, and of held-out ids among them
 MAX_IDS = 1 << 24  # each id needs a row of the embedding
@@ -29,21 +34,22 @@ MAX_IDS = 1 << 24  # each id needs a row of the embedding
 
 @dataclass
 class Tokens(SplitData):
-    """File of packed token ids: little-endian uint16 or int32, or numpy's .npy."""
+    """Files of token ids: packed little-endian uint16 or int32, as nanoGPT and llm.c write them, or numpy's .npy."""
 
     name: ClassVar[str] = "tokens"
     gives: ClassVar[Kind] = TOKENS
 
-    path: str = ""  # the token file
-    dtype: str = "auto"  # int32 | uint16 | auto (int32). TOYC files are always int32; an .npy file states its type
+    path: str = ""  # token file, directory, or pattern such as 'fineweb_*.bin'; files are read in the order of numbers
+    val_path: str = ""  # the same for the held-out ids; empty: files named val, or by val_fraction
+    dtype: str = "auto"  # int32 | uint16 | auto (int32). Headers of llm.c and TOYC, and .npy files, state their type
     tokenizer: str = ""  # GGUF file with the tokenizer that made the ids, for samples and exports; empty: none
-    val_fraction: float = 0.05  # share of the file held out for validation, from its end; (0, 1]
+    val_fraction: float = 0.05  # share of the ids held out for validation, from the end; (0, 1]
     eval_batches: int = 16  # held-out batches per evaluation
 
     @classmethod
     def recognises(cls, path: Path) -> int:
         """Return 2 (a certain match) for the suffixes .bin and .npy, and 0 for other paths."""
-        return 2 if path.suffix in (".bin", ".npy") else 0
+        return 2 if path.suffix in SUFFIXES else 0
 
     @classmethod
     def suggest_settings(cls, sizes: Mapping[str, Any], tokenizer: toyexp.Tokenizer | None) -> str | None:
@@ -54,28 +60,84 @@ class Tokens(SplitData):
         """Raise UserError for invalid settings and missing files."""
         if not self.path:
             raise UserError("data=tokens needs a token file: data.path=...")
-        for key, path in (("path", self.path), ("tokenizer", self.tokenizer)):
-            if path:
-                require_file(path, f"data.{key}={path}")
+        self._files("path")
+        if self.tokenizer:
+            require_file(self.tokenizer, f"data.tokenizer={self.tokenizer}")
         require_choice("data", self, dtype=DTYPES)
         super().check()
 
+    def _files(self, key: str) -> list[Path]:
+        return find_all(getattr(self, key), lambda file: file.suffix in SUFFIXES, "token ids (.bin .npy)", key)
+
     def open(self, vocabulary: Path | None) -> toyexp.TokenDataset:
-        """Read the whole file into memory, so that later changes of the file cannot affect the run."""
-        ids, vocab = read_tokens(Path(self.path), self.dtype)
+        """Map the files into memory. Files named after splits are the training and the held-out part."""
+        files = self._files("path")
+        held_files = self._files("val_path") if self.val_path else []
+        others: list[Path] = []
+        if not held_files:
+            files, held_files, others = divide(files)
+        vocab, parts = 0, list[Any]()
+        for part in (files, held_files):
+            arrays, sizes = zip(*(read_tokens(path, self.dtype) for path in part), strict=True) if part else ((), (0,))
+            vocab = max(vocab, *sizes)
+            parts.append(arrays[0] if len(arrays) == 1 else ConcatenatedIds(arrays))
         tokenizer = toyexp.formats.read_tokenizer(toyexp.formats.open_gguf(self.tokenizer)) if self.tokenizer else None
         if tokenizer is not None:
             if tokenizer.vocab < vocab:
                 has = f"{self.tokenizer} has {tokenizer.vocab} tokens"
                 raise UserError(f"{self.path}: its ids go up to {vocab - 1}, but data.tokenizer={has}")
             vocab = tokenizer.vocab
-        facts = {"path": self.path, **(tokenizer_facts(tokenizer) if tokenizer else {})}
-        cut = len(ids) - int(len(ids) * self.val_fraction)
-        return toyexp.TokenDataset(ids[:cut], ids[cut:], tokenizer, vocab, self.eval_batches, facts)
+        facts = {"path": self.path, "files": len(files) + len(held_files)}
+        train, held_out = parts
+        if not held_files:
+            cut = len(train) - int(len(train) * self.val_fraction)
+            train, held_out = train[:cut], train[cut:]
+        elif self.val_fraction == 1:
+            train = train[:0]
+        notes = [f"{len(others)} files are not read, such as {others[0]}"] if others else []
+        facts |= tokenizer_facts(tokenizer) if tokenizer else {}
+        return toyexp.TokenDataset(train, held_out, tokenizer, vocab, self.eval_batches, facts, left_out=notes)
+
+
+class ConcatenatedIds:
+    """Arrays of ids, which may be mapped files, as one array: it has a length, slices and indices, but no copy."""
+
+    def __init__(self, arrays: Sequence[np.ndarray]):
+        import numpy as np
+
+        self._arrays, self.dtype = arrays, np.result_type(*arrays) if arrays else np.dtype(np.int32)
+        self._ends = np.cumsum([len(array) for array in arrays])
+
+    def __len__(self) -> int:
+        return int(self._ends[-1]) if len(self._ends) else 0
+
+    def __getitem__(self, index: Any) -> Any:
+        import numpy as np
+
+        if isinstance(index, slice):
+            first, last, _ = index.indices(len(self))
+            begins = self._ends - [len(array) for array in self._arrays]
+            pieces = zip(self._arrays, begins, strict=True)
+            return ConcatenatedIds([a[max(first - b, 0) : max(last - b, 0)] for a, b in pieces])
+        which = np.searchsorted(self._ends, index, side="right")
+        result = np.empty(np.shape(index), self.dtype)
+        for number in np.unique(which):
+            chosen, array = which == number, self._arrays[number]
+            result[chosen] = array[np.asarray(index)[chosen] - (self._ends[number] - len(array))]
+        return result
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+        import numpy as np
+
+        return np.concatenate([np.empty(0, self.dtype), *self._arrays]).astype(dtype or self.dtype)
+
+    def astype(self, dtype: Any, copy: bool = True) -> np.ndarray:
+        """Return the ids as an array in memory."""
+        return self.__array__(dtype)
 
 
 def read_tokens(path: Path, dtype: str) -> tuple[np.ndarray, int]:
-    """Return the int32 ids of a token file and its vocabulary size; raise UserError for an invalid file."""
+    """Return the ids of a token file, mapped into memory, and its vocabulary size. Raise UserError if it is invalid."""
     read = _read_npy if path.suffix in (".npy", ".npz") else _read_packed
     ids, declared, is_explicit = read(path, dtype)
     hint = "" if is_explicit else "; for uint16 ids: data.dtype=uint16; for text: data=text"
@@ -85,42 +147,53 @@ def read_tokens(path: Path, dtype: str) -> tuple[np.ndarray, int]:
     if top > MAX_IDS:
         location = f"position {int(ids.argmax())}"
         raise UserError(f"{path}: {location} holds the id {top - 1}; the limit is {MAX_IDS}{hint}")
-    halves = ids.astype("<i4").view("<u2")  # two uint16 ids read as one int32 give 65536 times the second
-    if not is_explicit and dtype == "auto" and top > UINT16_RATIO * (int(halves.max()) + 1):
-        problem = f"its ids go up to {top - 1} if read as int32, to {halves.max()} if read as uint16"
+    # Two uint16 ids read as one int32 give 65536 times the second.
+    halves = ids.view("<u2").max() if not is_explicit and dtype == "auto" else top
+    if top > UINT16_RATIO * (int(halves) + 1):
+        problem = f"its ids go up to {top - 1} if read as int32, to {halves} if read as uint16"
         raise UserError(f"{path}: {problem}; set data.dtype=uint16 or data.dtype=int32")
     if declared and top > declared:
         raise UserError(
             f"{path}: its header gives a vocabulary of {declared}, but position "
             f"{int(ids.argmax())} has the id {top - 1}"
         )
-    return ids.astype("int32", copy=False), declared or top
+    return ids, declared or top
 
 
 def _read_packed(path: Path, dtype: str) -> tuple[np.ndarray, int, bool]:
     """Return the ids, the vocabulary size in the header (0 if there is none), and True if a header gives the dtype."""
     import numpy as np
 
-    raw = read_file(path)
-    declared, body, has_header = 0, raw, raw[:4] == MAGIC
-    if has_header:
-        if len(raw) < 16:
-            raise UserError(f"{path}: is cut off: a TOYC file has a header of 16 bytes, this one only {len(raw)} bytes")
-        version, declared, _ = struct.unpack("<III", raw[4:16])
+    require_file(path, str(path))
+    size = path.stat().st_size
+    raw = np.memmap(path, np.uint8, "r") if size else np.empty(0, np.uint8)
+    head, declared, body = raw[:16].tobytes(), 0, raw
+    llm_c = LLM_C.get(int.from_bytes(head[:4], "little")) if size >= LLM_C_HEADER else None
+    has_header = head[:4] == MAGIC or llm_c is not None
+    kind = np.dtype(llm_c or DTYPES[dtype])
+    if head[:4] == MAGIC:
+        if size < 16:
+            raise UserError(f"{path}: is cut off: a TOYC file has a header of 16 bytes, this one only {size} bytes")
+        version, declared, _ = struct.unpack("<III", head[4:16])
         if version != 1:
             raise UserError(f"{path}: is a TOYC file of version {version}; only version 1 is supported")
-        if dtype == "uint16":
-            raise UserError(f"{path}: is a TOYC file, whose ids are int32; remove data.dtype=uint16")
-        body, dtype = raw[16:], "int32"
-    kind = np.dtype(DTYPES[dtype])
-    if not body:
+        body, kind = raw[16:], np.dtype("<i4")
+    elif llm_c:
+        body, count = raw[LLM_C_HEADER:], int.from_bytes(head[8:12], "little")
+        if len(body) != count * kind.itemsize:
+            problem = f"its header gives {count} ids of {kind.itemsize} bytes, but {len(body)} bytes follow"
+            raise UserError(f"{path}: {problem}; is the file cut off?")
+    if has_header and dtype not in ("auto", kind.name):
+        name = "a TOYC file" if not llm_c else "a file of llm.c"
+        raise UserError(f"{path}: is {name}, whose ids are {kind.name}; remove data.dtype={dtype}")
+    if not len(body):
         raise UserError(f"{path}: holds no token ids")
     if len(body) % kind.itemsize:
         guess = "is the file cut off?" if has_header or len(body) % 2 else "for uint16 ids: data.dtype=uint16"
         raise UserError(f"{path}: {len(body)} bytes are not a whole number of {kind.itemsize}-byte ids; {guess}")
     if declared > MAX_IDS:
         raise UserError(f"{path}: its header gives a vocabulary of {declared}; the limit is {MAX_IDS}")
-    return np.frombuffer(body, kind).astype(np.int32), declared, has_header
+    return body.view(kind), declared, has_header
 
 
 def _read_npy(path: Path, dtype: str) -> tuple[np.ndarray, int, bool]:
@@ -141,7 +214,7 @@ def _read_npy(path: Path, dtype: str) -> tuple[np.ndarray, int, bool]:
         raise UserError(f"{path}: is an archive of arrays; token ids must be one array")
     if ids.ndim != 1 or ids.dtype.kind not in "iu" or not ids.size:
         raise UserError(f"{path}: holds {ids.dtype} {list(ids.shape)}, expected a one-dimensional array of integers")
-    return np.array(ids), 0, True
+    return ids, 0, True
 
 
 @dataclass

@@ -13,7 +13,9 @@ from toyexp import UserError
 from toyexp_data.columns import convert, convert_pair
 from toyexp_data.examples import ExampleData
 from toyexp_data.preference import Preference
-from toyexp_data.records import find_records, iter_records, split_name
+from toyexp_data.records import find_records, iter_records
+from toyexp_data.splits import split_name
+from toyexp_data.text import Text
 
 pyarrow = pytest.importorskip("pyarrow", reason="Parquet and Arrow: pip install 'toyexp[data]'")
 
@@ -243,7 +245,7 @@ def test_a_directory_has_its_own_held_out_split(tmp_path):
     dataset = open_folder(tmp_path)
     assert (texts(dataset.train), texts(dataset.held_out)) == ("aaa", "bbb")
     assert dataset.omissions() == ["3 examples of other splits than train and the held-out one"]
-    assert "held out is the validation split" in dataset.remarks()
+    assert "held out: the validation split" in dataset.remarks()
     evaluated = open_folder(tmp_path, val_fraction=1.0)
     assert (texts(evaluated.train), texts(evaluated.held_out)) == ("", "bbb")
     (tmp_path / "valid.jsonl").unlink()
@@ -331,3 +333,41 @@ def test_completions_with_labels_are_matched_and_the_rarer_label_repeats(tmp_pat
     assert halves(dataset, dataset.train) == [*"axbycxdy"] and halves(dataset, dataset.held_out) == ["a", "y"]
     with pytest.raises(UserError, match="needs completions of both labels"):
         open_pairs(tmp_path / "x.jsonl", rows[:4], val_path=str(tmp_path / "y.jsonl"))
+
+
+# -- text -------------------------------------------------------------------------------------------------------------
+
+
+def open_text(path, **changes):
+    data = Text(path=str(path), tokenizer="byte", **changes)
+    data.check()
+    return data.open(None)
+
+
+def documents(ids):
+    return "".join("|" if i == 256 else chr(i) for i in ids)
+
+
+@pytest.mark.parametrize("name", [name for name in WRITERS if name not in ("x.tsv", "lines.json")])
+def test_records_of_text_are_documents_and_the_last_are_held_out(tmp_path, name):
+    WRITERS[name](tmp_path / name, [{"id": str(i), "text": text * 2} for i, text in enumerate("abcd")])
+    dataset = open_text(tmp_path / name, val_fraction=0.25)
+    assert (documents(dataset.train), documents(dataset.held_out)) == ("aa|bb|cc|", "dd|")
+    assert not dataset.omissions() and dataset.describe()["documents"] == 4
+    cut = open_text(tmp_path / name, val_fraction=0.5, max_mb=3e-6)
+    assert (documents(cut.train), documents(cut.held_out)) == ("aa|", "b|") and "data.max_mb" in cut.omissions()[0]
+
+
+def test_text_has_its_own_held_out_files(tmp_path):
+    for split in ("train", "validation", "test"):
+        (tmp_path / f"{split}.jsonl").write_bytes(lines([{"content": split[0]}]))
+    (tmp_path / "README.md").write_text("about")
+    dataset = open_text(tmp_path, columns={"text": "content"})
+    assert (documents(dataset.train), documents(dataset.held_out)) == ("t|", "v|")
+    assert "test.jsonl: is neither of the training" in dataset.omissions()[0]
+    raw = open_text(tmp_path, suffixes=".jsonl", val_path=str(tmp_path / "README.md"))
+    assert documents(raw.train).startswith('{"content": "t"}') and documents(raw.held_out) == "about|"
+    with pytest.raises(UserError, match=r"has the keys content; expected text \(data\.columns={text: NAME}\)"):
+        open_text(tmp_path)
+    (tmp_path / "code.py").write_text("x = 1")
+    assert "about" in documents(open_text(tmp_path).train), "a directory with text is read as text"

@@ -28,8 +28,8 @@ from toyexp.tokenizers.byte_level import BPE, Bytes, Characters
 from toyexp.tokenizers.tokenizer import encode_documents
 from toyexp.training.experiment import prepare
 from toyexp_data import cache as caching
-from toyexp_data import corpus as finding
 from toyexp_data import corpus as reading
+from toyexp_data import files as finding
 from toyexp_data.cache import load_or_pack, recall, remember
 from toyexp_data.examples import ExampleData
 from toyexp_data.images import Images
@@ -565,8 +565,8 @@ def test_a_configuration_that_is_a_pipe_is_refused(no_files, capfd):
 
 def test_a_directory_in_place_of_a_file_and_vice_versa(no_files):
     for data, words in (
-        (ExampleData(path="."), "data.path=.: is a folder, not a file"),
-        (Tokens(path="."), "data.path=.: is a folder, not a file"),
+        (ExampleData(path="."), "data.path=.: has no file of examples"),
+        (Tokens(path="."), "data.path=.: has no file of token ids (.bin .npy)"),
         (Images(path="file"), "data.path=file: is a file, not a folder"),
     ):
         with pytest.raises(UserError, match=re.escape(words)):
@@ -588,7 +588,8 @@ def test_virtual_system_files_are_rejected_without_blocking(tmp_path):
 def test_a_long_directory_search_shows_progress(tmp_path, monkeypatch):
     statuses = []
     monkeypatch.setattr(finding, "STATUS_EVERY", 2)
-    monkeypatch.setattr(finding, "show_status", statuses.append)
+    for module in (finding, reading):
+        monkeypatch.setattr(module, "show_status", statuses.append)
     for name in "abc":
         (tmp_path / "in" / name).mkdir(parents=True)
         (tmp_path / "in" / name / "t.txt").write_text("text")
@@ -983,6 +984,50 @@ def test_the_token_type_cannot_be_set_for_files_that_name_it(tmp_path, ids, dtyp
     with pytest.raises(UserError) as error:
         read_tokens(path, dtype)
     assert str(error.value) == f"{path}: {words}"
+
+
+def llm_c(ids, magic=20240520, kind="<u2", count=None):
+    header = np.zeros(256, "<i4")
+    header[:3] = magic, 1, len(ids) if count is None else count
+    return header.tobytes() + np.array(ids, kind).tobytes()
+
+
+def test_files_of_llm_c_are_read_by_their_header(tmp_path):
+    assert [*token_file(tmp_path, llm_c(IDS), val_fraction=0.2).train] == IDS[:8]
+    wide = [70_000, *IDS]
+    assert [*token_file(tmp_path, llm_c(wide, 20240801, "<u4"), val_fraction=0.2).train] == wide[:9]
+    with pytest.raises(UserError, match=r"is a file of llm\.c, whose ids are uint16; remove data\.dtype=int32"):
+        token_file(tmp_path, llm_c(IDS), dtype="int32")
+    with pytest.raises(UserError, match="header gives 11 ids of 2 bytes, but 20 bytes follow; is the file cut off"):
+        token_file(tmp_path, llm_c(IDS, count=11))
+
+
+def test_shards_are_one_sequence_with_a_held_out_part_of_its_own(tmp_path):
+    ids = np.arange(1000, dtype=np.uint16)
+    for number, part in enumerate(np.split(ids, [10, 400, 401])):
+        (tmp_path / f"fineweb_train_{number + 7}.bin").write_bytes(llm_c(part))
+    (tmp_path / "fineweb_val_0.bin").write_bytes(llm_c(ids[:50]))
+    for path in (tmp_path, tmp_path / "fineweb_*.bin"):
+        data = Tokens(path=str(path))
+        data.check()
+        dataset = data.open(None)
+        assert (len(dataset.train), len(dataset.held_out), dataset.vocab) == (1000, 50, 1000)
+        batches = dataset.batches(16, 4, 0)
+        assert np.array_equal(np.asarray(dataset.train), ids) and batches.rows_per_epoch == 61
+        for batch in (batches.batch(3), batches.held_out()[0]):
+            assert (np.diff(batch["tokens"]) == 1).all() and (batch["targets"] == batch["tokens"] + 1).all()
+    one = token_file(tmp_path, ids.tobytes(), dtype="uint16", val_fraction=0.05)
+    (tmp_path / "whole").mkdir()
+    (tmp_path / "whole" / "train.bin").write_bytes(ids.tobytes())
+    (tmp_path / "whole" / "val.bin").write_bytes(ids[:50].tobytes())
+    nano = Tokens(path=str(tmp_path / "whole"), dtype="uint16").open(None)
+    assert nano.describe()["tokens_sha256"] == dataset.describe()["tokens_sha256"] != one.describe()["tokens_sha256"]
+    only = Tokens(
+        path=str(tmp_path / "whole" / "train.bin"), val_path=str(tmp_path / "fineweb_val_0.bin"), dtype="uint16"
+    )
+    with pytest.raises(UserError, match="whose ids are uint16"):
+        Tokens(path=str(tmp_path / "fineweb_val_0.bin"), dtype="int32").open(None)
+    assert (len(only.open(None).train), len(only.open(None).held_out)) == (1000, 50)
 
 
 def test_ids_beyond_the_tokenizer_are_rejected(tmp_path):

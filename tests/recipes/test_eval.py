@@ -218,7 +218,7 @@ def test_typed_settings_replace_those_of_the_run(trained, capsys):
 
 @pytest.mark.parametrize(
     ("path", "kind", "kind_of_input"),
-    [("chats.jsonl", "jsonl", "text"), ("ids.npy", "tokens", "tokens"), ("ids.bin", "tokens", "tokens"),
+    [("chats.jsonl", "examples", "text"), ("ids.npy", "tokens", "tokens"), ("ids.bin", "tokens", "tokens"),
      ("book.txt", "text", "text"), ("tales", "text", "text"), ("LICENSE", "text", "text"),
      ("photos", "images", "images"), ("both", "text", "text"), ("both", "images", "images"),
      ("flat", "images", "images")],

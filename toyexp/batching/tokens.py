@@ -214,3 +214,7 @@ class Dropout(Batches):
     def held_out(self) -> Sequence[Batch]:
         """Return the held-out batches, without dropout masks."""
         return self._batches.held_out()
+
+    def held_out_sets(self) -> Mapping[str, Sequence[Batch]]:
+        """Return the named parts of the held-out set."""
+        return self._batches.held_out_sets()

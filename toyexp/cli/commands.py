@@ -22,7 +22,7 @@ from toyexp.interfaces.hooks import Register, hookimpl
 
 Option = tuple[str, dict[str, Any]]  # a flag, and keywords of add_argument
 NO_SETTINGS = ("describe", "generate", "merge", "models", "new", "plugins", "predict")
-SETTINGS_ONLY = ("bench", "parity")
+SETTINGS_ONLY = ("bench", "data", "parity")
 
 
 class BuiltInCommand(Command):
@@ -152,6 +152,9 @@ BUILT_IN = (
         _switch("--json", "with --check: print the result as JSON")),
     _command("new", "Create a plugin from a template: a working package with a test.", "kinds",
         _value("--into", "DIR", "parent directory, created if needed (default: the current directory)")),
+    _command("data", "Show what a run's data holds, and rows as the model reads them.", "settings",
+        _number("--rows", "2", "number of rows to print (default: 2)"),
+        _switch("--ids", "print each token on a line, with its id"), JSON),
     _command("doctor", "Check which engines work on this machine, and why others do not.", "settings",
         _switch("--numerics", "compare every op and a short training of each engine with float64"),
         _switch("--graph", "show which ops of a training step run on which device")),

@@ -7,6 +7,7 @@ import dataclasses
 import math
 import os
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any, cast
 
 from omegaconf import DictConfig, OmegaConf
@@ -29,6 +30,7 @@ from toyexp.interfaces.model import Model
 from toyexp.interfaces.objective import CrossEntropy, Objective
 from toyexp.interfaces.optimiser import Optimiser
 from toyexp.interfaces.recipe import Recipe
+from toyexp.plugins.discovery import current_registry
 from toyexp.plugins.registry import Registry
 from toyexp.training.provenance import Origin
 from toyexp.training.settings import Settings
@@ -194,6 +196,25 @@ def resolve_paths(cls: type, node: Mapping[str, Any], origin: Origin) -> Mapping
 def create_part(cls: type, node: Mapping[str, Any]) -> Any:
     """Create an instance of a dataclass from its settings."""
     return cls(**{f.name: node[f.name] for f in dataclasses.fields(cls)})
+
+
+def create_data(settings: Mapping[str, Any], where: str) -> Data:
+    """Return a checked data plugin with these settings, for plugins that combine several data sets.
+
+    The setting `data` names the plugin; without it, it is the plugin that recognises the setting `path`. `where` is the
+    key that contains these settings, for error messages. Raise UserError if they are invalid.
+    """
+    registry, name = current_registry(), settings.get("data")
+    if name is None:
+        path, classes = Path(str(settings.get("path", ""))), registry.classes("data").values()
+        name = max(classes, key=lambda cls: cls.recognises(path)).name
+    cls = registry.get("data", str(name))
+    node = {"name": name, **{key: value for key, value in settings.items() if key != "data"}}
+    for key in node.keys() - {"name", *(f.name for f in dataclasses.fields(cls))}:
+        raise UserError(f"{where}.{key}: {suggest(key, [f.name for f in dataclasses.fields(cls)])}")
+    data: Data = create_part(cls, apply_types(cls, node, where))
+    data.check()
+    return data
 
 
 # -- choice of the engine ---------------------------------------------------------------------------------------------

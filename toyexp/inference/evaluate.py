@@ -117,6 +117,7 @@ def evaluate(model_path: Path, request: Request, data: str | None = None, adapte
         held_out = batches.held_out()  # after the session, so that a plan that needs too much memory fails first
         loss = session.evaluate(held_out)
         scores = compute_scores(model, session.logits, held_out) | session.metrics(held_out)
+        scores |= {f"loss/{name}": session.evaluate(part) for name, part in batches.held_out_sets().items()}
         read = [name for name in inputs if name not in ("targets", "weights")]
         names = dataset.classes if isinstance(dataset, ImageDataset) else ()
         has_one_target = not inputs["targets"].shape  # per example, and not one per position or a vector

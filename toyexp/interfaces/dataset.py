@@ -116,6 +116,13 @@ class Batches(ABC):
         weight 0.
         """
 
+    def held_out_sets(self) -> Mapping[str, Sequence[Batch]]:
+        """Return parts of the held-out set by name, each with batches of `held_out`. By default there are none.
+
+        An evaluation also reports the loss of each part.
+        """
+        return {}
+
 
 def batch_digest(batch: Batch) -> str:
     """Return a digest of a batch as 16 hex digits.

@@ -10,6 +10,7 @@ import math
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 
 import numpy as np
 
@@ -64,7 +65,7 @@ class Training:
         try:
             with self._in_recipe:
                 self._edit_steps = frozenset(self.recipe.edit_steps(run.steps) if self.recipe else ())
-            self._held_out = held_out(run, bus, self.batches, self.eval_every) if self.eval_every else ()
+            self._held_out, self._held_out_sets = held_out(run, bus, self.batches, self.eval_every)
             outcome.reason, outcome.why = "completed", None
             yield from self._evaluate_if_due()  # a resumed run may have stopped during an evaluation
             self.saver.begin(outcome.scores())
@@ -194,6 +195,8 @@ class Training:
         try:
             with self._in_engine:
                 loss, scores = yield Evaluate(self._batches_until_stop)
+                for name, part in self._held_out_sets.items():
+                    scores = {**scores, f"loss/{name}": (yield Evaluate(partial(iter, part)))[0]}
         except _Stopped:  # repeated when the run is resumed
             outcome.reason = "interrupted"
             return

@@ -134,15 +134,17 @@ def _blocks_are_batches(batches: Batches) -> bool:
     return False
 
 
-def held_out(run: Run, bus: Bus, batches: Batches, every: int) -> Sequence[Batch]:
-    """Return the held-out batches; raise PluginFailed if there are none.
+def held_out(run: Run, bus: Bus, batches: Batches, every: int) -> tuple[Sequence[Batch], Mapping[str, Sequence[Batch]]]:
+    """Return the held-out batches, and the parts of them whose loss is reported too, by name.
 
-    `every` is the value of the setting eval_every, for the error message.
+    `every` is the value of the setting eval_every; with 0 there are none. Raise PluginFailed if the data has none.
     """
+    if not every:
+        return (), {}
     with boundary(run, bus, "data"):
         held_out_batches = batches.held_out()
         if not len(held_out_batches):  # an object without a length fails here, too
             name = run.config.get("data", {}).get("name", "?")
             problem = f"data.{name} has no held-out batches"
             raise PluginFailed(f"eval_every={every}: {problem}; eval_every=0 trains without evaluations")
-        return held_out_batches
+        return held_out_batches, batches.held_out_sets()

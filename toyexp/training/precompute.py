@@ -57,6 +57,10 @@ class PrecomputedBatches(Batches):
         """Return the held-out batches with the precomputed arrays."""
         return [self._extend(batch) for batch in self._batches.held_out()]
 
+    def held_out_sets(self) -> Mapping[str, Sequence[Batch]]:
+        """Return the named parts of the held-out set with the precomputed arrays."""
+        return {name: [self._extend(batch) for batch in part] for name, part in self._batches.held_out_sets().items()}
+
     def _extend(self, batch: Batch) -> Batch:
         rows = [self._index[key] for key in self._keys(batch)]
         return {**batch, **{name: np.stack([values[i] for i in rows]) for name, values in self._values.items()}}

@@ -1,0 +1,62 @@
+"""Find the files of a data set, and tell from their names which are for training and which are held out."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from toyexp import UserError
+from toyexp_data.files import match_paths
+
+TRAIN, VALIDATION, TEST = "train", "validation", "test"
+SPLITS = {
+    **dict.fromkeys(("train", "training"), TRAIN),
+    **dict.fromkeys(("validation", "valid", "val", "dev", "eval"), VALIDATION),
+    "test": TEST,
+}
+
+
+def split_name(path: Path) -> str | None:
+    """Return the split that a file's name, or else its directory's name, shows: train, validation, test, or None."""
+    for part in (path.name, path.parent.name):
+        words = re.split(r"[-_.\s]|(?<=[a-z])(?=\d)", part.lower())
+        if split := next((SPLITS[word] for word in words if word in SPLITS), None):
+            return split
+    return None
+
+
+def divide(files: Sequence[Path]) -> tuple[list[Path], list[Path], list[Path]]:
+    """Return the files for training, those that are held out, and those of a third split, by their names.
+
+    The validation split is held out, or the test split if there is no validation split. If the names do not show a
+    training split and another one, all files are for training.
+    """
+    splits = {file: split_name(file) for file in files}
+    held_out = next((split for split in (VALIDATION, TEST) if split in splits.values()), None)
+    if held_out is None or TRAIN not in splits.values():
+        return list(files), [], []
+    kinds = ((TRAIN, None), (held_out,), {VALIDATION, TEST} - {held_out})
+    train, held, others = ([file for file, split in splits.items() if split in kind] for kind in kinds)
+    return train, held, others
+
+
+def find_all(path: str, is_suitable: Callable[[Path], object], what: str, key: str = "path") -> list[Path]:
+    """Return the files at `path`, a file or a pattern, or the suitable files of a directory.
+
+    Numbers in names sort by their value. `what` names suitable files, and `key` is the setting, for the message. Raise
+    UserError if there is no file. Hidden files and directories are left out.
+    """
+    files: list[Path] = []
+    for match in match_paths(path, key):
+        below = match.rglob("*") if match.is_dir() else ()
+        shown = (f for f in below if not any(part.startswith(".") for part in f.relative_to(match).parts))
+        files += [f for f in shown if is_suitable(f) and f.is_file()] if match.is_dir() else [match]
+    if not files:
+        raise UserError(f"data.{key}={path}: has no file of {what}")
+    return sorted(files, key=_natural_order)
+
+
+def _natural_order(path: Path) -> list[tuple[int, int, str]]:
+    pieces = [piece for piece in re.split(r"(\d+)", str(path)) if piece]
+    return [(0, int(piece), "") if piece.isdecimal() else (1, 0, piece) for piece in pieces]

@@ -66,7 +66,7 @@ def decode(record: Record, columns: Mapping[str, str]) -> dict[str, Any]:
     value: Any = record
     if isinstance(record, bytes):
         try:
-            value = json.loads(record.decode("utf-8"))
+            value = json.loads(record.decode("utf-8"), object_pairs_hook=_unique_keys)
         except UnicodeDecodeError as error:
             raise BadExample(f"not UTF-8 text (byte {error.start} is 0x{record[error.start]:02x})") from None
         except (ValueError, RecursionError) as error:
@@ -79,6 +79,13 @@ def decode(record: Record, columns: Mapping[str, str]) -> dict[str, Any]:
     renamed = {name: value[column] for name, column in columns.items()}
     others = {key: item for key, item in value.items() if key not in columns.values() and key not in columns}
     return {key: item for key, item in {**renamed, **others}.items() if item is not None}
+
+
+def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    if len(value := dict(pairs)) < len(pairs):
+        keys = [key for key, _ in pairs]
+        raise BadExample(f"has the key {printable(next(k for k in keys if keys.count(k) > 1), 20)} twice")
+    return value
 
 
 def convert(record: Record, columns: Mapping[str, str], system: str = "") -> Value:
@@ -220,14 +227,20 @@ def convert_pair(record: Record, columns: Mapping[str, str], system: str = "") -
         used, texts = ("completion", "label"), [value["completion"]]
     elif value.keys() >= {"chosen", "rejected"}:
         used, texts = ("chosen", "rejected"), [value["chosen"], value["rejected"]]
+        if type(texts[0]) is not type(texts[1]) or not isinstance(texts[0], str | list):
+            kinds = f"chosen is {kind_of(texts[0])} and rejected is {kind_of(texts[1])}"
+            raise BadExample(f"{kinds}; expected two texts or two lists of messages")
+        for name, text in zip(used, texts, strict=True):
+            if not text:
+                raise BadExample(f"{name} is empty")
     else:
-        raise BadExample(f"has the keys {_names(value)}; expected prompt, chosen and rejected")
+        raise BadExample(f"has the keys {_names(value)}; expected chosen and rejected, and a prompt")
     asked = next((name for name in ASKED if name in value), None)
     prompt, *texts = [value[asked], *texts] if asked else _common_start(*texts)
     used = (asked, *used) if asked else used
     if isinstance(prompt, list) or isinstance(texts[0], list):  # `chosen` may repeat the prompt's messages
         prompt = prompt if isinstance(prompt, list) else [{"role": "user", "content": prompt}]
-        texts = [text[len(prompt) :] if text[: len(prompt)] == prompt else text for text in texts]
+        texts = [text[len(prompt) :] if text[: len(prompt)] == prompt != text else text for text in texts]
     values = [_completion({"prompt": prompt, "completion": text, "tools": value.get("tools")}) for text in texts]
     values = [add_system(each, _system(value) or system) if each.messages else each for each in values]
     used = (*used, *(name for name in (*SYSTEM, "tools") if name in value and values[0].messages))
@@ -238,10 +251,6 @@ def convert_pair(record: Record, columns: Mapping[str, str], system: str = "") -
 
 def _common_start(chosen: Any, rejected: Any) -> list[Any]:
     """Return the common beginning of two texts, or of two lists of messages, and what follows in each."""
-    if type(chosen) is not type(rejected) or not isinstance(chosen, str | list):
-        raise BadExample(
-            f"chosen is {kind_of(chosen)} and rejected is {kind_of(rejected)}; expected two texts or lists"
-        )
     limit = min(len(chosen), len(rejected)) - 1  # each keeps an end that is learned
     same = next((i for i in range(limit) if chosen[i] != rejected[i]), limit)
     if isinstance(chosen, str) and same and chosen[same - 1] == " ":  # a tokenizer joins a space to what follows

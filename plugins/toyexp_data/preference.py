@@ -71,7 +71,11 @@ class Preference(RecordData):
             "skipped_lines": skipped[:MAX_NAMED],
             **tokenizer_facts(tokenizer),
         }
-        dataset = PairDataset(train, held, tokenizer, "none", self.eval_batches, facts, self.bpe_notes(tokenizer))
+        pairs = [pair for part in (train, held) for pair in zip(part[::2], part[1::2], strict=True)]
+        equal = facts["equal_pairs"] = sum(good.ids.tolist() == bad.ids.tolist() for good, bad in pairs)
+        notes = [f"{equal} of {len(pairs)} pairs teach nothing: their completions are equal"] if equal else []
+        notes += self.bpe_notes(tokenizer)
+        dataset = PairDataset(train, held, tokenizer, "none", self.eval_batches, facts, notes)
         dataset.chat_template = tokenizer.chat_template if chats else ""
         return dataset
 

@@ -151,7 +151,10 @@ def test_preferences_are_pairs_or_have_labels(name):
         ({"chosen": "yes", "rejected": "no"}, "have no common beginning"),
         ({"chosen": "yes", "rejected": [SAYS]}, "chosen is a text and rejected is a list"),
         ({"prompt": "p", "completion": "c", "label": "good"}, "label is good; expected true or false"),
-        ({"prompt": "p", "completion": "c"}, "has the keys prompt, completion; expected prompt, chosen and rejected"),
+        (
+            {"prompt": "p", "completion": "c"},
+            "prompt, completion; expected chosen and rejected, and",
+        ),
     ],
 )
 def test_a_record_that_is_no_preference_is_refused(record, words):

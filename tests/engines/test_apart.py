@@ -79,7 +79,7 @@ def float64_loss(batch, name):
     return reference_loss(the_plan, values, batch, held_out=True)
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", MODELS.keys() - {"mamba2"})
 def test_float64_losses_equal_those_of_separate_rows(name):
     expected = float64_loss(separate(), name)
     assert abs(float64_loss(packed(), name) / expected - 1) < 1e-12

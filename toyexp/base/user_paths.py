@@ -45,9 +45,10 @@ def _expand_user(path: str) -> str:
 
 def cache_dir() -> Path | None:
     """Return $TOYEXP_CACHE, or toyexp/ in the user's cache directory (XDG); None if the user has no home."""
-    toyexp_cache, user_cache = os.environ.get("TOYEXP_CACHE"), os.environ.get("XDG_CACHE_HOME")
+    names = ("TOYEXP_CACHE", "XDG_CACHE_HOME")
+    toyexp_cache, user_cache = (_expand_user(os.environ.get(name, "").strip()) for name in names)
     if toyexp_cache or user_cache:
-        return Path(toyexp_cache) if toyexp_cache else Path(user_cache or "", "toyexp")
+        return Path(toyexp_cache or f"{user_cache}/toyexp")
     try:
         return Path.home() / ".cache" / "toyexp"
     except RuntimeError:

@@ -165,6 +165,8 @@ def _choice_mistake(override: Override, keys: Keys, source: Source) -> str | Non
         offers = keys.registry.classes("data").values()
         reader = max(offers, key=lambda cls: cls.recognises(Path(unknown[0]))).name
         return f"{line}: must be a kind of data; for this file: data={reader} data.path={unknown[0]}"
+    if unknown and (meant := translate_setting(kind, unknown[0])):
+        return f"{line}: unknown name; did you mean {meant}?"
     return keys.registry.explain_missing(kind, unknown[0], valid) if unknown else None
 
 

@@ -200,7 +200,7 @@ def _footer(comparison: Comparison, source: str, total: int) -> str:
     incomplete = [run for run in runs if run.state not in FINAL_STATES]
     parts += [f"{len(incomplete)} did not complete"] if incomplete else []
     parts += ["thin lines: seeds, thick lines: their mean"] if comparison.ranking.has_seeds else []
-    parts += ["different data: losses cannot be compared"] if comparison.ranking.differing_data else []
+    parts += [f"{conflict}: losses cannot be compared"] if (conflict := comparison.ranking.conflict) else []
     return " · ".join(filter(None, parts))
 
 

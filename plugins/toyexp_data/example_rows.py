@@ -135,8 +135,7 @@ class Examples:
         """Return the arrays of a batch: tokens, targets and weights, each [rows, context].
 
         `rows` has the numbers of the examples in each row. Rows are padded with end-of-text tokens of weight 0. If
-        `apart` is True, the first token of an example does not count in the loss, because no token before it predicts
-        it, and the batch also has the arrays of `apart_inputs`.
+        `apart` is True, the batch also has the arrays of `apart_inputs`.
         """
         ids = np.full((len(rows), context + 1), self.eos, np.int32)
         learned, starts = np.zeros(ids.shape, np.float32), np.zeros((len(rows), context), np.int32)
@@ -147,8 +146,7 @@ class Examples:
                 source, target = int(self.starts[example]), slice(position, position + length)
                 ids[row, target] = self.ids[source : source + length]
                 learned[row, target] = self.learned[source : source + length]
-                if apart:
-                    learned[row, position], starts[row, position:] = 0, position
+                starts[row, position:] = position
                 position += length
         arrays = {"tokens": ids[:, :-1], "targets": ids[:, 1:], "weights": learned[:, 1:]}
         if apart:

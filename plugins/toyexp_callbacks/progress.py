@@ -18,6 +18,7 @@ from toyexp.base import (
     format_count,
     format_duration,
     format_loss,
+    has_colour,
     is_notebook,
     is_silent,
     print_line,
@@ -173,7 +174,7 @@ class Bar:
         from rich.live import Live
 
         self._steps, self._parts = steps, dict.fromkeys(PARTS, "")
-        self._console = Console(highlight=False)
+        self._console = Console(highlight=False, color_system="auto" if has_colour(sys.stdout) else None)
         # No automatic redraws, because their thread would slow down the steps.
         self._live = Live(console=self._console, auto_refresh=False)
         self._live.start()

@@ -557,7 +557,7 @@ def test_a_pattern_with_brackets_is_rejected_with_the_valid_form(run_rejected, n
         ("-m seed=1,2 optim.beta1=2", ["optim.beta1=2.0: must be at least 0"]),
         ("-m seed=1,2 stesp=5", ["unknown key stesp;", "did you mean steps?"]),
         ("-m hydra/launcher=ray_aws", ["sweep.launcher=serial, processes, stacked, submitit, ray"]),
-        ("-m hydra.sweeper.max_batch_size=5", ["runs the jobs of a sweep itself"]),
+        ("-m hydra.sweeper.max_batch_size=5", ["starts the jobs of a sweep itself"]),
         ("-m seed=1,2 sweep.jbos=2", ["did you mean sweep.jobs?"]),
         ("-m seed=1,2 sweep.timeout_min=5", ["did you mean sweep.submitit.timeout_min?"]),
         ("-m seed=1,2 sweep=joblib", ["sweep=joblib: set its keys one by one"]),

@@ -1,4 +1,4 @@
-"""Commands on model files: `toyexp describe`, `models`, `eval`, `predict`, `export` and `merge`.
+"""Commands on model files: `toyexp describe`, `models`, `eval`, `predict`, `export`, `merge` and `serve`.
 
 The module of `toyexp.inference` that implements a command is imported only when the command runs.
 """
@@ -8,12 +8,13 @@ from __future__ import annotations
 import math
 import os
 import shlex
+import shutil
 import sys
 import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 
-from toyexp.base.errors import RunFailed, UserError, escape_cell, suggest
+from toyexp.base.errors import RunFailed, Unavailable, UserError, escape_cell, suggest
 from toyexp.base.terminal import print_line
 from toyexp.base.writing import convert_write_errors, require_writable, write_atomically
 from toyexp.interfaces.command import Arguments
@@ -188,6 +189,7 @@ checkpoint (run/checkpoints/step-200). The new file of a checkpoint is written i
   toyexp export model.gguf --type q8_0                    writes model-q8_0.gguf next to it
   toyexp export outputs/lora-llama/2026-11-21_050553_073724 --type q4_k_m --to small.gguf
   toyexp export model.gguf --type hf                      writes the directory model-hf for transformers
+  toyexp export model.gguf --ollama                       writes a Modelfile for `ollama create` next to it
 
 options
 types     {types}
@@ -200,15 +202,19 @@ position embeddings are written in f32. A split model, given by its first part, 
 
 def run_export(arguments: Arguments) -> int:
     """Convert a model file to another quantisation or format; return 0."""
-    from toyexp.inference.export import export
-
     settings = tuple(word for word in arguments.rest if "=" in word and not os.path.lexists(word))
     files, word = [word for word in arguments.rest if word not in settings], arguments.type
     model = parse_model_path("export", files, ", and a type: toyexp export model.gguf --type q8_0 --to small.gguf")
+    registry, options = load(arguments.modules), (arguments.force, arguments.requantize)
+    if arguments.ollama:
+        from toyexp.inference.ollama import export_for_ollama
+
+        return export_for_ollama(model, word, arguments.to, settings, registry, *options).show(arguments)
     if word is None:
         raise UserError(f"export {model}: needs a type: toyexp export {shlex.quote(str(model))} --type q8_0")
-    registry = load(arguments.modules)
-    return export(model, word, arguments.to, settings, registry, arguments.force, arguments.requantize).show(arguments)
+    from toyexp.inference.export import export
+
+    return export(model, word, arguments.to, settings, registry, *options).show(arguments)
 
 
 HELP_MERGE = """\
@@ -241,3 +247,34 @@ def run_merge(arguments: Arguments) -> int:
         raise UserError(f"--out {out}: must end in .gguf; for other formats use toyexp export")
     base, adapter, force = *map(Path, arguments.rest), arguments.force
     return merge(base, adapter, Path(out), kind, force, load(arguments.modules)).show(arguments)
+
+
+HELP_SERVE = """\
+usage: toyexp serve WHAT [-- OPTION ...] [plugins=[my_module]]
+
+Start llama-server, the HTTP server of llama.cpp, with a model. WHAT is a GGUF file or a run directory (its model.gguf).
+The words after -- are options of llama-server.
+  toyexp serve outputs/lora-llama/2026-11-21_050553_073724
+  toyexp serve model.gguf -- --port 9000 --ctx-size 2048
+
+options
+llama-server must be on the PATH. By default it listens on http://127.0.0.1:8080 and has a chat page and an API like
+OpenAI's (/v1/chat/completions). To end it, press Ctrl-C."""
+
+
+def run_serve(arguments: Arguments) -> int:
+    """Replace this process by llama-server with a model."""
+    from toyexp.formats.gguf.header import source_path
+    from toyexp.inference.model_files import find_model_file
+
+    model = parse_model_path("serve", arguments.rest, ": toyexp serve model.gguf")
+    if (program := shutil.which("llama-server")) is None:
+        hint = "brew install llama.cpp, or download it from https://github.com/ggml-org/llama.cpp/releases"
+        raise Unavailable(f"serve: there is no llama-server on the PATH; install llama.cpp: {hint}")
+    path = find_model_file(model, registry=load(arguments.modules))
+    if source_path(path) != path:
+        command = f"toyexp export {shlex.quote(str(model))} --type f16"
+        raise UserError(f"serve {model}: llama-server only loads GGUF files; convert it first: {command}")
+    command_line = [program, "-m", str(path), *arguments.passed]
+    print_line(shlex.join(command_line))
+    os.execv(program, command_line)

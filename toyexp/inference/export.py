@@ -33,6 +33,7 @@ from toyexp.interfaces.format import Format, ModelExport, TensorInfo, require_wr
 from toyexp.interfaces.plan import LoraAdapter, adapter_digest, lora_names
 from toyexp.plugins.exporter import card_facts
 from toyexp.plugins.registry import Registry
+from toyexp.results.events import read_run_facts
 from toyexp.results.run_dirs import read_run
 from toyexp.training.checkpoint import read_result
 from toyexp.training.run_config import config_hash
@@ -173,8 +174,9 @@ def _about(file: GGUFFile) -> dict[str, Any]:
     types = ", ".join(sorted({tensor.type for tensor in file.tensors.values()} - {"F32"}))
     rounded = f" before rounding to {types}" if types else ""
     scores = {f"{name}{rounded}": value for name, value in {"loss": result.loss, **result.scores}.items()}
-    scores = scores if read_result(run).get("eval_step") == step else {}
-    return card_facts(config, result.engine, scores)
+    is_evaluated = read_result(run).get("eval_step") == step
+    scores, seconds = (scores, result.seconds) if is_evaluated else ({}, None)
+    return card_facts(config, result.engine, scores, read_run_facts(run), seconds)
 
 
 def require_free(

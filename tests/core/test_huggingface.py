@@ -500,7 +500,7 @@ def test_a_run_exports_directories_and_prints_their_sizes(capsys):
 
 
 def test_a_model_card_omits_the_data_path_if_there_is_none():
-    about = card_facts({"data": {"name": "random"}, "lr": 0.1}, "cpu", {}, {}, None)
+    about = card_facts({"data": {"name": "random"}, "lr": 0.1}, "cpu", {}, {})
     card = model_card(ModelExport(Llama(d_model=16), {}, about=about))
     assert "| data | random |" in card and "| data file |" not in card and "toyexp data" not in card
 

@@ -77,7 +77,8 @@ def build_format(word: str, settings: Sequence[str], registry: Registry) -> Form
     try:
         form.check()
     except UserError as error:  # if no setting was typed, the error is about the value of --type
-        raise type(error)(f"{'' if settings else '--'}{error}") from None
+        is_about_type = not settings and not re.match(r"\w+=", str(error))  # such as a missing package
+        raise type(error)(f"{f'--type={word}: ' if is_about_type else '' if settings else '--'}{error}") from None
     return form
 
 

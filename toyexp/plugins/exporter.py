@@ -6,7 +6,6 @@ import functools
 import logging
 import re
 import shlex
-import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, make_dataclass
 from functools import partial
@@ -55,7 +54,6 @@ class Exporter(Callback):
         self._inherited: dict[str, Any] = {}
         self._pairs: Tensors = {}  # adapter tensors that are merged into the model
         self._scores: dict[int, Mapping[str, float]] = {}  # held-out metrics by step
-        self._start = 0.0  # time at which training started, in seconds
         self._warned = False
 
     def check(self) -> None:
@@ -65,7 +63,8 @@ class Exporter(Callback):
         try:
             self._format.check()
         except UserError as error:
-            raise type(error)(f"callbacks.{self.name}.{error}") from None
+            separator = "." if re.match(r"\w+=", str(error)) else ": "  # no setting: such as a missing package
+            raise type(error)(f"callbacks.{self.name}{separator}{error}") from None
 
     def check_plan(self, plan: Plan) -> None:
         """Raise UserError for a model that the format cannot hold."""
@@ -92,7 +91,7 @@ class Exporter(Callback):
 
         The metadata is read now, because the base file may be deleted before the run ends.
         """
-        self._step, self._start = run.resumed_step, time.monotonic()
+        self._step = run.resumed_step
         self._inherited = dict(inherited_metadata(run.plan))
 
     @hookimpl
@@ -149,9 +148,8 @@ class Exporter(Callback):
             general["adapter_digest"] = adapter_digest(self._pairs, self._inherited.get("adapter_digest", ""))
         parts = (model, tensors, data.tokenizer, general, data.gguf_metadata(), data.chat_template)
         best = {self._best.metric: self._best.score} if self._best else {}
-        seconds = None if run.resumed_step else time.monotonic() - self._start
         scores = self._scores.get(self._step, best)
-        return ModelExport(*parts, card_facts(run.config, run.engine, scores, run.facts, seconds))
+        return ModelExport(*parts, card_facts(run.config, run.engine, scores, run.facts))
 
     def _write(self, run: Run, path: Path, kind: str, write: Callable[[Path], list[str]]) -> None:
         """Call `write` with a temporary path, rename the written file to `path`, and emit an event of kind "export".
@@ -213,7 +211,7 @@ DIRECTORIES = re.compile(r"(?<![^=,\[ ])[~/][^,\]}]*/")  # the directories of an
 
 def card_facts(
     config: Mapping[str, Any], engine: str, scores: Mapping[str, float | None], run_facts: Mapping[str, Any],
-    seconds: float | None,
+    seconds: float | None = None,
 ) -> dict[str, Any]:  # fmt: skip
     """Return the entries of a model card, keyed by their labels.
 

@@ -41,8 +41,8 @@ def test_the_modelfile_of_a_chat_model_leaves_the_template_to_the_gguf(capsys):
         end = file.metadata["tokenizer.ggml.tokens"][file.metadata["tokenizer.ggml.eos_token_id"]]
     assert Path("Modelfile").read_text().splitlines() == [
         "# Written by toyexp. To load the model: ollama create my-model -f Modelfile",
-        'FROM "./m.gguf"', "PARAMETER num_ctx 8192", "PARAMETER temperature 0.8", "PARAMETER top_k 40",
-        "PARAMETER top_p 0.95", f'PARAMETER stop "{end}"', 'PARAMETER stop "<|im_end|>"',
+        "FROM ./m.gguf", "PARAMETER num_ctx 8192", "PARAMETER temperature 0.8", "PARAMETER top_k 40",
+        "PARAMETER top_p 0.95", "PARAMETER min_p 0.0", f'PARAMETER stop "{end}"', 'PARAMETER stop "<|im_end|>"',
         "# Ollama 0.30 and later use the chat template in the GGUF file.",
     ]  # fmt: skip
     assert Path("m.gguf").read_bytes() == before and sorted(p.name for p in Path().iterdir()) == ["Modelfile", "m.gguf"]
@@ -52,7 +52,7 @@ def test_a_model_without_a_chat_template_continues_the_prompt():
     write_base(Path('a "b".gguf'), "gpt2", tokenizer=Bytes(), context=48)
     assert main(["export", 'a "b".gguf', "--ollama"]) == 0
     text = Path("Modelfile").read_text()
-    assert 'FROM """./a "b".gguf"""\nPARAMETER num_ctx 48\n' in text and text.endswith("\nTEMPLATE {{ .Prompt }}\n")
+    assert 'FROM ./a "b".gguf\nPARAMETER num_ctx 48\n' in text and text.endswith("\nTEMPLATE {{ .Prompt }}\n")
     assert "stop" not in text
 
 
@@ -63,20 +63,23 @@ def test_a_converted_model_gets_its_modelfile_beside_it(capsys):
     answer = json.loads(capsys.readouterr().out)
     assert (answer["model"], answer["modelfile"]) == ("out/small.gguf", "out/Modelfile")
     assert answer["export"]["type"] == "q8_0" and read_head(Path("out/small.gguf"), 4) == b"GGUF"
-    assert 'FROM "./small.gguf"' in Path("out/Modelfile").read_text() and not Path("Modelfile").exists()
+    assert "FROM ./small.gguf\n" in Path("out/Modelfile").read_text() and not Path("Modelfile").exists()
 
 
 def test_only_a_modelfile_of_toyexp_is_replaced_and_only_with_force(capsys):
     write_base(Path("m.gguf"), "llama", tokenizer=Bytes())
     Path("Modelfile").write_text("FROM ./m.gguf\nSYSTEM mine\n")
     for words in (["--ollama"], ["--ollama", "--force"], ["--ollama", "--type", "f16", "--force"]):
-        assert "Modelfile exists and was not written by toyexp; rename it" in run_rejected(
-            capsys, "export", "m.gguf", *words
+        assert (
+            "Modelfile: already exists and is not a Modelfile of toyexp, so --force does not replace it; rename"
+            in run_rejected(capsys, "export", "m.gguf", *words)
         )
     assert Path("Modelfile").read_text() == "FROM ./m.gguf\nSYSTEM mine\n" and not Path("m-f16.gguf").exists()
     Path("Modelfile").unlink()
     assert main(["export", "m.gguf", "--ollama"]) == 0
-    assert "already exists; replace it with --force" in run_rejected(capsys, "export", "m.gguf", "--ollama")
+    assert "already exists; choose another path, or replace it with --force" in run_rejected(
+        capsys, "export", "m.gguf", "--ollama"
+    )
     assert main(["export", "m.gguf", "--type", "f16", "--ollama", "--force"]) == 0
     assert "m-f16.gguf" in Path("Modelfile").read_text()
 

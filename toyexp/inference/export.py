@@ -40,7 +40,8 @@ from toyexp.training.run_config import config_hash
 from toyexp.training.rundir import read_settings
 
 EXPORT_ADAPTER = "export its run; for PEFT, train again with 'callbacks=[default,hf_export]', which writes adapter-hf"
-BEGINNINGS = {".gguf": b"GGUF", ".safetensors": rb".{4}\0{4}\{", ".npz": b"PK"}  # patterns of a file's first bytes
+# Patterns of the first bytes of a file, by the end of its name.
+BEGINNINGS = {".gguf": b"GGUF", ".safetensors": rb".{4}\0{4}\{", ".npz": b"PK", "Modelfile": b"# Written"}
 
 
 @dataclass(frozen=True)
@@ -203,7 +204,8 @@ def require_free(
         is_replaceable = _starts_like(target, ".gguf") or (has_suffix and _starts_like(target, suffix))
     if not is_replaceable:
         kind = "directory written by this format" if contents else "model file"
-        hint = "name a file in it" if target.is_dir() and not contents else "choose another path"
+        kind = "Modelfile of toyexp" if suffix == "Modelfile" else kind
+        hint = "name a file in it" if target.is_dir() and not contents else "rename it, or choose another path"
         raise UserError(f"{option}: already exists and is not a {kind}, so --force does not replace it; {hint}")
     if any(target.samefile(path) for path in read):
         raise UserError(f"{option}: is the file to be read; choose another path")

@@ -2,27 +2,24 @@
 
 from __future__ import annotations
 
-import os
 import shlex
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from toyexp.base.errors import UserError, suggest
-from toyexp.base.files import read_head
-from toyexp.base.writing import convert_write_errors, replace_synced, require_writable
+from toyexp.base.writing import convert_write_errors, replace_synced
 from toyexp.formats.gguf.header import source_path
 from toyexp.formats.gguf.open_model import load_open_model
 from toyexp.formats.gguf.quantise import FILE_TYPES, K_QUANTS
 from toyexp.formats.gguf.read import GGUFFile
 from toyexp.formats.gguf.tokenizer import has_text, read_chat_template, read_tokenizer
-from toyexp.inference.export import ExportResult, default_target, export
+from toyexp.inference.export import ExportResult, default_target, export, require_free
 from toyexp.inference.model_files import find_model_file
 from toyexp.interfaces.command import Answer
 from toyexp.interfaces.sampling import Sampling
 from toyexp.plugins.registry import Registry
 
-MARK = b"# Written by toyexp"  # first bytes of a Modelfile that toyexp wrote
 MAX_CONTEXT = 8192  # tokens; a longer context may take gigabytes of memory
 
 
@@ -59,44 +56,23 @@ def export_for_ollama(
         if not (shape.reads.text and "gguf" in shape.forms and has_text(file)):
             raise file.error("Ollama cannot load it: it runs only language models with a tokenizer, as llama.cpp does")
         target = file.path if word is None else Path(to) if to else default_target(file, f"-{word}.gguf")
-        path, text = _find_modelfile(target.parent, force), _modelfile(file, target.name, shape.context)
+        path, text = target.with_name("Modelfile"), _modelfile(file, target.name, shape.context)
+        require_free(f"--ollama: {path}", path, [], force, "Modelfile")
     exported = export(model, word, to, settings, registry, force, requantize) if word else None
     with convert_write_errors(path):
         replace_synced(path, text.encode())
     return OllamaResult(str(target), str(path), exported)
 
 
-def _find_modelfile(directory: Path, force: bool) -> Path:
-    """Return the path of the Modelfile in a directory.
-
-    Raise UserError if the file exists, unless `force` is True and toyexp wrote it.
-    """
-    path = directory / "Modelfile"
-    require_writable(f"--ollama: {path}", path)
-    if os.path.lexists(path):
-        if read_head(path, len(MARK)) != MARK:
-            hint = "rename it, or export to another directory with --type and --to"
-            raise UserError(f"--ollama: {path} exists and was not written by toyexp; {hint}")
-        if not force:
-            raise UserError(f"--ollama: {path} already exists; replace it with --force")
-    return path
-
-
 def _modelfile(file: GGUFFile, name: str, context: int) -> str:
     """Return the text of a Modelfile for a model with the metadata of `file`; `name` is the name of its GGUF file."""
-    tokenizer, sampling = read_tokenizer(file), Sampling()
-    parameters = {"num_ctx": min(context, MAX_CONTEXT), "temperature": sampling.temperature}
-    parameters |= {"top_k": sampling.top_k, "top_p": sampling.top_p}
-    lines = [f"{MARK.decode()}. To load the model: ollama create my-model -f Modelfile", f"FROM {_quote(f'./{name}')}"]
+    parameters = {"num_ctx": min(context, MAX_CONTEXT), **asdict(Sampling())}
+    lines = ["# Written by toyexp. To load the model: ollama create my-model -f Modelfile", f"FROM ./{name}"]
     lines += [f"PARAMETER {key} {value}" for key, value in parameters.items()]
     if read_chat_template(file):
-        lines += [f"PARAMETER stop {_quote(tokenizer.spelling(i))}" for i in sorted(tokenizer.end_ids)]
+        tokenizer = read_tokenizer(file)
+        lines += [f'PARAMETER stop "{tokenizer.spelling(i)}"' for i in sorted(tokenizer.end_ids)]
         lines.append("# Ollama 0.30 and later use the chat template in the GGUF file.")
     else:
         lines += ["# The GGUF file has no chat template: the model continues the prompt.", "TEMPLATE {{ .Prompt }}"]
     return "\n".join([*lines, ""])
-
-
-def _quote(text: str) -> str:
-    marks = '"""' if {*text} & {'"', "\n"} else '"'
-    return f"{marks}{text}{marks}"

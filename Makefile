@@ -28,7 +28,7 @@ again: $(INSTALLED)  ## run the last failed tests once more, one at a time, if t
 	$(BIN)/python -m pytest --numprocesses=0 -m "" --last-failed --last-failed-no-failures=none
 
 docs: $(INSTALLED)  ## build the documentation into outputs/docs
-	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --quiet --config-file docs/mkdocs.yml
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --config-file docs/mkdocs.yml
 
 docs-test: $(INSTALLED)  ## run every command and block of code that the documentation shows, and list what is not run
 	$(BIN)/python -m pytest tests/test_snippets.py tests/test_site.py -m "docs or release" -rs $(PYTEST)

@@ -3,17 +3,27 @@
 import contextlib
 import io
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import groupby
 
+import examples
 from setting_pages import escape_cell
 
 from toyexp.cli.main import main
+from toyexp.config.paths import PAGES
 from toyexp.interfaces.command import Command
 from toyexp.plugins.discovery import load
 
 EXIT_CODES = {0: "success", 2: "bad input: one or two lines say what is wrong; nothing was started or written"}
-FULL_WIDTH = "---\nhide: [toc]\n---\n\n"  # no table of contents at the right: help has up to 120 characters a line
+# Commands by what a reader wants to do, for the overview.
+PURPOSES = {
+    "Look up": ["help", "plugins", "completion"],
+    "Check this machine": ["doctor", "parity", "bench"],
+    "Compare runs": ["runs", "compare"],
+    "Use a trained model": ["generate", "predict", "eval", "describe", "models", "export", "merge"],
+    "Write a plugin": ["new"],
+}
 PLOT_FILE = "nothing, or with `--plot` that file"
 SIGNALS = "Ctrl-C, SIGTERM or SIGHUP"
 
@@ -97,22 +107,49 @@ def code_block(text: str, language: str = "text") -> str:
 
 
 def format_help(text: str) -> str:
-    """Return a help text as Markdown: commands and tables as code, options as a table with an anchor for each."""
-    parts = []
+    """Return a help text as Markdown with headings: usage, options, details and lists of terms.
+
+    Commands and tables become code, options and terms a table.
+    """
+    parts = ["## Usage\n"]
     for block in text.split("\n\n"):
         if block.startswith("options:\n"):
-            parts.append(format_options(block))
+            parts += [format_options(block), "## Details\n"]
+            continue
+        heading, _, rest = block.partition("\n")
+        if re.search(r"^\S+( \S+)* {2,}\S", rest) and not re.search(r"  |[.:]$", heading):
+            terms = read_rows(rest.splitlines(), r"(\S+(?: \S+)*) {2,}(\S.*)")
+            parts += [f"### {heading}\n", format_terms(terms)]
             continue
         for is_code, group in groupby(block.splitlines(), lambda line: bool(re.search(r"^usage:|^  |\S {2,}\S", line))):
             lines = [*group]
             is_example = lines[0].startswith("  toyexp ")
+            if is_code and not is_example and all(re.match(r"  \w+ +\S(?!.* {2})", line) for line in lines):
+                parts.append(format_terms(read_rows(lines, r"  (\w+) +(.*)")))
+                continue
             if is_code and is_example:  # text after a command, or alone in a line, becomes a comment
                 lines = [re.sub(r"(?<=\S) {2,}(?=\S)|^ {9,}", "  # ", line).strip() for line in lines]
-            joined = "\n".join(lines)
+            joined = re.sub(r"^(usage: | {7}(?=toyexp))", "", "\n".join(lines), flags=re.MULTILINE)
             parts.append(
                 code_block(joined, "bash" if is_example else "text") if is_code else f"{escape_text(joined)}\n"
             )
-    return "\n".join(parts)
+    return "\n".join(parts[:-1] if parts[-1] == "## Details\n" else parts)
+
+
+def read_rows(lines: Iterable[str], pattern: str) -> list[tuple[str, str]]:
+    """Return pairs of a term and its text; a line that does not match the pattern continues the text before it."""
+    rows: list[tuple[str, str]] = []
+    for line in lines:
+        if found := re.match(pattern, line):
+            rows.append((found[1], found[2] or ""))
+        else:
+            rows[-1] = rows[-1][0], f"{rows[-1][1]} {line.strip()}"
+    return [(name, escape_text(escape_cell(about.strip()))) for name, about in rows]
+
+
+def format_terms(terms: list[tuple[str, str]]) -> str:
+    """Return terms and their meanings as a table."""
+    return "\n".join(["| | meaning |", "|---|---|", *(f"| {term} | {about} |" for term, about in terms), ""])
 
 
 def escape_text(text: str) -> str:
@@ -123,33 +160,33 @@ def escape_text(text: str) -> str:
 
 def format_options(block: str) -> str:
     """Return the options of a help text as a table. Each option has an anchor, its name, and links to it."""
-    options: list[list[str]] = []
-    for line in block.splitlines()[1:]:
-        if found := re.match(r"  (-\S.*?)(?: {2,}(.*))?$", line):
-            options.append([found[1], found[2] or ""])
-        else:
-            options[-1][1] += f" {line.strip()}"
     rows = [
-        f"| [`{name}`](#{name.split()[0]}){{.key #{name.split()[0]}}} | {escape_text(escape_cell(about.strip()))} |"
-        for name, about in options
+        f"| [`{name}`](#{name.split()[0]}){{.key #{name.split()[0]}}} | {about} |"
+        for name, about in read_rows(block.splitlines()[1:], r"  (-\S.*?)(?: {2,}(.*))?$")
     ]
     return "\n".join(["## Options\n", "| option | what it does |", "|---|---|", *rows, ""])
 
 
 def overview() -> str:
-    """Return the overview page: all commands, the exit codes of a run, and the output of `toyexp --help`."""
-    rows = "".join(
-        f"| [`toyexp {name}`](commands/{name}.md) | {offer.help.removesuffix('.')} |\n"
-        for name, offer in load().offers["command"].items()
-    )
-    return f"""{FULL_WIDTH}# Commands
+    """Return the overview page: all commands by purpose, and the exit codes of a run."""
+    offers = load().offers["command"]
+    grouped = {name for names in PURPOSES.values() for name in names}
+    parts = []
+    for purpose, names in (PURPOSES | {"Commands of plugins": [*sorted({*offers} - grouped)]}).items():
+        rows = [f"| [`toyexp {name}`](commands/{name}.md) | {offers[name].help.removesuffix('.')} |" for name in names]
+        parts += [f"## {purpose}\n", "| command | what it does |", "|---|---|", *rows, ""] if rows else []
+    tables = "\n".join(parts)
+    return f"""# Commands
 
-`toyexp key=value ...` without a command's name [trains](../guides/runs.md), `toyexp -m` [sweeps](../guides/sweeps.md).
-Commands that read text may cache its token ids in `~/.cache/toyexp`.
+`toyexp key=value ...` without a command's name [trains](../guides/runs.md), `toyexp -m` [sweeps](../guides/sweeps.md):
 
-| command | |
-|---|---|
-{rows}
+```bash
+toyexp recipe=warm steps=300              # one run
+toyexp -m recipe=scratch,warm seed=0,1,2  # six runs and a table of their means
+toyexp runs                               # a command: list the runs
+```
+
+{tables}
 ## Exit codes
 
 | code | meaning for a run or a sweep |
@@ -159,20 +196,30 @@ Commands that read text may cache its token ids in `~/.cache/toyexp`.
 | 2 | {EXIT_CODES[2]} |
 | 130, 143, 129 | {SIGNALS}: toyexp finished the step and saved a checkpoint and the model |
 
-## toyexp --help
+Commands that read text may cache its token ids in `~/.cache/toyexp`.
+"""
 
-{code_block(capture_output("--help"))}"""
+
+def format_overview(text: str) -> str:
+    """Return the usage of toyexp itself; its lists of commands and settings have pages of their own."""
+    usage = code_block(text.partition("\n\n")[0].removeprefix("usage: ").replace("\n       ", "\n"))
+    return (
+        f"## Usage\n\n{usage}\n`toyexp help` prints this usage, then [all commands](../commands.md), "
+        "[all settings](../settings.md) and the names of all pages. `toyexp help NAME` prints a page, and "
+        "`toyexp help WORDS` lists the pages that contain the words.\n"
+    )
 
 
 def page(name: str, command: type[Command]) -> str:
-    """Return the page of one command: its purpose, its help, the files it writes and its exit codes."""
+    """Return the page of one command: its purpose, an example, its help, the files it writes and its exit codes."""
     about = (command.__doc__ or "").splitlines()[0]
     notes = NOTES.get(name, CommandNotes("", "", ""))
     text = capture_output(name, "--help")
-    shown = code_block(text) if name == "help" else format_help(text)  # of `help` it is the whole overview
-    parts = [f"---\ntitle: {name}\nhide: [toc]\n---\n\n# toyexp {name}\n\n{about}\n"]
+    parts = [f"---\ntitle: {name}\n---\n\n# toyexp {name}\n\n{about}\n"]
+    recorded = examples.RECORDED / f"{name}.txt"
+    parts += ["## Example\n", code_block(recorded.read_text().rstrip(), "console")] if recorded.is_file() else []
     parts += [code_block(notes.examples, "bash")] if notes.examples else []
-    parts.append(shown)
+    parts.append(format_overview(text) if name == "help" else format_help(text))
     if notes.leaves:
         parts.append(f"## Files it writes\n\nOn the disk: {notes.leaves}.\n")
     codes = dict(sorted((EXIT_CODES | ({1: notes.fails} if notes.fails else {})).items()))
@@ -180,7 +227,8 @@ def page(name: str, command: type[Command]) -> str:
     parts.append("\n".join(["## Exit codes\n", "| code | meaning |", "|---|---|", *rows, ""]))
     parts.append(f"After {SIGNALS} the exit code is 130, 143 or 129.\n")
     if notes.guide:
-        parts.append(f"More: [the guide](../../{notes.guide}).\n")
+        title = re.findall(r"^# (.+)", (PAGES / notes.guide.partition("#")[0]).read_text(), re.MULTILINE)[0]
+        parts.append(f"## See also\n\n[{title}](../../{notes.guide}), the guide.\n")
     return "\n".join(parts)
 
 

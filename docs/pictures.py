@@ -1,4 +1,4 @@
-"""Draw the site's pictures of reports, a notebook and the terminal, from the runs of `make pictures`.
+"""Draw the site's pictures of reports, a notebook and the terminal, and record examples, from runs of `make pictures`.
 
 usage: pictures.py RUNS
 
@@ -17,24 +17,33 @@ import subprocess
 import sys
 from pathlib import Path
 
+import examples
 from rich.console import Console
 from rich.terminal_theme import TerminalTheme
 from rich.text import Text
 
 ROOT = Path(__file__).parent.parent
 PICTURES = ROOT / "docs" / "pages" / "pictures"
-# For each picture: the file below RUNS, the element that begins it, and elements that are left out.
+REPORT_WIDTH, CURVES_WIDTH = 1100, 540  # of the browser's window; the home page shows the curves about as wide
+# For each picture: the file below RUNS, the element that begins it, the width of the window, the picture's pixels for
+# each of the window's, and the elements that are left out.
 PAGES = {
-    "report": ("sweep/report.html", "header", "#opening"),
-    "report_search": ("search/report.html", "#search", "header"),
-    "notebook": ("site/notebooks/first_run.html", "article .highlight", ".md-header, .md-tabs, .md-sidebar"),
-}
+    "report": ("sweep/report.html", "header", REPORT_WIDTH, 1.25, "#opening"),
+    "report_search": ("search/report.html", "#search", REPORT_WIDTH, 1.25, "header"),
+    "curves_of_a_sweep": (
+        "sweep/report.html", "#curves .sides", CURVES_WIDTH, 2.4, "header, #opening, #curves .bar, #hint",
+    ),
+    "notebook": (
+        "site/notebooks/first_run.html", "article .highlight", REPORT_WIDTH, 1.25,
+        ".md-header, .md-tabs, .md-sidebar",
+    ),
+}  # fmt: skip
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
-WIDTH, HEIGHT, PIXELS = 1100, 780, 1.25  # of the report's window; pixels of the picture for each of the window's
+HEIGHT = 780  # of the window
 COLUMNS, SCALE = (
     112,
     0.62,
-)  # of the terminal; pixels of the picture for each of rich's, whose letters are 20 pixels high
+)  # of the terminal; the picture's pixels for each of rich's, whose letters are 20 pixels high
 GROUND, TEXT = "131b1c", "d7e2e0"
 # Black, red, green, yellow, blue, magenta, cyan and white of the terminal, then the bright ones.
 NORMAL = (GROUND, "ff7b72", "6fcf7a", "f2c960", "8ab4ff", "cfa6ff", "5fd6c4", TEXT)
@@ -87,9 +96,9 @@ def photograph_pages(runs: Path) -> None:
 
     with sync_playwright() as playwright:
         chromium = playwright.chromium.launch(executable_path=browser, args=["--no-sandbox"])
-        for (name, (path, first, hidden)), theme in itertools.product(PAGES.items(), ("light", "dark")):
+        for (name, (path, first, width, pixels, hidden)), theme in itertools.product(PAGES.items(), ("light", "dark")):
             page = chromium.new_page(
-                viewport={"width": WIDTH, "height": HEIGHT}, color_scheme=theme, device_scale_factor=PIXELS
+                viewport={"width": width, "height": HEIGHT}, color_scheme=theme, device_scale_factor=pixels
             )
             page.goto(f"{(runs / path).resolve().as_uri()}#raw=false")
             page.wait_for_selector("html[data-ready], article")
@@ -98,7 +107,9 @@ def photograph_pages(runs: Path) -> None:
             page.wait_for_timeout(1000)  # charts are drawn when they come into view
             box = page.locator(first).first.bounding_box()
             end = box["y"] + box["height"] + 12  # a section ends the picture, a heading begins it
-            clip = {"x": 0, "y": 0, "width": WIDTH, "height": min(end, HEIGHT) if end > HEIGHT / 2 else HEIGHT}
+            left, right = max(box["x"] - 8, 0), min(box["x"] + box["width"] + 8, width)
+            height = min(end, HEIGHT) if end > HEIGHT / 2 else HEIGHT
+            clip = {"x": left, "y": 0, "width": right - left, "height": height}
             picture = Image.open(io.BytesIO(page.screenshot(clip=clip)))
             picture.save(PICTURES / f"{name}{'' if theme == 'light' else '_dark'}.webp", quality=82, method=6)
             page.close()
@@ -127,6 +138,8 @@ def main(runs: Path) -> None:
         keep=r"^(sweep|\[[05]\]|mean|settings|recipe|report)",
         prompt=False,
     )
+    shutil.copytree(runs / "vit_digits", here / "outputs" / "digits")
+    examples.record(here)
     site = ["--config-file", str(ROOT / "docs" / "mkdocs.yml"), "--site-dir", str((runs / "site").resolve())]
     environment = {**os.environ, "NO_MKDOCS_2_WARNING": "1"}
     subprocess.run([sys.executable, "-m", "mkdocs", "build", "--quiet", *site], env=environment, check=True)

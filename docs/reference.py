@@ -10,18 +10,23 @@ import notebook_pages
 import setting_pages
 from mkdocs.structure.files import File, Files
 
+import toyexp
 from toyexp.cli.pages import insert_templates
 
 ROOT = Path(__file__).parent.parent
 PAGES_FOLDER = Path(__file__).parent / "pages"
 PAGES = {"CONTRIBUTING.md": "contributing.md", "SECURITY.md": "trust.md", "CHANGELOG.md": "changes.md"}
 # Relative weight in the site's search, whose first results should help users.
-SEARCH_BOOST = {"reference/changes.md": 0.1, "reference/house.md": 0.1, "reference/measured.md": 0.5}
+SEARCH_BOOST = {
+    "reference/changes.md": 0.1, "reference/house.md": 0.1, "reference/measured.md": 0.5, "start/class.md": 0.5,
+    "notebooks/first_run.md": 0.5, "notebooks/compare_and_sweep.md": 0.5,
+}  # fmt: skip
 SECTIONS = {"Commands": command_pages, "Settings": setting_pages}
 
 
 def on_config(config: Any) -> Any:
-    """Register the renderer of ```journey blocks, which needs no network."""
+    """Register the renderer of ```journey blocks, which needs no network, and show the version in the footer."""
+    config.copyright = f"toyexp {toyexp.__version__}"
     drawn = {"name": "journey", "class": "journey", "format": journeys.format_fence}
     config.mdx_configs["pymdownx.superfences"] = {"custom_fences": [drawn]}
     return config
@@ -57,6 +62,11 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str
     markdown = re.sub(r"<!-- begin (\w+) -->", r'<div class="\1" markdown>', markdown)
     markdown = markdown.replace("<!-- end -->", "</div>")
     return add_dark_pictures(markdown, (PAGES_FOLDER / name).parent)
+
+
+def on_page_content(html: str, page: Any, config: Any, files: Files) -> str:
+    """Keep options such as `--top-k 40` on one line."""
+    return re.sub(r"<code>(?=--?\w[^<]{0,24}</code>)", '<code class="option">', html)
 
 
 def admonition(alert: re.Match[str]) -> str:

@@ -1,11 +1,12 @@
 """Generate the reference pages of the settings: key, type, default, meaning and the parts that read it."""
 
 import html
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
+import examples
+
 from toyexp.base.formatting import format_value
-from toyexp.config.describe import lines_about
 from toyexp.config.paths import CONF
 from toyexp.config.schema import AUTO, AutoEngine
 from toyexp.config.top_level import GROUPS, top_level_settings
@@ -23,7 +24,10 @@ GUIDES = {
     "objective": "objectives",
     "callbacks": "callbacks", "format": "exports",
 }  # fmt: skip
-TYPES = {"int": "whole number", "float": "number", "bool": "true, false", "str": "text"}
+CHOSEN = {kind: f"{kind}=NAME" for kind in TITLES} | {
+    "callbacks": "callbacks=[default,NAME]", "format": "toyexp export --type NAME",
+}  # fmt: skip
+TYPES = {"int": "integer", "float": "number", "bool": "true, false", "str": "text"}
 HYDRA = (
     ("hydra.run.dir", "outputs/NAME/DATE_TIME", "directory of a run; it must not exist or must be empty"),
     ("hydra.sweep.dir", "outputs/sweeps/DATE_TIME", "directory of a sweep, likewise"),
@@ -35,7 +39,7 @@ def describe_type(text: str) -> str:
     """Return a type annotation in words: `float | None` is `number, or null`."""
     inner, optional = text.removesuffix(" | None"), text.endswith(" | None")
     if inner.startswith("list["):
-        words = {"str": "list of texts", "float": "list of numbers", "int": "list of whole numbers"}[inner[5:-1]]
+        words = {"str": "list of texts", "float": "list of numbers", "int": "list of integers"}[inner[5:-1]]
     else:
         words = "mapping" if inner.startswith("dict[") else TYPES.get(inner, f"`{inner}`")
     return f"{words}, or null" if optional else words
@@ -83,33 +87,37 @@ def group_settings(classes: Iterable[tuple[str, type]]) -> list[Row]:
     return sorted(rows.values(), key=lambda row: order.index(row.setting.name))
 
 
-def table(prefix: str, rows: Iterable[Row], every: int = 0, part: str = "") -> Iterator[str]:
-    """Yield the lines of a Markdown table; with `every`, the number of parts, add a column of readers.
+def table(prefix: str, rows: Iterable[Row], names: Sequence[str] = (), part: str = "") -> Iterator[str]:
+    """Yield the lines of a Markdown table; with `names`, those of all parts, add a column of readers.
 
     Each key has an anchor: the key itself or, for the settings of one `part` without a prefix, the part and the key.
     """
     known: set[str] = set()
-    yield "| key | type | default | what it does |" + (" read by |" if every else "")
-    yield "|---|---|---|---|" + ("---|" if every else "")
+    yield "| key | type | default | what it does |" + (" read by |" if names else "")
+    yield "|---|---|---|---|" + ("---|" if names else "")
     for row in rows:
         s = row.setting
         key = link_key(prefix + s.name, (prefix or f"{part}.") + s.name, known)
-        readers = "all" if len(row.parts) == every else ", ".join(f"`{part}`" for part in row.parts)
-        yield format_row(key, s) + (f" {readers} |" if every else "")
+        others = [name for name in names if name not in row.parts]
+        shown = ", ".join(f"`{part}`" for part in (others if len(others) < len(row.parts) else row.parts))
+        readers = f"all except {shown}" if 0 < len(others) < len(row.parts) else shown if others else "all"
+        yield format_row(key, s) + (f" {readers} |" if names else "")
     yield ""
 
 
 def presets(kind: str, parts: Iterable[str]) -> Iterator[str]:
-    """Yield the presets of a kind: each file of conf/ with the keys it sets."""
-    registry = load()
-    names = [path.stem for path in sorted((CONF / kind).glob("*.yaml")) if path.stem not in set(parts)]
-    if names:
-        yield "## Presets\n\nFiles of conf/ that set some of these keys:\n"
-    for name in names:
-        head, *rest = (line for line in lines_about(name, registry) if line.strip())
-        about = head.partition("  ")[2].rpartition("  [")[0]
-        changed = "\n".join(line.strip() for line in rest)
-        yield f"### {kind}={name}\n\n{about}\n\n```text\n{changed}\n```\n"
+    """Yield the presets of a kind: each file of conf/ that sets some of the keys."""
+    paths = [path for path in sorted((CONF / kind).glob("*.yaml")) if path.stem not in set(parts)]
+    if paths:
+        yield "## Presets\n\nA preset is a file of `conf/` that sets some of these keys:\n"
+    for path in paths:
+        yield f"### {kind}={path.stem}\n\n```yaml\n# conf/{kind}/{path.name}\n{path.read_text().rstrip()}\n```\n"
+
+
+def example(name: str) -> list[str]:
+    """Return the recorded example of a page."""
+    recorded = (examples.RECORDED / f"{name}.txt").read_text().rstrip()
+    return [f"## Example\n\n```console\n{recorded}\n```\n"]
 
 
 def page(kind: str) -> str:
@@ -121,11 +129,13 @@ def page(kind: str) -> str:
     helps = {name: offer.help for name, offer in registry.offers[kind].items()}
     by_part = kind in ("callbacks", "format")
     helps[AUTO] = (AutoEngine.__doc__ or "").splitlines()[0]
-    chosen = {"callbacks": "callbacks=[default,NAME]", "format": "toyexp export --type NAME"}.get(kind, f"{kind}=NAME")
     parts = [
         f"---\ntitle: {TITLES[kind]}\n---\n",  # in the sidebar, which has them below "Settings"
         f"# {TITLES[kind]}: settings\n",
-        f"Choose one with `{chosen}`. See also [the guide](../../guides/{GUIDES[kind]}.md).\n",
+        f"Choose one with `{CHOSEN[kind]}`. [The guide](../../guides/{GUIDES[kind]}.md) explains them, and "
+        "`toyexp plugins NAME` prints the settings of one.\n",
+        *example(kind),
+        f"## {TITLES[kind]}\n",
     ]
     parts += [
         "| name | what it is |",
@@ -143,7 +153,7 @@ def page(kind: str) -> str:
             parts += [f"## {name}\n", f"{helps[name]}\n"]
             parts += table(prefix, rows, part=name) if rows else ["No settings.\n"]
     else:
-        parts += ["## Keys\n", *table(f"{kind}.", group_settings(classes), len(classes))]
+        parts += ["## Keys\n", *table(f"{kind}.", group_settings(classes), [name for name, _ in classes])]
     parts += presets(kind, dict(classes)) if kind in GROUPS else []
     return "\n".join(parts)
 
@@ -155,9 +165,16 @@ def overview() -> str:
     own = [(key, setting) for key, setting in top_level_settings() if not key.startswith("sweep.")]
     parts = [
         "# Settings\n",
-        "Type a setting as `key=value`, or write it into a file of `--config-dir`. Settings of parts:\n",
+        "Type a setting as `key=value`, or write it into a file of `--config-dir`. `--dry-run` shows the effect.\n",
+        *example("settings"),
+        "## Settings of parts\n",
+        "| part | guide | choose it with |",
+        "|---|---|---|",
     ]
-    parts += [f"* [{title}](settings/{kind}.md)" for kind, title in TITLES.items()]
+    parts += [
+        f"| [{title}](settings/{kind}.md) | [{title}](../guides/{GUIDES[kind]}.md) | `{CHOSEN[kind]}` |"
+        for kind, title in TITLES.items()
+    ]
     columns = "key | type | default | what it does | may change on resume | changes numbers"
     parts += ["\n## Settings of a run\n", f"| {columns} |"]
     parts.append("|---|---|---|---|---|---|")

@@ -5,11 +5,13 @@ import importlib.util
 import json
 import os
 import re
+import shlex
 import shutil
+import subprocess
 import sys
 from pathlib import Path
 
-import environments
+import examples
 import pytest
 
 from toyexp.base.formatting import format_value
@@ -62,10 +64,11 @@ def site_root(tmp_path_factory):
     """Build the site; a broken link or anchor is an error."""
     root = tmp_path_factory.mktemp("site")
     options = ["--config-file", str(ROOT / "docs" / "mkdocs.yml"), "--site-dir", str(root)]
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("NO_MKDOCS_2_WARNING", "1")
-        build = environments.run(sys.executable, "-m", "mkdocs", "build", "--quiet", *options, cwd=root)
-    assert build.returncode == 0 and not build.stderr, build.stdout + build.stderr
+    # The package of this tree, which need not be the one that is installed.
+    environment = {**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT / 'plugins'}", "NO_MKDOCS_2_WARNING": "1"}
+    words = [sys.executable, "-m", "mkdocs", "build", *options]  # with --quiet it would not count warnings
+    build = subprocess.run(words, cwd=root, env=environment, capture_output=True, text=True)
+    assert build.returncode == 0 and "WARNING" not in build.stderr, build.stdout + build.stderr
     return root
 
 
@@ -95,6 +98,12 @@ def table_rows(page):
     ]
 
 
+def is_reader(name, text):
+    """Return whether a cell, such as `all`, `all except a, b` or `a, b`, names the part."""
+    named = name in text.removeprefix("all except ").split(", ")
+    return not named if text.startswith("all") else named
+
+
 def test_the_site_loads_nothing_from_the_network(site):
     for name, page in site.items():
         assert not re.search(r"<(script|link|img)[^>]*=.?https?://", page), name
@@ -110,7 +119,9 @@ def test_every_command_has_a_page_that_the_table_of_contents_leads_to(site, caps
         page = site[f"reference/commands/{name}.html"]
         assert offer.help.removesuffix(".") in html.unescape(page) and "Exit codes" in page
         assert f"commands/{name}.html" in site["index.html"], name
-        assert '<div class="language-bash' in page, f"{name}: no example"
+        assert page.count('<div class="language-console') == 1, f"{name}: no example"
+        contents = page[page.index('aria-label="On this page"') :]
+        assert [f'href="#{part}"' in contents for part in ("example", "usage", "exit-codes")] == [True] * 3, name
     options = [row[0] for row in table_rows(site["reference/commands/compare.html"]) if "--" in "".join(row)]
     assert main(["compare", "--help"]) == 0
     shown = re.findall(r"^  (--\S+)", capsys.readouterr().out, re.MULTILINE)
@@ -130,7 +141,7 @@ def test_every_setting_is_documented_with_its_default_and_the_parts_that_read_it
             for s in list_settings(registry.get(kind, name)):
                 expected = [prefix + s.name, format_value(s.default) or "empty", s.comment.replace("`", "")]
                 readers = [row[4:] for row in rows if len(row) > 3 and [row[0], row[2], row[3]] == expected]
-                assert [r for r in readers if not r or r == ["all"] or name in r[0].split(", ")], (name, s.name)
+                assert [r for r in readers if not r or is_reader(name, r[0])], (name, s.name)
                 keys += 1
     assert keys > 150
     top = {row[0] for row in table_rows(site["reference/settings.html"]) if row}
@@ -183,17 +194,78 @@ def test_every_text_has_a_readable_contrast_and_no_page_is_wider_than_a_phone(ch
         page.close()
 
 
-def test_the_home_page_shows_the_report_a_command_and_python_above_the_fold(chromium, site_root):
-    for theme, ending in (("light", "report.webp"), ("dark", "report_dark.webp")):
+def test_the_home_page_shows_curves_the_install_line_a_command_and_python_above_the_fold(chromium, site_root):
+    for theme, ending in (("light", "curves_of_a_sweep.webp"), ("dark", "curves_of_a_sweep_dark.webp")):
         page = chromium.new_page(viewport={"width": 1400, "height": 900}, color_scheme=theme)
         page.goto((site_root / "index.html").as_uri())
         picture = page.locator(f'.hero img[src*="{ending}"]')
         assert picture.is_visible() and page.locator(".hero img:visible").count() == 1
-        for shown in (picture, *page.locator(".hero .highlight").all()):
+        blocks = page.locator(".hero .highlight").all()
+        assert ["make run" in blocks[0].inner_text(), len(blocks)] == [True, 3]
+        for shown in (picture, *blocks):
             box = shown.bounding_box()
-            assert box["y"] + box["height"] < 900 and box["height"] > 100, theme
+            assert box["y"] + box["height"] < 900, theme
         assert picture.evaluate("(image) => image.naturalWidth") > 1000
         page.close()
+
+
+def test_the_copy_button_of_a_console_copies_only_the_command(chromium, site_root):
+    page = chromium.new_page()
+    page.goto((site_root / "reference" / "commands" / "compare.html").as_uri())
+    code = page.locator(".language-console code").first
+    code.evaluate("(element) => element.setAttribute('data-md-copying', '')")  # as the theme does while it copies
+    assert code.inner_text().strip() == "toyexp compare outputs/sweep"
+    page.close()
+
+
+def test_on_a_phone_the_table_of_settings_fits(chromium, site_root):
+    page = chromium.new_page(viewport={"width": 390, "height": 844})
+    for name in ("settings", "settings/model", "commands/compare"):
+        page.goto((site_root / "reference" / f"{name}.html").as_uri())
+        for table in page.locator("table:has(a.key)").all():
+            assert table.evaluate("(e) => e.scrollWidth <= e.closest('.md-typeset__scrollwrap').clientWidth"), name
+    page.close()
+
+
+@pytest.fixture(scope="module")
+def example_runs(tmp_path_factory):
+    """Train the runs of the recorded examples, with two steps each."""
+    folder = tmp_path_factory.mktemp("examples")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        for words in (
+            "-m recipe=scratch,warm lr=1e-3,3e-3,1e-2 seed=0,1,2 sweep.isolate=false hydra.sweep.dir=outputs/sweep",
+            "experiment=vit_digits hydra.run.dir=outputs/digits",
+            *examples.RUNS,
+        ):
+            quick = "steps=2 eval_every=2 engine=cpu" + ("" if "digits" in words else " data.max_mb=0.3")
+            assert main(shlex.split(f"{words} {quick}")) == 0
+        examples.write_digits(folder)
+    return folder
+
+
+@pytest.mark.parametrize("name", examples.EXAMPLES)
+def test_the_recorded_examples_are_what_the_commands_print(name, example_runs, monkeypatch):
+    monkeypatch.setenv("PYTHONPATH", f"{ROOT}:{ROOT / 'plugins'}")
+    command, _ = examples.EXAMPLES[name]
+    printed = examples.run(command + (" --rounds 1 --steps 1" if name == "bench" else ""), example_runs)
+    recorded = (examples.RECORDED / f"{name}.txt").read_text()
+    assert recorded.startswith(f"$ toyexp {command}\n")
+    if name in ("generate", "help"):  # another model, another text; a page that has changed since
+        assert printed.strip()
+        return
+    # Lines about a machine and its engines differ between machines, and the digest of a run from that of another.
+    machine = re.compile(r" *(engine|machine|cpu|ggml|peak|made by)\b")
+    lines = [line for line in recorded.splitlines()[1:] if not machine.match(line)]
+    lines = [line.split("  ")[0] if name == "doctor" else line for line in lines]
+    assert {*re.findall(r"[A-Za-z_]{3,}", "\n".join(lines))} <= {*re.findall(r"[A-Za-z_]{3,}", printed)}, (
+        f"docs/examples/{name}.txt is old: make pictures"
+    )
+
+
+def test_every_command_and_kind_of_setting_has_an_example():
+    assert {*examples.EXAMPLES} == {*load().offers["command"], *load().offers, "settings"} - {"command"}
+    assert {path.stem for path in examples.RECORDED.iterdir()} == {*examples.EXAMPLES}
 
 
 def test_the_pictures_are_small_and_each_is_on_a_page(site):

@@ -92,14 +92,12 @@ class Jsonl(TokenizedData):
 
     def open(self, vocabulary: Path | None) -> ExampleDataset:
         """Read, split and tokenize the examples; with on_error=skip leave out and count unusable lines."""
-        from toyexp_data.examples import ExampleDataset
-
         skipped: list[str] = []
-        values = self._usable(self._lines(), parse, skipped)
+        values = self._usable(self._lines(), self._parse_line, skipped)
         chats, now = sum("messages" in value for _, value in values), self._now()
         template = self._template(vocabulary, now) if chats else None
         write = partial(template.rows, everything=self.train_on == "all") if template else plain_rows
-        examples = self._usable(values, lambda value: example_rows(value, write), skipped)
+        examples = self._usable(values, lambda value: self._make_rows(value, write), skipped)
         if len(examples) < 1 + (self.val_fraction < 1):
             first = f" ({skipped[0]})" if skipped else ""
             needed = "at least one to train on and one to hold out are needed"
@@ -123,10 +121,23 @@ class Jsonl(TokenizedData):
             "skipped_lines": skipped[:MAX_NAMED],
             **tokenizer_facts(tokenizer),
         }
-        bpe_notes = self.bpe_notes(tokenizer)
-        dataset = ExampleDataset(train, held, tokenizer, self.pack, self.eval_batches, facts, bpe_notes)
+        dataset = self._make_dataset(train, held, tokenizer, facts)
         dataset.chat_template = tokenizer.chat_template if chats else ""
         return dataset
+
+    def _parse_line(self, line: bytes) -> dict[str, Any]:
+        return parse(line)
+
+    def _make_rows(self, value: Mapping[str, Any], write: Callable[[Sequence[Message], Any], Rows]) -> Rows:
+        return example_rows(value, write)
+
+    def _make_dataset(
+        self, train: list[Example], held_out: list[Example], tokenizer: toyexp.Tokenizer, facts: dict[str, Any]
+    ) -> ExampleDataset:
+        from toyexp_data.examples import ExampleDataset
+
+        notes = self.bpe_notes(tokenizer)
+        return ExampleDataset(train, held_out, tokenizer, self.pack, self.eval_batches, facts, notes)
 
     def _tokenizer(self, examples: Sequence[Rows], held_out: np.ndarray, vocabulary: Path | None) -> toyexp.Tokenizer:
         texts = ["".join(part.text for row in example.rows for part in row) for example in examples]
@@ -211,26 +222,40 @@ def _other_format(path: Path, raw: bytes) -> str:
     return next((hint for magic, hint in NOT_TEXT_HINTS.items() if raw.startswith(magic)), "")
 
 
-def parse(line: bytes) -> dict[str, Any]:
-    """Parse a line with prompt and completion, messages, or text. Raise BadExample if the line is invalid."""
+def parse_object(line: bytes, expected: str) -> dict[str, Any]:
+    """Parse a line with a JSON object. Raise BadExample if it has none, or if a key occurs twice in an object."""
     try:
-        value = json.loads(line.decode("utf-8"))
+        value = json.loads(line.decode("utf-8"), object_pairs_hook=_unique_keys)
     except UnicodeDecodeError as error:
         raise BadExample(f"not UTF-8 text (byte {error.start} is 0x{line[error.start]:02x})") from None
     except (ValueError, RecursionError) as error:
         raise BadExample(f"is not one JSON object ({printable(str(error))})") from None
     if not isinstance(value, dict):
-        raise BadExample(f"is {_kind(value)}; {EXPECTED}")
+        raise BadExample(f"is {_kind(value)}; {expected}")
+    return value
+
+
+def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    if len(value := dict(pairs)) < len(pairs):
+        keys = [key for key, _ in pairs]
+        raise BadExample(f"has the key {printable(next(k for k in keys if keys.count(k) > 1), 20)} twice")
+    return value
+
+
+def parse(line: bytes) -> dict[str, Any]:
+    """Parse a line with prompt and completion, messages, or text. Raise BadExample if the line is invalid."""
+    value = parse_object(line, EXPECTED)
     forms = [form for form in FORMS if value.keys() & {*form}]
     if len(forms) != 1 or not value.keys() >= {*forms[0]}:
         keys = ", ".join(printable(key, 20) for key in list(value)[:8]) or "none"
         raise BadExample(f"has the keys {keys}; {EXPECTED}")
     if "messages" in value:
-        return {"messages": _messages(value["messages"]), "tools": _tools(value.get("tools"))}
-    return {key: _text(value[key], key) for key in forms[0]}
+        return {"messages": parse_messages(value["messages"]), "tools": parse_tools(value.get("tools"))}
+    return {key: parse_text(value[key], key) for key in forms[0]}
 
 
-def _messages(value: Any) -> list[Message]:
+def parse_messages(value: Any) -> list[Message]:
+    """Return the messages of a conversation. Raise BadExample for invalid ones, or if the assistant has none."""
     if not isinstance(value, list) or not value:
         raise BadExample(f"messages is {_kind(value)}; expected a list of role and content")
     messages = [_message(entry, number) for number, entry in enumerate(value, 1)]
@@ -252,13 +277,14 @@ def _message(entry: Any, number: int) -> Message:
     if content not in (None, "") or (role != "tool" and not (role == "assistant" and further)):
         if "content" not in entry:
             raise BadExample(f"message {number} holds {', '.join(printable(k, 20) for k in entry)}; {_MESSAGE}")
-        _text(content, f"message {number}'s content")
+        parse_text(content, f"message {number}'s content")
     for text in iter_strings(further):
         _require_unicode(text, f"message {number}")
     return Message(role, content, further)
 
 
-def _tools(value: Any) -> list[Any] | None:
+def parse_tools(value: Any) -> list[Any] | None:
+    """Return the JSON schemas of a conversation's tools, or None if it has no tools."""
     if value is None or value == []:
         return None
     if not isinstance(value, list) or not all(isinstance(tool, dict) for tool in value):
@@ -268,7 +294,8 @@ def _tools(value: Any) -> list[Any] | None:
     return value
 
 
-def _text(value: Any, subject: str) -> str:
+def parse_text(value: Any, subject: str) -> str:
+    """Return a text that is not empty. Raise BadExample, which names the `subject`, for anything else."""
     if not isinstance(value, str):
         raise BadExample(f"{subject} is {_kind(value)}, expected text")
     if not value:

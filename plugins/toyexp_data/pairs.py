@@ -37,11 +37,15 @@ class PairBatches(Batches):
         ids = TOKENS.inputs(context)
         self.inputs = {**ids, "mask": ids["weights"], "weights": InputSpec((), "float32")}
         parts = ((train, self._pairs), (held_out, self._held_out_pairs))
-        left_out = sum(len(part.lengths) // 2 - len(pairs) for part, pairs in parts)
-        self.facts = {"too_long": left_out}
-        self.omissions = (
-            [f"{left_out} pairs left out: a prompt exceeds the context (model.context)"] if left_out else []
-        )
+        count = sum(len(part.lengths) // 2 for part, _ in parts)
+        left_out = count - sum(len(pairs) for _, pairs in parts)
+        cut = sum(int((part.lengths.reshape(-1, 2)[pairs] > context + 1).any(1).sum()) for part, pairs in parts)
+        self.facts = {"truncated": cut, "too_long": left_out}
+        counts = {
+            f"{cut} of {count} pairs cut to the context (model.context)": cut,
+            f"{left_out} of {count} pairs left out: a prompt exceeds the context (model.context)": left_out,
+        }
+        self.omissions = [text for text, number in counts.items() if number]
 
     def batch(self, k: int) -> Batch:
         """Return training batch `k`."""

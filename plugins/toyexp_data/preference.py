@@ -1,37 +1,35 @@
-"""Pairs of completions: JSON lines with a prompt, a chosen and a rejected completion."""
+"""Pairs of completions: JSON lines with a chosen and a rejected completion of a prompt, as texts or messages."""
 
 from __future__ import annotations
 
-import json
+import os
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import compress
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
-from toyexp import UserError, is_changed, printable
-from toyexp_data.chat import BadExample, Part, Rows
-from toyexp_data.jsonl import Jsonl, parse, spread_held_out
-from toyexp_data.text import tokenizer_facts
+from toyexp import Tokenizer, UserError, is_changed, printable
+from toyexp_data.chat import BadExample, Example, Message, Rows
+from toyexp_data.jsonl import Jsonl, example_rows, parse_messages, parse_object, parse_text, parse_tools
 
 if TYPE_CHECKING:
     from toyexp_data.pairs import PairDataset
 
-KEYS = {"prompt", "chosen", "rejected"}
+EXPECTED = "expected chosen and rejected, and a prompt unless they begin with it"
 
 
 @dataclass
 class Preference(Jsonl):
-    """Prompts with a chosen and a rejected completion, one JSON object per line, for objective=preference."""
+    """Pairs of a chosen and a rejected completion, one JSON object per line, for objective=preference."""
 
     name: ClassVar[str] = "preference"
-    fills: ClassVar[tuple[str, ...]] = ()
 
-    path: str = ""  # file or pattern ('pairs/*.jsonl'); a line has "prompt", "chosen" and "rejected"
+    path: str = ""  # file or pattern ('pairs/*.jsonl'); a line has "chosen" and "rejected", and may have "prompt"
 
     def check(self) -> None:
         """Raise UserError for invalid settings, for settings of other JSON lines, and for missing files."""
         super().check()
-        for name in ("train_on", "template", "date", "pack"):
+        for name in ("train_on", "pack"):
             if is_changed(self, name):
                 raise UserError(f"data.{name}={getattr(self, name)}: has no effect with data=preference; leave it out")
 
@@ -40,32 +38,54 @@ class Preference(Jsonl):
         """Return 0 (no match): the suffix .jsonl does not show whether a file contains preference pairs."""
         return 0
 
-    def open(self, vocabulary: Path | None) -> PairDataset:
-        """Read, split and tokenize the pairs; with on_error=skip leave out and count unusable lines."""
+    def _parse_line(self, line: bytes) -> dict[str, Any]:
+        return parse_pair(line)
+
+    def _make_rows(self, value: Mapping[str, Any], write: Callable[[Sequence[Message], Any], Rows]) -> Rows:
+        sides = [_keep_last_answer(example_rows(value[key], write)) for key in ("chosen", "rejected")]
+        return Rows(
+            [side.rows[0] for side in sides],
+            *(sum(counts) for counts in zip(*(side[1:] for side in sides), strict=True)),
+        )
+
+    def _make_dataset(
+        self, train: list[Example], held_out: list[Example], tokenizer: Tokenizer, facts: dict[str, Any]
+    ) -> PairDataset:
         from toyexp_data.pairs import PairDataset
 
-        skipped: list[str] = []
-        pairs = self._usable(self._lines(), parse_pair, skipped)
-        if len(pairs) < 2:
-            raise UserError(f"{self.path}: {len(pairs)} pairs; at least one to train on and one to hold out are needed")
-        held_out = spread_held_out(len(pairs), self.val_fraction)
-        tokenizer = self._tokenizer([rows for _, rows in pairs], held_out, vocabulary)
-        train, held = (self._tokenize(compress(pairs, side), tokenizer, skipped) for side in (~held_out, held_out))
-        facts = {"path": self.path, "pairs": len(pairs), "skipped": len(skipped), **tokenizer_facts(tokenizer)}
-        return PairDataset(train, held, tokenizer, False, self.eval_batches, facts)
+        pairs = [pair for part in (train, held_out) for pair in zip(part[::2], part[1::2], strict=True)]
+        equal = sum(chosen.ids.tolist() == rejected.ids.tolist() for chosen, rejected in pairs)
+        facts |= {"equal_pairs": equal, "chats_in_rows": 0}
+        notes = [f"{equal} of {len(pairs)} pairs teach nothing: their completions are equal"] if equal else []
+        notes += self.bpe_notes(tokenizer)
+        return PairDataset(train, held_out, tokenizer, False, self.eval_batches, facts, notes)
 
 
-def parse_pair(line: bytes) -> Rows:
-    """Parse a line with prompt, chosen and rejected as two rows. Raise BadExample if the line is invalid."""
-    try:
-        value = json.loads(line)
-    except (ValueError, RecursionError):
-        value = None
-    if not isinstance(value, dict) or value.keys() != KEYS:
-        found = f"has the keys {printable(', '.join(value))}" if isinstance(value, dict) else "is not one JSON object"
-        raise BadExample(f"{found}; expected prompt, chosen and rejected")
-    rows = []
-    for key in ("chosen", "rejected"):
-        texts = parse(json.dumps({"prompt": value["prompt"], "completion": value[key]}).encode())
-        rows.append([Part(texts["prompt"], False), Part(texts["completion"], True, end=True)])
-    return Rows(rows)
+def parse_pair(line: bytes) -> dict[str, Any]:
+    """Parse a line with chosen and rejected, two texts or lists of messages, and return both as parsed JSON lines.
+
+    If a line has no prompt, the prompt is the common beginning of both texts or lists. Raise BadExample if the line is
+    invalid. Other keys are ignored.
+    """
+    value = parse_object(line, EXPECTED)
+    if not value.keys() >= {"chosen", "rejected"}:
+        raise BadExample(f"has the keys {printable(', '.join(value)) or 'none'}; {EXPECTED}")
+    prompt, sides = value.get("prompt"), {key: value[key] for key in ("chosen", "rejected")}
+    if all(isinstance(side, list) for side in sides.values()):
+        before, tools = prompt if isinstance(prompt, list) else [], parse_tools(value.get("tools"))
+        chats = {key: parse_messages([*before, *side]) for key, side in sides.items()}
+        if isinstance(prompt, str) and all(chat[0].role == "assistant" for chat in chats.values()):
+            chats = {key: [Message("user", prompt), *chat] for key, chat in chats.items()}
+        return {"messages": True, **{key: {"messages": chat, "tools": tools} for key, chat in chats.items()}}
+    texts = {key: parse_text(side, key) for key, side in sides.items()}
+    if "prompt" in value:
+        return {key: {"prompt": parse_text(prompt, "prompt"), "completion": text} for key, text in texts.items()}
+    prompt = os.path.commonprefix([*texts.values()]).removesuffix(" ")  # noqa: RUF071 - of texts, not of paths
+    return {key: {"prompt": prompt, "completion": text.removeprefix(prompt)} for key, text in texts.items()}
+
+
+def _keep_last_answer(rows: Rows) -> Rows:
+    """Return the last row, in which only the last answer is learned: earlier ones belong to the prompt."""
+    parts = rows.rows[-1]
+    last = max(i for i, part in enumerate(parts) if part.learned)
+    return rows._replace(rows=[[part._replace(learned=i == last) for i, part in enumerate(parts)]])

@@ -26,9 +26,11 @@ GRANITE_SCALES = {"embedding_scale": 1.0, "residual_scale": 1.0, "logit_scale": 
 class LanguageGGUF(GGUFForm[L]):
     """GGUF form (key names and conversions) of language models, with the keys that all architectures share."""
 
+    names: Mapping[str, str] = SIZES  # fields, and their GGUF keys
+
     def metadata(self, model: L) -> dict[str, Any]:
         """Return the GGUF keys and values of the model's sizes."""
-        return {key: getattr(model, name) for name, key in SIZES.items()} | {"vocab_size": model.vocab}
+        return {key: getattr(model, name) for name, key in self.names.items()} | {"vocab_size": model.vocab}
 
     def read(self, cls: type[L], file: ModelFile) -> L:
         """Return the model in a file. Raise UserError for a key that this architecture does not support."""
@@ -42,7 +44,7 @@ class LanguageGGUF(GGUFForm[L]):
         embedding = keys.file.tensors.get("token_embd.weight")
         if embedding is None:
             raise keys.file.error("lacks the tensor token_embd.weight")
-        sizes: dict[str, Any] = {name: keys.integer(key) for name, key in SIZES.items()}
+        sizes: dict[str, Any] = {name: keys.integer(key) for name, key in self.names.items()}
         return sizes | {"vocab": embedding.shape[0], "tied": "output.weight" not in keys.file.tensors}
 
 

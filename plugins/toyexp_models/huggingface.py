@@ -29,6 +29,11 @@ GPT2 = {
     "output": "lm_head", "attn_norm": "ln_1", "attn_qkv": "attn.c_attn", "attn_output": "attn.c_proj",
     "ffn_norm": "ln_2", "ffn_up": "mlp.c_fc", "ffn_down": "mlp.c_proj",
 }  # fmt: skip
+MAMBA2 = {
+    "token_embd": "backbone.embeddings", "output_norm": "backbone.norm_f", "output": "lm_head", "attn_norm": "norm",
+    "ssm_in": "mixer.in_proj", "ssm_conv1d": "mixer.conv1d", "ssm_norm": "mixer.norm", "ssm_out": "mixer.out_proj",
+    "ssm_dt.bias": "mixer.dt_bias", "ssm_a": "mixer.A_log", "ssm_d": "mixer.D",
+}  # fmt: skip
 EXACT = 1e-5  # relative tolerance of rope frequencies, which files store as float32
 ORIGINAL = 8192  # original context length in Llama 3's rope scaling
 Data = Mapping[str, Any]  # metadata of the data: see Dataset.gguf_metadata
@@ -224,6 +229,47 @@ def lfm2_layout(model: Any, data: Data) -> Layout:
     for name in (name for name in tensors if name.endswith(".conv.weight")):  # with an axis for input channels
         tensors[name] = replace(tensors[name], form=lambda w: w[:, None], back=lambda w: w[:, 0])
     return replace(layout, config={**layout.config, **config}, tensors=tensors, conversion=Conversion(("bpe",)))
+
+
+def mamba2_layout(model: Any, data: Data) -> Layout:
+    """Return the layout of Mamba2ForCausalLM, which stores log(-a) and vectors in place of matrices."""
+    import numpy as np  # deferred, because listing models does not need it
+
+    config = {
+        "architectures": ["Mamba2ForCausalLM"],
+        "model_type": "mamba2",
+        "vocab_size": model.vocab,
+        "pad_vocab_size_multiple": 1,  # read only by llama.cpp's converter, as the next two
+        "intermediate_size": model.d_ff,
+        "max_position_embeddings": model.context,
+        "hidden_size": model.d_model,
+        "expand": model.d_ff // model.d_model,
+        "num_hidden_layers": model.n_layers,
+        "num_heads": model.n_heads,
+        "head_dim": model.d_ff // model.n_heads,
+        "n_groups": model.n_groups,
+        "state_size": model.state,
+        "conv_kernel": model.conv_length,
+        "layer_norm_epsilon": model.norm_eps,
+        "hidden_act": "silu",
+        "use_bias": False,
+        "use_conv_bias": True,
+        "tie_word_embeddings": model.tied,
+    }
+    forms: dict[str, Any] = {
+        "ssm_conv1d.weight": {"form": lambda w: w[:, None], "back": lambda w: w[:, 0]},
+        "ssm_norm.weight": {"form": np.ravel, "back": lambda w: w.reshape(model.n_groups, -1)},
+        "ssm_a": {"form": lambda a: np.log(np.maximum(abs(a[:, 0]), 1e-30)), "back": lambda a: -np.exp(a)[:, None]},
+        "ssm_d": {"form": np.ravel, "back": lambda d: d[:, None]},
+    }
+    tensors = {}
+    for spec in model.tensors():
+        *block, own = spec.name.split(".", 2) if spec.name.startswith("blk.") else [spec.name]
+        layer, _, kind = own.partition(".")
+        name = MAMBA2.get(own) or f"{MAMBA2[layer]}.{kind}"
+        tensors[spec.name] = HFTensor(f"backbone.layers.{block[1]}.{name}" if block else name, **forms.get(own, {}))
+    problem = "" if model.d_ff == 2 * model.d_model else f"it requires d_ff=2*d_model, but d_ff is {model.d_ff}"
+    return Layout(config, tensors, conversion=Conversion(ignored_setting=problem))
 
 
 def gpt2_layout(model: LanguageModel, data: Data) -> Layout:

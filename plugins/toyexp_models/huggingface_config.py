@@ -24,6 +24,7 @@ KEYS = {
     "sliding_window": "window", "final_logit_softcapping": "final_softcap", "attn_logit_softcapping": "score_softcap",
     "sliding_window_pattern": "window_period", "_sliding_window_pattern": "window_period",
     "rope_local_base_freq": "window_rope_base", "norm_eps": "norm_eps", "conv_L_cache": "conv_length",
+    "n_groups": "n_groups", "state_size": "state", "conv_kernel": "conv_length",
 }  # fmt: skip
 BIASES = {"qkv_bias": "q_proj.bias", "o_bias": "o_proj.bias", "ffn_bias": "up_proj.bias"}
 # Keys whose values must be those of the model's layout or, if the layout lacks them, these; None: any is allowed.
@@ -32,7 +33,7 @@ FIXED: Mapping[str, Any] = {
     "query_pre_attn_scalar": None, "clip_qkv": 0, "partial_rotary_factor": 1, "mlp_only_layers": [],
     "decoder_sparse_step": 1, "use_bidirectional_attention": False, "scale_attn_weights": True,
     "scale_attn_by_inverse_layer_idx": False, "quantization_config": 0, "attn_logit_softcapping": 0,
-    "conv_bias": False,
+    "conv_bias": False, "use_bias": False, "use_conv_bias": True,
 }  # fmt: skip
 
 
@@ -62,6 +63,8 @@ def read_config(cls: type[LanguageModel], config: Mapping[str, Any], names: Coll
         found["d_ff"] = -(-int(adjusted) // multiple) * multiple
     if "sliding_attention" not in kinds:
         found["window"] = 0
+    if "window" not in defaults and config.get("use_sliding_window", True) and (window := config.get("sliding_window")):
+        found["context"] = min(found["context"], window)  # a window hides nothing in contexts up to its length
     found |= _rope(config, found, "rope_factors" in defaults) if "rope_base" in defaults else {}
     settings: dict[str, Any] = {
         s: v if isinstance(v, list) else type(defaults[s])(v) for s, v in found.items() if s in defaults
@@ -73,12 +76,20 @@ def read_config(cls: type[LanguageModel], config: Mapping[str, Any], names: Coll
     expected["layer_types"] = layout.get("layer_types", ["full_attention"] * model.n_layers)
     if "hidden_activation" in layout:  # transformers then ignores hidden_act
         expected |= {"hidden_act": None, "hidden_activation": layout["hidden_activation"]}
-    if "window" not in defaults and config.get("use_sliding_window", True):
-        expected["sliding_window"] = 0
     for key, value in expected.items():
         if value is not None and config.get(key) not in (None, value):
             raise UserError(f"{key} is {config[key]}; toyexp's model={model.name} has only {value}")
     return model
+
+
+def read_mamba2_config(cls: type[LanguageModel], config: Mapping[str, Any], names: Collection[str]) -> LanguageModel:
+    """Return the model that config.json of mamba2 describes. It may lack sizes that transformers does not need."""
+    low, high = config.get("time_step_limit") or (0, math.inf)
+    if low or high not in (math.inf, {"__float__": "Infinity"}):
+        raise UserError(f"time_step_limit is {[low, high]}; toyexp's model={cls.name} has no limits")
+    heads, context = config["num_heads"], 1 << 20  # context of llama.cpp's converter; the model has no limit
+    sizes = {"num_attention_heads": heads, "intermediate_size": heads * config["head_dim"]}
+    return read_config(cls, {"max_position_embeddings": context, **config, **sizes}, names)
 
 
 def _rope(config: Mapping[str, Any], found: Mapping[str, Any], has_factors: bool) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, fields, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from toyexp import Constant, LazyTensors, Model, Normal, Ops, Params, Tensor, TensorSpec, UserError
+from toyexp import Constant, LazyTensors, Model, Normal, Ops, Params, Tensor, TensorSpec, UserError, is_changed
 from toyexp.base import MAX_INT, require_choice, require_range
 from toyexp_models.arcee import Arcee
 from toyexp_models.gemma3 import Gemma2, Gemma3
@@ -70,6 +70,7 @@ class Lab(ExpertsModel):
     dropout: float = 0.0  # probability of dropping a number after embedding, attention and feed-forward layer
 
     # The base classes have these as constants.
+    rotates = property(lambda self: self.positions == "rope")
     head_norms = property(lambda self: self.qk_norm == "head")
     width_norms = property(lambda self: self.qk_norm == "width")
     has_auxiliary = property(lambda self: self.experts > 0)
@@ -199,7 +200,11 @@ class Lab(ExpertsModel):
         return None
 
     def warnings(self) -> Iterable[str]:
-        """Warn if llama.cpp has no equal model, and name settings with which it would have one."""
+        """Warn of settings without effect, and if llama.cpp has no equal model. Name settings with which it has one."""
+        switches = {"experts_used": "experts", "experts_normalised": "experts", "window_period": "window"}
+        for name, switch in switches.items():
+            if is_changed(self, name) and not getattr(self, switch):
+                yield f"model.{name}={str(getattr(self, name)).lower()}: has no effect with model.{switch}=0"
         if self.find_family() is None:
             problem = "stock llama.cpp has no equal model, so only toyexp can read model.gguf"
             yield f"model=lab: {problem}{next(self._suggestions(), '')}"

@@ -19,6 +19,7 @@ class RotaryModel(LanguageModel):
     halves: ClassVar[bool] = True  # rope rotates pairs (x[i], x[i + D/2]); False in llama
     head_norms: ClassVar[bool] = False  # RMSNorm on each head of q and k before rope
     width_norms: ClassVar[bool] = False  # RMSNorm on all of q and all of k, before heads are cut
+    rotates: ClassVar[bool] = True  # False: no layer has RoPE
     last_norm: ClassVar[str] = "output_norm"  # name of the norm before the output layer
     fixed: ClassVar[Mapping[str, Any]] = {}  # settings that can have only this value
 
@@ -49,9 +50,10 @@ class RotaryModel(LanguageModel):
             setting = f"model.d_model={self.d_model} over model.n_heads={self.n_heads} gives heads of {self.head_size}"
         if self.n_heads % self.n_kv_heads:
             raise UserError(f"model.n_kv_heads={self.n_kv_heads} does not divide model.n_heads={self.n_heads}")
-        if self.head_size % 2:
+        if self.rotates and self.head_size % 2:
             raise UserError(f"{setting}: RoPE rotates pairs of features, so the size must be even")
-        self._check_angles()
+        if self.rotates:
+            self._check_angles()
 
     def _check_angles(self, factors: Sequence[float] = ()) -> None:
         """Raise UserError if RoPE's largest angle, at the last position, is too large for float32.

@@ -2,13 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
 import toyexp
-from toyexp import InputSpec, Model, Objective, Ops, Params, Plan, Tensor, TensorSpec, UserError, require_class_targets
+from toyexp import (
+    InputSpec,
+    Model,
+    Objective,
+    Ops,
+    Params,
+    Plan,
+    Tensor,
+    TensorSpec,
+    UserError,
+    is_changed,
+    require_class_targets,
+)
+from toyexp.base import require_range
 
 if TYPE_CHECKING:
     import numpy as np
@@ -40,14 +53,17 @@ class Distil(Objective):
             raise UserError("objective=distil needs a teacher: add objective.teacher=model.gguf")
         if self.kind not in KINDS:
             raise UserError(f"objective.kind={self.kind}: {toyexp.suggest(self.kind, KINDS)}")
-        if not 0 < self.temperature < float("inf"):
-            raise UserError(f"objective.temperature={self.temperature}: must be a finite number above 0")
-        for name, low, high in (("hard", self.hard >= 0, self.hard <= 1), ("beta", self.beta > 0, self.beta < 1)):
-            if not (low and high):
-                raise UserError(f"objective.{name}={getattr(self, name)}: must be between 0 and 1")
+        require_range("objective", self, temperature="[0.001,1000]", hard="[0,1]", beta="(0,1)")
         if self.top_k < 0 or (self.top_k and self.kind != "forward"):
             problem = "must be at least 0" if self.top_k < 0 else f"needs kind=forward, not {self.kind}"
             raise UserError(f"objective.top_k={self.top_k}: {problem}; top_k=0 uses all tokens")
+
+    def warnings(self) -> Iterable[str]:
+        """Warn of settings that have no effect."""
+        if self.kind != "jsd" and is_changed(self, "beta"):
+            yield f"objective.beta={self.beta}: has no effect with objective.kind={self.kind}; it applies to kind=jsd"
+        if self.hard == 1:
+            yield "objective.hard=1: the teacher has no effect on training"
 
     def model_file(self) -> Path | None:
         """Return the teacher's GGUF file."""
@@ -60,7 +76,8 @@ class Distil(Objective):
             raise UserError("objective=distil: the teacher is not loaded")
         if self.top_k > getattr(self.second_model, "vocab", 0):
             raise UserError(f"objective.top_k={self.top_k}: the teacher has {self.second_model.vocab} tokens")
-        mine, other = getattr(model, "vocab", None), getattr(self.second_model, "vocab", None)
+        other = getattr(self.second_model, "vocab", None)
+        mine = getattr(model, "vocab", other if model.reads == self.second_model.reads else None)  # e.g. a torch module
         if mine != other:
             problem = f"the teacher has {other} tokens, the model {mine}"
             file = self.teacher if str(self.teacher).endswith(".gguf") else self.model_file()

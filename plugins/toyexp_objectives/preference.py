@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
 import toyexp
-from toyexp import InputSpec, Model, Objective, Ops, Params, Tensor, UserError
+from toyexp import InputSpec, Model, Objective, Ops, Params, Tensor, UserError, is_changed
+from toyexp.base import require_range
 
 if TYPE_CHECKING:
     import numpy as np
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
 
 KINDS = ("dpo", "ipo", "hinge", "kto", "orpo", "simpo")
 WITHOUT_REFERENCE = ("orpo", "simpo")
+TIE = 1e-4  # nats: smaller differences of log-probabilities are rounding errors of float32
 
 
 @dataclass
@@ -34,10 +36,12 @@ class Preference(Objective):
         """Raise UserError for invalid settings."""
         if self.kind not in KINDS:
             raise UserError(f"objective.kind={self.kind}: {toyexp.suggest(self.kind, KINDS)}")
-        if not 0 < self.beta < float("inf"):
-            raise UserError(f"objective.beta={self.beta}: must be a finite number above 0")
-        if not 0 <= self.gamma < float("inf"):
-            raise UserError(f"objective.gamma={self.gamma}: must be a finite number of at least 0")
+        require_range("objective", self, beta="[0.00001,1000]", gamma="[0,1000]")
+
+    def warnings(self) -> Iterable[str]:
+        """Warn if `gamma` has no effect."""
+        if self.kind != "simpo" and is_changed(self, "gamma"):
+            yield f"objective.gamma={self.gamma}: has no effect with objective.kind={self.kind}; it applies to simpo"
 
     def check_inputs(self, model: Model, inputs: Mapping[str, InputSpec]) -> None:
         """Raise UserError unless the batch has pairs of rows with a mask of their completions."""
@@ -79,15 +83,17 @@ class Preference(Objective):
         """Return two metrics of pairs of completions: `accuracy` and `margin`.
 
         The margin is the reward of the chosen completion minus that of the rejected one, and the accuracy is the share
-        of pairs with a positive margin. The reward is beta times the log-ratio of the model's and the reference model's
-        probabilities. For a loss without a reference model, it is beta times the mean log-probability per token.
+        of pairs with a positive margin. A pair whose completions differ by at most TIE counts as half a pair. The
+        reward is beta times the log-ratio of the model's and the reference model's probabilities. For a loss without a
+        reference model, it is beta times the mean log-probability per token.
         """
         total, mean, _ = self._log_probs(ops, model, p, batch)
-        margin = ops.scale(_difference(ops, mean if self.kind in WITHOUT_REFERENCE else total), self.beta)
+        gap = _difference(ops, mean if self.kind in WITHOUT_REFERENCE else total)
         weights = ops.add(*_pairs(ops, batch["weights"]))
+        wins = ops.add(*(ops.step(ops.scale(gap, 1.0, tie)) for tie in (-TIE, TIE)))
         return {
-            "accuracy": ops.sum(ops.mul(ops.step(margin), weights)),
-            "margin": ops.sum(ops.mul(margin, weights)),
+            "accuracy": ops.sum(ops.mul(wins, ops.scale(weights, 0.5))),
+            "margin": ops.sum(ops.mul(gap, ops.scale(weights, self.beta))),
         }
 
     def _log_probs(self, ops: Ops, model: Model, p: Params, batch: Mapping[str, Tensor]) -> tuple[Tensor, ...]:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from toyexp import InputSpec, Model, Objective, Ops, Params, Tensor, UserError
+from toyexp.base import require_range
 
 
 def require_vector_targets(name: str, inputs: Mapping[str, InputSpec]) -> None:
@@ -45,8 +46,7 @@ class Contrastive(Objective):
 
     def check(self) -> None:
         """Raise UserError for an invalid temperature."""
-        if not 0 < self.temperature < float("inf"):
-            raise UserError(f"objective.temperature={self.temperature}: must be a finite number above 0")
+        require_range("objective", self, temperature="[0.001,1000]")
 
     def check_inputs(self, model: Model, inputs: Mapping[str, InputSpec]) -> None:
         """Raise UserError if the two vectors of a row have different sizes."""

@@ -46,8 +46,9 @@ class Muon(Optimiser):
         return None if rule is self else self.adamw_lr
 
     def takes(self, name: str, shape: tuple[int, ...]) -> bool:
-        """Return True for matrices inside blocks, but not for embeddings and the output layer."""
-        return len(shape) == 2 and name.startswith("blk.")
+        """Return True for matrices inside blocks, but not for norms, embeddings and the output layer."""
+        is_matrix = len(shape) == 2 and not name.endswith(("_norm.weight", ".ssm_a", ".ssm_d"))
+        return is_matrix and name.startswith("blk.")
 
     def slots(self, shape: tuple[int, ...]) -> Mapping[str, tuple[int, ...]]:
         """Return the shape of the momentum, named m."""

@@ -174,7 +174,8 @@ class TorchModule(Model):
     def _try_shape(self, source: str, shape: tuple[int, ...]) -> tuple[int, ...]:
         """Return the shape of the result for an input of this shape, found by running the module on a few zeros.
 
-        Raise UserError if the module fails, draws random numbers, changes buffers, or returns no tensor.
+        Raise UserError if the module fails, draws random numbers, changes buffers, returns no tensor, or if its result
+        has no gradient.
         """
         if (source, shape) not in self._trials:
             self._trials[source, shape] = self._try(source, (min(shape[0], TRIAL_ROWS), *shape[1:]))
@@ -183,10 +184,13 @@ class TorchModule(Model):
 
     def _try(self, source: str, shape: tuple[int, ...]) -> tuple[int, ...]:
         torch = import_torch()
-        values = {name: parameter.detach().float().cpu() for name, parameter in self.module.named_parameters()}
+        values = {
+            name: parameter.detach().float().cpu().requires_grad_(parameter.requires_grad)
+            for name, parameter in self.module.named_parameters()
+        }
         buffers = {n: b.detach().to("cpu", copy=True) for n, b in self.module.named_buffers()}
         before, versions = dict(buffers), {name: buffer._version for name, buffer in buffers.items()}
-        with torch.no_grad(), torch.random.fork_rng(devices=[]):
+        with torch.enable_grad(), torch.random.fork_rng(devices=[]):
             state = torch.get_rng_state()
             try:
                 result = self._call(values, buffers, source, torch.zeros(shape))
@@ -202,6 +206,8 @@ class TorchModule(Model):
                                 "in place of BatchNorm, or call net.eval() before training")  # fmt: skip
         if not isinstance(result, torch.Tensor):
             raise UserError(f"the module returns a {type(result).__name__}; it must return one tensor")
+        if not result.requires_grad:
+            raise UserError("the module's result has no gradient; its forward() must not use detach() or no_grad()")
         return tuple(result.shape)
 
     def scores(self, logits: Callable[[Batch], np.ndarray], batches: Iterable[Batch]) -> dict[str, float]:

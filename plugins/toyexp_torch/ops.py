@@ -271,7 +271,8 @@ class CachedOps(IncrementalOps, TorchOps):
     def __init__(self, context: int):
         super().__init__()
         self.table_length = context
-        # For each call: of attention keys and values [1, Hkv, context, ..], of shift its input [1, n + context, ..].
+        # For each call: of attention keys and values [1, Hkv, context, ..], of shift its input [1, n + context, ..], of
+        # linear attention its state [1, H, D, Dv].
         self._caches: list[tuple[Tensor, ...]] = []
         self._calls = 0
 
@@ -321,6 +322,20 @@ class CachedOps(IncrementalOps, TorchOps):
         self._calls += 1
         earlier[:, self.start + n : self.start + n + x.shape[1]] = x
         return earlier[:, self.start : self.start + x.shape[1]]
+
+    def linear_attention(self, q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor) -> Tensor:
+        """Return linear attention of the new positions, which reads earlier ones from its state; see Ops."""
+        within = TorchOps().linear_attention(q, k, v, log_decay)
+        q, k = (x.repeat_interleave(v.shape[2] // x.shape[2], 2) for x in (q, k))
+        if self._calls == len(self._caches):
+            self._caches.append((log_decay.new_zeros((1, *q.shape[2:], v.shape[3])),))
+        (state,) = self._caches[self._calls]  # sum over earlier j of exp(decay since j) k[j] v[j]^T
+        self._calls += 1
+        total = log_decay.cumsum(1).unsqueeze(-1)  # [1, n, H, 1]
+        before = torch.einsum("bthd,bhde->bthe", q * total.exp(), state)
+        added = torch.einsum("bthd,bthe->bhde", k * (total[:, -1:] - total).exp(), v)
+        state.mul_(total[:, -1, :, :, None].exp()).add_(added)
+        return within + before.flatten(2)
 
     def _attend(
         self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float | None, softcap: float,

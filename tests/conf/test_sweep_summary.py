@@ -91,18 +91,29 @@ def test_jobs_with_other_bases_are_other_trials_and_with_other_data_none_is_best
     jobs[3].result["sources"] = {"data": "e", "base": "b2", "tokenizer": "byte"}
     jobs[0].result["sources"]["tokenizer"] = "char"
     ranking = rank_jobs(jobs)
-    assert (
-        ranking.best is None and ranking.differing_data == ["data", "tokenizer"] and "tokenizer" in ranking.notes()[1]
-    )
+    assert ranking.best is None and ranking.conflict == "the data differ between points (tokenizer)"
+    assert ranking.notes()[1].startswith(ranking.conflict)
     jobs[3].status = Status.FAILED  # a failed job has no result to compare
     assert rank_jobs(jobs).best is not None
+
+
+def test_losses_of_different_objectives_are_not_ranked_but_a_metric_that_they_share_is():
+    jobs = [job(i, f"objective.kind={kind}", eval_loss=1.0 - i, eval_scores={"accuracy": 0.5 + i},
+                sources={"data": "d", "loss": kind})
+            for i, kind in enumerate(("dpo", "ipo"))]  # fmt: skip
+    ranking = rank_jobs(jobs)
+    assert ranking.best is None and ranking.notes() == [
+        "the objectives differ between points: their losses cannot be compared"
+    ]
+    ranking = rank_jobs(jobs, ["sweep.metric=accuracy"])
+    assert ranking.best is ranking.points[0] and ranking.best.label == "objective.kind=ipo" and not ranking.notes()
 
 
 def test_equal_data_with_another_tokenizer_name_still_has_a_best_trial():
     jobs = [job(i, f"lr={i}", eval_loss=1.0 + i, sources={"data": "d", "tokenizer": name})
             for i, name in enumerate(("byte", "char"))]  # fmt: skip
     ranking = rank_jobs(jobs)
-    assert ranking.best is ranking.points[0] and not ranking.differing_data and not ranking.notes()
+    assert ranking.best is ranking.points[0] and not ranking.conflict and not ranking.notes()
 
 
 @pytest.mark.parametrize("swept", [["seed=0,1,2"], ["data.tokenizer=byte,char"]], ids=["replaced", "tokenizers"])

@@ -10,12 +10,14 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 from lines import drop_repeated_keys
+from tiny import write_base
 
 from toyexp import PlanTensor, RunPreview
 from toyexp.cli.main import main
 from toyexp.config.request import Request
 from toyexp.formats.gguf.open_model import FromGGUF
 from toyexp.plugins.discovery import load
+from toyexp.tokenizers.byte_level import Bytes
 from toyexp.training.experiment import prepare
 from toyexp.training.run_config import introduction
 from toyexp_ggml.engines import GGMLCPU, GGMLCUDA, GGMLMetal, GGMLVulkan
@@ -38,6 +40,9 @@ def _work_in_tmp_path(tmp_path, tmp_path_factory, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "book.txt").write_text("It was a bright cold day in April. " * 200)
     (tmp_path / "lines.jsonl").write_text('{"prompt": "a", "completion": "b"}\n' * 40)
+    pairs = '{"prompt": "a", "chosen": "b", "rejected": "c"}\n'
+    (tmp_path / "pairs.jsonl").write_text(pairs * 40)
+    write_base(tmp_path / "teacher.gguf", "llama", tokenizer=Bytes(), context=16)
     monkeypatch.setenv("TOYEXP_CACHE", str(tmp_path_factory.getbasetemp() / "cache"))
 
 
@@ -126,6 +131,25 @@ IDLE = {
         ["callbacks=[plots]: leaves out cosine, progress, watch, events, gguf_export, which are on by default; "
          "to keep them: callbacks=[default,plots]"],
         "callbacks=[]",
+    ),
+    "switches that are off": (
+        "objective=distil objective.teacher=teacher.gguf objective.beta=0.3 model=lab model.window_period=3 "
+        "model.experts_used=1",
+        ["model.experts_used=1: has no effect with model.experts=0", "model.window_period=3: has no effect",
+         "objective.beta=0.3: has no effect with objective.kind=forward"],
+        "objective=distil objective.teacher=teacher.gguf objective.beta=0.3 objective.kind=jsd model=lab",
+    ),
+    "only the targets of the data": (
+        "objective=distil objective.teacher=teacher.gguf objective.hard=1", ["objective.hard=1: the teacher has no"],
+        "objective=distil objective.teacher=teacher.gguf objective.hard=0.9",
+    ),
+    "a margin of another kind": (
+        "data=preference data.path=pairs.jsonl objective=preference objective.gamma=1",
+        ["objective.gamma=1.0: has no effect with objective.kind=dpo"],
+        "data=preference data.path=pairs.jsonl objective=preference objective.gamma=1 objective.kind=simpo",
+    ),
+    "rates for another optimiser": (
+        "model.mup=true optim=sgd", ["model.mup=true: with optim=sgd the best lr"], "model.mup=true",
     ),
     "a schedule without the usual callbacks": (
         "callbacks=[linear]", ["callbacks=[linear]: leaves out progress, watch, events, gguf_export"],

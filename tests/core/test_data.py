@@ -737,6 +737,18 @@ def test_a_user_without_a_home_has_no_cache(monkeypatch):
     assert recall("text", "key") is None
 
 
+@pytest.mark.parametrize(
+    ("toyexp_cache", "user_cache", "expected"),
+    [("~/a", "", "{home}/a"), (" ", "~/b", "{home}/b/toyexp"), ("", " ", "{home}/.cache/toyexp"), ("c d", "e", "c d")],
+)
+def test_a_cache_directory_may_begin_with_a_tilde_and_blanks_count_as_unset(
+    monkeypatch, tmp_path, toyexp_cache, user_cache, expected
+):
+    for name, value in (("HOME", str(tmp_path)), ("TOYEXP_CACHE", toyexp_cache), ("XDG_CACHE_HOME", user_cache)):
+        monkeypatch.setenv(name, value)
+    assert caching.cache_dir() == Path(expected.format(home=tmp_path))
+
+
 @pytest.mark.parametrize("error", [KeyboardInterrupt, UserError("changed")])
 def test_an_interrupt_leaves_no_partial_cache_file(cache, error):
     def make():

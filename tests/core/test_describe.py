@@ -113,7 +113,7 @@ class Shapes(ReferenceOps):
 
     def __getattribute__(self, name):
         description = super().__getattribute__(name)
-        composed = ("route", "softcap")
+        composed = ("route", "softcap", "mean")
         if name not in (*type(self).__abstractmethods__, *composed) and name not in ReferenceOps.__dict__:
             return description
 
@@ -156,13 +156,15 @@ def test_every_op_has_the_shape_that_the_reference_computes(name):
 @pytest.mark.parametrize("name", ALL)
 def test_operations_count_two_per_weight_and_position_plus_attention(name):
     model = replace(ALL[name], **({"vocab": VOCAB} if ALL[name].reads.text else {}))
-    no_matrices = ("embd", ".conv.")  # convolutions multiply element by element
+    no_matrices = ("embd", ".conv", "conv1d", "ssm_a", "ssm_d", "ssm_norm")  # they multiply element by element
     weights = [t for t in model.tensors() if len(t.shape) > 1 and not any(part in t.name for part in no_matrices)]
     matrices = sum(math.prod(t.shape) for t in weights)
     if model.reads.text:
         matrices += model.vocab * model.d_model if model.tied else 0
         widths = [t.shape[1] for t in weights if t.name.endswith("attn_output.weight")]  # heads times size, by layer
         expected = {"": 2 * matrices, "T": 4 * sum(widths)}
+        if name.startswith("mamba2"):  # groups share q k, and each head has its own products with v
+            expected["T"] = 2 * model.n_layers * (model.n_groups * model.state + model.d_ff)
     else:  # the head sees one position, the patches have no class token among them
         head, positions = model.classes * model.d_model, model.patches + 1
         patches = 2 * model.patches * model.d_model * model.channels * model.patch**2

@@ -19,6 +19,7 @@ from toyexp.tokenizers.byte_level import BPE, Bytes, Characters
 from toyexp.tokenizers.tokenizer import END_OF_TEXT, SYMBOLS
 from toyexp_data.chat import PLAIN_TEMPLATE, BadExample, Message, plain_rows, tokenize
 from toyexp_data.jsonl import Jsonl, example_rows, parse, spread_held_out
+from toyexp_data.preference import Preference, parse_pair
 from toyexp_data.template import ChatTemplate
 from toyexp_models.llama import Llama
 
@@ -387,6 +388,7 @@ BAD = [
     (b'{"prompt": "a", "completion": ""}', "completion is empty"),
     (b'{"prompt": "a", "completion": null}', "completion is null, expected text"),
     (b'{"text": ["a"]}', "text is a list, expected text"),
+    (b'{"text": "a", "text": "b"}', "has the key text twice"),
     (b'{"text": "\\ud83d"}', r"text holds half a surrogate pair (\ud83d)"),
     (b'{"messages": []}', "messages is an empty list; expected a list of role and content"),
     (b'{"messages": "hi"}', "messages is a text; expected a list"),
@@ -518,3 +520,83 @@ def test_describe_counts_read_and_trained_tokens(tmp_path):
 
 def test_a_line_is_parsed_by_its_format():
     assert parse(b'{"id": 1, "text": "a", "meta": {}}') == {"text": "a"}
+
+
+# -- pairs of completions ---------------------------------------------------------------------------------------------
+
+
+def open_pairs(path, lines, context=64, **changes):
+    """Return a data set of pairs, and a batch with all its held-out pairs: as many as there are lines."""
+    data = Preference(path=str(write_lines(path, lines)), val_fraction=1.0, **{"tokenizer": "byte", **changes})
+    data.check()
+    dataset = data.open(None)
+    dataset.train = dataset.held_out  # only the held-out batch is used
+    return dataset, dataset.batches(context, 2 * len(lines), 0)
+
+
+def completions(dataset, batch):
+    """Return the text before the learned tokens, and the learned text, of each row."""
+    rows = zip(batch["tokens"], batch["targets"], batch["mask"].astype(bool), strict=True)
+    decode = dataset.tokenizer.decode
+    return [(decode([tokens[0], *targets[: mask.argmax()]]), decode(targets[mask])) for tokens, targets, mask in rows]
+
+
+USER, SYSTEM = {"role": "user", "content": "2 + 2 ="}, {"role": "system", "content": "Add."}
+FOUR, FIVE = ({"role": "assistant", "content": text} for text in ("4", "5"))
+TEXTS = [("2 + 2 =", " 4"), ("2 + 2 =", " 5")]
+TALKS = [("user:\n2 + 2 =\nassistant:\n", text) for text in ("4", "5")]
+AGAIN = [("user:\n2 + 2 =\nassistant:\n4\nuser:\n2 + 2 =\nassistant:\n", text) for text in ("4", "5")]
+
+
+@pytest.mark.parametrize(
+    ("line", "expected"),
+    [
+        ({"prompt": "2 + 2 =", "chosen": " 4", "rejected": " 5"}, TEXTS),
+        ({"prompt": "2 + 2 =", "chosen": " 4", "rejected": " 5", "score_chosen": 7.5, "id": "a"}, TEXTS),
+        ({"chosen": "2 + 2 = 4", "rejected": "2 + 2 = 5"}, TEXTS),
+        ({"prompt": [USER], "chosen": [FOUR], "rejected": [FIVE]}, TALKS),
+        ({"chosen": [USER, FOUR], "rejected": [USER, FIVE]}, TALKS),
+        ({"prompt": "2 + 2 =", "chosen": [USER, FOUR], "rejected": [USER, FIVE]}, TALKS),
+        ({"prompt": "2 + 2 =", "chosen": [FOUR], "rejected": [FIVE]}, TALKS),
+        ({"prompt": [USER, FOUR, USER], "chosen": [FOUR], "rejected": [FIVE]}, AGAIN),
+    ],
+)
+def test_pairs_in_each_of_trls_forms_learn_only_the_last_answer(tmp_path, line, expected):
+    dataset, batches = open_pairs(tmp_path / "x.jsonl", [line, line])
+    assert completions(dataset, batches.held_out()[0]) == expected * 2
+    assert batches.omissions == [] and dataset.remarks() == []
+
+
+def test_pairs_of_conversations_use_the_template_of_the_tokenizer(tmp_path, chatml):
+    pair = {"prompt": [SYSTEM, USER], "chosen": [FOUR], "rejected": [FIVE]}
+    dataset, batches = open_pairs(tmp_path / "x.jsonl", [pair] * 3, tokenizer=str(chatml), context=96)
+    batch = batches.held_out()[0]
+    assert batch["targets"][0][batch["mask"][0] == 1].tolist() == [*b"4", END]
+    assert dataset.describe()["chat_template"] == "gguf" and dataset.chat_template == CHATML
+
+
+def test_equal_and_cut_pairs_are_counted_in_the_notes_of_a_run(tmp_path):
+    lines = [
+        {"prompt": "a", "chosen": "b" * size, "rejected": other} for size, other in ((1, "b"), (9, "c"), (30, "c"))
+    ]
+    lines.append({"prompt": "a" * 30, "chosen": "b", "rejected": "c"})
+    dataset, _ = open_pairs(tmp_path / "x.jsonl", lines, context=16)
+    assert dataset.remarks() == ["1 of 4 pairs teach nothing: their completions are equal"]
+    assert [text.split(":")[0] for text in dataset.batches(16, 8, 0).omissions] == [
+        "2 of 8 pairs cut to the context (model.context)", "2 of 8 pairs left out"
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ({"prompt": "a", "chosen": "b"}, "has the keys prompt, chosen; expected chosen and rejected, and a prompt"),
+        ({"prompt": "a", "chosen": "b", "rejected": [FIVE]}, "rejected is a list, expected text"),
+        ({"prompt": [USER], "chosen": "b", "rejected": "c"}, "prompt is a list, expected text"),
+        ({"prompt": "a", "chosen": "", "rejected": "c"}, "chosen is empty"),
+        ({"prompt": [USER], "chosen": [USER], "rejected": [FIVE]}, "has no assistant message"),
+    ],
+)
+def test_a_bad_pair_is_rejected_with_the_reason(line, message):
+    with pytest.raises(BadExample, match=re.escape(message)):
+        parse_pair(json.dumps(line).encode())

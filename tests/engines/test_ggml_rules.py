@@ -558,9 +558,10 @@ def experts_case(draw):
 
 def linear_attention_case(draw):
     case = Case(draw)
-    batch, length, heads = draw(rows), draw(st.integers(1, 9)), draw(small_counts)
-    for name, size in (("q", draw(st.integers(1, 9))), ("v", draw(st.integers(1, 9)))):
-        case.array(name, batch, length, heads, size, magnitude=1.0)
+    batch, length, shared = draw(rows), draw(st.integers(1, 9)), draw(small_counts)
+    heads = shared * draw(small_counts)
+    for name, count in (("q", shared), ("v", heads)):
+        case.array(name, batch, length, count, draw(st.integers(1, 9)), magnitude=1.0)
     case.array("k", *case.arrays["q"].shape, magnitude=1.0)
     case.array("a", batch, length, heads, magnitude=1.0, uneven=False)
     case.function = lambda ops, p, batch: ops.linear_attention(p["q"], p["k"], p["v"], ops.scale(ops.exp(p["a"]), -1.0))
@@ -644,7 +645,7 @@ def causal_case(draw):
 def shift_case(draw):
     case = Case(draw)
     case.array("x", draw(rows), draw(st.integers(1, 9)), draw(sizes))
-    n = draw(st.integers(1, 10))
+    n = draw(st.integers(0, 10))
     case.function = lambda ops, p, batch: ops.add(p["x"], ops.shift(p["x"], n))
     return case
 

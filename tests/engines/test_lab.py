@@ -46,7 +46,14 @@ OTHERS = {
     "layer": {"norm_kind": "layer", "norm_place": "both", "activation": "relu2", "nope_every": 2, **BIASES},
     "bare": {"norm_kind": "none", "positions": "learned", "activation": "geglu", "tied": True},
     "windows": {"window": 3, "window_period": 2, "score_softcap": 2.0, "final_softcap": 3.0, "activation": "gelu"},
-    "experts": {"experts": 4, "positions": "none", "norm_place": "both", "value_residual": True, "d_ff": 24},
+    "experts": {
+        "experts": 4,
+        "positions": "none",
+        "head_dim": 11,
+        "norm_place": "both",
+        "value_residual": True,
+        "d_ff": 24,
+    },
 }
 
 

@@ -32,13 +32,14 @@ LLAMA_FAMILY = [
     "olmoe",
     "lab",
     "lfm2",
+    "mamba2",
 ]
 RARE = LLAMA_FAMILY[1:]  # the default suite trains them only from scratch
 DATA = {**dict.fromkeys([*LLAMA_FAMILY, "gpt2"], TEXT), "vit": ["data=digits"]}
 DATA["lab"] = [*TEXT, "model.norm_kind=layer"]  # with its defaults, its file holds a llama
 BASE_SETTINGS = ["recipe.base=base/model.gguf", "data.tokenizer=auto"]
 SETTINGS = {  # settings for the cells that the matrix marks with `set`
-    ("warm", "gpt2"): ["model.tied=false"],
+    **{("warm", model): ["model.tied=false"] for model in ("gpt2", "lfm2", "mamba2")},
     **{("warm", model): ["recipe.lens=none", "model.d_model=96"] for model in ("gemma", "gemma2", "gemma3")},
     **{("lora", model): [*BASE_SETTINGS, "lr=0.05"] for model in LLAMA_FAMILY},
     ("lora", "gpt2"): [*BASE_SETTINGS, "lr=0.05", "recipe.targets=[qkv]"],

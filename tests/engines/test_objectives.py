@@ -10,6 +10,7 @@ from float64_models import FORWARD
 from tiny import MODELS, VOCAB, add_weights, batches, plan, replace_initial_values, write_base
 
 from toyexp import AdamW, CrossEntropy, InputSpec, Setup, UserError, program_difference
+from toyexp.base.errors import BadBatch
 from toyexp.interfaces.micro_batches import prepare_batches
 from toyexp.reference.engine import reference_logits, reference_loss, reference_metrics
 from toyexp.testing import ObjectiveSuite, ReferenceOps, token_dataset
@@ -117,6 +118,7 @@ def test_the_z_loss_is_weighted_by_the_targets_class_with_and_without_smoothing(
         ({1: 0.0}, 0.1, "class_weights={1: 0.0}: must be a finite number above 0 with objective.smoothing=0.1"),
         ({40: 2.0}, 0.0, "class_weights={40: 2.0}: classes are 0 to 39"),
         ({-1: 2.0}, 0.0, "class_weights={-1: 2.0}: classes are 0 to 39"),
+        (dict.fromkeys(range(VOCAB), 0.0), 0.0, "class_weights: at least one class must have a weight above 0"),
     ],
 )
 def test_bad_class_weights_are_rejected(weights, smoothing, message):
@@ -125,6 +127,13 @@ def test_bad_class_weights_are_rejected(weights, smoothing, message):
     with pytest.raises(UserError, match=re.escape(message)):
         objective.check()
         objective.check_inputs(MODELS["llama"], {"targets": spec})
+
+
+def test_a_batch_whose_classes_all_have_the_weight_0_is_rejected_by_the_name_of_the_setting():
+    batch = {"targets": np.array([[1, 2]], np.int32), "weights": np.ones((1, 2), np.float32)}
+    assert CrossEntropy(class_weights={1: 0.0}).weigh(batch)["weights"].tolist() == [[0, 1]]
+    with pytest.raises(BadBatch, match=r"objective.class_weights gives all targets of the batch the weight 0"):
+        CrossEntropy(class_weights={1: 0.0, 2: 0.0}).weigh(batch)
 
 
 def test_smoothing_of_a_masked_vocabulary_and_large_logits_stays_exact():

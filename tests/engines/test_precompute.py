@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+from contextlib import nullcontext
 
 import numpy as np
 import pytest
@@ -69,6 +70,7 @@ def test_a_preference_run_starts_at_ln_2_without_margins(recipe, engine):
     result = train("run", recipe, engine)
     held_out = result.history.held_out
     assert (held_out["loss"][0], held_out["margin"][0]) == pytest.approx((np.log(2), 0), abs=1e-5)
+    assert held_out["accuracy"][0] == 0.5  # each pair is a tie
     assert held_out["margin"][-1] > held_out["margin"][0]
 
 
@@ -129,6 +131,17 @@ def test_a_teacher_with_other_weights_in_the_same_file_is_computed_again(work):
         result = toyexp.train(objective=objective, engine="cpu", eval_every=0, directory=directory, **parts)
         losses.append(result.history["loss"][0])
     assert losses[0] == losses[2] != losses[1] and len(cached()) == 2
+
+
+def test_a_run_whose_teacher_has_changed_is_not_resumed_and_the_message_names_the_file(work):
+    (work / "book.txt").write_text(" ".join(np.random.default_rng(0).choice(WORDS, 4000)))
+    parts = {"recipe": Full(base="base.gguf"), "data": Text(path="book.txt"), "batch_size": 2, "eval_every": 0}
+    for directory in ("run", None):
+        write_base(work / "teacher.gguf", "llama", "q4_0" if directory else "f32", tokenizer=Bytes(), context=64)
+        where = {"directory": directory, "steps": 1} if directory else {"resume": "run", "steps": 2}
+        settings = {"objective": Distil("teacher.gguf"), "checkpoint_every": 1, **where, **parts}
+        with nullcontext() if directory else pytest.raises(UserError, match=r"objective's teacher.gguf was \w+ and is"):
+            toyexp.train(engine="cpu", **settings)
 
 
 @pytest.mark.parametrize(

@@ -94,7 +94,9 @@ def test_runs_that_amplify_rounding_differ_in_float32_by_at_most_ten_perturbatio
     assert largest_error > 1e-5
 
 
-@pytest.mark.parametrize("model", ["llama_all", "gemma", "gemma3", "granite", "qwen3moe", "gpt2_untied", "lab"])
+@pytest.mark.parametrize(
+    "model", ["llama_all", "gemma", "gemma3", "granite", "qwen3moe", "mamba2", "gpt2_untied", "lab"]
+)
 def test_losses_of_every_family_are_those_of_each_run_alone(model):
     assert_each_as_alone(make_jobs(model, ADAMW))
 

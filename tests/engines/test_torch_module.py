@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
+from tiny import write_base
 from torch import nn
 
 import toyexp
@@ -16,9 +17,11 @@ from toyexp.cli.main import main
 from toyexp.interfaces.plan import apply_optimiser
 from toyexp.plugins.compatibility import cells
 from toyexp.plugins.discovery import load
+from toyexp.tokenizers.byte_level import Bytes
 from toyexp_data.images import Digits
 from toyexp_data.text import Text
 from toyexp_data.vectors import Vectors
+from toyexp_objectives.distil import Distil
 from toyexp_objectives.vectors import MSE
 from toyexp_optimisers.adamw import AdamWOptimiser
 from toyexp_optimisers.sgd import SGD
@@ -50,6 +53,11 @@ class Other(Net):
 """
 exec(compile(FILE, "my_net.py", "exec"), NAMES := {"__name__": "my_net"})
 Net = NAMES["Net"]
+
+
+class Detached(nn.Linear):
+    def forward(self, x):
+        return super().forward(x.flatten(1)).detach()
 
 
 class LanguageModel(nn.Module):
@@ -279,8 +287,9 @@ def test_sweeps_start_each_seed_from_values_of_its_own(launcher):
     torch.testing.assert_close(load_file(alone.files["model.safetensors"])["body.0.weight"], weights[1])
 
 
-def test_a_resumed_sweep_over_classes_needs_the_code_typed_again(capsys):
-    run("-m", *WORDS, "model.path=my_net:Net,my_net:Other", "sweep.launcher=serial", "hydra.sweep.dir=swept")
+@pytest.mark.parametrize("launcher", ["serial", "stacked"])
+def test_a_resumed_sweep_over_classes_needs_the_code_typed_again(capsys, launcher):
+    run("-m", *WORDS, "model.path=my_net:Net,my_net:Other", f"sweep.launcher={launcher}", "hydra.sweep.dir=swept")
     assert "add 'plugins=[my_net]'" in run_rejected(capsys, "sweep.resume=swept")
     run("sweep.resume=swept", "plugins=[my_net]")
 
@@ -295,14 +304,24 @@ def test_a_resumed_sweep_over_classes_needs_the_code_typed_again(capsys):
         ("model.arguments={wide: 1}",): "unexpected keyword argument 'wide'",
         ("model.path=my_net:Nett",): "my_net has no Nett; choose one of: Net, Other",
         ("model.path=my_net",): "such as model.path=my_module:Net",
+        ("model.path=:Net",): "such as model.path=my_module:Net",
         ("model.path=my_net:torch",): "TypeError: 'module' object is not callable",
-        ("model.path=missing:Net",): "there is no module missing",
+        ("model.path=missing:Net",): "model.path=missing:Net: there is no module missing",
         ("data=text", "data.path=book.txt", "objective=cross_entropy"): "the module fails on tokens [2, 64]",
         ("recipe=vit_tiny",): "recipe=vit_tiny trains models that read images; model=torch_module reads vectors",
     }.items(),
 )
 def test_what_cannot_work_is_refused_in_one_line(capsys, words, message):
     assert message in run_rejected(capsys, *WORDS, *words)
+
+
+def test_a_module_learns_from_the_teacher_of_a_family():
+    write_base(Path("teacher.gguf"), "llama", tokenizer=Bytes(), context=64)
+    data = Text(path="book.txt", tokenizer="byte")
+    distil = Distil("teacher.gguf", hard=0.0, temperature=1.0)
+    result = toyexp.train(LanguageModel(), data, objective=distil, steps=20, **QUIET)
+    kl = result.history.held_out["kl"]
+    assert kl[-1] < 0.9 * kl[0]
 
 
 def test_other_commands_refuse_a_run_without_a_gguf_file(capsys):
@@ -321,6 +340,7 @@ def test_other_commands_refuse_a_run_without_a_gguf_file(capsys):
         (nn.Sequential(image_classifier(), nn.Unflatten(1, (2, 5))), r"expected logits \[8, classes\]"),
         (nn.Sequential(nn.Flatten(), nn.Linear(64, 9)), "9 classes, but targets go up to 9"),
         (nn.LSTM(8, 10), "fails on images"),
+        (Detached(64, 10), "result has no gradient"),
         (nn.Flatten(), "has no parameter with requires_grad=True"),
     ],
 )
@@ -359,7 +379,7 @@ def test_a_configuration_file_cannot_load_a_module(capsys, case):
     )
     Path("theirs/experiment").mkdir(parents=True)
     Path("theirs/experiment/x.yaml").write_text(f"# @package _global_\n{HOSTILE[case]}\n")
-    for launcher in ("serial", "processes"):
+    for launcher in ("serial", "processes", "stacked"):
         words = ["--config-dir", "theirs", "-m", "experiment=x", *DATA, "seed=1,2", f"sweep.launcher={launcher}"]
         assert "only the command line can load" in run_rejected(capsys, *words)
     run(*WORDS, "hydra.run.dir=run", "checkpoint_every=3")

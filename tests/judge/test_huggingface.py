@@ -37,6 +37,7 @@ from toyexp_models.granite import Granite
 from toyexp_models.huggingface import llama3
 from toyexp_models.lfm2 import Lfm2
 from toyexp_models.llama import Gemma, Llama, Qwen2, Qwen3
+from toyexp_models.mamba2 import Mamba2
 from toyexp_models.moe import Olmoe, Qwen3Moe
 from toyexp_models.olmo import Olmo2
 from toyexp_models.smollm3 import SmolLM3
@@ -82,6 +83,8 @@ MODELS = {
     "lfm2": Lfm2(
         **{**SIZES, "n_layers": 3}, d_ff=48, rope_base=500.0, rope_scale=2.5, conv_length=4, attention_layers=[1]
     ),
+    "mamba2": Mamba2(**SIZES, d_ff=64, n_groups=2, state=8, conv_length=3),
+    "mamba2_wide": Mamba2(**SIZES, d_ff=96, state=8, tied=True),
     "gpt2": GPT2(**SIZES, d_ff=96),
     "gpt2_untied": GPT2(**SIZES, d_ff=96, tied=False),
 }
@@ -192,6 +195,24 @@ def test_directories_of_transformers_have_the_same_logits(tmp_path, tokenizer, n
         ours = compute_logits(base.model, base.path, ids)
         assert ours.std() > 0.5
         np.testing.assert_allclose(ours, transformers_logits(theirs, ids), rtol=0, atol=tolerance)
+
+
+@pytest.mark.parametrize(
+    ("changes", "context"), [({}, 9), ({"sliding_window": 99}, 40), ({"sliding_window": None}, 40)]
+)
+def test_a_mistral_with_a_window_is_a_llama_whose_context_is_the_window(tmp_path, changes, context):
+    import transformers
+
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+    more = {"num_key_value_heads": 2, "max_position_embeddings": 40, "sliding_window": 9, "initializer_range": 0.3}
+    config = transformers.MistralConfig(vocab_size=VOCAB, **sizes, **(more | changes))
+    theirs = transformers.MistralForCausalLM(config).eval()
+    theirs.save_pretrained(tmp_path / "mistral")
+    base = LoadedModel.open(tmp_path / "mistral", load())
+    assert (base.model.name, base.model.context) == ("llama", context)
+    ids = np.random.default_rng(0).integers(0, VOCAB, (2, context))
+    ours = compute_logits(base.model, base.path, ids)
+    np.testing.assert_allclose(ours, transformers_logits(theirs, ids), rtol=0, atol=2e-5)
 
 
 @pytest.mark.parametrize(("kind", "tolerance"), [("hf-bf16", 2**-8), ("hf-f16", 2**-11)])
@@ -382,6 +403,7 @@ def merge_with_peft(base, folder: Path):
         ("gemma3", "*"),
         ("arcee", "*"),
         ("lfm2", "*"),
+        ("mamba2", "in_proj"),
         ("olmo2", "q,down"),
     ],
 )

@@ -41,6 +41,7 @@ from toyexp_models.granite import Granite
 from toyexp_models.lab import Lab
 from toyexp_models.lfm2 import Lfm2
 from toyexp_models.llama import Gemma, Llama, Qwen2, Qwen3
+from toyexp_models.mamba2 import Mamba2
 from toyexp_models.moe import Olmoe, Qwen3Moe
 from toyexp_models.olmo import Olmo2
 from toyexp_models.smollm3 import SmolLM3
@@ -192,6 +193,7 @@ LFM2 = Lfm2(
     conv_length=4,
     attention_layers=[1],
 )
+MAMBA2 = Mamba2(d_model=64, d_ff=128, n_heads=4, context=CONTEXT, norm_eps=1e-3, n_groups=2, state=16, conv_length=3)
 GPT = GPT2(d_model=64, d_ff=80, context=CONTEXT, norm_eps=1e-3)  # tied; 32 does not divide 80 (q8_0)
 WIDE = (replace(LLAMA, d_model=256, d_ff=256, n_layers=1), "byte")  # rows that K-quants can hold
 VARIANTS: dict[str, tuple[Model, str]] = {
@@ -227,6 +229,8 @@ VARIANTS: dict[str, tuple[Model, str]] = {
     "olmoe": (OLMOE, "bpe"),
     "lfm2": (LFM2, "bpe"),
     "lfm2, untied, padded": (replace(LFM2, tied=False, vocab=300, attention_layers=[0, 1]), "byte"),
+    "mamba2": (MAMBA2, "bpe"),
+    "mamba2, untied, padded": (replace(MAMBA2, tied=False, vocab=300, d_ff=192, n_heads=6, n_groups=1), "byte"),
     "gpt2": (GPT, "bpe"),
     "gpt2, untied, padded": (replace(GPT, tied=False, vocab=300), "byte"),
     "lab, qwen3": (replace(LAB, qk_norm="head", residual_scalars="branch", **SCALED), "bpe"),
@@ -407,6 +411,7 @@ def test_the_lens_of_a_warm_start_is_folded_into_the_exported_embedding(workshop
         ("gemma3", {"targets": ["*"], "rank": 4, "alpha": 12}),
         ("qwen3moe", {"targets": ["*"], "rank": 4, "alpha": 12}),
         ("lfm2", {"targets": ["*"], "rank": 4, "alpha": 12}),
+        ("mamba2", {"targets": ["*"], "rank": 4, "alpha": 12}),
         ("olmoe", {"targets": ["q", "o"], "rank": 4, "alpha": 12}),
         ("granite", {"targets": ["*"], "rank": 4, "alpha": 12}),
         ("gemma", {"targets": ["q", "o", "gate"], "rank": 4, "alpha": 12}),

@@ -38,6 +38,7 @@ from toyexp_models.gpt2 import GPT2
 from toyexp_models.granite import Granite
 from toyexp_models.lfm2 import Lfm2
 from toyexp_models.llama import Gemma, Llama, Qwen2, Qwen3
+from toyexp_models.mamba2 import Mamba2
 from toyexp_models.moe import Olmoe, Qwen3Moe
 from toyexp_models.olmo import Olmo2
 from toyexp_models.smollm3 import SmolLM3
@@ -80,6 +81,7 @@ MODELS = {
     "qwen3moe": Qwen3Moe(**{**SIZES, "d_ff": 32}, **ROPE, experts=6),
     "olmoe": Olmoe(**{**SIZES, "d_ff": 32}, **ROPE, experts=6),
     "lfm2": Lfm2(**SIZES, rope_base=500.0, conv_length=4, attention_layers=[1]),
+    "mamba2": Mamba2(**{**SIZES, "d_ff": 128}, n_groups=2, state=16),
 }
 
 # The largest differences (of the loss, of any log-probability); test_llama_cpp.py explains them at TOLERANCE. llama.cpp
@@ -110,6 +112,8 @@ def sized_model(architecture: str, kind: str) -> Model:
     if kind not in K_QUANTS:
         return model
     wide: dict[str, Any] = {"d_model": 256, "d_ff": 256, "n_layers": {"smollm3": 4, "lfm2": 2}.get(architecture, 1)}
+    if architecture == "mamba2":
+        wide["d_ff"] = 512  # a multiple of d_model for each of two groups
     if getattr(model, "head_dim", 0):
         wide["head_dim"] = 128
     if getattr(model, "rope_factors", None):

@@ -7,7 +7,7 @@ PAGE = Path(__file__).parents[2] / "docs" / "pages" / "reference" / "files.md"
 ARCHITECTURES = (
     "llama", "qwen2", "qwen3", "gemma", "gpt2", "gemma2", "gemma3", "granite", "olmo2", "arcee", "smollm3", "qwen3moe",
     "olmoe",
-    "lfm2",
+    "lfm2", "mamba2",
 )  # fmt: skip
 # `--type` of an export, and the ggml type of every matrix in the file that is read.
 TYPES = {

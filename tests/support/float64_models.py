@@ -132,6 +132,38 @@ def short_convolution(x, block):
     return (after * mixed) @ block["shortconv.out_proj.weight"].T
 
 
+def mamba2(w, cfg, tokens):
+    """Return logits of token ids [B, T], computed position by position with a state for each head."""
+    heads, inner, shared = cfg.n_heads, cfg.d_ff, cfg.n_groups * cfg.state
+    size, share = inner // heads, heads // cfg.n_groups
+
+    def norm(x, weight):
+        return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + cfg.norm_eps) * weight
+
+    x = w["token_embd.weight"][tokens]
+    for i in range(cfg.n_layers):
+        block = {n.removeprefix(f"blk.{i}."): t for n, t in w.items() if n.startswith(f"blk.{i}.")}
+        gate, mixed, dt = (norm(x, block["attn_norm.weight"]) @ block["ssm_in.weight"].T).split(
+            [inner, inner + 2 * shared, heads], -1
+        )
+        kernel = block["ssm_conv1d.weight"]
+        padded = torch.nn.functional.pad(mixed.transpose(1, 2), (kernel.shape[1] - 1, 0))
+        mixed = torch.nn.functional.conv1d(padded, kernel[:, None], block["ssm_conv1d.bias"], groups=len(kernel))
+        v, k, q = silu(mixed.transpose(1, 2)).split([inner, shared, shared], -1)
+        v = v.unflatten(-1, (heads, size))
+        k, q = (t.unflatten(-1, (cfg.n_groups, cfg.state)).repeat_interleave(share, 2) for t in (k, q))
+        dt = torch.log1p(torch.exp(dt + block["ssm_dt.bias"]))
+        decay = torch.exp(-dt * block["ssm_a"][:, 0].abs())
+        state, rows = torch.zeros(len(tokens), heads, cfg.state, size, dtype=torch.float64), []
+        for t in range(tokens.shape[1]):
+            added = torch.einsum("bh,bhn,bhp->bhnp", dt[:, t], k[:, t], v[:, t])
+            state = decay[:, t, :, None, None] * state + added
+            rows.append(torch.einsum("bhn,bhnp->bhp", q[:, t], state) + block["ssm_d"] * v[:, t])
+        y = (torch.stack(rows, 1).flatten(2) * silu(gate)).unflatten(-1, (cfg.n_groups, -1))
+        x = x + norm(y, block["ssm_norm.weight"]).flatten(2) @ block["ssm_out.weight"].T
+    return norm(x, w["output_norm.weight"]) @ w.get("output.weight", w["token_embd.weight"]).T
+
+
 def smollm3(w, cfg, tokens):
     """Return logits of token ids [B, T]; w maps GGUF names to float64 tensors."""
     return decoder(w, cfg, tokens, halves=False, layer=lambda cfg, i: Attention(cfg.rope_base, i % 4 != 3))
@@ -273,6 +305,7 @@ FORWARD = {
     "smollm3": smollm3,
     "olmo2": olmo2,
     "lfm2": partial(decoder, head_norms=True),
+    "mamba2": mamba2,
     "gpt2": gpt2,
     "lab": lab,
 }

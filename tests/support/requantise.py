@@ -6,12 +6,17 @@ from pathlib import Path
 import numpy as np
 from gguf import GGMLQuantizationType, GGUFReader, GGUFValueType, GGUFWriter
 
+FLOATS = (
+    "position_embd.weight", "ffn_gate_inp.weight", "conv.weight", "conv1d.weight", "ssm_a", "ssm_d", "ssm_norm.weight",
+)  # fmt: skip
+
 
 def requantise(
     source: Path, path: Path, kind: GGMLQuantizationType, quantise: Callable[[np.ndarray], np.ndarray]
 ) -> Path:
-    """Write `path` with its matrices in `kind`; gpt2's positions, routers of experts and convolutions stay F32.
+    """Write `path` with its matrices in `kind`.
 
+    gpt2's positions, routers of experts, convolutions, and what mamba2 has per head or group stay F32.
     `quantise` returns the bytes of the rows of a matrix, or of all experts' matrices.
     """
     reader = GGUFReader(source)
@@ -22,9 +27,7 @@ def requantise(
             item_type = field.types[1] if value_type == GGUFValueType.ARRAY else None
             writer.add_key_value(key, field.contents(), value_type, item_type)
     for tensor in reader.tensors:
-        if len(tensor.shape) > 1 and not tensor.name.endswith(
-            ("position_embd.weight", "ffn_gate_inp.weight", "conv.weight")
-        ):
+        if len(tensor.shape) > 1 and not tensor.name.endswith(FLOATS):
             writer.add_tensor(tensor.name, quantise(tensor.data), raw_dtype=kind)
         else:
             writer.add_tensor(tensor.name, tensor.data)

@@ -17,6 +17,7 @@ from toyexp_models.granite import Granite
 from toyexp_models.lab import Lab
 from toyexp_models.lfm2 import Lfm2
 from toyexp_models.llama import Gemma, Llama, Qwen2, Qwen3
+from toyexp_models.mamba2 import Mamba2
 from toyexp_models.moe import Olmoe, Qwen3Moe
 from toyexp_models.olmo import Olmo2
 from toyexp_models.smollm3 import SmolLM3
@@ -51,6 +52,8 @@ MODELS = {
     "lfm2": Lfm2(
         **{**SIZES, "n_layers": 3}, d_ff=48, rope_base=500.0, rope_scale=2.5, conv_length=4, attention_layers=[1]
     ),
+    "mamba2": Mamba2(**SIZES, d_ff=64, n_groups=2, state=6, conv_length=3),
+    "mamba2_wide": Mamba2(**SIZES, d_ff=96, state=5, tied=False, norm_eps=1e-3),
     "gpt2": GPT2(**SIZES, d_ff=64),
     "gpt2_untied": GPT2(**SIZES, d_ff=64, tied=False),
     # No family of llama.cpp is equal to these two. tests/engines/test_lab.py has more combinations.

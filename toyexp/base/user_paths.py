@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 import stat
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -45,13 +45,33 @@ def _expand_user(path: str) -> str:
 
 def cache_dir() -> Path | None:
     """Return $TOYEXP_CACHE, or toyexp/ in the user's cache directory (XDG); None if the user has no home."""
-    toyexp_cache, user_cache = os.environ.get("TOYEXP_CACHE"), os.environ.get("XDG_CACHE_HOME")
+    names = ("TOYEXP_CACHE", "XDG_CACHE_HOME")
+    toyexp_cache, user_cache = (_expand_user(os.environ.get(name, "").strip()) for name in names)
     if toyexp_cache or user_cache:
-        return Path(toyexp_cache) if toyexp_cache else Path(user_cache or "", "toyexp")
+        return Path(toyexp_cache or f"{user_cache}/toyexp")
     try:
         return Path.home() / ".cache" / "toyexp"
     except RuntimeError:
         return None
+
+
+def hub_cache(home: Path, environment: Mapping[str, str]) -> Path:
+    """Return the directory in which huggingface_hub keeps what it downloads."""
+    cache = Path(environment.get("XDG_CACHE_HOME") or home / ".cache")
+    folder = environment.get("HF_HUB_CACHE") or Path(environment.get("HF_HOME") or cache / "huggingface", "hub")
+    return Path(_expand_user(str(folder)))
+
+
+def find_cached_repository(path: Path) -> Path:
+    """Return the download in the Hugging Face cache if `path` is the id of a repository, ORG/NAME, and no file.
+
+    Return `path` itself if the cache has no weights of that repository in safetensors.
+    """
+    folder = hub_cache(Path(_expand_user("~")), os.environ) / f"models--{'--'.join(path.parts)}"
+    if len(path.parts) != 2 or os.path.lexists(path) or not os.access(main := folder / "refs" / "main", os.R_OK):
+        return path
+    snapshot = folder / "snapshots" / main.read_text(errors="replace").strip()
+    return snapshot if any(snapshot.glob("*.safetensors")) else path
 
 
 def is_private(path: Path) -> bool:

@@ -83,7 +83,7 @@ def _form_mistake(override: Override, types: Collection[Any], keys: Keys) -> str
     if key.replace("/", ".").startswith(("hydra.launcher", "hydra.sweeper")):
         hint = f"type -m key=a,b and, if needed, sweep.jobs=4 or sweep.launcher={', '.join(LAUNCHERS)}"
         hint += "; for a search type sweep.search=tpe sweep.trials=20" if "sweeper" in key else ""
-        return f"{line}: toyexp runs the jobs of a sweep itself; {hint}"
+        return f"{line}: toyexp starts the jobs of a sweep itself; {hint}"
     if override.package is not None:
         return f"{line}: '@' is not supported; write {key}={override.get_value_element_as_str()}"
     if override.is_sweep_override():
@@ -164,6 +164,8 @@ def _choice_mistake(override: Override, keys: Keys, source: Source) -> str | Non
     if kind == "data" and unknown and re.search(r"[/.]", unknown[0]):
         reader = {".jsonl": "jsonl", ".bin": "tokens", ".npy": "tokens"}.get(Path(unknown[0]).suffix, "text")
         return f"{line}: must be a kind of data; for this file: data={reader} data.path={unknown[0]}"
+    if unknown and (meant := translate_setting(kind, unknown[0])):
+        return f"{line}: unknown name; did you mean {meant}?"
     return keys.registry.explain_missing(kind, unknown[0], valid) if unknown else None
 
 

@@ -14,7 +14,7 @@ from toyexp.config.build import parse_label
 from toyexp.config.compose import Composition, compose
 from toyexp.config.schema import Source, store_schemas
 from toyexp.config.words import format_override, input_lines, parse
-from toyexp.interfaces.command import parse_modules
+from toyexp.interfaces.command import MODEL_CODE, parse_modules
 from toyexp.plugins.discovery import load
 from toyexp.plugins.registry import Registry
 from toyexp.training.provenance import MOVED
@@ -34,8 +34,14 @@ class Request:
     def parse(cls, words: Sequence[str], source: Source | None = None) -> Request:
         """Parse words of the command line and load the plugins that they name; raise UserError for invalid words."""
         settings = parse(words)
-        modules = parse_modules(input_lines(settings))
-        return cls(settings, load(modules), modules, source or Source.from_flags())
+        modules = parse_modules(lines := input_lines(settings))
+        try:
+            return cls(settings, load(modules), modules, source or Source.from_flags())
+        except UserError as error:
+            for line in lines:
+                for name in parse_modules([line]) if line.startswith(f"{MODEL_CODE}=") else ():
+                    error.args = (str(error).replace(f"plugins=[{name}]", line),)
+            raise
 
     def __post_init__(self) -> None:
         store_schemas(self.registry)

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from functools import reduce
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, final
 
-from toyexp.base.errors import UserError
+from toyexp.base.errors import BadBatch, UserError
 from toyexp.base.validators import require_range
 from toyexp.interfaces.model import TensorSpec
 from toyexp.interfaces.ops import Ops, Params, Tensor
@@ -47,6 +47,10 @@ class Objective(ABC):
 
     def check(self) -> None:  # noqa: B027 - optional on purpose: many objectives have nothing to check
         """Raise UserError for invalid settings."""
+
+    def warnings(self) -> Iterable[str]:
+        """Return a one-sentence warning for each setting that has no effect."""
+        return ()
 
     def check_inputs(self, model: Model, inputs: Mapping[str, InputSpec]) -> None:  # noqa: B027 - optional
         """Raise UserError if the arrays of a batch do not suit the objective. One of them is always `weights`."""
@@ -158,13 +162,19 @@ class CrossEntropy(Objective):
         for key, weight in self.class_weights.items():
             if not 0 <= key < below:
                 raise UserError(f"objective.class_weights={{{key}: {weight}}}: classes are 0 to {below - 1}")
+        if len(self.class_weights) == below and not any(self.class_weights.values()):
+            raise UserError("objective.class_weights: at least one class must have a weight above 0")
 
     def weigh(self, batch: Batch) -> Batch:
         """Return the batch with its weights multiplied by those of the targets' classes."""
         if not self.class_weights:
             return batch
         by_class = self._weights_by_class(int(batch["targets"].max()) + 1)
-        return {**batch, "weights": batch["weights"] * by_class[batch["targets"]]}
+        weights = batch["weights"] * by_class[batch["targets"]]
+        if not weights.any():
+            hint = "increase batch_size, or give these classes small weights above 0"
+            raise BadBatch(f"objective.class_weights gives all targets of the batch the weight 0; {hint}")
+        return {**batch, "weights": weights}
 
     def _weights_by_class(self, count: int) -> np.ndarray:
         """Return the weights of at least `count` classes."""

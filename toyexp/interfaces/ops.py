@@ -363,22 +363,28 @@ class Ops(ABC):
     def linear_attention(self, q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor) -> Tensor:
         """Return o[i] = sum over j <= i of exp(c[i] - c[j]) (q[i] . k[j]) v[j], with c = cumsum(log_decay) over T.
 
-        q, k [B, T, H, D], v [B, T, H, Dv], log_decay [B, T, H], at most 0 -> [B, T, H*Dv]. This is the masked product
-        form of Mamba-2 (Dao and Gu 2024) and of gated linear attention with one decay per head.
+        q, k [B, T, G, D], v [B, T, H, Dv], log_decay [B, T, H], at most 0 -> [B, T, H*Dv]. Head h of v reads head
+        h // (H / G) of q and k. This is the masked product form of Mamba-2 (Dao and Gu 2024) and of gated linear
+        attention with one decay per head.
         """
-        rows, length, heads, value_size = v.shape
+        (rows, length, heads, value_size), groups = v.shape, q.shape[2]
         queries, keys, values = (self.permute(x, (0, 2, 1, 3)) for x in (q, k, v))
         total = self.cumsum(self.permute(log_decay, (0, 2, 1)))  # [B, H, T]
-        at_query, at_key = (self.reshape(total, (rows, heads, *shape)) for shape in ((length, 1), (1, length)))
-        scores = self.product(queries, keys, transposed=True)  # [B, H, T, T]
-        spread = self.add(self.add(self.scale(scores, 0.0), at_query), self.scale(at_key, -1.0))
-        weights = self.mul(scores, self.exp(self.causal(spread)))
-        out = self.permute(self.product(weights, values), (0, 2, 1, 3))
+        by_group = (rows * groups, heads // groups)
+        at_query, at_key = (self.reshape(total, (*by_group, *shape)) for shape in ((length, 1), (1, length)))
+        zeros = self.scale(self.product(self.step(at_query), self.step(at_key)), 0.0)  # step has no gradient
+        spread = self.add(self.add(zeros, at_query), self.scale(at_key, -1.0))  # [B*G, H/G, T, T]
+        scores = self.reshape(self.product(queries, keys, transposed=True), (rows * groups, 1, length, length))
+        weights = self.mul(self.exp(self.causal(spread)), scores)
+        out = self.product(self.reshape(weights, (rows, heads, length, length)), values)
+        out = self.permute(out, (0, 2, 1, 3))
         return self.reshape(out, (rows, length, heads * value_size))
 
     def shift(self, x: Tensor, n: int = 1) -> Tensor:
         """Shift x [B, T, ...] by `n` positions along T: result[:, i] is x[:, i - n], and 0 for i < n."""
         length = x.shape[1]
+        if n == 0:
+            return x
         zeros = self.scale(self.part(x, 1, 0, min(n, length)), 0.0)
         return zeros if n >= length else self.concat([zeros, self.part(x, 1, 0, length - n)], 1)
 

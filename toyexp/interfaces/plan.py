@@ -49,8 +49,8 @@ class PlanTensor:
 
     @property
     def has_weight_decay(self) -> bool:
-        """Whether weight decay applies: True for matrices, False for norms and biases."""
-        return len(self.shape) > 1
+        """Whether weight decay applies: True for matrices, False for norms, biases and the numbers of SSM heads."""
+        return len(self.shape) > 1 and not self.name.endswith(("_norm.weight", ".ssm_a", ".ssm_d"))
 
     @property
     def size(self) -> int:

@@ -77,7 +77,7 @@ def import_local(path: str, key: str) -> Any:
     Raise UserError unless the user named the module on the command line. A configuration file must not load code.
     """
     shown, (module, colon, name) = f"{key}={printable(path)}", path.partition(":")
-    if not colon or not name.isidentifier():
+    if not (module and colon and name.isidentifier()):
         raise UserError(f"{shown}: must be a module and a name in it, such as {key}=my_module:Net")
     if module not in current_registry().modules:
         raise UserError(f"{shown}: names code, which only the command line can load; type {shown}")

@@ -103,6 +103,7 @@ class ReferenceOps(Ops):
 
     def linear_attention(self, q: Array, k: Array, v: Array, log_decay: Array) -> Array:
         """Compute linear attention position by position, with a state [B, H, D, Dv]."""
+        q, k = (x.repeat(v.shape[2] // x.shape[2], 2) for x in (q, k))
         state, outs = np.zeros((q.shape[0], *q.shape[2:], v.shape[3])), []
         for t in range(q.shape[1]):
             state = state * np.exp(log_decay[:, t, :, None, None]) + k[:, t, ..., None] * v[:, t, :, None]

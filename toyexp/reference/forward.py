@@ -407,6 +407,10 @@ class PieceShapes(IncrementalOps, OpShapes):
         self.calls.append(("shift", n))
         return Shaped(x.shape)
 
+    def linear_attention(self, q: Shaped, k: Shaped, v: Shaped, log_decay: Shaped) -> Shaped:
+        self._take("linear_attention", q, k, v, log_decay)
+        return Shaped((*v.shape[:2], v.shape[2] * v.shape[3]))
+
     def scale(self, x: Shaped, factor: float, offset: float = 0.0) -> Shaped:
         self.calls.append((factor, offset))
         return super().scale(x, factor, offset)

@@ -223,7 +223,12 @@ COSTS: dict[str, Callable[..., tuple[int, ...]]] = {
     "product": lambda a, b, transposed=False: (2, *a.shape, b.shape[-2 if transposed else -1]),
     "attention": lambda q, k, v, *_, **__: (4, *q.shape, q.shape[1]),  # masked positions count too
     "experts": lambda x, w: (2, *x.shape[:2], *w.shape),
-    "linear_attention": lambda q, k, v, log_decay: (4, *q.shape, q.shape[1]),
+    "linear_attention": lambda q, k, v, log_decay: (
+        2,
+        *q.shape[:2],
+        q.shape[1],
+        math.prod(q.shape[2:]) + math.prod(v.shape[2:]),
+    ),
 }
 
 

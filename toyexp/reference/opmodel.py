@@ -85,6 +85,11 @@ def _decay_case(ops: Ops, p: Params, x: Tensor) -> Tensor:
     return ops.linear_attention(ops.scale(q, 0.2), k, v, ops.scale(ops.softplus(ops.linear(x, p["a"])), -1.0))
 
 
+def _grouped_decay_case(ops: Ops, p: Params, x: Tensor) -> Tensor:
+    q, k, v = (ops.heads(ops.linear(x, p[name]), n) for name, n in (("q", 2), ("k", 2), ("v", 4)))
+    return ops.linear_attention(q, k, v, ops.scale(ops.softplus(ops.linear(x, p["a"])), -1.0))
+
+
 def _rope_case(**settings: Any) -> tuple[dict[str, tuple[int, ...]], Forward]:
     """Return a test case for the op rope with these Rotary settings: tensor shapes by name, and a forward function.
 
@@ -188,6 +193,7 @@ CASES: dict[str, tuple[dict[str, tuple[int, ...]], Forward]] = {
     "top_k": ({"w": (4, WIDTH)}, _experts_case),
     "experts": ({"up": (3, 6, WIDTH), "down": (3, WIDTH, 6)}, _mixture_case),
     "linear_attention": ({"q": (8, 8), "k": (8, 8), "v": (8, 8), "a": (2, 8)}, _decay_case),
+    "linear_attention_grouped": ({"q": (4, 8), "k": (4, 8), "v": (8, 8), "a": (4, 8)}, _grouped_decay_case),
     "block": ({f"blk.{i}.w": (WIDTH, WIDTH) for i in range(3)}, _blocks_case),
 }
 # Shape of the targets, for cases without one target per input position.

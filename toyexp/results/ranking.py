@@ -16,7 +16,8 @@ from toyexp.interfaces.model import lower_is_better
 
 METRIC = "sweep.metric="
 DATA = ("data", "text", "tokenizer", "tokens", "images")  # names of digests; `data` decides whether data differ
-UNCOMPARED_DIGESTS = (*DATA[1:], "vocabulary")  # digests that do not separate points, since `data` covers them
+LOSS = "loss"  # name of the digest of an objective whose held-out loss is no cross-entropy
+UNCOMPARED_DIGESTS = (*DATA[1:], "vocabulary", LOSS)  # do not separate points: `data` or settings cover them
 TRAIN = "smoothed train loss"  # the metric if there is no held-out data
 TOO_LARGE = 1e300  # numbers from here on count as infinite: their sums and spans would overflow
 
@@ -85,27 +86,27 @@ class Ranking(Generic[J]):
 
     @property
     def best(self) -> Point[J] | None:
-        """The best point (settings averaged over seeds); None without results or if the points used different data."""
-        return self.points[0] if self.points and self.points[0].values and not self.differing_data else None
+        """The best point (settings averaged over seeds); None without results or if the points cannot be compared."""
+        return self.points[0] if self.points and self.points[0].values and not self.conflict else None
 
     @cached_property
-    def differing_data(self) -> list[str]:
-        """Names of the digests (`data`, `text`, ...) that are not equal in all runs.
-
-        If the list is empty, the losses of the runs can be compared.
-        """
+    def conflict(self) -> str:
+        """Reason why the values of the points cannot be compared: other data or losses; "" if they can."""
         sources = [job_sources(point.jobs[0]) for point in self.points if point.values]
         differ = [role for role in DATA if len({digests[role] for digests in sources if role in digests}) > 1]
-        return differ if "data" in differ else []
+        if "data" in differ:
+            return f"the data differ between points ({', '.join(differ[1:] or differ)})"
+        if self.column.endswith("loss") and len({digests.get(LOSS) for digests in sources}) > 1:
+            return "the objectives differ between points"
+        return ""
 
     def notes(self) -> list[str]:
         """Return notes about changed or differing data and files, and about points that are equally good."""
         notes = []
         if changed := " and ".join(self.changed_sources):
             notes.append(f"{changed} changed between runs of equal settings, which form separate points")
-        if self.differing_data:
-            differ = ", ".join(self.differing_data[1:] or self.differing_data)
-            notes.append(f"the data differ between points ({differ}): their losses cannot be compared")
+        if self.conflict:
+            notes.append(f"{self.conflict}: their losses cannot be compared")
         if self.best and (tied := sum(point.mean == self.best.mean for point in self.points)) > 1:
             notes.append(f"{tied} points are equally good; the first of them is marked as best")
         return notes

@@ -18,6 +18,7 @@ from toyexp.base.errors import RunFailed, UserError, printable
 from toyexp.base.files import open_file, system_message, working_directory
 from toyexp.base.ownership import cached_fingerprint
 from toyexp.interfaces.recipe import Recipe
+from toyexp.interfaces.run_preview import is_changed
 from toyexp.training.checkpoint import ARRAYS, MANIFEST, STATE, read_json, read_json_or_empty, read_result
 from toyexp.training.run_config import Prepared
 
@@ -56,18 +57,25 @@ def data_digests(facts: Mapping[str, Any]) -> dict[str, str]:
 
 
 def source_digests(prepared: Prepared) -> dict[str, str]:
-    """Return the digests of a run's data and of the files that its recipe reads, keyed by their subject.
+    """Return the digests of a run's data, of the files that it reads, and of its held-out loss, keyed by their subject.
+
+    A loss that is a cross-entropy has no digest.
 
     Raise UserError if a file cannot be read.
     """
     facts = call_checked(Mapping, prepared.dataset.describe, who=f"data.{prepared.config.data.name}")
+    objective = prepared.config.objective
     try:
         files = source_files(prepared.config.recipe)
-        if teacher := prepared.config.objective.model_file():
-            files["objective"] = teacher
+        if teacher := objective.model_file():
+            files[f"objective's {teacher.name}"] = teacher
         digests = {role: cached_fingerprint(path) for role, path in files.items()}
     except OSError as error:
         raise UserError(f"{error.filename}: cannot be read: {system_message(error)}") from None
+    if not objective.in_nats:
+        changed = sorted(key for key in objective.settings() if key != "auxiliary" and is_changed(objective, key))
+        text = f"{objective.name} {[(key, getattr(objective, key)) for key in changed]}"
+        digests["loss"] = hashlib.sha256(text.encode()).hexdigest()[:16]
     return {**data_digests(facts), **digests}
 
 

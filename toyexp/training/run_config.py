@@ -57,7 +57,11 @@ class Config:
             self.engine, self.recipe, self.data, *self.callbacks.values()
         ]  # fmt: skip
         texts = [text for part in parts for text in call_for_lines(part.warnings, planned)]
-        texts += call_for_lines(planned.plan.model.warnings)
+        texts += call_for_lines(planned.plan.model.warnings) + call_for_lines(self.objective.warnings)
+        if getattr(planned.plan.model, "mup", False) and self.optim.name != "adamw":
+            texts.append(
+                f"model.mup=true: with optim={self.optim.name} the best lr may change with d_model; muP is for adamw"
+            )
         others = [c for c in self.callbacks.values() if sets_lr(c) and not isinstance(c, Schedule)]
         if not (self.settings.lr or others):
             texts.append("lr=0: the weights will not change")

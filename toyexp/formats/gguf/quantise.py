@@ -72,6 +72,12 @@ def _cause(run: subprocess.CompletedProcess[str]) -> str:
     return printable(messages[0] if messages else f"it ended with {run.returncode}", 200)
 
 
+# Ends of names of tensors with several axes that stay F32 in every type.
+EXACT = (
+    "_norm.weight", "position_embd.weight", "ffn_gate_inp.weight", "conv.weight", "conv1d.weight", ".ssm_a", ".ssm_d",
+)  # fmt: skip
+
+
 def check_type(kind: str, key: str = "type", others: Iterable[str] = ()) -> None:
     """Raise UserError for an unknown file type `kind`, and Unavailable if `kind` needs llama.cpp, which is missing.
 
@@ -87,15 +93,11 @@ def tensor_type(name: str, shape: tuple[int, ...], kind: str, tied: bool) -> str
     """Return the ggml type of a tensor in a file of type `kind`.
 
     llama.cpp chooses the same types, except for the output layer. Norms, biases, position embeddings, routers of
-    experts and convolutions stay F32. Matrices whose rows are not divisible by 32 become F16. The output layer
-    (token_embd.weight if `tied`) suffers most from rounding, so it is Q8_0 in 4- and 5-bit files. llama.cpp uses Q6_K
-    there, but gguf-py cannot write that type.
+    experts, convolutions and the numbers of SSM heads stay F32. Matrices whose rows are not divisible by 32 become F16.
+    The output layer (token_embd.weight if `tied`) suffers most from rounding, so it is Q8_0 in 4- and 5-bit files.
+    llama.cpp uses Q6_K there, but gguf-py cannot write that type.
     """
-    if (
-        kind == "f32"
-        or len(shape) < 2
-        or name.endswith(("_norm.weight", "position_embd.weight", "ffn_gate_inp.weight", "conv.weight"))
-    ):
+    if kind == "f32" or len(shape) < 2 or name.endswith(EXACT):
         return "F32"
     if kind in ("f16", "bf16"):
         return kind.upper()

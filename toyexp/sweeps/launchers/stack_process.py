@@ -32,6 +32,7 @@ from toyexp.config.request import Request
 from toyexp.interfaces.data import share_open_data
 from toyexp.interfaces.stack import Stack, program_difference
 from toyexp.interfaces.values import Constant
+from toyexp.plugins.discovery import load
 from toyexp.runner.one_run import PreparedRun, prepare_run
 from toyexp.sweeps.combinations import JOBS_FILE, REPORTS, STACK
 from toyexp.sweeps.directory import Job, JobExit, prepare_resume
@@ -89,6 +90,7 @@ def train_stack(request: Request) -> int:
     """
     folder = Path(os.environ.pop(STACK))
     work = json.loads((folder / JOBS_FILE).read_text(encoding="utf-8"))
+    request = replace(request, registry=load(work["modules"]), modules=work["modules"])
     signals = CommonSignals()
     with (
         open(folder / REPORTS, "w", encoding="utf-8", buffering=1) as pipe,

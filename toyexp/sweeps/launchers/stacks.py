@@ -113,7 +113,10 @@ class Stacks(Processes):
              "goes_on": spec.resumes, "environment": dict(spec.environment)}
             for job, spec in specs
         ]  # fmt: skip
-        request = {"limit": self.settings.jobs, "shared_by": self.share.stacks, "jobs": entries}
+        modules = self.configs.request.modules  # also those that only swept values of model.path name
+        request = {
+            "limit": self.settings.jobs, "shared_by": self.share.stacks, "modules": modules, "jobs": entries
+        }  # fmt: skip
         with tempfile.TemporaryDirectory(prefix="toyexp-") as folder, _pipe(Path(folder, REPORTS)) as reports:
             Path(folder, JOBS_FILE).write_text(json.dumps(request))
             args = shared_args(watch.folder.spec)

@@ -249,10 +249,10 @@ class Search(JobSource):
         """Print the best trial, the importance of each key, and commands to type; write all trials to search.json."""
         assert self._study is not None
         study, settings, ranking = self._study, self._settings, folder.rank()
-        shares, why = ({}, "the scores cannot be compared") if ranking.differing_data else study.importances()
+        shares, why = ({}, "the scores cannot be compared") if ranking.conflict else study.importances()
         best = None
-        if ranking.differing_data:
-            print_line("best    none: the trials read different data, so their scores cannot be compared")
+        if ranking.conflict:
+            print_line(f"best    none: {ranking.conflict}, so their scores cannot be compared")
         elif (trial := study.best()) is None:
             print_line(f"best    none: no trial has recorded a held-out {settings.metric}")
         else:

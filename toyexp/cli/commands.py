@@ -175,6 +175,7 @@ BUILT_IN = (
         _value("--plot", "bench.svg", PLOT), COLUMN, JSON),
     _command("eval", "Evaluate a model file on held-out data.", "file settings",
         _value("--data", "book.txt", "data to evaluate on; see below"),
+        _value("--choices", "questions.jsonl", "multiple-choice questions: question, choices, answer"),
         _value("--adapter", "adapter.gguf", "LoRA adapter to apply: a run, an adapter.gguf, or a PEFT directory"),
         JSON, module="files"),
     _command("describe", "Show what a GGUF file contains and what it can be used for.", "file",

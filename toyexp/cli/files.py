@@ -94,6 +94,7 @@ MODEL is a GGUF file, a run directory with a model.gguf, or a checkpoint (run/ch
   toyexp eval base.gguf --adapter outputs/lora-llama/2026-11-21_050553_073724
                                                           with a LoRA adapter: a run (on its held-out data), an
                                                           adapter.gguf, or a PEFT directory
+  toyexp eval model.gguf --choices questions.jsonl        share of multiple-choice questions answered right
 
 options
 Data, context and batch_size default to the run's config.yaml. --data takes text, .jsonl, packed token ids (.bin,
@@ -106,13 +107,21 @@ batch_size=N, data.*, engine, engine.*, plugins=[...]."""
 def run_eval(arguments: Arguments) -> int:
     """Evaluate a model on held-out data, print its metrics and return 0; raise RunFailed if the loss is not finite."""
     from toyexp.config.request import parse_experiment
+    from toyexp.inference.choices import score_choices
     from toyexp.inference.evaluate import evaluate
 
     files = [word for word in arguments.rest if "=" not in word]
     usage = ", then settings and options: toyexp eval model.gguf batch_size=4"
     model_path = parse_model_path("eval", files, usage)
+    adapter = Path(arguments.adapter) if arguments.adapter else None
+    if file := arguments.choices:
+        words = [*([f"--data {arguments.data}"] if arguments.data else []), *(w for w in arguments.rest if "=" in w)]
+        if other := next((word for word in words if not word.startswith("engine=")), None):
+            raise UserError(f"eval {other}: has no effect with --choices, which only takes engine=...; leave it out")
+        engine = words[-1].removeprefix("engine=") if words else "auto"
+        return score_choices(model_path, file, engine, load(arguments.modules), adapter).show(arguments)
     request = parse_experiment("eval", [word for word in arguments.settings if "=" in word])
-    evaluation = evaluate(model_path, request, arguments.data, Path(arguments.adapter) if arguments.adapter else None)
+    evaluation = evaluate(model_path, request, arguments.data, adapter)
     evaluation.show(arguments)
     if not math.isfinite(evaluation.loss):
         raise RunFailed(f"{evaluation.file}: its held-out loss is {evaluation.loss}")

@@ -89,6 +89,7 @@ def test_only_a_modelfile_of_toyexp_is_replaced_and_only_with_force(capsys):
     [
         ("m.gguf --type hf --ollama", "--type=hf --ollama: Ollama loads a GGUF file; choose one of: bf16, f16"),
         ("m.gguf --type q8 --ollama", "did you mean q8_0?"),
+        ("m-hf --ollama", "takes one GGUF file and no --to; add --type f16"),
         ("m.gguf --ollama --to x.gguf", "takes one GGUF file and no --to; add --type f16"),
         ("split-00001-of-00022.gguf --ollama", "takes one GGUF file and no --to; add --type f16"),
         ("ids.gguf --ollama", "ids.gguf: Ollama cannot load it: it runs only language models with a tokenizer"),
@@ -103,6 +104,7 @@ def test_a_model_that_ollama_cannot_load_is_one_error_and_writes_nothing(capsys,
     write_base(Path("ids.gguf"), "llama")
     vit = ViT(d_model=16, n_layers=1, n_heads=2, d_ff=32, image_size=4, channels=1, classes=3)
     write_model(Path("vit.gguf"), vit, {t.name: t.init.draw(t.shape, 7, t.name) for t in vit.tensors()}, None)
+    assert main(["export", "m.gguf", "--type", "hf"]) == 0
     before = sorted(p.name for p in Path().iterdir())
     assert said in run_rejected(capsys, "export", *words.split())
     assert sorted(p.name for p in Path().iterdir()) == before

@@ -10,12 +10,12 @@ from pathlib import Path
 from toyexp.base.errors import UserError, suggest
 from toyexp.base.writing import convert_write_errors, replace_synced
 from toyexp.formats.gguf.header import source_path
-from toyexp.formats.gguf.open_model import load_open_model
+from toyexp.formats.gguf.open_model import load_open_model, open_model_file
 from toyexp.formats.gguf.quantise import FILE_TYPES, K_QUANTS
 from toyexp.formats.gguf.read import GGUFFile
 from toyexp.formats.gguf.tokenizer import has_text, read_chat_template, read_tokenizer
 from toyexp.inference.export import ExportResult, default_target, export, require_free
-from toyexp.inference.model_files import find_model_file
+from toyexp.inference.model_files import find_model_file, find_reader
 from toyexp.interfaces.command import Answer
 from toyexp.interfaces.sampling import Sampling
 from toyexp.plugins.registry import Registry
@@ -49,8 +49,9 @@ def export_for_ollama(
     types = (*FILE_TYPES, *K_QUANTS)
     if word is not None and word not in types:
         raise UserError(f"--type={word} --ollama: Ollama loads a GGUF file; {suggest(word, types)}")
-    with GGUFFile(find_model_file(model, registry=registry)) as file:
-        if word is None and (source_path(file.path) != file.path or len(file.paths) > 1 or to or settings):
+    with open_model_file(find_model_file(model, registry=registry)) as file:
+        is_converted = source_path(file.path) != file.path or find_reader(file.path, registry) is not None
+        if word is None and (is_converted or len(file.paths) > 1 or to or settings):
             raise UserError(f"export {model}: --ollama without --type takes one GGUF file and no --to; add --type f16")
         shape = load_open_model(file, registry)
         if not (shape.reads.text and "gguf" in shape.forms and has_text(file)):

@@ -41,7 +41,7 @@ EXAMPLES = {
     "help": ("help 'learning rate'", ""),
     "settings": ("steps=300 batch_size=16 lr=1e-3 --dry-run", ""),
     "model": ("model=qwen3 model.d_model=128 model.n_layers=4 --dry-run", PARTS),
-    "data": ("data=stdlib data.tokenizer=char data.max_mb=1 --dry-run", PARTS),
+    "data": ("data data=text data.path=book.txt model.context=48", ""),
     "recipe": ("recipe=lora recipe.base=outputs/warm/model.gguf recipe.rank=4 --dry-run", PARTS),
     "engine": ("engine=ggml engine.threads=1 --dry-run", PARTS),
     "optim": ("optim=lion lr=3e-4 optim.weight_decay=0.1 --dry-run", PARTS),

@@ -4,6 +4,8 @@ That transformers computes the same from them is tests/judge/test_huggingface.py
 """
 
 import json
+import re
+import shlex
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -466,11 +468,17 @@ def test_a_run_exports_directories_and_prints_their_sizes(capsys):
     for row in (f"held-out loss | {score:.6g}", "data file | book.txt", "recipe | scratch", "step | 3", "seed | 0",
                 "learning rate | 0.003", "engine | noop"):  # fmt: skip
         assert f"| {row} |" in card
+    words = shlex.join([word for word in [*RUN, *words] if not word.startswith("hydra.")])
+    assert f"\n```bash\ntoyexp {words} callbacks.hf_export.dtype=bfloat16\n```\n" in card
+    assert re.search(r"\| training data \| [\d,]+ tokens \|", card)
     assert "held-out" not in Path("run/model-2-hf", CARD).read_text(), "there was no eval at step 2"
     for path in ("run", "run/model.gguf"):
         assert main(["export", path, "--type", "hf", "--to", "again", "--force"]) == 0
-        again = {line for line in card.splitlines() if "| held-out ppl |" not in line}
-        assert {*Path("again", CARD).read_text().splitlines()} == again
+        ours, again = (
+            [line for line in text.splitlines() if not re.match(r"\| (held-out ppl|duration) \|", line)]
+            for text in (card, Path("again", CARD).read_text())
+        )
+        assert again == ours and "| duration | " in Path("again", CARD).read_text()
     assert main(["export", "run", "--type", "f16"]) == 0
     assert main(["export", "run/model-f16.gguf", "--type", "hf", "--to", "again", "--force"]) == 0
     assert f"| held-out loss before rounding to F16 | {score:.6g} |" in Path("again", CARD).read_text()
@@ -481,7 +489,7 @@ def test_a_run_exports_directories_and_prints_their_sizes(capsys):
         "other/model.gguf",
     ):  # of a step without an evaluation, and next to another run's settings
         assert main(["export", path, "--type", "hf", "--to", "again", "--force"]) == 0
-        assert "held-out" not in Path("again", CARD).read_text()
+        assert not re.search("held-out|duration", Path("again", CARD).read_text())
     assert "data file" not in Path("again", CARD).read_text()
     assert load_json("run/model-hf/config.json")["torch_dtype"] == "bfloat16"
     size = sum(f.stat().st_size for f in Path("run/model-hf").iterdir())
@@ -495,9 +503,28 @@ def test_a_run_exports_directories_and_prints_their_sizes(capsys):
 
 
 def test_a_model_card_omits_the_data_path_if_there_is_none():
-    about = card_facts({"data": {"name": "random"}, "lr": 0.1}, "cpu", {})
+    about = card_facts({"data": {"name": "random"}, "lr": 0.1}, "cpu", {}, {})
     card = model_card(ModelExport(Llama(d_model=16), {}, about=about))
-    assert "| data | random |" in card and "| data file |" not in card
+    assert "| data | random |" in card and "| data file |" not in card and "toyexp data" not in card
+
+
+def test_a_model_card_names_the_dataset_of_the_hub_and_no_directory_of_this_machine():
+    cache = "/home/me/.cache/huggingface/hub/datasets--org--my-chats_2/snapshots/0a1b/train.jsonl"
+    typed = [f"data.path={cache}", "recipe.base=../base.gguf", "plugins=[mine,/home/me/b.py]", "name=a b"]
+    run = {
+        "typed": typed,
+        "model": {"adapters": "LoRA r=8 on q,v"},
+        "backend": {"device": "H100"},
+        "data": {"train_tokens": 1234, "train_path": "x"},
+    }
+    about = card_facts({"data": {"name": "chat", "path": cache}}, "cuda", {"loss": 1.5}, run, 7300.0)
+    card = model_card(ModelExport(Llama(d_model=16), {}, about=about), adapter=True)
+    assert "\ndatasets: [org/my-chats_2]\n---\n" in card and "/home/me" not in card
+    for row in ("adapter | LoRA r=8 on q,v", "device | H100", "data file | train.jsonl", "training data | 1,234 tokens",
+                "duration | 2.03 h", "held-out loss | 1.5"):  # fmt: skip
+        assert f"\n| {row} |\n" in card
+    command = "toyexp data.path=train.jsonl recipe.base=../base.gguf 'plugins=[mine,b.py]' 'name=a b'"
+    assert card.endswith(f"```bash\n{command}\n```\n")
 
 
 @pytest.mark.parametrize("url", ["https://huggingface.co/org/base", "https://huggingface.co/org/base/"])

@@ -137,7 +137,7 @@ _PAGE_ALIASES = {"ops": "plugins/ops", "loss": "plugins/ops"}
 _COMMAND_PAGES = {
     "eval": "after", "generate": "after", "describe": "after", "predict": "after", "merge": "after", "models": "after",
     "export": "exports", "runs": "compare", "compare": "compare", "parity": "agreement", "bench": "speed",
-    "new": "plugins", "plugins": "plugins", "doctor": "engines",
+    "new": "plugins", "plugins": "plugins", "doctor": "engines", "serve": "after",
 }  # fmt: skip
 
 

@@ -40,13 +40,15 @@ from toyexp.interfaces.format import Format, ModelExport, TensorInfo, require_wr
 from toyexp.interfaces.plan import LoraAdapter, adapter_digest, lora_names
 from toyexp.plugins.exporter import card_facts
 from toyexp.plugins.registry import Registry
+from toyexp.results.events import read_run_facts
 from toyexp.results.run_dirs import read_run
 from toyexp.training.checkpoint import read_result
 from toyexp.training.run_config import config_hash
 from toyexp.training.rundir import read_settings
 
 EXPORT_ADAPTER = "export its run; for PEFT, train again with 'callbacks=[default,hf_export]', which writes adapter-hf"
-BEGINNINGS = {".gguf": b"GGUF", ".safetensors": rb".{4}\0{4}\{", ".npz": b"PK"}  # patterns of a file's first bytes
+# Patterns of the first bytes of a file, by the end of its name.
+BEGINNINGS = {".gguf": b"GGUF", ".safetensors": rb".{4}\0{4}\{", ".npz": b"PK", "Modelfile": b"# Written"}
 
 
 @dataclass(frozen=True)
@@ -83,7 +85,8 @@ def build_format(word: str, settings: Sequence[str], registry: Registry) -> Form
     try:
         form.check()
     except UserError as error:  # if no setting was typed, the error is about the value of --type
-        raise type(error)(f"{'' if settings else '--'}{error}") from None
+        is_about_type = not settings and not re.match(r"\w+=", str(error))  # such as a missing package
+        raise type(error)(f"{f'--type={word}: ' if is_about_type else '' if settings else '--'}{error}") from None
     return form
 
 
@@ -181,8 +184,9 @@ def _about(file: GGUFFile) -> dict[str, Any]:
     types = ", ".join(sorted({tensor.type for tensor in file.tensors.values()} - {"F32"}))
     rounded = f" before rounding to {types}" if types else ""
     scores = {f"{name}{rounded}": value for name, value in {"loss": result.loss, **result.scores}.items()}
-    scores = scores if read_result(run).get("eval_step") == step else {}
-    return card_facts(config, result.engine, scores)
+    is_evaluated = read_result(run).get("eval_step") == step
+    scores, seconds = (scores, result.seconds) if is_evaluated else ({}, None)
+    return card_facts(config, result.engine, scores, read_run_facts(run), seconds)
 
 
 def require_free(
@@ -208,7 +212,8 @@ def require_free(
         is_replaceable = _starts_like(target, ".gguf") or (has_suffix and _starts_like(target, suffix))
     if not is_replaceable:
         kind = "directory written by this format" if contents else "model file"
-        hint = "name a file in it" if target.is_dir() and not contents else "choose another path"
+        kind = "Modelfile of toyexp" if suffix == "Modelfile" else kind
+        hint = "name a file in it" if target.is_dir() and not contents else "rename it, or choose another path"
         raise UserError(f"{option}: already exists and is not a {kind}, so --force does not replace it; {hint}")
     if any(target.samefile(path) for path in read):
         raise UserError(f"{option}: is the file to be read; choose another path")

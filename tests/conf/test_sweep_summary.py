@@ -107,6 +107,8 @@ def test_losses_of_different_objectives_are_not_ranked_but_a_metric_that_they_sh
     ]
     ranking = rank_jobs(jobs, ["sweep.metric=accuracy"])
     assert ranking.best is ranking.points[0] and ranking.best.label == "objective.kind=ipo" and not ranking.notes()
+    del jobs[0].result["sources"]["loss"]  # a cross-entropy has no digest
+    assert rank_jobs(jobs).conflict == "the objectives differ between points"
 
 
 def test_equal_data_with_another_tokenizer_name_still_has_a_best_trial():

@@ -129,6 +129,11 @@ def test_bad_class_weights_are_rejected(weights, smoothing, message):
         objective.check_inputs(MODELS["llama"], {"targets": spec})
 
 
+def test_one_class_may_have_the_weight_0():
+    spec = InputSpec((12,), "int32", below=VOCAB)
+    CrossEntropy(class_weights={1: 0.0}).check_inputs(MODELS["llama"], {"targets": spec})
+
+
 def test_a_batch_whose_classes_all_have_the_weight_0_is_rejected_by_the_name_of_the_setting():
     batch = {"targets": np.array([[1, 2]], np.int32), "weights": np.ones((1, 2), np.float32)}
     assert CrossEntropy(class_weights={1: 0.0}).weigh(batch)["weights"].tolist() == [[0, 1]]
@@ -270,6 +275,10 @@ def test_metrics_and_means_of_preference_are_those_of_completions_of_different_l
     softplus = np.logaddexp(0, -(margins - 0.5 * (kind == "simpo")))
     losses = (means - 1 / 0.6) ** 2 if kind == "ipo" else softplus
     assert reference_loss(the_plan, values, batch) == pytest.approx(losses @ weights)
+    if kind != "simpo":  # the first pair differs by 1e-3 nats; the second by 5e-5, which counts as a tie
+        near = total + batch["reference"] - [1e-3, 0, 0, 5e-5]
+        accuracy = reference_metrics(the_plan, values, {**batch, "reference": near.astype(np.float32)})["accuracy"]
+        assert accuracy == pytest.approx([1, 0.5] @ weights)
 
 
 @pytest.mark.parametrize("engine", SOME, ids=["cpu", "float64", "ggml", "metal", "cuda", "vulkan"])

@@ -341,6 +341,7 @@ def test_other_commands_refuse_a_run_without_a_gguf_file(capsys):
         (nn.Sequential(nn.Flatten(), nn.Linear(64, 9)), "9 classes, but targets go up to 9"),
         (nn.LSTM(8, 10), "fails on images"),
         (Detached(64, 10), "result has no gradient"),
+        (nn.Sequential(Detached(64, 10), nn.Linear(10, 10).requires_grad_(False)), "result has no gradient"),
         (nn.Flatten(), "has no parameter with requires_grad=True"),
     ],
 )

@@ -15,6 +15,7 @@ from toyexp.interfaces.micro_batches import prepare_batches
 from toyexp.reference.engine import reference_logits, reference_loss, reference_metrics
 from toyexp.testing import ObjectiveSuite, ReferenceOps, token_dataset
 from toyexp_ggml.engines import GGMLCPU, GGMLCUDA, GGMLMetal, GGMLVulkan
+from toyexp_models.vit import ViT
 from toyexp_objectives.distil import Distil
 from toyexp_objectives.preference import Preference
 from toyexp_objectives.vectors import MSE, Contrastive
@@ -358,6 +359,13 @@ def test_a_teacher_with_a_shorter_context_or_another_vocabulary_is_rejected(size
     objective.second_model = dataclasses.replace(model, **sizes)
     with pytest.raises(UserError, match=re.escape(f"objective.teacher=teacher.gguf: {message}")):
         objective.check_inputs(model, batches().inputs)
+
+
+def test_a_language_model_does_not_teach_a_model_of_images():
+    objective = Distil("teacher.gguf")
+    objective.second_model = dataclasses.replace(MODELS["llama"], vocab=VOCAB)
+    with pytest.raises(UserError, match=r"objective.teacher=teacher.gguf: the teacher has 40 tokens"):
+        objective.check_inputs(ViT(), batches().inputs)
 
 
 def test_rows_that_an_objective_compares_stay_together():

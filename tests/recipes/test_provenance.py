@@ -134,7 +134,8 @@ def test_a_loss_other_than_a_cross_entropy_has_a_digest_of_its_settings():
         return source_digests(prepare(config)).get("loss")
 
     assert digest(*pairs) == digest(*pairs, "objective.auxiliary=0.1")  # no part of the held-out loss
-    assert len({digest(*pairs, *words) for words in ([], ["objective.kind=ipo"], ["objective.beta=0.3"])} - {None}) == 3
+    others = ("objective.kind=dpo", "objective.kind=ipo", "objective.beta=0.3", "objective.beta=0.4")
+    assert len({digest(*pairs, word) for word in others} - {None}) == 4
     assert digest("data=text", "data.path=book.txt", "objective.smoothing=0.1") is None
 
 

@@ -93,6 +93,8 @@ def test_jobs_with_other_bases_are_other_trials_and_with_other_data_none_is_best
     ranking = rank_jobs(jobs)
     assert ranking.best is None and ranking.conflict == "the data differ between points (tokenizer)"
     assert ranking.notes()[1].startswith(ranking.conflict)
+    del jobs[0].result["sources"]["tokenizer"]
+    assert rank_jobs(jobs).conflict == "the data differ between points (data)"
     jobs[3].status = Status.FAILED  # a failed job has no result to compare
     assert rank_jobs(jobs).best is not None
 

@@ -143,7 +143,7 @@ IDLE = {
     "only the targets of the data": (
         "objective=distil objective.teacher=teacher.gguf objective.hard=1 objective.beta=0.3",
         ["objective.beta=0.3: has no effect with objective.kind=forward", "objective.hard=1: the teacher has no"],
-        "objective=distil objective.teacher=teacher.gguf objective.hard=0.9",
+        "objective=distil objective.teacher=teacher.gguf objective.hard=0.99",
     ),
     "a margin of another kind": (
         "data=preference data.path=pairs.jsonl objective=preference objective.gamma=1",

@@ -42,12 +42,13 @@ def test_sizes_that_llama_cpp_cannot_compute_are_rejected(changes, said):
         replace(MODELS["mamba2"], **changes).check()
 
 
-def test_time_steps_and_decays_start_in_the_ranges_of_the_paper():
+def test_time_steps_decays_and_skips_start_as_in_the_paper():
     values = {t.name: t.init.draw(t.shape, 0, t.name) for t in replace(Mamba2(n_heads=8), vocab=VOCAB).tensors()}
     steps = np.log1p(np.exp(values["blk.0.ssm_dt.bias"]))
     np.testing.assert_allclose([steps[0], steps[-1]], [0.001, 0.1], rtol=1e-5)
     decays = values["blk.1.ssm_a"]
     assert (np.diff(steps) > 0).all() and (decays.max(), decays.min()) == (-1.0, -16.0)
+    assert (values["blk.1.ssm_d"] == 1).all()
 
 
 def test_matrices_start_with_the_variance_1_over_their_inputs():

@@ -17,7 +17,7 @@ COLUMNS = 106  # of the terminal: a page has room for as many beside its table o
 # Runs that the examples use, besides outputs/sweep and outputs/digits, which `make pictures` trains.
 RUNS = (
     "recipe=warm steps=1000 hydra.run.dir=outputs/warm",
-    "recipe=lora recipe.base=outputs/warm/model.gguf steps=100 hydra.run.dir=outputs/lora",
+    "recipe=lora recipe.base=outputs/warm/model.gguf recipe.targets=[q] steps=100 hydra.run.dir=outputs/lora",
 )
 PARTS = r"^(settings|engine|model|data|recipe|base|trains|time|dry)"  # of a dry run
 # The command of each example, by the name of its command or of its page of settings; a pattern selects the lines to

@@ -92,9 +92,10 @@ def test_only_the_matrices_of_a_smaller_file_are_rounded(capsys, kind):
     assert {n for n, kind in types.items() if kind != "F32" and not n.startswith("blk.")} == small
 
 
-def test_adapters_change_the_input_matrix_by_default_and_no_convolution():
+def test_adapters_change_both_matrices_by_default_and_no_convolution():
     write_base(Path("base.gguf"), "mamba2")
-    for targets, layers in ((None, {"ssm_in"}), (["*"], {"ssm_in", "ssm_out"}), (["mixer.out_proj"], {"ssm_out"})):
+    both = {"ssm_in", "ssm_out"}
+    for targets, layers in ((None, both), (["*"], both), (["out_proj"], {"ssm_out"}), (["mixer.in_proj"], {"ssm_in"})):
         adapters = plan("mamba2", recipe=Lora(base="base.gguf", targets=targets)).adapters
         assert {a.target.split(".")[2] for a in adapters} == layers
 

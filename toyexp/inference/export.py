@@ -21,7 +21,14 @@ from toyexp.base.writing import convert_write_errors, require_writable, total_by
 from toyexp.formats.file_plan import read_adapter
 from toyexp.formats.gguf.ggml_types import fitting_type, iter_pieces
 from toyexp.formats.gguf.header import source_path
-from toyexp.formats.gguf.open_model import PARENT, find_model_class, inherited_keys, load_open_model, read_exported
+from toyexp.formats.gguf.open_model import (
+    PARENT,
+    find_model_class,
+    inherited_keys,
+    load_open_model,
+    open_model_file,
+    read_exported,
+)
 from toyexp.formats.gguf.quantise import FILE_TYPES, tensor_type
 from toyexp.formats.gguf.read import GGUFFile
 from toyexp.formats.gguf.tokenizer import read_chat_template
@@ -112,10 +119,11 @@ def export(
     form = build_format(word, settings, registry)
     # Appended to the stem of the file name: -q8_0.gguf, .onnx, -hf, -hf-f16.
     ending = form.suffix if word == form.name else f"-{word}" if form.contents else f"-{word}{form.suffix}"
-    with GGUFFile(find_model_file(model, registry=registry)) as file:
+    with open_model_file(find_model_file(model, registry=registry)) as file:
         if file.metadata.get("general.type") == "adapter":
             raise file.error(f"holds no model (general.type is adapter); {EXPORT_ADAPTER}")
-        target = Path(to) if to else default_target(file, ending)
+        beside = default_target(file, ending) if os.path.lexists(model) else f"{model.name}{ending}"  # of a hub's id
+        target = Path(to or beside)
         if target.suffix in {suffix for suffix in registry.suffixes() if suffix != form.suffix}:
             raise UserError(f"--to {target}: the name must end in {form.suffix} with --type {word}")
         read = [*file.paths, source_path(file.path)]
@@ -151,8 +159,8 @@ def _write(
             form.check_model(model_class())  # at default sizes, because the file may have sizes that toyexp rejects
             problems = form.write_again(file, path, requantize)
             if problems is not None:
-                converted = source_path(file.path) != file.path and source_path(file.path).is_file()
-                lacks = read_exported(file, registry.models()).unreadable if converted else ()
+                is_other = file.is_converted and file.path.is_file()
+                lacks = read_exported(file, registry.models()).unreadable if is_other else ()
                 return None, [*lacks, *require_written(form, path, problems)]
             exported = read_exported(file, registry.models())
             form.check_model(exported.model)
@@ -224,7 +232,7 @@ def default_target(file: GGUFFile, ending: str) -> Path:
     The file lies beside the model file and has its name, with `ending` in place of the suffix. The part number of a
     split file is left out. For a checkpoint, the path is in the run's directory.
     """
-    stem = re.sub(r"-\d{5}-of-\d{5}$", "", file.path.stem) if len(file.paths) > 1 else file.path.stem
+    stem = re.sub(r"-\d{5}-of-\d{5}$", "", file.stem) if len(file.paths) > 1 else file.stem
     return _sibling_path(file).with_name(f"{stem}{ending}")
 
 
@@ -279,7 +287,7 @@ def merge(base: Path, adapter: Path, out: Path, kind: str, force: bool, registry
     Tensors that the adapter changes are stored as type `kind`; the others are copied. Raise UserError, before anything
     is written, if the adapter does not fit the base or `out` must not be replaced.
     """
-    with GGUFFile(find_model_file(base, registry=registry)) as file:
+    with open_model_file(find_model_file(base, registry=registry)) as file:
         model = load_open_model(file, registry)
         adapter_file = find_adapter_file(adapter, lambda: model, registry)
         pairs, adapters = read_adapter(adapter_file, model)

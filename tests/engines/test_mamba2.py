@@ -116,7 +116,7 @@ def test_a_published_config_lacks_the_context_and_the_inner_size(capsys):
 
 
 def test_files_have_what_llama_cpps_converter_writes_and_reads(capsys):
-    """It writes that there is no attention and no feed-forward layer, and pads the vocabulary to a multiple in config.json."""
+    """It writes 0 for attention and feed-forward layers, and pads the vocabulary to a multiple in config.json."""
     write_base(Path("m.gguf"), "mamba2", vocab=257)
     assert main(["export", "m.gguf", "--type", "hf"]) == 0
     with GGUFFile("m.gguf") as file:

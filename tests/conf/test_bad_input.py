@@ -294,6 +294,8 @@ CHOICES = [
     ("objective=dpo", "did you mean objective=preference objective.kind=dpo?"),
     ("objective=preference objective.beta=0", "objective.beta=0.0: must be at least 0.00001 and at most 1000"),
     ("objective=distil objective.teacher=a objective.beta=1", "objective.beta=1.0: must be above 0 and below 1"),
+    ("objective=preference objective.gamma=-1", "objective.gamma=-1.0: must be at least 0 and at most 1000"),
+    ("objective=distil objective.teacher=a objective.temperature=2e3", "must be at least 0.001 and at most 1000"),
     ("objective=contrastive objective.temperature=1e30", "temperature=1e+30: must be at least 0.001 and at most 1000"),
     ("objective.class_weights=[1,2]", "must be a mapping in braces: objective.class_weights={0: 2.5}"),
     ("objective.class_weights={a:2}", "keys must be whole numbers, got a"),

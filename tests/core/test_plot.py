@@ -74,6 +74,15 @@ def test_a_plot_of_runs_names_the_swept_settings_and_final_losses(grid, capsys):
     assert max(above.get_ylim()) < 10 and max(below.get_xlim()) < 10, "axes fit the other runs"
 
 
+@pytest.mark.parametrize("losses", ["aa", "ab"])
+def test_a_plot_says_if_losses_cannot_be_compared(tmp_path, capsys, losses):
+    for i, digest in enumerate(losses):
+        write_run(f"runs/{i}", lr=10.0 ** -(i + 2), steps=50, sources={"data": "d", "loss": digest})
+    words = " ".join(plot_texts(capsys, "runs", "curves.svg"))
+    said = "the objectives differ between points: losses cannot be compared"
+    assert said in words if losses == "ab" else "compared" not in words
+
+
 def test_the_band_is_the_mean_and_the_deviation_over_seeds_at_each_step(grid):
     runs = [read_run(path) for path in find_runs(grid / "runs")]
     seed_runs = [run for run in runs if (run.recipe, run.lr) == ("warm", 3e-3)]

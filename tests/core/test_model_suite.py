@@ -17,7 +17,7 @@ ENGINES = (TorchCPU(threads=1), GGMLCPU(threads=1), GGMLMetal(threads=1, emulate
 VIT = ViT(d_model=8, n_layers=3, n_heads=2, d_ff=16)
 SHIPPED = {
     **{
-        name: replace(model, n_layers=3, d_model=16, d_ff=64 if name == "mamba2" else 24)
+        name: replace(model, n_layers=3, d_model=16, d_ff=64 if model.name == "mamba2" else 24)
         for name, model in MODELS.items()
     },
     "vit": VIT,

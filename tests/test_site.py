@@ -240,7 +240,7 @@ def example_runs(tmp_path_factory):
         ):
             quick = "steps=2 eval_every=2 engine=cpu" + ("" if "digits" in words else " data.max_mb=0.3")
             assert main(shlex.split(f"{words} {quick}")) == 0
-        examples.write_digits(folder)
+        examples.write_files(folder)
     return folder
 
 

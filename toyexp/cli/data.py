@@ -52,7 +52,9 @@ def run(arguments: Arguments) -> int:
         if line.startswith("data"):
             print_output(line)
     share, total = counts["counted"] / counts["positions"], format_count(counts["positions"])
-    print_output(f"tokens  {share:.0%} of the first {total} positions count in the loss; the others are read, or padding")
+    print_output(
+        f"tokens  {share:.0%} of the first {total} positions count in the loss; the others are read, or padding"
+    )
     for number, row in enumerate(rows, 1):
         length = len(row["ids"])
         print_output(f"row {number}   {pluralise(length, 'token')}, {sum(row['counts'])} count in the loss")

@@ -54,7 +54,7 @@ class RecordData(TokenizedData):
 
     path: str = ""  # file, directory or pattern ('chats/*.jsonl'): jsonl, json, csv, tsv, parquet or arrow
     val_path: str = ""  # the same for the held-out examples; empty: by names (train, validation), or by val_fraction
-    columns: dict[str, str] = field(default_factory=dict)  # other names of columns: {prompt: ask, completion: reply}
+    columns: dict[str, str] = field(default_factory=dict)  # other names: {prompt: ask} reads the column ask as prompt
     system: str = ""  # system message of conversations that have none
     template: str = "auto"  # chat template: auto (that of the tokenizer's GGUF file, if any, else plain) | plain
     date: str = ""  # date for chat templates that contain the date, such as 2026-11-21; empty: today

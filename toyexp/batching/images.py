@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
-from collections.abc import Set as AbstractSet
+from collections.abc import Container, Mapping, Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -52,8 +51,8 @@ class ImageDataset(Dataset):
         training = self.train[0] if len(self.train[0]) else images  # all may be held out, for an evaluation
         halves = np.full(channels, 0.5)
         self.mean, self.std = mean_and_std(training) if normalise == "train" else (halves, halves)
-        self._augment, self._eval_images, self._left_out, self._remarks = augment, eval_images, left_out, remarks
-        self._sampler, self._mixup = sampler, mixup
+        self.augment, self.eval_images, self.sampler, self.mixup = augment, eval_images, sampler, mixup
+        self._left_out, self._remarks = left_out, remarks
         digest = hashlib.sha256(images.tobytes())
         digest.update(labels.astype(np.int32).tobytes())
         self._facts = {
@@ -78,12 +77,8 @@ class ImageDataset(Dataset):
         """Return lines to print: the classes, the augmentation, and notes of the code that read the images."""
         names = [printable(name) for name in self.classes[:MAX_NAMED]]
         more = [f"and {self.vocab - MAX_NAMED} more"] if self.vocab > MAX_NAMED else []
-        settings = {
-            "augment": (self._augment, "none"),
-            "sampler": (self._sampler, "shuffle"),
-            "mixup": (self._mixup, 0),
-        }
-        changes = [f"data.{name}={value}" for name, (value, default) in settings.items() if value != default]
+        defaults = {"augment": "none", "sampler": "shuffle", "mixup": 0}
+        changes = [f"data.{n}={getattr(self, n)}" for n, default in defaults.items() if getattr(self, n) != default]
         return [f"{self.vocab} classes: {', '.join([*names, *more])}", *changes, *self._remarks]
 
     def gguf_metadata(self) -> dict[str, Any]:
@@ -123,7 +118,7 @@ class ImageDataset(Dataset):
 
     def batches(self, context: int, rows: int, seed: int) -> ImageBatches:
         """Return batches of `rows` images; `context` has no effect."""
-        return ImageBatches(self, rows, seed, self._augment, self._eval_images, self._sampler, self._mixup)
+        return ImageBatches(self, rows, seed)
 
 
 class Unlabelled(ImageDataset):
@@ -133,13 +128,9 @@ class Unlabelled(ImageDataset):
     """
 
     def __init__(self, images: np.ndarray, classes: Sequence[str], mean: np.ndarray, std: np.ndarray):
-        self.classes, self.vocab = tuple(classes), len(classes)
-        self.image_shape = images.shape[1:]
-        self.train = self.held_out = images, np.zeros(len(images), np.int32)
+        count = len(images)
+        super().__init__(images, np.zeros(count, np.int32), classes, 1, "fixed", held_out=np.ones(count, bool))
         self.mean, self.std = mean, std
-        self._augment, self._eval_images, self._left_out, self._remarks = "none", 0, (), ()
-        self._sampler, self._mixup = "shuffle", 0.0
-        self._facts = {"images": len(images)}
 
 
 class Draws(NamedTuple):
@@ -158,18 +149,14 @@ class ImageBatches(Batches):
     and an epoch about as many rows as there are images: all images of a class occur equally often, up to 1.
     """
 
-    def __init__(
-        self, dataset: ImageDataset, rows: int, seed: int, augment: str, eval_images: int,
-        sampler: str = "shuffle", mixup: float = 0.0,
-    ):  # fmt: skip
+    def __init__(self, dataset: ImageDataset, rows: int, seed: int):
         self._train, self._held_out = dataset.train, dataset.held_out
-        self._rows, self._seed, self._mixup = rows, seed, mixup
-        self._augment = set(augment.split("_")) - {"none"}
-        self._eval_images = eval_images or len(self._held_out[1])
-        groups = len(np.unique(self._train[1])) if sampler == "balanced" else 1
-        self._rows_per_class = -(-len(self._train[1]) // max(groups, 1))
-        self.rows_per_epoch = self._epoch_rows = self._rows_per_class * groups
-        self._is_balanced = sampler == "balanced"
+        self._rows, self._seed, self._mixup = rows, seed, dataset.mixup
+        self._augment = set(dataset.augment.split("_")) - {"none"}
+        self._eval_images = dataset.eval_images or len(self._held_out[1])
+        self._groups = self._train[1] if dataset.sampler == "balanced" else 0 * self._train[1]  # group of each image
+        count = len(np.unique(self._groups))
+        self.rows_per_epoch = self._epoch_rows = -(-len(self._groups) // max(count, 1)) * count
         self._factor = (1 / (255 * dataset.std)).astype(np.float32)
         self._offset = (dataset.mean / dataset.std).astype(np.float32)
         self._epoch_draws = lru_cache(maxsize=2)(self._draw)
@@ -178,24 +165,23 @@ class ImageBatches(Batches):
             "targets": InputSpec((), "int32", below=dataset.vocab),
             "weights": InputSpec((), "float32"),
         }
-        if mixup:
+        if self._mixup:
             self.inputs["second_targets"] = InputSpec((), "int32", below=dataset.vocab, optional=True)
             self.inputs["second_shares"] = InputSpec((), "float32", optional=True)
 
     def _draw(self, epoch: int) -> Draws:
-        order, count = self._permutation("data-order", epoch, len(self._train[1])), self._epoch_rows
-        if self._is_balanced:
-            labels = self._train[1][order]
-            rows = np.concatenate([np.resize(order[labels == c], self._rows_per_class) for c in np.unique(labels)])
-            order = rows[self._permutation("class-order", epoch, count)]
+        def permutation(name: str, count: int) -> np.ndarray:
+            return np.argsort(stream(self._seed, name, epoch).random_raw(count), kind="stable")
+
+        order, count = permutation("data-order", len(self._groups)), self._epoch_rows
+        if (groups := np.unique(self._groups)).size > 1:
+            parts = [np.resize(order[self._groups[order] == group], count // len(groups)) for group in groups]
+            order = np.concatenate(parts)[permutation("class-order", count)]
         words = stream(self._seed, "augment", epoch).random_raw(8 * count).reshape(8, count).T
         if not self._mixup:
             return Draws(order, words, order, order)
         shares = generator(self._seed, f"mixup/{epoch}").beta(self._mixup, self._mixup, count).astype(np.float32)
-        return Draws(order, words, self._permutation("mixup-order", epoch, count), shares)
-
-    def _permutation(self, name: str, epoch: int, count: int) -> np.ndarray:
-        return np.argsort(stream(self._seed, name, epoch).random_raw(count), kind="stable")
+        return Draws(order, words, permutation("mixup-order", count), shares)
 
     def batch(self, k: int) -> Batch:
         """Return training batch `k`: images [rows, height, width, channels], targets [rows], weights [rows].
@@ -209,8 +195,7 @@ class ImageBatches(Batches):
         if self._mixup:
             second = self._read([(draws, draws.partners[row]) for draws, row in rows])
             shares = np.array([draws.shares[row] for draws, row in rows])
-            column = shares[:, None, None, None]
-            batch["images"] = (1 - column) * batch["images"] + column * second["images"]
+            batch["images"] += shares[:, None, None, None] * (second["images"] - batch["images"])
             batch |= {"second_targets": second["targets"], "second_shares": shares}
         return batch
 
@@ -296,12 +281,12 @@ def require_augmentation(augment: str) -> None:
         raise UserError(f"data.augment={printable(augment)}: {allowed}")
 
 
-def augment_image(image: np.ndarray, words: np.ndarray, parts: AbstractSet[str]) -> np.ndarray:
+def augment_image(image: np.ndarray, words: np.ndarray, parts: Container[str]) -> np.ndarray:
     """Return an 8-bit image [height, width, channels] with the random changes `parts`, a subset of AUGMENTATIONS.
 
     `words` are 8 random 64-bit words, which determine the changes. `flip` mirrors half of the images. A shift is at
-    most an eighth of the height and width, or one pixel if that is more. `crop` and `color` call
-    `crop_image` and `change_colors`.
+    most an eighth of the height and width, or one pixel if that is more. `crop` calls `crop_image` and `color`
+    `change_colors`.
     """
     bits, draws = int(words[0]), (words[1:] >> np.uint64(11)) * 2.0**-53
     if "crop" in parts:
@@ -325,14 +310,13 @@ def crop_image(image: np.ndarray, area: float, ratio: float, top: float, left: f
     """
     pixels, extent = image.astype(np.float32), image[..., 0].size * (0.08 + 0.92 * area)
     aspect = 0.75 ** (1 - 2 * ratio)
-    for axis, (side, position) in enumerate((((extent / aspect) ** 0.5, top), ((extent * aspect) ** 0.5, left))):
-        full = image.shape[axis]
+    for side, position in (((extent / aspect) ** 0.5, top), ((extent * aspect) ** 0.5, left)):
+        full = len(pixels)
         size = min(max(round(side), 1), full)
         points = np.clip((np.arange(full) + 0.5) * size / full - 0.5, 0, size - 1) + int(position * (full - size + 1))
-        low = np.floor(points).astype(int)
-        high = np.ceil(points).astype(int)
-        share = (points - low).astype(np.float32).reshape((-1, 1, 1) if axis == 0 else (1, -1, 1))
-        pixels = pixels.take(low, axis) * (1 - share) + pixels.take(high, axis) * share
+        low, high = np.floor(points).astype(int), np.ceil(points).astype(int)
+        share = (points - low).astype(np.float32)[:, None, None]
+        pixels = (pixels[low] * (1 - share) + pixels[high] * share).swapaxes(0, 1)
     return np.rint(pixels).astype(np.uint8)
 
 
@@ -342,12 +326,9 @@ def change_colors(image: np.ndarray, brightness: float, contrast: float, saturat
     x becomes brightness * x, then m + contrast * (x - m), then g + saturation * (x - g). g is a pixel's grey value,
     0.299 R + 0.587 G + 0.114 B, and m its mean over the image. Results are limited to 0 to 255.
     """
-
-    def grey(pixels: np.ndarray) -> np.ndarray:
-        return pixels @ np.array([[0.299], [0.587], [0.114]], np.float32) if pixels.shape[-1] == 3 else pixels
-
+    luma = np.array([[0.299], [0.587], [0.114]] if image.shape[-1] == 3 else [[1]], np.float32)
     pixels = np.clip(np.float32(brightness) * image, 0, 255)
-    mean = grey(pixels).mean()
+    mean = (pixels @ luma).mean()
     pixels = np.clip(mean + np.float32(contrast) * (pixels - mean), 0, 255)
-    ground = grey(pixels)
+    ground = pixels @ luma
     return np.rint(np.clip(ground + np.float32(saturation) * (pixels - ground), 0, 255)).astype(np.uint8)

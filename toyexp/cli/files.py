@@ -160,10 +160,7 @@ def run_predict(arguments: Arguments) -> int:
     for image in predictions.failures:
         print(escape_cell(f"{image.file}: {image.error}"), file=sys.stderr)
     written = {table: predictions.csv()} if table else {}
-    if page:
-        from toyexp.inference.predict_page import wrong_page
-
-        written[page] = wrong_page(predictions)
+    written |= {page: predictions.html()} if page else {}
     for name, content in written.items():
         with convert_write_errors(Path(name)), write_atomically(Path(name)) as temporary:
             temporary.write_text(content, encoding="utf-8", errors="surrogateescape")

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import base64
+import io
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from html import escape
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +33,25 @@ from toyexp.interfaces.session import Session
 from toyexp.plugins.registry import Registry
 
 ROWS = 32  # maximum rows of a batch
+MAX_PICTURES, SIDE = 1000, 96  # pictures on a page, and their height and width in pixels
+PAGE = """\
+<!doctype html>
+<html lang="en">
+<meta charset="utf-8"><meta name="viewport" content="width=device-width"><meta name="generator" content="toyexp">
+<title>{title}</title>
+<style>
+:root {{ color-scheme: light dark; font: 15px/1.4 system-ui, sans-serif; overflow-wrap: anywhere; }}
+caption, th, td {{ text-align: left; padding-right: 1rem; }}
+main {{ display: flex; flex-wrap: wrap; gap: 1rem; margin-top: 2rem; }} figure {{ width: 11rem; margin: 0; }}
+</style>
+<h1>{title}</h1>
+<p>{summary}</p>
+<table><caption>Confusions, most frequent first</caption>
+<tr><th scope="col">label<th scope="col">predicted<th scope="col">images</tr>
+{rows}</table>
+<main>
+{figures}</main>
+"""
 
 
 @dataclass(frozen=True)
@@ -40,7 +62,7 @@ class Prediction:
     top: Sequence[tuple[str, float]]  # most probable classes with their probabilities, in descending order
     error: str | None = None
     path: Path = Path()
-    label: str | None = None  # the true class: name of the directory of the image, if it is that of a class
+    label: str | None = None  # name of the image's directory, if it is the name of a class
 
     @property
     def correct(self) -> bool | None:
@@ -107,6 +129,39 @@ class Predictions(Answer):
             truth = [image.label or "", "" if image.correct is None else str(image.correct).lower()]
             table.append([image.file, *cells, *[""] * (2 * rank_count - len(cells)), *truth, image.error or ""])
         return format_csv(table)
+
+    def html(self) -> str:
+        """Return a page with the wrongly classified images, the most probable first, and the number of each confusion.
+
+        Raise UserError if no image lies in a directory with the name of a class.
+        """
+        if self.accuracy is None:
+            names = ", ".join(self.classes[:3])
+            raise UserError(
+                f"--html: no image lies in a directory named like one of the model's classes ({names}, ...)"
+            )
+        wrong = sorted((i for i in self.images if i.correct is False), key=lambda image: -image.top[0][1])
+        pairs = Counter((str(image.label), image.top[0][0]) for image in wrong).most_common()
+        shown = f" The {MAX_PICTURES} most probable are shown." if len(wrong) > MAX_PICTURES else ""
+        return PAGE.format(
+            title=escape(f"{self.file}: {pluralise(len(wrong), 'wrongly classified image')}"),
+            summary=escape(f"{self.summary()}.{shown}"),
+            rows="".join(f"<tr><td>{escape(label)}<td>{escape(name)}<td>{n}</tr>\n" for (label, name), n in pairs),
+            figures="".join(map(_figure, wrong[:MAX_PICTURES])),
+        )
+
+
+def _figure(image: Prediction) -> str:
+    from PIL import Image
+
+    picture = io.BytesIO()
+    Image.fromarray(read_image(image.path, SIDE, color=True, resize=True)).save(picture, "JPEG")
+    address, file = f"data:image/jpeg;base64,{base64.b64encode(picture.getvalue()).decode()}", escape(image.file)
+    shares = escape(", ".join(f"{name} {share:.1%}" for name, share in image.top))
+    return (
+        f'<figure><img src="{address}" width="{SIDE}" height="{SIDE}" alt="{file}"><figcaption>'
+        f"<b>{escape(str(image.label))}</b>, predicted: {shares}<br>{file}</figcaption></figure>\n"
+    )
 
 
 def list_images(paths: Sequence[Path]) -> list[Path]:

@@ -20,6 +20,7 @@ EXIT_CODES = {0: "success", 2: "bad input: one or two lines say what is wrong; n
 PURPOSES = {
     "Look up": ["help", "plugins", "completion"],
     "Check this machine": ["doctor", "parity", "bench"],
+    "Check data": ["data"],
     "Compare runs": ["runs", "compare"],
     "Use a trained model": ["generate", "predict", "eval", "describe", "models", "export", "merge"],
     "Write a plugin": ["new"],
@@ -55,6 +56,7 @@ NOTES = {
         "toyexp parity engine=cpu,ggml model=gpt2 steps=5",
     ),
     "bench": CommandNotes(PLOT_FILE, guide="guides/speed.md"),
+    "data": CommandNotes("nothing, apart from the data cache", guide="guides/data.md#see-what-the-model-reads"),
     "eval": CommandNotes(
         fails="the held-out loss is NaN or infinite", guide="guides/after.md#evaluate-a-model-toyexp-eval"
     ),

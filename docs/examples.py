@@ -17,7 +17,7 @@ COLUMNS = 106  # of the terminal: a page has room for as many beside its table o
 # Runs that the examples use, besides outputs/sweep and outputs/digits, which `make pictures` trains.
 RUNS = (
     "recipe=warm steps=1000 hydra.run.dir=outputs/warm",
-    "recipe=lora recipe.base=outputs/warm/model.gguf steps=100 hydra.run.dir=outputs/lora",
+    "recipe=lora recipe.base=outputs/warm/model.gguf recipe.targets=[q] steps=100 hydra.run.dir=outputs/lora",
 )
 PARTS = r"^(settings|engine|model|data|recipe|base|trains|time|dry)"  # of a dry run
 # The command of each example, by the name of its command or of its page of settings; a pattern selects the lines to
@@ -41,7 +41,7 @@ EXAMPLES = {
     "help": ("help 'learning rate'", ""),
     "settings": ("steps=300 batch_size=16 lr=1e-3 --dry-run", ""),
     "model": ("model=qwen3 model.d_model=128 model.n_layers=4 --dry-run", PARTS),
-    "data": ("data=stdlib data.tokenizer=char data.max_mb=1 --dry-run", PARTS),
+    "data": ("data data=text data.path=book.txt model.context=48", ""),
     "recipe": ("recipe=lora recipe.base=outputs/warm/model.gguf recipe.rank=4 --dry-run", PARTS),
     "engine": ("engine=ggml engine.threads=1 --dry-run", PARTS),
     "optim": ("optim=lion lr=3e-4 optim.weight_decay=0.1 --dry-run", PARTS),

@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from toyexp.config.build import create_data
     from toyexp.formats.gguf.open_model import FromGGUF
     from toyexp.inference.model_files import adapter_files, check_base, find_adapter_file, find_model_file
+    from toyexp.interfaces.apart import apart_inputs, keep_apart
     from toyexp.interfaces.arithmetic import Arithmetic
     from toyexp.interfaces.callback import Callback, Schedule
     from toyexp.interfaces.command import Arguments, Command

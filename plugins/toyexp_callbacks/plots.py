@@ -15,9 +15,9 @@ from typing import Any, ClassVar
 from toyexp import Plan, Run, hookimpl, printable
 from toyexp.base import (
     BLUE,
+    GREEN,
     GREY,
     INK,
-    RED,
     SMALL,
     VERMILLION,
     Sheet,
@@ -43,7 +43,10 @@ MAX_POINTS = 4000  # points per curve, more than a printer resolves
 MAX_EXTRA = 6  # panels for numbers that callbacks log
 HALF = 45**2 / 60000  # fraction of the steps over which a smoothing weight halves, as on the report page
 LABEL_WIDTH = 70  # characters per line of the label at a marked step
+ROW_LENGTH = 95  # characters that fit above a panel
 MOST_ABOVE = 0.2  # fraction of the steps; if the losses of more are above the shown range, it includes all
+FEW_STEPS = 10  # if a run diverges before this step, the shown range includes all losses
+SPIKE = 10  # a loss is a spike if its distance from the other losses is this many times their range
 NOT_PLOTTED = {"ppl", "tokens", "wall_us"}
 
 Points = tuple[list[int], list[float]]  # steps, and a value for each
@@ -247,16 +250,29 @@ def smooth(values: Sequence[float]) -> tuple[list[float], float]:
     return [total.real / total.imag if point else math.nan for point, total in sums], half
 
 
+def remove_spikes(values: Sequence[float]) -> list[float]:
+    """Return the values with NaN in place of spikes, so that a few huge values do not displace the smoothed curve.
+
+    If more than the share MOST_ABOVE of the values would be spikes, none is.
+    """
+    finite = sorted(filter(math.isfinite, values)) or [math.nan]
+    top = max(finite[len(finite) // 2], *filter(math.isfinite, values[:1]))
+    limit = top + SPIKE * (top - finite[0])
+    is_rare = sum(value > limit for value in finite) <= MOST_ABOVE * len(finite)
+    return [math.nan if is_rare and value > limit else value for value in values]
+
+
 def _loss(axes: Any, curves: Curves) -> None:
     steps, values = curves.steps["loss"]
     ends: list[float] = []
     shown = finite = sorted(value for value in values if math.isfinite(value))
     diverged = find_divergence(steps, values)
     split = steps.index(diverged) if diverged is not None else 0
-    is_late = split > MOST_ABOVE * len(steps)  # the axis then fits the losses before the divergence
+    is_late = split > max(MOST_ABOVE * len(steps), FEW_STEPS)  # the axis then fits the losses before the divergence
     if finite:
-        means, half = smooth(values)
-        means = [*smooth(values[:split])[0], *smooth(values[split:])[0]] if is_late else means
+        means, half = smooth(remove_spikes(values))
+        if is_late:
+            means = [mean for part in (values[:split], values[split:]) for mean in smooth(remove_spikes(part))[0]]
         if half > 1:
             axes.plot(*thin_curve(steps, values, MAX_POINTS), color=BLUE, linewidth=0.6, alpha=0.35,
                       label="training, each step")  # fmt: skip
@@ -265,7 +281,7 @@ def _loss(axes: Any, curves: Curves) -> None:
         axes.plot(*thin_curve(steps, means, MAX_POINTS), color=BLUE, linewidth=1.6, label=label)
         ends.append(end)
         shown = [*filter(math.isfinite, means), *(finite[int(share * (len(finite) - 1))] for share in (0.01, 0.98))]
-        if stop < steps[-1]:
+        if not math.isfinite(values[-1]):
             axes.plot(stop, end, marker="X", markersize=7, color=BLUE, markeredgecolor="white", zorder=5)
     eval_steps, held_out = curves.held_out.get("loss", ([], []))
     if eval_steps:
@@ -305,7 +321,8 @@ def _held_out(axes: Any, steps: Sequence[int], values: Sequence[float], end: str
 def _small(axes: Any, points: Points, name: str) -> None:
     axes.plot(*thin_curve(*points, MAX_POINTS), ".-" if len(points[0]) < 3 else "-", color=GREY, linewidth=0.8)
     axes.set_ylabel(textwrap.fill(name, 14), fontsize=SMALL)  # panels are one inch high
-    is_log = name != "learning rate" and set_log_scale(axes, "y", points[1])  # most schedules end near 0
+    values = [value for value in points[1] if value or name != "gradient norm"]  # it is 0 if a model is dead
+    is_log = name != "learning rate" and set_log_scale(axes, "y", values)  # most schedules end near 0
     if not is_log:
         axes.locator_params(axis="y", nbins=4)
 
@@ -313,26 +330,26 @@ def _small(axes: Any, points: Points, name: str) -> None:
 def _marks(panels: Mapping[str, Any], curves: Curves) -> None:
     """Mark the steps of the best weights, of divergence, of an early end, and of warnings."""
     loss, diverged = panels["loss"], find_divergence(*curves.steps["loss"])
-    red_steps = [(diverged, f"diverged at step {diverged}")] if diverged is not None else []
-    red_steps += [(step, f"{why}, step {step}") for step, why in filter(None, [curves.early_end])]
-    for axes in panels.values():
-        for step in curves.warnings:
-            axes.axvline(step, color=RED, linewidth=0.6, linestyle=":")
-        if curves.best is not None:
-            axes.axvline(curves.best, color=INK, linewidth=0.8, linestyle="--")
-        for step, _ in red_steps:
-            axes.axvline(step, color=RED, linewidth=1.0)
-    labels = [(curves.best, f"best, step {curves.best}", INK)] if curves.best is not None else []
-    labels += [(step, text, RED) for step, text in red_steps]
+    marks = [([curves.best], f"best, step {curves.best}", GREEN, "--", 1.0)] if curves.best is not None else []
+    marks += [([diverged], f"diverged at step {diverged}", INK, "-", 1.2)] if diverged is not None else []
+    marks += [([step], f"{why}, step {step}", INK, "-", 1.2) for step, why in filter(None, [curves.early_end])]
     if steps := sorted(set(curves.warnings)):
         text = f"warning{'s' * (len(steps) > 1)}, step{'s' * (len(steps) > 1)} {', '.join(map(str, steps))}"
-        labels.append((steps[0], textwrap.shorten(text, LABEL_WIDTH, placeholder=" ..."), RED))
+        marks.append((steps, textwrap.shorten(text, LABEL_WIDTH, placeholder=" ..."), GREY, ":", 1.0))
+    for axes, (positions, _, colour, style, width) in itertools.product(panels.values(), marks):
+        for step in positions:
+            axes.axvline(step, color=colour, linestyle=style, linewidth=width)
     low, high = loss.get_xlim()
-    line = int(bool(loss.get_title(loc="right")))  # below is the note of fit_y_axis
-    for step, text, colour in labels:
-        is_right, lines = step < (low + high) / 2, textwrap.wrap(text, LABEL_WIDTH)
+    note = loss.get_title(loc="right")  # by fit_y_axis
+    taken = [(0, 1 - len(note) / ROW_LENGTH, 1.0)] if note else []  # row above the panel, left and right end
+    for (step, *_), text, colour, *_ in marks:
+        place, lines = (step - low) / (high - low), textwrap.wrap(text, LABEL_WIDTH)
+        length, is_right = max(map(len, lines)) / ROW_LENGTH, place < 0.5
+        left, right = (place, place + length) if is_right else (place - length, place)
+        rows = {row for row, start, end in taken if start < right and left < end}
+        row = next(n for n in itertools.count() if not rows & {*range(n, n + len(lines))})
+        taken += [(row + n, left, right) for n in range(len(lines))]
         label = "\n".join(lines).replace("$", r"\$")  # matplotlib would parse text between $ as a formula
-        loss.annotate(label, (step, 1), xycoords=("data", "axes fraction"), xytext=(0, 4 + 12 * line),
+        loss.annotate(label, (step, 1), xycoords=("data", "axes fraction"), xytext=(0, 4 + 12 * row),
                       textcoords="offset points", ha="left" if is_right else "right", va="bottom", fontsize=SMALL,
                       color=colour)  # fmt: skip
-        line += len(lines)

@@ -18,6 +18,7 @@ from toyexp.base import (
     format_count,
     format_duration,
     format_loss,
+    has_colour,
     is_notebook,
     is_silent,
     print_line,
@@ -28,7 +29,7 @@ from toyexp_callbacks.events import Listener
 REDRAW_SECONDS = 0.1
 MIN_BAR_WIDTH = 8  # columns; shorter bars are not drawn
 # The green of the plots, and a grey track. Both are visible on light and on dark backgrounds.
-BAR_COLOUR, TRACK_COLOUR = "#26805A", "#A0A0A0"
+BAR_COLOUR, TRACK_COLOUR = "#268960", "#A0A0A0"
 PARTS = ("loss", "held_out", "speed", "left")  # the displayed numbers, in order
 MAX_SILENCE = 60.0  # seconds without a plain line after which one is printed anyway
 SPEED_SECONDS = 10.0  # averaging window of the displayed speed
@@ -173,7 +174,7 @@ class Bar:
         from rich.live import Live
 
         self._steps, self._parts = steps, dict.fromkeys(PARTS, "")
-        self._console = Console(highlight=False)
+        self._console = Console(highlight=False, color_system="auto" if has_colour(sys.stdout) else None)
         # No automatic redraws, because their thread would slow down the steps.
         self._live = Live(console=self._console, auto_refresh=False)
         self._live.start()

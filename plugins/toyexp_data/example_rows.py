@@ -9,7 +9,7 @@ from typing import Any, cast
 
 import numpy as np
 
-from toyexp import TOKENS, Batch, Batches, Dataset, Tokenizer, UserError
+from toyexp import TOKENS, Batch, Batches, Dataset, Tokenizer, UserError, apart_inputs
 from toyexp.base import stream
 from toyexp_data.chat import Example
 
@@ -22,7 +22,7 @@ class ExampleDataset(Dataset):
         train: Sequence[Example],
         held_out: Sequence[Example],
         tokenizer: Tokenizer,
-        pack: bool,
+        pack: str,
         eval_batches: int,
         facts: Mapping[str, Any],
         remarks: Sequence[str] = (),
@@ -109,15 +109,15 @@ class Examples:
         """Return a mask [N] of the usable examples: one of their first `length` tokens counts in the loss."""
         return self.first < length
 
-    def rows(self, row_length: int, pack: bool, order: np.ndarray) -> list[list[int]]:
+    def rows(self, row_length: int, pack: str, order: np.ndarray) -> list[list[int]]:
         """Assign examples to rows; return the indices of the examples in each row.
 
-        If `pack` is False, a row has one example. Otherwise it has several that fit into `row_length` tokens (best fit,
-        longest first). `order` has the indices of all examples. An example is left out if none of its first
+        If `pack` is "none", a row has one example. Otherwise it has several that fit into `row_length` tokens (best
+        fit, longest first). `order` has the indices of all examples. An example is left out if none of its first
         `row_length` tokens counts in the loss.
         """
         order, lengths = order[self.usable(row_length)[order]], np.minimum(self.lengths, row_length)
-        if not pack:
+        if pack == "none":
             return [[example] for example in order.tolist()]
         rows: list[list[int]] = []
         by_room: list[list[int]] = [[] for _ in range(row_length)]  # rows by their free tokens
@@ -131,13 +131,14 @@ class Examples:
             by_room[room - length].append(row)
         return rows
 
-    def fill(self, rows: Sequence[Sequence[int]], context: int) -> dict[str, np.ndarray]:
+    def fill(self, rows: Sequence[Sequence[int]], context: int, apart: bool = False) -> dict[str, np.ndarray]:
         """Return the arrays of a batch: tokens, targets and weights, each [rows, context].
 
-        `rows` has the numbers of the examples in each row. Rows are padded with end-of-text tokens of weight 0.
+        `rows` has the numbers of the examples in each row. Rows are padded with end-of-text tokens of weight 0. If
+        `apart` is True, the batch also has the arrays of `apart_inputs`.
         """
         ids = np.full((len(rows), context + 1), self.eos, np.int32)
-        learned = np.zeros(ids.shape, np.float32)
+        learned, starts = np.zeros(ids.shape, np.float32), np.zeros((len(rows), context), np.int32)
         for row, members in enumerate(rows):
             position = 0
             for example in members:
@@ -145,9 +146,12 @@ class Examples:
                 source, target = int(self.starts[example]), slice(position, position + length)
                 ids[row, target] = self.ids[source : source + length]
                 learned[row, target] = self.learned[source : source + length]
+                starts[row, position:] = position
                 position += length
-        compact = np.ascontiguousarray
-        return {"tokens": compact(ids[:, :-1]), "targets": compact(ids[:, 1:]), "weights": compact(learned[:, 1:])}
+        arrays = {"tokens": ids[:, :-1], "targets": ids[:, 1:], "weights": learned[:, 1:]}
+        if apart:
+            arrays |= {"starts": starts, "positions": np.arange(context, dtype=np.int32) - starts}
+        return {name: np.ascontiguousarray(array) for name, array in arrays.items()}
 
 
 class ExampleBatches(Batches):
@@ -157,17 +161,18 @@ class ExampleBatches(Batches):
     """
 
     def __init__(
-        self, train: Examples, held_out: Examples, context: int, rows: int, seed: int, pack: bool, eval_batches: int
+        self, train: Examples, held_out: Examples, context: int, rows: int, seed: int, pack: str, eval_batches: int
     ):
         self._train, self._held_out = train, held_out
         self._context, self._count, self._seed = context, rows, seed
-        self._eval_batches = eval_batches
+        self._eval_batches, self._apart = eval_batches, pack == "apart"
         shuffled = np.argsort(stream(seed, "pack").random_raw(len(train.lengths)), kind="stable")
         self._rows = train.rows(context + 1, pack, shuffled)
         self.rows_per_epoch = len(self._rows)
         self._held_out_rows = held_out.rows(context + 1, pack, np.arange(len(held_out.lengths)))
         self._order = lru_cache(maxsize=2)(self._epoch_order)
-        self.inputs, row_length, parts = TOKENS.inputs(context), context + 1, (train, held_out)
+        self.inputs = TOKENS.inputs(context) | (apart_inputs(context) if self._apart else {})
+        row_length, parts = context + 1, (train, held_out)
         cut = sum(int((p.usable(row_length) & (p.lengths > row_length)).sum()) for p in parts)
         too_long, count = sum(int((~p.usable(row_length)).sum()) for p in parts), sum(len(p.lengths) for p in parts)
         self.facts = {"truncated": cut, "too_long": too_long}
@@ -181,10 +186,10 @@ class ExampleBatches(Batches):
         return np.argsort(stream(self._seed, "data-order", epoch).random_raw(len(self._rows)), kind="stable")
 
     def batch(self, k: int) -> Batch:
-        """Return training batch `k`: tokens, targets and weights, each [rows, context]."""
+        """Return training batch `k`, as `Examples.fill` makes it."""
         positions = (divmod(n, len(self._rows)) for n in range(k * self._count, (k + 1) * self._count))
         members = [self._rows[self._order(epoch)[position]] for epoch, position in positions]
-        return self._train.fill(members, self._context)
+        return self._train.fill(members, self._context, self._apart)
 
     def held_out(self) -> Sequence[Batch]:
         """Return at most `eval_batches` batches of evenly spread rows. Rows that pad the last batch have weight 0."""
@@ -195,7 +200,7 @@ class ExampleBatches(Batches):
         for first in range(0, limit, self._count):
             part = indices[first : first + self._count]
             padded = np.resize(part, self._count)  # repeated rows fill the shape, with weight 0
-            batch = self._held_out.fill([self._held_out_rows[i] for i in padded], self._context)
+            batch = self._held_out.fill([self._held_out_rows[i] for i in padded], self._context, self._apart)
             batch["weights"][len(part) :] = 0
             batches.append(batch)
         return batches

@@ -198,7 +198,7 @@ class ExampleData(RecordData):
     name: ClassVar[str] = "examples"
 
     train_on: str = "answers"  # compute the loss on: answers | last (a conversation's last answer) | all
-    pack: bool = False  # several examples per row, which attend to each other, also in evals; false: one per row
+    pack: str = "none"  # examples per row: none (one) | joined (several, which see each other) | apart (which do not)
 
     @classmethod
     def recognises(cls, path: Path) -> int:
@@ -208,7 +208,7 @@ class ExampleData(RecordData):
     def check(self) -> None:
         """Raise UserError for invalid settings and missing files."""
         super().check()
-        require_choice("data", self, train_on=TRAIN_ON)
+        require_choice("data", self, train_on=TRAIN_ON, pack=("none", "joined", "apart"))
 
     def open(self, vocabulary: Path | None) -> ExampleDataset:
         """Read, split and tokenize the examples; with on_error=skip leave out and count unusable ones."""

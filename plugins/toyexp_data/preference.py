@@ -75,7 +75,7 @@ class Preference(RecordData):
         equal = facts["equal_pairs"] = sum(good.ids.tolist() == bad.ids.tolist() for good, bad in pairs)
         notes = [f"{equal} of {len(pairs)} pairs teach nothing: their completions are equal"] if equal else []
         notes += self.bpe_notes(tokenizer)
-        dataset = PairDataset(train, held, tokenizer, False, self.eval_batches, facts, notes)
+        dataset = PairDataset(train, held, tokenizer, "none", self.eval_batches, facts, notes)
         dataset.chat_template = tokenizer.chat_template if chats else ""
         return dataset
 

@@ -53,10 +53,12 @@ class GGUF(Format):
     def write_again(self, file: ModelFile, path: Path, requantize: bool) -> list[str] | None:
         """Copy a GGUF file to `path`, with its tensors converted to this format's type and with all its metadata.
 
-        Return a list of warnings about converted tensors, or None if `file` is not a GGUF. Tensors that already have
-        the right type are copied unchanged.
+        Return a list of warnings about converted tensors, or None if `file` cannot be copied so: llama.cpp, which
+        writes K-quants, reads GGUF only. Tensors that already have the right type are copied unchanged.
         """
-        return formats.rewrite_gguf(file, path, self.type, requantize) if isinstance(file, formats.GGUFFile) else None
+        if not isinstance(file, formats.GGUFFile) or (file.is_converted and self.type in K_QUANTS):
+            return None
+        return formats.rewrite_gguf(file, path, self.type, requantize)
 
     def notes(self, export: ModelExport) -> list[str]:
         """Return a note if only toyexp can read the model."""

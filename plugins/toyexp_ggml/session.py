@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from toyexp import Batch, Params, Plan, PlanTensor, Session, SessionError, StepMetrics
+from toyexp import Batch, FromGGUF, Params, Plan, PlanTensor, Session, SessionError, StepMetrics
 from toyexp.formats import mappable_tensor
 from toyexp_ggml.binding import GraphError, version
 from toyexp_ggml.binding.backend import Backend
@@ -116,12 +116,14 @@ class GGMLSession(Session):
     def _map_frozen(self) -> dict[str, Node]:
         """Return, by name, the frozen tensors that keep their type in the file: all matrices, and all float32 tensors.
 
-        On the CPU these tensors are memory-mapped, not copied. Raise GGUFError if a tensor is missing or contains NaN
-        or infinity.
+        On the CPU these tensors are memory-mapped, not copied, unless the file has them in another form, such as
+        other rows first. Raise GGUFError if a tensor is missing or contains NaN or infinity.
         """
-        files, nodes = defaultdict(list), {}
+        files, nodes = defaultdict(list), dict[str, Node]()
         for tensor in self.plan.tensors:
-            if info := mappable_tensor(tensor):
+            if (info := mappable_tensor(tensor)) and info.offset < 0:
+                nodes[tensor.name] = self._memory.tensor(tensor.shape, info.type_id)
+            elif info:
                 files[info.path].append((tensor, info))
         for path, tensors in files.items():
             file = self._register(MappedFile(self._backend, str(path), len(tensors)))
@@ -173,8 +175,11 @@ class GGMLSession(Session):
     # -- the session interface -------------------------------------------------------------------------------------
 
     def do_load(self, tensor: PlanTensor) -> None:
-        if tensor.name not in self._frozen:
+        if (info := mappable_tensor(tensor)) is None:
             super().do_load(tensor)
+        elif info.offset < 0:
+            assert isinstance(tensor.values, FromGGUF)
+            put(self._weights[tensor.name], tensor.values.raw())
 
     def do_upload(self, tensor: PlanTensor, array: np.ndarray) -> None:
         if tensor.name in self._frozen:

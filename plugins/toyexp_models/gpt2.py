@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, ClassVar
 
-from toyexp import LORA, Normal, Ops, Params, Tensor, TensorSpec
+from toyexp import LORA, Normal, Ops, Params, Tensor, TensorSpec, keep_apart
 from toyexp.base import require_range
 from toyexp_models.gguf import GPT2GGUF
 from toyexp_models.huggingface import gpt2_layout
@@ -57,14 +57,14 @@ class GPT2(MuP, LanguageModel):
 
     def forward(self, ops: Ops, p: Params, batch: Mapping[str, Tensor]) -> Tensor:
         """Return the logits [B, T, vocab] of tokens [B, T]."""
-        length = batch["tokens"].shape[-1]
+        ops, length = keep_apart(ops, batch), batch["tokens"].shape[-1]
         x = ops.embed(p["token_embd.weight"], batch["tokens"])  # [B, T, d]
         x = ops.add(x, ops.first_rows(p["position_embd.weight"], length))
         if not self.dropout:
             batch = {}  # a batch for two models may have masks of the other one
         x = ops.dropout(x, batch, "token_embd.dropout")
         for i in range(self.n_layers):
-            masks = {n: batch[mask] for n in DROPPED if (mask := f"blk.{i}.{n}.dropout") in batch}
+            masks = {n: batch[f"blk.{i}.{n}.dropout"] for n in DROPPED if f"blk.{i}.{n}.dropout" in batch}
             x = ops.block(self.block, x, p.block(i), *([masks] if masks else []))
         x = ops.layer_norm(x, p["output_norm.weight"], p["output_norm.bias"], self.norm_eps)
         return ops.logits(self.scale_output(ops, x), p["token_embd.weight" if self.tied else "output.weight"])

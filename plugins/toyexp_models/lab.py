@@ -137,7 +137,7 @@ class Lab(ExpertsModel):
             h = self.norm(ops, x, p.block(0), "attn_norm")
             first = ops.heads(linear(ops, h, p.block(0), "attn_v"), self.n_kv_heads)  # [B, T, Hkv, D]
         for i in range(self.n_layers):
-            own = {n: masks[mask] for n in DROPPED if (mask := f"blk.{i}.{n}.dropout") in masks}
+            own = {n: masks[f"blk.{i}.{n}.dropout"] for n in DROPPED if f"blk.{i}.{n}.dropout" in masks}
             x = self.run_block(ops, x, p, i, i, first, own)
         return x
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from toyexp import Constant, Normal, Ops, Params, Rotary, Tensor, TensorSpec, UserError
+from toyexp import Constant, Normal, Ops, Params, Rotary, Tensor, TensorSpec, UserError, keep_apart
 from toyexp.base import MAX_INT, require_range
 from toyexp_models.language import LanguageModel, require_shared_heads
 
@@ -127,6 +127,7 @@ class RotaryModel(LanguageModel):
 
     def forward(self, ops: Ops, p: Params, batch: Mapping[str, Tensor]) -> Tensor:
         """Return the logits [B, T, vocab] of tokens [B, T]."""
+        ops = keep_apart(ops, batch)
         x = self.blocks(ops, self.embed(ops, p["token_embd.weight"], batch["tokens"]), p, batch)  # [B, T, d]
         x = self.norm(ops, x, p, self.last_norm)
         return self.logits(ops, x, p["token_embd.weight" if self.tied else "output.weight"])

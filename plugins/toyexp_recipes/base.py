@@ -22,7 +22,7 @@ class FromBase(Recipe):
     optim_mode: ClassVar[str] = LORA
     starts_from: ClassVar[str] = "base"
 
-    base: str | None = None  # model to start from: a model file, or the directory of a run, checkpoint or HF model
+    base: str | None = None  # model to start from: a model file; directory of a run, checkpoint or HF model; hub id
 
     def check(self) -> None:
         """Raise UserError if the setting `base` is empty."""

@@ -44,7 +44,7 @@ SHORT_NAMES = {  # short names and PEFT's names of linear layers, each with the 
 # What a name in transformers has before the linear layer's own name; the group is the block's number.
 TRANSFORMERS_PATH = re.compile(r"^(?:.*\b(?:h|layers)\.(\d+|\*)\.)?(?:(?:self_attn|attn|mlp|mixer)\.(?!c_proj))?")
 RANK = 8  # default
-QUERIES = ("attn_q", "attn_qkv", "ssm_in")  # the default target is the first of these layers that the model has
+ROUTER = "ffn_gate_inp"  # chooses experts; the only linear layer of a block that is no target by default
 
 
 @dataclass
@@ -58,7 +58,7 @@ class Lora(FromBase):
     rank: int | None = None  # rank of the adapters; null: the rank of recipe.adapter, or 8 without it
     alpha: float | None = None  # adapters are scaled by alpha / rank; null: alpha = rank
     rslora: bool = False  # true: scale by alpha / sqrt(rank) instead (rsLoRA)
-    targets: list[str] | None = None  # all-linear, q k v o gate up down, PEFT's names (q_proj), ffn_*; null: q or qkv
+    targets: list[str] | None = None  # q k v o gate up down, PEFT's names (q_proj), ffn_*; null: all in the blocks
     init_scale: float = 0.01  # standard deviation of A's initial values
     dropout: float = 0.0  # dropout probability of the adapters' inputs
 
@@ -172,13 +172,12 @@ class Lora(FromBase):
         others = ("_norm.weight", "conv.weight", "conv1d.weight", ".ssm_a", ".ssm_d")
         matrices = {n: form for n, form in blocks.items() if len(specs[n].shape) == 2 and not n.endswith(others)}
         linears = {n: ".".join(form.split(".")[2:-1]) for n, form in matrices.items()}
-        queries = next(([q] for q in QUERIES if q in linears.values()), None)
-        targets = queries if self.targets is None else self.targets
-        if targets is None:
-            hint = suggest("", set(linears.values()))
-            raise UserError(f"recipe.targets: the model has no {' or '.join(QUERIES)}; {hint}")
+        if self.targets is None:
+            if default := [n for n, module in linears.items() if module != ROUTER]:
+                return default
+            raise UserError("recipe=lora: the model's blocks have no linear layer; use recipe=full")
         names, selected = {n: (module, n, blocks[n]) for n, module in linears.items()}, set[str]()
-        for target in targets:
+        for target in self.targets:
             _, block, module = TRANSFORMERS_PATH.split(target, 1)
             short = [f"blk.{block or '*'}.{p}.*" for p in SHORT_NAMES.get(module, target).split()]
             matches = (  # try the model's own names first, because one may equal a short name

@@ -18,3 +18,11 @@ def register_models(register: Register) -> None:
     from toyexp_torch.module import TorchModule
 
     register(TorchModule)
+
+
+@hookimpl
+def register_formats(register: Register) -> None:
+    """Register the format `onnx`."""
+    from toyexp_torch.onnx import ONNX
+
+    register(ONNX)

@@ -161,12 +161,15 @@ class TorchOps(Ops):
         self, q: Tensor, k: Tensor, v: Tensor, causal: bool = True, *, window: int = 0, scale: float | None = None,
         softcap: float = 0.0, sinks: Tensor | None = None, bias: Tensor | None = None,
     ) -> Tensor:  # fmt: skip
-        if softcap or sinks is not None or bias is not None:
+        by_row = bias is not None and bias.ndim == 4 and not bias.requires_grad  # such as `keep_apart` makes
+        if softcap or sinks is not None or (bias is not None and not by_row):
             rest = {"sinks": sinks, "bias": bias}
             return self.compose_attention(q, k, v, causal, window=window, scale=scale, softcap=softcap, **rest)
         q, k, v = (t.transpose(1, 2) for t in (q, k, v))  # [B, H, T, D]
         grouped, mask = q.shape[1] != k.shape[1], None
-        if causal and 0 < window < q.shape[2]:
+        if bias is not None:
+            causal, mask = False, (self.causal(bias, window) if causal else bias).to(q.dtype)
+        elif causal and 0 < window < q.shape[2]:
             causal, mask = False, visible(q.shape[2], k.shape[2], window, q.device)
         out = F.scaled_dot_product_attention(q, k, v, mask, is_causal=causal, scale=scale, enable_gqa=grouped)
         return out.transpose(1, 2).flatten(-2)

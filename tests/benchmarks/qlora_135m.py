@@ -45,7 +45,7 @@ def engine_steps(side, base):
         from toyexp_torch.engines import TorchCPU
 
         engine = TorchCPU(threads=THREADS, packed=setting == "packed")
-    recipe = Lora(base=base, rank=RANK)
+    recipe = Lora(base=base, rank=RANK, targets=["q"])
     data, adamw = batches(), AdamW.for_lora()
     plan = recipe.plan(Llama(**SHAPE, context=CONTEXT, tied=True), Setup(data.inputs, rows=1))
     session = start_session(recipe, engine, plan)

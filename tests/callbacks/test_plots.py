@@ -7,6 +7,7 @@ import matplotlib
 import numpy as np
 import pytest
 from drawings import svg_texts
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.image import imread
 from synthetic_runs import write_run
@@ -54,7 +55,8 @@ def test_a_run_writes_a_plot_of_its_curves(train):
 
 def test_the_plot_of_a_lora_run_says_what_trains(train):
     base = train("callbacks=[default]", to="base")
-    run = train("recipe=lora", f"recipe.base={base.dir}", "recipe.rank=2", "callbacks=[default,plots]", to="lora")
+    words = ["recipe=lora", f"recipe.base={base.dir}", "recipe.rank=2", "recipe.targets=[q]"]
+    run = train(*words, "callbacks=[default,plots]", to="lora")
     assert run.code == 0, run.err
     words = " ".join(svg_texts(run.dir / "plots" / "curves.svg"))
     assert "LoRA r=2 on q: 64 of 10,576 parameters" in words, words
@@ -82,14 +84,39 @@ def test_outliers_and_the_end_in_nan_are_marked_and_do_not_wreck_the_axis(tmp_pa
     (tmp_path / "a.svg").write_bytes(draw_curves(curves)[".svg"])
     words = svg_texts(tmp_path / "a.svg")
     assert "the loss is nan, step 100" in words and "1 step above the shown range, up to 1e+06" in words
-    assert {"3.0", "3.5", "4.0", "4.5", "5.0"} <= {*words}, "the axis fits the other steps"
+    assert {"3.00", "3.50", "4.00", "4.50", "5.00"} <= {*words}, "the axis fits the other steps"
+    without = smooth_values([math.nan if loss == 1e6 else loss for loss in losses])[0]
+    assert f"training, smoothed, at the end {without[-2]:.4g}" in words, "a single spike does not displace the mean"
+
+
+def test_many_huge_losses_are_no_spikes():
+    assert plots.remove_spikes([7.0, 7.1, 1e6, 2e6, 3e6]) == [7.0, 7.1, 1e6, 2e6, 3e6]
+    kept = [7.0, 6.5, 6.0, 5.5, 1e6, 5.0]
+    assert [*filter(math.isfinite, plots.remove_spikes(kept))] == [7.0, 6.5, 6.0, 5.5, 5.0]
+
+
+def test_one_axis_has_one_notation(tmp_path):
+    gradients = [10.0**power for power in range(0, 17)] + [0.0]
+    steps = [*range(1, 19)]
+    curves = {"loss": (steps, [5.0] * 18), "grad_norm": (steps, gradients), "lr": (steps, [1.0] * 18)}
+    (tmp_path / "a.svg").write_bytes(draw_curves(Curves("run", steps=curves))[".svg"])
+    words = svg_texts(tmp_path / "a.svg")
+    assert not any("e+" in word for word in words) and any(word.startswith("10") for word in words), words
+
+
+def test_labels_above_a_panel_share_a_row_if_there_is_room(tmp_path, monkeypatch):
+    heights = {}
+    monkeypatch.setattr(Axes, "annotate", lambda self, text, at, **how: heights.update({text: how["xytext"][1]}))
+    curves = {"loss": ([*range(1, 101)], [5.0] * 100), "grad_norm": ([1], [1.0]), "lr": ([], [])}
+    draw_curves(Curves("run", steps=curves, warnings=[51], best=50, early_end=(100, "stopped")))
+    assert heights == {"best, step 50": 4, "stopped, step 100": 4, "warning, step 51": 16}
 
 
 def test_a_run_that_ends_in_a_number_has_no_cross_and_no_note_above(tmp_path):
     steps = list(range(1, 101))
     curves = {"loss": (steps, [5 - step / 50 for step in steps]), "grad_norm": ([1], [1.0]), "lr": ([], [])}
     (tmp_path / "a.svg").write_bytes(draw_curves(Curves("run", steps=curves))[".svg"])
-    assert plots.RED.lower() not in (tmp_path / "a.svg").read_text().lower()
+    assert "fill: #0b4a8a; stroke: #ffffff" not in (tmp_path / "a.svg").read_text(), "the cross"
     assert "above the shown range" not in " ".join(svg_texts(tmp_path / "a.svg"))
 
 

@@ -294,6 +294,8 @@ CHOICES = [
     ("objective=dpo", "did you mean objective=preference objective.kind=dpo?"),
     ("objective=preference objective.beta=0", "objective.beta=0.0: must be at least 0.00001 and at most 1000"),
     ("objective=distil objective.teacher=a objective.beta=1", "objective.beta=1.0: must be above 0 and below 1"),
+    ("objective=preference objective.gamma=-1", "objective.gamma=-1.0: must be at least 0 and at most 1000"),
+    ("objective=distil objective.teacher=a objective.temperature=2e3", "must be at least 0.001 and at most 1000"),
     ("objective=contrastive objective.temperature=1e30", "temperature=1e+30: must be at least 0.001 and at most 1000"),
     ("objective.class_weights=[1,2]", "must be a mapping in braces: objective.class_weights={0: 2.5}"),
     ("objective.class_weights={a:2}", "keys must be whole numbers, got a"),
@@ -356,7 +358,10 @@ SYNTAX = [
     ("optim.lr=0.1", "unknown key optim.lr; did you mean lr?"),
     ("lr=0,001", "has several values; for a decimal number type lr=0.001; add -m"),
     ("data=a/book.txt", "for this file: data=text data.path=a/book.txt"),
-    ("recipe=lora recipe.base=org/name", "recipe.base=org/name: not found; only local", "hf download org/name"),
+    (
+        "recipe=lora recipe.base=org/name",
+        "org/name: not found here and in the Hugging Face cache; to get it: hf download org/name; ",
+    ),
     ("--multirum", "did you mean --multirun?"),
 ]
 
@@ -557,7 +562,7 @@ def test_a_pattern_with_brackets_is_rejected_with_the_valid_form(run_rejected, n
         ("-m seed=1,2 optim.beta1=2", ["optim.beta1=2.0: must be at least 0"]),
         ("-m seed=1,2 stesp=5", ["unknown key stesp;", "did you mean steps?"]),
         ("-m hydra/launcher=ray_aws", ["sweep.launcher=serial, processes, stacked, submitit, ray"]),
-        ("-m hydra.sweeper.max_batch_size=5", ["runs the jobs of a sweep itself"]),
+        ("-m hydra.sweeper.max_batch_size=5", ["starts the jobs of a sweep itself"]),
         ("-m seed=1,2 sweep.jbos=2", ["did you mean sweep.jobs?"]),
         ("-m seed=1,2 sweep.timeout_min=5", ["did you mean sweep.submitit.timeout_min?"]),
         ("-m seed=1,2 sweep=joblib", ["sweep=joblib: set its keys one by one"]),

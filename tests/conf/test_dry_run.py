@@ -42,6 +42,7 @@ def test_a_dry_run_predicts_the_figures_of_a_run(capsys):
         "callbacks=[events,gguf_export]",
         "recipe=lora",
         "recipe.base=base/model.gguf",
+        "recipe.targets=[q]",
         "steps=11",
         "eval_every=4",
         "name=mine",

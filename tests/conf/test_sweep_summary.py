@@ -93,6 +93,8 @@ def test_jobs_with_other_bases_are_other_trials_and_with_other_data_none_is_best
     ranking = rank_jobs(jobs)
     assert ranking.best is None and ranking.conflict == "the data differ between points (tokenizer)"
     assert ranking.notes()[1].startswith(ranking.conflict)
+    del jobs[0].result["sources"]["tokenizer"]
+    assert rank_jobs(jobs).conflict == "the data differ between points (data)"
     jobs[3].status = Status.FAILED  # a failed job has no result to compare
     assert rank_jobs(jobs).best is not None
 
@@ -107,6 +109,8 @@ def test_losses_of_different_objectives_are_not_ranked_but_a_metric_that_they_sh
     ]
     ranking = rank_jobs(jobs, ["sweep.metric=accuracy"])
     assert ranking.best is ranking.points[0] and ranking.best.label == "objective.kind=ipo" and not ranking.notes()
+    del jobs[0].result["sources"]["loss"]  # a cross-entropy has no digest
+    assert rank_jobs(jobs).conflict == "the objectives differ between points"
 
 
 def test_equal_data_with_another_tokenizer_name_still_has_a_best_trial():

@@ -100,7 +100,7 @@ def test_a_sweep_prints_two_lines_per_job_and_the_rest_into_logs(tmp_path, monke
         f"sweep.isolate={isolate}",
     ]
     assert main(words) == 0
-    out = re.sub(r"\x1b\[\d*m", "", capfd.readouterr().out)  # without colours
+    out = re.sub(r"\x1b\[[\d;]*m", "", capfd.readouterr().out)  # without colours
     lines = [line for line in out.splitlines() if line.startswith("[")]
     assert lines[::2] == ["[0] lr=0.01  begins, job 1 of 2", "[1] lr=0.001  begins, job 2 of 2"]
     assert [line.partition("  smoothed")[0] for line in lines[1::2]] == [
@@ -109,7 +109,7 @@ def test_a_sweep_prints_two_lines_per_job_and_the_rest_into_logs(tmp_path, monke
     text = (tmp_path / "s/logs/1.log").read_text()
     assert "step 3/3" in text and "completed after 3 steps" in text and "\x1b" not in text
     assert main([*words, "sweep.verbose=true", "hydra.sweep.dir=t"]) == 0
-    output = re.sub(r"\x1b\[\d*m", "", capfd.readouterr().out)
+    output = re.sub(r"\x1b\[[\d;]*m", "", capfd.readouterr().out)
     assert "[1] lr=0.001  (job 2 of 2)" in output and output.count("completed after 3 steps in") == 2
 
 

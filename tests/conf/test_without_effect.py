@@ -133,15 +133,17 @@ IDLE = {
         "callbacks=[]",
     ),
     "switches that are off": (
-        "objective=distil objective.teacher=teacher.gguf objective.beta=0.3 model=lab model.window_period=3 "
-        "model.experts_used=1",
-        ["model.experts_used=1: has no effect with model.experts=0", "model.window_period=3: has no effect",
-         "objective.beta=0.3: has no effect with objective.kind=forward"],
+        "objective=distil objective.teacher=teacher.gguf objective.beta=0.3 objective.kind=reverse model=lab "
+        "model.window_period=3 model.experts_used=1 model.experts_normalised=false",
+        ["model.experts_used=1: has no effect with model.experts=0",
+         "model.experts_normalised=false: has no effect with model.experts=0", "model.window_period=3: has no effect",
+         "objective.beta=0.3: has no effect with objective.kind=reverse"],
         "objective=distil objective.teacher=teacher.gguf objective.beta=0.3 objective.kind=jsd model=lab",
     ),
     "only the targets of the data": (
-        "objective=distil objective.teacher=teacher.gguf objective.hard=1", ["objective.hard=1: the teacher has no"],
-        "objective=distil objective.teacher=teacher.gguf objective.hard=0.9",
+        "objective=distil objective.teacher=teacher.gguf objective.hard=1 objective.beta=0.3",
+        ["objective.beta=0.3: has no effect with objective.kind=forward", "objective.hard=1: the teacher has no"],
+        "objective=distil objective.teacher=teacher.gguf objective.hard=0.99",
     ),
     "a margin of another kind": (
         "data=preference data.path=pairs.jsonl objective=preference objective.gamma=1",
@@ -150,6 +152,9 @@ IDLE = {
     ),
     "rates for another optimiser": (
         "model.mup=true optim=sgd", ["model.mup=true: with optim=sgd the best lr"], "model.mup=true",
+    ),
+    "rates for muon": (
+        "model.mup=true optim=muon", ["model.mup=true: with optim=muon the best lr"], "model.mup=true optim=adamw",
     ),
     "a schedule without the usual callbacks": (
         "callbacks=[linear]", ["callbacks=[linear]: leaves out progress, watch, events, gguf_export"],

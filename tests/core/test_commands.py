@@ -154,7 +154,7 @@ def test_help_imports_no_framework_for_commands(toyexp):
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True)
     loaded = set(done.stderr.split())
     assert not loaded & {"numpy", "yaml", "hydra", "omegaconf", "torch", "ggml"}
-    assert not loaded & {"toyexp.cli.bench", "toyexp.interfaces.session", "toyexp_data.examples"}
+    assert not loaded & {"toyexp.cli.bench", "toyexp.interfaces.session", "toyexp_data.example_rows"}
 
 
 def test_every_shipped_command_is_registered():

@@ -76,7 +76,7 @@ class TestExamplesPacked(TestExamples):
         path = write_lines(
             tmp_path / "x.jsonl", [{"prompt": "a", "completion": "bc"[: 1 + i % 2] * 2} for i in range(60)]
         )
-        self.data = ExampleData(path=str(path), val_fraction=0.2, pack=True)
+        self.data = ExampleData(path=str(path), val_fraction=0.2, pack="joined")
 
 
 # -- what is learned --------------------------------------------------------------------------------------------------
@@ -280,6 +280,7 @@ def test_text_that_spells_a_control_token_is_rejected(template):
 
 # -- rows and batches -------------------------------------------------------------------------------------------------
 
+PACK = ("none", "joined", "apart")
 LENGTHS = st.lists(st.tuples(st.integers(1, 12), st.integers(1, 12)), min_size=2, max_size=25)
 
 
@@ -288,7 +289,7 @@ def of_lengths(lengths):
     return [{"prompt": "p" * p, "completion": chr(0x100 + n) * c} for n, (p, c) in enumerate(lengths)]
 
 
-@pytest.mark.parametrize("pack", [False, True])
+@pytest.mark.parametrize("pack", PACK)
 @given(lengths=LENGTHS, context=st.integers(4, 30), rows=st.integers(1, 5), seed=st.integers(0, 1000))
 @settings(deadline=None, max_examples=60)
 def test_an_epoch_trains_on_every_fitting_completion_token_once(tmp_path_factory, pack, lengths, context, rows, seed):
@@ -308,9 +309,12 @@ def test_an_epoch_trains_on_every_fitting_completion_token_once(tmp_path_factory
     epoch = len(batches._rows)
     shown = {name: [] for name in ("tokens", "targets", "weights")}
     for k in range(-(-epoch // rows)):
-        for name, array in batches.batch(k).items():
+        batch = batches.batch(k)
+        assert batch.keys() == batches.inputs.keys()
+        for array in batch.values():
             assert array.shape == (rows, context) and array.flags.c_contiguous
-            shown[name].append(array)
+        for name, arrays in shown.items():
+            arrays.append(batch[name])
     tokens, targets, weights = (np.concatenate(shown[n])[:epoch] for n in ("tokens", "targets", "weights"))
     assert (weights.sum(axis=1) > 0).all(), "every row teaches something"
     assert weights.sum() == sum(expected.values()) and set(np.unique(weights)) <= {0.0, 1.0}
@@ -319,7 +323,7 @@ def test_an_epoch_trains_on_every_fitting_completion_token_once(tmp_path_factory
     texts = [dataset.tokenizer.decode([i]) for i in targets[weights > 0] if i != dataset.tokenizer.eos]
     counts = {n: texts.count(chr(0x100 + n)) for n in expected}
     assert counts == {n: min(f, lengths[n][1]) for n, f in expected.items()}
-    assert pack or epoch == len(expected)
+    assert pack != "none" or epoch == len(expected)
 
 
 def test_rows_are_padded_with_end_of_text_of_weight_zero(tmp_path):
@@ -332,12 +336,22 @@ def test_rows_are_padded_with_end_of_text_of_weight_zero(tmp_path):
 
 def test_examples_are_packed_into_rows_and_a_truncated_one_fills_its_own(tmp_path):
     lines = [{"prompt": "a", "completion": "bc"}, {"prompt": "a" * 9, "completion": "b" * 9}] * 3
-    batches = open_examples(tmp_path / "x.jsonl", lines, pack=True, val_fraction=0.1).batches(11, 2, 0)
+    batches = open_examples(tmp_path / "x.jsonl", lines, pack="joined", val_fraction=0.1).batches(11, 2, 0)
     rows = {bytes(np.where(ids == EOS, ord("."), ids).tolist()) for k in range(9) for ids in batches.batch(k)["tokens"]}
     assert rows == {b"aaaaaaaaabb", b"abc.abc.abc"}
 
 
-@given(k=st.integers(0, 40), rows=st.integers(1, 4), accumulate=st.integers(1, 4), pack=st.booleans())
+def test_examples_kept_apart_know_where_they_begin(tmp_path):
+    lines = [{"prompt": "ab", "completion": "cde"}] * 20
+    batch = open_examples(tmp_path / "x.jsonl", lines, pack="apart", val_fraction=0.1).batches(12, 1, 0).batch(0)
+    assert batch["tokens"].tolist() == [[*b"abcde", EOS, *b"abcde", EOS]]
+    assert batch["targets"].tolist() == [[*b"bcde", EOS, *b"abcde", EOS, EOS]]
+    assert batch["weights"].tolist() == [[0, 1, 1, 1, 1, 0, 0, 1, 1, 1, 1, 0]]
+    assert batch["starts"].tolist() == [[0] * 6 + [6] * 6]
+    assert batch["positions"].tolist() == [[0, 1, 2, 3, 4, 5] * 2]
+
+
+@given(k=st.integers(0, 40), rows=st.integers(1, 4), accumulate=st.integers(1, 4), pack=st.sampled_from(PACK))
 @settings(deadline=None, max_examples=40)
 def test_a_batch_depends_only_on_seed_and_number_and_equals_its_micro_batches(
     tmp_path_factory, k, rows, accumulate, pack

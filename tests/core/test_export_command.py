@@ -153,7 +153,7 @@ def test_values_out_of_range_are_written_with_a_warning(tmp_path, capsys):
         ("model.gguf --type", "--type needs a value, such as --type q8_0"),
         ("model.gguf --type f32 --to", "--to needs a value, such as --to small.gguf"),
         ("model.gguf --type q8", "did you mean q8_0?"),
-        ("model.gguf --type int4", "choose one of: bf16, f16, f32, gguf, hf, hf-bf16, hf-f16, q2_k"),
+        ("model.gguf --type int4", "choose one of: bf16, f16, f32, gguf, hf, hf-bf16, hf-f16, onnx, q2_k"),
         ("model.gguf --typ q8_0", "unknown option; did you mean --type?"),
         (
             "model.gguf --type q4_k_m",

@@ -4,6 +4,8 @@ That transformers computes the same from them is tests/judge/test_huggingface.py
 """
 
 import json
+import re
+import shlex
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -14,10 +16,11 @@ from safetensors.numpy import load_file, save_file
 from texts import NASTY, hard_pieces, write_untrained
 from tiny import MODELS, split_gguf, write_base
 
-from toyexp import ModelExport, Rotary, RunFailed, UserError
+from toyexp import ModelExport, Rotary, RunFailed, Setup, UserError
 from toyexp.base.formatting import format_bytes
 from toyexp.cli.main import main
-from toyexp.formats.gguf.open_model import read_exported
+from toyexp.formats.file_plan import frozen_plan
+from toyexp.formats.gguf.open_model import mappable_tensor, open_gguf, read_exported
 from toyexp.formats.gguf.read import GGUFFile
 from toyexp.formats.gguf.write import write_model
 from toyexp.formats.huggingface import hf_notes, model_card, write_folder
@@ -465,11 +468,17 @@ def test_a_run_exports_directories_and_prints_their_sizes(capsys):
     for row in (f"held-out loss | {score:.6g}", "data file | book.txt", "recipe | scratch", "step | 3", "seed | 0",
                 "learning rate | 0.003", "engine | noop"):  # fmt: skip
         assert f"| {row} |" in card
+    words = shlex.join([word for word in [*RUN, *words] if not word.startswith("hydra.")])
+    assert f"\n```bash\ntoyexp {words} callbacks.hf_export.dtype=bfloat16\n```\n" in card
+    assert re.search(r"\| training data \| [\d,]+ tokens \|", card)
     assert "held-out" not in Path("run/model-2-hf", CARD).read_text(), "there was no eval at step 2"
     for path in ("run", "run/model.gguf"):
         assert main(["export", path, "--type", "hf", "--to", "again", "--force"]) == 0
-        again = {line for line in card.splitlines() if "| held-out ppl |" not in line}
-        assert {*Path("again", CARD).read_text().splitlines()} == again
+        ours, again = (
+            [line for line in text.splitlines() if not re.match(r"\| (held-out ppl|duration) \|", line)]
+            for text in (card, Path("again", CARD).read_text())
+        )
+        assert again == ours and "| duration | " in Path("again", CARD).read_text()
     assert main(["export", "run", "--type", "f16"]) == 0
     assert main(["export", "run/model-f16.gguf", "--type", "hf", "--to", "again", "--force"]) == 0
     assert f"| held-out loss before rounding to F16 | {score:.6g} |" in Path("again", CARD).read_text()
@@ -480,7 +489,7 @@ def test_a_run_exports_directories_and_prints_their_sizes(capsys):
         "other/model.gguf",
     ):  # of a step without an evaluation, and next to another run's settings
         assert main(["export", path, "--type", "hf", "--to", "again", "--force"]) == 0
-        assert "held-out" not in Path("again", CARD).read_text()
+        assert not re.search("held-out|duration", Path("again", CARD).read_text())
     assert "data file" not in Path("again", CARD).read_text()
     assert load_json("run/model-hf/config.json")["torch_dtype"] == "bfloat16"
     size = sum(f.stat().st_size for f in Path("run/model-hf").iterdir())
@@ -494,9 +503,28 @@ def test_a_run_exports_directories_and_prints_their_sizes(capsys):
 
 
 def test_a_model_card_omits_the_data_path_if_there_is_none():
-    about = card_facts({"data": {"name": "random"}, "lr": 0.1}, "cpu", {})
+    about = card_facts({"data": {"name": "random"}, "lr": 0.1}, "cpu", {}, {})
     card = model_card(ModelExport(Llama(d_model=16), {}, about=about))
-    assert "| data | random |" in card and "| data file |" not in card
+    assert "| data | random |" in card and "| data file |" not in card and "toyexp data" not in card
+
+
+def test_a_model_card_names_the_dataset_of_the_hub_and_no_directory_of_this_machine():
+    cache = "/home/me/.cache/huggingface/hub/datasets--org--my-chats_2/snapshots/0a1b/train.jsonl"
+    typed = [f"data.path={cache}", "recipe.base=../base.gguf", "plugins=[mine,/home/me/b.py]", "name=a b"]
+    run = {
+        "typed": typed,
+        "model": {"adapters": "LoRA r=8 on q,v"},
+        "backend": {"device": "H100"},
+        "data": {"train_tokens": 1234, "train_path": "x"},
+    }
+    about = card_facts({"data": {"name": "chat", "path": cache}}, "cuda", {"loss": 1.5}, run, 7300.0)
+    card = model_card(ModelExport(Llama(d_model=16), {}, about=about), adapter=True)
+    assert "\ndatasets: [org/my-chats_2]\n---\n" in card and "/home/me" not in card
+    for row in ("adapter | LoRA r=8 on q,v", "device | H100", "data file | train.jsonl", "training data | 1,234 tokens",
+                "duration | 2.03 h", "held-out loss | 1.5"):  # fmt: skip
+        assert f"\n| {row} |\n" in card
+    command = "toyexp data.path=train.jsonl recipe.base=../base.gguf 'plugins=[mine,b.py]' 'name=a b'"
+    assert card.endswith(f"```bash\n{command}\n```\n")
 
 
 @pytest.mark.parametrize("url", ["https://huggingface.co/org/base", "https://huggingface.co/org/base/"])
@@ -521,6 +549,7 @@ def test_a_lora_run_also_exports_its_adapter(merged):
     Path("book.txt").write_text("It was a bright cold day in April. " * 90)
     write_base(Path("base.gguf"), "llama", tokenizer=Bytes())
     words = ["recipe=lora", "recipe.base=base.gguf", "recipe.rank=2", "recipe.alpha=3", "callbacks=[hf_export]"]
+    words.append("recipe.targets=[q]")
     settings = [w for w in RUN if ("tokenizer" not in w and not w.startswith("model.")) or "context" in w]
     assert main([*settings, *words, "model.context=12", f"callbacks.hf_export.merged={merged}"]) == 0
     assert Path("run/model-hf").exists() is (merged == "true")
@@ -695,3 +724,156 @@ def test_a_directory_without_a_usable_tokenizer_has_token_ids_only(capsys):
     assert said in capsys.readouterr().err
     assert main(["generate", "m-hf", "--prompt", "x"]) == 2
     assert "has no tokenizer" in capsys.readouterr().err
+
+
+# -- reading a directory in place -------------------------------------------------------------------------------------
+
+
+KINDS = {"hf": "f32", "hf-f16": "f16", "hf-bf16": "bf16"}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", ["llama_tied_bias", "gpt2", "gemma3", "qwen3moe", "lfm2", "mamba2"])
+def test_an_open_directory_equals_the_gguf_of_its_model(name, kind):
+    """Its keys, and each tensor's type and bytes, also of the first rows only."""
+    make_folder(name, kind)
+    exported = HuggingFace().read(Path(f"m-{kind}"), load().models())
+    general = {"name": f"m-{kind}"}
+    write_model(Path("m2.gguf"), exported.model, exported.tensors, exported.tokenizer, KINDS[kind], general)
+    folder = open_gguf(f"m-{kind}")
+    with GGUFFile("m2.gguf") as file:
+        assert folder.kinds == file.kinds and folder.metadata.keys() == file.metadata.keys()
+        for key, value in file.metadata.items():
+            assert type(folder.metadata[key]) is type(value), key
+            assert not isinstance(value, np.ndarray) or folder.metadata[key].dtype == value.dtype, key
+            np.testing.assert_array_equal(folder.metadata[key], value)
+        for name, info in file.tensors.items():
+            other = folder.tensors[name]
+            assert (other.name, other.shape, other.type, other.nbytes) == (name, info.shape, info.type, info.nbytes)
+            np.testing.assert_array_equal(folder.read_raw(name), file.read_raw(name))
+        np.testing.assert_array_equal(folder.read("token_embd.weight", 3), file.read("token_embd.weight", 3))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_engines_map_what_a_directory_stores_as_the_model_has_it(kind, tmp_path, monkeypatch):
+    """The heads' rows have another order in transformers; a small file has norms only in float32."""
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "temporary"))
+    (tmp_path / "temporary").mkdir()
+    model = make_folder("llama_tied_bias", kind)
+    assert main(["generate", f"m-{kind}", "--ids", "1,2", "--tokens", "2", "--engine", "ggml:threads=1"]) == 0
+    plan = frozen_plan(model, Path(f"m-{kind}"), Setup(model.reads.inputs(8), rows=1))
+    places = {t.name: info for t in plan.tensors if (info := mappable_tensor(t))}
+    mapped = {name for name, info in places.items() if info.offset >= 0}
+    assert {n for n in places.keys() - mapped if len(places[n].shape) == 2} == {
+        f"blk.{i}.attn_{x}.weight" for i in range(model.n_layers) for x in "qk"
+    }
+    for name in mapped:
+        info = places[name]
+        assert info.path == Path(f"m-{kind}/model.safetensors")
+        stored = info.path.read_bytes()[info.offset : info.offset + info.nbytes]
+        assert stored == open_gguf(f"m-{kind}").read_raw(name).tobytes()
+    assert not any((tmp_path / "temporary").iterdir())
+
+
+def test_each_matrix_keeps_its_own_type():
+    """Training tools store norms in float32 beside matrices in half precision."""
+    make_folder("llama", "hf-f16")
+    tensors = load_file("m-hf-f16/model.safetensors")
+    save_file(
+        {n: t.astype(np.float32) if "norm" in n or "layers.1.mlp.up" in n else t for n, t in tensors.items()},
+        "m-hf-f16/model.safetensors",
+    )
+    types = {name: info.type for name, info in open_gguf("m-hf-f16").tensors.items()}
+    assert types["blk.0.ffn_up.weight"] == types["blk.1.attn_q.weight"] == "F16"
+    assert types["blk.1.ffn_up.weight"] == types["output_norm.weight"] == "F32"
+
+
+def test_the_index_says_which_files_are_read(capsys):
+    make_folder()
+    spread_over_shards("m-hf")
+    files = {i: load_file(f"m-hf/model-0000{i}-of-00002.safetensors") for i in (1, 2)}
+    index = {name: f"model-0000{i}-of-00002.safetensors" for i, names in files.items() for name in names}
+    Path("m-hf/model.safetensors.index.json").write_text(json.dumps({"weight_map": index}))
+    save_file({"other": np.zeros(3, np.float32)}, "m-hf/model-old.safetensors")
+    assert main(["describe", "m-hf"]) == 0
+    Path("m-hf/model-00002-of-00002.safetensors").unlink()
+    capsys.readouterr()
+    assert main(["describe", "m-hf"]) == 2
+    assert "m-hf/model-00002-of-00002.safetensors: not found" in capsys.readouterr().err
+    Path("m-hf/model.safetensors.index.json").write_text(json.dumps({"weight_map": []}))
+    assert main(["describe", "m-hf"]) == 2
+    assert "index.json: has no weight_map" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("prefix", [True, False])
+def test_a_sentencepiece_tokenizer_is_read_from_tokenizer_model(prefix):
+    tokenizer = hard_pieces(prefix)
+    tokenizer.bos, tokenizer.add_bos = 1, True
+    tokenizer.controls, tokenizer.user_defined = frozenset({0, 1}), frozenset({259, 260})
+    make_folder(tokenizer=tokenizer)
+    Path("m-hf/tokenizer.json").unlink()
+    back = HuggingFace().read(Path("m-hf"), load().models()).tokenizer
+    assert (back.vocab, back.bos, back.eos, back.prefix) == (tokenizer.vocab, 1, tokenizer.eos, prefix)
+    for text in NASTY:
+        assert back.prompt(text).tolist() == tokenizer.prompt(text).tolist()
+        assert back.decode(back.encode(text)) == tokenizer.decode(tokenizer.encode(text))
+
+
+def test_a_broken_tokenizer_model_leaves_token_ids(capsys):
+    tokenizer = hard_pieces(True)
+    tokenizer.controls = frozenset({0, 1})
+    make_folder(tokenizer=tokenizer)
+    Path("m-hf/tokenizer.json").unlink()
+    data = Path("m-hf/tokenizer.model").read_bytes()
+    for broken in (b"", data[: len(data) // 2], b"\xff" * 40, b"\x0a\x04abcd", data.replace(b"\x18\x02", b"\x18\x01")):
+        Path("m-hf/tokenizer.model").write_bytes(broken)
+        problems = HuggingFace().read(Path("m-hf"), load().models()).unreadable
+        assert len(problems) == 1 and problems[0].startswith("m-hf/tokenizer.model: ") and "token ids" in problems[0]
+
+
+@pytest.fixture
+def hub(tmp_path, monkeypatch):
+    """Put the directory m-hf into a Hugging Face cache as my-org/tiny.v1, as links to its files."""
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "hub"))
+    make_folder("llama", "hf-bf16")
+    repository = tmp_path / "hub" / "models--my-org--tiny.v1"
+    for part in ("refs", "snapshots/abc", "blobs"):
+        (repository / part).mkdir(parents=True)
+    (repository / "refs" / "main").write_text("abc")
+    for i, file in enumerate(sorted(Path("m-hf-bf16").iterdir())):
+        file.rename(repository / "blobs" / str(i))
+        (repository / "snapshots/abc" / file.name).symlink_to(f"../../blobs/{i}")
+    return repository
+
+
+def test_the_id_of_a_downloaded_repository_is_taken_as_a_directory(hub, capsys):
+    Path("book.txt").write_text("It was a bright cold day in April. " * 60)
+    words = """recipe=lora recipe.base=my-org/tiny.v1 recipe.rank=2 data=text data.path=book.txt steps=2 eval_every=2
+        engine=cpu engine.threads=1 model.context=12 hydra.run.dir=run checkpoint_every=0"""
+    assert main(words.split()) == 0
+    with GGUFFile("run/adapter.gguf") as file:
+        assert file.metadata["general.base_model.0.name"] == "tiny.v1"
+        assert file.metadata["general.base_model.0.repo_url"] == "https://huggingface.co/my-org/tiny.v1"
+    assert main(["eval", "my-org/tiny.v1", "--data", "book.txt", "--adapter", "run/adapter.gguf"]) == 0
+    assert "warning" not in capsys.readouterr().err
+    assert main(["export", "my-org/tiny.v1", "--type", "q8_0"]) == 0 and Path("tiny.v1-q8_0.gguf").is_file()
+    (hub / "snapshots" / "abc" / "model.safetensors").unlink()  # such as an interrupted download
+    capsys.readouterr()
+    assert main(["eval", "my-org/tiny.v1", "--data", "book.txt"]) == 2
+    said = "my-org/tiny.v1: not found here and in the Hugging Face cache; to get it: hf download my-org/tiny.v1; "
+    assert said in capsys.readouterr().err
+
+
+def test_a_changed_directory_is_another_base(capsys):
+    make_folder()
+    Path("book.txt").write_text("It was a bright cold day in April. " * 60)
+    words = """recipe=lora recipe.base=m-hf recipe.rank=2 data=text data.path=book.txt steps=2 eval_every=2
+        engine=cpu engine.threads=1 model.context=12 hydra.run.dir=run checkpoint_every=2"""
+    assert main(words.split()) == 0
+    Path("m-hf/README.md").write_text("my notes")
+    assert main(["resume=run", "steps=3"]) == 0
+    tensors = load_file("m-hf/model.safetensors")
+    save_file({name: tensor * 2 for name, tensor in tensors.items()}, "m-hf/model.safetensors")
+    capsys.readouterr()
+    assert main(["resume=run", "steps=4"]) == 2
+    assert "base" in capsys.readouterr().err

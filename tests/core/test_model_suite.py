@@ -16,7 +16,10 @@ from toyexp_torch.engines import TorchCPU
 ENGINES = (TorchCPU(threads=1), GGMLCPU(threads=1), GGMLMetal(threads=1, emulate=True))
 VIT = ViT(d_model=8, n_layers=3, n_heads=2, d_ff=16)
 SHIPPED = {
-    **{name: replace(model, n_layers=3, d_model=16, d_ff=24) for name, model in MODELS.items()},
+    **{
+        name: replace(model, n_layers=3, d_model=16, d_ff=64 if model.name == "mamba2" else 24)
+        for name, model in MODELS.items()
+    },
     "vit": VIT,
     "vit_rmsnorm": replace(VIT, block="rmsnorm_silu"),
 }

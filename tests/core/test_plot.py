@@ -74,6 +74,15 @@ def test_a_plot_of_runs_names_the_swept_settings_and_final_losses(grid, capsys):
     assert max(above.get_ylim()) < 10 and max(below.get_xlim()) < 10, "axes fit the other runs"
 
 
+@pytest.mark.parametrize("losses", ["aa", "ab"])
+def test_a_plot_says_if_losses_cannot_be_compared(tmp_path, capsys, losses):
+    for i, digest in enumerate(losses):
+        write_run(f"runs/{i}", lr=10.0 ** -(i + 2), steps=50, sources={"data": "d", "loss": digest})
+    words = " ".join(plot_texts(capsys, "runs", "curves.svg"))
+    said = "the objectives differ between points: losses cannot be compared"
+    assert said in words if losses == "ab" else "compared" not in words
+
+
 def test_the_band_is_the_mean_and_the_deviation_over_seeds_at_each_step(grid):
     runs = [read_run(path) for path in find_runs(grid / "runs")]
     seed_runs = [run for run in runs if (run.recipe, run.lr) == ("warm", 3e-3)]
@@ -166,21 +175,24 @@ def test_a_search_is_plotted_by_trial_and_by_each_setting(tmp_path, capsys, metr
     words = plot_texts(capsys, "s", "search.svg")
     assert "tpe search of lr, optim: 10 trials" in words
     values = trials[best]["values"]
-    assert f"best {scores[best]:g}, trial {best}: lr={values['lr']} optim={values['optim']}" in words, words
-    assert "best so far" in words
+    assert f"line: best so far; star: best, {scores[best]:g} in trial {best}" in words
+    assert f"lr={values['lr']} optim={values['optim']}" in words
     unit = " (nats per token)" if metric == "loss" else ""
     assert {"(importance 75%)", "(importance 25%)", "adamw", "lion", "0.001", f"held-out {metric}{unit}"} <= {*words}
     notes = " ".join(words)
-    assert "s · 1 stopped early (crosses) · 1 without a score · equal values stand side by side, by trial" in notes
+    assert "s · 1 pruned · 1 without a score · equal values: trials from left to right" in notes
     figure = draw_sheet(None, "s", tmp_path / "s").figure
     (so_far,) = (line for line in figure.axes[0].lines if len(line.get_xdata()) > 1)
     points = [(number, score) for number, score in enumerate(scores) if score is not None and number != 3]
     pick = np.minimum if metric == "loss" else np.maximum
     assert so_far.get_ydata()[:-1].tolist() == pick.accumulate([score for _, score in points]).tolist()
+    rings = [dots for dots in figure.axes[0].collections if not dots.get_facecolor().size]
+    ((number, height),) = [point for dots in rings for point in dots.get_offsets().tolist()]
+    shown = [score for _, score in points if score < 90]
+    assert number == 3 and (height > max(shown) if metric == "loss" else height < min(shown)), "outside the scores"
+    assert "pruned" in words and not any(word.startswith("5.") for word in words), "the axis fits completed trials"
     if metric == "loss":
         assert "1 above the range, up to 90 (triangles)" in notes
-        points = [point for dots in figure.axes[0].collections for point in dots.get_offsets().tolist()]
-        assert [3.0, 5.0] in points, "a cross stands at the last score of a trial that was stopped"
 
 
 def test_only_the_first_panel_of_a_row_has_numbers_at_its_left(tmp_path):
@@ -266,7 +278,7 @@ def test_a_value_too_large_for_float_is_drawn_as_text(tmp_path, capsys):
     record = json.loads((tmp_path / "s/search.json").read_text())
     record["trials"][0]["values"]["lr"] = 10**400
     (tmp_path / "s/search.json").write_text(json.dumps(record))
-    assert "best 2, trial 1" in " ".join(plot_texts(capsys, "s", "search.svg"))
+    assert "star: best, 2 in trial 1" in " ".join(plot_texts(capsys, "s", "search.svg"))
 
 
 def test_selected_runs_of_a_search_are_drawn_as_curves(tmp_path, capsys):

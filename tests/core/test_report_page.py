@@ -75,7 +75,7 @@ def page(open_page):
     assert open_page.trouble == []
     open_page.page.evaluate("""() => {
       const by = (id) => document.getElementById(id), tell = (box, kind) => box.dispatchEvent(new Event(kind));
-      for (const [id, on] of Object.entries({ xlog: 0, ylog: 0, raw: 1, held: 1, bands: 1, outliers: 0 }))
+      for (const [id, on] of Object.entries({ xlog: 0, ylog: 0, raw: 0, held: 1, bands: 1, outliers: 0 }))
         if (by(id).checked !== Boolean(on)) by(id).click();
       for (const id of ["score", "over", "rows"]) by(id).querySelector("button").click();
       const hidden = () => document.querySelector("#legend [aria-pressed=false]");
@@ -166,6 +166,7 @@ def test_dragging_zooms_all_charts_and_a_double_click_resets_them(page):
     page.mouse.dblclick(x + 200, y + 200)
     until(page, "document.getElementById('main')._fullLayout.xaxis.range[1] > 300")
     assert axis(page, "xaxis")[0] < 1 and axis(page, "yaxis") == (below_all, above_all)
+    page.locator("#lr").scroll_into_view_if_needed()
     box = page.locator("#lr .nsewdrag").first.bounding_box()
     page.mouse.move(box["x"] + box["width"] * 0.5, box["y"] + 40)
     page.mouse.down()
@@ -371,7 +372,8 @@ def test_points_differ_in_small_charts_and_without_a_final_metric(page):
     assert len(set(shapes)) == 7  # each point has its mark between the axes
     ended = page.locator("#parallel path.run.ended")
     assert ended.count() == 1 and ended.get_attribute("data-point") == "6"
-    assert "at its end (1)" in page.locator("#parallel p").inner_text()
+    ticks = page.locator("#parallel text.tick").evaluate_all("all => all.map((t) => [t.getBBox().y, t.textContent])")
+    assert max(ticks)[1] == "killed"  # it has an end of the axis of its own
     assert page.locator("#parallel path.run.best").get_attribute("data-point") == "0"
 
 
@@ -471,7 +473,7 @@ def test_a_printed_page_has_the_settings_and_command_of_each_run(chromium, swept
         command = run.locator("pre").inner_text()
         assert command.startswith("toyexp --config-path ") and run.locator("p").inner_text().startswith("completed · /")
     shared = page.locator("#shared").inner_text()
-    assert shared.startswith("Settings of all runs:") and "optim.weight_decay=" in shared and "\nlr=" not in shared
+    assert shared.startswith("# settings of all runs") and "optim.weight_decay=" in shared and "\nlr=" not in shared
     assert page.locator("#table th button").count() == 0  # with them, Chromium would print the head on one page only
     assert page.locator("#runs .again button").first.is_hidden()
     assert page.locator("#more-runs").inner_text() == "20 of 25 shown"
@@ -497,6 +499,9 @@ def test_a_printed_page_is_light_and_fits_the_paper(chromium, swept, tmp_path):
     }""")
     assert overlaps == 0
     assert page.locator("#zooming").is_hidden() and page.locator("#hint").is_hidden()
+    sizes = [page.evaluate(f"parseFloat(getComputedStyle(document.querySelector('{which}')).fontSize)")
+             for which in ("h1", "h2", "body", "#legend", "figcaption")]  # fmt: skip
+    assert sizes == sorted(sizes, reverse=True) and len(set(sizes)) == 5  # no caption is larger than a heading
     cut = "[...document.querySelectorAll('#legend .label')].filter((e) => e.offsetWidth < e.scrollWidth)"
     assert page.evaluate(f"{cut}.map((e) => e.textContent).filter((text) => !text.includes('<'))") == []
     assert page.evaluate("getComputedStyle(document.querySelector('.label')).overflowWrap") == "normal"
@@ -541,7 +546,7 @@ def test_a_search_for_the_highest_metric_shows_the_lowest_trials_at_the_edge(chr
     assert best[2] == [0.5, 0.6, 0.6, 0.6, 0.6, 0.6] and dots[2][-1] > 0.4
     assert star[1:3] == [[1], [0.6]]  # the pruned trial has a higher metric
     symbols = opened.page.evaluate("document.getElementById('trials').data[1].marker.symbol")
-    assert symbols == ["circle", "circle", "circle", "x-thin-open", "circle", "triangle-down"]
+    assert symbols == ["circle", "circle", "circle", "circle-open", "circle", "triangle-down"]
     assert opened.trouble == []
     opened.context.close()
 
@@ -551,12 +556,16 @@ def test_a_search_shows_its_history_and_each_setting(chromium, tmp_path):
     page = opened.page
     best, dots, star = traces(page, "trials")
     assert best[1:3] == [[0, 1, 2, 4, 5, 5], [3.0, 2.5, 2.5, 2.2, 2.2, 2.2]]  # the best so far, of completed trials
-    assert page.locator("#trials .annotation-text").all_text_contents() == ["best so far"]
+    note = page.locator("#search-note").inner_text()
+    assert note.startswith("Line: lowest held-out loss so far. Star: best trial. Rings: 1 pruned trial, ")
+    low, high = axis(page, "yaxis", "trials")
+    assert dots[2][2] < dots[2][3] < high < 4 and low < 2.2  # the pruned trial has a band above the worst trials
+    assert page.locator("#trials .yaxislayer-above text").all_text_contents()[-1] == "pruned"
     assert (
         dots[1] == [0, 1, 2, 3, 4, 5] and dots[2][:2] == [3.0, 2.5] and dots[2][2] < 5
     )  # far trials stand at the edge
     symbols = page.evaluate("document.getElementById('trials').data[1].marker.symbol")
-    assert symbols == ["circle", "circle", "triangle-up", "x-thin-open", "circle", "circle"]
+    assert symbols == ["circle", "circle", "triangle-up", "circle-open", "circle", "circle"]
     assert star[1:3] == [[4], [2.2]] and traces(page, "setting-lr")[-1][1:3] == [[0.003], [2.2]]
     assert page.evaluate("document.getElementById('setting-lr').data.at(-1).marker.symbol") == "star-open"
     assert page.evaluate("document.getElementById('setting-lr')._fullLayout.xaxis.type") == "log"
@@ -570,13 +579,13 @@ def test_a_search_shows_its_history_and_each_setting(chromium, tmp_path):
     opened.context.close()
 
 
-def test_a_search_names_pruned_trials_outside_the_range(chromium, tmp_path):
+def test_a_search_counts_pruned_trials_and_trials_outside_the_range(chromium, tmp_path):
     opened = open_search(chromium, tmp_path, [3.0, 2.5, 40.0, 30.0, 2.2, 2.4], "loss")
     symbols = opened.page.evaluate("document.getElementById('trials').data[1].marker.symbol")
-    assert symbols[2:4] == ["triangle-up", "triangle-up"]
+    assert symbols[2:4] == ["triangle-up", "circle-open"]
     note = opened.page.locator("#search-note").inner_text()
-    assert "The star is the best trial." in note and "Crosses" not in note
-    assert "2 trials outside the range, as far as 40.0000; 1 pruned (grey)." in note and opened.trouble == []
+    assert "Rings: 1 pruned trial, whose last metric is of an earlier step." in note
+    assert "Triangles: 1 trial outside the range, as far as 40.0000." in note and opened.trouble == []
     opened.context.close()
 
 
@@ -591,9 +600,35 @@ def test_the_learning_rate_of_a_stopped_run_is_not_clipped(chromium, tmp_path):
     opened.context.close()
 
 
-def test_large_ticks_of_a_settings_axis_are_short(page):
-    labels = call(page, "choices.js", "makeScale(['1e18', '1e21'], false, true, true).ticks.map((tick) => tick[1])")
-    assert labels[:2] == ["1e+18", "1e+21"] and max(map(len, labels)) == 5
+def test_ticks_of_a_settings_axis_are_short_and_have_one_notation(page):
+    for values, some in ((["1e18", "1e21"], {"1e+18", "1e+21"}), (["1e4", "1e6"], {"1e+4", "1e+5", "1e+6"})):
+        labels = call(page, "choices.js", f"makeScale({values}, false, true, true).ticks.map((tick) => tick[1])")
+        assert {*labels} >= some and max(map(len, labels)) <= 5 and all("e" in label for label in labels)
+
+
+def test_the_table_draws_each_points_metric_and_deviation_to_scale(page):
+    places = page.locator("td.strip svg").evaluate_all("all => all.map((mark) => parseFloat(mark.style.left))")
+    values = [float(re.search(r"\d+\.\d+", text)[0]) for text in column(page, "held-out loss") if text != "–"]
+    expected = 7 + 86 * (np.array(values) - min(values)) / (max(values) - min(values))
+    assert places == pytest.approx(expected, abs=0.01) and page.locator("td.strip i").count() == 6
+    assert page.evaluate("document.querySelector('#table .scroll').scrollWidth") <= 1300  # no chart is cut
+    assert page.evaluate(
+        "(() => { const l = document.getElementById('legend'); return l.scrollHeight <= l.clientHeight; })()"
+    )
+
+
+def test_settings_that_were_typed_come_before_the_defaults(chromium, tmp_path):
+    for lr in (1e-3, 3e-3):
+        events = write_run(tmp_path / f"runs/{lr}", lr=lr, steps=40) / "events.jsonl"
+        first, *others = events.read_text().splitlines()
+        typed = {**json.loads(first), "typed": ["+steps=40", f"lr={lr}", "hydra.run.dir=x"]}
+        events.write_text("\n".join([json.dumps(typed), *others, ""]))
+    assert main(["compare", str(tmp_path / "runs"), "--html", str(tmp_path / "report.html")]) == 0
+    opened = Opened(chromium, tmp_path / "report.html")
+    opened.page.locator("#runs summary").first.click()
+    settings = opened.page.locator("#runs details pre").nth(1).inner_text().split("\n")
+    assert settings[:3] == ["lr=0.003", "steps=40", "# defaults"] and len(settings) > 5 and opened.trouble == []
+    opened.context.close()
 
 
 def test_a_diverged_run_flattens_no_axis(chromium, tmp_path):
@@ -666,10 +701,11 @@ def test_dragging_along_a_settings_axis_selects_points_and_a_click_resets_it(pag
     page.mouse.up()
     assert column(page, "recipe") == ["warm"] * 3 and page.locator("#legend button").count() == 3
     assert page.locator("#parallel path.run.off").count() == 4
+    box = grip.bounding_box()  # the table above has fewer rows
     page.mouse.move(
         *page.evaluate("""(() => {
       const path = document.querySelector("#parallel path.run[data-point='0']"), to = path.getScreenCTM();
-      const { x, y } = path.getPointAtLength(path.getTotalLength() * 0.3).matrixTransform(to);
+      const { x, y } = path.getPointAtLength(path.getTotalLength() * 0.2).matrixTransform(to);
       return [x, y];
     })()""")
     )
@@ -782,6 +818,8 @@ def test_seeds_are_drawn_as_mean_and_deviation_or_separately(page, swept):
 
 
 def test_raw_held_out_scores_and_outliers_can_be_hidden(page, swept):
+    assert "raw" not in [name for name, *_ in traces(page)]  # of several runs only on demand
+    page.check("#raw")
     names = [name for name, *_ in traces(page)]
     assert names.count("raw") == 4 and names.count("held out") == 7 and names.count("end") == 1  # raw: the best point
     page.locator("#legend button").nth(1).hover()
@@ -827,7 +865,7 @@ def test_the_page_has_a_dark_mode_fits_a_phone_and_shows_samples_and_warnings(ch
     grid.append(page.evaluate("document.getElementById('main').layout.xaxis.gridcolor"))
     assert light[0] < 80 < 200 < light[1] and grid[0] != grid[1]
     assert "Tap" in page.locator("#zooming").inner_text()
-    assert page.locator("#ways a.best").inner_text() == "warnings (8)"
+    assert page.locator("#ways a.bad").inner_text() == "warnings (8)"
     assert page.locator("#warnings summary").all_inner_texts() == ["the loss climbs (8)"]
     assert page.locator("#samples .card").count() == 6
     assert page.locator("#samples .card b").count() == 0  # text of a run is not interpreted

@@ -6,6 +6,8 @@ import importlib
 import io
 import json
 import os
+import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -131,25 +133,50 @@ def test_a_note_before_the_steps_of_a_run_is_yellow_and_other_words_are_not(monk
     assert capsys.readouterr().out == "\x1b[33mnote\x1b[0m    2 of 2 cores busy\nnotes  lr=1\nnote that\n"
 
 
-def test_headings_commands_and_options_of_a_help_text_are_bold(monkeypatch, capsys):
+def test_headings_commands_options_and_settings_of_a_help_text_are_coloured(monkeypatch, capsys):
     monkeypatch.setenv("NO_COLOR", "")
     monkeypatch.setenv("FORCE_COLOR", "1")
-    print_usage("commands\n  runs  List runs\n  --column X\n      width\n\nA sentence.")
-    lines = [
-        "\x1b[1mcommands",
-        "\x1b[1m  runs\x1b[0m  List runs",
-        "\x1b[1m  --column X",
-        "      width",
-        "",
-        "A sentence.",
-    ]
-    assert [line.removesuffix("\x1b[0m") for line in capsys.readouterr().out.splitlines()] == lines
+    print_usage(
+        "commands\n  runs  List runs\n  --column X\n      width\n  lr=0.1  rate\n    toyexp lr=1\n\nA sentence."
+    )
+    heading, name, value = (f"\x1b[{code}m{{}}\x1b[0m".format for code in ("1;32", "1;36", "36"))
+    assert capsys.readouterr().out.splitlines() == [
+        heading("commands"), f"{name('  runs')}  List runs", name("  --column X"), "      width",
+        f"{name('  lr')}{value('=0.1')}  rate", f"    {name('toyexp lr=1')}", "", "A sentence.",
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("line", "typed"),
+    [
+        ("error: x; did you mean recipe? (more: toyexp help runs)", ["recipe", "toyexp help runs"]),
+        ("error: cuda: none; use engine=cpu, or --engine", ["engine=cpu"]),
+        (
+            "note: see `toyexp doctor`, or pip install 'toyexp[all]' (big)",
+            ["toyexp doctor", "pip install 'toyexp[all]'"],
+        ),
+        ("8 steps are saved; to resume: toyexp resume='a b/c' plugins=[x]", ["toyexp resume='a b/c' plugins=[x]"]),
+        ("next  toyexp  # train", ["toyexp"]),
+        ("      A=1 toyexp x", []),
+        ("a.gguf: toyexp can write hf files", []),
+        ("toyexp 0.1.0, Python 3.11", []),
+        ("this toyexp reads format 3", []),
+        ('  "error": "none; to resume: toyexp resume=a"', []),
+    ],
+)
+def test_text_to_type_is_marked_in_messages_and_never_in_json(monkeypatch, capsys, line, typed):
+    monkeypatch.setenv("NO_COLOR", "")
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    print_output(line)
+    out = capsys.readouterr().out
+    assert re.findall(r"\x1b\[1;36m(.*?)\x1b\[0m", out) == typed
+    assert re.sub(r"\x1b\[[\d;]*m", "", out) == f"{line}\n"
 
 
 def test_states_are_coloured_and_secondary_text_is_dim(monkeypatch, capsys):
     monkeypatch.setenv("NO_COLOR", "")
     monkeypatch.setenv("FORCE_COLOR", "1")
-    green, yellow, red, dim = (f"\x1b[{code}m{{}}\x1b[0m".format for code in (32, 33, 31, 2))
+    green, yellow, red, dim = (f"\x1b[{code}m{{}}\x1b[0m".format for code in (32, 33, 31, "38;5;243"))
     for text, shown in {
         "0  completed  a/0": f"0  {green('completed')}  a/0",
         "0  pruned: bad": f"0  {yellow('pruned')}: bad",
@@ -160,7 +187,7 @@ def test_states_are_coloured_and_secondary_text_is_dim(monkeypatch, capsys):
         "9 runs: 7 completed, 2 pruned": "9 runs: 7 completed, 2 pruned",
         "same for all runs: lr 1": dim("same for all runs: lr 1"),
         "model   llama": f"{dim('model')}   llama",
-        "next  toyexp eval a  # score": f"{dim('next')}  toyexp eval a  {dim('# score')}",
+        "next  toyexp eval a  # score": f"{dim('next')}  \x1b[1;36mtoyexp eval a\x1b[0m  {dim('# score')}",
     }.items():
         print_output(text)
         assert capsys.readouterr().out == f"{shown}\n"
@@ -172,23 +199,23 @@ def test_data_for_programs_has_no_colours_and_headings_for_people_have(tmp_path,
     capsys.readouterr()
     assert main(["--color=always", "runs", "one", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)
-    for words in (["runs", "one"], ["help"], ["describe", "--help"], ["plugins"]):
+    for words in (["runs", "one"], ["help"], ["help", "start"], ["describe", "--help"], ["plugins"]):
         assert main(["--color=always", *words]) == 0
-        assert "\x1b[1m" in capsys.readouterr().out, words
+        assert "\x1b[1" in capsys.readouterr().out, words
         assert main(words) == 0
         assert "\x1b" not in capsys.readouterr().out, words
 
 
-def test_texts_are_wrapped_below_their_column_and_commands_are_not(monkeypatch):
+def test_texts_are_wrapped_below_their_column_and_commands_after_a_backslash(monkeypatch):
     text = (
-        "  steps  the number of steps that the run trains\n  toyexp describe a/long/path/of/a/run/model.gguf\n\nshort"
+        "  steps  the number of steps that the run trains\n  toyexp describe a/path/of/a/model.gguf 'a b' c=1\n\nshort"
     )
     assert wrap_columns(text) == text  # a pipe
     monkeypatch.setattr(sys, "stdout", Terminal())
     monkeypatch.setenv("COLUMNS", "30")
     assert wrap_columns(text).splitlines() == [
         "  steps  the number of steps", "         that the run trains",
-        "  toyexp describe a/long/path/of/a/run/model.gguf", "", "short",
+        "  toyexp describe \\", "    a/path/of/a/model.gguf \\", "    'a b' c=1", "", "short",
     ]  # fmt: skip
 
 
@@ -199,36 +226,42 @@ def test_the_rest_of_a_line_begins_below_no_column_at_the_right_edge(monkeypatch
     assert lines == ["steps  ten letters of it  then", "       all the rest of it"]
 
 
-def test_a_command_to_type_next_is_not_wrapped(monkeypatch):
+def test_a_wrapped_command_is_the_same_for_a_shell(monkeypatch):
     monkeypatch.setattr(sys, "stdout", Terminal())
     monkeypatch.setenv("COLUMNS", "30")
-    line = "next  toyexp describe a/long/path/of/a/run/model.gguf"
+    command = "A='-b  c -d' pip install --no-deps 'a package' --no-cache-dir --no-binary a"
+    _, *lines = wrap_columns(f"  cuda  no  is built without it; build it again: {command}").splitlines()
+    begin = next(n for n, line in enumerate(lines) if "A=" in line)
+    assert max(map(len, lines)) <= 30 and lines[begin].lstrip().startswith("A=")
+    shell = subprocess.run(["sh", "-c", "\n".join(["set -- \\", *lines[begin:], 'printf "%s," "$@"'])],
+                           capture_output=True, text=True)  # fmt: skip
+    assert shell.stdout == ",".join(shlex.split(command)) + ","
+    assert wrap_columns("12 long words before it; see toyexp help data").splitlines()[1] == "toyexp help data"
+
+
+def test_long_words_and_json_are_not_broken_and_errors_hang(monkeypatch):
+    monkeypatch.setattr(sys, "stdout", Terminal())
+    monkeypatch.setenv("COLUMNS", "30")
+    line = '  "key": "a long text of several words",'
     assert wrap_columns(line) == line
-
-
-def test_long_words_labelled_commands_and_json_are_not_broken_and_errors_hang(monkeypatch):
-    monkeypatch.setattr(sys, "stdout", Terminal())
-    monkeypatch.setenv("COLUMNS", "30")
-    for line in ("  eval  toyexp eval a/long/path/of/a/model.gguf", '  "key": "a long text of several words",'):
-        assert wrap_columns(line) == line
     assert wrap_columns("toyexp: error: outputs/a/long/path/of/a/run: is no run").splitlines() == [
-        "toyexp: error:", "        outputs/a/long/path/of/a/run:", "        is no run"
+        "toyexp: error:", " outputs/a/long/path/of/a/run:", "        is no run"
     ]  # fmt: skip
 
 
-def test_help_has_bold_headings_and_no_verdicts(monkeypatch):
+def test_help_has_coloured_headings_and_no_verdicts(monkeypatch):
     monkeypatch.setattr(sys, "stdout", Terminal())
     monkeypatch.setenv("COLUMNS", "30")
     for name in ("NO_COLOR", "FORCE_COLOR"):
         monkeypatch.setenv(name, "")
     choose_colour([])
     monkeypatch.setenv("TERM", "xterm")
-    print_usage("usage: toyexp x\n\nthe parts of a run and their presets\n  --retry  run those that have failed")
+    print_usage("usage: toyexp runs\n\nthe parts of a run and their presets\n  --retry  run those that have failed")
     print_output("  --retry  run those that have failed\n[0]  failed")
-    bold, red = ("\x1b[1m{}\x1b[0m".format, "\x1b[31m{}\x1b[0m".format)
+    heading, name, red = (f"\x1b[{code}m{{}}\x1b[0m".format for code in ("1;32", "1;36", 31))
     assert sys.stdout.getvalue().splitlines() == [
-        f"{bold('usage:')} toyexp x", "", "\x1b[1mthe parts of a run and their", "presets\x1b[0m",
-        f"{bold('  --retry')}  run those that have", "           failed", "  --retry  run those that have",
+        f"{heading('usage:')} {name('toyexp runs')}", "", "\x1b[1;32mthe parts of a run and their", "presets\x1b[0m",
+        f"{name('  --retry')}  run those that have", "           failed", "  --retry  run those that have",
         "           failed", f"[0]  {red('failed')}",
     ]  # fmt: skip
 

@@ -283,3 +283,9 @@ def test_the_warning_names_the_settings_that_stand_in_the_way(settings, suggesti
 def test_settings_that_cannot_work_or_contradict_each_other_are_rejected(settings, message):
     with pytest.raises(UserError, match=message):
         make_lab(**settings).check()
+
+
+def test_the_angles_of_rope_are_checked_only_in_models_that_rotate():
+    make_lab(positions="learned", rope_base=1e-30).check()
+    with pytest.raises(UserError, match="radians"):
+        make_lab(rope_base=1e-30).check()

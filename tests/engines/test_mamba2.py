@@ -6,6 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from gguf import GGUFReader
 from tiny import MODELS, VOCAB, batches, plan, replace_initial_values, write_base
 
 from toyexp import UserError
@@ -14,6 +15,7 @@ from toyexp.formats.gguf.read import GGUFFile
 from toyexp.interfaces.plan import apply_optimiser
 from toyexp.plugins.discovery import load
 from toyexp_formats.shipped import HuggingFace
+from toyexp_models.huggingface import mamba2_layout
 from toyexp_models.mamba2 import Mamba2
 from toyexp_optimisers.muon import Muon
 from toyexp_recipes.lora import Lora
@@ -40,12 +42,19 @@ def test_sizes_that_llama_cpp_cannot_compute_are_rejected(changes, said):
         replace(MODELS["mamba2"], **changes).check()
 
 
-def test_time_steps_and_decays_start_in_the_ranges_of_the_paper():
+def test_time_steps_decays_and_skips_start_as_in_the_paper():
     values = {t.name: t.init.draw(t.shape, 0, t.name) for t in replace(Mamba2(n_heads=8), vocab=VOCAB).tensors()}
     steps = np.log1p(np.exp(values["blk.0.ssm_dt.bias"]))
     np.testing.assert_allclose([steps[0], steps[-1]], [0.001, 0.1], rtol=1e-5)
     decays = values["blk.1.ssm_a"]
     assert (np.diff(steps) > 0).all() and (decays.max(), decays.min()) == (-1.0, -16.0)
+    assert (values["blk.1.ssm_d"] == 1).all()
+
+
+def test_matrices_start_with_the_variance_1_over_their_inputs():
+    for t in Mamba2(d_model=128, d_ff=512, n_heads=8, vocab=VOCAB).tensors():
+        if t.name.endswith((".ssm_in.weight", ".ssm_conv1d.weight", ".ssm_out.weight")):
+            assert t.init.draw(t.shape, 0, t.name).std() == pytest.approx(t.shape[1] ** -0.5, rel=0.05), t.name
 
 
 def test_a_decay_of_the_wrong_sign_counts_as_its_opposite_also_in_the_file():
@@ -73,9 +82,20 @@ def test_only_its_matrices_and_convolutions_decay_and_muon_takes_those_with_rows
     assert {n for n in by_muon if n.startswith("blk.1.")} == matrices
 
 
-def test_adapters_change_the_input_matrix_by_default_and_no_convolution():
+@pytest.mark.parametrize("kind", ["q8_0", "f16"])
+def test_only_the_matrices_of_a_smaller_file_are_rounded(capsys, kind):
+    """llama-quantize also leaves norms, convolutions, and tensors whose names do not end in `weight` in F32."""
+    write_base(Path("m.gguf"), "mamba2")
+    assert main(["export", "m.gguf", "--type", kind, "--to", "small.gguf"]) == 0
+    types = {t.name.removeprefix("blk.1."): t.tensor_type.name for t in GGUFReader("small.gguf").tensors}
+    small = {"token_embd.weight", "ssm_in.weight", "ssm_out.weight"}
+    assert {n for n, kind in types.items() if kind != "F32" and not n.startswith("blk.")} == small
+
+
+def test_adapters_change_both_matrices_by_default_and_no_convolution():
     write_base(Path("base.gguf"), "mamba2")
-    for targets, layers in ((None, {"ssm_in"}), (["*"], {"ssm_in", "ssm_out"}), (["out_proj"], {"ssm_out"})):
+    both = {"ssm_in", "ssm_out"}
+    for targets, layers in ((None, both), (["*"], both), (["out_proj"], {"ssm_out"}), (["mixer.in_proj"], {"ssm_in"})):
         adapters = plan("mamba2", recipe=Lora(base="base.gguf", targets=targets)).adapters
         assert {a.target.split(".")[2] for a in adapters} == layers
 
@@ -95,10 +115,30 @@ def test_a_published_config_lacks_the_context_and_the_inner_size(capsys):
         np.testing.assert_array_equal(back.tensors["blk.1.ssm_norm.weight"], file.read("blk.1.ssm_norm.weight"))
 
 
+def test_files_have_what_llama_cpps_converter_writes_and_reads(capsys):
+    """It writes 0 for attention and feed-forward layers, and pads the vocabulary to a multiple in config.json."""
+    write_base(Path("m.gguf"), "mamba2", vocab=257)
+    assert main(["export", "m.gguf", "--type", "hf"]) == 0
+    with GGUFFile("m.gguf") as file:
+        absent = {key for key, value in file.metadata.items() if key.startswith("mamba2.") and value == 0}
+    assert absent == {"mamba2.feed_forward_length", "mamba2.attention.head_count"}
+    assert 257 % json.loads(Path("m-hf/config.json").read_text()).get("pad_vocab_size_multiple", 16) == 0
+
+
+def test_decays_near_0_keep_their_values_as_the_logarithms_of_transformers():
+    stored = mamba2_layout(MODELS["mamba2"], {}).tensors["blk.0.ssm_a"]
+    decays = np.float32([[-16.0], [-1.0], [-1e-5], [0.0]])
+    logarithms = stored.form(decays)
+    np.testing.assert_allclose(-np.exp(logarithms), decays[:, 0], rtol=2e-6, atol=1e-29)  # transformers' formula
+    np.testing.assert_allclose(stored.back(logarithms), decays, rtol=2e-6, atol=1e-29)
+
+
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
         ({"time_step_limit": [0.001, 0.1]}, "time_step_limit is [0.001, 0.1]; toyexp's model=mamba2 has no limits"),
+        ({"time_step_limit": [0.001, float("inf")]}, "time_step_limit is [0.001, inf]"),
+        ({"time_step_limit": [0.0, 0.1]}, "time_step_limit is [0.0, 0.1]"),
         ({"use_bias": True}, "use_bias is True; toyexp's model=mamba2 has only False"),
         ({"use_conv_bias": False}, "use_conv_bias is False"),
         ({"hidden_act": "gelu"}, "hidden_act is gelu"),

@@ -15,6 +15,7 @@ from toyexp.interfaces.micro_batches import prepare_batches
 from toyexp.reference.engine import reference_logits, reference_loss, reference_metrics
 from toyexp.testing import ObjectiveSuite, ReferenceOps, token_dataset
 from toyexp_ggml.engines import GGMLCPU, GGMLCUDA, GGMLMetal, GGMLVulkan
+from toyexp_models.vit import ViT
 from toyexp_objectives.distil import Distil
 from toyexp_objectives.preference import Preference
 from toyexp_objectives.vectors import MSE, Contrastive
@@ -127,6 +128,11 @@ def test_bad_class_weights_are_rejected(weights, smoothing, message):
     with pytest.raises(UserError, match=re.escape(message)):
         objective.check()
         objective.check_inputs(MODELS["llama"], {"targets": spec})
+
+
+def test_one_class_may_have_the_weight_0():
+    spec = InputSpec((12,), "int32", below=VOCAB)
+    CrossEntropy(class_weights={1: 0.0}).check_inputs(MODELS["llama"], {"targets": spec})
 
 
 def test_a_batch_whose_classes_all_have_the_weight_0_is_rejected_by_the_name_of_the_setting():
@@ -270,6 +276,10 @@ def test_metrics_and_means_of_preference_are_those_of_completions_of_different_l
     softplus = np.logaddexp(0, -(margins - 0.5 * (kind == "simpo")))
     losses = (means - 1 / 0.6) ** 2 if kind == "ipo" else softplus
     assert reference_loss(the_plan, values, batch) == pytest.approx(losses @ weights)
+    if kind != "simpo":  # the first pair differs by 1e-3 nats; the second by 5e-5, which counts as a tie
+        near = total + batch["reference"] - [1e-3, 0, 0, 5e-5]
+        accuracy = reference_metrics(the_plan, values, {**batch, "reference": near.astype(np.float32)})["accuracy"]
+        assert accuracy == pytest.approx([1, 0.5] @ weights)
 
 
 @pytest.mark.parametrize("engine", SOME, ids=["cpu", "float64", "ggml", "metal", "cuda", "vulkan"])
@@ -349,6 +359,13 @@ def test_a_teacher_with_a_shorter_context_or_another_vocabulary_is_rejected(size
     objective.second_model = dataclasses.replace(model, **sizes)
     with pytest.raises(UserError, match=re.escape(f"objective.teacher=teacher.gguf: {message}")):
         objective.check_inputs(model, batches().inputs)
+
+
+def test_a_language_model_does_not_teach_a_model_of_images():
+    objective = Distil("teacher.gguf")
+    objective.second_model = dataclasses.replace(MODELS["llama"], vocab=VOCAB)
+    with pytest.raises(UserError, match=r"objective.teacher=teacher.gguf: the teacher has 40 tokens"):
+        objective.check_inputs(ViT(), batches().inputs)
 
 
 def test_rows_that_an_objective_compares_stay_together():

@@ -288,10 +288,12 @@ def test_sweeps_start_each_seed_from_values_of_its_own(launcher):
 
 
 @pytest.mark.parametrize("launcher", ["serial", "stacked"])
-def test_a_resumed_sweep_over_classes_needs_the_code_typed_again(capsys, launcher):
-    run("-m", *WORDS, "model.path=my_net:Net,my_net:Other", f"sweep.launcher={launcher}", "hydra.sweep.dir=swept")
-    assert "add 'plugins=[my_net]'" in run_rejected(capsys, "sweep.resume=swept")
-    run("sweep.resume=swept", "plugins=[my_net]")
+def test_a_resumed_sweep_over_classes_needs_the_code_typed_again(capsys, monkeypatch, launcher):
+    Path("their_net.py").write_text(FILE)
+    monkeypatch.delitem(sys.modules, "their_net", raising=False)
+    run("-m", *WORDS, "model.path=my_net:Net,their_net:Other", f"sweep.launcher={launcher}", "hydra.sweep.dir=swept")
+    assert "add 'plugins=[my_net,their_net]'" in run_rejected(capsys, "sweep.resume=swept")
+    run("sweep.resume=swept", "plugins=[my_net,their_net]")
 
 
 @pytest.mark.parametrize(
@@ -341,6 +343,7 @@ def test_other_commands_refuse_a_run_without_a_gguf_file(capsys):
         (nn.Sequential(nn.Flatten(), nn.Linear(64, 9)), "9 classes, but targets go up to 9"),
         (nn.LSTM(8, 10), "fails on images"),
         (Detached(64, 10), "result has no gradient"),
+        (nn.Sequential(Detached(64, 10), nn.Linear(10, 10).requires_grad_(False)), "result has no gradient"),
         (nn.Flatten(), "has no parameter with requires_grad=True"),
     ],
 )

@@ -105,14 +105,14 @@ def test_ranks_can_be_swept(tmp_path, capsys):
 
 
 def test_a_run_and_its_directory_are_named_after_the_base_model(tmp_path, capsys):
-    """By default lora adapts the queries, which gpt2 computes in one linear with keys and values."""
+    """By default lora adapts all linear layers of the blocks."""
     write_base(tmp_path / "base.gguf", "gpt2", tokenizer=Bytes())
     words = [*QUICK, "recipe=lora", "recipe.base=base.gguf", "engine=ggml", "steps=1", "eval_every=0"]
     assert main(words) == 0
     (directory,) = (tmp_path / "outputs").glob("*/*")
     assert directory.parent.name == "lora-gpt2"
     with GGUFFile(directory / "adapter.gguf") as file:
-        assert {name.split(".")[2] for name in file.tensors} == {"attn_qkv"}
+        assert {name.split(".")[2] for name in file.tensors} == {"attn_qkv", "attn_output", "ffn_up", "ffn_down"}
     assert main([*words, "resume=auto"]) == 0
     assert "is complete, 1 of 1 steps" in capsys.readouterr().out
     assert main(["-m", "sweep.isolate=false", *words, "seed=1,2", "hydra.sweep.dir=sweep"]) == 0

@@ -16,12 +16,15 @@ from tiny import write_base
 import toyexp
 from toyexp.base.ownership import fingerprint
 from toyexp.cli.main import main
+from toyexp.config.request import Request
 from toyexp.inference.evaluate import TrainedRun
+from toyexp.plugins.discovery import load
 from toyexp.results.comparison import Comparison
 from toyexp.results.report import report_command
 from toyexp.results.run_dirs import read_run
 from toyexp.tokenizers.byte_level import Bytes
-from toyexp.training.provenance import MOVED, Origin, data_digests, parse_origin
+from toyexp.training.experiment import prepare
+from toyexp.training.provenance import MOVED, Origin, data_digests, parse_origin, source_digests
 
 BOOK = "It was a bright cold day in April, and the clocks were striking. " * 60
 QUICK = ["data=text", "data.path=book.txt", "engine=ggml", "engine.threads=1", "batch_size=2", "model.context=12",
@@ -119,6 +122,21 @@ def test_the_digest_of_data_covers_its_split_and_not_the_names_of_classes(change
     facts = {"images_sha256": "ab", "classes_digest": "c1", "train_images": 8, "held_out_images": 2}
     before, after = data_digests(facts), data_digests({**facts, **changed})
     assert {key for key in before if before[key] != after[key]} == {role}
+
+
+def test_a_loss_other_than_a_cross_entropy_has_a_digest_of_its_settings():
+    Path("pairs.jsonl").write_text('{"prompt": "a", "chosen": "b", "rejected": "c"}\n' * 40)
+    Path("book.txt").write_text(BOOK)
+    pairs = ["data=preference", "data.path=pairs.jsonl", "objective=preference"]
+
+    def digest(*words):
+        config = Request([], load(), ()).build_config("engine=ggml", "model=qwen3moe", "model.context=12", *words)
+        return source_digests(prepare(config)).get("loss")
+
+    assert digest(*pairs) == digest(*pairs, "objective.auxiliary=0.1")  # no part of the held-out loss
+    others = ("objective.kind=dpo", "objective.kind=ipo", "objective.beta=0.3", "objective.beta=0.4")
+    assert len({digest(*pairs, word) for word in others} - {None}) == 4
+    assert digest("data=text", "data.path=book.txt", "objective.smoothing=0.1") is None
 
 
 def test_a_record_resolves_paths_from_the_runs_working_directory(working_directory):

@@ -148,7 +148,7 @@ CASES: dict[str, Callable[[str], dict[str, Any]]] = {
     "chats": train_on_chats,
     "full gpt2": base_case("gpt2", "recipe=full lr=0.01"),
     "lora with dropout": base_case("llama", "recipe=lora recipe.rank=4 recipe.dropout=0.1 recipe.targets=[*] lr=0.02"),
-    "lora on Q8_0": base_case("qwen2", "recipe=lora recipe.rank=4 lr=0.02", Q8_0),
+    "lora on Q8_0": base_case("qwen2", "recipe=lora recipe.rank=4 recipe.targets=[q] lr=0.02", Q8_0),
     "lora on Q4_K": base_case("llama", "recipe=lora recipe.rank=4 recipe.targets=[q,v,ffn_*] lr=0.02", Q4_K),
     "resume": train_and_resume,
     "sweep": sweep_rates,

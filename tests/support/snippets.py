@@ -14,7 +14,7 @@ PAGES = Path(__file__).parent.parent.parent / "docs" / "pages"
 PROGRAMS = ("toyexp", "python", "pip", "make", "echo", "cd", "git", "pytest", "torchrun")
 # Commands that do not train.
 STEPLESS_COMMANDS = {"plugins", "doctor", "parity", "bench", "eval", "describe", "models", "generate", "predict",
-                     "export", "merge", "runs", "compare", "completion", "help", "new"}  # fmt: skip
+                     "export", "merge", "serve", "runs", "compare", "completion", "help", "new"}  # fmt: skip
 SKIPPED_PROGRAMS = {"make": "sets up .venv, as CI does", "pip": "asks a network", "git": "asks a network"}
 COMMENT = re.compile(r"<!-- (small|first|slow|not run)(?:: (.*?))? -->")
 FENCE = re.compile(r"((?:^ *<!-- [^\n]*? -->\n+)*)^( *)```(\w*)[^\n]*\n(.*?)^ *```", re.MULTILINE | re.DOTALL)

@@ -78,9 +78,10 @@ def test_engines_agree_on_adapters_of_a_vit(capsys):
     assert engine["loss"]["largest"] < 1e-4
 
 
-def test_the_default_targets_are_the_queries_and_patterns_can_name_blocks(tmp_path):
+def test_the_default_targets_are_all_linears_and_patterns_can_name_blocks(tmp_path):
+    linears = ("attn_q", "attn_k", "attn_v", "attn_out", "ffn_up", "ffn_down")
     for overrides, targets in (
-        ([], {"v.blk.0.attn_q", "v.blk.1.attn_q"}),
+        ([], {f"v.blk.{i}.{name}" for i in (0, 1) for name in linears}),
         (["recipe.targets=[blk.1.attn_o*]"], {"v.blk.1.attn_out"}),
     ):
         assert (

@@ -183,7 +183,7 @@ class SweepResult(Sequence[Result]):
 
     @property
     def best(self) -> Result | None:
-        """Best run of the sweep; None if no run completed, or if the runs used different data and cannot be compared.
+        """Best run of the sweep; None if no run completed, or if the data or losses of the runs differ.
 
         The settings with the best mean over seeds are chosen first. Among the runs with these settings, this is the run
         with the best `metric`.

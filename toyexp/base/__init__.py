@@ -7,10 +7,10 @@ from toyexp.base.lazy import lazy
 if TYPE_CHECKING:
     from toyexp.base.drawing import (
         BLUE,
+        GREEN,
         GREY,
         INK,
         LABEL,
-        RED,
         SMALL,
         VERMILLION,
         Sheet,
@@ -40,7 +40,15 @@ if TYPE_CHECKING:
     from toyexp.base.random import generator, stream
     from toyexp.base.ranks import started_ranks
     from toyexp.base.signals import run_interruptibly
-    from toyexp.base.terminal import drop_output, is_notebook, is_silent, print_error, print_line, show_status
+    from toyexp.base.terminal import (
+        drop_output,
+        has_colour,
+        is_notebook,
+        is_silent,
+        print_error,
+        print_line,
+        show_status,
+    )
     from toyexp.base.threads import (
         CORES_VARIABLE,
         MAX_THREADS,

@@ -24,12 +24,12 @@ from toyexp.base.files import open_file
 from toyexp.base.packages import require_package
 from toyexp.base.writing import convert_write_errors, require_writable, write_atomically
 
-BLUE, VERMILLION, GREEN, PURPLE = "#0B4A8A", "#B3260A", "#26805A", "#C273A9"
-RED, INK, GREY, PALE = "#CC3311", "#222222", "#555555", "#BBBBBB"
-# the first four are vivid for people with red-green colour blindness; two of the others look grey to them
-COLOURS = (BLUE, VERMILLION, "#3696ED", "#D97A1A", GREEN, PURPLE, "#000000", "#968B4A")
+BLUE, VERMILLION, GREEN, PURPLE = "#0B4A8A", "#B3260A", "#268960", "#B470DB"
+INK, GREY, PALE = "#222222", "#555555", "#BBBBBB"
+# people with red-green colour blindness see green as a yellowish and purple as a bluish colour
+COLOURS = (BLUE, VERMILLION, "#4C69FF", "#BE8B00", GREEN, PURPLE, "#000000", "#7C9E52")
 # for dark backgrounds
-DARK_COLOURS = ("#3CC6FF", "#DD7416", "#CBF7FF", "#FFE646", "#1E8F5A", "#A06BA5", "#A9B8A6", "#F1AE6F")
+DARK_COLOURS = ("#3CC6FF", "#DD7416", "#D3F8FB", "#FFE646", "#487C45", "#875F9B", "#A9B8A6", "#F1AE6F")
 MARKS = ("o", "s", "^", "D", "v", "P", "X", "p")
 TITLE, LABEL, SMALL = 12.0, 10.0, 9.0  # font sizes in points, for a figure 8 inches wide
 WIDTH = 8.0  # inches
@@ -41,6 +41,7 @@ COLUMNS = {
     "double": (7.2, 0.9),
 }  # column of a journal: width in inches, and scale of the text
 LOG_RATIO = 20.0  # an axis becomes logarithmic if its largest value is this many times the smallest
+POWERS = (1e-4, 1e5)  # a logarithmic axis with values outside these limits has the labels 10^n
 # Metadata of files by suffix: toyexp as the creator, and no date, so that equal plots give equal bytes.
 FILE_METADATA: Mapping[str, Mapping[str, str | None]] = {
     ".png": {"Software": "toyexp"},
@@ -245,17 +246,18 @@ def set_step_axis(axes: Any) -> None:
 
 def set_log_scale(axes: Any, which: str, values: Iterable[float], ratio: float = LOG_RATIO) -> bool:
     """Make the axis `which` (`x`, `y`) logarithmic if `values` span a factor of `ratio`; return True if so."""
-    from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
+    from matplotlib.ticker import FuncFormatter, LogFormatterSciNotation, LogLocator, NullFormatter
 
     finite = [value for value in values if math.isfinite(value)]
     if not finite or min(finite) <= 0 or max(finite) <= ratio * min(finite):
         return False
     (axes.set_xscale if which == "x" else axes.set_yscale)("log")
     axis = axes.xaxis if which == "x" else axes.yaxis
-    axis.set_major_locator(
-        LogLocator(subs=(1, 2, 5) if max(finite) < (1e3 if which == "y" else 50) * min(finite) else (1,))
-    )
-    axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+    is_narrow = max(finite) < (1e3 if which == "y" else 50) * min(finite)
+    axis.set_major_locator(LogLocator(subs=(1, 2, 5) if is_narrow else (1,)))
+    has_powers = max(finite) > POWERS[1] or min(finite) < POWERS[0]
+    powers, numbers = LogFormatterSciNotation(minor_thresholds=(99, 99)), FuncFormatter(lambda value, _: f"{value:g}")
+    axis.set_major_formatter(powers if has_powers else numbers)
     axis.set_minor_formatter(NullFormatter())
     return True
 

@@ -276,12 +276,19 @@ def _digest(path: Path) -> str:
 
 
 def cached_fingerprint(path: Path) -> str:
-    """Return the `fingerprint` of a file. If the file does not change, a process reads it only once."""
+    """Return the `fingerprint` of a file, or a digest of a directory's files except texts (.md) and hidden files.
+
+    If the files do not change, a process reads them only once.
+    """
+    if path.is_dir():
+        files = sorted(p for p in path.iterdir() if p.suffix not in ("", ".md") and p.is_file())
+        listing = "".join(f"{p.name} {cached_fingerprint(p)}\n" for p in files)
+        return hashlib.sha256(listing.encode(errors="surrogateescape")).hexdigest()[:16]
     status = path.stat()
     return _fingerprint_version(path.absolute(), status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns)
 
 
-@lru_cache(maxsize=64)
+@lru_cache(maxsize=256)
 def _fingerprint_version(path: Path, *_version: int) -> str:
     return fingerprint(path)
 

@@ -8,7 +8,6 @@ import os
 import re
 import shutil
 import sys
-import textwrap
 from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import IO
@@ -17,22 +16,28 @@ from toyexp.base.errors import UserError, escape_controls
 
 STYLES = {
     "bold": "1",
-    "dim": "2",
+    "dim": "38;5;243",  # a grey with a contrast of 4.5:1 on white and on black
     "red": "31",
     "green": "32",
     "yellow": "33",
+    "heading": "1;32",
+    "command": "1;36",
+    "value": "36",
 }  # basic colours, readable on dark and light grounds
 COLOUR_CHOICES = ("auto", "always", "never")
 # Patterns of words to colour, and their style: the word that begins an error, warning or note; states, verdicts, best.
-# Labels of lines, comments and lines about a table are dim, so that results stand out.
+# Labels of lines, comments and lines about a table are grey, so that results stand out.
 _STYLED = (
-    (re.compile(r"^(?:toyexp: )?error(?: in job \d+)?:"), "red"),
+    (re.compile(r"^  [\w.]+(?=  +(?:PASS|no  |FAIL)  )|^(?:toyexp \d|with toyexp|forward pass).*"), "bold"),
+    (re.compile(r"^(?:toyexp: )?error(?: in job \d+)?:|^broken:"), "red"),
     (re.compile(r"^(?:toyexp: )?(?:warning|note):|^(?:warning|note)(?=  )"), "yellow"),
     (re.compile(r"\bFAIL\b|(?:(?<=  )|^)(?:failed|killed|diverged)(?=  |:|$| after )", re.MULTILINE), "red"),
     (re.compile(r"(?<=  )(?:pruned|stopped|interrupted|running)(?=  |:|$)", re.MULTILINE), "yellow"),
     (re.compile(r"\bPASS\b|(?<=  )best$|(?:(?<=  )|^)completed(?=  |$| after )", re.MULTILINE), "green"),
     (re.compile(r"^(?:(\d+) of \1 )?within the tolerances.*"), "green"),
+    (re.compile(r"(?<=  )no(?=    )"), "yellow"),  # an engine that does not work here
     (re.compile(r"^(?:engine|machine|model|data|recipe|run|sweep|study|report|plot|keys|again|next)(?=  )"), "dim"),
+    (re.compile(r"^(?:varies|compute|time|file|sizes|parameters|types|tokenizer|name|made by)(?=  )"), "dim"),
     (re.compile(r"(?<=  )(?:# |begins, job ).*|^(?:same for all|columns left out|paths below) .*", re.DOTALL), "dim"),
 )
 # first column of an indented line of a help text: a command, or an option
@@ -121,8 +126,8 @@ def _paint_lines(text: str, stream: IO[str]) -> str:
     """Escape control characters in a text, wrap its lines, and colour the words that match a pattern in _STYLED."""
     painted = []
     for line in escape_controls(text).split("\n"):
-        shown = wrap_columns(line, stream)
-        for pattern, style in _STYLED if has_colour(stream) else ():
+        shown, is_painted = wrap_columns(line, stream, has_colour(stream)), has_colour(stream) and not _JSON.match(line)
+        for pattern, style in _STYLED if is_painted else ():
             if pattern.search(line):  # a word that is the last one only of a wrapped line is no verdict
                 shown = pattern.sub(partial(_paint_match, style, stream), shown)
         painted.append(shown)
@@ -148,28 +153,62 @@ def text_width() -> int:
     return min(terminal_width() or 110, 110)
 
 
-# Lines that are not wrapped: commands to type, also after columns and variables (CMAKE_ARGS='...'), and lines of JSON.
-_UNBROKEN = re.compile(r"(?:^|  )(?:toyexp|(?:[A-Z_]+='[^']*' )?pip install) (?!.*\S  )|^ *\"")
+_JSON = re.compile(r'^ *["{}]')  # beginning of a line of JSON, which is neither wrapped nor coloured
+_NAMES = " (?:help|plugins|new|doctor|parity|bench|eval|describe|models|generate|predict|export|merge|runs|compare)\\b"
+_PROGRAM = r"(?:[A-Z_]+='[^']*' )?(?:pip install|toyexp(?! \d|:))"
+# Text to type: commands that fill a column of a line, commands in a sentence, and corrections that errors propose.
+_TYPED = re.compile(
+    rf"(?:^|(?<=  )){_PROGRAM}(?: (?! )\S+)*(?=$|  )"
+    rf"|(?:(?<=: )|(?<=`)|(?<=see )|(?<=use )|(?<= as )|(?<= or )|(?<=try ))(?=.*install|toyexp(?:`| -| \S+=|{_NAMES}))"
+    rf"{_PROGRAM}(?: (?:'[^']*'|[^\s;`'()])+(?<![,:.]))*"
+    r"|(?<=did you mean )[^?]+(?=\?)|(?:(?<=use )|(?<=Use )|(?<=try )|(?<=add )|(?<=type ))(?:[\w.]+=|--)[^\s;,)]+"
+)
 
 
-def wrap_columns(text: str, stream: IO[str] | None = None) -> str:
+def wrap_columns(text: str, stream: IO[str] | None = None, has_codes: bool = False) -> str:
     """Wrap long lines of a table at the width of the terminal, and indent continuation lines to the last column.
 
-    Columns are separated by at least two spaces. A column that begins in the last third of the width does not count.
-    Commands to type, long paths and lines of JSON are not broken, so that they can be copied.
+    Columns are separated by at least two spaces. A column that begins in the last third of the width does not count. A
+    command to type stays in one line. If it is longer than that, its lines end with a backslash, as shells require, so
+    that it can be copied. Long paths and lines of JSON are not broken. If `has_codes` is True, colour commands.
     """
-    width = terminal_width(stream)
-    if width is None:
-        return text
-    wrapped = []
+    width, wrapped = terminal_width(stream) or sys.maxsize, []
     for line in text.split("\n"):
-        if len(line) <= width or _UNBROKEN.search(line):
-            wrapped.append(line)
-            continue
         columns = re.finditer(r"^ +|^toyexp: |(?<=\S) {2,}(?=\S)", line)
-        indent = " " * max((m.end() for m in columns if m.end() <= width * 2 // 3), default=0)
-        wrapped += textwrap.wrap(line, width, subsequent_indent=indent, break_on_hyphens=False, break_long_words=False)
-    return "\n".join(wrapped)
+        indent = max((m.end() for m in columns if m.end() <= width * 2 // 3), default=0)
+        marked = line if _JSON.match(line) else _TYPED.sub(partial(_mark, width - indent), line)
+        wrapped += [marked] if len(line) <= width or _JSON.match(line) else _fill(marked, width, indent)
+    marks = {0: " ", 11: " ", 12: None, 14: f"\x1b[{STYLES['command']}m" * has_codes, 15: "\x1b[0m" * has_codes}
+    return "\n".join(wrapped).translate(marks)
+
+
+def _mark(room: int, command: re.Match[str]) -> str:
+    """Return a command with marks for `_fill`; `room` is the length of the longest line.
+
+    0x0e and 0x0f enclose it. A blank becomes 0x0b if the line may be broken there, otherwise 0. 0x0c begins a new line.
+    """
+    text = re.sub(r"'[^']*'|pip install", lambda unbroken: unbroken[0].replace(" ", "\0"), command[0])
+    text = text.replace(" ", "\0" if len(text) <= room else "\v")
+    is_column = command.string[: command.start()].endswith("  ") or not command.start()
+    return ("" if is_column or "\v" not in text else "\f") + f"\x0e{text}\x0f"
+
+
+def _fill(line: str, width: int, indent: int) -> list[str]:
+    """Return a line as lines of at most `width` characters. Longer words are not broken, but indented less."""
+    lines, current, begin = [], "", indent
+
+    def measure(text: str) -> int:
+        return len(text) - sum(map(text.count, "\f\x0e\x0f"))
+
+    for chunk in re.findall(r"[ \v]*[^ \v]+", line):
+        word, is_rest = chunk.strip(" \v"), chunk[0] == "\v"
+        room = width - 2 * ("\v" in line)  # for the backslash
+        if current.strip() and (measure(current + chunk) > room or "\f" in chunk):
+            lines.append(current + " \\" * is_rest)
+            begin = begin if is_rest else max(min(indent, room - measure(word)), 0)
+            current, chunk = " " * min(begin + 2 * is_rest, max(room - measure(word), 0)), word
+        current += chunk
+    return [*lines, current]
 
 
 _status = ""  # text of the status line, erased before the next line
@@ -193,7 +232,7 @@ def print_output(text: str, style: str = "") -> None:
 
 
 def print_usage(text: str) -> None:
-    """Print a help text with bold headings, commands and options.
+    """Print a help text with coloured headings, commands, options and settings.
 
     Headings are the word `usage:` and each line that is followed by an indented line.
     """
@@ -203,10 +242,18 @@ def print_usage(text: str) -> None:
     show_status("")
     for line, following in zip(lines, [*lines[1:], ""], strict=True):
         shown = wrap_columns(escape_controls(line))
-        heading = shown if line[:1].strip() and following[:1] == " " else ""
-        heading = "usage:" if line.startswith("usage:") else heading
-        heading = command[0] if (command := _COMMAND.match(shown)) else heading
-        print(paint(heading, "bold") + shown.removeprefix(heading), flush=True)
+        if line[:1].strip() and following[:1] == " " and not line.startswith("usage:"):
+            head = shown.partition("  ")[0]
+            shown = paint(head, "heading") + shown.removeprefix(head)
+        elif first := _COMMAND.match(shown):
+            name = first[0].removeprefix("usage:")
+            key, equals, value = name.partition("=") if " " not in name.strip() else (name, "", "")
+            usage = "usage:" if name != first[0] else ""
+            shown = usage + paint(key, "command") + paint(equals + value, "value") + shown[first.end() :]
+        else:
+            shown = wrap_columns(escape_controls(line), None, has_colour(sys.stdout))
+        shown = shown.replace("usage:", paint("usage:", "heading")) if shown.startswith("usage:") else shown
+        print(shown, flush=True)
 
 
 def print_line(line: str, style: str = "") -> None:

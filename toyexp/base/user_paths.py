@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 import stat
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -53,6 +53,25 @@ def cache_dir() -> Path | None:
         return Path.home() / ".cache" / "toyexp"
     except RuntimeError:
         return None
+
+
+def hub_cache(home: Path, environment: Mapping[str, str]) -> Path:
+    """Return the directory in which huggingface_hub keeps what it downloads."""
+    cache = Path(environment.get("XDG_CACHE_HOME") or home / ".cache")
+    folder = environment.get("HF_HUB_CACHE") or Path(environment.get("HF_HOME") or cache / "huggingface", "hub")
+    return Path(_expand_user(str(folder)))
+
+
+def find_cached_repository(path: Path) -> Path:
+    """Return the download in the Hugging Face cache if `path` is the id of a repository, ORG/NAME, and no file.
+
+    Return `path` itself if the cache has no weights of that repository in safetensors.
+    """
+    folder = hub_cache(Path(_expand_user("~")), os.environ) / f"models--{'--'.join(path.parts)}"
+    if len(path.parts) != 2 or os.path.lexists(path) or not os.access(main := folder / "refs" / "main", os.R_OK):
+        return path
+    snapshot = folder / "snapshots" / main.read_text(errors="replace").strip()
+    return snapshot if any(snapshot.glob("*.safetensors")) else path
 
 
 def is_private(path: Path) -> bool:

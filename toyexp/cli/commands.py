@@ -21,7 +21,7 @@ from toyexp.interfaces.command import Arguments, Command, Parser, parse_modules
 from toyexp.interfaces.hooks import Register, hookimpl
 
 Option = tuple[str, dict[str, Any]]  # a flag, and keywords of add_argument
-NO_SETTINGS = ("describe", "generate", "merge", "models", "new", "plugins", "predict")
+NO_SETTINGS = ("describe", "generate", "merge", "models", "new", "plugins", "predict", "serve")
 SETTINGS_ONLY = ("bench", "data", "parity")
 
 
@@ -59,11 +59,14 @@ class BuiltInCommand(Command):
     def read(self, words: Sequence[str]) -> Arguments:
         """Parse the words after `toyexp NAME`; raise UserError for a setting that the command does not take.
 
-        The words of `completion` are not parsed, because they contain the user's unfinished command line.
+        The words of `completion` are not parsed, because they contain the user's unfinished command line. The words
+        after `--` of `serve` are not parsed, because they are options of another program.
         """
         if self.completions == "shells":
             return Arguments(rest=list(words))
-        arguments = super().read(words)
+        end = list(words).index("--") if self.name == "serve" and "--" in words else len(words)
+        arguments = super().read(words[:end])
+        arguments.passed = list(words[end + 1 :])
         for word in arguments.rest:
             if self.name in NO_SETTINGS and "=" in word and not os.path.lexists(word):
                 if (flag := f"--{word.partition('=')[0]}") in self.parser().options:
@@ -81,6 +84,8 @@ class BuiltInCommand(Command):
         """
         from toyexp.config.flags import dashed_setting, other_tools
 
+        if self.name == "serve":
+            return UserError(f"serve {word}: options of llama-server come after --: toyexp serve RUN -- {word}")
         setting = dashed_setting(word, after) if "settings" in self.completions else None
         if self.name == "generate" and (option := other_tools("generate").get(word.partition("=")[0])):
             return UserError(f"generate {word}: unknown option; use {option}")
@@ -173,6 +178,7 @@ BUILT_IN = (
         _value("--plot", "bench.svg", PLOT), COLUMN, JSON),
     _command("eval", "Evaluate a model file on held-out data.", "file settings",
         _value("--data", "book.txt", "data to evaluate on; see below"),
+        _value("--choices", "questions.jsonl", "multiple-choice questions: question, choices, answer"),
         _value("--adapter", "adapter.gguf", "LoRA adapter to apply: a run, an adapter.gguf, or a PEFT directory"),
         JSON, module="files"),
     _command("describe", "Show what a GGUF file contains and what it can be used for.", "file",
@@ -201,12 +207,14 @@ BUILT_IN = (
         _value("--engine", "cpu", ENGINE), JSON, module="files"),
     _command("export", "Convert a model file to another quantisation or format.", "file",
         _value("--type", "q8_0", "one of the types below"), _value("--to", "small.gguf", "output path"), FORCE,
-        _switch("--requantize", "allow quantising weights that are already quantised"), JSON,
-        module="files"),
+        _switch("--requantize", "allow quantising weights that are already quantised"),
+        _switch("--ollama", "write a Modelfile for Ollama beside the GGUF; without --type the model is not converted"),
+        JSON, module="files"),
     _command("merge", "Merge a LoRA adapter into a base model.", "file",
         _value("--out", "merged.gguf", "output path"), FORCE,
         _value("--type", "f16", "type of merged weights: f32 (exact) f16 bf16 q8_0 q4_0 q4_1 q5_0 q5_1 (default: f32)"),
         JSON, module="files"),
+    _command("serve", "Serve a model over HTTP with llama.cpp's llama-server.", "file", module="files"),
     _command("runs", "List runs with their settings, state and loss.", "directory",
         _value("--sort", "loss", "sort by a column or setting, ascending; descending with a minus: --sort -loss"),
         _number("--last", "20", "show only the last n runs", (1 << 40) - 1),

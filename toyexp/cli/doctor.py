@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import math
 import platform
-import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar
@@ -17,7 +16,7 @@ from toyexp.base.errors import Unavailable, UserError
 from toyexp.base.files import working_directory
 from toyexp.base.packages import explain_import_error
 from toyexp.base.tables import fit_table
-from toyexp.base.terminal import print_output, terminal_width
+from toyexp.base.terminal import print_output
 from toyexp.cli.bench_stepper import RUN_ONLY_KEYS, parse_engines, prepare_runs
 from toyexp.cli.pages import doctor_hints
 from toyexp.config.build import build_engine
@@ -50,9 +49,6 @@ Check which engines work on this machine, and why others do not.
 options
 --numerics exits with 1 if a check fails. Both options accept plugins=[my_module]."""
 
-# A command with its variables, such as CMAKE_ARGS='...' pip install ggml-python.
-PIP_COMMAND = re.compile(r"(?<= )((?:[A-Z_]+='[^']*' )?pip install [^;,(]*[^;,( ])")
-
 
 def run(arguments: Arguments) -> int:
     """Print the status of each engine, or with --numerics its numerical errors, or with --graph the device of each op.
@@ -64,7 +60,7 @@ def run(arguments: Arguments) -> int:
         request, labels = parse_engines(
             "doctor --graph", arguments, {*RUN_ONLY_KEYS, "steps", "lr", "callbacks"}, "ggml"
         )
-        print("\n".join(placement(prepare_runs(request, labels))))
+        print_output("\n".join(placement(prepare_runs(request, labels))))
         return 0
     if arguments.numerics:
         return _check_numerics(arguments)
@@ -80,10 +76,10 @@ def run(arguments: Arguments) -> int:
     working = []
     for offer in registry.engines():
         status = verdict(offer)
-        print_output(separate_commands(f"  {offer.name:<{width}}  {status}"))
+        print_output(f"  {offer.name:<{width}}  {status}")
         working += [offer.name] if status.startswith("PASS") else []
     for line in missing_packages(registry):
-        print_output(separate_commands(f"  {line}"))
+        print_output(f"  {line}")
     for problem in registry.problems:
         print_output(f"  broken plugin {problem.plugin} ({problem.package}): {problem.reason}")
     print_output("\n".join(doctor_hints(working)))
@@ -161,17 +157,6 @@ def missing_packages(registry: Registry) -> Iterator[str]:
             continue
         except Exception as error:  # of a plugin
             yield f"{label}: its check failed ({explain_import_error(error)})"
-
-
-def separate_commands(line: str) -> str:
-    """Put each `pip install` command of a line on a line of its own, if the line is wider than the terminal.
-
-    The terminal's width does not break commands, so that they can be copied.
-    """
-    if len(line) <= (terminal_width() or len(line)):
-        return line
-    first, *others = (part for part in PIP_COMMAND.split(line) if part.strip(" ,;"))
-    return "\n".join([first.rstrip(), *(f"      {part.strip(' ,;')}" for part in others)])
 
 
 def _check(cls: type) -> None:

@@ -1,4 +1,4 @@
-"""Commands on model files: `toyexp describe`, `models`, `eval`, `predict`, `export` and `merge`.
+"""Commands on model files: `toyexp describe`, `models`, `eval`, `predict`, `export`, `merge` and `serve`.
 
 The module of `toyexp.inference` that implements a command is imported only when the command runs.
 """
@@ -8,12 +8,13 @@ from __future__ import annotations
 import math
 import os
 import shlex
+import shutil
 import sys
 import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 
-from toyexp.base.errors import RunFailed, UserError, escape_cell, suggest
+from toyexp.base.errors import RunFailed, Unavailable, UserError, escape_cell, suggest
 from toyexp.base.terminal import print_line
 from toyexp.base.writing import convert_write_errors, require_writable, write_atomically
 from toyexp.interfaces.command import Arguments
@@ -93,6 +94,7 @@ MODEL is a GGUF file, a run directory with a model.gguf, or a checkpoint (run/ch
   toyexp eval base.gguf --adapter outputs/lora-llama/2026-11-21_050553_073724
                                                           with a LoRA adapter: a run (on its held-out data), an
                                                           adapter.gguf, or a PEFT directory
+  toyexp eval model.gguf --choices questions.jsonl        share of multiple-choice questions answered right
 
 options
 Data, context and batch_size default to the run's config.yaml. --data takes text, .jsonl, packed token ids (.bin,
@@ -105,13 +107,21 @@ batch_size=N, data.*, engine, engine.*, plugins=[...]."""
 def run_eval(arguments: Arguments) -> int:
     """Evaluate a model on held-out data, print its metrics and return 0; raise RunFailed if the loss is not finite."""
     from toyexp.config.request import parse_experiment
+    from toyexp.inference.choices import score_choices
     from toyexp.inference.evaluate import evaluate
 
     files = [word for word in arguments.rest if "=" not in word]
     usage = ", then settings and options: toyexp eval model.gguf batch_size=4"
     model_path = parse_model_path("eval", files, usage)
+    adapter = Path(arguments.adapter) if arguments.adapter else None
+    if file := arguments.choices:
+        words = [*([f"--data {arguments.data}"] if arguments.data else []), *(w for w in arguments.rest if "=" in w)]
+        if other := next((word for word in words if not word.startswith("engine=")), None):
+            raise UserError(f"eval {other}: has no effect with --choices, which only takes engine=...; leave it out")
+        engine = words[-1].removeprefix("engine=") if words else "auto"
+        return score_choices(model_path, file, engine, load(arguments.modules), adapter).show(arguments)
     request = parse_experiment("eval", [word for word in arguments.settings if "=" in word])
-    evaluation = evaluate(model_path, request, arguments.data, Path(arguments.adapter) if arguments.adapter else None)
+    evaluation = evaluate(model_path, request, arguments.data, adapter)
     evaluation.show(arguments)
     if not math.isfinite(evaluation.loss):
         raise RunFailed(f"{evaluation.file}: its held-out loss is {evaluation.loss}")
@@ -197,6 +207,7 @@ checkpoint (run/checkpoints/step-200). The new file of a checkpoint is written i
   toyexp export model.gguf --type q8_0                    writes model-q8_0.gguf next to it
   toyexp export outputs/lora-llama/2026-11-21_050553_073724 --type q4_k_m --to small.gguf
   toyexp export model.gguf --type hf                      writes the directory model-hf for transformers
+  toyexp export model.gguf --ollama                       writes a Modelfile for `ollama create` next to it
 
 options
 types     {types}
@@ -209,15 +220,19 @@ position embeddings are written in f32. A split model, given by its first part, 
 
 def run_export(arguments: Arguments) -> int:
     """Convert a model file to another quantisation or format; return 0."""
-    from toyexp.inference.export import export
-
     settings = tuple(word for word in arguments.rest if "=" in word and not os.path.lexists(word))
     files, word = [word for word in arguments.rest if word not in settings], arguments.type
     model = parse_model_path("export", files, ", and a type: toyexp export model.gguf --type q8_0 --to small.gguf")
+    registry, options = load(arguments.modules), (arguments.force, arguments.requantize)
+    if arguments.ollama:
+        from toyexp.inference.ollama import export_for_ollama
+
+        return export_for_ollama(model, word, arguments.to, settings, registry, *options).show(arguments)
     if word is None:
         raise UserError(f"export {model}: needs a type: toyexp export {shlex.quote(str(model))} --type q8_0")
-    registry = load(arguments.modules)
-    return export(model, word, arguments.to, settings, registry, arguments.force, arguments.requantize).show(arguments)
+    from toyexp.inference.export import export
+
+    return export(model, word, arguments.to, settings, registry, *options).show(arguments)
 
 
 HELP_MERGE = """\
@@ -250,3 +265,34 @@ def run_merge(arguments: Arguments) -> int:
         raise UserError(f"--out {out}: must end in .gguf; for other formats use toyexp export")
     base, adapter, force = *map(Path, arguments.rest), arguments.force
     return merge(base, adapter, Path(out), kind, force, load(arguments.modules)).show(arguments)
+
+
+HELP_SERVE = """\
+usage: toyexp serve WHAT [-- OPTION ...] [plugins=[my_module]]
+
+Start llama-server, the HTTP server of llama.cpp, with a model. WHAT is a GGUF file or a run directory (its model.gguf).
+The words after -- are options of llama-server.
+  toyexp serve outputs/lora-llama/2026-11-21_050553_073724
+  toyexp serve model.gguf -- --port 9000 --ctx-size 2048
+
+options
+llama-server must be on the PATH. By default it listens on http://127.0.0.1:8080 and has a chat page and an API like
+OpenAI's (/v1/chat/completions). To end it, press Ctrl-C."""
+
+
+def run_serve(arguments: Arguments) -> int:
+    """Replace this process by llama-server with a model."""
+    from toyexp.formats.gguf.header import source_path
+    from toyexp.inference.model_files import find_model_file, find_reader
+
+    model = parse_model_path("serve", arguments.rest, ": toyexp serve model.gguf")
+    if (program := shutil.which("llama-server")) is None:
+        hint = "brew install llama.cpp, or download it from https://github.com/ggml-org/llama.cpp/releases"
+        raise Unavailable(f"serve: there is no llama-server on the PATH; install llama.cpp: {hint}")
+    path = find_model_file(model, registry=(registry := load(arguments.modules)))
+    if source_path(path) != path or find_reader(path, registry):
+        command = f"toyexp export {shlex.quote(str(model))} --type f16"
+        raise UserError(f"serve {model}: llama-server only loads GGUF files; convert it first: {command}")
+    command_line = [program, "-m", str(path), *arguments.passed]
+    print_line(shlex.join(command_line))
+    os.execv(program, command_line)

@@ -7,6 +7,7 @@ import os
 import sys
 from collections.abc import Mapping, Sequence
 from functools import partial
+from itertools import takewhile
 from typing import TYPE_CHECKING
 
 import toyexp
@@ -75,7 +76,7 @@ def run_words(typed: Sequence[str]) -> int:
 
 
 def _call(command: Command, words: Sequence[str]) -> int:
-    if "-h" not in words and "--help" not in words:
+    if not {"-h", "--help"} & {*takewhile("--".__ne__, words)}:
         return command.run(command.read(words))
     print_usage(command.usage(parse_modules(words)))
     return 0

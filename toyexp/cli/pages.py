@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from toyexp.base.errors import UserError, nearest, suggest
 from toyexp.base.formatting import format_value, short_path
-from toyexp.base.terminal import is_terminal, print_usage, terminal_width, text_width
+from toyexp.base.terminal import has_colour, is_terminal, print_output, print_usage, terminal_width, text_width
 from toyexp.config.paths import CONF, PAGES, TEMPLATES
 from toyexp.config.top_level import GROUPS, top_level_settings
 from toyexp.interfaces.command import Arguments
@@ -93,14 +93,20 @@ def insert_templates(page: str) -> str:
 
 
 def print_page(page: str) -> None:
-    """Print a page: rendered if standard output is a terminal, otherwise as Markdown text."""
-    if not is_terminal():
+    """Print a page: rendered if standard output is a terminal or has colours, otherwise as Markdown text."""
+    is_coloured = has_colour(sys.stdout)
+    if not is_terminal() and not is_coloured:
         print(page, end="")
         return
     from rich.console import Console
     from rich.markdown import Markdown
+    from rich.theme import Theme
 
-    Console(width=min(Console().width, 110)).print(Markdown(page, hyperlinks=False))
+    # Without a ground, code is readable on light and on dark terminals.
+    theme = Theme({"markdown.code": "bold cyan", "markdown.h1": "bold green", "markdown.h2": "bold green"})
+    console = Console(width=text_width(), theme=theme, no_color=not is_coloured,
+                      color_system="standard" if is_coloured else None)  # fmt: skip
+    console.print(Markdown(page, hyperlinks=False, code_theme="ansi_light"))
 
 
 _NO_MODEL = r"the GGUF files on this machine|is not a GGUF file|is a directory without"
@@ -131,7 +137,7 @@ _PAGE_ALIASES = {"ops": "plugins/ops", "loss": "plugins/ops"}
 _COMMAND_PAGES = {
     "eval": "after", "generate": "after", "describe": "after", "predict": "after", "merge": "after", "models": "after",
     "export": "exports", "runs": "compare", "compare": "compare", "parity": "agreement", "bench": "speed",
-    "new": "plugins", "plugins": "plugins", "doctor": "engines",
+    "new": "plugins", "plugins": "plugins", "doctor": "engines", "serve": "after",
 }  # fmt: skip
 
 
@@ -203,14 +209,14 @@ def run_help(arguments: Arguments) -> int:
         raise UserError(f"help {word}: is a command; see toyexp {word} --help")
     results = [] if word in topics() or not word.strip() else search(word)
     if len(results) > 1:
-        print(f"no page is named {word}; {len(results)} pages mention it (best first, at most {MAX_HITS}):")
+        print_output(f"no page is named {word}; {len(results)} pages mention it (best first, at most {MAX_HITS}):")
         for topic, number, line in results[:MAX_HITS]:
             start = max(line.lower().find(word.lower()) - 30, 0)
-            print(f"  {f'toyexp help {topic}':<30} line {number:>3}  {line[start : start + 64]}")
+            print_output(f"  {f'toyexp help {topic}':<30} line {number:>3}  {line[start : start + 64]}")
         return 0
     print_page(read_page(results[0][0] if results else word))
     if word in offers["command"]:
-        print(f"\nThe command of the same name: toyexp {word} --help")
+        print_output(f"\nThe command of the same name: toyexp {word} --help")
     return 0
 
 

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from toyexp.base.drawing import COLOURS, INK, MARKS, RED, SMALL, Sheet, caption, fit_text, set_step_axis, use_plot_style
+from toyexp.base.drawing import COLOURS, INK, MARKS, SMALL, Sheet, caption, fit_text, set_step_axis, use_plot_style
 
 ROWS = 30  # maximum number of tensors shown
 ROW = 0.2  # inches
@@ -76,9 +76,9 @@ def _differences(axes: Any, report: Mapping[str, Any]) -> None:
     for number, values in enumerate(differences):
         _line(axes, number, [max(value, floor) for value in values], clip_on=False)
     for tolerance in tolerances.values():
-        axes.axhline(max(tolerance, floor), color=RED, linewidth=1, linestyle="--")
+        axes.axhline(max(tolerance, floor), color=INK, linewidth=1, linestyle="--")
     texts = [f"tolerance of {name}, {tolerance:g}" for name, tolerance in tolerances.items()]
-    caption(axes, "; ".join(texts), RED)
+    caption(axes, "; ".join(texts), INK)
     if any(value == 0 for values in differences for value in values):
         caption(axes, "at the bottom: bit-identical", side="left")
     axes.set_ylabel(f"difference from {fit_text(report['reference'], 16)}")
@@ -104,7 +104,7 @@ def _errors(
         look = {"markersize": 4, "linestyle": "none", "alpha": 0.85, **_line_style(number)}
         axes.plot(positions, range(len(tensors)), clip_on=False, **look)
     for tolerance in set(tolerances.values()):
-        axes.axvline(max(tolerance, floor), color=RED, linewidth=1, linestyle="--")
+        axes.axvline(max(tolerance, floor), color=INK, linewidth=1, linestyle="--")
     axes.set_ylim(len(tensors) - 0.5, -0.5)
     axes.tick_params(axis="y", length=0)
     axes.set_xlabel(about, fontsize=SMALL)

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from toyexp.base.errors import Broken, UserError
 from toyexp.base.files import working_directory
-from toyexp.base.terminal import print_output
+from toyexp.base.terminal import print_output, print_usage
 from toyexp.interfaces.command import Arguments
 from toyexp.plugins.compatibility import table
 from toyexp.plugins.discovery import load
@@ -46,11 +46,11 @@ def run(arguments: Arguments) -> int:
         raise UserError(f"plugins {' '.join(names)}: takes either one name or --matrix")
     registry = load(arguments.modules)
     if matrix:
-        print("\n".join(table(registry)))
+        print_output("\n".join(table(registry)))
     elif names:
         from toyexp.config.describe import lines_about
 
-        print_output("\n".join(lines_about(names[0], registry)))
+        print_usage("\n".join(lines_about(names[0], registry)))
     else:
         _list(registry)
     return 0
@@ -58,13 +58,14 @@ def run(arguments: Arguments) -> int:
 
 def _list(registry: Registry) -> None:
     width = max(16, *(len(name) for offers in registry.offers.values() for name in offers))
+    lines = []
     for kind, offers in registry.offers.items():
-        print_output(f"{kind}:", "bold")
+        lines.append(f"{kind}:")
         if kind == "engine":
             order = ", ".join(offer.name for offer in registry.engines())
-            print_output(f"  {'auto':<{width}}  The best engine on this machine: the first that works of {order}.")
-        for name, offer in sorted(offers.items()):
-            print_output(f"  {name:<{width}}  {offer.help}{offer.origin}")
+            lines.append(f"  {'auto':<{width}}  The best engine on this machine: the first that works of {order}.")
+        lines += [f"  {name:<{width}}  {offer.help}{offer.origin}" for name, offer in sorted(offers.items())]
+    print_usage("\n".join(lines))
     for problem in registry.problems:
         print_output(f"broken: {problem.plugin} ({problem.package}): {problem.reason}")
     command = f"toyexp plugins NAME{registry.plugins_override}"

@@ -83,7 +83,7 @@ def _form_mistake(override: Override, types: Collection[Any], keys: Keys) -> str
     if key.replace("/", ".").startswith(("hydra.launcher", "hydra.sweeper")):
         hint = f"type -m key=a,b and, if needed, sweep.jobs=4 or sweep.launcher={', '.join(LAUNCHERS)}"
         hint += "; for a search type sweep.search=tpe sweep.trials=20" if "sweeper" in key else ""
-        return f"{line}: toyexp runs the jobs of a sweep itself; {hint}"
+        return f"{line}: toyexp starts the jobs of a sweep itself; {hint}"
     if override.package is not None:
         return f"{line}: '@' is not supported; write {key}={override.get_value_element_as_str()}"
     if override.is_sweep_override():

@@ -130,10 +130,13 @@ def model_card(exported: ModelExport, adapter: bool = False) -> str:
     front = [f"library_name: {'peft' if adapter else 'transformers'}", f"pipeline_tag: {task}", "tags: [toyexp]"]
     front += [f"license: {licence}"] if re.fullmatch(r"[a-z0-9.-]+", licence) else []
     front += [f"base_model: {repository}"] if repository else []
+    front += [f"datasets: [{dataset}]"] if (dataset := exported.about.get("dataset")) else []
     summary = f"{model.name} of {sum(math.prod(t.shape) for t in model.tensors()):,} parameters"
     keys = {"description": "description", "run": "run_id", "step": "step", "base": "base_model.0.name"}
     facts = {name: general.get(key) for name, key in keys.items()}
-    facts |= {key: value for key, value in exported.about.items() if value is not None}
+    facts |= {key: value for key, value in exported.about.items() if value is not None and key != "command"}
+    command = exported.about.get("command")
+    repeat = ["```", "", "The command that trained it:", "", "```bash", command] if command else []
     cells = {key: printable(str(value)).replace("|", " ") for key, value in facts.items() if value is not None}
     load = [f"from transformers import {auto}", "", f'model = {auto}.from_pretrained(".")  # this directory']
     if adapter:
@@ -143,7 +146,7 @@ def model_card(exported: ModelExport, adapter: bool = False) -> str:
         "---", *front, "---", "", f"# {printable(str(general.get('name', model.name)))}", "",
         f"A {'LoRA adapter for a ' if adapter else ''}{summary}, written by toyexp.", "",
         "| | |", "|---|---|", *(f"| {key} | {value} |" for key, value in cells.items()), "",
-        "```python", *load, "```", "",
+        "```python", *load, *repeat, "```", "",
     ])  # fmt: skip
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -13,11 +15,11 @@ from toyexp.formats.gguf.tokenizer import read_tokenizer
 from toyexp.formats.huggingface_tokenizer import tokenizer_keys
 from toyexp.formats.layout import HFTensor, hf_layout, original_rows
 from toyexp.formats.safetensors import TensorsFile, json_object
-from toyexp.interfaces.format import LazyTensors, ModelExport, ModelFile
+from toyexp.interfaces.format import LazyTensors, ModelExport, ModelFile, TensorInfo
 from toyexp.interfaces.model import Model
 
-CONFIG, SHARDS = "config.json", "model*.safetensors"
-LIMIT = 16 << 20  # bytes of config.json
+CONFIG, SHARDS, INDEX = "config.json", "model*.safetensors", "model.safetensors.index.json"
+LIMIT = 16 << 20  # bytes of config.json, and of the index of shards
 NO_WEIGHTS = (".rotary_emb.inv_freq", ".attn.bias", ".attn.masked_bias")  # ends of names of tensors without weights
 
 
@@ -27,17 +29,37 @@ def is_folder(path: Path) -> bool:
 
 
 class Folder(ModelFile):
-    """An open directory of transformers: its `config`, and its tensors by their names in transformers."""
+    """An open directory of transformers: its `config`, and its open `files` by the names of tensors in transformers.
+
+    The function `read_folder` fills in `tensors`, by the names in the model, and the tokenizer's keys in `metadata`.
+    """
 
     def __init__(self, path: Path):
-        self.path, self.metadata = path, {}
+        self.path, self.metadata, self.tensors = path, {}, {}
         self.config = json_object(read_file(path / CONFIG, LIMIT), f"{path / CONFIG}:")
-        self._files = {name: file for file in map(TensorsFile, sorted(path.glob(SHARDS))) for name in file.tensors}
-        self.tensors = {name: file.tensors[name] for name, file in self._files.items()}
+        shards = sorted(path.glob(SHARDS))
+        if (index := path / INDEX).exists():
+            places = json_object(read_file(index, LIMIT), f"{index}:").get("weight_map")
+            if not isinstance(places, dict):
+                raise UserError(f"{index}: has no weight_map, the file of each tensor")
+            shards = sorted({path / Path(str(name)).name for name in places.values()})
+        self.parts = {path: TensorsFile(path) for path in shards}
+        self.files = {name: file for file in self.parts.values() for name in file.tensors}
 
     def read(self, name: str, rows: int | None = None) -> np.ndarray:
-        """Return a tensor in float32, or only its first `rows` rows."""
-        return self._files[name].read(name, rows)
+        """Return a tensor, named as in transformers, in float32, or only its first `rows` rows."""
+        return self.files[name].read(name, rows)
+
+    def locate(self, stored: HFTensor, names: Sequence[str]) -> TensorInfo:
+        """Return type and position of a model's tensor, which has the names `names` in transformers.
+
+        The offset is -1 if its bytes must be converted.
+        """
+        infos = [self.files[name].tensors[name] for name in names]
+        first, width = infos[0], infos[0].nbytes // math.prod(infos[0].shape)
+        if stored == HFTensor(stored.name) and first.offset % width == 0:
+            return first
+        return replace(first, offset=-1, type=first.type if len({info.type for info in infos}) == 1 else "F32")
 
     def find(self, stored: HFTensor, count: int) -> list[str]:
         """Return the names that a model's tensor has in the directory; there are `count` if transformers splits it.
@@ -45,7 +67,7 @@ class Folder(ModelFile):
         If the directory was written without an output layer, the first part of all names is missing.
         """
         names = [stored.name.format(i) for i in range(count)] if stored.is_split else [stored.name]
-        return [name if name in self.tensors else name.partition(".")[2] for name in names]
+        return [name if name in self.files else name.partition(".")[2] for name in names]
 
 
 def read_folder(path: Path, models: Iterable[type[Model]]) -> ModelExport:
@@ -58,9 +80,9 @@ def read_folder(path: Path, models: Iterable[type[Model]]) -> ModelExport:
     layout = hf_layout(model, {})
     names = {spec.name: folder.find(layout.tensors[spec.name], spec.shape[0]) for spec in model.tensors()}
     expected = {name for found in names.values() for name in found}
-    extra = {n for n in folder.tensors.keys() - expected - {"lm_head.weight"} if not n.endswith(NO_WEIGHTS)}
+    extra = {n for n in folder.files.keys() - expected - {"lm_head.weight"} if not n.endswith(NO_WEIGHTS)}
     extra -= {n for n in layout.zeros.keys() & extra if not folder.read(n).any()}
-    for name in sorted(extra | expected - folder.tensors.keys()):
+    for name in sorted(extra | expected - folder.files.keys()):
         verb = "has" if name in extra else "lacks"
         raise folder.error(f"{verb} the tensor {printable(name)}, unlike toyexp's model={model.name}")
 
@@ -69,6 +91,7 @@ def read_folder(path: Path, models: Iterable[type[Model]]) -> ModelExport:
         parts = [original_rows(stored.back(folder.read(n)), stored) for n in names[name]]
         return np.stack(parts) if stored.is_split else parts[0]
 
+    folder.tensors = {s.name: folder.locate(layout.tensors[s.name], names[s.name]) for s in model.tensors()}
     tensors, tokenizer, problems = LazyTensors({s.name: s.shape for s in model.tensors()}, read), None, []
     try:
         keys = tokenizer_keys(path, folder.config)
@@ -76,9 +99,15 @@ def read_folder(path: Path, models: Iterable[type[Model]]) -> ModelExport:
         tokenizer = read_tokenizer(folder)
     except UserError as error:
         problems = [f"{error}; only token ids can be used"]
-    types = {folder.tensors[name].type.lower() for name in expected}
-    kind = types.pop() if len(types) == 1 else "f32"
-    return ModelExport(model, tensors, tokenizer, {"name": path.resolve().name}, unreadable=problems, type=kind)
+    return ModelExport(model, tensors, tokenizer, _names(path.resolve()), unreadable=problems, file=folder)
+
+
+def _names(path: Path) -> dict[str, str]:
+    """Return the model's name and, for the path of a download in the Hugging Face cache, its address."""
+    repository = path.parent.parent.name.split("--")  # the path is models--ORG--NAME/snapshots/COMMIT
+    if path.parent.name != "snapshots" or repository[0] != "models":
+        return {"name": path.name}
+    return {"name": repository[-1], "repo_url": f"https://huggingface.co/{'/'.join(repository[1:])}"}
 
 
 def _read_model(folder: Folder, models: Iterable[type[Model]]) -> Model:
@@ -88,7 +117,7 @@ def _read_model(folder: Folder, models: Iterable[type[Model]]) -> Model:
     if (cls := classes.get("llama" if kind == "mistral" else kind)) is None:
         raise folder.error(f"its model_type is {printable(kind)}; {suggest(kind, classes)}")
     try:
-        model: Model = cls.forms["config"](cls, folder.config, folder.tensors.keys())
+        model: Model = cls.forms["config"](cls, folder.config, folder.files.keys())
         return model
     except (UserError, TypeError, ValueError, KeyError, AttributeError) as error:
         raise UserError(f"{folder.path / CONFIG}: {printable(str(error), 200)}") from None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import struct
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -11,8 +12,10 @@ import numpy as np
 
 from toyexp.base.errors import UserError, printable
 from toyexp.base.files import read_file
+from toyexp.formats.gguf.header import ARRAY_LIMIT
 from toyexp.formats.gguf.tokenizer import BYTE_TOKEN, NULL_MERGE
 from toyexp.formats.safetensors import json_object
+from toyexp.formats.sentencepiece_model import read_sentencepiece
 from toyexp.tokenizers.byte_level import Characters
 from toyexp.tokenizers.pretokenizers import PRE_TOKENIZERS
 from toyexp.tokenizers.tokenizer import BYTE, CONTROL, NORMAL, UNKNOWN, UNUSED, USER_DEFINED
@@ -35,38 +38,45 @@ def tokenizer_keys(folder: Path, config: Mapping[str, Any]) -> dict[str, Any]:
         json_object(read_file(path, LIMIT), f"{path}:") if (path := folder / name).exists() else {}
         for name in ("tokenizer.json", "tokenizer_config.json", "generation_config.json")
     )
+    path = folder / ("tokenizer.json" if contents else "tokenizer.model")
     try:
-        keys = _keys(contents, settings, generation.get("eos_token_id", config.get("eos_token_id")))
-    except (TypeError, ValueError, KeyError, AttributeError, IndexError) as error:
-        raise UserError(f"{folder / 'tokenizer.json'}: {printable(str(error))}") from None
+        model = b"" if contents else read_file(path, LIMIT)
+        keys = _keys(contents, model, settings, generation.get("eos_token_id", config.get("eos_token_id")))
+    except (TypeError, ValueError, KeyError, AttributeError, IndexError, struct.error) as error:
+        raise UserError(f"{path}: {printable(str(error))}") from None
     template, chat = folder / "chat_template.jinja", settings.get("chat_template")
     chat = read_file(template, LIMIT).decode(errors="replace") if template.exists() else chat
     return keys | ({"chat_template": chat} if isinstance(chat, str) else {})
 
 
-def _keys(contents: Mapping[str, Any], settings: Mapping[str, Any], ends: Any) -> dict[str, Any]:
+def _keys(contents: Mapping[str, Any], sentencepiece: bytes, settings: Mapping[str, Any], ends: Any) -> dict[str, Any]:
     """Return the keys without the chat template; `ends` is the value of eos_token_id, an id or a list of ids.
 
-    Raise ValueError for a kind of tokenizer that llama.cpp does not have, and others for damaged contents.
+    The tokens are in `contents`, the content of tokenizer.json, or in the bytes of tokenizer.model. Raise ValueError
+    for a kind of tokenizer that llama.cpp does not have, and others for damaged contents.
     """
-    model = contents.get("model", {})
+    model, keys, vocab = contents.get("model", {}), dict[str, Any](), dict[Any, tuple[int, int]]()
     if model.get("type") == "WordLevel":  # toyexp's tokenizer of characters
         return Characters(sorted(model["vocab"], key=model["vocab"].__getitem__)[:-1]).gguf_metadata()
-    if model.get("type") != "BPE":
+    if sentencepiece:
+        vocab, keys = read_sentencepiece(sentencepiece)
+        added = [{**t, "id": int(i)} for i, t in settings.get("added_tokens_decoder", {}).items()]
+        added = [token for token in added if token["content"] not in vocab]
+    elif model.get("type") == "BPE":
+        vocab, added = {text: (i, NORMAL) for text, i in model["vocab"].items()}, contents["added_tokens"]
+    else:
         raise ValueError(f"it has no BPE but {model.get('type')}")
-    vocab = {text: (i, NORMAL) for text, i in model["vocab"].items()}
-    vocab |= {t["content"]: (t["id"], CONTROL if t["special"] else USER_DEFINED) for t in contents["added_tokens"]}
-    size = 1 + max(i for i, _ in vocab.values())
+    vocab |= {t["content"]: (t["id"], CONTROL if t["special"] else USER_DEFINED) for t in added}
+    if (size := 1 + max(i for i, _ in vocab.values())) > ARRAY_LIMIT:
+        raise ValueError(f"it has the token id {size - 1}, the limit is {ARRAY_LIMIT}")
     pieces, types = [f"[PAD{i}]" for i in range(size)], np.full(size, UNUSED, np.int32)
     for text, (i, kind) in vocab.items():
         pieces[i], types[i] = text, kind
-    merges = [merge if isinstance(merge, str) else " ".join(merge) for merge in model["merges"]]
-    if "ByteLevel" in str(contents.get("pre_tokenizer")):
-        keys: dict[str, Any] = {
-            "model": "gpt2",
-            "pre": _pre_tokenizer(contents),
-            "merges": merges or [" ".join(NULL_MERGE)],
-        }
+    merges = [merge if isinstance(merge, str) else " ".join(merge) for merge in model.get("merges", ())]
+    if sentencepiece:
+        keys |= {"model": "llama", "scores": np.append(keys["scores"], np.zeros(size)).astype(np.float32)[:size]}
+    elif "ByteLevel" in str(contents.get("pre_tokenizer")):
+        keys = {"model": "gpt2", "pre": _pre_tokenizer(contents), "merges": merges or [" ".join(NULL_MERGE)]}
     else:  # SentencePiece: a merge that comes earlier has a token of a higher score
         ranks = {merge.replace(" ", ""): rank for rank, merge in reversed([*enumerate(merges)])}
         prepended = ("Prepend", "'prepend_scheme': 'first'", "'prepend_scheme': 'always'")
@@ -89,7 +99,9 @@ def _keys(contents: Mapping[str, Any], settings: Mapping[str, Any], ends: Any) -
     processor = contents.get("post_processor") or {}
     templates = [p["single"] for p in (processor, *processor.get("processors", ())) if "single" in p]
     for name, place in (("bos", 0), ("eos", -1)):
-        given = "SpecialToken" in templates[0][place] if templates else settings.get(f"add_{name}_token") is True
+        by_default = bool(sentencepiece) and name == "bos"  # as in LlamaTokenizer of transformers
+        given = settings.get(f"add_{name}_token", by_default) is True
+        given = "SpecialToken" in templates[0][place] if templates else given
         keys[f"add_{name}_token"] = given
     return {f"ggml.{key}": value for key, value in (keys | {"tokens": pieces, "token_type": types}).items()}
 

@@ -39,8 +39,8 @@ class TensorsFile(ModelFile):
     """An open safetensors file from any program. Its metadata values are strings. Raises UserError if it is broken."""
 
     def __init__(self, path: Path):
-        self.path, self._file = path, open_file(path)
-        weakref.finalize(self, self._file.close)  # closed with the object
+        self.path, self._file, self.parts = path, open_file(path), {path: weakref.proxy(self)}  # not a cycle
+        self.close = weakref.finalize(self, self._file.close)  # closed with the object
         size = os.fstat(self._file.fileno()).st_size
         length = int.from_bytes(self._file.read(8), "little")
         if not 2 <= length <= min(size - 8, HEADER_LIMIT):
@@ -61,9 +61,15 @@ class TensorsFile(ModelFile):
         """Return a tensor in float32, or only its first `rows` rows."""
         info = self.tensors[name]
         shape = info.shape if rows is None else (min(rows, info.shape[0]), *info.shape[1:])
-        self._file.seek(info.offset)
-        raw = self._file.read(math.prod(shape) * TYPES[info.type][1])
+        raw = self.pread(info.offset, math.prod(shape) * TYPES[info.type][1], name)
         return dequantise(np.frombuffer(raw, np.uint8), info.type_id).reshape(shape)
+
+    def pread(self, offset: int, count: int, label: str) -> bytes:
+        """Return `count` bytes at `offset`, which belong to the tensor `label`; raise UserError if there are fewer."""
+        self._file.seek(offset)
+        if len(data := self._file.read(count)) < count:
+            raise self.error(f"was cut while it was read: {printable(label)} needs {count} bytes at {offset}")
+        return data
 
     def _info(self, name: str, entry: Any, start: int) -> TensorInfo:
         label = f"tensor {printable(name)}"

@@ -184,7 +184,7 @@ def describe(path: Path, registry: Registry, metadata: bool = False, tensors: bo
     part, count = meta.get("split.no"), meta.get("split.count")
     parts = {"part": part + 1, "of": count} if isinstance(part, int) and isinstance(count, int) and count > 1 else None
     return Description(
-        file=str(path), bytes=file.size, converted=path != file.path, version=file.version,
+        file=str(path), bytes=file.size, converted=path != file.path or file.is_converted, version=file.version,
         kind=kind, architecture=architecture,
         family=model.name if model else None, refused=refused,
         sizes=model_settings(model) if model else sizes, parameters=parameters, outside=outside,

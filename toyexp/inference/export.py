@@ -21,7 +21,14 @@ from toyexp.base.writing import convert_write_errors, require_writable, total_by
 from toyexp.formats.file_plan import read_adapter
 from toyexp.formats.gguf.ggml_types import fitting_type, iter_pieces
 from toyexp.formats.gguf.header import source_path
-from toyexp.formats.gguf.open_model import PARENT, find_model_class, inherited_keys, load_open_model, read_exported
+from toyexp.formats.gguf.open_model import (
+    PARENT,
+    find_model_class,
+    inherited_keys,
+    load_open_model,
+    open_model_file,
+    read_exported,
+)
 from toyexp.formats.gguf.quantise import FILE_TYPES, tensor_type
 from toyexp.formats.gguf.read import GGUFFile
 from toyexp.formats.gguf.tokenizer import read_chat_template
@@ -33,13 +40,15 @@ from toyexp.interfaces.format import Format, ModelExport, TensorInfo, require_wr
 from toyexp.interfaces.plan import LoraAdapter, adapter_digest, lora_names
 from toyexp.plugins.exporter import card_facts
 from toyexp.plugins.registry import Registry
+from toyexp.results.events import read_run_facts
 from toyexp.results.run_dirs import read_run
 from toyexp.training.checkpoint import read_result
 from toyexp.training.run_config import config_hash
 from toyexp.training.rundir import read_settings
 
 EXPORT_ADAPTER = "export its run; for PEFT, train again with 'callbacks=[default,hf_export]', which writes adapter-hf"
-BEGINNINGS = {".gguf": b"GGUF", ".safetensors": rb".{4}\0{4}\{", ".npz": b"PK"}  # patterns of a file's first bytes
+# Patterns of the first bytes of a file, by the end of its name.
+BEGINNINGS = {".gguf": b"GGUF", ".safetensors": rb".{4}\0{4}\{", ".npz": b"PK", "Modelfile": b"# Written"}
 
 
 @dataclass(frozen=True)
@@ -76,7 +85,8 @@ def build_format(word: str, settings: Sequence[str], registry: Registry) -> Form
     try:
         form.check()
     except UserError as error:  # if no setting was typed, the error is about the value of --type
-        raise type(error)(f"{'' if settings else '--'}{error}") from None
+        is_about_type = not settings and not re.match(r"\w+=", str(error))  # such as a missing package
+        raise type(error)(f"{f'--type={word}: ' if is_about_type else '' if settings else '--'}{error}") from None
     return form
 
 
@@ -112,10 +122,11 @@ def export(
     form = build_format(word, settings, registry)
     # Appended to the stem of the file name: -q8_0.gguf, .onnx, -hf, -hf-f16.
     ending = form.suffix if word == form.name else f"-{word}" if form.contents else f"-{word}{form.suffix}"
-    with GGUFFile(find_model_file(model, registry=registry)) as file:
+    with open_model_file(find_model_file(model, registry=registry)) as file:
         if file.metadata.get("general.type") == "adapter":
             raise file.error(f"holds no model (general.type is adapter); {EXPORT_ADAPTER}")
-        target = Path(to) if to else default_target(file, ending)
+        beside = default_target(file, ending) if os.path.lexists(model) else f"{model.name}{ending}"  # of a hub's id
+        target = Path(to or beside)
         if target.suffix in {suffix for suffix in registry.suffixes() if suffix != form.suffix}:
             raise UserError(f"--to {target}: the name must end in {form.suffix} with --type {word}")
         read = [*file.paths, source_path(file.path)]
@@ -151,8 +162,8 @@ def _write(
             form.check_model(model_class())  # at default sizes, because the file may have sizes that toyexp rejects
             problems = form.write_again(file, path, requantize)
             if problems is not None:
-                converted = source_path(file.path) != file.path and source_path(file.path).is_file()
-                lacks = read_exported(file, registry.models()).unreadable if converted else ()
+                is_other = file.is_converted and file.path.is_file()
+                lacks = read_exported(file, registry.models()).unreadable if is_other else ()
                 return None, [*lacks, *require_written(form, path, problems)]
             exported = read_exported(file, registry.models())
             form.check_model(exported.model)
@@ -173,8 +184,9 @@ def _about(file: GGUFFile) -> dict[str, Any]:
     types = ", ".join(sorted({tensor.type for tensor in file.tensors.values()} - {"F32"}))
     rounded = f" before rounding to {types}" if types else ""
     scores = {f"{name}{rounded}": value for name, value in {"loss": result.loss, **result.scores}.items()}
-    scores = scores if read_result(run).get("eval_step") == step else {}
-    return card_facts(config, result.engine, scores)
+    is_evaluated = read_result(run).get("eval_step") == step
+    scores, seconds = (scores, result.seconds) if is_evaluated else ({}, None)
+    return card_facts(config, result.engine, scores, read_run_facts(run), seconds)
 
 
 def require_free(
@@ -200,7 +212,8 @@ def require_free(
         is_replaceable = _starts_like(target, ".gguf") or (has_suffix and _starts_like(target, suffix))
     if not is_replaceable:
         kind = "directory written by this format" if contents else "model file"
-        hint = "name a file in it" if target.is_dir() and not contents else "choose another path"
+        kind = "Modelfile of toyexp" if suffix == "Modelfile" else kind
+        hint = "name a file in it" if target.is_dir() and not contents else "rename it, or choose another path"
         raise UserError(f"{option}: already exists and is not a {kind}, so --force does not replace it; {hint}")
     if any(target.samefile(path) for path in read):
         raise UserError(f"{option}: is the file to be read; choose another path")
@@ -224,7 +237,7 @@ def default_target(file: GGUFFile, ending: str) -> Path:
     The file lies beside the model file and has its name, with `ending` in place of the suffix. The part number of a
     split file is left out. For a checkpoint, the path is in the run's directory.
     """
-    stem = re.sub(r"-\d{5}-of-\d{5}$", "", file.path.stem) if len(file.paths) > 1 else file.path.stem
+    stem = re.sub(r"-\d{5}-of-\d{5}$", "", file.stem) if len(file.paths) > 1 else file.stem
     return _sibling_path(file).with_name(f"{stem}{ending}")
 
 
@@ -279,7 +292,7 @@ def merge(base: Path, adapter: Path, out: Path, kind: str, force: bool, registry
     Tensors that the adapter changes are stored as type `kind`; the others are copied. Raise UserError, before anything
     is written, if the adapter does not fit the base or `out` must not be replaced.
     """
-    with GGUFFile(find_model_file(base, registry=registry)) as file:
+    with open_model_file(find_model_file(base, registry=registry)) as file:
         model = load_open_model(file, registry)
         adapter_file = find_adapter_file(adapter, lambda: model, registry)
         pairs, adapters = read_adapter(adapter_file, model)

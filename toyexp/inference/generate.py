@@ -19,11 +19,12 @@ from toyexp.base.threads import MAX_THREADS
 from toyexp.base.validators import is_integer
 from toyexp.config.build import parse_label
 from toyexp.formats.gguf.header import GGUFError
-from toyexp.formats.gguf.read import GGUFFile
+from toyexp.formats.gguf.open_model import open_gguf
 from toyexp.formats.gguf.tokenizer import has_text, read_chat_template, read_tokenizer
 from toyexp.inference import llamacpp
 from toyexp.inference.llamacpp import LLAMA_CPP
 from toyexp.inference.loaded_model import LoadedModel, pick_engine
+from toyexp.inference.model_files import gguf_path
 from toyexp.interfaces.sampling import Sampling, generate_endlessly
 from toyexp.interfaces.session import Session
 from toyexp.plugins.registry import Registry
@@ -259,9 +260,8 @@ def chat_template(loaded: LoadedModel, options: Options, required: bool = True) 
     if not options.chat:
         return None
     for path in filter(None, (loaded.adapter, loaded.path)):
-        with GGUFFile(path) as file:
-            if text := read_chat_template(file):
-                return ChatTemplate(text, str(path))
+        if text := read_chat_template(open_gguf(str(path))):
+            return ChatTemplate(text, str(path))
     if required:
         raise UserError(f"{loaded.name}: has no chat template; leave --chat out")
     return None
@@ -308,26 +308,25 @@ def require_room(loaded: LoadedModel, count: int, context: int) -> None:
 
 
 def _generate_with_llama_cpp(loaded: LoadedModel, options: Options, write: Callable[[str], None]) -> Generated:
-    path, adapter, flag = str(loaded.path), loaded.adapter, f"--engine {options.engine}"
+    file, adapter, flag = loaded.file, loaded.adapter, f"--engine {options.engine}"
     settings = parse_label(options.engine, flag)[1]
     threads = settings.get("threads", "0")  # 0: llama.cpp chooses
     is_valid = not settings.keys() - {"threads"} and is_integer(threads, 0, MAX_THREADS)
     if not is_valid or (":" in options.engine and not settings):
         usage = f"only the setting threads, at most {MAX_THREADS}: {LLAMA_CPP}:threads=1"
         raise UserError(f"{flag}: {LLAMA_CPP} takes {usage}")
-    with GGUFFile(path) as file:
-        context = file.metadata.get(f"{file.architecture}.context_length")
-        if not isinstance(context, int):
-            raise file.error(f"has the architecture {printable(file.architecture)}, which llama.cpp cannot run")
-        if not has_text(file):
-            raise file.error("has no tokenizer; llama.cpp needs one to generate")
+    context = file.metadata.get(f"{file.architecture}.context_length")
+    if not isinstance(context, int):
+        raise file.error(f"has the architecture {printable(file.architecture)}, which llama.cpp cannot run")
+    if not has_text(file):
+        raise file.error("has no tokenizer; llama.cpp needs one to generate")
     template, ids, prompt = chat_template(loaded, options), options.ids, options.prompt or ""
-    if template and (options.system is not None or template.file != str(path)):  # llama.cpp supports neither
+    if template and (options.system is not None or template.file != str(loaded.path)):  # llama.cpp supports neither
         ids = prompt_ids(loaded, options, load_tokenizer(loaded, options), template)
     prompt_size = len(ids) if ids is not None else len(prompt.encode()) + llamacpp.MARGIN
     task = llamacpp.Task(
-        llamacpp.find_package(), path, str(adapter) if adapter else None, int(threads), ids, prompt, options.chat,
-        context, n_ctx=min(context, prompt_size + options.tokens), tokens=options.tokens,
+        llamacpp.find_package(), str(gguf_path(file)), str(adapter) if adapter else None, int(threads), ids, prompt,
+        options.chat, context, n_ctx=min(context, prompt_size + options.tokens), tokens=options.tokens,
         sampling={**asdict(options.sampling), "seed": options.seed % (2**32 - 1)}, stream=not options.json,
     )  # fmt: skip
     text, ids_read, began = "", list[int](), time.perf_counter()
@@ -341,6 +340,6 @@ def _generate_with_llama_cpp(loaded: LoadedModel, options: Options, write: Calla
     count = answer.count or 0
     reason = END if answer.stop_reason == "eos" else LIMIT if count >= options.tokens else FULL
     return Generated(
-        str(path), f"{LLAMA_CPP} ({task.package})", options.prompt, ids_read, text, answer.ids, count, reason,
+        str(loaded.path), f"{LLAMA_CPP} ({task.package})", options.prompt, ids_read, text, answer.ids, count, reason,
         time.perf_counter() - began, options.seed, template and template.file,
     )  # fmt: skip

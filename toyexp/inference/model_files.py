@@ -8,26 +8,24 @@ import re
 import shutil
 import tempfile
 from collections.abc import Callable, Hashable, Sequence
-from functools import cache, partial
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from toyexp.base.attribution import attribute_errors, call_checked
 from toyexp.base.errors import UserError, printable
 from toyexp.base.files import ADDRESS_MESSAGE, is_address, require_file
 from toyexp.base.ownership import Ledger, cached_fingerprint
-from toyexp.base.terminal import print_note
+from toyexp.base.user_paths import find_cached_repository
 from toyexp.formats.file_plan import check_adapter, match_preprocessing
 from toyexp.formats.gguf.form import gguf_architecture
 from toyexp.formats.gguf.header import SOURCE_PATHS, how_to_convert, source_path
-from toyexp.formats.gguf.open_model import load_model, open_gguf
+from toyexp.formats.gguf.open_model import find_reader, load_model, note_once, open_gguf
 from toyexp.formats.gguf.read import GGUFFile
-from toyexp.formats.gguf.write import write_adapter, write_model, write_pairs
+from toyexp.formats.gguf.write import copy_types, write_adapter, write_model, write_pairs
 from toyexp.formats.peft import CONFIG, TENSORS, read_peft
 from toyexp.interfaces.data import open_data
-from toyexp.interfaces.format import Format, LazyTensors, ModelExport
 from toyexp.interfaces.model import Model
 from toyexp.interfaces.plan import LoraAdapter, Plan, adapter_digest, export_tensors, inherited_metadata, lora_names
 from toyexp.interfaces.recipe import Setup, start_session
@@ -41,7 +39,6 @@ MODEL, ADAPTER = "model.gguf", "adapter.gguf"  # files that a run exports
 NAME_ADAPTER = f"name a run of recipe=lora, or an {ADAPTER}"
 
 _written: dict[Hashable, Path] = {}  # files converted in this process; for the key see write_once
-_note_once = cache(print_note)
 
 
 def is_checkpoint(path: Path) -> bool:
@@ -83,44 +80,13 @@ def write_once(files: Sequence[Path], source: Path, stem: str, write: Callable[[
     return _written[version]
 
 
-def _find_reader(path: Path, registry: Registry) -> Format | None:
-    forms = (form() for form in registry.classes("format").values() if form.suffix != ".gguf")
-    return next((form for form in forms if type(form).read is not Format.read and form.recognises(path)), None)
-
-
-def _convert_file(form: Format, path: Path, target: Path, registry: Registry) -> None:
-    who = f"format.{form.name}"
-    with attribute_errors(who, f"while it read {path}"):
-        model = call_checked(ModelExport, form.read, path, registry.models(), who=who)
-        tensors = _check_tensors(model, f"{path}: format.{form.name} read")
-        write_model(target, model.model, tensors, model.tokenizer, model.type, model.general, model.data)
-    for problem in model.unreadable:
-        _note_once(f"note: {problem}")
-
-
-def _check_tensors(exported: ModelExport, subject: str) -> LazyTensors:
-    """Return the tensors that a format has read, each of them loaded on access.
-
-    Raise UserError if the names of the tensors are not those that the model expects. Accessing a tensor raises
-    UserError if its shape is not the expected one. `subject` begins the error messages.
-    """
-    if not isinstance(exported.model, Model):
-        raise UserError(f"{subject} {printable(repr(exported.model))}, expected a model")
-    shapes = {spec.name: spec.shape for spec in exported.model.tensors()}
-    for name in sorted(shapes.keys() ^ exported.tensors.keys()):
-        number = "no tensor" if name in shapes else "a tensor"
-        verb = "has" if name in shapes else "does not have"
-        raise UserError(f"{subject} {number} {printable(name)}, which model.{exported.model.name} {verb}")
-
-    def read(name: str) -> np.ndarray:
-        array, shape = exported.tensors[name], list(shapes[name])
-        if not isinstance(array, np.ndarray):
-            raise UserError(f"{subject} {printable(repr(array))} for {name}, expected an array {shape}")
-        if list(array.shape) != shape:
-            raise UserError(f"{subject} shape {list(array.shape)} for {name}, expected {shape}")
-        return array
-
-    return LazyTensors(shapes, read)
+def gguf_path(file: GGUFFile) -> Path:
+    """Return the path of the GGUF file of an open model, for llama.cpp. Convert a model in another format."""
+    if not file.is_converted:
+        return file.path
+    types = {t.name: t.type for t in file.tensors.values()}
+    writer = copy_types(file, types, file.metadata["general.file_type"])
+    return write_once([file.path, *file.paths], file.path, file.stem, writer.save)
 
 
 def _write(path: Path, target: Path, registry: Registry) -> None:
@@ -214,17 +180,14 @@ def find_model_file(path: Path, leaves: Sequence[str] = (MODEL,), registry: Regi
     `leaves` are the file names to look for in a run's directory. If the directory has none of these files and `leaves`
     contains MODEL, convert the newest checkpoint of the run.
     """
-    if not os.path.lexists(path):
+    if not os.path.lexists(path := find_cached_repository(path)):
         if is_address(path):
             raise UserError(f"{str(path).replace(':/', '://', 1)}: {ADDRESS_MESSAGE}")
         hub = re.fullmatch(r"\w[\w.-]*/[\w.-]+(?<!gguf)", str(path)) and not path.parent.exists()
-        download = f"only local files are read; to get it: hf download {path} --local-dir {path.name}; " if hub else ""
-        raise UserError(f"{path}: not found; {download}to list the GGUF files on this machine: toyexp models")
-    if form := _find_reader(path, plugins := registry or current_registry()):
-        inside = sorted(path.iterdir()) if form.contents else [path]
-        require_file(inside[0] if inside else path, str(path))
-        stem = path.name.removesuffix(form.suffix)
-        return write_once(inside, path, stem, lambda target: _convert_file(form, path, target, plugins))
+        download = f" here and in the Hugging Face cache; to get it: hf download {path}" if hub else ""
+        raise UserError(f"{path}: not found{download}; to list the GGUF files on this machine: toyexp models")
+    if form := find_reader(path, registry or current_registry()):
+        return path if form.contents else require_file(path, str(path))
     if not os.path.isdir(path):  # noqa: PTH112 - Path.is_dir() raises PermissionError
         return path
     if not os.access(path, os.X_OK):
@@ -239,7 +202,7 @@ def find_model_file(path: Path, leaves: Sequence[str] = (MODEL,), registry: Regi
         return checkpoint_gguf(path, registry)
     newest = newest_checkpoint(path)
     if newest is not None and MODEL in leaves:
-        _note_once(f"note: {path} has no {MODEL}; using its newest checkpoint, {newest}")
+        note_once(f"note: {path} has no {MODEL}; using its newest checkpoint, {newest}")
         return checkpoint_gguf(newest, registry)
     hint = f"name a GGUF file, the directory of a run, or a checkpoint{f', such as {newest}' if newest else ''}"
     if (path / "config.yaml").is_file() and not newest:
@@ -261,7 +224,7 @@ def adapter_files(path: Path) -> list[Path]:
 
     `path` is a GGUF file, a run, a checkpoint, or a directory written by PEFT.
     """
-    if (path / CONFIG).is_file():
+    if ((path := find_cached_repository(path)) / CONFIG).is_file():
         return [path / name for name in (CONFIG, TENSORS) if (path / name).exists()]
     if is_checkpoint(path):
         return [path / checkpoint.MANIFEST]
@@ -289,7 +252,7 @@ def find_adapter_file(path: Path, model: Callable[[], Model], registry: Registry
     `model` returns the base model and is called only to convert a PEFT directory. Raise UserError if there is no
     adapter.
     """
-    files = adapter_files(path)
+    files = adapter_files(path := find_cached_repository(path))
     if is_checkpoint(path):
         return write_once(files, path, path.name, partial(convert_adapter, path, registry=registry or load()), ADAPTER)
     if files[0].name != CONFIG:

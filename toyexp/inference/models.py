@@ -14,6 +14,7 @@ from typing import Any
 from toyexp.base.errors import UserError, printable
 from toyexp.base.formatting import align_columns, format_bytes, format_count, pluralise
 from toyexp.base.tables import fit_table
+from toyexp.base.user_paths import hub_cache
 from toyexp.formats.gguf.open_model import open_gguf
 from toyexp.formats.gguf.read import GGUFFile
 from toyexp.inference.describe import FileUses, count_types, quote_for_hydra
@@ -174,9 +175,8 @@ def default_directories(home: Path, environment: Mapping[str, str]) -> list[Mode
         return Path(os.path.expanduser(value)) if value else Path(home, *default)  # noqa: PTH111
 
     cache = resolve("XDG_CACHE_HOME", ".cache")
-    hub = resolve("HF_HUB_CACHE", resolve("HF_HOME", cache / "huggingface") / "hub")
     return [
-        ModelDirectory("Hugging Face", hub, _search_hugging_face),
+        ModelDirectory("Hugging Face", hub_cache(home, environment), _search_hugging_face),
         ModelDirectory("Ollama", resolve("OLLAMA_MODELS", ".ollama", "models"), _search_ollama),
         ModelDirectory("Ollama", Path("/usr/share/ollama/.ollama/models"), _search_ollama),
         ModelDirectory("LM Studio", home / ".lmstudio" / "models", _search_tree),

@@ -26,6 +26,7 @@ class Arguments(argparse.Namespace):
 
     rest: list[str]  # files, names and overrides
     modules: list[str]  # names of local plugin modules, from plugins=[...]
+    passed: list[str]  # of `serve`: the words after `--`
 
     @property
     def settings(self) -> list[str]:

@@ -29,6 +29,7 @@ class InputSpec:
     dtype: str
     below: int | None = None  # integers must be from 0 to below - 1; None: not checked
     optional: bool = False  # True: a batch may omit the array, which then counts as zeros
+    counts: bool = False  # True: if logits are computed without the array, each row is 0, 1, 2, ..; False: zeros
 
 
 class Dataset(ABC):

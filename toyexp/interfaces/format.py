@@ -43,6 +43,7 @@ class ModelFile(ABC):
     path: Path
     metadata: Mapping[str, Any]
     tensors: Mapping[str, TensorInfo]
+    parts: Mapping[Path, Any]  # the open files with the tensors' bytes, which have the methods `pread` and `close`
 
     @property
     def architecture(self) -> str:
@@ -101,7 +102,7 @@ class ModelExport:
     chat_template: str = ""
     about: Mapping[str, Any] = field(default_factory=dict)  # entries for a model card: recipe, base, metrics
     unreadable: Sequence[str] = ()  # a sentence for each part of its file that could not be read
-    type: str = "f32"  # smallest of f32, f16 and bf16 that holds the tensors as they are in its file
+    file: ModelFile | None = None  # the open file: gives the types of tensors, and those that engines may read in place
 
 
 @dataclass

@@ -133,7 +133,7 @@ def _check_arrays(plan: Plan, batch: Batch, count: int) -> None:
 
 
 def pad_batch(plan: Plan, batch: Batch) -> tuple[dict[str, np.ndarray], tuple[range, ...]]:
-    """Return `batch` padded with zeros to the plan's shape, and the index ranges of the logits that are not padding.
+    """Return `batch` padded to the plan's shape, and the index ranges of the logits that are not padding.
 
     There is one range for each axis of the logits except the last: rows and, for sequences, positions.
     """
@@ -150,6 +150,8 @@ def pad_batch(plan: Plan, batch: Batch) -> tuple[dict[str, np.ndarray], tuple[ra
                 raise SessionError(f"logits(): {name} is {part.dtype}, expected {array.dtype}")
             array[tuple(slice(n) for n in part.shape)] = part
             ranges = tuple(range(n) for n in (part.shape if spec.shape == target_shape else part.shape[:1]))
+        elif spec.counts:
+            array[:] = np.arange(spec.shape[-1])
         full[name] = array
     if not ranges:
         raise SessionError(f"logits(): the batch has none of the plan's inputs {', '.join(plan.inputs)}")

@@ -301,9 +301,9 @@ class Ops(ABC):
         Query head h reads key/value head h // (H / Hkv). With `causal`, a position sees no later positions. If also
         `window` is above 0, it sees only the last `window` positions up to its own (Beltagy et al. 2020). `scale` is
         1/sqrt(D) if None. `softcap` c replaces a score s by c tanh(s / c) (Gemma 2). `sinks` [H] are scores of one more
-        position per head, whose value is 0 (gpt-oss). `bias` [H, T, T] (or [1, T, T], [T, T]) is added to the scores
-        after the softcap; see `distance_bias`. An engine may call `compose_attention` for arguments that its fast
-        kernel does not support.
+        position per head, whose value is 0 (gpt-oss). `bias` [H, T, T] (or [1, T, T], [T, T], and [B, H, T, T] or
+        [B, 1, T, T] for each row) is added to the scores after the softcap; see `distance_bias`. An engine may call
+        `compose_attention` for arguments that its fast kernel does not support.
         """
 
     @abstractmethod

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import functools
 import logging
+import re
+import shlex
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, make_dataclass
 from functools import partial
@@ -12,6 +14,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from toyexp.base.attribution import call_for_lines
 from toyexp.base.errors import RunFailed, UserError
+from toyexp.base.formatting import format_duration
 from toyexp.base.validators import require_choice, require_range
 from toyexp.base.writing import total_bytes
 from toyexp.interfaces.callback import Callback
@@ -60,7 +63,8 @@ class Exporter(Callback):
         try:
             self._format.check()
         except UserError as error:
-            raise type(error)(f"callbacks.{self.name}.{error}") from None
+            separator = "." if re.match(r"\w+=", str(error)) else ": "  # no setting: such as a missing package
+            raise type(error)(f"callbacks.{self.name}{separator}{error}") from None
 
     def check_plan(self, plan: Plan) -> None:
         """Raise UserError for a model that the format cannot hold."""
@@ -144,7 +148,8 @@ class Exporter(Callback):
             general["adapter_digest"] = adapter_digest(self._pairs, self._inherited.get("adapter_digest", ""))
         parts = (model, tensors, data.tokenizer, general, data.gguf_metadata(), data.chat_template)
         best = {self._best.metric: self._best.score} if self._best else {}
-        return ModelExport(*parts, card_facts(run.config, run.engine, self._scores.get(self._step, best)))
+        scores = self._scores.get(self._step, best)
+        return ModelExport(*parts, card_facts(run.config, run.engine, scores, run.facts))
 
     def _write(self, run: Run, path: Path, kind: str, write: Callable[[Path], list[str]]) -> None:
         """Call `write` with a temporary path, rename the written file to `path`, and emit an event of kind "export".
@@ -200,16 +205,32 @@ class AdapterExporter(Exporter):
             super()._export(run, path)
 
 
-def card_facts(config: Mapping[str, Any], engine: str, scores: Mapping[str, float | None]) -> dict[str, Any]:
+DATASET = re.compile(r"datasets--([\w.-]+?)--([\w.-]+)/")  # a dataset in the cache of Hugging Face's hub
+DIRECTORIES = re.compile(r"(?<![^=,\[ ])[~/][^,\]}]*/")  # the directories of an absolute path in a setting
+
+
+def card_facts(
+    config: Mapping[str, Any], engine: str, scores: Mapping[str, float | None], run_facts: Mapping[str, Any],
+    seconds: float | None = None,
+) -> dict[str, Any]:  # fmt: skip
     """Return the entries of a model card, keyed by their labels.
 
-    The entries describe a run with this configuration and engine. `scores` holds the held-out metrics of the run.
+    The entries describe a run with this configuration and engine. `scores` holds the held-out metrics of the run,
+    `run_facts` the fields of its event run_start, and `seconds` its duration. Of paths only the last part is kept.
     """
     recipe, data = (config.get(part) or {} for part in ("recipe", "data"))
+    model, read, backend = (run_facts.get(key) or {} for key in ("model", "data", "backend"))
+    typed = [DIRECTORIES.sub("", word) for word in run_facts.get("typed") or ()]
+    dataset = DATASET.search(str(data.get("path")))
+    sizes = [f"{v:,} {k[6:]}" for k, v in read.items() if k.startswith("train_") and isinstance(v, int)]
     facts = {
-        "recipe": recipe.get("name"), "base": recipe.get("base"), "data": data.get("name"),
-        "data file": Path(data.get("path") or "").name or None, "batch size": config.get("batch_size"),
-        "learning rate": config.get("lr"), "seed": config.get("seed"), "engine": engine,
+        "recipe": recipe.get("name"), "base": recipe.get("base"), "adapter": model.get("adapters"),
+        "data": data.get("name"), "dataset": f"{dataset[1]}/{dataset[2]}" if dataset else None,
+        "data file": Path(data.get("path") or "").name or None, "training data": ", ".join(sizes) or None,
+        "batch size": config.get("batch_size"), "learning rate": config.get("lr"), "seed": config.get("seed"),
+        "engine": engine, "device": backend.get("device"),
+        "duration": None if seconds is None else format_duration(seconds),
+        "command": shlex.join(["toyexp", *typed]) if typed else None,
     }  # fmt: skip
     return facts | {f"held-out {name}": f"{value:.6g}" for name, value in scores.items() if value is not None}
 

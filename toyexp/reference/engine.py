@@ -175,7 +175,8 @@ class ReferenceOps(Ops):
             shared = h // (heads // k.shape[2])
             scores = q[:, :, h] @ k[:, :, shared].transpose(0, 2, 1) * (size**-0.5 if scale is None else scale)
             scores = softcap * np.tanh(scores / softcap) if softcap else scores  # [B, T, T]
-            scores = scores if bias is None else scores + np.broadcast_to(bias, (heads, *scores.shape[1:]))[h]
+            shape = (len(q), heads, *scores.shape[1:])
+            scores = scores if bias is None else scores + np.broadcast_to(bias, shape)[:, h]
             scores = np.where(_visible(len(scores[0]), window), scores, -np.inf) if causal else scores
             top = scores.max(-1, keepdims=True)
             weights = np.exp(scores - top)

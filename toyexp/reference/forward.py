@@ -93,7 +93,11 @@ def _forward(plan: Plan, who: str, params: Params) -> None:
 
     If it fails, raise UserError. The message contains `who` and the line of the plugin's code.
     """
-    logits = _call(who, "in its forward pass", params, lambda: plan.model.forward(OpShapes(), params, _batch(plan)))
+    ops, batch = OpShapes(), _batch(plan)
+    logits = _call(who, "in its forward pass", params, lambda: plan.model.forward(ops, params, batch))
+    if "starts" in batch and batch["starts"] not in ops.looked_up:
+        problem = f"model={plan.model.name} does not keep the examples of a row apart"
+        raise UserError(f"data.pack=apart: {problem} (see toyexp.keep_apart); type data.pack=none or data.pack=joined")
     targets = plan.inputs.get("targets")
     if not isinstance(plan.objective, CrossEntropy) or targets is None:
         return
@@ -172,6 +176,7 @@ class OpShapes(Ops):
     def __init__(self) -> None:
         self._calls = 0
         self.read = 0  # number of elements that all ops have read
+        self.looked_up: list[Shaped] = []  # the arguments `ids` of `rows`
         self.blocks, self._inside = 0, False  # calls of `block` that are not nested; whether such a call is running
 
     def __getattr__(self, name: str) -> NoReturn:
@@ -201,6 +206,7 @@ class OpShapes(Ops):
     def rows(self, table: Shaped, ids: Shaped) -> Shaped:
         self._take("embed", table)
         self._require(len(table.shape) == 2 and isinstance(ids, Ids), "embed", table, ids)
+        self.looked_up.append(ids)
         return Shaped((*ids.shape, table.shape[1]))
 
     def matmul(self, x: Shaped, w: Shaped, bias: Shaped | None = None) -> Shaped:
@@ -362,7 +368,8 @@ class OpShapes(Ops):
         fits = (b, t, size) == (k.shape[0], k.shape[1], k.shape[3]) and heads % k.shape[2] == 0
         self._require(fits and len(v.shape) == 4, "attention", q, k, v)
         self._require(sinks is None or sinks.shape == (heads,), "attention", q, sinks)
-        self._require(bias is None or bias.shape in ((heads, t, t), (1, t, t), (t, t)), "attention", q, bias)
+        shapes = [(t, t), *((*rows, n, t, t) for rows in ((), (b,)) for n in (1, heads))]
+        self._require(bias is None or bias.shape in shapes, "attention", q, bias)
         for number in (window, softcap, scale or 0.0):
             if not isinstance(number, Real) or not 0 <= number < math.inf:
                 raise UserError(f"ops.attention takes window, softcap and scale of at least 0, got {_describe(number)}")

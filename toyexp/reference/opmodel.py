@@ -37,6 +37,11 @@ def _heads_case(
     return ops.attention(q, k, v, causal, **settings, **own)
 
 
+def _row_bias_case(ops: Ops, p: Params, x: Tensor) -> Tensor:
+    scores = ops.product(x, x, transposed=True)  # [B, T, T]
+    return _heads_case(ops, p, x, bias=ops.reshape(scores, (x.shape[0], 1, *scores.shape[1:])))
+
+
 def _wide_values_case(ops: Ops, p: Params, x: Tensor) -> Tensor:
     q, k, v = ops.linear(ops.part(x, 2, 0, 4), p["q"]), ops.linear(x, p["k"]), ops.linear(x, p["v"])
     return ops.attention(ops.heads(q, 4), ops.heads(k, 2), ops.heads(v, 2))
@@ -163,6 +168,7 @@ CASES: dict[str, tuple[dict[str, tuple[int, ...]], Forward]] = {
     "attention_softcap": (QKV, partial(_heads_case, softcap=1.5)),
     "attention_sinks": (QKV | {"sinks": (4,)}, partial(_heads_case, window=3)),
     "attention_bias": (QKV | {"bias": (4, LENGTH, LENGTH)}, partial(_heads_case, causal=False, softcap=1.5)),
+    "attention_row_bias": (QKV, _row_bias_case),
     "distance_bias": (QKV | {"distances": (4, LENGTH + 2)}, partial(_heads_case, window=3)),
     "attention_wide_values": ({"q": (8, 4), "k": (4, 8), "v": (4, 8)}, _wide_values_case),
     "add_column": ({"w": (1, WIDTH)}, lambda ops, p, x: ops.sigmoid(ops.add(x, ops.linear(x, p["w"])))),

@@ -17,9 +17,9 @@ from toyexp.base.drawing import (
     COLOURS,
     GREY,
     INK,
-    LABEL,
     MARKS,
     PALE,
+    SMALL,
     TITLE_LENGTH,
     Sheet,
     find_divergence,
@@ -289,7 +289,7 @@ def _draw_ends(
         starts = [find_divergence([*curve], [*curve.values()]) for curve, _ in line.runs]
         if comparison.ranking.column.endswith("loss") and (steps := [step for step in starts if step is not None]):
             text += f", diverged at step {min(steps)}"
-        axes.text(1.01, rank, text, transform=axes.get_yaxis_transform(), color=INK, fontsize=LABEL, va="center",
+        axes.text(1.01, rank, text, transform=axes.get_yaxis_transform(), color=INK, fontsize=SMALL, va="center",
                   fontweight="bold" if rank == 0 else "normal")  # fmt: skip
     labels = [fit_text(comparison.label(line.point.jobs[0], brief=True), 46) for line in named]
     if rest:
@@ -301,11 +301,11 @@ def _draw_ends(
             text = f"{low:.5g}" + (f" to {high:.5g}" if len(means) > 1 else "")
         else:
             text = "without a score"
-        axes.text(1.01, len(named), text, transform=axes.get_yaxis_transform(), color=GREY, fontsize=LABEL, va="center")
+        axes.text(1.01, len(named), text, transform=axes.get_yaxis_transform(), color=GREY, fontsize=SMALL, va="center")
     if stopped:
         states = ", ".join(f"{number} {state}" for state, number in Counter(e.run.state for e in stopped).items())
         text = states if len(stopped) > 1 else f"{stopped[0].run.state} at step {stopped[0].run.steps or 0}"
-        axes.text(1.01, len(labels), text, transform=axes.get_yaxis_transform(), fontsize=LABEL, va="center")
+        axes.text(1.01, len(labels), text, transform=axes.get_yaxis_transform(), fontsize=SMALL, va="center")
         settings = [comparison.label(entry, brief=True).split("  ") for entry in stopped]
         shared = "  ".join(text for text in settings[0] if all(text in texts for texts in settings))
         labels.append(f"× {fit_text(shared, 44)}" if shared else "× did not complete")

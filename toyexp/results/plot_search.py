@@ -22,6 +22,7 @@ SEARCH_FILE = "search.json"
 MAX_PANELS = 6  # settings with a panel; the most important ones
 PANELS_PER_ROW = 3
 MAX_NAMES = 12  # values that are shown of a setting that is not numeric
+BAND = "#f2f2f2"  # ground of pruned trials
 RASTER_TRIALS = 500  # with more trials, an SVG contains the dots as a bitmap
 
 
@@ -87,9 +88,34 @@ class Search:
         return names[:MAX_NAMES] if not are_numbers or 2 * len(names) <= len(values) else []
 
     @property
+    def pruned(self) -> int:
+        """Number of trials that were stopped early and have a score of an earlier step."""
+        return sum(not trial.is_complete and trial.score is not None for trial in self.trials)
+
+    @property
     def is_minimising(self) -> bool:
         """True if a lower metric is better."""
         return lower_is_better(self.metric)
+
+    @property
+    def scores(self) -> list[float]:
+        """Final metrics of the completed trials."""
+        return [trial.score for trial in self.trials if trial.is_complete and trial.score is not None]
+
+    @property
+    def limits(self) -> tuple[float, float, float]:
+        """Lowest and highest metric that charts show, and the middle of the band in which they show pruned trials.
+
+        The limits leave out completed trials that are much worse than the better half; charts draw these at the edge.
+        The band lies beyond the worse limit, because the last metric of a pruned trial is of an earlier step.
+        """
+        sign = 1 if self.is_minimising else -1
+        costs = sorted(sign * score for score in self.scores) or [0.0]
+        best, middle = costs[0], statistics.median(costs)
+        worst = max((cost for cost in costs if cost <= best + 4 * (middle - best)), default=best)
+        pad = 0.06 * (worst - best) or 0.05 * abs(best) or 1.0
+        low, high = sorted((sign * (best - 2 * pad), sign * (worst + pad)))  # more room for the star at the best
+        return low, high, sign * (worst + pad + 0.06 * (high - low))
 
     def describe(self) -> str:
         """Return a title: the algorithm, the searched settings and the number of trials."""
@@ -109,20 +135,20 @@ def draw_search(search: Search, source: str, unit: str) -> Sheet:
     best = (min if search.is_minimising else max)(completed, key=lambda trial: trial.score or 0.0)
     keys, names = search.keys[:MAX_PANELS], short_keys(search.keys)
     rows = -(-len(keys) // PANELS_PER_ROW)
-    scores = [trial.score for trial in search.trials if trial.score is not None]
-    limits = _limits(scores, search.is_minimising)
-    beyond = [score for score in scores if not limits[0] <= score <= limits[1]]
-    side = f"above the range, up to {max(scores):.4g}" if search.is_minimising else "below the range"
+    low, high, _ = search.limits
+    beyond = [score for score in search.scores if not low <= score <= high]
+    side = f"above the range, up to {max(search.scores):.4g}" if search.is_minimising else "below the range"
     arrows = [f"{len(beyond)} {side} (triangles)"] if beyond else []
     sheet = Sheet(0.5 + 3.2 + 2.4 * rows, search.describe(), " · ".join([*_footer(search, source, keys), *arrows]),
                   [3.2] + [2.4] * rows, columns=[1] + [min(len(keys), PANELS_PER_ROW)] * rows)  # fmt: skip
     above, *panels = sheet.panels
-    _draw_trials(above, search, completed, best, limits)
+    _draw_trials(above, search, completed, best)
     for number, (axes, key) in enumerate(zip(panels, keys, strict=False)):
-        _draw_setting(axes, search, key, names[number], best, limits)
+        _draw_setting(axes, search, key, names[number], best)
         axes.tick_params(labelleft=number % PANELS_PER_ROW == 0)
-    for axes in (above, *panels[::PANELS_PER_ROW]):
-        axes.set_ylabel(f"held-out {search.metric}{unit}")
+    above.set_ylabel(f"held-out {search.metric}{unit}")
+    for axes in panels[::PANELS_PER_ROW]:
+        axes.set_ylabel(f"held-out {search.metric}")
     for axes in panels[len(keys) :]:
         axes.set_visible(False)
     return sheet
@@ -130,75 +156,65 @@ def draw_search(search: Search, source: str, unit: str) -> Sheet:
 
 def _footer(search: Search, source: str, keys: Sequence[str]) -> list[str]:
     parts = [source, *search.notes, f"{search.repeats} seeds a trial, their mean" if search.repeats > 1 else ""]
-    pruned = sum(not trial.is_complete and trial.score is not None for trial in search.trials)
     unscored = sum(trial.score is None for trial in search.trials)
-    parts += [f"{pruned} stopped early (crosses)"] if pruned else []
+    parts += [f"{search.pruned} pruned"] if search.pruned else []
     parts += [f"{unscored} without a score"] if unscored else []
     parts += [f"importance unknown: {search.no_importances}"] if search.no_importances else []
     hidden_keys = [key for key in search.keys if key not in keys]
     parts += [f"not shown: {', '.join(hidden_keys)}"] if hidden_keys else []
-    parts += ["equal values stand side by side, by trial"] if any(map(search.slots, keys)) else []
+    parts += ["equal values: trials from left to right"] if any(map(search.slots, keys)) else []
     return [part for part in parts if part]
 
 
-def _limits(scores: Sequence[float], falls: bool) -> tuple[float, float]:
-    """Return the lowest and highest metric to show. Trials outside these limits are drawn at the edge.
+def _draw_dots(axes: Any, search: Search, positions: Mapping[int, float], best: Trial) -> None:
+    """Draw a dot for each completed trial at its place in `positions`, which maps trial numbers to x coordinates.
 
-    The limits leave out trials that are much worse than the better half of the trials. `falls` is True if a lower
-    metric is better.
+    Completed trials outside the limits are drawn as triangles at the edge. Pruned trials have a score of an earlier
+    step; they are drawn as rings in a band on the side of worse scores. A star marks the best trial.
     """
-    sign = 1 if falls else -1
-    costs = sorted(sign * score for score in scores)
-    best, middle = costs[0], statistics.median(costs)
-    worst = max((cost for cost in costs if cost <= best + 4 * (middle - best)), default=best)
-    pad = 0.06 * (worst - best) or 0.05 * abs(best) or 1.0
-    low, high = sorted((sign * (best - 2.3 * pad), sign * (worst + pad)))  # more room next to the best, for text
-    return low, high
-
-
-def _draw_dots(axes: Any, positions: Sequence[float], trials: Sequence[Trial], limits: tuple[float, float]) -> None:
-    """Draw a dot for each completed trial, and a cross for each trial that was stopped early.
-
-    Trials outside the limits are drawn as triangles at the edge.
-    """
-    low, high = limits
-    dots_by_style: dict[tuple[str, str, float], list[tuple[float, float]]] = {}
-    for position, trial in zip(positions, trials, strict=True):
-        if trial.score is not None:
-            beyond = "^" if trial.score > high else "v" if trial.score < low else ""
-            style = (beyond or "o", BLUE, 20.0) if trial.is_complete else (beyond or "x", GREY, 13.0)
-            dots_by_style.setdefault(style, []).append((position, min(max(trial.score, low), high)))
-    for (mark, colour, size), points in dots_by_style.items():
+    low, high, band = search.limits
+    worst = high if search.is_minimising else low
+    beyond = 2 * (band - worst)
+    dots_by_style: dict[tuple[str, bool], list[tuple[float, float]]] = {}
+    for trial in search.trials:
+        if trial.score is not None and trial.number in positions:
+            edge = "" if not trial.is_complete else "^" if trial.score > high else "v" if trial.score < low else ""
+            height = min(max(trial.score, low), high) if trial.is_complete else band
+            dots_by_style.setdefault((edge or "o", trial.is_complete), []).append((positions[trial.number], height))
+    for (mark, is_complete), points in dots_by_style.items():
         x, y = zip(*points, strict=True)
-        axes.scatter(x, y, marker=mark, s=size, color=colour, alpha=0.7, linewidths=0.8 if mark == "x" else 0,
-                     clip_on=False, rasterized=len(trials) > RASTER_TRIALS)  # fmt: skip
+        axes.scatter(x, y, marker=mark, s=20, facecolor=BLUE if is_complete else "none", clip_on=False, alpha=0.7,
+                     edgecolor=BLUE if is_complete else GREY, linewidths=0.8, zorder=3,
+                     rasterized=len(search.trials) > RASTER_TRIALS)  # fmt: skip
     axes.set_ylim(low, high)
+    if search.pruned:
+        ticks = [tick for tick in axes.get_yticks() if low <= tick <= high]
+        labels = axes.yaxis.get_major_formatter().format_ticks(ticks)
+        axes.set_yticks([*ticks, band], [*labels, "pruned"])
+        axes.axhspan(worst, worst + beyond, color=BAND, linewidth=0)
+        axes.set_ylim(min(low, worst + beyond), max(high, worst + beyond))
+    if best.number in positions:
+        axes.plot(positions[best.number], best.score, marker="*", markersize=13, markerfacecolor="none",
+                  markeredgecolor=VERMILLION, markeredgewidth=1.3, zorder=5, clip_on=False)  # fmt: skip
 
 
-def _draw_trials(
-    axes: Any, search: Search, completed: Sequence[Trial], best: Trial, limits: tuple[float, float]
-) -> None:  # fmt: skip
+def _draw_trials(axes: Any, search: Search, completed: Sequence[Trial], best: Trial) -> None:
     axes.margins(x=0.02)
-    _draw_dots(axes, [trial.number for trial in search.trials], search.trials, limits)
+    _draw_dots(axes, search, {trial.number: trial.number for trial in search.trials}, best)
     better = min if search.is_minimising else max
-    so_far = [*itertools.accumulate((trial.score for trial in completed if trial.score is not None), better)]
+    so_far = [*itertools.accumulate(search.scores, better)]
     numbers = [trial.number for trial in completed]
     last = max(trial.number for trial in search.trials)
     axes.step([*numbers, last], [*so_far, so_far[-1]], where="post", color=VERMILLION, linewidth=1.6)
-    side = "top" if search.is_minimising else "bottom"
-    axes.text(last, so_far[-1], "best so far", ha="right", va=side, color=VERMILLION)
-    _draw_star(axes, best.number, best)
     pairs = zip(search.keys, short_keys(search.keys), strict=True)
     best_settings = " ".join(f"{name}={format_value(best.values[key])}" for key, name in pairs if key in best.values)
-    best_text = fit_text(f"best {best.score:.5g}, trial {best.number}: {best_settings}", 112)
-    caption(axes, "\n".join(textwrap.wrap(best_text, 56)), VERMILLION, "left")
+    marks = f"line: best so far; star: best, {best.score:.5g} in trial {best.number}"
+    caption(axes, "\n".join([marks, *textwrap.wrap(fit_text(best_settings, 112), 56)]), VERMILLION, "left")
     axes.set_xlabel("trial")
     axes.xaxis.get_major_locator().set_params(integer=True)
 
 
-def _draw_setting(
-    axes: Any, search: Search, key: str, name: str, best: Trial, limits: tuple[float, float]
-) -> None:  # fmt: skip
+def _draw_setting(axes: Any, search: Search, key: str, name: str, best: Trial) -> None:
     trials = [trial for trial in search.trials if key in trial.values]
     values, slots = [trial.values[key] for trial in trials], search.slots(key)
     if not slots:
@@ -217,15 +233,7 @@ def _draw_setting(
         axes.set_xlim(-0.5, len(slots) - 0.5)
         for border in range(1, len(slots)):
             axes.axvline(border - 0.5, color=GREY, linewidth=0.3)
-    shown_trials = [trial for trial in trials if trial.number in positions]
-    _draw_dots(axes, [positions[trial.number] for trial in shown_trials], shown_trials, limits)
-    if best.number in positions:
-        _draw_star(axes, positions[best.number], best)
+    _draw_dots(axes, search, positions, best)
     share = search.importances.get(key)
     matters = f"\n(importance {share:.0%})" if share is not None else ""
     axes.set_xlabel(f"{fit_text(name, 26)}{matters}")
-
-
-def _draw_star(axes: Any, position: float, best: Trial) -> None:
-    axes.plot(position, best.score, marker="*", markersize=13, markerfacecolor="none", markeredgecolor=VERMILLION,
-              markeredgewidth=1.3, zorder=5, clip_on=False)  # fmt: skip

@@ -149,10 +149,12 @@ class Report:
 
     def _run(self, entry: Entry, point: int, differ: Sequence[str], most: int) -> dict[str, Any]:
         run, path = entry.run, display_path(entry.run.path.absolute())
+        typed = [word.partition("=")[0].lstrip("+") for word in entry.facts.get("typed") or []]
+        first = {key: entry.settings[key] for key in (*differ, *typed) if key in entry.settings}
         return {
             **run.plain(), "path": path, "point": point, "counts": run.state in FINAL_STATES,
             "settings": {key: entry.settings[key] for key in differ if key in entry.settings},
-            "all": dict(entry.settings), "facts": _environment(entry),
+            "all": {**first, **entry.settings}, "typed": len(first), "facts": _environment(entry),
             "again": report_command(entry, path),
             **self._read_events(run.path, most),
         }  # fmt: skip
@@ -185,6 +187,7 @@ def _search_data(search: Search) -> dict[str, Any]:
     return {
         "algorithm": search.algorithm, "metric": f"held-out {search.metric}", "minimising": search.is_minimising,
         "keys": search.keys, "log": sorted(search.log_keys), "importances": dict(search.importances),
+        "limits": search.limits,
         "trials": [{"number": t.number, "values": dict(t.values), "complete": t.is_complete, "score": t.score}
                    for t in search.trials],
     }  # fmt: skip

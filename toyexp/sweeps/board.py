@@ -103,7 +103,8 @@ class Board:
             return
         size = shutil.get_terminal_size()
         width = size.columns - 1
-        lines = [escape_controls(line)[:width] for line in self.lines(width)[: max(size.lines - FREE_LINES, 1)]]
+        lines = [escape_controls(line) for line in self.lines(width)[: max(size.lines - FREE_LINES, 1)]]
+        lines = [line if len(line) <= width else f"{line[: width - 3]}..." for line in lines]
         with contextlib.suppress(OSError):
             print_text(self._up() + "".join(line + "\n" for line in lines))
         self._height, self._drawn = len(lines), time.monotonic()

@@ -6,7 +6,7 @@ from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 
 from toyexp.base.errors import UserError
-from toyexp.base.formatting import short_path
+from toyexp.base.formatting import pluralise, short_path
 from toyexp.base.terminal import print_line, show_status
 from toyexp.sweeps.directory import UNFINISHED, Job, Status, SweepDir
 from toyexp.sweeps.job_configs import JobConfigs, check_values, require_distinct_directories
@@ -40,7 +40,7 @@ class JobSource:
         new = [job for job in self._remaining.values() if job.directory is None]
         if not new:
             return {}
-        show_status(f"checking the settings of {len(new)} jobs")
+        show_status(f"checking the settings of {pluralise(len(new), 'job')}")
         errors = check_values(new, configs)
         if is_new:
             require_distinct_directories(new, configs)

@@ -59,17 +59,20 @@ class Memory(_Tensors):
 
     _bytes = 0
 
-    def tensor(self, shape: tuple[int, ...], dtype: type = np.float32, trainable: bool = False) -> Node:
-        """Return a new tensor, whose memory `allocate` provides. Raise GraphError for an impossible shape or dtype."""
+    def tensor(self, shape: tuple[int, ...], dtype: Any = np.float32, trainable: bool = False) -> Node:
+        """Return a new tensor, whose memory `allocate` provides. Raise GraphError for an impossible shape or dtype.
+
+        An integer `dtype` is the number of one of ggml's types.
+        """
         if not 1 <= len(shape) <= 4 or min(shape) < 1 or max(shape) > LIMIT or math.prod(shape) > 2**40:
             raise GraphError(f"expected a tensor of 1 to 4 axes, each from 1 to 2^31 - 1, got {list(shape)}")
-        if np.dtype(dtype) not in TYPES:
+        if (kind := dtype if isinstance(dtype, int) else TYPES.get(np.dtype(dtype))) is None:
             raise GraphError(f"expected a tensor of float32 or int32, got {np.dtype(dtype)}")
-        ptr = self._new(shape, TYPES[np.dtype(dtype)])
+        ptr = self._new(shape, kind)
         if trainable:
             ggml.ggml_set_param(ptr)
-        self._bytes += 4 * math.prod(shape)
-        return Node(ptr, shape, math.prod(shape), TYPES[np.dtype(dtype)] != F32)
+        self._bytes += ggml.ggml_nbytes(ptr)
+        return Node(ptr, shape, math.prod(shape), kind != F32)
 
     def allocate(self) -> None:
         """Allocate every tensor on the device, filled with zeros. Raise GraphError if the memory is too small."""
@@ -127,8 +130,9 @@ class MappedFile(_Tensors):
 
 
 def put(node: Node, array: np.ndarray) -> None:
-    """Copy a contiguous array of the node's size into the node."""
-    if array.size != node.size or TYPES.get(array.dtype) != node.ptr.contents.type:
+    """Copy a contiguous array of the node's size and type, or its bytes as uint8, into the node."""
+    is_raw = array.dtype == np.uint8 and array.nbytes == ggml.ggml_nbytes(node.ptr)
+    if not is_raw and (array.size != node.size or TYPES.get(array.dtype) != node.ptr.contents.type):
         raise GraphError(f"a tensor of {list(node.shape)} cannot take {array.size} numbers of type {array.dtype}")
     ggml.ggml_backend_tensor_set(node.ptr, array.ctypes.data, 0, array.nbytes)
 

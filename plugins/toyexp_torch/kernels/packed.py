@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from toyexp import FromGGUF, PlanTensor
-from toyexp.formats import GGUF_TYPES, mappable_tensor, open_gguf
+from toyexp.formats import GGUF_TYPES, mappable_tensor
 
 CHUNK = 1 << 18  # numbers that the CPU dequantises at a time
 UNBLOCKED = {"F16": torch.float16, "BF16": torch.bfloat16}  # types that are not packed in blocks
@@ -228,8 +228,7 @@ class Packed:
         if info is None or info.type not in KINDS:
             return None
         assert isinstance(tensor.values, FromGGUF)
-        raw = open_gguf(tensor.values.path).read_raw(tensor.values.tensor, tensor.values.rows)
-        return cls(torch.from_numpy(raw).to(device), info.type, dtype)
+        return cls(torch.from_numpy(tensor.values.raw()).to(device), info.type, dtype)
 
     def __len__(self) -> int:
         return len(self.raw)

@@ -45,10 +45,14 @@ class StackedOps(TorchOps):
             self._complex_rotations[key] = torch.complex(*self.rotations[x.shape[1], x.shape[3], rotary, False])
         return _apply_to_rows(partial(_rotate, by=self._complex_rotations[key]), x)
 
-    def attention(self, q: Tensor, k: Tensor, v: Tensor, causal: bool = True, **settings: Any) -> Tensor:
-        if settings.get("sinks") is not None or settings.get("bias") is not None:  # each run has its own
-            return super().attention(q, k, v, causal, **settings)
-        return _apply_to_rows(partial(super().attention, causal=causal, **settings), q, k, v)
+    def attention(
+        self, q: Tensor, k: Tensor, v: Tensor, causal: bool = True, *, bias: Any = None, **settings: Any
+    ) -> Tensor:
+        attend: Callable[..., Tensor] = partial(super().attention, causal=causal, **settings)
+        by_row = [] if bias is None else [bias]
+        if settings.get("sinks") is not None or (by_row and bias.ndim < 4):  # each run has its own
+            return attend(q, k, v, bias=bias)
+        return _apply_to_rows(lambda q, k, v, *bias: attend(q, k, v, bias=bias[0] if bias else None), q, k, v, *by_row)
 
     def cross_entropy(
         self, logits: Tensor, targets: Tensor, weights: Tensor, smoothing: float = 0.0, z_loss: float = 0.0

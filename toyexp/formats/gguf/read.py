@@ -28,10 +28,13 @@ class GGUFFile(ModelFile):
     for a missing or invalid file.
     """
 
+    is_converted = False  # True: the file has another format, see ConvertedFile
+
     def __init__(self, path: str | Path):
         self.path = Path(path)
+        self.stem = self.path.stem  # of names of files that are made from this one
         first = Part(self.path)
-        self._parts = {first.path: first}
+        self.parts: dict[Path, Any] = {first.path: first}
         self._finite: set[tuple[str, int | None]] = set()  # (name, rows) already checked
         try:
             self._open_parts(first)
@@ -51,18 +54,18 @@ class GGUFFile(ModelFile):
 
     def close(self) -> None:
         """Close the file and all its parts."""
-        for part in self._parts.values():
+        for part in self.parts.values():
             part.close()
 
     @property
     def paths(self) -> list[Path]:
         """Paths of all files of the model in order: several for a split model, otherwise one."""
-        return list(self._parts)
+        return list(self.parts)
 
     @property
     def size(self) -> int:
         """Total size of the model's files in bytes."""
-        return sum(part.size for part in self._parts.values())
+        return sum(part.size for part in self.parts.values())
 
     def error(self, cause: str) -> GGUFError:
         """Return an error that names this file and the cause."""
@@ -116,7 +119,7 @@ class GGUFFile(ModelFile):
         numbers, which fit into the processor's cache.
         """
         _, per_block, block_bytes = GGUF_TYPES[info.type_id]
-        part, total = self._parts[info.path], math.prod(info.shape) if count is None else count
+        part, total = self.parts[info.path], math.prod(info.shape) if count is None else count
         for start in range(0, total, NUMBERS):
             size = min(NUMBERS, total - start) // per_block * block_bytes
             data = part.pread(info.offset + start // per_block * block_bytes, size, info.name)
@@ -152,7 +155,7 @@ class GGUFFile(ModelFile):
         memory = first.spent
         for i, path in enumerate(paths[1:], 1):
             try:
-                part = self._parts[path] = Part(path, memory)
+                part = self.parts[path] = Part(path, memory)
             except GGUFError as error:
                 raise GGUFError(f"{error} (part {i + 1} of {count} of {self.path.name})") from None
             if part.split != (i, count, tensors):
@@ -161,7 +164,7 @@ class GGUFFile(ModelFile):
 
     def _all_tensors(self, first: Part) -> dict[str, TensorInfo]:
         tensors: dict[str, TensorInfo] = {}
-        for part in self._parts.values():
+        for part in self.parts.values():
             duplicate = next((name for name in part.tensors if name in tensors), None)
             if duplicate is not None:
                 raise part.error(f"has the tensor {printable(duplicate)}, as has {tensors[duplicate].path.name}")

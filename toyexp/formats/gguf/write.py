@@ -62,18 +62,7 @@ def write_model(
             raise RunFailed(f"{error}; the model is saved in float32 as {exact}") from error
         exact.unlink()
         return problems
-    general = dict(general or {})
-    if isinstance(general.get("name"), str):
-        general["name"] = compatible_name(general["name"], tokenizer)
-    writer = Writer({
-        "general.architecture": gguf_architecture(model),
-        "general.type": "model",
-        "general.file_type": FILE_TYPES[kind],
-        "general.quantization_version": 2,
-        "general.size_label": size_label(sum(math.prod(t.shape) for t in model.tensors())),
-        **model_metadata(model, general, data or {}),
-        **(_vocabulary(tokenizer, rows=_vocab_size(model, tensors)) if model.reads.text else {}),
-    })  # fmt: skip
+    writer = Writer(model_keys(model, tokenizer, kind, general or {}, data or {}))
     for source in (tensors, gguf_form(model).constants(model)):
         for name, array in source.items():
             type_name = fitting_type(array, tensor_type(name, array.shape, kind, tied="output.weight" not in tensors))
@@ -81,14 +70,31 @@ def write_model(
     return writer.save(path)
 
 
+def model_keys(
+    model: Model, tokenizer: Tokenizer | None, kind: str, general: Mapping[str, Any], data: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Return all keys of the GGUF file of a model. The parameters are those of `write_model`."""
+    if isinstance(general.get("name"), str):
+        general = {**general, "name": compatible_name(general["name"], tokenizer)}
+    return {
+        "general.architecture": gguf_architecture(model),
+        "general.type": "model",
+        "general.file_type": FILE_TYPES[kind],
+        "general.quantization_version": 2,
+        "general.size_label": size_label(sum(math.prod(t.shape) for t in model.tensors())),
+        **model_metadata(model, general, data),
+        **(_vocabulary(tokenizer, _vocab_size(model)) if model.reads.text else {}),
+    }
+
+
 def _pieces(tensors: Mapping[str, np.ndarray], name: str) -> Iterator[np.ndarray]:
     """Yield the pieces of a tensor, which is read when the first piece is requested."""
     yield from iter_pieces(tensors[name])
 
 
-def _vocab_size(model: Model, tensors: Mapping[str, np.ndarray]) -> int:
-    table = tensors.get("token_embd.weight")
-    return int(model_settings(model).get("vocab", 0)) if table is None else len(table)
+def _vocab_size(model: Model) -> int:
+    rows = (t.shape[0] for t in model.tensors() if t.name == "token_embd.weight")
+    return next(rows, int(model_settings(model).get("vocab", 0)))
 
 
 def write_adapter(
@@ -147,7 +153,7 @@ def check_keys(model: Model) -> None:
     """Raise UserError if GGUF keys cannot hold one of the model's settings. Call it before training."""
     for key, value in model_metadata(model, {}, {}).items():
         try:
-            _pack_value(value, _kind(value))
+            _pack_value(value, value_type(value))
         except (struct.error, OverflowError):
             raise UserError(f"model={model.name}: the GGUF key {key} cannot hold {printable(str(value))}") from None
 
@@ -193,7 +199,7 @@ class Writer:
     def add(self, key: str, value: Any, kind: int | None = None) -> None:
         """Add a key. If `kind` is None, use the GGUF value type that llama.cpp expects for the value."""
         if kind is None:
-            kind = _kind(value)
+            kind = value_type(value)
         if key == "general.alignment":
             self._alignment = int(value)
         self._keys[key] = struct.pack("<I", kind) + _pack_value(value, kind)
@@ -231,7 +237,7 @@ class Writer:
         return b"".join(parts)
 
 
-def _kind(value: Any) -> int:
+def value_type(value: Any) -> int:
     """Return the GGUF value type of a Python or numpy value."""
     if isinstance(value, str):
         return STRING
@@ -249,13 +255,23 @@ def _pack_value(value: Any, kind: int) -> bytes:
         return _text(value)
     if kind != ARRAY:
         return struct.pack(SCALARS[kind], value)
-    if not isinstance(value, np.ndarray):
-        if all(isinstance(item, str) for item in value):
-            return struct.pack("<IQ", STRING, len(value)) + b"".join(map(_text, value))
-        value = np.asarray(value)
-        narrow = value.astype({"i": np.int32, "f": np.float32}.get(value.dtype.kind, value.dtype))
-        value = value if value.dtype.kind == "i" and (narrow != value).any() else narrow
+    value = stored_value(value)
+    if isinstance(value, list):
+        return struct.pack("<IQ", STRING, len(value)) + b"".join(map(_text, value))
     return struct.pack("<IQ", _KINDS[value.dtype], value.size) + value.tobytes()
+
+
+def stored_value(value: Any) -> Any:
+    """Return a key's value as a reader of the file gets it: floats in float32, lists of numbers as arrays."""
+    if isinstance(value, np.generic | float):
+        return value.item() if isinstance(value, np.generic) else float(np.float32(value))
+    if isinstance(value, np.ndarray | int | str):
+        return value
+    if all(isinstance(item, str) for item in value):
+        return list(value)
+    array = np.asarray(value)
+    narrow = array.astype({"i": np.int32, "f": np.float32}.get(array.dtype.kind, array.dtype))
+    return array if array.dtype.kind == "i" and (narrow != array).any() else narrow
 
 
 def _text(value: str) -> bytes:
@@ -279,7 +295,7 @@ def rewrite_gguf(file: GGUFFile, path: Path, kind: str, requantize: bool) -> lis
     types = {t.name: tensor_type(t.name, t.shape, kind, tied) for t in file.tensors.values()}
     require_exact(file, types, requantize, every=kind in K_QUANTS)
     if kind not in K_QUANTS:
-        return _copy_types(file, types, kind).save(path)
+        return copy_types(file, types, FILE_TYPES[kind]).save(path)
     quantise(file.path, path, kind, requantize)
     problems: list[str] = []
     for t in file.tensors.values():
@@ -303,13 +319,13 @@ def require_exact(file: ModelFile, types: Mapping[str, str], requantize: bool, e
         raise file.error(f"is quantised already {summary}; export the original, or add --type f32 or --requantize")
 
 
-def _copy_types(file: GGUFFile, types: Mapping[str, str], kind: str) -> Writer:
-    """Return a writer with the file's keys and tensors, converted to the file type `kind`.
+def copy_types(file: GGUFFile, types: Mapping[str, str], file_type: int) -> Writer:
+    """Return a writer with the file's keys and tensors; `file_type` is the new value of general.file_type.
 
     `types` maps each tensor's name to the type in which it is written.
     """
     writer = Writer()
-    type_keys = {"general.file_type": FILE_TYPES[kind], "general.quantization_version": 2}
+    type_keys = {"general.file_type": file_type, "general.quantization_version": 2}
     for key, value in file.metadata.items():
         if key in type_keys:
             writer.add(key, type_keys.pop(key))

@@ -16,8 +16,8 @@ function isDark() {
 // Colours by rank, the best first: the part of the colour map cividis (Nunez et al. 2018) whose contrast with the background
 // is at least 3:1.
 const RANKS = {
-  light: ["#00224e", "#1a386f", "#434e6c", "#61656f", "#7d7c78", "#8a8678"],
-  dark: ["#fee838", "#dec958", "#bcae6c", "#9b9476", "#7d7c78", "#737475"],
+  light: ["#00224e", "#1a386f", "#434e6c", "#61656f", "#7d7c78"],
+  dark: ["#fee838", "#dec958", "#bcae6c", "#9b9476", "#7d7c78"],
 };
 const MARKS = ["circle", "square", "triangle-up", "diamond", "triangle-down", "cross", "x", "pentagon"];
 const SHAPES = [
@@ -82,8 +82,8 @@ function layout(extra) {
   };
   return {
     paper_bgcolor: "rgba(0,0,0,0)", plot_bgcolor: "rgba(0,0,0,0)", showlegend: false, hovermode: "closest",
-    font: { ...font, size: 12 }, hoverlabel: { bgcolor: style("card"), bordercolor: style("line"), align: "left", font },
-    margin: { l: 48, r: 10, t: 30, b: 40 }, dragmode: matchMedia("(pointer: coarse)").matches ? false : "zoom",
+    font: { ...font, size: isPrinted() ? 9 : 12 }, hoverlabel: { bgcolor: style("card"), bordercolor: style("line"), align: "left", font },
+    margin: { l: 48, r: 10, t: isPrinted() ? 6 : 30, b: 40 }, dragmode: matchMedia("(pointer: coarse)").matches ? false : "zoom",
     modebar: { bgcolor: "rgba(0,0,0,0)", color: style("soft"), activecolor: style("accent") },
     xaxis: x, uirevision: `${state.over} ${state.xlog} ${state.ylog} ${state.zoom} ${state.tall}`, ...extra,
     yaxis: { ...grid, exponentformat: "e", ...(extra.yaxis || {}) },
@@ -192,7 +192,7 @@ function lossTraces() {
     const wide = state.hot === place ? 3.5 : held ? 1 : count > 30 ? 1.3 : 2.2; // the held-out curve is the main one
     for (const run of state.raw && (count <= MOST_RAW || [shown[0], state.hot].includes(place)) ? runs : []) {
       const [xs, ys] = clipAndThin(...readCurve(run, "loss", false), low, high, Math.min(most, together ? 1500 : 4000));
-      back.push(lineTrace(xs, ys, "raw", { line: { width: 0.7, color: colour(place, runs.length > 2 ? 0.16 : 0.25) } }));
+      back.push(lineTrace(xs, ys, "raw", { line: { width: 0.7, color: colour(place, runs.length > 2 ? 0.2 : 0.4) } }));
     }
     if (together) {
       const [xs, means, deviations] = band(runs.map((run) => readCurve(run, "loss", true)));
@@ -269,7 +269,7 @@ function drawMain() {
   const unit = { tokens: " (nats per token)", images: " (nats per image)" }[data.unit] || "", best = data.points[0];
   const y = {
     title: { text: loss ? `loss${unit}` : `held-out ${state.score}`, standoff: 4 },
-    ...(state.ylog ? { type: "log", tickformat: "~g", nticks: 7 } : { type: "linear" }), ...(range ? { range } : {}),
+    ...(state.ylog ? { type: "log", tickformat: range && range[1] > 5 ? "~e" : "~g", nticks: 7 } : { type: "linear" }), ...(range ? { range } : {}),
   };
   const about = `${y.title.text} against ${AXES[state.over]}: ${visible().length} of ${data.points.length} points. `;
   return drawChart("main", traces, layout({ yaxis: y }), CONFIG, about + (data.best ? `Best: ${best.label}, ${data.metric} ${value(best)}.` : ""));
@@ -320,7 +320,7 @@ function logAxis(name) {
   const outside = whole ? 0 : shown.length - done.length, note = `; ${outside} ${outside === 1 ? "run" : "runs"} outside the range`;
   if (name === "lr") byId("lr").previousElementSibling.textContent = `learning rate${outside ? note : ""}`;
   const low = values.reduce((a, b) => Math.min(a, b), Infinity), high = values.reduce((a, b) => Math.max(a, b), 0);
-  const ticks = high / low >= 8 && high / low <= 60 ? { dtick: "D2" } : {};
+  const ticks = { ...(high / low >= 8 && high / low <= 60 && { dtick: "D2" }), ...((high >= 1e5 || low < 1e-3) && { tickformat: "~e" }) };
   return whole ? ticks : { ...ticks, range: [Math.log10(low) - 0.1, Math.log10(high) + 0.1], autorange: false };
 }
 

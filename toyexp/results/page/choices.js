@@ -12,7 +12,7 @@ function makeScale(values, turned = false, exact = true, tagged = false) {
     const f = log ? Math.log : (v) => v;
     const up = (v) => 0.07 + (0.86 * (f(Number(v)) - f(low))) / (f(high) - f(low)), place = (v) => (turned ? 1 - up(v) : up(v));
     const ticks = exact && known.length <= 6 ? [...numbers, ...(log ? roundTicks(low, high, log, [1]) : [])] : roundTicks(low, high, log);
-    return { place, ticks: ticks.map((v) => [place(v), shortNumber(v)]) };
+    return { place, ticks: tickLabels(ticks).map((text, n) => [place(ticks[n]), text]) };
   }
   known.sort();
   const place = (v) => (known.length > 1 ? 0.07 + (0.86 * known.indexOf(v)) / (known.length - 1) : 0.5);
@@ -32,30 +32,35 @@ function roundTicks(low, high, log, factors = high / low < 200 ? [1, 2, 5] : [1]
   return found.filter((v) => v >= low && v <= high);
 }
 
-function shortNumber(value) {
-  const rounded = Number(Number(value).toPrecision(4));
-  return Math.abs(rounded) >= 1e6 ? rounded.toExponential() : String(rounded);
+// Return the labels of an axis in one notation: with exponents if one of the numbers is large or tiny.
+function tickLabels(values) {
+  const rounded = values.map((v) => Number(Number(v).toPrecision(4)));
+  return rounded.map(rounded.some((v) => v && (Math.abs(v) >= 1e6 || Math.abs(v) < 1e-6)) ? (v) => v.toExponential() : String);
 }
 
 function drawChoices() {
-  const section = byId("choices"), box = byId("parallel"), lastOf = (place) => mean(runsOf(place).map((run) => scoreOf(run, data.metric)));
-  const points = data.points.map((p, place) => ({ ...p, place, mean: p.mean ?? lastOf(place), ended: p.mean === null }));
-  const scored = points.filter((p) => p.mean !== null);
-  section.hidden = scored.length < 3 || !data.keys.length;
+  const section = byId("choices"), box = byId("parallel");
+  const points = data.points.map((p, place) => ({ ...p, place, ended: p.mean === null })), completed = points.filter((p) => !p.ended);
+  section.hidden = points.length < 3 || !completed.length || !data.keys.length;
   if (section.hidden) return;
   box.textContent = "";
-  const fresh = [...state.brushes.values()].some((brush) => brush.fresh), completed = scored.filter((p) => !p.ended);
-  const width = Math.max(box.clientWidth, 280), height = 340, top = 50, foot = height - 26, left = 44;
-  const several = (key) => new Set(scored.map((p) => p.settings[key])).size > 1;
-  const axes = [...data.keys.filter(several).slice(0, 11), data.metric], names = axes.slice(0, -1).join(", ");
-  const scales = axes.map((key, i) => i === axes.length - 1 ? makeScale((completed.length > 1 ? completed : scored).map((p) => p.mean), !data.rising, false) :
-    makeScale(scored.map((p) => p.settings[key]), false, true, (data.search ? data.search.log : []).includes(key)));
-  const x = (i) => left + (i * (width - left - 62)) / Math.max(axes.length - 1, 1);
-  const y = (t) => foot - Math.min(Math.max(t, 0), 1) * (foot - top); // a pruned point may lie beyond the completed ones
-  const valueOf = (p, i) => (i === axes.length - 1 ? p.mean : p.settings[axes[i]]);
-  const svg = addSvg("svg", { viewBox: `0 0 ${width} ${height}`, role: "img", "aria-label": `${data.metric} of ${scored.length} points against ${names}` }, box);
-  for (const p of scored.slice().reverse()) { // draw the best point last, on top
-    const stops = axes.map((_, i) => [i, valueOf(p, i)]).filter(([, v]) => v !== null && v !== undefined);
+  const fresh = [...state.brushes.values()].some((brush) => brush.fresh), ended = points.filter((p) => p.ended);
+  const width = Math.max(box.clientWidth, 280), height = isPrinted() ? 250 : 340, top = 50, foot = height - 26, left = 44;
+  const several = (key) => new Set(points.map((p) => p.settings[key])).size > 1;
+  const axes = [...data.keys.filter(several).slice(0, 11), data.metric], names = axes.slice(0, -1).join(", "), last = axes.length - 1;
+  const scales = axes.map((key, i) => i === last ? makeScale(completed.map((p) => p.mean), !data.rising, false) :
+    makeScale(points.map((p) => p.settings[key]), false, true, (data.search ? data.search.log : []).includes(key)));
+  const endings = [...new Set(ended.flatMap((p) => runsOf(p.place).map((run) => run.state)))];
+  if (ended.length) { // points that did not complete have an end of the axis of their own
+    const { place, ticks } = scales[last], raised = (t) => 0.12 + 0.88 * t;
+    const tick = [0.03, endings.length > 1 ? "not completed" : endings[0]];
+    scales[last] = { place: (v) => (v === null ? tick[0] : raised(place(v))), ticks: [tick, ...ticks.map(([t, text]) => [raised(t), text])] };
+  }
+  const x = (i) => left + (i * (width - left - 62)) / Math.max(last, 1), y = (t) => foot - t * (foot - top);
+  const valueOf = (p, i) => (i === last ? p.mean : p.settings[axes[i]]), drawn = (p, i) => i === last || ![null, undefined].includes(valueOf(p, i));
+  const svg = addSvg("svg", { viewBox: `0 0 ${width} ${height}`, role: "img", "aria-label": `${data.metric} of ${points.length} points against ${names}` }, box);
+  for (const p of points.slice().reverse()) { // draw the best point last, on top
+    const stops = axes.map((_, i) => [i, valueOf(p, i)]).filter(([i]) => drawn(p, i));
     const path = stops.map(([i, v], n) => {
       const [px, py] = [x(i), y(scales[i].place(v))];
       if (!n) return `M${px},${py}`;
@@ -75,25 +80,22 @@ function drawChoices() {
       addSvg("path", { class: "mark", d: SHAPES[p.place], fill: p.ended ? style("card") : colour(p.place), stroke: colour(p.place), transform: place }, svg);
     }
   }
-  const ended = scored.length - completed.length, missing = points.length - scored.length;
-  addElement(box, "p", "small", (ended ? `Dashed: points that did not complete, at their last metric or, outside the axis, at its end (${ended}). ` : "") +
-    (missing ? `Not drawn: points without a metric (${missing}).` : ""));
   axes.forEach((key, i) => {
-    const narrow = (width - left - 62) / Math.max(axes.length - 1, 1);
+    const narrow = x(1) - x(0);
     const most = Math.max(Math.floor((narrow < 90 ? 1.9 : 1) * narrow / 7), 5); // narrow axes put names in two lines
-    const last = key.split(/[. ]/).pop(), name = key.length > most ? last : key;
+    const name = key.length > most ? key.split(/[. ]/).pop() : key;
     const title = name.length > most ? `${name.slice(0, most - 1)}…` : name;
     const head = addSvg("text", { x: x(i), y: i % 2 && narrow < 90 ? 30 : 16, "text-anchor": "middle" }, svg, title);
     addSvg("title", {}, head, key);
-    addSvg("line", { x1: x(i), x2: x(i), y1: top, y2: foot }, svg);
+    for (const [a, b] of i === last && ended.length ? [[0, 0.06], [0.12, 1]] : [[0, 1]]) addSvg("line", { x1: x(i), x2: x(i), y1: y(b), y2: y(a) }, svg);
     const apart = (some, tick) => (some.some(([t]) => Math.abs(t - tick[0]) < 0.05) ? some : [...some, tick]);
     for (const [t, text] of scales[i].ticks.reduce(apart, [])) { // labels must not overlap curves or each other
       const cut = text.length > 14 ? `${text.slice(0, 13)}…` : text;
       addSvg("text", { class: "tick", x: x(i) + (key === data.metric ? 9 : 5), y: y(t) + (key === data.metric ? 4 : t < 0.5 ? 14 : -5) }, svg, cut);
     }
-    addBrush(svg, key, x(i), top, foot, (t) => scored.filter((p) => {
-      const v = valueOf(p, i);
-      return v !== null && v !== undefined && scales[i].place(v) >= t[0] - 1e-9 && scales[i].place(v) <= t[1] + 1e-9;
+    addBrush(svg, key, x(i), top, foot, (t) => points.filter((p) => {
+      const at = drawn(p, i) ? scales[i].place(valueOf(p, i)) : -1;
+      return at >= t[0] - 1e-9 && at <= t[1] + 1e-9;
     }).map((p) => p.place));
   });
   if (fresh) refresh(); // filters from the page's address have their points only now
@@ -138,10 +140,11 @@ function drawImportance() {
   const box = document.getElementById("importance"), found = Object.entries(data.importance);
   box.textContent = "";
   if (!data.keys.length) return;
-  addElement(box, "p", "small", found.length ? "Importance: each setting's share in the ranking of the points." :
+  addElement(box, "p", "small", found.length ? "Importance of each setting for the ranking:" :
     `Importance unknown: ${data.no_importance}.`);
+  const list = addElement(box, "div", "columns");
   for (const [key, share] of found.sort((a, b) => b[1] - a[1])) {
-    const row = addElement(box, "div", "row");
+    const row = addElement(list, "div", "row");
     addBreakable(addElement(row, "span", "label"), key);
     const bar = addElement(addElement(row, "span", "track"), "i");
     bar.style.width = `${(Math.min(share, 1) * 100).toFixed(1)}%`;

@@ -2,7 +2,7 @@
 
 let data, Plotly;
 const state = {
-  score: "loss", over: "step", xlog: false, ylog: false, raw: true, held: true, bands: true, smooth: 45, zoom: null,
+  score: "loss", over: "step", xlog: false, ylog: false, raw: false, held: true, bands: true, smooth: 45, zoom: null,
   tall: null, outliers: false, cut: false, hidden: new Set(), filter: "", brushes: new Map(), hot: null, rows: "points",
   sort: null, falling: false, every: false, theme: null,
 };
@@ -162,16 +162,15 @@ function drawAbout() {
   const longest = Math.max(0, ...data.runs.map((run) => run.curves.loss.n));
   const scored = data.runs.some((run) => run.held.loss && run.held.loss[0].length);
   byId("said").textContent = [
-    scored ? "Lines with marks are held-out losses, thin lines smoothed training losses." : "",
-    data.runs.length > MOST_RAW ? `With more than ${MOST_RAW} runs shown, raw losses are only those of the best point and of the one pointed at in the legend.` : "",
-    thin.length ? `Curves of up to ${longest} steps are reduced to at most ${data.most} values: the lowest and highest loss of each bin; smoothing uses bin means.` : "Every step is kept.",
-    data.points.some((p) => p.counted > 1) ? "Bands and ± are one standard deviation over the seeds (n-1)." : "",
-    data.runs.some((run) => !run.counts) ? "A cross ends the curve of a run that did not complete." : "",
+    scored ? "With marks: held-out loss; thin: smoothed training loss." : "",
+    thin.length ? `Curves of up to ${longest} steps are reduced to the extremes of at most ${data.most / 2} bins.` : "",
+    data.points.some((p) => p.counted > 1) ? "Bands and ±: standard deviation over seeds (n-1)." : "",
+    data.runs.some((run) => !run.counts) ? "Cross: end of a run that did not complete." : "",
     data.runs.some((run) => [run.loss, ...Object.values(run.scores)].some((v) => Math.abs(v) >= 1e300)) ? "Values beyond ±1e300 are not drawn." : "",
-    isDistinct() ? "" : "Colours show the rank: the best point has the strongest contrast.",
+    isDistinct() ? "" : "Stronger colour: better rank.",
   ].join(" ");
-  byId("zooming").textContent = (isTouch() ? "Tap a curve to read its values; buttons to zoom then appear." :
-    "Drag to zoom, double click to zoom out.") + " Zooming shows all values that were kept.";
+  byId("zooming").textContent = isTouch() ? "Tap a curve for its values and buttons to zoom." : "Drag to zoom, double click to reset.";
+  byId("raw-label").title = `the loss of each step; with more than ${MOST_RAW} runs, only of the best point and of the one pointed at in the legend`;
 }
 
 // Add links to the sections of the page; the link to the warnings has their number.
@@ -181,7 +180,7 @@ function drawLinks() {
     const title = section.querySelector("h2");
     if (!title) continue;
     const more = section.id === "warnings" ? ` (${warned})` : "";
-    const link = addElement(byId("ways"), "a", more && "best", title.textContent.toLowerCase() + more);
+    const link = addElement(byId("ways"), "a", more && "bad", title.textContent.toLowerCase() + more);
     link.href = `#${section.id}`;
     link.addEventListener("click", (event) => { // a jump would replace the view in the address
       event.preventDefault();
@@ -192,7 +191,7 @@ function drawLinks() {
 
 function drawLegend() {
   const box = byId("legend"), places = data.points.map((_, place) => place).filter(passes), shown = places.length;
-  const most = isPrinted() || innerWidth <= 820 ? 8 : Infinity; // a narrow page lists them below the chart
+  const most = innerWidth <= 820 && !isPrinted() ? 8 : 24;
   const focused = document.activeElement.dataset.place, total = data.points.length;
   box.textContent = "";
   const partly = data.runs.some((run) => passes(run.point) && !conditions.tests.every((test) => test(run)));
@@ -217,8 +216,8 @@ function drawLegend() {
     button.addEventListener("pointerenter", () => highlight(place));
     button.addEventListener("pointerleave", () => highlight(null));
   });
-  byId("hint").textContent = !shown ? "No point passes the filter." : isTouch() ? "Tap to hide or show, double tap to show only one." :
-    "Click to hide or show, double click (or Shift+Enter) to show only one.";
+  byId("hint").textContent = !shown ? "No point passes the filter." : isTouch() ? "Tap a point to hide or show it, twice to isolate it." :
+    "Click a point to hide or show it, double click (Shift+Enter) to isolate it.";
 }
 
 function formatValues(values) {
@@ -234,7 +233,7 @@ function drawDifferences() {
   const leader = Object.fromEntries(Object.entries(data.along).flatMap(([key, along]) => along.map((one) => [one, key])));
   for (const [key, values] of entries) {
     const row = addElement(table, "tr");
-    addElement(row, "td", "key", key);
+    addBreakable(addElement(row, "td", "key"), key);
     const cell = addElement(row, "td", "wraps", formatValues(values));
     if (leader[key]) addElement(cell, "div", "small", `varies together with ${leader[key]}`);
     else if (!data.keys.includes(key)) addElement(cell, "div", "small", "runs that differ only in this setting form one point");
@@ -284,7 +283,7 @@ function drawRuns() {
   box.textContent = "";
   const shown = data.runs.filter((run) => shows(run.point));
   byId("shared").hidden = !isPrinted();
-  byId("shared").textContent = `Settings of all runs:\n${formatSettings(data.runs[0], (key) => data.runs.every((run) => run.all[key] === data.runs[0].all[key]))}`;
+  byId("shared").textContent = `# settings of all runs\n${formatSettings(data.runs[0], (key) => data.runs.every((run) => run.all[key] === data.runs[0].all[key]))}`;
   for (const run of shown.slice(0, limitRows("more-runs", shown.length))) {
     const details = addElement(box, "details"), summary = addElement(details, "summary");
     addMark(summary, run.point);
@@ -298,8 +297,11 @@ function drawRuns() {
   }
 }
 
+// Return settings of a run as lines: first those that were typed or differ between runs, then the defaults.
 function formatSettings(run, includes) {
-  return Object.entries(run.all).filter(([key]) => includes(key)).map(([key, text]) => `${key}=${text}`).join("\n");
+  const lines = (some) => some.filter(([key]) => includes(key)).map(([key, text]) => `${key}=${text}`), all = Object.entries(run.all);
+  const first = lines(all.slice(0, run.typed));
+  return [...first, ...(first.length ? ["# defaults"] : []), ...lines(all.slice(run.typed))].join("\n");
 }
 
 function drawRun(box, run) {
@@ -423,6 +425,7 @@ async function begin() {
   state.rows = data.points.length < data.runs.length ? "points" : "runs";
   if (!data.runs.some((run) => run.curves.loss.x.length) && data.scores.length) state.score = data.scores[0];
   Object.assign(state, { sort: data.metric, falling: data.rising });
+  state.raw = data.runs.length === 1;
   defaults = { ...state };
   loadView();
   byId("opening").remove();

@@ -4,15 +4,14 @@ function drawSearch() {
   const search = data.search, section = byId("search");
   section.hidden = !search;
   if (!search || !Plotly) return;
-  const scored = search.trials.filter((trial) => trial.score !== null), range = searchRange(scored);
+  const scored = search.trials.filter((trial) => trial.score !== null), [low, high] = search.limits;
   const better = search.minimising ? Math.min : Math.max, done = scored.filter((trial) => trial.complete);
   let best = null;
   const history = done.map((trial) => (best = best === null ? trial.score : better(best, trial.score)));
   const star = done.find((trial) => trial.score === best);
   const numbers = scored.map((trial) => trial.number), last = Math.max(0, ...numbers), colour = style("mark");
   const steps = lineTrace([...done.map((t) => t.number), ...(star ? [last] : [])], [...history, ...(star ? [best] : [])], "", { line: { width: 2, shape: "hv", color: colour } });
-  const label = { x: last, y: best, text: "best so far", font: { color: colour }, xanchor: "right", yanchor: search.minimising ? "top" : "bottom", showarrow: false };
-  drawTrials("trials", scored, numbers, range, { title: { text: "trial" } }, [steps], star, star ? [label] : []);
+  drawTrials("trials", scored, numbers, { title: { text: "trial" } }, [steps], star);
   const box = byId("settings");
   for (const key of box.childElementCount ? [] : search.keys) { // before the charts: they take the width of their cells
     const figure = addElement(box, "figure"), share = search.importances[key];
@@ -31,46 +30,40 @@ function drawSearch() {
       { tickvals: slots, ticktext: different.map(String), range: [-0.5, slots.length - 0.5], showgrid: false, title: { text: "equal values side by side, by trial", standoff: 4 } };
     const borders = numeric ? [] : slots.slice(1).map((x) => ({ x0: x - 0.5, x1: x - 0.5, y0: 0, y1: 1, yref: "paper", line: { width: 1, color: style("line") } }));
     const xs = numeric ? values : trials.map((trial, i) => different.indexOf(values[i]) + shift(trial));
-    drawTrials(`setting-${key}`, trials, xs, range, axis, [], star, [], borders);
+    drawTrials(`setting-${key}`, trials, xs, axis, [], star, borders);
   }
-  const best_ = search.minimising ? "lowest" : "highest", beyond = scored.filter((t) => t.score < range[0] || t.score > range[1]);
-  const crosses = scored.filter((trial) => !trial.complete && !beyond.includes(trial)).length;
-  const furthest = search.minimising ? Math.max(...beyond.map((t) => t.score)) : Math.min(...beyond.map((t) => t.score));
-  const triangles = beyond.filter((trial) => !trial.complete).length, many = (n, what) => `${n} ${what}${n === 1 ? "" : "s"}`;
-  byId("search-note").textContent = `${search.trials.length} trials of a ${search.algorithm} search. The line is the ${best_} ` +
-    `${search.metric} so far.` + (star ? " The star is the best trial." : "") +
-    (crosses ? ` Crosses: ${many(crosses, "pruned trial")}, at the last metric.` : "") +
-    (beyond.length ? ` Triangles at the edge: ${many(beyond.length, "trial")} outside the range, as far as ${formatNumber(furthest)}` +
-      `${triangles ? `; ${triangles} pruned (grey)` : ""}.` : "");
+  const beyond = done.filter((t) => t.score < low || t.score > high), pruned = scored.length - done.length;
+  const many = (n, what) => `${n} ${what}${n === 1 ? "" : "s"}`, furthest = search.minimising ? Math.max : Math.min;
+  byId("search-note").textContent = (star ? `Line: ${search.minimising ? "lowest" : "highest"} ${search.metric} so far. Star: best trial. ` : "") +
+    (pruned ? `Rings: ${many(pruned, "pruned trial")}, whose last metric is of an earlier step. ` : "") +
+    (beyond.length ? `Triangles: ${many(beyond.length, "trial")} outside the range, as far as ${formatNumber(furthest(...beyond.map((t) => t.score)))}.` : "");
 }
 
-// Return the range of the metric to show: from the best trial to four times the median's distance from it.
-function searchRange(scored) {
-  const sign = data.search.minimising ? 1 : -1;
-  const costs = scored.map((trial) => sign * trial.score).sort((a, b) => a - b);
-  if (!costs.length) return [0, 1];
-  const middle = costs[Math.floor((costs.length - 1) / 2)], near = costs.filter((cost) => cost <= costs[0] + 4 * (middle - costs[0]));
-  const room = 0.08 * (near[near.length - 1] - costs[0]) || 0.05 * Math.abs(costs[0]) || 1;
-  return [sign * (costs[0] - 2.5 * room), sign * (near[near.length - 1] + room)].sort((a, b) => a - b);
-}
-
-// Draw trials as dots, pruned ones as crosses, those outside the range as triangles at its edge, and the trial `star` as a star.
-function drawTrials(id, trials, xs, [low, high], xaxis, more, star, annotations = [], shapes = []) {
+// Draw trials as dots, those outside the range as triangles at its edge, pruned ones as rings in a band of their own, and
+// the trial `star` as a star.
+function drawTrials(id, trials, xs, xaxis, more, star, shapes = []) {
+  const [low, high, pruned] = data.search.limits, inner = pruned > high ? high : low, outer = 2 * pruned - inner;
+  const banded = data.search.trials.some((t) => !t.complete && t.score !== null), ticks = roundTicks(low, high, false);
+  const band = { x0: 0, x1: 1, xref: "paper", y0: inner, y1: outer, fillcolor: style("shade"), line: { width: 0 }, layer: "below" };
+  const yaxis = {
+    title: { text: data.search.metric, standoff: 4 }, range: banded ? [Math.min(low, outer), Math.max(high, outer)] : [low, high],
+    tickvals: [...ticks, pruned], ticktext: [...ticks.map((v) => String(Number(v.toPrecision(6)))), "pruned"],
+  };
   const about = (t) => `<b>trial ${t.number}</b>${t.complete ? "" : " (pruned)"}<br>${escapeHtml(data.search.metric)} ${formatNumber(t.score)}` +
     Object.entries(t.values).map(([key, value]) => `<br>${escapeHtml(key)}=${escapeHtml(value)}`).join("");
   const dots = {
-    type: "scatter", mode: "markers", x: xs, y: trials.map((t) => Math.min(Math.max(t.score, low), high)),
+    type: "scatter", mode: "markers", x: xs, y: trials.map((t) => (t.complete ? Math.min(Math.max(t.score, low), high) : pruned)),
     text: trials.map(about), hovertemplate: "%{text}<extra></extra>", cliponaxis: false,
     marker: {
-      size: 8, opacity: 0.75, color: trials.map((t) => style(t.complete ? "accent" : "soft")),
-      symbol: trials.map((t) => (t.score > high ? "triangle-up" : t.score < low ? "triangle-down" : t.complete ? "circle" : "x-thin-open")),
+      size: 8, opacity: 0.8, color: trials.map((t) => style(t.complete ? "accent" : "soft")),
+      symbol: trials.map((t) => (!t.complete ? "circle-open" : t.score > high ? "triangle-up" : t.score < low ? "triangle-down" : "circle")),
     },
   };
   const stars = trials.flatMap((trial, i) => (trial === star ? [i] : [])).map((i) => ({
     ...dots, x: [xs[i]], y: [dots.y[i]], text: [dots.text[i]],
     marker: { size: 17, symbol: "star-open", color: style("mark"), line: { width: 2 } }, // open: the trials below it stay visible
   }));
-  const shape = layout({ annotations, shapes, yaxis: { title: { text: data.search.metric, standoff: 4 }, range: [low, high], nticks: 6 }, margin: { l: 52, r: 10, t: 12, b: 36 } });
+  const shape = layout({ shapes: banded ? [band, ...shapes] : shapes, yaxis, margin: { l: 52, r: 10, t: 12, b: 36 } });
   const plain = { gridcolor: style("line"), linecolor: style("line"), automargin: true, zeroline: false };
   const described = `${data.search.metric} of ${trials.length} trials against ${id === "trials" ? "the trial's number" : id.replace("setting-", "")}`;
   drawChart(id, [...more, dots, ...stars], { ...shape, xaxis: { ...plain, ...xaxis }, dragmode: false }, { ...CONFIG, displayModeBar: false }, described);

@@ -71,7 +71,9 @@ function drawTable() {
       drawTable();
     });
   }
-  const rows = listRows(columns);
+  const rows = listRows(columns), { rank = columns[0].of } = columns[0], ranked = rows.map(rank).filter((v) => v !== null);
+  const scale = new Set(ranked).size > 2 && !isPrinted() ? makeScale(ranked, false, false) : null;
+  if (scale) addElement(addElement(line, "th", "strip", formatNumber(Math.min(...ranked))), "span", "", formatNumber(Math.max(...ranked)));
   saveView();
   for (const row of rows.slice(0, limitRows("more-rows", rows.length))) {
     const cells = addElement(body, "tr");
@@ -83,7 +85,20 @@ function drawTable() {
       if (best) addElement(cell, "span", "badge", "best");
       cell.append(text);
     }
+    if (scale) drawStrip(addElement(addElement(cells, "td", "strip"), "div"), scale.place, rank(row), row.deviation || 0, row.point);
   }
+  const table = body.parentElement;
+  table.classList.remove("tight");
+  table.classList.toggle("tight", table.offsetWidth > table.parentElement.clientWidth);
+}
+
+// Draw a row's metric as its point's mark on a scale, with a line of one deviation to both sides.
+function drawStrip(box, place, known, deviation, point) {
+  if (known === null) return;
+  const [low, at, high] = [-1, 0, 1].map((n) => 100 * Math.min(Math.max(place(known + n * deviation) || 0, 0), 1)), line = addElement(box, "i");
+  Object.assign(line.style, { left: `${low}%`, width: `${high - low}%`, background: colour(point) });
+  addMark(box, point);
+  box.lastChild.style.left = `${at}%`;
 }
 
 function cellClass(column) {

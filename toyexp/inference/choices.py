@@ -1,0 +1,83 @@
+"""Evaluate a language model on multiple-choice questions, by the log-likelihood of each choice, as lm-eval does."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from string import ascii_uppercase
+
+import numpy as np
+
+from toyexp.base.errors import RunFailed, UserError
+from toyexp.base.files import read_text
+from toyexp.inference.loaded_model import LoadedModel, pick_engine
+from toyexp.interfaces.command import Answer
+from toyexp.plugins.registry import Registry
+
+
+@dataclass(frozen=True)
+class ChoiceScores(Answer):
+    """Accuracy of a model on multiple-choice questions."""
+
+    file: str
+    engine: str
+    data: str
+    questions: int
+    acc: float  # share of questions whose right choice has the highest log-likelihood
+    acc_bytes: float  # the same, with the log-likelihood of a choice divided by its length in bytes
+
+    def lines(self) -> list[str]:
+        """Return the lines printed to the user."""
+        lines = f"model   {self.file}", f"engine  {self.engine}", f"data    {self.data}, {self.questions} questions"
+        return [*lines, f"acc {self.acc:.4f} · acc_bytes {self.acc_bytes:.4f}"]
+
+
+def score_choices(path: Path, file: str, engine: str, registry: Registry, adapter: Path | None) -> ChoiceScores:
+    """Score the model at `path`, if given with a LoRA `adapter`, on the questions in the .jsonl file `file`."""
+    loaded = LoadedModel.open(path, registry, adapter)
+    tokenizer, net, right, rows = loaded.tokenizer(), loaded.model, np.zeros(2), list[list[tuple[int, np.ndarray]]]()
+    begin, questions = [tokenizer.bos] * tokenizer.add_bos, list(_read_questions(Path(file)))
+    for question, choices, _ in questions:  # last spaces of a question belong to the first token of the choice
+        start = len(begin) + len(tokenizer.encode(question.rstrip()))
+        ids = [np.array([*begin, *tokenizer.encode(f"{question} {choice}")], np.int32) for choice in choices]
+        rows.append([(max(1, min(start, len(row) - 1)), row) for row in ids])
+    length = max((len(row) for rows_of_one in rows for _, row in rows_of_one), default=0)
+    if not 0 < length <= net.context:
+        problem = f"a question has {length} tokens; the model's context is {net.context}" if length else "is empty"
+        raise UserError(f"--choices {file}: {problem}")
+    chosen, note = pick_engine(engine, registry, 1)
+    with loaded.session(chosen, net.reads.inputs(length), 1) as session:
+
+        def log_likelihood(start: int, row: np.ndarray) -> float:
+            targets, weights = np.zeros((2, 1, length), np.int32)
+            targets[0, : len(row) - 1], weights[0, start - 1 : len(row) - 1] = row[1:], 1
+            tokens = np.pad(row, (0, length - len(row)))[None]
+            batch = {str(net.reads.sequence): tokens, "targets": targets, "weights": weights.astype(np.float32)}
+            return -session.evaluate([batch]) * (len(row) - start)
+
+        for (_, choices, answer), rows_of_one in zip(questions, rows, strict=True):
+            sums = np.array([log_likelihood(*row) for row in rows_of_one])
+            if not np.isfinite(sums).all():
+                raise RunFailed(f"{loaded.name}: the log-likelihood of a choice is not finite")
+            right += [np.argmax(x) == answer for x in (sums, sums / [len(choice.encode()) for choice in choices])]
+    return ChoiceScores(loaded.name, note, file, len(questions), *(right / len(questions)).tolist())
+
+
+def _read_questions(path: Path) -> Iterator[tuple[str, list[str], int]]:
+    """Yield each question of a .jsonl file, with its choices and the index of the right one."""
+    for number, line in enumerate(read_text(path).splitlines(), 1):
+        try:
+            record = json.loads(line)
+            choices, answer = record["choices"], record.get("answerKey", record.get("answer"))
+            is_arc = isinstance(choices, dict)  # {text: [...], label: [...]}, as in the data set ARC
+            texts, labels = (choices["text"], choices["label"]) if is_arc else (choices, [*ascii_uppercase])
+            place = labels.index(answer) if answer in labels else int(answer)
+            if not (isinstance(texts, list) and 0 <= place < len(texts) > 1 and all([record["question"], *texts])):
+                raise ValueError
+            record["question"].join(texts)  # raises TypeError if one is not a text
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+            expected = "expected question, choices (2 or more texts) and answer (a letter, or a number from 0)"
+            raise UserError(f"--choices {path}, line {number}: {expected}") from None
+        yield record["question"], texts, place

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
         suggest,
     )
     from toyexp.base.packages import require_package
-    from toyexp.batching.images import AUGMENTATIONS, NORMALISATIONS, ImageBatches, ImageDataset
+    from toyexp.batching.images import NORMALISATIONS, ImageBatches, ImageDataset, require_augmentation
     from toyexp.batching.pictures import (
         IMAGE_SUFFIXES,
         BadImage,

@@ -35,7 +35,9 @@ class Images(SplitData):
     resize: bool = True  # crop to the centred square and scale; false: images of another size are errors
     on_error: str = "refuse"  # for an unusable image: refuse (stop the run) | skip (and count it)
     normalise: str = "train"  # pixel mean and std from: train (the training images) | fixed (0.5 and 0.5)
-    augment: str = "none"  # random changes: none | flip (horizontally) | shift (by up to 1/8 of the size) | flip_shift
+    augment: str = "none"  # random changes: none, or some of crop flip shift color joined by _, such as crop_flip
+    sampler: str = "shuffle"  # order: shuffle (each image once per epoch) | balanced (each class equally often)
+    mixup: float = 0.0  # mix pairs of images, with shares from Beta(mixup, mixup); usual: 0.2; 0: none
     val_fraction: float = 0.1  # share of each class held out for validation, the same for every seed; (0, 1]
     eval_images: int = 0  # held-out images per evaluation; 0: all
     max_mb: float = 4000.0  # maximum megabytes of pixels in memory
@@ -67,8 +69,10 @@ class Images(SplitData):
             raise UserError(f"data.classes={self.classes}: only applies with data.labels=FILE.csv")
         require_range("data", self, image_size="[1,inf)", classes="[0,inf)")
         super().check()
-        require_choice("data", self, on_error=ON_ERROR, normalise=toyexp.NORMALISATIONS, augment=toyexp.AUGMENTATIONS)
-        require_range("data", self, max_mb="(0,inf)")
+        require_choice("data", self, on_error=ON_ERROR, normalise=toyexp.NORMALISATIONS)
+        require_choice("data", self, sampler=("shuffle", "balanced"))
+        toyexp.require_augmentation(self.augment)
+        require_range("data", self, max_mb="(0,inf)", mixup="[0,inf)")
 
     def open(self, vocabulary: Path | None) -> toyexp.ImageDataset:
         """Read and scale every image. With on_error=skip, leave out and count unusable images."""
@@ -110,6 +114,7 @@ class Images(SplitData):
             images[: len(usable)], np.array([label for _, label in usable], np.int32), names,
             self.val_fraction, self.normalise, self.augment, self.eval_images, facts,
             self._left_out({file for file, _ in listed}, skipped), remarks, is_held_out if held_dir else None,
+            self.sampler, self.mixup,
         )  # fmt: skip
 
     def warnings(self, preview: RunPreview) -> Iterable[str]:
@@ -220,13 +225,13 @@ class Digits(SplitData):
     gives: ClassVar[Kind] = IMAGES
 
     val_fraction: float = 0.2  # share of each digit held out for validation, the same for every seed; (0, 1]
-    augment: str = "none"  # random changes: none | flip (horizontally) | shift (by one pixel) | flip_shift
+    augment: str = "none"  # random changes: none, or some of crop flip shift color joined by _
     eval_images: int = 0  # held-out images per evaluation; 0: all
 
     def check(self) -> None:
         """Raise UserError for invalid settings, Unavailable without scikit-learn."""
         super().check()
-        require_choice("data", self, augment=toyexp.AUGMENTATIONS)
+        toyexp.require_augmentation(self.augment)
         self._file()
 
     def _file(self) -> Path:

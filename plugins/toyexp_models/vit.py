@@ -135,7 +135,7 @@ class ViT(Model):
     name: ClassVar[str] = "vit"
     reads: ClassVar[Kind] = IMAGES
     forms: ClassVar[Mapping[str, Any]] = {"gguf": ViTGGUF(), "hf": vit_layout}
-    score_names: ClassVar[tuple[str, ...]] = ("accuracy",)
+    score_names: ClassVar[tuple[str, ...]] = ("accuracy", "top5")
 
     d_model: int = 64  # width of the residual stream
     n_layers: int = 4  # number of blocks
@@ -239,13 +239,20 @@ class ViT(Model):
         return ops.rms_norm(x, p[f"{name}.weight"], self.norm_eps)
 
     def scores(self, logits: Callable[[Batch], np.ndarray], batches: Iterable[Batch]) -> dict[str, float]:
-        """Return {"accuracy": the fraction of images whose most likely class is correct}, weighted by batch weights."""
-        correct = total = 0.0
+        """Return the accuracy and, of more than 10 classes, `top5`, both weighted by batch weights.
+
+        Accuracy is the fraction of images whose most likely class is correct, and top5 the fraction of images whose
+        class is one of the five most likely ones.
+        """
+        counts, total = {"accuracy": 1, **({"top5": 5} if self.classes > 10 else {})}, 0.0
+        correct = dict.fromkeys(counts, 0.0)
         for batch in batches:
-            predicted = logits({"patches": batch["patches"]}).argmax(-1)
-            correct += float(batch["weights"][predicted == batch["targets"]].sum())
+            ranked = (-logits({"patches": batch["patches"]})).argsort(-1, kind="stable")
+            is_class = ranked == batch["targets"][:, None]
+            for name, count in counts.items():
+                correct[name] += float(batch["weights"][is_class[:, :count].any(-1)].sum())
             total += float(batch["weights"].sum())
-        return {"accuracy": correct / total}
+        return {name: value / total for name, value in correct.items()}
 
 
 def _linear(ops: Ops, x: Tensor, p: Params, name: str) -> Tensor:

@@ -9,7 +9,7 @@ from float64_models import adamw as reference_adamw
 from float64_models import loss as reference_loss
 from float64_models import vit
 
-from toyexp import AdamW, SessionError, Setup
+from toyexp import AdamW, CrossEntropy, ImageDataset, SessionError, Setup, UserError
 from toyexp.testing import image_dataset
 from toyexp_ggml.engines import GGMLCPU, GGMLMetal
 from toyexp_models.vit import ViT, cut
@@ -26,13 +26,15 @@ BLOCKS = ("layernorm_gelu", "rmsnorm_silu")
 DATA = image_dataset(count=120, size=12, channels=3, classes=5)
 
 
-def make_plan(block, rows=6, accumulate=1):
-    model = ViT(d_model=32, n_layers=2, n_heads=4, d_ff=48, patch=4, block=block).fit(DATA)
-    inputs = model.batches(DATA, rows, 0).inputs
+def make_plan(block, rows=6, accumulate=1, data=DATA, objective=None):
+    model = ViT(d_model=32, n_layers=2, n_heads=4, d_ff=48, patch=4, block=block).fit(data)
+    inputs = model.batches(data, rows, 0).inputs
     # Initial values that reach the curved parts of nonlinearities, and a class token and biases that are not 0.
     draw = np.random.default_rng(3)
     recipe = VitTiny()
-    plan = recipe.plan(model, Setup(inputs, rows=rows, accumulate=accumulate))
+    plan = recipe.plan(
+        model, Setup(inputs, rows=rows, accumulate=accumulate, **({"objective": objective} if objective else {}))
+    )
     values = {
         t.name: plan.initial_values(t) + 0.1 * draw.standard_normal(t.shape).astype(np.float32) for t in plan.tensors
     }
@@ -104,6 +106,39 @@ def test_ten_steps_agree_with_float64(engine):
             assert error <= 5e-3 * np.linalg.norm(w.detach().numpy() - values[tensor]), tensor
 
 
+MIXED = ImageDataset(*DATA.train, DATA.classes, 0.2, mixup=0.4)
+
+
+@pytest.mark.parametrize("objective", [CrossEntropy(), CrossEntropy(smoothing=0.2, z_loss=1e-2)], ids=["plain", "both"])
+@pytest.mark.parametrize("engine", ENGINES)
+def test_the_loss_of_mixed_images_agrees_with_float64(engine, objective):
+    """Torch's cross-entropy with the target probabilities (1 - m) * one_hot(targets) + m * one_hot(second_targets)."""
+    plan, values = make_plan("layernorm_gelu", rows=3, accumulate=2, data=MIXED, objective=objective)
+    batch = plan.model.batches(MIXED, 6, 0).batch(0)
+    weights = {n: torch.from_numpy(v).double().requires_grad_() for n, v in values.items()}
+    logits = vit(weights, plan.model, torch.from_numpy(MIXED.batches(0, 6, 0).batch(0)["images"]).double())
+    shares = torch.from_numpy(batch["second_shares"]).double()[:, None]
+    first, second = (torch.eye(5).double()[torch.from_numpy(batch[n])] for n in ("targets", "second_targets"))
+    loss = torch.nn.CrossEntropyLoss(label_smoothing=objective.smoothing)(
+        logits, (1 - shares) * first + shares * second
+    )
+    loss = loss + objective.z_loss * (logits.logsumexp(-1) ** 2).mean()
+    grads = dict(zip(weights, torch.autograd.grad(loss, list(weights.values())), strict=True))
+    total = float(np.sqrt(sum(float((g**2).sum()) for g in grads.values())))
+    with build_session(engine, plan, values) as session:
+        for tensor, gradient in session.gradients(batch).items():
+            theirs = grads[tensor].numpy()
+            assert np.linalg.norm(gradient - theirs) <= 1e-5 * np.linalg.norm(theirs) + 1e-7 * total, tensor
+        plain = torch.nn.functional.cross_entropy(logits, torch.from_numpy(batch["targets"]).long())
+        assert session.evaluate([batch]) == pytest.approx(plain.item(), rel=1e-6)
+        assert session.step(batch, AdamW.for_from_scratch().hp_for_step(0)).loss == pytest.approx(loss.item(), rel=2e-6)
+
+
+def test_class_weights_of_mixed_images_are_rejected():
+    with pytest.raises(UserError, match=r"objective\.class_weights: not with data\.mixup; data\.sampler=balanced"):
+        make_plan("layernorm_gelu", data=MIXED, objective=CrossEntropy(class_weights={1: 2.0}))
+
+
 @pytest.mark.parametrize("engine", ["torch", "ggml"])
 def test_micro_batches_give_the_same_curve_and_the_same_accuracy(engine):
     curves, scores = [], []
@@ -129,6 +164,18 @@ def test_accuracy_counts_the_images_with_a_weight():
     with build_session("torch", plan, values) as session:
         assert plan.model.scores(session.logits, batches) == {"accuracy": pytest.approx(is_correct.mean())}
     assert 0 < is_correct.mean() < 1, "an accuracy of 0 or 1 would prove nothing"
+
+
+def test_more_than_ten_classes_also_have_a_top5_score():
+    draw = np.random.default_rng(5)
+    logits, targets = draw.standard_normal((40, 12)), draw.integers(0, 12, 40)
+    weights = (np.arange(40) < 33).astype(np.float32)
+    batches = [{"patches": logits[i : i + 10], "targets": targets[i : i + 10], "weights": weights[i : i + 10]}
+               for i in range(0, 40, 10)]  # fmt: skip
+    ranks = (logits > np.take_along_axis(logits, targets[:, None], 1)).sum(1)[:33]
+    scores = ViT(classes=12).scores(lambda batch: batch["patches"], batches)
+    assert scores == {"accuracy": pytest.approx((ranks < 1).mean()), "top5": pytest.approx((ranks < 5).mean())}
+    assert 0 < scores["accuracy"] < scores["top5"] < 1
 
 
 @pytest.mark.parametrize("engine", ENGINES)

@@ -6,10 +6,11 @@ import warnings
 
 import numpy as np
 import pytest
-from PIL import Image
+import torch
+from PIL import Image, ImageEnhance
 
 from toyexp import ImageDataset, RunPreview, UserError
-from toyexp.batching.images import augment_image, held_out_mask
+from toyexp.batching.images import augment_image, change_colors, crop_image, held_out_mask
 from toyexp.interfaces.dataset import batch_digest
 from toyexp.testing import DataSuite, image_dataset
 from toyexp_data.images import Digits, Images
@@ -20,14 +21,15 @@ class TestDigits(DataSuite):
     epoch = 1440 // DataSuite.rows
 
 
-class TestDigitsShifted(DataSuite):
-    data = Digits(augment="flip_shift")
+class TestDigitsAugmented(DataSuite):
+    data = Digits(augment="shift_crop_color")
 
 
 class TestImages(DataSuite):
     @pytest.fixture(autouse=True)
     def _folder(self, tmp_path):
-        self.data = Images(path=str(write_class_directories(tmp_path, red=6, blue=5)), image_size=8)
+        path = str(write_class_directories(tmp_path, red=6, blue=5))
+        self.data = Images(path=path, image_size=8, sampler="balanced", mixup=0.2)
 
     def subject(self):
         return Images
@@ -89,14 +91,103 @@ def test_augmentation_changes_pixels_but_not_the_order_or_held_out_images():
     assert [batch_digest(b) for b in plain.held_out()] == [batch_digest(b) for b in augmented.held_out()]
 
 
+def draw_words(count):
+    return np.random.default_rng(0).integers(0, 2**63, (count, 8), dtype=np.uint64)
+
+
 def test_augmentation_mirrors_and_shifts_images():
     image = np.arange(16 * 16, dtype=np.uint8).reshape(16, 16, 1)
-    draw = np.random.default_rng(0).integers(0, 2**63, 400)
-    mirrored = {augment_image(image, int(b), True, False).tobytes() for b in draw}
+    mirrored = {augment_image(image, words, {"flip"}).tobytes() for words in draw_words(400)}
     assert mirrored == {image.tobytes(), np.ascontiguousarray(image[:, ::-1]).tobytes()}
     wide = np.pad(image, ((2, 2), (2, 2), (0, 0)), mode="edge")
     expected = {wide[y : y + 16, x : x + 16].tobytes() for y in range(5) for x in range(5)}  # an eighth of 16 is 2
-    assert {np.ascontiguousarray(augment_image(image, int(b), False, True)).tobytes() for b in draw} == expected
+    shifted = {np.ascontiguousarray(augment_image(image, words, {"shift"})).tobytes() for words in draw_words(400)}
+    assert shifted == expected
+
+
+@pytest.mark.parametrize("draws", [(0, 0.5, 0, 0), (0.3, 0.1, 0.9, 0.2), (0.6, 1, 0.4, 0.999), (1, 0.5, 0.5, 0.5)])
+def test_a_random_crop_equals_torchs_bilinear_interpolation_of_the_rectangle(draws):
+    image = np.random.default_rng(1).integers(0, 256, (20, 32, 3), dtype=np.uint8)
+    area, aspect = 20 * 32 * (0.08 + 0.92 * draws[0]), (3 / 4) ** (1 - draws[1]) * (4 / 3) ** draws[1]
+    height, width = min(round((area / aspect) ** 0.5), 20), min(round((area * aspect) ** 0.5), 32)
+    top, left = int(draws[2] * (21 - height)), int(draws[3] * (33 - width))
+    part = torch.from_numpy(image[top : top + height, left : left + width]).permute(2, 0, 1)[None].double()
+    expected = torch.nn.functional.interpolate(part, (20, 32), mode="bilinear", align_corners=False)[0]
+    assert abs(crop_image(image, *draws) - expected.permute(1, 2, 0).numpy()).max() <= 0.5001  # rounded to 8 bits
+
+
+@pytest.mark.parametrize("channels", [1, 3])
+def test_colours_change_as_in_pillow(channels):
+    image = np.random.default_rng(2).integers(0, 256, (12, 10, channels), dtype=np.uint8)
+    for factors in ((1.4, 1, 1), (1, 0.6, 1), (1, 1, 1.3), (0.7, 1.2, 0.6), (1, 1, 1)):
+        expected = Image.fromarray(image.squeeze())
+        for kind, factor in zip(
+            (ImageEnhance.Brightness, ImageEnhance.Contrast, ImageEnhance.Color), factors, strict=True
+        ):
+            expected = kind(expected).enhance(factor)
+        difference = change_colors(image, *factors).astype(int) - np.asarray(expected).reshape(image.shape)
+        assert abs(difference).max() <= 3, "Pillow rounds after each change"
+
+
+def test_all_augmentations_combine_and_depend_on_seed_epoch_and_image_only():
+    dataset = image_dataset(count=24, size=16, channels=3)
+    data = ImageDataset(*dataset.train, dataset.classes, 0.2, augment="color_shift_crop_flip")
+    first, again, other = (data.batches(0, 4, seed) for seed in (1, 1, 2))
+    epoch = first.rows_per_epoch
+    for k in (5, 0, 9):  # in any order
+        np.testing.assert_array_equal(first.batch(k)["images"], again.batch(k)["images"])
+        assert (first.batch(k)["images"] != other.batch(k)["images"]).any()
+    rows = read_rows(first, 2 * epoch)
+    assert len({row.tobytes() for row in rows}) == 2 * epoch
+
+
+@pytest.mark.parametrize("augment", ["flp", "flip_flip", "none_flip", "flip,shift", ""])
+def test_an_unknown_augmentation_is_rejected(tmp_path, augment):
+    with pytest.raises(
+        UserError, match=r"data\.augment=.*: must be none, or some of crop, flip, shift, color joined by _"
+    ):
+        open_images(write_class_directories(tmp_path, red=4, blue=4), augment=augment)
+
+
+def test_the_balanced_sampler_gives_each_class_the_same_number_of_rows():
+    counts = (20, 6, 1)
+    images = np.arange(27, dtype=np.uint8).repeat(4).reshape(27, 2, 2, 1)
+    everything = np.arange(27) == 0  # hold out a single image of the first class
+    data = ImageDataset(images, np.repeat([0, 1, 2], counts), list("abc"), 0, held_out=everything, sampler="balanced")
+    small, large = (data.batches(0, rows, seed=4) for rows in (3, 9))
+    assert small.rows_per_epoch == 27
+    orders = []
+    for epoch in range(3):
+        parts = [small.batch(k) for k in range(9 * epoch, 9 * epoch + 9)]
+        targets = np.concatenate([part["targets"] for part in parts])
+        pixels = np.concatenate([part["images"][:, 0, 0, 0] for part in parts])
+        assert np.bincount(targets).tolist() == [9, 9, 9]
+        assert [len({*pixels[targets == label]}) for label in range(3)] == [9, 6, 1]
+        joined = np.concatenate([large.batch(k)["images"][:, 0, 0, 0] for k in range(3 * epoch, 3 * epoch + 3)])
+        np.testing.assert_array_equal(joined, pixels)
+        orders.append(pixels.tobytes())
+    assert len({*orders}) == 3
+
+
+def test_mixup_mixes_pairs_of_images_with_shares_from_a_beta_distribution():
+    dataset = image_dataset(count=400, size=8, channels=1)
+    plain, mixed = (
+        ImageDataset(*dataset.train, dataset.classes, 0.25, augment="flip", mixup=mixup).batches(0, 10, 3)
+        for mixup in (0, 0.4)
+    )
+    epoch = -(-plain.rows_per_epoch // 10)
+    images, targets = (np.concatenate([plain.batch(k)[name] for k in range(epoch)]) for name in ("images", "targets"))
+    shares = []
+    for k in range(epoch - 1):
+        batch = mixed.batch(k)
+        np.testing.assert_array_equal(batch["targets"], targets[10 * k : 10 * k + 10])
+        for row in range(10):
+            m, first = batch["second_shares"][row], images[10 * k + row]
+            errors = abs((1 - m) * first + m * images - batch["images"][row]).max((1, 2, 3))
+            assert errors.min() < 1e-5 and batch["second_targets"][row] in targets[errors < 1e-5]
+            shares.append(m)
+    assert np.mean(shares) == pytest.approx(0.5, abs=0.06) and np.var(shares) == pytest.approx(0.25 / 1.8, abs=0.03)
+    assert [batch_digest(b) for b in plain.held_out()] == [batch_digest(b) for b in mixed.held_out()]
 
 
 def test_pixels_are_normalised_with_the_training_mean_and_deviation_of_each_channel():
@@ -419,7 +510,9 @@ def test_a_label_out_of_range_is_rejected_by_name_or_skipped_and_counted(tmp_pat
         ({"image_size": 0}, "data.image_size=0: must be at least 1"),
         ({"on_error": "skp"}, "data.on_error=skp: did you mean skip?"),
         ({"normalise": "mean"}, "data.normalise=mean: choose one of: fixed, train"),
-        ({"augment": "flop"}, "data.augment=flop: did you mean flip?"),
+        ({"augment": "flop"}, "data.augment=flop: must be none, or some of crop, flip"),
+        ({"sampler": "balance"}, "data.sampler=balance: did you mean balanced?"),
+        ({"mixup": -0.2}, "data.mixup=-0.2: must be at least 0"),
         ({"val_fraction": 1.1}, "data.val_fraction=1.1"),
         ({"eval_images": -1}, "data.eval_images=-1"),
         ({"max_mb": 0.0}, "data.max_mb=0.0"),

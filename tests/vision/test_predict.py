@@ -1,8 +1,13 @@
 """`toyexp predict` compared with a forward pass in float64, and its rejection of files that are not images."""
 
+import base64
 import csv
+import html
+import io
 import json
+import re
 import shutil
+from collections import Counter
 from pathlib import Path
 
 import numpy as np
@@ -115,7 +120,8 @@ def test_the_csv_has_a_row_per_image_and_replaces_no_file(digits_run, tmp_path, 
     captured = capsys.readouterr()
     assert "photos/torn.jpg: cannot be read as an image" in captured.err and "sheet.csv" in captured.out
     rows = list(csv.DictReader((tmp_path / "sheet.csv").read_text().splitlines()))
-    assert [*rows[0]] == ["file", "class", "probability", "class_2", "probability_2", "error"]
+    assert [*rows[0]] == ["file", "class", "probability", "class_2", "probability_2", "label", "correct", "error"]
+    assert {row["label"] + row["correct"] for row in rows} == {""}, "no class is called photos"
     assert len(rows) == COUNT // 2 + 1 and [row["file"] for row in rows if row["error"]] == ["photos/torn.jpg"]
     assert all(float(row["probability"]) >= float(row["probability_2"]) for row in rows if not row["error"])
     before = (tmp_path / "sheet.csv").read_text() + "mine.png,left,1\n"  # edited by the user
@@ -123,6 +129,61 @@ def test_the_csv_has_a_row_per_image_and_replaces_no_file(digits_run, tmp_path, 
     assert main(words) == 2
     assert "--csv sheet.csv: already exists and is not overwritten; choose" in capsys.readouterr().err
     assert (tmp_path / "sheet.csv").read_text() == before
+
+
+@pytest.fixture
+def labelled(digits_run, tmp_path, monkeypatch):
+    """Copy digits to directories with the names of classes, 12 of each: three of class 8 into the directory of 1."""
+    root, _ = digits_run
+    monkeypatch.chdir(tmp_path)
+    images, labels = Digits().open(None).held_out
+    for digit in (1, 8):
+        Path("val", str(digit)).mkdir(parents=True)
+        for i, pixels in enumerate(images[labels == digit][:12, ..., 0]):
+            Image.fromarray(pixels).save(Path("val", "1" if i < 3 else str(digit), f"{digit}<{i}.png"))
+    return root / "run"
+
+
+def test_the_directory_of_an_image_is_its_label_in_table_json_and_summary(labelled, capsys):
+    report = run_predict(capsys, labelled, "val")
+    images = report["images"]
+    assert [image["label"] for image in images] == [Path(image["file"]).parent.name for image in images]
+    assert all(image["correct"] is (image["class"] == image["label"]) for image in images)
+    assert 0 < report["accuracy"] == np.mean([image["correct"] for image in images]) < 1
+    assert main(["predict", str(labelled), "val", "--csv", "sheet.csv"]) == 0
+    assert f"; accuracy {report['accuracy']:.4f} of 24 with a label; sheet.csv" in capsys.readouterr().out
+    rows = csv.DictReader(Path("sheet.csv").read_text().splitlines())
+    assert [(r["label"], r["correct"]) for r in rows] == [(i["label"], str(i["correct"]).lower()) for i in images]
+    Path("else").mkdir()
+    shutil.copy(next(Path("val", "1").iterdir()), "else/a.png")
+    report = run_predict(capsys, labelled, "else")
+    assert report["accuracy"] is report["images"][0]["label"] is report["images"][0]["correct"] is None
+
+
+def test_a_page_shows_the_wrong_images_and_replaces_no_file(labelled, capsys):
+    report = run_predict(capsys, labelled, "val", "--top", 2, "--html", "wrong.html")
+    wrong = [image for image in report["images"] if not image["correct"]]
+    page = Path("wrong.html").read_text()
+    sources = re.findall(r'<img src="data:image/jpeg;base64,([^"]+)" width="96" height="96" alt="([^"]+)">', page)
+    assert [html.unescape(name) for _, name in sources] == [
+        image["file"] for image in sorted(wrong, key=lambda image: -image["probability"])
+    ]
+    assert page.count("<img") == len(wrong) and all("<" not in name for _, name in sources)
+    shown = np.asarray(Image.open(io.BytesIO(base64.b64decode(sources[0][0]))))
+    expected = Image.open(html.unescape(sources[0][1])).convert("RGB").resize((96, 96))
+    assert shown.shape == (96, 96, 3) and abs(shown - np.asarray(expected).astype(float)).mean() < 6  # JPEG
+    pairs = Counter((image["label"], image["class"]) for image in wrong).most_common()
+    cells = re.findall(r"<tr><td>(.+)<td>(.+)<td>(.+)</tr>", page)
+    assert sorted(cells) == sorted((*pair, str(count)) for pair, count in pairs)
+    assert [int(count) for *_, count in cells] == [count for _, count in pairs]
+    assert "http" not in page and "color-scheme: light dark" in page
+    assert main(["predict", str(labelled), "val", "--html", "wrong.html"]) == 2
+    assert "--html wrong.html: already exists and is not overwritten; choose" in capsys.readouterr().err
+    assert Path("wrong.html").read_text() == page
+    shutil.copytree("val/1", "else")
+    assert main(["predict", str(labelled), "else", "--html", "x.html", "--csv", "x.csv"]) == 2
+    assert "--html: no image lies in a directory named like one of the model's classes" in capsys.readouterr().err
+    assert not Path("x.html").exists() and not Path("x.csv").exists()
 
 
 def test_a_broken_link_is_reported_and_the_other_images_are_classified(digits_run, tmp_path, capsys):

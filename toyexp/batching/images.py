@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from toyexp.base.errors import UserError, printable
-from toyexp.base.random import stream
+from toyexp.base.random import generator, stream
 from toyexp.interfaces.dataset import Batch, Batches, Dataset, InputSpec
 
-AUGMENTATIONS = ("none", "flip", "shift", "flip_shift")
+AUGMENTATIONS = ("crop", "flip", "shift", "color")
 NORMALISATIONS = ("train", "fixed")
 MAX_NAMED = 12  # number of class names that a run's output lists
 
@@ -35,6 +35,8 @@ class ImageDataset(Dataset):
         left_out: Sequence[str] = (),
         remarks: Sequence[str] = (),
         held_out: np.ndarray | None = None,
+        sampler: str = "shuffle",
+        mixup: float = 0.0,
     ):
         """Hold out the images where `held_out` [N] is true; if it is None, hold out `val_fraction` of each class."""
         held_out = held_out_mask(labels, val_fraction) if held_out is None else held_out
@@ -49,7 +51,8 @@ class ImageDataset(Dataset):
         training = self.train[0] if len(self.train[0]) else images  # all may be held out, for an evaluation
         halves = np.full(channels, 0.5)
         self.mean, self.std = mean_and_std(training) if normalise == "train" else (halves, halves)
-        self._augment, self._eval_images, self._left_out, self._remarks = augment, eval_images, left_out, remarks
+        self.augment, self.eval_images, self.sampler, self.mixup = augment, eval_images, sampler, mixup
+        self._left_out, self._remarks = left_out, remarks
         digest = hashlib.sha256(images.tobytes())
         digest.update(labels.astype(np.int32).tobytes())
         self._facts = {
@@ -74,8 +77,9 @@ class ImageDataset(Dataset):
         """Return lines to print: the classes, the augmentation, and notes of the code that read the images."""
         names = [printable(name) for name in self.classes[:MAX_NAMED]]
         more = [f"and {self.vocab - MAX_NAMED} more"] if self.vocab > MAX_NAMED else []
-        augment = [f"data.augment={self._augment}"] if self._augment != "none" else []
-        return [f"{self.vocab} classes: {', '.join([*names, *more])}", *augment, *self._remarks]
+        defaults = {"augment": "none", "sampler": "shuffle", "mixup": 0}
+        changes = [f"data.{n}={getattr(self, n)}" for n, default in defaults.items() if getattr(self, n) != default]
+        return [f"{self.vocab} classes: {', '.join([*names, *more])}", *changes, *self._remarks]
 
     def gguf_metadata(self) -> dict[str, Any]:
         """Return the metadata that a model's file stores: class names, and the mean and std of each channel.
@@ -114,7 +118,7 @@ class ImageDataset(Dataset):
 
     def batches(self, context: int, rows: int, seed: int) -> ImageBatches:
         """Return batches of `rows` images; `context` has no effect."""
-        return ImageBatches(self, rows, seed, self._augment, self._eval_images)
+        return ImageBatches(self, rows, seed)
 
 
 class Unlabelled(ImageDataset):
@@ -124,23 +128,35 @@ class Unlabelled(ImageDataset):
     """
 
     def __init__(self, images: np.ndarray, classes: Sequence[str], mean: np.ndarray, std: np.ndarray):
-        self.classes, self.vocab = tuple(classes), len(classes)
-        self.image_shape = images.shape[1:]
-        self.train = self.held_out = images, np.zeros(len(images), np.int32)
+        count = len(images)
+        super().__init__(images, np.zeros(count, np.int32), classes, 1, "fixed", held_out=np.ones(count, bool))
         self.mean, self.std = mean, std
-        self._augment, self._eval_images, self._left_out, self._remarks = "none", 0, (), ()
-        self._facts = {"images": len(images)}
+
+
+class Draws(NamedTuple):
+    """Random draws of an epoch of `n` training rows."""
+
+    order: np.ndarray  # [n], number of the image of each row
+    words: np.ndarray  # [n, 8], 64-bit words for the augmentation of each row
+    partners: np.ndarray  # [n], for mixup: the row of the same epoch that is mixed into each row
+    shares: np.ndarray  # [n], share of the partner
 
 
 class ImageBatches(Batches):
-    """Batches of images; each image occurs once per epoch. Order and augmentation depend on (seed, epoch)."""
+    """Batches of images; order, augmentation and mixup depend on (seed, epoch).
 
-    def __init__(self, dataset: ImageDataset, rows: int, seed: int, augment: str, eval_images: int):
+    With the sampler `shuffle` each image occurs once per epoch. With `balanced` each class has the same number of rows,
+    and an epoch about as many rows as there are images: all images of a class occur equally often, up to 1.
+    """
+
+    def __init__(self, dataset: ImageDataset, rows: int, seed: int):
         self._train, self._held_out = dataset.train, dataset.held_out
-        self._rows, self._seed = rows, seed
-        self._flip, self._shift = "flip" in augment, "shift" in augment
-        self._eval_images = eval_images or len(self._held_out[1])
-        self.rows_per_epoch = len(self._train[1])
+        self._rows, self._seed, self._mixup = rows, seed, dataset.mixup
+        self._augment = set(dataset.augment.split("_")) - {"none"}
+        self._eval_images = dataset.eval_images or len(self._held_out[1])
+        self._groups = self._train[1] if dataset.sampler == "balanced" else 0 * self._train[1]  # group of each image
+        count = len(np.unique(self._groups))
+        self.rows_per_epoch = self._epoch_rows = -(-len(self._groups) // max(count, 1)) * count
         self._factor = (1 / (255 * dataset.std)).astype(np.float32)
         self._offset = (dataset.mean / dataset.std).astype(np.float32)
         self._epoch_draws = lru_cache(maxsize=2)(self._draw)
@@ -149,26 +165,48 @@ class ImageBatches(Batches):
             "targets": InputSpec((), "int32", below=dataset.vocab),
             "weights": InputSpec((), "float32"),
         }
+        if self._mixup:
+            self.inputs["second_targets"] = InputSpec((), "int32", below=dataset.vocab, optional=True)
+            self.inputs["second_shares"] = InputSpec((), "float32", optional=True)
 
-    def _draw(self, epoch: int) -> tuple[np.ndarray, np.ndarray]:
-        """Return the order of the images in an epoch, and for each image 64 random bits for its augmentation."""
-        count = len(self._train[1])
-        words = stream(self._seed, "data-order", epoch).random_raw(count)
-        return np.argsort(words, kind="stable"), stream(self._seed, "augment", epoch).random_raw(count)
+    def _draw(self, epoch: int) -> Draws:
+        def permutation(name: str, count: int) -> np.ndarray:
+            return np.argsort(stream(self._seed, name, epoch).random_raw(count), kind="stable")
+
+        order, count = permutation("data-order", len(self._groups)), self._epoch_rows
+        if (groups := np.unique(self._groups)).size > 1:
+            parts = [np.resize(order[self._groups[order] == group], count // len(groups)) for group in groups]
+            order = np.concatenate(parts)[permutation("class-order", count)]
+        words = stream(self._seed, "augment", epoch).random_raw(8 * count).reshape(8, count).T
+        if not self._mixup:
+            return Draws(order, words, order, order)
+        shares = generator(self._seed, f"mixup/{epoch}").beta(self._mixup, self._mixup, count).astype(np.float32)
+        return Draws(order, words, permutation("mixup-order", count), shares)
 
     def batch(self, k: int) -> Batch:
-        """Return training batch `k`: images [rows, height, width, channels], targets [rows], weights [rows]."""
+        """Return training batch `k`: images [rows, height, width, channels], targets [rows], weights [rows].
+
+        With mixup (Zhang et al. 2018), an image is (1 - m) x_i + m x_j, with m from Beta(mixup, mixup). The batch then
+        also has the classes of the images j, second_targets [rows], and the numbers m, second_shares [rows].
+        """
+        numbers = (divmod(number, self._epoch_rows) for number in range(k * self._rows, (k + 1) * self._rows))
+        rows = [(self._epoch_draws(epoch), row) for epoch, row in numbers]
+        batch = self._read(rows)
+        if self._mixup:
+            second = self._read([(draws, draws.partners[row]) for draws, row in rows])
+            shares = np.array([draws.shares[row] for draws, row in rows])
+            batch["images"] += shares[:, None, None, None] * (second["images"] - batch["images"])
+            batch |= {"second_targets": second["targets"], "second_shares": shares}
+        return batch
+
+    def _read(self, rows: Sequence[tuple[Draws, int]]) -> dict[str, np.ndarray]:
+        """Return a batch of the given rows of epochs, whose images are augmented."""
         images, labels = self._train
-        selected, words = [], []
-        for number in range(k * self._rows, (k + 1) * self._rows):
-            epoch, index = divmod(number, len(labels))
-            order, bits = self._epoch_draws(epoch)
-            selected.append(order[index])
-            words.append(int(bits[index]))
+        selected = [draws.order[row] for draws, row in rows]
         picked = images[selected]
-        if self._flip or self._shift:
-            pairs = zip(picked, words, strict=True)
-            picked = np.stack([augment_image(image, bits, self._flip, self._shift) for image, bits in pairs])
+        if self._augment:
+            words = (draws.words[row] for draws, row in rows)
+            picked = np.stack([augment_image(*pair, self._augment) for pair in zip(picked, words, strict=True)])
         return self._batch(picked, labels[selected])
 
     def held_out(self) -> Sequence[Batch]:
@@ -235,17 +273,62 @@ def mean_and_std(images: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     return np.array(means), np.array(deviations)
 
 
-def augment_image(image: np.ndarray, bits: int, flip: bool, shift: bool) -> np.ndarray:
-    """Return an image [height, width, channels] that is randomly mirrored (if `flip`) and shifted (if `shift`).
+def require_augmentation(augment: str) -> None:
+    """Raise UserError unless `augment` is none, or names of AUGMENTATIONS joined by `_`, each at most once."""
+    parts = augment.split("_")
+    if augment != "none" and not (set(parts) <= {*AUGMENTATIONS} and len({*parts}) == len(parts)):
+        allowed = f"must be none, or some of {', '.join(AUGMENTATIONS)} joined by _, such as crop_flip"
+        raise UserError(f"data.augment={printable(augment)}: {allowed}")
 
-    The random bits in the integer `bits` determine whether the image is mirrored, and how far it is shifted. A shift is
-    at most an eighth of the height and width, or one pixel if that is more.
+
+def augment_image(image: np.ndarray, words: np.ndarray, parts: Container[str]) -> np.ndarray:
+    """Return an 8-bit image [height, width, channels] with the random changes `parts`, a subset of AUGMENTATIONS.
+
+    `words` are 8 random 64-bit words, which determine the changes. `flip` mirrors half of the images. A shift is at
+    most an eighth of the height and width, or one pixel if that is more. `crop` calls `crop_image` and `color`
+    `change_colors`.
     """
-    if flip and bits & 1:
+    bits, draws = int(words[0]), (words[1:] >> np.uint64(11)) * 2.0**-53
+    if "crop" in parts:
+        image = crop_image(image, *draws[:4])
+    if "flip" in parts and bits & 1:
         image = image[:, ::-1]
-    if shift:
+    if "shift" in parts:
         height, width = image.shape[:2]
         y, x = max(height // 8, 1), max(width // 8, 1)
         down, right = (bits >> 8) % (2 * y + 1), (bits >> 32) % (2 * x + 1)
         image = np.pad(image, ((y, y), (x, x), (0, 0)), mode="edge")[down : down + height, right : right + width]
-    return image
+    return change_colors(image, *(0.6 + 0.8 * draws[4:])) if "color" in parts else image
+
+
+def crop_image(image: np.ndarray, area: float, ratio: float, top: float, left: float) -> np.ndarray:
+    """Return a rectangle of an image [height, width, channels], scaled to the image's size by bilinear interpolation.
+
+    The numbers, from 0 to 1, determine the rectangle: its area, 8 % to 100 % of the image's, and its width / height,
+    (3/4)^(1 - 2 ratio), as in Szegedy et al. 2015; a longer side than the image's is cut. `top` and `left` choose among
+    all positions.
+    """
+    pixels, extent = image.astype(np.float32), image[..., 0].size * (0.08 + 0.92 * area)
+    aspect = 0.75 ** (1 - 2 * ratio)
+    for side, position in (((extent / aspect) ** 0.5, top), ((extent * aspect) ** 0.5, left)):
+        full = len(pixels)
+        size = min(max(round(side), 1), full)
+        points = np.clip((np.arange(full) + 0.5) * size / full - 0.5, 0, size - 1) + int(position * (full - size + 1))
+        low, high = np.floor(points).astype(int), np.ceil(points).astype(int)
+        share = (points - low).astype(np.float32)[:, None, None]
+        pixels = (pixels[low] * (1 - share) + pixels[high] * share).swapaxes(0, 1)
+    return np.rint(pixels).astype(np.uint8)
+
+
+def change_colors(image: np.ndarray, brightness: float, contrast: float, saturation: float) -> np.ndarray:
+    """Return an 8-bit image [height, width, channels] with other colours, as torchvision's ColorJitter computes them.
+
+    x becomes brightness * x, then m + contrast * (x - m), then g + saturation * (x - g). g is a pixel's grey value,
+    0.299 R + 0.587 G + 0.114 B, and m its mean over the image. Results are limited to 0 to 255.
+    """
+    luma = np.array([[0.299], [0.587], [0.114]] if image.shape[-1] == 3 else [[1]], np.float32)
+    pixels = np.clip(np.float32(brightness) * image, 0, 255)
+    mean = (pixels @ luma).mean()
+    pixels = np.clip(mean + np.float32(contrast) * (pixels - mean), 0, 255)
+    ground = pixels @ luma
+    return np.rint(np.clip(ground + np.float32(saturation) * (pixels - ground), 0, 255)).astype(np.uint8)

@@ -136,6 +136,10 @@ with a model.gguf, or a checkpoint (run/checkpoints/step-200). IMAGE is a file (
 a directory, which is searched recursively.
   toyexp predict outputs/vit_tiny-vit/2026-11-21_050553_073724 cat.jpg --top 3
   toyexp predict model.gguf photos --csv photos.csv
+  toyexp predict model.gguf photos/val --html wrong.html
+
+The label of an image is the name of its directory, if this is the name of a class: photos/val/cat/7.jpg. Of labelled
+images, the accuracy is printed, and --html shows those that are classified wrongly.
 
 Images are preprocessed as in training: centre crop, resize, greyscale if the training images were, and normalisation
 with the same mean and standard deviation. If the run's config.yaml has data.resize=false, an image
@@ -154,33 +158,38 @@ def run_predict(arguments: Arguments) -> int:
         typed = f"predict {arguments.rest[0]}" if arguments.rest else "predict"
         raise UserError(f"{typed}: needs a model, then images or directories of images: toyexp predict RUN photo.png")
     model_path, *image_paths = map(Path, arguments.rest)
-    table = arguments.csv
-    if table is not None:
-        _check_table(table, arguments)
+    table, page = arguments.csv, arguments.html
+    if table is not None and arguments.json:
+        raise UserError(f"--csv {table} --json: choose one output format; leave out the other")
+    for option, name in (("--csv", table), ("--html", page)):
+        if name is not None:
+            _check_output(option, name)
     require_pillow()
     files, modules = list_images(image_paths), arguments.modules
     predictions = predict(model_path, files, arguments.top or 1, arguments.engine or "auto", load(modules), modules)
     for image in predictions.failures:
         print(escape_cell(f"{image.file}: {image.error}"), file=sys.stderr)
-    if table is None:
+    written = {table: predictions.csv()} if table else {}
+    written |= {page: predictions.html()} if page else {}
+    for name, content in written.items():
+        with convert_write_errors(Path(name)), write_atomically(Path(name)) as temporary:
+            temporary.write_text(content, encoding="utf-8", errors="surrogateescape")
+    if arguments.json or not written:
         predictions.show(arguments)
     else:
-        with convert_write_errors(Path(table)), write_atomically(Path(table)) as temporary:
-            temporary.write_text(predictions.csv(), encoding="utf-8", errors="surrogateescape")
-        print_line(f"{predictions.summary()}; {table}")
+        print_line(f"{predictions.summary()}; {', '.join(written)}")
     return 1 if predictions.failures else 0
 
 
-def _check_table(table: str, arguments: Arguments) -> None:
-    """Raise UserError if the CSV file `table` cannot be written or already exists. Called before images are read."""
-    if arguments.json:
-        raise UserError(f"--csv {table} --json: choose one output format; leave out the other")
-    path = Path(table)
-    if table == "-" or path.is_dir():
-        raise UserError(f"--csv {table}: must be a file name, such as --csv {path / 'classes.csv'}")
-    require_writable(f"--csv {table}", path)
+def _check_output(option: str, name: str) -> None:
+    """Raise UserError if the file `name` cannot be written or already exists. Called before images are read."""
+    path, typed = Path(name), f"{option} {name}"
+    if name == "-" or path.is_dir():
+        example = path / ("classes.csv" if option == "--csv" else "wrong.html")
+        raise UserError(f"{typed}: must be a file name, such as {option} {example}")
+    require_writable(typed, path)
     if os.path.lexists(path):
-        raise UserError(f"--csv {table}: already exists and is not overwritten; choose another name")
+        raise UserError(f"{typed}: already exists and is not overwritten; choose another name")
 
 
 def HELP_EXPORT(modules: Sequence[str]) -> str:  # noqa: N802 - a help text that lists the formats of plugins

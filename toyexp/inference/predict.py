@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import base64
+import io
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from html import escape
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +33,25 @@ from toyexp.interfaces.session import Session
 from toyexp.plugins.registry import Registry
 
 ROWS = 32  # maximum rows of a batch
+MAX_PICTURES, SIDE = 1000, 96  # pictures on a page, and their height and width in pixels
+PAGE = """\
+<!doctype html>
+<html lang="en">
+<meta charset="utf-8"><meta name="viewport" content="width=device-width"><meta name="generator" content="toyexp">
+<title>{title}</title>
+<style>
+:root {{ color-scheme: light dark; font: 15px/1.4 system-ui, sans-serif; overflow-wrap: anywhere; }}
+caption, th, td {{ text-align: left; padding-right: 1rem; }}
+main {{ display: flex; flex-wrap: wrap; gap: 1rem; margin-top: 2rem; }} figure {{ width: 11rem; margin: 0; }}
+</style>
+<h1>{title}</h1>
+<p>{summary}</p>
+<table><caption>Confusions, most frequent first</caption>
+<tr><th scope="col">label<th scope="col">predicted<th scope="col">images</tr>
+{rows}</table>
+<main>
+{figures}</main>
+"""
 
 
 @dataclass(frozen=True)
@@ -39,12 +61,20 @@ class Prediction:
     file: str
     top: Sequence[tuple[str, float]]  # most probable classes with their probabilities, in descending order
     error: str | None = None
+    path: Path = Path()
+    label: str | None = None  # name of the image's directory, if it is the name of a class
+
+    @property
+    def correct(self) -> bool | None:
+        """Whether the most probable class is the label; None if the label is unknown or the image unreadable."""
+        return self.top[0][0] == self.label if self.top and self.label is not None else None
 
     def plain(self) -> dict[str, Any]:
         """Return the prediction as plain data; class and probability are null if the image could not be read."""
         best = self.top[0] if self.top else (None, None)
         top = [{"class": name, "probability": share} for name, share in self.top]
-        return {"file": self.file, "class": best[0], "probability": best[1], "top": top, "error": self.error}
+        truth = {"label": self.label, "correct": self.correct}
+        return {"file": self.file, "class": best[0], "probability": best[1], "top": top, **truth, "error": self.error}
 
 
 @dataclass(frozen=True)
@@ -61,10 +91,16 @@ class Predictions(Answer):
         """The images that could not be read."""
         return [image for image in self.images if image.error]
 
+    @property
+    def accuracy(self) -> float | None:
+        """Fraction of correct predictions among readable images with a label; None if there are none."""
+        marks = [image.correct for image in self.images if image.correct is not None]
+        return sum(marks) / len(marks) if marks else None
+
     def plain(self) -> dict[str, Any]:
         """Return all predictions as plain data."""
-        images = [image.plain() for image in self.images]
-        return {"file": self.file, "engine": self.engine, "classes": list(self.classes), "images": images}
+        facts = {"file": self.file, "engine": self.engine, "classes": list(self.classes), "accuracy": self.accuracy}
+        return {**facts, "images": [image.plain() for image in self.images]}
 
     def lines(self) -> list[str]:
         """Return a line for each readable image, and if there are several, a summary."""
@@ -75,21 +111,57 @@ class Predictions(Answer):
         return [*table, "", self.summary()] if len(rows) > 1 else table
 
     def summary(self) -> str:
-        """Return the number of images per class, for the eight most frequent classes."""
+        """Return the number of images per class, for the eight most frequent classes, and the accuracy."""
         counts = Counter(image.top[0][0] for image in self.images if image.top)
         classes = ", ".join(f"{escape_cell(name)} ({n})" for name, n in counts.most_common(8))
         more = f" and {len(counts) - 8} more classes" if len(counts) > 8 else ""
-        return escape_controls(f"{pluralise(counts.total(), 'image')}: {classes}{more}")
+        labelled = sum(image.correct is not None for image in self.images)
+        share = "" if self.accuracy is None else f"; accuracy {self.accuracy:.4f} of {labelled} with a label"
+        return escape_controls(f"{pluralise(counts.total(), 'image')}: {classes}{more}{share}")
 
     def csv(self) -> str:
         """Return the predictions as CSV, one row per image."""
         rank_count = max((len(image.top) for image in self.images), default=1)
         more = [f"{column}_{rank}" for rank in range(2, rank_count + 1) for column in ("class", "probability")]
-        table = [["file", "class", "probability", *more, "error"]]
+        table = [["file", "class", "probability", *more, "label", "correct", "error"]]
         for image in self.images:
             cells = [cell for name, share in image.top for cell in (name, f"{share:.6g}")]
-            table.append([image.file, *cells, *[""] * (2 * rank_count - len(cells)), image.error or ""])
+            truth = [image.label or "", "" if image.correct is None else str(image.correct).lower()]
+            table.append([image.file, *cells, *[""] * (2 * rank_count - len(cells)), *truth, image.error or ""])
         return format_csv(table)
+
+    def html(self) -> str:
+        """Return a page with the wrongly classified images, the most probable first, and the number of each confusion.
+
+        Raise UserError if no image lies in a directory with the name of a class.
+        """
+        if self.accuracy is None:
+            names = ", ".join(self.classes[:3])
+            raise UserError(
+                f"--html: no image lies in a directory named like one of the model's classes ({names}, ...)"
+            )
+        wrong = sorted((i for i in self.images if i.correct is False), key=lambda image: -image.top[0][1])
+        pairs = Counter((str(image.label), image.top[0][0]) for image in wrong).most_common()
+        shown = f" The {MAX_PICTURES} most probable are shown." if len(wrong) > MAX_PICTURES else ""
+        return PAGE.format(
+            title=escape(f"{self.file}: {pluralise(len(wrong), 'wrongly classified image')}"),
+            summary=escape(f"{self.summary()}.{shown}"),
+            rows="".join(f"<tr><td>{escape(label)}<td>{escape(name)}<td>{n}</tr>\n" for (label, name), n in pairs),
+            figures="".join(map(_figure, wrong[:MAX_PICTURES])),
+        )
+
+
+def _figure(image: Prediction) -> str:
+    from PIL import Image
+
+    picture = io.BytesIO()
+    Image.fromarray(read_image(image.path, SIDE, color=True, resize=True)).save(picture, "JPEG")
+    address, file = f"data:image/jpeg;base64,{base64.b64encode(picture.getvalue()).decode()}", escape(image.file)
+    shares = escape(", ".join(f"{name} {share:.1%}" for name, share in image.top))
+    return (
+        f'<figure><img src="{address}" width="{SIDE}" height="{SIDE}" alt="{file}"><figcaption>'
+        f"<b>{escape(str(image.label))}</b>, predicted: {shares}<br>{file}</figcaption></figure>\n"
+    )
 
 
 def list_images(paths: Sequence[Path]) -> list[Path]:
@@ -116,7 +188,7 @@ def list_images(paths: Sequence[Path]) -> list[Path]:
 def predict(
     model_path: Path, files: Sequence[Path], top: int, engine: str, registry: Registry, modules: Sequence[str] = ()
 ) -> Predictions:
-    """Return the `top` most probable classes of each image in `files`.
+    """Return the `top` most probable classes of each image in `files`, and the class that its directory names.
 
     `engine` is a label such as `auto` or `cpu:threads=1`, and `modules` are the local plugins that are loaded. Raise
     UserError if the model does not read images, if no image file is readable, or if a plugin of the model's run is not
@@ -156,12 +228,13 @@ def _predict_batch(
         images = np.stack(list(images_by_file.values()))
         shares = iter(probabilities(session.logits(reader.arrays(images, session.plan.rows)[0])))
     for file in files:
-        if file in errors:
-            yield Prediction(short_path(file), (), errors[file])
-            continue
-        probability = next(shares)
-        best = np.argsort(-probability, kind="stable")[:top]
-        yield Prediction(short_path(file), [(reader.classes[i], float(probability[i])) for i in best])
+        folder = file.absolute().parent.name
+        label, best = folder if folder in reader.classes else None, []
+        if file not in errors:
+            probability = next(shares)
+            order = np.argsort(-probability, kind="stable")[:top]
+            best = [(reader.classes[i], float(probability[i])) for i in order]
+        yield Prediction(short_path(file), best, errors.get(file), file, label)
 
 
 def probabilities(logits: np.ndarray) -> np.ndarray:

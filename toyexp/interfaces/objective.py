@@ -158,6 +158,8 @@ class CrossEntropy(Objective):
     def check_inputs(self, model: Model, inputs: Mapping[str, InputSpec]) -> None:
         """Raise UserError if targets are not integers, or if `class_weights` has a class that the data lacks."""
         require_class_targets(self.name, inputs)
+        if self.class_weights and "second_targets" in inputs:
+            raise UserError("objective.class_weights: not with data.mixup; data.sampler=balanced also balances classes")
         below = inputs["targets"].below or math.inf
         for key, weight in self.class_weights.items():
             if not 0 <= key < below:
@@ -198,9 +200,14 @@ class CrossEntropy(Objective):
 
         Label smoothing s is that of Szegedy et al. 2016, the z-loss that of Chowdhery et al. 2022 (PaLM). Evaluations
         report the plain cross-entropy, so that runs with other settings can be compared. With class weights,
-        s * mean(-log p) is weighted by class, and not by the target's class, as in torch.nn.CrossEntropyLoss.
+        s * mean(-log p) is weighted by class, and not by the target's class, as in torch.nn.CrossEntropyLoss. With
+        mixup, a row has the loss (1 - m) * L(targets) + m * L(second_targets), with m from second_shares.
         """
         logits, targets, weights, s = model.forward(ops, p, batch), batch["targets"], batch["weights"], self.smoothing
+        if "second_targets" in batch:
+            second = ops.mul(weights, batch["second_shares"])
+            first = ops.cross_entropy(logits, targets, ops.add(weights, ops.scale(second, -1.0)), s, self.z_loss)
+            return ops.add(first, ops.cross_entropy(logits, batch["second_targets"], second, s, self.z_loss))
         if not (s and self.class_weights):
             return ops.cross_entropy(logits, targets, weights, s, self.z_loss)
         table, log_probs = p[CLASS_WEIGHTS], ops.log_softmax(logits)

@@ -80,10 +80,10 @@ class DataSuite(PluginSuite):
         batches = dataset.batches(self.context, self.rows, 0)
         assert batches.held_out()
         for batch in [batches.batch(0), batches.batch(9), *batches.held_out()]:
-            for name, spec in batches.inputs.items():
+            assert batches.inputs.keys() >= batch.keys() >= {n for n, s in batches.inputs.items() if not s.optional}
+            for name, spec in ((name, batches.inputs[name]) for name in batch):
                 assert (batch[name].shape, batch[name].dtype) == ((self.rows, *spec.shape), spec.dtype), name
                 assert spec.below is None or 0 <= batch[name].min() <= batch[name].max() < spec.below, name
-            assert batch.keys() == batches.inputs.keys()
             assert 0 <= batch["targets"].min() <= batch["targets"].max() < dataset.vocab
             assert batch["weights"].min() >= 0 < batch["weights"].sum()
 

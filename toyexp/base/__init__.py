@@ -6,6 +6,7 @@ from toyexp.base.lazy import lazy
 
 if TYPE_CHECKING:
     from toyexp.base.drawing import (
+        BAND,
         BLUE,
         GREEN,
         GREY,
@@ -16,6 +17,8 @@ if TYPE_CHECKING:
         Sheet,
         find_divergence,
         fit_y_axis,
+        format_tick,
+        mark_above,
         require_drawing,
         set_log_scale,
         set_step_axis,

@@ -72,8 +72,8 @@ function drawTable() {
     });
   }
   const rows = listRows(columns), { rank = columns[0].of } = columns[0], ranked = rows.map(rank).filter((v) => v !== null);
-  const scale = new Set(ranked).size > 2 && !isPrinted() ? makeScale(ranked, false, false) : null;
-  if (scale) addElement(addElement(line, "th", "strip", formatNumber(Math.min(...ranked))), "span", "", formatNumber(Math.max(...ranked)));
+  const near = nearBest(ranked), scale = new Set(ranked).size > 2 && !isPrinted() ? makeScale(near, false, false) : null;
+  if (scale) addElement(addElement(line, "th", "strip", formatNumber(Math.min(...near))), "span", "", formatNumber(Math.max(...near)));
   saveView();
   for (const row of rows.slice(0, limitRows("more-rows", rows.length))) {
     const cells = addElement(body, "tr");
@@ -92,13 +92,15 @@ function drawTable() {
   table.classList.toggle("tight", table.offsetWidth > table.parentElement.clientWidth);
 }
 
-// Draw a row's metric as its point's mark on a scale, with a line of one deviation to both sides.
+// Draw a row's metric as its point's mark on a scale, with a line of one deviation to both sides. Beyond the scale it is an
+// arrow.
 function drawStrip(box, place, known, deviation, point) {
   if (known === null) return;
   const [low, at, high] = [-1, 0, 1].map((n) => 100 * Math.min(Math.max(place(known + n * deviation) || 0, 0), 1)), line = addElement(box, "i");
   Object.assign(line.style, { left: `${low}%`, width: `${high - low}%`, background: colour(point) });
   addMark(box, point);
   box.lastChild.style.left = `${at}%`;
+  if (place(known) < 0 || place(known) > 1) box.lastChild.firstChild.setAttribute("d", at ? "M1,1L11,6L1,11z" : "M11,1L1,6L11,11z"); // beyond the scale
 }
 
 function cellClass(column) {

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from synthetic_runs import write_run, write_sweep
 
-from toyexp.base.drawing import COLOURS, DARK_COLOURS
+from toyexp.base.drawing import COLOURS, DARK_COLOURS, DARK_RAMP, RAMP
 from toyexp.cli.main import main
 from toyexp.results.report import PAGE
 from toyexp.results.run_dirs import find_runs, read_run
@@ -348,7 +348,8 @@ def test_the_keyboards_focus_stays_on_legend_and_table(page):
 
 def test_charts_have_a_name_for_screen_readers(page):
     names = page.evaluate("[...document.querySelectorAll('[role=img]')].map((e) => e.getAttribute('aria-label'))")
-    assert len(names) == 5 and all(names)  # curves, three small charts, settings
+    assert len(names) == 4 and all(names)  # curves, three small charts
+    assert page.locator("#parallel [role=group]").get_attribute("aria-label").startswith("held-out loss of 7 points")
     assert f"7 of 7 points. Best: {LABEL}" in names[0]
     assert page.locator("[role=img] button").count() == 0
 
@@ -411,7 +412,7 @@ def test_a_saved_table_of_runs_tells_them_apart(chromium, tmp_path):
     assert {Path(row["path"]).name for row in rows} == {"0.001", "0.003", "0.01"} and len(rows[0]) == 12
     assert "Values beyond ±1e300 are not drawn" in opened.page.locator("#said").inner_text()
     labels = opened.page.locator("#lr .yaxislayer-above text").all_text_contents()
-    assert labels == ["1e−3", "2e−3", "5e−3", "1e−2"]  # with one tick for each digit, they would overlap
+    assert labels == ["0.001", "0.003", "0.01"]  # the rates that were typed
     assert opened.trouble == []
     opened.context.close()
 
@@ -425,13 +426,12 @@ def luminance(colour):
 def test_colours_contrast_with_their_ground_by_three_to_one(page):
     page_css = (PAGE / "page.css").read_text()
     grounds = re.findall(r"--card: (#\w+)", page_css)
-    ramps = re.findall(r"(?:light|dark): (\[[^]]*\])", (PAGE / "charts.js").read_text())
-    for ground, series, ramp in zip(grounds, (COLOURS, DARK_COLOURS), ramps, strict=True):
+    for ground, series, ramp in zip(grounds, (COLOURS, DARK_COLOURS), (RAMP, DARK_RAMP), strict=True):
         ground_luminance = luminance(ground if len(ground) == 7 else "#" + "".join(2 * c for c in ground[1:]))
-        for colour in (*series, *json.loads(ramp)):
+        for colour in (*series, *ramp):
             low, high = sorted((luminance(colour), ground_luminance))
             assert (high + 0.05) / (low + 0.05) >= 3, colour
-        lightness = [luminance(colour) for colour in json.loads(ramp)]
+        lightness = [luminance(colour) for colour in ramp]
         assert lightness == sorted(lightness, reverse=ground_luminance < 0.5)  # the rank can be read in greyscale
 
 
@@ -520,7 +520,7 @@ def open_search(chromium, tmp_path, scores, metric):
         write_run(tmp_path / f"s/{number}", lr=rates[number], held_out=score, steps=40, scores={"accuracy": score})
     trials = [
         {"trial": n, "values": {"lr": rates[n], "optim.name": "adamw" if n % 2 else "lion", "decay": (0.1, 0)[n % 2]},
-         "state": "pruned" if n == 3 else "complete", "score": score}
+         "state": "pruned" if n == 3 else "complete", "score": score, "step": 20 if n == 3 else None}
         for n, score in enumerate(scores)
     ]  # fmt: skip
     record = {
@@ -543,10 +543,10 @@ def open_search(chromium, tmp_path, scores, metric):
 def test_a_search_for_the_highest_metric_shows_the_lowest_trials_at_the_edge(chromium, tmp_path):
     opened = open_search(chromium, tmp_path, [0.5, 0.6, 0.55, 0.7, 0.58, 0.01], "accuracy")
     best, dots, star = traces(opened.page, "trials")
-    assert best[2] == [0.5, 0.6, 0.6, 0.6, 0.6, 0.6] and dots[2][-1] > 0.4
+    assert best[2] == [0.5, 0.6, 0.6, 0.6, 0.6, 0.6] and dots[2][:5] == [0.5, 0.6, 0.55, 0.7, 0.58]
     assert star[1:3] == [[1], [0.6]]  # the pruned trial has a higher metric
-    symbols = opened.page.evaluate("document.getElementById('trials').data[1].marker.symbol")
-    assert symbols == ["circle", "circle", "circle", "circle-open", "circle", "triangle-down"]
+    low, _ = axis(opened.page, "yaxis", "trials")
+    assert low < dots[2][5] < 0.5 and low > 0.3  # in the compressed part
     assert opened.trouble == []
     opened.context.close()
 
@@ -557,15 +557,16 @@ def test_a_search_shows_its_history_and_each_setting(chromium, tmp_path):
     best, dots, star = traces(page, "trials")
     assert best[1:3] == [[0, 1, 2, 4, 5, 5], [3.0, 2.5, 2.5, 2.2, 2.2, 2.2]]  # the best so far, of completed trials
     note = page.locator("#search-note").inner_text()
-    assert note.startswith("Line: lowest held-out loss so far. Star: best trial. Rings: 1 pruned trial, ")
+    legend = "rings: 1 trial pruned at step 20; grey band: logarithmic."
+    assert note == f"Line: best so far; star: best trial; {legend}"
+    result = "Best held-out loss: 2.2000 in trial 4, lr=0.003 optim.name=lion decay=0.1"
+    assert page.locator("#search-best").inner_text() == result
     low, high = axis(page, "yaxis", "trials")
-    assert dots[2][2] < dots[2][3] < high < 4 and low < 2.2  # the pruned trial has a band above the worst trials
-    assert page.locator("#trials .yaxislayer-above text").all_text_contents()[-1] == "pruned"
-    assert (
-        dots[1] == [0, 1, 2, 3, 4, 5] and dots[2][:2] == [3.0, 2.5] and dots[2][2] < 5
-    )  # far trials stand at the edge
+    assert dots[2][3] == 2.8 and 3 < dots[2][2] < high < 4 and low < 2.2  # far trials are in the compressed part
+    assert page.locator("#trials .yaxislayer-above text").all_text_contents()[-1] == "40"
+    assert dots[1] == [0, 1, 2, 3, 4, 5] and dots[2][:2] == [3.0, 2.5]
     symbols = page.evaluate("document.getElementById('trials').data[1].marker.symbol")
-    assert symbols == ["circle", "circle", "triangle-up", "circle-open", "circle", "circle"]
+    assert symbols == ["circle", "circle", "circle", "circle-open", "circle", "circle"]
     assert star[1:3] == [[4], [2.2]] and traces(page, "setting-lr")[-1][1:3] == [[0.003], [2.2]]
     assert page.evaluate("document.getElementById('setting-lr').data.at(-1).marker.symbol") == "star-open"
     assert page.evaluate("document.getElementById('setting-lr')._fullLayout.xaxis.type") == "log"
@@ -579,14 +580,66 @@ def test_a_search_shows_its_history_and_each_setting(chromium, tmp_path):
     opened.context.close()
 
 
-def test_a_search_counts_pruned_trials_and_trials_outside_the_range(chromium, tmp_path):
+def test_pruned_trials_are_drawn_at_their_last_metric_beside_completed_ones(chromium, tmp_path):
     opened = open_search(chromium, tmp_path, [3.0, 2.5, 40.0, 30.0, 2.2, 2.4], "loss")
-    symbols = opened.page.evaluate("document.getElementById('trials').data[1].marker.symbol")
-    assert symbols[2:4] == ["triangle-up", "circle-open"]
-    note = opened.page.locator("#search-note").inner_text()
-    assert "Rings: 1 pruned trial, whose last metric is of an earlier step." in note
-    assert "Triangles: 1 trial outside the range, as far as 40.0000." in note and opened.trouble == []
+    _, dots, _ = traces(opened.page, "trials")
+    assert 3 < dots[2][3] < dots[2][2] < axis(opened.page, "yaxis", "trials")[1]  # 30 below 40
+    assert "(pruned at step 20)<br>held-out loss 30.0000" in opened.page.evaluate(
+        "document.getElementById('trials').data[1].text[3]"
+    )
+    assert opened.trouble == []
     opened.context.close()
+
+
+def test_values_far_from_the_others_are_arrows_at_the_edge_of_every_chart(chromium, tmp_path):
+    for number, (lr, held_out) in enumerate(((0.001, 2.5), (0.003, 2.0), (0.01, 2.2), (10.0, 400.0))):
+        write_run(tmp_path / f"runs/{number}", lr=lr, held_out=held_out, steps=100)
+    events, result = (tmp_path / "runs/3" / name for name in ("events.jsonl", "result.json"))
+    result.write_text(json.dumps({**json.loads(result.read_text()), "diverged": True}))
+    lines = [json.loads(line) for line in events.read_text().splitlines()]
+    for line in lines:
+        if line["kind"] == "step" and line["step"] > 5:
+            line.update(loss=400.0, grad_norm=1e20)
+    events.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert main(["compare", str(tmp_path / "runs"), "--html", str(tmp_path / "report.html")]) == 0
+    opened = Opened(chromium, tmp_path / "report.html", viewport={"width": 1500, "height": 900})
+    page = opened.page
+    last = page.locator("#legend .chip path").last.get_attribute("fill")
+    for chart in ("main", "grad_norm"):
+        arrows = page.evaluate(f"document.getElementById('{chart}').data.find((t) => t.name === 'above')")
+        high = axis(page, "yaxis", chart)[1]
+        top = 10**high if chart == "grad_norm" else high
+        assert arrows["y"] == pytest.approx([top] * len(arrows["x"])) and {*arrows["marker"]["color"]} <= {
+            last,
+            last.replace(", 1)", ", 0.9)"),
+        }
+        assert top < 1000 and len(arrows["x"]) > 5
+    paths = page.locator("td.strip svg path").evaluate_all("all => all.map((p) => p.getAttribute('d'))")
+    assert paths[-1] == "M1,1L11,6L1,11z" and paths[-1] not in paths[:-1]
+    assert page.locator("th.strip").inner_text().split() == ["2.0000", "2.5000"]
+    assert "to 400" in page.locator("#parallel text.tick").all_text_contents()
+    assert opened.trouble == []
+    opened.context.close()
+
+
+def test_gradient_norms_are_averaged_in_their_logarithm(page):
+    smooth = "smoothLogs([0, 1, 2], [1, 100, 0], 1)"
+    first, middle, last = call(page, "data.js", smooth)
+    expected = call(page, "data.js", "smoothCurve([0, 1, 2], [0, Math.log(100), null], 1)")
+    assert [first, middle] == pytest.approx(np.exp(expected[:2])) and last is None
+
+
+def test_arrow_keys_keep_the_points_of_a_value_on_an_axis(page):
+    grip = page.locator("#parallel .grip[data-axis='lr']")
+    grip.focus()
+    kept, every = [], {*column(page, "lr")}
+    for key in ("ArrowUp", "ArrowUp", "Shift+ArrowUp", "ArrowDown", "Escape"):
+        page.keyboard.press(key)
+        assert page.evaluate("document.activeElement.dataset.axis") == "lr"
+        kept.append({*column(page, "lr")})
+    first, second, third, *_ = sorted(every, key=float)
+    assert kept == [{first}, {second}, {second, third}, {first}, every]
+    assert grip.get_attribute("aria-valuetext") == "all points"
 
 
 def test_the_learning_rate_of_a_stopped_run_is_not_clipped(chromium, tmp_path):

@@ -340,7 +340,7 @@ function logAxis(name) {
   }
   const peaks = name === "lr" ? [...new Set(shown.map((run) => Math.max(...run.curves.lr.y)))].filter((v) => v >= low && v <= high).sort((a, b) => a - b) : [];
   const typed = peaks.length <= 4 && peaks.every((v, i) => !i || v > 1.6 * peaks[i - 1]) ? peaks : []; // rates as they were typed
-  const gap = Math.max((high / low) ** 0.16, 2.5);
+  const gap = Math.max((high / low) ** 0.18, 2.5);
   const ticks = [...typed, ...roundTicks(low / 1.1, high * 1.1, true, high / low < 60 ? [1, 2, 5] : [1]).filter((v) => typed.every((t) => v > gap * t || t > gap * v))];
   const few = ticks.length <= 6 ? { tickvals: ticks, ticktext: tickLabels(ticks) } : { nticks: 5, tickformat: high >= 1e5 || low < 1e-6 ? "~e" : "~g" };
   return { ...few, range: [Math.log10(low) - 0.1, Math.log10(high) + 0.1], autorange: false };

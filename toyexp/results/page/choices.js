@@ -43,11 +43,12 @@ function drawChoices() {
   const points = data.points.map((p, place) => ({ ...p, place, ended: p.mean === null })), completed = points.filter((p) => !p.ended);
   section.hidden = points.length < 3 || !completed.length || !data.keys.length;
   if (section.hidden) return;
+  const focused = document.activeElement.dataset.axis;
   box.textContent = "";
   const fresh = [...state.brushes.values()].some((brush) => brush.fresh), ended = points.filter((p) => p.ended);
   const width = Math.max(box.clientWidth, 280), height = isPrinted() ? 250 : 340, top = 50, foot = height - 26, left = 44;
   const near = nearBest(completed.map((p) => p.mean)), furthest = data.rising ? Math.min : Math.max;
-  const focused = document.activeElement.dataset.axis, several = (key) => new Set(points.map((p) => p.settings[key])).size > 1;
+  const several = (key) => new Set(points.map((p) => p.settings[key])).size > 1;
   const axes = [...data.keys.filter(several).slice(0, 11), data.metric], names = axes.slice(0, -1).join(", "), last = axes.length - 1;
   const scales = axes.map((key, i) => i === last ? makeScale(near, !data.rising, false) :
     makeScale(points.map((p) => p.settings[key]), false, true, (data.search ? data.search.log : []).includes(key)));

@@ -22,6 +22,7 @@ from toyexp.base import (
     SMALL,
     VERMILLION,
     Sheet,
+    caption,
     describe_parameters,
     find_divergence,
     fit_y_axis,
@@ -330,10 +331,8 @@ def _loss(axes: Any, curves: Curves) -> None:
         if half > 1:
             axes.plot(*thin_curve(steps, values, MAX_POINTS), color=BLUE, linewidth=0.6, alpha=0.35,
                       label="training, each step")  # fmt: skip
-        smoothed = "training, smoothed" if half > 1 else "training"
-        axes.plot(
-            *thin_curve(steps, means, MAX_POINTS), color=BLUE, linewidth=1.6, label=_label(smoothed, means, "{:.4g}")
-        )
+        label = _label("training, smoothed" if half > 1 else "training", means, "{:.4g}")
+        axes.plot(*thin_curve(steps, means, MAX_POINTS), color=BLUE, linewidth=1.6, label=label)
         if _is_not_finite(values[-1]):
             stop, end = [pair for pair in zip(steps, means, strict=True) if math.isfinite(pair[1])][-1]
             axes.plot(stop, end, marker="X", markersize=7, color=BLUE, markeredgecolor="white", zorder=5)
@@ -391,22 +390,18 @@ def _gradient_norm(axes: Any, points: Points, diverged: int | None) -> None:
         above = sum(value > high for value in finite)
         fit_y_axis(axes, low, high, pluralise(above, "step"), finite[-1], high > LEAST_RATIO * low)
         mark_above(axes, steps, values, GREY)
-    tests = ("0", lambda value: value == 0), ("not finite", _is_not_finite)
-    for what, test in tests:
+    for what, test in ("0", lambda value: value == 0), ("not finite", _is_not_finite):
         if (step := find_tail(points, test)) is not None:
-            is_right = step < (steps[0] + steps[-1]) / 2
-            axes.annotate(f"{what} from step {step:,}", (step, 0.93), xycoords=axes.get_xaxis_transform(), va="top",
-                          xytext=(5 if is_right else -5, 0), textcoords="offset points", fontsize=SMALL, color=INK,
-                          ha="left" if is_right else "right")  # fmt: skip
+            caption(axes, f"{what} from step {step:,}", INK, "left")
 
 
 def _marks(panels: Mapping[str, Any], curves: Curves) -> None:
     """Mark the steps of the best weights, of divergence, of an early end, and of warnings."""
-    (steps, losses), loss, text = curves.steps["loss"], panels["loss"], "from {:.4g} to {:.4g}"
+    (steps, losses), loss = curves.steps["loss"], panels["loss"]
     marks = [([curves.best], f"best, step {curves.best}", GREEN, "--", 1.0)] if curves.best is not None else []
     if (diverged := find_divergence(steps, losses)) is not None:
-        change = text.format(losses[0], losses[steps.index(diverged)])
-        marks.append(([diverged], f"diverged at step {diverged}: loss {change}", INK, "-", 1.2))
+        text = f"diverged at step {diverged}: loss from {losses[0]:.4g} to {losses[steps.index(diverged)]:.4g}"
+        marks.append(([diverged], text, INK, "-", 1.2))
     if (lost := find_tail(curves.steps["loss"], _is_not_finite)) is not None:
         marks.append(([lost], f"the loss is {losses[steps.index(lost)]} from step {lost}", INK, "-", 1.2))
         for axes in panels.values():

@@ -191,10 +191,10 @@ def test_a_search_is_plotted_by_trial_and_by_each_setting(tmp_path, capsys, metr
     points = [(number, score) for number, score in enumerate(scores) if score is not None and number != 3]
     pick = np.minimum if metric == "loss" else np.maximum
     assert so_far.get_ydata()[:-1].tolist() == pick.accumulate([score for _, score in points]).tolist()
-    rings, dots = figure.axes[0].collections[:2]
-    assert not rings.get_facecolor().size and dots.get_facecolor().size
-    ((number, height),) = rings.get_offsets().tolist()
+    dots = figure.axes[0].collections[0]
     heights = dict(dots.get_offsets().tolist())
+    (number,) = (n for n, colour in zip(heights, dots.get_facecolor(), strict=True) if not colour[3])
+    height = heights[number]
     assert number == 3 and all(heights[n] == score for n, score in points if score < 90)
     if metric == "loss":
         assert 3.0 < height < heights[9] < figure.axes[0].get_ylim()[1] < 4, "compressed, in order"
@@ -206,7 +206,7 @@ def test_a_search_is_plotted_by_trial_and_by_each_setting(tmp_path, capsys, metr
 def test_the_compressed_part_of_a_searchs_axis_keeps_the_order_of_its_trials(tmp_path):
     write_search(tmp_path / "s", [3.0, 2.9, 2.8, 4.0, 2.7, 6.0, 12.0, 1e30])
     search = Search.read(tmp_path / "s")
-    better, worse, end = search.limits
+    better, worse, end, _ = search.limits
     places = [search.place(score) for score in (2.7, worse, 4.0, 6.0, 12.0, 1e30)]
     assert places == sorted(places) and better < places[0] == 2.7 and places[1] == worse and places[-1] < end
     excess = math.log1p((6.0 - worse) / (worse - better)) / math.log1p((1e30 - worse) / (worse - better))
@@ -220,8 +220,8 @@ def test_rings_are_darker_the_later_their_trials_were_pruned(tmp_path):
     record = json.loads((tmp_path / "s/search.json").read_text())
     record["trials"][5] = {**trials[5], "state": "pruned", "step": 40}
     (tmp_path / "s/search.json").write_text(json.dumps(record))
-    rings = draw_sheet(None, "s", tmp_path / "s").panels[0].collections[0]
-    early, late = rings.get_edgecolor()[:, :3].sum(axis=1)
+    dots = draw_sheet(None, "s", tmp_path / "s").panels[0].collections[0]
+    early, late = dots.get_edgecolor()[dots.get_facecolor()[:, 3] == 0, :3].sum(axis=1)
     assert late < early and "at steps 20 to 40" in " ".join(Search.read(tmp_path / "s").describe_pruning())
 
 

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
         SMALL,
         VERMILLION,
         Sheet,
+        caption,
         find_divergence,
         fit_y_axis,
         format_tick,

@@ -302,8 +302,8 @@ def fit_y_axis(axes: Any, low: float, high: float, above: str, largest: float, l
 
 def mark_above(axes: Any, steps: Sequence[int], values: Sequence[float], colour: str) -> None:
     """Draw arrows at the top edge of a panel, at the steps whose values are above its range."""
-    low, high = axes.get_xlim()
-    above = [step for step, value in zip(steps, values, strict=True) if value > axes.get_ylim()[1]]
+    (low, high), top = axes.get_xlim(), axes.get_ylim()[1]
+    above = [step for step, value in zip(steps, values, strict=True) if value > top]
     places = {round(150 * (step - low) / (high - low)): step for step in above}.values()  # no two on the same spot
     if places:  # the layout fails for a line without points
         axes.plot(places, [1] * len(places), "^", transform=axes.get_xaxis_transform(), color=colour, markersize=4,

@@ -8,6 +8,7 @@ import re
 import statistics
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -116,28 +117,22 @@ class Search:
         """Final metrics of the completed trials."""
         return [trial.score for trial in self.trials if trial.is_complete and trial.score is not None]
 
-    @property
-    def limits(self) -> tuple[float, float, float]:
-        """The better and the worse end of the axis's linear part, and the end of its logarithmic part.
+    @cached_property
+    def limits(self) -> tuple[float, float, float, float]:
+        """The better and the worse end of the axis's linear part, the end of its logarithmic part, the worst metric.
 
         The linear part leaves out trials that are much worse than the better half of the completed ones. If there are
         such trials, completed or pruned, the logarithmic part shows them; see `place`.
         """
         sign = 1 if self.is_minimising else -1
         costs = sorted(sign * score for score in self.scores) or [0.0]
+        every = [sign * trial.score for trial in self.trials if trial.score is not None] or [0.0]
         best, middle = costs[0], statistics.median(costs)
         worst = max((cost for cost in costs if cost <= best + 4 * (middle - best)), default=best)
         pad = 0.06 * (worst - best) or 0.05 * abs(best) or 1.0
-        best = min(best, sign * self.extremes[0])
-        worst += pad
-        best -= 2 * pad  # more room for the star at the best
-        return sign * best, sign * worst, sign * (worst + CUT * (worst - best) * (sign * self.extremes[1] > worst))
-
-    @property
-    def extremes(self) -> tuple[float, float]:
-        """Best and worst metric of all trials, completed or pruned; zeros if none has a metric."""
-        scores = sorted(trial.score for trial in self.trials if trial.score is not None) or [0.0]
-        return (scores[0], scores[-1]) if self.is_minimising else (scores[-1], scores[0])
+        low, high = min(best, *every) - 2 * pad, worst + pad  # more room for the star at the best
+        end = high + CUT * (high - low) * (max(every) > high)
+        return sign * low, sign * high, sign * end, sign * max(every)
 
     def place(self, score: float) -> float:
         """Return a metric's coordinate on the axis: the metric itself, or a compressed one in the logarithmic part.
@@ -145,17 +140,18 @@ class Search:
         There, the coordinate grows with the logarithm of 1 plus the distance from the linear part, in units of the
         length of that part. The worst metric is near the end.
         """
-        better, worse, end = self.limits
-        excess, most = ((value - worse) / (worse - better) for value in (score, self.extremes[1]))
-        return score if excess <= 0 else worse + 0.85 * (end - worse) * math.log1p(excess) / math.log1p(most)
+        better, worse, end, worst = self.limits
+        excess, most = (math.log1p(max((value - worse) / (worse - better), 0.0)) for value in (score, worst))
+        return worse + 0.85 * (end - worse) * excess / most if excess else score
 
     @property
     def cut_ticks(self) -> list[tuple[float, str]]:
         """Coordinates and labels of two ticks in the logarithmic part of the axis; [] if it has no such part."""
-        better, worse, end = self.limits
-        most = math.log1p((self.extremes[1] - worse) / (worse - better)) if end != worse else 0.0
-        values = [worse + (worse - better) * math.expm1(share * most) for share in (0.5, 1.0)] if most else []
-        return [(self.place(value), f"{value:.3g}") for value in values]
+        better, worse, end, worst = self.limits
+        if end == worse:
+            return []
+        middle = worse + (worse - better) * (math.sqrt(1 + (worst - worse) / (worse - better)) - 1)
+        return [(self.place(value), f"{value:.3g}") for value in (middle, worst)]
 
     @property
     def pruning_steps(self) -> tuple[int, int]:
@@ -166,15 +162,9 @@ class Search:
     def describe_pruning(self) -> list[str]:
         """Return the parts of a legend that say how a chart shows pruned trials and the compressed range."""
         first, last = self.pruning_steps
-        steps = (
-            f" at steps {first} to {last}, stronger colour: later"
-            if first < last
-            else f" at step {last}"
-            if last
-            else ""
-        )
-        rings = [f"rings: {pluralise(self.pruned, 'trial')} pruned{steps}"] if self.pruned else []
-        return [*rings, *(["grey band: logarithmic"] if self.cut_ticks else [])]
+        steps = f" at steps {first} to {last}, stronger colour: later" if first < last else f" at step {last}"
+        rings = f"rings: {pluralise(self.pruned, 'trial')} pruned{steps if last else ''}"
+        return [rings] * (self.pruned > 0) + ["grey band: logarithmic"] * bool(self.cut_ticks)
 
     def describe(self) -> str:
         """Return a title: the algorithm, the searched settings and the number of trials."""
@@ -238,23 +228,21 @@ def _draw_dots(axes: Any, search: Search, positions: Mapping[int, float], best: 
     """
     from matplotlib.colors import LinearSegmentedColormap
 
-    trials = [trial for trial in search.trials if trial.score is not None and trial.number in positions]
     (first, last), ramp = search.pruning_steps, LinearSegmentedColormap.from_list("steps", RAMP[::-1])
-    for is_complete in (False, True):
-        some = [trial for trial in trials if trial.is_complete == is_complete]
-        steps = [((trial.step or first) - first) / max(last - first, 1) for trial in some]
-        axes.scatter([positions[trial.number] for trial in some], [search.place(trial.score or 0.0) for trial in some],
-                     s=20, facecolor=BLUE if is_complete else "none", edgecolor=BLUE if is_complete else ramp(steps),
-                     linewidths=0.8 if is_complete else 1.1, alpha=0.7 if is_complete else None, clip_on=False,
-                     zorder=3, rasterized=len(search.trials) > RASTER_TRIALS)  # fmt: skip
-    better, worse, end = search.limits
+    dots = [(positions[trial.number], search.place(trial.score), BLUE if trial.is_complete else "none",
+             BLUE if trial.is_complete else ramp(((trial.step or first) - first) / max(last - first, 1)))
+            for trial in sorted(search.trials, key=lambda trial: trial.is_complete)
+            if trial.score is not None and trial.number in positions]  # fmt: skip
+    if dots:
+        x, y, faces, edges = zip(*dots, strict=True)
+        axes.scatter(x, y, s=20, facecolors=faces, edgecolors=edges, clip_on=False, zorder=3,
+                     rasterized=len(search.trials) > RASTER_TRIALS)  # fmt: skip
+    better, worse, end, _ = search.limits
     axes.set_ylim(*sorted((better, worse)))
-    if search.cut_ticks:
+    if cut := search.cut_ticks:
         ticks = [tick for tick in axes.get_yticks() if min(better, worse) <= tick <= max(better, worse)]
         labels = axes.yaxis.get_major_formatter().format_ticks(ticks)
-        axes.set_yticks(
-            [*ticks, *(at for at, _ in search.cut_ticks)], [*labels, *(text for _, text in search.cut_ticks)]
-        )
+        axes.set_yticks([*ticks, *(at for at, _ in cut)], [*labels, *(text for _, text in cut)])
         axes.axhspan(worse, end, color=BAND, linewidth=0)
         axes.set_ylim(*sorted((better, end)))
     if best.number in positions:

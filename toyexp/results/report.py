@@ -211,10 +211,8 @@ def _history_data(history: History, most: int) -> dict[str, Any]:
     return {
         "curves": {
             "loss": _curve(history.curve("loss"), most, max(most // 4, 100)),
-            **{
-                name: _curve(history.curve(name), fewer, fewer // 2, name == "grad_norm")
-                for name in ("lr", "grad_norm", "speed")
-            },
+            **{name: _curve(history.curve(name), fewer, fewer // 2) for name in ("lr", "speed")},
+            "grad_norm": _curve(history.curve("grad_norm"), fewer, fewer // 2, True),
         },
         "clock": _clock(history),
         "held": {

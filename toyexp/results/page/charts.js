@@ -226,11 +226,12 @@ function endTraces(place) {
 }
 
 // Return arrows at the top edge of a chart, where curves are above the range of its y axis.
-function arrowTraces(traces, range, log) {
+function arrowTraces(traces, range, log, most = 40) {
   if (!range) return [];
   const top = log ? 10 ** range[1] : range[1], lines = traces.filter((t) => !t.fill && t.mode !== "markers");
-  const last = lines.reduce((most, t) => Math.max(most, t.x.length ? t.x[t.x.length - 1] : 0), 0), places = new Map(); // one arrow on a spot
-  for (const { x, y, line } of lines) x.forEach((at, i) => y[i] > top && places.set(`${Math.round((40 * at) / last)} ${line.color}`, [at, line.color]));
+  const [from, to] = zoomLimits(), ends = lines.flatMap((t) => t.x.slice(-1)), places = new Map(); // one arrow on a spot
+  const apart = (to < Infinity ? to - from : ends.reduce((a, b) => Math.max(a, b), 0)) / most;
+  for (const { x, y, line } of lines) x.forEach((at, i) => y[i] > top && places.set(`${Math.round(at / apart)} ${line.color}`, [Math.round(at / apart) * apart, line.color]));
   const found = [...places.values()];
   return found.length ? [{
     type: "scatter", mode: "markers", name: "above", x: found.map(([at]) => at), y: found.map(() => top), cliponaxis: false,
@@ -316,13 +317,13 @@ function drawSmall(name) {
   }[name];
   const about = `${{ lr: "learning rate", grad_norm: "gradient norm", speed: `${data.unit} per second` }[name]} against ${AXES[state.over]}`;
   const axis = { ...y, ...(name === "speed" ? {} : logAxis(name)), fixedrange: true };
-  traces.push(...arrowTraces(traces, axis.range, true));
+  traces.push(...arrowTraces(traces, axis.range, true, 20));
   return drawChart(name, traces, layout({ yaxis: axis, margin: { l: 44, r: 8, t: 4, b: 36 } }), quiet, about);
 }
 
 // Return ticks and range of a logarithmic axis. The range fits the completed runs, so that a diverged run does not flatten
 // their curves, and leaves out gradient norms far from most others. The range of the learning rate also fits the other runs,
-// unless a rate is 10,000 times those of the completed runs; the caption then says so.
+// unless a rate is 10,000 times those of the completed runs.
 function logAxis(name) {
   const drawn = name === "lr" ? "y" : "my", read = (runs) => runs.flatMap((run) => run.curves[name][drawn]).filter((y) => y > 0);
   const shown = shownRuns(), calm = read(shown.filter((run) => run.state === "completed"));
@@ -330,8 +331,6 @@ function logAxis(name) {
   const near = (run) => name === "lr" && read([run]).every((y) => y >= least && y <= most);
   const done = shown.filter((run) => run.state === "completed" || near(run));
   const whole = state.outliers || done.length === shown.length || !read(done).length, values = Float64Array.from(read(whole ? shown : done)).sort();
-  const outside = whole ? 0 : shown.length - done.length, note = `; ${outside} ${outside === 1 ? "run" : "runs"} outside the range`;
-  if (name === "lr") byId("lr").previousElementSibling.textContent = `learning rate${outside ? note : ""}`;
   if (!values.length) return {};
   let [low, high] = [values[0], values[values.length - 1]];
   if (name !== "lr" && !state.outliers) { // the outlier rule of the static plots
@@ -340,10 +339,11 @@ function logAxis(name) {
   }
   const peaks = name === "lr" ? [...new Set(shown.map((run) => Math.max(...run.curves.lr.y)))].filter((v) => v >= low && v <= high).sort((a, b) => a - b) : [];
   const typed = peaks.length <= 4 && peaks.every((v, i) => !i || v > 1.6 * peaks[i - 1]) ? peaks : []; // rates as they were typed
+  const room = Math.max(0.1, 0.06 * Math.log10(high / low)); // plotly hides labels that do not fit
   const gap = Math.max((high / low) ** 0.18, 2.5);
-  const ticks = [...typed, ...roundTicks(low / 1.1, high * 1.1, true, high / low < 60 ? [1, 2, 5] : [1]).filter((v) => typed.every((t) => v > gap * t || t > gap * v))];
+  const ticks = [...typed, ...roundTicks(low / 1.1, high * 1.1, true, high / low < 60 ? [1, 2, 5] : [1]).filter((v) => typed.every((t) => v > gap * t || t > gap * v))].sort((a, b) => a - b);
   const few = ticks.length <= 6 ? { tickvals: ticks, ticktext: tickLabels(ticks) } : { nticks: 5, tickformat: high >= 1e5 || low < 1e-6 ? "~e" : "~g" };
-  return { ...few, range: [Math.log10(low) - 0.1, Math.log10(high) + 0.1], autorange: false };
+  return { ...few, range: [Math.log10(low) - room, Math.log10(high) + room], autorange: false };
 }
 
 function resetZoom() {

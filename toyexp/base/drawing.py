@@ -192,7 +192,7 @@ class Sheet:
 
     def _repr_png_(self) -> tuple[bytes, dict[str, Any]]:
         picture = self.pictures(".png", resolution=RESOLUTION // 2)[".png"]
-        return picture, {"width": round(WIDTH * 96), "alt": self._title}
+        return picture, {"width": round(WIDTH * 96), "alt": f"{self._title} · {self._below}"}
 
     def pictures(self, *suffixes: str, column: str | None = None, resolution: int = RESOLUTION) -> dict[str, bytes]:
         """Render the figure in the formats `suffixes`, such as .png, and return {suffix: file content}.

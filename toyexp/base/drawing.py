@@ -177,7 +177,8 @@ class Sheet:
         self._scale = scale
         # a journal needs no paths
         parts = [part for part in self._below.split(" · ") if column is None or "/" not in part]
-        below = " · ".join(part.replace(" ", "\xa0") if len(part) < 60 * room else part for part in parts)  # no break
+        # no break in a short part or before a dot
+        below = "\xa0· ".join(part.replace(" ", "\xa0") if len(part) < 60 * room else part for part in parts)
         lines = textwrap.wrap(below, round(112 * room), max_lines=3, placeholder=" …")
         title = textwrap.wrap(self._title, round(TITLE_LENGTH * room), max_lines=2, placeholder=" …") or [""]
         # The empty lines reserve space for the subtitle, which has another font.

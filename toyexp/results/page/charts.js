@@ -231,7 +231,10 @@ function arrowTraces(traces, range, log, most = 40) {
   const top = log ? 10 ** range[1] : range[1], lines = traces.filter((t) => !t.fill && t.mode !== "markers");
   const [from, to] = zoomLimits(), ends = lines.flatMap((t) => t.x.slice(-1)), places = new Map(); // one arrow on a spot
   const apart = (to < Infinity ? to - from : ends.reduce((a, b) => Math.max(a, b), 0)) / most;
-  for (const { x, y, line } of lines) x.forEach((at, i) => y[i] > top && places.set(`${Math.round(at / apart)} ${line.color}`, [Math.round(at / apart) * apart, line.color]));
+  for (const { x, y, line } of lines) x.forEach((at, i) => {
+    const slot = Math.round(at / apart);
+    if (y[i] > top) places.set(`${slot} ${line.color}`, [Math.min(slot * apart, x[x.length - 1]), line.color]);
+  });
   const found = [...places.values()];
   return found.length ? [{
     type: "scatter", mode: "markers", name: "above", x: found.map(([at]) => at), y: found.map(() => top), cliponaxis: false,
@@ -284,7 +287,8 @@ function drawMain() {
     ...(state.ylog ? { type: "log", tickformat: range && range[1] > 5 ? "~e" : "~g", nticks: 7 } : { type: "linear" }), ...(range ? { range } : {}),
   };
   const about = `${y.title.text} against ${AXES[state.over]}: ${visible().length} of ${data.points.length} points. `;
-  byId("result").textContent = data.best ? `Best ${data.metric}: ${value(best)}, ${best.label}` : "";
+  byId("result").textContent = data.best ? `Best ${data.metric}: ${value(best)}, ${best.label}` :
+    data.points.length === 1 ? `${data.metric[0].toUpperCase()}${data.metric.slice(1)}: ${value(best)}` : "";
   return drawChart("main", [...traces, ...arrowTraces(front, range, state.ylog)], layout({ yaxis: y }), CONFIG, about + (data.best ? `Best: ${best.label}, ${data.metric} ${value(best)}.` : ""));
 }
 
@@ -325,7 +329,7 @@ function drawSmall(name) {
 // their curves, and leaves out gradient norms far from most others. The range of the learning rate also fits the other runs,
 // unless a rate is 10,000 times those of the completed runs.
 function logAxis(name) {
-  const drawn = name === "lr" ? "y" : "my", read = (runs) => runs.flatMap((run) => run.curves[name][drawn]).filter((y) => y > 0);
+  const read = (runs) => runs.flatMap((run) => readCurve(run, name, name !== "lr")[1]).filter((y) => y > 0);
   const shown = shownRuns(), calm = read(shown.filter((run) => run.state === "completed"));
   const least = calm.reduce((a, b) => Math.min(a, b), Infinity) / 1e4, most = calm.reduce((a, b) => Math.max(a, b), 0) * 1e4;
   const near = (run) => name === "lr" && read([run]).every((y) => y >= least && y <= most);

@@ -250,9 +250,9 @@ def describe_result(curves: Curves) -> str:
         return f"loss not finite from step {step}"
     if (step := find_divergence(*curves.steps["loss"])) is not None:
         return f"diverged at step {step}"
-    for name, text in ("accuracy", "{:.1%}"), ("loss", "{:.4g}"):
+    for name, text, unit in ("accuracy", "{:.1f} %", 100), ("loss", "{:.4g}", 1):
         if values := curves.held_out.get(name, ([], []))[1]:
-            return f"held-out {name} {text.format(values[-1])}"
+            return f"held-out {name} {text.format(unit * values[-1])}"
     return f"{curves.steps['loss'][0][-1]} steps"
 
 

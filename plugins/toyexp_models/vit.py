@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -41,6 +41,12 @@ SIZES = {
     "image_size": "image_size", "channels": "channels", "patch": "patch_size", "classes": "class_count",
     "d_model": "embedding_length", "n_layers": "block_count", "d_ff": "feed_forward_length",
     "n_heads": "attention.head_count",
+}  # fmt: skip
+# Keys of config.json in transformers, and the fields that they give.
+HF_SIZES = {
+    "hidden_size": "d_model", "num_hidden_layers": "n_layers", "num_attention_heads": "n_heads",
+    "intermediate_size": "d_ff", "layer_norm_eps": "norm_eps", "image_size": "image_size", "patch_size": "patch",
+    "num_channels": "channels",
 }  # fmt: skip
 # Tensor names in transformers.
 NAMES = {
@@ -81,15 +87,8 @@ def vit_layout(model: Any, data: Mapping[str, Any]) -> Layout:
     config = {
         "architectures": ["ViTForImageClassification"],
         "model_type": "vit",
-        "hidden_size": model.d_model,
-        "num_hidden_layers": model.n_layers,
-        "num_attention_heads": model.n_heads,
-        "intermediate_size": model.d_ff,
         "hidden_act": "gelu_pytorch_tanh",
-        "layer_norm_eps": model.norm_eps,
-        "image_size": model.image_size,
-        "patch_size": model.patch,
-        "num_channels": model.channels,
+        **{key: getattr(model, name) for key, name in HF_SIZES.items()},
         "qkv_bias": True,
     }
     classes = list(data.get("classes", ()))
@@ -99,12 +98,30 @@ def vit_layout(model: Any, data: Mapping[str, Any]) -> Layout:
     return Layout(config, _places(model), files={"preprocessor_config.json": _preprocessor(model, data)})
 
 
+def read_vit_config(cls: type[Any], config: Mapping[str, Any], names: Collection[str]) -> Any:
+    """Return the model that config.json of transformers describes; raise UserError if toyexp cannot compute it."""
+    activation = config.get("hidden_act", "gelu")
+    if activation not in ("gelu", "gelu_new", "gelu_pytorch_tanh") or not config.get("qkv_bias", True):
+        raise UserError(f"hidden_act is {activation}; toyexp's model=vit has only gelu, with biases")
+    if "classifier.weight" not in names:
+        raise UserError("its weights have no classifier; toyexp reads ViTForImageClassification")
+    model = cls(**{name: config[key] for key, name in HF_SIZES.items()}, classes=len(config.get("id2label", "01")))
+    model.check()
+    return model
+
+
 def _places(model: Any) -> dict[str, HFTensor]:
     kernel = (model.d_model, model.channels, model.patch, model.patch)
     tensors = {
-        "v.class_embd": HFTensor("vit.embeddings.cls_token", form=lambda x: x[None, None]),
-        "v.position_embd.weight": HFTensor("vit.embeddings.position_embeddings", form=lambda x: x[None]),
-        "v.patch_embd.weight": HFTensor(f"{NAMES['patch_embd']}.weight", form=lambda x: x.reshape(kernel)),
+        "v.class_embd": HFTensor("vit.embeddings.cls_token", form=lambda x: x[None, None], back=lambda x: x[0, 0]),
+        "v.position_embd.weight": HFTensor(
+            "vit.embeddings.position_embeddings", form=lambda x: x[None], back=lambda x: x[0]
+        ),
+        "v.patch_embd.weight": HFTensor(
+            f"{NAMES['patch_embd']}.weight",
+            form=lambda x: x.reshape(kernel),
+            back=lambda x: x.reshape(model.d_model, -1),
+        ),
     }
     for spec in model.tensors():
         if spec.name not in tensors:
@@ -134,7 +151,7 @@ class ViT(Model):
 
     name: ClassVar[str] = "vit"
     reads: ClassVar[Kind] = IMAGES
-    forms: ClassVar[Mapping[str, Any]] = {"gguf": ViTGGUF(), "hf": vit_layout}
+    forms: ClassVar[Mapping[str, Any]] = {"gguf": ViTGGUF(), "hf": vit_layout, "config": read_vit_config}
     score_names: ClassVar[tuple[str, ...]] = ("accuracy", "top5")
 
     d_model: int = 64  # width of the residual stream

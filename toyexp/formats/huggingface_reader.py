@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -19,6 +20,7 @@ from toyexp.interfaces.format import LazyTensors, ModelExport, ModelFile, Tensor
 from toyexp.interfaces.model import Model
 
 CONFIG, SHARDS, INDEX = "config.json", "model*.safetensors", "model.safetensors.index.json"
+PREPROCESSOR = "preprocessor_config.json"
 LIMIT = 16 << 20  # bytes of config.json, and of the index of shards
 NO_WEIGHTS = (".rotary_emb.inv_freq", ".attn.bias", ".attn.masked_bias")  # ends of names of tensors without weights
 
@@ -92,7 +94,11 @@ def read_folder(path: Path, models: Iterable[type[Model]]) -> ModelExport:
         return np.stack(parts) if stored.is_split else parts[0]
 
     folder.tensors = {s.name: folder.locate(layout.tensors[s.name], names[s.name]) for s in model.tensors()}
+    problems: list[str]
     tensors, tokenizer, problems = LazyTensors({s.name: s.shape for s in model.tensors()}, read), None, []
+    if not model.reads.text:
+        data, problems = _image_data(path, folder.config)
+        return ModelExport(model, tensors, None, _names(path.resolve()), data, unreadable=problems, file=folder)
     try:
         keys = tokenizer_keys(path, folder.config)
         folder.metadata = {f"tokenizer.{key}": value for key, value in keys.items()}
@@ -100,6 +106,20 @@ def read_folder(path: Path, models: Iterable[type[Model]]) -> ModelExport:
     except UserError as error:
         problems = [f"{error}; only token ids can be used"]
     return ModelExport(model, tensors, tokenizer, _names(path.resolve()), unreadable=problems, file=folder)
+
+
+def _image_data(path: Path, config: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
+    """Return the names of the classes and the mean and std of pixels, and a note for each difference to the original.
+
+    transformers computes exact GELU (erf) if hidden_act is "gelu", and toyexp its tanh form.
+    """
+    file, labels = path / PREPROCESSOR, config.get("id2label") or {"0": "LABEL_0", "1": "LABEL_1"}
+    pixels = json_object(read_file(file, LIMIT), f"{file}:") if file.exists() else {}
+    data = {key: pixels.get(key) or [0.5] * config["num_channels"] for key in ("image_mean", "image_std")}
+    notes = [] if pixels else [f"{path} has no {PREPROCESSOR}; pixels are normalised with mean and std 0.5"]
+    if config.get("hidden_act", "gelu") == "gelu":
+        notes.append(f"{path}: toyexp computes GELU in its tanh form; logits differ slightly from transformers'")
+    return {"classes": [str(labels[str(i)]) for i in range(len(labels))], **data}, notes
 
 
 def _names(path: Path) -> dict[str, str]:

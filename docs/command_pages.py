@@ -20,9 +20,9 @@ EXIT_CODES = {0: "success", 2: "bad input: one or two lines say what is wrong; n
 PURPOSES = {
     "Look up": ["help", "plugins", "completion"],
     "Check this machine": ["doctor", "parity", "bench"],
-    "Check data": ["data"],
+    "Look at data": ["data"],
     "Compare runs": ["runs", "compare"],
-    "Use a trained model": ["generate", "predict", "eval", "describe", "models", "export", "merge"],
+    "Use a trained model": ["generate", "predict", "eval", "describe", "models", "export", "merge", "serve"],
     "Write a plugin": ["new"],
 }
 PLOT_FILE = "nothing, or with `--plot` that file"
@@ -79,6 +79,11 @@ NOTES = {
         "the merged model, at `--out`: complete or not at all",
         "it could not be written",
         "guides/after.md#merge-an-adapter-into-its-base-toyexp-merge",
+    ),
+    "serve": CommandNotes(
+        fails="the exit code is that of llama-server",
+        guide="guides/after.md#serve-a-model-toyexp-serve",
+        examples="toyexp serve model.gguf -- --port 9000",
     ),
     "runs": CommandNotes(guide="guides/compare.md"),
     "compare": CommandNotes(
@@ -219,7 +224,8 @@ def page(name: str, command: type[Command]) -> str:
     text = capture_output(name, "--help")
     parts = [f"---\ntitle: {name}\n---\n\n# toyexp {name}\n\n{about}\n"]
     recorded = examples.RECORDED / f"{name}.txt"
-    parts += ["## Example\n", code_block(recorded.read_text().rstrip(), "console")] if recorded.is_file() else []
+    parts += ["## Example\n"] if recorded.is_file() or notes.examples else []
+    parts += [code_block(recorded.read_text().rstrip(), "console")] if recorded.is_file() else []
     parts += [code_block(notes.examples, "bash")] if notes.examples else []
     parts.append(format_overview(text) if name == "help" else format_help(text))
     if notes.leaves:

@@ -1,6 +1,7 @@
 """Record the output of one example of each command, for the reference pages: `make pictures` runs it."""
 
 import itertools
+import json
 import os
 import pty
 import re
@@ -41,7 +42,7 @@ EXAMPLES = {
     "help": ("help 'learning rate'", ""),
     "settings": ("steps=300 batch_size=16 lr=1e-3 --dry-run", ""),
     "model": ("model=qwen3 model.d_model=128 model.n_layers=4 --dry-run", PARTS),
-    "data": ("data data=text data.path=book.txt model.context=48", ""),
+    "data": ("data data=examples data.path=questions.json data.tokenizer=byte model.context=64", ""),
     "recipe": ("recipe=lora recipe.base=outputs/warm/model.gguf recipe.rank=4 --dry-run", PARTS),
     "engine": ("engine=ggml engine.threads=1 --dry-run", PARTS),
     "optim": ("optim=lion lr=3e-4 optim.weight_decay=0.1 --dry-run", PARTS),
@@ -72,8 +73,8 @@ def run(command: str, folder: Path) -> str:
     return BUSY.sub(lambda busy: "" if busy[1].startswith("note") else "\n", f"{lines}\n")
 
 
-def write_digits(folder: Path) -> None:
-    """Write images of two handwritten digits, for `toyexp predict`."""
+def write_files(folder: Path) -> None:
+    """Write images of two handwritten digits, for `toyexp predict`, and three questions, for `toyexp data`."""
     from PIL import Image
     from sklearn.datasets import load_digits
 
@@ -81,13 +82,16 @@ def write_digits(folder: Path) -> None:
     for name, digit in (("three.png", 3), ("seven.png", 7)):
         pixels = digits.images[list(digits.target).index(digit)] / 16 * 255
         Image.fromarray(pixels.astype("uint8")).save(folder / name)
+    answers = {"Capital of France?": "Paris", "Name a colour.": "Blue", "What is 2 + 2?": "4"}
+    records = [{"id": n, "instruction": question, "output": answers[question]} for n, question in enumerate(answers)]
+    (folder / "questions.json").write_text(json.dumps(records))
 
 
 def record(folder: Path) -> None:
     """Run all examples in a directory with outputs/sweep and outputs/digits, and write what they print."""
     for command in RUNS:
         run(command, folder)
-    write_digits(folder)
+    write_files(folder)
     shutil.rmtree(RECORDED, ignore_errors=True)
     RECORDED.mkdir()
     for name, (command, keep) in EXAMPLES.items():

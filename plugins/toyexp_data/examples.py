@@ -54,7 +54,7 @@ class RecordData(TokenizedData):
 
     path: str = ""  # file, directory or pattern ('chats/*.jsonl'): jsonl, json, csv, tsv, parquet or arrow
     val_path: str = ""  # the same for the held-out examples; empty: by names (train, validation), or by val_fraction
-    columns: dict[str, str] = field(default_factory=dict)  # other names of columns: {prompt: ask, completion: reply}
+    columns: dict[str, str] = field(default_factory=dict)  # other names: {prompt: ask} reads the column ask as prompt
     system: str = ""  # system message of conversations that have none
     template: str = "auto"  # chat template: auto (that of the tokenizer's GGUF file, if any, else plain) | plain
     date: str = ""  # date for chat templates that contain the date, such as 2026-11-21; empty: today
@@ -172,6 +172,21 @@ class RecordData(TokenizedData):
         template = toyexp.formats.read_chat_template(file)
         return ChatTemplate(template, toyexp.formats.read_tokenizer(file), source, self._now()) if template else None
 
+    def _facts(
+        self, values: Sequence[Value], rows: Sequence[Rows], template: ChatTemplate | None, skipped: Sequence[str]
+    ) -> dict[str, Any]:
+        """Return facts about the records and the chat template, for the run's record."""
+        chats = sum(bool(value.messages) for value in values)
+        return {
+            "path": self.path,
+            "chats": chats,
+            "chat_template": "gguf" if template else "plain" if chats else None,
+            **self._template_facts(template, rows),
+            **column_facts(values),
+            "skipped": len(skipped),
+            "skipped_lines": list(skipped[:MAX_NAMED]),
+        }
+
     def _template_facts(self, template: ChatTemplate | None, examples: Sequence[Rows]) -> dict[str, Any]:
         """Return how many conversations and answers the chat template changes, for the run's record.
 
@@ -233,15 +248,9 @@ class ExampleData(RecordData):
             use = "to hold out" if train else "to train on"
             raise UserError(f"{self.path}: no example is left {use} ({skipped[0]})")
         facts = {
-            "path": self.path,
-            "examples": len(train) + len(held),
-            "chats": chats,
-            "chat_template": "gguf" if template else "plain" if chats else None,
-            **self._template_facts(template, [rows for _, rows in examples]),
+            **self._facts([value for _, value in values], [rows for _, rows in examples], template, skipped),
             **split_facts,
-            **column_facts([value for _, value in values]),
-            "skipped": len(skipped),
-            "skipped_lines": skipped[:MAX_NAMED],
+            "examples": len(train) + len(held),
             **tokenizer_facts(tokenizer),
         }
         bpe_notes = self.bpe_notes(tokenizer)

@@ -26,7 +26,7 @@ class Mix(Data):
     name: ClassVar[str] = "mix"
     gives: ClassVar[Kind] = TOKENS
 
-    sources: dict[str, Any] = field(default_factory=dict)  # {wiki: {path: wiki.txt, weight: 3}, chats: {path: x.jsonl}}
+    sources: dict[str, Any] = field(default_factory=dict)  # {a: {path: a.txt, weight: 3}, b: ...} for each source
     temperature: float = 1.0  # without weights, shares are proportional to rows^(1/temperature); (0, inf)
     tokenizer: str = "auto"  # tokenizer of all sources, as in data=text: auto | byte | GGUF file
 

@@ -31,7 +31,7 @@ class PairBatches(Batches):
     def __init__(self, train: Examples, held_out: Examples, context: int, rows: int, seed: int, eval_batches: int):
         self._train, self._held_out, self._context, self._count, self._seed = train, held_out, context, rows // 2, seed
         self._pairs, self._held_out_pairs = (_usable_pairs(part, context) for part in (train, held_out))
-        if not len(self._pairs) or not len(self._held_out_pairs):
+        if (len(train.lengths) and not len(self._pairs)) or not len(self._held_out_pairs):
             raise UserError(f"model.context={context}: every prompt of the pairs fills the row; increase model.context")
         self._eval_batches, self.rows_per_epoch = eval_batches, 2 * len(self._pairs)
         ids = TOKENS.inputs(context)

@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING, ClassVar
 from toyexp import RunPreview, UserError
 from toyexp_data.chat import PLAIN_TEMPLATE, BadExample, Rows, plain_rows
 from toyexp_data.columns import Pair, convert_pair
-from toyexp_data.examples import Placed, RecordData, column_facts, example_rows
-from toyexp_data.held_out import MAX_NAMED
+from toyexp_data.examples import Placed, RecordData, example_rows
 from toyexp_data.text import tokenizer_facts
 
 if TYPE_CHECKING:
@@ -59,16 +58,10 @@ class Preference(RecordData):
             tokenizer.chat_template = template.text if template else PLAIN_TEMPLATE
         train, held = (self._tokenize(part, tokenizer, skipped, False) for part in parts)
         facts = {
-            "path": self.path,
+            **self._facts(halves, rows, template, skipped),
+            **split_facts,
             "pairs": len(rows),
             "labels": len(halves) if len(halves) != 2 * len(values) else 0,
-            "chats": chats,
-            "chat_template": "gguf" if template else "plain" if chats else None,
-            **self._template_facts(template, rows),
-            **split_facts,
-            **column_facts(halves),
-            "skipped": len(skipped),
-            "skipped_lines": skipped[:MAX_NAMED],
             **tokenizer_facts(tokenizer),
         }
         pairs = [pair for part in (train, held) for pair in zip(part[::2], part[1::2], strict=True)]

@@ -5,6 +5,7 @@ Batch k depends only on the files, the seed and k. Rows are shuffled within bloc
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -131,9 +132,7 @@ class StreamBatches(Batches):
         self._reader: Iterator[tuple[np.ndarray, Mark]] = iter(())
         self._thread = ThreadPoolExecutor(1, "text")  # reads and tokenizes the next block during training
         self._next: Future[tuple[np.ndarray, Mark]] | None = None
-        weakref.finalize(
-            self, self._thread.shutdown, cancel_futures=True
-        )  # waits for the thread, which has a file open
+        weakref.finalize(self, _end, self._thread)
         self._block = lru_cache(maxsize=2)(self._load_block)
         self.inputs = TOKENS.inputs(context)
 
@@ -166,6 +165,12 @@ class StreamBatches(Batches):
                 remember("stream", self._key, {"marks": self._marks})
         order = np.argsort(stream(self._seed, "data-order", number).random_raw(self._windows), kind="stable")
         return ids[order[:, None] * self._context + np.arange(self._context + 1)]
+
+
+def _end(thread: ThreadPoolExecutor) -> None:
+    """Wait until the thread has ended, unless the garbage collector calls this function in that thread itself."""
+    with contextlib.suppress(RuntimeError):
+        thread.shutdown(cancel_futures=True)
 
 
 def _read_blocks(source: StreamedText, size: int, mark: Mark) -> Iterator[tuple[np.ndarray, Mark]]:

@@ -214,7 +214,7 @@ class Text(TextData):
 
     path: str = ""  # text, or records with a column text: file, directory, or pattern such as 'books/*.txt'
     val_path: str = ""  # the same for the held-out text; empty: by names (only of records), or by val_fraction
-    columns: dict[str, str] = field(default_factory=dict)  # another name of the column: {text: content}
+    columns: dict[str, str] = field(default_factory=dict)  # {text: content} reads the column content as text
     stream: bool = False  # tokenize during training: the first step comes sooner, and no token ids are cached
     suffixes: str = ".txt .md .py"  # suffixes of text files to read in a directory; '*': all
 

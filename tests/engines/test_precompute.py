@@ -242,6 +242,21 @@ def test_a_teacher_whose_ids_mean_other_tokens_is_rejected(work):
         toyexp.train(
             recipe=Full(base="base.gguf"), data=Text(path="book.txt"), objective=Distil("teacher.gguf"), directory="run"
         )
+    assert main(["export", "teacher.gguf", "--type", "safetensors", "--to", "bare.safetensors"]) == 0
+    with pytest.raises(
+        UserError, match=r"bare.safetensors has no tokenizer, .*; name the teacher's GGUF file or its run"
+    ):
+        toyexp.train(
+            recipe=Full(base="base.gguf"),
+            data=Text(path="book.txt"),
+            objective=Distil("bare.safetensors"),
+            directory="r",
+        )
+
+
+def test_pairs_that_are_all_held_out_leave_nothing_to_train_on(work):
+    with pytest.raises(UserError, match=r"data\.val_fraction=1\.0: leaves nothing to train on"):
+        train("run", data=Pairs(path="pairs.jsonl", val_fraction=1.0))
 
 
 def test_the_metrics_of_an_objective_choose_checkpoints_and_trials():

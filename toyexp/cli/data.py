@@ -53,7 +53,7 @@ def run(arguments: Arguments) -> int:
             print_output(line)
     share, total = counts["counted"] / counts["positions"], format_count(counts["positions"])
     print_output(
-        f"tokens  {share:.0%} of {total} positions count in the loss (first batches; the rest is read or padding)"
+        f"tokens  {share:.0%} of the first {total} positions count in the loss; the others are read, or padding"
     )
     for number, row in enumerate(rows, 1):
         length = len(row["ids"])

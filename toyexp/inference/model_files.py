@@ -196,7 +196,9 @@ def find_model_file(path: Path, leaves: Sequence[str] = (MODEL,), registry: Regi
     if existing:
         leaf = next((leaf for leaf in existing if leaf.is_file()), existing[0])  # opening it reports what it is
         if Ledger.open(path).is_replaced(leaf):
-            raise UserError(f"{leaf}: was replaced after the run wrote it; to use it anyway, type the file's path")
+            raise UserError(
+                f"{leaf}: was replaced after the run wrote it; to use it in a new run, type the file's path"
+            )
         return leaf
     if is_checkpoint(path):
         return checkpoint_gguf(path, registry)

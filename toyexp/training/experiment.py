@@ -121,10 +121,16 @@ def _open_data(config: Config) -> Dataset:
 
 
 def _require_tokens_of_teacher(objective: Objective, dataset: Dataset) -> None:
-    """Raise UserError if ids of the data mean other tokens in the file of the objective's second model."""
+    """Raise UserError if ids of the data mean other tokens in the file of the objective's second model.
+
+    Raise it also if the data has a tokenizer and the file has none.
+    """
     path = objective.model_file()
-    if path is None or dataset.tokenizer is None or not has_text(file := open_gguf(str(path))):
+    if path is None or dataset.tokenizer is None:
         return
+    if not has_text(file := open_gguf(str(path))):
+        problem = f"{short_path(path)} has no tokenizer, so its token ids cannot be compared with those of the data"
+        raise UserError(f"objective={objective.name}: {problem}; name the teacher's GGUF file or its run")
     pairs = zip(read_tokenizer(file).pieces, dataset.tokenizer.pieces, strict=False)
     if any(theirs != ours for theirs, ours in pairs):
         problem = f"ids of the data mean other tokens in {short_path(path)}"

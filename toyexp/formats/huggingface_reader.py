@@ -1,4 +1,4 @@
-"""Read a directory of transformers: config.json, the tensors in model*.safetensors, and the tokenizer."""
+"""Read a directory of transformers or timm: config.json, the tensors in model*.safetensors, and the tokenizer."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from toyexp.formats.huggingface_tokenizer import tokenizer_keys
 from toyexp.formats.layout import HFTensor, hf_layout, original_rows
 from toyexp.formats.safetensors import TensorsFile, json_object
 from toyexp.interfaces.format import LazyTensors, ModelExport, ModelFile, TensorInfo
-from toyexp.interfaces.model import Model
+from toyexp.interfaces.model import Model, model_settings
 
 CONFIG, SHARDS, INDEX = "config.json", "model*.safetensors", "model.safetensors.index.json"
 PREPROCESSOR = "preprocessor_config.json"
@@ -69,20 +69,23 @@ class Folder(ModelFile):
         If the directory was written without an output layer, the first part of all names is missing.
         """
         names = [stored.name.format(i) for i in range(count)] if stored.is_split else [stored.name]
-        return [name if name in self.files else name.partition(".")[2] for name in names]
+        return [next((n for n in (name, name.partition(".")[2]) if n in self.files), name) for name in names]
 
 
 def read_folder(path: Path, models: Iterable[type[Model]]) -> ModelExport:
-    """Return the model, tokenizer and tensors of a directory of transformers; tensors are read on access.
+    """Return the model, tokenizer and tensors of a directory of transformers or timm; tensors are read on access.
 
     Raise UserError if none of the classes `models` computes what config.json says, or if a tensor is missing or extra.
+    The tensors of a model without classes are empty and in no file.
     """
     folder = Folder(path)
     model = _read_model(folder, models)
-    layout = hf_layout(model, {})
-    names = {spec.name: folder.find(layout.tensors[spec.name], spec.shape[0]) for spec in model.tensors()}
+    layout = hf_layout(model, folder.config if "architecture" in folder.config else {})
+    specs = [spec for spec in model.tensors() if 0 not in spec.shape]
+    names = {spec.name: folder.find(layout.tensors[spec.name], spec.shape[0]) for spec in specs}
     expected = {name for found in names.values() for name in found}
-    extra = {n for n in folder.files.keys() - expected - {"lm_head.weight"} if not n.endswith(NO_WEIGHTS)}
+    unused = {"lm_head.weight", "pooler.dense.weight", "pooler.dense.bias"}
+    extra = {n for n in folder.files.keys() - expected - unused if not n.endswith(NO_WEIGHTS)}
     extra -= {n for n in layout.zeros.keys() & extra if not folder.read(n).any()}
     for name in sorted(extra | expected - folder.files.keys()):
         verb = "has" if name in extra else "lacks"
@@ -93,12 +96,13 @@ def read_folder(path: Path, models: Iterable[type[Model]]) -> ModelExport:
         parts = [original_rows(stored.back(folder.read(n)), stored) for n in names[name]]
         return np.stack(parts) if stored.is_split else parts[0]
 
-    folder.tensors = {s.name: folder.locate(layout.tensors[s.name], names[s.name]) for s in model.tensors()}
-    problems: list[str]
-    tensors, tokenizer, problems = LazyTensors({s.name: s.shape for s in model.tensors()}, read), None, []
+    folder.tensors = {s.name: folder.locate(layout.tensors[s.name], names[s.name]) for s in specs}
+    shapes = {s.name: s.shape for s in model.tensors()}
+    tensors = LazyTensors(shapes, lambda name: read(name) if name in names else np.zeros(shapes[name], np.float32))
+    tokenizer, problems = None, list[str]()
     if not model.reads.text:
-        data, problems = _image_data(path, folder.config)
-        return ModelExport(model, tensors, None, _names(path.resolve()), data, unreadable=problems, file=folder)
+        data = _image_data(path / PREPROCESSOR, folder.config, model_settings(model))
+        return ModelExport(model, tensors, None, _names(path.resolve()), data, file=folder)
     try:
         keys = tokenizer_keys(path, folder.config)
         folder.metadata = {f"tokenizer.{key}": value for key, value in keys.items()}
@@ -108,18 +112,16 @@ def read_folder(path: Path, models: Iterable[type[Model]]) -> ModelExport:
     return ModelExport(model, tensors, tokenizer, _names(path.resolve()), unreadable=problems, file=folder)
 
 
-def _image_data(path: Path, config: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
-    """Return the names of the classes and the mean and std of pixels, and a note for each difference to the original.
-
-    transformers computes exact GELU (erf) if hidden_act is "gelu", and toyexp its tanh form.
-    """
-    file, labels = path / PREPROCESSOR, config.get("id2label") or {"0": "LABEL_0", "1": "LABEL_1"}
+def _image_data(file: Path, config: Mapping[str, Any], sizes: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the names of the classes, and mean and std of pixels: those of `file`, of timm's config, or 0.5."""
+    stated = {**config, **config.get("pretrained_cfg", {})}
     pixels = json_object(read_file(file, LIMIT), f"{file}:") if file.exists() else {}
-    data = {key: pixels.get(key) or [0.5] * config["num_channels"] for key in ("image_mean", "image_std")}
-    notes = [] if pixels else [f"{path} has no {PREPROCESSOR}; pixels are normalised with mean and std 0.5"]
-    if config.get("hidden_act", "gelu") == "gelu":
-        notes.append(f"{path}: toyexp computes GELU in its tanh form; logits differ slightly from transformers'")
-    return {"classes": [str(labels[str(i)]) for i in range(len(labels))], **data}, notes
+    names = stated.get("id2label") or dict(enumerate(stated.get("label_names") or range(sizes["classes"])))
+    data: dict[str, Any] = {"classes": [str(names[key]) for key in sorted(names, key=int)][: sizes["classes"]]}
+    for key, unchanged in (("mean", 0.0), ("std", 1.0)):
+        value = pixels.get(f"image_{key}") or stated.get(key) or [0.5] * sizes["channels"]
+        data[f"image_{key}"] = value if pixels.get("do_normalize", True) else [unchanged] * sizes["channels"]
+    return data
 
 
 def _names(path: Path) -> dict[str, str]:
@@ -133,7 +135,7 @@ def _names(path: Path) -> dict[str, str]:
 def _read_model(folder: Folder, models: Iterable[type[Model]]) -> Model:
     """Return the model that config.json describes; raise UserError if no class in `models` computes it."""
     classes = {hf_layout(cls(), {}).config["model_type"]: cls for cls in models if "config" in cls.forms}
-    kind = str(folder.config.get("model_type"))
+    kind = "vit" if "architecture" in folder.config else str(folder.config.get("model_type"))
     if (cls := classes.get("llama" if kind == "mistral" else kind)) is None:
         raise folder.error(f"its model_type is {printable(kind)}; {suggest(kind, classes)}")
     try:

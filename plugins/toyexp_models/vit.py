@@ -230,11 +230,14 @@ class ViT(Model):
         height, width, channels = dataset.image_shape
         if height != width:
             raise UserError(f"model=vit reads square images; the data has images of {width} x {height}")
-        scaled = f"data.image_size={self.image_size}", f"data.color={str(self.channels == 3).lower()}"
+        scaled = (
+            f"data.image_size={self.image_size} for data=images, recipe.new_size=true for other sizes than the base's",
+            f"data.color={str(self.channels == 3).lower()} for data=images",
+        )
         for name, value, fit in zip(("image_size", "channels"), (height, channels), scaled, strict=True):
             if (size := getattr(self, name)) not in (0, value):
                 problem = f"model.{name}={size}: the data has {value}"
-                raise UserError(f"{problem}; type {fit} for data=images, or for a new model leave model.{name} out")
+                raise UserError(f"{problem}; type {fit}, or for a new model leave model.{name} out")
         if 0 < self.classes < dataset.vocab:
             raise UserError(f"model.classes={self.classes} is smaller than the data's classes (0..{dataset.vocab - 1})")
         fitted = replace(self, image_size=height, channels=channels, classes=self.classes or dataset.vocab)

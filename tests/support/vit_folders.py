@@ -21,9 +21,9 @@ TIMM = {
 }  # fmt: skip
 
 
-def draw_values(model: ViT) -> dict[str, np.ndarray]:
-    """Return values so large that logits differ clearly."""
-    return {t.name: 3 * t.init.draw(t.shape, 7, t.name) + np.float32(0.01) for t in model.tensors()}
+def draw_values(model: ViT, factor: float = 3) -> dict[str, np.ndarray]:
+    """Return initial values times `factor`, by default so large that logits differ clearly."""
+    return {t.name: np.float32(factor) * t.init.draw(t.shape, 7, t.name) + np.float32(0.01) for t in model.tensors()}
 
 
 def write_transformers(path: Path, model: ViT, values: Mapping[str, np.ndarray], classes: list[str]) -> None:

@@ -8,7 +8,9 @@ import numpy as np
 import pytest
 import torch
 from float64_models import vit
+from PIL import Image
 from safetensors.numpy import load_file, save_file
+from tiny import write_base
 from vit_folders import draw_values, write_timm, write_transformers
 
 from toyexp import InputSpec, Setup, UserError
@@ -17,8 +19,10 @@ from toyexp.formats import open_gguf
 from toyexp.formats.file_plan import frozen_plan
 from toyexp.formats.gguf.open_model import load_open_model
 from toyexp.plugins.discovery import load
+from toyexp.tokenizers.byte_level import Bytes
 from toyexp_ggml.engines import GGMLCPU
 from toyexp_models.vit import ViT, cut
+from toyexp_recipes.positions import bicubic_weights
 from toyexp_torch.engines import TorchCPU
 
 MODEL = ViT(
@@ -159,3 +163,141 @@ def test_a_missing_or_extra_tensor_is_named(change, said):
     change_tensors("timm", change)
     with pytest.raises(UserError, match=said):
         open_gguf("timm")
+
+
+# -- as bases of runs -------------------------------------------------------------------------------------------------
+
+SMALL = replace(MODEL, d_model=64, n_heads=1, d_ff=256)
+PHOTOS = ["data=images", "data.path=photos", "data.image_size=12", "data.val_fraction=0.25"]
+QUICK = ["batch_size=8", "steps=6", "lr=0.002", *PHOTOS]
+
+
+def write_photos(classes, count=12):
+    """Write images of one colour each, which differs between classes."""
+    draw = np.random.default_rng(1)
+    for number, name in enumerate(classes):
+        Path("photos", name).mkdir(parents=True)
+        for i in range(count):
+            pixels = draw.integers(0, 120, (12, 12, 3)) + 120 * (np.arange(3) == number)
+            Image.fromarray(pixels.astype(np.uint8)).save(f"photos/{name}/{i}.png")
+
+
+def run_json(capsys, *words):
+    capsys.readouterr()
+    assert main([*words, "--json"]) == 0, capsys.readouterr()
+    return json.loads(capsys.readouterr().out)
+
+
+@pytest.mark.parametrize("write", ["transformers", "timm"])
+@pytest.mark.parametrize("recipe", [["full"], ["lora", "recipe.targets=[query,v,fc1]"]], ids=["full", "lora"])
+def test_a_run_on_new_classes_learns_them_and_engines_agree(capsys, write, recipe):
+    """Its model file has the new classes; it becomes a directory of transformers with the same loss."""
+    write_photos(NAMES[2:])
+    values = draw_values(SMALL, 1)
+    if write == "timm":
+        write_timm(Path("vit"), SMALL, values)
+    else:
+        write_transformers(Path("vit"), SMALL, values, ["0", "1", "2", "3", "4"])
+    words = [f"recipe={recipe[0]}", *recipe[1:], "recipe.base=vit", "recipe.new_head=true", *QUICK]
+    (engine,) = run_json(capsys, "parity", *words, "engine=cpu:threads=1,ggml:threads=1")["engines"]
+    assert engine["loss"]["largest"] < 1e-4
+    words += ["engine=cpu", "engine.threads=1", "steps=30", "eval_every=30", "checkpoint_every=30"]
+    capsys.readouterr()
+    assert main([*words, "hydra.run.dir=on"]) == 0
+    assert "base    vit, with a new output layer" in capsys.readouterr().out
+    result = json.loads(Path("on/result.json").read_text())
+    assert result["eval_scores"]["accuracy"] == 1 and result["eval_loss"] < result["first_eval_loss"] / 2
+    assert not Path("on/adapter.gguf").exists(), "an adapter file has no place for the output layer"
+    assert main(["export", "on", "--type", "hf", "--to", "on-hf"]) == 0
+    for model in ("on", "on/checkpoints/step-30", "on-hf"):
+        report = run_json(capsys, "eval", model, *PHOTOS, "engine=ggml", "engine.threads=1")
+        assert report["loss"] == pytest.approx(result["eval_loss"], abs=2e-5), model
+    assert open_gguf("on/model.gguf").metadata["toyexp-vit.classes"] == NAMES[2:]
+    weights = [open_gguf(path).read("v.blk.0.attn_k.weight") for path in ("vit", "on/model.gguf")]
+    assert np.array_equal(*weights) == (recipe[0] == "lora")
+    if recipe[0] == "lora":
+        assert main(["eval", "vit", "--adapter", "on/checkpoints/step-30", *PHOTOS]) == 2
+        assert "which trains no adapter alone" in capsys.readouterr().err
+
+
+def test_a_run_on_a_directory_starts_from_its_loss(capsys):
+    """The data has three of the five classes; toyexp numbers them as the directory does."""
+    write_photos(NAMES[2:])
+    write_transformers(Path("vit"), SMALL, draw_values(SMALL, 1), NAMES)
+    before = run_json(capsys, "eval", "vit", *PHOTOS, "engine=cpu", "engine.threads=1")["loss"]
+    words = [
+        "recipe=lora",
+        "recipe.base=vit",
+        *QUICK,
+        "engine=ggml",
+        "engine.threads=1",
+        "eval_every=6",
+        "hydra.run.dir=on",
+    ]
+    assert main(words) == 0
+    assert json.loads(Path("on/result.json").read_text())["first_eval_loss"] == pytest.approx(before, abs=2e-5)
+    report = run_json(capsys, "eval", "vit", "--adapter", "on", *PHOTOS, "engine=cpu", "engine.threads=1")
+    after = json.loads(Path("on/result.json").read_text())["eval_loss"]
+    assert report["loss"] == pytest.approx(after, abs=2e-5)
+
+
+def test_a_base_without_an_output_layer_gets_a_new_one(capsys):
+    """transformers' ViTModel, whose names have no prefix, and which has a pooler that classifiers do not use."""
+    write_photos(NAMES[2:])
+    write_transformers(Path("vit"), SMALL, draw_values(SMALL, 1), NAMES)
+
+    def change(tensors):
+        for name in list(tensors):
+            array = tensors.pop(name)
+            if not name.startswith("classifier."):
+                tensors[name.removeprefix("vit.")] = array
+        tensors["pooler.dense.weight"], tensors["pooler.dense.bias"] = np.eye(64, dtype="f4"), np.ones(64, "f4")
+
+    change_tensors("vit", change)
+    words = ["recipe=full", "recipe.base=vit", *QUICK, "engine=cpu", "engine.threads=1", "hydra.run.dir=on"]
+    assert main(words) == 0
+    assert "base    vit, with a new output layer" in capsys.readouterr().out
+    metadata = open_gguf("on/model.gguf").metadata
+    assert metadata["toyexp-vit.classes"] == NAMES[2:] and metadata["toyexp-vit.class_count"] == 3
+    assert main(["eval", "vit", *PHOTOS]) == 2
+    assert "vit: " in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("recipe", ["recipe=full recipe.train_embeddings=false", "recipe=lora recipe.targets=[v,o]"])
+def test_another_image_size_interpolates_the_positions(capsys, recipe):
+    """As torch's bicubic interpolation, which transformers' interpolate_pos_encoding calls."""
+    write_photos(NAMES[:3])
+    values = draw_values(SMALL, 1)
+    write_transformers(Path("vit"), SMALL, values, NAMES)
+    words = [*recipe.split(), "recipe.base=vit", *QUICK, "data.image_size=20"]
+    assert main([*words, "hydra.run.dir=no"]) == 2
+    error = capsys.readouterr().err
+    assert (
+        "model.image_size=12: the data has 20; type data.image_size=12 for data=images, recipe.new_size=true" in error
+    )
+    assert main([*words, "recipe.new_size=true", "data.image_size=18", "hydra.run.dir=no"]) == 2
+    assert "model.patch=4 does not divide images of 18 pixels" in capsys.readouterr().err
+    words += ["recipe.new_size=true"]
+    assert main([*words, "engine=ggml", "engine.threads=1", "hydra.run.dir=on", "checkpoint_every=3"]) == 0
+    assert "base    vit, with interpolated positions" in capsys.readouterr().out
+    assert main(["resume=on", "steps=8"]) == 0
+    (engine,) = run_json(capsys, "parity", *words, "engine=cpu:threads=1,ggml:threads=1")["engines"]
+    assert engine["loss"]["largest"] < 1e-4
+    stored = torch.from_numpy(values["v.position_embd.weight"])
+    grid = stored[1:].reshape(1, 3, 3, 64).permute(0, 3, 1, 2)
+    grid = torch.nn.functional.interpolate(grid, size=(5, 5), mode="bicubic", align_corners=False)
+    expected = torch.cat([stored[:1], grid.permute(0, 2, 3, 1).reshape(25, 64)])
+    np.testing.assert_allclose(open_gguf("on/model.gguf").read("v.position_embd.weight"), expected, rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize(("old", "new"), [(3, 7), (7, 3), (14, 24), (24, 14), (5, 5), (1, 4), (4, 1)])
+def test_bicubic_weights_are_those_of_torch(old, new):
+    points = torch.eye(old, dtype=torch.float64)[None, :, None]  # [1, old, 1, old]
+    expected = torch.nn.functional.interpolate(points, size=(1, new), mode="bicubic", align_corners=False)
+    np.testing.assert_allclose(bicubic_weights(old, new), expected[0, :, 0].T, rtol=0, atol=1e-12)
+
+
+def test_new_size_is_for_image_models(capsys):
+    write_base(Path("text.gguf"), "llama", tokenizer=Bytes())
+    assert main(["recipe=full", "recipe.base=text.gguf", "recipe.new_size=true"]) == 2
+    assert "recipe.new_size=true: applies to classifiers only; model=llama has no image_size" in capsys.readouterr().err

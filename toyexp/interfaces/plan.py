@@ -384,6 +384,12 @@ def lora_names(target: str) -> list[str]:
     return [f"{target}.lora_a", f"{target}.lora_b"]
 
 
+def adapter_tensors(plan: Plan) -> list[str]:
+    """Return the names of the plan's LoRA tensors; none if other tensors train too, which no adapter file holds."""
+    names = [n for a in plan.adapters if isinstance(a, LoraAdapter) for n in lora_names(a.target)]
+    return names if {t.name for t in plan.trainable} <= {*names} else []
+
+
 def adapter_digest(pairs: Mapping[str, np.ndarray], merged: str = "") -> str:
     """Return a digest of an adapter's tensors `pairs`: 16 hex digits.
 

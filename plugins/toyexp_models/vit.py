@@ -59,9 +59,8 @@ HF_SIZES = {
 # Tensor names in transformers, and in timm.
 NAMES = {
     "class_embd": "vit.embeddings.cls_token", "position_embd": "vit.embeddings.position_embeddings",
-    "blk": "vit.encoder.layer", "patch_embd": "vit.embeddings.patch_embeddings.projection",
-    "post_ln": "vit.layernorm", "head": "classifier",
-    "ln1": "layernorm_before", "ln2": "layernorm_after",
+    "blk": "vit.encoder.layer", "patch_embd": "vit.embeddings.patch_embeddings.projection", "head": "classifier",
+    "post_ln": "vit.layernorm", "ln1": "layernorm_before", "ln2": "layernorm_after",
     "attn_q": "attention.attention.query", "attn_k": "attention.attention.key", "attn_v": "attention.attention.value",
     "attn_out": "attention.output.dense", "ffn_up": "intermediate.dense", "ffn_down": "output.dense",
 }  # fmt: skip
@@ -129,9 +128,9 @@ def read_vit_config(cls: type[Any], config: Mapping[str, Any], names: Collection
     if activation not in ACTIVATIONS or not config.get("qkv_bias", True):
         problem = f"hidden_act is {activation}, qkv_bias {config.get('qkv_bias', True)}"
         raise UserError(f"{problem}; toyexp's model=vit has {' or '.join(ACTIVATIONS)}, with biases")
-    sizes = {name: config[key] for key, name in HF_SIZES.items()}
     classes = len(config.get("id2label", "01")) if {"classifier.weight", "head.weight"} & {*names} else 0
-    model = cls(**sizes, classes=classes, block=ACTIVATIONS[activation], pool=config.get("pool", "class"))
+    sizes = {name: config[key] for key, name in HF_SIZES.items()} | {"classes": classes}
+    model = cls(**sizes, block=ACTIVATIONS[activation], pool=config.get("pool", "class"))
     model.check()
     return model
 
@@ -230,14 +229,12 @@ class ViT(Model):
         height, width, channels = dataset.image_shape
         if height != width:
             raise UserError(f"model=vit reads square images; the data has images of {width} x {height}")
-        scaled = (
-            f"data.image_size={self.image_size} for data=images, recipe.new_size=true for other sizes than the base's",
-            f"data.color={str(self.channels == 3).lower()} for data=images",
-        )
-        for name, value, fit in zip(("image_size", "channels"), (height, channels), scaled, strict=True):
-            if (size := getattr(self, name)) not in (0, value):
-                problem = f"model.{name}={size}: the data has {value}"
-                raise UserError(f"{problem}; type {fit}, or for a new model leave model.{name} out")
+        size, color = f"data.image_size={self.image_size}", f"data.color={str(self.channels == 3).lower()}"
+        base = ", recipe.new_size=true to interpolate a base's positions"
+        for name, value, fit, more in (("image_size", height, size, base), ("channels", channels, color, "")):
+            if (own := getattr(self, name)) not in (0, value):
+                problem = f"model.{name}={own}: the data has {value}; type {fit} for data=images{more}"
+                raise UserError(f"{problem}, or for a new model leave model.{name} out")
         if 0 < self.classes < dataset.vocab:
             raise UserError(f"model.classes={self.classes} is smaller than the data's classes (0..{dataset.vocab - 1})")
         fitted = replace(self, image_size=height, channels=channels, classes=self.classes or dataset.vocab)
@@ -262,7 +259,7 @@ class ViT(Model):
 
         Patch embedding, positions and head start from N(0, 0.02), and the class token from 0. The linear layers of
         blocks start from N(0, 1/sqrt(d)). v.patch_embd.weight, reshaped to [d, channels, patch, patch], is the kernel
-        of a convolution.
+        of a convolution. Without classes there is no head.
         """
         d, ff, small, inner = self.d_model, self.d_ff, Normal(0.02), Normal(1 / math.sqrt(self.d_model))
         with_bias = self.block != "rmsnorm_silu"
@@ -279,7 +276,7 @@ class ViT(Model):
             specs += norm(f"v.blk.{i}.ln2")
             specs += linear(f"v.blk.{i}.ffn_up", ff, d)
             specs += linear(f"v.blk.{i}.ffn_down", d, ff)
-        return [*specs, *norm("v.post_ln"), *linear("v.head", self.classes, d, init=small)]
+        return [*specs, *norm("v.post_ln"), *(linear("v.head", self.classes, d, init=small) if self.classes else ())]
 
     def forward(self, ops: Ops, p: Params, batch: Mapping[str, Tensor]) -> Tensor:
         """Return the logits [B, classes] of patches [B, P, channels * patch * patch]."""

@@ -41,7 +41,7 @@ class FromBase(Recipe):
 
     def origin(self) -> tuple[str, str]:
         """Return "base" and a phrase: the path of the base's file, and which of its tensors are replaced."""
-        changes = ", with a new output layer" * self._needs_head() + ", with interpolated positions" * self.new_size
+        changes = ", with a new output layer" * self.new_head + ", with interpolated positions" * self.new_size
         return "base", f"{self.base_file()}{changes}"
 
     def prepare_base(self, model: Model) -> Model:
@@ -52,8 +52,7 @@ class FromBase(Recipe):
         names = {"classes": "new_head", "image_size": "new_size"}
         sizes = {size: 0 for size, name in names.items() if getattr(self, name)}
         for size in sizes.keys() - model.settings().keys():
-            problem = f"applies to classifiers only; model={model.name} has no {size}"
-            raise UserError(f"recipe.{names[size]}=true: {problem}")
+            raise UserError(f"recipe.{names[size]}=true: applies to classifiers only; model={model.name} has no {size}")
         return replace(model, **sizes)
 
     def warnings(self, preview: RunPreview) -> Iterable[str]:
@@ -66,29 +65,24 @@ class FromBase(Recipe):
 
         The tensors of a new head start with the model's initial values, and train.
         """
-        path, head, tensors = str(self.base_file()), self._head(model), []
-        for spec in model.tensors():
-            values = toyexp.FromGGUF(path, spec.name)
-            if self.new_size and spec.name == POSITIONS:
-                from toyexp_recipes.positions import InterpolatedPositions
+        from toyexp_recipes.positions import InterpolatedPositions
 
-                values = InterpolatedPositions(path, spec.name)
-            is_new = spec.name in head
-            tensors.append(PlanTensor.from_spec(spec, None if is_new else values, is_new or not frozen(spec.name)))
+        path = self.base_file()
+        stored = toyexp.formats.open_gguf(str(path)).tensors if path else {}
+        new = self._head(model) | {t.name for t in model.tensors() if path and t.name not in stored}
+        tensors = []
+        for spec in model.tensors():
+            source = InterpolatedPositions if self.new_size and spec.name == POSITIONS else toyexp.FromGGUF
+            values = None if spec.name in new else source(str(path), spec.name)
+            tensors.append(PlanTensor.from_spec(spec, values, spec.name in new or not frozen(spec.name)))
         return tensors
 
-    def _needs_head(self) -> bool:
-        """Return True if `new_head` is set, or if the base has no classes."""
-        path = self.base_file()
-        stored = toyexp.formats.open_gguf(str(path)).tensors.values() if path else ()
-        return self.new_head or any(0 in info.shape for info in stored)
-
     def _head(self, model: Model) -> set[str]:
-        """Return the names of the new head's tensors, or an empty set if there is no new head.
+        """Return the names of the new head's tensors, or an empty set if `new_head` is not set.
 
         The head's tensors are those whose shape depends on the number of classes.
         """
-        if not self._needs_head():
+        if not self.new_head:
             return set()
         larger = replace(model, classes=model.settings()["classes"] + 1)  # type: ignore[call-arg]
         sizes = {t.name: t.shape for t in larger.tensors()}

@@ -256,7 +256,7 @@ def test_a_base_without_an_output_layer_gets_a_new_one(capsys):
     change_tensors("vit", change)
     words = ["recipe=full", "recipe.base=vit", *QUICK, "engine=cpu", "engine.threads=1", "hydra.run.dir=on"]
     assert main(words) == 0
-    assert "base    vit, with a new output layer" in capsys.readouterr().out
+    assert "note: vit has no output layer; recipe=full and recipe=lora add a new one" in capsys.readouterr().err
     metadata = open_gguf("on/model.gguf").metadata
     assert metadata["toyexp-vit.classes"] == NAMES[2:] and metadata["toyexp-vit.class_count"] == 3
     assert main(["eval", "vit", *PHOTOS]) == 2

@@ -76,13 +76,11 @@ def read_folder(path: Path, models: Iterable[type[Model]]) -> ModelExport:
     """Return the model, tokenizer and tensors of a directory of transformers or timm; tensors are read on access.
 
     Raise UserError if none of the classes `models` computes what config.json says, or if a tensor is missing or extra.
-    The tensors of a model without classes are empty and in no file.
     """
     folder = Folder(path)
     model = _read_model(folder, models)
     layout = hf_layout(model, folder.config if "architecture" in folder.config else {})
-    specs = [spec for spec in model.tensors() if 0 not in spec.shape]
-    names = {spec.name: folder.find(layout.tensors[spec.name], spec.shape[0]) for spec in specs}
+    names = {spec.name: folder.find(layout.tensors[spec.name], spec.shape[0]) for spec in model.tensors()}
     expected = {name for found in names.values() for name in found}
     unused = {"lm_head.weight", "pooler.dense.weight", "pooler.dense.bias"}
     extra = {n for n in folder.files.keys() - expected - unused if not n.endswith(NO_WEIGHTS)}
@@ -96,13 +94,12 @@ def read_folder(path: Path, models: Iterable[type[Model]]) -> ModelExport:
         parts = [original_rows(stored.back(folder.read(n)), stored) for n in names[name]]
         return np.stack(parts) if stored.is_split else parts[0]
 
-    folder.tensors = {s.name: folder.locate(layout.tensors[s.name], names[s.name]) for s in specs}
-    shapes = {s.name: s.shape for s in model.tensors()}
-    tensors = LazyTensors(shapes, lambda name: read(name) if name in names else np.zeros(shapes[name], np.float32))
-    tokenizer, problems = None, list[str]()
+    folder.tensors = {s.name: folder.locate(layout.tensors[s.name], names[s.name]) for s in model.tensors()}
+    tensors, tokenizer, problems = LazyTensors({s.name: s.shape for s in model.tensors()}, read), None, []
     if not model.reads.text:
         data = _image_data(path / PREPROCESSOR, folder.config, model_settings(model))
-        return ModelExport(model, tensors, None, _names(path.resolve()), data, file=folder)
+        note = [] if data["classes"] else [f"{path} has no output layer; recipe=full and recipe=lora add a new one"]
+        return ModelExport(model, tensors, None, _names(path.resolve()), data, unreadable=note, file=folder)
     try:
         keys = tokenizer_keys(path, folder.config)
         folder.metadata = {f"tokenizer.{key}": value for key, value in keys.items()}

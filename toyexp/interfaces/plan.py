@@ -336,7 +336,7 @@ def describe_adapters(plan: Plan) -> str:
     """Return text such as "LoRA r=8 on q,v", or "" if the plan has no LoRA adapters."""
     names = [adapter.target for adapter in plan.adapters if isinstance(adapter, LoraAdapter)]
     ranks = {t.shape[0] for t in plan.tensors for name in names if t.name == lora_names(name)[0]}
-    layers = (re.sub(r"^blk\.\d+\.|\.weight$", "", name) for name in names)
+    layers = (re.sub(r"^(v\.)?blk\.\d+\.|\.weight$", "", name) for name in names)
     kinds = dict.fromkeys(
         re.sub(r"attn_out\w*", "o", layer).replace("attn_", "").replace("ffn_", "") for layer in layers
     )

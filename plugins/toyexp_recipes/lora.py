@@ -93,8 +93,7 @@ class Lora(FromBase):
 
     def origin(self) -> tuple[str, str]:
         """Return "base" and the path of the base, followed by the path of the adapter to continue if one is set."""
-        role, base = super().origin()
-        return role, f"{base}{f', on it {self.adapter}' if self.adapter else ''}"
+        return "base", f"{super().origin()[1]}{f', on it {self.adapter}' if self.adapter else ''}"
 
     def plan(self, model: Model, setup: Setup) -> Plan:
         """Return a plan with the base model's tensors, frozen, and trainable LoRA matrices for each target layer."""

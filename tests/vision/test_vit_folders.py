@@ -85,13 +85,19 @@ def test_a_directory_that_transformers_wrote_has_its_logits(activation):
         np.testing.assert_allclose(compute_logits("vit", engine, images), expected, rtol=0, atol=2e-5)
 
 
-def test_classes_and_normalisation_are_those_of_the_directory():
+def test_classes_and_normalisation_are_those_of_the_directory(capsys):
     write_transformers(Path("hf"), MODEL, draw_values(MODEL), NAMES)
     write_timm(Path("timm"), MODEL, draw_values(MODEL), label_names=NAMES)
     for folder in ("hf", "timm"):
         metadata = open_gguf(folder).metadata
         assert metadata["toyexp-vit.classes"] == NAMES
         assert [*metadata["toyexp-vit.image_mean"], *metadata["toyexp-vit.image_std"]] == [0.5] * 3 + [0.25] * 3
+    Path("hf/preprocessor_config.json").unlink()
+    metadata = open_gguf("hf").metadata
+    assert [*metadata["toyexp-vit.image_mean"], *metadata["toyexp-vit.image_std"]] == [0.5] * 6
+    assert capsys.readouterr().err == (
+        "note: hf has no preprocessor_config.json; pixels are normalised with mean and std 0.5\n"
+    )
     Path("hf/preprocessor_config.json").write_text('{"do_normalize": false, "image_mean": [0.1, 0.1, 0.1]}')
     metadata = open_gguf("hf").metadata
     assert [*metadata["toyexp-vit.image_mean"], *metadata["toyexp-vit.image_std"]] == [0.0] * 3 + [1.0] * 3

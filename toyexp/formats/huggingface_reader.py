@@ -98,8 +98,10 @@ def read_folder(path: Path, models: Iterable[type[Model]]) -> ModelExport:
     tensors, tokenizer, problems = LazyTensors({s.name: s.shape for s in model.tensors()}, read), None, []
     if not model.reads.text:
         data = _image_data(path / PREPROCESSOR, folder.config, model_settings(model))
-        note = [] if data["classes"] else [f"{path} has no output layer; recipe=full and recipe=lora add a new one"]
-        return ModelExport(model, tensors, None, _names(path.resolve()), data, unreadable=note, file=folder)
+        notes = [f"{path} has no output layer; recipe=full and recipe=lora add a new one"] * (not data["classes"])
+        if not (path / PREPROCESSOR).exists() and "architecture" not in folder.config:
+            notes.append(f"{path} has no {PREPROCESSOR}; pixels are normalised with mean and std 0.5")
+        return ModelExport(model, tensors, None, _names(path.resolve()), data, unreadable=notes, file=folder)
     try:
         keys = tokenizer_keys(path, folder.config)
         folder.metadata = {f"tokenizer.{key}": value for key, value in keys.items()}
@@ -113,8 +115,9 @@ def _image_data(file: Path, config: Mapping[str, Any], sizes: Mapping[str, Any])
     """Return the names of the classes, and mean and std of pixels: those of `file`, of timm's config, or 0.5."""
     stated = {**config, **config.get("pretrained_cfg", {})}
     pixels = json_object(read_file(file, LIMIT), f"{file}:") if file.exists() else {}
-    names = stated.get("id2label") or dict(enumerate(stated.get("label_names") or range(sizes["classes"])))
-    data: dict[str, Any] = {"classes": [str(names[key]) for key in sorted(names, key=int)][: sizes["classes"]]}
+    labels = stated.get("id2label") or stated.get("label_names") or []
+    names = {str(key): name for key, name in (labels.items() if isinstance(labels, dict) else enumerate(labels))}
+    data: dict[str, Any] = {"classes": [str(names.get(str(i), i)) for i in range(sizes["classes"])]}
     for key, unchanged in (("mean", 0.0), ("std", 1.0)):
         value = pixels.get(f"image_{key}") or stated.get(key) or [0.5] * sizes["channels"]
         data[f"image_{key}"] = value if pixels.get("do_normalize", True) else [unchanged] * sizes["channels"]

@@ -81,8 +81,7 @@ class ViTGGUF(GGUFForm[Any]):
     def metadata(self, model: Any) -> dict[str, Any]:
         """Return the GGUF keys and values of the block type, the sizes and the norms' eps."""
         sizes = {key: getattr(model, name) for name, key in SIZES.items()}
-        pool = {"pool": model.pool} if model.pool != "class" else {}
-        return {"block": model.block, **sizes, **pool, FORMS[model.block]: model.norm_eps}
+        return {"block": model.block, "pool": model.pool, **sizes, FORMS[model.block]: model.norm_eps}
 
     def read(self, cls: type[Any], file: ModelFile) -> Any:
         """Return the file's model. Raise UserError if a key is missing."""

@@ -254,6 +254,15 @@ def test_a_teacher_whose_ids_mean_other_tokens_is_rejected(work):
         )
 
 
+def test_a_base_without_a_tokenizer_reads_text_only_with_the_tokenizer_of_a_file(work):
+    (work / "book.txt").write_text(" ".join(np.random.default_rng(0).choice(WORDS, 4000)))
+    assert main(["export", "base.gguf", "--type", "safetensors", "--to", "bare.safetensors"]) == 0
+    parts = {"recipe": Full(base="bare.safetensors"), "engine": "cpu", "batch_size": 2, "steps": 1, "eval_every": 0}
+    with pytest.raises(UserError, match=r"recipe.base=bare.safetensors: has no tokenizer.* data.tokenizer=FILE.gguf"):
+        toyexp.train(data=Text(path="book.txt", tokenizer="byte"), directory="run", **parts)
+    assert toyexp.train(data=Text(path="book.txt", tokenizer="base.gguf"), directory="run", **parts).steps == 1
+
+
 def test_pairs_that_are_all_held_out_leave_nothing_to_train_on(work):
     with pytest.raises(UserError, match=r"data\.val_fraction=1\.0: leaves nothing to train on"):
         train("run", data=Pairs(path="pairs.jsonl", val_fraction=1.0))

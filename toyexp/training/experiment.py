@@ -111,6 +111,7 @@ def _open_data(config: Config) -> Dataset:
     for callback in config.callbacks.values():
         callback.check_run(config.plain, dataset)
     _require_tokens_of_teacher(config.objective, dataset)
+    _require_tokens_of_base(config, dataset)
     tokens = getattr(config.base, "vocab", dataset.vocab)
     if dataset.vocab > tokens:
         problem = f"the data's token ids go up to {dataset.vocab - 1}, but the base has {tokens} tokens"
@@ -135,6 +136,16 @@ def _require_tokens_of_teacher(objective: Objective, dataset: Dataset) -> None:
     if any(theirs != ours for theirs, ours in pairs):
         problem = f"ids of the data mean other tokens in {short_path(path)}"
         raise UserError(f"objective={objective.name}: {problem}; add data.tokenizer={path}")
+
+
+def _require_tokens_of_base(config: Config, dataset: Dataset) -> None:
+    """Raise UserError if the recipe's base has no tokenizer, and the data has one that no file defines."""
+    path, tokenizer = config.recipe.base_file(), str(getattr(config.data, "tokenizer", ""))
+    if path is None or dataset.tokenizer is None or tokenizer.endswith(".gguf") or has_text(open_gguf(str(path))):
+        return
+    problem = "has no tokenizer, so ids of the data may mean other tokens"
+    remedy = "name its GGUF file or run, or add data.tokenizer=FILE.gguf with its tokenizer"
+    raise UserError(f"recipe.base={short_path(path)}: {problem}; {remedy}")
 
 
 def _fit_model(config: Config, dataset: Dataset) -> tuple[Model, Batches]:

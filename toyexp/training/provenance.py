@@ -151,7 +151,8 @@ class Origin:
         A digest that is missing in this origin or in `now` is ignored.
         """
         changed_roles = [role for role in now if role in self.sources and self.sources[role] != now[role]]
-        return [f"the contents of the {printable(role)} changed" for role in changed_roles]
+        names = [("" if "." in role else "the ") + printable(role) for role in changed_roles]  # or a file's name
+        return [f"the contents of {name} changed" for name in names]
 
 
 def read_origin(path: Path) -> Origin:

@@ -210,6 +210,8 @@ def find_model_file(path: Path, leaves: Sequence[str] = (MODEL,), registry: Regi
     hint = f"name a GGUF file, the directory of a run, or a checkpoint{f', such as {newest}' if newest else ''}"
     if (path / "config.yaml").is_file() and not newest:
         hint = f"the run saved no weights: callbacks=[default] writes {MODEL}, checkpoint_every=100 checkpoints"
+    if (path / checkpoint.STATE).is_file():
+        raise UserError(f"{path}: is a damaged checkpoint: it has no {checkpoint.MANIFEST}; use another checkpoint")
     raise UserError(f"{path}: is a directory without {' or '.join(leaves)}; {_conversion_hint(path) or hint}")
 
 

@@ -144,8 +144,8 @@ def test_resuming_after_a_change_of_data_or_base_is_rejected(capsys):
 
 @pytest.mark.parametrize(
     ("damage", "problem"),
-    [(lambda text: text.partition(b"\nrecipe:")[0], "has no recipe"), (lambda text: text[:-200] + b"\nx: [", "not valid YAML"),
-     (lambda text: b"", "has no model"), (lambda text: b"\xff" + text, "not UTF-8 text")],
+    [(lambda text: text.partition(b"\nrecipe:")[0], "has no recipe"), (lambda text: b"", "has no model"),
+     (lambda text: text[:-200] + b"\nx: [", "not valid YAML"), (lambda text: b"\xff" + text, "not UTF-8 text")],
 )  # fmt: skip
 def test_a_damaged_configuration_of_a_run_is_named(capsys, damage, problem):
     run(*settings("ggml"), "steps=2", "hydra.run.dir=run")

@@ -254,6 +254,12 @@ def test_a_teacher_whose_ids_mean_other_tokens_is_rejected(work):
         )
 
 
+def test_a_teacher_of_another_kind_of_data_is_named(work):
+    message = r"objective=distil: base.gguf reads tokens; data=digits gives images; name another teacher"
+    with pytest.raises(UserError, match=message):
+        toyexp.train("vit", recipe="vit_tiny", data="digits", objective=Distil("base.gguf"), directory="run")
+
+
 def test_a_base_without_a_tokenizer_reads_text_only_with_the_tokenizer_of_a_file(work):
     (work / "book.txt").write_text(" ".join(np.random.default_rng(0).choice(WORDS, 4000)))
     assert main(["export", "base.gguf", "--type", "safetensors", "--to", "bare.safetensors"]) == 0

@@ -404,6 +404,8 @@ def test_swept_texts_with_significant_blanks_are_rejected_with_the_quoted_form(v
         ("--Trainer.Max_Epochs=3", ["epochs=3"]),
         ("--learning_rate=3", ["lr=3"]),
         ("learning_rate=3", ["did you mean lr?"]),
+        ("objective.loss_type=sigmoid", ["did you mean objective.kind=dpo?"]),
+        ("objective.loss_type=ipo", ["did you mean objective.kind?"]),
         ("max_iters=3", ["did you mean steps?"]),
         ("bf16=True", ["did you mean engine.dtype=bfloat16?"]),
         ("bf16=False", ["did you mean engine.dtype=float32 (the default: leave it out)?"]),

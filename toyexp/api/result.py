@@ -253,7 +253,7 @@ class Result:
         rows = [
             ("run", f"{self.name}  ({', '.join(filter(None, chosen))})"),
             ("state", f"{self.state}{after}{duration}" + (f": {self.why}" if self.why else "")),
-            *((f"held-out {k}", f"{initial if k == 'loss' else ''}{v:.4f}") for k, v in self.held_out.items()),
+            *((f"held-out {k}", f"{initial if k == 'loss' else ''}{v:z.4f}") for k, v in self.held_out.items()),
         ]
         if self.loss is not None:
             rows.append(("smoothed train loss", f"{self.loss:.4f}"))

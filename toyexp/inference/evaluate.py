@@ -72,7 +72,7 @@ class Evaluation(Answer):
     def lines(self) -> list[str]:
         """Return the lines printed to the user."""
         metrics = [f"loss {self.loss:.4f}", *(figure.text for figure in self.figures if figure.value is not None)]
-        metrics += [f"{name} {value:.4f}" for name, value in self.scores.items()]
+        metrics += [f"{name} {value:z.4f}" for name, value in self.scores.items()]
         source = " ".join(filter(None, (self.data, self.path))) + (", the run's own" if self.own else self.note)
         data = "; ".join((source, *self.left_out))
         share = ", ".join(f"data.{key}={value}" for key, value in self.share.items())

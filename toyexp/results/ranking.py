@@ -61,7 +61,7 @@ class Point(Generic[J]):
         return statistics.stdev(self.values) if len(self.values) > 1 else None
 
     def __str__(self) -> str:
-        form = ".4f" if abs(self.mean) < 1e7 else ".4g"
+        form = "z.4f" if abs(self.mean) < 1e7 else ".4g"
         spread = "" if self.deviation is None else f" ± {self.deviation:{form}}"
         return f"{self.mean:{form}}{spread}" if self.values else "-"
 

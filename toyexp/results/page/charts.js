@@ -325,14 +325,14 @@ function drawSmall(name) {
   return drawChart(name, traces, layout({ yaxis: axis, margin: { l: 44, r: 8, t: 4, b: 36 } }), quiet, about);
 }
 
-// Return ticks and range of a logarithmic axis. The range fits the completed runs, so that a diverged run does not flatten
-// their curves, and leaves out gradient norms far from most others. The range of the learning rate also fits the other runs,
-// unless a rate is 10,000 times those of the completed runs.
+// Return ticks and range of a logarithmic axis. The range fits the runs that did not diverge or fail, so that those do not
+// flatten the others' curves, and leaves out gradient norms far from most others. The range of the learning rate fits all runs, unless a rate
+// is 10,000 times those of the completed runs.
 function logAxis(name) {
   const read = (runs) => runs.flatMap((run) => readCurve(run, name, name !== "lr")[1]).filter((y) => y > 0);
   const shown = shownRuns(), calm = read(shown.filter((run) => run.state === "completed"));
   const least = calm.reduce((a, b) => Math.min(a, b), Infinity) / 1e4, most = calm.reduce((a, b) => Math.max(a, b), 0) * 1e4;
-  const near = (run) => name === "lr" && read([run]).every((y) => y >= least && y <= most);
+  const near = (run) => (name === "lr" ? read([run]).every((y) => y >= least && y <= most) : !["diverged", "failed"].includes(run.state));
   const done = shown.filter((run) => run.state === "completed" || near(run));
   const whole = state.outliers || done.length === shown.length || !read(done).length, values = Float64Array.from(read(whole ? shown : done)).sort();
   if (!values.length) return {};

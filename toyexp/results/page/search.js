@@ -26,7 +26,7 @@ function drawSearch() {
     different.sort((a, b) => (a > b) - (a < b));
     const slots = different.map((_, place) => place), shift = (trial) => 0.6 * (trial.number / last - 0.5);
     const axis = numeric ? { type: log ? "log" : "linear", nticks: 5, tickformat: "~g", ...decades } :
-      { tickvals: slots, ticktext: different.map(String), range: [-0.5, slots.length - 0.5], showgrid: false, title: { text: "equal values side by side, by trial", standoff: 4 } };
+      { tickvals: slots, ticktext: different.map(String), range: [-0.5, slots.length - 0.5], showgrid: false, title: { text: "equal values: by trial", standoff: 4 } };
     const borders = numeric ? [] : slots.slice(1).map((x) => ({ x0: x - 0.5, x1: x - 0.5, y0: 0, y1: 1, yref: "paper", line: { width: 1, color: style("line") } }));
     const xs = numeric ? values : trials.map((trial, i) => different.indexOf(values[i]) + shift(trial));
     drawTrials(`setting-${key}`, trials, xs, axis, [], star, borders);

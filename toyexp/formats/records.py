@@ -1,0 +1,243 @@
+"""Read the records of data files (JSON lines, JSON, CSV, Parquet, Arrow, also compressed), and their columns."""
+
+from __future__ import annotations
+
+import codecs
+import contextlib
+import csv
+import gzip
+import io
+import json
+import lzma
+import zlib
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import IO, Any
+
+from toyexp.base.errors import UserError, printable
+from toyexp.base.files import NOT_TEXT_HINTS, open_file
+from toyexp.base.packages import require_package
+
+COMPRESSED = (".gz", ".xz", ".zst")
+INSTALL = "pip install 'toyexp[data]'"
+LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
+FIELD_LIMIT = (1 << 31) - 1  # characters of a CSV field; the csv module's own limit is 131,072
+
+Record = bytes | dict[str, Any]  # a line of JSON, which is not parsed yet, or values by column
+
+
+def record_suffix(path: Path) -> str:
+    """Return the suffix that names the format, such as .jsonl for a.jsonl.gz; "" if it is not a format of records."""
+    name = path.with_suffix("") if path.suffix in COMPRESSED else path
+    return name.suffix if name.suffix in READERS and (path == name or name.suffix in _TEXTS) else ""
+
+
+def iter_records(path: Path) -> Iterator[tuple[str, Record]]:
+    """Yield the location and the value of each record of a file, in order.
+
+    Raise UserError if the file is damaged or has another format.
+    """
+    read = READERS.get(record_suffix(path), _lines)
+    try:
+        yield from read(path)
+    except (EOFError, zlib.error, lzma.LZMAError, OSError, csv.Error) as error:
+        raise UserError(f"{path}: cannot be read: {printable(str(error), 200)}") from None
+
+
+@contextlib.contextmanager
+def _open_bytes(path: Path) -> Iterator[IO[bytes]]:
+    """Open a file, decompressing it if its suffix says so."""
+    with contextlib.ExitStack() as stack:
+        file: IO[bytes] = stack.enter_context(open_file(path))
+        if path.suffix == ".gz":
+            file = stack.enter_context(gzip.open(file))  # type: ignore[arg-type]  # typeshed: not an IO[bytes]
+        elif path.suffix == ".xz":
+            file = stack.enter_context(lzma.open(file))
+        elif path.suffix == ".zst":
+            with require_package("pyarrow", INSTALL):
+                import pyarrow
+            file = stack.enter_context(io.BufferedReader(pyarrow.CompressedInputStream(file, "zstd")))
+        yield file
+
+
+def _lines(path: Path) -> Iterator[tuple[str, Record]]:
+    with _open_bytes(path) as file:
+        # Split at newlines only: U+2028 and the like may occur within JSON text.
+        for number, line in enumerate(file, 1):
+            if number == 1:
+                line = line.removeprefix(codecs.BOM_UTF8)
+                if hint := _other_format(path, line):
+                    raise UserError(f"{path}: is not a JSON lines file; {hint}")
+            if line.strip():
+                yield f"{path}:{number}", line.removesuffix(b"\n")
+
+
+def _other_format(path: Path, line: bytes) -> str:
+    if line.lstrip().startswith(b"["):
+        return f"it is a JSON array: rename it to {path.stem}.json"
+    return next((hint for magic, hint in NOT_TEXT_HINTS.items() if line.startswith(magic)), "")
+
+
+def _json(path: Path) -> Iterator[tuple[str, Record]]:
+    with _open_bytes(path) as file:
+        head = file.read(64).lstrip()
+    if not head.removeprefix(codecs.BOM_UTF8).lstrip().startswith(b"["):  # JSON lines under another name
+        yield from _lines(path)
+        return
+    with _open_bytes(path) as file:
+        try:
+            values = json.loads(file.read().decode("utf-8-sig"))
+        except (ValueError, RecursionError) as error:
+            raise UserError(f"{path}: is not valid JSON ({printable(str(error))})") from None
+    yield from ((f"{path}[{number}]", value) for number, value in enumerate(values))
+
+
+def _table(path: Path) -> Iterator[tuple[str, Record]]:
+    csv.field_size_limit(FIELD_LIMIT)
+    delimiter = "\t" if ".tsv" in path.suffixes else ","
+    with _open_bytes(path) as raw, io.TextIOWrapper(raw, "utf-8-sig", newline="") as file:
+        try:
+            reader = csv.DictReader(file, delimiter=delimiter, strict=True)
+            names = reader.fieldnames or []
+            other = next((d for d in (";", "\t", "|", ",") if d != delimiter and len(names) == 1 and d in names[0]), "")
+            if other:
+                raise UserError(f"{path}: its columns are separated by {other!r}; expected {delimiter!r}")
+            for row in reader:
+                if None in row or None in row.values():
+                    problem = "more" if None in row else "fewer"
+                    raise UserError(f"{path}:{reader.line_num}: has {problem} fields than the {len(names)} columns")
+                yield f"{path}:{reader.line_num}", row
+        except UnicodeDecodeError as error:
+            raise UserError(f"{path}: is not UTF-8 text (byte 0x{error.object[error.start]:02x})") from None
+
+
+def _parquet(path: Path) -> Iterator[tuple[str, Record]]:
+    with require_package("pyarrow", INSTALL):
+        from pyarrow import ArrowException, parquet
+    try:
+        with parquet.ParquetFile(path) as file:
+            yield from _rows(path, file.iter_batches(1024))
+    except ArrowException as error:
+        raise UserError(f"{path}: cannot be read as Parquet: {printable(str(error), 200)}") from None
+
+
+def _arrow(path: Path) -> Iterator[tuple[str, Record]]:
+    with require_package("pyarrow", INSTALL):
+        import pyarrow
+    try:
+        with pyarrow.memory_map(str(path)) as file:
+            try:  # `datasets` writes streams; others write files, which begin with ARROW1
+                stream = pyarrow.ipc.open_stream(file)
+            except pyarrow.ArrowInvalid:
+                whole = pyarrow.ipc.open_file(file)
+                stream = (whole.get_batch(i) for i in range(whole.num_record_batches))
+            yield from _rows(path, stream)
+    except pyarrow.ArrowException as error:
+        raise UserError(f"{path}: cannot be read as Arrow: {printable(str(error), 200)}") from None
+
+
+def _rows(path: Path, batches: Any) -> Iterator[tuple[str, Record]]:
+    number = 0
+    for batch in batches:
+        for row in batch.to_pylist():
+            yield f"{path}[{number}]", row
+            number += 1
+
+
+_TEXTS = {".jsonl": _lines, ".ndjson": _lines, ".json": _json, ".csv": _table, ".tsv": _table}  # may be compressed
+READERS: dict[str, Callable[[Path], Iterator[tuple[str, Record]]]] = {**_TEXTS, ".parquet": _parquet, ".arrow": _arrow}
+
+
+class BadExample(UserError):
+    """Error with the reason why a record cannot be used."""
+
+
+def decode(record: Record, columns: Mapping[str, str]) -> dict[str, Any]:
+    """Return a record's values by column, without nulls, and renamed by `columns`: {name in toyexp: column}.
+
+    Raise BadExample if the record is not a JSON object, or lacks a column.
+    """
+    value: Any = record
+    if isinstance(record, bytes):
+        try:
+            value = json.loads(record.decode("utf-8"), object_pairs_hook=_unique_keys)
+        except UnicodeDecodeError as error:
+            raise BadExample(f"not UTF-8 text (byte {error.start} is 0x{record[error.start]:02x})") from None
+        except (ValueError, RecursionError) as error:
+            raise BadExample(f"is not one JSON object ({printable(str(error))})") from None
+    if not isinstance(value, dict):
+        raise BadExample(f"is {kind_of(value)}; expected an object with a value for each column")
+    for name, column in columns.items():
+        if column not in value:
+            raise BadExample(f"has no column {printable(column, 20)} (data.columns.{name}); it has {join_names(value)}")
+    renamed = {name: value[column] for name, column in columns.items()}
+    others = {key: item for key, item in value.items() if key not in columns.values() and key not in columns}
+    return {key: item for key, item in {**renamed, **others}.items() if item is not None}
+
+
+def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    if len(value := dict(pairs)) < len(pairs):
+        keys = [key for key, _ in pairs]
+        raise BadExample(f"has the key {printable(next(k for k in keys if keys.count(k) > 1), 20)} twice")
+    return value
+
+
+def text_of(value: Any, subject: str) -> str:
+    """Return `value`. Raise BadExample if it is not a text, is empty, or is not valid Unicode."""
+    if not isinstance(value, str):
+        raise BadExample(f"{subject} is {kind_of(value)}, expected text")
+    if not value:
+        raise BadExample(f"{subject} is empty")
+    return require_unicode(value, subject)
+
+
+def require_unicode(text: str, subject: str) -> str:
+    """Return `text`. Raise BadExample if it is not valid Unicode."""
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise BadExample(f"{subject} holds half a surrogate pair ({ascii(text[error.start])[1:-1]})") from None
+    return text
+
+
+def kind_of(value: Any) -> str:
+    """Return what a JSON value is, such as "a list", for a message."""
+    if value == []:
+        return "an empty list"
+    kinds = {dict: "an object", list: "a list", str: "a text", bool: "true or false", type(None): "null"}
+    return kinds.get(type(value), "a number")
+
+
+def join_names(value: Mapping[Any, Any]) -> str:
+    """Return the first keys of a mapping, separated by commas, for a message."""
+    return ", ".join(printable(str(key), 20) for key in list(value)[:8]) or "none"
+
+
+def parse_cell(value: Any) -> Any:
+    """Return the value of a text that is a JSON list or object, as tables hold them; return other values unchanged."""
+    if isinstance(value, str) and value.lstrip()[:1] in ("[", "{"):
+        with contextlib.suppress(ValueError, RecursionError):
+            return json.loads(value)
+    return value
+
+
+def read_question(value: Mapping[str, Any]) -> tuple[str, list[str], int]:
+    """Return the question of a record's columns, its choices, and the index of the right choice.
+
+    Choices are a list or, as in the data set ARC, {text: [...], label: [...]}. The answer is a letter, a label, or a
+    number from 0. Raise BadExample if the record is no such question.
+    """
+    answer = "answer" if "answer" in value else "answerKey"
+    if not value.keys() >= {"question", "choices", answer}:
+        raise BadExample(f"has the keys {join_names(value)}; expected question, choices and answer")
+    choices, labels, right = parse_cell(value["choices"]), list(LETTERS), value[answer]
+    if isinstance(choices, dict) and choices.keys() >= {"text", "label"}:
+        choices, labels = choices["text"], [str(label) for label in choices["label"]]
+    if not isinstance(choices, list) or not 2 <= len(choices) <= min(len(labels), len(LETTERS)):
+        raise BadExample(f"choices is {kind_of(choices)}; expected a list of 2 to {len(LETTERS)} texts")
+    if isinstance(right, str) and right not in labels and right.isdecimal():
+        right = int(right)
+    place = labels.index(right) if right in labels else right if isinstance(right, int) else -1
+    if not 0 <= place < len(choices):
+        raise BadExample(f"{answer} is {printable(str(right), 20)}; expected a letter, or a number from 0")
+    return text_of(value["question"], "question"), [text_of(choice, "a choice") for choice in choices], place

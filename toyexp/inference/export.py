@@ -177,16 +177,23 @@ def _write(
 
 def _about(file: GGUFFile) -> dict[str, Any]:
     """Return model card entries about the run that wrote `file`; empty if `file` is not in that run's directory."""
-    run = _sibling_path(file).parent
-    config, result, step = read_settings(run / "config.yaml"), read_run(run), file.metadata.get("general.step")
-    if config_hash({k: v for k, v in config.items() if k != "defaults"}) != file.text("general.config_sha256"):
+    if not (config := training_settings(file)):
         return {}
+    run = _sibling_path(file).parent
+    result, step = read_run(run), file.metadata.get("general.step")
     types = ", ".join(sorted({tensor.type for tensor in file.tensors.values()} - {"F32"}))
     rounded = f" before rounding to {types}" if types else ""
     scores = {f"{name}{rounded}": value for name, value in {"loss": result.loss, **result.scores}.items()}
     is_evaluated = read_result(run).get("eval_step") == step
     scores, seconds = (scores, result.seconds) if is_evaluated else ({}, None)
     return card_facts(config, result.engine, scores, read_run_facts(run), seconds)
+
+
+def training_settings(file: GGUFFile) -> dict[str, Any]:
+    """Return the settings of the run that wrote `file`; empty if `file` is not in that run's directory."""
+    config = read_settings(_sibling_path(file).parent / "config.yaml")
+    digest = config_hash({key: value for key, value in config.items() if key != "defaults"})
+    return config if digest == file.text("general.config_sha256") else {}
 
 
 def require_free(

@@ -9,10 +9,10 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import toyexp.formats
 from toyexp import (
@@ -43,6 +43,11 @@ SHORT_NAMES = {  # short names and PEFT's names of linear layers, each with the 
 }  # fmt: skip
 # What a name in transformers has before the linear layer's own name; the group is the block's number.
 TRANSFORMERS_PATH = re.compile(r"^(?:.*\b(?:h|layers)\.(\d+|\*)\.)?(?:(?:self_attn|attn|mlp|mixer)\.(?!c_proj))?")
+# Names of the embedding and of the output layer: in toyexp, and in transformers.
+TABLES = {
+    **dict.fromkeys(("token_embd", "embed_tokens", "wte", "embeddings"), "token_embd.weight"),
+    **dict.fromkeys(("output", "lm_head"), "output.weight"),
+}
 RANK = 8  # default
 ROUTER = "ffn_gate_inp"  # chooses experts; the only linear layer of a block that is no target by default
 
@@ -58,6 +63,8 @@ class Lora(FromBase):
     rank: int | None = None  # rank of the adapters; null: the rank of recipe.adapter, or 8 without it
     alpha: float | None = None  # adapters are scaled by alpha / rank; null: alpha = rank
     rslora: bool = False  # true: scale by alpha / sqrt(rank) instead (rsLoRA)
+    rank_pattern: dict[str, int] = field(default_factory=dict)  # other ranks of some targets: {down: 16, blk.0.*: 4}
+    alpha_pattern: dict[str, float] = field(default_factory=dict)  # other alphas of some targets
     targets: list[str] | None = None  # q k v o gate up down, PEFT's names (q_proj), ffn_*; null: all in the blocks
     init_scale: float = 0.01  # standard deviation of A's initial values
     dropout: float = 0.0  # dropout probability of the adapters' inputs
@@ -68,8 +75,9 @@ class Lora(FromBase):
         if self.adapter == "":
             raise UserError("recipe.adapter='': is empty; leave it out, or set null, to start new adapters")
         self.further_files()
-        for key in ("alpha", "init_scale"):
-            value = getattr(self, key)
+        patterns = {"rank_pattern": self.rank_pattern, "alpha_pattern": self.alpha_pattern}
+        numbers = {f"{name}.{key}": value for name, values in patterns.items() for key, value in values.items()}
+        for key, value in {"alpha": self.alpha, "init_scale": self.init_scale, **numbers}.items():
             if value is not None:
                 require_positive(f"recipe.{key}", value)
         require_range("recipe", self, dropout="[0,1)", **({} if self.rank is None else {"rank": "[1,inf)"}))
@@ -114,19 +122,38 @@ class Lora(FromBase):
         Their initial values do not change the model's outputs. Raise UserError if the rank exceeds the number of a
         target's rows or columns.
         """
-        rank = self.rank or RANK
-        alpha = rank if self.alpha is None else self.alpha
-        scale = alpha / (math.sqrt(rank) if self.rslora else rank)
-        pairs, adapters = [], [LoraAdapter(t, scale, self.dropout) for t in self._targets(specs)]
-        for adapter in adapters:
-            outputs, inputs = specs[adapter.target].shape
+        targets = self._targets(specs)
+        ranks = self._by_pattern("rank_pattern", targets, specs)
+        alphas = self._by_pattern("alpha_pattern", targets, specs)
+        pairs, adapters = list[PlanTensor](), list[LoraAdapter]()
+        for target in targets:
+            (outputs, inputs), (a, b) = specs[target].shape, lora_names(target)
+            key, rank = ranks.get(target, ("recipe.rank", self.rank or RANK))
             if rank > min(outputs, inputs):
-                remedy = f"use recipe.rank={min(outputs, inputs)} or less"
-                raise UserError(f"recipe.rank={rank}: {adapter.target} is {outputs} x {inputs}; {remedy}")
-            a, b = lora_names(adapter.target)
-            pairs.append(PlanTensor(a, (rank, inputs), Normal(self.init_scale)))
-            pairs.append(PlanTensor(b, (outputs, rank), Constant(0)))
+                remedy = f"use {key}={min(outputs, inputs)} or less"
+                raise UserError(f"{key}={rank}: {target} is {outputs} x {inputs}; {remedy}")
+            _, alpha = alphas.get(target, ("", (self.rank or RANK) if self.alpha is None else self.alpha))
+            adapter = LoraAdapter(target, alpha / (math.sqrt(rank) if self.rslora else rank), self.dropout)
+            if adapter.is_embedding:  # as in PEFT, A is zero, and dropout does not apply
+                adapter = replace(adapter, dropout=0.0)
+                pairs.append(PlanTensor(a, (outputs, rank), Constant(0)))
+                pairs.append(PlanTensor(b, (inputs, rank), Normal(self.init_scale)))
+            else:
+                pairs.append(PlanTensor(a, (rank, inputs), Normal(self.init_scale)))
+                pairs.append(PlanTensor(b, (outputs, rank), Constant(0)))
+            adapters.append(adapter)
         return pairs, adapters
+
+    def _by_pattern(self, name: str, targets: Sequence[str], specs: Mapping[str, TensorSpec]) -> dict[str, Any]:
+        """Return the key and the value that the setting `name` gives to targets, by target; the first pattern wins."""
+        values: dict[str, Any] = {}
+        for pattern, value in getattr(self, name).items():
+            key = f"recipe.{name}.{pattern}"
+            matches = {target: (key, value) for target in self._match(pattern, key, specs) if target in targets}
+            if not matches:
+                raise UserError(f"{key}: matches no target of this run, such as {targets[0]}")
+            values = matches | values
+        return values
 
     def _load_adapters(
         self, model: Model, specs: Mapping[str, TensorSpec]
@@ -140,22 +167,19 @@ class Lora(FromBase):
         if base := self.base_file():
             toyexp.check_base(path, base)
         shapes = {t.name: t.shape for t in frozen}
-        ranks = {a.target: shapes[lora_names(a.target)[0]][0] for a in adapters}
+        ranks = {a.target: shapes[lora_names(a.target)[1]][1] for a in adapters}
         alphas = sorted({float(f"{a.scale * ranks[a.target]:.12g}") for a in adapters})
         targets = self._targets(specs) if self.targets is not None else [*ranks]
         subject = f"recipe.adapter={self.adapter} has"
-        if len(alphas) > 1:
-            problem = "matrices of several ranks and stores no alpha, so their scales differ"
-            raise UserError(f"{subject} {problem}; all adapted matrices of a run must have the same alpha")
         if self.rank is not None and {*ranks.values()} != {self.rank}:
             actual = ", ".join(map(str, sorted({*ranks.values()})))
             raise UserError(f"recipe.rank={self.rank}: {subject} rank {actual}; leave recipe.rank out")
         if self.alpha is not None and not math.isclose(self.alpha, alphas[0], rel_tol=1e-6):  # the file stores float32
             raise UserError(f"recipe.alpha={self.alpha:g}: {subject} alpha {alphas[0]:g}; leave recipe.alpha out")
-        if self.rslora:
-            raise UserError(
-                f"recipe.rslora=true: {subject} its own scale (alpha {alphas[0]:g}); leave recipe.rslora out"
-            )
+        for key in ("rslora", "rank_pattern", "alpha_pattern"):
+            if value := getattr(self, key):
+                problem = f"{subject} its own ranks and scale (alpha {alphas[0]:g}); leave recipe.{key} out"
+                raise UserError(f"recipe.{key}={str(value).lower()}: {problem}")
         if {*targets} != {*ranks}:
             name = min({*targets} ^ {*ranks})
             difference = f"{'' if name in ranks else 'no '}matrices on {name}"
@@ -168,28 +192,40 @@ class Lora(FromBase):
 
         Raise UserError if one of the targets matches no layer.
         """
-        blocks = {n: n[n.find("blk.") :] for n in specs if n.startswith(("blk.", "v.blk."))}  # ViT names start with v.
-        others = ("_norm.weight", "conv.weight", "conv1d.weight", ".ssm_a", ".ssm_d")
-        matrices = {n: form for n, form in blocks.items() if len(specs[n].shape) == 2 and not n.endswith(others)}
-        linears = {n: ".".join(form.split(".")[2:-1]) for n, form in matrices.items()}
         if self.targets is None:
-            if default := [n for n, module in linears.items() if module != ROUTER]:
+            if default := [n for n, module in _linears(specs).items() if module != ROUTER]:
                 return default
             raise UserError("recipe=lora: the model's blocks have no linear layer; use recipe=full")
-        names, selected = {n: (module, n, blocks[n]) for n, module in linears.items()}, set[str]()
-        for target in self.targets:
-            _, block, module = TRANSFORMERS_PATH.split(target, 1)
-            short = [f"blk.{block or '*'}.{p}.*" for p in SHORT_NAMES.get(module, target).split()]
-            matches = (  # try the model's own names first, because one may equal a short name
-                [n for n, forms in names.items() if any(fnmatchcase(name, p) for p in patterns for name in forms)]
-                for patterns in ([target], short)
-            )
-            match = next(filter(None, matches), None)
-            if not match:
-                modules = {*linears.values()}
-                if any(target in n.split(".") for n in specs):
-                    problem = "is not a linear layer of a block"
-                    raise UserError(f"recipe.targets=[{target}]: {problem}; {suggest('', modules)}")
-                raise UserError(f"recipe.targets=[{target}]: {suggest(SHORT_NAMES.get(target, target), modules)}")
-            selected.update(match)
-        return [name for name in linears if name in selected]
+        selected = {n for target in self.targets for n in self._match(target, f"recipe.targets=[{target}]", specs)}
+        return [name for name in specs if name in selected]
+
+    @staticmethod
+    def _match(target: str, key: str, specs: Mapping[str, TensorSpec]) -> list[str]:
+        """Return the weights that `target` names; raise UserError, whose message starts with `key`, if none."""
+        if table := TABLES.get(target.removesuffix(".weight").rpartition(".")[2]):
+            if "output.weight" in specs:
+                return [table]
+            problem = "the model's embedding is also its output layer, which an adapter cannot change"
+            raise UserError(f"{key}: {problem}; leave it out, or use recipe=full")
+        linears = _linears(specs)
+        names = {n: (module, n, n[n.find("blk.") :]) for n, module in linears.items()}
+        _, block, module = TRANSFORMERS_PATH.split(target, 1)
+        short = [f"blk.{block or '*'}.{p}.*" for p in SHORT_NAMES.get(module, target).split()]
+        matches = (  # try the model's own names first, because one may equal a short name
+            [n for n, forms in names.items() if any(fnmatchcase(name, p) for p in patterns for name in forms)]
+            for patterns in ([target], short)
+        )
+        if match := next(filter(None, matches), None):
+            return match
+        modules = {*linears.values()}
+        if any(target in n.split(".") for n in specs):
+            raise UserError(f"{key}: is not a linear layer of a block; {suggest('', modules)}")
+        raise UserError(f"{key}: {suggest(SHORT_NAMES.get(target, target), modules)}")
+
+
+def _linears(specs: Mapping[str, TensorSpec]) -> dict[str, str]:
+    """Return the linear layers of a model's blocks: names of their weights, and names within the block."""
+    blocks = {n: n[n.find("blk.") :] for n in specs if n.startswith(("blk.", "v.blk."))}  # ViT names start with v.
+    others = ("_norm.weight", "conv.weight", "conv1d.weight", ".ssm_a", ".ssm_d")
+    matrices = {n: form for n, form in blocks.items() if len(specs[n].shape) == 2 and not n.endswith(others)}
+    return {n: ".".join(form.split(".")[2:-1]) for n, form in matrices.items()}

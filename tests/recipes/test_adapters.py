@@ -211,6 +211,22 @@ def test_a_checkpoint_can_be_used_as_the_adapter_of_its_step(capsys):
 # -- merged -----------------------------------------------------------------------------------------------------------
 
 
+def test_adapters_of_embedding_and_head_with_patterns_are_merged_and_trained_on(capsys):
+    targets = "recipe.targets=[token_embd,output,q,down]"
+    patterns = ["recipe.rank_pattern={token_embd:5,blk.1.*:2}", "recipe.alpha_pattern={lm_head:9}"]
+    steps = ["engine=ggml", "steps=6", "eval_every=6", "checkpoint_every=6"]
+    assert main([*QUICK, *NEW, targets, *patterns, *steps, "hydra.run.dir=tables"]) == 0
+    assert main(["merge", "base.gguf", "tables/adapter-hf", "--out", "m.gguf"]) == 0
+    with GGUFFile("m.gguf") as ours, GGUFFile("tables/model.gguf") as exported:
+        for name in ours.tensors:
+            np.testing.assert_allclose(ours.read(name), exported.read(name), rtol=0, atol=1e-6)
+    for adapter in ("tables", "tables/adapter-hf", "tables/checkpoints/step-6"):
+        words = [f"recipe.adapter={adapter}", "engine=ggml", "steps=1", f"hydra.run.dir=on-{adapter.replace('/', '-')}"]
+        assert main([*QUICK, *words]) == 0, capsys.readouterr().err
+        further = result(words[-1].partition("=")[2])
+        assert further["first_eval_loss"] == pytest.approx(result("tables")["eval_loss"], abs=1e-5)
+
+
 @pytest.mark.parametrize(("kind", "type_name"), [("f32", "f32"), ("q8_0", "f32"), ("f16", "bf16")])
 def test_a_merge_adds_alpha_over_rank_b_a_and_keeps_all_other_bytes(capsys, kind, type_name):
     write_base(Path("w.gguf"), "llama", kind, tokenizer=Bytes())
@@ -422,7 +438,7 @@ def test_an_alpha_that_float32_rounds_equals_the_adapters():
     ("recipe.adapter=run recipe.alpha=3", "recipe.alpha=3: recipe.adapter=run has alpha 5; leave recipe.alpha out"),
     ("recipe.adapter=run recipe.targets=[q]", "recipe.targets=[q]: recipe.adapter=run has matrices on blk.0"),
     ("recipe.adapter=run recipe.targets=[q,k,o,down,up]", "has no matrices on blk.0.ffn_up.weight"),
-    ("recipe.adapter=run recipe.rslora=true", "recipe.rslora=true: recipe.adapter=run has its own scale"),
+    ("recipe.adapter=run recipe.rslora=true", "recipe.rslora=true: recipe.adapter=run has its own ranks and scale"),
     ("recipe.adapter=base.gguf", "base.gguf: holds no LoRA adapter"),
     ("recipe.adapter=none.gguf", "none.gguf: not found"),
     ("recipe.adapter=run recipe.base=other.gguf", "blk.0.ffn_down.weight is 32 x 32"),

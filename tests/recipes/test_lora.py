@@ -54,17 +54,24 @@ def make_reference(plan):
     def logits(batch):
         weights = {n: v for n, v in values.items() if n not in leaves}
         for adapter in plan.adapters:
-            a, b = lora_names(adapter.target)
-            weights[adapter.target] = weights[adapter.target] + adapter.scale * leaves[b] @ leaves[a]
+            a, b = (leaves[name] for name in lora_names(adapter.target))
+            update = a @ b.T if adapter.target == "token_embd.weight" else b @ a
+            weights[adapter.target] = weights[adapter.target] + adapter.scale * update
         return FORWARD[plan.model.name](weights, plan.model, torch.from_numpy(batch["tokens"]).long())
 
     return leaves, logits
 
 
+PATTERNS = {
+    "targets": ["embed_tokens", "lm_head", "q", "down"], "rank_pattern": {"token_embd": 5, "blk.1.*": 2, "q": 4},
+    "alpha_pattern": {"lm_head": 6.0},
+}  # fmt: skip
+
+
 @pytest.mark.parametrize("engine", ENGINES)
-@pytest.mark.parametrize("name", BASES)
-def test_logits_and_every_adapters_gradient_agree_with_float64(tmp_path, name, engine):
-    recipe, plan = make_plan(tmp_path, name, alpha=4.5)
+@pytest.mark.parametrize(("name", "settings"), [*((name, {}) for name in BASES), ("llama", PATTERNS)])
+def test_logits_and_every_adapters_gradient_agree_with_float64(tmp_path, name, settings, engine):
+    recipe, plan = make_plan(tmp_path, name, alpha=4.5, **settings)
     plan, batch = randomise_adapters(plan), batches().batch(0)
     leaves, forward = make_reference(plan)
     logits = forward(batch)
@@ -75,6 +82,19 @@ def test_logits_and_every_adapters_gradient_agree_with_float64(tmp_path, name, e
         assert ours.keys() == leaves.keys()
         for tensor, theirs in zip(leaves, grads, strict=True):
             assert np.linalg.norm(ours[tensor] - theirs.numpy()) <= 1e-5 * np.linalg.norm(theirs.numpy()), tensor
+
+
+@pytest.mark.parametrize("rslora", [False, True])
+def test_patterns_set_rank_and_alpha_of_their_targets_and_the_first_that_matches_wins(tmp_path, rslora):
+    _, plan = make_plan(tmp_path, "llama", alpha=4.5, rslora=rslora, **PATTERNS)
+    ranks = {a.target: plan.tensor(lora_names(a.target)[1]).shape[1] for a in plan.adapters}
+    assert ranks == {
+        "token_embd.weight": 5, "blk.0.attn_q.weight": 4, "blk.0.ffn_down.weight": 3, "blk.1.attn_q.weight": 2,
+        "blk.1.ffn_down.weight": 2, "output.weight": 3,
+    }  # fmt: skip
+    for adapter in plan.adapters:
+        alpha, rank = 6.0 if adapter.target == "output.weight" else 4.5, ranks[adapter.target]
+        assert adapter.scale == pytest.approx(alpha / (rank**0.5 if rslora else rank))
 
 
 def test_twenty_steps_agree_with_torch_optim_adamw(tmp_path):
@@ -226,7 +246,13 @@ def test_a_models_own_name_of_a_linear_takes_precedence_over_an_abbreviation():
     [
         ("llama", {"targets": ["attn_w"]}, "did you mean attn_"),
         ("llama", {"targets": ["attn_norm"]}, "recipe.targets="),
-        ("llama", {"targets": ["output"]}, "[output]: is not a linear layer of a block; choose one of: attn_k, "),
+        ("llama_tied_bias", {"targets": ["output"]}, "[output]: the model's embedding is also its output layer, which"),
+        ("llama", {"targets": ["attn_norm"]}, "[attn_norm]: is not a linear layer of a block; choose one of: attn_k, "),
+        ("llama", {"rank_pattern": {"q": 40}}, "recipe.rank_pattern.q=40: blk.0.attn_q.weight is 32 x 32; use"),
+        ("llama", {"rank_pattern": {"k": 4}, "targets": ["q"]}, "rank_pattern.k: matches no target of this run, such"),
+        ("llama", {"rank_pattern": {"attn_w": 4}}, "recipe.rank_pattern.attn_w: did you mean attn_"),
+        ("llama", {"rank_pattern": {"q": 0}}, "recipe.rank_pattern.q=0: must be above 0"),
+        ("llama", {"alpha_pattern": {"q": 0.0}}, "recipe.alpha_pattern.q=0.0: must be above 0"),
         ("llama", {"targets": ["q", "blk.7.*"]}, "recipe.targets="),
         ("gpt2", {"targets": ["q"]}, "did you mean attn_qkv"),
         ("llama", {"targets": ["model.layers.9.self_attn.q_proj"]}, "self_attn.q_proj]: choose one of: attn_k, "),

@@ -36,7 +36,7 @@ from toyexp.formats.gguf.write import Writer, require_exact
 from toyexp.formats.layout import HF_TYPES
 from toyexp.inference.model_files import check_base, find_adapter_file, find_model_file, is_checkpoint
 from toyexp.interfaces.command import Answer
-from toyexp.interfaces.format import Format, ModelExport, TensorInfo, require_written
+from toyexp.interfaces.format import Format, ModelExport, require_written
 from toyexp.interfaces.plan import LoraAdapter, adapter_digest, lora_names
 from toyexp.plugins.exporter import card_facts
 from toyexp.plugins.registry import Registry
@@ -309,21 +309,21 @@ def merge(base: Path, adapter: Path, out: Path, kind: str, force: bool, registry
         with GGUFFile(adapter_file) as adapter_gguf:
             read = [*file.paths, source_path(file.path), adapter_file, source_path(adapter_file)]
             require_free(f"--out {out}", out, read, force)
-            scales = {a.target: a.scale for a in adapters if isinstance(a, LoraAdapter)}
-            writer = _merge_tensors(file, adapter_gguf, scales, kind)
-            before = dict(Counter(file.tensors[name].type for name in scales))
+            by_target = {a.target: a for a in adapters}
+            writer = _merge_tensors(file, adapter_gguf, by_target, kind)
+            before = dict(Counter(file.tensors[name].type for name in by_target))
             problems += writer.save(out)
         sources = str(source_path(file.path)), str(source_path(adapter_file))
     with GGUFFile(out) as written:
         types = dict(Counter(info.type for info in written.tensors.values()))
-        main_type = Counter(written.tensors[name].type for name in scales).most_common(1)[0][0]
-    return MergeResult(*sources, str(out), main_type, len(scales), before, total_bytes(out), types, problems)
+        main_type = Counter(written.tensors[name].type for name in by_target).most_common(1)[0][0]
+    return MergeResult(*sources, str(out), main_type, len(by_target), before, total_bytes(out), types, problems)
 
 
-def _merge_tensors(file: GGUFFile, adapter: GGUFFile, scales: dict[str, float], kind: str) -> Writer:
+def _merge_tensors(file: GGUFFile, adapter: GGUFFile, adapters: dict[str, LoraAdapter], kind: str) -> Writer:
     """Return a writer of the merged model. The writer computes the merged tensors when it writes them.
 
-    `scales` maps the name of each tensor that the adapter changes to the adapter's scale.
+    `adapters` maps the name of each tensor that the file `adapter` changes to its LoRA adapter.
     """
     writer = Writer()
     template = read_chat_template(adapter)
@@ -343,21 +343,21 @@ def _merge_tensors(file: GGUFFile, adapter: GGUFFile, scales: dict[str, float], 
         writer.add("tokenizer.chat_template", template)
     tied = "output.weight" not in file.tensors
     for info in file.tensors.values():
-        if info.name not in scales:
+        if info.name not in adapters:
             writer.add_bytes(info.name, info.shape, info.type, (raw for _, raw in file.pieces(info)))
             continue
-        scale, new_type = scales[info.name], tensor_type(info.name, info.shape, kind, tied)
+        new_type = tensor_type(info.name, info.shape, kind, tied)
         if new_type != "F32":
-            new_type = fitting_type(_sum(file, adapter, info, scale), new_type)
-        writer.add_numbers(info.name, info.shape, new_type, _pieces(file, adapter, info, scale))
+            new_type = fitting_type(_sum(file, adapter, adapters[info.name]), new_type)
+        writer.add_numbers(info.name, info.shape, new_type, _pieces(file, adapter, adapters[info.name]))
     return writer
 
 
-def _pieces(file: GGUFFile, adapter: GGUFFile, info: TensorInfo, scale: float) -> Iterator[np.ndarray]:
-    yield from iter_pieces(_sum(file, adapter, info, scale))  # a generator: computed while writing
+def _pieces(file: GGUFFile, pairs: GGUFFile, adapter: LoraAdapter) -> Iterator[np.ndarray]:
+    yield from iter_pieces(_sum(file, pairs, adapter))  # a generator: computed while writing
 
 
-def _sum(file: GGUFFile, adapter: GGUFFile, info: TensorInfo, scale: float) -> np.ndarray:
-    """Return the merged weights W + scale * B @ A, computed in float64 and rounded to float32."""
-    a, b = (adapter.read(name).astype(np.float64) for name in lora_names(info.name))
-    return (file.read(info.name) + scale * (b @ a)).astype(np.float32)
+def _sum(file: GGUFFile, pairs: GGUFFile, adapter: LoraAdapter) -> np.ndarray:
+    """Return the merged weights, computed in float64 and rounded to float32."""
+    update = adapter.update({name: pairs.read(name) for name in lora_names(adapter.target)})
+    return (file.read(adapter.target) + update).astype(np.float32)

@@ -27,7 +27,15 @@ from toyexp.formats.gguf.write import copy_types, write_adapter, write_model, wr
 from toyexp.formats.peft import CONFIG, TENSORS, read_peft
 from toyexp.interfaces.data import open_data
 from toyexp.interfaces.model import Model
-from toyexp.interfaces.plan import LoraAdapter, Plan, adapter_digest, export_tensors, inherited_metadata, lora_names
+from toyexp.interfaces.plan import (
+    LoraAdapter,
+    Plan,
+    adapter_digest,
+    adapter_file_tensors,
+    export_tensors,
+    inherited_metadata,
+    lora_names,
+)
 from toyexp.interfaces.recipe import Setup, start_session
 from toyexp.plugins.discovery import current_registry, load
 from toyexp.plugins.registry import Registry
@@ -138,8 +146,8 @@ def _load_run(path: Path, registry: Registry) -> tuple[checkpoint.Checkpoint, Pl
 
 def _general(path: Path, saved: checkpoint.Checkpoint, plan: Plan) -> dict[str, Any]:
     plain, inherited_keys = saved.state["config"], inherited_metadata(plan)
-    names = [name for a in plan.adapters if isinstance(a, LoraAdapter) for name in lora_names(a.target)]
-    pairs = {name: np.asarray(saved.arrays[name]) for name in names}
+    is_lora = any(isinstance(adapter, LoraAdapter) for adapter in plan.adapters)
+    pairs = adapter_file_tensors(plan, saved.arrays)[1] if is_lora else {}
     return {
         "name": str(plain["name"]), "run_id": path.absolute().parents[1].name, "step": saved.step,
         "config_sha256": config_hash(plain), **inherited_keys,

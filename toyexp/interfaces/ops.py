@@ -51,11 +51,11 @@ class Rotary:
 
 @dataclass(frozen=True)
 class LowRank:
-    """LoRA pair: the matrices a [r, in] and b [out, r] (Hu et al. 2021).
+    """LoRA pair: the matrices a [r, in] and b [out, r] (Hu et al. 2021); of an embedding a [V, r] and b [d, r].
 
     The pair adds scale * (x a^T) b^T to the output of a linear layer with the input x. If `dropout` [..., in] is given,
     the pair reads x + x * dropout instead of x: -1 drops an element, and a positive number scales it up. The linear
-    layer itself still reads x.
+    layer itself still reads x. The pair of an embedding adds scale * a[id] b^T to the row of the token `id`.
     """
 
     a: Tensor
@@ -136,11 +136,14 @@ class Ops(ABC):
     def embed(self, table: Tensor | AdaptedWeight, ids: Tensor) -> Tensor:
         """Return the rows of `table` [V, d] at the integers `ids` [...] -> [..., d].
 
-        If the table has a lens L [d', d], each row is multiplied by L^T -> [..., d'].
+        If the table has a lens L [d', d], each row is multiplied by L^T -> [..., d']. If the table has a low-rank
+        update, it is added.
         """
         if not isinstance(table, AdaptedWeight):
             return self.rows(table, ids)
-        x = self.rows(table.base, ids)
+        x, pair = self.rows(table.base, ids), table.low_rank
+        if pair is not None:
+            x = self.add(x, self.scale(self.matmul(self.rows(pair.a, ids), pair.b), pair.scale))
         return x if table.lens is None else self.matmul(x, table.lens)
 
     @final

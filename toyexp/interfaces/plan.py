@@ -28,6 +28,9 @@ if TYPE_CHECKING:
     import numpy as np
 
 
+EMBEDDING = "token_embd.weight"  # name of the table of token embeddings
+
+
 @dataclass(frozen=True)
 class PlanTensor:
     """A tensor of a plan, with its shape, the source of its initial values, and whether training changes it."""
@@ -60,14 +63,24 @@ class PlanTensor:
 
 @dataclass(frozen=True)
 class LoraAdapter:
-    """A low-rank update of the linear layer with the weight `target`.
+    """A low-rank update of the linear layer or embedding with the weight `target`.
 
-    Its matrices A and B are the plan's tensors `<target>.lora_a` and `<target>.lora_b`.
+    Its matrices A and B are the plan's tensors `<target>.lora_a` and `<target>.lora_b`; `LowRank` gives their shapes.
     """
 
     target: str
     scale: float
     dropout: float = 0.0  # probability of zeroing an element of the adapter's input in training
+
+    @property
+    def is_embedding(self) -> bool:
+        """Whether the target is the table of token embeddings."""
+        return self.target == EMBEDDING
+
+    def update(self, tensors: Mapping[str, np.ndarray]) -> np.ndarray:
+        """Return scale * B A in float64, or for an embedding scale * A B^T; `tensors` holds A and B by name."""
+        a, b = (tensors[name].astype("float64") for name in lora_names(self.target))
+        return self.scale * (a @ b.T if self.is_embedding else b @ a)
 
     @property
     def mask(self) -> str:
@@ -335,7 +348,7 @@ def sign_flip_warnings(plan: Plan, lr: float) -> Iterator[str]:
 def describe_adapters(plan: Plan) -> str:
     """Return text such as "LoRA r=8 on q,v", or "" if the plan has no LoRA adapters."""
     names = [adapter.target for adapter in plan.adapters if isinstance(adapter, LoraAdapter)]
-    ranks = {t.shape[0] for t in plan.tensors for name in names if t.name == lora_names(name)[0]}
+    ranks = {plan.tensor(lora_names(name)[1]).shape[1] for name in names}
     layers = (re.sub(r"^blk\.\d+\.|\.weight$", "", name) for name in names)
     kinds = dict.fromkeys(
         re.sub(r"attn_out\w*", "o", layer).replace("attn_", "").replace("ffn_", "") for layer in layers
@@ -355,8 +368,7 @@ def export_tensors(plan: Plan, values: Mapping[str, np.ndarray]) -> dict[str, np
             lens = out.pop(adapter.projection).astype("float64")
             out[adapter.target] = (out[adapter.target].astype("float64") @ lens.T).astype("float32")
         else:
-            a, b = (out.pop(name).astype("float64") for name in lora_names(adapter.target))
-            out[adapter.target] = (out[adapter.target] + adapter.scale * (b @ a)).astype("float32")
+            out[adapter.target] = (out[adapter.target] + adapter.update(out)).astype("float32")
     return {spec.name: out[spec.name] for spec in plan.model.tensors()}
 
 
@@ -396,14 +408,21 @@ def adapter_digest(pairs: Mapping[str, np.ndarray], merged: str = "") -> str:
     return ",".join(filter(None, (merged, digest.hexdigest()[:16])))
 
 
-def shared_alpha(plan: Plan) -> float:
-    """Return the alpha (scale * rank) of the plan's adapters.
-
-    Raise UserError if the adapters' alphas differ, because an adapter file stores only one.
-    """
+def adapter_alphas(plan: Plan) -> dict[str, float]:
+    """Return the alpha (scale * rank) of each LoRA adapter, keyed by the weight that it changes."""
     adapters = [a for a in plan.adapters if isinstance(a, LoraAdapter)]
     # alpha / rank * rank may differ from alpha in the last bits.
-    alphas = {float(f"{a.scale * plan.tensor(lora_names(a.target)[0]).shape[0]:.12g}") for a in adapters}
-    if len(alphas) != 1:
-        raise UserError(f"an adapter file stores one alpha, but these adapters have {sorted(alphas)}")
-    return alphas.pop()
+    return {a.target: float(f"{a.scale * plan.tensor(lora_names(a.target)[1]).shape[1]:.12g}") for a in adapters}
+
+
+def adapter_file_tensors(plan: Plan, values: Mapping[str, np.ndarray]) -> tuple[float, dict[str, np.ndarray]]:
+    """Return the alpha of an adapter file, and the matrices of the plan's adapters, by name, as the file stores them.
+
+    A file has only one alpha. If an adapter has another one, its matrix B is multiplied by the ratio.
+    """
+    alphas, tensors = adapter_alphas(plan), dict[str, Any]()
+    alpha = Counter(alphas.values()).most_common(1)[0][0]
+    for target, own in alphas.items():
+        a, b = lora_names(target)
+        tensors |= {a: values[a], b: values[b] if own == alpha else (values[b] * (own / alpha)).astype("float32")}
+    return alpha, tensors

@@ -9,6 +9,7 @@ from typing import ClassVar
 
 import toyexp.formats
 from toyexp import IMAGES, LORA, TOKENS, Kind, Model, Plan, PlanTensor, Recipe, RunPreview, Setup, TensorSpec, UserError
+from toyexp.base import require_range
 
 
 @dataclass
@@ -23,9 +24,11 @@ class FromBase(Recipe):
     starts_from: ClassVar[str] = "base"
 
     base: str | None = None  # model to start from: a model file; directory of a run, checkpoint or HF model; hub id
+    neftune: float = 0.0  # alpha of the uniform noise on embeddings in training (NEFTune), such as 5; 0: none
 
     def check(self) -> None:
-        """Raise UserError if the setting `base` is empty."""
+        """Raise UserError if the setting `base` is empty, or `neftune` is invalid."""
+        require_range("recipe", self, neftune="[0,inf)")
         if not self.base:
             raise UserError(f"recipe={self.name} needs a model file to start from: add recipe.base=model.gguf")
 
@@ -45,6 +48,13 @@ class FromBase(Recipe):
         """Return a warning if the data's token ids differ from those of the base."""
         path = self.base_file()
         return token_mismatch_warnings("base", path, preview) if path else ()
+
+    def with_noise(self, model: Model, setup: Setup) -> Setup:
+        """Return the setup with the setting `neftune`. Raise UserError if it is set for a model that reads no text."""
+        if self.neftune and not model.reads.sequence:
+            problem = f"applies to text models only; model={model.name} reads {model.reads}"
+            raise UserError(f"recipe.neftune={self.neftune}: {problem}")
+        return replace(setup, neftune=self.neftune)
 
     def _from_base(self, spec: TensorSpec, trainable: bool) -> PlanTensor:
         return PlanTensor.from_spec(spec, toyexp.FromGGUF(str(self.base_file()), spec.name), trainable)
@@ -96,7 +106,7 @@ class Full(FromBase):
         `train_embeddings` is False.
         """
         frozen, head = () if self.train_embeddings else EMBEDDINGS, self._head(model)
-        return setup.plan(model, [
+        return self.with_noise(model, setup).plan(model, [
             PlanTensor.from_spec(t) if t.name in head else self._from_base(t, t.name not in frozen)
             for t in model.tensors()
         ])  # fmt: skip

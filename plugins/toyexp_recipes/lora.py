@@ -75,7 +75,7 @@ class Lora(FromBase):
         if self.adapter == "":
             raise UserError("recipe.adapter='': is empty; leave it out, or set null, to start new adapters")
         self.further_files()
-        patterns = {"rank_pattern": self.rank_pattern, "alpha_pattern": self.alpha_pattern}
+        patterns: Mapping[str, Any] = {"rank_pattern": self.rank_pattern, "alpha_pattern": self.alpha_pattern}
         numbers = {f"{name}.{key}": value for name, values in patterns.items() for key, value in values.items()}
         for key, value in {"alpha": self.alpha, "init_scale": self.init_scale, **numbers}.items():
             if value is not None:
@@ -114,7 +114,8 @@ class Lora(FromBase):
             rows = setup.inputs[model.reads.sequence].shape
             masks[adapter.mask] = InputSpec((*rows, specs[adapter.target].shape[1]), "float32", optional=True)
         tensors = [*(self._from_base(t, trainable=False) for t in specs.values()), *pairs]
-        return replace(setup, inputs={**setup.inputs, **masks}).plan(model, tensors, adapters)
+        setup = replace(self.with_noise(model, setup), inputs={**setup.inputs, **masks})
+        return setup.plan(model, tensors, adapters)
 
     def _new_adapters(self, specs: Mapping[str, TensorSpec]) -> tuple[list[PlanTensor], list[LoraAdapter]]:
         """Return new LoRA adapters, one per target layer, and their tensors A and B.

@@ -16,9 +16,10 @@ from toyexp.batching.tokens import Dropout
 from toyexp.config.request import Request
 from toyexp.formats.gguf.read import GGUFFile
 from toyexp.formats.gguf.write import write_adapter
-from toyexp.interfaces.plan import export_tensors, lora_names
+from toyexp.interfaces.plan import NOISE, export_tensors, lora_names
 from toyexp.interfaces.recipe import start_session
 from toyexp.plugins.discovery import load
+from toyexp.reference.engine import reference_logits
 from toyexp.reference.engine import reference_loss as reference_ops_loss
 from toyexp.tokenizers.byte_level import Bytes
 from toyexp.training.experiment import prepare
@@ -36,6 +37,12 @@ def make_plan(path, name, accumulate=1, kind="f32", **settings):
     recipe = Lora(base=str(path / "base.gguf"), **{"rank": 3, "targets": BASES[name], **settings})
     recipe.check()
     return recipe, recipe.plan(model, Setup(batches().inputs, rows=3 // accumulate, accumulate=accumulate, seed=2))
+
+
+def make_full(path, name, **settings):
+    model = write_base(path / "base.gguf", name)
+    recipe = Full(base=str(path / "base.gguf"), **settings)
+    return recipe, recipe.plan(model, Setup(batches().inputs, rows=3, seed=2))
 
 
 def randomise_adapters(plan):
@@ -335,6 +342,64 @@ def test_dropout_acts_in_training_and_not_in_evaluation(tmp_path, engine):
         assert session.evaluate([plain]) == pytest.approx(loss_without_masks, abs=1e-5)
         np.testing.assert_allclose(session.logits({"tokens": plain["tokens"]}), session.logits(plain), atol=1e-6)
         assert session.step(batch, AdamW.for_lora().hp_for_step(0)).loss == pytest.approx(loss_with_masks, abs=1e-5)
+
+
+# -- noise on embeddings ----------------------------------------------------------------------------------------------
+
+
+def test_neftunes_noise_is_uniform_and_depends_on_seed_and_step(tmp_path):
+    _, plan = make_plan(tmp_path, "llama", neftune=5.0, targets=["q"])
+    noise = np.stack([Dropout(batches(), plan).batch(k)[NOISE] for k in range(40)])
+    assert noise.shape == (40, 3, CONTEXT, 32) and noise.dtype == np.float32
+    widest = 5 / np.sqrt(CONTEXT * 32)
+    # Uniform numbers between -w and w have the mean 0, the standard deviation w / sqrt(3), and few beyond 0.99 w.
+    assert 0.999 * widest < noise.max() <= widest and -widest <= noise.min() < -0.999 * widest
+    assert noise.mean() == pytest.approx(0, abs=0.01 * widest)
+    assert noise.std() == pytest.approx(widest / np.sqrt(3), rel=0.01)
+    assert (np.abs(noise) > 0.99 * widest).mean() == pytest.approx(0.01, abs=0.002)
+    assert len({n.tobytes() for n in noise}) == 40
+    assert np.array_equal(Dropout(batches(), plan).batch(7)[NOISE], noise[7])
+    assert not np.array_equal(Dropout(batches(), dataclasses.replace(plan, seed=3)).batch(7)[NOISE], noise[7])
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("make", [
+    lambda path: make_plan(path, "llama", neftune=40.0, dropout=0.4),
+    lambda path: make_plan(path, "llama", neftune=40.0, targets=["token_embd", "output", "q"]),
+    lambda path: make_plan(path, "llama_tied_bias", neftune=40.0, accumulate=3),
+    lambda path: make_full(path, "gpt2", neftune=40.0),
+])  # fmt: skip
+def test_neftunes_noise_is_added_to_embeddings_in_training_only(tmp_path, engine, make):
+    recipe, plan = make(tmp_path)
+    plan = randomise_adapters(plan) if plan.adapters else plan
+    batch, plain = Dropout(batches(), plan).batch(0), batches().batch(0)
+    values = {t.name: plan.initial_values(t).astype(np.float64) for t in plan.tensors}
+    silent = {name: np.zeros_like(array) for name, array in batch.items() if name not in plain}
+    with_noise, without_noise = (reference_ops_loss(plan, values, b) for b in (batch, {**plain, **silent}))
+    assert abs(with_noise - without_noise) > 1e-3
+    with start_session(recipe, ENGINES[engine], plan) as session:
+        assert session.evaluate([plain]) == pytest.approx(without_noise, abs=1e-5)
+        np.testing.assert_allclose(session.decoder().feed(plain["tokens"][0]), session.logits(plain)[0, -1], atol=1e-5)
+        assert session.step(batch, AdamW.for_lora().hp_for_step(0)).loss == pytest.approx(with_noise, abs=1e-5)
+
+
+def test_the_reference_adds_neftunes_noise_to_the_rows_of_the_table(tmp_path):
+    """Each position of the batch gets a token of its own, whose row has the noise, in a model without noise."""
+    _, plan = make_full(tmp_path, "llama", neftune=40.0)
+    batch = Dropout(batches(), plan).batch(0)
+    values = {t.name: plan.initial_values(t).astype(np.float64) for t in plan.tensors}
+    noisy = reference_logits(plan, values, batch)
+    table, ids = values["token_embd.weight"], batch["tokens"]
+    rows = (table[ids] + batch[NOISE]).reshape(-1, table.shape[1])
+    plain = dataclasses.replace(plan, neftune=0.0, inputs=batches().inputs)
+    positions = np.arange(ids.size, dtype=np.int32).reshape(ids.shape)
+    with_rows = reference_logits(plain, {**values, "token_embd.weight": rows}, {"tokens": positions})
+    np.testing.assert_allclose(noisy, with_rows, atol=1e-9)
+
+
+def test_neftune_is_for_text_and_at_least_zero(tmp_path):
+    with pytest.raises(UserError, match=r"recipe.neftune=-1.0: must be at least 0"):
+        make_plan(tmp_path, "llama", neftune=-1.0)
 
 
 def test_plan_params_without_the_batch_raises(tmp_path):

@@ -69,12 +69,13 @@ class AdaptedWeight:
     """A weight with an adapter that the recipe added.
 
     The adapter is a low-rank update or, if the weight is an embedding table, a lens: a matrix that maps each row of the
-    table to the model's width.
+    table to the model's width. A table may also have noise [B, T, d], which is added to the embeddings of the tokens.
     """
 
     base: Tensor
     low_rank: LowRank | None = None
     lens: Tensor | None = None
+    noise: Tensor | None = None
 
 
 class Params(Mapping[str, Tensor]):
@@ -137,13 +138,14 @@ class Ops(ABC):
         """Return the rows of `table` [V, d] at the integers `ids` [...] -> [..., d].
 
         If the table has a lens L [d', d], each row is multiplied by L^T -> [..., d']. If the table has a low-rank
-        update, it is added.
+        update or noise, they are added.
         """
         if not isinstance(table, AdaptedWeight):
             return self.rows(table, ids)
         x, pair = self.rows(table.base, ids), table.low_rank
         if pair is not None:
             x = self.add(x, self.scale(self.matmul(self.rows(pair.a, ids), pair.b), pair.scale))
+        x = x if table.noise is None else self.add(x, table.noise)
         return x if table.lens is None else self.matmul(x, table.lens)
 
     @final

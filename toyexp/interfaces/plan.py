@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 
 
 EMBEDDING = "token_embd.weight"  # name of the table of token embeddings
+NOISE = "token_embd.noise"  # batch array [T, d] of the noise of `Plan.neftune`
 
 
 @dataclass(frozen=True)
@@ -117,6 +118,7 @@ class Plan:
     skip_nonfinite: bool = False  # skip steps with a NaN or infinite loss or gradient
     groups: tuple[Group, ...] = ()  # parameter groups; () means one AdamW rule for all tensors
     objective: Objective = field(default_factory=CrossEntropy)  # what a step minimises
+    neftune: float = 0.0  # in training, embeddings get uniform noise of at most neftune / sqrt(T d) (NEFTune)
 
     def __post_init__(self) -> None:
         names = Counter(t.name for t in self.tensors)
@@ -243,6 +245,10 @@ class Plan:
                         raise UserError(f"the adapter of {adapter.target} has dropout; pass the batch to plan.params()")
                     dropout = batch[adapter.mask]
                 params[adapter.target] = AdaptedWeight(base, low_rank=LowRank(a, b, adapter.scale, dropout))
+        if batch is not None and NOISE in batch:
+            table = params[EMBEDDING]
+            table = table if isinstance(table, AdaptedWeight) else AdaptedWeight(table)
+            params[EMBEDDING] = replace(table, noise=batch[NOISE])
         return Params(params)
 
 

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import toyexp.formats
 from toyexp import (
@@ -27,12 +27,16 @@ from toyexp import (
     Setup,
     TensorSpec,
     UserError,
+    Values,
     is_changed,
     lora_names,
     suggest,
 )
 from toyexp.base import require_positive, require_range
 from toyexp_recipes.base import FromBase
+
+if TYPE_CHECKING:
+    import numpy as np
 
 SHORT_NAMES = {  # short names and PEFT's names of linear layers, each with the names in toyexp
     "q": "attn_q", "k": "attn_k", "v": "attn_v", "o": "attn_out*", "qkv": "attn_[qkv]*", "gate": "ffn_gate",
@@ -52,6 +56,18 @@ RANK = 8  # default
 ROUTER = "ffn_gate_inp"  # chooses experts; the only linear layer of a block that is no target by default
 
 
+@dataclass(frozen=True)
+class RowNorms(Values):
+    """Euclidean norms of the rows of a matrix, whose values are `matrix`."""
+
+    matrix: Values
+
+    def draw(self, shape: tuple[int, ...], seed: int, name: str) -> np.ndarray:
+        """Return the norms [rows] in float32, computed in float64."""
+        rows = self.matrix.draw(shape, seed, name).astype("float64")
+        return ((rows**2).sum(1) ** 0.5).astype("float32")
+
+
 @dataclass
 class Lora(FromBase):
     """Train low-rank adapters on a frozen GGUF model."""
@@ -62,6 +78,7 @@ class Lora(FromBase):
     adapter: str | None = None  # adapter to continue: a lora run's directory, its adapter.gguf, or a PEFT directory
     rank: int | None = None  # rank of the adapters; null: the rank of recipe.adapter, or 8 without it
     alpha: float | None = None  # adapters are scaled by alpha / rank; null: alpha = rank
+    dora: bool = False  # true: also train the norm of each row of the adapted weights (DoRA)
     rslora: bool = False  # true: scale by alpha / sqrt(rank) instead (rsLoRA)
     rank_pattern: dict[str, int] = field(default_factory=dict)  # other ranks of some targets: {down: 16, blk.0.*: 4}
     alpha_pattern: dict[str, float] = field(default_factory=dict)  # other alphas of some targets
@@ -74,6 +91,9 @@ class Lora(FromBase):
         super().check()
         if self.adapter == "":
             raise UserError("recipe.adapter='': is empty; leave it out, or set null, to start new adapters")
+        if self.dora and self.adapter:
+            problem = "applies to new adapters only; leave out recipe.adapter, or to go on with a run: resume=RUN"
+            raise UserError(f"recipe.dora=true: {problem}")
         self.further_files()
         patterns: Mapping[str, Any] = {"rank_pattern": self.rank_pattern, "alpha_pattern": self.alpha_pattern}
         numbers = {f"{name}.{key}": value for name, values in patterns.items() for key, value in values.items()}
@@ -114,6 +134,10 @@ class Lora(FromBase):
             rows = setup.inputs[model.reads.sequence].shape
             masks[adapter.mask] = InputSpec((*rows, specs[adapter.target].shape[1]), "float32", optional=True)
         tensors = [*(self._from_base(t, trainable=False) for t in specs.values()), *pairs]
+        for adapter in adapters if self.dora else ():
+            spec, (magnitude, norm) = specs[adapter.target], adapter.tensors[2:]
+            norms = PlanTensor(magnitude, spec.shape[:1], RowNorms(self._from_base(spec, trainable=False).values))
+            tensors += [norms, replace(norms, name=norm, trainable=False)]
         setup = replace(self.with_noise(model, setup), inputs={**setup.inputs, **masks})
         return setup.plan(model, tensors, adapters)
 
@@ -134,7 +158,9 @@ class Lora(FromBase):
                 remedy = f"use {key}={min(outputs, inputs)} or less"
                 raise UserError(f"{key}={rank}: {target} is {outputs} x {inputs}; {remedy}")
             _, alpha = alphas.get(target, ("", (self.rank or RANK) if self.alpha is None else self.alpha))
-            adapter = LoraAdapter(target, alpha / (math.sqrt(rank) if self.rslora else rank), self.dropout)
+            adapter = LoraAdapter(target, alpha / (math.sqrt(rank) if self.rslora else rank), self.dropout, self.dora)
+            if adapter.is_embedding and self.dora:
+                raise UserError(f"recipe.dora=true: applies to linear layers; leave {target} out of recipe.targets")
             if adapter.is_embedding:  # as in PEFT, A is zero, and dropout does not apply
                 adapter = replace(adapter, dropout=0.0)
                 pairs.append(PlanTensor(a, (outputs, rank), Constant(0)))

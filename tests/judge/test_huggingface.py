@@ -383,10 +383,14 @@ def merge_by_hand(base, folder: Path):
         rank = config["rank_pattern"].get(module, config["r"])
         update = config["alpha_pattern"].get(module, config["lora_alpha"]) / rank * b @ a
         update = update.T if is_table else update
+        magnitude = remaining.pop(f"base_model.model.{module}.lora_magnitude_vector", None)
+        assert (magnitude is not None) is config["use_dora"]
         assert len(a) == rank
         layer = base.get_submodule(module)
         is_transposed = config["fan_in_fan_out"] and not isinstance(layer, torch.nn.Linear | torch.nn.Embedding)
-        layer.weight.data += update.T if is_transposed else update
+        weight = (layer.weight.data.T if is_transposed else layer.weight.data) + update
+        weight = weight if magnitude is None else weight * (magnitude / weight.norm(dim=1))[:, None]
+        layer.weight.data = weight.T if is_transposed else weight
     assert not remaining
     return base
 
@@ -405,6 +409,7 @@ ADAPTERS = [
     *((name, "recipe.targets=[embed_tokens,lm_head,all-linear]") for name in ("llama", "granite", "gpt2_untied")),
     ("olmo2", "recipe.rank_pattern={q:5,blk.1.*:2} recipe.alpha_pattern={down:9}"),
     ("gpt2", "recipe.rank_pattern={qkv:5} recipe.rslora=true"),
+    *((name, "recipe.dora=true") for name in ("llama", "gpt2", "gemma3", "qwen3moe")),
 ]
 
 
@@ -420,7 +425,10 @@ def test_an_adapter_has_the_same_logits_in_transformers_and_peft(tmp_path, name,
     with GGUFFile("base.gguf") as file:
         model = read_model(type(MODELS[name]), file)
     ids = np.random.default_rng(0).integers(0, 257, (2, CONTEXT))
-    ours = compute_logits(model, tmp_path / "base.gguf", ids, tmp_path / "run" / "adapter.gguf")
+    is_dora = "dora" in settings  # no adapter.gguf can hold it
+    assert Path("run/adapter.gguf").exists() is not is_dora
+    trained = [Path("run/model.gguf")] if is_dora else [Path("base.gguf"), Path("run/adapter.gguf")]
+    ours = compute_logits(model, trained[0], ids, *trained[1:])
     assert np.abs(ours - compute_logits(model, tmp_path / "base.gguf", ids)).max() > 0.5
     np.testing.assert_allclose(
         transformers_logits(load_with_transformers(tmp_path / "run" / "model-hf"), ids), ours, rtol=0, atol=1e-4

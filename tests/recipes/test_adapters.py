@@ -98,6 +98,30 @@ def test_a_base_with_its_adapter_has_the_held_out_loss_of_the_run(capsys, adapte
     assert abs(report["loss"] - result("run")["first_eval_loss"]) > 0.05
 
 
+# -- DoRA -------------------------------------------------------------------------------------------------------------
+
+
+def test_a_dora_run_writes_a_merged_model_and_pefts_directory_and_resumes_exactly(capsys):
+    words = [*QUICK, *NEW, "recipe.dora=true", "engine=ggml", "eval_every=6", "checkpoint_every=3"]
+    assert main([*words, "steps=6", "hydra.run.dir=dora"]) == 0
+    assert "recipe  lora, DoRA r=3 on q,k,o,down, " in capsys.readouterr().out
+    names = {path.name for path in Path("dora").iterdir()}
+    assert {"model.gguf", "model-hf", "adapter-hf"} <= names and "adapter.gguf" not in names
+    for model in ("dora", "dora/checkpoints/step-6"):
+        report = run_json(capsys, "eval", model, "engine=ggml", "engine.threads=1")
+        assert report["loss"] == pytest.approx(result("dora")["eval_loss"], abs=1e-5)
+    shutil.copytree("dora", "halfway")
+    shutil.rmtree("halfway/checkpoints/step-6")
+    assert main(["resume=halfway"]) == 0
+    assert result("halfway")["eval_loss"] == result("dora")["eval_loss"]
+    for adapter, said in (
+        ("dora", "name a checkpoint, such as dora/checkpoints/step-6"),
+        ("dora/checkpoints/step-6", "is a checkpoint of DoRA, which no adapter.gguf can hold; name it as"),
+        ("dora/adapter-hf", "use_dora=True is not supported"),
+    ):
+        assert said in run_rejected(capsys, "eval", "base.gguf", "--adapter", adapter)
+
+
 # -- PEFT's directories ------------------------------------------------------------------------------------------------
 
 

@@ -63,7 +63,10 @@ def make_reference(plan):
         for adapter in plan.adapters:
             a, b = (leaves[name] for name in lora_names(adapter.target))
             update = a @ b.T if adapter.target == "token_embd.weight" else b @ a
-            weights[adapter.target] = weights[adapter.target] + adapter.scale * update
+            merged = weights[adapter.target] + adapter.scale * update
+            if adapter.dora:
+                merged = merged * (leaves[f"{adapter.target}.lora_magnitude"] / merged.norm(dim=1))[:, None]
+            weights[adapter.target] = merged
         return FORWARD[plan.model.name](weights, plan.model, torch.from_numpy(batch["tokens"]).long())
 
     return leaves, logits
@@ -75,8 +78,11 @@ PATTERNS = {
 }  # fmt: skip
 
 
+DORA = {"dora": True}
+
+
 @pytest.mark.parametrize("engine", ENGINES)
-@pytest.mark.parametrize(("name", "settings"), [*((name, {}) for name in BASES), ("llama", PATTERNS)])
+@pytest.mark.parametrize(("name", "settings"), [*((n, s) for n in BASES for s in ({}, DORA)), ("llama", PATTERNS)])
 def test_logits_and_every_adapters_gradient_agree_with_float64(tmp_path, name, settings, engine):
     recipe, plan = make_plan(tmp_path, name, alpha=4.5, **settings)
     plan, batch = randomise_adapters(plan), batches().batch(0)
@@ -258,6 +264,16 @@ def test_a_models_own_name_of_a_linear_takes_precedence_over_an_abbreviation():
         ("llama", {"rank_pattern": {"q": 40}}, "recipe.rank_pattern.q=40: blk.0.attn_q.weight is 32 x 32; use"),
         ("llama", {"rank_pattern": {"k": 4}, "targets": ["q"]}, "rank_pattern.k: matches no target of this run, such"),
         ("llama", {"rank_pattern": {"attn_w": 4}}, "recipe.rank_pattern.attn_w: did you mean attn_"),
+        (
+            "llama",
+            {"dora": True, "targets": ["token_embd"]},
+            "recipe.dora=true: applies to linear layers; leave",
+        ),
+        (
+            "llama",
+            {"dora": True, "adapter": "run"},
+            "recipe.dora=true: applies to new adapters only; leave",
+        ),
         ("llama", {"rank_pattern": {"q": 0}}, "recipe.rank_pattern.q=0: must be above 0"),
         ("llama", {"alpha_pattern": {"q": 0.0}}, "recipe.alpha_pattern.q=0.0: must be above 0"),
         ("llama", {"targets": ["q", "blk.7.*"]}, "recipe.targets="),
@@ -276,6 +292,38 @@ def test_settings_that_cannot_work_are_rejected(tmp_path, name, settings, words)
     with pytest.raises(UserError) as error:
         make_plan(tmp_path, name, **settings)
     assert words in str(error.value)
+
+
+# -- DoRA -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("engine", [*ENGINES.values(), TorchCPU(threads=1, dtype="bfloat16")])
+@pytest.mark.parametrize("kind", ["f32", "q8_0"])
+def test_dora_starts_with_the_logits_of_the_base(tmp_path, engine, kind):
+    recipe, plan = make_plan(tmp_path, "llama", kind=kind, init_scale=0.5, dora=True)
+    _, plain = make_plan(tmp_path, "llama", kind=kind, init_scale=0.5)
+    batch = batches().batch(0)
+    with start_session(recipe, engine, plan) as session, start_session(recipe, engine, plain) as base:
+        # In bfloat16 also the logits of the base differ from those in float32, by 0.055.
+        tolerance = 0.055 if getattr(engine, "dtype", "") == "bfloat16" else 1e-5
+        np.testing.assert_allclose(session.logits(batch), base.logits(batch), atol=tolerance)
+        assert session.decoder().feed([1, 2]).shape == (plan.model.vocab,)
+        with GGUFFile(tmp_path / "base.gguf") as file:
+            for adapter in plan.adapters:
+                norms = np.linalg.norm(file.read(adapter.target).astype(np.float64), axis=1)
+                np.testing.assert_allclose(session.download(adapter.tensors[2]), norms, rtol=1e-6)
+
+
+def test_dora_merged_has_the_logits_of_base_and_adapter(tmp_path):
+    recipe, plan = make_plan(tmp_path, "gpt2", alpha=5.0, dora=True)
+    plan, batch = randomise_adapters(plan), batches().batch(0)
+    with start_session(recipe, TorchCPU(threads=1), plan) as session:
+        logits = session.logits(batch)
+        merged = export_tensors(plan, {t.name: session.download(t.name) for t in plan.tensors})
+    full = Full(base=recipe.base)
+    plain = replace_initial_values(full.plan(plan.model, Setup(batches().inputs, rows=3)), merged)
+    with start_session(full, TorchCPU(threads=1), plain) as session:
+        np.testing.assert_allclose(session.logits(batch), logits, atol=2e-5)
 
 
 # -- dropout ----------------------------------------------------------------------------------------------------------

@@ -104,6 +104,9 @@ def write_adapter_folder(path: Path, plan: Plan, exported: ModelExport) -> list[
         pair = {"lora_A.weight": a, "lora_B.weight": stored.rows(b)}
         for name, array in ({"lora_embedding_A": a.T, "lora_embedding_B": b} if adapter.is_embedding else pair).items():
             tensors[f"base_model.model.{module}.{name}"] = array.shape, array.copy
+        if adapter.dora:
+            magnitude = stored.rows(exported.tensors[adapter.tensors[2]])
+            tensors[f"base_model.model.{module}.lora_magnitude_vector"] = magnitude.shape, magnitude.copy
     rank, alpha = (Counter(numbers.values()).most_common(1)[0][0] for numbers in (ranks, alphas))
     config = {
         "peft_type": "LORA",
@@ -114,6 +117,7 @@ def write_adapter_folder(path: Path, plan: Plan, exported: ModelExport) -> list[
         "rank_pattern": {module: own for module, own in ranks.items() if own != rank},
         "lora_alpha": alpha,
         "alpha_pattern": {module: own for module, own in alphas.items() if own != alpha},
+        "use_dora": adapters[0].dora,
         "lora_dropout": adapters[0].dropout,
         "target_modules": [*ranks],
         "fan_in_fan_out": any(stored_tensors[a.target].form is np.transpose for a in adapters),

@@ -37,7 +37,7 @@ from toyexp.formats.layout import HF_TYPES
 from toyexp.inference.model_files import check_base, find_adapter_file, find_model_file, is_checkpoint
 from toyexp.interfaces.command import Answer
 from toyexp.interfaces.format import Format, ModelExport, require_written
-from toyexp.interfaces.plan import LoraAdapter, adapter_digest, lora_names
+from toyexp.interfaces.plan import LoraAdapter, adapter_digest
 from toyexp.plugins.exporter import card_facts
 from toyexp.plugins.registry import Registry
 from toyexp.results.events import read_run_facts
@@ -359,5 +359,4 @@ def _pieces(file: GGUFFile, pairs: GGUFFile, adapter: LoraAdapter) -> Iterator[n
 
 def _sum(file: GGUFFile, pairs: GGUFFile, adapter: LoraAdapter) -> np.ndarray:
     """Return the merged weights, computed in float64 and rounded to float32."""
-    update = adapter.update({name: pairs.read(name) for name in lora_names(adapter.target)})
-    return (file.read(adapter.target) + update).astype(np.float32)
+    return adapter.merge(file.read(adapter.target), {name: pairs.read(name) for name in adapter.tensors})

@@ -115,6 +115,8 @@ def convert_adapter(path: Path, target: Path, registry: Registry) -> None:
     if not any(isinstance(adapter, LoraAdapter) for adapter in plan.adapters):
         recipe = saved.state["config"]["recipe"]["name"]
         raise UserError(f"{path}: is a checkpoint of recipe={recipe}, which trains no adapter; {NAME_ADAPTER}")
+    if plan.has_dora:
+        raise UserError(f"{path}: is a checkpoint of DoRA, which no adapter.gguf can hold; name it as the model")
     values = {name: np.asarray(array, np.float32) for name, array in saved.arrays.items()}
     write_adapter(target, plan, values, _general(path, saved, plan), dataset.chat_template)
 

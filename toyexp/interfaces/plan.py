@@ -72,16 +72,26 @@ class LoraAdapter:
     target: str
     scale: float
     dropout: float = 0.0  # probability of zeroing an element of the adapter's input in training
+    dora: bool = False  # the rows of the sum are scaled to trained magnitudes (DoRA); see LowRank
+
+    @property
+    def tensors(self) -> list[str]:
+        """Names of the plan's tensors A and B; with `dora` also of the magnitudes, and of the norms of W's rows."""
+        further = (f"{self.target}.lora_magnitude", f"{self.target}.lora_norm") if self.dora else ()
+        return [*lora_names(self.target), *further]
 
     @property
     def is_embedding(self) -> bool:
         """Whether the target is the table of token embeddings."""
         return self.target == EMBEDDING
 
-    def update(self, tensors: Mapping[str, np.ndarray]) -> np.ndarray:
-        """Return scale * B A in float64, or for an embedding scale * A B^T; `tensors` holds A and B by name."""
+    def merge(self, weight: np.ndarray, tensors: Mapping[str, np.ndarray]) -> np.ndarray:
+        """Return the weight with the update added, computed in float64; `tensors` holds the adapter's, by name."""
         a, b = (tensors[name].astype("float64") for name in lora_names(self.target))
-        return self.scale * (a @ b.T if self.is_embedding else b @ a)
+        merged = weight + self.scale * (a @ b.T if self.is_embedding else b @ a)
+        if self.dora:
+            merged *= (tensors[self.tensors[2]] / (merged**2).sum(1) ** 0.5)[:, None]
+        return merged.astype("float32")
 
     @property
     def mask(self) -> str:
@@ -126,7 +136,7 @@ class Plan:
             raise UserError(f"plan: tensor {min(repeated)} is listed twice")
         for adapter in self.adapters:
             needed = [adapter.target]
-            needed += [adapter.projection] if isinstance(adapter, Lens) else lora_names(adapter.target)
+            needed += [adapter.projection] if isinstance(adapter, Lens) else adapter.tensors
             for name in needed:
                 if name not in names:
                     raise UserError(f"plan: the adapter of {adapter.target} needs tensor {name}, which is missing")
@@ -221,6 +231,11 @@ class Plan:
         """The adapters with dropout."""
         return tuple(a for a in self.adapters if isinstance(a, LoraAdapter) and a.dropout)
 
+    @property
+    def has_dora(self) -> bool:
+        """Whether its adapters are DoRA."""
+        return any(isinstance(adapter, LoraAdapter) and adapter.dora for adapter in self.adapters)
+
     @cached_property
     def dropout_shares(self) -> Mapping[str, float]:
         """The probability of dropping an element, for each dropout mask of a training batch, keyed by its name."""
@@ -238,13 +253,13 @@ class Plan:
             if isinstance(adapter, Lens):
                 params[adapter.target] = AdaptedWeight(base, lens=values[adapter.projection])
             else:
-                a, b = (values[name] for name in lora_names(adapter.target))
+                a, b, *dora = (values[name] for name in adapter.tensors)
                 dropout = None
                 if adapter.dropout:
                     if batch is None:
                         raise UserError(f"the adapter of {adapter.target} has dropout; pass the batch to plan.params()")
                     dropout = batch[adapter.mask]
-                params[adapter.target] = AdaptedWeight(base, low_rank=LowRank(a, b, adapter.scale, dropout))
+                params[adapter.target] = AdaptedWeight(base, low_rank=LowRank(a, b, adapter.scale, dropout, *dora))
         if batch is not None and NOISE in batch:
             table = params[EMBEDDING]
             table = table if isinstance(table, AdaptedWeight) else AdaptedWeight(table)
@@ -359,14 +374,15 @@ def describe_adapters(plan: Plan) -> str:
     kinds = dict.fromkeys(
         re.sub(r"attn_out\w*", "o", layer).replace("attn_", "").replace("ffn_", "") for layer in layers
     )
-    return f"LoRA r={','.join(map(str, sorted(ranks)))} on {','.join(kinds)}" if names else ""
+    kind, sizes = "DoRA" if plan.has_dora else "LoRA", ",".join(map(str, sorted(ranks)))
+    return f"{kind} r={sizes} on {','.join(kinds)}" if names else ""
 
 
 def export_tensors(plan: Plan, values: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
     """Return the model's tensors, keyed by name, with adapters merged into the weights that they adapt.
 
     `values` are the tensors of the run, including those of adapters. An embedding E with a lens W becomes E' = E W^T; a
-    weight W with a LoRA pair becomes W' = W + scale B A.
+    weight W with a LoRA pair becomes W' = W + scale B A, with DoRA normalised and scaled.
     """
     out = dict(values)
     for adapter in plan.adapters:
@@ -374,7 +390,7 @@ def export_tensors(plan: Plan, values: Mapping[str, np.ndarray]) -> dict[str, np
             lens = out.pop(adapter.projection).astype("float64")
             out[adapter.target] = (out[adapter.target].astype("float64") @ lens.T).astype("float32")
         else:
-            out[adapter.target] = (out[adapter.target] + adapter.update(out)).astype("float32")
+            out[adapter.target] = adapter.merge(out[adapter.target], out)
     return {spec.name: out[spec.name] for spec in plan.model.tensors()}
 
 

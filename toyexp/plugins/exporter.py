@@ -28,7 +28,6 @@ from toyexp.interfaces.plan import (
     adapter_file_tensors,
     export_tensors,
     inherited_metadata,
-    lora_names,
 )
 from toyexp.interfaces.run import Best, Run
 from toyexp.interfaces.run_preview import RunPreview, is_changed
@@ -189,22 +188,22 @@ class AdapterExporter(Exporter):
         It writes an adapter file if the run has adapters. It writes a model file if the run has none, or if `merged` is
         true.
         """
-        has_adapter = bool(_adapter_tensors(plan))
+        has_adapter = bool(_adapter_tensors(plan, self.form))
         adapter = [f"adapter{self.form.suffix}"] if has_adapter else []
         return [*adapter, *(super().outputs(plan) if self.merged or not has_adapter else ())]
 
     def warnings(self, preview: RunPreview) -> Iterable[str]:
         """Warn if the setting `merged`, or the setting that selects the file's dtype, has no effect."""
         yield from super().warnings(preview)
-        has_adapter = bool(_adapter_tensors(preview.plan))
+        has_adapter = bool(_adapter_tensors(preview.plan, self.form))
         if not self.merged and not has_adapter:
-            yield f"callbacks.{self.name}.merged=false: has no effect: the run has no adapter"
+            yield f"callbacks.{self.name}.merged=false: has no effect: the run has no adapter for this format"
         if not self.merged and has_adapter and self.form.dtype_setting and is_changed(self, self.form.dtype_setting):
             setting = f"callbacks.{self.name}.{self.form.dtype_setting}={self._format.kind}"
             yield f"{setting}: has no effect with merged=false: the adapter is always f32"
 
     def _export(self, run: Run, path: Path) -> None:
-        names = _adapter_tensors(run.plan)
+        names = _adapter_tensors(run.plan, self.form)
         if names:
             adapter = path.with_name(path.name.replace("model", "adapter"))
             self._pairs = self._values(run, names)
@@ -244,9 +243,10 @@ def card_facts(
     return facts | {f"held-out {name}": f"{value:.6g}" for name, value in scores.items() if value is not None}
 
 
-def _adapter_tensors(plan: Plan) -> list[str]:
-    """Return the names of the plan's LoRA tensors."""
-    return [n for a in plan.adapters if isinstance(a, LoraAdapter) for n in lora_names(a.target)]
+def _adapter_tensors(plan: Plan, form: type[Format]) -> list[str]:
+    """Return the names of the plan's trained LoRA tensors; an empty list if the format cannot hold them."""
+    adapters = [a for a in plan.adapters if isinstance(a, LoraAdapter)]
+    return [n for a in adapters for n in a.tensors[:3]] if form.writes_dora or not plan.has_dora else []
 
 
 @functools.cache  # one class per format, however often plugins are loaded

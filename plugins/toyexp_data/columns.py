@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from string import ascii_uppercase
 from typing import Any, NamedTuple
 
 from toyexp import printable, suggest
 from toyexp.formats import (
-    LETTERS,
     BadExample,
     Record,
     decode,
@@ -155,8 +155,8 @@ def _exchange(question: str, answer: str, context: str = "") -> Callable[[Mappin
 
 def _choice(value: Mapping[str, Any]) -> Value:
     question, choices, place = read_question(value)
-    lines = [f"{LETTERS[i]}. {choice}" for i, choice in enumerate(choices)]
-    return Value((), f" {LETTERS[place]}", "\n".join([question, *lines, "Answer:"]))
+    lines = [f"{ascii_uppercase[i]}. {choice}" for i, choice in enumerate(choices)]
+    return Value((), f" {ascii_uppercase[place]}", "\n".join([question, *lines, "Answer:"]))
 
 
 FORMS = (

@@ -49,12 +49,12 @@ class FromBase(Recipe):
         path = self.base_file()
         return token_mismatch_warnings("base", path, preview) if path else ()
 
-    def with_noise(self, model: Model, setup: Setup) -> Setup:
-        """Return the setup with the setting `neftune`. Raise UserError if it is set for a model that reads no text."""
-        if self.neftune and not model.reads.sequence:
-            problem = f"applies to text models only; model={model.name} reads {model.reads}"
-            raise UserError(f"recipe.neftune={self.neftune}: {problem}")
-        return replace(setup, neftune=self.neftune)
+    def require_text(self, model: Model, *names: str) -> None:
+        """Raise UserError if one of the settings `names` is not 0 and the model reads no text."""
+        for name in names:
+            if (value := getattr(self, name)) and not model.reads.sequence:
+                problem = f"applies to text models only; model={model.name} reads {model.reads}"
+                raise UserError(f"recipe.{name}={value}: {problem}")
 
     def _from_base(self, spec: TensorSpec, trainable: bool) -> PlanTensor:
         return PlanTensor.from_spec(spec, toyexp.FromGGUF(str(self.base_file()), spec.name), trainable)
@@ -105,8 +105,9 @@ class Full(FromBase):
         There are two exceptions: a new head starts with the model's initial values, and embeddings are frozen if
         `train_embeddings` is False.
         """
+        self.require_text(model, "neftune")
         frozen, head = () if self.train_embeddings else EMBEDDINGS, self._head(model)
-        return self.with_noise(model, setup).plan(model, [
+        return replace(setup, neftune=self.neftune).plan(model, [
             PlanTensor.from_spec(t) if t.name in head else self._from_base(t, t.name not in frozen)
             for t in model.tensors()
         ])  # fmt: skip

@@ -91,9 +91,6 @@ class Lora(FromBase):
         super().check()
         if self.adapter == "":
             raise UserError("recipe.adapter='': is empty; leave it out, or set null, to start new adapters")
-        if self.dora and self.adapter:
-            problem = "applies to new adapters only; leave out recipe.adapter, or to go on with a run: resume=RUN"
-            raise UserError(f"recipe.dora=true: {problem}")
         self.further_files()
         patterns: Mapping[str, Any] = {"rank_pattern": self.rank_pattern, "alpha_pattern": self.alpha_pattern}
         numbers = {f"{name}.{key}": value for name, values in patterns.items() for key, value in values.items()}
@@ -126,11 +123,9 @@ class Lora(FromBase):
         """Return a plan with the base model's tensors, frozen, and trainable LoRA matrices for each target layer."""
         specs = {t.name: t for t in model.tensors()}
         pairs, adapters = self._load_adapters(model, specs) if self.adapter else self._new_adapters(specs)
-        if self.dropout and not model.reads.sequence:
-            problem = f"applies to text models only; model={model.name} reads {model.reads}"
-            raise UserError(f"recipe.dropout={self.dropout}: {problem}")
+        self.require_text(model, "dropout", "neftune")
         masks = {}
-        for adapter in adapters if self.dropout else ():
+        for adapter in (a for a in adapters if a.dropout):
             rows = setup.inputs[model.reads.sequence].shape
             masks[adapter.mask] = InputSpec((*rows, specs[adapter.target].shape[1]), "float32", optional=True)
         tensors = [*(self._from_base(t, trainable=False) for t in specs.values()), *pairs]
@@ -138,7 +133,7 @@ class Lora(FromBase):
             spec, (magnitude, norm) = specs[adapter.target], adapter.tensors[2:]
             norms = PlanTensor(magnitude, spec.shape[:1], RowNorms(self._from_base(spec, trainable=False).values))
             tensors += [norms, replace(norms, name=norm, trainable=False)]
-        setup = replace(self.with_noise(model, setup), inputs={**setup.inputs, **masks})
+        setup = replace(setup, inputs={**setup.inputs, **masks}, neftune=self.neftune)
         return setup.plan(model, tensors, adapters)
 
     def _new_adapters(self, specs: Mapping[str, TensorSpec]) -> tuple[list[PlanTensor], list[LoraAdapter]]:
@@ -148,38 +143,37 @@ class Lora(FromBase):
         target's rows or columns.
         """
         targets = self._targets(specs)
-        ranks = self._by_pattern("rank_pattern", targets, specs)
-        alphas = self._by_pattern("alpha_pattern", targets, specs)
+        ranks = self._by_pattern("rank", targets, specs, self.rank or RANK)
+        alphas = self._by_pattern("alpha", targets, specs, (self.rank or RANK) if self.alpha is None else self.alpha)
         pairs, adapters = list[PlanTensor](), list[LoraAdapter]()
         for target in targets:
-            (outputs, inputs), (a, b) = specs[target].shape, lora_names(target)
-            key, rank = ranks.get(target, ("recipe.rank", self.rank or RANK))
+            (outputs, inputs), (a, b), (rank, key) = specs[target].shape, lora_names(target), ranks[target]
             if rank > min(outputs, inputs):
                 remedy = f"use {key}={min(outputs, inputs)} or less"
                 raise UserError(f"{key}={rank}: {target} is {outputs} x {inputs}; {remedy}")
-            _, alpha = alphas.get(target, ("", (self.rank or RANK) if self.alpha is None else self.alpha))
-            adapter = LoraAdapter(target, alpha / (math.sqrt(rank) if self.rslora else rank), self.dropout, self.dora)
+            scale = alphas[target][0] / (math.sqrt(rank) if self.rslora else rank)
+            adapter, small = LoraAdapter(target, scale, self.dropout, self.dora), Normal(self.init_scale)
             if adapter.is_embedding and self.dora:
                 raise UserError(f"recipe.dora=true: applies to linear layers; leave {target} out of recipe.targets")
             if adapter.is_embedding:  # as in PEFT, A is zero, and dropout does not apply
                 adapter = replace(adapter, dropout=0.0)
-                pairs.append(PlanTensor(a, (outputs, rank), Constant(0)))
-                pairs.append(PlanTensor(b, (inputs, rank), Normal(self.init_scale)))
+                pairs += [PlanTensor(a, (outputs, rank), Constant(0)), PlanTensor(b, (inputs, rank), small)]
             else:
-                pairs.append(PlanTensor(a, (rank, inputs), Normal(self.init_scale)))
-                pairs.append(PlanTensor(b, (outputs, rank), Constant(0)))
+                pairs += [PlanTensor(a, (rank, inputs), small), PlanTensor(b, (outputs, rank), Constant(0))]
             adapters.append(adapter)
         return pairs, adapters
 
-    def _by_pattern(self, name: str, targets: Sequence[str], specs: Mapping[str, TensorSpec]) -> dict[str, Any]:
-        """Return the key and the value that the setting `name` gives to targets, by target; the first pattern wins."""
-        values: dict[str, Any] = {}
-        for pattern, value in getattr(self, name).items():
-            key = f"recipe.{name}.{pattern}"
-            matches = {target: (key, value) for target in self._match(pattern, key, specs) if target in targets}
+    def _by_pattern(
+        self, name: str, targets: Sequence[str], specs: Mapping[str, TensorSpec], default: float
+    ) -> dict[str, tuple[Any, str]]:
+        """Return each target's rank or alpha, with the key of the setting; of the patterns the first one counts."""
+        values: dict[str, tuple[Any, str]] = dict.fromkeys(targets, (default, f"recipe.{name}"))
+        for pattern, value in reversed(getattr(self, f"{name}_pattern").items()):
+            key = f"recipe.{name}_pattern.{pattern}"
+            matches = [target for target in self._match(pattern, key, specs) if target in targets]
             if not matches:
                 raise UserError(f"{key}: matches no target of this run, such as {targets[0]}")
-            values = matches | values
+            values |= dict.fromkeys(matches, (value, key))
         return values
 
     def _load_adapters(
@@ -203,16 +197,18 @@ class Lora(FromBase):
             raise UserError(f"recipe.rank={self.rank}: {subject} rank {actual}; leave recipe.rank out")
         if self.alpha is not None and not math.isclose(self.alpha, alphas[0], rel_tol=1e-6):  # the file stores float32
             raise UserError(f"recipe.alpha={self.alpha:g}: {subject} alpha {alphas[0]:g}; leave recipe.alpha out")
-        for key in ("rslora", "rank_pattern", "alpha_pattern"):
+        for key in ("dora", "rslora", "rank_pattern", "alpha_pattern"):
             if value := getattr(self, key):
-                problem = f"{subject} its own ranks and scale (alpha {alphas[0]:g}); leave recipe.{key} out"
+                problem = f"{subject} its own form, ranks and alpha; leave recipe.{key} out"
                 raise UserError(f"recipe.{key}={str(value).lower()}: {problem}")
         if {*targets} != {*ranks}:
             name = min({*targets} ^ {*ranks})
             difference = f"{'' if name in ranks else 'no '}matrices on {name}"
             typed = ",".join(self.targets or ())
             raise UserError(f"recipe.targets=[{typed}]: {subject} {difference}; leave recipe.targets out")
-        return [replace(t, trainable=True) for t in frozen], [replace(a, dropout=self.dropout) for a in adapters]
+        return [replace(t, trainable=True) for t in frozen], [
+            a if a.is_embedding else replace(a, dropout=self.dropout) for a in adapters
+        ]
 
     def _targets(self, specs: Mapping[str, TensorSpec]) -> list[str]:
         """Return the names of the linear layers that the setting `targets` selects, in the model's order.

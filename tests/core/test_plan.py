@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from toyexp import ArrayValues, Constant, InputSpec, Lens, LoraAdapter, Plan, PlanTensor, UserError
-from toyexp.interfaces.plan import adapter_alphas, adapter_file_tensors, inherited_metadata
+from toyexp.interfaces.plan import inherited_metadata
 from toyexp.interfaces.snapshot import state_misfit, state_shapes
 from toyexp.testing import OpModel, op_batch, op_plan
 
@@ -114,9 +114,9 @@ def test_an_adapter_file_has_one_alpha():
     tensors = (*TENSORS, *PAIR, *pairs)
     equal, unequal = (plan(tensors=tensors, adapters=(LoraAdapter("w", 2.0), LoraAdapter("p", s))) for s in (1.0, 2.0))
     values = {t.name: equal.initial_values(t) for t in equal.tensors}
-    assert adapter_alphas(equal) == {"w": 4.0, "p": 4.0} and adapter_alphas(unequal) == {"w": 4.0, "p": 8.0}
+    assert equal.alphas == {"w": 4.0, "p": 4.0} and unequal.alphas == {"w": 4.0, "p": 8.0}
     for the_plan, factor in ((equal, 1), (unequal, 2)):  # a matrix B whose adapter has another alpha is scaled
-        alpha, stored = adapter_file_tensors(the_plan, values)
+        alpha, stored = the_plan.adapter_file(values)
         assert alpha == 4.0 and np.array_equal(stored["p.lora_b"], factor * values["p.lora_b"])
         assert all(stored[name] is values[name] for name in ("p.lora_a", "w.lora_a", "w.lora_b"))
 

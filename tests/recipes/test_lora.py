@@ -269,11 +269,6 @@ def test_a_models_own_name_of_a_linear_takes_precedence_over_an_abbreviation():
             {"dora": True, "targets": ["token_embd"]},
             "recipe.dora=true: applies to linear layers; leave",
         ),
-        (
-            "llama",
-            {"dora": True, "adapter": "run"},
-            "recipe.dora=true: applies to new adapters only; leave",
-        ),
         ("llama", {"rank_pattern": {"q": 0}}, "recipe.rank_pattern.q=0: must be above 0"),
         ("llama", {"alpha_pattern": {"q": 0.0}}, "recipe.alpha_pattern.q=0.0: must be above 0"),
         ("llama", {"targets": ["q", "blk.7.*"]}, "recipe.targets="),

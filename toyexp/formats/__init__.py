@@ -27,7 +27,6 @@ if TYPE_CHECKING:
         identity,
     )
     from toyexp.formats.records import (
-        LETTERS,
         READERS,
         BadExample,
         Record,

@@ -22,7 +22,7 @@ from toyexp.formats.safetensors import Tensor, write_safetensors
 from toyexp.formats.sentencepiece_model import missing_requirement, sentencepiece_model
 from toyexp.interfaces.format import ModelExport
 from toyexp.interfaces.model import Model
-from toyexp.interfaces.plan import LoraAdapter, Plan, adapter_alphas, lora_names
+from toyexp.interfaces.plan import LoraAdapter, Plan, lora_names
 from toyexp.tokenizers.byte_level import BPE, Bytes, Characters
 from toyexp.tokenizers.sentencepiece import SentencePiece
 from toyexp.tokenizers.tokenizer import Tokenizer
@@ -100,7 +100,7 @@ def write_adapter_folder(path: Path, plan: Plan, exported: ModelExport) -> list[
     for adapter in adapters:
         stored, (a, b) = stored_tensors[adapter.target], (exported.tensors[name] for name in lora_names(adapter.target))
         module = stored.name.removesuffix(".weight")
-        ranks[module], alphas[module] = b.shape[1], adapter_alphas(plan)[adapter.target]
+        ranks[module], alphas[module] = b.shape[1], plan.alphas[adapter.target]
         pair = {"lora_A.weight": a, "lora_B.weight": stored.rows(b)}
         for name, array in ({"lora_embedding_A": a.T, "lora_embedding_B": b} if adapter.is_embedding else pair).items():
             tensors[f"base_model.model.{module}.{name}"] = array.shape, array.copy

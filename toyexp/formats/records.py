@@ -12,6 +12,7 @@ import lzma
 import zlib
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from string import ascii_uppercase
 from typing import IO, Any
 
 from toyexp.base.errors import UserError, printable
@@ -20,7 +21,6 @@ from toyexp.base.packages import require_package
 
 COMPRESSED = (".gz", ".xz", ".zst")
 INSTALL = "pip install 'toyexp[data]'"
-LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
 FIELD_LIMIT = (1 << 31) - 1  # characters of a CSV field; the csv module's own limit is 131,072
 
 Record = bytes | dict[str, Any]  # a line of JSON, which is not parsed yet, or values by column
@@ -230,11 +230,11 @@ def read_question(value: Mapping[str, Any]) -> tuple[str, list[str], int]:
     answer = "answer" if "answer" in value else "answerKey"
     if not value.keys() >= {"question", "choices", answer}:
         raise BadExample(f"has the keys {join_names(value)}; expected question, choices and answer")
-    choices, labels, right = parse_cell(value["choices"]), list(LETTERS), value[answer]
+    choices, labels, right = parse_cell(value["choices"]), list(ascii_uppercase), value[answer]
     if isinstance(choices, dict) and choices.keys() >= {"text", "label"}:
         choices, labels = choices["text"], [str(label) for label in choices["label"]]
-    if not isinstance(choices, list) or not 2 <= len(choices) <= min(len(labels), len(LETTERS)):
-        raise BadExample(f"choices is {kind_of(choices)}; expected a list of 2 to {len(LETTERS)} texts")
+    if not isinstance(choices, list) or not 2 <= len(choices) <= min(len(labels), 26):
+        raise BadExample(f"choices is {kind_of(choices)}; expected a list of 2 to 26 texts")
     if isinstance(right, str) and right not in labels and right.isdecimal():
         right = int(right)
     place = labels.index(right) if right in labels else right if isinstance(right, int) else -1

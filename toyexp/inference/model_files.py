@@ -27,15 +27,7 @@ from toyexp.formats.gguf.write import copy_types, write_adapter, write_model, wr
 from toyexp.formats.peft import CONFIG, TENSORS, read_peft
 from toyexp.interfaces.data import open_data
 from toyexp.interfaces.model import Model
-from toyexp.interfaces.plan import (
-    LoraAdapter,
-    Plan,
-    adapter_digest,
-    adapter_file_tensors,
-    export_tensors,
-    inherited_metadata,
-    lora_names,
-)
+from toyexp.interfaces.plan import Plan, adapter_digest, export_tensors, inherited_metadata, lora_names
 from toyexp.interfaces.recipe import Setup, start_session
 from toyexp.plugins.discovery import current_registry, load
 from toyexp.plugins.registry import Registry
@@ -112,7 +104,7 @@ def _write(path: Path, target: Path, registry: Registry) -> None:
 def convert_adapter(path: Path, target: Path, registry: Registry) -> None:
     """Write the LoRA adapter of the checkpoint at `path` to a GGUF file; raise UserError if the checkpoint has none."""
     saved, plan, _, dataset = _load_run(path, registry)
-    if not any(isinstance(adapter, LoraAdapter) for adapter in plan.adapters):
+    if not plan.alphas:
         recipe = saved.state["config"]["recipe"]["name"]
         raise UserError(f"{path}: is a checkpoint of recipe={recipe}, which trains no adapter; {NAME_ADAPTER}")
     if plan.has_dora:
@@ -148,8 +140,7 @@ def _load_run(path: Path, registry: Registry) -> tuple[checkpoint.Checkpoint, Pl
 
 def _general(path: Path, saved: checkpoint.Checkpoint, plan: Plan) -> dict[str, Any]:
     plain, inherited_keys = saved.state["config"], inherited_metadata(plan)
-    is_lora = any(isinstance(adapter, LoraAdapter) for adapter in plan.adapters)
-    pairs = adapter_file_tensors(plan, saved.arrays)[1] if is_lora else {}
+    pairs = plan.adapter_file(saved.arrays)[1] if plan.alphas else {}
     return {
         "name": str(plain["name"]), "run_id": path.absolute().parents[1].name, "step": saved.step,
         "config_sha256": config_hash(plain), **inherited_keys,

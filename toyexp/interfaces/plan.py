@@ -236,6 +236,23 @@ class Plan:
         """Whether its adapters are DoRA."""
         return any(isinstance(adapter, LoraAdapter) and adapter.dora for adapter in self.adapters)
 
+    @property
+    def alphas(self) -> dict[str, float]:
+        """The alpha (scale * rank) of each LoRA adapter, keyed by the weight that it changes."""
+        adapters = [a for a in self.adapters if isinstance(a, LoraAdapter)]
+        # alpha / rank * rank may differ from alpha in the last bits.
+        return {a.target: float(f"{a.scale * self.tensor(a.tensors[1]).shape[1]:.12g}") for a in adapters}
+
+    def adapter_file(self, values: Mapping[str, np.ndarray]) -> tuple[float, dict[str, np.ndarray]]:
+        """Return the alpha of an adapter file, and the matrices of the adapters, by name, as the file stores them.
+
+        A file has only one alpha. If an adapter has another one, its matrix B is multiplied by the ratio.
+        """
+        tensors, alpha = dict[str, Any](), Counter(self.alphas.values()).most_common(1)[0][0]
+        for (a, b), own in ((lora_names(target), own) for target, own in self.alphas.items()):
+            tensors |= {a: values[a], b: values[b] if own == alpha else (values[b] * (own / alpha)).astype("float32")}
+        return alpha, tensors
+
     @cached_property
     def dropout_shares(self) -> Mapping[str, float]:
         """The probability of dropping an element, for each dropout mask of a training batch, keyed by its name."""
@@ -428,23 +445,3 @@ def adapter_digest(pairs: Mapping[str, np.ndarray], merged: str = "") -> str:
     for name in sorted(pairs):
         digest.update(name.encode() + pairs[name].astype("float32", copy=False).tobytes())
     return ",".join(filter(None, (merged, digest.hexdigest()[:16])))
-
-
-def adapter_alphas(plan: Plan) -> dict[str, float]:
-    """Return the alpha (scale * rank) of each LoRA adapter, keyed by the weight that it changes."""
-    adapters = [a for a in plan.adapters if isinstance(a, LoraAdapter)]
-    # alpha / rank * rank may differ from alpha in the last bits.
-    return {a.target: float(f"{a.scale * plan.tensor(lora_names(a.target)[1]).shape[1]:.12g}") for a in adapters}
-
-
-def adapter_file_tensors(plan: Plan, values: Mapping[str, np.ndarray]) -> tuple[float, dict[str, np.ndarray]]:
-    """Return the alpha of an adapter file, and the matrices of the plan's adapters, by name, as the file stores them.
-
-    A file has only one alpha. If an adapter has another one, its matrix B is multiplied by the ratio.
-    """
-    alphas, tensors = adapter_alphas(plan), dict[str, Any]()
-    alpha = Counter(alphas.values()).most_common(1)[0][0]
-    for target, own in alphas.items():
-        a, b = lora_names(target)
-        tensors |= {a: values[a], b: values[b] if own == alpha else (values[b] * (own / alpha)).astype("float32")}
-    return alpha, tensors

@@ -21,14 +21,7 @@ from toyexp.interfaces.callback import Callback
 from toyexp.interfaces.format import Format, ModelExport, require_written
 from toyexp.interfaces.hooks import hookimpl
 from toyexp.interfaces.model import Model
-from toyexp.interfaces.plan import (
-    LoraAdapter,
-    Plan,
-    adapter_digest,
-    adapter_file_tensors,
-    export_tensors,
-    inherited_metadata,
-)
+from toyexp.interfaces.plan import LoraAdapter, Plan, adapter_digest, export_tensors, inherited_metadata
 from toyexp.interfaces.run import Best, Run
 from toyexp.interfaces.run_preview import RunPreview, is_changed
 from toyexp.plugins.rules import type_hints
@@ -152,7 +145,7 @@ class Exporter(Callback):
             **self._inherited,
         }
         if self._pairs:
-            pairs = adapter_file_tensors(run.plan, self._pairs)[1]
+            pairs = run.plan.adapter_file(self._pairs)[1]
             general["adapter_digest"] = adapter_digest(pairs, self._inherited.get("adapter_digest", ""))
         parts = (model, tensors, data.tokenizer, general, data.gguf_metadata(), data.chat_template)
         best = {self._best.metric: self._best.score} if self._best else {}

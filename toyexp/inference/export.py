@@ -6,6 +6,7 @@ import os
 import re
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from toyexp.base.attribution import attribute_errors, call_for_lines
-from toyexp.base.errors import RunFailed, UserError, escape_controls, suggest
+from toyexp.base.errors import RunFailed, UserError, escape_controls, printable, suggest
 from toyexp.base.files import read_head
 from toyexp.base.formatting import format_bytes, short_path
 from toyexp.base.ownership import owning_run
@@ -36,12 +37,13 @@ from toyexp.formats.gguf.write import Writer, require_exact
 from toyexp.formats.layout import HF_TYPES
 from toyexp.inference.model_files import check_base, find_adapter_file, find_model_file, is_checkpoint
 from toyexp.interfaces.command import Answer
-from toyexp.interfaces.format import Format, ModelExport, require_written
+from toyexp.interfaces.format import Format, LazyTensors, ModelExport, require_written
 from toyexp.interfaces.plan import LoraAdapter, adapter_digest
 from toyexp.plugins.exporter import card_facts
 from toyexp.plugins.registry import Registry
 from toyexp.results.events import read_run_facts
 from toyexp.results.run_dirs import read_run
+from toyexp.tokenizers.tokenizer import NORMAL, USER_DEFINED
 from toyexp.training.checkpoint import read_result
 from toyexp.training.run_config import config_hash
 from toyexp.training.rundir import read_settings
@@ -111,13 +113,15 @@ def _build_with_settings(cls: type[Format], values: Mapping[str, Any], settings:
 
 
 def export(
-    model: Path, word: str, to: str | None, settings: Sequence[str], registry: Registry, force: bool, requantize: bool
-) -> ExportResult:
+    model: Path, word: str, to: str | None, settings: Sequence[str], registry: Registry, force: bool, requantize: bool,
+    new_tokens: Sequence[str] = (),
+) -> ExportResult:  # fmt: skip
     """Convert a model to the type `word` (a value of `--type`) and write it to the path `to`.
 
-    If `to` is None, write the file beside the model. If `force` is True, replace an existing file. If `requantize` is
-    True, numbers that are already quantised may be quantised again. Raise UserError, before anything is written, if the
-    model cannot be converted.
+    The vocabulary gets the `new_tokens`, as `add_tokens` says; only a GGUF file can hold them. If `to` is None, write
+    the file beside the model. If `force` is True, replace an existing file. If `requantize` is True, numbers that are
+    already quantised may be quantised again. Raise UserError, before anything is written, if the model cannot be
+    converted.
     """
     form = build_format(word, settings, registry)
     # Appended to the stem of the file name: -q8_0.gguf, .onnx, -hf, -hf-f16.
@@ -131,8 +135,10 @@ def export(
             raise UserError(f"--to {target}: the name must end in {form.suffix} with --type {word}")
         read = [*file.paths, source_path(file.path)]
         require_free(f"--to {target}", target, read, force, form.suffix, form.contents)
+        if new_tokens and form.suffix != ".gguf":
+            raise UserError(f"--new-tokens: cannot be combined with --type {word}; write a GGUF first: --type f16")
         try:
-            exported, problems = _write(form, file, target, requantize, registry)
+            exported, problems = _write(form, file, target, requantize, registry, new_tokens)
         except UserError as error:
             raise error if str(error).startswith(str(source_path(file.path))) else file.error(str(error)) from None
         kinds = {HF_TYPES.get(form.kind, form.kind.upper()): len(exported.tensors if exported else file.tensors)}
@@ -145,7 +151,7 @@ def export(
 
 
 def _write(
-    form: Format, file: GGUFFile, target: Path, requantize: bool, registry: Registry
+    form: Format, file: GGUFFile, target: Path, requantize: bool, registry: Registry, new_tokens: Sequence[str]
 ) -> tuple[ModelExport | None, list[str]]:
     """Write the model in `file` to `target` in the format `form`.
 
@@ -160,12 +166,13 @@ def _write(
     ):
         try:
             form.check_model(model_class())  # at default sizes, because the file may have sizes that toyexp rejects
-            problems = form.write_again(file, path, requantize)
+            problems = None if new_tokens else form.write_again(file, path, requantize)
             if problems is not None:
                 is_other = file.is_converted and file.path.is_file()
                 lacks = read_exported(file, registry.models()).unreadable if is_other else ()
                 return None, [*lacks, *require_written(form, path, problems)]
             exported = read_exported(file, registry.models())
+            exported = add_tokens(exported, new_tokens) if new_tokens else exported
             form.check_model(exported.model)
             rounded = {"float32": "F32", "f32": "F32"}.get(form.kind, form.kind)
             require_exact(file, dict.fromkeys(file.tensors, rounded), requantize)
@@ -173,6 +180,35 @@ def _write(
             return exported, [*exported.unreadable, *problems_written]
         except RunFailed as error:
             raise RunFailed(str(error).replace(str(path), str(target))) from error
+
+
+def add_tokens(exported: ModelExport, texts: Sequence[str]) -> ModelExport:
+    """Return the model with the tokens `texts` added, which are found wherever their texts occur.
+
+    Each new row of the embedding and of the output layer is the mean of the old rows. Raise UserError for a model
+    without a tokenizer, and for a text that is empty, repeated or a token already.
+    """
+    if exported.tokenizer is None:
+        raise UserError("--new-tokens: the model has no tokenizer")
+    tokenizer, keys = copy(exported.tokenizer), {**exported.tokenizer.gguf_metadata()}
+    for text in texts:
+        if not text or text in keys["ggml.tokens"] or texts.count(text) > 1:
+            raise UserError(f"--new-tokens: {printable(repr(text))} is empty, repeated, or a token already")
+    added: dict[str, Any] = {"ggml.tokens": [*keys["ggml.tokens"], *texts]}
+    types = keys.get("ggml.token_type", np.full(tokenizer.vocab, NORMAL, np.int32))
+    for key, values, filler in (("token_type", types, USER_DEFINED), ("scores", keys.get("ggml.scores"), 0)):
+        if values is not None:
+            added[f"ggml.{key}"] = np.append(values, np.full(len(texts), filler, values.dtype))
+    tokenizer.source, tokenizer.pieces = keys | added, [*tokenizer.pieces, *texts]
+    model: Any = replace(exported.model, vocab=exported.tokenizer.vocab + len(texts))  # type: ignore[call-arg]
+    shapes = {spec.name: spec.shape for spec in model.tensors()}
+
+    def read(name: str) -> np.ndarray:
+        array = exported.tensors[name]
+        mean = array.mean(0, np.float64, keepdims=True).astype(np.float32)
+        return np.concatenate([array, *[mean] * (shapes[name][0] - len(array))]) if array.ndim > 1 else array
+
+    return replace(exported, model=model, tensors=LazyTensors(shapes, read), tokenizer=tokenizer)
 
 
 def _about(file: GGUFFile) -> dict[str, Any]:

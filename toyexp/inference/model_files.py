@@ -27,7 +27,7 @@ from toyexp.formats.gguf.write import copy_types, write_adapter, write_model, wr
 from toyexp.formats.peft import CONFIG, TENSORS, read_peft
 from toyexp.interfaces.data import open_data
 from toyexp.interfaces.model import Model
-from toyexp.interfaces.plan import Plan, adapter_digest, export_tensors, inherited_metadata, lora_names
+from toyexp.interfaces.plan import Plan, adapter_digest, adapter_tensors, export_tensors, inherited_metadata, lora_names
 from toyexp.interfaces.recipe import Setup, start_session
 from toyexp.plugins.discovery import current_registry, load
 from toyexp.plugins.registry import Registry
@@ -104,11 +104,11 @@ def _write(path: Path, target: Path, registry: Registry) -> None:
 def convert_adapter(path: Path, target: Path, registry: Registry) -> None:
     """Write the LoRA adapter of the checkpoint at `path` to a GGUF file; raise UserError if the checkpoint has none."""
     saved, plan, _, dataset = _load_run(path, registry)
-    if not plan.alphas:
-        recipe = saved.state["config"]["recipe"]["name"]
-        raise UserError(f"{path}: is a checkpoint of recipe={recipe}, which trains no adapter; {NAME_ADAPTER}")
     if plan.has_dora:
         raise UserError(f"{path}: is a checkpoint of DoRA, which no adapter.gguf can hold; name it as the model")
+    if not adapter_tensors(plan):
+        recipe, alone = saved.state["config"]["recipe"]["name"], " alone" * bool(plan.adapters)
+        raise UserError(f"{path}: is a checkpoint of recipe={recipe}, which trains no adapter{alone}; {NAME_ADAPTER}")
     values = {name: np.asarray(array, np.float32) for name, array in saved.arrays.items()}
     write_adapter(target, plan, values, _general(path, saved, plan), dataset.chat_template)
 
@@ -140,7 +140,7 @@ def _load_run(path: Path, registry: Registry) -> tuple[checkpoint.Checkpoint, Pl
 
 def _general(path: Path, saved: checkpoint.Checkpoint, plan: Plan) -> dict[str, Any]:
     plain, inherited_keys = saved.state["config"], inherited_metadata(plan)
-    pairs = plan.adapter_file(saved.arrays)[1] if plan.alphas else {}
+    pairs = plan.adapter_file(saved.arrays)[1] if adapter_tensors(plan) else {}
     return {
         "name": str(plain["name"]), "run_id": path.absolute().parents[1].name, "step": saved.step,
         "config_sha256": config_hash(plain), **inherited_keys,

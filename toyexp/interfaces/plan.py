@@ -387,7 +387,7 @@ def describe_adapters(plan: Plan) -> str:
     """Return text such as "LoRA r=8 on q,v", or "" if the plan has no LoRA adapters."""
     names = [adapter.target for adapter in plan.adapters if isinstance(adapter, LoraAdapter)]
     ranks = {plan.tensor(lora_names(name)[1]).shape[1] for name in names}
-    layers = (re.sub(r"^blk\.\d+\.|\.weight$", "", name) for name in names)
+    layers = (re.sub(r"^(v\.)?blk\.\d+\.|\.weight$", "", name) for name in names)
     kinds = dict.fromkeys(
         re.sub(r"attn_out\w*", "o", layer).replace("attn_", "").replace("ffn_", "") for layer in layers
     )
@@ -433,6 +433,16 @@ def _check_group(group: Group, shapes: Mapping[str, tuple[int, ...]], lr: float)
 def lora_names(target: str) -> list[str]:
     """Return the names of the matrices A and B of the adapter on `target`, as llama.cpp's adapter files name them."""
     return [f"{target}.lora_a", f"{target}.lora_b"]
+
+
+def adapter_tensors(plan: Plan, with_dora: bool = False) -> list[str]:
+    """Return the names of the plan's trained LoRA tensors; none if no adapter file holds all that the plan trains.
+
+    No file holds tensors besides adapters; `with_dora` says whether it holds DoRA.
+    """
+    names = [n for a in plan.adapters if isinstance(a, LoraAdapter) for n in a.tensors[:3]]
+    is_complete = {t.name for t in plan.trainable} <= {*names}
+    return names if is_complete and (with_dora or not plan.has_dora) else []
 
 
 def adapter_digest(pairs: Mapping[str, np.ndarray], merged: str = "") -> str:

@@ -21,7 +21,7 @@ from toyexp.interfaces.callback import Callback
 from toyexp.interfaces.format import Format, ModelExport, require_written
 from toyexp.interfaces.hooks import hookimpl
 from toyexp.interfaces.model import Model
-from toyexp.interfaces.plan import LoraAdapter, Plan, adapter_digest, export_tensors, inherited_metadata
+from toyexp.interfaces.plan import Plan, adapter_digest, adapter_tensors, export_tensors, inherited_metadata
 from toyexp.interfaces.run import Best, Run
 from toyexp.interfaces.run_preview import RunPreview, is_changed
 from toyexp.plugins.rules import type_hints
@@ -181,14 +181,14 @@ class AdapterExporter(Exporter):
         It writes an adapter file if the run has adapters. It writes a model file if the run has none, or if `merged` is
         true.
         """
-        has_adapter = bool(_adapter_tensors(plan, self.form))
+        has_adapter = bool(adapter_tensors(plan, self.form.writes_dora))
         adapter = [f"adapter{self.form.suffix}"] if has_adapter else []
         return [*adapter, *(super().outputs(plan) if self.merged or not has_adapter else ())]
 
     def warnings(self, preview: RunPreview) -> Iterable[str]:
         """Warn if the setting `merged`, or the setting that selects the file's dtype, has no effect."""
         yield from super().warnings(preview)
-        has_adapter = bool(_adapter_tensors(preview.plan, self.form))
+        has_adapter = bool(adapter_tensors(preview.plan, self.form.writes_dora))
         if not self.merged and not has_adapter:
             yield f"callbacks.{self.name}.merged=false: has no effect: the run has no adapter for this format"
         if not self.merged and has_adapter and self.form.dtype_setting and is_changed(self, self.form.dtype_setting):
@@ -196,7 +196,7 @@ class AdapterExporter(Exporter):
             yield f"{setting}: has no effect with merged=false: the adapter is always f32"
 
     def _export(self, run: Run, path: Path) -> None:
-        names = _adapter_tensors(run.plan, self.form)
+        names = adapter_tensors(run.plan, self.form.writes_dora)
         if names:
             adapter = path.with_name(path.name.replace("model", "adapter"))
             self._pairs = self._values(run, names)
@@ -234,12 +234,6 @@ def card_facts(
         "command": shlex.join(["toyexp", *typed]) if typed else None,
     }  # fmt: skip
     return facts | {f"held-out {name}": f"{value:.6g}" for name, value in scores.items() if value is not None}
-
-
-def _adapter_tensors(plan: Plan, form: type[Format]) -> list[str]:
-    """Return the names of the plan's trained LoRA tensors; an empty list if the format cannot hold them."""
-    adapters = [a for a in plan.adapters if isinstance(a, LoraAdapter)]
-    return [n for a in adapters for n in a.tensors[:3]] if form.writes_dora or not plan.has_dora else []
 
 
 @functools.cache  # one class per format, however often plugins are loaded

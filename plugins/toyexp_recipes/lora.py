@@ -44,15 +44,11 @@ SHORT_NAMES = {  # short names and PEFT's names of linear layers, each with the 
     "o_proj": "attn_out*", "gate_proj": "ffn_gate", "up_proj": "ffn_up", "down_proj": "ffn_down", "all-linear": "*",
     "c_attn": "attn_[qkv]*", "c_fc": "ffn_up", "c_proj": "attn_out* ffn_down", "attn.c_proj": "attn_out*",
     "mlp.c_proj": "ffn_down", "in_proj": "in_proj ssm_in", "out_proj": "out_proj ssm_out",
+    "embed_tokens": "token_embd", "wte": "token_embd", "embeddings": "token_embd", "lm_head": "output",
     "query": "attn_q", "key": "attn_k", "value": "attn_v", "fc1": "ffn_up", "fc2": "ffn_down",
 }  # fmt: skip
 # What a name in transformers has before the linear layer's own name; the group is the block's number.
 TRANSFORMERS_PATH = re.compile(r"^(?:.*\b(?:h|layers)\.(\d+|\*)\.)?(?:(?:self_attn|attn|mlp|mixer)\.(?!c_proj))?")
-# Names of the embedding and of the output layer: in toyexp, and in transformers.
-TABLES = {
-    **dict.fromkeys(("token_embd", "embed_tokens", "wte", "embeddings"), "token_embd.weight"),
-    **dict.fromkeys(("output", "lm_head"), "output.weight"),
-}
 RANK = 8  # default
 ROUTER = "ffn_gate_inp"  # chooses experts; the only linear layer of a block that is no target by default
 
@@ -227,8 +223,9 @@ class Lora(FromBase):
     @staticmethod
     def _match(target: str, key: str, specs: Mapping[str, TensorSpec]) -> list[str]:
         """Return the weights that `target` names; raise UserError, whose message starts with `key`, if none."""
-        table = TABLES.get(target.removesuffix(".weight").rpartition(".")[2])
-        if table and "token_embd.weight" in specs:
+        table = target.removesuffix(".weight").rpartition(".")[2]
+        table = f"{SHORT_NAMES.get(table, table)}.weight"
+        if table in ("token_embd.weight", "output.weight") and "token_embd.weight" in specs:
             if "output.weight" in specs:
                 return [table]
             problem = "the model's embedding is also its output layer, which an adapter cannot change"

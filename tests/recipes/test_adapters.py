@@ -241,6 +241,13 @@ def test_adapters_of_embedding_and_head_with_patterns_are_merged_and_trained_on(
     steps = ["engine=ggml", "steps=6", "eval_every=6", "checkpoint_every=6"]
     assert main([*QUICK, *NEW, targets, *patterns, *steps, "hydra.run.dir=tables"]) == 0
     assert main(["merge", "base.gguf", "tables/adapter-hf", "--out", "m.gguf"]) == 0
+    shutil.copytree("tables/adapter-hf", "saved")  # PEFT also writes the weights of an adapted embedding
+    name, arrays = "saved/adapter_model.safetensors", load_file("saved/adapter_model.safetensors")
+    save_file({**arrays, "base_model.model.lm_head.base_layer.weight": np.zeros((257, 32), np.float32)}, name)
+    error = run_rejected(capsys, "merge", "base.gguf", "saved", "--out", "n.gguf")
+    assert (
+        "lm_head.base_layer.weight matches no linear layer of this llama; in PEFT, save it with" in error
+    )
     with GGUFFile("m.gguf") as ours, GGUFFile("tables/model.gguf") as exported:
         for name in ours.tensors:
             np.testing.assert_allclose(ours.read(name), exported.read(name), rtol=0, atol=1e-6)

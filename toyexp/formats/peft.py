@@ -48,7 +48,8 @@ def read_peft(folder: Path, model: Model) -> tuple[float, dict[str, np.ndarray],
     for stored_name in file.tensors:
         match = TENSOR.fullmatch(stored_name)
         if match is None or match["module"] not in targets:
-            raise file.error(f"its tensor {printable(stored_name)} matches no linear layer of this {model.name}")
+            hint = "; in PEFT, save it with save_embedding_layers=False" if ".base_layer." in stored_name else ""
+            raise file.error(f"its tensor {printable(stored_name)} matches no linear layer of this {model.name}{hint}")
         target, stored = targets[match["module"]]
         array, (a, b) = file.read(stored_name), lora_names(target)
         if array.ndim != 2:

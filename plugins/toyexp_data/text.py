@@ -21,8 +21,7 @@ from toyexp_data.cache import load_or_pack, recall, remember
 from toyexp_data.corpus import Corpus, characters, megabytes, sample_pieces
 from toyexp_data.files import FoundFiles, find_files, match_paths
 from toyexp_data.held_out import ON_ERROR, SplitData
-from toyexp_data.records import find_records, has_records
-from toyexp_data.splits import divide
+from toyexp_data.splits import divide, find_records, has_records
 
 if TYPE_CHECKING:
     import numpy as np

@@ -245,9 +245,7 @@ def test_adapters_of_embedding_and_head_with_patterns_are_merged_and_trained_on(
     name, arrays = "saved/adapter_model.safetensors", load_file("saved/adapter_model.safetensors")
     save_file({**arrays, "base_model.model.lm_head.base_layer.weight": np.zeros((257, 32), np.float32)}, name)
     error = run_rejected(capsys, "merge", "base.gguf", "saved", "--out", "n.gguf")
-    assert (
-        "lm_head.base_layer.weight matches no linear layer of this llama; in PEFT, save it with" in error
-    )
+    assert "lm_head.base_layer.weight matches no linear layer of this llama; in PEFT, save it with" in error
     with GGUFFile("m.gguf") as ours, GGUFFile("tables/model.gguf") as exported:
         for name in ours.tensors:
             np.testing.assert_allclose(ours.read(name), exported.read(name), rtol=0, atol=1e-6)

@@ -154,15 +154,15 @@ def _rebuild_plan(plain: dict[str, Any], registry: Registry, run_origin: Origin)
 
     model, data, recipe = build_saved_parts(plain, registry, run_origin)
     for role, file in source_files(recipe).items():
-        if changes := run_origin.list_changes({role: cached_fingerprint(file)}):
-            raise UserError(f"{source_path(file)}: has changed since the run: {changes[0]}; restore that file")
+        if run_origin.list_changes({role: cached_fingerprint(file)}):
+            raise UserError(f"{source_path(file)}: its contents changed since the run; restore that file")
     base = recipe.base_file()
     dataset = open_data(data, recipe.vocabulary())
     sources = data_digests(dataset.describe())
     if changes := run_origin.list_changes({role: d for role, d in sources.items() if role in (*NAMES, "images")}):
         path = getattr(data, "path", None)
         override = f"data.path={path}" if path else f"data={data.name}"
-        raise UserError(f"{override}: has changed since the run: {changes[0]}; restore that data")
+        raise UserError(f"{override}: {changes[0]} since the run; restore that data")
     base_model = recipe.prepare_base(load_model(base, registry, recipe.reads)) if base else None
     if base and base_model:
         match_preprocessing(dataset, base_model, base)
@@ -198,7 +198,8 @@ def find_model_file(path: Path, leaves: Sequence[str] = (MODEL,), registry: Regi
         leaf = next((leaf for leaf in existing if leaf.is_file()), existing[0])  # opening it reports what it is
         if Ledger.open(path).is_replaced(leaf):
             raise UserError(
-                f"{leaf}: was replaced after the run wrote it; to use it in a new run, type the file's path"
+                f"{leaf}: was replaced after the run wrote it, so its contents changed; put the old file back, "
+                "or start a new run (name=...) with the path of this file"
             )
         return leaf
     if is_checkpoint(path):
@@ -210,6 +211,8 @@ def find_model_file(path: Path, leaves: Sequence[str] = (MODEL,), registry: Regi
     hint = f"name a GGUF file, the directory of a run, or a checkpoint{f', such as {newest}' if newest else ''}"
     if (path / "config.yaml").is_file() and not newest:
         hint = f"the run saved no weights: callbacks=[default] writes {MODEL}, checkpoint_every=100 checkpoints"
+    if (path / checkpoint.STATE).is_file():
+        raise UserError(f"{path}: is a damaged checkpoint: it has no {checkpoint.MANIFEST}; use another checkpoint")
     raise UserError(f"{path}: is a directory without {' or '.join(leaves)}; {_conversion_hint(path) or hint}")
 
 

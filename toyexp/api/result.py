@@ -283,7 +283,7 @@ def require_run(directory: Path) -> None:
 
 # -- notebooks ----------------------------------------------------------------------------------------------------
 
-WIDTH, HEIGHT, LEFT, RIGHT, TOP, BELOW = 420, 130, 34, 8, 8, 20  # size and margins in pixels
+WIDTH, HEIGHT, LEFT, RIGHT, TOP, BELOW = 720, 240, 34, 8, 10, 34  # size and margins in pixels
 BLUE, ORANGE = "#2B83D6", "#C8680A"  # readable on white and on black
 POINTS = 300  # maximum points of a curve; longer curves are averaged in segments
 
@@ -323,12 +323,15 @@ def loss_svg(history: History) -> str:
         for (x, y), step, value in zip(coordinates[len(trained[0]) :], *held_out, strict=True)
     )
     bottom, box, end = HEIGHT - BELOW, f"0 0 {WIDTH} {HEIGHT}", WIDTH - RIGHT
-    ticks = [(TOP + (bottom - TOP) * n / 3, high - (high - low) * n / 3) for n in range(4)]
-    labels = "".join(f'<text y="{y + 3:.1f}">{value:.3g}</text>' for y, value in ticks)
-    grid = "".join(f"M{LEFT},{y:.1f}H{end}" for y, _ in ticks)
+    size = 10.0 ** math.floor(math.log10((high - low) or 1.0))
+    size *= 0.5 if high - low < 3 * size else 1  # distance of the round values that have a label
+    ticks = np.arange(math.ceil(low / size), high // size + 1) * size
+    places = [TOP + (bottom - TOP) * (high - value) / (high - low or 1.0) for value in ticks]
+    labels = "".join(f'<text y="{y + 4:.1f}">{value:.3g}</text>' for y, value in zip(places, ticks, strict=True))
+    grid = "".join(f"M{LEFT},{y:.1f}H{end}" for y in places)
     return (
-        f'<svg width="{WIDTH}" viewBox="{box}" style="max-width:100%" role="img" aria-label="loss, to step {last}" '
-        f'font-size="11" fill="currentColor"><path d="{grid}" stroke="currentColor" '
+        f'<svg width="{WIDTH}" viewBox="{box}" style="width:100%;max-width:960px" role="img" '
+        f'aria-label="loss, to step {last}" font-size="11" fill="currentColor"><path d="{grid}" stroke="currentColor" '
         f'opacity="0.2"/><polyline points="{line}" fill="none" stroke="{BLUE}" stroke-width="1.5"/>'
         f'<g fill="{ORANGE}">{points}</g>{labels}'
         f'<text x="{LEFT}" y="{HEIGHT - 4}"><tspan fill="{BLUE}">—</tspan> training loss<tspan dx="12" fill="{ORANGE}">'

@@ -324,7 +324,9 @@ def loss_svg(history: History) -> str:
     )
     bottom, box, end = HEIGHT - BELOW, f"0 0 {WIDTH} {HEIGHT}", WIDTH - RIGHT
     size = 10.0 ** math.floor(math.log10((high - low) or 1.0))
-    size *= 0.5 if high - low < 3 * size else 1  # distance of the round values that have a label
+    size *= (
+        0.2 if high - low < 2 * size else 0.5 if high - low < 5 * size else 1.0
+    )  # distance of the round values that have a label
     ticks = np.arange(math.ceil(low / size), high // size + 1) * size
     places = [TOP + (bottom - TOP) * (high - value) / (high - low or 1.0) for value in ticks]
     labels = "".join(f'<text y="{y + 4:.1f}">{value:.3g}</text>' for y, value in zip(places, ticks, strict=True))

@@ -32,7 +32,7 @@ _LABELS += "|parameters|types|tokenizer|name|made by|trains|steps|memory|writes|
 # Patterns of words to colour, and their style. A later pattern must not match inside an earlier one.
 _STYLED = (
     (re.compile(r"^  [\w.]+(?=  +(?:PASS|no  |FAIL)  )|^(?:toyexp \d|with toyexp|forward pass).*"), "bold"),
-    (re.compile(r"(?<=error: )[\w.+]+=\S*(?=: )"), "bold"),
+    (re.compile(r"(?<=error: )[\w.+]+=\S*(?=: )|(?<=error: unknown key )[\w.]+"), "bold"),
     (re.compile(r"^(?:toyexp: )?error(?: in job \d+)?:|^broken:"), "red"),
     (re.compile(r"^(?:toyexp: )?(?:warning|note):|^(?:warning|note)(?=  )"), "yellow"),
     (re.compile(r"\bFAIL\b|(?:(?<=  )|^)(?:failed|killed|diverged)(?=  |:|$| after )", re.MULTILINE), "red"),
@@ -162,7 +162,7 @@ def text_width() -> int:
 
 _JSON = re.compile(r'^ *["{}]')  # beginning of a line of JSON, which is neither wrapped nor coloured
 _NAMES = " (?:help|plugins|new|doctor|parity|bench|eval|describe|models|generate|predict|export|merge|runs|compare)\\b"
-_PROGRAM = r"(?:[A-Z_]+=(?:'[^']*'|\"[^\"]*\") )?(?:pip install|toyexp(?! \d|:))"
+_PROGRAM = r"(?:[A-Z_]+=(?:'[^']*'|\"[^\"]*\") )?(?:pip install|optuna-dashboard|toyexp(?! \d|:))"
 # Text to type: commands that fill a column of a line, commands in a sentence, and corrections that errors propose.
 _TYPED = re.compile(
     rf"(?:^|(?<=  )){_PROGRAM}(?: (?! )\S+)*(?=$|  )"

@@ -62,7 +62,7 @@ function drawTable() {
   const focused = document.activeElement.dataset.head;
   head.textContent = body.textContent = "";
   const line = addElement(head, "tr");
-  addElement(line, "th");
+  addElement(line, "th").ariaLabel = "mark";
   for (const column of columns) {
     const cell = addElement(line, "th", cellClass(column)), sorted = state.sort === column.head;
     if (sorted) cell.setAttribute("aria-sort", state.falling ? "descending" : "ascending");

@@ -74,6 +74,15 @@ def test_a_preference_run_starts_at_ln_2_without_margins(recipe, engine):
     assert held_out["margin"][-1] > held_out["margin"][0]
 
 
+def test_the_speed_of_a_preference_run_counts_the_tokens_of_completions(work):
+    pair = json.dumps({"prompt": "red", "chosen": "blue", "rejected": "dog"})
+    (work / "pairs.jsonl").write_text(f"{pair}\n" * 12)
+    train("run", steps=1)
+    events = [json.loads(line) for line in (work / "run" / "events.jsonl").read_text().splitlines()]
+    step = next(event for event in events if event["kind"] == "step")
+    assert step["tokens"] == 2 * (5 + 4)  # two pairs; an end token follows each completion
+
+
 def test_references_are_the_log_probabilities_of_the_base_in_float64(work, monkeypatch):
     seen, extend = [], PrecomputedBatches._extend
     monkeypatch.setattr(PrecomputedBatches, "_extend", lambda self, batch: seen.append(extend(self, batch)) or seen[-1])

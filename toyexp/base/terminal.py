@@ -47,8 +47,8 @@ _STYLED = (
     (re.compile(r"(?<=  )(?:# |begins, job ).*|^(?:same for all|columns left out|paths below) .*", re.DOTALL), "dim"),
 )
 # first column of an indented line of a help text: a command, or an option
-_HEADING = re.compile(r"(?!usage:)\S[^.(=]{,60}(?=$| \()")
-_COMMAND = re.compile(r"^(?:usage: | +)(?:-\S.*?(?=  |$)|\S.*?(?=  +\S))", re.MULTILINE)
+_HEADING = re.compile(r"(?!usage:)(?:\S+(?=  )|\S[^.(=]{,60}(?=$|\s\())")
+_COMMAND = re.compile(r"^(?:usage: | {1,8})(?:-\S.*?(?=  |$)|\S.*?(?=  +\S))", re.MULTILINE)
 
 
 def replace_unencodable() -> None:
@@ -183,7 +183,7 @@ def wrap_columns(text: str, stream: IO[str] | None = None, has_codes: bool = Fal
     """
     width, wrapped = terminal_width(stream) or sys.maxsize, []
     for line in text.split("\n"):
-        columns = re.finditer(r"^ +|^toyexp: |(?<=\S) {2,}(?=\S)", line)
+        columns = re.finditer(r"^ +|^toyexp: |^usage: |(?<=\S) {2,}(?=\S)", line)
         indent = max((m.end() for m in columns if m.end() <= width * 2 // 3), default=0)
         if job := re.match(r"\[\d+\] ", line):  # its columns are short: they are not aligned, and a number has its name
             line, indent = re.sub(r" (?=\d\S*(?:  |$)|m?s$|min$|h$)", "\0", line), len(job[0])
@@ -200,7 +200,7 @@ def _mark(room: int, command: re.Match[str]) -> str:
     """
     text = re.sub(r"'[^']*'|pip install", lambda unbroken: unbroken[0].replace(" ", "\0"), command[0])
     text = text.replace(" ", "\0" if len(text) <= room else "\v")
-    is_column = command.string[: command.start()].endswith("  ") or not command.start()
+    is_column = command.string[: command.start()].endswith(("  ", "usage: ")) or not command.start()
     return ("" if is_column or "\v" not in text else "\f") + f"\x0e{text}\x0f"
 
 

@@ -35,6 +35,7 @@ def print_table(jobs: Sequence[Job], folder: SweepDir | None) -> None:
     ordered = [job for job, _ in ranking.jobs()]
     keys = list(dict.fromkeys(word.partition("=")[0] for job in jobs for word in job.overrides))
     brief_keys = dict(zip(keys, short_keys(keys), strict=True))
+    completed = [job for job in jobs if job.status == Status.COMPLETED]
     errors: dict[str, int] = {}  # error message -> number of the first job with it
 
     def label(job: Job, brief: int) -> str:
@@ -44,9 +45,9 @@ def print_table(jobs: Sequence[Job], folder: SweepDir | None) -> None:
     def end(job: Job, brief: int) -> str:
         if job.status == Status.COMPLETED:
             path = (job.directory if brief else short_path(folder.run_dir(job))) if folder and job.directory else ""
-            best = "best" if ranking.best and job is ranking.best.jobs[0] else ""
+            is_best = ranking.best and job is ranking.best.jobs[0] and len(completed) > 1
             state = "diverged" if job_state(job) == "diverged" else ""
-            return "  ".join(filter(None, [path if brief < 3 else "", state, best]))
+            return "  ".join(filter(None, [path if brief < 3 else "", state, "best" if is_best else ""]))
         if job.status == Status.PRUNED:
             short = f"pruned at {job.result.get('steps', 0)}" if brief < 4 else "pruned"
             return short if brief else f"{job.status}: {job.error}"

@@ -2,6 +2,7 @@
 
 import csv
 import importlib.util
+import itertools
 import json
 import os
 import re
@@ -210,6 +211,7 @@ def test_the_legend_hides_shows_and_isolates_points_in_all_charts(page):
         ("lr>=0.1", ["recipe=scratch  data=stdlib  lr=0.1", "recipe=warm  data=stdlib  lr=0.1"]),
         ("seed=3 warm lr=0.003", [LABEL]),
         ("steps=40", ["<img src=x onerror=alert(1)>"]),
+        ("time>1 time<=3 lr=0.003 warm", [LABEL]),
         ("of=300 optim.beta2=None warm lr=0.003", [LABEL]),
         ("when=2026-11-22 when>2026-11-21 when<=2026-11-23 sweep= warm lr=0.003", [LABEL]),
     ],
@@ -225,11 +227,19 @@ def test_the_filter_has_the_conditions_of_runs(page, words, labels):
 @pytest.mark.parametrize(
     ("words", "count", "problem"),
     [
-        ("lrr=1", 7, "no run has the setting lrr"),
-        ("lr < x", 7, "lr<x: < needs a number"),
-        ("when<banana", 7, "when<banana: < needs a date or time such as 2026-11-20T18:00, today or yesterday"),
-        ("when>2026-13-45", 7, "when>2026-13-45: > needs a date or time such as 2026-11-20T18:00, today or yesterday"),
-        ("lr= recipe=warm", 7, "lr=: needs a value"),
+        ("lrr=1", 7, "ignored: lrr=1 (no run has the setting lrr)"),
+        ("lr < x trial=2", 7, "ignored: lr<x (< needs a number); ignored: trial=2 (no run has the setting trial)"),
+        (
+            "when<banana",
+            7,
+            "ignored: when<banana (< needs a date or time such as 2026-11-20T18:00, today or yesterday)",
+        ),
+        (
+            "when>2026-13-45",
+            7,
+            "ignored: when>2026-13-45 (> needs a date or time such as 2026-11-20T18:00, today or yesterday)",
+        ),
+        ("lr= recipe=warm", 3, "ignored: lr= (needs a value)"),
         ("recipe=wram", 0, "no run has recipe=wram; values: scratch · warm"),
         ("lr=0.003,7 recipe=warm", 1, "no run has lr=7; values: 0.001 · 0.003 · 0.1"),
     ],
@@ -238,6 +248,8 @@ def test_a_filter_with_an_unknown_setting_or_value_is_explained(page, words, cou
     page.fill("#filter", words)
     until(page, f"document.getElementById('count').textContent == '{count} of 7 points; {problem}'")
     assert page.get_attribute("#filter", "aria-invalid") == "true"
+    colours = page.evaluate("['#count', '#count .bad'].map((s) => getComputedStyle(document.querySelector(s)).color)")
+    assert colours[0] != colours[1], "the problem has the colour of errors, the count has not"
     assert page.locator("#legend button").count() == count
 
 
@@ -378,12 +390,26 @@ def test_points_differ_in_small_charts_and_without_a_final_metric(page):
     assert page.locator("#parallel path.run.best").get_attribute("data-point") == "0"
 
 
-def test_the_table_is_saved_as_csv(page):
+def test_the_table_is_saved_as_csv(page, swept):
+    until(page, "document.getElementById('count').textContent == '7 of 7 points'")
     with page.expect_download() as download:
         page.click("#save")
-    rows = [line.split(",") for line in Path(download.value.path()).read_text().splitlines()]
-    assert rows[0][:4] == ['"held-out loss"', '"recipe"', '"data"', '"lr"'] and len(rows) == 8
-    assert rows[1][1:4] == ['"warm"', '"stdlib"', '"0.003"'] and float(rows[1][0].strip('"')) < 3
+    rows = list(csv.DictReader(Path(download.value.path()).read_text().splitlines()))
+    assert list(rows[0])[:6] == ["held-out loss", "± held-out loss", "steps taken", "name", "recipe", "data"]
+    last = [lines[-1]["loss"] for lines in events(swept, "eval", **BEST)]
+    assert len(rows) == 7 and rows[0]["name"] == LABEL and rows[0]["steps taken"] == "300"
+    assert float(rows[0]["held-out loss"]) == pytest.approx(np.mean(last), rel=1e-4)
+    assert float(rows[0]["± held-out loss"]) == pytest.approx(np.std(last, ddof=1), rel=1e-4)
+    assert max(len(cell) for row in rows for head, cell in row.items() if "loss" in head) <= 8, "no needless digits"
+
+
+def test_the_filter_knows_jobs_and_trials_of_a_search(page):
+    script = (PAGE / "filter.js").read_text()
+    runs = [{"sweep": "s", "path": f"s/{n}-warm", "all": {"lr": lr}} for n, lr in enumerate(("0.1", "1e-3"))]
+    found = {"columns": ["path"], "search": {"trials": [{"number": 7, "values": {"lr": 0.001}}]}, "runs": runs}
+    read = "data.runs.map((run) => [readValue(run, 'job'), readValue(run, 'trial')])"
+    values = page.evaluate(f"(() => {{ const data = {json.dumps(found)};\n{script}\nreturn {read}; }})()")
+    assert values == [["0", None], ["1", 7]]
 
 
 def test_a_formula_in_a_saved_table_is_quoted(chromium, tmp_path):
@@ -421,6 +447,29 @@ def luminance(colour):
     rgb = [int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5)]
     linear = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in rgb]
     return float(np.dot(linear, [0.2126, 0.7152, 0.0722]))
+
+
+# Machado, Oliveira and Fernandes (2009): linear sRGB as seen without long, middle and short cones
+BLIND = (
+    ((0.152286, 1.052583, -0.204868), (0.114503, 0.786281, 0.099216), (-0.003882, -0.048116, 1.051998)),
+    ((0.367322, 0.860646, -0.227968), (0.280085, 0.672501, 0.047413), (-0.011820, 0.042940, 0.968881)),
+    ((1.255528, -0.076749, -0.178779), (-0.078411, 0.930809, 0.147602), (0.004733, 0.691367, 0.303900)),
+)
+
+
+def lab(colour, seen):
+    rgb = np.array([int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5)])
+    linear = np.clip(seen @ np.where(rgb <= 0.04045, rgb / 12.92, ((rgb + 0.055) / 1.055) ** 2.4), 0, 1)
+    to_xyz = [[0.4124564, 0.3575761, 0.1804375], [0.2126729, 0.7151522, 0.0721750], [0.0193339, 0.1191920, 0.9503041]]
+    x, y, z = np.cbrt(np.maximum(to_xyz @ linear / [0.95047, 1, 1.08883], 1e-9))
+    return np.array([116 * y - 16, 500 * (x - y), 200 * (y - z)])
+
+
+@pytest.mark.parametrize("seen", [np.eye(3), *map(np.array, BLIND)], ids=["all", "protan", "deutan", "tritan"])
+@pytest.mark.parametrize("series", [COLOURS, DARK_COLOURS], ids=["light", "dark"])
+def test_colours_of_series_differ_for_the_common_colour_blindnesses(series, seen):
+    pairs = itertools.combinations(series, 2)
+    assert min(np.linalg.norm(lab(one, seen) - lab(other, seen)) for one, other in pairs) >= 23
 
 
 def test_colours_contrast_with_their_ground_by_three_to_one(page):
@@ -462,21 +511,41 @@ def test_a_printed_table_breaks_no_word_and_repeats_its_head(chromium, tmp_path)
     opened.context.close()
 
 
+def test_a_printed_table_has_all_rows_and_columns_in_legible_text(chromium, tmp_path):
+    for number in range(30):
+        write_run(
+            tmp_path / f"runs/{number}", lr=(number + 1) / 7000, steps=40, scores={f"score_{n}": 0.5 for n in range(9)}
+        )
+    assert main(["compare", str(tmp_path / "runs"), "--html", str(tmp_path / "report.html")]) == 0
+    opened = Opened(chromium, tmp_path / "report.html", viewport={"width": 1300, "height": 900})
+    page = opened.page
+    assert page.locator("#table tbody tr").count() == 20
+    page.evaluate("dispatchEvent(new Event('beforeprint'))")
+    page.emulate_media(media="print")
+    assert page.locator("#table tbody tr").count() == 30 and page.locator("#more-rows").is_hidden()
+    size, width, room = page.evaluate("""(() => {
+      const table = document.querySelector("#table table");
+      return [parseFloat(getComputedStyle(table).fontSize), table.offsetWidth, table.parentElement.clientWidth];
+    })()""")
+    assert size >= 8 and width <= room  # a page of A4 has 700 such pixels: 8 of them are 6 points
+    opened.context.close()
+
+
 def test_a_printed_page_has_the_settings_and_command_of_each_run(chromium, swept):
     opened = Opened(chromium, swept / "report.html", viewport={"width": 1300, "height": 900})
     page = opened.page
     page.evaluate("dispatchEvent(new Event('beforeprint'))")
     page.emulate_media(media="print")
     runs = page.locator("#runs details").all()
-    assert len(runs) == page.locator("#runs details[open]").count() == 20
+    assert len(runs) == page.locator("#runs details[open]").count() == 25
     for run in runs:
-        command = run.locator("pre").inner_text()
-        assert command.startswith("toyexp --config-path ") and run.locator("p").inner_text().startswith("completed · /")
+        command, state = run.locator("pre").inner_text(), run.locator("p").inner_text()
+        assert command.startswith("toyexp --config-path ") and re.match("(completed|killed.*) · /", state)
     shared = page.locator("#shared").inner_text()
     assert shared.startswith("# settings of all runs") and "optim.weight_decay=" in shared and "\nlr=" not in shared
     assert page.locator("#table th button").count() == 0  # with them, Chromium would print the head on one page only
     assert page.locator("#runs .again button").first.is_hidden()
-    assert page.locator("#more-runs").inner_text() == "20 of 25 shown"
+    assert page.locator("#more-runs").is_hidden()
     page.evaluate("dispatchEvent(new Event('afterprint'))")
     assert page.locator("#shared").is_hidden()
     assert page.locator("#runs details[open]").count() == 0 and opened.trouble == []
@@ -902,6 +971,9 @@ def test_the_page_has_a_dark_mode_fits_a_phone_and_shows_samples_and_warnings(ch
     assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
     cell = page.locator("#table tbody td.best").first.bounding_box()
     assert cell["x"] > 0 and cell["x"] + cell["width"] < 390  # the score of the best, without a swipe
+    page.evaluate("document.querySelector('#table .scroll').scrollLeft = 400")
+    moved = page.locator("#table tbody td.best").first.bounding_box()
+    assert moved["x"] == pytest.approx(cell["x"], abs=4) and moved["width"] < 200, "its column does not scroll away"
     ground = "getComputedStyle(document.body).backgroundColor"
     targets = "[...document.querySelectorAll('#ways a, input, button, summary')].filter((e) => e.offsetParent)"
     sizes = page.evaluate(

@@ -95,7 +95,7 @@ def test_doctor_reports_whether_ggml_has_blas_and_how_to_build_it_in(headers, tm
     monkeypatch.setattr(engines.platform, "system", lambda: "Linux")
     monkeypatch.setattr(binding, "devices", lambda: {"CPU": "a CPU"})
     report = verdict(Offer("engine", "ggml", GGMLCPU, "", ""))
-    assert "PASS  ggml on the CPU without BLAS" in report and "CMAKE_ARGS='-DGGML_LLAMAFILE=ON -DGGML_BLAS=ON" in report
+    assert "PASS  ggml on the CPU without BLAS" in report and 'CMAKE_ARGS="-DGGML_LLAMAFILE=ON -DGGML_BLAS=ON' in report
     assert ("libopenblas-openmp-dev" in report) is not headers
     assert any("see `toyexp doctor`" in line for line in GGMLCPU().advice()) is headers, (
         "a run does not name system packages"

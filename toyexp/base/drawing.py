@@ -1,7 +1,7 @@
 """Draw plots in toyexp's style, and write them as PNG, SVG or PDF files.
 
 The colours are based on those of Okabe and Ito ("Color Universal Design", 2008). Each has a contrast of at least 3:1
-with the background. Any two differ by at least 20 in CIELAB, also for people with common colour blindnesses.
+with the background. Any two differ by at least 23 in CIELAB, also for people with common colour blindnesses.
 Overlapping curves also differ by marker, so that they can be told apart in greyscale.
 """
 
@@ -28,7 +28,7 @@ BLUE, VERMILLION, GREEN, PURPLE = "#0B4A8A", "#B3260A", "#268960", "#B470DB"
 INK, GREY, PALE = "#222222", "#555555", "#BBBBBB"
 BAND = "#f2f2f2"  # ground of a part of a panel
 # people with red-green colour blindness see green as a yellowish and purple as a bluish colour
-COLOURS = (BLUE, VERMILLION, "#4C69FF", "#BE8B00", GREEN, PURPLE, "#000000", "#7C9E52")
+COLOURS = (BLUE, VERMILLION, "#4C69FF", "#BE8B00", GREEN, PURPLE, "#000000", "#8787A5")
 # for dark backgrounds
 DARK_COLOURS = ("#3CC6FF", "#DD7416", "#D3F8FB", "#FFE646", "#487C45", "#875F9B", "#A9B8A6", "#F1AE6F")
 # the colour map cividis (Nunez et al. 2018) where its contrast with the background is at least 3:1, strongest first

@@ -1,10 +1,10 @@
 """engine=cuda: the chunked loss of a large vocabulary against float64."""
 
-from types import gc
+import gc
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
-import SimpleNamespace
 
 from toyexp import AdamW, InputSpec, Setup, Unavailable
 from toyexp_models.llama import Llama

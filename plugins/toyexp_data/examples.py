@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import date, datetime, time
 from functools import partial
@@ -51,6 +51,7 @@ class RecordData(TokenizedData):
     """Base of data sets whose examples are the records of files: rows of a table, or JSON objects."""
 
     fills: ClassVar[tuple[str, ...]] = ("date",)
+    eval_settings: ClassVar[Mapping[str, Any]] = {"val_fraction": 1.0, "val_path": ""}
 
     path: str = ""  # file, directory or pattern ('chats/*.jsonl'): jsonl, json, csv, tsv, parquet or arrow
     val_path: str = ""  # the same for the held-out examples; empty: by names (train, validation), or by val_fraction
@@ -143,7 +144,7 @@ class RecordData(TokenizedData):
             first = f" ({skipped[0]})" if skipped else ""
             needed = "at least one to train on and one to hold out are needed"
             raise UserError(f"{self.path}: {pluralise(len(examples), 'example')}; {needed}{first}")
-        return examples, mask, {"held_out_split": held_out, "other_splits": len(splits) - len(examples)}
+        return examples, mask, {"held_out_split": held_out and (self.val_path or held_out), "other_splits": len(splits) - len(examples)}
 
     def _tokenizer(self, examples: Sequence[Rows], held_out: np.ndarray, vocabulary: Path | None) -> toyexp.Tokenizer:
         texts = ["".join(part.text for row in example.rows for part in row) for example in examples]

@@ -12,7 +12,6 @@ import numpy as np
 from toyexp import TOKENS, Batch, Batches, Dataset, Tokenizer, UserError, apart_inputs
 from toyexp.base import stream
 from toyexp_data.chat import Example
-from toyexp_data.splits import SPLITS
 
 
 class ExampleDataset(Dataset):
@@ -70,7 +69,7 @@ class ExampleDataset(Dataset):
         obvious = ("messages", "prompt, completion", "text", "prompt, chosen, rejected")
         texts = {
             **({} if facts.get("columns") in obvious and not facts["other_columns"] else {"columns": read}),
-            "held_out_split": "held out: the {} split" if facts.get("held_out_split") in SPLITS else "held out: {}",
+            "held_out_split": "held out: {val_path}" if facts.get("val_path") else "held out: the {} split",
             "chats_in_rows": "{} conversations become {rows_of_these} rows: the chat template changes earlier turns",
             "answers_not_as_asked": "{} answers do not begin with the chat template's generation prompt",
             "thoughts_dropped": "{} answers are learned without their reasoning, which the chat template drops",

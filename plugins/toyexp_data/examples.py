@@ -144,7 +144,7 @@ class RecordData(TokenizedData):
             first = f" ({skipped[0]})" if skipped else ""
             needed = "at least one to train on and one to hold out are needed"
             raise UserError(f"{self.path}: {pluralise(len(examples), 'example')}; {needed}{first}")
-        return examples, mask, {"held_out_split": held_out and (self.val_path or held_out), "other_splits": len(splits) - len(examples)}
+        return examples, mask, {"held_out_split": held_out, "other_splits": len(splits) - len(examples)}
 
     def _tokenizer(self, examples: Sequence[Rows], held_out: np.ndarray, vocabulary: Path | None) -> toyexp.Tokenizer:
         texts = ["".join(part.text for row in example.rows for part in row) for example in examples]
@@ -180,6 +180,7 @@ class RecordData(TokenizedData):
         chats = sum(bool(value.messages) for value in values)
         return {
             "path": self.path,
+            "val_path": self.val_path,
             "chats": chats,
             "chat_template": "gguf" if template else "plain" if chats else None,
             **self._template_facts(template, rows),

@@ -864,6 +864,25 @@ def test_the_id_of_a_downloaded_repository_is_taken_as_a_directory(hub, capsys):
     assert said in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("data", ["text", "examples"])
+def test_a_student_takes_the_tokenizer_of_a_directory_or_run(data, capsys):
+    """The teacher is a directory of transformers, as is the tokenizer; then both are the first student's run."""
+    make_folder(tokenizer=BPE.train(["It was a bright cold day in April. "] * 9, 280), vocab=280)
+    Path("book.txt").write_text("It was a bright cold day in April. " * 60)
+    Path("book.jsonl").write_text('{"text": "It was a bright cold day."}\n' * 9)
+    words = f"""data={data} data.path=book.{"txt" if data == "text" else "jsonl"} steps=2 engine=ggml engine.threads=1
+        model.d_model=16 model.n_layers=1 model.d_ff=32 model.context=12 objective=distil""".split()
+    assert main([*words, "objective.teacher=m-hf"]) == 2
+    assert "add data.tokenizer=m-hf" in capsys.readouterr().err
+    for teacher, run in (("m-hf", "one"), ("./one", "two"), ("two/checkpoints/step-2", "three")):
+        more = [f"objective.teacher={teacher}", f"data.tokenizer={teacher}", f"hydra.run.dir={run}"]
+        assert main([*words, *more, "checkpoint_every=2"]) == 0
+        assert (
+            open_gguf(f"{run}/model.gguf").metadata["tokenizer.ggml.tokens"]
+            == open_gguf("m.gguf").metadata["tokenizer.ggml.tokens"]
+        )
+
+
 def test_a_changed_directory_is_another_base(capsys):
     make_folder()
     Path("book.txt").write_text("It was a bright cold day in April. " * 60)

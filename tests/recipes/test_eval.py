@@ -331,7 +331,7 @@ def test_a_nan_loss_gives_exit_code_1(capsys, monkeypatch):
     assert json.loads(out)["loss"] is None and "its held-out loss is nan" in err
 
 
-def test_the_data_option_replaces_the_held_out_files_of_the_run(capsys):
+def test_the_data_option_replaces_the_held_out_files_of_the_run(capsys, monkeypatch):
     """The run's own val_path is not read; a typed one is. The run names its held-out file."""
     words = write_chats()
     lines = Path("chats.jsonl").read_text().splitlines()
@@ -340,6 +340,9 @@ def test_the_data_option_replaces_the_held_out_files_of_the_run(capsys):
     words += [*TINY, "data.val_path=val.jsonl", "model.context=48", "engine=ggml", "steps=1"]
     assert main(words) == 0
     assert "; held out: val.jsonl)" in capsys.readouterr().out
+    monkeypatch.chdir(Path("run").resolve())  # paths of the run are found from another directory
+    assert run_eval(capsys, ".")["own"]
+    monkeypatch.chdir("..")
     new, own, typed = (run_eval(capsys, "run", *more) for more in (
         ["--data", "new.jsonl"], [], ["--data", "new.jsonl", "data.val_path=val.jsonl"]
     ))  # fmt: skip

@@ -391,7 +391,7 @@ def foreign_bpe(vocab=257, **keys):
     [
         ("llama", {}, Bytes(), "it has no byte tokenizer"),
         ("qwen2", {}, Characters.from_texts(["abc"]), "it has no char tokenizer"),
-        ("llama", {}, BPE.train(["hello hello world world"] * 3, 270), "not one trained by toyexp"),
+        ("llama", {}, BPE.train(["hello hello world world"] * 3, 270), "not small ones of your own"),
         ("llama", {}, None, "no tokenizer"),
         ("llama", {}, foreign_bpe(), ""),
         ("llama", {}, sentencepiece(), ""),
@@ -424,7 +424,7 @@ def foreign_bpe(vocab=257, **keys):
         ("mamba2_wide", {}, foreign_bpe(), "d_ff=2*d_model"),
         ("gpt2", {"d_ff": 128}, foreign_bpe(), ""),
         ("gpt2", {"d_ff": 128}, foreign_bpe(50257, **{"ggml.pre": "gpt-2"}), ""),
-        ("gpt2", {"d_ff": 128}, foreign_bpe(50256, **{"ggml.pre": "gpt-2"}), "not one trained by toyexp"),
+        ("gpt2", {"d_ff": 128}, foreign_bpe(50256, **{"ggml.pre": "gpt-2"}), "not small ones of your own"),
         ("gpt2", {}, foreign_bpe(), "d_ff=4*d_model"),
         ("gpt2", {"d_ff": 128}, sentencepiece(), "no spm tokenizer"),
     ],
@@ -888,7 +888,9 @@ def test_a_changed_directory_is_another_base(capsys):
     Path("book.txt").write_text("It was a bright cold day in April. " * 60)
     words = """recipe=lora recipe.base=m-hf recipe.rank=2 data=text data.path=book.txt steps=2 eval_every=2
         engine=cpu engine.threads=1 model.context=12 hydra.run.dir=run checkpoint_every=2"""
-    assert main(words.split()) == 0
+    assert main([*words.split(), "callbacks=[default,hf_export]"]) == 0
+    card = Path("run/adapter-hf/README.md").read_text()
+    assert "| base | m-hf |" in card and '("BASE")  # the base above\n' in card
     Path("m-hf/README.md").write_text("my notes")
     assert main(["resume=run", "steps=3"]) == 0
     tensors = load_file("m-hf/model.safetensors")

@@ -146,7 +146,7 @@ def test_only_rare_gradient_norms_are_outside_the_axis(monkeypatch, count, is_sh
     norms, steps = [1.0] * (100 - count) + [100.0] * count, [*range(1, 101)]
     curves = {"loss": (steps, [5.0] * 100), "grad_norm": (steps, norms), "lr": (steps, [0.003] * 100)}
     axes = draw_panels(monkeypatch, Curves("run", steps=curves))["gradient norm"]
-    assert (axes.get_ylim()[1] > 100) is is_shown
+    assert (axes.get_ylim()[1] > 100) == is_shown
     assert bool(axes.get_title(loc="right")) is not is_shown
 
 

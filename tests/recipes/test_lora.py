@@ -119,7 +119,12 @@ def test_an_adapter_file_has_the_alpha_of_most_adapters_and_scales_the_others(tm
         np.testing.assert_allclose(array, values[name] * (6 / 4.5 if name == "output.weight.lora_b" else 1), rtol=1e-6)
 
 
-def test_a_router_is_a_target_only_if_it_is_named(tmp_path):
+def test_a_rank_may_equal_the_smaller_size_of_a_layer(tmp_path):
+    _, plan = make_plan(tmp_path, "llama", rank=16, targets=["k"])
+    assert plan.tensor("blk.0.attn_k.weight.lora_b").shape == plan.tensor("blk.0.attn_k.weight").shape[:1] * 2
+
+
+def test_a_router_is_a_target_only_if_it_is_named():
     specs = {t.name: t for t in MODELS["olmoe"].tensors()}
     router = "blk.0.ffn_gate_inp.weight"
     assert len(specs[router].shape) == 2 and router not in Lora(base="x")._targets(specs)

@@ -122,9 +122,10 @@ def column(page, head):
     return [row.split("\t")[heads.index(head)].strip() for row in page.locator("#table tbody tr").all_inner_texts()]
 
 
-def call(page, script, expression):
-    """Return the value of an expression that uses functions of a script of the page."""
-    return page.evaluate(f"(() => {{ {(PAGE / script).read_text()}\nreturn {expression}; }})()")
+def call(page, script, expression, **names):
+    """Return the value of an expression that uses functions of a script of the page, and global `names`."""
+    known = "".join(f"const {name} = {json.dumps(value)};\n" for name, value in names.items())
+    return page.evaluate(f"(() => {{ {known}{(PAGE / script).read_text()}\nreturn {expression}; }})()")
 
 
 def events(swept, kind, **settings):
@@ -282,18 +283,6 @@ def test_a_run_without_a_value_differs_from_every_value(page):
     assert found == [True, False, True, True, False, False]
 
 
-def run_script(page, script, expression, **names):
-    """Return the value of an expression that uses functions of a script of the page, with other global variables."""
-    known = "".join(f"const {name} = {json.dumps(value)};\n" for name, value in names.items())
-    return page.evaluate(f"(() => {{ {known}{(PAGE / script).read_text()}\nreturn {expression}; }})()")
-
-
-@pytest.mark.parametrize(("falling", "order"), [(False, [1, 2.5, 10, None]), (True, [10, 2.5, 1, None])])
-def test_missing_values_are_sorted_to_the_end(page, falling, order):
-    expression = "[2.5, null, 10, 1].sort(compareCells)"
-    assert run_script(page, "table.js", expression, state={"falling": falling}) == order
-
-
 @pytest.mark.parametrize(
     ("values", "rising", "near"),
     [
@@ -303,13 +292,13 @@ def test_missing_values_are_sorted_to_the_end(page, falling, order):
     ],
 )
 def test_near_values_are_within_five_times_the_distance_of_the_median(page, values, rising, near):
-    assert run_script(page, "data.js", f"nearBest({values})", data={"rising": rising}) == near
+    assert call(page, "data.js", f"nearBest({values})", data={"rising": rising}) == near
 
 
 def test_runs_that_are_not_ranked_follow_by_length_and_loss(page):
     rows = [(False, 40, 1.0), (True, 20, 3.0), (False, 80, 2.0), (False, 80, 1.5), (True, 10, 1.0)]
     runs = [{"counts": counts, "steps": steps, "loss": loss, "curves": {}} for counts, steps, loss in rows]
-    found = run_script(page, "data.js", "prepare(given).runs.map((run) => [run.steps, run.loss])", given={"runs": runs})
+    found = call(page, "data.js", "prepare(given).runs.map((run) => [run.steps, run.loss])", given={"runs": runs})
     assert found == [[20, 3.0], [10, 1.0], [80, 1.5], [80, 2.0], [40, 1.0]]
 
 

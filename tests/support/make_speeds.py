@@ -27,12 +27,12 @@ GPT2_SETTINGS = [
     "model=gpt2", "model.n_layers=4", "model.d_model=128", "model.n_heads=4", "model.d_ff=512", "model.context=64",
     "batch_size=12", "data=random", "data.vocab=65",
 ]  # fmt: skip
-ENGINES = "cpu,ggml,ggml:blas=false"
+ENGINES = "cpu,ggml,ggml:products=ggml"
 STORED_KEYS = ("seconds_per_step", "ratio", "beyond_import_bytes", "share_of_peak", "device_bytes")  # of each engine
 STEP, MEMORY = ("seconds_per_step", 1e3, "ms"), ("beyond_import_bytes", 1e-6, "MB")
 ROWS = [  # machine, title, engines of a cell, quantity
     ("2 cores", "`ggml`", ["ggml"], STEP),
-    ("2 cores", "`ggml:blas=false`", ["ggml:blas=false"], STEP),
+    ("2 cores", "`ggml:products=ggml`", ["ggml:products=ggml"], STEP),
     ("2 cores", "`cpu` (torch 2.13 eager)", ["cpu"], STEP),
     ("2 cores", "bare PyTorch loop, eager and compiled", ["bare torch", "bare torch compiled"], STEP),
     ("2 cores", "ggml's own autodiff", ["ggml autodiff"], STEP),

@@ -257,10 +257,24 @@ class Graph(StaticGraph):
         self._check_float32("transpose", *sources)
         n, d = sources[0].shape[-2:]
         shape = (sum(source.size for source in sources) // (n * d), d, n)
-        task = native.Transpose(matrices=shape[0], rows=n, columns=d)
+        return self._call_kernel(kernel, native.Transpose(matrices=shape[0], rows=n, columns=d), shape, *sources)
+
+    def product(self, a: Node, b: Node, a_transposed: bool = False, b_transposed: bool = False) -> Node:
+        """Return a [n, k] times b [k, m] -> [n, m] by kernels.c. A transposed a is [k, n], a transposed b [m, k]."""
+        self._check_float32("product", a, b)
+        (n, k), (rows, m) = a.shape[:: -1 if a_transposed else 1], b.shape[:: -1 if b_transposed else 1]
+        if k != rows:
+            raise GraphError(f"product: the shapes {list(a.shape)} and {list(b.shape)} do not fit")
+        task = native.Product(n=n, m=m, k=k, a_transposed=a_transposed, b_transposed=b_transposed)
+        return self._call_kernel(native.kernel("product"), task, (n, m), a, b)
+
+    def _call_kernel(
+        self, kernel: int, task: native.Transpose | native.Product, shape: tuple[int, ...], *sources: Node
+    ) -> Node:
+        """Return a node of `shape` that calls a kernel of kernels.c, whose address is `kernel`, with `task`."""
         node = self._node(
             ggml.ggml_custom_4d(
-                self._context, F32, *shape[::-1], 1,
+                self._context, F32, *(*(1,) * (4 - len(shape)), *shape)[::-1],
                 (type(sources[0].ptr) * len(sources))(*(source.ptr for source in sources)), len(sources),
                 ggml.ggml_custom_op_t(kernel), ggml.GGML_N_TASKS_MAX, ctypes.addressof(task),
             ),

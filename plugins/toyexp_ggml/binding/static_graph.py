@@ -27,7 +27,9 @@ class StaticGraph:
     def __init__(self, backend: Backend, capacity: int):
         self._backend = backend
         self._tuner = backend.make_tuner()
-        self._tasks: list[tuple[native.Transpose, Node]] = []  # arguments of kernels.c, read during computation
+        self._tasks: list[
+            tuple[native.Transpose | native.Product, Node]
+        ] = []  # arguments of kernels.c, read during computation
         self.capacity = capacity
         size = ggml.ggml_tensor_overhead() * capacity + ggml.ggml_graph_overhead_custom(capacity, False)
         self._context = context(size)

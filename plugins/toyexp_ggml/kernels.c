@@ -1,6 +1,8 @@
 /* Kernels of ggml custom ops on the CPU, which replace slow ops of ggml. Every thread calls a kernel for a part. */
 
+#include <math.h>
 #include <stdint.h>
+#include <stdlib.h>
 #include <string.h>
 
 typedef float four __attribute__((vector_size(16)));
@@ -32,7 +34,7 @@ static void store(float *to, four x)
 }
 
 /* Transpose 4 x 4 numbers in registers. */
-static void turn(const float *from, int64_t columns, float *to, int64_t rows)
+static inline __attribute__((always_inline)) void turn(const float *from, int64_t columns, float *to, int64_t rows)
 {
     four a = load(from), b = load(from + columns), c = load(from + 2 * columns), d = load(from + 3 * columns);
     four ab = PICK(a, b, 0, 4, 1, 5), cd = PICK(c, d, 0, 4, 1, 5); /* a0 b0 a1 b1 */
@@ -164,38 +166,140 @@ static inline __attribute__((always_inline)) void pack(float *to, int size, cons
     }
 }
 
-/* Each thread computes some panels of some rows. A number's sum does not depend on the number of threads. */
-static void multiply(int thread, int threads, const struct product *t, float *panel, float *strips)
+/* c[n][m] (+)= a[n][k] b[k][m] on one thread. The strides are a_next, b_next, c_next; see struct product. */
+static void multiply(int64_t n, int64_t m, int64_t k, const float *a, int64_t a_next, int a_transposed, const float *b,
+    int64_t b_next, int b_transposed, float *c, int64_t c_next, int add)
 {
+    static _Thread_local float buffer[DEEP * (PANEL + CHUNK)] __attribute__((aligned(64)));
+    for (int64_t row = 0; row < n; row += CHUNK)
+        for (int64_t p = 0; p < k; p += DEEP) {
+            int64_t rows = n - row < CHUNK ? n - row : CHUNK, depth = k - p < DEEP ? k - p : DEEP;
+            float *panel = buffer, *strips = buffer + DEEP * PANEL;
+            const float *from = a_transposed ? strips : a + row * a_next + p;
+            for (int64_t i = 0; a_transposed && i < rows; i += TALL)
+                pack(strips + i * depth, TALL, a + p * a_next + row + i, a_next, depth, rows - i, 0);
+            for (int64_t j = 0; j < m; j += PANEL) {
+                int64_t width = m - j < PANEL ? m - j : PANEL;
+                pack(panel, PANEL, b + (b_transposed ? j * b_next + p : p * b_next + j), b_next, depth, width, b_transposed);
+                add_up_rows(rows, depth, from, a_next, panel, c + row * c_next + j, c_next, width, !add && !p, a_transposed);
+            }
+        }
+}
+
+/* Each thread computes some panels of some rows. A number's sum does not depend on the number of threads. */
+void product(void *result, int thread, int threads, const struct product *t)
+{
+    (void)result;
     int64_t panels = (t->m + PANEL - 1) / PANEL, blocks = (t->n + TALL - 1) / TALL, across = panels, rest = threads;
     while (rest) { /* across: the greatest common divisor of panels and threads */
         int64_t remainder = across % rest;
         across = rest, rest = remainder;
     }
-    int64_t down = threads / across, end = blocks * (thread / across + 1) / down * TALL, first = thread % across;
-    end = end < t->n ? end : t->n;
-    for (int64_t row = blocks * (thread / across) / down * TALL; row < end; row += CHUNK)
-        for (int64_t p = 0; p < t->k; p += DEEP) {
-            int64_t rows = end - row < CHUNK ? end - row : CHUNK, depth = t->k - p < DEEP ? t->k - p : DEEP;
-            const float *a = t->a + row * t->k + p;
-            if (t->a_transposed) {
-                a = strips;
-                for (int64_t i = 0; i < rows; i += TALL)
-                    pack(strips + i * depth, TALL, t->a + p * t->n + row + i, t->n, depth, rows - i, 0);
-            }
-            for (int64_t j = first * (panels / across); j < (first + 1) * (panels / across); j++) {
-                int64_t column = j * PANEL, width = t->m - column < PANEL ? t->m - column : PANEL;
-                const float *b = t->b + (t->b_transposed ? column * t->k + p : p * t->m + column);
-                pack(panel, PANEL, b, t->b_transposed ? t->k : t->m, depth, width, t->b_transposed);
-                add_up_rows(rows, depth, a, t->k, panel, t->c + row * t->m + column, t->m, width, !p, t->a_transposed);
-            }
-        }
+    int64_t down = threads / across, row = blocks * (thread / across) / down * TALL;
+    int64_t end = blocks * (thread / across + 1) / down * TALL, column = panels / across * (thread % across) * PANEL;
+    int64_t rows = (end < t->n ? end : t->n) - row, last = column + panels / across * PANEL;
+    multiply(rows, (last < t->m ? last : t->m) - column, t->k, t->a + (t->a_transposed ? row : row * t->k),
+        t->a_transposed ? t->n : t->k, t->a_transposed, t->b + (t->b_transposed ? column * t->k : column),
+        t->b_transposed ? t->k : t->m, t->b_transposed, t->c + row * t->m + column, t->m, 0);
 }
 
-void product(void *result, int thread, int threads, const struct product *t)
+struct attention { /* q, dy and the result [rows][length][heads][size]; k and v [rows][length][shared][size] */
+    const float *q, *k, *v, *dy;
+    float *to; /* the result, or the gradients of q, k and v one after another */
+    int64_t rows, length, heads, shared, size, causal;
+    float scale;
+};
+enum { QUERIES = 64 }; /* queries whose scores are in memory at a time */
+typedef int32_t ints __attribute__((vector_size(4 * LANES)));
+
+/* exp(x) for x <= 0, with the polynomial of Cephes; 0 below -87. */
+static inline vec exponential(vec x)
+{
+    ints low = x < (vec){0} - 87.0f;
+    vec n = x * 1.44269504f + 12582912.0f - 12582912.0f, r = x - n * 0.693359375f + n * 2.12194440e-4f;
+    vec y = r * 1.9875691500e-4f + 1.3981999507e-3f;
+    y = ((y * r + 8.3334519073e-3f) * r + 4.1665795894e-2f) * r + 1.6666665459e-1f;
+    y = (y * r + 5.0000001201e-1f) * r * r + r + 1.0f;
+    return (vec)(~low & (ints)(y * (vec)((__builtin_convertvector(n, ints) + 127) << 23)));
+}
+
+/* Replace s[visible] by softmax(s * scale), and the rest of s[size] by zeros; `size` is a multiple of LANES. */
+static void softmax(float *s, int64_t visible, int64_t size, float scale)
+{
+    unaligned_vec *x = (unaligned_vec *)s;
+    float most = s[0], total = 0;
+    for (int64_t j = visible; j < size; j++)
+        s[j] = -INFINITY;
+    for (int64_t j = 0; j < visible; j++)
+        most = s[j] > most ? s[j] : most;
+    vec sum = {0};
+    for (int64_t j = 0; j < size / LANES; j++)
+        sum += x[j] = exponential((x[j] - most) * scale);
+    for (int j = 0; j < LANES; j++)
+        total += sum[j];
+    for (int64_t j = 0; j < size / LANES; j++)
+        x[j] *= 1 / total;
+}
+
+/* Compute the weights [n][padded] of the queries from `start` on for the first `seen` keys. Return `padded`. */
+static int64_t attend(const struct attention *t, int64_t start, int64_t n, int64_t seen, const float *q, const float *k,
+    float *weights)
+{
+    int64_t padded = (seen + LANES - 1) / LANES * LANES;
+    multiply(n, seen, t->size, q, t->heads * t->size, 0, k, t->shared * t->size, 1, weights, padded, 0);
+    for (int64_t i = 0; i < n; i++)
+        softmax(weights + i * padded, t->causal ? start + i + 1 : seen, padded, t->scale);
+    return padded;
+}
+
+void attention(void *result, int thread, int threads, const struct attention *t)
 {
     (void)result;
-    static _Thread_local float panel[DEEP * PANEL] __attribute__((aligned(64)));
-    static _Thread_local float strips[CHUNK * DEEP] __attribute__((aligned(64)));
-    multiply(thread, threads, t, panel, strips);
+    int64_t blocks = (t->length + QUERIES - 1) / QUERIES, all = t->rows * t->heads * blocks;
+    float *weights = malloc(sizeof *weights * QUERIES * (t->length + LANES));
+    for (int64_t i = all * thread / threads; i < all * (thread + 1) / threads; i++) {
+        int64_t start = i % blocks * QUERIES, head = i / blocks % t->heads, row = i / blocks / t->heads * t->length;
+        int64_t n = t->length - start < QUERIES ? t->length - start : QUERIES, seen = t->causal ? start + n : t->length;
+        int64_t other = (row * t->shared + head * t->shared / t->heads) * t->size;
+        int64_t own = ((row + start) * t->heads + head) * t->size;
+        int64_t padded = attend(t, start, n, seen, t->q + own, t->k + other, weights);
+        multiply(n, t->size, seen, weights, padded, 0, t->v + other, t->shared * t->size, 0, t->to + own,
+            t->heads * t->size, 0);
+    }
+    free(weights);
+}
+
+void attention_back(void *result, int thread, int threads, const struct attention *t)
+{
+    (void)result;
+    int64_t group = t->heads / t->shared, all = t->rows * t->shared, next = t->shared * t->size, wide = group * next;
+    float *weights = malloc(sizeof *weights * QUERIES * (t->length + LANES) * 2);
+    float *d = weights + QUERIES * (t->length + LANES), *dq = t->to, *dk = dq + t->rows * t->length * wide;
+    float *dv = dk + t->rows * t->length * next;
+    for (int64_t i = all * thread / threads; i < all * (thread + 1) / threads; i++)
+        for (int64_t step = 0, blocks = (t->length + QUERIES - 1) / QUERIES; step < group * blocks; step++) {
+            /* The last queries see all keys, so they come first and overwrite dk and dv; the others add to them. */
+            int64_t start = (blocks - 1 - step % blocks) * QUERIES, row = i / t->shared * t->length;
+            int64_t n = t->length - start < QUERIES ? t->length - start : QUERIES;
+            int64_t seen = t->causal ? start + n : t->length, other = (row * t->shared + i % t->shared) * t->size;
+            int64_t own = ((row + start) * t->heads + i % t->shared * group + step / blocks) * t->size;
+            int64_t padded = attend(t, start, n, seen, t->q + own, t->k + other, weights);
+            multiply(seen, t->size, n, weights, padded, 1, t->dy + own, wide, 0, dv + other, next, step > 0);
+            multiply(n, seen, t->size, t->dy + own, wide, 0, t->v + other, next, 1, d, padded, 0);
+            for (int64_t j = 0; j < n; j++) { /* d = scale weights (d - sum(weights d)) */
+                unaligned_vec *p = (unaligned_vec *)(weights + j * padded), *x = (unaligned_vec *)(d + j * padded);
+                float dot = 0;
+                vec sum = {0};
+                memset(d + j * padded + seen, 0, sizeof *d * (padded - seen));
+                for (int64_t c = 0; c < padded / LANES; c++)
+                    sum += p[c] * x[c];
+                for (int c = 0; c < LANES; c++)
+                    dot += sum[c];
+                for (int64_t c = 0; c < padded / LANES; c++)
+                    x[c] = p[c] * (x[c] - dot) * t->scale;
+            }
+            multiply(n, t->size, seen, d, padded, 0, t->k + other, next, 0, dq + own, wide, 0);
+            multiply(seen, t->size, n, d, padded, 1, t->q + own, wide, 0, dk + other, next, step > 0);
+        }
+    free(weights);
 }

@@ -52,6 +52,17 @@ class Product(ctypes.Structure):
     )
 
 
+class Attention(ctypes.Structure):
+    """C struct with the arguments of the kernels `attention` and `attention_back`."""
+
+    _fields_ = (
+        ("source", ctypes.c_void_p * 4),
+        ("target", ctypes.c_void_p),
+        *((name, ctypes.c_int64) for name in ("rows", "length", "heads", "shared", "size", "causal")),
+        ("scale", ctypes.c_float),
+    )
+
+
 def kernel(name: str) -> Any:
     """Return the address of the function `name` of kernels.c, or None if kernels.c cannot be compiled."""
     library = _library()

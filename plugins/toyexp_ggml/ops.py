@@ -385,6 +385,13 @@ class GGMLOps(Products):
                 f"attention: the shapes of q {list(q.shape)}, k {list(k.shape)} and v {list(v.shape)} do not fit"
             )
         layout, factor = Heads(g, rows, heads, k.shape[2]), 1 / math.sqrt(size) if scale is None else scale
+        if self._profile.fast_products and factor > 0:
+
+            def rule(dy: Node) -> Sequence[Callable[[], Node]]:
+                dq, dk, dv = g.attention_back(q, k, v, dy, factor, causal)
+                return (lambda: dq, lambda: dk, lambda: dv)
+
+            return self._record(g.attention(q, k, v, factor, causal), (q, k, v), rule)
         n = self._profile.query_block if causal else length
         q4, k4, v4 = (g.swap_middle(t) for t in (q, k, v))  # [B, H, T, D]
         blocks: list[Block] = []

@@ -5,6 +5,7 @@ import shutil
 
 import numpy as np
 import pytest
+import torch
 from tiny import batches, plan
 
 from toyexp import AdamW, UserError
@@ -73,6 +74,37 @@ def test_a_product_agrees_with_float64_and_is_equal_to_the_bit_for_any_number_of
     np.testing.assert_allclose(results[0], expected, rtol=0, atol=1e-6 * k**0.5 * np.abs(expected).max())
     for result in results[1:]:
         np.testing.assert_array_equal(result, results[0])
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("sizes", [(1, 1, 1, 1, 1), (2, 64, 4, 4, 16), (2, 130, 4, 2, 10), (1, 77, 6, 2, 33)])
+def test_attention_agrees_with_float64_and_is_equal_to_the_bit_for_any_number_of_threads(sizes, causal):
+    if native.unavailable_reason():
+        pytest.skip(native.unavailable_reason())
+    rows, length, heads, shared, size = sizes
+    draw, scale = torch.Generator().manual_seed(0), 0.3
+    q, dy = (torch.randn(rows, length, heads, size, generator=draw) for _ in range(2))
+    k, v = (torch.randn(rows, length, shared, size, generator=draw) for _ in range(2))
+    leaves = [x.double().requires_grad_() for x in (q, k, v)]
+    expected = torch.nn.functional.scaled_dot_product_attention(
+        *(x.transpose(1, 2) for x in leaves), is_causal=causal, scale=scale, enable_gqa=True
+    ).transpose(1, 2)
+    expected.backward(dy.double())
+    gradients = torch.cat([x.grad.flatten() for x in leaves])
+    for name, right in (("attention", expected.detach().flatten()), ("attention_back", gradients)):
+        call = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_int, ctypes.c_int, ctypes.c_void_p)(native.kernel(name))
+        results = []
+        for threads in (1, 2, 5):
+            result = np.full(right.numel(), np.nan, np.float32)
+            task = native.Attention(
+                (ctypes.c_void_p * 4)(*(x.data_ptr() for x in (q, k, v, dy))), result.ctypes.data, *sizes, causal, scale
+            )
+            for thread in range(threads):
+                call(None, thread, threads, ctypes.addressof(task))
+            results.append(result)
+        np.testing.assert_allclose(results[0], right, rtol=0, atol=2e-6 * float(right.abs().max()))
+        for result in results[1:]:
+            np.testing.assert_array_equal(result, results[0])
 
 
 def take_steps(name):

@@ -268,9 +268,29 @@ class Graph(StaticGraph):
         task = native.Product(n=n, m=m, k=k, a_transposed=a_transposed, b_transposed=b_transposed)
         return self._call_kernel(native.kernel("product"), task, (n, m), a, b)
 
-    def _call_kernel(
-        self, kernel: int, task: native.Transpose | native.Product, shape: tuple[int, ...], *sources: Node
+    def attention(self, q: Node, k: Node, v: Node, scale: float, causal: bool) -> Node:
+        """Return softmax(scale q k^T) v [B, T, H * D] by kernels.c, for q [B, T, H, D] and k, v [B, T, Hkv, D]."""
+        b, t, h, d = q.shape
+        return self._attend("attention", (b, t, h * d), scale, causal, q, k, v)
+
+    def attention_back(self, q: Node, k: Node, v: Node, dy: Node, scale: float, causal: bool) -> list[Node]:
+        """Return the gradients of q, k and v in `attention`, given dy."""
+        out = self._attend("attention_back", (q.size + 2 * k.size,), scale, causal, q, k, v, dy)
+        starts = (0, q.size, q.size + k.size)
+        return [
+            self.reshape(self._view(out, (x.size,), start), *x.shape)
+            for x, start in zip((q, k, v), starts, strict=True)
+        ]
+
+    def _attend(
+        self, name: str, shape: tuple[int, ...], scale: float, causal: bool, q: Node, k: Node, *rest: Node
     ) -> Node:
+        self._check_float32(name, q, k, *rest)
+        b, t, h, d = q.shape
+        task = native.Attention(rows=b, length=t, heads=h, shared=k.shape[2], size=d, causal=causal, scale=scale)
+        return self._call_kernel(native.kernel(name), task, shape, q, k, *rest)
+
+    def _call_kernel(self, kernel: int, task: ctypes.Structure, shape: tuple[int, ...], *sources: Node) -> Node:
         """Return a node of `shape` that calls a kernel of kernels.c, whose address is `kernel`, with `task`."""
         node = self._node(
             ggml.ggml_custom_4d(

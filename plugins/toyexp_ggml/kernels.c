@@ -303,3 +303,63 @@ void attention_back(void *result, int thread, int threads, const struct attentio
         }
     free(weights);
 }
+
+struct elements { /* x, y and z as `gelu` and `swiglu_back` read them */
+    const float *x, *y, *z;
+    float *to;
+    int64_t size;
+};
+
+/* Load up to LANES of the numbers that are left, and zeros behind them. */
+static inline vec fetch(const float *from, int64_t left)
+{
+    vec x = {0};
+    if (left < LANES)
+        memcpy(&x, from, left * sizeof *from);
+    else
+        memcpy(&x, from, sizeof x);
+    return x;
+}
+
+static inline void put(float *to, vec x, int64_t left)
+{
+    memcpy(to, &x, left < LANES ? left * sizeof *to : sizeof x);
+}
+
+/* 1 / (1 + exp(-x)) */
+static inline vec logistic(vec x)
+{
+    ints below = x < (vec){0};
+    vec e = exponential((vec)((ints)x | INT32_MIN)), above = 1.0f / (1.0f + e);
+    return (vec)((below & (ints)(e * above)) | (~below & (ints)above));
+}
+
+#define FOR_EACH_VECTOR \
+    int64_t all = (t->size + LANES - 1) / LANES, first = all * thread / threads * LANES; \
+    (void)result; \
+    for (int64_t i = first, left = t->size - i; i < all * (thread + 1) / threads * LANES; i += LANES, left -= LANES)
+
+/* to = x s with s = logistic(x (a + b x^2)) or, if y is not NULL, y times the derivative of this. */
+void gelu(void *result, int thread, int threads, const struct elements *t)
+{
+    const float a = 1.5957691216f, b = 0.0713548162f; /* 2 sqrt(2 / pi), and 0.044715 times this */
+    FOR_EACH_VECTOR
+    {
+        vec x = fetch(t->x + i, left), s = logistic(x * (a + b * x * x));
+        if (t->y)
+            put(t->to + i, fetch(t->y + i, left) * (s + x * s * (1.0f - s) * (a + 3 * b * x * x)), left);
+        else
+            put(t->to + i, x * s, left);
+    }
+}
+
+/* The gradients of x (first half of `to`) and y in silu(x) y, given that of the result, z. */
+void swiglu_back(void *result, int thread, int threads, const struct elements *t)
+{
+    FOR_EACH_VECTOR
+    {
+        vec x = fetch(t->x + i, left), z = fetch(t->z + i, left), s = logistic(x);
+        put(t->to + i, z * fetch(t->y + i, left) * s * (1.0f + x * (1.0f - s)), left);
+        put(t->to + t->size + i, z * x * s, left);
+    }
+}

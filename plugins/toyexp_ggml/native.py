@@ -63,6 +63,12 @@ class Attention(ctypes.Structure):
     )
 
 
+class Elements(ctypes.Structure):
+    """C struct with the arguments of the kernels `gelu` and `swiglu_back`."""
+
+    _fields_ = (("source", ctypes.c_void_p * 3), ("target", ctypes.c_void_p), ("size", ctypes.c_int64))
+
+
 def kernel(name: str) -> Any:
     """Return the address of the function `name` of kernels.c, or None if kernels.c cannot be compiled."""
     library = _library()

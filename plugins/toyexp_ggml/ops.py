@@ -466,6 +466,8 @@ class GGMLOps(Products):
     def gelu(self, x: Node) -> Node:
         """Return x sigmoid(2u), u = sqrt(2/pi) (x + 0.044715 x^3): GELU's tanh form, without ggml's float16 table."""
         g = self.g
+        if self._profile.fast_products:
+            return self._record(g.gelu(x), (x,), lambda dy: (lambda: g.gelu(x, dy),))
         a = 2 * math.sqrt(2 / math.pi)
         b = a * 0.044715
         square = g.sqr(x)
@@ -500,6 +502,9 @@ class GGMLOps(Products):
         g = self.g
 
         def rule(dy: Node) -> Sequence[Callable[[], Node]]:
+            if self._profile.fast_products:
+                dgate, dup = g.swiglu_back(gate, up, dy)
+                return (lambda: dgate, lambda: dup)
             return (lambda: self._silu_back(g.mul(dy, up), gate), lambda: g.mul(dy, g.silu(gate)))
 
         return self._record(g.swiglu(gate, up), (gate, up), rule)

@@ -282,6 +282,20 @@ class Graph(StaticGraph):
             for x, start in zip((q, k, v), starts, strict=True)
         ]
 
+    def gelu(self, x: Node, dy: Node | None = None) -> Node:
+        """Return GELU (tanh form) of x by kernels.c or, given dy, the gradient of x."""
+        return self._map("gelu", x.shape, x, *([dy] if dy else []))
+
+    def swiglu_back(self, gate: Node, up: Node, dy: Node) -> tuple[Node, Node]:
+        """Return the gradients of gate and up in `swiglu` by kernels.c, given dy."""
+        return self.halves(self._map("swiglu_back", (2 * gate.size,), gate, up, dy), gate.shape)
+
+    def _map(self, name: str, shape: tuple[int, ...], *sources: Node) -> Node:
+        self._check_float32(name, *sources)
+        for source in sources:
+            self._check_same(name, sources[0], source)
+        return self._call_kernel(native.kernel(name), native.Elements(size=sources[0].size), shape, *sources)
+
     def _attend(
         self, name: str, shape: tuple[int, ...], scale: float, causal: bool, q: Node, k: Node, *rest: Node
     ) -> Node:

@@ -194,7 +194,9 @@ def test_documented_files_are_used_on_their_page_or_by_another_test():
         for block in page_blocks(name):
             if block.language in ("python", "toml") and block.file:
                 stem = Path(block.file).stem.removeprefix("test_")
-                used_here = any(f"plugins=[{stem}]" in command for b in page_blocks(name) for command in b.commands)
+                uses = (f"plugins=[{stem}]", f"python {block.file}")
+                commands = [command for other in page_blocks(name) for command in other.commands]
+                used_here = any(use in command for use in uses for command in commands)
                 assert used_here or stem in INSTALLED_ELSEWHERE, (
                     f"{block.location} shows {block.file}, which no test runs"
                 )

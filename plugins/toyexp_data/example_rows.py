@@ -176,9 +176,10 @@ class ExampleBatches(Batches):
         cut = sum(int((p.usable(row_length) & (p.lengths > row_length)).sum()) for p in parts)
         too_long, count = sum(int((~p.usable(row_length)).sum()) for p in parts), sum(len(p.lengths) for p in parts)
         self.facts = {"truncated": cut, "too_long": too_long}
+        setting = f"(model.context={context})"
         counts = {
-            f"{cut} of {count} examples cut to the context (model.context)": cut,
-            f"{too_long} of {count} examples left out: their prompts exceed the context (model.context)": too_long,
+            f"{cut} of {count} examples cut to the context {setting}": cut,
+            f"{too_long} of {count} examples left out: their prompts exceed the context {setting}": too_long,
         }
         self.omissions = [text for text, number in counts.items() if number]
 

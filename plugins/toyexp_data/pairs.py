@@ -32,7 +32,9 @@ class PairBatches(Batches):
         self._train, self._held_out, self._context, self._count, self._seed = train, held_out, context, rows // 2, seed
         self._pairs, self._held_out_pairs = (_usable_pairs(part, context) for part in (train, held_out))
         if (len(train.lengths) and not len(self._pairs)) or not len(self._held_out_pairs):
-            raise UserError(f"model.context={context}: every prompt of the pairs fills the row; increase model.context")
+            least = max(part.first.reshape(-1, 2).max(1).min() for part in (train, held_out) if len(part.first))
+            problem = f"every prompt of the pairs fills the row; type model.context={least} or more"
+            raise UserError(f"model.context={context}: {problem}")
         self._eval_batches, self.rows_per_epoch = eval_batches, 2 * len(self._pairs)
         ids = TOKENS.inputs(context)
         self.inputs = {**ids, "mask": ids["weights"], "weights": InputSpec((), "float32")}
@@ -42,8 +44,8 @@ class PairBatches(Batches):
         cut = sum(int((part.lengths.reshape(-1, 2)[pairs] > context + 1).any(1).sum()) for part, pairs in parts)
         self.facts = {"truncated": cut, "too_long": left_out}
         counts = {
-            f"{cut} of {count} pairs cut to the context (model.context)": cut,
-            f"{left_out} of {count} pairs left out: a prompt exceeds the context (model.context)": left_out,
+            f"{cut} of {count} pairs cut to the context (model.context={context})": cut,
+            f"{left_out} of {count} pairs left out: a prompt exceeds the context (model.context={context})": left_out,
         }
         self.omissions = [text for text, number in counts.items() if number]
 

@@ -463,9 +463,21 @@ class GGMLOps(Products):
         s = self._sigmoid(x)
         return self._record(s, (x,), lambda dy: (lambda: g.mul(dy, g.mul(s, g.scale(s, -1.0, 1.0))),))
 
-    def gelu(self, x: Node) -> Node:
-        """Return x sigmoid(2u), u = sqrt(2/pi) (x + 0.044715 x^3): GELU's tanh form, without ggml's float16 table."""
+    def gelu(self, x: Node, exact: bool = False) -> Node:
+        """Return x sigmoid(2u), u = sqrt(2/pi) (x + 0.044715 x^3): GELU's tanh form, without ggml's float16 table.
+
+        If `exact`, return x Phi(x), with the normal distribution Phi.
+        """
         g = self.g
+        if exact:
+            x_or_tiny = g.scale(x, 1.0, TINY)  # changes only 0 and numbers close to it
+            y = g.gelu_erf(x_or_tiny)
+
+            def exact_dx(dy: Node) -> Node:
+                density = g.scale(g.exp(g.scale(g.sqr(x_or_tiny), -0.5)), 1 / math.sqrt(2 * math.pi))
+                return g.mul(dy, g.add(g.mul(x_or_tiny, density), g.div(y, x_or_tiny)))  # x Phi'(x) + Phi(x)
+
+            return self._record(y, (x,), lambda dy: (lambda: exact_dx(dy),))
         if self._profile.fast_products:
             return self._record(g.gelu(x), (x,), lambda dy: (lambda: g.gelu(x, dy),))
         a = 2 * math.sqrt(2 / math.pi)

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
-from toyexp import Model, Ops, Tensor
+from toyexp import Model, Ops, Tensor, is_changed
 from toyexp_models.gguf import GraniteGGUF
 from toyexp_models.huggingface import granite_layout
 from toyexp_models.huggingface_config import read_config
@@ -32,6 +32,12 @@ class Granite(Llama):
         self.require_positive("embedding_scale", "residual_scale", "logit_scale")
         if self.attention_scale:
             self.require_positive("attention_scale")
+
+    def warnings(self) -> Iterable[str]:
+        """Warn of settings of RoPE if no layer has it."""
+        for name in ("rope_base", "rope_scale", "rope_factors"):
+            if is_changed(self, name) and not self.rope:
+                yield f"model.{name}={getattr(self, name)}: has no effect with model.rope=false"
 
     def embed(self, ops: Ops, table: Tensor, tokens: Tensor) -> Tensor:
         """Return the tokens' rows of the embedding table, times embedding_scale."""

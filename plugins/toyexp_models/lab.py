@@ -84,6 +84,8 @@ class Lab(ExpertsModel):
         softcaps = dict.fromkeys(("score_softcap", "final_softcap"), "[0,inf)")
         require_range("model", self, **whole, **softcaps, window_period=f"[1,{MAX_INT}]", dropout="[0,1)")
         super().check() if self.experts else RotaryModel.check(self)
+        if self.nope_every == 1:
+            raise UserError("model.nope_every=1: leaves no layer with RoPE; type model.positions=none instead")
         for first, second, conflicts in (
             ("norm_place", "norm_kind", self.norm_kind == "none" and self.norm_place != "before"),
             ("nope_every", "positions", self.nope_every and self.positions != "rope"),
@@ -205,6 +207,9 @@ class Lab(ExpertsModel):
         for name, switch in switches.items():
             if is_changed(self, name) and not getattr(self, switch):
                 yield f"model.{name}={str(getattr(self, name)).lower()}: has no effect with model.{switch}=0"
+        for name in ("rope_base", "rope_scale"):
+            if is_changed(self, name) and not self.rotates:
+                yield f"model.{name}={getattr(self, name)}: has no effect with model.positions={self.positions}"
         if self.find_family() is None:
             problem = "stock llama.cpp has no equal model, so only toyexp can read model.gguf"
             yield f"model=lab: {problem}{next(self._suggestions(), '')}"

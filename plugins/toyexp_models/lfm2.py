@@ -7,12 +7,14 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 from toyexp import Ops, Params, Tensor, TensorSpec, UserError
+from toyexp.base import require_range
 from toyexp.formats import Keys
 from toyexp_models.gguf import RotaryGGUF
 from toyexp_models.huggingface import lfm2_layout
 from toyexp_models.huggingface_config import read_config
 from toyexp_models.rotary import RotaryModel, linear
 
+LENGTHS = "[2,64]"  # of a convolution, which is computed from as many shifted copies of its input
 KV_HEADS = "attention.head_count_kv"  # in GGUF an array; layers without key/value heads are convolutions
 
 
@@ -57,10 +59,10 @@ class Lfm2(RotaryModel):
     def check(self) -> None:
         """Raise UserError for sizes that cannot work."""
         super().check()
-        self.require_positive("conv_length")
+        require_range("model", self, conv_length=LENGTHS)
         known = sorted({*self.attention_layers} & {*range(self.n_layers)})
-        if not known or known != self.attention_layers or self.conv_length < 2:
-            rule = f"must be some of 0 to {self.n_layers - 1}, in order, and model.conv_length at least 2"
+        if not known or known != self.attention_layers:
+            rule = f"must be some of 0 to {self.n_layers - 1}, in order"
             raise UserError(f"model.attention_layers={self.attention_layers}: {rule}")
 
     def shapes(self) -> dict[str, tuple[int, ...]]:

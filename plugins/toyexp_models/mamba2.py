@@ -8,12 +8,13 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from toyexp import Constant, Model, Normal, Ops, Params, Tensor, TensorSpec, UserError, Values
+from toyexp.base import require_range
 from toyexp.formats import Keys
 from toyexp_models.gguf import LanguageGGUF
 from toyexp_models.huggingface import mamba2_layout
 from toyexp_models.huggingface_config import read_mamba2_config
 from toyexp_models.language import LanguageModel, linear_specs, norm_specs
-from toyexp_models.lfm2 import convolve
+from toyexp_models.lfm2 import LENGTHS, convolve
 from toyexp_models.rotary import linear
 
 if TYPE_CHECKING:
@@ -74,9 +75,8 @@ class Mamba2(LanguageModel):
     def check(self) -> None:
         """Raise UserError for sizes that cannot work. Some of the limits are those of llama.cpp."""
         super().check()
-        self.require_positive("n_groups", "state", "conv_length")
-        if self.conv_length < 2:
-            raise UserError(f"model.conv_length={self.conv_length}: must be at least 2")
+        self.require_positive("n_groups", "state")
+        require_range("model", self, conv_length=LENGTHS)
         for part, whole in (("n_heads", "d_ff"), ("n_groups", "n_heads")):
             if (size := getattr(self, whole)) % getattr(self, part):
                 raise UserError(f"model.{part}={getattr(self, part)} does not divide model.{whole}={size}")

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import re
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from operator import itemgetter
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import toyexp
@@ -35,19 +37,37 @@ if TYPE_CHECKING:
 
 ARCHITECTURE = "toyexp-vit"
 # GGUF key of the norms' eps, by block type (the setting `block`)
-FORMS = {"layernorm_gelu": "attention.layer_norm_epsilon", "rmsnorm_silu": "attention.layer_norm_rms_epsilon"}
+FORMS = {
+    "layernorm_gelu": "attention.layer_norm_epsilon", "layernorm_gelu_erf": "attention.layer_norm_epsilon",
+    "rmsnorm_silu": "attention.layer_norm_rms_epsilon",
+}  # fmt: skip
+POOLS = ("class", "mean")
+# hidden_act in transformers, and the block type that computes it; the first of a block type is written
+ACTIVATIONS = {"gelu_pytorch_tanh": "layernorm_gelu", "gelu": "layernorm_gelu_erf", "gelu_new": "layernorm_gelu"}
 # Fields and their GGUF keys.
 SIZES = {
     "image_size": "image_size", "channels": "channels", "patch": "patch_size", "classes": "class_count",
     "d_model": "embedding_length", "n_layers": "block_count", "d_ff": "feed_forward_length",
     "n_heads": "attention.head_count",
 }  # fmt: skip
-# Tensor names in transformers.
+# Keys of config.json in transformers, and the fields that they give.
+HF_SIZES = {
+    "hidden_size": "d_model", "num_hidden_layers": "n_layers", "num_attention_heads": "n_heads",
+    "intermediate_size": "d_ff", "layer_norm_eps": "norm_eps", "image_size": "image_size", "patch_size": "patch",
+    "num_channels": "channels",
+}  # fmt: skip
+# Tensor names in transformers, and in timm.
 NAMES = {
-    "patch_embd": "vit.embeddings.patch_embeddings.projection", "post_ln": "vit.layernorm", "head": "classifier",
-    "ln1": "layernorm_before", "ln2": "layernorm_after",
+    "class_embd": "vit.embeddings.cls_token", "position_embd": "vit.embeddings.position_embeddings",
+    "blk": "vit.encoder.layer", "patch_embd": "vit.embeddings.patch_embeddings.projection", "head": "classifier",
+    "post_ln": "vit.layernorm", "ln1": "layernorm_before", "ln2": "layernorm_after",
     "attn_q": "attention.attention.query", "attn_k": "attention.attention.key", "attn_v": "attention.attention.value",
     "attn_out": "attention.output.dense", "ffn_up": "intermediate.dense", "ffn_down": "output.dense",
+}  # fmt: skip
+TIMM_NAMES = {
+    "class_embd": "cls_token", "position_embd": "pos_embed", "blk": "blocks", "patch_embd": "patch_embed.proj",
+    "post_ln": "norm", "head": "head", "ln1": "norm1", "ln2": "norm2", "attn_q": "attn.qkv", "attn_k": "attn.qkv",
+    "attn_v": "attn.qkv", "attn_out": "attn.proj", "ffn_up": "mlp.fc1", "ffn_down": "mlp.fc2",
 }  # fmt: skip
 
 
@@ -61,56 +81,96 @@ class ViTGGUF(GGUFForm[Any]):
     def metadata(self, model: Any) -> dict[str, Any]:
         """Return the GGUF keys and values of the block type, the sizes and the norms' eps."""
         sizes = {key: getattr(model, name) for name, key in SIZES.items()}
-        return {"block": model.block, **sizes, FORMS[model.block]: model.norm_eps}
+        return {"block": model.block, "pool": model.pool, **sizes, FORMS[model.block]: model.norm_eps}
 
     def read(self, cls: type[Any], file: ModelFile) -> Any:
         """Return the file's model. Raise UserError if a key is missing."""
         keys = Keys(file)
         block = keys.expect("block", *FORMS)
-        sizes = {name: keys.integer(key) for name, key in SIZES.items()}
-        return cls(**sizes, block=block, norm_eps=keys.number(FORMS[block]))
+        sizes = {name: keys.integer(key, lowest=name != "classes") for name, key in SIZES.items()}
+        return cls(**sizes, block=block, pool=keys.expect("pool", *POOLS), norm_eps=keys.number(FORMS[block]))
 
 
 def vit_layout(model: Any, data: Mapping[str, Any]) -> Layout:
     """Return the layout of ViTForImageClassification; `data` has the class names and the pixel mean and std.
 
-    Raise UserError unless model.block is layernorm_gelu.
+    If `data` is config.json of timm, which has an "architecture", the tensors have timm's names. Raise UserError for
+    settings that transformers' ViT lacks.
     """
-    if model.block != "layernorm_gelu":
-        raise UserError(f"model.block={model.block}: only GGUF can hold it; transformers' ViT is layernorm_gelu")
+    if "architecture" in data:
+        return Layout({}, _places(model, {**TIMM_NAMES, **({"post_ln": "fc_norm"} if model.pool == "mean" else {})}))
+    for name, value, allowed in (("block", model.block, ACTIVATIONS.values()), ("pool", model.pool, ["class"])):
+        if value not in allowed:
+            problem = f"only GGUF can hold it; transformers' ViT is {' or '.join(dict.fromkeys(allowed))}"
+            raise UserError(f"model.{name}={value}: {problem}")
     config = {
         "architectures": ["ViTForImageClassification"],
         "model_type": "vit",
-        "hidden_size": model.d_model,
-        "num_hidden_layers": model.n_layers,
-        "num_attention_heads": model.n_heads,
-        "intermediate_size": model.d_ff,
-        "hidden_act": "gelu_pytorch_tanh",
-        "layer_norm_eps": model.norm_eps,
-        "image_size": model.image_size,
-        "patch_size": model.patch,
-        "num_channels": model.channels,
+        "hidden_act": next(name for name, block in ACTIVATIONS.items() if block == model.block),
+        **{key: getattr(model, name) for key, name in HF_SIZES.items()},
         "qkv_bias": True,
     }
     classes = list(data.get("classes", ()))
     classes += [f"LABEL_{i}" for i in range(len(classes), model.classes)]
     config["id2label"] = {str(i): name for i, name in enumerate(classes)}
     config["label2id"] = {name: i for i, name in enumerate(classes)}
-    return Layout(config, _places(model), files={"preprocessor_config.json": _preprocessor(model, data)})
+    return Layout(config, _places(model, NAMES), files={"preprocessor_config.json": _preprocessor(model, data)})
 
 
-def _places(model: Any) -> dict[str, HFTensor]:
-    kernel = (model.d_model, model.channels, model.patch, model.patch)
+def read_vit_config(cls: type[Any], config: Mapping[str, Any], names: Collection[str]) -> Any:
+    """Return the model that config.json of transformers or timm describes; it has no classes if `names` have no head.
+
+    Raise UserError if toyexp cannot compute the model.
+    """
+    config = _from_timm(config, names) if "architecture" in config else config
+    activation = config.get("hidden_act", "gelu")
+    if activation not in ACTIVATIONS or not config.get("qkv_bias", True):
+        problem = f"hidden_act is {activation}, qkv_bias {config.get('qkv_bias', True)}"
+        raise UserError(f"{problem}; toyexp's model=vit has {' or '.join(ACTIVATIONS)}, with biases")
+    classes = len(config.get("id2label", "01")) if {"classifier.weight", "head.weight"} & {*names} else 0
+    sizes = {name: config[key] for key, name in HF_SIZES.items()} | {"classes": classes}
+    model = cls(**sizes, block=ACTIVATIONS[activation], pool=config.get("pool", "class"))
+    model.check()
+    return model
+
+
+def _from_timm(config: Mapping[str, Any], names: Collection[str]) -> dict[str, Any]:
+    """Return config.json of timm's VisionTransformer under transformers' keys; `names` are the stored tensors.
+
+    Heads have 64 features or, from a width of 1024, there are 16, unless model_args say otherwise.
+    """
+    stated, args = {**config, **config.get("pretrained_cfg", {})}, config.get("model_args") or {}
+    kind, pool = re.match(r"(?:vit|deit)_.*patch(\d+)", config["architecture"]), config.get("global_pool", "token")
+    if not kind or pool not in ("token", "avg") or {"act_layer", "norm_layer"} & {*args}:
+        asked = f"architecture {config['architecture']} with global_pool {pool} and model_args {args}"
+        raise UserError(f"is timm's {asked}; toyexp reads vit_*_patch* and deit_*_patch* with token or avg")
+    d, (channels, size, _) = config["num_features"], stated["input_size"]
+    return {
+        "hidden_size": d, "num_hidden_layers": sum(name.endswith(".attn.qkv.weight") for name in names),
+        "num_attention_heads": args.get("num_heads", 16 if d >= 1024 else d // 64), "layer_norm_eps": 1e-6,
+        "intermediate_size": int(d * args.get("mlp_ratio", 4)), "image_size": args.get("img_size", size),
+        "patch_size": args.get("patch_size", int(kind[1])), "num_channels": channels,
+        "id2label": range(stated["num_classes"]), "pool": "mean" if pool == "avg" else "class",
+    }  # fmt: skip
+
+
+def _places(model: Any, names: Mapping[str, str]) -> dict[str, HFTensor]:
+    d, kernel = model.d_model, (model.d_model, model.channels, model.patch, model.patch)
     tensors = {
-        "v.class_embd": HFTensor("vit.embeddings.cls_token", form=lambda x: x[None, None]),
-        "v.position_embd.weight": HFTensor("vit.embeddings.position_embeddings", form=lambda x: x[None]),
-        "v.patch_embd.weight": HFTensor(f"{NAMES['patch_embd']}.weight", form=lambda x: x.reshape(kernel)),
+        "v.class_embd": HFTensor(names["class_embd"], form=lambda x: x[None, None], back=lambda x: x[0, 0]),
+        "v.position_embd.weight": HFTensor(names["position_embd"], form=lambda x: x[None], back=lambda x: x[0]),
+        "v.patch_embd.weight": HFTensor(
+            f"{names['patch_embd']}.weight", form=lambda x: x.reshape(kernel), back=lambda x: x.reshape(d, -1)
+        ),
     }
     for spec in model.tensors():
         if spec.name not in tensors:
             _, *block, name, kind = spec.name.split(".")
-            prefix = f"vit.encoder.layer.{block[1]}." if block else ""
-            tensors[spec.name] = HFTensor(f"{prefix}{NAMES[name]}.{kind}")
+            prefix = f"{names['blk']}.{block[1]}." if block else ""
+            tensors[spec.name] = HFTensor(f"{prefix}{names[name]}.{kind}")
+            if names[name] == "attn.qkv":
+                start = "qkv".index(name[-1]) * d
+                tensors[spec.name] = replace(tensors[spec.name], back=itemgetter(slice(start, start + d)))
     return tensors
 
 
@@ -134,7 +194,7 @@ class ViT(Model):
 
     name: ClassVar[str] = "vit"
     reads: ClassVar[Kind] = IMAGES
-    forms: ClassVar[Mapping[str, Any]] = {"gguf": ViTGGUF(), "hf": vit_layout}
+    forms: ClassVar[Mapping[str, Any]] = {"gguf": ViTGGUF(), "hf": vit_layout, "config": read_vit_config}
     score_names: ClassVar[tuple[str, ...]] = ("accuracy", "top5")
 
     d_model: int = 64  # width of the residual stream
@@ -142,7 +202,8 @@ class ViT(Model):
     n_heads: int = 4  # number of attention heads
     d_ff: int = 256  # hidden size of the feed-forward layer
     patch: int = 2  # side length of a patch in pixels
-    block: str = "layernorm_gelu"  # layernorm_gelu (with biases, as in the paper) | rmsnorm_silu (no biases)
+    block: str = "layernorm_gelu"  # layernorm_gelu | layernorm_gelu_erf (exact GELU) | rmsnorm_silu (no biases)
+    pool: str = "class"  # the head reads: class (the class token) | mean (of the patches)
     norm_eps: float = 1e-5  # added to the variance inside the norms
     image_size: int = 0  # side length of an image in pixels; 0: the data's
     channels: int = 0  # channels per pixel; 0: the data's
@@ -151,7 +212,7 @@ class ViT(Model):
     def check(self) -> None:
         """Raise UserError for invalid sizes."""
         self.require_positive("d_model", "n_heads", "d_ff", "patch")
-        require_choice("model", self, block=tuple(FORMS))
+        require_choice("model", self, block=tuple(FORMS), pool=POOLS)
         require_range("model", self, n_layers=BLOCKS, norm_eps=EPS)
         require_range("model", self, **dict.fromkeys(("image_size", "channels", "classes"), f"[0,{MAX_INT}]"))
         require_shared_heads(self)
@@ -167,11 +228,12 @@ class ViT(Model):
         height, width, channels = dataset.image_shape
         if height != width:
             raise UserError(f"model=vit reads square images; the data has images of {width} x {height}")
-        scaled = f"data.image_size={self.image_size}", f"data.color={str(self.channels == 3).lower()}"
-        for name, value, fit in zip(("image_size", "channels"), (height, channels), scaled, strict=True):
-            if (size := getattr(self, name)) not in (0, value):
-                problem = f"model.{name}={size}: the data has {value}"
-                raise UserError(f"{problem}; type {fit} for data=images, or for a new model leave model.{name} out")
+        size, color = f"data.image_size={self.image_size}", f"data.color={str(self.channels == 3).lower()}"
+        base = ", recipe.new_size=true to interpolate a base's positions"
+        for name, value, fit, more in (("image_size", height, size, base), ("channels", channels, color, "")):
+            if (own := getattr(self, name)) not in (0, value):
+                problem = f"model.{name}={own}: the data has {value}; type {fit} for data=images{more}"
+                raise UserError(f"{problem}, or for a new model leave model.{name} out")
         if 0 < self.classes < dataset.vocab:
             raise UserError(f"model.classes={self.classes} is smaller than the data's classes (0..{dataset.vocab - 1})")
         fitted = replace(self, image_size=height, channels=channels, classes=self.classes or dataset.vocab)
@@ -196,10 +258,10 @@ class ViT(Model):
 
         Patch embedding, positions and head start from N(0, 0.02), and the class token from 0. The linear layers of
         blocks start from N(0, 1/sqrt(d)). v.patch_embd.weight, reshaped to [d, channels, patch, patch], is the kernel
-        of a convolution.
+        of a convolution. Without classes there is no head.
         """
         d, ff, small, inner = self.d_model, self.d_ff, Normal(0.02), Normal(1 / math.sqrt(self.d_model))
-        with_bias = self.block == "layernorm_gelu"
+        with_bias = self.block != "rmsnorm_silu"
 
         linear = partial(linear_specs, init=inner, biased=with_bias)
         norm = partial(norm_specs, size=d, biased=with_bias)
@@ -213,7 +275,7 @@ class ViT(Model):
             specs += norm(f"v.blk.{i}.ln2")
             specs += linear(f"v.blk.{i}.ffn_up", ff, d)
             specs += linear(f"v.blk.{i}.ffn_down", d, ff)
-        return [*specs, *norm("v.post_ln"), *linear("v.head", self.classes, d, init=small)]
+        return [*specs, *norm("v.post_ln"), *(linear("v.head", self.classes, d, init=small) if self.classes else ())]
 
     def forward(self, ops: Ops, p: Params, batch: Mapping[str, Tensor]) -> Tensor:
         """Return the logits [B, classes] of patches [B, P, channels * patch * patch]."""
@@ -222,7 +284,8 @@ class ViT(Model):
         x = ops.add(x, v["position_embd.weight"])
         for i in range(self.n_layers):
             x = ops.block(self._block, x, v.block(i))
-        x = self._norm(ops, ops.select(x, 0), v, "post_ln")  # [B, d], of the class token
+        x = ops.select(x, 0) if self.pool == "class" else ops.mean(ops.part(x, 1, 1, self.patches + 1), 1)
+        x = self._norm(ops, x, v, "post_ln")  # [B, d]
         return _linear(ops, x, v, "head")
 
     def _block(self, ops: Ops, x: Tensor, p: Params) -> Tensor:
@@ -230,13 +293,13 @@ class ViT(Model):
         q, k, v = (ops.heads(_linear(ops, h, p, f"attn_{n}"), self.n_heads) for n in "qkv")  # [B, P+1, H, D]
         x = ops.add(x, _linear(ops, ops.attention(q, k, v, causal=False), p, "attn_out"))
         h = _linear(ops, self._norm(ops, x, p, "ln2"), p, "ffn_up")  # [B, P+1, d_ff]
-        h = ops.gelu(h) if self.block == "layernorm_gelu" else ops.silu(h)
+        h = ops.silu(h) if self.block == "rmsnorm_silu" else ops.gelu(h, exact=self.block == "layernorm_gelu_erf")
         return ops.add(x, _linear(ops, h, p, "ffn_down"))
 
     def _norm(self, ops: Ops, x: Tensor, p: Params, name: str) -> Tensor:
-        if self.block == "layernorm_gelu":
-            return ops.layer_norm(x, p[f"{name}.weight"], p[f"{name}.bias"], self.norm_eps)
-        return ops.rms_norm(x, p[f"{name}.weight"], self.norm_eps)
+        if self.block == "rmsnorm_silu":
+            return ops.rms_norm(x, p[f"{name}.weight"], self.norm_eps)
+        return ops.layer_norm(x, p[f"{name}.weight"], p[f"{name}.bias"], self.norm_eps)
 
     def scores(self, logits: Callable[[Batch], np.ndarray], batches: Iterable[Batch]) -> dict[str, float]:
         """Return the accuracy and, of more than 10 classes, `top5`, both weighted by batch weights.

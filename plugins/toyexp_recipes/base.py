@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import ClassVar
 
 import toyexp.formats
-from toyexp import IMAGES, LORA, TOKENS, Kind, Model, Plan, PlanTensor, Recipe, RunPreview, Setup, TensorSpec, UserError
+from toyexp import IMAGES, LORA, TOKENS, Kind, Model, Plan, PlanTensor, Recipe, RunPreview, Setup, UserError
 
 
 @dataclass
@@ -23,6 +23,8 @@ class FromBase(Recipe):
     starts_from: ClassVar[str] = "base"
 
     base: str | None = None  # model to start from: a model file; directory of a run, checkpoint or HF model; hub id
+    new_head: bool = False  # for classifiers: true replaces the output layer by a new one for the data's classes
+    new_size: bool = False  # for classifiers of images: true interpolates the positions for the data's image size
 
     def check(self) -> None:
         """Raise UserError if the setting `base` is empty."""
@@ -37,17 +39,54 @@ class FromBase(Recipe):
         """Return the base's GGUF file. The data then uses this file's tokenizer, whose ids the embedding needs."""
         return self.base_file()
 
-    def origin(self) -> tuple[str, str] | None:
-        """Return "base" and the path of the base's GGUF file."""
-        return "base", str(self.base_file())
+    def origin(self) -> tuple[str, str]:
+        """Return "base" and a phrase: the path of the base's file, and which of its tensors are replaced."""
+        changes = ", with a new output layer" * self.new_head + ", with interpolated positions" * self.new_size
+        return "base", f"{self.base_file()}{changes}"
+
+    def prepare_base(self, model: Model) -> Model:
+        """Return the model. Its sizes that `new_head` and `new_size` change become 0, so that the data determines them.
+
+        Raise UserError if one of them is set for a model that has no such size.
+        """
+        names = {"classes": "new_head", "image_size": "new_size"}
+        sizes = {size: 0 for size, name in names.items() if getattr(self, name)}
+        for size in sizes.keys() - model.settings().keys():
+            raise UserError(f"recipe.{names[size]}=true: applies to classifiers only; model={model.name} has no {size}")
+        return replace(model, **sizes)
 
     def warnings(self, preview: RunPreview) -> Iterable[str]:
         """Return a warning if the data's token ids differ from those of the base."""
         path = self.base_file()
         return token_mismatch_warnings("base", path, preview) if path else ()
 
-    def _from_base(self, spec: TensorSpec, trainable: bool) -> PlanTensor:
-        return PlanTensor.from_spec(spec, toyexp.FromGGUF(str(self.base_file()), spec.name), trainable)
+    def _from_base(self, model: Model, frozen: Callable[[str], bool]) -> list[PlanTensor]:
+        """Return the model's tensors with the base's values; `frozen` says which do not train.
+
+        The tensors of a new head start with the model's initial values, and train.
+        """
+        from toyexp_recipes.positions import InterpolatedPositions
+
+        path = self.base_file()
+        stored = toyexp.formats.open_gguf(str(path)).tensors if path else {}
+        new = self._head(model) | {t.name for t in model.tensors() if path and t.name not in stored}
+        tensors = []
+        for spec in model.tensors():
+            source = InterpolatedPositions if self.new_size and spec.name == POSITIONS else toyexp.FromGGUF
+            values = None if spec.name in new else source(str(path), spec.name)
+            tensors.append(PlanTensor.from_spec(spec, values, spec.name in new or not frozen(spec.name)))
+        return tensors
+
+    def _head(self, model: Model) -> set[str]:
+        """Return the names of the new head's tensors, or an empty set if `new_head` is not set.
+
+        The head's tensors are those whose shape depends on the number of classes.
+        """
+        if not self.new_head:
+            return set()
+        larger = replace(model, classes=model.settings()["classes"] + 1)  # type: ignore[call-arg]
+        sizes = {t.name: t.shape for t in larger.tensors()}
+        return {t.name for t in model.tensors() if sizes[t.name] != t.shape}
 
 
 def token_mismatch_warnings(role: str, path: Path, preview: RunPreview) -> Iterable[str]:
@@ -67,7 +106,8 @@ def token_mismatch_warnings(role: str, path: Path, preview: RunPreview) -> Itera
         )
 
 
-EMBEDDINGS = ("token_embd.weight", "position_embd.weight", "v.position_embd.weight")  # the last name is that of a ViT
+POSITIONS = "v.position_embd.weight"  # of a ViT
+EMBEDDINGS = ("token_embd.weight", "position_embd.weight", POSITIONS)
 
 
 @dataclass
@@ -78,16 +118,6 @@ class Full(FromBase):
     hint: ClassVar[str] = "lr=1e-4"
 
     train_embeddings: bool = True  # false: freeze token and position embeddings
-    new_head: bool = False  # for classifiers: true replaces the output layer by a new one for the data's classes
-
-    def prepare_base(self, model: Model) -> Model:
-        """Return the model. If `new_head` is set, its number of classes becomes 0, so that the data determines it.
-
-        Raise UserError if `new_head` is set for a model that has no setting `classes`.
-        """
-        if self.new_head and "classes" not in model.settings():
-            raise UserError(f"recipe.new_head=true: applies to classifiers only; model={model.name} has no classes")
-        return replace(model, **({"classes": 0} if self.new_head else {}))
 
     def plan(self, model: Model, setup: Setup) -> Plan:
         """Return a plan in which all tensors start with the base's values and are trained.
@@ -95,19 +125,5 @@ class Full(FromBase):
         There are two exceptions: a new head starts with the model's initial values, and embeddings are frozen if
         `train_embeddings` is False.
         """
-        frozen, head = () if self.train_embeddings else EMBEDDINGS, self._head(model)
-        return setup.plan(model, [
-            PlanTensor.from_spec(t) if t.name in head else self._from_base(t, t.name not in frozen)
-            for t in model.tensors()
-        ])  # fmt: skip
-
-    def _head(self, model: Model) -> set[str]:
-        """Return the names of the new head's tensors, or an empty set if `new_head` is not set.
-
-        The head's tensors are those whose shape depends on the number of classes.
-        """
-        if not self.new_head:
-            return set()
-        larger = replace(model, classes=model.settings()["classes"] + 1)  # type: ignore[call-arg]
-        sizes = {t.name: t.shape for t in larger.tensors()}
-        return {t.name for t in model.tensors() if sizes[t.name] != t.shape}
+        frozen = () if self.train_embeddings else EMBEDDINGS
+        return setup.plan(model, self._from_base(model, frozen.__contains__))

@@ -40,6 +40,7 @@ SHORT_NAMES = {  # short names and PEFT's names of linear layers, each with the 
     "o_proj": "attn_out*", "gate_proj": "ffn_gate", "up_proj": "ffn_up", "down_proj": "ffn_down", "all-linear": "*",
     "c_attn": "attn_[qkv]*", "c_fc": "ffn_up", "c_proj": "attn_out* ffn_down", "attn.c_proj": "attn_out*",
     "mlp.c_proj": "ffn_down", "in_proj": "in_proj ssm_in", "out_proj": "out_proj ssm_out",
+    "query": "attn_q", "key": "attn_k", "value": "attn_v", "fc1": "ffn_up", "fc2": "ffn_down",
 }  # fmt: skip
 # What a name in transformers has before the linear layer's own name; the group is the block's number.
 TRANSFORMERS_PATH = re.compile(r"^(?:.*\b(?:h|layers)\.(\d+|\*)\.)?(?:(?:self_attn|attn|mlp|mixer)\.(?!c_proj))?")
@@ -90,9 +91,9 @@ class Lora(FromBase):
         """Return the files of the adapter that `recipe.adapter` names; empty if the setting is not set."""
         return toyexp.adapter_files(Path(self.adapter)) if self.adapter else ()
 
-    def origin(self) -> tuple[str, str] | None:
+    def origin(self) -> tuple[str, str]:
         """Return "base" and the path of the base, followed by the path of the adapter to continue if one is set."""
-        return "base", f"{self.base_file()}{f', on it {self.adapter}' if self.adapter else ''}"
+        return "base", f"{super().origin()[1]}{f', on it {self.adapter}' if self.adapter else ''}"
 
     def plan(self, model: Model, setup: Setup) -> Plan:
         """Return a plan with the base model's tensors, frozen, and trainable LoRA matrices for each target layer."""
@@ -105,7 +106,7 @@ class Lora(FromBase):
         for adapter in adapters if self.dropout else ():
             rows = setup.inputs[model.reads.sequence].shape
             masks[adapter.mask] = InputSpec((*rows, specs[adapter.target].shape[1]), "float32", optional=True)
-        tensors = [*(self._from_base(t, trainable=False) for t in specs.values()), *pairs]
+        tensors = [*self._from_base(model, lambda name: True), *pairs]
         return replace(setup, inputs={**setup.inputs, **masks}).plan(model, tensors, adapters)
 
     def _new_adapters(self, specs: Mapping[str, TensorSpec]) -> tuple[list[PlanTensor], list[LoraAdapter]]:

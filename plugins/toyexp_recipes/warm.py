@@ -6,6 +6,7 @@ the lens, maps each row e of the table to the model's width: x = W e.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import math
 from collections.abc import Iterable
@@ -89,7 +90,8 @@ class Warm(Recipe):
         if self.lens == "none":
             if width != d_model:
                 key, fit = _width_key(model, d_model), "pca" if d_model <= width else "random"
-                remedies = [f"use recipe.lens={fit}"] * ("output.weight" in specs) + [f"{key}={width}"] * bool(key)
+                resized = _resize(model, d_model, width)
+                remedies = [f"use recipe.lens={fit}"] * ("output.weight" in specs) + [resized] * bool(resized)
                 raise UserError(
                     f"{self.path}: width mismatch: expected {d_model}{f' ({key})' if key else ''}, the donor has "
                     f"{width}; {', or '.join(remedies) or 'use a donor of that width'}"
@@ -99,8 +101,8 @@ class Warm(Recipe):
             return setup.plan(model, list(tensors.values()))
         if "output.weight" not in specs:
             remedies = ["model.tied=false"] * ("tied" in model.settings()) + ["recipe.lens=none"] * (width == d_model)
-            key = _width_key(model, d_model)
-            remedies += [f"recipe.lens=none {key}={width}"] * bool(key and width != d_model)
+            resized = _resize(model, d_model, width)
+            remedies += [f"recipe.lens=none {resized}"] * bool(resized and width != d_model)
             raise UserError(
                 "recipe.lens (a projection) needs a model with a separate output layer (output.weight): "
                 + (f"add {' or '.join(remedies)}" if remedies else f"model={model.name} has none; use another model")
@@ -154,6 +156,19 @@ def _width_key(model: Model, width: int) -> str:
     names = [name for name, value in model.settings().items() if type(value) is int and value == width]
     names = ["d_model"] if "d_model" in names else names
     return f"model.{names[0]}" if len(names) == 1 else ""
+
+
+def _resize(model: Model, d_model: int, width: int) -> str:
+    """Return the settings that change the model's width from `d_model` to `width`, such as `model.d_model=96`.
+
+    If the model rejects the new width, also set its d_ff, in proportion. Return "" if it then still rejects it.
+    """
+    key = _width_key(model, d_model).removeprefix("model.")
+    for more in {}, {"d_ff": getattr(model, "d_ff", 0) * width // d_model}:
+        with contextlib.suppress(UserError, TypeError):
+            replace(model, **{key: width}, **more).check()
+            return " ".join(f"model.{name}={value}" for name, value in ({key: width} | more).items())
+    return ""
 
 
 def donor_embed_width(path: Path) -> int:

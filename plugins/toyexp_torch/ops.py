@@ -174,8 +174,8 @@ class TorchOps(Ops):
         out = F.scaled_dot_product_attention(q, k, v, mask, is_causal=causal, scale=scale, enable_gqa=grouped)
         return out.transpose(1, 2).flatten(-2)
 
-    def gelu(self, x: Tensor) -> Tensor:
-        return F.gelu(x, approximate="tanh")
+    def gelu(self, x: Tensor, exact: bool = False) -> Tensor:
+        return F.gelu(x, approximate="none" if exact else "tanh")
 
     def silu(self, x: Tensor) -> Tensor:
         return F.silu(x)

@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import pytest
 
 from toyexp.base.drawing import GREEN
-from toyexp.base.formatting import format_loss
+from toyexp.base.formatting import format_loss, format_metric
 from toyexp.training import loop, next_steps
 from toyexp_callbacks.progress import Bar, Progress
 
@@ -207,6 +207,10 @@ def test_the_bar_has_the_green_of_the_plots_and_a_track_visible_on_black_and_whi
             luminance = 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
             assert 1.05 / (luminance + 0.05) > 2.5 and (luminance + 0.05) / 0.05 > 2.5, f"{colour} is too faint"
     bar.stop()
+
+
+def test_a_rounded_zero_has_no_sign():
+    assert format_loss(-1e-5) == format_metric(-1e-5) == "0.0000" and format_metric(-1e-3) == "-0.0010"
 
 
 def test_a_huge_loss_is_printed_in_short_form():

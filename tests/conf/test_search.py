@@ -461,6 +461,22 @@ def test_a_missing_search_package_is_reported_with_the_install_command(monkeypat
     assert not Path("s").exists()
 
 
+@pytest.mark.parametrize(
+    ("objective", "metric", "advised"),
+    [("preference objective.kind=dpo,ipo", "loss", True), ("preference objective.beta=0.1,0.2", "margin", True),
+     ("preference objective.kind=dpo,ipo", "accuracy", False), ("preference lr=0.1,0.2", "margin", False)],
+)  # fmt: skip
+def test_a_search_over_objectives_says_first_that_their_losses_cannot_be_compared(objective, metric, advised, capsys):
+    pairs = [f'{{"prompt": "{i}", "chosen": "b", "rejected": "c"}}\n' for i in range(40)]
+    Path("pairs.jsonl").write_text("".join(pairs))
+    words = [word for word in CPU if not word.startswith(("data", "steps", "lr"))]
+    words += ["data=preference", "data.path=pairs.jsonl", *f"objective={objective}".split(), f"sweep.metric={metric}"]
+    assert main(["-m", *words, "steps=1", "sweep.search=grid", HERE, "hydra.sweep.dir=s"]) == 0
+    output = capsys.readouterr().out
+    note = f"trials' values of {metric} cannot be compared; type sweep.metric=accuracy"
+    assert (note in output.partition("job 1 of 2")[0]) is advised and ("best    none" in output) is advised
+
+
 def test_a_search_over_tokenizers_warns_that_scores_cannot_be_compared(capsys):
     Path("book.txt").write_text("It was a bright cold day in April. " * 300)
     text = ["data=text", "data.path=book.txt", "data.tokenizer=byte,char", "steps=2"]

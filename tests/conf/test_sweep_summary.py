@@ -13,6 +13,7 @@ from toyexp.cli.main import main
 from toyexp.results.ranking import rank_jobs
 from toyexp.sweeps.directory import Job, Status, SweepDir
 from toyexp.sweeps.sources import JobSource
+from toyexp.sweeps.summary_table import print_table
 from toyexp.training.rundir import lock
 
 SMALL = ["engine=ggml", "data=random", "model.n_layers=1", "model.d_model=16", "model.context=16", "batch_size=2",
@@ -100,17 +101,32 @@ def test_jobs_with_other_bases_are_other_trials_and_with_other_data_none_is_best
 
 
 def test_losses_of_different_objectives_are_not_ranked_but_a_metric_that_they_share_is():
-    jobs = [job(i, f"objective.kind={kind}", eval_loss=1.0 - i, eval_scores={"accuracy": 0.5 + i},
+    jobs = [job(i, f"objective.kind={kind}", eval_loss=1.0 - i, eval_scores={"margin": 1.0, "accuracy": 0.5 + i},
                 sources={"data": "d", "loss": kind})
             for i, kind in enumerate(("dpo", "ipo"))]  # fmt: skip
     ranking = rank_jobs(jobs)
     assert ranking.best is None and ranking.notes() == [
-        "the objectives differ between points: their losses cannot be compared"
+        "the objectives differ between points: their losses cannot be compared; to rank them by accuracy: "
+        "toyexp compare SWEEP --metric accuracy"
     ]
+    ranking = rank_jobs(jobs, ["sweep.metric=margin"])
+    assert ranking.best is None and "their margins cannot be compared; to rank them by acc" in ranking.notes()[0]
     ranking = rank_jobs(jobs, ["sweep.metric=accuracy"])
     assert ranking.best is ranking.points[0] and ranking.best.label == "objective.kind=ipo" and not ranking.notes()
     del jobs[0].result["sources"]["loss"]  # a cross-entropy has no digest
     assert rank_jobs(jobs).conflict == "the objectives differ between points"
+    jobs[0].result["sources"]["data"] = "e"
+    assert rank_jobs(jobs).conflict == "the data and objectives differ between points (data)"
+    assert rank_jobs(jobs).notes()[0].endswith("cannot be compared")  # by no shared metric
+
+
+def test_the_only_completed_job_is_not_marked_as_best(capsys):
+    jobs = [job(0, "lr=1", eval_loss=1.0), job(1, "lr=2", status=Status.FAILED, error="diverged")]
+    assert not any("best" in row for row in rank_jobs(jobs).table())
+    print_table(jobs, None)
+    assert "best" not in capsys.readouterr().out
+    print_table([jobs[0], job(1, "lr=2", eval_loss=2.0)], None)
+    assert capsys.readouterr().out.count("best") == 1
 
 
 def test_equal_data_with_another_tokenizer_name_still_has_a_best_trial():

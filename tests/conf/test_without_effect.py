@@ -140,6 +140,17 @@ IDLE = {
          "objective.beta=0.3: has no effect with objective.kind=reverse"],
         "objective=distil objective.teacher=teacher.gguf objective.beta=0.3 objective.kind=jsd model=lab",
     ),
+    "RoPE in a model without it": (
+        "model=lab model.positions=learned model.rope_base=500 model.rope_scale=2",
+        ["model.rope_base=500.0: has no effect with model.positions=learned", "model.rope_scale=2.0: has no effect",
+         "model=lab: stock llama.cpp has no"],
+        "model=lab model.rope_base=500 model.rope_scale=2",
+    ),
+    "RoPE in a granite without it": (
+        "model=granite model.rope=false model.rope_base=500",
+        ["model.rope_base=500.0: has no effect with model.rope=false"],
+        "model=granite model.rope_base=500",
+    ),
     "only the targets of the data": (
         "objective=distil objective.teacher=teacher.gguf objective.hard=1 objective.beta=0.3",
         ["objective.beta=0.3: has no effect with objective.kind=forward", "objective.hard=1: the teacher has no"],

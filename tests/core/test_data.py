@@ -174,7 +174,7 @@ def test_data_shorter_than_a_window_is_rejected_with_its_part_and_length(train, 
     words = (
         f"model.context=8: the data is too short: a row needs 9 tokens, but the {part} part has 8; use about 120 tokens"
     )
-    assert words in str(error.value)
+    assert words in str(error.value) and str(error.value).endswith(" or more, or model.context=7 or less")
 
 
 def test_the_error_for_a_short_text_estimates_the_characters_that_suffice(tmp_path):

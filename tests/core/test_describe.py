@@ -405,8 +405,11 @@ def make(kind):
         ("safetensors", "run/model.gguf: is not a GGUF file but safetensors; llama.cpp converts"),
         ("transformers", "python convert_hf_to_gguf.py run --outfile model.gguf"),
         ("peft", "python convert_lora_to_gguf.py run --outfile model.gguf"),
-        ("a ViT of transformers", "run holds an image model; toyexp only reads image models that it trained"),
-        ("a ViT of timm", "run holds an image model; toyexp only reads image models that it trained"),
+        (
+            "a ViT of transformers",
+            "run holds an image model, which toyexp reads from config.json and model.safetensors",
+        ),
+        ("a ViT of timm", "run holds an image model, which toyexp reads from config.json and model.safetensors"),
     ],
 )
 def test_a_file_that_is_no_gguf_model_is_named(kind, said, capsys):

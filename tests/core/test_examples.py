@@ -611,8 +611,15 @@ def test_equal_and_cut_pairs_are_counted_in_the_notes_of_a_run(tmp_path):
     dataset, _ = open_pairs(tmp_path / "x.jsonl", lines, context=16)
     assert dataset.remarks() == ["1 of 4 pairs teach nothing: their completions are equal"]
     assert [text.split(":")[0] for text in dataset.batches(16, 8, 0).omissions] == [
-        "2 of 8 pairs cut to the context (model.context)", "2 of 8 pairs left out"
+        "2 of 8 pairs cut to the context (model.context=16)", "2 of 8 pairs left out"
     ]  # fmt: skip
+    dataset, _ = open_pairs(tmp_path / "y.jsonl", [{**lines[3], "chosen": letter} for letter in "bdef"], context=64)
+    with pytest.raises(UserError, match=r"every prompt of the pairs fills the row; type model.context=") as error:
+        dataset.batches(16, 8, 0)
+    least = int(re.findall(r"=(\d+) or more", str(error.value))[0])
+    dataset.batches(least, 8, 0)
+    with pytest.raises(UserError):
+        dataset.batches(least - 1, 8, 0)
 
 
 @pytest.mark.parametrize(

@@ -656,7 +656,7 @@ def test_commands_and_recipes_take_a_directory(capsys):
         ("llama", {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "its RoPE is {'rope_type': 'yarn'"),
         ("qwen3", {"rope_scaling": {"rope_type": "llama3", "factor": 4.0}}, "its RoPE is {'rope_type': 'llama3'"),
         ("llama", {"num_hidden_layers": 1}, "has the tensor model.layers.1.input_layernorm.weight"),
-        ("llama", {"num_hidden_layers": 3}, "lacks the tensor layers.2.input_layernorm.weight"),
+        ("llama", {"num_hidden_layers": 3}, "lacks the tensor model.layers.2.input_layernorm.weight"),
         ("llama", {"num_attention_heads": None}, "gives no n_heads (num_attention_heads or n_head)"),
         ("llama", {"num_attention_heads": "x"}, "config.json: "),
         ("llama", {"hidden_size": 36}, "shape [40, 32] for token_embd.weight, expected [40, 36]"),

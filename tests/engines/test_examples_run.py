@@ -69,7 +69,7 @@ def test_a_run_learns_from_json_lines_and_exports_its_chat_template(lines, tmp_p
     assert main([*words, "data.on_error=skip"]) == 0
     out = capsys.readouterr().out
     assert "1 of 44 examples skipped (data.on_error), such as x.jsonl:43: has the keys none" in out
-    assert "1 of 43 examples left out: their prompts exceed the context (model.context)" in out
+    assert "1 of 43 examples left out: their prompts exceed the context (model.context=32)" in out
     events = [json.loads(line) for line in (tmp_path / "run" / "events.jsonl").read_text().splitlines()]
     facts = events[0]["data"]
     assert (facts["name"], facts["examples"], facts["chats"], facts["too_long"]) == ("examples", 43, 2, 1)

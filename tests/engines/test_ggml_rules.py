@@ -163,8 +163,8 @@ class TorchOps(Ops):
     def concat(self, parts, axis):
         return torch.cat(tuple(parts), axis)
 
-    def gelu(self, x):
-        return F.gelu(x, approximate="tanh")
+    def gelu(self, x, exact=False):
+        return F.gelu(x, approximate="none" if exact else "tanh")
 
     def swiglu(self, gate, up):
         return F.silu(gate) * up
@@ -517,7 +517,8 @@ def sigmoid_case(draw):
 def gelu_case(draw):
     case = Case(draw)
     case.array("x", *draw(leads), draw(sizes))
-    case.function = lambda ops, p, batch: ops.gelu(p["x"])
+    exact = draw(st.booleans())
+    case.function = lambda ops, p, batch: ops.gelu(p["x"], exact)
     return case
 
 
@@ -719,11 +720,12 @@ def values_and_gradients(engine, function, **arrays):
     return run_ggml(engine, Probe(arrays, call), batch), run_torch(call, batch, arrays, torch.float64)
 
 
-@pytest.mark.parametrize("op", ["gelu", "sigmoid", "silu"])
+@pytest.mark.parametrize("op", ["gelu", "gelu_exact", "sigmoid", "silu"])
 def test_activations_at_zero_and_at_large_values_agree_with_float64(op, engine):
     tiny = [0.0, -0.0, 1e-38, -1e-38, 1e-29, -1e-29, 1e-12, -1e-12]
     x = float32([tiny, [1e-3, -1e-3, 10, -10, 90, -90, 1e4, -1e4]])
-    ours, theirs = values_and_gradients(engine, lambda ops, p: getattr(ops, op)(p["x"]), x=x)
+    function = {"gelu_exact": lambda ops, p: ops.gelu(p["x"], exact=True)}
+    ours, theirs = values_and_gradients(engine, function.get(op, lambda ops, p: getattr(ops, op)(p["x"])), x=x)
     for name in ("logits", "x"):
         np.testing.assert_allclose(ours[name], theirs[name], rtol=2e-6, atol=1e-7, err_msg=name)
 

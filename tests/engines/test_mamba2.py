@@ -34,6 +34,7 @@ def _enter_tmp_path(tmp_path, monkeypatch):
         ({"n_groups": 3}, "model.n_groups=3 does not divide model.n_heads=4"),
         ({"d_ff": 32}, r"model.d_ff=32: must be a multiple of model.d_model \* model.n_groups; try model.d_ff=128"),
         ({"conv_length": 1}, "model.conv_length=1: must be at least 2"),
+        ({"conv_length": 10**9}, "model.conv_length=1000000000: must be at least 2 and at most 64"),
         ({"state": 0}, "model.state=0: must be"),
     ],
 )

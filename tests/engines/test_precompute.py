@@ -74,6 +74,15 @@ def test_a_preference_run_starts_at_ln_2_without_margins(recipe, engine):
     assert held_out["margin"][-1] > held_out["margin"][0]
 
 
+def test_the_speed_of_a_preference_run_counts_the_tokens_of_completions(work):
+    pair = json.dumps({"prompt": "red", "chosen": "blue", "rejected": "dog"})
+    (work / "pairs.jsonl").write_text(f"{pair}\n" * 12)
+    train("run", steps=1)
+    events = [json.loads(line) for line in (work / "run" / "events.jsonl").read_text().splitlines()]
+    step = next(event for event in events if event["kind"] == "step")
+    assert step["tokens"] == 2 * (5 + 4)  # two pairs; an end token follows each completion
+
+
 def test_references_are_the_log_probabilities_of_the_base_in_float64(work, monkeypatch):
     seen, extend = [], PrecomputedBatches._extend
     monkeypatch.setattr(PrecomputedBatches, "_extend", lambda self, batch: seen.append(extend(self, batch)) or seen[-1])
@@ -133,14 +142,14 @@ def test_a_teacher_with_other_weights_in_the_same_file_is_computed_again(work):
     assert losses[0] == losses[2] != losses[1] and len(cached()) == 2
 
 
-def test_a_run_whose_teacher_has_changed_is_not_resumed_and_the_message_names_the_file(work):
+def test_a_run_whose_teacher_has_changed_is_not_resumed_and_the_message_says_so(work):
     (work / "book.txt").write_text(" ".join(np.random.default_rng(0).choice(WORDS, 4000)))
     parts = {"recipe": Full(base="base.gguf"), "data": Text(path="book.txt"), "batch_size": 2, "eval_every": 0}
     for directory in ("run", None):
         write_base(work / "teacher.gguf", "llama", "q4_0" if directory else "f32", tokenizer=Bytes(), context=64)
         where = {"directory": directory, "steps": 1} if directory else {"resume": "run", "steps": 2}
         settings = {"objective": Distil("teacher.gguf"), "checkpoint_every": 1, **where, **parts}
-        with nullcontext() if directory else pytest.raises(UserError, match=r"objective's teacher.gguf was \w+ and is"):
+        with nullcontext() if directory else pytest.raises(UserError, match=r"contents of the teacher changed"):
             toyexp.train(engine="cpu", **settings)
 
 
@@ -252,6 +261,21 @@ def test_a_teacher_whose_ids_mean_other_tokens_is_rejected(work):
             objective=Distil("bare.safetensors"),
             directory="r",
         )
+
+
+def test_a_teacher_of_another_kind_of_data_is_named(work):
+    message = r"objective=distil: base.gguf reads tokens; data=digits gives images; name another teacher"
+    with pytest.raises(UserError, match=message):
+        toyexp.train("vit", recipe="vit_tiny", data="digits", objective=Distil("base.gguf"), directory="run")
+
+
+def test_a_base_without_a_tokenizer_reads_text_only_with_the_tokenizer_of_a_file(work):
+    (work / "book.txt").write_text(" ".join(np.random.default_rng(0).choice(WORDS, 4000)))
+    assert main(["export", "base.gguf", "--type", "safetensors", "--to", "bare.safetensors"]) == 0
+    parts = {"recipe": Full(base="bare.safetensors"), "engine": "cpu", "batch_size": 2, "steps": 1, "eval_every": 0}
+    with pytest.raises(UserError, match=r"recipe.base=bare.safetensors: has no tokenizer.* data.tokenizer=FILE.gguf"):
+        toyexp.train(data=Text(path="book.txt", tokenizer="byte"), directory="run", **parts)
+    assert toyexp.train(data=Text(path="book.txt", tokenizer="base.gguf"), directory="run", **parts).steps == 1
 
 
 def test_pairs_that_are_all_held_out_leave_nothing_to_train_on(work):

@@ -133,13 +133,39 @@ def test_resuming_after_a_change_of_data_or_base_is_rejected(capsys):
     Path("book.txt").write_text(TEXT.replace("April", "March"))
     capsys.readouterr()
     assert main(["resume=first", "steps=4"]) == 2
-    assert "text was " in capsys.readouterr().err
+    assert "contents of the text changed since the run started" in capsys.readouterr().err
     Path("book.txt").write_text(TEXT)
     run("resume=first", "steps=4")
     shutil.copy("first/model.gguf", "base.gguf")  # now with different weights
     capsys.readouterr()
     assert main(["resume=second", "steps=4"]) == 2
-    assert "base was " in capsys.readouterr().err
+    assert "contents of the base changed since the run started" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("damage", "problem"),
+    [(lambda text: text.partition(b"\nrecipe:")[0], "has no recipe"), (lambda text: b"", "has no model"),
+     (lambda text: text[:-200] + b"\nx: [", "not valid YAML"), (lambda text: b"\xff" + text, "not UTF-8 text")],
+)  # fmt: skip
+def test_a_damaged_configuration_of_a_run_is_named(capsys, damage, problem):
+    run(*settings("ggml"), "steps=2", "hydra.run.dir=run")
+    Path("run/config.yaml").write_bytes(damage(Path("run/config.yaml").read_bytes()))
+    for command in (["resume=run", "steps=3"], ["eval", "run"]):
+        capsys.readouterr()
+        assert main(command) == 2
+        error = capsys.readouterr().err
+        assert "run/config.yaml" in error and problem in error and "; this file of the run is damaged; restore" in error
+
+
+def test_a_checkpoint_without_a_manifest_is_named(capsys):
+    run(*settings("ggml"), "steps=2", "hydra.run.dir=run")
+    for path in Path("run/checkpoints").glob("*/manifest.json"):
+        path.unlink()
+    capsys.readouterr()
+    assert main(["resume=run", "steps=3"]) == main(["eval", "run/checkpoints/step-2"]) == 2
+    resume, evaluation, *_ = capsys.readouterr().err.splitlines()
+    assert "checkpoints/step-2: is incomplete or damaged: it has no manifest.json" in resume
+    assert "run/checkpoints/step-2: is a damaged checkpoint: it has no manifest.json" in evaluation
 
 
 def test_a_damaged_checkpoint_is_named_and_the_previous_one_is_used(capsys):

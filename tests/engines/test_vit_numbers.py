@@ -22,12 +22,12 @@ ENGINES = {
     "ggml_without_kernels": GGMLCPU(threads=1, products="ggml"),
     "metal": GGMLMetal(threads=1, emulate=True),
 }
-BLOCKS = ("layernorm_gelu", "rmsnorm_silu")
+BLOCKS = ("layernorm_gelu", "layernorm_gelu_erf", "rmsnorm_silu")
 DATA = image_dataset(count=120, size=12, channels=3, classes=5)
 
 
-def make_plan(block, rows=6, accumulate=1, data=DATA, objective=None):
-    model = ViT(d_model=32, n_layers=2, n_heads=4, d_ff=48, patch=4, block=block).fit(data)
+def make_plan(block, rows=6, accumulate=1, data=DATA, objective=None, pool="class"):
+    model = ViT(d_model=32, n_layers=2, n_heads=4, d_ff=48, patch=4, block=block, pool=pool).fit(data)
     inputs = model.batches(data, rows, 0).inputs
     # Initial values that reach the curved parts of nonlinearities, and a class token and biases that are not 0.
     draw = np.random.default_rng(3)
@@ -58,10 +58,10 @@ def images_and_batch(plan, k=0, rows=6):
     return torch.from_numpy(pixels["images"]).double(), batch
 
 
-@pytest.mark.parametrize("block", BLOCKS)
+@pytest.mark.parametrize(("block", "pool"), [*((block, "class") for block in BLOCKS), ("layernorm_gelu", "mean")])
 @pytest.mark.parametrize("engine", ENGINES)
-def test_loss_logits_and_every_gradient_agree_with_float64(engine, block):
-    plan, values = make_plan(block)
+def test_loss_logits_and_every_gradient_agree_with_float64(engine, block, pool):
+    plan, values = make_plan(block, pool=pool)
     images, batch = images_and_batch(plan)
     weights = {n: torch.from_numpy(v).double().requires_grad_() for n, v in values.items()}
     logits = vit(weights, plan.model, images)

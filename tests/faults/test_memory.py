@@ -42,7 +42,9 @@ def test_a_run_that_cannot_fit_is_rejected_before_anything_is_written(settings, 
     (line,) = capsys.readouterr().err.splitlines()
     assert message in line
     if " are free" in line:
-        assert re.search(r", but \S+ [MG]B are free; reduce batch_size, ", line)
+        sizes = "the sizes of the model, such as model.d_model"
+        advised = "batch_size or model.context" if "a batch of" in line else sizes
+        assert re.search(rf", but \S+ [MG]B are free; reduce {advised}", line)
     assert not directory.exists()
 
 

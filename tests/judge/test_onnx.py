@@ -34,7 +34,7 @@ def draw_values(model):
     return {t.name: 3 * t.init.draw(t.shape, 7, t.name) + np.float32(0.01) for t in model.tensors()}
 
 
-@pytest.mark.parametrize("block", ["layernorm_gelu", "rmsnorm_silu"])
+@pytest.mark.parametrize("block", ["layernorm_gelu", "layernorm_gelu_erf", "rmsnorm_silu"])
 def test_logits_of_images_are_those_in_float64_for_any_number_of_images(block, capsys):
     model = ViT(**SIZES, channels=3, block=block)
     values = draw_values(model)

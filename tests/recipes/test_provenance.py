@@ -172,7 +172,7 @@ def test_errors_name_the_directory_where_a_run_was_started(working_directory, ho
         output = run_cli(capsys, *words, code=2)
         missing = "" if first_exists else ", which no longer exists"
         message = f"the run was started in {working_directory / 'first'}{missing}; cd to "
-        assert message in output and "or type data.path=PATH" in output
+        assert message in output and "if it was moved, type data.path=PATH" in output
 
 
 def test_moved_data_and_a_moved_base_are_recognised_by_their_digests(working_directory, home, capsys, monkeypatch):
@@ -183,8 +183,8 @@ def test_moved_data_and_a_moved_base_are_recognised_by_their_digests(working_dir
     shutil.copy(home / "base.gguf", "b.gguf")
     words = ["resume=../run", "steps=3", "data.path=text.txt", "recipe.base=b.gguf"]
     Path("other.txt").write_text(BOOK.replace("April", "March"))
-    assert "text was " in run_cli(capsys, *words[:2], "data.path=other.txt", code=2)
-    assert "base was " in run_cli(capsys, *words[:2], f"recipe.base={home}/other.gguf", code=2)
+    assert "contents of the text changed" in run_cli(capsys, *words[:2], "data.path=other.txt", code=2)
+    assert "contents of the base changed" in run_cli(capsys, *words[:2], f"recipe.base={home}/other.gguf", code=2)
     output = run_cli(capsys, *words)
     assert (
         "data.path book.txt -> /" in output
@@ -196,13 +196,23 @@ def test_moved_data_and_a_moved_base_are_recognised_by_their_digests(working_dir
     assert ", the run's own," in run_cli(capsys, "eval", "run", "engine=ggml")
 
 
-def test_a_moved_donor_is_recognised_by_its_digest(home, capsys):
-    shutil.copy(home / "base.gguf", "donor.gguf")
-    words = [f"data.path={home}/book.txt", "recipe=warm", "recipe.donor=donor.gguf", "model.tied=false"]
-    assert main([*QUICK, *NANO, *words, "hydra.run.dir=run"]) == 0
-    Path("donor.gguf").rename("moved.gguf")
-    output = run_cli(capsys, "resume=run", "steps=3", "recipe.donor=moved.gguf")
-    assert "recipe.donor donor.gguf -> moved.gguf" in output
+@pytest.mark.parametrize(
+    ("key", "words"),
+    [
+        ("recipe.donor", ["recipe=warm", "recipe.donor=first.gguf", "model.tied=false"]),
+        ("objective.teacher", ["data.tokenizer=byte", "objective=distil", "objective.teacher=first.gguf"]),
+    ],
+)
+def test_a_moved_donor_or_teacher_is_recognised_by_its_digest(home, capsys, key, words):
+    shutil.copy(home / "base.gguf", "first.gguf")
+    assert main([*QUICK, *NANO, f"data.path={home}/book.txt", *words, "hydra.run.dir=run"]) == 0
+    Path("first.gguf").rename("moved.gguf")
+    error = run_cli(capsys, "resume=run", "steps=3", code=2)
+    assert f"{key}=first.gguf: not found" in error and f"; if it was moved, type {key}=PATH" in error
+    error = run_cli(capsys, "resume=run", "steps=3", f"{key}={home}/other.gguf", code=2)
+    assert f"resume=run: the contents of the {key[key.index('.') + 1 :]} changed since the run started; " in error
+    output = run_cli(capsys, "resume=run", "steps=3", f"{key}=moved.gguf")
+    assert f"{key} first.gguf -> moved.gguf" in output
 
 
 def test_a_path_typed_as_in_the_run_means_the_same_file_from_another_directory(home, capsys):
@@ -224,10 +234,12 @@ def test_data_without_a_digest_of_its_bytes_cannot_be_moved(capsys, monkeypatch)
 @pytest.mark.parametrize("cause", ["not found", "matches no file"])
 @pytest.mark.parametrize(("key", "may_move"), [("data.path", True), ("data.tokenizer", False)])
 def test_only_settings_that_may_move_are_suggested_for_a_missing_path(working_directory, key, may_move, cause):
-    with pytest.raises(toyexp.UserError) as error, Origin(working_directory).explain_missing_paths(MOVED):
-        raise toyexp.UserError(f"{key}=*.txt: {cause}")
-    assert f"; the run was started in {working_directory}; cd to " in str(error.value)
-    assert str(error.value).endswith(f", or type {key}=PATH") is may_move
+    for start, path in ((working_directory.parent, "*.txt"), (working_directory, "*.txt"), (Path("/x"), "/*.txt")):
+        with pytest.raises(toyexp.UserError) as error, Origin(start).explain_missing_paths(MOVED):
+            raise toyexp.UserError(f"{key}={path}: {cause}; more: x")
+        is_elsewhere = start == working_directory.parent
+        assert (f"; the run was started in {start}; cd to " in str(error.value)) is is_elsewhere
+        assert str(error.value).endswith(f"; if it was moved, type {key}=PATH") is may_move
 
 
 def test_a_resumed_run_keeps_its_recorded_working_directory(home, monkeypatch):
@@ -283,7 +295,7 @@ def test_eval_rejects_edited_data_unless_its_path_is_typed(home, capsys):
     for words in ([], ["data.eval_batches=3"], ["data.val_fraction=0.2"]):
         error = run_cli(capsys, "eval", "home/plain", "engine=ggml", *words, code=2)
         assert (
-            "not the data that the run was trained on: text was " in error
+            "not the data that the run was trained on: the contents of the text changed" in error
             and f"type data.path={directory}/book.txt" in error
         )
     for words in (["--data", f"{directory}/book.txt"], [f"data.path={directory}/book.txt"]):
@@ -311,7 +323,7 @@ def test_a_checkpoint_whose_base_was_replaced_is_rejected(home, capsys, monkeypa
         "toyexp.training.provenance.Origin.resolve", lambda self, typed: typed
     )  # paths resolve in this directory
     error = run_cli(capsys, *command.format(state.parent).split(), code=2)
-    assert "base.gguf: has changed since the run: base was " in error and not Path("m.gguf").exists()
+    assert "base.gguf: its contents changed since the run" in error and not Path("m.gguf").exists()
 
 
 def test_python_opens_an_adapter_only_on_the_base_of_its_run(home, monkeypatch):
@@ -326,7 +338,7 @@ def test_python_opens_an_adapter_only_on_the_base_of_its_run(home, monkeypatch):
     logits = toyexp.open("place/run").logits(inputs, "ggml")
     assert logits.shape[0] == 8
     shutil.copy(home / "other.gguf", "place/base.gguf")
-    with pytest.raises(toyexp.UserError, match="base was "):
+    with pytest.raises(toyexp.UserError, match="its contents changed since the run"):
         toyexp.open("place/run").logits(inputs, "ggml")
 
 
@@ -419,7 +431,7 @@ def test_a_repeated_run_reports_that_its_data_has_changed(home, capsys):
     Path("book.txt").write_text(BOOK.upper())
     words = ["--config-path", str(home / "plain"), "--config-name", "config", "hydra.run.dir=again"]
     output = run_cli(capsys, *words)
-    assert "this run repeats " in output and ", but text was " in output
+    assert "this run repeats " in output and ", but the contents of the text changed" in output
     assert read_json("again")["cwd"] == str(Path.cwd())
 
 
@@ -455,14 +467,14 @@ def test_swapped_and_renamed_directories_of_images_are_detected(capsys):
     Path("pets/cats").rename("pets/x")
     Path("pets/dogs").rename("pets/cats")
     Path("pets/x").rename("pets/dogs")
-    assert "images was " in run_cli(capsys, "eval", "vit", "engine=cpu", code=2)
-    assert "images was " in run_cli(capsys, "predict", "vit/checkpoints/step-1", "pets/cats/0.png", code=2)
+    assert "contents of the images changed" in run_cli(capsys, "eval", "vit", "engine=cpu", code=2)
+    words = ["predict", "vit/checkpoints/step-1", "pets/cats/0.png"]
+    assert "contents of the images changed" in run_cli(capsys, *words, code=2)
     Path("pets/cats").rename("pets/x")
     Path("pets/dogs").rename("pets/cats")
     Path("pets/x").rename("pets/zebras")  # the same images in the same order, with another class name
-    words = ["predict", "vit/checkpoints/step-1", "pets/cats/0.png"]
-    assert "classes was " in run_cli(capsys, *words, code=2)
-    assert "classes was " in run_cli(capsys, "resume=vit", "steps=2", code=2)
+    assert "contents of the classes changed since the run" in run_cli(capsys, *words, code=2)
+    assert "contents of the classes changed since the run" in run_cli(capsys, "resume=vit", "steps=2", code=2)
 
 
 @pytest.mark.parametrize("launcher", ["serial", "stacked"])

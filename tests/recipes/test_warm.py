@@ -1,6 +1,7 @@
 """recipe=warm: the embedding is filled from a donor GGUF, a lens projects it, and errors name their cause."""
 
 import dataclasses
+import re
 from typing import ClassVar
 
 import numpy as np
@@ -184,6 +185,17 @@ def test_a_lens_needs_an_untied_output_layer(donor):
     with pytest.raises(UserError, match=r"model\.tied=false"):
         make_plan(recipe, MODELS["gpt2"])
     assert make_plan(recipe, dataclasses.replace(MODELS["gpt2"], tied=False)).tensor("output.weight")
+
+
+@pytest.mark.parametrize("name", ["gpt2", "lfm2", "mamba2"])
+@pytest.mark.parametrize("lens", ["auto", "none"])
+def test_the_advised_sizes_can_be_typed(donor, name, lens):
+    with pytest.raises(UserError) as error:
+        make_plan(Warm(donor=str(donor[0]), lens=lens), MODELS[name])
+    sizes = dict(re.findall(r"model\.(d_\w+)=(\d+)", str(error.value)))
+    model = dataclasses.replace(MODELS[name], **{key: int(value) for key, value in sizes.items()})
+    model.check()
+    assert model.d_model == 48 and make_plan(Warm(donor=str(donor[0]), lens="none"), model)
 
 
 @dataclasses.dataclass

@@ -327,7 +327,7 @@ def vit(w, cfg, images):
     def activation(x):
         if cfg.block == "rmsnorm_silu":
             return x / (1 + torch.exp(-x))
-        return tanh_gelu(x)
+        return 0.5 * x * (1 + torch.erf(x / math.sqrt(2))) if cfg.block == "layernorm_gelu_erf" else tanh_gelu(x)
 
     kernel = w["v.patch_embd.weight"].view(cfg.d_model, cfg.channels, cfg.patch, cfg.patch)
     x = torch.nn.functional.conv2d(images.permute(0, 3, 1, 2), kernel, w.get("v.patch_embd.bias"), stride=cfg.patch)
@@ -338,7 +338,7 @@ def vit(w, cfg, images):
         q, k, v = (linear(h, f"v.blk.{i}.attn_{n}").unflatten(-1, (-1, size)).transpose(1, 2) for n in "qkv")
         x = x + linear(attention(q, k, v, causal=False), f"v.blk.{i}.attn_out")
         x = x + linear(activation(linear(norm(x, f"v.blk.{i}.ln2"), f"v.blk.{i}.ffn_up")), f"v.blk.{i}.ffn_down")
-    return linear(norm(x, "v.post_ln")[:, 0], "v.head")
+    return linear(norm(x[:, 0] if cfg.pool == "class" else x[:, 1:].mean(1), "v.post_ln"), "v.head")
 
 
 def attention(q, k, v, causal=True, scale=None, window=0, cap=0.0):

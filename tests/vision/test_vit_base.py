@@ -146,7 +146,7 @@ def test_a_new_head_has_the_datas_classes_and_all_other_weights_are_the_bases(ca
 @pytest.mark.parametrize(("words", "message"), [
     ("recipe=full recipe.base=run data=images data.path=cats data.image_size=8 data.color=false data.val_fraction=0.5",
      "the data has the class cat, but the model knows 0, 1, 2, 3, 4, 5, 6, 7, 8, 9; to train a new output layer for "
-     "them: recipe=full recipe.new_head=true"),
+     "them: recipe.new_head=true with recipe=full or lora"),
     ("recipe=full recipe.base=text.gguf recipe.new_head=true", "recipe.new_head=true: applies to classifiers only"),
     ("recipe=full recipe.base=run data=images data.path=some data.image_size=16 data.color=false",
      "model.image_size=8: the data has 16; type data.image_size=8 for data=images"),

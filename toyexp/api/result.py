@@ -235,8 +235,8 @@ class Result:
         if not self.checkpoint and adapter.exists() and (base := self.settings.get("recipe.base")):
             record = read_origin(self.directory)
             path = find_model_file(Path(record.resolve(str(base))), registry=self._registry)
-            if changes := record.list_changes({"base": cached_fingerprint(path)}):
-                raise UserError(f"{short_path(path)}: has changed since the run: {changes[0]}; restore that file")
+            if record.list_changes({"base": cached_fingerprint(path)}):
+                raise UserError(f"{short_path(path)}: its contents changed since the run; restore that file")
             return LoadedModel(path, adapter, self._registry)
         with isolated_call("weights"):
             return LoadedModel.open(directory, self._registry)
@@ -253,7 +253,7 @@ class Result:
         rows = [
             ("run", f"{self.name}  ({', '.join(filter(None, chosen))})"),
             ("state", f"{self.state}{after}{duration}" + (f": {self.why}" if self.why else "")),
-            *((f"held-out {k}", f"{initial if k == 'loss' else ''}{v:.4f}") for k, v in self.held_out.items()),
+            *((f"held-out {k}", f"{initial if k == 'loss' else ''}{v:z.4f}") for k, v in self.held_out.items()),
         ]
         if self.loss is not None:
             rows.append(("smoothed train loss", f"{self.loss:.4f}"))

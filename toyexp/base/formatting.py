@@ -116,7 +116,7 @@ def _quote_formula(cell: object) -> object:
 
 def format_loss(value: float) -> str:
     """Format a loss with four decimals, or in scientific notation from 1e7 on; NaN and infinity as nan and inf."""
-    return f"{value:.4g}" if abs(value) >= 1e7 else f"{value:.4f}"
+    return f"{value:.4g}" if abs(value) >= 1e7 else f"{value:z.4f}"
 
 
 def smooth_loss(before: float | None, loss: float, step: int) -> float | None:
@@ -133,4 +133,4 @@ def smooth_loss(before: float | None, loss: float, step: int) -> float | None:
 def format_metric(value: float | None, decimals: int = 4, none: str = "-") -> str:
     """Format a metric with `decimals` (large numbers in scientific notation); None, NaN and infinity become `none`."""
     number = math.nan if value is None else value
-    return f"{number:.{decimals}{'f' if abs(number) < 1e7 else 'g'}}" if math.isfinite(number) else none
+    return f"{number:z.{decimals}{'f' if abs(number) < 1e7 else 'g'}}" if math.isfinite(number) else none

@@ -11,9 +11,9 @@ from pathlib import Path
 from toyexp.base.errors import RunFailed, printable
 
 CGROUP_ROOT = Path("/sys/fs/cgroup")
-REMEDY = "reduce batch_size, model.context or model.d_model, or raise optim.accumulate"
-# engine.recompute saves memory for activations. The memory check before a run, which uses REMEDY, does not count them.
-TRAIN_REMEDY = f"{REMEDY}, or set engine.recompute=true"
+TRAIN_REMEDY = (
+    "reduce batch_size, model.context or model.d_model, or raise optim.accumulate, or set engine.recompute=true"
+)
 EVALUATE_REMEDY = "reduce batch_size or model.context"  # for commands that do not train
 
 

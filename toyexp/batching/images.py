@@ -110,7 +110,7 @@ class ImageDataset(Dataset):
             names = printable(", ".join(model_classes))
             raise UserError(
                 f"the data has the class {printable(unknown[0])}, but the model knows {names}; "
-                "to train a new output layer for them: recipe=full recipe.new_head=true"
+                "to train a new output layer for them: recipe.new_head=true with recipe=full or lora"
             )
         numbers = np.array([model_classes.index(name) for name in self.classes], np.int32)
         self.train, self.held_out = ((images, numbers[labels]) for images, labels in (self.train, self.held_out))

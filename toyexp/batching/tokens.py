@@ -81,9 +81,10 @@ class TokenDataset(Dataset):
         """
         for part, ids in (("training", self.train), ("held-out", self.held_out)):
             if len(ids) <= context and (len(ids) or part == "held-out"):  # an evaluation may hold out all
+                shorter = f", or model.context={len(ids) - 1} or less" if len(ids) > 1 else ""
                 raise UserError(
                     f"model.context={context}: the data is too short: a row needs {context + 1} tokens, but the {part} "
-                    f"part has {len(ids)}; use {self._enough(context + 1)} or more, or reduce model.context"
+                    f"part has {len(ids)}; use {self._enough(context + 1)} or more{shorter}"
                 )
         return TokenBatches(self.train, self.held_out, context, rows, seed, self._eval_batches)
 

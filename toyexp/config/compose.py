@@ -179,7 +179,8 @@ class Composition:
             with self.locate_errors():
                 raise
         require_plugins(parts["settings"].plugins, self.modules, "the config")
-        load_objective_model(parts["objective"], registry)
+        with self.locate_errors():
+            load_objective_model(parts["objective"], registry)
         self._set_devices(parts["plain"]["engine"])
         engine, note = pick_engine(parts["plain"]["engine"], registry)
         return Config(

@@ -40,7 +40,9 @@ class Request:
         except UserError as error:
             for line in lines:
                 for name in parse_modules([line]) if line.startswith(f"{MODEL_CODE}=") else ():
-                    error.args = (str(error).replace(f"plugins=[{name}]", line),)
+                    stem = name.removesuffix(".py")
+                    for old, new in (name, line), (stem, line.replace(f"{name}:", f"{stem}:")):
+                        error.args = (str(error).replace(f"plugins=[{old}]", new),)
             raise
 
     def __post_init__(self) -> None:

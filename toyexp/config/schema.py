@@ -7,6 +7,7 @@ import dataclasses
 import functools
 import io
 import os
+import re
 import shutil
 import tempfile
 import weakref
@@ -187,9 +188,7 @@ class Source:
         optimiser or objective than the run has. Also raise it if a local plugin of the run is not in `modules`.
         """
         file = directory / "config.yaml"
-        saved = load_yaml(file)
-        if not isinstance(saved, dict):
-            raise UserError(f"{file}: must contain keys with values")
+        saved = load_run_config(file)
         require_plugins(saved.get("plugins"), modules, str(file))
         if "hydra" in saved:
             raise UserError(f"{file}: the key hydra has no effect when a run is resumed; remove it")
@@ -286,6 +285,21 @@ def load_yaml(path: Path, load: Callable[[str], Any] = yaml.safe_load, preset: b
         mark, problem = getattr(error, "problem_mark", None), getattr(error, "problem", None)
         location = f"{path}, line {mark.line + 1}" if mark else str(path)
         raise UserError(f"{location}: not valid YAML: {problem or 'cannot be parsed'}") from None
+
+
+def load_run_config(path: Path) -> dict[str, Any]:
+    """Load the config.yaml of a run; raise UserError if it is damaged."""
+    remedy = "this file of the run is damaged; restore it from a copy, or start a new run"
+    try:
+        saved = load_yaml(path)
+    except UserError as error:
+        if re.search("not valid YAML|not UTF-8", str(error)):
+            raise UserError(f"{str(error).partition(';')[0]}; {remedy}") from None
+        raise
+    settings: dict[str, Any] = saved if isinstance(saved, dict) else {}
+    if missing := [key for key in ("model", "data", "recipe", "optim", "callbacks") if key not in settings]:
+        raise UserError(f"{path}: has no {missing[0]}; {remedy}")
+    return settings
 
 
 def compose_raw(overrides: Sequence[str], source: Source) -> DictConfig:

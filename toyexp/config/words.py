@@ -7,14 +7,16 @@ import functools
 import os
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import fields
 from typing import Any
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override, Quote, QuotedString
 from hydra.errors import HydraException
 
-from toyexp.base.errors import UserError, printable
+from toyexp.base.errors import UserError, printable, suggest
 from toyexp.base.formatting import format_value
+from toyexp.plugins.discovery import current_registry
 
 CACHE_SIZE = 1000  # parsing takes 1 ms per override, and the jobs of a sweep share most of them
 PART_KEYS = ("model", "data", "recipe", "engine", "optim", "callbacks")
@@ -98,7 +100,7 @@ def _parse_error(text: str) -> UserError:
         (not key.strip("+~"), "a setting needs a key before '=', such as steps=100"),
         (
             key == "engine" and engine_settings,
-            f"settings of the engine are written separately: {' engine.'.join([f'engine={engine}', *engine_settings])}",
+            key == "engine" and _separate(engine, engine_settings),
         ),
         (value[:1] == "~", f"unknown home directory {value.partition('/')[0]}; give the full path"),
         (compact != text and _is_readable(compact), f"empty value next to a comma; did you mean {compact}?"),
@@ -125,6 +127,15 @@ def _parse_error(text: str) -> UserError:
             return UserError(f"{text!r}: {words}")
     quoted = f"'{key.strip()}=\"{value.strip()}\"'"
     return UserError(f"{text!r}: cannot be parsed; quote values with special characters: {quoted}")
+
+
+def _separate(engine: str, settings: Sequence[str]) -> str:
+    """Return what is wrong with settings typed after the engine's name, and what to type instead."""
+    cls = current_registry().classes("engine").get(engine)
+    names = [field.name for field in fields(cls)] if cls else []
+    if unknown := [key for key in (text.partition("=")[0] for text in settings) if names and key not in names]:
+        return f"engine={engine} has no setting {printable(unknown[0])}; {suggest(unknown[0], names)}"
+    return f"settings of the engine are written separately: {' engine.'.join([f'engine={engine}', *settings])}"
 
 
 def _strip_spaces(text: str) -> str | None:

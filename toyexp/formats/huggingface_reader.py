@@ -1,11 +1,12 @@
-"""Read a directory of transformers: config.json, the tensors in model*.safetensors, and the tokenizer."""
+"""Read a directory of transformers or timm: config.json, the tensors in model*.safetensors, and the tokenizer."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -16,9 +17,10 @@ from toyexp.formats.huggingface_tokenizer import tokenizer_keys
 from toyexp.formats.layout import HFTensor, hf_layout, original_rows
 from toyexp.formats.safetensors import TensorsFile, json_object
 from toyexp.interfaces.format import LazyTensors, ModelExport, ModelFile, TensorInfo
-from toyexp.interfaces.model import Model
+from toyexp.interfaces.model import Model, model_settings
 
 CONFIG, SHARDS, INDEX = "config.json", "model*.safetensors", "model.safetensors.index.json"
+PREPROCESSOR = "preprocessor_config.json"
 LIMIT = 16 << 20  # bytes of config.json, and of the index of shards
 NO_WEIGHTS = (".rotary_emb.inv_freq", ".attn.bias", ".attn.masked_bias")  # ends of names of tensors without weights
 
@@ -67,20 +69,21 @@ class Folder(ModelFile):
         If the directory was written without an output layer, the first part of all names is missing.
         """
         names = [stored.name.format(i) for i in range(count)] if stored.is_split else [stored.name]
-        return [name if name in self.files else name.partition(".")[2] for name in names]
+        return [next((n for n in (name, name.partition(".")[2]) if n in self.files), name) for name in names]
 
 
 def read_folder(path: Path, models: Iterable[type[Model]]) -> ModelExport:
-    """Return the model, tokenizer and tensors of a directory of transformers; tensors are read on access.
+    """Return the model, tokenizer and tensors of a directory of transformers or timm; tensors are read on access.
 
     Raise UserError if none of the classes `models` computes what config.json says, or if a tensor is missing or extra.
     """
     folder = Folder(path)
     model = _read_model(folder, models)
-    layout = hf_layout(model, {})
+    layout = hf_layout(model, folder.config if "architecture" in folder.config else {})
     names = {spec.name: folder.find(layout.tensors[spec.name], spec.shape[0]) for spec in model.tensors()}
     expected = {name for found in names.values() for name in found}
-    extra = {n for n in folder.files.keys() - expected - {"lm_head.weight"} if not n.endswith(NO_WEIGHTS)}
+    unused = {"lm_head.weight", "pooler.dense.weight", "pooler.dense.bias"}
+    extra = {n for n in folder.files.keys() - expected - unused if not n.endswith(NO_WEIGHTS)}
     extra -= {n for n in layout.zeros.keys() & extra if not folder.read(n).any()}
     for name in sorted(extra | expected - folder.files.keys()):
         verb = "has" if name in extra else "lacks"
@@ -93,6 +96,12 @@ def read_folder(path: Path, models: Iterable[type[Model]]) -> ModelExport:
 
     folder.tensors = {s.name: folder.locate(layout.tensors[s.name], names[s.name]) for s in model.tensors()}
     tensors, tokenizer, problems = LazyTensors({s.name: s.shape for s in model.tensors()}, read), None, []
+    if not model.reads.text:
+        data = _image_data(path / PREPROCESSOR, folder.config, model_settings(model))
+        notes = [f"{path} has no output layer; recipe=full and recipe=lora add a new one"] * (not data["classes"])
+        if not (path / PREPROCESSOR).exists() and "architecture" not in folder.config:
+            notes.append(f"{path} has no {PREPROCESSOR}; pixels are normalised with mean and std 0.5")
+        return ModelExport(model, tensors, None, _names(path.resolve()), data, unreadable=notes, file=folder)
     try:
         keys = tokenizer_keys(path, folder.config)
         folder.metadata = {f"tokenizer.{key}": value for key, value in keys.items()}
@@ -100,6 +109,19 @@ def read_folder(path: Path, models: Iterable[type[Model]]) -> ModelExport:
     except UserError as error:
         problems = [f"{error}; only token ids can be used"]
     return ModelExport(model, tensors, tokenizer, _names(path.resolve()), unreadable=problems, file=folder)
+
+
+def _image_data(file: Path, config: Mapping[str, Any], sizes: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the names of the classes, and mean and std of pixels: those of `file`, of timm's config, or 0.5."""
+    stated = {**config, **config.get("pretrained_cfg", {})}
+    pixels = json_object(read_file(file, LIMIT), f"{file}:") if file.exists() else {}
+    labels = stated.get("id2label") or stated.get("label_names") or []
+    names = {str(key): name for key, name in (labels.items() if isinstance(labels, dict) else enumerate(labels))}
+    data: dict[str, Any] = {"classes": [str(names.get(str(i), i)) for i in range(sizes["classes"])]}
+    for key, unchanged in (("mean", 0.0), ("std", 1.0)):
+        value = pixels.get(f"image_{key}") or stated.get(key) or [0.5] * sizes["channels"]
+        data[f"image_{key}"] = value if pixels.get("do_normalize", True) else [unchanged] * sizes["channels"]
+    return data
 
 
 def _names(path: Path) -> dict[str, str]:
@@ -113,7 +135,7 @@ def _names(path: Path) -> dict[str, str]:
 def _read_model(folder: Folder, models: Iterable[type[Model]]) -> Model:
     """Return the model that config.json describes; raise UserError if no class in `models` computes it."""
     classes = {hf_layout(cls(), {}).config["model_type"]: cls for cls in models if "config" in cls.forms}
-    kind = str(folder.config.get("model_type"))
+    kind = "vit" if "architecture" in folder.config else str(folder.config.get("model_type"))
     if (cls := classes.get("llama" if kind == "mistral" else kind)) is None:
         raise folder.error(f"its model_type is {printable(kind)}; {suggest(kind, classes)}")
     try:

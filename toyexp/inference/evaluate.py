@@ -21,7 +21,7 @@ from toyexp.batching.images import ImageDataset
 from toyexp.config.build import build_saved_objective, resolve_paths
 from toyexp.config.request import Request
 from toyexp.config.safe_yaml import require_plugins
-from toyexp.config.schema import load_yaml, part_class
+from toyexp.config.schema import load_run_config, part_class
 from toyexp.config.words import format_override
 from toyexp.formats.file_plan import match_preprocessing
 from toyexp.formats.gguf.header import source_path
@@ -72,7 +72,7 @@ class Evaluation(Answer):
     def lines(self) -> list[str]:
         """Return the lines printed to the user."""
         metrics = [f"loss {self.loss:.4f}", *(figure.text for figure in self.figures if figure.value is not None)]
-        metrics += [f"{name} {value:.4f}" for name, value in self.scores.items()]
+        metrics += [f"{name} {value:z.4f}" for name, value in self.scores.items()]
         source = " ".join(filter(None, (self.data, self.path))) + (", the run's own" if self.own else self.note)
         data = "; ".join((source, *self.left_out))
         share = ", ".join(f"data.{key}={value}" for key, value in self.share.items())
@@ -336,8 +336,8 @@ def find_training_run(directory: Path, modules: Sequence[str]) -> TrainedRun | N
     path = (directory.absolute().parents[1] if is_checkpoint(directory) else directory) / CONFIG
     if not os.path.lexists(path):
         return None
-    saved = load_yaml(path)
-    if not isinstance(saved, dict) or not isinstance(saved.get("data"), dict) or "name" not in saved["data"]:
+    saved = load_run_config(path)
+    if not isinstance(saved.get("data"), dict) or "name" not in saved["data"]:
         raise UserError(f"{path}: names no data; pass --data PATH, and the model's file instead of {directory}")
     require_plugins(saved.get("plugins"), modules, str(path))
     model = saved.get("model")

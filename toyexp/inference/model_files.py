@@ -27,7 +27,7 @@ from toyexp.formats.gguf.write import copy_types, write_adapter, write_model, wr
 from toyexp.formats.peft import CONFIG, TENSORS, read_peft
 from toyexp.interfaces.data import open_data
 from toyexp.interfaces.model import Model
-from toyexp.interfaces.plan import LoraAdapter, Plan, adapter_digest, export_tensors, inherited_metadata, lora_names
+from toyexp.interfaces.plan import Plan, adapter_digest, adapter_tensors, export_tensors, inherited_metadata, lora_names
 from toyexp.interfaces.recipe import Setup, start_session
 from toyexp.plugins.discovery import current_registry, load
 from toyexp.plugins.registry import Registry
@@ -104,9 +104,9 @@ def _write(path: Path, target: Path, registry: Registry) -> None:
 def convert_adapter(path: Path, target: Path, registry: Registry) -> None:
     """Write the LoRA adapter of the checkpoint at `path` to a GGUF file; raise UserError if the checkpoint has none."""
     saved, plan, _, dataset = _load_run(path, registry)
-    if not any(isinstance(adapter, LoraAdapter) for adapter in plan.adapters):
-        recipe = saved.state["config"]["recipe"]["name"]
-        raise UserError(f"{path}: is a checkpoint of recipe={recipe}, which trains no adapter; {NAME_ADAPTER}")
+    if not adapter_tensors(plan):
+        recipe, alone = saved.state["config"]["recipe"]["name"], " alone" * bool(plan.adapters)
+        raise UserError(f"{path}: is a checkpoint of recipe={recipe}, which trains no adapter{alone}; {NAME_ADAPTER}")
     values = {name: np.asarray(array, np.float32) for name, array in saved.arrays.items()}
     write_adapter(target, plan, values, _general(path, saved, plan), dataset.chat_template)
 
@@ -138,8 +138,7 @@ def _load_run(path: Path, registry: Registry) -> tuple[checkpoint.Checkpoint, Pl
 
 def _general(path: Path, saved: checkpoint.Checkpoint, plan: Plan) -> dict[str, Any]:
     plain, inherited_keys = saved.state["config"], inherited_metadata(plan)
-    names = [name for a in plan.adapters if isinstance(a, LoraAdapter) for name in lora_names(a.target)]
-    pairs = {name: np.asarray(saved.arrays[name]) for name in names}
+    pairs = {name: np.asarray(saved.arrays[name]) for name in adapter_tensors(plan)}
     return {
         "name": str(plain["name"]), "run_id": path.absolute().parents[1].name, "step": saved.step,
         "config_sha256": config_hash(plain), **inherited_keys,
@@ -153,15 +152,15 @@ def _rebuild_plan(plain: dict[str, Any], registry: Registry, run_origin: Origin)
 
     model, data, recipe = build_saved_parts(plain, registry, run_origin)
     for role, file in source_files(recipe).items():
-        if changes := run_origin.list_changes({role: cached_fingerprint(file)}):
-            raise UserError(f"{source_path(file)}: has changed since the run: {changes[0]}; restore that file")
+        if run_origin.list_changes({role: cached_fingerprint(file)}):
+            raise UserError(f"{source_path(file)}: its contents changed since the run; restore that file")
     base = recipe.base_file()
     dataset = open_data(data, recipe.vocabulary())
     sources = data_digests(dataset.describe())
     if changes := run_origin.list_changes({role: d for role, d in sources.items() if role in (*NAMES, "images")}):
         path = getattr(data, "path", None)
         override = f"data.path={path}" if path else f"data={data.name}"
-        raise UserError(f"{override}: has changed since the run: {changes[0]}; restore that data")
+        raise UserError(f"{override}: {changes[0]} since the run; restore that data")
     base_model = recipe.prepare_base(load_model(base, registry, recipe.reads)) if base else None
     if base and base_model:
         match_preprocessing(dataset, base_model, base)
@@ -197,7 +196,8 @@ def find_model_file(path: Path, leaves: Sequence[str] = (MODEL,), registry: Regi
         leaf = next((leaf for leaf in existing if leaf.is_file()), existing[0])  # opening it reports what it is
         if Ledger.open(path).is_replaced(leaf):
             raise UserError(
-                f"{leaf}: was replaced after the run wrote it; to use it in a new run, type the file's path"
+                f"{leaf}: was replaced after the run wrote it, so its contents changed; put the old file back, "
+                "or start a new run (name=...) with the path of this file"
             )
         return leaf
     if is_checkpoint(path):
@@ -209,6 +209,8 @@ def find_model_file(path: Path, leaves: Sequence[str] = (MODEL,), registry: Regi
     hint = f"name a GGUF file, the directory of a run, or a checkpoint{f', such as {newest}' if newest else ''}"
     if (path / "config.yaml").is_file() and not newest:
         hint = f"the run saved no weights: callbacks=[default] writes {MODEL}, checkpoint_every=100 checkpoints"
+    if (path / checkpoint.STATE).is_file():
+        raise UserError(f"{path}: is a damaged checkpoint: it has no {checkpoint.MANIFEST}; use another checkpoint")
     raise UserError(f"{path}: is a directory without {' or '.join(leaves)}; {_conversion_hint(path) or hint}")
 
 

@@ -126,7 +126,7 @@ def require_class_targets(objective: str, inputs: Mapping[str, InputSpec]) -> No
         raise UserError(f"objective={objective}: needs integer targets, but the data has {found}; try objective=mse")
     if "weights" in inputs and inputs["weights"].shape != targets.shape:
         problem = "needs a weight for each target, but the data has one for each row"
-        raise UserError(f"objective={objective}: {problem}; data=preference needs objective=preference")
+        raise UserError(f"objective={objective}: {problem}; data=preference is for training with objective=preference")
 
 
 CLASS_WEIGHTS = "objective.class_weights"  # name of the tensor [V, 1]

@@ -495,8 +495,21 @@ class Ops(ABC):
         """Return x * sigmoid(x) (Elfwing et al. 2017)."""
         return self.mul(x, self.sigmoid(x))
 
-    def gelu(self, x: Tensor) -> Tensor:
-        """Return GELU in its tanh form, 0.5 x (1 + tanh(sqrt(2/pi) (x + 0.044715 x^3))) (Hendrycks and Gimpel 2016)."""
+    def gelu(self, x: Tensor, exact: bool = False) -> Tensor:
+        """Return GELU (Hendrycks and Gimpel 2016) in its tanh form, 0.5 x (1 + tanh(sqrt(2/pi) (x + 0.044715 x^3))).
+
+        If `exact`, return 0.5 x (1 + erf(x / sqrt(2))). An engine without an own gelu then computes erf with an error
+        of up to 1.5e-7 (Abramowitz and Stegun 1964, formula 7.1.26).
+        """
+        if exact:
+            positive = self.relu(x)
+            size = self.add(positive, self.relu(self.scale(x, -1.0)))  # |x|
+            t = self.div(self.scale(x, 0.0, 1.0), self.scale(size, 0.3275911 / math.sqrt(2), 1.0))
+            y = self.scale(t, 1.061405429, -1.453152027)
+            for coefficient in (1.421413741, -0.284496736, 0.254829592):
+                y = self.scale(self.mul(y, t), 1.0, coefficient)
+            rest = self.mul(self.mul(y, t), self.exp(self.scale(self.mul(x, x), -0.5)))  # 1 - erf(|x| / sqrt(2))
+            return self.add(positive, self.scale(self.mul(size, rest), -0.5))
         cubed = self.scale(self.mul(x, self.mul(x, x)), 0.044715)
         return self.mul(x, self.sigmoid(self.scale(self.add(x, cubed), 2 * math.sqrt(2 / math.pi))))
 

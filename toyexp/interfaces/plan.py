@@ -336,7 +336,7 @@ def describe_adapters(plan: Plan) -> str:
     """Return text such as "LoRA r=8 on q,v", or "" if the plan has no LoRA adapters."""
     names = [adapter.target for adapter in plan.adapters if isinstance(adapter, LoraAdapter)]
     ranks = {t.shape[0] for t in plan.tensors for name in names if t.name == lora_names(name)[0]}
-    layers = (re.sub(r"^blk\.\d+\.|\.weight$", "", name) for name in names)
+    layers = (re.sub(r"^(v\.)?blk\.\d+\.|\.weight$", "", name) for name in names)
     kinds = dict.fromkeys(
         re.sub(r"attn_out\w*", "o", layer).replace("attn_", "").replace("ffn_", "") for layer in layers
     )
@@ -382,6 +382,12 @@ def _check_group(group: Group, shapes: Mapping[str, tuple[int, ...]], lr: float)
 def lora_names(target: str) -> list[str]:
     """Return the names of the matrices A and B of the adapter on `target`, as llama.cpp's adapter files name them."""
     return [f"{target}.lora_a", f"{target}.lora_b"]
+
+
+def adapter_tensors(plan: Plan) -> list[str]:
+    """Return the names of the plan's LoRA tensors; none if other tensors train too, which no adapter file holds."""
+    names = [n for a in plan.adapters if isinstance(a, LoraAdapter) for n in lora_names(a.target)]
+    return names if {t.name for t in plan.trainable} <= {*names} else []
 
 
 def adapter_digest(pairs: Mapping[str, np.ndarray], merged: str = "") -> str:

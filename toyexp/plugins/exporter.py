@@ -21,7 +21,7 @@ from toyexp.interfaces.callback import Callback
 from toyexp.interfaces.format import Format, ModelExport, require_written
 from toyexp.interfaces.hooks import hookimpl
 from toyexp.interfaces.model import Model
-from toyexp.interfaces.plan import LoraAdapter, Plan, adapter_digest, export_tensors, inherited_metadata, lora_names
+from toyexp.interfaces.plan import Plan, adapter_digest, adapter_tensors, export_tensors, inherited_metadata
 from toyexp.interfaces.run import Best, Run
 from toyexp.interfaces.run_preview import RunPreview, is_changed
 from toyexp.plugins.rules import type_hints
@@ -180,14 +180,14 @@ class AdapterExporter(Exporter):
         It writes an adapter file if the run has adapters. It writes a model file if the run has none, or if `merged` is
         true.
         """
-        has_adapter = bool(_adapter_tensors(plan))
+        has_adapter = bool(adapter_tensors(plan))
         adapter = [f"adapter{self.form.suffix}"] if has_adapter else []
         return [*adapter, *(super().outputs(plan) if self.merged or not has_adapter else ())]
 
     def warnings(self, preview: RunPreview) -> Iterable[str]:
         """Warn if the setting `merged`, or the setting that selects the file's dtype, has no effect."""
         yield from super().warnings(preview)
-        has_adapter = bool(_adapter_tensors(preview.plan))
+        has_adapter = bool(adapter_tensors(preview.plan))
         if not self.merged and not has_adapter:
             yield f"callbacks.{self.name}.merged=false: has no effect: the run has no adapter"
         if not self.merged and has_adapter and self.form.dtype_setting and is_changed(self, self.form.dtype_setting):
@@ -195,7 +195,7 @@ class AdapterExporter(Exporter):
             yield f"{setting}: has no effect with merged=false: the adapter is always f32"
 
     def _export(self, run: Run, path: Path) -> None:
-        names = _adapter_tensors(run.plan)
+        names = adapter_tensors(run.plan)
         if names:
             adapter = path.with_name(path.name.replace("model", "adapter"))
             self._pairs = self._values(run, names)
@@ -233,11 +233,6 @@ def card_facts(
         "command": shlex.join(["toyexp", *typed]) if typed else None,
     }  # fmt: skip
     return facts | {f"held-out {name}": f"{value:.6g}" for name, value in scores.items() if value is not None}
-
-
-def _adapter_tensors(plan: Plan) -> list[str]:
-    """Return the names of the plan's LoRA tensors."""
-    return [n for a in plan.adapters if isinstance(a, LoraAdapter) for n in lora_names(a.target)]
 
 
 @functools.cache  # one class per format, however often plugins are loaded

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -184,7 +185,9 @@ class ReferenceOps(Ops):
             out[:, :, h] = weights / total @ v[:, :, shared]
         return out.reshape(*q.shape[:2], -1)
 
-    def gelu(self, x: Array) -> Array:
+    def gelu(self, x: Array, exact: bool = False) -> Array:
+        if exact:
+            return 0.5 * x * (1 + np.vectorize(math.erf, otypes=[float])(x / np.sqrt(2)))
         return 0.5 * x * (1 + np.tanh(np.sqrt(2 / np.pi) * (x + 0.044715 * x**3)))
 
     def silu(self, x: Array) -> Array:

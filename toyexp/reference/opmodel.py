@@ -155,6 +155,7 @@ CASES: dict[str, tuple[dict[str, tuple[int, ...]], Forward]] = {
     "select_last": ({}, lambda ops, p, x: ops.select(x, LENGTH - 1)),
     "silu": ({}, lambda ops, p, x: ops.silu(x)),
     "gelu": ({}, lambda ops, p, x: ops.gelu(x)),
+    "gelu_exact": ({}, lambda ops, p, x: ops.gelu(x, exact=True)),
     "swiglu": ({"w": (WIDTH, WIDTH)}, lambda ops, p, x: ops.swiglu(ops.linear(x, p["w"]), x)),
     "attention": ({"q": (8, 8), "k": (8, 8), "v": (8, 8)}, lambda ops, p, x: _heads_case(ops, p, x, kv=4)),
     "attention_grouped": (QKV, _heads_case),

@@ -18,6 +18,7 @@ METRIC = "sweep.metric="
 DATA = ("data", "text", "tokenizer", "tokens", "images")  # names of digests; `data` decides whether data differ
 LOSS = "loss"  # name of the digest of an objective whose held-out loss is no cross-entropy
 UNCOMPARED_DIGESTS = (*DATA[1:], "vocabulary", LOSS)  # do not separate points: `data` or settings cover them
+SCALED = ("loss", "ppl", "margin")  # metrics whose scale depends on the objective
 TRAIN = "smoothed train loss"  # the metric if there is no held-out data
 TOO_LARGE = 1e300  # numbers from here on count as infinite: their sums and spans would overflow
 
@@ -60,7 +61,7 @@ class Point(Generic[J]):
         return statistics.stdev(self.values) if len(self.values) > 1 else None
 
     def __str__(self) -> str:
-        form = ".4f" if abs(self.mean) < 1e7 else ".4g"
+        form = "z.4f" if abs(self.mean) < 1e7 else ".4g"
         spread = "" if self.deviation is None else f" ± {self.deviation:{form}}"
         return f"{self.mean:{form}}{spread}" if self.values else "-"
 
@@ -94,11 +95,16 @@ class Ranking(Generic[J]):
         """Reason why the values of the points cannot be compared: other data or losses; "" if they can."""
         sources = [job_sources(point.jobs[0]) for point in self.points if point.values]
         differ = [role for role in DATA if len({digests[role] for digests in sources if role in digests}) > 1]
-        if "data" in differ:
-            return f"the data differ between points ({', '.join(differ[1:] or differ)})"
-        if self.column.endswith("loss") and len({digests.get(LOSS) for digests in sources}) > 1:
-            return "the objectives differ between points"
-        return ""
+        subjects = ["data"] if "data" in differ else []
+        if self.column.endswith(SCALED) and len({digests.get(LOSS) for digests in sources}) > 1:
+            subjects.append("objectives")
+        detail = f" ({', '.join(differ[1:] or differ)})" if "data" in differ else ""
+        return f"the {' and '.join(subjects)} differ between points{detail}" if subjects else ""
+
+    @property
+    def marked(self) -> Point[J] | None:
+        """The point that tables mark as best; None if fewer than two points have results."""
+        return self.best if sum(bool(point.values) for point in self.points) > 1 else None
 
     def notes(self) -> list[str]:
         """Return notes about changed or differing data and files, and about points that are equally good."""
@@ -106,7 +112,12 @@ class Ranking(Generic[J]):
         if changed := " and ".join(self.changed_sources):
             notes.append(f"{changed} changed between runs of equal settings, which form separate points")
         if self.conflict:
-            notes.append(f"{self.conflict}: their losses cannot be compared")
+            scores = [point.jobs[0].result.get("eval_scores") or {} for point in self.points if point.values]
+            shared = [name for name in scores[0] if name not in SCALED and all(name in other for other in scores)]
+            metric = shared[0] if shared and "data" not in self.conflict else ""
+            hint = f"; to rank them by {metric}: toyexp compare SWEEP --metric {metric}" if metric else ""
+            name = "margins" if self.column.endswith("margin") else "losses"
+            notes.append(f"{self.conflict}: their {name} cannot be compared{hint}")
         if self.best and (tied := sum(point.mean == self.best.mean for point in self.points)) > 1:
             notes.append(f"{tied} points are equally good; the first of them is marked as best")
         return notes
@@ -133,7 +144,7 @@ class Ranking(Generic[J]):
         """
         rows: list[tuple[str, ...]] = [("settings", "seeds", self.column, "")]
         for point in self.points:
-            mark = "best" if point is self.best and len(self.points) > 1 else ""
+            mark = "best" if point is self.marked else ""
             rows.append((point.label or "-", str(len(point.values)), str(point), mark))
         return rows
 

@@ -99,7 +99,7 @@ class ComparisonAnswer(Answer):
         speed = mean(run.speed for run in runs)
         run_count = len(point.values) + point.repeats
         counts = f"{run_count}/{len(point.jobs)}" if run_count < len(point.jobs) else str(len(runs))
-        mark = "best" if point is comparison.ranking.best and len(comparison.ranking.points) > 1 else ""
+        mark = "best" if point is comparison.ranking.marked else ""
         speed_text = "-" if speed is None else f"{format_count(speed)}/s"
         return [*cells, counts, steps_text, str(point), *map(format_metric, other_means), speed_text, mark]
 

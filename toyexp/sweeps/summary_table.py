@@ -35,6 +35,7 @@ def print_table(jobs: Sequence[Job], folder: SweepDir | None) -> None:
     ordered = [job for job, _ in ranking.jobs()]
     keys = list(dict.fromkeys(word.partition("=")[0] for job in jobs for word in job.overrides))
     brief_keys = dict(zip(keys, short_keys(keys), strict=True))
+    completed = [job for job in jobs if job.status == Status.COMPLETED]
     errors: dict[str, int] = {}  # error message -> number of the first job with it
 
     def label(job: Job, brief: int) -> str:
@@ -47,7 +48,7 @@ def print_table(jobs: Sequence[Job], folder: SweepDir | None) -> None:
             if folder and job.directory and brief < 3:
                 state = job.directory if brief else short_path(folder.run_dir(job))
             state += "  diverged" if job_state(job) == "diverged" else ""
-            return state + ("  best" if ranking.best and job is ranking.best.jobs[0] else "")
+            return state + ("  best" if ranking.best and job is ranking.best.jobs[0] and len(completed) > 1 else "")
         if job.status == Status.PRUNED:
             return str(job.status) if brief else f"{job.status}: {job.error}"
         first = errors.setdefault(job.error or "", job.number)

@@ -134,6 +134,8 @@ def read_checkpoint(path: Path, with_state: bool = True) -> Checkpoint:
     """
     if link := next((name for name in (MANIFEST, ARRAYS, STATE) if (path / name).is_symlink()), None):
         raise DamagedCheckpoint(f"{path / link}: is a link, which a checkpoint must not hold; replace it by the file")
+    if not (path / MANIFEST).exists():
+        raise DamagedCheckpoint(f"{path}: is incomplete or damaged: it has no {MANIFEST}")
     manifest = read_json(path / MANIFEST)
     if (version := manifest.get("format")) != FORMAT:
         cause = f"{path}: has format {printable(repr(version))}, this toyexp reads format {FORMAT}"

@@ -19,7 +19,7 @@ from toyexp.formats.file_plan import match_preprocessing
 from toyexp.formats.gguf.open_model import open_gguf
 from toyexp.formats.gguf.tokenizer import has_text, read_tokenizer
 from toyexp.interfaces.callback import Schedule
-from toyexp.interfaces.data import open_shared_data
+from toyexp.interfaces.data import Data, open_shared_data
 from toyexp.interfaces.dataset import Batches, Dataset
 from toyexp.interfaces.model import Model
 from toyexp.interfaces.objective import Objective
@@ -110,7 +110,8 @@ def _open_data(config: Config) -> Dataset:
         config.plain["data"][key] = getattr(config.data, key)
     for callback in config.callbacks.values():
         callback.check_run(config.plain, dataset)
-    _require_tokens_of_teacher(config.objective, dataset)
+    _require_tokens_of_teacher(config.objective, config.data, dataset)
+    _require_tokens_of_base(config, dataset)
     tokens = getattr(config.base, "vocab", dataset.vocab)
     if dataset.vocab > tokens:
         problem = f"the data's token ids go up to {dataset.vocab - 1}, but the base has {tokens} tokens"
@@ -120,12 +121,14 @@ def _open_data(config: Config) -> Dataset:
     return dataset
 
 
-def _require_tokens_of_teacher(objective: Objective, dataset: Dataset) -> None:
+def _require_tokens_of_teacher(objective: Objective, data: Data, dataset: Dataset) -> None:
     """Raise UserError if ids of the data mean other tokens in the file of the objective's second model.
 
-    Raise it also if the data has a tokenizer and the file has none.
+    Raise it also if that model reads another kind of data, and if the data has a tokenizer and the file has none.
     """
-    path = objective.model_file()
+    path, teacher = objective.model_file(), objective.second_model
+    if path and teacher and (reason := kind_mismatch(short_path(path), teacher.reads, data)):
+        raise UserError(f"objective={objective.name}: {reason}; name another teacher")
     if path is None or dataset.tokenizer is None:
         return
     if not has_text(file := open_gguf(str(path))):
@@ -135,6 +138,16 @@ def _require_tokens_of_teacher(objective: Objective, dataset: Dataset) -> None:
     if any(theirs != ours for theirs, ours in pairs):
         problem = f"ids of the data mean other tokens in {short_path(path)}"
         raise UserError(f"objective={objective.name}: {problem}; add data.tokenizer={path}")
+
+
+def _require_tokens_of_base(config: Config, dataset: Dataset) -> None:
+    """Raise UserError if the recipe's base has no tokenizer, and the data has one that no file defines."""
+    path, tokenizer = config.recipe.base_file(), str(getattr(config.data, "tokenizer", ""))
+    if path is None or dataset.tokenizer is None or tokenizer.endswith(".gguf") or has_text(open_gguf(str(path))):
+        return
+    problem = "has no tokenizer, so ids of the data may mean other tokens"
+    remedy = "name its GGUF file or run, or add data.tokenizer=FILE.gguf with its tokenizer"
+    raise UserError(f"recipe.base={short_path(path)}: {problem}; {remedy}")
 
 
 def _fit_model(config: Config, dataset: Dataset) -> tuple[Model, Batches]:

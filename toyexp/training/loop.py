@@ -150,7 +150,8 @@ class Training:
         step, (loss, grad_norm) = launched.steps.pop(0), launched.metrics.pop(0)
         if not launched.steps:
             self._under_way.pop(0)
-        targets = int(np.count_nonzero(step.batch["weights"]))
+        counted = step.batch.get("mask", step.batch["weights"])  # `mask` of pairs has an element for each token
+        targets = int(np.count_nonzero(counted))
         outcome.count(loss, targets, launched.seconds)
         numbers = {"loss": loss, "lr": step.lr, "grad_norm": grad_norm, "tokens": targets}
         metrics = Metrics({**step.scaled_settings(self.run.plan), **numbers, "wall_us": launched.seconds * 1e6})

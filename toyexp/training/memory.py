@@ -10,7 +10,7 @@ import numpy as np
 
 from toyexp.base.errors import UserError
 from toyexp.base.formatting import format_bytes
-from toyexp.base.memory import EVALUATE_REMEDY, REMEDY, available_bytes, convert_memory_errors
+from toyexp.base.memory import EVALUATE_REMEDY, available_bytes, convert_memory_errors
 from toyexp.interfaces.engine import Engine
 from toyexp.interfaces.plan import Plan
 from toyexp.interfaces.session import Session
@@ -18,17 +18,21 @@ from toyexp.interfaces.snapshot import state_shapes
 from toyexp.reference.forward import check_forward, count_activations
 
 
-def check_plan(plan: Plan, engine: Engine, remedy: str = REMEDY) -> None:
+def check_plan(plan: Plan, engine: Engine, remedy: str = "") -> None:
     """Raise UserError if the batch, the trainable weights and the optimiser state do not fit into the free memory.
 
-    Activations are not counted. `remedy` ends the message.
+    Activations are not counted. `remedy` ends the message; "" stands for settings that reduce the larger of the two.
     """
     batch, weights = minimum_bytes(plan, engine)
     free = available_bytes()
     if free is not None and batch + weights > free:
-        rows = plan.rows * plan.accumulate
-        parts = [(batch, f"a batch of {rows} rows needs"), (weights, "the trainable weights and optimiser state need")]
-        most, subject = max(parts)
+        rows, sizes = plan.rows * plan.accumulate, plan.model.settings()
+        shorter, narrower = " or model.context" * ("context" in sizes), ", such as model.d_model" * ("d_model" in sizes)
+        most, subject, reduced = max(
+            (batch, f"a batch of {rows} rows needs", f"batch_size{shorter}"),
+            (weights, "the trainable weights and optimiser state need", f"the sizes of the model{narrower}"),
+        )
+        remedy = remedy or f"reduce {reduced}"
         raise UserError(
             f"too little memory: {subject} {format_bytes(most)}, but {format_bytes(free)} are free; {remedy}"
         )

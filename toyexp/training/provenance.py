@@ -26,7 +26,10 @@ DIGEST = re.compile(r"_?(sha256|digest)$")  # keys of digests among the facts of
 NAMES = ("tokenizer", "classes")  # digests that say what ids mean; they do not affect batches
 MAX_EVENT_BYTES = 1 << 20  # of the first event
 # Settings that a resumed run may change if a file was moved, and the digests that identify the file.
-MOVED = {"data.path": ("text", "images", "tokens"), "recipe.base": ("base",), "recipe.donor": ("donor",)}
+MOVED = {
+    "data.path": ("text", "images", "tokens"), "recipe.base": ("base",), "recipe.donor": ("donor",),
+    "objective.teacher": ("teacher",),
+}  # fmt: skip
 
 
 def source_files(recipe: Recipe) -> dict[str, Path]:
@@ -68,7 +71,7 @@ def source_digests(prepared: Prepared) -> dict[str, str]:
     try:
         files = source_files(prepared.config.recipe)
         if teacher := objective.model_file():
-            files[f"objective's {teacher.name}"] = teacher
+            files["teacher"] = teacher
         digests = {role: cached_fingerprint(path) for role, path in files.items()}
     except OSError as error:
         raise UserError(f"{error.filename}: cannot be read: {system_message(error)}") from None
@@ -126,27 +129,30 @@ class Origin:
 
     @contextlib.contextmanager
     def explain_missing_paths(self, moved: Collection[str] = ()) -> Iterator[None]:
-        """In the `with` block, add the directory where the run was started to a UserError about a missing path.
+        """In the `with` block, add to a UserError about a missing path how to find the file.
 
-        `moved` holds keys of settings. If one of them holds the missing path, the message also suggests setting the new
-        path.
+        If the path is relative, and the run was started in another directory, the message names that directory. If the
+        path is the value of one of the settings `moved`, the message suggests setting the new path.
         """
         try:
             yield
         except UserError as error:
             if self.cwd and re.search("not found|matches no file", str(error)):
                 cwd = printable(str(self.cwd), 500) + ("" if self.cwd.is_dir() else ", which no longer exists")
-                hint = f", or type {key}=PATH" if (key := str(error).partition("=")[0]) in moved else ""
-                error.args = (f"{error}; the run was started in {cwd}; cd to where its files are now{hint}",)
+                key, _, path = str(error).partition(": ")[0].partition("=")
+                started = f"; the run was started in {cwd}; cd to where its files are now"
+                start = "" if Path(path or key).is_absolute() or self.cwd == working_directory() else started
+                error.args = (f"{error}{start}" + (f"; if it was moved, type {key}=PATH" if key in moved else ""),)
             raise
 
     def list_changes(self, now: Mapping[str, str]) -> list[str]:
-        """Return a line for each digest that differs between this origin and the current digests `now`.
+        """Return a clause for each digest that differs between this origin and the current digests `now`.
 
         A digest that is missing in this origin or in `now` is ignored.
         """
         changed_roles = [role for role in now if role in self.sources and self.sources[role] != now[role]]
-        return [f"{role} was {printable(self.sources[role])} and is {printable(now[role])}" for role in changed_roles]
+        names = [("" if "." in role else "the ") + printable(role) for role in changed_roles]  # or a file's name
+        return [f"the contents of {name} changed" for name in names]
 
 
 def read_origin(path: Path) -> Origin:

@@ -171,10 +171,13 @@ def load_resume_state(directory: Path, prepared: Prepared) -> ResumeState:
         f"{printable(k)} was {printable(format_value(a))} and is {printable(format_value(b))}"
         for k, (a, b) in fixed.items()
     ]
-    if changes := changes or saved_origin.list_changes(source_digests(prepared)):
+    if changes:
         more = f", and {len(changes) - 3} more" if len(changes) > 3 else ""
         problem = f"the run has other settings or data: {'; '.join(changes[:3])}{more}"
         raise UserError(f"resume={short_path(directory)}: {problem}; to start a new run, set another name=...")
+    if changes := saved_origin.list_changes(source_digests(prepared)):
+        remedy = "put the old file back, or start a new run (name=...)"
+        raise UserError(f"resume={short_path(directory)}: {changes[0]} since the run started; {remedy}")
     if saved.step > settings.steps:
         raise UserError(f"steps={settings.steps}: the run is already at step {saved.step}; set a larger number")
     result = checkpoint.read_result(directory)

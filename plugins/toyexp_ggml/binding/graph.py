@@ -40,7 +40,7 @@ class Graph(StaticGraph):
 
     add, sub, mul, div = map(_binary, ("add", "sub", "mul", "div"))  # a op b, with b repeated over a
     sqr, sqrt, sgn, log, sigmoid, silu = map(_unary, ("sqr", "sqrt", "sgn", "log", "sigmoid", "silu"))
-    exp, step, relu, tanh = map(_unary, ("exp", "step", "relu", "tanh"))
+    exp, step, relu, tanh, gelu_erf = map(_unary, ("exp", "step", "relu", "tanh", "gelu_erf"))
 
     def scale(self, x: Node, factor: float, shift: float = 0.0) -> Node:
         """Return x * factor + shift."""

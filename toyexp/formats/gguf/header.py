@@ -52,12 +52,12 @@ SOURCE_PATHS: dict[Path, Path] = {}  # temporary file: its original, which error
 def how_to_convert(folder: Path, script: str = "convert_hf_to_gguf.py") -> str:
     """Return a hint that says how to convert a Hugging Face directory to a GGUF file.
 
-    llama.cpp converts only language models, so for an image model the hint says that toyexp cannot read it.
+    llama.cpp converts only language models, so for an image model the hint says which files toyexp reads.
     """
     config = folder / "config.json"
     config_text = config.read_bytes()[:CHUNK] if config.is_file() else b""
     if IMAGE_KEYS.search(config_text) and b'"text_config"' not in config_text:
-        return f"{short_path(folder)} holds an image model; toyexp only reads image models that it trained"
+        return f"{short_path(folder)} holds an image model, which toyexp reads from config.json and model.safetensors"
     path = shlex.quote(short_path(folder))
     return f"llama.cpp converts a language model: python {script} {path} --outfile model.gguf"
 

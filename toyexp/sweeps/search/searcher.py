@@ -14,7 +14,8 @@ from toyexp.base.terminal import print_line, show_status
 from toyexp.base.writing import dump_json, write_atomically
 from toyexp.config.top_level import MAX_JOBS
 from toyexp.interfaces.kind import perplexity
-from toyexp.results.ranking import TOO_LARGE, job_sources
+from toyexp.interfaces.objective import Objective
+from toyexp.results.ranking import SCALED, TOO_LARGE, job_sources
 from toyexp.sweeps.directory import UNFINISHED, Job, Status, SweepDir
 from toyexp.sweeps.job_configs import JobConfigs, check_values, require_distinct_directories
 from toyexp.sweeps.search.pruning import first_pruning_step, pruning_environment
@@ -55,6 +56,7 @@ class Search(JobSource):
             raise UserError(f"sweep.trials={self._points}{repeats}: a sweep has at most {MAX_JOBS} jobs")
         self._first_asked = 0  # the first step at which a run may be stopped
         self.description = f"{self._describe_size()}, by {settings.search}: {' '.join(key.line for key in keys)}"
+        self._note = ""  # why scores of trials cannot be compared
         self._data: set[str] = set()  # data digests of the runs that ended
 
     @property
@@ -89,6 +91,8 @@ class Search(JobSource):
             self.record_end(job)
         description = f"{settings.search} over {', '.join(key.key for key in self._keys)}"
         print_line(f"sweep   {short_path(folder.path)}, {self._describe_size()}: {description}")
+        if self._note:
+            print_line(f"note    {self._note}")
 
     def remaining_jobs(self) -> list[Job]:
         """Return the jobs that are left to run.
@@ -108,9 +112,10 @@ class Search(JobSource):
         settings = self._settings
         setting = f"sweep.prune={settings.prune}" if settings.prune else f"sweep.metric={settings.metric}"
         lengths, first = [], {*self.samples[0].overrides}
+        objectives, metrics = set[type[Objective]](), list[Sequence[str]]()
         for probe in self.samples:
             changed = {word.partition("=")[0] for word in {*probe.overrides} - first}
-            if changed and not changed & {"steps", "eval_every", "model", "experiment"}:
+            if changed and not changed & {"steps", "eval_every", "model", "experiment", "objective"}:
                 continue
             cfg = configs.config(probe).cfg
             if not cfg.eval_every:
@@ -118,7 +123,15 @@ class Search(JobSource):
             if settings.prune and cfg.epochs is not None:
                 raise UserError(f"epochs={cfg.epochs:g}: {setting} compares runs at equal steps; set steps=...")
             lengths.append((int(cfg.steps), int(cfg.eval_every)))
-            configs.model(probe).require_metric("sweep.metric", settings.metric, configs.objective(probe).metric_names)
+            model, objective = configs.model(probe), configs.objective(probe)
+            model.require_metric("sweep.metric", settings.metric, objective.metric_names)
+            objectives.add(objective)
+            metrics.append([*model.score_names, *objective.metric_names])
+        keys = [key for key in self._keys if key.key.startswith("objective") and key.key != "objective.auxiliary"]
+        if keys and settings.metric in SCALED and not all(objective.in_nats for objective in objectives):
+            shared = [name for name in metrics[0] if name not in SCALED and all(name in other for other in metrics)]
+            hint = f"; type sweep.metric={shared[0]}" if shared else ""
+            self._note = f"{keys[0].line}: its trials' values of {settings.metric} cannot be compared{hint}"
         steps, every = max(lengths)
         varying_key = next((key for key in self._keys if key.key == "eval_every"), None)
         if settings.prune and varying_key:

@@ -85,6 +85,8 @@ struct product { /* c[n][m] = a[n][k] b[k][m]; a and b may be stored transposed,
     const float *a, *b;
     float *c;
     int64_t n, m, k, a_transposed, b_transposed;
+    void (*to_float)(const void *row, float *numbers, int64_t count); /* ggml's, if b is [m][k] in another type */
+    int64_t row_bytes;
 };
 
 /* Return the name of the instruction set, or "" without fused multiply-adds, where `product` is slow. */
@@ -198,9 +200,21 @@ void product(void *result, int thread, int threads, const struct product *t)
     int64_t down = threads / across, row = blocks * (thread / across) / down * TALL;
     int64_t end = blocks * (thread / across + 1) / down * TALL, column = panels / across * (thread % across) * PANEL;
     int64_t rows = (end < t->n ? end : t->n) - row, last = column + panels / across * PANEL;
-    multiply(rows, (last < t->m ? last : t->m) - column, t->k, t->a + (t->a_transposed ? row : row * t->k),
-        t->a_transposed ? t->n : t->k, t->a_transposed, t->b + (t->b_transposed ? column * t->k : column),
-        t->b_transposed ? t->k : t->m, t->b_transposed, t->c + row * t->m + column, t->m, 0);
+    int64_t a_next = t->a_transposed ? t->n : t->k;
+    const float *a = t->a + (t->a_transposed ? row : row * t->k);
+    float *c = t->c + row * t->m, *numbers = t->to_float ? malloc(PANEL * t->k * sizeof *numbers) : NULL;
+    last = last < t->m ? last : t->m;
+    if (!t->to_float)
+        multiply(rows, last - column, t->k, a, a_next, t->a_transposed, t->b + (t->b_transposed ? column * t->k : column),
+            t->b_transposed ? t->k : t->m, t->b_transposed, c + column, t->m, 0);
+    else
+        for (; column < last && rows > 0; column += PANEL) {
+            int64_t width = last - column < PANEL ? last - column : PANEL;
+            for (int64_t j = 0; j < width; j++)
+                t->to_float((const char *)t->b + (column + j) * t->row_bytes, numbers + j * t->k, t->k);
+            multiply(rows, width, t->k, a, a_next, t->a_transposed, numbers, t->k, 1, c + column, t->m, 0);
+        }
+    free(numbers);
 }
 
 struct attention { /* q, dy and the result [rows][length][heads][size]; k and v [rows][length][shared][size] */

@@ -49,6 +49,8 @@ class Product(ctypes.Structure):
         ("source", ctypes.c_void_p * 2),
         ("target", ctypes.c_void_p),
         *((name, ctypes.c_int64) for name in ("n", "m", "k", "a_transposed", "b_transposed")),
+        ("to_float", ctypes.c_void_p),
+        ("row_bytes", ctypes.c_int64),
     )
 
 

@@ -28,6 +28,7 @@ Rule = Callable[..., Sequence[Callable[[], Node]]]  # gets each result's gradien
 Tape = list[tuple[tuple[Node, ...], tuple[Node, ...], Rule]]  # results, inputs and gradient rule of each op
 
 UNPACKED_ROWS = 8192  # rows of a quantised matrix that the backward pass dequantises at a time
+FEWEST_UNPACKED = 32  # rows from which kernels.c multiplies a quantised matrix; for fewer, dequantising takes too long
 WIDE, NARROW = 128, 64  # sides of the tiles that a group of threads computes
 COLUMN = 8  # results with at most this many rows or columns have other kernels
 ENOUGH = 128  # groups of threads that keep a large GPU busy
@@ -198,7 +199,7 @@ class Products(TapedOps):
     def _multiply_rows(self, w: Node, x: Node) -> Node:
         """Return x [n, k] times w [m, k] transposed -> [n, m]."""
         (n, k), m = x.shape, w.shape[0]
-        if self._profile.fast_products and not w.packed:
+        if self._profile.fast_products and (n >= FEWEST_UNPACKED or not w.packed):
             return self.g.product(x, w, b_transposed=True)
         count = stack_count(n, m) if self._profile.wide_tiles else 1
         if count == 1:

@@ -260,12 +260,18 @@ class Graph(StaticGraph):
         return self._call_kernel(kernel, native.Transpose(matrices=shape[0], rows=n, columns=d), shape, *sources)
 
     def product(self, a: Node, b: Node, a_transposed: bool = False, b_transposed: bool = False) -> Node:
-        """Return a [n, k] times b [k, m] -> [n, m] by kernels.c. A transposed a is [k, n], a transposed b [m, k]."""
-        self._check_float32("product", a, b)
+        """Return a [n, k] times b [k, m] -> [n, m] by kernels.c. A transposed a is [k, n], a transposed b [m, k].
+
+        A transposed b may have another type than float32: panels of it are dequantised when they are multiplied.
+        """
+        self._check_float32("product", a, *([] if b_transposed else [b]))
         (n, k), (rows, m) = a.shape[:: -1 if a_transposed else 1], b.shape[:: -1 if b_transposed else 1]
         if k != rows:
             raise GraphError(f"product: the shapes {list(a.shape)} and {list(b.shape)} do not fit")
         task = native.Product(n=n, m=m, k=k, a_transposed=a_transposed, b_transposed=b_transposed)
+        if b.packed:
+            traits = ggml.ggml_get_type_traits(b.ptr.contents.type).contents
+            task.to_float, task.row_bytes = ctypes.cast(traits.to_float, ctypes.c_void_p), b.ptr.contents.nb[1]
         return self._call_kernel(native.kernel("product"), task, (n, m), a, b)
 
     def attention(self, q: Node, k: Node, v: Node, scale: float, causal: bool) -> Node:

@@ -23,6 +23,7 @@ TYPES = ["F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q4_K", "
 # other factor to 8 bits, like llama.cpp (to 16 bits if the file has 16).
 ENGINES = {
     "blas": (GGMLCPU(threads=1, products="blas"), 1e-6, 2e-5),
+    "kernels": (GGMLCPU(threads=1), 1e-6, 2e-5),
     "cpu": (GGMLCPU(threads=1, products="ggml"), 5e-3, 0.1),
     "metal": (GGMLMetal(threads=1, emulate=True), 5e-3, 0.1),
 }

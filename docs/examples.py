@@ -26,7 +26,7 @@ PARTS = r"^(settings|engine|model|data|recipe|base|trains|time|dry)"  # of a dry
 EXAMPLES = {
     "plugins": ("plugins warm", ""),
     "new": ("new optimiser sgdr", ""),
-    "doctor": ("doctor", r"^toyexp|^  (cuda|mps|metal|cpu|ggml) |^ {8}|^next|^ +toyexp"),
+    "doctor": ("doctor", r"^toyexp|^  (cuda|mps|metal|cpu|ggml\w*|vulkan) |^ {8}|^next|^ +toyexp"),
     "parity": ("parity engine=cpu,ggml steps=5", ""),
     "bench": ("bench engine=cpu,ggml --no-memory", ""),
     "eval": ("eval outputs/warm", ""),

@@ -135,7 +135,7 @@ def main(runs: Path) -> None:
         "terminal_sweep",
         "toyexp -m recipe=scratch,warm seed=0,1,2",
         here,
-        keep=r"^(sweep|\[[05]\]|mean|settings|recipe|report)",
+        keep=r"^(sweep|\[[05]\]|mean|settings|recipe|report|$|next|  +toyexp)",
         prompt=False,
     )
     shutil.copytree(runs / "vit_digits", here / "outputs" / "digits")

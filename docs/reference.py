@@ -1,6 +1,10 @@
 """Add generated pages to the site: mkdocs calls these hooks."""
 
+import contextlib
+import html
+import io
 import re
+import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +15,7 @@ import setting_pages
 from mkdocs.structure.files import File, Files
 
 import toyexp
+from toyexp.base.terminal import STYLES, Head, choose_colour, print_output
 from toyexp.cli.pages import insert_templates
 
 ROOT = Path(__file__).parent.parent
@@ -25,8 +30,13 @@ SECTIONS = {"Commands": command_pages, "Settings": setting_pages}
 
 
 def on_config(config: Any) -> Any:
-    """Register the renderer of ```journey blocks, which needs no network, and show the version in the footer."""
+    """Register the renderer of ```journey blocks, which needs no network, and show the version in the footer.
+
+    The header links to the repository if pyproject.toml names it: `Repository` in `[project.urls]`.
+    """
     config.copyright = f"toyexp {toyexp.__version__}"
+    urls = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"].get("urls", {})
+    config.repo_url, config.repo_name = urls.get("Repository"), "Repository"
     drawn = {"name": "journey", "class": "journey", "format": journeys.format_fence}
     config.mdx_configs["pymdownx.superfences"] = {"custom_fences": [drawn]}
     return config
@@ -64,9 +74,23 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str
     return add_dark_pictures(markdown, (PAGES_FOLDER / name).parent)
 
 
-def on_page_content(html: str, page: Any, config: Any, files: Files) -> str:
-    """Keep options such as `--top-k 40` on one line."""
-    return re.sub(r"<code>(?=--?\w[^<]{0,24}</code>)", '<code class="option">', html)
+def on_page_content(content: str, page: Any, config: Any, files: Files) -> str:
+    """Keep options such as `--top-k 40` on one line, and colour the output of commands as a terminal does."""
+    content = re.sub(r"<code>(?=--?\w[^<]{0,24}</code>)", '<code class="option">', content)
+    return re.sub(r'(?<=<span class="go">)[^<]+(?=</span>)', paint_output, content)
+
+
+def paint_output(line: re.Match[str]) -> str:
+    """Return a line of a command's output with its roles as elements, whose classes are `t-` and a key of STYLES."""
+    text, output = html.unescape(line[0]), io.StringIO()
+    is_head = re.fullmatch(r"[a-z][a-z -]*  [a-z -]+", text) is not None
+    choose_colour(["--color=always"])
+    with contextlib.redirect_stdout(output):
+        print_output(Head(text) if is_head else text)
+    choose_colour([])
+    names = {code: name for name, code in STYLES.items()}
+    painted = html.escape(output.getvalue().removesuffix("\n"), quote=False).replace("\x1b[0m", "</span>")
+    return re.sub(r"\x1b\[([\d;]+)m", lambda code: f'<span class="t-{names[code[1]]}">', painted)
 
 
 def admonition(alert: re.Match[str]) -> str:

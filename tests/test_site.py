@@ -210,6 +210,13 @@ def test_the_home_page_shows_curves_the_install_line_a_command_and_python_above_
         page.close()
 
 
+def test_the_output_of_a_command_has_the_styles_of_a_terminal(site):
+    page = site["index.html"]
+    assert '<span class="t-bold">settings                 seeds  held-out loss</span>' in page
+    assert re.search(r'<span class="t-bold">recipe=warm lr=0.01 [^<]*</span>  <span class="t-bright">best</span>', page)
+    assert '<span class="t-path">outputs/sweeps/.../report.html</span>' in page and "\x1b" not in page
+
+
 def test_the_copy_button_of_a_console_copies_only_the_command(chromium, site_root):
     page = chromium.new_page()
     page.goto((site_root / "reference" / "commands" / "compare.html").as_uri())

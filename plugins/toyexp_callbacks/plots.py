@@ -14,6 +14,7 @@ from typing import Any, ClassVar
 
 from toyexp import Plan, Run, hookimpl, printable
 from toyexp.base import (
+    BAND,
     BLUE,
     GREEN,
     GREY,
@@ -21,10 +22,13 @@ from toyexp.base import (
     SMALL,
     VERMILLION,
     Sheet,
+    caption,
     describe_parameters,
     find_divergence,
     fit_y_axis,
+    format_tick,
     make_directory,
+    mark_above,
     pluralise,
     require_drawing,
     set_log_scale,
@@ -46,6 +50,7 @@ LABEL_WIDTH = 70  # characters per line of the label at a marked step
 ROW_LENGTH = 95  # characters that fit above a panel
 MOST_ABOVE = 0.2  # fraction of the steps; if the losses of more are above the shown range, it includes all
 FEW_STEPS = 10  # if a run diverges before this step, the shown range includes all losses
+LEAST_RATIO = 3.0  # the axis of gradient norms is logarithmic if the largest is this many times the smallest
 SPIKE = 10  # a loss is a spike if its distance from the other losses is this many times their range
 NOT_PLOTTED = {"ppl", "tokens", "wall_us"}
 
@@ -188,8 +193,6 @@ class Plots(Listener):
             self._thread.join()
         if steps[-1] < run.steps:
             why = run.bus.stop_reason if run.bus is not None and reason == "aborted" else None
-            if not math.isfinite(loss := self._curves.steps["loss"][1][-1]):
-                why = f"the loss is {loss}"
             self._curves.early_end = steps[-1], printable(why or reason, 150)
         best = run.bus.best(False) if run.bus is not None else None
         self._curves.best = best.step if best is not None and best.step < steps[-1] else None
@@ -212,18 +215,57 @@ def draw_curves(curves: Curves) -> dict[str, bytes]:
     extra |= {name: points for name, points in curves.steps.items() if name not in ("loss", "grad_norm", "lr")}
     extra = dict([*extra.items()][:MAX_EXTRA])
     heights = [*[3, 2.5][: len(large)], *[1] * len(extra), 1, 1]
-    sheet = Sheet((8.2 if len(large) > 1 else 6) + len(extra), curves.title, curves.subtitle, heights)
+    title = f"{curves.title}: {describe_result(curves)}"
+    sheet = Sheet((8.2 if len(large) > 1 else 6) + len(extra), title, curves.subtitle, heights)
     panels = dict(zip([*large, *extra, "grad_norm", "lr"], sheet.panels, strict=True))
+    set_step_axis(panels["lr"])
     for name, points in extra.items():
         _small(panels[name], points, name)
     _loss(panels["loss"], curves)
     if "accuracy" in panels:
         _accuracy(panels["accuracy"], curves)
-    _small(panels["grad_norm"], curves.steps["grad_norm"], "gradient norm")
+    _gradient_norm(panels["grad_norm"], curves.steps["grad_norm"], find_divergence(*curves.steps["loss"]))
     _small(panels["lr"], curves.steps["lr"], "learning rate")
-    set_step_axis(panels["lr"])
+    if (peak := max(curves.steps["lr"][1], default=0.0)) > 0:  # as it was typed, in most schedules
+        panels["lr"].set_yticks([0, peak / 2, peak])
+        panels["lr"].yaxis.set_major_formatter(format_tick)
     _marks(panels, curves)
     return sheet.pictures(".png", ".svg")
+
+
+def find_tail(points: Points, test: Callable[[float], bool]) -> int | None:
+    """Return the first of the last steps whose values all pass a test; None if the last value does not pass it."""
+    steps, values = points
+    count = sum(1 for _ in itertools.takewhile(test, reversed(values)))
+    return steps[-count] if count else None
+
+
+def _is_not_finite(value: float) -> bool:
+    return not math.isfinite(value)
+
+
+def describe_result(curves: Curves) -> str:
+    """Return the result for the title: the held-out score, or the step at which the run diverged or its loss broke."""
+    if (step := find_tail(curves.steps["loss"], _is_not_finite)) is not None:
+        return f"loss not finite from step {step}"
+    if (step := find_divergence(*curves.steps["loss"])) is not None:
+        return f"diverged at step {step}"
+    for name, text, unit in ("accuracy", "{:.1f} %", 100), ("loss", "{:.4g}", 1):
+        if values := curves.held_out.get(name, ([], []))[1]:
+            return f"held-out {name} {text.format(unit * values[-1])}"
+    return f"{curves.steps['loss'][0][-1]} steps"
+
+
+def smooth_parts(values: Sequence[float], split: int, log: bool) -> tuple[list[float], float]:
+    """Return `smooth` of the values before and from the index `split`, so that the average jumps where the loss does.
+
+    If `log` is True, average the logarithms of the values, and leave out values that have none.
+    """
+    if log:
+        values = [math.log(value) if 0 < value < math.inf else math.nan for value in values]
+    parts = [values[:split], values[split:]] if split else [values]
+    means = [mean for part in parts for mean in smooth(part if log else remove_spikes(part))[0]]
+    return [math.exp(mean) for mean in means] if log else means, HALF * (len(values) - 1)
 
 
 def smooth(values: Sequence[float]) -> tuple[list[float], float]:
@@ -256,7 +298,7 @@ def remove_spikes(values: Sequence[float]) -> list[float]:
     If more than the share MOST_ABOVE of the values would be spikes, none is.
     """
     finite = sorted(filter(math.isfinite, values)) or [math.nan]
-    top = max(finite[len(finite) // 2], *filter(math.isfinite, values[:1]))
+    top = max([finite[len(finite) // 2], *filter(math.isfinite, values[:1])])
     limit = top + SPIKE * (top - finite[0])
     is_rare = sum(value > limit for value in finite) <= MOST_ABOVE * len(finite)
     return [math.nan if is_rare and value > limit else value for value in values]
@@ -264,78 +306,112 @@ def remove_spikes(values: Sequence[float]) -> list[float]:
 
 def _loss(axes: Any, curves: Curves) -> None:
     steps, values = curves.steps["loss"]
-    ends: list[float] = []
-    shown = finite = sorted(value for value in values if math.isfinite(value))
+    eval_steps, held_out = curves.held_out.get("loss", ([], []))
+    finite = sorted(filter(math.isfinite, values))
     diverged = find_divergence(steps, values)
     split = steps.index(diverged) if diverged is not None else 0
     is_late = split > max(MOST_ABOVE * len(steps), FEW_STEPS)  # the axis then fits the losses before the divergence
-    if finite:
-        means, half = smooth(remove_spikes(values))
-        if is_late:
-            means = [mean for part in (values[:split], values[split:]) for mean in smooth(remove_spikes(part))[0]]
-        if half > 1:
-            axes.plot(*thin_curve(steps, values, MAX_POINTS), color=BLUE, linewidth=0.6, alpha=0.35,
-                      label="training, each step")  # fmt: skip
-        stop, end = [pair for pair in zip(steps, means, strict=True) if math.isfinite(pair[1])][-1]
-        label = f"training, {'smoothed, ' if half > 1 else ''}at the end {end:.4g}"
-        axes.plot(*thin_curve(steps, means, MAX_POINTS), color=BLUE, linewidth=1.6, label=label)
-        ends.append(end)
-        shown = [*filter(math.isfinite, means), *(finite[int(share * (len(finite) - 1))] for share in (0.01, 0.98))]
-        if not math.isfinite(values[-1]):
-            axes.plot(stop, end, marker="X", markersize=7, color=BLUE, markeredgecolor="white", zorder=5)
-    eval_steps, held_out = curves.held_out.get("loss", ([], []))
-    if eval_steps:
-        _held_out(axes, eval_steps, held_out, f"{held_out[-1]:.4g}")
-        ends.append(held_out[-1])
-    if shown := [value for value in (*shown, *held_out) if math.isfinite(value)]:
+    means, half = smooth_parts(values, split, False)
+    usual = [finite[int(share * (len(finite) - 1))] for share in (0.01, 0.98)] if finite else []
+    if shown := [*filter(math.isfinite, (*means, *held_out)), *usual]:
+        ends = [[*filter(math.isfinite, some)][-1:] for some in (means, held_out)]
         # As on the report page, the axis does not extend to values far above the first and the last ones.
-        edges = (*values[:1], *held_out[:1], *([] if is_late else ends))
+        edges = (*values[:1], *held_out[:1], *([] if is_late else itertools.chain(*ends)))
         low, start = min(shown), max(filter(math.isfinite, edges), default=math.inf)
         high = max(value for value in shown if value <= start + (start - low) / 4)
         if not is_late and finite and finite[-1] <= 2 * high - low:
             low, high = min(low, finite[0]), max(high, finite[-1])
-        if len(finite) + len(held_out) < 3:
-            low, high = 0.95 * low, 1.05 * high
         above, largest = sum(value > high for value in finite), max(finite, default=high)
         is_complete = not is_late and above > MOST_ABOVE * len(finite)  # and logarithmic
         high = max(largest, *shown) if is_complete else high
         fit_y_axis(axes, low, high, pluralise(above, "step"), largest, is_complete)
+        if axes.get_yscale() == "log":
+            means, half = smooth_parts(values, split, True)
+    if finite:
+        if half > 1:
+            axes.plot(*thin_curve(steps, values, MAX_POINTS), color=BLUE, linewidth=0.6, alpha=0.35,
+                      label="training, each step")  # fmt: skip
+        label = _label("training, smoothed" if half > 1 else "training", means, "{:.4g}")
+        axes.plot(*thin_curve(steps, means, MAX_POINTS), color=BLUE, linewidth=1.6, label=label)
+        if _is_not_finite(values[-1]):
+            stop, end = [pair for pair in zip(steps, means, strict=True) if math.isfinite(pair[1])][-1]
+            axes.plot(stop, end, marker="X", markersize=7, color=BLUE, markeredgecolor="white", zorder=5)
+        mark_above(axes, steps, values, BLUE)
+    if eval_steps:
+        _held_out(axes, eval_steps, held_out, "{:.4g}")
+        mark_above(axes, eval_steps, held_out, VERMILLION)
     axes.set_ylabel(f"loss (nats per {curves.unit})")
-    if ends:
-        axes.legend(fontsize=SMALL, edgecolor="none")
+    if shown:
+        axes.legend(fontsize=SMALL, edgecolor="none", frameon=math.isfinite(values[-1]))  # no box on a grey ground
+
+
+def _label(name: str, values: Sequence[float], form: str) -> str:
+    """Return the text of a curve in the legend, with its last value, or its last finite one."""
+    if math.isfinite(values[-1]):
+        return f"{name}, at the end {form.format(values[-1])}"
+    last = [*filter(math.isfinite, values)][-1:]
+    return f"{name}, last {form.format(last[0])}" if last else f"{name}, never finite"
 
 
 def _accuracy(axes: Any, curves: Curves) -> None:
     steps, values = curves.held_out["accuracy"]
-    percent = [100 * value for value in values]
-    _held_out(axes, steps, percent, f"{percent[-1]:.1f} %")
+    _held_out(axes, steps, [100 * value for value in values], "{:.1f} %")
     axes.set_ylabel("held-out accuracy (%)")
     axes.legend(fontsize=SMALL, edgecolor="none")
 
 
-def _held_out(axes: Any, steps: Sequence[int], values: Sequence[float], end: str) -> None:
+def _held_out(axes: Any, steps: Sequence[int], values: Sequence[float], form: str) -> None:
     axes.plot(steps, values, color=VERMILLION, linewidth=0.8, marker="o", markersize=3.5 if len(steps) < 60 else 1.5,
-              label=f"held-out, at the end {end}")  # fmt: skip
+              label=_label("held-out", values, form))  # fmt: skip
 
 
 def _small(axes: Any, points: Points, name: str) -> None:
-    axes.plot(*thin_curve(*points, MAX_POINTS), ".-" if len(points[0]) < 3 else "-", color=GREY, linewidth=0.8)
+    is_short = sum(map(math.isfinite, points[1])) < 3
+    axes.plot(*thin_curve(*points, MAX_POINTS), ".-" if is_short else "-", color=GREY, linewidth=0.8)
     axes.set_ylabel(textwrap.fill(name, 14), fontsize=SMALL)  # panels are one inch high
-    values = [value for value in points[1] if value or name != "gradient norm"]  # it is 0 if a model is dead
-    is_log = name != "learning rate" and set_log_scale(axes, "y", values)  # most schedules end near 0
+    is_log = name != "learning rate" and set_log_scale(axes, "y", points[1])  # most schedules end near 0
     if not is_log:
         axes.locator_params(axis="y", nbins=4)
 
 
+def _gradient_norm(axes: Any, points: Points, diverged: int | None) -> None:
+    """Plot the gradient norm of each step, and its smoothed logarithm. The axis fits all but a few outliers."""
+    steps, values = points
+    _small(axes, points, "gradient norm")
+    finite = sorted(value for value in values if 0 < value < math.inf)
+    means, half = smooth_parts(values, steps.index(diverged) if diverged in steps else 0, True)
+    if half > 1 and finite:
+        axes.lines[0].set(alpha=0.45, linewidth=0.6)
+        axes.plot(*thin_curve(steps, means, MAX_POINTS), color=GREY, linewidth=1.4)
+    if finite:
+        low, high = finite[len(finite) // 100], finite[-1 - len(finite) // 50]
+        reach = max(high / low, 2.0) ** 2
+        low, high = max(finite[0], low / reach), min(finite[-1], high * reach)
+        above = sum(value > high for value in finite)
+        fit_y_axis(axes, low, high, pluralise(above, "step"), finite[-1], high > LEAST_RATIO * low)
+        mark_above(axes, steps, values, GREY)
+    for what, test in ("0", lambda value: value == 0), ("not finite", _is_not_finite):
+        if (step := find_tail(points, test)) is not None:
+            caption(axes, f"{what} from step {step:,}", INK, "left")
+
+
 def _marks(panels: Mapping[str, Any], curves: Curves) -> None:
     """Mark the steps of the best weights, of divergence, of an early end, and of warnings."""
-    loss, diverged = panels["loss"], find_divergence(*curves.steps["loss"])
+    (steps, losses), loss = curves.steps["loss"], panels["loss"]
     marks = [([curves.best], f"best, step {curves.best}", GREEN, "--", 1.0)] if curves.best is not None else []
-    marks += [([diverged], f"diverged at step {diverged}", INK, "-", 1.2)] if diverged is not None else []
-    marks += [([step], f"{why}, step {step}", INK, "-", 1.2) for step, why in filter(None, [curves.early_end])]
-    if steps := sorted(set(curves.warnings)):
-        text = f"warning{'s' * (len(steps) > 1)}, step{'s' * (len(steps) > 1)} {', '.join(map(str, steps))}"
-        marks.append((steps, textwrap.shorten(text, LABEL_WIDTH, placeholder=" ..."), GREY, ":", 1.0))
+    if (diverged := find_divergence(steps, losses)) is not None:
+        text = f"diverged at step {diverged}: loss from {losses[0]:.4g} to {losses[steps.index(diverged)]:.4g}"
+        marks.append(([diverged], text, INK, "-", 1.2))
+    if (lost := find_tail(curves.steps["loss"], _is_not_finite)) is not None:
+        marks.append(([lost], f"the loss is {losses[steps.index(lost)]} from step {lost}", INK, "-", 1.2))
+        for axes in panels.values():
+            axes.axvspan(lost, steps[-1], color=BAND, linewidth=0, zorder=0)
+    if curves.early_end is not None and curves.early_end[0] != lost:
+        step, why = curves.early_end
+        marks.append(([step], f"{why}, step {step}", INK, "-", 1.2))
+    if warned := sorted(set(curves.warnings)):
+        text = f"warning{'s' * (len(warned) > 1)}, step{'s' * (len(warned) > 1)} {', '.join(map(str, warned))}"
+        marks.append((warned, textwrap.shorten(text, LABEL_WIDTH, placeholder=" ..."), GREY, ":", 1.0))
     for axes, (positions, _, colour, style, width) in itertools.product(panels.values(), marks):
         for step in positions:
             axes.axvline(step, color=colour, linestyle=style, linewidth=width)

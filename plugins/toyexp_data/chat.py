@@ -6,7 +6,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from toyexp import UserError, printable
+from toyexp import printable
+from toyexp.formats import BadExample
 
 if TYPE_CHECKING:
     import numpy as np
@@ -19,10 +20,6 @@ PLAIN_TEMPLATE = (
     r"{% if message['role'] == 'assistant' %}{{ eos_token }}{% endif %}{{ '\n' }}{% endfor %}"
     r"{% if add_generation_prompt %}{{ 'assistant:\n' }}{% endif %}"
 )
-
-
-class BadExample(UserError):
-    """Error with the reason why a line is not a usable training example."""
 
 
 class Message(NamedTuple):

@@ -2,13 +2,23 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping, Sequence
+from string import ascii_uppercase
 from typing import Any, NamedTuple
 
 from toyexp import printable, suggest
-from toyexp_data.chat import BadExample, Message, iter_strings
-from toyexp_data.records import Record
+from toyexp.formats import (
+    BadExample,
+    Record,
+    decode,
+    join_names,
+    kind_of,
+    parse_cell,
+    read_question,
+    require_unicode,
+    text_of,
+)
+from toyexp_data.chat import Message, iter_strings
 from toyexp_data.splits import SPLITS
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
@@ -22,7 +32,6 @@ SENDERS = {
 SYSTEM = ("system", "system_prompt")
 ASKED = ("prompt", "question", "instruction", "query", "input")
 _MESSAGE = "expected role and content"
-LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
 
 
 class Value(NamedTuple):
@@ -58,36 +67,6 @@ class Form(NamedTuple):
     convert: Callable[[Mapping[str, Any]], Value]
 
 
-def decode(record: Record, columns: Mapping[str, str]) -> dict[str, Any]:
-    """Return a record's values by column, without nulls, and renamed by `columns`: {name in toyexp: column}.
-
-    Raise BadExample if the record is not a JSON object, or lacks a column.
-    """
-    value: Any = record
-    if isinstance(record, bytes):
-        try:
-            value = json.loads(record.decode("utf-8"), object_pairs_hook=_unique_keys)
-        except UnicodeDecodeError as error:
-            raise BadExample(f"not UTF-8 text (byte {error.start} is 0x{record[error.start]:02x})") from None
-        except (ValueError, RecursionError) as error:
-            raise BadExample(f"is not one JSON object ({printable(str(error))})") from None
-    if not isinstance(value, dict):
-        raise BadExample(f"is {kind_of(value)}; {EXPECTED}")
-    for name, column in columns.items():
-        if column not in value:
-            raise BadExample(f"has no column {printable(column, 20)} (data.columns.{name}); it has {_names(value)}")
-    renamed = {name: value[column] for name, column in columns.items()}
-    others = {key: item for key, item in value.items() if key not in columns.values() and key not in columns}
-    return {key: item for key, item in {**renamed, **others}.items() if item is not None}
-
-
-def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    if len(value := dict(pairs)) < len(pairs):
-        keys = [key for key, _ in pairs]
-        raise BadExample(f"has the key {printable(next(k for k in keys if keys.count(k) > 1), 20)} twice")
-    return value
-
-
 def convert(record: Record, columns: Mapping[str, str], system: str = "") -> Value:
     """Return a record as text, as prompt and completion, or as messages. Raise BadExample if that is not possible.
 
@@ -98,7 +77,7 @@ def convert(record: Record, columns: Mapping[str, str], system: str = "") -> Val
     if form is None:
         hints = {"chosen": "; for pairs: data=preference", "input_ids": "; for token ids: data=tokens"}
         hint = next((hint for name, hint in hints.items() if name in value), "")
-        raise BadExample(f"has the keys {_names(value)}; {EXPECTED}{hint}")
+        raise BadExample(f"has the keys {join_names(value)}; {EXPECTED}{hint}")
     result = form.convert(value)
     used = tuple(name for name in value if name in (*form.required, *form.optional))
     if result.messages:
@@ -112,7 +91,7 @@ def read_text_column(record: Record, columns: Mapping[str, str]) -> str:
     value = decode(record, columns)
     if "text" not in value:
         others = "; for prompts and conversations: data=examples"
-        raise BadExample(f"has the keys {_names(value)}; expected text (data.columns={{text: NAME}}){others}")
+        raise BadExample(f"has the keys {join_names(value)}; expected text (data.columns={{text: NAME}}){others}")
     return text_of(value["text"], "text")
 
 
@@ -174,22 +153,10 @@ def _exchange(question: str, answer: str, context: str = "") -> Callable[[Mappin
     return read
 
 
-def _choice(answer: str) -> Callable[[Mapping[str, Any]], Value]:
-    def read(value: Mapping[str, Any]) -> Value:
-        choices, labels, right = value["choices"], list(LETTERS), value[answer]
-        if isinstance(choices, dict) and choices.keys() >= {"text", "label"}:  # as in ARC
-            choices, labels = choices["text"], [str(label) for label in choices["label"]]
-        if not isinstance(choices, list) or not 2 <= len(choices) <= min(len(labels), len(LETTERS)):
-            raise BadExample(f"choices is {kind_of(choices)}; expected a list of 2 to {len(LETTERS)} texts")
-        if isinstance(right, str) and right not in labels and right.isdecimal():
-            right = int(right)
-        place = labels.index(right) if right in labels else right if isinstance(right, int) else -1
-        if not 0 <= place < len(choices):
-            raise BadExample(f"{answer} is {printable(str(right), 20)}; expected a letter, or a number from 0")
-        lines = [f"{LETTERS[i]}. {text_of(choice, 'a choice')}" for i, choice in enumerate(choices)]
-        return Value((), f" {LETTERS[place]}", "\n".join([text_of(value["question"], "question"), *lines, "Answer:"]))
-
-    return read
+def _choice(value: Mapping[str, Any]) -> Value:
+    question, choices, place = read_question(value)
+    lines = [f"{ascii_uppercase[i]}. {choice}" for i, choice in enumerate(choices)]
+    return Value((), f" {ascii_uppercase[place]}", "\n".join([question, *lines, "Answer:"]))
 
 
 FORMS = (
@@ -199,8 +166,8 @@ FORMS = (
     Form(("prompt", "completion"), ("tools", *SYSTEM), _completion),
     Form(("instruction", "output"), ("input", *SYSTEM), _exchange("instruction", "output", "input")),
     Form(("instruction", "response"), ("context", *SYSTEM), _exchange("instruction", "response", "context")),
-    Form(("question", "choices", "answer"), (), _choice("answer")),
-    Form(("question", "choices", "answerKey"), (), _choice("answerKey")),
+    Form(("question", "choices", "answer"), (), _choice),
+    Form(("question", "choices", "answerKey"), (), _choice),
     *(
         Form((question, answer), SYSTEM, _exchange(question, answer))
         for question in ASKED
@@ -234,7 +201,7 @@ def convert_pair(record: Record, columns: Mapping[str, str], system: str = "") -
             if not text:
                 raise BadExample(f"{name} is empty")
     else:
-        raise BadExample(f"has the keys {_names(value)}; expected chosen and rejected, and a prompt")
+        raise BadExample(f"has the keys {join_names(value)}; expected chosen and rejected, and a prompt")
     asked = next((name for name in ASKED if name in value), None)
     prompt, *texts = [value[asked], *texts] if asked else _common_start(*texts)
     used = (asked, *used) if asked else used
@@ -262,11 +229,7 @@ def _common_start(chosen: Any, rejected: Any) -> list[Any]:
 
 def read_messages(value: Any, subject: str) -> list[Message]:
     """Return the messages of a conversation. Raise BadExample if it is not a list of role and content."""
-    if isinstance(value, str) and value.lstrip().startswith("["):  # as a table holds it
-        try:
-            value = json.loads(value)
-        except (ValueError, RecursionError):
-            raise BadExample(f"{subject} is a text; expected a list of role and content") from None
+    value = parse_cell(value)
     if not isinstance(value, list) or not value:
         raise BadExample(f"{subject} is {kind_of(value)}; expected a list of role and content")
     return [_message(entry, number) for number, entry in enumerate(value, 1)]
@@ -278,7 +241,7 @@ def _message(entry: Any, number: int) -> Message:
         others = {key: item for key, item in entry.items() if key in ("tool_calls", "name")}
         entry = {"role": SENDERS.get(sender, sender), "content": entry.get("value"), **others}
     if not isinstance(entry, dict) or "role" not in entry:
-        contents = _names(entry) if isinstance(entry, dict) else kind_of(entry)
+        contents = join_names(entry) if isinstance(entry, dict) else kind_of(entry)
         raise BadExample(f"message {number} holds {contents}; {_MESSAGE}")
     role, content = entry["role"], entry.get("content")
     if role not in ROLES:
@@ -290,10 +253,10 @@ def _message(entry: Any, number: int) -> Message:
     further = {key: item for key, item in entry.items() if key not in ("role", "content") and item is not None}
     if content not in (None, "") or (role != "tool" and not (role == "assistant" and further)):
         if "content" not in entry:
-            raise BadExample(f"message {number} holds {_names(entry)}; {_MESSAGE}")
+            raise BadExample(f"message {number} holds {join_names(entry)}; {_MESSAGE}")
         text_of(content, f"message {number}'s content")
     for text in iter_strings(further):
-        _require_unicode(text, f"message {number}")
+        require_unicode(text, f"message {number}")
     return Message(role, content, further)
 
 
@@ -307,44 +270,11 @@ def _join_texts(parts: list[Any], number: int) -> str:
 
 
 def _tools(value: Any) -> list[Any] | None:
-    if isinstance(value, str) and value.lstrip().startswith("["):
-        try:
-            value = json.loads(value)
-        except (ValueError, RecursionError):
-            raise BadExample("tools is a text that is not JSON; expected a list of JSON schemas") from None
+    value = parse_cell(value)
     if value is None or value == []:
         return None
     if not isinstance(value, list) or not all(isinstance(tool, dict) for tool in value):
         raise BadExample(f"tools is {kind_of(value)}; expected a list of JSON schemas")
     for text in iter_strings(value):
-        _require_unicode(text, "tools")
+        require_unicode(text, "tools")
     return value
-
-
-def text_of(value: Any, subject: str) -> str:
-    """Return `value`. Raise BadExample if it is not a text, is empty, or is not valid Unicode."""
-    if not isinstance(value, str):
-        raise BadExample(f"{subject} is {kind_of(value)}, expected text")
-    if not value:
-        raise BadExample(f"{subject} is empty")
-    return _require_unicode(value, subject)
-
-
-def _require_unicode(text: str, subject: str) -> str:
-    try:
-        text.encode("utf-8")
-    except UnicodeEncodeError as error:
-        raise BadExample(f"{subject} holds half a surrogate pair ({ascii(text[error.start])[1:-1]})") from None
-    return text
-
-
-def kind_of(value: Any) -> str:
-    """Return what a JSON value is, such as "a list", for a message."""
-    if value == []:
-        return "an empty list"
-    kinds = {dict: "an object", list: "a list", str: "a text", bool: "true or false", type(None): "null"}
-    return kinds.get(type(value), "a number")
-
-
-def _names(value: Mapping[Any, Any]) -> str:
-    return ", ".join(printable(str(key), 20) for key in list(value)[:8]) or "none"

@@ -16,9 +16,9 @@ from typing import NamedTuple
 
 from toyexp import UserError
 from toyexp.base import HEAD_SIZE, not_text_error, open_file, show_status, system_message
+from toyexp.formats import iter_records
 from toyexp_data.cache import recall, remember
 from toyexp_data.columns import read_text_column
-from toyexp_data.records import iter_records
 
 CHUNK = 1 << 20  # bytes per read
 NO_LIMIT = 1 << 62

@@ -15,11 +15,11 @@ import toyexp.formats
 import toyexp.tokenizers
 from toyexp import RunPreview, UserError, is_changed, suggest
 from toyexp.base import pluralise, require_choice, run_interruptibly
+from toyexp.formats import Record, iter_records, record_suffix
 from toyexp_data.chat import PLAIN_TEMPLATE, Example, Part, Rows, plain_rows, tokenize
 from toyexp_data.columns import NAMES, Pair, Value, convert
 from toyexp_data.held_out import MAX_NAMED, ON_ERROR
-from toyexp_data.records import Record, find_records, has_records, iter_records, record_suffix
-from toyexp_data.splits import TEST, TRAIN, VALIDATION, split_name
+from toyexp_data.splits import TEST, TRAIN, VALIDATION, find_records, has_records, split_name
 from toyexp_data.text import TokenizedData, tokenizer_facts
 
 if TYPE_CHECKING:

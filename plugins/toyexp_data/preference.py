@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
 from toyexp import RunPreview, UserError
-from toyexp_data.chat import PLAIN_TEMPLATE, BadExample, Rows, plain_rows
+from toyexp.formats import BadExample
+from toyexp_data.chat import PLAIN_TEMPLATE, Rows, plain_rows
 from toyexp_data.columns import Pair, convert_pair
 from toyexp_data.examples import Placed, RecordData, example_rows
 from toyexp_data.text import tokenizer_facts

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from toyexp import UserError
+from toyexp.formats import READERS, record_suffix
 from toyexp_data.files import match_paths
 
 TRAIN, VALIDATION, TEST = "train", "validation", "test"
@@ -15,6 +16,7 @@ SPLITS = {
     **dict.fromkeys(("validation", "valid", "val", "dev", "eval"), VALIDATION),
     "test": TEST,
 }
+METADATA = {"state.json", "dataset_info.json", "dataset_dict.json", "dataset_infos.json", "config.json"}  # no records
 
 
 def split_name(path: Path) -> str | None:
@@ -60,3 +62,27 @@ def find_all(path: str, is_suitable: Callable[[Path], object], what: str, key: s
 def _natural_order(path: Path) -> list[tuple[int, int, str]]:
     pieces = [piece for piece in re.split(r"(\d+)", str(path)) if piece]
     return [(0, int(piece), "") if piece.isdecimal() else (1, 0, piece) for piece in pieces]
+
+
+def find_records(path: str, key: str = "path") -> list[Path]:
+    """Return the files of records at `path`, a file, a directory or a pattern; numbers in names sort by their value.
+
+    Raise UserError if there are none, or if a directory has several formats.
+    """
+    files = find_all(path, _is_data, f"examples ({' '.join(READERS)})", key)
+    suffixes = sorted({record_suffix(file) for file in files})
+    if len(suffixes) > 1:
+        several = " and ".join(f"{sum(record_suffix(f) == s for f in files)} {s or 'other'}" for s in suffixes)
+        choice = f"data.{key}='{path.rstrip('/*')}/*{suffixes[-1]}'"
+        raise UserError(f"data.{key}={path}: has {several} files; choose one format: {choice}")
+    return files
+
+
+def has_records(path: str) -> bool:
+    """Return True if there is a file of records at `path`, a file, a directory or a pattern."""
+    return any(any(map(_is_data, m.rglob("*"))) if m.is_dir() else record_suffix(m) for m in match_paths(path))
+
+
+def _is_data(file: Path) -> bool:
+    """Return True for a file of records that is neither metadata nor a cache of `datasets`."""
+    return bool(record_suffix(file)) and file.name not in METADATA and not file.name.startswith("cache-")

@@ -14,8 +14,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from toyexp import Tokenizer, UserError, printable
+from toyexp.formats import BadExample
 from toyexp.tokenizers import REASONING, BadChat, Rendered, Template, control_pattern
-from toyexp_data.chat import BadExample, Message, Part, Rows, iter_strings
+from toyexp_data.chat import Message, Part, Rows, iter_strings
 
 _ADVICE = "data.template=plain avoids the template"
 _GENERATION_TAG = re.compile(r"\{%[-+]?\s*generation\b")

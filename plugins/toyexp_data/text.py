@@ -16,12 +16,12 @@ import toyexp.formats
 import toyexp.tokenizers
 from toyexp import TOKENS, Kind, RunPreview, UserError, is_changed, suggest
 from toyexp.base import UnknownCharacter, print_error, require_choice, require_file, require_range, run_interruptibly
+from toyexp.formats import record_suffix
 from toyexp_data.cache import load_or_pack, recall, remember
 from toyexp_data.corpus import Corpus, characters, megabytes, sample_pieces
 from toyexp_data.files import FoundFiles, find_files, match_paths
 from toyexp_data.held_out import ON_ERROR, SplitData
-from toyexp_data.records import find_records, has_records, record_suffix
-from toyexp_data.splits import divide
+from toyexp_data.splits import divide, find_records, has_records
 
 if TYPE_CHECKING:
     import numpy as np

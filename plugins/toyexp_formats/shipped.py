@@ -108,6 +108,7 @@ class HuggingFace(Format):
     dtype_setting: ClassVar[str] = "dtype"
     contents: ClassVar[frozenset[str]] = HF_FILES
     writes_adapters: ClassVar[bool] = True
+    writes_dora: ClassVar[bool] = True
 
     dtype: str = "float32"  # float32 | bfloat16 | float16
 

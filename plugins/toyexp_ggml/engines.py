@@ -47,7 +47,7 @@ def require_ggml() -> None:
 def rebuild(flags: str) -> str:
     """Return the command that builds ggml-python again with these CMake flags."""
     return (
-        f"CMAKE_ARGS='-DGGML_LLAMAFILE=ON {flags}' pip install --force-reinstall --no-deps --no-cache-dir "
+        f'CMAKE_ARGS="-DGGML_LLAMAFILE=ON {flags}" pip install --force-reinstall --no-deps --no-cache-dir '
         "--no-binary ggml-python ggml-python"
     )
 

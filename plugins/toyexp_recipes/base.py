@@ -9,6 +9,7 @@ from typing import ClassVar
 
 import toyexp.formats
 from toyexp import IMAGES, LORA, TOKENS, Kind, Model, Plan, PlanTensor, Recipe, RunPreview, Setup, UserError
+from toyexp.base import require_range
 
 
 @dataclass
@@ -23,11 +24,13 @@ class FromBase(Recipe):
     starts_from: ClassVar[str] = "base"
 
     base: str | None = None  # model to start from: a model file; directory of a run, checkpoint or HF model; hub id
+    neftune: float = 0.0  # alpha of the uniform noise on embeddings in training (NEFTune), such as 5; 0: none
     new_head: bool = False  # for classifiers: true replaces the output layer by a new one for the data's classes
     new_size: bool = False  # for classifiers of images: true interpolates the positions for the data's image size
 
     def check(self) -> None:
-        """Raise UserError if the setting `base` is empty."""
+        """Raise UserError if the setting `base` is empty, or `neftune` is invalid."""
+        require_range("recipe", self, neftune="[0,inf)")
         if not self.base:
             raise UserError(f"recipe={self.name} needs a model file to start from: add recipe.base=model.gguf")
 
@@ -59,6 +62,13 @@ class FromBase(Recipe):
         """Return a warning if the data's token ids differ from those of the base."""
         path = self.base_file()
         return token_mismatch_warnings("base", path, preview) if path else ()
+
+    def require_text(self, model: Model, *names: str) -> None:
+        """Raise UserError if one of the settings `names` is not 0 and the model reads no text."""
+        for name in names:
+            if (value := getattr(self, name)) and not model.reads.sequence:
+                problem = f"applies to text models only; model={model.name} reads {model.reads}"
+                raise UserError(f"recipe.{name}={value}: {problem}")
 
     def _from_base(self, model: Model, frozen: Callable[[str], bool]) -> list[PlanTensor]:
         """Return the model's tensors with the base's values; `frozen` says which do not train.
@@ -125,5 +135,6 @@ class Full(FromBase):
         There are two exceptions: a new head starts with the model's initial values, and embeddings are frozen if
         `train_embeddings` is False.
         """
+        self.require_text(model, "neftune")
         frozen = () if self.train_embeddings else EMBEDDINGS
-        return setup.plan(model, self._from_base(model, frozen.__contains__))
+        return replace(setup, neftune=self.neftune).plan(model, self._from_base(model, frozen.__contains__))

@@ -85,6 +85,7 @@ class LossOps(TorchOps):
 
     def logits(self, x: Tensor, w: Tensor | Packed | AdaptedWeight) -> Tensor | DeferredLogits:
         """Return the logits, or DeferredLogits if `should_defer` returns True; see Ops."""
+        w = w.base if isinstance(w, AdaptedWeight) and w.low_rank is None else w  # a tied embedding with noise
         if not self.should_defer(x, w):
             return super().logits(x, w)
         return DeferredLogits(self, x, w)

@@ -180,7 +180,8 @@ class TorchSession(Session):
         return _to_numpy(values.dense() if isinstance(values, Packed) else values)
 
     def do_build(self) -> None:
-        self._params = None if self.plan.dropout_adapters else self.plan.params(self._tensors)
+        is_fixed = not (self.plan.dropout_adapters or self.plan.neftune)
+        self._params = self.plan.params(self._tensors) if is_fixed else None
         self._forward: Callable[[dict[str, Tensor]], Tensor] = self._logits
         objective = self.plan.objective
         self._loss: Callable[[dict[str, Tensor]], Tensor] = partial(self._run_objective, objective.training_loss)

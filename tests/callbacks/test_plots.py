@@ -12,7 +12,7 @@ from matplotlib.figure import Figure
 from matplotlib.image import imread
 from synthetic_runs import write_run
 
-from toyexp.base.drawing import FILE_METADATA, Sheet, find_divergence, is_own_plot, thin_curve
+from toyexp.base.drawing import FILE_METADATA, Sheet, find_divergence, fit_y_axis, is_own_plot, thin_curve
 from toyexp.cli import bench
 from toyexp.cli.main import main
 from toyexp.results.comparison import Comparison
@@ -80,13 +80,70 @@ def test_outliers_and_the_end_in_nan_are_marked_and_do_not_wreck_the_axis(tmp_pa
     losses[10], losses[-1] = 1e6, math.nan
     held_out = {"loss": ([0, 50], [5.0, 4.0])}
     steps = {"loss": (list(range(1, 101)), losses), "grad_norm": ([1], [1.0]), "lr": ([], [])}
-    curves = Curves("run", "", "token", steps, held_out, early_end=(100, "the loss is nan"))
+    curves = Curves("run", "", "token", steps, held_out, early_end=(100, "errored"))
     (tmp_path / "a.svg").write_bytes(draw_curves(curves)[".svg"])
     words = svg_texts(tmp_path / "a.svg")
-    assert "the loss is nan, step 100" in words and "1 step above the shown range, up to 1e+06" in words
+    assert {"run: loss not finite from step 100", "the loss is nan from step 100"} <= {*words}
+    assert "▲ 1 step above the shown range, up to 1e+06" in words and not any("errored" in word for word in words)
     assert {"3.00", "3.50", "4.00", "4.50", "5.00"} <= {*words}, "the axis fits the other steps"
     without = smooth_values([math.nan if loss == 1e6 else loss for loss in losses])[0]
-    assert f"training, smoothed, at the end {without[-2]:.4g}" in words, "a single spike does not displace the mean"
+    assert f"training, smoothed, last {without[-2]:.4g}" in words, "a single spike does not displace the mean"
+
+
+def draw_panels(monkeypatch, curves):
+    """Return the panels of a plot by their label."""
+    sheets = []
+    monkeypatch.setattr(Sheet, "pictures", lambda self, *suffixes: sheets.append(self))
+    draw_curves(curves)
+    return {axes.get_ylabel().replace("\n", " "): axes for axes in sheets[0].panels}
+
+
+def test_arrows_at_the_edge_mark_the_steps_above_the_range(monkeypatch):
+    losses = [5 - step / 50 for step in range(100)]
+    losses[10] = losses[60] = 1e6
+    curves = {"loss": ([*range(1, 101)], losses), "grad_norm": ([1], [1.0]), "lr": ([], [])}
+    axes = draw_panels(monkeypatch, Curves("run", steps=curves))["loss (nats per token)"]
+    (arrows,) = (line for line in axes.lines if line.get_marker() == "^")
+    assert arrows.get_xdata().tolist() == [11, 61] and {*arrows.get_ydata()} == {1}, "in fractions of the axis"
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "limits"),
+    [(2.0, 2.001, (1.9455, 2.0555)), (0.0, 1.0, (-0.05, 1.05)), (-1.0, -0.999, (-1.027, -0.972)), (1e-9, 1e-9, None)],
+)
+def test_an_axis_spans_at_least_a_twentieth_of_its_largest_value(low, high, limits):
+    axes = Figure().subplots()
+    fit_y_axis(axes, low, high, "1 step", high)
+    found, wanted = axes.get_ylim(), limits or (0.9725e-9, 1.0275e-9)
+    assert found == pytest.approx(wanted, abs=1e-12 if limits is None else 1e-3) and found[0] < low <= high < found[1]
+
+
+def test_gradient_norms_are_smoothed_in_their_logarithm_and_one_huge_norm_does_not_wreck_the_axis(monkeypatch):
+    norms = [float(norm) for norm in np.random.default_rng(0).uniform(1, 8, 200)]
+    norms[50], norms[150:] = 1e30, [0.0] * 50
+    steps = [*range(1, 201)]
+    curves = {"loss": (steps, [5.0] * 200), "grad_norm": (steps, norms), "lr": (steps, [0.003] * 200)}
+    panels = draw_panels(monkeypatch, Curves("run", steps=curves))
+    axes = panels["gradient norm"]
+    expected = np.exp(smooth_values([math.log(norm) if norm else math.nan for norm in norms])[0])
+    np.testing.assert_allclose(axes.lines[1].get_ydata(), expected)
+    assert axes.get_yscale() == "log" and 8 < axes.get_ylim()[1] < 1000
+    assert axes.get_title(loc="left") == "0 from step 151"
+    assert axes.get_title(loc="right") == "▲ 1 step above the shown range, up to 1e+30"
+    labels = [label.get_text() for label in panels["learning rate"].get_yticklabels()]
+    assert labels == ["0", "0.0015", "0.003"], "as it was typed"
+
+
+def test_the_steps_after_the_last_finite_loss_are_shaded_in_every_panel(monkeypatch):
+    steps, losses = [*range(1, 21)], [5.0, 4.0, *[math.nan] * 18]
+    curves = {"loss": (steps, losses), "grad_norm": (steps, losses), "lr": (steps, [1e30] * 20)}
+    panels = draw_panels(monkeypatch, Curves("run", steps=curves, early_end=(20, "errored")))
+    for axes in panels.values():
+        (band,) = axes.patches
+        assert (band.get_x(), band.get_width()) == (3, 17) and not axes.yaxis.get_offset_text().get_text()
+    assert panels["gradient norm"].get_title(loc="left") == "not finite from step 3"
+    labels = [label.get_text() for label in panels["learning rate"].get_yticklabels()]
+    assert labels == ["0", "5e+29", "1e+30"]
 
 
 def test_many_huge_losses_are_no_spikes():
@@ -128,10 +185,9 @@ def test_a_run_that_is_mostly_above_the_range_has_a_logarithmic_axis_over_everyt
     words = svg_texts(tmp_path / "a.svg")
     assert not any("above" in word for word in words) and {"10", "20", "50"} <= {*words}, words
     assert "warnings, steps 20, 52" in words
-    assert (
-        f"training, smoothed, at the end {smooth_values(losses)[0][-1]:.4g}" in words and "training, each step" in words
-    )
-    assert "diverged at step 2" in words
+    logs = smooth_values([math.log(loss) for loss in losses[1:]])[0]
+    assert f"training, smoothed, at the end {math.exp(logs[-1]):.4g}" in words and "training, each step" in words
+    assert {"run: diverged at step 2", "diverged at step 2: loss from 7 to 80"} <= {*words}
 
 
 def test_the_axis_of_a_run_that_diverges_late_fits_the_losses_before(tmp_path):
@@ -139,7 +195,8 @@ def test_the_axis_of_a_run_that_diverges_late_fits_the_losses_before(tmp_path):
     steps = {"loss": (list(range(1, 151)), losses), "grad_norm": ([1], [1.0]), "lr": ([], [])}
     (tmp_path / "a.svg").write_bytes(draw_curves(Curves("run", "", "token", steps))[".svg"])
     words = svg_texts(tmp_path / "a.svg")
-    assert "diverged at step 101" in words and "50 steps above the shown range, up to 1e+04" in words
+    assert "diverged at step 101: loss from 5 to 1e+04" in words
+    assert "▲ 50 steps above the shown range, up to 1e+04" in words
     assert {"3.00", "4.00", "5.00"} <= {*words}
 
 
@@ -154,9 +211,9 @@ def test_a_run_diverges_at_the_step_from_which_its_loss_stays_above_the_first(lo
 
 def test_the_only_loss_before_a_nan_has_a_wide_axis_and_the_colour_of_training(tmp_path):
     steps = {"loss": ([1, 2], [6.9485, math.nan]), "grad_norm": ([1], [1.0]), "lr": ([], [])}
-    curves = Curves("run", "", "token", steps, {"loss": ([0], [6.9496])}, early_end=(2, "the loss is nan"))
+    curves = Curves("run", "", "token", steps, {"loss": ([0], [6.9496])}, early_end=(2, "errored"))
     (tmp_path / "a.svg").write_bytes(draw_curves(curves)[".svg"])
-    assert {"6.6", "6.8", "7.0", "7.2"} <= {*svg_texts(tmp_path / "a.svg")}
+    assert {"6.80", "6.90", "7.00", "7.10"} <= {*svg_texts(tmp_path / "a.svg")}
     assert "fill: #0b4a8a; stroke: #ffffff" in (tmp_path / "a.svg").read_text()
 
 
@@ -287,7 +344,7 @@ def test_curves_with_missing_values_are_drawn(train, words):
     assert run.code == (1 if "nan" in words[0] else 0)
     assert measure_ink(run.dir / "plots" / "curves.png") > 0.01
     words_drawn = svg_texts(run.dir / "plots" / "curves.svg")
-    assert ("nan" in words[0]) == any(word.startswith("the loss is nan, step") for word in words_drawn), words_drawn
+    assert ("nan" in words[0]) == any(word.startswith("the loss is nan from step") for word in words_drawn), words_drawn
     assert "callback plots failed" not in (run.dir / "log.txt").read_text()
 
 

@@ -11,7 +11,7 @@ from lines import run_failing
 
 from toyexp.cli import doctor
 from toyexp.cli.main import main
-from toyexp.cli.pages import doctor_hints, page_about, read_page, topics
+from toyexp.cli.pages import doctor_hints, page_about, read_page, run_hints, topics
 from toyexp.config.keys import Keys
 from toyexp.config.paths import PAGES
 from toyexp.config.top_level import GROUPS, other_tools, translate_setting
@@ -23,6 +23,8 @@ from toyexp.training import verdict
 TINY = ["data=random", "data.vocab=32", "model.d_model=16", "model.context=8", "model.d_ff=24", "engine=ggml",
         "steps=1", "eval_every=0"]  # fmt: skip
 
+HEALTHY = SimpleNamespace(has_diverged=False)
+
 
 @pytest.fixture(autouse=True)
 def _work_in_tmp_path(tmp_path, monkeypatch):
@@ -32,7 +34,8 @@ def _work_in_tmp_path(tmp_path, monkeypatch):
 def test_toyexp_without_arguments_trains_and_suggests_three_commands(monkeypatch, capsys):
     """The hints follow the default run, which is replaced by a stub here."""
     assert main([*TINY, "data.vocab=257", "hydra.run.dir=trained"]) == 0
-    result = SimpleNamespace(dir=Path("trained").absolute(), artifacts=[Path("trained/model.gguf").absolute()])
+    model = Path("trained/model.gguf").absolute()
+    result = SimpleNamespace(outcome=HEALTHY, dir=model.parent, artifacts=[model])
     asked = []
     monkeypatch.setattr(one_run, "execute", lambda run, *_: asked.append(run.config.settings.steps) or result)
     monkeypatch.setattr(verdict, "print_result", lambda result: None)
@@ -52,12 +55,26 @@ def test_toyexp_without_arguments_trains_and_suggests_three_commands(monkeypatch
 
 @pytest.mark.parametrize("before", ["outputs", "words"])
 def test_one_command_is_suggested_after_earlier_runs_or_with_overrides(monkeypatch, capsys, before):
-    monkeypatch.setattr(one_run, "execute", lambda run, *_: SimpleNamespace(dir=Path("x"), artifacts=[]))
+    result = SimpleNamespace(outcome=HEALTHY, dir=Path("x"), artifacts=[])
+    monkeypatch.setattr(one_run, "execute", lambda run, *_: result)
     monkeypatch.setattr(verdict, "print_result", lambda result: None)
     if before == "outputs":
         Path("outputs").mkdir()
     assert main(["steps=1"] if before == "words" else []) == 0
     assert capsys.readouterr().out.strip() == "next  toyexp runs  # list runs"
+
+
+def test_a_sweep_and_a_diverged_run_suggest_what_to_do(capsys):
+    sweep = ["-m", *TINY, "seed=0,1", "sweep.launcher=serial", "sweep.report=false", "hydra.sweep.dir=s w"]
+    assert main(sweep) == 0
+    hints = capsys.readouterr().out.rpartition("\n\n")[2].splitlines()
+    (_, describe, run), (_, compare, folder, *_) = (shlex.split(h.removeprefix("next"), comments=True) for h in hints)
+    assert (describe, compare, folder) == ("describe", "compare", "s w") and Path(run, "model.gguf").exists()
+    diverged = SimpleNamespace(outcome=SimpleNamespace(has_diverged=True), dir=Path("x"), artifacts=[])
+    assert run_hints(diverged, is_first=False) == [
+        "",
+        "next  toyexp help symptoms  # read what to do if the loss rises",
+    ]
 
 
 def test_doctor_suggests_commands_for_the_working_engines(capsys, monkeypatch):
@@ -72,7 +89,9 @@ def test_doctor_suggests_commands_for_the_working_engines(capsys, monkeypatch):
 
 
 def test_doctor_does_not_break_commands(capsys, monkeypatch):
-    build = "CMAKE_ARGS='-DGGML_BLAS=ON -DGGML_BLAS_VENDOR=OpenBLAS' pip install --no-binary ggml-python ggml-python"
+    build = (
+        'CMAKE_ARGS="-DGGML_BLAS=ON -DGGML_CUDA=ON -DGGML_BLAS_VENDOR=OpenBLAS" pip install --no-binary ggml-python x'
+    )
     install = "pip install llama-cpp-python"
     why = "a K-quant needs llama.cpp, which is not installed: put llama-quantize on the PATH, or"
     monkeypatch.setattr(doctor, "verdict", lambda offer: f"PASS  this build is slow: build it again: {build}; it helps")
@@ -81,6 +100,7 @@ def test_doctor_does_not_break_commands(capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "60")
     assert main(["--color=never", "doctor"]) == 0
     lines = capsys.readouterr().out.splitlines()
+    assert max(map(len, lines)) <= 60, "a quoted list of flags is broken, too"
     joined = re.sub(r" \\\n +", " ", "\n".join(lines))  # as a shell reads lines that end with a backslash
     assert build in joined and install in joined
     assert all(len(line) <= 60 for line in lines)

@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 
 from toyexp import UserError
+from toyexp.formats import iter_records
 from toyexp_data.columns import convert, convert_pair
 from toyexp_data.examples import ExampleData
 from toyexp_data.preference import Preference
-from toyexp_data.records import find_records, iter_records
-from toyexp_data.splits import split_name
+from toyexp_data.splits import find_records, split_name
 from toyexp_data.text import Text
 
 pyarrow = pytest.importorskip("pyarrow", reason="Parquet and Arrow: pip install 'toyexp[data]'")

@@ -47,7 +47,7 @@ def complete_line(tmp_path, monkeypatch):
         ("toyexp steps=", []),
         ("toyexp recipe=w", ["recipe=warm"]),
         ("toyexp rec", ["recipe.", "recipe="]),
-        ("toyexp recipe=lora recipe.ra", ["recipe.rank="]),
+        ("toyexp recipe=lora recipe.ra", ["recipe.rank=", "recipe.rank_pattern="]),
         ("toyexp recipe=warm recipe.ra", []),
         ("toyexp model.n_kv", ["model.n_kv_heads="]),
         ("toyexp +model.n_kv", ["+model.n_kv_heads="]),

@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from toyexp import UserError
+from toyexp.formats import BadExample
 from toyexp.formats.gguf.read import GGUFFile
 from toyexp.formats.gguf.tokenizer import read_chat_template, read_tokenizer
 from toyexp.formats.gguf.write import write_model
@@ -17,7 +18,7 @@ from toyexp.interfaces.dataset import batch_digest
 from toyexp.testing import DataSuite
 from toyexp.tokenizers.byte_level import BPE, Bytes, Characters
 from toyexp.tokenizers.tokenizer import END_OF_TEXT, SYMBOLS
-from toyexp_data.chat import PLAIN_TEMPLATE, BadExample, Message, plain_rows, tokenize
+from toyexp_data.chat import PLAIN_TEMPLATE, Message, plain_rows, tokenize
 from toyexp_data.columns import convert, convert_pair
 from toyexp_data.examples import ExampleData, example_rows, spread_held_out
 from toyexp_data.preference import Preference
@@ -398,7 +399,7 @@ BAD = [
     (b"[" * 100_000, "is not one JSON object ("),
     (b'{"prompt": "a', "is not one JSON object (Unterminated string"),
     (b'{"text": "\xff"}', "not UTF-8 text (byte 10 is 0xff)"),
-    (b"[1]", "is a list; expected messages, prompt and completion"),
+    (b"[1]", "is a list; expected an object"),
     (b"3", "is a number; expected"),
     (b"{}", "has the keys none; expected"),
     (b'{"prompt": "a", "reply": "b"}', "has the keys prompt, reply; expected messages, prompt and completion"),

@@ -10,7 +10,8 @@ from pathlib import Path
 import gguf
 import numpy as np
 import pytest
-from tiny import MODELS, split_gguf, write_base
+from texts import hard_pieces
+from tiny import MODELS, chat_tokenizer, split_gguf, write_base
 
 from toyexp.base.errors import RunFailed
 from toyexp.base.formatting import format_bytes
@@ -19,6 +20,7 @@ from toyexp.cli.main import main
 from toyexp.formats.gguf.form import read_model
 from toyexp.formats.gguf.quantise import FILE_TYPES, K_QUANTS
 from toyexp.formats.gguf.read import GGUFFile
+from toyexp.formats.gguf.tokenizer import read_tokenizer
 from toyexp.formats.gguf.write import Writer, write_model
 from toyexp.tokenizers.byte_level import Bytes
 
@@ -311,3 +313,61 @@ def test_every_k_quant_is_one_that_llama_cpp_knows():
     assert {k: gguf.LlamaFileType[f"MOSTLY_{k.upper()}"].value for k in K_QUANTS} == K_QUANTS
     others = {k: v for k, v in FILE_TYPES.items() if k != "f32"}
     assert {k: gguf.LlamaFileType[f"MOSTLY_{k.upper()}"].value for k in others} == others
+
+
+# -- new tokens -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("tokenizer", [chat_tokenizer(), hard_pieces(True)], ids=["bpe", "sentencepiece"])
+@pytest.mark.parametrize("name", ["llama", "llama_tied_bias", "gpt2"])
+def test_new_tokens_have_the_mean_of_the_old_rows_and_are_found_in_texts(capsys, name, tokenizer):
+    write_base(Path("m.gguf"), name, tokenizer=tokenizer)
+    assert main(["export", "m.gguf", "--type", "f32", "--new-tokens", "<|tool|>,<call>", "--to", "more.gguf"]) == 0
+    count = tokenizer.vocab
+    with GGUFFile("m.gguf") as base, GGUFFile("more.gguf") as file:
+        assert base.tensors.keys() == file.tensors.keys()
+        for tensor in base.tensors:
+            before, after = base.read(tensor), file.read(tensor)
+            if tensor in ("token_embd.weight", "output.weight"):
+                np.testing.assert_array_equal(after[:count], before)
+                mean = before.astype(np.float64).mean(0)
+                np.testing.assert_allclose(after[count:], [mean, mean], rtol=1e-6, atol=1e-9)
+            else:
+                np.testing.assert_array_equal(after, before)
+        assert read_model(type(MODELS[name]), file).vocab == count + 2
+        old, new = read_tokenizer(base), read_tokenizer(file)
+    assert new.pieces == [*old.pieces, "<|tool|>", "<call>"] and new.chat_template == old.chat_template
+    assert (new.bos, new.eos, new.add_bos, new.controls) == (old.bos, old.eos, old.add_bos, old.controls)
+    expected = [*old.encode("a b").tolist(), count, *new.encode(" c", after=count).tolist(), count + 1]
+    assert new.encode("a b<|tool|> c<call>").tolist() == expected and new.decode([count]) == "<|tool|>"
+    Path("book.txt").write_text("a b<|tool|> c<call>\n" * 200)
+    words = ["recipe=full", "recipe.base=more.gguf", "data=text", "data.path=book.txt", "model.context=8", "lr=1e-2"]
+    words += ["engine=ggml", "steps=2", "batch_size=2", "checkpoint_every=1", "hydra.run.dir=run"]
+    assert main(words) == 0, capsys.readouterr().err
+    with GGUFFile("more.gguf") as base, GGUFFile("run/model.gguf") as trained:
+        assert read_tokenizer(trained).fingerprint() == new.fingerprint()
+        assert (trained.read("token_embd.weight")[count:] != base.read("token_embd.weight")[count:]).all(1).all()
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("--new-tokens <|a|>,<|a|> --type f32", "--new-tokens: '<|a|>' is empty, repeated, or a token already"),
+        ("--new-tokens <|im_end|> --type f32", "--new-tokens: '<|im_end|>' is empty, repeated, or a token already"),
+        ("--new-tokens <|a|>, --type f32", "--new-tokens: '' is empty, repeated"),
+        ("--new-tokens <|a|> --type hf", "--new-tokens: cannot be combined with --type hf; write a GGUF first"),
+        ("--new-tokens <|a|> --type f16 --ollama", "--new-tokens: has no effect with --ollama"),
+        ("--new-tokens <|a|>", "export m.gguf: needs a type"),
+    ],
+)
+def test_new_tokens_that_cannot_be_added_are_one_error(capsys, words, said):
+    write_base(Path("m.gguf"), "llama", tokenizer=chat_tokenizer())
+    assert main(["export", "m.gguf", *words.split()]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert said in line and [path.name for path in Path().iterdir()] == ["m.gguf"]
+
+
+def test_a_model_without_a_tokenizer_gets_no_new_tokens(capsys):
+    write_base(Path("ids.gguf"), "llama")
+    assert main(["export", "ids.gguf", "--type", "f32", "--new-tokens", "<|a|>"]) == 2
+    assert "ids.gguf: --new-tokens: the model has no tokenizer" in capsys.readouterr().err

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from toyexp import ArrayValues, Constant, InputSpec, Lens, LoraAdapter, Plan, PlanTensor, UserError
-from toyexp.interfaces.plan import inherited_metadata, shared_alpha
+from toyexp.interfaces.plan import inherited_metadata
 from toyexp.interfaces.snapshot import state_misfit, state_shapes
 from toyexp.testing import OpModel, op_batch, op_plan
 
@@ -112,9 +112,13 @@ def test_dropout_without_masks_in_the_batch_is_rejected():
 def test_an_adapter_file_has_one_alpha():
     pairs = [PlanTensor(f"p.lora_{x}", shape, Constant(0.5)) for x, shape in (("a", (4, 8)), ("b", (8, 4)))]
     tensors = (*TENSORS, *PAIR, *pairs)
-    assert shared_alpha(plan(tensors=tensors, adapters=(LoraAdapter("w", 2.0), LoraAdapter("p", 1.0)))) == 4.0
-    with pytest.raises(UserError, match=r"one alpha, but these adapters have \[4.0, 8.0\]"):
-        shared_alpha(plan(tensors=tensors, adapters=(LoraAdapter("w", 2.0), LoraAdapter("p", 2.0))))
+    equal, unequal = (plan(tensors=tensors, adapters=(LoraAdapter("w", 2.0), LoraAdapter("p", s))) for s in (1.0, 2.0))
+    values = {t.name: equal.initial_values(t) for t in equal.tensors}
+    assert equal.alphas == {"w": 4.0, "p": 4.0} and unequal.alphas == {"w": 4.0, "p": 8.0}
+    for the_plan, factor in ((equal, 1), (unequal, 2)):  # a matrix B whose adapter has another alpha is scaled
+        alpha, stored = the_plan.adapter_file(values)
+        assert alpha == 4.0 and np.array_equal(stored["p.lora_b"], factor * values["p.lora_b"])
+        assert all(stored[name] is values[name] for name in ("p.lora_a", "w.lora_a", "w.lora_b"))
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,6 +1,7 @@
 """Plots of sweeps and searches: their texts, their contents, and files that they never replace."""
 
 import json
+import math
 import re
 import subprocess
 import sys
@@ -18,6 +19,7 @@ from toyexp.base.drawing import COLOURS, fit_text, is_own_plot
 from toyexp.cli.main import main
 from toyexp.results.comparison import Comparison
 from toyexp.results.plot import Line, draw_sheet
+from toyexp.results.plot_search import Search
 from toyexp.results.run_dirs import find_runs, read_run
 
 SWEEP = ["-m", "engine=ggml", "data=random", "model.n_layers=1", "model.d_model=16", "model.context=16", "batch_size=2",
@@ -51,20 +53,20 @@ def change_directory(tmp_path, monkeypatch):
 
 def test_a_plot_of_runs_names_the_swept_settings_and_final_losses(grid, capsys):
     words = plot_texts(capsys, str(grid / "runs"), "curves.svg")
-    assert "recipe scratch, warm; lr 0.001, 0.003, 0.01, 0.5; 4 seeds" in words, "× needs all combinations"
+    assert "recipe scratch, warm; lr 0.001, 0.003, 0.01, 0.5; 4 seeds" in " ".join(words), "× needs all combinations"
     common = "20 runs · llama · stdlib · ggml · 100 steps · 1 did not complete"
     assert common in " ".join(words), "in one line or two, by how long the place is"
     ranking = Comparison.build([read_run(path) for path in find_runs(grid / "runs")]).ranking
     rows = [word for word in words if re.fullmatch(r"(scratch|warm)  lr=[\d.]+", word)]
     best = ranking.points[0].jobs[0].run
     assert rows[0] == f"{best.recipe}  lr={best.lr:g}" and len(rows) == 7
-    ends = [word for word in words if "±" in word and "over" not in word]
+    ends = [word for word in words if "±" in word and "over" not in word and not word.startswith("Best")]
     for text, point in zip(ends, ranking.points, strict=False):
         mean, deviation = map(float, text.removesuffix(", best").split(" ± "))
         assert mean == pytest.approx(np.mean(point.values), abs=0.02)
         assert deviation == pytest.approx(np.std(point.values, ddof=1), rel=0.06)
     assert [text.endswith("best") for text in ends] == [True] + [False] * 5
-    assert "1 run above the shown range, up to 40" in words
+    assert "▲ 1 run above the shown range, up to 40" in words
     assert "× recipe=warm  lr=0.003" in words or ("× warm  lr=0.003" in words and "killed at step 60" in words)
     assert "held-out loss (nats per token)" in words
     runs = Comparison.build([read_run(path) for path in find_runs(grid / "runs")])
@@ -113,7 +115,7 @@ def test_of_many_points_only_the_best_are_coloured(tmp_path, capsys):
     for number in range(30):
         write_run(tmp_path / f"runs/{number}", steps=5, lr=1e-3 * (number + 1), held_out=2.0 + number / 10)
     words = plot_texts(capsys, "runs", "curves.svg")
-    assert "lr 0.001 to 0.03 (30 values)" in words
+    assert "Best held-out loss 2: lr=0.001" in words and "lr 0.001 to 0.03 (30 values)" in " ".join(words)
     assert "22 others, grey" in words and "2.8 to 4.9" in words
     assert Path("curves.svg").stat().st_size < 200_000
     for colour in COLOURS:
@@ -158,7 +160,8 @@ def write_search(directory, scores, metric="loss"):
     draw = np.random.default_rng(0)
     values = [{"lr": float(10 ** draw.uniform(-4, -1)), "optim": name} for name in ("adamw", "lion") * 5]
     trials = [{"trial": number, "values": values[number], "score": score,
-               "state": "complete" if number != 3 else "pruned"} for number, score in enumerate(scores)]  # fmt: skip
+               "state": "complete" if number != 3 else "pruned", "step": 20 if number == 3 else None}
+              for number, score in enumerate(scores)]  # fmt: skip
     record = {"search": "tpe", "metric": metric, "repeats": 1, "prune": None, "best": None,
             "importances": {"optim": 0.25, "lr": 0.75}, "trials": trials}  # fmt: skip
     (directory / "search.json").write_text(json.dumps(record))
@@ -173,26 +176,53 @@ def test_a_search_is_plotted_by_trial_and_by_each_setting(tmp_path, capsys, metr
     scores = [3.0, 2.5, 2.9, 5.0, 2.2, None, 2.6, 1.75, 2.0, 90.0]
     trials = write_search(tmp_path / "s", scores, metric)
     words = plot_texts(capsys, "s", "search.svg")
-    assert "tpe search of lr, optim: 10 trials" in words
     values = trials[best]["values"]
-    assert f"line: best so far; star: best, {scores[best]:g} in trial {best}" in words
-    assert f"lr={values['lr']} optim={values['optim']}" in words
+    assert f"Best held-out {metric} {scores[best]:g}: lr={values['lr']} optim={values['optim']}" in words
+    assert f"line: best so far; star: best trial, {best}" in words
     unit = " (nats per token)" if metric == "loss" else ""
     assert {"(importance 75%)", "(importance 25%)", "adamw", "lion", "0.001", f"held-out {metric}{unit}"} <= {*words}
     notes = " ".join(words)
-    assert "s · 1 pruned · 1 without a score · equal values: trials from left to right" in notes
+    assert "tpe search of lr, optim: 10 trials · s · rings: 1 trial pruned at step 20" in notes
+    assert (
+        "importance for the ranking of 10 trials · 1 without a score · equal values: trials from left to right" in notes
+    )
     figure = draw_sheet(None, "s", tmp_path / "s").figure
     (so_far,) = (line for line in figure.axes[0].lines if len(line.get_xdata()) > 1)
     points = [(number, score) for number, score in enumerate(scores) if score is not None and number != 3]
     pick = np.minimum if metric == "loss" else np.maximum
     assert so_far.get_ydata()[:-1].tolist() == pick.accumulate([score for _, score in points]).tolist()
-    rings = [dots for dots in figure.axes[0].collections if not dots.get_facecolor().size]
-    ((number, height),) = [point for dots in rings for point in dots.get_offsets().tolist()]
-    shown = [score for _, score in points if score < 90]
-    assert number == 3 and (height > max(shown) if metric == "loss" else height < min(shown)), "outside the scores"
-    assert "pruned" in words and not any(word.startswith("5.") for word in words), "the axis fits completed trials"
+    dots = figure.axes[0].collections[0]
+    heights = dict(dots.get_offsets().tolist())
+    (number,) = (n for n, colour in zip(heights, dots.get_facecolor(), strict=True) if not colour[3])
+    height = heights[number]
+    assert number == 3 and all(heights[n] == score for n, score in points if score < 90)
     if metric == "loss":
-        assert "1 above the range, up to 90 (triangles)" in notes
+        assert 3.0 < height < heights[9] < figure.axes[0].get_ylim()[1] < 4, "compressed, in order"
+        assert "grey band: logarithmic" in notes and "90" in words, "the band's largest tick is the worst score"
+    else:
+        assert height == 5.0 and heights[9] == 90.0 and "grey band" not in notes
+
+
+def test_the_compressed_part_of_a_searchs_axis_keeps_the_order_of_its_trials(tmp_path):
+    write_search(tmp_path / "s", [3.0, 2.9, 2.8, 4.0, 2.7, 6.0, 12.0, 1e30])
+    search = Search.read(tmp_path / "s")
+    better, worse, end, _ = search.limits
+    places = [search.place(score) for score in (2.7, worse, 4.0, 6.0, 12.0, 1e30)]
+    assert places == sorted(places) and better < places[0] == 2.7 and places[1] == worse and places[-1] < end
+    excess = math.log1p((6.0 - worse) / (worse - better)) / math.log1p((1e30 - worse) / (worse - better))
+    assert places[3] == pytest.approx(worse + 0.85 * (end - worse) * excess)
+    (middle, _), (last, label) = search.cut_ticks
+    assert label == "1e+30" and last == places[-1] and middle == pytest.approx((worse + last) / 2)
+
+
+def test_rings_are_darker_the_later_their_trials_were_pruned(tmp_path):
+    trials = write_search(tmp_path / "s", [3.0, 2.9, 2.8, 4.0, 2.7, 5.0])
+    record = json.loads((tmp_path / "s/search.json").read_text())
+    record["trials"][5] = {**trials[5], "state": "pruned", "step": 40}
+    (tmp_path / "s/search.json").write_text(json.dumps(record))
+    dots = draw_sheet(None, "s", tmp_path / "s").panels[0].collections[0]
+    early, late = dots.get_edgecolor()[dots.get_facecolor()[:, 3] == 0, :3].sum(axis=1)
+    assert late < early and "at steps 20 to 40" in " ".join(Search.read(tmp_path / "s").describe_pruning())
 
 
 def test_only_the_first_panel_of_a_row_has_numbers_at_its_left(tmp_path):
@@ -230,14 +260,14 @@ def test_runs_that_stopped_with_a_common_setting_are_named_by_it(tmp_path, capsy
         write_run(tmp_path / f"runs/{seed}", reason="errored", until=2, lr=1e30, seed=seed, steps=5)
     words = plot_texts(capsys, "runs", "curves.svg")
     assert "× lr=1e+30" in words and "2 failed" in words
-    assert "lr 0.01, 1e+30; 2 seeds" in words, "the good one has one seed only"
+    assert "lr 0.01, 1e+30; 2 seeds" in " ".join(words), "the good one has one seed only"
 
 
 def test_a_plot_names_settings_that_vary_together(tmp_path, capsys):
     for steps, lr in ((60, 1e30), (100, 0.003), (80, 0.01)):
         write_run(tmp_path / f"runs/{steps}", steps=steps, lr=lr, seed=0)
     words = plot_texts(capsys, "runs", "curves.svg")
-    assert "steps 60, 80, 100 with lr 1e+30, 0.01, 0.003" in words, "values of one run have the same position"
+    assert "steps 60, 80, 100 with lr 1e+30, 0.01, 0.003" in " ".join(words), "values of one run have the same position"
     assert {"steps=60  lr=1e+30", "steps=80  lr=0.01", "steps=100  lr=0.003"} <= set(words)
 
 
@@ -245,22 +275,25 @@ def test_of_many_settings_that_vary_together_a_plot_names_the_learning_rate(tmp_
     for number, (steps, lr) in enumerate([(60, 1e30), (100, 0.003)]):
         write_run(tmp_path / f"runs/{number}", steps=steps, lr=lr, batch_size=4 + number, eval_every=20 + number)
     words = plot_texts(capsys, "runs", "curves.svg")
-    assert {"steps 60, 100 with lr 1e+30, 0.003", "steps=60  lr=1e+30", "steps=100  lr=0.003"} <= set(words)
+    assert "steps 60, 100 with lr 1e+30, 0.003" in " ".join(words)
+    assert {"steps=60  lr=1e+30", "steps=100  lr=0.003"} <= set(words)
 
 
 def test_the_settings_of_a_model_do_not_lengthen_its_label(tmp_path, capsys):
     for model, width in (("llama", 32), ("gpt2", 64)):
         write_run(tmp_path / f"runs/{model}", model=model, model__d_model=width, steps=20)
     words = plot_texts(capsys, "runs", "curves.svg")
-    assert {"model llama, gpt2", "llama", "gpt2"} <= set(words) or {"model gpt2, llama", "llama", "gpt2"} <= set(words)
+    assert {"llama", "gpt2"} <= set(words)
+    assert any(text in " ".join(words) for text in ("model llama, gpt2", "model gpt2, llama"))
 
 
 def test_a_long_title_is_wrapped_in_a_narrow_column(grid):
     sheet = draw_sheet(Comparison.build([read_run(path) for path in find_runs(grid / "runs")]), "/tmp/runs")
     page, narrow = (sheet.pictures(".svg", column=column)[".svg"].decode() for column in (None, "single"))
-    assert ">/tmp/runs · " in page and "/tmp/runs" not in narrow
-    assert ">recipe scratch, warm; lr 0.001, 0.003, 0.01, 0.5; 4 seeds<" in page
-    assert ">recipe scratch, warm; lr 0.001, 0.003,<" in narrow and ">0.01, 0.5; 4 seeds<" in narrow
+    assert "/tmp/runs" in page and "/tmp/runs" not in narrow
+    assert ">recipe scratch, warm; lr 0.001, 0.003, 0.01, 0.5; 4 seeds" in page, "a part of the subtitle is not divided"
+    title = re.search(r">(Best held-out loss [^<]*)<", page)[1]
+    assert f">{title}<" not in narrow and f">{title[:20]}" in narrow
 
 
 @pytest.mark.filterwarnings("error")
@@ -278,7 +311,7 @@ def test_a_value_too_large_for_float_is_drawn_as_text(tmp_path, capsys):
     record = json.loads((tmp_path / "s/search.json").read_text())
     record["trials"][0]["values"]["lr"] = 10**400
     (tmp_path / "s/search.json").write_text(json.dumps(record))
-    assert "star: best, 2 in trial 1" in " ".join(plot_texts(capsys, "s", "search.svg"))
+    assert "star: best trial, 1" in " ".join(plot_texts(capsys, "s", "search.svg"))
 
 
 def test_selected_runs_of_a_search_are_drawn_as_curves(tmp_path, capsys):
@@ -329,7 +362,7 @@ def test_a_sweep_with_plots_writes_a_plot_and_replaces_no_foreign_file(tmp_path,
     out = capsys.readouterr().out
     assert "plot    s/plots/sweep.png\nplot    s/plots/sweep.svg\n" in out
     words = svg_texts(tmp_path / "s/plots/sweep.svg")
-    assert "lr 0.01, 5.0 × 2 seeds" in words, words
+    assert "lr 0.01, 5.0 × 2 seeds" in " ".join(words), words
     assert is_own_plot(tmp_path / "s/plots/sweep.png")
     (tmp_path / "s/plots/sweep.png").write_bytes(b"theirs")
     assert main(["sweep.resume=s"]) == 0, "trouble with a picture is none of the sweep's"

@@ -522,6 +522,7 @@ AT_HEAD = {
 }  # fmt: skip
 INSIDE_FUNCTIONS = {
     "pandas",
+    "pyarrow",
     "IPython",
     "packaging",
     "gguf",

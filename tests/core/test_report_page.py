@@ -2,6 +2,7 @@
 
 import csv
 import importlib.util
+import itertools
 import json
 import os
 import re
@@ -13,7 +14,7 @@ import numpy as np
 import pytest
 from synthetic_runs import write_run, write_sweep
 
-from toyexp.base.drawing import COLOURS, DARK_COLOURS
+from toyexp.base.drawing import COLOURS, DARK_COLOURS, DARK_RAMP, RAMP
 from toyexp.cli.main import main
 from toyexp.results.report import PAGE
 from toyexp.results.run_dirs import find_runs, read_run
@@ -210,6 +211,7 @@ def test_the_legend_hides_shows_and_isolates_points_in_all_charts(page):
         ("lr>=0.1", ["recipe=scratch  data=stdlib  lr=0.1", "recipe=warm  data=stdlib  lr=0.1"]),
         ("seed=3 warm lr=0.003", [LABEL]),
         ("steps=40", ["<img src=x onerror=alert(1)>"]),
+        ("time>1 time<=3 lr=0.003 warm", [LABEL]),
         ("of=300 optim.beta2=None warm lr=0.003", [LABEL]),
         ("when=2026-11-22 when>2026-11-21 when<=2026-11-23 sweep= warm lr=0.003", [LABEL]),
     ],
@@ -225,11 +227,19 @@ def test_the_filter_has_the_conditions_of_runs(page, words, labels):
 @pytest.mark.parametrize(
     ("words", "count", "problem"),
     [
-        ("lrr=1", 7, "no run has the setting lrr"),
-        ("lr < x", 7, "lr<x: < needs a number"),
-        ("when<banana", 7, "when<banana: < needs a date or time such as 2026-11-20T18:00, today or yesterday"),
-        ("when>2026-13-45", 7, "when>2026-13-45: > needs a date or time such as 2026-11-20T18:00, today or yesterday"),
-        ("lr= recipe=warm", 7, "lr=: needs a value"),
+        ("lrr=1", 7, "ignored: lrr=1 (no run has the setting lrr)"),
+        ("lr < x trial=2", 7, "ignored: lr<x (< needs a number); ignored: trial=2 (no run has the setting trial)"),
+        (
+            "when<banana",
+            7,
+            "ignored: when<banana (< needs a date or time such as 2026-11-20T18:00, today or yesterday)",
+        ),
+        (
+            "when>2026-13-45",
+            7,
+            "ignored: when>2026-13-45 (> needs a date or time such as 2026-11-20T18:00, today or yesterday)",
+        ),
+        ("lr= recipe=warm", 3, "ignored: lr= (needs a value)"),
         ("recipe=wram", 0, "no run has recipe=wram; values: scratch · warm"),
         ("lr=0.003,7 recipe=warm", 1, "no run has lr=7; values: 0.001 · 0.003 · 0.1"),
     ],
@@ -238,6 +248,8 @@ def test_a_filter_with_an_unknown_setting_or_value_is_explained(page, words, cou
     page.fill("#filter", words)
     until(page, f"document.getElementById('count').textContent == '{count} of 7 points; {problem}'")
     assert page.get_attribute("#filter", "aria-invalid") == "true"
+    colours = page.evaluate("['#count', '#count .bad'].map((s) => getComputedStyle(document.querySelector(s)).color)")
+    assert colours[0] != colours[1], "the problem has the colour of errors, the count has not"
     assert page.locator("#legend button").count() == count
 
 
@@ -348,7 +360,8 @@ def test_the_keyboards_focus_stays_on_legend_and_table(page):
 
 def test_charts_have_a_name_for_screen_readers(page):
     names = page.evaluate("[...document.querySelectorAll('[role=img]')].map((e) => e.getAttribute('aria-label'))")
-    assert len(names) == 5 and all(names)  # curves, three small charts, settings
+    assert len(names) == 4 and all(names)  # curves, three small charts
+    assert page.locator("#parallel [role=group]").get_attribute("aria-label").startswith("held-out loss of 7 points")
     assert f"7 of 7 points. Best: {LABEL}" in names[0]
     assert page.locator("[role=img] button").count() == 0
 
@@ -377,12 +390,26 @@ def test_points_differ_in_small_charts_and_without_a_final_metric(page):
     assert page.locator("#parallel path.run.best").get_attribute("data-point") == "0"
 
 
-def test_the_table_is_saved_as_csv(page):
+def test_the_table_is_saved_as_csv(page, swept):
+    until(page, "document.getElementById('count').textContent == '7 of 7 points'")
     with page.expect_download() as download:
         page.click("#save")
-    rows = [line.split(",") for line in Path(download.value.path()).read_text().splitlines()]
-    assert rows[0][:4] == ['"held-out loss"', '"recipe"', '"data"', '"lr"'] and len(rows) == 8
-    assert rows[1][1:4] == ['"warm"', '"stdlib"', '"0.003"'] and float(rows[1][0].strip('"')) < 3
+    rows = list(csv.DictReader(Path(download.value.path()).read_text().splitlines()))
+    assert list(rows[0])[:6] == ["held-out loss", "± held-out loss", "steps taken", "name", "recipe", "data"]
+    last = [lines[-1]["loss"] for lines in events(swept, "eval", **BEST)]
+    assert len(rows) == 7 and rows[0]["name"] == LABEL and rows[0]["steps taken"] == "300"
+    assert float(rows[0]["held-out loss"]) == pytest.approx(np.mean(last), rel=1e-4)
+    assert float(rows[0]["± held-out loss"]) == pytest.approx(np.std(last, ddof=1), rel=1e-4)
+    assert max(len(cell) for row in rows for head, cell in row.items() if "loss" in head) <= 8, "no needless digits"
+
+
+def test_the_filter_knows_jobs_and_trials_of_a_search(page):
+    script = (PAGE / "filter.js").read_text()
+    runs = [{"sweep": "s", "path": f"s/{n}-warm", "all": {"lr": lr}} for n, lr in enumerate(("0.1", "1e-3"))]
+    found = {"columns": ["path"], "search": {"trials": [{"number": 7, "values": {"lr": 0.001}}]}, "runs": runs}
+    read = "data.runs.map((run) => [readValue(run, 'job'), readValue(run, 'trial')])"
+    values = page.evaluate(f"(() => {{ const data = {json.dumps(found)};\n{script}\nreturn {read}; }})()")
+    assert values == [["0", None], ["1", 7]]
 
 
 def test_a_formula_in_a_saved_table_is_quoted(chromium, tmp_path):
@@ -411,7 +438,7 @@ def test_a_saved_table_of_runs_tells_them_apart(chromium, tmp_path):
     assert {Path(row["path"]).name for row in rows} == {"0.001", "0.003", "0.01"} and len(rows[0]) == 12
     assert "Values beyond ±1e300 are not drawn" in opened.page.locator("#said").inner_text()
     labels = opened.page.locator("#lr .yaxislayer-above text").all_text_contents()
-    assert labels == ["1e−3", "2e−3", "5e−3", "1e−2"]  # with one tick for each digit, they would overlap
+    assert labels == ["0.001", "0.003", "0.01"]  # the rates that were typed
     assert opened.trouble == []
     opened.context.close()
 
@@ -422,16 +449,38 @@ def luminance(colour):
     return float(np.dot(linear, [0.2126, 0.7152, 0.0722]))
 
 
+# Machado, Oliveira and Fernandes (2009): linear sRGB as seen without long, middle and short cones
+BLIND = (
+    ((0.152286, 1.052583, -0.204868), (0.114503, 0.786281, 0.099216), (-0.003882, -0.048116, 1.051998)),
+    ((0.367322, 0.860646, -0.227968), (0.280085, 0.672501, 0.047413), (-0.011820, 0.042940, 0.968881)),
+    ((1.255528, -0.076749, -0.178779), (-0.078411, 0.930809, 0.147602), (0.004733, 0.691367, 0.303900)),
+)
+
+
+def lab(colour, seen):
+    rgb = np.array([int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5)])
+    linear = np.clip(seen @ np.where(rgb <= 0.04045, rgb / 12.92, ((rgb + 0.055) / 1.055) ** 2.4), 0, 1)
+    to_xyz = [[0.4124564, 0.3575761, 0.1804375], [0.2126729, 0.7151522, 0.0721750], [0.0193339, 0.1191920, 0.9503041]]
+    x, y, z = np.cbrt(np.maximum(to_xyz @ linear / [0.95047, 1, 1.08883], 1e-9))
+    return np.array([116 * y - 16, 500 * (x - y), 200 * (y - z)])
+
+
+@pytest.mark.parametrize("seen", [np.eye(3), *map(np.array, BLIND)], ids=["all", "protan", "deutan", "tritan"])
+@pytest.mark.parametrize("series", [COLOURS, DARK_COLOURS], ids=["light", "dark"])
+def test_colours_of_series_differ_for_the_common_colour_blindnesses(series, seen):
+    pairs = itertools.combinations(series, 2)
+    assert min(np.linalg.norm(lab(one, seen) - lab(other, seen)) for one, other in pairs) >= 23
+
+
 def test_colours_contrast_with_their_ground_by_three_to_one(page):
     page_css = (PAGE / "page.css").read_text()
     grounds = re.findall(r"--card: (#\w+)", page_css)
-    ramps = re.findall(r"(?:light|dark): (\[[^]]*\])", (PAGE / "charts.js").read_text())
-    for ground, series, ramp in zip(grounds, (COLOURS, DARK_COLOURS), ramps, strict=True):
+    for ground, series, ramp in zip(grounds, (COLOURS, DARK_COLOURS), (RAMP, DARK_RAMP), strict=True):
         ground_luminance = luminance(ground if len(ground) == 7 else "#" + "".join(2 * c for c in ground[1:]))
-        for colour in (*series, *json.loads(ramp)):
+        for colour in (*series, *ramp):
             low, high = sorted((luminance(colour), ground_luminance))
             assert (high + 0.05) / (low + 0.05) >= 3, colour
-        lightness = [luminance(colour) for colour in json.loads(ramp)]
+        lightness = [luminance(colour) for colour in ramp]
         assert lightness == sorted(lightness, reverse=ground_luminance < 0.5)  # the rank can be read in greyscale
 
 
@@ -462,21 +511,41 @@ def test_a_printed_table_breaks_no_word_and_repeats_its_head(chromium, tmp_path)
     opened.context.close()
 
 
+def test_a_printed_table_has_all_rows_and_columns_in_legible_text(chromium, tmp_path):
+    for number in range(30):
+        write_run(
+            tmp_path / f"runs/{number}", lr=(number + 1) / 7000, steps=40, scores={f"score_{n}": 0.5 for n in range(9)}
+        )
+    assert main(["compare", str(tmp_path / "runs"), "--html", str(tmp_path / "report.html")]) == 0
+    opened = Opened(chromium, tmp_path / "report.html", viewport={"width": 1300, "height": 900})
+    page = opened.page
+    assert page.locator("#table tbody tr").count() == 20
+    page.evaluate("dispatchEvent(new Event('beforeprint'))")
+    page.emulate_media(media="print")
+    assert page.locator("#table tbody tr").count() == 30 and page.locator("#more-rows").is_hidden()
+    size, width, room = page.evaluate("""(() => {
+      const table = document.querySelector("#table table");
+      return [parseFloat(getComputedStyle(table).fontSize), table.offsetWidth, table.parentElement.clientWidth];
+    })()""")
+    assert size >= 8 and width <= room  # a page of A4 has 700 such pixels: 8 of them are 6 points
+    opened.context.close()
+
+
 def test_a_printed_page_has_the_settings_and_command_of_each_run(chromium, swept):
     opened = Opened(chromium, swept / "report.html", viewport={"width": 1300, "height": 900})
     page = opened.page
     page.evaluate("dispatchEvent(new Event('beforeprint'))")
     page.emulate_media(media="print")
     runs = page.locator("#runs details").all()
-    assert len(runs) == page.locator("#runs details[open]").count() == 20
+    assert len(runs) == page.locator("#runs details[open]").count() == 25
     for run in runs:
-        command = run.locator("pre").inner_text()
-        assert command.startswith("toyexp --config-path ") and run.locator("p").inner_text().startswith("completed · /")
+        command, state = run.locator("pre").inner_text(), run.locator("p").inner_text()
+        assert command.startswith("toyexp --config-path ") and re.match("(completed|killed.*) · /", state)
     shared = page.locator("#shared").inner_text()
     assert shared.startswith("# settings of all runs") and "optim.weight_decay=" in shared and "\nlr=" not in shared
     assert page.locator("#table th button").count() == 0  # with them, Chromium would print the head on one page only
     assert page.locator("#runs .again button").first.is_hidden()
-    assert page.locator("#more-runs").inner_text() == "20 of 25 shown"
+    assert page.locator("#more-runs").is_hidden()
     page.evaluate("dispatchEvent(new Event('afterprint'))")
     assert page.locator("#shared").is_hidden()
     assert page.locator("#runs details[open]").count() == 0 and opened.trouble == []
@@ -520,7 +589,7 @@ def open_search(chromium, tmp_path, scores, metric):
         write_run(tmp_path / f"s/{number}", lr=rates[number], held_out=score, steps=40, scores={"accuracy": score})
     trials = [
         {"trial": n, "values": {"lr": rates[n], "optim.name": "adamw" if n % 2 else "lion", "decay": (0.1, 0)[n % 2]},
-         "state": "pruned" if n == 3 else "complete", "score": score}
+         "state": "pruned" if n == 3 else "complete", "score": score, "step": 20 if n == 3 else None}
         for n, score in enumerate(scores)
     ]  # fmt: skip
     record = {
@@ -543,10 +612,10 @@ def open_search(chromium, tmp_path, scores, metric):
 def test_a_search_for_the_highest_metric_shows_the_lowest_trials_at_the_edge(chromium, tmp_path):
     opened = open_search(chromium, tmp_path, [0.5, 0.6, 0.55, 0.7, 0.58, 0.01], "accuracy")
     best, dots, star = traces(opened.page, "trials")
-    assert best[2] == [0.5, 0.6, 0.6, 0.6, 0.6, 0.6] and dots[2][-1] > 0.4
+    assert best[2] == [0.5, 0.6, 0.6, 0.6, 0.6, 0.6] and dots[2][:5] == [0.5, 0.6, 0.55, 0.7, 0.58]
     assert star[1:3] == [[1], [0.6]]  # the pruned trial has a higher metric
-    symbols = opened.page.evaluate("document.getElementById('trials').data[1].marker.symbol")
-    assert symbols == ["circle", "circle", "circle", "circle-open", "circle", "triangle-down"]
+    low, _ = axis(opened.page, "yaxis", "trials")
+    assert low < dots[2][5] < 0.5 and low > 0.3  # in the compressed part
     assert opened.trouble == []
     opened.context.close()
 
@@ -557,15 +626,16 @@ def test_a_search_shows_its_history_and_each_setting(chromium, tmp_path):
     best, dots, star = traces(page, "trials")
     assert best[1:3] == [[0, 1, 2, 4, 5, 5], [3.0, 2.5, 2.5, 2.2, 2.2, 2.2]]  # the best so far, of completed trials
     note = page.locator("#search-note").inner_text()
-    assert note.startswith("Line: lowest held-out loss so far. Star: best trial. Rings: 1 pruned trial, ")
+    legend = "rings: 1 trial pruned at step 20; grey band: logarithmic."
+    assert note == f"Line: best so far; star: best trial; {legend}"
+    result = "Best held-out loss: 2.2000 in trial 4, lr=0.003 optim.name=lion decay=0.1"
+    assert page.locator("#search-best").inner_text() == result
     low, high = axis(page, "yaxis", "trials")
-    assert dots[2][2] < dots[2][3] < high < 4 and low < 2.2  # the pruned trial has a band above the worst trials
-    assert page.locator("#trials .yaxislayer-above text").all_text_contents()[-1] == "pruned"
-    assert (
-        dots[1] == [0, 1, 2, 3, 4, 5] and dots[2][:2] == [3.0, 2.5] and dots[2][2] < 5
-    )  # far trials stand at the edge
+    assert dots[2][3] == 2.8 and 3 < dots[2][2] < high < 4 and low < 2.2  # far trials are in the compressed part
+    assert page.locator("#trials .yaxislayer-above text").all_text_contents()[-1] == "40"
+    assert dots[1] == [0, 1, 2, 3, 4, 5] and dots[2][:2] == [3.0, 2.5]
     symbols = page.evaluate("document.getElementById('trials').data[1].marker.symbol")
-    assert symbols == ["circle", "circle", "triangle-up", "circle-open", "circle", "circle"]
+    assert symbols == ["circle", "circle", "circle", "circle-open", "circle", "circle"]
     assert star[1:3] == [[4], [2.2]] and traces(page, "setting-lr")[-1][1:3] == [[0.003], [2.2]]
     assert page.evaluate("document.getElementById('setting-lr').data.at(-1).marker.symbol") == "star-open"
     assert page.evaluate("document.getElementById('setting-lr')._fullLayout.xaxis.type") == "log"
@@ -579,14 +649,66 @@ def test_a_search_shows_its_history_and_each_setting(chromium, tmp_path):
     opened.context.close()
 
 
-def test_a_search_counts_pruned_trials_and_trials_outside_the_range(chromium, tmp_path):
+def test_pruned_trials_are_drawn_at_their_last_metric_beside_completed_ones(chromium, tmp_path):
     opened = open_search(chromium, tmp_path, [3.0, 2.5, 40.0, 30.0, 2.2, 2.4], "loss")
-    symbols = opened.page.evaluate("document.getElementById('trials').data[1].marker.symbol")
-    assert symbols[2:4] == ["triangle-up", "circle-open"]
-    note = opened.page.locator("#search-note").inner_text()
-    assert "Rings: 1 pruned trial, whose last metric is of an earlier step." in note
-    assert "Triangles: 1 trial outside the range, as far as 40.0000." in note and opened.trouble == []
+    _, dots, _ = traces(opened.page, "trials")
+    assert 3 < dots[2][3] < dots[2][2] < axis(opened.page, "yaxis", "trials")[1]  # 30 below 40
+    assert "(pruned at step 20)<br>held-out loss 30.0000" in opened.page.evaluate(
+        "document.getElementById('trials').data[1].text[3]"
+    )
+    assert opened.trouble == []
     opened.context.close()
+
+
+def test_values_far_from_the_others_are_arrows_at_the_edge_of_every_chart(chromium, tmp_path):
+    for number, (lr, held_out) in enumerate(((0.001, 2.5), (0.003, 2.0), (0.01, 2.2), (10.0, 400.0))):
+        write_run(tmp_path / f"runs/{number}", lr=lr, held_out=held_out, steps=100)
+    events, result = (tmp_path / "runs/3" / name for name in ("events.jsonl", "result.json"))
+    result.write_text(json.dumps({**json.loads(result.read_text()), "diverged": True}))
+    lines = [json.loads(line) for line in events.read_text().splitlines()]
+    for line in lines:
+        if line["kind"] == "step" and line["step"] > 5:
+            line.update(loss=400.0, grad_norm=1e20)
+    events.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert main(["compare", str(tmp_path / "runs"), "--html", str(tmp_path / "report.html")]) == 0
+    opened = Opened(chromium, tmp_path / "report.html", viewport={"width": 1500, "height": 900})
+    page = opened.page
+    last = page.locator("#legend .chip path").last.get_attribute("fill")
+    for chart in ("main", "grad_norm"):
+        arrows = page.evaluate(f"document.getElementById('{chart}').data.find((t) => t.name === 'above')")
+        high = axis(page, "yaxis", chart)[1]
+        top = 10**high if chart == "grad_norm" else high
+        assert arrows["y"] == pytest.approx([top] * len(arrows["x"])) and {*arrows["marker"]["color"]} <= {
+            last,
+            last.replace(", 1)", ", 0.9)"),
+        }
+        assert top < 1000 and len(arrows["x"]) > 5
+    paths = page.locator("td.strip svg path").evaluate_all("all => all.map((p) => p.getAttribute('d'))")
+    assert paths[-1] == "M1,1L11,6L1,11z" and paths[-1] not in paths[:-1]
+    assert page.locator("th.strip").inner_text().split() == ["2.0000", "2.5000"]
+    assert "to 400" in page.locator("#parallel text.tick").all_text_contents()
+    assert opened.trouble == []
+    opened.context.close()
+
+
+def test_gradient_norms_are_averaged_in_their_logarithm(page):
+    smooth = "smoothLogs([0, 1, 2], [1, 100, 0], 1)"
+    first, middle, last = call(page, "data.js", smooth)
+    expected = call(page, "data.js", "smoothCurve([0, 1, 2], [0, Math.log(100), null], 1)")
+    assert [first, middle] == pytest.approx(np.exp(expected[:2])) and last is None
+
+
+def test_arrow_keys_keep_the_points_of_a_value_on_an_axis(page):
+    grip = page.locator("#parallel .grip[data-axis='lr']")
+    grip.focus()
+    kept, every = [], {*column(page, "lr")}
+    for key in ("ArrowUp", "ArrowUp", "Shift+ArrowUp", "ArrowDown", "Escape"):
+        page.keyboard.press(key)
+        assert page.evaluate("document.activeElement.dataset.axis") == "lr"
+        kept.append({*column(page, "lr")})
+    first, second, third, *_ = sorted(every, key=float)
+    assert kept == [{first}, {second}, {second, third}, {first}, every]
+    assert grip.get_attribute("aria-valuetext") == "all points"
 
 
 def test_the_learning_rate_of_a_stopped_run_is_not_clipped(chromium, tmp_path):
@@ -643,7 +765,7 @@ def test_a_diverged_run_flattens_no_axis(chromium, tmp_path):
     opened = Opened(chromium, tmp_path / "report.html", viewport={"width": 1300, "height": 900})
     page = opened.page
     assert axis(page, "yaxis")[1] < 15 and axis(page, "yaxis", "lr")[1] < 0  # log10 of the rate
-    assert "1 run outside the range" in page.locator("figure:has(#lr) figcaption").inner_text()
+    assert "above" in page.evaluate("document.getElementById('lr').data.map((t) => t.name)")  # arrows at the edge
     for log in (True, False):
         page.set_checked("#ylog", log)
         assert "1 run above" in page.locator("#outliers-label").inner_text()
@@ -849,6 +971,9 @@ def test_the_page_has_a_dark_mode_fits_a_phone_and_shows_samples_and_warnings(ch
     assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
     cell = page.locator("#table tbody td.best").first.bounding_box()
     assert cell["x"] > 0 and cell["x"] + cell["width"] < 390  # the score of the best, without a swipe
+    page.evaluate("document.querySelector('#table .scroll').scrollLeft = 400")
+    moved = page.locator("#table tbody td.best").first.bounding_box()
+    assert moved["x"] == pytest.approx(cell["x"], abs=4) and moved["width"] < 200, "its column does not scroll away"
     ground = "getComputedStyle(document.body).backgroundColor"
     targets = "[...document.querySelectorAll('#ways a, input, button, summary')].filter((e) => e.offsetParent)"
     sizes = page.evaluate(

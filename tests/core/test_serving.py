@@ -56,6 +56,19 @@ def test_a_model_without_a_chat_template_continues_the_prompt():
     assert "stop" not in text
 
 
+def test_the_system_message_of_the_runs_data_is_that_of_the_modelfile():
+    write_base(Path("m.gguf"), "llama", tokenizer=chat_tokenizer(), context=64)
+    chat = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+    Path("chats.jsonl").write_text(f"{json.dumps({'messages': chat})}\n" * 40)
+    words = ["recipe=full", "recipe.base=m.gguf", "data.path=chats.jsonl", "steps=1", "batch_size=1", "lr=1e-3"]
+    assert main([*words, "data=examples", "data.system=Speak as a pirate.", "hydra.run.dir=run", "engine=ggml"]) == 0
+    assert main(["export", "run", "--ollama"]) == 0
+    assert 'SYSTEM """Speak as a pirate."""\n' in Path("run/Modelfile").read_text()
+    Path("run/model.gguf").rename("moved.gguf")
+    assert main(["export", "moved.gguf", "--ollama"]) == 0
+    assert "SYSTEM" not in Path("Modelfile").read_text()
+
+
 def test_a_converted_model_gets_its_modelfile_beside_it(capsys):
     write_base(Path("m.gguf"), "llama", tokenizer=Bytes())
     Path("out").mkdir()

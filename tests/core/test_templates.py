@@ -16,11 +16,12 @@ import numpy as np
 import pytest
 
 from toyexp import UserError
+from toyexp.formats import BadExample
 from toyexp.formats.gguf.write import write_model
 from toyexp.tokenizers.byte_level import BPE, Bytes
 from toyexp.tokenizers.chat_template import BadChat, Template
 from toyexp.tokenizers.tokenizer import END_OF_TEXT, SYMBOLS
-from toyexp_data.chat import BadExample, Message, Part, tokenize
+from toyexp_data.chat import Message, Part, tokenize
 from toyexp_data.examples import ExampleData
 from toyexp_data.template import ChatTemplate
 from toyexp_models.llama import Llama

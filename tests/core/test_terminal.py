@@ -117,12 +117,13 @@ def test_only_our_words_are_coloured_and_codes_in_texts_are_escaped(monkeypatch,
     print_output("job  lr\x1b[0m", "bold")
     out, error = capsys.readouterr()
     red, yellow, green, bold = (f"\x1b[{code}m{{}}\x1b[0m".format for code in (31, 33, 32, 1))
+    key, path, best = bold(r"data.path=\x1b[31mred"), "\x1b[35ms/0-run\x1b[0m", "\x1b[1;32mbest\x1b[0m"
     assert error.splitlines() == [
-        red("toyexp: error:") + r" data.path=\x1b[31mred: not found", yellow("toyexp: warning:") + " low memory"
+        f"{red('toyexp: error:')} {key}: not found", yellow("toyexp: warning:") + " low memory"
     ]  # fmt: skip
     assert out.splitlines() == [
         r"a\x1b[2Jb", f"  ggml  {green('PASS')}", f"  cuda  {red('FAIL')} no GPU",
-        f"0  lr=1  2.5  s/0-run  {green('best')}", "the best error: none", bold(r"job  lr\x1b[0m"),
+        f"{bold(f'0  lr=1  2.5  {path}')}  {best}", "the best error: none", bold(r"job  lr\x1b[0m"),
     ]  # fmt: skip
 
 
@@ -139,11 +140,28 @@ def test_headings_commands_options_and_settings_of_a_help_text_are_coloured(monk
     print_usage(
         "commands\n  runs  List runs\n  --column X\n      width\n  lr=0.1  rate\n    toyexp lr=1\n\nA sentence."
     )
-    heading, name, value = (f"\x1b[{code}m{{}}\x1b[0m".format for code in ("1;32", "1;36", "36"))
+    heading, name, value = (f"\x1b[{code}m{{}}\x1b[0m".format for code in ("1", "1;36", "36"))
     assert capsys.readouterr().out.splitlines() == [
         heading("commands"), f"{name('  runs')}  List runs", name("  --column X"), "      width",
         f"{name('  lr')}{value('=0.1')}  rate", f"    {name('toyexp lr=1')}", "", "A sentence.",
     ]  # fmt: skip
+
+
+def test_the_result_of_a_run_is_bold_and_paths_have_a_colour_of_their_own(monkeypatch, capsys):
+    monkeypatch.setenv("NO_COLOR", "")
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    print_output("held-out loss 6.9 -> 5.7\nrun     outputs/a\nstep 20/60  60 k/s\n0  lr=1  3-warm-llama")
+    bold, dim, path = (f"\x1b[{code}m{{}}\x1b[0m".format for code in ("1", "38;5;243", "35"))
+    assert capsys.readouterr().out.splitlines() == [
+        bold("held-out loss 6.9 -> 5.7"), f"{dim('run')}     {path('outputs/a')}", "step 20/60  60 k/s",
+        f"0  lr=1  {path('3-warm-llama')}",
+    ]  # fmt: skip
+
+
+def test_a_wrapped_line_of_a_job_keeps_a_number_with_its_name(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "60")
+    line = "[2] recipe=warm lr=0.001  completed after 60 steps  held-out 6.0709  3.77 s"
+    assert wrap_columns(line, Terminal()).split("\n") == [line[:50], "    held-out 6.0709  3.77 s"]
 
 
 @pytest.mark.parametrize(
@@ -157,6 +175,10 @@ def test_headings_commands_options_and_settings_of_a_help_text_are_coloured(monk
         ),
         ("8 steps are saved; to resume: toyexp resume='a b/c' plugins=[x]", ["toyexp resume='a b/c' plugins=[x]"]),
         ("next  toyexp  # train", ["toyexp"]),
+        (
+            "error: the loss is nan; try a lower lr (it was 3), optim.grad_clip=1, or nonfinite=skip",
+            ["lr", "optim.grad_clip=1", "nonfinite=skip"],
+        ),
         ("      A=1 toyexp x", []),
         ("a.gguf: toyexp can write hf files", []),
         ("toyexp 0.1.0, Python 3.11", []),
@@ -178,7 +200,7 @@ def test_states_are_coloured_and_secondary_text_is_dim(monkeypatch, capsys):
     monkeypatch.setenv("FORCE_COLOR", "1")
     green, yellow, red, dim = (f"\x1b[{code}m{{}}\x1b[0m".format for code in (32, 33, 31, "38;5;243"))
     for text, shown in {
-        "0  completed  a/0": f"0  {green('completed')}  a/0",
+        "0  completed  a/0": f"0  {green('completed')}  \x1b[35ma/0\x1b[0m",
         "0  pruned: bad": f"0  {yellow('pruned')}: bad",
         "completed after 9 steps": f"{green('completed')} after 9 steps",
         "diverged after 9 steps": f"{red('diverged')} after 9 steps",
@@ -258,9 +280,9 @@ def test_help_has_coloured_headings_and_no_verdicts(monkeypatch):
     monkeypatch.setenv("TERM", "xterm")
     print_usage("usage: toyexp runs\n\nthe parts of a run and their presets\n  --retry  run those that have failed")
     print_output("  --retry  run those that have failed\n[0]  failed")
-    heading, name, red = (f"\x1b[{code}m{{}}\x1b[0m".format for code in ("1;32", "1;36", 31))
+    heading, name, red = (f"\x1b[{code}m{{}}\x1b[0m".format for code in ("1", "1;36", 31))
     assert sys.stdout.getvalue().splitlines() == [
-        f"{heading('usage:')} {name('toyexp runs')}", "", "\x1b[1;32mthe parts of a run and their", "presets\x1b[0m",
+        f"{heading('usage:')} {name('toyexp runs')}", "", "\x1b[1mthe parts of a run and their", "presets\x1b[0m",
         f"{name('  --retry')}  run those that have", "           failed", "  --retry  run those that have",
         "           failed", f"[0]  {red('failed')}",
     ]  # fmt: skip

@@ -69,7 +69,7 @@ def test_the_table_has_a_line_for_every_engine(capsys):
     assert [line.split()[0] for line in lines[5:7]] == ["cpu", "ggml:products=ggml"]
     assert all(len(line.split()) == len(titles) for line in lines[5:7])
     assert lines[5].split()[-1] == "1.00"
-    assert lines[8].startswith("cpu              torch ") and lines[8].endswith(", 1 thread")
+    assert lines[8].startswith("cpu                 torch ") and lines[8].endswith(", 1 thread")
 
 
 def test_the_numbers_of_the_json_report_and_the_plot_agree(capsys, tmp_path):

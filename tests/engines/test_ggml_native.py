@@ -155,7 +155,7 @@ def test_doctor_says_what_multiplies_and_how_to_build_a_slow_ggml_again(compiler
     assert report.startswith(
         f"PASS  ggml on the CPU {f'with kernels.c ({native.instruction_set()})' if compiler else ''}".rstrip()
     )
-    assert ("CMAKE_ARGS='-DGGML_LLAMAFILE=ON" in report) is is_slow
+    assert ('CMAKE_ARGS="-DGGML_LLAMAFILE=ON' in report) is is_slow
     assert any("see `toyexp doctor`" in line for line in GGMLCPU().advice()) is is_slow
     assert ("kernels are not used" in report) is not compiler
 

@@ -138,9 +138,13 @@ def test_losses_of_vits_are_those_of_each_run_alone(block):
     ])  # fmt: skip
 
 
-@pytest.mark.parametrize(("bases", "dropout"), [((0, 0), 0.0), ((0, 1), 0.2)], ids=["of one base", "of two bases"])
-def test_losses_of_adapters_are_those_of_each_run_alone(tmp_path, bases, dropout):
-    assert_each_as_alone(lora_jobs(tmp_path, bases, dropout))
+@pytest.mark.parametrize(
+    ("bases", "dropout", "settings"),
+    [((0, 0), 0.0, {}), ((0, 1), 0.2, {}), ((0, 1), 0.0, {"dora": True, "neftune": 9.0, "targets": ["q", "output"]})],
+    ids=["of one base", "of two bases", "DoRA and noise"],
+)
+def test_losses_of_adapters_are_those_of_each_run_alone(tmp_path, bases, dropout, settings):
+    assert_each_as_alone(lora_jobs(tmp_path, bases, dropout, **settings))
 
 
 def test_a_base_shared_by_runs_is_in_memory_once(tmp_path):

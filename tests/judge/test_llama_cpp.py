@@ -416,11 +416,14 @@ def test_the_lens_of_a_warm_start_is_folded_into_the_exported_embedding(workshop
         ("granite", {"targets": ["*"], "rank": 4, "alpha": 12}),
         ("gemma", {"targets": ["q", "o", "gate"], "rank": 4, "alpha": 12}),
         ("gpt2", {"targets": ["qkv", "down"], "rank": 4, "rslora": True}),
+        ("llama", {"targets": ["embed_tokens", "lm_head", "q", "down"], "rank": 4, "alpha": 12,
+                   "rank_pattern": {"token_embd": 6, "blk.1.*": 2}, "alpha_pattern": {"output": 20}}),
     ],
-)
+)  # fmt: skip
 def test_an_adapter_on_its_base_and_the_merged_model_have_the_engines_results(workshop, name, settings):
     base = workshop(name)
-    lora = workshop(f"{name}, lora", (base.plan.model, "auto"), Lora(base=str(base.path), **settings))
+    run = f"{name}, lora on {settings['targets']}"
+    lora = workshop(run, (base.plan.model, "auto"), Lora(base=str(base.path), **settings))
     np.testing.assert_array_equal(lora.windows, base.windows)
     assert np.abs(log_softmax(lora.logits) - log_softmax(base.logits)).max() > 0.1  # else it proves nothing
     assert_agrees(lora, base.path, "f32", adapter=lora.path.with_name("adapter.gguf"))

@@ -14,11 +14,12 @@ from typing import Any
 import numpy as np
 import pytest
 
+from toyexp.formats import BadExample
 from toyexp.formats.gguf.tokenizer import special_tokens
 from toyexp.tokenizers.byte_level import BPE
 from toyexp.tokenizers.chat_template import BadChat, Template
 from toyexp.tokenizers.tokenizer import CONTROL, NORMAL, SYMBOLS
-from toyexp_data.chat import BadExample, Message, tokenize
+from toyexp_data.chat import Message, tokenize
 from toyexp_data.template import ChatTemplate
 
 pytestmark = [pytest.mark.judge, pytest.mark.slow]

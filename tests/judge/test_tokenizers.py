@@ -17,8 +17,10 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from texts import NASTY, PROSE, TALK, scramble_texts, write_untrained
+from transformers_ids import answer_all
 
 from toyexp import Tokenizer
+from toyexp.cli.main import main
 from toyexp.formats.gguf.header import GGUFError
 from toyexp.formats.gguf.read import GGUFFile
 from toyexp.formats.gguf.tokenizer import family, read_tokenizer
@@ -279,6 +281,24 @@ def test_sentencepiece_with_distinct_and_equal_scores_has_llama_cpps_ids(tmp_pat
     compare(
         {tmp_path / name: write_and_read(tmp_path / name, tokenizer) for name, tokenizer in kinds.items()}, count=3000
     )
+
+
+@pytest.mark.parametrize("kind", ["bpe", "sentencepiece"])
+def test_tokens_added_by_export_have_llama_cpps_and_transformers_ids(kind, tmp_path, capsys):
+    tokenizer = boundary_tokenizer(tmp_path, "qwen2", 200) if kind == "bpe" else make_sentencepiece(5, 500, 9)
+    write_untrained(tmp_path / "base.gguf", tokenizer, tokenizer.vocab)
+    base, larger = (str(tmp_path / f"{name}.gguf") for name in ("base", "larger"))
+    words = ["--type", "f32", "--new-tokens", "<|im_sep|>,<|cat", "--to", larger]
+    assert main(["export", base, *words]) == 0, capsys.readouterr().err
+    with GGUFFile(larger) as file:
+        new = read_tokenizer(file)
+    texts = ["<|im_sep|>", "b<|cat b", " <|im_sep|>\n<|cat<|cat", *make_texts(60)]
+    (answer,) = ask([{"model": larger, "texts": texts}])
+    ours = [new.encode(text).tolist() for text in texts]
+    assert answer["tokens"] == ours and {i for ids in ours for i in ids} >= {tokenizer.vocab, tokenizer.vocab + 1}
+    assert main(["export", larger, "--type", "hf", "--to", str(tmp_path / "hf")]) == 0, capsys.readouterr().err
+    question = {"path": str(tmp_path / "hf"), "texts": texts[:3], "chat": None, "options": {}}
+    assert answer_all([question])["answers"][0]["ids"] == ours[:3]
 
 
 def test_sentencepiece_follows_the_keys_of_the_file_as_llama_cpp_does(tmp_path):

@@ -98,6 +98,30 @@ def test_a_base_with_its_adapter_has_the_held_out_loss_of_the_run(capsys, adapte
     assert abs(report["loss"] - result("run")["first_eval_loss"]) > 0.05
 
 
+# -- DoRA -------------------------------------------------------------------------------------------------------------
+
+
+def test_a_dora_run_writes_a_merged_model_and_pefts_directory_and_resumes_exactly(capsys):
+    words = [*QUICK, *NEW, "recipe.dora=true", "engine=ggml", "eval_every=6", "checkpoint_every=3"]
+    assert main([*words, "steps=6", "hydra.run.dir=dora"]) == 0
+    assert "recipe  lora, DoRA r=3 on q,k,o,down, " in capsys.readouterr().out
+    names = {path.name for path in Path("dora").iterdir()}
+    assert {"model.gguf", "model-hf", "adapter-hf"} <= names and "adapter.gguf" not in names
+    for model in ("dora", "dora/checkpoints/step-6"):
+        report = run_json(capsys, "eval", model, "engine=ggml", "engine.threads=1")
+        assert report["loss"] == pytest.approx(result("dora")["eval_loss"], abs=1e-5)
+    shutil.copytree("dora", "halfway")
+    shutil.rmtree("halfway/checkpoints/step-6")
+    assert main(["resume=halfway"]) == 0
+    assert result("halfway")["eval_loss"] == result("dora")["eval_loss"]
+    for adapter, said in (
+        ("dora", "name a checkpoint, such as dora/checkpoints/step-6"),
+        ("dora/checkpoints/step-6", "is a checkpoint of DoRA, which no adapter.gguf can hold; name it as"),
+        ("dora/adapter-hf", "use_dora=True is not supported"),
+    ):
+        assert said in run_rejected(capsys, "eval", "base.gguf", "--adapter", adapter)
+
+
 # -- PEFT's directories ------------------------------------------------------------------------------------------------
 
 
@@ -209,6 +233,27 @@ def test_a_checkpoint_can_be_used_as_the_adapter_of_its_step(capsys):
 
 
 # -- merged -----------------------------------------------------------------------------------------------------------
+
+
+def test_adapters_of_embedding_and_head_with_patterns_are_merged_and_trained_on(capsys):
+    targets = "recipe.targets=[token_embd,output,q,down]"
+    patterns = ["recipe.rank_pattern={token_embd:5,blk.1.*:2}", "recipe.alpha_pattern={lm_head:9}"]
+    steps = ["engine=ggml", "steps=6", "eval_every=6", "checkpoint_every=6"]
+    assert main([*QUICK, *NEW, targets, *patterns, *steps, "hydra.run.dir=tables"]) == 0
+    assert main(["merge", "base.gguf", "tables/adapter-hf", "--out", "m.gguf"]) == 0
+    shutil.copytree("tables/adapter-hf", "saved")  # PEFT also writes the weights of an adapted embedding
+    name, arrays = "saved/adapter_model.safetensors", load_file("saved/adapter_model.safetensors")
+    save_file({**arrays, "base_model.model.lm_head.base_layer.weight": np.zeros((257, 32), np.float32)}, name)
+    error = run_rejected(capsys, "merge", "base.gguf", "saved", "--out", "n.gguf")
+    assert "lm_head.base_layer.weight matches no linear layer of this llama; in PEFT, save it with" in error
+    with GGUFFile("m.gguf") as ours, GGUFFile("tables/model.gguf") as exported:
+        for name in ours.tensors:
+            np.testing.assert_allclose(ours.read(name), exported.read(name), rtol=0, atol=1e-6)
+    for adapter in ("tables", "tables/adapter-hf", "tables/checkpoints/step-6"):
+        words = [f"recipe.adapter={adapter}", "engine=ggml", "steps=1", f"hydra.run.dir=on-{adapter.replace('/', '-')}"]
+        assert main([*QUICK, *words]) == 0, capsys.readouterr().err
+        further = result(words[-1].partition("=")[2])
+        assert further["first_eval_loss"] == pytest.approx(result("tables")["eval_loss"], abs=1e-5)
 
 
 @pytest.mark.parametrize(("kind", "type_name"), [("f32", "f32"), ("q8_0", "f32"), ("f16", "bf16")])
@@ -422,7 +467,9 @@ def test_an_alpha_that_float32_rounds_equals_the_adapters():
     ("recipe.adapter=run recipe.alpha=3", "recipe.alpha=3: recipe.adapter=run has alpha 5; leave recipe.alpha out"),
     ("recipe.adapter=run recipe.targets=[q]", "recipe.targets=[q]: recipe.adapter=run has matrices on blk.0"),
     ("recipe.adapter=run recipe.targets=[q,k,o,down,up]", "has no matrices on blk.0.ffn_up.weight"),
-    ("recipe.adapter=run recipe.rslora=true", "recipe.rslora=true: recipe.adapter=run has its own scale"),
+    ("recipe.adapter=run recipe.rslora=true", "recipe.rslora=true: recipe.adapter=run has its own form, ranks"),
+    ("recipe.adapter=run recipe.dora=true", "ranks and alpha; leave recipe.dora out"),
+    ("recipe.adapter=run recipe.rank_pattern={q:2}", "ranks and alpha; leave recipe.rank_pattern out"),
     ("recipe.adapter=base.gguf", "base.gguf: holds no LoRA adapter"),
     ("recipe.adapter=none.gguf", "none.gguf: not found"),
     ("recipe.adapter=run recipe.base=other.gguf", "blk.0.ffn_down.weight is 32 x 32"),

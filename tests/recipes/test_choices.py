@@ -1,5 +1,7 @@
 """`toyexp eval --choices`: accuracy on multiple-choice questions, by the log-likelihood of each choice."""
 
+import csv
+import gzip
 import json
 import random
 from dataclasses import replace
@@ -83,16 +85,41 @@ def test_an_answer_is_a_letter_a_number_or_a_label(capsys):
     assert "2 questions\nacc 0.5000 · acc_bytes 0.5000\n" in results[0] and len({*results}) == 1
 
 
+def write_table(path, records):
+    with open(path, "w", encoding="utf-8", newline="") as file:
+        table = csv.DictWriter(file, ["question", "choices", "answer"])
+        table.writeheader()
+        table.writerows({**record, "choices": json.dumps(record["choices"])} for record in records)
+
+
+def test_questions_are_read_from_the_formats_of_examples(capsys):
+    pyarrow = pytest.importorskip("pyarrow")
+    from pyarrow import parquet
+
+    write_base(Path("m.gguf"), "llama", tokenizer=Bytes(), context=64)
+    records = list(draw_questions(9))
+    write_questions(records)
+    Path("q.jsonl.gz").write_bytes(gzip.compress(Path("questions.jsonl").read_bytes()))
+    Path("q.json").write_text(json.dumps(records))
+    write_table("q.csv", records)
+    parquet.write_table(pyarrow.Table.from_pylist(records), "q.parquet")
+    results = []
+    for name in ("questions.jsonl", "q.jsonl.gz", "q.json", "q.csv", "q.parquet"):
+        assert main(["eval", "m.gguf", "--choices", name, "engine=ggml", "--json"]) == 0
+        results.append({**json.loads(capsys.readouterr().out), "data": ""})
+    assert results == [results[0]] * 5 and results[0]["questions"] == 9
+
+
 @pytest.mark.parametrize(
     ("record", "words", "said"),
     [
-        ({"choices": ["a"], "answer": 0}, "", "line 1: expected question, choices (2 or more texts) and answer"),
-        ({"choices": ["a", "b"], "answer": "C"}, "", "line 1: expected question"),
-        ({"choices": ["a", "b"], "answer": -1}, "", "line 1: expected question"),
-        ({"choices": ["a", "b"]}, "", "line 1: expected question"),
-        ({"choices": "ab", "answer": 0}, "", "line 1: expected question"),
-        ({"choices": ["a", ""], "answer": 0}, "", "line 1: expected question"),
-        ({"choices": ["a", 3], "answer": 0}, "", "line 1: expected question"),
+        ({"choices": ["a"], "answer": 0}, "", "questions.jsonl:1: choices is a list; expected a list of 2 to 26 texts"),
+        ({"choices": ["a", "b"], "answer": "C"}, "", ":1: answer is C; expected a letter, or a number from 0"),
+        ({"choices": ["a", "b"], "answer": -1}, "", ":1: answer is -1; expected a letter"),
+        ({"choices": ["a", "b"]}, "", ":1: has the keys question, choices; expected question, choices and answer"),
+        ({"choices": "ab", "answer": 0}, "", ":1: choices is a text; expected a list"),
+        ({"choices": ["a", ""], "answer": 0}, "", ":1: a choice is empty"),
+        ({"choices": ["a", 3], "answer": 0}, "", ":1: a choice is a number, expected text"),
         ({"choices": ["a", "b" * 99], "answer": 0}, "", "a question has 101 tokens; the model's context is"),
         ({"choices": ["a", "b"], "answer": 0}, "lr=1", "eval lr=1: has no effect with --choices"),
         ({"choices": ["a", "b"], "answer": 0}, "--data x", "eval --data x: has no effect with --choices"),

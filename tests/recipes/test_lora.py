@@ -16,9 +16,10 @@ from toyexp.batching.tokens import Dropout
 from toyexp.config.request import Request
 from toyexp.formats.gguf.read import GGUFFile
 from toyexp.formats.gguf.write import write_adapter
-from toyexp.interfaces.plan import export_tensors, lora_names
+from toyexp.interfaces.plan import NOISE, export_tensors, lora_names
 from toyexp.interfaces.recipe import start_session
 from toyexp.plugins.discovery import load
+from toyexp.reference.engine import reference_logits
 from toyexp.reference.engine import reference_loss as reference_ops_loss
 from toyexp.tokenizers.byte_level import Bytes
 from toyexp.training.experiment import prepare
@@ -38,6 +39,12 @@ def make_plan(path, name, accumulate=1, kind="f32", **settings):
     return recipe, recipe.plan(model, Setup(batches().inputs, rows=3 // accumulate, accumulate=accumulate, seed=2))
 
 
+def make_full(path, name, **settings):
+    model = write_base(path / "base.gguf", name)
+    recipe = Full(base=str(path / "base.gguf"), **settings)
+    return recipe, recipe.plan(model, Setup(batches().inputs, rows=3, seed=2))
+
+
 def randomise_adapters(plan):
     """Return the plan with random values for A and B; with B at zero, A would have no gradient."""
     draw = np.random.default_rng(0)
@@ -54,17 +61,30 @@ def make_reference(plan):
     def logits(batch):
         weights = {n: v for n, v in values.items() if n not in leaves}
         for adapter in plan.adapters:
-            a, b = lora_names(adapter.target)
-            weights[adapter.target] = weights[adapter.target] + adapter.scale * leaves[b] @ leaves[a]
+            a, b = (leaves[name] for name in lora_names(adapter.target))
+            update = a @ b.T if adapter.target == "token_embd.weight" else b @ a
+            merged = weights[adapter.target] + adapter.scale * update
+            if adapter.dora:
+                merged = merged * (leaves[f"{adapter.target}.lora_magnitude"] / merged.norm(dim=1))[:, None]
+            weights[adapter.target] = merged
         return FORWARD[plan.model.name](weights, plan.model, torch.from_numpy(batch["tokens"]).long())
 
     return leaves, logits
 
 
+PATTERNS = {
+    "targets": ["embed_tokens", "lm_head", "q", "down"], "rank_pattern": {"token_embd": 5, "blk.1.*": 2, "q": 4},
+    "alpha_pattern": {"lm_head": 6.0},
+}  # fmt: skip
+
+
+DORA = {"dora": True}
+
+
 @pytest.mark.parametrize("engine", ENGINES)
-@pytest.mark.parametrize("name", BASES)
-def test_logits_and_every_adapters_gradient_agree_with_float64(tmp_path, name, engine):
-    recipe, plan = make_plan(tmp_path, name, alpha=4.5)
+@pytest.mark.parametrize(("name", "settings"), [*((n, s) for n in BASES for s in ({}, DORA)), ("llama", PATTERNS)])
+def test_logits_and_every_adapters_gradient_agree_with_float64(tmp_path, name, settings, engine):
+    recipe, plan = make_plan(tmp_path, name, alpha=4.5, **settings)
     plan, batch = randomise_adapters(plan), batches().batch(0)
     leaves, forward = make_reference(plan)
     logits = forward(batch)
@@ -75,6 +95,19 @@ def test_logits_and_every_adapters_gradient_agree_with_float64(tmp_path, name, e
         assert ours.keys() == leaves.keys()
         for tensor, theirs in zip(leaves, grads, strict=True):
             assert np.linalg.norm(ours[tensor] - theirs.numpy()) <= 1e-5 * np.linalg.norm(theirs.numpy()), tensor
+
+
+@pytest.mark.parametrize("rslora", [False, True])
+def test_patterns_set_rank_and_alpha_of_their_targets_and_the_first_that_matches_wins(tmp_path, rslora):
+    _, plan = make_plan(tmp_path, "llama", alpha=4.5, rslora=rslora, **PATTERNS)
+    ranks = {a.target: plan.tensor(lora_names(a.target)[1]).shape[1] for a in plan.adapters}
+    assert ranks == {
+        "token_embd.weight": 5, "blk.0.attn_q.weight": 4, "blk.0.ffn_down.weight": 3, "blk.1.attn_q.weight": 2,
+        "blk.1.ffn_down.weight": 2, "output.weight": 3,
+    }  # fmt: skip
+    for adapter in plan.adapters:
+        alpha, rank = 6.0 if adapter.target == "output.weight" else 4.5, ranks[adapter.target]
+        assert adapter.scale == pytest.approx(alpha / (rank**0.5 if rslora else rank))
 
 
 def test_twenty_steps_agree_with_torch_optim_adamw(tmp_path):
@@ -226,7 +259,18 @@ def test_a_models_own_name_of_a_linear_takes_precedence_over_an_abbreviation():
     [
         ("llama", {"targets": ["attn_w"]}, "did you mean attn_"),
         ("llama", {"targets": ["attn_norm"]}, "recipe.targets="),
-        ("llama", {"targets": ["output"]}, "[output]: is not a linear layer of a block; choose one of: attn_k, "),
+        ("llama_tied_bias", {"targets": ["output"]}, "[output]: the model's embedding is also its output layer, which"),
+        ("llama", {"targets": ["attn_norm"]}, "[attn_norm]: is not a linear layer of a block; choose one of: attn_k, "),
+        ("llama", {"rank_pattern": {"q": 40}}, "recipe.rank_pattern.q=40: blk.0.attn_q.weight is 32 x 32; use"),
+        ("llama", {"rank_pattern": {"k": 4}, "targets": ["q"]}, "rank_pattern.k: matches no target of this run, such"),
+        ("llama", {"rank_pattern": {"attn_w": 4}}, "recipe.rank_pattern.attn_w: did you mean attn_"),
+        (
+            "llama",
+            {"dora": True, "targets": ["token_embd"]},
+            "recipe.dora=true: applies to linear layers; leave",
+        ),
+        ("llama", {"rank_pattern": {"q": 0}}, "recipe.rank_pattern.q=0: must be above 0"),
+        ("llama", {"alpha_pattern": {"q": 0.0}}, "recipe.alpha_pattern.q=0.0: must be above 0"),
         ("llama", {"targets": ["q", "blk.7.*"]}, "recipe.targets="),
         ("gpt2", {"targets": ["q"]}, "did you mean attn_qkv"),
         ("llama", {"targets": ["model.layers.9.self_attn.q_proj"]}, "self_attn.q_proj]: choose one of: attn_k, "),
@@ -243,6 +287,38 @@ def test_settings_that_cannot_work_are_rejected(tmp_path, name, settings, words)
     with pytest.raises(UserError) as error:
         make_plan(tmp_path, name, **settings)
     assert words in str(error.value)
+
+
+# -- DoRA -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("engine", [*ENGINES.values(), TorchCPU(threads=1, dtype="bfloat16")])
+@pytest.mark.parametrize("kind", ["f32", "q8_0"])
+def test_dora_starts_with_the_logits_of_the_base(tmp_path, engine, kind):
+    recipe, plan = make_plan(tmp_path, "llama", kind=kind, init_scale=0.5, dora=True)
+    _, plain = make_plan(tmp_path, "llama", kind=kind, init_scale=0.5)
+    batch = batches().batch(0)
+    with start_session(recipe, engine, plan) as session, start_session(recipe, engine, plain) as base:
+        # In bfloat16 also the logits of the base differ from those in float32, by 0.055.
+        tolerance = 0.055 if getattr(engine, "dtype", "") == "bfloat16" else 1e-5
+        np.testing.assert_allclose(session.logits(batch), base.logits(batch), atol=tolerance)
+        assert session.decoder().feed([1, 2]).shape == (plan.model.vocab,)
+        with GGUFFile(tmp_path / "base.gguf") as file:
+            for adapter in plan.adapters:
+                norms = np.linalg.norm(file.read(adapter.target).astype(np.float64), axis=1)
+                np.testing.assert_allclose(session.download(adapter.tensors[2]), norms, rtol=1e-6)
+
+
+def test_dora_merged_has_the_logits_of_base_and_adapter(tmp_path):
+    recipe, plan = make_plan(tmp_path, "gpt2", alpha=5.0, dora=True)
+    plan, batch = randomise_adapters(plan), batches().batch(0)
+    with start_session(recipe, TorchCPU(threads=1), plan) as session:
+        logits = session.logits(batch)
+        merged = export_tensors(plan, {t.name: session.download(t.name) for t in plan.tensors})
+    full = Full(base=recipe.base)
+    plain = replace_initial_values(full.plan(plan.model, Setup(batches().inputs, rows=3)), merged)
+    with start_session(full, TorchCPU(threads=1), plain) as session:
+        np.testing.assert_allclose(session.logits(batch), logits, atol=2e-5)
 
 
 # -- dropout ----------------------------------------------------------------------------------------------------------
@@ -309,6 +385,64 @@ def test_dropout_acts_in_training_and_not_in_evaluation(tmp_path, engine):
         assert session.evaluate([plain]) == pytest.approx(loss_without_masks, abs=1e-5)
         np.testing.assert_allclose(session.logits({"tokens": plain["tokens"]}), session.logits(plain), atol=1e-6)
         assert session.step(batch, AdamW.for_lora().hp_for_step(0)).loss == pytest.approx(loss_with_masks, abs=1e-5)
+
+
+# -- noise on embeddings ----------------------------------------------------------------------------------------------
+
+
+def test_neftunes_noise_is_uniform_and_depends_on_seed_and_step(tmp_path):
+    _, plan = make_plan(tmp_path, "llama", neftune=5.0, targets=["q"])
+    noise = np.stack([Dropout(batches(), plan).batch(k)[NOISE] for k in range(40)])
+    assert noise.shape == (40, 3, CONTEXT, 32) and noise.dtype == np.float32
+    widest = 5 / np.sqrt(CONTEXT * 32)
+    # Uniform numbers between -w and w have the mean 0, the standard deviation w / sqrt(3), and few beyond 0.99 w.
+    assert 0.999 * widest < noise.max() <= widest and -widest <= noise.min() < -0.999 * widest
+    assert noise.mean() == pytest.approx(0, abs=0.01 * widest)
+    assert noise.std() == pytest.approx(widest / np.sqrt(3), rel=0.01)
+    assert (np.abs(noise) > 0.99 * widest).mean() == pytest.approx(0.01, abs=0.002)
+    assert len({n.tobytes() for n in noise}) == 40
+    assert np.array_equal(Dropout(batches(), plan).batch(7)[NOISE], noise[7])
+    assert not np.array_equal(Dropout(batches(), dataclasses.replace(plan, seed=3)).batch(7)[NOISE], noise[7])
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("make", [
+    lambda path: make_plan(path, "llama", neftune=40.0, dropout=0.4),
+    lambda path: make_plan(path, "llama", neftune=40.0, targets=["token_embd", "output", "q"]),
+    lambda path: make_plan(path, "llama_tied_bias", neftune=40.0, accumulate=3),
+    lambda path: make_full(path, "gpt2", neftune=40.0),
+])  # fmt: skip
+def test_neftunes_noise_is_added_to_embeddings_in_training_only(tmp_path, engine, make):
+    recipe, plan = make(tmp_path)
+    plan = randomise_adapters(plan) if plan.adapters else plan
+    batch, plain = Dropout(batches(), plan).batch(0), batches().batch(0)
+    values = {t.name: plan.initial_values(t).astype(np.float64) for t in plan.tensors}
+    silent = {name: np.zeros_like(array) for name, array in batch.items() if name not in plain}
+    with_noise, without_noise = (reference_ops_loss(plan, values, b) for b in (batch, {**plain, **silent}))
+    assert abs(with_noise - without_noise) > 1e-3
+    with start_session(recipe, ENGINES[engine], plan) as session:
+        assert session.evaluate([plain]) == pytest.approx(without_noise, abs=1e-5)
+        np.testing.assert_allclose(session.decoder().feed(plain["tokens"][0]), session.logits(plain)[0, -1], atol=1e-5)
+        assert session.step(batch, AdamW.for_lora().hp_for_step(0)).loss == pytest.approx(with_noise, abs=1e-5)
+
+
+def test_the_reference_adds_neftunes_noise_to_the_rows_of_the_table(tmp_path):
+    """Each position of the batch gets a token of its own, whose row has the noise, in a model without noise."""
+    _, plan = make_full(tmp_path, "llama", neftune=40.0)
+    batch = Dropout(batches(), plan).batch(0)
+    values = {t.name: plan.initial_values(t).astype(np.float64) for t in plan.tensors}
+    noisy = reference_logits(plan, values, batch)
+    table, ids = values["token_embd.weight"], batch["tokens"]
+    rows = (table[ids] + batch[NOISE]).reshape(-1, table.shape[1])
+    plain = dataclasses.replace(plan, neftune=0.0, inputs=batches().inputs)
+    positions = np.arange(ids.size, dtype=np.int32).reshape(ids.shape)
+    with_rows = reference_logits(plain, {**values, "token_embd.weight": rows}, {"tokens": positions})
+    np.testing.assert_allclose(noisy, with_rows, atol=1e-9)
+
+
+def test_neftune_is_for_text_and_at_least_zero(tmp_path):
+    with pytest.raises(UserError, match=r"recipe.neftune=-1.0: must be at least 0"):
+        make_plan(tmp_path, "llama", neftune=-1.0)
 
 
 def test_plan_params_without_the_batch_raises(tmp_path):

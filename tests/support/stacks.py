@@ -32,7 +32,8 @@ class Job:
     def batch(self, step):
         rows = self.plan.rows * self.plan.accumulate
         stream = batches(rows, self.data)
-        return add_weights((Dropout(stream, self.plan) if self.plan.dropout_shares else stream).batch(step), step)
+        is_random = self.plan.dropout_shares or self.plan.neftune
+        return add_weights((Dropout(stream, self.plan) if is_random else stream).batch(step), step)
 
     def step_input(self, session, step):
         return session.step_input(self.batch(step), self.plan.numbers(step, self.lr / (1 + step / 10)))
@@ -96,7 +97,7 @@ def make_jobs(name, optimisers, **settings):
     ]
 
 
-def lora_jobs(tmp_path, bases, dropout):
+def lora_jobs(tmp_path, bases, dropout, **settings):
     jobs = []
     for i, base in enumerate(bases):
         folder = tmp_path / f"{i}"
@@ -105,7 +106,8 @@ def lora_jobs(tmp_path, bases, dropout):
         if base:  # other weights of the same shapes
             values = {t.name: t.init.draw(t.shape, 70 + base, t.name) for t in model.tensors()}
             write_model(folder / "base.gguf", model, values, None)
-        recipe = Lora(base=str(folder / "base.gguf"), rank=3, targets=["q", "v", "ffn_*"], dropout=dropout)
+        settings = {"rank": 3, "targets": ["q", "v", "ffn_*"], "dropout": dropout, **settings}
+        recipe = Lora(base=str(folder / "base.gguf"), **settings)
         recipe.check()
         lora_plan = recipe.plan(model, Setup(batches().inputs, rows=3, seed=i))
         jobs.append(Job(apply_optimiser(lora_plan, AdamWOptimiser(mode="lora"), 0.01 / (1 + i)), 0.01 / (1 + i), i))

@@ -283,9 +283,9 @@ def require_run(directory: Path) -> None:
 
 # -- notebooks ----------------------------------------------------------------------------------------------------
 
-WIDTH, HEIGHT, LEFT, RIGHT, TOP, BELOW = 420, 130, 34, 8, 8, 20  # size and margins in pixels
+WIDTH, HEIGHT, LEFT, RIGHT, TOP, BELOW = 680, 260, 40, 8, 8, 24  # size and margins in pixels
 BLUE, ORANGE = "#2B83D6", "#C8680A"  # readable on white and on black
-POINTS = 300  # maximum points of a curve; longer curves are averaged in segments
+POINTS = 100  # maximum points of a curve; longer curves are averaged in segments
 
 
 def run_html(lines: Sequence[tuple[str, str]], history: History) -> str:
@@ -314,8 +314,13 @@ def loss_svg(history: History) -> str:
     if len(values) < 2:
         return ""
     last, low, high = int(steps.max()), values.min(), values.max()
+    rough = max(high - low, 0.05 * abs(high), 1e-6) / 5  # noise must not look like a trend
+    size = 10.0 ** math.floor(math.log10(rough))
+    gap = size * next(factor for factor in (1, 2, 5, 10) if factor * size >= rough)
+    low, high = gap * math.floor(low / gap), gap * math.ceil(high / gap)
     across = LEFT + (WIDTH - LEFT - RIGHT) * steps / (last or 1)
-    down = TOP + (HEIGHT - TOP - BELOW) * (high - values) / (high - low or 1.0)
+    high += gap * (low == high)
+    down = TOP + (HEIGHT - TOP - BELOW) * (high - values) / (high - low)
     coordinates = [*zip(across.round(1), down.round(1), strict=True)]
     line = " ".join(f"{x},{y}" for x, y in coordinates[: len(trained[0])])
     points = "".join(
@@ -323,12 +328,14 @@ def loss_svg(history: History) -> str:
         for (x, y), step, value in zip(coordinates[len(trained[0]) :], *held_out, strict=True)
     )
     bottom, box, end = HEIGHT - BELOW, f"0 0 {WIDTH} {HEIGHT}", WIDTH - RIGHT
-    ticks = [(TOP + (bottom - TOP) * n / 3, high - (high - low) * n / 3) for n in range(4)]
-    labels = "".join(f'<text y="{y + 3:.1f}">{value:.3g}</text>' for y, value in ticks)
+    ticks = [
+        (TOP + (bottom - TOP) * (high - value) / (high - low), value) for value in np.arange(low, high + gap / 2, gap)
+    ]
+    labels = "".join(f'<text y="{y + 4:.1f}">{value:.5g}</text>' for y, value in ticks)
     grid = "".join(f"M{LEFT},{y:.1f}H{end}" for y, _ in ticks)
     return (
         f'<svg width="{WIDTH}" viewBox="{box}" style="max-width:100%" role="img" aria-label="loss, to step {last}" '
-        f'font-size="11" fill="currentColor"><path d="{grid}" stroke="currentColor" '
+        f'font-size="12" fill="currentColor"><path d="{grid}" stroke="currentColor" '
         f'opacity="0.2"/><polyline points="{line}" fill="none" stroke="{BLUE}" stroke-width="1.5"/>'
         f'<g fill="{ORANGE}">{points}</g>{labels}'
         f'<text x="{LEFT}" y="{HEIGHT - 4}"><tspan fill="{BLUE}">—</tspan> training loss<tspan dx="12" fill="{ORANGE}">'

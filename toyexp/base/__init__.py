@@ -6,6 +6,7 @@ from toyexp.base.lazy import lazy
 
 if TYPE_CHECKING:
     from toyexp.base.drawing import (
+        BAND,
         BLUE,
         GREEN,
         GREY,
@@ -14,8 +15,11 @@ if TYPE_CHECKING:
         SMALL,
         VERMILLION,
         Sheet,
+        caption,
         find_divergence,
         fit_y_axis,
+        format_tick,
+        mark_above,
         require_drawing,
         set_log_scale,
         set_step_axis,

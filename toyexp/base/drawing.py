@@ -1,7 +1,7 @@
 """Draw plots in toyexp's style, and write them as PNG, SVG or PDF files.
 
 The colours are based on those of Okabe and Ito ("Color Universal Design", 2008). Each has a contrast of at least 3:1
-with the background. Any two differ by at least 20 in CIELAB, also for people with common colour blindnesses.
+with the background. Any two differ by at least 23 in CIELAB, also for people with common colour blindnesses.
 Overlapping curves also differ by marker, so that they can be told apart in greyscale.
 """
 
@@ -26,10 +26,16 @@ from toyexp.base.writing import convert_write_errors, require_writable, write_at
 
 BLUE, VERMILLION, GREEN, PURPLE = "#0B4A8A", "#B3260A", "#268960", "#B470DB"
 INK, GREY, PALE = "#222222", "#555555", "#BBBBBB"
+BAND = "#f2f2f2"  # ground of a part of a panel
 # people with red-green colour blindness see green as a yellowish and purple as a bluish colour
-COLOURS = (BLUE, VERMILLION, "#4C69FF", "#BE8B00", GREEN, PURPLE, "#000000", "#7C9E52")
+COLOURS = (BLUE, VERMILLION, "#4C69FF", "#BE8B00", GREEN, PURPLE, "#000000", "#8787A5")
 # for dark backgrounds
 DARK_COLOURS = ("#3CC6FF", "#DD7416", "#D3F8FB", "#FFE646", "#487C45", "#875F9B", "#A9B8A6", "#F1AE6F")
+# the colour map cividis (Nunez et al. 2018) where its contrast with the background is at least 3:1, strongest first
+RAMP, DARK_RAMP = (
+    ("#00224e", "#1a386f", "#434e6c", "#61656f", "#7d7c78"),
+    ("#fee838", "#dec958", "#bcae6c", "#9b9476", "#7d7c78"),
+)
 MARKS = ("o", "s", "^", "D", "v", "P", "X", "p")
 TITLE, LABEL, SMALL = 12.0, 10.0, 9.0  # font sizes in points, for a figure 8 inches wide
 WIDTH = 8.0  # inches
@@ -41,6 +47,7 @@ COLUMNS = {
     "double": (7.2, 0.9),
 }  # column of a journal: width in inches, and scale of the text
 LOG_RATIO = 20.0  # an axis becomes logarithmic if its largest value is this many times the smallest
+MIN_SPAN = 0.05  # an axis spans at least this fraction of its largest value, so that noise does not look like a trend
 POWERS = (1e-4, 1e5)  # a logarithmic axis with values outside these limits has the labels 10^n
 # Metadata of files by suffix: toyexp as the creator, and no date, so that equal plots give equal bytes.
 FILE_METADATA: Mapping[str, Mapping[str, str | None]] = {
@@ -54,6 +61,7 @@ STYLE: Any = {
     "axes.labelcolor": INK, "axes.labelsize": LABEL, "text.color": INK,
     **{f"{axis}tick.{key}": value for axis in "xy" for key, value in (
         ("color", INK), ("labelsize", SMALL), ("major.width", 0.6), ("minor.width", 0.4))},
+    "axes.formatter.useoffset": False,
     "axes.grid": True, "axes.grid.axis": "y", "grid.color": "#dddddd", "grid.linewidth": 0.5,
     "svg.hashsalt": "toyexp",  # without it SVG ids are random
     "svg.fonttype": "none", "pdf.fonttype": 42,  # text stays text
@@ -168,14 +176,16 @@ class Sheet:
             text.set_fontsize(round(text.get_fontsize() * scale / self._scale, 6))
         self._scale = scale
         # a journal needs no paths
-        below = " · ".join(part for part in self._below.split(" · ") if column is None or "/" not in part)
+        parts = [part for part in self._below.split(" · ") if column is None or "/" not in part]
+        # no break in a short part or before a dot
+        below = "\xa0· ".join(part.replace(" ", "\xa0") if len(part) < 60 * room else part for part in parts)
         lines = textwrap.wrap(below, round(112 * room), max_lines=3, placeholder=" …")
         title = textwrap.wrap(self._title, round(TITLE_LENGTH * room), max_lines=2, placeholder=" …") or [""]
         # The empty lines reserve space for the subtitle, which has another font.
         self.figure.suptitle("\n".join([*(fit_text(line, TITLE_LENGTH) for line in title), *[""] * len(lines)]), x=0.01,
                              ha="left", fontsize=TITLE * scale, fontweight="bold")  # fmt: skip
         shift = ScaledTranslation(0, (-22 - 1.2 * TITLE * (len(title) - 1)) / 72 * scale, self.figure.dpi_scale_trans)
-        self._below_text.set(text="\n".join(fit_text(line, 112) for line in lines))
+        self._below_text.set(text="\n".join(fit_text(line.replace("\xa0", " "), 112) for line in lines))
         self._below_text.set_transform(self.figure.transFigure + shift)
 
     def __repr__(self) -> str:
@@ -183,7 +193,7 @@ class Sheet:
 
     def _repr_png_(self) -> tuple[bytes, dict[str, Any]]:
         picture = self.pictures(".png", resolution=RESOLUTION // 2)[".png"]
-        return picture, {"width": round(WIDTH * 96), "alt": self._title}
+        return picture, {"width": round(WIDTH * 96), "alt": f"{self._title} · {self._below}"}
 
     def pictures(self, *suffixes: str, column: str | None = None, resolution: int = RESOLUTION) -> dict[str, bytes]:
         """Render the figure in the formats `suffixes`, such as .png, and return {suffix: file content}.
@@ -242,11 +252,12 @@ def set_step_axis(axes: Any) -> None:
     """Label the x axis "step" and give it integer ticks."""
     axes.set_xlabel("step")
     axes.xaxis.get_major_locator().set_params(integer=True)
+    axes.xaxis.set_major_formatter(lambda step, _: f"{step:,.0f}")
 
 
 def set_log_scale(axes: Any, which: str, values: Iterable[float], ratio: float = LOG_RATIO) -> bool:
     """Make the axis `which` (`x`, `y`) logarithmic if `values` span a factor of `ratio`; return True if so."""
-    from matplotlib.ticker import FuncFormatter, LogFormatterSciNotation, LogLocator, NullFormatter
+    from matplotlib.ticker import LogFormatterSciNotation, LogLocator, NullFormatter
 
     finite = [value for value in values if math.isfinite(value)]
     if not finite or min(finite) <= 0 or max(finite) <= ratio * min(finite):
@@ -256,8 +267,7 @@ def set_log_scale(axes: Any, which: str, values: Iterable[float], ratio: float =
     is_narrow = max(finite) < (1e3 if which == "y" else 50) * min(finite)
     axis.set_major_locator(LogLocator(subs=(1, 2, 5) if is_narrow else (1,)))
     has_powers = max(finite) > POWERS[1] or min(finite) < POWERS[0]
-    powers, numbers = LogFormatterSciNotation(minor_thresholds=(99, 99)), FuncFormatter(lambda value, _: f"{value:g}")
-    axis.set_major_formatter(powers if has_powers else numbers)
+    axis.set_major_formatter(LogFormatterSciNotation(minor_thresholds=(99, 99)) if has_powers else format_tick)
     axis.set_minor_formatter(NullFormatter())
     return True
 
@@ -267,17 +277,38 @@ def caption(axes: Any, text: str, colour: str = GREY, side: str = "right") -> No
     axes.set_title(text, loc=side, fontsize=SMALL, color=colour, pad=7)
 
 
+def format_tick(value: float, _: int) -> str:
+    """Return a tick's label: the number in full, without a common factor at the axis's end."""
+    return f"{value:g}"
+
+
 def fit_y_axis(axes: Any, low: float, high: float, above: str, largest: float, log: bool = False) -> None:
     """Fit the y axis to values from `low` to `high`; if `log` is True, make it logarithmic even for similar values.
 
-    `largest` is the largest value of all curves. If it exceeds `high`, add a note such as "3 runs above the shown
+    `largest` is the largest value of all curves. If it exceeds `high`, add a note such as "▲ 3 runs above the shown
     range, up to 7.2". `above` is the first part of this note, such as "3 runs".
     """
-    is_log, room = set_log_scale(axes, "y", (low, high), 1.0 if log else LOG_RATIO), (high - low) / 20
-    if math.isfinite(room) and room:
-        axes.set_ylim(*((low * 0.9, high * 1.1) if is_log else (low - room, high + room)))
     if largest > high:
-        caption(axes, f"{above} above the shown range, up to {largest:.4g}")
+        caption(axes, f"▲ {above} above the shown range, up to {largest:.4g}")
+    if set_log_scale(axes, "y", (low, high), 1.0 if log else LOG_RATIO):
+        axes.set_ylim(low * 0.9, high * 1.1)
+        return
+    missing = max(MIN_SPAN * max(abs(low), abs(high)) - (high - low), 0.0)
+    room = missing / 2 + (high - low + missing) / 20
+    if math.isfinite(room) and room:
+        axes.set_ylim(low - room, high + room)
+    if high >= POWERS[1]:
+        axes.yaxis.set_major_formatter(format_tick)
+
+
+def mark_above(axes: Any, steps: Sequence[int], values: Sequence[float], colour: str) -> None:
+    """Draw arrows at the top edge of a panel, at the steps whose values are above its range."""
+    (low, high), top = axes.get_xlim(), axes.get_ylim()[1]
+    above = [step for step, value in zip(steps, values, strict=True) if value > top]
+    places = {round(150 * (step - low) / (high - low)): step for step in above}.values()  # no two on the same spot
+    if places:  # the layout fails for a line without points
+        axes.plot(places, [1] * len(places), "^", transform=axes.get_xaxis_transform(), color=colour, markersize=4,
+                  clip_on=False, scalex=False)  # fmt: skip
 
 
 def fit_text(text: str, limit: int) -> str:

@@ -14,34 +14,41 @@ from typing import IO
 
 from toyexp.base.errors import UserError, escape_controls
 
+# One style for each role of a text: basic colours, readable on dark and light grounds.
 STYLES = {
-    "bold": "1",
-    "dim": "38;5;243",  # a grey with a contrast of 4.5:1 on white and on black
-    "red": "31",
-    "green": "32",
-    "yellow": "33",
-    "heading": "1;32",
-    "command": "1;36",
-    "value": "36",
-}  # basic colours, readable on dark and light grounds
+    "bold": "1",  # headings, heads and best rows of tables, the result of a run
+    "dim": "38;5;243",  # labels and comments: a grey with a contrast of 4.5:1 on white and on black
+    "red": "31",  # errors and failures
+    "green": "32",  # success
+    "bright": "1;32",  # best
+    "yellow": "33",  # warnings, notes, and runs that ended early
+    "command": "1;36",  # text to type: commands, options, settings
+    "value": "36",  # default values
+    "path": "35",
+}
 COLOUR_CHOICES = ("auto", "always", "never")
-# Patterns of words to colour, and their style: the word that begins an error, warning or note; states, verdicts, best.
-# Labels of lines, comments and lines about a table are grey, so that results stand out.
+_LABELS = "engine|machine|model|data|recipe|run|sweep|study|report|plot|keys|again|next|varies|compute|time|file|sizes"
+_LABELS += "|parameters|types|tokenizer|name|made by|trains|steps|memory|writes|resume|parent"
+# Patterns of words to colour, and their style. A later pattern must not match inside an earlier one.
 _STYLED = (
     (re.compile(r"^  [\w.]+(?=  +(?:PASS|no  |FAIL)  )|^(?:toyexp \d|with toyexp|forward pass).*"), "bold"),
+    (re.compile(r"(?<=error: )[\w.+]+=\S*(?=: )|(?<=error: unknown key )[\w.]+"), "bold"),
     (re.compile(r"^(?:toyexp: )?error(?: in job \d+)?:|^broken:"), "red"),
     (re.compile(r"^(?:toyexp: )?(?:warning|note):|^(?:warning|note)(?=  )"), "yellow"),
     (re.compile(r"\bFAIL\b|(?:(?<=  )|^)(?:failed|killed|diverged)(?=  |:|$| after )", re.MULTILINE), "red"),
-    (re.compile(r"(?<=  )(?:pruned|stopped|interrupted|running)(?=  |:|$)", re.MULTILINE), "yellow"),
-    (re.compile(r"\bPASS\b|(?<=  )best$|(?:(?<=  )|^)completed(?=  |$| after )", re.MULTILINE), "green"),
+    (re.compile(r"(?<=  )(?:pruned|stopped|interrupted|running)(?=  |:|$| after | at )", re.MULTILINE), "yellow"),
+    (re.compile(r"\bPASS\b|(?:(?<=  )|^)completed(?=  |$| after )", re.MULTILINE), "green"),
     (re.compile(r"^(?:(\d+) of \1 )?within the tolerances.*"), "green"),
     (re.compile(r"(?<=  )no(?=    )"), "yellow"),  # an engine that does not work here
-    (re.compile(r"^(?:engine|machine|model|data|recipe|run|sweep|study|report|plot|keys|again|next)(?=  )"), "dim"),
-    (re.compile(r"^(?:varies|compute|time|file|sizes|parameters|types|tokenizer|name|made by)(?=  )"), "dim"),
+    (re.compile(rf"^(?:{_LABELS})(?=  )|^  [a-z ]+(?=  +(?:\x1b\S+)?toyexp )"), "dim"),
+    (re.compile(r"(?<=  )(?:\d+-[a-z][\w-]*|(?:~|\.{0,2})/[^\s,]*|[A-Za-z_][\w.-]*/[^\s,]+)(?=,|  |$)"), "path"),
+    (re.compile(r"(?<=  )best$", re.MULTILINE), "bright"),
+    (re.compile(r"^.+(?=  (?:\x1b\S+)?best\b\S*$)|^(?:best )?held-out .* (?:->|after step) \S+$|^best    .*"), "bold"),
     (re.compile(r"(?<=  )(?:# |begins, job ).*|^(?:same for all|columns left out|paths below) .*", re.DOTALL), "dim"),
 )
 # first column of an indented line of a help text: a command, or an option
-_COMMAND = re.compile(r"^(?:usage: | +)(?:-\S.*?(?=  |$)|\S.*?(?=  +\S))", re.MULTILINE)
+_HEADING = re.compile(r"(?!usage:)(?:\S+(?=  )|\S[^.(=]{,60}(?=$|\s\())")
+_COMMAND = re.compile(r"^(?:usage: | {1,8})(?:-\S.*?(?=  |$)|\S.*?(?=  +\S))", re.MULTILINE)
 
 
 def replace_unencodable() -> None:
@@ -155,13 +162,15 @@ def text_width() -> int:
 
 _JSON = re.compile(r'^ *["{}]')  # beginning of a line of JSON, which is neither wrapped nor coloured
 _NAMES = " (?:help|plugins|new|doctor|parity|bench|eval|describe|models|generate|predict|export|merge|runs|compare)\\b"
-_PROGRAM = r"(?:[A-Z_]+='[^']*' )?(?:pip install|toyexp(?! \d|:))"
+_PROGRAM = r"(?:[A-Z_]+=(?:'[^']*'|\"[^\"]*\") )?(?:pip install|optuna-dashboard|toyexp(?! \d|:))"
 # Text to type: commands that fill a column of a line, commands in a sentence, and corrections that errors propose.
 _TYPED = re.compile(
     rf"(?:^|(?<=  )){_PROGRAM}(?: (?! )\S+)*(?=$|  )"
     rf"|(?:(?<=: )|(?<=`)|(?<=see )|(?<=use )|(?<= as )|(?<= or )|(?<=try ))(?=.*install|toyexp(?:`| -| \S+=|{_NAMES}))"
     rf"{_PROGRAM}(?: (?:'[^']*'|[^\s;`'()])+(?<![,:.]))*"
     r"|(?<=did you mean )[^?]+(?=\?)|(?:(?<=use )|(?<=Use )|(?<=try )|(?<=add )|(?<=type ))(?:[\w.]+=|--)[^\s;,)]+"
+    r"|(?:(?<=, or )|(?<=\), ))[\w.]+=[^\s;,)]+|(?<=try a lower )[\w.]+|[\w.]+(?= \(it was )"
+    r"|[\w.]+=\S+(?= may be faster)"
 )
 
 
@@ -174,8 +183,10 @@ def wrap_columns(text: str, stream: IO[str] | None = None, has_codes: bool = Fal
     """
     width, wrapped = terminal_width(stream) or sys.maxsize, []
     for line in text.split("\n"):
-        columns = re.finditer(r"^ +|^toyexp: |(?<=\S) {2,}(?=\S)", line)
+        columns = re.finditer(r"^ +|^toyexp: |^usage: |(?<=\S) {2,}(?=\S)", line)
         indent = max((m.end() for m in columns if m.end() <= width * 2 // 3), default=0)
+        if job := re.match(r"\[\d+\] ", line):  # its columns are short: they are not aligned, and a number has its name
+            line, indent = re.sub(r" (?=\d\S*(?:  |$)|m?s$|min$|h$)", "\0", line), len(job[0])
         marked = line if _JSON.match(line) else _TYPED.sub(partial(_mark, width - indent), line)
         wrapped += [marked] if len(line) <= width or _JSON.match(line) else _fill(marked, width, indent)
     marks = {0: " ", 11: " ", 12: None, 14: f"\x1b[{STYLES['command']}m" * has_codes, 15: "\x1b[0m" * has_codes}
@@ -189,7 +200,7 @@ def _mark(room: int, command: re.Match[str]) -> str:
     """
     text = re.sub(r"'[^']*'|pip install", lambda unbroken: unbroken[0].replace(" ", "\0"), command[0])
     text = text.replace(" ", "\0" if len(text) <= room else "\v")
-    is_column = command.string[: command.start()].endswith("  ") or not command.start()
+    is_column = command.string[: command.start()].endswith(("  ", "usage: ")) or not command.start()
     return ("" if is_column or "\v" not in text else "\f") + f"\x0e{text}\x0f"
 
 
@@ -234,7 +245,7 @@ def print_output(text: str, style: str = "") -> None:
 def print_usage(text: str) -> None:
     """Print a help text with coloured headings, commands, options and settings.
 
-    Headings are the word `usage:` and each line that is followed by an indented line.
+    Headings are the word `usage:`, and each short text before an indented line, without the sentence that follows it.
     """
     if is_terminal():  # join the lines of paragraphs, which are wrapped below
         text = re.sub(r"^(\S.{95,})\n(?=\S)", r"\1 ", text, flags=re.MULTILINE)
@@ -242,9 +253,8 @@ def print_usage(text: str) -> None:
     show_status("")
     for line, following in zip(lines, [*lines[1:], ""], strict=True):
         shown = wrap_columns(escape_controls(line))
-        if line[:1].strip() and following[:1] == " " and not line.startswith("usage:"):
-            head = shown.partition("  ")[0]
-            shown = paint(head, "heading") + shown.removeprefix(head)
+        if head := _HEADING.match(shown) if following[:1] == " " else None:
+            shown = paint(head[0], "bold") + shown[head.end() :]
         elif first := _COMMAND.match(shown):
             name = first[0].removeprefix("usage:")
             key, equals, value = name.partition("=") if " " not in name.strip() else (name, "", "")
@@ -252,7 +262,7 @@ def print_usage(text: str) -> None:
             shown = usage + paint(key, "command") + paint(equals + value, "value") + shown[first.end() :]
         else:
             shown = wrap_columns(escape_controls(line), None, has_colour(sys.stdout))
-        shown = shown.replace("usage:", paint("usage:", "heading")) if shown.startswith("usage:") else shown
+        shown = shown.replace("usage:", paint("usage:", "bold")) if shown.startswith("usage:") else shown
         print(shown, flush=True)
 
 

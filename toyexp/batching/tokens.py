@@ -15,7 +15,7 @@ from toyexp.base.random import stream
 from toyexp.interfaces.dataset import Batch, Batches, Dataset
 from toyexp.interfaces.kind import TOKENS
 from toyexp.interfaces.phases import TURN
-from toyexp.interfaces.plan import Plan
+from toyexp.interfaces.plan import NOISE, Plan
 from toyexp.tokenizers.tokenizer import Tokenizer
 
 PROMPT_TOKENS, PROMPT_LENGTH = 200, 24  # held-out tokens searched for a prompt; its maximum number of characters
@@ -184,11 +184,13 @@ def _windows(ids: np.ndarray, starts: np.ndarray, span: np.ndarray) -> dict[str,
 
 
 class Dropout(Batches):
-    """Batches that also contain the dropout masks of a plan's adapters and model.
+    """Batches that also contain the random arrays of a plan: the dropout masks of its adapters and model, and noise.
 
     An activation x becomes x (1 + mask), which is inverted dropout (Srivastava et al. 2014). The mask is -1 for dropped
     elements and p / (1 - p) for all others, where p is the probability of dropping. The mask of batch k depends only on
     the seed, the mask's name and k, so every engine drops the same elements. Held-out batches have no masks.
+    If the plan has `neftune`, the noise of a batch is drawn the same way: [B, T, d], uniform between -neftune and
+    neftune, divided by sqrt(T d) (Jain et al. 2023, "NEFTune: Noisy Embeddings Improve Instruction Finetuning").
     If tensors of the plan train in turns, each batch also has the number of its turn.
     """
 
@@ -202,15 +204,23 @@ class Dropout(Batches):
         batch = self._batches.batch(k)
         rows = len(batch["weights"])
         masks = {name: self._mask(name, share, rows, k) for name, share in self._plan.dropout_shares.items()}
+        if alpha := self._plan.neftune:
+            width = alpha / math.sqrt(math.prod(self.inputs[NOISE].shape))
+            masks[NOISE] = (self._bits(NOISE, rows, k).astype(np.float32) + 0.5) * np.float32(width / 32768)
+            masks[NOISE] -= np.float32(width)
         turn = {TURN: np.full(rows, k % turns, np.float32)} if (turns := self._plan.turns) else {}
         return {**batch, **masks, **turn}
 
     def _mask(self, name: str, share: float, rows: int, k: int) -> np.ndarray:
-        shape = (rows, *self.inputs[name].shape)
-        count, dropped = math.prod(shape), round(share * 65536)  # 16 random bits per number
-        bits = stream(self._seed, name, k).random_raw(-(-count // 4)).astype("<u8").view("<u2")[:count]
+        dropped = round(share * 65536)
         scaled_up = dropped / (65536 - dropped)
-        return np.where(bits < dropped, np.float32(-1), np.float32(scaled_up)).reshape(shape)
+        return np.where(self._bits(name, rows, k) < dropped, np.float32(-1), np.float32(scaled_up))
+
+    def _bits(self, name: str, rows: int, k: int) -> np.ndarray:
+        """Return random integers below 65536 for batch `k`, of the shape of the input `name`."""
+        count = math.prod(shape := (rows, *self.inputs[name].shape))
+        words = stream(self._seed, name, k).random_raw(-(-count // 4))
+        return words.astype("<u8").view("<u2")[:count].reshape(shape)
 
     def held_out(self) -> Sequence[Batch]:
         """Return the held-out batches, without dropout masks."""

@@ -208,6 +208,7 @@ BUILT_IN = (
     _command("export", "Convert a model file to another quantisation or format.", "file",
         _value("--type", "q8_0", "one of the types below"), _value("--to", "small.gguf", "output path"), FORCE,
         _switch("--requantize", "allow quantising weights that are already quantised"),
+        _value("--new-tokens", "'<|a|>,<|b|>'", "tokens to add to the vocabulary; write a GGUF, and train from it"),
         _switch("--ollama", "write a Modelfile for Ollama beside the GGUF; without --type the model is not converted"),
         JSON, module="files"),
     _command("merge", "Merge a LoRA adapter into a base model.", "file",

@@ -152,7 +152,7 @@ def missing_packages(registry: Registry) -> Iterator[str]:
         try:
             check()
         except Unavailable as reason:
-            yield f"{label}: {reason}" if label else str(reason)
+            yield f"{label}: {str(reason).removeprefix(f'{label}: ')}" if label else str(reason)
         except UserError:  # a required setting has no default
             continue
         except Exception as error:  # of a plugin

@@ -207,6 +207,8 @@ checkpoint (run/checkpoints/step-200). The new file of a checkpoint is written i
   toyexp export model.gguf --type q8_0                    writes model-q8_0.gguf next to it
   toyexp export outputs/lora-llama/2026-11-21_050553_073724 --type q4_k_m --to small.gguf
   toyexp export model.gguf --type hf                      writes the directory model-hf for transformers
+  toyexp export model.gguf --type f16 --new-tokens '<|a|>,<|b|>' --to larger.gguf
+                                                          adds tokens, whose embeddings are the mean of all others
   toyexp export model.gguf --ollama                       writes a Modelfile for `ollama create` next to it
 
 options
@@ -224,6 +226,9 @@ def run_export(arguments: Arguments) -> int:
     files, word = [word for word in arguments.rest if word not in settings], arguments.type
     model = parse_model_path("export", files, ", and a type: toyexp export model.gguf --type q8_0 --to small.gguf")
     registry, options = load(arguments.modules), (arguments.force, arguments.requantize)
+    tokens = arguments.new_tokens.split(",") if arguments.new_tokens is not None else []
+    if arguments.ollama and tokens:
+        raise UserError("--new-tokens: has no effect with --ollama; first add the tokens, and train them")
     if arguments.ollama:
         from toyexp.inference.ollama import export_for_ollama
 
@@ -232,7 +237,7 @@ def run_export(arguments: Arguments) -> int:
         raise UserError(f"export {model}: needs a type: toyexp export {shlex.quote(str(model))} --type q8_0")
     from toyexp.inference.export import export
 
-    return export(model, word, arguments.to, settings, registry, *options).show(arguments)
+    return export(model, word, arguments.to, settings, registry, *options, tokens).show(arguments)
 
 
 HELP_MERGE = """\

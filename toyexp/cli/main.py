@@ -178,13 +178,17 @@ def _train(request: Request, resume: str | None, is_bare: bool) -> int:
 
 
 def _sweep(flags: Mapping[str, str], request: Request) -> int:
+    from toyexp.cli.pages import sweep_hints
     from toyexp.config.schema import START_DIRECTORY
     from toyexp.sweeps.begin import prepare_sweep
 
     try:
         runner = prepare_sweep(flags, request)
         if "--dry-run" not in flags:
-            return runner.run()
+            code = runner.run()
+            if not code and runner.folder and len(runner.source.jobs) > 1:
+                print_line("\n".join(sweep_hints(runner.folder.path, runner.best_model())))
+            return code
         from toyexp.cli.dry_run import dry_run_sweep
 
         return dry_run_sweep(runner, "--json" in flags)

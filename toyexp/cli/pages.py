@@ -256,6 +256,8 @@ def run_hints(result: Result, is_first: bool) -> list[str]:
     """
     run = shlex.quote(short_path(result.dir))
     written = any(path.suffix == ".gguf" for path in result.artifacts)
+    if result.outcome.has_diverged:
+        return _next([("toyexp help symptoms", "read what to do if the loss rises")])
     if not is_first:
         use = (f"toyexp describe {run}", "show how to use the model")
         return _next([use if written else ("toyexp runs", "list runs")])
@@ -264,6 +266,14 @@ def run_hints(result: Result, is_first: bool) -> list[str]:
         ("toyexp -m recipe=scratch,warm seed=0,1", "compare four such runs"),
         ("toyexp help start", "read the introduction"),
     ])  # fmt: skip
+
+
+def sweep_hints(sweep: Path, best: Path | None) -> list[str]:
+    """Return lines with commands to try after a sweep, given its directory and that of its best run."""
+    use = [(f"toyexp describe {shlex.quote(short_path(best))}", "show how to use the best model")] if best else []
+    return _next(
+        [*use, (f"toyexp compare {shlex.quote(short_path(sweep))} --plot sweep.svg", "draw a picture of the runs")]
+    )
 
 
 def doctor_hints(engines: Sequence[str]) -> list[str]:

@@ -26,6 +26,20 @@ if TYPE_CHECKING:
         hf_layout,
         identity,
     )
+    from toyexp.formats.records import (
+        READERS,
+        BadExample,
+        Record,
+        decode,
+        iter_records,
+        join_names,
+        kind_of,
+        parse_cell,
+        read_question,
+        record_suffix,
+        require_unicode,
+        text_of,
+    )
     from toyexp.formats.safetensors import SafetensorsFile, write_safetensors
 
 __getattr__, __dir__, __all__ = lazy(__name__, __file__)

@@ -13,7 +13,7 @@ from toyexp.formats.gguf.open_model import FromGGUF, open_gguf
 from toyexp.formats.gguf.read import GGUFFile
 from toyexp.interfaces.dataset import Dataset
 from toyexp.interfaces.model import Model, TensorSpec, model_settings
-from toyexp.interfaces.plan import LoraAdapter, Plan, PlanTensor, lora_names
+from toyexp.interfaces.plan import EMBEDDING, LoraAdapter, Plan, PlanTensor, lora_names
 from toyexp.interfaces.recipe import Setup
 
 
@@ -63,7 +63,7 @@ def read_adapter(path: Path, model: Model) -> tuple[list[PlanTensor], Sequence[L
         alpha = check_adapter(file)
         if file.architecture != (expected := gguf_architecture(model)):
             raise file.error(f"is an adapter of {printable(file.architecture)}, the model is {expected}")
-        linears = [t for t in model.tensors() if len(t.shape) == 2 and not t.name.endswith("_embd.weight")]
+        linears = [t for t in model.tensors() if len(t.shape) == 2 and not t.name.endswith("position_embd.weight")]
         adapted = [t for t in linears if any(name in file.tensors for name in lora_names(t.name))]
         ranks = [_rank(file, linear) for linear in adapted]
         names = [name for linear in adapted for name in lora_names(linear.name)]
@@ -77,8 +77,8 @@ def read_adapter(path: Path, model: Model) -> tuple[list[PlanTensor], Sequence[L
 def _rank(file: GGUFFile, linear: TensorSpec) -> int:
     """Return the rank of the matrices A and B of a linear layer; raise UserError if their shapes do not fit it."""
     a, b = (file.tensors[name].shape if name in file.tensors else () for name in lora_names(linear.name))
-    (outputs, inputs), rank = linear.shape, a[0] if a else 0
-    if (a, b) != ((rank, inputs), (outputs, rank)):
+    (outputs, inputs), rank = linear.shape, b[-1] if b else 0
+    if (a, b) != (((outputs, rank), (inputs, rank)) if linear.name == EMBEDDING else ((rank, inputs), (outputs, rank))):
         raise file.error(f"{linear.name} is {outputs} x {inputs}; its lora_a is {list(a)}, its lora_b {list(b)}")
     return rank
 

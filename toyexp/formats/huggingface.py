@@ -22,7 +22,7 @@ from toyexp.formats.safetensors import Tensor, write_safetensors
 from toyexp.formats.sentencepiece_model import missing_requirement, sentencepiece_model
 from toyexp.interfaces.format import ModelExport
 from toyexp.interfaces.model import Model
-from toyexp.interfaces.plan import LoraAdapter, Plan, lora_names, shared_alpha
+from toyexp.interfaces.plan import LoraAdapter, Plan, lora_names
 from toyexp.tokenizers.byte_level import BPE, Bytes, Characters
 from toyexp.tokenizers.sentencepiece import SentencePiece
 from toyexp.tokenizers.tokenizer import Tokenizer
@@ -95,22 +95,29 @@ def write_adapter_folder(path: Path, plan: Plan, exported: ModelExport) -> list[
     adapters = [a for a in plan.adapters if isinstance(a, LoraAdapter)]
     stored_tensors = hf_layout(plan.model, {}).tensors
     tensors: dict[str, Tensor] = {}
-    ranks: dict[str, int] = {}  # by module
+    ranks: dict[str, int] = {}  # by module, as the next one
+    alphas: dict[str, float] = {}
     for adapter in adapters:
         stored, (a, b) = stored_tensors[adapter.target], (exported.tensors[name] for name in lora_names(adapter.target))
         module = stored.name.removesuffix(".weight")
-        ranks[module] = len(a)
-        for name, array in (("lora_A", a), ("lora_B", stored.rows(b))):
-            tensors[f"base_model.model.{module}.{name}.weight"] = array.shape, array.copy
-    rank = Counter(ranks.values()).most_common(1)[0][0]
+        ranks[module], alphas[module] = b.shape[1], plan.alphas[adapter.target]
+        pair = {"lora_A.weight": a, "lora_B.weight": stored.rows(b)}
+        for name, array in ({"lora_embedding_A": a.T, "lora_embedding_B": b} if adapter.is_embedding else pair).items():
+            tensors[f"base_model.model.{module}.{name}"] = array.shape, array.copy
+        if adapter.dora:
+            magnitude = stored.rows(exported.tensors[adapter.tensors[2]])
+            tensors[f"base_model.model.{module}.lora_magnitude_vector"] = magnitude.shape, magnitude.copy
+    rank, alpha = (Counter(numbers.values()).most_common(1)[0][0] for numbers in (ranks, alphas))
     config = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM" if plan.model.reads.text else None,
         "base_model_name_or_path": _repository(exported) or exported.about.get("base"),
         "inference_mode": True,
         "r": rank,
-        "rank_pattern": {module: module_rank for module, module_rank in ranks.items() if module_rank != rank},
-        "lora_alpha": shared_alpha(plan),
+        "rank_pattern": {module: own for module, own in ranks.items() if own != rank},
+        "lora_alpha": alpha,
+        "alpha_pattern": {module: own for module, own in alphas.items() if own != alpha},
+        "use_dora": adapters[0].dora,
         "lora_dropout": adapters[0].dropout,
         "target_modules": [*ranks],
         "fan_in_fan_out": any(stored_tensors[a.target].form is np.transpose for a in adapters),

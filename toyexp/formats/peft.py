@@ -15,13 +15,13 @@ from toyexp.base.files import read_file
 from toyexp.formats.layout import HFTensor, hf_layout, original_rows
 from toyexp.formats.safetensors import TensorsFile, json_object
 from toyexp.interfaces.model import Model
-from toyexp.interfaces.plan import lora_names
+from toyexp.interfaces.plan import EMBEDDING, lora_names
 
 CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"
 CONFIG_LIMIT = 1 << 20  # bytes
 # `general` keys, stored as metadata of TENSORS because some versions of PEFT reject unknown keys in CONFIG.
 ORIGIN_KEYS = ("name", "run_id", "config_sha256", "adapter_digest", "base_model.0.name", "base_model.0.digest")
-TENSOR = re.compile(r"base_model\.model\.(?P<module>.+)\.lora_(?P<part>[AB])(\.default)?\.weight")
+TENSOR = re.compile(r"base_model\.model\.(?P<module>.+)\.lora_(embedding_)?(?P<part>[AB])(\.default)?(\.weight)?")
 # Settings which, if not empty, make an adapter more than alpha / r * B A, or change its base.
 UNSUPPORTED_KEYS = (
     "use_dora", "use_qalora", "modules_to_save", "lora_bias", "layer_replication", "trainable_token_indices",
@@ -48,7 +48,8 @@ def read_peft(folder: Path, model: Model) -> tuple[float, dict[str, np.ndarray],
     for stored_name in file.tensors:
         match = TENSOR.fullmatch(stored_name)
         if match is None or match["module"] not in targets:
-            raise file.error(f"its tensor {printable(stored_name)} matches no linear layer of this {model.name}")
+            hint = "; in PEFT, save it with save_embedding_layers=False" if ".base_layer." in stored_name else ""
+            raise file.error(f"its tensor {printable(stored_name)} matches no linear layer of this {model.name}{hint}")
         target, stored = targets[match["module"]]
         array, (a, b) = file.read(stored_name), lora_names(target)
         if array.ndim != 2:
@@ -56,7 +57,7 @@ def read_peft(folder: Path, model: Model) -> tuple[float, dict[str, np.ndarray],
         if (rank := array.shape[match["part"] == "B"]) not in ranks:
             raise file.error(f"{printable(stored_name)} has rank {rank}; {CONFIG} has r={config.get('r', 8)}")
         if match["part"] == "A":
-            pairs[a] = array
+            pairs[a] = array.T if target == EMBEDDING else array
         else:
             scale = _relative_scale(config, match["module"], array, alpha, folder)
             pairs[b] = original_rows(array, stored) * np.float32(scale)
@@ -98,7 +99,7 @@ def _stored_tensors(folder: Path, model: Model) -> dict[str, HFTensor]:
         stored = hf_layout(model, {}).tensors
     except UserError as error:
         raise UserError(f"{folder}: a PEFT adapter needs a base model that transformers has: {error}") from None
-    linears = [t.name for t in model.tensors() if len(t.shape) == 2 and not t.name.endswith("_embd.weight")]
+    linears = [t.name for t in model.tensors() if len(t.shape) == 2 and not t.name.endswith("position_embd.weight")]
     return {name: stored[name] for name in linears}
 
 

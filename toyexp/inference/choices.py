@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from string import ascii_uppercase
 
 import numpy as np
 
 from toyexp.base.errors import RunFailed, UserError
-from toyexp.base.files import read_text
+from toyexp.formats.records import decode, iter_records, read_question
 from toyexp.inference.loaded_model import LoadedModel, pick_engine
 from toyexp.interfaces.command import Answer
 from toyexp.plugins.registry import Registry
@@ -35,10 +32,15 @@ class ChoiceScores(Answer):
 
 
 def score_choices(path: Path, file: str, engine: str, registry: Registry, adapter: Path | None) -> ChoiceScores:
-    """Score the model at `path`, if given with a LoRA `adapter`, on the questions in the .jsonl file `file`."""
+    """Score the model at `path`, if given with a LoRA `adapter`, on the questions in the file of records `file`."""
     loaded = LoadedModel.open(path, registry, adapter)
     tokenizer, net, right, rows = loaded.tokenizer(), loaded.model, np.zeros(2), list[list[tuple[int, np.ndarray]]]()
-    begin, questions = [tokenizer.bos] * tokenizer.add_bos, list(_read_questions(Path(file)))
+    begin, questions = [tokenizer.bos] * tokenizer.add_bos, []
+    for place, record in iter_records(Path(file)):
+        try:
+            questions.append(read_question(decode(record, {})))
+        except UserError as error:
+            raise UserError(f"--choices {place}: {error}") from None
     for question, choices, _ in questions:  # last spaces of a question belong to the first token of the choice
         start = len(begin) + len(tokenizer.encode(question.rstrip()))
         ids = [np.array([*begin, *tokenizer.encode(f"{question} {choice}")], np.int32) for choice in choices]
@@ -63,21 +65,3 @@ def score_choices(path: Path, file: str, engine: str, registry: Registry, adapte
                 raise RunFailed(f"{loaded.name}: the log-likelihood of a choice is not finite")
             right += [np.argmax(x) == answer for x in (sums, sums / [len(choice.encode()) for choice in choices])]
     return ChoiceScores(loaded.name, note, file, len(questions), *(right / len(questions)).tolist())
-
-
-def _read_questions(path: Path) -> Iterator[tuple[str, list[str], int]]:
-    """Yield each question of a .jsonl file, with its choices and the index of the right one."""
-    for number, line in enumerate(read_text(path).splitlines(), 1):
-        try:
-            record = json.loads(line)
-            choices, answer = record["choices"], record.get("answerKey", record.get("answer"))
-            is_arc = isinstance(choices, dict)  # {text: [...], label: [...]}, as in the data set ARC
-            texts, labels = (choices["text"], choices["label"]) if is_arc else (choices, [*ascii_uppercase])
-            place = labels.index(answer) if answer in labels else int(answer)
-            if not (isinstance(texts, list) and 0 <= place < len(texts) > 1 and all([record["question"], *texts])):
-                raise ValueError
-            record["question"].join(texts)  # raises TypeError if one is not a text
-        except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
-            expected = "expected question, choices (2 or more texts) and answer (a letter, or a number from 0)"
-            raise UserError(f"--choices {path}, line {number}: {expected}") from None
-        yield record["question"], texts, place

@@ -6,6 +6,7 @@ import os
 import re
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from toyexp.base.attribution import attribute_errors, call_for_lines
-from toyexp.base.errors import RunFailed, UserError, escape_controls, suggest
+from toyexp.base.errors import RunFailed, UserError, escape_controls, printable, suggest
 from toyexp.base.files import read_head
 from toyexp.base.formatting import format_bytes, short_path
 from toyexp.base.ownership import owning_run
@@ -36,12 +37,13 @@ from toyexp.formats.gguf.write import Writer, require_exact
 from toyexp.formats.layout import HF_TYPES
 from toyexp.inference.model_files import check_base, find_adapter_file, find_model_file, is_checkpoint
 from toyexp.interfaces.command import Answer
-from toyexp.interfaces.format import Format, ModelExport, TensorInfo, require_written
-from toyexp.interfaces.plan import LoraAdapter, adapter_digest, lora_names
+from toyexp.interfaces.format import Format, LazyTensors, ModelExport, require_written
+from toyexp.interfaces.plan import LoraAdapter, adapter_digest
 from toyexp.plugins.exporter import card_facts
 from toyexp.plugins.registry import Registry
 from toyexp.results.events import read_run_facts
 from toyexp.results.run_dirs import read_run
+from toyexp.tokenizers.tokenizer import NORMAL, USER_DEFINED
 from toyexp.training.checkpoint import read_result
 from toyexp.training.run_config import config_hash
 from toyexp.training.rundir import read_settings
@@ -111,13 +113,15 @@ def _build_with_settings(cls: type[Format], values: Mapping[str, Any], settings:
 
 
 def export(
-    model: Path, word: str, to: str | None, settings: Sequence[str], registry: Registry, force: bool, requantize: bool
-) -> ExportResult:
+    model: Path, word: str, to: str | None, settings: Sequence[str], registry: Registry, force: bool, requantize: bool,
+    new_tokens: Sequence[str] = (),
+) -> ExportResult:  # fmt: skip
     """Convert a model to the type `word` (a value of `--type`) and write it to the path `to`.
 
-    If `to` is None, write the file beside the model. If `force` is True, replace an existing file. If `requantize` is
-    True, numbers that are already quantised may be quantised again. Raise UserError, before anything is written, if the
-    model cannot be converted.
+    The vocabulary gets the `new_tokens`, as `add_tokens` says; only a GGUF file can hold them. If `to` is None, write
+    the file beside the model. If `force` is True, replace an existing file. If `requantize` is True, numbers that are
+    already quantised may be quantised again. Raise UserError, before anything is written, if the model cannot be
+    converted.
     """
     form = build_format(word, settings, registry)
     # Appended to the stem of the file name: -q8_0.gguf, .onnx, -hf, -hf-f16.
@@ -131,8 +135,10 @@ def export(
             raise UserError(f"--to {target}: the name must end in {form.suffix} with --type {word}")
         read = [*file.paths, source_path(file.path)]
         require_free(f"--to {target}", target, read, force, form.suffix, form.contents)
+        if new_tokens and form.suffix != ".gguf":
+            raise UserError(f"--new-tokens: cannot be combined with --type {word}; write a GGUF first: --type f16")
         try:
-            exported, problems = _write(form, file, target, requantize, registry)
+            exported, problems = _write(form, file, target, requantize, registry, new_tokens)
         except UserError as error:
             raise error if str(error).startswith(str(source_path(file.path))) else file.error(str(error)) from None
         kinds = {HF_TYPES.get(form.kind, form.kind.upper()): len(exported.tensors if exported else file.tensors)}
@@ -145,7 +151,7 @@ def export(
 
 
 def _write(
-    form: Format, file: GGUFFile, target: Path, requantize: bool, registry: Registry
+    form: Format, file: GGUFFile, target: Path, requantize: bool, registry: Registry, new_tokens: Sequence[str]
 ) -> tuple[ModelExport | None, list[str]]:
     """Write the model in `file` to `target` in the format `form`.
 
@@ -160,12 +166,13 @@ def _write(
     ):
         try:
             form.check_model(model_class())  # at default sizes, because the file may have sizes that toyexp rejects
-            problems = form.write_again(file, path, requantize)
+            problems = None if new_tokens else form.write_again(file, path, requantize)
             if problems is not None:
                 is_other = file.is_converted and file.path.is_file()
                 lacks = read_exported(file, registry.models()).unreadable if is_other else ()
                 return None, [*lacks, *require_written(form, path, problems)]
             exported = read_exported(file, registry.models())
+            exported = add_tokens(exported, new_tokens) if new_tokens else exported
             form.check_model(exported.model)
             rounded = {"float32": "F32", "f32": "F32"}.get(form.kind, form.kind)
             require_exact(file, dict.fromkeys(file.tensors, rounded), requantize)
@@ -175,18 +182,54 @@ def _write(
             raise RunFailed(str(error).replace(str(path), str(target))) from error
 
 
+def add_tokens(exported: ModelExport, texts: Sequence[str]) -> ModelExport:
+    """Return the model with the tokens `texts` added, which are found wherever their texts occur.
+
+    Each new row of the embedding and of the output layer is the mean of the old rows. Raise UserError for a model
+    without a tokenizer, and for a text that is empty, repeated or a token already.
+    """
+    if exported.tokenizer is None:
+        raise UserError("--new-tokens: the model has no tokenizer")
+    tokenizer, keys = copy(exported.tokenizer), {**exported.tokenizer.gguf_metadata()}
+    for text in texts:
+        if not text or text in keys["ggml.tokens"] or texts.count(text) > 1:
+            raise UserError(f"--new-tokens: {printable(repr(text))} is empty, repeated, or a token already")
+    added: dict[str, Any] = {"ggml.tokens": [*keys["ggml.tokens"], *texts]}
+    types = keys.get("ggml.token_type", np.full(tokenizer.vocab, NORMAL, np.int32))
+    for key, values, filler in (("token_type", types, USER_DEFINED), ("scores", keys.get("ggml.scores"), 0)):
+        if values is not None:
+            added[f"ggml.{key}"] = np.append(values, np.full(len(texts), filler, values.dtype))
+    tokenizer.source, tokenizer.pieces = keys | added, [*tokenizer.pieces, *texts]
+    model: Any = replace(exported.model, vocab=exported.tokenizer.vocab + len(texts))  # type: ignore[call-arg]
+    shapes = {spec.name: spec.shape for spec in model.tensors()}
+
+    def read(name: str) -> np.ndarray:
+        array = exported.tensors[name]
+        mean = array.mean(0, np.float64, keepdims=True).astype(np.float32)
+        return np.concatenate([array, *[mean] * (shapes[name][0] - len(array))]) if array.ndim > 1 else array
+
+    return replace(exported, model=model, tensors=LazyTensors(shapes, read), tokenizer=tokenizer)
+
+
 def _about(file: GGUFFile) -> dict[str, Any]:
     """Return model card entries about the run that wrote `file`; empty if `file` is not in that run's directory."""
-    run = _sibling_path(file).parent
-    config, result, step = read_settings(run / "config.yaml"), read_run(run), file.metadata.get("general.step")
-    if config_hash({k: v for k, v in config.items() if k != "defaults"}) != file.text("general.config_sha256"):
+    if not (config := training_settings(file)):
         return {}
+    run = _sibling_path(file).parent
+    result, step = read_run(run), file.metadata.get("general.step")
     types = ", ".join(sorted({tensor.type for tensor in file.tensors.values()} - {"F32"}))
     rounded = f" before rounding to {types}" if types else ""
     scores = {f"{name}{rounded}": value for name, value in {"loss": result.loss, **result.scores}.items()}
     is_evaluated = read_result(run).get("eval_step") == step
     scores, seconds = (scores, result.seconds) if is_evaluated else ({}, None)
     return card_facts(config, result.engine, scores, read_run_facts(run), seconds)
+
+
+def training_settings(file: GGUFFile) -> dict[str, Any]:
+    """Return the settings of the run that wrote `file`; empty if `file` is not in that run's directory."""
+    config = read_settings(_sibling_path(file).parent / "config.yaml")
+    digest = config_hash({key: value for key, value in config.items() if key != "defaults"})
+    return config if digest == file.text("general.config_sha256") else {}
 
 
 def require_free(
@@ -302,21 +345,21 @@ def merge(base: Path, adapter: Path, out: Path, kind: str, force: bool, registry
         with GGUFFile(adapter_file) as adapter_gguf:
             read = [*file.paths, source_path(file.path), adapter_file, source_path(adapter_file)]
             require_free(f"--out {out}", out, read, force)
-            scales = {a.target: a.scale for a in adapters if isinstance(a, LoraAdapter)}
-            writer = _merge_tensors(file, adapter_gguf, scales, kind)
-            before = dict(Counter(file.tensors[name].type for name in scales))
+            by_target = {a.target: a for a in adapters}
+            writer = _merge_tensors(file, adapter_gguf, by_target, kind)
+            before = dict(Counter(file.tensors[name].type for name in by_target))
             problems += writer.save(out)
         sources = str(source_path(file.path)), str(source_path(adapter_file))
     with GGUFFile(out) as written:
         types = dict(Counter(info.type for info in written.tensors.values()))
-        main_type = Counter(written.tensors[name].type for name in scales).most_common(1)[0][0]
-    return MergeResult(*sources, str(out), main_type, len(scales), before, total_bytes(out), types, problems)
+        main_type = Counter(written.tensors[name].type for name in by_target).most_common(1)[0][0]
+    return MergeResult(*sources, str(out), main_type, len(by_target), before, total_bytes(out), types, problems)
 
 
-def _merge_tensors(file: GGUFFile, adapter: GGUFFile, scales: dict[str, float], kind: str) -> Writer:
+def _merge_tensors(file: GGUFFile, adapter: GGUFFile, adapters: dict[str, LoraAdapter], kind: str) -> Writer:
     """Return a writer of the merged model. The writer computes the merged tensors when it writes them.
 
-    `scales` maps the name of each tensor that the adapter changes to the adapter's scale.
+    `adapters` maps the name of each tensor that the file `adapter` changes to its LoRA adapter.
     """
     writer = Writer()
     template = read_chat_template(adapter)
@@ -336,21 +379,20 @@ def _merge_tensors(file: GGUFFile, adapter: GGUFFile, scales: dict[str, float], 
         writer.add("tokenizer.chat_template", template)
     tied = "output.weight" not in file.tensors
     for info in file.tensors.values():
-        if info.name not in scales:
+        if info.name not in adapters:
             writer.add_bytes(info.name, info.shape, info.type, (raw for _, raw in file.pieces(info)))
             continue
-        scale, new_type = scales[info.name], tensor_type(info.name, info.shape, kind, tied)
+        new_type = tensor_type(info.name, info.shape, kind, tied)
         if new_type != "F32":
-            new_type = fitting_type(_sum(file, adapter, info, scale), new_type)
-        writer.add_numbers(info.name, info.shape, new_type, _pieces(file, adapter, info, scale))
+            new_type = fitting_type(_sum(file, adapter, adapters[info.name]), new_type)
+        writer.add_numbers(info.name, info.shape, new_type, _pieces(file, adapter, adapters[info.name]))
     return writer
 
 
-def _pieces(file: GGUFFile, adapter: GGUFFile, info: TensorInfo, scale: float) -> Iterator[np.ndarray]:
-    yield from iter_pieces(_sum(file, adapter, info, scale))  # a generator: computed while writing
+def _pieces(file: GGUFFile, pairs: GGUFFile, adapter: LoraAdapter) -> Iterator[np.ndarray]:
+    yield from iter_pieces(_sum(file, pairs, adapter))  # a generator: computed while writing
 
 
-def _sum(file: GGUFFile, adapter: GGUFFile, info: TensorInfo, scale: float) -> np.ndarray:
-    """Return the merged weights W + scale * B @ A, computed in float64 and rounded to float32."""
-    a, b = (adapter.read(name).astype(np.float64) for name in lora_names(info.name))
-    return (file.read(info.name) + scale * (b @ a)).astype(np.float32)
+def _sum(file: GGUFFile, pairs: GGUFFile, adapter: LoraAdapter) -> np.ndarray:
+    """Return the merged weights, computed in float64 and rounded to float32."""
+    return adapter.merge(file.read(adapter.target), {name: pairs.read(name) for name in adapter.tensors})

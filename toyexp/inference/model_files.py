@@ -104,6 +104,8 @@ def _write(path: Path, target: Path, registry: Registry) -> None:
 def convert_adapter(path: Path, target: Path, registry: Registry) -> None:
     """Write the LoRA adapter of the checkpoint at `path` to a GGUF file; raise UserError if the checkpoint has none."""
     saved, plan, _, dataset = _load_run(path, registry)
+    if plan.has_dora:
+        raise UserError(f"{path}: is a checkpoint of DoRA, which no adapter.gguf can hold; name it as the model")
     if not adapter_tensors(plan):
         recipe, alone = saved.state["config"]["recipe"]["name"], " alone" * bool(plan.adapters)
         raise UserError(f"{path}: is a checkpoint of recipe={recipe}, which trains no adapter{alone}; {NAME_ADAPTER}")
@@ -138,7 +140,7 @@ def _load_run(path: Path, registry: Registry) -> tuple[checkpoint.Checkpoint, Pl
 
 def _general(path: Path, saved: checkpoint.Checkpoint, plan: Plan) -> dict[str, Any]:
     plain, inherited_keys = saved.state["config"], inherited_metadata(plan)
-    pairs = {name: np.asarray(saved.arrays[name]) for name in adapter_tensors(plan)}
+    pairs = plan.adapter_file(saved.arrays)[1] if adapter_tensors(plan) else {}
     return {
         "name": str(plain["name"]), "run_id": path.absolute().parents[1].name, "step": saved.step,
         "config_sha256": config_hash(plain), **inherited_keys,

@@ -14,7 +14,7 @@ from toyexp.formats.gguf.open_model import load_open_model, open_model_file
 from toyexp.formats.gguf.quantise import FILE_TYPES, K_QUANTS
 from toyexp.formats.gguf.read import GGUFFile
 from toyexp.formats.gguf.tokenizer import has_text, read_chat_template, read_tokenizer
-from toyexp.inference.export import ExportResult, default_target, export, require_free
+from toyexp.inference.export import ExportResult, default_target, export, require_free, training_settings
 from toyexp.inference.model_files import find_model_file, find_reader
 from toyexp.interfaces.command import Answer
 from toyexp.interfaces.sampling import Sampling
@@ -73,6 +73,8 @@ def _modelfile(file: GGUFFile, name: str, context: int) -> str:
     if read_chat_template(file):
         tokenizer = read_tokenizer(file)
         lines += [f'PARAMETER stop "{tokenizer.spelling(i)}"' for i in sorted(tokenizer.end_ids)]
+        if system := training_settings(file).get("data", {}).get("system"):
+            lines.append(f'SYSTEM """{system}"""')
         lines.append("# Ollama 0.30 and later use the chat template in the GGUF file.")
     else:
         lines += ["# The GGUF file has no chat template: the model continues the prompt.", "TEMPLATE {{ .Prompt }}"]

@@ -120,6 +120,7 @@ class Format(ABC):
     dtype_setting: ClassVar[str] = ""  # setting that selects the dtype; empty: always f32
     contents: ClassVar[frozenset[str]] = frozenset()  # names allowed in its directory; empty: it is a file
     writes_adapters: ClassVar[bool] = False  # True: implements `write_adapter` for LoRA adapters
+    writes_dora: ClassVar[bool] = False  # True: `write_adapter` also writes DoRA
 
     def check(self) -> None:  # noqa: B027 - optional on purpose: many formats have nothing to check
         """Raise UserError for invalid settings, and Unavailable for missing packages.

@@ -51,17 +51,21 @@ class Rotary:
 
 @dataclass(frozen=True)
 class LowRank:
-    """LoRA pair: the matrices a [r, in] and b [out, r] (Hu et al. 2021).
+    """LoRA pair: the matrices a [r, in] and b [out, r] (Hu et al. 2021); of an embedding a [V, r] and b [d, r].
 
     The pair adds scale * (x a^T) b^T to the output of a linear layer with the input x. If `dropout` [..., in] is given,
     the pair reads x + x * dropout instead of x: -1 drops an element, and a positive number scales it up. The linear
-    layer itself still reads x.
+    layer itself still reads x. With `magnitude` [out], each row of W + scale * B A is scaled to this norm (DoRA, Liu et
+    al. 2024); `norm` [out] holds the norms of the rows of W. The pair of an embedding adds scale * a[id] b^T to the row
+    of the token `id`.
     """
 
     a: Tensor
     b: Tensor
     scale: float
     dropout: Tensor | None = None
+    magnitude: Tensor | None = None
+    norm: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -69,12 +73,13 @@ class AdaptedWeight:
     """A weight with an adapter that the recipe added.
 
     The adapter is a low-rank update or, if the weight is an embedding table, a lens: a matrix that maps each row of the
-    table to the model's width.
+    table to the model's width. A table may also have noise [B, T, d], which is added to the embeddings of the tokens.
     """
 
     base: Tensor
     low_rank: LowRank | None = None
     lens: Tensor | None = None
+    noise: Tensor | None = None
 
 
 class Params(Mapping[str, Tensor]):
@@ -136,11 +141,15 @@ class Ops(ABC):
     def embed(self, table: Tensor | AdaptedWeight, ids: Tensor) -> Tensor:
         """Return the rows of `table` [V, d] at the integers `ids` [...] -> [..., d].
 
-        If the table has a lens L [d', d], each row is multiplied by L^T -> [..., d'].
+        If the table has a lens L [d', d], each row is multiplied by L^T -> [..., d']. If the table has a low-rank
+        update or noise, they are added.
         """
         if not isinstance(table, AdaptedWeight):
             return self.rows(table, ids)
-        x = self.rows(table.base, ids)
+        x, pair = self.rows(table.base, ids), table.low_rank
+        if pair is not None:
+            x = self.add(x, self.scale(self.matmul(self.rows(pair.a, ids), pair.b), pair.scale))
+        x = x if table.noise is None else self.add(x, table.noise)
         return x if table.lens is None else self.matmul(x, table.lens)
 
     @final
@@ -151,13 +160,22 @@ class Ops(ABC):
         """
         if not isinstance(w, AdaptedWeight):
             return self.matmul(x, w, bias)
-        y = self.matmul(x, w.base, bias)
-        if w.low_rank is None:
+        pair = w.low_rank
+        if pair is None:
+            return self.matmul(x, w.base, bias)
+        y = self.matmul(x, w.base, bias if pair.magnitude is None else None)
+        if pair.dropout is not None:
+            x = self.add(x, self.mul(x, pair.dropout))
+        y = self.add(y, self.scale(self.matmul(self.matmul(x, pair.a), pair.b), pair.scale))
+        if pair.magnitude is None:
             return y
-        if w.low_rank.dropout is not None:
-            x = self.add(x, self.mul(x, w.low_rank.dropout))
-        update = self.matmul(self.matmul(x, w.low_rank.a), w.low_rank.b)
-        return self.add(y, self.scale(update, w.low_rank.scale))
+        # |W + s B A|^2 = |W|^2 + row sums of B * (2 s W A^T + s^2 B A A^T), without the matrix W + s B A
+        cross = self.scale(self.permute(self.matmul(pair.a, w.base), (1, 0)), 2 * pair.scale)
+        inner = self.product(pair.b, self.product(pair.a, pair.a, transposed=True))
+        change = self.sum(self.mul(pair.b, self.add(cross, self.scale(inner, pair.scale**2))), 1)
+        square = self.add(self.mul(pair.norm, pair.norm), change)
+        y = self.mul(y, self.div(pair.magnitude, self.exp(self.scale(self.log(square), 0.5))))
+        return y if bias is None else self.add(y, bias)
 
     def logits(self, x: Tensor, w: Tensor | AdaptedWeight) -> Tensor:
         """Return the logits, the last matrix product of a model: x [..., d] times w [V, d] transposed -> [..., V].

@@ -28,6 +28,10 @@ if TYPE_CHECKING:
     import numpy as np
 
 
+EMBEDDING = "token_embd.weight"  # name of the table of token embeddings
+NOISE = "token_embd.noise"  # batch array [T, d] of the noise of `Plan.neftune`
+
+
 @dataclass(frozen=True)
 class PlanTensor:
     """A tensor of a plan, with its shape, the source of its initial values, and whether training changes it."""
@@ -60,14 +64,34 @@ class PlanTensor:
 
 @dataclass(frozen=True)
 class LoraAdapter:
-    """A low-rank update of the linear layer with the weight `target`.
+    """A low-rank update of the linear layer or embedding with the weight `target`.
 
-    Its matrices A and B are the plan's tensors `<target>.lora_a` and `<target>.lora_b`.
+    Its matrices A and B are the plan's tensors `<target>.lora_a` and `<target>.lora_b`; `LowRank` gives their shapes.
     """
 
     target: str
     scale: float
     dropout: float = 0.0  # probability of zeroing an element of the adapter's input in training
+    dora: bool = False  # the rows of the sum are scaled to trained magnitudes (DoRA); see LowRank
+
+    @property
+    def tensors(self) -> list[str]:
+        """Names of the plan's tensors A and B; with `dora` also of the magnitudes, and of the norms of W's rows."""
+        further = (f"{self.target}.lora_magnitude", f"{self.target}.lora_norm") if self.dora else ()
+        return [*lora_names(self.target), *further]
+
+    @property
+    def is_embedding(self) -> bool:
+        """Whether the target is the table of token embeddings."""
+        return self.target == EMBEDDING
+
+    def merge(self, weight: np.ndarray, tensors: Mapping[str, np.ndarray]) -> np.ndarray:
+        """Return the weight with the update added, computed in float64; `tensors` holds the adapter's, by name."""
+        a, b = (tensors[name].astype("float64") for name in lora_names(self.target))
+        merged = weight + self.scale * (a @ b.T if self.is_embedding else b @ a)
+        if self.dora:
+            merged *= (tensors[self.tensors[2]] / (merged**2).sum(1) ** 0.5)[:, None]
+        return merged.astype("float32")
 
     @property
     def mask(self) -> str:
@@ -104,6 +128,7 @@ class Plan:
     skip_nonfinite: bool = False  # skip steps with a NaN or infinite loss or gradient
     groups: tuple[Group, ...] = ()  # parameter groups; () means one AdamW rule for all tensors
     objective: Objective = field(default_factory=CrossEntropy)  # what a step minimises
+    neftune: float = 0.0  # in training, embeddings get uniform noise of at most neftune / sqrt(T d) (NEFTune)
 
     def __post_init__(self) -> None:
         names = Counter(t.name for t in self.tensors)
@@ -111,7 +136,7 @@ class Plan:
             raise UserError(f"plan: tensor {min(repeated)} is listed twice")
         for adapter in self.adapters:
             needed = [adapter.target]
-            needed += [adapter.projection] if isinstance(adapter, Lens) else lora_names(adapter.target)
+            needed += [adapter.projection] if isinstance(adapter, Lens) else adapter.tensors
             for name in needed:
                 if name not in names:
                     raise UserError(f"plan: the adapter of {adapter.target} needs tensor {name}, which is missing")
@@ -206,6 +231,28 @@ class Plan:
         """The adapters with dropout."""
         return tuple(a for a in self.adapters if isinstance(a, LoraAdapter) and a.dropout)
 
+    @property
+    def has_dora(self) -> bool:
+        """Whether its adapters are DoRA."""
+        return any(isinstance(adapter, LoraAdapter) and adapter.dora for adapter in self.adapters)
+
+    @property
+    def alphas(self) -> dict[str, float]:
+        """The alpha (scale * rank) of each LoRA adapter, keyed by the weight that it changes."""
+        adapters = [a for a in self.adapters if isinstance(a, LoraAdapter)]
+        # alpha / rank * rank may differ from alpha in the last bits.
+        return {a.target: float(f"{a.scale * self.tensor(a.tensors[1]).shape[1]:.12g}") for a in adapters}
+
+    def adapter_file(self, values: Mapping[str, np.ndarray]) -> tuple[float, dict[str, np.ndarray]]:
+        """Return the alpha of an adapter file, and the matrices of the adapters, by name, as the file stores them.
+
+        A file has only one alpha. If an adapter has another one, its matrix B is multiplied by the ratio.
+        """
+        tensors, alpha = dict[str, Any](), Counter(self.alphas.values()).most_common(1)[0][0]
+        for (a, b), own in ((lora_names(target), own) for target, own in self.alphas.items()):
+            tensors |= {a: values[a], b: values[b] if own == alpha else (values[b] * (own / alpha)).astype("float32")}
+        return alpha, tensors
+
     @cached_property
     def dropout_shares(self) -> Mapping[str, float]:
         """The probability of dropping an element, for each dropout mask of a training batch, keyed by its name."""
@@ -223,13 +270,17 @@ class Plan:
             if isinstance(adapter, Lens):
                 params[adapter.target] = AdaptedWeight(base, lens=values[adapter.projection])
             else:
-                a, b = (values[name] for name in lora_names(adapter.target))
+                a, b, *dora = (values[name] for name in adapter.tensors)
                 dropout = None
                 if adapter.dropout:
                     if batch is None:
                         raise UserError(f"the adapter of {adapter.target} has dropout; pass the batch to plan.params()")
                     dropout = batch[adapter.mask]
-                params[adapter.target] = AdaptedWeight(base, low_rank=LowRank(a, b, adapter.scale, dropout))
+                params[adapter.target] = AdaptedWeight(base, low_rank=LowRank(a, b, adapter.scale, dropout, *dora))
+        if batch is not None and NOISE in batch:
+            table = params[EMBEDDING]
+            table = table if isinstance(table, AdaptedWeight) else AdaptedWeight(table)
+            params[EMBEDDING] = replace(table, noise=batch[NOISE])
         return Params(params)
 
 
@@ -335,19 +386,20 @@ def sign_flip_warnings(plan: Plan, lr: float) -> Iterator[str]:
 def describe_adapters(plan: Plan) -> str:
     """Return text such as "LoRA r=8 on q,v", or "" if the plan has no LoRA adapters."""
     names = [adapter.target for adapter in plan.adapters if isinstance(adapter, LoraAdapter)]
-    ranks = {t.shape[0] for t in plan.tensors for name in names if t.name == lora_names(name)[0]}
+    ranks = {plan.tensor(lora_names(name)[1]).shape[1] for name in names}
     layers = (re.sub(r"^(v\.)?blk\.\d+\.|\.weight$", "", name) for name in names)
     kinds = dict.fromkeys(
         re.sub(r"attn_out\w*", "o", layer).replace("attn_", "").replace("ffn_", "") for layer in layers
     )
-    return f"LoRA r={','.join(map(str, sorted(ranks)))} on {','.join(kinds)}" if names else ""
+    kind, sizes = "DoRA" if plan.has_dora else "LoRA", ",".join(map(str, sorted(ranks)))
+    return f"{kind} r={sizes} on {','.join(kinds)}" if names else ""
 
 
 def export_tensors(plan: Plan, values: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
     """Return the model's tensors, keyed by name, with adapters merged into the weights that they adapt.
 
     `values` are the tensors of the run, including those of adapters. An embedding E with a lens W becomes E' = E W^T; a
-    weight W with a LoRA pair becomes W' = W + scale B A.
+    weight W with a LoRA pair becomes W' = W + scale B A, with DoRA normalised and scaled.
     """
     out = dict(values)
     for adapter in plan.adapters:
@@ -355,8 +407,7 @@ def export_tensors(plan: Plan, values: Mapping[str, np.ndarray]) -> dict[str, np
             lens = out.pop(adapter.projection).astype("float64")
             out[adapter.target] = (out[adapter.target].astype("float64") @ lens.T).astype("float32")
         else:
-            a, b = (out.pop(name).astype("float64") for name in lora_names(adapter.target))
-            out[adapter.target] = (out[adapter.target] + adapter.scale * (b @ a)).astype("float32")
+            out[adapter.target] = adapter.merge(out[adapter.target], out)
     return {spec.name: out[spec.name] for spec in plan.model.tensors()}
 
 
@@ -384,10 +435,14 @@ def lora_names(target: str) -> list[str]:
     return [f"{target}.lora_a", f"{target}.lora_b"]
 
 
-def adapter_tensors(plan: Plan) -> list[str]:
-    """Return the names of the plan's LoRA tensors; none if other tensors train too, which no adapter file holds."""
-    names = [n for a in plan.adapters if isinstance(a, LoraAdapter) for n in lora_names(a.target)]
-    return names if {t.name for t in plan.trainable} <= {*names} else []
+def adapter_tensors(plan: Plan, with_dora: bool = False) -> list[str]:
+    """Return the names of the plan's trained LoRA tensors; none if no adapter file holds all that the plan trains.
+
+    No file holds tensors besides adapters; `with_dora` says whether it holds DoRA.
+    """
+    names = [n for a in plan.adapters if isinstance(a, LoraAdapter) for n in a.tensors[:3]]
+    is_complete = {t.name for t in plan.trainable} <= {*names}
+    return names if is_complete and (with_dora or not plan.has_dora) else []
 
 
 def adapter_digest(pairs: Mapping[str, np.ndarray], merged: str = "") -> str:
@@ -400,16 +455,3 @@ def adapter_digest(pairs: Mapping[str, np.ndarray], merged: str = "") -> str:
     for name in sorted(pairs):
         digest.update(name.encode() + pairs[name].astype("float32", copy=False).tobytes())
     return ",".join(filter(None, (merged, digest.hexdigest()[:16])))
-
-
-def shared_alpha(plan: Plan) -> float:
-    """Return the alpha (scale * rank) of the plan's adapters.
-
-    Raise UserError if the adapters' alphas differ, because an adapter file stores only one.
-    """
-    adapters = [a for a in plan.adapters if isinstance(a, LoraAdapter)]
-    # alpha / rank * rank may differ from alpha in the last bits.
-    alphas = {float(f"{a.scale * plan.tensor(lora_names(a.target)[0]).shape[0]:.12g}") for a in adapters}
-    if len(alphas) != 1:
-        raise UserError(f"an adapter file stores one alpha, but these adapters have {sorted(alphas)}")
-    return alphas.pop()

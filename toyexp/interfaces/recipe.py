@@ -19,7 +19,7 @@ from toyexp.interfaces.model import Model
 from toyexp.interfaces.objective import CrossEntropy, Objective
 from toyexp.interfaces.optimiser import FROM_SCRATCH
 from toyexp.interfaces.phases import TURN
-from toyexp.interfaces.plan import Lens, LoraAdapter, Plan, PlanTensor
+from toyexp.interfaces.plan import EMBEDDING, NOISE, Lens, LoraAdapter, Plan, PlanTensor
 from toyexp.interfaces.run_preview import RunPreview
 
 if TYPE_CHECKING:
@@ -39,14 +39,20 @@ class Setup:
     seed: int = 0
     skip_nonfinite: bool = False
     objective: Objective = field(default_factory=CrossEntropy)
+    neftune: float = 0.0
 
     def plan(self, model: Model, tensors: Sequence[PlanTensor], adapters: Sequence[LoraAdapter | Lens] = ()) -> Plan:
         """Return a Plan of these tensors and adapters, with the other fields taken from this setup.
 
-        The inputs also contain the model's dropout masks and, if tensors have `turns`, the number of the turn.
+        The inputs also contain the model's dropout masks, the noise of `neftune` and, if tensors have `turns`, the
+        number of the turn.
         """
         turn = {TURN: InputSpec((), "float32", optional=True)} if any(t.turns for t in tensors) else {}
         inputs = {**self.inputs, **self._mask_inputs(model), **turn}
+        if self.neftune:
+            (width,) = (t.shape[1] for t in tensors if t.name == EMBEDDING)
+            shape = (*self.inputs[str(model.reads.sequence)].shape, width)
+            inputs[NOISE] = InputSpec(shape, "float32", optional=True)
         return Plan(model, tuple(tensors), adapters=tuple(adapters), **{**vars(self), "inputs": inputs})
 
     def _mask_inputs(self, model: Model) -> dict[str, InputSpec]:

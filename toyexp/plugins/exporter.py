@@ -145,7 +145,8 @@ class Exporter(Callback):
             **self._inherited,
         }
         if self._pairs:
-            general["adapter_digest"] = adapter_digest(self._pairs, self._inherited.get("adapter_digest", ""))
+            pairs = run.plan.adapter_file(self._pairs)[1]
+            general["adapter_digest"] = adapter_digest(pairs, self._inherited.get("adapter_digest", ""))
         parts = (model, tensors, data.tokenizer, general, data.gguf_metadata(), data.chat_template)
         best = {self._best.metric: self._best.score} if self._best else {}
         scores = self._scores.get(self._step, best)
@@ -180,22 +181,22 @@ class AdapterExporter(Exporter):
         It writes an adapter file if the run has adapters. It writes a model file if the run has none, or if `merged` is
         true.
         """
-        has_adapter = bool(adapter_tensors(plan))
+        has_adapter = bool(adapter_tensors(plan, self.form.writes_dora))
         adapter = [f"adapter{self.form.suffix}"] if has_adapter else []
         return [*adapter, *(super().outputs(plan) if self.merged or not has_adapter else ())]
 
     def warnings(self, preview: RunPreview) -> Iterable[str]:
         """Warn if the setting `merged`, or the setting that selects the file's dtype, has no effect."""
         yield from super().warnings(preview)
-        has_adapter = bool(adapter_tensors(preview.plan))
+        has_adapter = bool(adapter_tensors(preview.plan, self.form.writes_dora))
         if not self.merged and not has_adapter:
-            yield f"callbacks.{self.name}.merged=false: has no effect: the run has no adapter"
+            yield f"callbacks.{self.name}.merged=false: has no effect: the run has no adapter for this format"
         if not self.merged and has_adapter and self.form.dtype_setting and is_changed(self, self.form.dtype_setting):
             setting = f"callbacks.{self.name}.{self.form.dtype_setting}={self._format.kind}"
             yield f"{setting}: has no effect with merged=false: the adapter is always f32"
 
     def _export(self, run: Run, path: Path) -> None:
-        names = adapter_tensors(run.plan)
+        names = adapter_tensors(run.plan, self.form.writes_dora)
         if names:
             adapter = path.with_name(path.name.replace("model", "adapter"))
             self._pairs = self._values(run, names)

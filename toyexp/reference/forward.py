@@ -441,6 +441,8 @@ def reason_to_recompute(plan: Plan) -> str | None:
     model = plan.model
     if not model.cached_decoding:
         return "it has cached_decoding = False"
+    if plan.has_dora:
+        return "DoRA computes the norms of weights, which are not cached"
     weights = Params({t.name: Weight(t.shape) for t in model.tensors()})
     calls, (context,) = list[list[tuple[object, ...]]](), plan.inputs[model.reads.sequence].shape
     for length in sorted({1, min(2, context), context}):

@@ -25,6 +25,7 @@ from toyexp.base.drawing import (
     find_divergence,
     fit_text,
     fit_y_axis,
+    mark_above,
     set_step_axis,
     use_plot_style,
 )
@@ -104,7 +105,7 @@ def draw_runs(comparison: Comparison, source: str) -> Sheet:
     rows = max(len(coloured) + bool(others) + bool(stopped), 2)
     heights = (4.6, 0.75 + ROW_INCHES * rows)
     picture = Sheet(
-        0.5 + sum(heights), describe_sweep(comparison), _footer(comparison, source, total), heights, columns=(1, 1)
+        0.5 + sum(heights), describe_best(comparison), _footer(comparison, source, total), heights, columns=(1, 1)
     )
     above, below = picture.panels
     limits = _limits(lines, ranking.column)
@@ -121,6 +122,17 @@ def describe_unit(run: Path, metric: str) -> str:
     """Return a loss's unit with a leading blank, such as " (nats per token)"; return "" for any other metric."""
     data = read_run_facts(run).get("data") or {}
     return f" (nats per {'image' if 'classes' in data else 'token'})" if metric.endswith("loss") else ""
+
+
+def describe_best(comparison: Comparison) -> str:
+    """Return a title with the best metric and its settings; if the points cannot be ranked, what was varied."""
+    best, column = comparison.ranking.best, comparison.ranking.column
+    if best is None:
+        return describe_sweep(comparison)
+    result = f"{column} {format_mean(best.mean, best.deviation)}"
+    if len(comparison.ranking.points) == 1:
+        return f"{describe_sweep(comparison)}: {result}"
+    return f"Best {result}: {' '.join(comparison.label(best.jobs[0], brief=True).split())}"
 
 
 def describe_sweep(comparison: Comparison) -> str:
@@ -187,7 +199,9 @@ def _footer(comparison: Comparison, source: str, total: int) -> str:
     runs.
     """
     runs = [entry.run for entry in comparison.entries]
-    parts = [source, pluralise(total, "run")]
+    has_best = comparison.ranking.best is not None and len(comparison.ranking.points) > 1
+    parts = [describe_sweep(comparison)] if has_best else []
+    parts += [source, pluralise(total, "run")]
     if len(runs) < total:
         parts.append(f"the best {len(runs)} are shown")
     for part in ("recipe", "model", "data", "engine"):
@@ -264,6 +278,8 @@ def _draw_curves(axes: Any, named: Sequence[Line], rest: Sequence[Line], limits:
     above = sum(any(value > high for value in curve.values()) for line in (*named, *rest) for curve, _ in line.runs)
     fit_y_axis(axes, low, high, pluralise(above, "run"), max(all_values, default=high))
     set_step_axis(axes)
+    for rank, line in enumerate(named):
+        mark_above(axes, [*line.mean], [*line.mean.values()], COLOURS[rank])
 
 
 def _draw_ends(

@@ -3,15 +3,27 @@
 from __future__ import annotations
 
 import itertools
+import math
 import re
 import statistics
-import textwrap
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from toyexp.base.drawing import BLUE, GREY, TITLE_LENGTH, VERMILLION, Sheet, caption, fit_text, set_log_scale
+from toyexp.base.drawing import (
+    BAND,
+    BLUE,
+    GREY,
+    RAMP,
+    TITLE_LENGTH,
+    VERMILLION,
+    Sheet,
+    caption,
+    fit_text,
+    set_log_scale,
+)
 from toyexp.base.errors import UserError
 from toyexp.base.formatting import format_value, pluralise, short_keys
 from toyexp.interfaces.model import lower_is_better
@@ -22,7 +34,7 @@ SEARCH_FILE = "search.json"
 MAX_PANELS = 6  # settings with a panel; the most important ones
 PANELS_PER_ROW = 3
 MAX_NAMES = 12  # values that are shown of a setting that is not numeric
-BAND = "#f2f2f2"  # ground of pruned trials
+CUT = 0.3  # height of the logarithmic part of an axis, as a fraction of its linear part
 RASTER_TRIALS = 500  # with more trials, an SVG contains the dots as a bitmap
 
 
@@ -34,6 +46,7 @@ class Trial:
     values: Mapping[str, Any]
     is_complete: bool
     score: float | None  # final metric; of a pruned trial, the last metric; None if there is none
+    step: int | None  # step of a pruned trial's score; None in files of older versions
 
 
 @dataclass(frozen=True)
@@ -55,13 +68,15 @@ class Search:
         record = {"notes": [], "no_importances": "", "trials": [], **read_json_or_empty(directory / SEARCH_FILE)}
         hints = {"search": str, "metric": str, "repeats": int, "importances": Mapping[str, float], "notes": list[str],
                  "no_importances": str, "trials": list[Mapping[str, Any]]}  # fmt: skip
-        of_each = {"trial": int, "values": Mapping[str, Any], "state": str, "score": float | int | None}
+        of_each = {"trial": int, "values": Mapping[str, Any], "state": str, "score": float | int | None,
+                   "step": int | None}  # fmt: skip
         if not all(matches_type(record.get(name), hint) for name, hint in hints.items()):
             return None
         if not all(matches_type(row.get(name), hint) for row in record["trials"] for name, hint in of_each.items()):
             return None
         trials = [
-            Trial(row["trial"], row["values"], row["state"] == "complete", row["score"]) for row in record["trials"]
+            Trial(row["trial"], row["values"], row["state"] == "complete", row["score"], row.get("step"))
+            for row in record["trials"]
         ]
         parted = [line.partition("=") for line in sweep_overrides(directory, "space")]
         by_magnitude = {key.lstrip("+") for key, _, value in parted if re.match(r"tag\(\s*log\b", value)}
@@ -102,20 +117,54 @@ class Search:
         """Final metrics of the completed trials."""
         return [trial.score for trial in self.trials if trial.is_complete and trial.score is not None]
 
-    @property
-    def limits(self) -> tuple[float, float, float]:
-        """Lowest and highest metric that charts show, and the middle of the band in which they show pruned trials.
+    @cached_property
+    def limits(self) -> tuple[float, float, float, float]:
+        """The better and the worse end of the axis's linear part, the end of its logarithmic part, the worst metric.
 
-        The limits leave out completed trials that are much worse than the better half; charts draw these at the edge.
-        The band lies beyond the worse limit, because the last metric of a pruned trial is of an earlier step.
+        The linear part leaves out trials that are much worse than the better half of the completed ones. If there are
+        such trials, completed or pruned, the logarithmic part shows them; see `place`.
         """
         sign = 1 if self.is_minimising else -1
         costs = sorted(sign * score for score in self.scores) or [0.0]
+        every = [sign * trial.score for trial in self.trials if trial.score is not None] or [0.0]
         best, middle = costs[0], statistics.median(costs)
         worst = max((cost for cost in costs if cost <= best + 4 * (middle - best)), default=best)
         pad = 0.06 * (worst - best) or 0.05 * abs(best) or 1.0
-        low, high = sorted((sign * (best - 2 * pad), sign * (worst + pad)))  # more room for the star at the best
-        return low, high, sign * (worst + pad + 0.06 * (high - low))
+        low, high = min(best, *every) - 2 * pad, worst + pad  # more room for the star at the best
+        end = high + CUT * (high - low) * (max(every) > high)
+        return sign * low, sign * high, sign * end, sign * max(every)
+
+    def place(self, score: float) -> float:
+        """Return a metric's coordinate on the axis: the metric itself, or a compressed one in the logarithmic part.
+
+        There, the coordinate grows with the logarithm of 1 plus the distance from the linear part, in units of the
+        length of that part. The worst metric is near the end.
+        """
+        better, worse, end, worst = self.limits
+        excess, most = (math.log1p(max((value - worse) / (worse - better), 0.0)) for value in (score, worst))
+        return worse + 0.85 * (end - worse) * excess / most if excess else score
+
+    @property
+    def cut_ticks(self) -> list[tuple[float, str]]:
+        """Coordinates and labels of two ticks in the logarithmic part of the axis; [] if it has no such part."""
+        better, worse, end, worst = self.limits
+        if end == worse:
+            return []
+        middle = worse + (worse - better) * (math.sqrt(1 + (worst - worse) / (worse - better)) - 1)
+        return [(self.place(value), f"{value:.3g}") for value in (middle, worst)]
+
+    @property
+    def pruning_steps(self) -> tuple[int, int]:
+        """First and last step of a pruned trial's metric; (0, 0) if unknown."""
+        steps = [trial.step for trial in self.trials if not trial.is_complete and trial.step is not None] or [0]
+        return min(steps), max(steps)
+
+    def describe_pruning(self) -> list[str]:
+        """Return the parts of a legend that say how a chart shows pruned trials and the compressed range."""
+        first, last = self.pruning_steps
+        steps = f" at steps {first} to {last}, stronger colour: later" if first < last else f" at step {last}"
+        rings = f"rings: {pluralise(self.pruned, 'trial')} pruned{steps if last else ''}"
+        return [rings] * (self.pruned > 0) + ["grey band: logarithmic"] * bool(self.cut_ticks)
 
     def describe(self) -> str:
         """Return a title: the algorithm, the searched settings and the number of trials."""
@@ -135,11 +184,10 @@ def draw_search(search: Search, source: str, unit: str) -> Sheet:
     best = (min if search.is_minimising else max)(completed, key=lambda trial: trial.score or 0.0)
     keys, names = search.keys[:MAX_PANELS], short_keys(search.keys)
     rows = -(-len(keys) // PANELS_PER_ROW)
-    low, high, _ = search.limits
-    beyond = [score for score in search.scores if not low <= score <= high]
-    side = f"above the range, up to {max(search.scores):.4g}" if search.is_minimising else "below the range"
-    arrows = [f"{len(beyond)} {side} (triangles)"] if beyond else []
-    sheet = Sheet(0.5 + 3.2 + 2.4 * rows, search.describe(), " · ".join([*_footer(search, source, keys), *arrows]),
+    pairs = zip(search.keys, short_keys(search.keys), strict=True)
+    settings = " ".join(f"{name}={format_value(best.values[key])}" for key, name in pairs if key in best.values)
+    title = f"Best held-out {search.metric} {best.score:.5g}: {settings}"
+    sheet = Sheet(0.5 + 3.2 + 2.4 * rows, title, " · ".join(_footer(search, source, keys)),
                   [3.2] + [2.4] * rows, columns=[1] + [min(len(keys), PANELS_PER_ROW)] * rows)  # fmt: skip
     above, *panels = sheet.panels
     _draw_trials(above, search, completed, best)
@@ -155,9 +203,15 @@ def draw_search(search: Search, source: str, unit: str) -> Sheet:
 
 
 def _footer(search: Search, source: str, keys: Sequence[str]) -> list[str]:
-    parts = [source, *search.notes, f"{search.repeats} seeds a trial, their mean" if search.repeats > 1 else ""]
+    parts = [
+        search.describe(),
+        source,
+        *search.notes,
+        f"{search.repeats} seeds a trial, their mean" if search.repeats > 1 else "",
+    ]
     unscored = sum(trial.score is None for trial in search.trials)
-    parts += [f"{search.pruned} pruned"] if search.pruned else []
+    parts += search.describe_pruning()
+    parts += [f"importance for the ranking of {len(search.trials)} trials"] if search.importances else []
     parts += [f"{unscored} without a score"] if unscored else []
     parts += [f"importance unknown: {search.no_importances}"] if search.no_importances else []
     hidden_keys = [key for key in search.keys if key not in keys]
@@ -167,32 +221,30 @@ def _footer(search: Search, source: str, keys: Sequence[str]) -> list[str]:
 
 
 def _draw_dots(axes: Any, search: Search, positions: Mapping[int, float], best: Trial) -> None:
-    """Draw a dot for each completed trial at its place in `positions`, which maps trial numbers to x coordinates.
+    """Draw a dot for each trial at its place in `positions`, which maps trial numbers to x coordinates.
 
-    Completed trials outside the limits are drawn as triangles at the edge. Pruned trials have a score of an earlier
-    step; they are drawn as rings in a band on the side of worse scores. A star marks the best trial.
+    Pruned trials have a metric of an earlier step; they are drawn as rings, the darker the later they were pruned. A
+    star marks the best trial.
     """
-    low, high, band = search.limits
-    worst = high if search.is_minimising else low
-    beyond = 2 * (band - worst)
-    dots_by_style: dict[tuple[str, bool], list[tuple[float, float]]] = {}
-    for trial in search.trials:
-        if trial.score is not None and trial.number in positions:
-            edge = "" if not trial.is_complete else "^" if trial.score > high else "v" if trial.score < low else ""
-            height = min(max(trial.score, low), high) if trial.is_complete else band
-            dots_by_style.setdefault((edge or "o", trial.is_complete), []).append((positions[trial.number], height))
-    for (mark, is_complete), points in dots_by_style.items():
-        x, y = zip(*points, strict=True)
-        axes.scatter(x, y, marker=mark, s=20, facecolor=BLUE if is_complete else "none", clip_on=False, alpha=0.7,
-                     edgecolor=BLUE if is_complete else GREY, linewidths=0.8, zorder=3,
+    from matplotlib.colors import LinearSegmentedColormap
+
+    (first, last), ramp = search.pruning_steps, LinearSegmentedColormap.from_list("steps", RAMP[::-1])
+    dots = [(positions[trial.number], search.place(trial.score), BLUE if trial.is_complete else "none",
+             BLUE if trial.is_complete else ramp(((trial.step or first) - first) / max(last - first, 1)))
+            for trial in sorted(search.trials, key=lambda trial: trial.is_complete)
+            if trial.score is not None and trial.number in positions]  # fmt: skip
+    if dots:
+        x, y, faces, edges = zip(*dots, strict=True)
+        axes.scatter(x, y, s=20, facecolors=faces, edgecolors=edges, clip_on=False, zorder=3,
                      rasterized=len(search.trials) > RASTER_TRIALS)  # fmt: skip
-    axes.set_ylim(low, high)
-    if search.pruned:
-        ticks = [tick for tick in axes.get_yticks() if low <= tick <= high]
+    better, worse, end, _ = search.limits
+    axes.set_ylim(*sorted((better, worse)))
+    if cut := search.cut_ticks:
+        ticks = [tick for tick in axes.get_yticks() if min(better, worse) <= tick <= max(better, worse)]
         labels = axes.yaxis.get_major_formatter().format_ticks(ticks)
-        axes.set_yticks([*ticks, band], [*labels, "pruned"])
-        axes.axhspan(worst, worst + beyond, color=BAND, linewidth=0)
-        axes.set_ylim(min(low, worst + beyond), max(high, worst + beyond))
+        axes.set_yticks([*ticks, *(at for at, _ in cut)], [*labels, *(text for _, text in cut)])
+        axes.axhspan(worse, end, color=BAND, linewidth=0)
+        axes.set_ylim(*sorted((better, end)))
     if best.number in positions:
         axes.plot(positions[best.number], best.score, marker="*", markersize=13, markerfacecolor="none",
                   markeredgecolor=VERMILLION, markeredgewidth=1.3, zorder=5, clip_on=False)  # fmt: skip
@@ -202,14 +254,11 @@ def _draw_trials(axes: Any, search: Search, completed: Sequence[Trial], best: Tr
     axes.margins(x=0.02)
     _draw_dots(axes, search, {trial.number: trial.number for trial in search.trials}, best)
     better = min if search.is_minimising else max
-    so_far = [*itertools.accumulate(search.scores, better)]
+    so_far = [*map(search.place, itertools.accumulate(search.scores, better))]
     numbers = [trial.number for trial in completed]
     last = max(trial.number for trial in search.trials)
     axes.step([*numbers, last], [*so_far, so_far[-1]], where="post", color=VERMILLION, linewidth=1.6)
-    pairs = zip(search.keys, short_keys(search.keys), strict=True)
-    best_settings = " ".join(f"{name}={format_value(best.values[key])}" for key, name in pairs if key in best.values)
-    marks = f"line: best so far; star: best, {best.score:.5g} in trial {best.number}"
-    caption(axes, "\n".join([marks, *textwrap.wrap(fit_text(best_settings, 112), 56)]), VERMILLION, "left")
+    caption(axes, f"line: best so far; star: best trial, {best.number}", VERMILLION, "left")
     axes.set_xlabel("trial")
     axes.xaxis.get_major_locator().set_params(integer=True)
 

@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from toyexp.base.drawing import COLOURS, DARK_COLOURS, thin_curve
+from toyexp.base.drawing import COLOURS, DARK_COLOURS, DARK_RAMP, RAMP, thin_curve
 from toyexp.base.errors import Unavailable
 from toyexp.base.files import read_head
 from toyexp.base.formatting import describe_parameters, display_path, pluralise, short_keys, short_path
@@ -135,7 +135,7 @@ class Report:
             "scores": comparison.scores, "columns": COLUMNS,
             "notes": comparison.notes(),
             "importance": shares, "no_importance": why, "search": search and _search_data(search),
-            "colours": {"light": COLOURS, "dark": DARK_COLOURS},
+            "colours": {"light": COLOURS, "dark": DARK_COLOURS}, "ramps": {"light": RAMP, "dark": DARK_RAMP},
             "points": [
                 {"label": comparison.label(point.jobs[0]), "deviation": point.deviation,
                  "mean": point.mean if math.isfinite(point.mean) else None,
@@ -187,8 +187,10 @@ def _search_data(search: Search) -> dict[str, Any]:
     return {
         "algorithm": search.algorithm, "metric": f"held-out {search.metric}", "minimising": search.is_minimising,
         "keys": search.keys, "log": sorted(search.log_keys), "importances": dict(search.importances),
-        "limits": search.limits,
-        "trials": [{"number": t.number, "values": dict(t.values), "complete": t.is_complete, "score": t.score}
+        "limits": search.limits, "ticks": search.cut_ticks, "pruning": search.pruning_steps,
+        "legend": search.describe_pruning(),
+        "trials": [{"number": t.number, "values": dict(t.values), "complete": t.is_complete, "score": t.score,
+                    "step": t.step, "height": None if t.score is None else search.place(t.score)}
                    for t in search.trials],
     }  # fmt: skip
 
@@ -209,7 +211,8 @@ def _history_data(history: History, most: int) -> dict[str, Any]:
     return {
         "curves": {
             "loss": _curve(history.curve("loss"), most, max(most // 4, 100)),
-            **{name: _curve(history.curve(name), fewer, fewer // 2) for name in ("lr", "grad_norm", "speed")},
+            **{name: _curve(history.curve(name), fewer, fewer // 2) for name in ("lr", "speed")},
+            "grad_norm": _curve(history.curve("grad_norm"), fewer, fewer // 2, True),
         },
         "clock": _clock(history),
         "held": {
@@ -236,16 +239,20 @@ def pack(text: str) -> str:
     ).decode()  # level 9 is 3 times slower, 0.5% smaller
 
 
-def _curve(curve: Curve, most: int, smooth: int) -> dict[str, Any]:
+def _curve(curve: Curve, most: int, smooth: int, log: bool = False) -> dict[str, Any]:
     """Return the data of a curve for the page: at most `most` of its points, and its averages over `smooth` bins.
 
+    If `log` is True, the averages are geometric: those of the logarithms, without values that have none.
     To save space, a step is stored as the difference from the step before it, and a value is rounded to five digits.
     """
     count = len(curve[0])
     steps, values = thin_curve(*curve, most)
     curve_data = {"n": count, "x": _differences(steps), "y": _round(values)}
     if count > smooth:
+        if log:
+            curve = curve[0][curve[1] > 0], np.log(curve[1][curve[1] > 0])
         steps, values = average_bins(curve, smooth)
+        values = np.exp(values) if log else values
         curve_data["mx"], curve_data["my"] = _differences(steps.round()), _round(values)
     return curve_data
 

@@ -95,6 +95,12 @@ class Runner:
         finally:
             self.close()
 
+    def best_model(self) -> Path | None:
+        """Return the directory of the best run if it has a model file."""
+        best = self._ranking().best
+        run = self.folder.run_dir(best.jobs[0]) if best and self.folder else None
+        return run if run and any(run.glob("*.gguf")) else None
+
     def close(self) -> None:
         """Release the sweep's directory and stop the fork server."""
         self._watch.close()

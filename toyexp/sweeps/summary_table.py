@@ -29,7 +29,7 @@ def print_table(jobs: Sequence[Job], folder: SweepDir | None) -> None:
 
     A table that is too wide for the terminal is shortened in steps. First, run directories become relative to the
     sweep's directory, only the last part of each key is shown, and reasons for pruning are left out. If that is not
-    enough, training losses are left out, and then the run directories.
+    enough, training losses are left out, and then steps and the run directories.
     """
     names, ranking = score_names(jobs), folder.rank() if folder else rank_jobs(jobs)
     ordered = [job for job, _ in ranking.jobs()]
@@ -44,13 +44,13 @@ def print_table(jobs: Sequence[Job], folder: SweepDir | None) -> None:
 
     def end(job: Job, brief: int) -> str:
         if job.status == Status.COMPLETED:
-            state = ""
-            if folder and job.directory and brief < 3:
-                state = job.directory if brief else short_path(folder.run_dir(job))
-            state += "  diverged" if job_state(job) == "diverged" else ""
-            return state + ("  best" if ranking.best and job is ranking.best.jobs[0] and len(completed) > 1 else "")
+            path = (job.directory if brief else short_path(folder.run_dir(job))) if folder and job.directory else ""
+            is_best = ranking.best and job is ranking.best.jobs[0] and len(completed) > 1
+            state = "diverged" if job_state(job) == "diverged" else ""
+            return "  ".join(filter(None, [path if brief < 3 else "", state, "best" if is_best else ""]))
         if job.status == Status.PRUNED:
-            return str(job.status) if brief else f"{job.status}: {job.error}"
+            short = f"pruned at {job.result.get('steps', 0)}" if brief < 4 else "pruned"
+            return short if brief else f"{job.status}: {job.error}"
         first = errors.setdefault(job.error or "", job.number)
         if job.status == Status.REFUSED and first != job.number:
             return f"{job.status}, as job {first}"
@@ -60,11 +60,11 @@ def print_table(jobs: Sequence[Job], folder: SweepDir | None) -> None:
     def lines(brief: int) -> list[str]:
         heads = ["job", "overrides", "steps", TRAIN, "held-out loss", *(f"held-out {name}" for name in names), "run"]
         rows = [[str(j.number), label(j, brief), *number_cells(j, names, "-"), end(j, brief)] for j in ordered]
-        table = [row[:3] + row[4:] if brief > 1 else row for row in (heads, *rows)]
+        table = [row[: 3 - (brief > 2)] + row[4:] if brief > 1 else row for row in (heads, *rows)]
         return align_table(table, {"job", *heads[2:-1]})
 
     width = terminal_width() or sys.maxsize
-    for brief in range(4):
+    for brief in range(5):
         table_lines = lines(brief)
         if max(map(len, table_lines)) < width:
             break
@@ -93,13 +93,12 @@ def short_reason(error: str) -> str:
 
 
 def outcome(job: Job) -> str:
-    """Return a text with the results of a completed job, or with the reason why a job was pruned."""
-    if job.status == Status.PRUNED:
-        return f"pruned: {job.error}"
+    """Return a text with the results of a completed or pruned job: held-out metrics, or else the training loss."""
     names = score_names([job])
-    heads = (TRAIN, "held-out loss", *(f"held-out {name}" for name in names))
+    heads = (TRAIN, "held-out", *(f"held-out {name}" for name in names))
     _, *values = number_cells(job, names, "-")
     parts = [f"{head} {value}" for head, value in zip(heads, values, strict=True) if value != "-"]
+    parts = [part for part in parts if part.startswith("held-out")] or parts
     state, steps, seconds = job_state(job), job.result.get("steps", 0), job.result.get("seconds")
     parts += [] if seconds is None else [format_duration(seconds)]
     advice = ["try a lower lr"] if state == "diverged" else []

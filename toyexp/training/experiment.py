@@ -77,7 +77,8 @@ def prepare(config: Config) -> Prepared:
     optim = call_checked(Optimiser, config.optim.with_mode, model.optim_mode or config.recipe.optim_mode)
     plan = apply_optimiser(plan, optim, config.settings.lr)
     _check(config, plan)
-    batches = Dropout(batches, plan, config.settings.seed) if plan.dropout_shares or plan.turns else batches
+    is_random = plan.dropout_shares or plan.neftune or plan.turns
+    batches = Dropout(batches, plan, config.settings.seed) if is_random else batches
     warnings = config.warnings(RunPreview(config.plain, dataset, batches, plan))
     recomputed = count_blocks(plan) if getattr(config.engine, "recompute", False) else None
     if recomputed == 0:  # not the engine's own warning: it does not know the model

@@ -30,7 +30,7 @@ from toyexp.formats.gguf.read import GGUFFile
 from toyexp.formats.gguf.tokenizer import compatible_name
 from toyexp.interfaces.format import ModelFile, TensorInfo
 from toyexp.interfaces.model import Model, model_settings
-from toyexp.interfaces.plan import LoraAdapter, Plan, lora_names, shared_alpha
+from toyexp.interfaces.plan import Plan
 from toyexp.tokenizers.tokenizer import NORMAL, UNUSED, Tokenizer, placeholder_metadata
 
 U32, I32, F32, BOOL, U64, I64 = 4, 5, 6, 7, 10, 11  # GGUF value types
@@ -110,9 +110,7 @@ def write_adapter(
     single alpha for all tensors. `chat_template` is the template used in training: `toyexp generate --adapter` uses it,
     and llama.cpp ignores it. Return a sentence for each tensor that is not finite.
     """
-    names = [n for adapter in plan.adapters if isinstance(adapter, LoraAdapter) for n in lora_names(adapter.target)]
-    pairs = {name: values[name] for name in names}
-    return write_pairs(path, gguf_architecture(plan.model), shared_alpha(plan), pairs, general, chat_template)
+    return write_pairs(path, gguf_architecture(plan.model), *plan.adapter_file(values), general, chat_template)
 
 
 def write_pairs(

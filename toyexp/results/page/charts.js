@@ -13,12 +13,6 @@ function isDark() {
   return document.documentElement.dataset.theme === "dark";
 }
 
-// Colours by rank, the best first: the part of the colour map cividis (Nunez et al. 2018) whose contrast with the background
-// is at least 3:1.
-const RANKS = {
-  light: ["#00224e", "#1a386f", "#434e6c", "#61656f", "#7d7c78"],
-  dark: ["#fee838", "#dec958", "#bcae6c", "#9b9476", "#7d7c78"],
-};
 const MARKS = ["circle", "square", "triangle-up", "diamond", "triangle-down", "cross", "x", "pentagon"];
 const SHAPES = [
   "M6,1a5,5 0 1 0 .01,0z", "M1.5,1.5h9v9h-9z", "M6,1L11.2,10.5H.8z", "M6,.3L11.7,6L6,11.7L.3,6z", "M6,11L11.2,1.5H.8z",
@@ -32,13 +26,16 @@ function isDistinct() {
 }
 
 function colour(place, alpha = 1) {
-  const ranked = data.points.filter((p) => p.mean !== null).length || data.points.length, theme = isDark() ? "dark" : "light";
-  if (!isDistinct()) {
-    const ramp = RANKS[theme], at = (Math.min(place, ranked - 1) * (ramp.length - 1)) / Math.max(ranked - 1, 1), low = Math.floor(at);
-    const [a, b] = [ramp[low], ramp[Math.min(low + 1, ramp.length - 1)]].map(channels);
-    return `rgba(${a.map((v, i) => Math.round(v + (b[i] - v) * (at - low))).join(", ")}, ${alpha})`;
-  }
-  return `rgba(${channels(data.colours[theme][place % MARKS.length]).join(", ")}, ${alpha})`;
+  const ranked = data.points.filter((p) => p.mean !== null).length || data.points.length;
+  if (!isDistinct()) return rampColour(Math.min(place, ranked - 1) / Math.max(ranked - 1, 1), alpha);
+  return `rgba(${channels(data.colours[isDark() ? "dark" : "light"][place % MARKS.length]).join(", ")}, ${alpha})`;
+}
+
+// Return a colour of the ramp, from 0 (strongest) to 1 (palest).
+function rampColour(share, alpha = 1) {
+  const ramp = data.ramps[isDark() ? "dark" : "light"], at = share * (ramp.length - 1), low = Math.floor(at);
+  const [a, b] = [ramp[low], ramp[Math.min(low + 1, ramp.length - 1)]].map(channels);
+  return `rgba(${a.map((v, i) => Math.round(v + (b[i] - v) * (at - low))).join(", ")}, ${alpha})`;
 }
 
 function channels(hex) {
@@ -148,7 +145,8 @@ function zoomLimits() {
 function readCurve(run, name, smooth) {
   const { x, y, mx, my } = run.curves[name], xs = smooth ? mx : x;
   let ys = smooth ? my : y;
-  if (smooth && xs.length) ys = smoothCurve(xs, ys, ((xs[xs.length - 1] - xs[0]) * state.smooth ** 2) / 60000);
+  const average = name === "grad_norm" || (name === "loss" && state.ylog) ? smoothLogs : smoothCurve;
+  if (smooth && xs.length) ys = average(xs, ys, ((xs[xs.length - 1] - xs[0]) * state.smooth ** 2) / 60000);
   return [xValues(run, xs), ys];
 }
 
@@ -227,6 +225,23 @@ function endTraces(place) {
   });
 }
 
+// Return arrows at the top edge of a chart, where curves are above the range of its y axis.
+function arrowTraces(traces, range, log, most = 40) {
+  if (!range) return [];
+  const top = log ? 10 ** range[1] : range[1], lines = traces.filter((t) => !t.fill && t.mode !== "markers");
+  const [from, to] = zoomLimits(), ends = lines.flatMap((t) => t.x.slice(-1)), places = new Map(); // one arrow on a spot
+  const apart = (to < Infinity ? to - from : ends.reduce((a, b) => Math.max(a, b), 0)) / most;
+  for (const { x, y, line } of lines) x.forEach((at, i) => {
+    const slot = Math.round(at / apart);
+    if (y[i] > top) places.set(`${slot} ${line.color}`, [Math.min(slot * apart, x[x.length - 1]), line.color]);
+  });
+  const found = [...places.values()];
+  return found.length ? [{
+    type: "scatter", mode: "markers", name: "above", x: found.map(([at]) => at), y: found.map(() => top), cliponaxis: false,
+    marker: { symbol: "triangle-up", size: 8, color: found.map(([, shade]) => shade) }, hovertemplate: "above the shown range<extra></extra>",
+  }] : [];
+}
+
 function heldTraces(place, score) {
   const runs = runsOf(place).filter((run) => run.held[score] && run.held[score][0].length);
   const many = data.points.length > 12, wide = state.hot === place ? 4 : many ? 1.3 : 2.2;
@@ -272,14 +287,16 @@ function drawMain() {
     ...(state.ylog ? { type: "log", tickformat: range && range[1] > 5 ? "~e" : "~g", nticks: 7 } : { type: "linear" }), ...(range ? { range } : {}),
   };
   const about = `${y.title.text} against ${AXES[state.over]}: ${visible().length} of ${data.points.length} points. `;
-  return drawChart("main", traces, layout({ yaxis: y }), CONFIG, about + (data.best ? `Best: ${best.label}, ${data.metric} ${value(best)}.` : ""));
+  byId("result").textContent = data.best ? `Best ${data.metric}: ${value(best)}, ${best.label}` :
+    data.points.length === 1 ? `${data.metric[0].toUpperCase()}${data.metric.slice(1)}: ${value(best)}` : "";
+  return drawChart("main", [...traces, ...arrowTraces(front, range, state.ylog)], layout({ yaxis: y }), CONFIG, about + (data.best ? `Best: ${best.label}, ${data.metric} ${value(best)}.` : ""));
 }
 
 function drawSmall(name) {
   const quiet = { ...CONFIG, displayModeBar: false }, drawn = new Map();
   if (!Plotly) return;
   if (!visible().length) return drawEmpty(name, quiet);
-  const [low, high] = zoomLimits(), shown = visible(), traces = [], form = name === "lr" ? ".3~e" : ".4~g";
+  const [low, high] = zoomLimits(), shown = visible(), traces = [], form = ".4~g";
   const count = shown.reduce((n, p) => n + (state.bands ? 1 : runsOf(p).length), 0) || 1;
   const most = Math.max(Math.floor(SCREEN / 4 / count), 30), what = name.replace("_", " ");
   for (const place of shown.slice().reverse()) {
@@ -298,30 +315,39 @@ function drawSmall(name) {
     });
   }
   const y = {
-    lr: { type: "log", nticks: 4, tickformat: "~e" },
-    grad_norm: { type: "log", nticks: 5, tickformat: "~g" },
+    lr: { type: "log" },
+    grad_norm: { type: "log" },
     speed: { type: "linear", nticks: 5, rangemode: "tozero", exponentformat: "SI" },
   }[name];
   const about = `${{ lr: "learning rate", grad_norm: "gradient norm", speed: `${data.unit} per second` }[name]} against ${AXES[state.over]}`;
   const axis = { ...y, ...(name === "speed" ? {} : logAxis(name)), fixedrange: true };
+  traces.push(...arrowTraces(traces, axis.range, true, 20));
   return drawChart(name, traces, layout({ yaxis: axis, margin: { l: 44, r: 8, t: 4, b: 36 } }), quiet, about);
 }
 
-// Return ticks and range of a logarithmic axis. The range fits the completed runs, so that a diverged run does not flatten
-// their curves; without a range, plotly chooses it. The range of the learning rate also fits the other runs, unless a rate is
-// 10,000 times those of the completed runs; the caption then says so. Ticks at 1, 2 and 5 suit about one decade.
+// Return ticks and range of a logarithmic axis. The range fits the runs that did not diverge or fail, so that those do not
+// flatten the others' curves, and leaves out gradient norms far from most others. The range of the learning rate fits all runs, unless a rate
+// is 10,000 times those of the completed runs.
 function logAxis(name) {
-  const drawn = name === "lr" ? "y" : "my", read = (runs) => runs.flatMap((run) => run.curves[name][drawn]).filter((y) => y > 0);
+  const read = (runs) => runs.flatMap((run) => readCurve(run, name, name !== "lr")[1]).filter((y) => y > 0);
   const shown = shownRuns(), calm = read(shown.filter((run) => run.state === "completed"));
   const least = calm.reduce((a, b) => Math.min(a, b), Infinity) / 1e4, most = calm.reduce((a, b) => Math.max(a, b), 0) * 1e4;
-  const near = (run) => name === "lr" && read([run]).every((y) => y >= least && y <= most);
+  const near = (run) => (name === "lr" ? read([run]).every((y) => y >= least && y <= most) : !["diverged", "failed"].includes(run.state));
   const done = shown.filter((run) => run.state === "completed" || near(run));
-  const whole = state.outliers || done.length === shown.length || !read(done).length, values = read(whole ? shown : done);
-  const outside = whole ? 0 : shown.length - done.length, note = `; ${outside} ${outside === 1 ? "run" : "runs"} outside the range`;
-  if (name === "lr") byId("lr").previousElementSibling.textContent = `learning rate${outside ? note : ""}`;
-  const low = values.reduce((a, b) => Math.min(a, b), Infinity), high = values.reduce((a, b) => Math.max(a, b), 0);
-  const ticks = { ...(high / low >= 8 && high / low <= 60 && { dtick: "D2" }), ...((high >= 1e5 || low < 1e-3) && { tickformat: "~e" }) };
-  return whole ? ticks : { ...ticks, range: [Math.log10(low) - 0.1, Math.log10(high) + 0.1], autorange: false };
+  const whole = state.outliers || done.length === shown.length || !read(done).length, values = Float64Array.from(read(whole ? shown : done)).sort();
+  if (!values.length) return {};
+  let [low, high] = [values[0], values[values.length - 1]];
+  if (name !== "lr" && !state.outliers) { // the outlier rule of the static plots
+    const [from, to] = [0.01, 0.98].map((share) => values[Math.floor((values.length - 1) * share)]), reach = Math.max(to / from, 2) ** 2;
+    [low, high] = [Math.max(low, from / reach), Math.min(high, to * reach)];
+  }
+  const peaks = name === "lr" ? [...new Set(shown.map((run) => Math.max(...run.curves.lr.y)))].filter((v) => v >= low && v <= high).sort((a, b) => a - b) : [];
+  const typed = peaks.length <= 4 && peaks.every((v, i) => !i || v > 1.6 * peaks[i - 1]) ? peaks : []; // rates as they were typed
+  const room = Math.max(0.1, 0.06 * Math.log10(high / low)); // plotly hides labels that do not fit
+  const gap = Math.max((high / low) ** 0.18, 2.5);
+  const ticks = [...typed, ...roundTicks(low / 1.1, high * 1.1, true, high / low < 60 ? [1, 2, 5] : [1]).filter((v) => typed.every((t) => v > gap * t || t > gap * v))].sort((a, b) => a - b);
+  const few = ticks.length <= 6 ? { tickvals: ticks, ticktext: tickLabels(ticks) } : { nticks: 5, tickformat: high >= 1e5 || low < 1e-6 ? "~e" : "~g" };
+  return { ...few, range: [Math.log10(low) - room, Math.log10(high) + room], autorange: false };
 }
 
 function resetZoom() {

@@ -43,13 +43,19 @@ function drawChoices() {
   const points = data.points.map((p, place) => ({ ...p, place, ended: p.mean === null })), completed = points.filter((p) => !p.ended);
   section.hidden = points.length < 3 || !completed.length || !data.keys.length;
   if (section.hidden) return;
+  const focused = document.activeElement.dataset.axis;
   box.textContent = "";
   const fresh = [...state.brushes.values()].some((brush) => brush.fresh), ended = points.filter((p) => p.ended);
   const width = Math.max(box.clientWidth, 280), height = isPrinted() ? 250 : 340, top = 50, foot = height - 26, left = 44;
+  const near = nearBest(completed.map((p) => p.mean)), furthest = data.rising ? Math.min : Math.max;
   const several = (key) => new Set(points.map((p) => p.settings[key])).size > 1;
   const axes = [...data.keys.filter(several).slice(0, 11), data.metric], names = axes.slice(0, -1).join(", "), last = axes.length - 1;
-  const scales = axes.map((key, i) => i === last ? makeScale(completed.map((p) => p.mean), !data.rising, false) :
+  const scales = axes.map((key, i) => i === last ? makeScale(near, !data.rising, false) :
     makeScale(points.map((p) => p.settings[key]), false, true, (data.search ? data.search.log : []).includes(key)));
+  if (near.length < completed.length) { // points far from the best are at the axis's end
+    const { place, ticks } = scales[last];
+    scales[last] = { place: (v) => Math.min(Math.max(place(v), 0), 1), ticks: [[0, `to ${tickLabels([furthest(...completed.map((p) => p.mean))])}`], ...ticks] };
+  }
   const endings = [...new Set(ended.flatMap((p) => runsOf(p.place).map((run) => run.state)))];
   if (ended.length) { // points that did not complete have an end of the axis of their own
     const { place, ticks } = scales[last], raised = (t) => 0.12 + 0.88 * t;
@@ -58,7 +64,7 @@ function drawChoices() {
   }
   const x = (i) => left + (i * (width - left - 62)) / Math.max(last, 1), y = (t) => foot - t * (foot - top);
   const valueOf = (p, i) => (i === last ? p.mean : p.settings[axes[i]]), drawn = (p, i) => i === last || ![null, undefined].includes(valueOf(p, i));
-  const svg = addSvg("svg", { viewBox: `0 0 ${width} ${height}`, role: "img", "aria-label": `${data.metric} of ${points.length} points against ${names}` }, box);
+  const svg = addSvg("svg", { viewBox: `0 0 ${width} ${height}`, role: "group", "aria-label": `${data.metric} of ${points.length} points against ${names}` }, box);
   for (const p of points.slice().reverse()) { // draw the best point last, on top
     const stops = axes.map((_, i) => [i, valueOf(p, i)]).filter(([i]) => drawn(p, i));
     const path = stops.map(([i, v], n) => {
@@ -93,19 +99,24 @@ function drawChoices() {
       const cut = text.length > 14 ? `${text.slice(0, 13)}…` : text;
       addSvg("text", { class: "tick", x: x(i) + (key === data.metric ? 9 : 5), y: y(t) + (key === data.metric ? 4 : t < 0.5 ? 14 : -5) }, svg, cut);
     }
-    addBrush(svg, key, x(i), top, foot, (t) => points.filter((p) => {
+    const stops = [...new Set(points.filter((p) => drawn(p, i)).map((p) => scales[i].place(valueOf(p, i))))].sort((a, b) => a - b);
+    addBrush(svg, key, x(i), top, foot, stops, (t) => points.filter((p) => {
       const at = drawn(p, i) ? scales[i].place(valueOf(p, i)) : -1;
       return at >= t[0] - 1e-9 && at <= t[1] + 1e-9;
     }).map((p) => p.place));
+    if (key === focused) svg.querySelector(`[data-axis="${CSS.escape(key)}"]`).focus();
   });
   if (fresh) refresh(); // filters from the page's address have their points only now
 }
 
 // Filter points by an axis: dragging along it keeps the points whose lines cross the dragged range; a click removes the
-// filter. `taken` returns the points in a range.
-function addBrush(svg, key, x, top, foot, taken) {
-  const grip = addSvg("rect", { class: "grip", x: x - 12, y: top - 6, width: 24, height: foot - top + 12, "data-axis": key }, svg);
-  const old = state.brushes.get(key);
+// filter. Arrow keys keep the next of the positions `stops`. `taken` returns the points in a range.
+function addBrush(svg, key, x, top, foot, stops, taken) {
+  const old = state.brushes.get(key), label = old ? `${taken(old.range).length} points kept` : "all points";
+  const grip = addSvg("rect", {
+    class: "grip", x: x - 12, y: top - 6, width: 24, height: foot - top + 12, "data-axis": key,
+    tabindex: 0, role: "slider", "aria-orientation": "vertical", "aria-label": key, "aria-valuenow": old ? old.range[0] : 0, "aria-valuetext": label,
+  }, svg);
   const mark = addSvg("rect", { class: "brush", x: x - 7, y: top, width: 14, height: 0, rx: 3 }, svg);
   const show = ([a, b]) => {
     mark.setAttribute("y", foot - b * (foot - top));
@@ -122,6 +133,17 @@ function addBrush(svg, key, x, top, foot, taken) {
     from = place(event);
     grip.setPointerCapture(event.pointerId);
     event.preventDefault();
+  });
+  grip.addEventListener("keydown", (event) => {
+    const up = event.key === "ArrowUp", [a, b] = old ? old.range : up ? [-1, -1] : [2, 2];
+    if (event.key === "Escape") state.brushes.delete(key);
+    else if (up || event.key === "ArrowDown") {
+      const at = up ? stops.find((t) => t > b) ?? stops[stops.length - 1] : stops.findLast((t) => t < a) ?? stops[0];
+      const range = event.shiftKey && old ? [Math.min(a, at - 0.01), Math.max(b, at + 0.01)] : [at - 0.01, at + 0.01];
+      state.brushes.set(key, { range, points: new Set(taken(range)) });
+    } else return;
+    event.preventDefault();
+    refresh();
   });
   grip.addEventListener("pointermove", (event) => {
     if (from !== null) show([from, place(event)].sort((a, b) => a - b));
@@ -140,7 +162,8 @@ function drawImportance() {
   const box = document.getElementById("importance"), found = Object.entries(data.importance);
   box.textContent = "";
   if (!data.keys.length) return;
-  addElement(box, "p", "small", found.length ? "Importance of each setting for the ranking:" :
+  const pruned = data.points.filter((p) => p.mean === null).length, total = data.search ? data.search.trials.length : data.points.length - pruned;
+  addElement(box, "p", "small", found.length ? `Importance of each setting for the ranking of ${total} ${data.search ? "trials" : "points"}:` :
     `Importance unknown: ${data.no_importance}.`);
   const list = addElement(box, "div", "columns");
   for (const [key, share] of found.sort((a, b) => b[1] - a[1])) {

@@ -53,6 +53,19 @@ function smoothCurve(xs, ys, half) {
   return ys.map((y, i) => (y === null ? null : (sums[i] + y) / (weights[i] + 1)));
 }
 
+// Return `smoothCurve` of the logarithms, as a logarithmic axis shows them; values without a logarithm are left out.
+function smoothLogs(xs, ys, half) {
+  return smoothCurve(xs, ys.map((y) => (y > 0 ? Math.log(y) : null)), half).map((y) => (y === null ? null : Math.exp(y)));
+}
+
+// Return the values that are near the best one: at most 5 times as far from it as the median. If these are all equal, return
+// all values.
+function nearBest(values) {
+  const sorted = values.slice().sort((a, b) => (data.rising ? b - a : a - b)), far = 5 * Math.abs(sorted[sorted.length >> 1] - sorted[0]);
+  const near = values.filter((v) => Math.abs(v - sorted[0]) <= far);
+  return new Set(near).size > 1 ? near : values;
+}
+
 // Return the points of a curve with x between low and high, and one point beyond each end. If these are more than `most`,
 // divide them into bins and return only the lowest and highest point of each.
 function clipAndThin(xs, ys, low, high, most) {

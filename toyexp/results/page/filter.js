@@ -3,14 +3,14 @@
 
 const CONDITION = /^([A-Za-z_][\w.]*)(!=|<=|>=|==?|<|>)(.*)$/s;
 const SPACED = /\s*(!=|<=|>=|==?|<|>)(?!\s+\S+[=<>])\s*/g; // an operator with spaces that do not precede another condition
-const ALIASES = { held_out: "loss", eval_loss: "loss", tokens_per_second: "speed", started: "when" };
+const ALIASES = { held_out: "loss", eval_loss: "loss", tokens_per_second: "speed", started: "when", begun: "when", time: "seconds" };
 const ORDER = { "<": (a, b) => a < b, ">": (a, b) => a > b, "<=": (a, b) => a <= b, ">=": (a, b) => a >= b };
 const localTime = (time) => new Date(new Date(time) - new Date(time).getTimezoneOffset() * 6e4).toISOString().slice(0, 19);
 
 // Return the names of all settings and columns of the runs. A setting can also be named by its last part, if that is unique.
 function listKeys() {
   const full = new Set(data.runs.flatMap((run) => [...Object.keys(run.all), ...Object.keys(run.scores)]));
-  for (const column of data.columns) full.add(column);
+  for (const column of [...data.columns, "job", ...(data.search ? ["trial"] : [])]) full.add(column);
   const keys = new Map([...full].map((key) => [key, key])), short = [...full].map((key) => key.split(".").pop());
   [...full].forEach((key, n) => {
     if (!keys.has(short[n]) && short.filter((s) => s === short[n]).length === 1) keys.set(short[n], key);
@@ -18,11 +18,11 @@ function listKeys() {
   return keys;
 }
 
-// Return {tests, problem}. Each of `tests` takes a run and returns whether it matches one condition. `problem` says what is
-// wrong with the filter, or is "".
+// Return {tests, problem}. Each of `tests` takes a run and returns whether it matches one condition. `problem` says which
+// conditions are invalid and thus ignored, or have a value that no run has, or is "".
 function parseFilter(text) {
   const keys = listKeys(), tests = [];
-  let problem = "";
+  const problems = [], ignore = (word, why) => problems.push(`ignored: ${word} (${why})`);
   for (const word of text.replace(SPACED, "$1").split(/\s+/).filter(Boolean)) {
     const [, typed, sign, value] = CONDITION.exec(word) || [];
     if (!sign) {
@@ -32,19 +32,21 @@ function parseFilter(text) {
     }
     const key = keys.get(ALIASES[typed] || typed), known = data.runs.map((run) => readValue(run, key));
     const dated = key === "when", wanted = dated ? readTime(value, ORDER[sign]) : value;
-    if (!key) return { tests: [], problem: `no run has the setting ${typed}` };
+    if (!key) { ignore(word, `no run has the setting ${typed}`); continue; }
     const needs = dated ? "a date or time such as 2026-11-20T18:00, today or yesterday" : "a number";
-    if (ORDER[sign] && !(dated ? wanted : isNumber(value))) return { tests: [], problem: `${word}: ${sign} needs ${needs}` };
+    if (ORDER[sign] && !(dated ? wanted : isNumber(value))) { ignore(word, `${sign} needs ${needs}`); continue; }
     const unknown = ORDER[sign] ? undefined : wanted.split(",").find((item) => !known.some((v) => matchesCondition(v, "=", item, key)));
-    if (unknown === "") return { tests: [], problem: `${word}: needs a value` };
-    if (unknown) problem = `no run has ${typed}=${unknown}; values: ${formatValues([...new Set(known.filter((v) => v !== null).map(String))])}`;
+    if (unknown === "") { ignore(word, "needs a value"); continue; }
+    if (unknown) problems.push(`no run has ${typed}=${unknown}; values: ${formatValues([...new Set(known.filter((v) => v !== null).map(String))])}`);
     tests.push((run) => matchesCondition(readValue(run, key), sign, wanted, key));
   }
-  return { tests, problem };
+  return { tests, problem: problems.join("; ") };
 }
 
 function readValue(run, key) {
   if (key === "when") return run.when && localTime(run.when);
+  if (key === "job") return run.sweep ? (/(\d+)-[^/\\]*$/.exec(run.path) || [])[1] ?? null : null;
+  if (key === "trial") return (data.search.trials.find((t) => Object.entries(t.values).every(([k, v]) => isEqual(run.all[k] ?? "", String(v)))) || {}).number ?? null;
   return (data.columns.includes(key) ? run[key] : run.all[key] ?? run.scores[key]) ?? null;
 }
 

@@ -195,8 +195,9 @@ function drawLegend() {
   const focused = document.activeElement.dataset.place, total = data.points.length;
   box.textContent = "";
   const partly = data.runs.some((run) => passes(run.point) && !conditions.tests.every((test) => test(run)));
-  const notes = [conditions.problem, partly ? "points contain a matching run; means are of all their runs" : ""];
-  byId("count").textContent = [`${shown} of ${total} points`, ...notes].filter(Boolean).join("; ");
+  const note = partly ? "; points contain a matching run; means are of all their runs" : "", { problem } = conditions;
+  byId("count").textContent = `${shown} of ${total} points${note}${problem && "; "}`;
+  if (problem) addElement(byId("count"), "strong", "bad", problem);
   byId("filter").setAttribute("aria-invalid", String(conditions.problem !== ""));
   places.slice(0, limitRows("more-points", shown, most)).forEach((place) => {
     const point = data.points[place];
@@ -365,13 +366,14 @@ function listenPrint() {
   addEventListener("afterprint", () => draw(false, screen.theme));
 }
 
-// Shrink the text of a printed table that is wider than the page.
+// Shrink the text of a printed table that is wider than the page, down to 6 points; if that is not enough, break its words.
 function fitTable() {
   const table = document.querySelector("#table table"), size = parseFloat(getComputedStyle(table).fontSize);
+  const isTooWide = () => isPrinted() && table.offsetWidth > table.parentElement.clientWidth;
   table.style.fontSize = "";
-  for (let now = size; isPrinted() && table.offsetWidth > table.parentElement.clientWidth && now > 5; now -= 0.5) {
-    table.style.fontSize = `${now}px`;
-  }
+  table.classList.remove("broken");
+  for (let now = size; isTooWide() && now > 8; now -= 0.5) table.style.fontSize = `${now}px`;
+  table.classList.toggle("broken", isTooWide());
 }
 
 function resizeCharts() {

@@ -4,13 +4,12 @@ function drawSearch() {
   const search = data.search, section = byId("search");
   section.hidden = !search;
   if (!search || !Plotly) return;
-  const scored = search.trials.filter((trial) => trial.score !== null), [low, high] = search.limits;
-  const better = search.minimising ? Math.min : Math.max, done = scored.filter((trial) => trial.complete);
-  let best = null;
-  const history = done.map((trial) => (best = best === null ? trial.score : better(best, trial.score)));
-  const star = done.find((trial) => trial.score === best);
+  const scored = search.trials.filter((trial) => trial.score !== null);
+  const wins = (a, b) => (search.minimising ? a.score < b.score : a.score > b.score), done = scored.filter((trial) => trial.complete);
+  let star = null; // best trial so far
+  const history = done.map((trial) => (star = star && !wins(trial, star) ? star : trial).height);
   const numbers = scored.map((trial) => trial.number), last = Math.max(0, ...numbers), colour = style("mark");
-  const steps = lineTrace([...done.map((t) => t.number), ...(star ? [last] : [])], [...history, ...(star ? [best] : [])], "", { line: { width: 2, shape: "hv", color: colour } });
+  const steps = lineTrace([...done.map((t) => t.number), ...(star ? [last] : [])], [...history, ...(star ? [star.height] : [])], "", { line: { width: 2, shape: "hv", color: colour } });
   drawTrials("trials", scored, numbers, { title: { text: "trial" } }, [steps], star);
   const box = byId("settings");
   for (const key of box.childElementCount ? [] : search.keys) { // before the charts: they take the width of their cells
@@ -27,43 +26,41 @@ function drawSearch() {
     different.sort((a, b) => (a > b) - (a < b));
     const slots = different.map((_, place) => place), shift = (trial) => 0.6 * (trial.number / last - 0.5);
     const axis = numeric ? { type: log ? "log" : "linear", nticks: 5, tickformat: "~g", ...decades } :
-      { tickvals: slots, ticktext: different.map(String), range: [-0.5, slots.length - 0.5], showgrid: false, title: { text: "equal values side by side, by trial", standoff: 4 } };
+      { tickvals: slots, ticktext: different.map(String), range: [-0.5, slots.length - 0.5], showgrid: false, title: { text: "equal values: by trial", standoff: 4 } };
     const borders = numeric ? [] : slots.slice(1).map((x) => ({ x0: x - 0.5, x1: x - 0.5, y0: 0, y1: 1, yref: "paper", line: { width: 1, color: style("line") } }));
     const xs = numeric ? values : trials.map((trial, i) => different.indexOf(values[i]) + shift(trial));
     drawTrials(`setting-${key}`, trials, xs, axis, [], star, borders);
   }
-  const beyond = done.filter((t) => t.score < low || t.score > high), pruned = scored.length - done.length;
-  const many = (n, what) => `${n} ${what}${n === 1 ? "" : "s"}`, furthest = search.minimising ? Math.max : Math.min;
-  byId("search-note").textContent = (star ? `Line: ${search.minimising ? "lowest" : "highest"} ${search.metric} so far. Star: best trial. ` : "") +
-    (pruned ? `Rings: ${many(pruned, "pruned trial")}, whose last metric is of an earlier step. ` : "") +
-    (beyond.length ? `Triangles: ${many(beyond.length, "trial")} outside the range, as far as ${formatNumber(furthest(...beyond.map((t) => t.score)))}.` : "");
+  const chosen = star ? Object.entries(star.values).map(([key, value]) => `${key}=${value}`).join(" ") : "";
+  byId("search-best").textContent = star ? `Best ${search.metric}: ${formatNumber(star.score)} in trial ${star.number}, ${chosen}` : "";
+  const text = [...(star ? ["line: best so far", "star: best trial"] : []), ...search.legend].join("; ");
+  byId("search-note").textContent = text && `${text[0].toUpperCase()}${text.slice(1)}.`;
 }
 
-// Draw trials as dots, those outside the range as triangles at its edge, pruned ones as rings in a band of their own, and
-// the trial `star` as a star.
+// Draw trials as dots, pruned ones as rings, and the trial `star` as a star. A band shows the logarithmic part of the axis.
 function drawTrials(id, trials, xs, xaxis, more, star, shapes = []) {
-  const [low, high, pruned] = data.search.limits, inner = pruned > high ? high : low, outer = 2 * pruned - inner;
-  const banded = data.search.trials.some((t) => !t.complete && t.score !== null), ticks = roundTicks(low, high, false);
-  const band = { x0: 0, x1: 1, xref: "paper", y0: inner, y1: outer, fillcolor: style("shade"), line: { width: 0 }, layer: "below" };
+  const { limits: [better, worse, end], ticks: cut, pruning: [first, last] } = data.search, low = Math.min(better, worse), high = Math.max(better, worse);
+  const band = { x0: 0, x1: 1, xref: "paper", y0: worse, y1: end, fillcolor: style("shade"), line: { width: 0 }, layer: "below" };
+  const ticks = [...roundTicks(low, high, false).map((v) => [v, String(Number(v.toPrecision(6)))]), ...cut];
   const yaxis = {
-    title: { text: data.search.metric, standoff: 4 }, range: banded ? [Math.min(low, outer), Math.max(high, outer)] : [low, high],
-    tickvals: [...ticks, pruned], ticktext: [...ticks.map((v) => String(Number(v.toPrecision(6)))), "pruned"],
+    title: { text: data.search.metric, standoff: 4 }, range: [Math.min(low, end), Math.max(high, end)],
+    tickvals: ticks.map(([at]) => at), ticktext: ticks.map(([, text]) => text),
   };
-  const about = (t) => `<b>trial ${t.number}</b>${t.complete ? "" : " (pruned)"}<br>${escapeHtml(data.search.metric)} ${formatNumber(t.score)}` +
-    Object.entries(t.values).map(([key, value]) => `<br>${escapeHtml(key)}=${escapeHtml(value)}`).join("");
+  const about = (t) => `<b>trial ${t.number}</b>${t.complete ? "" : ` (pruned${t.step === null ? "" : ` at step ${t.step}`})`}` +
+    `<br>${escapeHtml(data.search.metric)} ${formatNumber(t.score)}` + Object.entries(t.values).map(([key, value]) => `<br>${escapeHtml(key)}=${escapeHtml(value)}`).join("");
   const dots = {
-    type: "scatter", mode: "markers", x: xs, y: trials.map((t) => (t.complete ? Math.min(Math.max(t.score, low), high) : pruned)),
+    type: "scatter", mode: "markers", x: xs, y: trials.map((t) => t.height),
     text: trials.map(about), hovertemplate: "%{text}<extra></extra>", cliponaxis: false,
     marker: {
-      size: 8, opacity: 0.8, color: trials.map((t) => style(t.complete ? "accent" : "soft")),
-      symbol: trials.map((t) => (!t.complete ? "circle-open" : t.score > high ? "triangle-up" : t.score < low ? "triangle-down" : "circle")),
+      size: 8, opacity: 0.85, symbol: trials.map((t) => (t.complete ? "circle" : "circle-open")), line: { width: trials.map((t) => (t.complete ? 0 : 1.5)) },
+      color: trials.map((t) => (t.complete ? style("accent") : rampColour((last - (t.step ?? first)) / Math.max(last - first, 1)))),
     },
   };
   const stars = trials.flatMap((trial, i) => (trial === star ? [i] : [])).map((i) => ({
     ...dots, x: [xs[i]], y: [dots.y[i]], text: [dots.text[i]],
     marker: { size: 17, symbol: "star-open", color: style("mark"), line: { width: 2 } }, // open: the trials below it stay visible
   }));
-  const shape = layout({ shapes: banded ? [band, ...shapes] : shapes, yaxis, margin: { l: 52, r: 10, t: 12, b: 36 } });
+  const shape = layout({ shapes: [band, ...shapes], yaxis, margin: { l: 52, r: 10, t: 12, b: 36 } });
   const plain = { gridcolor: style("line"), linecolor: style("line"), automargin: true, zeroline: false };
   const described = `${data.search.metric} of ${trials.length} trials against ${id === "trials" ? "the trial's number" : id.replace("setting-", "")}`;
   drawChart(id, [...more, dots, ...stars], { ...shape, xaxis: { ...plain, ...xaxis }, dragmode: false }, { ...CONFIG, displayModeBar: false }, described);

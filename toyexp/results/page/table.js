@@ -12,15 +12,18 @@ function scoreOf(run, head) {
 // to sort by if it is not the value shown; `minor` columns are not printed.
 function listColumns(saved = false) {
   const points = state.rows === "points", each = (of) => (row) => (points ? mean(row.runs.map(of)) : of(row));
+  const spread = (of) => (row) => (row.counted > 1 ? meanAndDeviation(row.runs.map(of).filter((v) => v !== null))[1] : null);
+  const withSpread = (head, of) => [{ head, of: each(of), number: true }, ...(saved && points ? [{ head: `± ${head}`, of: spread(of) }] : [])];
   const keys = data.keys.map((key) => ({ head: key, of: (row) => row.settings[key] ?? null }));
   const scores = ["held-out loss", ...data.scores.map((s) => `held-out ${s}`), "smoothed train loss"].filter((s) => s !== data.metric);
   const numbers = [
-    ...scores.map((s) => ({ head: s, of: each((r) => scoreOf(r, s)), number: true })),
-    { head: "speed", of: each((r) => r.speed), form: (v) => `${formatCount(v)}/s`, number: true },
-    { head: "time", of: each((r) => r.seconds), form: formatDuration, number: true }];
+    ...scores.flatMap((s) => withSpread(s, (r) => scoreOf(r, s))),
+    { head: saved ? `${data.unit} per second` : "speed", of: each((r) => r.speed), form: (v) => `${formatCount(v)}/s`, number: true },
+    { head: saved ? "seconds" : "time", of: each((r) => r.seconds), form: formatDuration, number: true }];
   if (points) {
     return [{ head: data.metric, of: (p) => p.mean, text: value, number: true, best: true },
-      ...(keys.length ? keys : [{ head: "name", of: (p) => p.label }]),
+      ...(saved ? [{ head: `± ${data.metric}`, of: (p) => p.deviation }, { head: "steps taken", of: each((r) => r.steps) }] : []),
+      ...(saved || !keys.length ? [{ head: "name", of: (p) => p.label }] : []), ...keys,
       { head: "runs", of: (p) => p.counted, text: (p) => (p.counted < p.runs.length ? `${p.counted}/${p.runs.length}` : `${p.counted}`), number: true },
       ...numbers];
   }
@@ -37,9 +40,11 @@ function listColumns(saved = false) {
 
 const MOST_ROWS = 20; // rows shown before "show all" is clicked
 
-// Return the number of rows to show, and update the button that shows all rows. On paper, it says how many are shown.
+// Return the number of rows to show, and update the button that shows all rows. On paper, a table has all of them, and the
+// button says how many items of a longer list are shown.
 function limitRows(id, count, most = MOST_ROWS) {
   const box = byId(id);
+  if (isPrinted()) most = id === "more-rows" ? count : 100;
   box.hidden = count <= most || state.every;
   box.textContent = isPrinted() ? `${most} of ${count} shown` : `show all ${count}`;
   return box.hidden ? count : most;
@@ -57,12 +62,13 @@ function drawTable() {
   const focused = document.activeElement.dataset.head;
   head.textContent = body.textContent = "";
   const line = addElement(head, "tr");
-  addElement(line, "th");
+  addElement(line, "th").ariaLabel = "mark";
   for (const column of columns) {
     const cell = addElement(line, "th", cellClass(column)), sorted = state.sort === column.head;
-    cell.setAttribute("aria-sort", sorted ? (state.falling ? "descending" : "ascending") : "none");
+    if (sorted) cell.setAttribute("aria-sort", state.falling ? "descending" : "ascending");
     const button = isPrinted() ? cell : addElement(cell, "button"); // Chromium does not repeat a head with buttons on each page
-    addBreakable(button, column.head + (sorted ? (state.falling ? " ↓" : " ↑") : ""));
+    addBreakable(button, column.head);
+    if (sorted) addElement(button, "span", "", state.falling ? " ↓" : " ↑").ariaHidden = "true"; // aria-sort says so
     button.dataset.head = column.head;
     if (focused === column.head) button.focus();
     button.addEventListener("click", () => {
@@ -72,8 +78,8 @@ function drawTable() {
     });
   }
   const rows = listRows(columns), { rank = columns[0].of } = columns[0], ranked = rows.map(rank).filter((v) => v !== null);
-  const scale = new Set(ranked).size > 2 && !isPrinted() ? makeScale(ranked, false, false) : null;
-  if (scale) addElement(addElement(line, "th", "strip", formatNumber(Math.min(...ranked))), "span", "", formatNumber(Math.max(...ranked)));
+  const near = nearBest(ranked), scale = new Set(ranked).size > 2 && !isPrinted() ? makeScale(near, false, false) : null;
+  if (scale) addElement(addElement(line, "th", "strip", formatNumber(Math.min(...near))), "span", "", formatNumber(Math.max(...near)));
   saveView();
   for (const row of rows.slice(0, limitRows("more-rows", rows.length))) {
     const cells = addElement(body, "tr");
@@ -92,13 +98,15 @@ function drawTable() {
   table.classList.toggle("tight", table.offsetWidth > table.parentElement.clientWidth);
 }
 
-// Draw a row's metric as its point's mark on a scale, with a line of one deviation to both sides.
+// Draw a row's metric as its point's mark on a scale, with a line of one deviation to both sides. Beyond the scale it is an
+// arrow.
 function drawStrip(box, place, known, deviation, point) {
   if (known === null) return;
   const [low, at, high] = [-1, 0, 1].map((n) => 100 * Math.min(Math.max(place(known + n * deviation) || 0, 0), 1)), line = addElement(box, "i");
   Object.assign(line.style, { left: `${low}%`, width: `${high - low}%`, background: colour(point) });
   addMark(box, point);
   box.lastChild.style.left = `${at}%`;
+  if (place(known) < 0 || place(known) > 1) box.lastChild.firstChild.setAttribute("d", at ? "M1,1L11,6L1,11z" : "M11,1L1,6L11,11z"); // beyond the scale
 }
 
 function cellClass(column) {
@@ -124,7 +132,8 @@ function listRows(columns) {
 function saveTable() {
   const columns = listColumns(true), quote = (text) => `"${String(text).replace(/"/g, '""')}"`;
   const safe = (cell) => (typeof cell === "string" && /^[=+@\t\r-]/.test(cell) && !isNumber(cell) ? `'${cell}` : cell);
-  const rows = listRows(columns).map((row) => columns.map((column) => column.of(row) ?? ""));
+  const round = (cell) => (typeof cell === "number" && !Number.isInteger(cell) ? Number(cell.toPrecision(5)) : cell ?? "");
+  const rows = listRows(columns).map((row) => columns.map((column) => round(column.of(row))));
   const lines = [columns.map((column) => column.head), ...rows].map((cells) => cells.map(safe).map(quote).join(","));
   const link = document.createElement("a");
   link.href = URL.createObjectURL(new Blob([`${lines.join("\n")}\n`], { type: "text/csv" }));

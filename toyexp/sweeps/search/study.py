@@ -128,9 +128,11 @@ class Study:
         return compute_shares(values, [ranks.index(rank(trial)) for trial in trials])
 
     def outcomes(self) -> Iterator[dict[str, Any]]:
-        """Yield each trial as a dict of its number, its values by key, its state, and its score."""
+        """Yield each trial as a dict: its number, values by key, state and score; of a pruned trial, also its step."""
         for t in self._trials():
-            yield {"trial": t.number, "values": dict(t.params), "state": t.state.name.lower(), "score": t.value}
+            state, step = t.state.name.lower(), max(t.intermediate_values, default=None)
+            yield {"trial": t.number, "values": dict(t.params), "state": state, "score": t.value,
+                   "step": step if state == "pruned" else None}  # fmt: skip
 
     def _trials(self) -> list[Any]:
         return list(self._study.get_trials(deepcopy=False))

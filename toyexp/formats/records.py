@@ -1,4 +1,4 @@
-"""Read the records of data files: JSON lines, JSON, CSV, Parquet and Arrow, also compressed."""
+"""Read the records of data files (JSON lines, JSON, CSV, Parquet, Arrow, also compressed), and their columns."""
 
 from __future__ import annotations
 
@@ -10,18 +10,17 @@ import io
 import json
 import lzma
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from string import ascii_uppercase
 from typing import IO, Any
 
-from toyexp import UserError, printable, require_package
-from toyexp.base import NOT_TEXT_HINTS, open_file
-from toyexp_data.files import match_paths
-from toyexp_data.splits import find_all
+from toyexp.base.errors import UserError, printable
+from toyexp.base.files import NOT_TEXT_HINTS, open_file
+from toyexp.base.packages import require_package
 
 COMPRESSED = (".gz", ".xz", ".zst")
 INSTALL = "pip install 'toyexp[data]'"
-METADATA = {"state.json", "dataset_info.json", "dataset_dict.json", "dataset_infos.json", "config.json"}
 FIELD_LIMIT = (1 << 31) - 1  # characters of a CSV field; the csv module's own limit is 131,072
 
 Record = bytes | dict[str, Any]  # a line of JSON, which is not parsed yet, or values by column
@@ -31,30 +30,6 @@ def record_suffix(path: Path) -> str:
     """Return the suffix that names the format, such as .jsonl for a.jsonl.gz; "" if it is not a format of records."""
     name = path.with_suffix("") if path.suffix in COMPRESSED else path
     return name.suffix if name.suffix in READERS and (path == name or name.suffix in _TEXTS) else ""
-
-
-def find_records(path: str, key: str = "path") -> list[Path]:
-    """Return the files of records at `path`, a file, a directory or a pattern; numbers in names sort by their value.
-
-    Raise UserError if there are none, or if a directory has several formats.
-    """
-    files = find_all(path, _is_data, f"examples ({' '.join(READERS)})", key)
-    suffixes = sorted({record_suffix(file) for file in files})
-    if len(suffixes) > 1:
-        several = " and ".join(f"{sum(record_suffix(f) == s for f in files)} {s or 'other'}" for s in suffixes)
-        choice = f"data.{key}='{path.rstrip('/*')}/*{suffixes[-1]}'"
-        raise UserError(f"data.{key}={path}: has {several} files; choose one format: {choice}")
-    return files
-
-
-def has_records(path: str) -> bool:
-    """Return True if there is a file of records at `path`, a file, a directory or a pattern."""
-    return any(any(map(_is_data, m.rglob("*"))) if m.is_dir() else record_suffix(m) for m in match_paths(path))
-
-
-def _is_data(file: Path) -> bool:
-    """Return True for a file of records that is neither metadata nor a cache of `datasets`."""
-    return bool(record_suffix(file)) and file.name not in METADATA and not file.name.startswith("cache-")
 
 
 def iter_records(path: Path) -> Iterator[tuple[str, Record]]:
@@ -171,3 +146,98 @@ def _rows(path: Path, batches: Any) -> Iterator[tuple[str, Record]]:
 
 _TEXTS = {".jsonl": _lines, ".ndjson": _lines, ".json": _json, ".csv": _table, ".tsv": _table}  # may be compressed
 READERS: dict[str, Callable[[Path], Iterator[tuple[str, Record]]]] = {**_TEXTS, ".parquet": _parquet, ".arrow": _arrow}
+
+
+class BadExample(UserError):
+    """Error with the reason why a record cannot be used."""
+
+
+def decode(record: Record, columns: Mapping[str, str]) -> dict[str, Any]:
+    """Return a record's values by column, without nulls, and renamed by `columns`: {name in toyexp: column}.
+
+    Raise BadExample if the record is not a JSON object, or lacks a column.
+    """
+    value: Any = record
+    if isinstance(record, bytes):
+        try:
+            value = json.loads(record.decode("utf-8"), object_pairs_hook=_unique_keys)
+        except UnicodeDecodeError as error:
+            raise BadExample(f"not UTF-8 text (byte {error.start} is 0x{record[error.start]:02x})") from None
+        except (ValueError, RecursionError) as error:
+            raise BadExample(f"is not one JSON object ({printable(str(error))})") from None
+    if not isinstance(value, dict):
+        raise BadExample(f"is {kind_of(value)}; expected an object with a value for each column")
+    for name, column in columns.items():
+        if column not in value:
+            raise BadExample(f"has no column {printable(column, 20)} (data.columns.{name}); it has {join_names(value)}")
+    renamed = {name: value[column] for name, column in columns.items()}
+    others = {key: item for key, item in value.items() if key not in columns.values() and key not in columns}
+    return {key: item for key, item in {**renamed, **others}.items() if item is not None}
+
+
+def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    if len(value := dict(pairs)) < len(pairs):
+        keys = [key for key, _ in pairs]
+        raise BadExample(f"has the key {printable(next(k for k in keys if keys.count(k) > 1), 20)} twice")
+    return value
+
+
+def text_of(value: Any, subject: str) -> str:
+    """Return `value`. Raise BadExample if it is not a text, is empty, or is not valid Unicode."""
+    if not isinstance(value, str):
+        raise BadExample(f"{subject} is {kind_of(value)}, expected text")
+    if not value:
+        raise BadExample(f"{subject} is empty")
+    return require_unicode(value, subject)
+
+
+def require_unicode(text: str, subject: str) -> str:
+    """Return `text`. Raise BadExample if it is not valid Unicode."""
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise BadExample(f"{subject} holds half a surrogate pair ({ascii(text[error.start])[1:-1]})") from None
+    return text
+
+
+def kind_of(value: Any) -> str:
+    """Return what a JSON value is, such as "a list", for a message."""
+    if value == []:
+        return "an empty list"
+    kinds = {dict: "an object", list: "a list", str: "a text", bool: "true or false", type(None): "null"}
+    return kinds.get(type(value), "a number")
+
+
+def join_names(value: Mapping[Any, Any]) -> str:
+    """Return the first keys of a mapping, separated by commas, for a message."""
+    return ", ".join(printable(str(key), 20) for key in list(value)[:8]) or "none"
+
+
+def parse_cell(value: Any) -> Any:
+    """Return the value of a text that is a JSON list or object, as tables hold them; return other values unchanged."""
+    if isinstance(value, str) and value.lstrip()[:1] in ("[", "{"):
+        with contextlib.suppress(ValueError, RecursionError):
+            return json.loads(value)
+    return value
+
+
+def read_question(value: Mapping[str, Any]) -> tuple[str, list[str], int]:
+    """Return the question of a record's columns, its choices, and the index of the right choice.
+
+    Choices are a list or, as in the data set ARC, {text: [...], label: [...]}. The answer is a letter, a label, or a
+    number from 0. Raise BadExample if the record is no such question.
+    """
+    answer = "answer" if "answer" in value else "answerKey"
+    if not value.keys() >= {"question", "choices", answer}:
+        raise BadExample(f"has the keys {join_names(value)}; expected question, choices and answer")
+    choices, labels, right = parse_cell(value["choices"]), list(ascii_uppercase), value[answer]
+    if isinstance(choices, dict) and choices.keys() >= {"text", "label"}:
+        choices, labels = choices["text"], [str(label) for label in choices["label"]]
+    if not isinstance(choices, list) or not 2 <= len(choices) <= min(len(labels), 26):
+        raise BadExample(f"choices is {kind_of(choices)}; expected a list of 2 to 26 texts")
+    if isinstance(right, str) and right not in labels and right.isdecimal():
+        right = int(right)
+    place = labels.index(right) if right in labels else right if isinstance(right, int) else -1
+    if not 0 <= place < len(choices):
+        raise BadExample(f"{answer} is {printable(str(right), 20)}; expected a letter, or a number from 0")
+    return text_of(value["question"], "question"), [text_of(choice, "a choice") for choice in choices], place

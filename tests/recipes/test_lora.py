@@ -49,7 +49,10 @@ def randomise_adapters(plan):
     """Return the plan with random values for A, B and the base's biases; with B at zero, A would have no gradient."""
     draw = np.random.default_rng(0)
     tensors = [*plan.trainable, *(t for t in plan.tensors if t.name.endswith(".bias"))]
-    return replace_initial_values(plan, {t.name: draw.normal(0, 0.3, t.shape).astype(np.float32) for t in tensors})
+    scales = {t.name: 0.3 if t.trainable else 0.03 for t in tensors}  # larger biases of q and k lose digits in float32
+    return replace_initial_values(
+        plan, {t.name: draw.normal(0, scales[t.name], t.shape).astype(np.float32) for t in tensors}
+    )
 
 
 def make_reference(plan):

@@ -16,6 +16,8 @@ from synthetic_runs import write_run, write_sweep
 
 from toyexp.base.drawing import COLOURS, DARK_COLOURS, DARK_RAMP, RAMP
 from toyexp.cli.main import main
+from toyexp.results.comparison import Comparison
+from toyexp.results.plot import Line
 from toyexp.results.report import PAGE
 from toyexp.results.run_dirs import find_runs, read_run
 
@@ -678,7 +680,7 @@ def test_values_far_from_the_others_are_arrows_at_the_edge_of_every_chart(chromi
         arrows = page.evaluate(f"document.getElementById('{chart}').data.find((t) => t.name === 'above')")
         high = axis(page, "yaxis", chart)[1]
         top = 10**high if chart == "grad_norm" else high
-        assert arrows["y"] == pytest.approx([top] * len(arrows["x"])) and {*arrows["marker"]["color"]} <= {
+        assert arrows["y"] == pytest.approx([top] * len(arrows["x"])) and {*arrows["textfont"]["color"]} <= {
             last,
             last.replace(", 1)", ", 0.9)"),
         }
@@ -774,6 +776,30 @@ def test_a_diverged_run_flattens_no_axis(chromium, tmp_path):
     labels = page.locator("#lr .yaxislayer-above text").count()
     assert labels < 9 and opened.trouble == []
     opened.context.close()
+
+
+def test_a_seed_that_diverged_does_not_stretch_the_band_of_its_group(chromium, tmp_path):
+    for lr, seed in itertools.product((0.003, 0.01), (0, 1, 2)):
+        write_run(tmp_path / f"runs/{lr}-{seed}", lr=lr, seed=seed, steps=100)
+    events = tmp_path / "runs/0.01-2/events.jsonl"
+    lines = [json.loads(line) for line in events.read_text().splitlines()]
+    lines = [
+        {**line, "loss": 400.0} if line["kind"] in ("step", "eval") and line["step"] > 20 else line for line in lines
+    ]
+    events.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    picture, report = tmp_path / "a.svg", tmp_path / "report.html"
+    assert main(["compare", str(tmp_path / "runs"), "--html", str(report), "--plot", str(picture)]) == 0
+    opened = Opened(chromium, report, viewport={"width": 1300, "height": 900})
+    bands = [ys for name, _, ys, _ in traces(opened.page) if name == ""]
+    assert len(bands) == 2 and min(map(min, bands)) > 1.5  # mean - deviation is below 0
+    low, high = axis(opened.page, "yaxis")
+    assert 1 < low < high < 10
+    ups = [ys for name, _, ys, _ in traces(opened.page) if name == "above"]
+    assert len(ups) == 1 and opened.trouble == []
+    opened.context.close()
+    points = Comparison.build([read_run(path) for path in find_runs(tmp_path / "runs")]).ranking.points
+    sides = [side for point in points for side in Line.read(point, "held-out loss").band.values()]
+    assert min(low for low, _ in sides) > 1.5 and max(high for _, high in sides) < 400
 
 
 def test_tables_are_named_and_expose_their_first_order(page):
@@ -930,7 +956,8 @@ def test_seeds_are_drawn_as_mean_and_deviation_or_separately(page, swept):
     assert len(xs) == 220 and means == pytest.approx(values.mean(0), rel=1e-4)
     deviations = values.std(0, ddof=1)
     bands = [ys for name, _, ys, _ in curves if name == "" and len(ys) == 2 * len(xs)]
-    expected = np.array([*(values.mean(0) + deviations), *(values.mean(0) - deviations)[::-1]])
+    sides = [(values.mean(0) + sign * deviations).clip(values.min(0), values.max(0)) for sign in (1, -1)]
+    expected = np.array([*sides[0], *sides[1][::-1]])
     assert min(np.abs(np.array(ys) - expected).max() for ys in bands) < 1e-3
     held_out = np.array([[line["loss"] for line in lines] for lines in events(swept, "eval", **BEST)])
     assert held[0] == "held out" and held[2] == pytest.approx(held_out.mean(0), rel=1e-4)

@@ -285,11 +285,11 @@ def format_tick(value: float, _: int) -> str:
 def fit_y_axis(axes: Any, low: float, high: float, above: str, largest: float, log: bool = False) -> None:
     """Fit the y axis to values from `low` to `high`; if `log` is True, make it logarithmic even for similar values.
 
-    `largest` is the largest value of all curves. If it exceeds `high`, add a note such as "▲ 3 runs above the shown
+    `largest` is the largest value of all curves. If it exceeds `high`, add a note such as "↑ 3 runs above the shown
     range, up to 7.2". `above` is the first part of this note, such as "3 runs".
     """
     if largest > high:
-        caption(axes, f"▲ {above} above the shown range, up to {largest:.4g}")
+        caption(axes, f"↑ {above} above the shown range, up to {largest:.4g}")
     if set_log_scale(axes, "y", (low, high), 1.0 if log else LOG_RATIO):
         axes.set_ylim(low * 0.9, high * 1.1)
         return
@@ -307,8 +307,8 @@ def mark_above(axes: Any, steps: Sequence[int], values: Sequence[float], colour:
     above = [step for step, value in zip(steps, values, strict=True) if value > top]
     places = {round(150 * (step - low) / (high - low)): step for step in above}.values()  # no two on the same spot
     if places:  # the layout fails for a line without points
-        axes.plot(places, [1] * len(places), "^", transform=axes.get_xaxis_transform(), color=colour, markersize=4,
-                  clip_on=False, scalex=False)  # fmt: skip
+        axes.plot(places, [1] * len(places), transform=axes.get_xaxis_transform(), color=colour, linestyle="none",
+                  marker=r"$\uparrow$", markersize=7, clip_on=False, scalex=False)  # fmt: skip
 
 
 def fit_text(text: str, limit: int) -> str:

@@ -164,7 +164,7 @@ function drawAbout() {
   byId("said").textContent = [
     scored ? "With marks: held-out loss; thin: smoothed training loss." : "",
     thin.length ? `Curves of up to ${longest} steps are reduced to the extremes of at most ${data.most / 2} bins.` : "",
-    data.points.some((p) => p.counted > 1) ? "Bands and ±: standard deviation over seeds (n-1)." : "",
+    data.points.some((p) => p.counted > 1) ? "±: standard deviation over seeds (n-1); bands: the same within the extremes of the seeds." : "",
     data.runs.some((run) => !run.counts) ? "Cross: end of a run that did not complete." : "",
     data.runs.some((run) => [run.loss, ...Object.values(run.scores)].some((v) => Math.abs(v) >= 1e300)) ? "Values beyond ±1e300 are not drawn." : "",
     isDistinct() ? "" : "Stronger colour: better rank.",

@@ -288,12 +288,16 @@ def test_charts_without_points_keep_their_axes(page):
     before = axis(page, "xaxis"), axis(page, "yaxis"), axis(page, "yaxis", "speed")
     page.fill("#filter", "nothing is called so")
     until(page, "document.querySelectorAll('#legend button').length == 0")
-    assert page.locator("#hint").inner_text() == "No point passes the filter."
+    assert page.locator("#result").text_content() == "No point passes the filter clear"
+    assert page.locator("body").inner_text().count("passes the filter") == 1
     assert (axis(page, "xaxis"), axis(page, "yaxis"), axis(page, "yaxis", "speed")) == before
-    assert page.locator("#main .annotation-text").text_content() == "No point passes the filter"
-    page.fill("#filter", "")
+    page.click("#result button")
     until(page, "document.querySelectorAll('#legend button').length == 7")
-    assert page.locator("#main .annotation-text").count() == 0
+    assert page.input_value("#filter") == "" and page.locator("#result").text_content().startswith("Best held-out loss")
+    page.locator("#legend button").first.click(modifiers=["Shift"])
+    page.locator("#legend button").first.click()
+    page.click("#result button:has-text('show all')")
+    assert page.locator("#legend [aria-pressed=false]").count() == 0
 
 
 def test_the_address_keeps_theme_and_view_over_a_reload(chromium, swept):
@@ -802,6 +806,21 @@ def test_a_seed_that_diverged_does_not_stretch_the_band_of_its_group(chromium, t
     assert min(low for low, _ in sides) > 1.5 and max(high for _, high in sides) < 400
 
 
+def test_warnings_of_a_point_that_differ_only_in_numbers_are_one_line(chromium, tmp_path):
+    for lr, seed in itertools.product((0.01, 0.1), (0, 1)):
+        events = write_run(tmp_path / f"runs/{lr}-{seed}", lr=lr, seed=seed, steps=50) / "events.jsonl"
+        text = f"step {20 + seed}: the loss has risen from 6.9{seed} to 8e+1{seed}; try a lower lr (it was {lr})"
+        lines = [{"kind": "warning", "t": 1.0, "step": 20 + seed, "text": line} for line in (text, "no disk")]
+        events.write_text(events.read_text() + "".join(json.dumps(line) + "\n" for line in lines))
+    assert main(["compare", str(tmp_path / "runs"), "--html", str(tmp_path / "report.html")]) == 0
+    opened = Opened(chromium, tmp_path / "report.html")
+    rose = "the loss has risen from 6.90–6.91 to 8e+10–8e+11; try a lower lr (it was {0}) (lr={0}: 2 runs)"
+    expected = [text.format(lr) for lr in (0.01, 0.1) for text in (rose, "no disk (lr={0}: 2 runs)")]
+    assert sorted(opened.page.locator("#warnings summary").all_inner_texts()) == sorted(expected)
+    assert opened.trouble == []
+    opened.context.close()
+
+
 def test_tables_are_named_and_expose_their_first_order(page):
     names = page.evaluate("[...document.querySelectorAll('table')].map((table) => table.getAttribute('aria-label'))")
     assert names == ["Results", "What differs"]
@@ -1018,7 +1037,9 @@ def test_the_page_has_a_dark_mode_fits_a_phone_and_shows_samples_and_warnings(ch
     assert light[0] < 80 < 200 < light[1] and grid[0] != grid[1]
     assert "Tap" in page.locator("#zooming").inner_text()
     assert page.locator("#ways a.bad").inner_text() == "warnings (8)"
-    assert page.locator("#warnings summary").all_inner_texts() == ["the loss climbs (8)"]
+    assert page.locator("#warnings summary").all_inner_texts() == [
+        f"the loss climbs (recipe={recipe} data=stdlib lr=0.1: 4 runs)" for recipe in ("warm", "scratch")
+    ]
     assert page.locator("#samples .card").count() == 6
     assert page.locator("#samples .card b").count() == 0  # text of a run is not interpreted
     page.locator("#runs details").first.locator("summary").click()

@@ -57,12 +57,10 @@ function drawChart(id, traces, shape, config, text) {
   return drawn;
 }
 
-// Keep a chart's axes if no point is shown, and say why.
+// Keep a chart's axes if no point is shown.
 function drawEmpty(id, config) {
   const { xaxis, yaxis, margin } = byId(id).layout || {}, keep = (axis) => ({ ...(axis || { visible: false }), autorange: false });
-  const text = data.points.some((_, place) => passes(place)) ? "All points are hidden" : "No point passes the filter";
-  const annotations = [{ text, showarrow: false, xref: "paper", yref: "paper", x: 0.5, y: 0.5 }];
-  return drawChart(id, [], layout({ xaxis: keep(xaxis), yaxis: keep(yaxis), ...(margin && { margin }), annotations }), config, text);
+  return drawChart(id, [], layout({ xaxis: keep(xaxis), yaxis: keep(yaxis), ...(margin && { margin }) }), config, "no points");
 }
 
 function escapeHtml(text) {
@@ -284,8 +282,6 @@ function drawMain() {
     ...(state.ylog ? { type: "log", tickformat: range && range[1] > 5 ? "~e" : "~g", nticks: 7 } : { type: "linear" }), ...(range ? { range } : {}),
   };
   const about = `${y.title.text} against ${AXES[state.over]}: ${visible().length} of ${data.points.length} points. `;
-  byId("result").textContent = data.best ? `Best ${data.metric}: ${value(best)}, ${best.label}` :
-    data.points.length === 1 ? `${data.metric[0].toUpperCase()}${data.metric.slice(1)}: ${value(best)}` : "";
   return drawChart("main", [...traces, ...arrowTraces(front, range, state.ylog)], layout({ yaxis: y }), CONFIG, about + (data.best ? `Best: ${best.label}, ${data.metric} ${value(best)}.` : ""));
 }
 

@@ -207,7 +207,8 @@ function drawLegend() {
     if (focused === String(place)) button.focus();
     addMark(button, place);
     addElement(button, "span", "label", point.label);
-    addElement(button, "span", place === 0 && data.best ? "value best" : "value", value(point));
+    const last = point.mean === null ? mean(runsOf(place).map((run) => scoreOf(run, data.metric))) : null; // such as of a pruned run
+    addElement(button, "span", `value${place === 0 && data.best ? " best" : last === null ? "" : " last"}`, last === null ? value(point) : formatNumber(last));
     button.addEventListener("click", (event) => {
       if (event.altKey || event.shiftKey) return showOnly(place);
       if (!state.hidden.delete(place)) state.hidden.add(place);

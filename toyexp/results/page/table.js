@@ -96,6 +96,12 @@ function drawTable() {
   const table = body.parentElement;
   table.classList.remove("tight");
   table.classList.toggle("tight", table.offsetWidth > table.parentElement.clientWidth);
+  fade(table.parentElement);
+}
+
+// Fade the right edge of a table that can be scrolled further.
+function fade(box) {
+  box.classList.toggle("more", box.scrollLeft + box.clientWidth < box.scrollWidth - 1);
 }
 
 // Draw a row's metric as its point's mark on a scale, with a line of one deviation to both sides. Beyond the scale it is an

@@ -74,6 +74,13 @@ def test_a_diverged_run_is_marked_and_counted(here, capsys):
     assert "9 runs: 7 completed, 1 diverged, 1 killed" in run_command(capsys, "runs")
     result = json.loads(run_command(capsys, "compare", "outputs/sweep", "--json"))
     assert [point["counted"] for point in result["points"]] == [2] * 4
+    for number in ("4", "5"):  # both seeds of the best point
+        path = here / "outputs/sweep" / number / "result.json"
+        path.write_text(json.dumps({**json.loads(path.read_text()), "diverged": True}))
+    table = run_command(capsys, "compare", "outputs/sweep")
+    marks = [line.partition("/s")[2].strip() for line in table.splitlines()[1:5]]
+    assert marks == ["2 of 2 diverged  best", "", "1 of 2 diverged", ""]
+    assert "deviation (over n-1) of the completed runs, including diverged ones" in table
 
 
 def test_reasons_for_failures_stand_below_the_table_and_equal_ones_once(here, capsys):

@@ -203,6 +203,7 @@ def test_states_are_coloured_and_secondary_text_is_dim(monkeypatch, capsys):
         "0  completed  a/0": f"0  {green('completed')}  \x1b[35ma/0\x1b[0m",
         "0  pruned: bad": f"0  {yellow('pruned')}: bad",
         "completed after 9 steps": f"{green('completed')} after 9 steps",
+        "lr=1  3  2 of 3 diverged": f"lr=1  3  {red('2 of 3 diverged')}",
         "diverged after 9 steps": f"{red('diverged')} after 9 steps",
         "2 of 2 within the tolerances": green("2 of 2 within the tolerances"),
         "1 of 2 within the tolerances": "1 of 2 within the tolerances",
@@ -259,6 +260,21 @@ def test_a_wrapped_command_is_the_same_for_a_shell(monkeypatch):
                            capture_output=True, text=True)  # fmt: skip
     assert shell.stdout == ",".join(shlex.split(command)) + ","
     assert wrap_columns("12 long words before it; see toyexp help data").splitlines()[1] == "toyexp help data"
+
+
+def test_a_terminal_shows_each_remedy_of_a_bad_loss_on_its_own_line(monkeypatch, capsys):
+    error = "error: step 2: the loss is nan; try a lower optim.adamw_lr (it was 4), lr (it was 3), "
+    error += "optim.grad_clip=1, or nonfinite=skip"
+    print_error(error)
+    assert capsys.readouterr().err == f"toyexp: {error}\n"  # in a log
+    monkeypatch.setattr("toyexp.base.terminal.terminal_width", lambda stream=None: 100)
+    print_error(error)
+    assert capsys.readouterr().err.splitlines() == [
+        "toyexp: error: step 2: the loss is nan",
+        "  try a lower optim.adamw_lr (it was 4), lr (it was 3)",
+        "  or optim.grad_clip=1",
+        "  or nonfinite=skip",
+    ]
 
 
 def test_long_words_and_json_are_not_broken_and_errors_hang(monkeypatch):

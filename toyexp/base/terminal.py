@@ -35,7 +35,7 @@ _STYLED = (
     (re.compile(r"(?<=error: )[\w.+]+=\S*(?=: )|(?<=error: unknown key )[\w.]+"), "bold"),
     (re.compile(r"^(?:toyexp: )?error(?: in job \d+)?:|^broken:"), "red"),
     (re.compile(r"^(?:toyexp: )?(?:warning|note):|^(?:warning|note)(?=  )"), "yellow"),
-    (re.compile(r"\bFAIL\b|(?:(?<=  )|^)(?:failed|killed|diverged)(?=  |:|$| after )", re.MULTILINE), "red"),
+    (re.compile(r"\bFAIL\b|(?:(?<=  )|^)(?:failed|killed|(?:\d+ of \d+ )?diverged)(?=  |:|$| after )", re.M), "red"),
     (re.compile(r"(?<=  )(?:pruned|stopped|interrupted|running)(?=  |:|$| after | at )", re.MULTILINE), "yellow"),
     (re.compile(r"\bPASS\b|(?:(?<=  )|^)completed(?=  |$| after )", re.MULTILINE), "green"),
     (re.compile(r"^(?:(\d+) of \1 )?within the tolerances.*"), "green"),
@@ -169,7 +169,7 @@ _TYPED = re.compile(
     rf"|(?:(?<=: )|(?<=`)|(?<=see )|(?<=use )|(?<= as )|(?<= or )|(?<=try ))(?=.*install|toyexp(?:`| -| \S+=|{_NAMES}))"
     rf"{_PROGRAM}(?: (?:'[^']*'|[^\s;`'()])+(?<![,:.]))*"
     r"|(?<=did you mean )[^?]+(?=\?)|(?:(?<=use )|(?<=Use )|(?<=try )|(?<=add )|(?<=type ))(?:[\w.]+=|--)[^\s;,)]+"
-    r"|(?:(?<=, or )|(?<=\), ))[\w.]+=[^\s;,)]+|(?<=try a lower )[\w.]+|[\w.]+(?= \(it was )"
+    r"|(?:(?<=, or )|(?<=  or )|(?<=\), ))[\w.]+=[^\s;,)]+|(?<=try a lower )[\w.]+|[\w.]+(?= \(it was )"
     r"|[\w.]+=\S+(?= may be faster)"
 )
 
@@ -324,8 +324,14 @@ def print_note(line: str) -> None:
 
 
 def print_error(line: str) -> None:
-    """Print a line on stderr with very long words cut; write errors are ignored."""
+    """Print a line on stderr with very long words cut; write errors are ignored.
+
+    On a terminal, each setting that may help against a NaN has a line of its own.
+    """
     show_status("")
+    problem, advice, remedies = line.partition("; try a lower ")
+    if advice and terminal_width(sys.stderr):
+        line = f"{problem}\n  try a lower " + re.sub(r",(?: or)? (?=[\w.]+=)", "\n  or ", remedies)
     line = re.sub(r"\S{500,}", lambda word: f"{word[0][:200]}... ({len(word[0])} characters)", line)
     with contextlib.suppress(OSError):
         print(_paint_lines(f"toyexp: {line}", sys.stderr), file=sys.stderr)

@@ -11,7 +11,6 @@ from toyexp.base.tables import align_table
 from toyexp.base.terminal import print_line, terminal_width
 from toyexp.results.ranking import TRAIN, rank_jobs
 from toyexp.sweeps.directory import (
-    SEEDS_CAPTION,
     Job,
     Status,
     SweepDir,
@@ -75,7 +74,7 @@ def print_table(jobs: Sequence[Job], folder: SweepDir | None) -> None:
         if not any(message in line for line in table_lines):
             print_line(f"job {number}   {message}")
     if ranking.has_seeds or ranking.changed_sources:
-        print_line(f"\n{SEEDS_CAPTION}")
+        print_line(f"\n{ranking.caption}")
         for line in align_table(ranking.table(), {"seeds"}):
             print_line(line)
     for note in ranking.notes():

@@ -117,7 +117,7 @@ def test_only_our_words_are_coloured_and_codes_in_texts_are_escaped(monkeypatch,
     print_output("job  lr\x1b[0m", "bold")
     out, error = capsys.readouterr()
     red, yellow, green, bold = (f"\x1b[{code}m{{}}\x1b[0m".format for code in (31, 33, 32, 1))
-    key, path, best = bold(r"data.path=\x1b[31mred"), "\x1b[35ms/0-run\x1b[0m", "\x1b[1;32mbest\x1b[0m"
+    key, path, best = bold(r"data.path=\x1b[31mred"), "\x1b[38;5;163ms/0-run\x1b[0m", "\x1b[1;32mbest\x1b[0m"
     assert error.splitlines() == [
         f"{red('toyexp: error:')} {key}: not found", yellow("toyexp: warning:") + " low memory"
     ]  # fmt: skip
@@ -151,7 +151,7 @@ def test_the_result_of_a_run_is_bold_and_paths_have_a_colour_of_their_own(monkey
     monkeypatch.setenv("NO_COLOR", "")
     monkeypatch.setenv("FORCE_COLOR", "1")
     print_output("held-out loss 6.9 -> 5.7\nrun     outputs/a\nstep 20/60  60 k/s\n0  lr=1  3-warm-llama")
-    bold, dim, path = (f"\x1b[{code}m{{}}\x1b[0m".format for code in ("1", "38;5;243", "35"))
+    bold, dim, path = (f"\x1b[{code}m{{}}\x1b[0m".format for code in ("1", "38;5;243", "38;5;163"))
     assert capsys.readouterr().out.splitlines() == [
         bold("held-out loss 6.9 -> 5.7"), f"{dim('run')}     {path('outputs/a')}", "step 20/60  60 k/s",
         f"0  lr=1  {path('3-warm-llama')}",
@@ -200,7 +200,7 @@ def test_states_are_coloured_and_secondary_text_is_dim(monkeypatch, capsys):
     monkeypatch.setenv("FORCE_COLOR", "1")
     green, yellow, red, dim = (f"\x1b[{code}m{{}}\x1b[0m".format for code in (32, 33, 31, "38;5;243"))
     for text, shown in {
-        "0  completed  a/0": f"0  {green('completed')}  \x1b[35ma/0\x1b[0m",
+        "0  completed  a/0": f"0  {green('completed')}  \x1b[38;5;163ma/0\x1b[0m",
         "0  pruned: bad": f"0  {yellow('pruned')}: bad",
         "completed after 9 steps": f"{green('completed')} after 9 steps",
         "lr=1  3  2 of 3 diverged": f"lr=1  3  {red('2 of 3 diverged')}",

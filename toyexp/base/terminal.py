@@ -24,7 +24,7 @@ STYLES = {
     "yellow": "33",  # warnings, notes, and runs that ended early
     "command": "1;36",  # text to type: commands, options, settings
     "value": "36",  # default values
-    "path": "35",
+    "path": "38;5;163",  # a magenta with a contrast of 4.5:1 on white and on black
 }
 COLOUR_CHOICES = ("auto", "always", "never")
 _LABELS = "engine|machine|model|data|recipe|run|sweep|study|report|plot|keys|again|next|varies|compute|time|file|sizes"

@@ -62,9 +62,10 @@ class Point(Generic[J]):
 
     @property
     def diverged(self) -> str:
-        """Number of the completed jobs that diverged, such as "2 of 3 diverged"; "" if none did."""
+        """How many completed jobs diverged, such as "2 of 3 diverged"; "diverged" for a single job, "" for none."""
         diverged = [bool(job.result.get("diverged")) for job in self.jobs if job.status == "completed"]
-        return f"{sum(diverged)} of {len(diverged)} diverged" if any(diverged) else ""
+        count = f"{sum(diverged)} of {len(diverged)} " if len(diverged) > 1 else ""
+        return f"{count}diverged" if any(diverged) else ""
 
     def __str__(self) -> str:
         form = "z.4f" if abs(self.mean) < 1e7 else ".4g"

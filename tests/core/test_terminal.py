@@ -287,6 +287,22 @@ def test_long_words_and_json_are_not_broken_and_errors_hang(monkeypatch):
     ]  # fmt: skip
 
 
+def test_on_a_narrow_terminal_a_description_is_below_a_long_key(monkeypatch):
+    monkeypatch.setenv("NO_COLOR", "1")
+    description = "rank of the adapters; null: the rank of recipe.adapter, or 8"
+    text = f"  lr=1  {description}\n  recipe.rank=null        {description}"
+    below = ["  recipe.rank=null", "      rank of the adapters; null: the rank of", "      recipe.adapter, or 8"]
+    for width, shown in (
+        (50, below),
+        (80, [text.splitlines()[1].removesuffix(" recipe.adapter, or 8"), " " * 26 + "recipe.adapter, or 8"]),
+    ):
+        monkeypatch.setattr(sys, "stdout", Terminal())
+        monkeypatch.setenv("COLUMNS", str(width))
+        print_usage(text)
+        lines = sys.stdout.getvalue().splitlines()
+        assert lines[0].startswith("  lr=1  rank of") and lines[-len(shown) :] == shown, lines
+
+
 def test_help_has_coloured_headings_and_no_verdicts(monkeypatch):
     monkeypatch.setattr(sys, "stdout", Terminal())
     monkeypatch.setenv("COLUMNS", "30")

@@ -246,6 +246,7 @@ def print_usage(text: str) -> None:
     """Print a help text with coloured headings, commands, options and settings.
 
     Headings are the word `usage:`, and each short text before an indented line, without the sentence that follows it.
+    On a terminal of less than 72 columns, a description that would begin at column 24 or later is below its key.
     """
     if is_terminal():  # join the lines of paragraphs, which are wrapped below
         text = re.sub(r"^(\S.{95,})\n(?=\S)", r"\1 ", text, flags=re.MULTILINE)
@@ -259,7 +260,11 @@ def print_usage(text: str) -> None:
             name = first[0].removeprefix("usage:")
             key, equals, value = name.partition("=") if " " not in name.strip() else (name, "", "")
             usage = "usage:" if name != first[0] else ""
-            shown = usage + paint(key, "command") + paint(equals + value, "value") + shown[first.end() :]
+            rest = shown[first.end() :]
+            begins = len(shown) - len(rest.lstrip())
+            if rest.strip() and not usage and begins >= 24 and (terminal_width() or 72) < 72:
+                rest = "\n" + wrap_columns(" " * 6 + escape_controls(line)[begins:])
+            shown = usage + paint(key, "command") + paint(equals + value, "value") + rest
         else:
             shown = wrap_columns(escape_controls(line), None, has_colour(sys.stdout))
         shown = shown.replace("usage:", paint("usage:", "bold")) if shown.startswith("usage:") else shown

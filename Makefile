@@ -7,10 +7,6 @@ INSTALLED := $(VENV)/.installed
 PYTEST ?= --numprocesses=2 --durations=15 --durations-min=3
 # ggml-python's own defaults leave out llamafile's matrix products, which are 1.5 times faster, and Metal.
 GGML_FLAGS := -DGGML_LLAMAFILE=ON $(if $(filter Darwin,$(shell uname -s)),-DGGML_METAL=ON)
-# OpenBLAS must share ggml's OpenMP threads: on Debian, apt install libopenblas-openmp-dev.
-ifneq ($(wildcard /usr/include/*/openblas-openmp/cblas.h),)
-GGML_FLAGS += -DGGML_BLAS=ON -DGGML_BLAS_VENDOR=OpenBLAS
-endif
 
 .PHONY: run test test-all again docs pictures docs-test faults check donor bench table objectives speeds golden notebooks wheel clean
 

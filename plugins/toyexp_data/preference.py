@@ -61,6 +61,7 @@ class Preference(RecordData):
         facts = {
             **self._facts(halves, rows, template, skipped),
             **split_facts,
+            "chats_in_rows": 0,  # a pair has two rows by itself
             "pairs": len(rows),
             "labels": len(halves) if len(halves) != 2 * len(values) else 0,
             **tokenizer_facts(tokenizer),

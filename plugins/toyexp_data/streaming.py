@@ -85,6 +85,9 @@ class StreamedText(Dataset):
             if needed <= 0:
                 break
         part = np.concatenate(ids)[: self._eval_batches * rows * context + 1]
+        if not len(part):
+            problem = f"holds out one document in {self._one_in}, and the text has fewer (a text file is one document)"
+            raise UserError(f"data.stream=true: {problem}; name held-out text with data.val_path=FILE")
         return TokenDataset(part, part, None, self.vocab, self._eval_batches, {}).batches(context, rows, 0).held_out()
 
     def _is_held_out(self, number: int, index: int) -> bool:

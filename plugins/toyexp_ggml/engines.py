@@ -8,11 +8,18 @@ import sys
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from toyexp import Engine, Plan, RunPreview, Unavailable, UserError, printable, require_package
-from toyexp.base import MAX_THREADS, available_cores, check_threads, crowding_note, pluralise, reduce_spinning
+from toyexp.base import (
+    MAX_THREADS,
+    available_cores,
+    check_threads,
+    crowding_note,
+    pluralise,
+    reduce_spinning,
+    require_choice,
+)
 from toyexp_ggml import profiles
 
 if TYPE_CHECKING:
@@ -23,7 +30,7 @@ OVERRIDE = "NVIDIA_TF32_OVERRIDE"
 # float16), and 8-bit products with quantised matrices.
 NO_HALF = "GGML_VK_DISABLE_F16"
 NO_ROUNDING = (NO_HALF, "GGML_VK_DISABLE_COOPMAT", "GGML_VK_DISABLE_COOPMAT2", "GGML_VK_DISABLE_INTEGER_DOT_PRODUCT")
-HEADERS, OPENBLAS = Path("/usr/include"), "*/openblas-openmp/cblas.h"
+AUTO = "auto"
 # Advice if a library can be configured only once per process.
 ONE_VALUE_HINT = "use one value per command: engine={0} or engine={0}:{1}, not both"
 VISIBLE = "GGML_VK_VISIBLE_DEVICES"
@@ -90,55 +97,54 @@ class GGMLCPU(GGMLEngine):
     name: ClassVar[str] = "ggml"
     priority: ClassVar[int] = 10
 
-    blas: bool = True  # use BLAS for large matrix products, if ggml-python was built with it
+    products: str = "auto"  # what multiplies matrices: auto | kernels (kernels.c of toyexp) | blas | ggml
 
     @property
     def profile(self) -> profiles.Profile:
         from toyexp_ggml.binding import devices
+        from toyexp_ggml.native import instruction_set
 
-        return profiles.CPU_BLAS if self.blas and "BLAS" in devices() else profiles.CPU
-
-    def warnings(self, preview: RunPreview) -> Iterable[str]:
-        from toyexp_ggml.binding import devices
-
-        yield from super().warnings(preview)
-        if not self.blas and "BLAS" not in devices():
-            yield "engine.blas=false: has no effect; this ggml-python is built without BLAS"
+        if self.products != AUTO:
+            return profiles.BY_PRODUCTS[self.products]
+        has_blas = "BLAS" in devices()
+        # Apple's BLAS uses matrix units that C cannot reach; OpenBLAS is slower than kernels.c.
+        if instruction_set() and not (has_blas and platform.system() == "Darwin"):
+            return profiles.CPU_KERNELS
+        return profiles.CPU_BLAS if has_blas else profiles.CPU
 
     def check(self) -> str:
         check_threads(self.threads)
+        require_choice("engine", self, products=(AUTO, *profiles.BY_PRODUCTS))
         require_ggml()
-        with_blas = "with" if self.profile is profiles.CPU_BLAS else "without"
-        return f"ggml on the CPU {with_blas} BLAS, {pluralise(self.thread_count())}"
+        from toyexp_ggml.binding import devices
+        from toyexp_ggml.native import instruction_set, unavailable_reason
+
+        profile = self.profile
+        if profile is profiles.CPU_BLAS and "BLAS" not in devices():
+            raise UserError("engine.products=blas: this ggml-python is built without BLAS; use engine.products=auto")
+        if profile is profiles.CPU_KERNELS and (why := unavailable_reason()):
+            raise UserError(f"engine.products=kernels: {why}; use engine.products=auto")
+        instructions = f" ({instruction_set()})" if profile is profiles.CPU_KERNELS else ""
+        return f"ggml on the {profile.label}{instructions}, {pluralise(self.thread_count())}"
 
     def advice(self) -> list[str]:
         from toyexp_ggml.native import unavailable_reason
 
-        is_fast = has_fast_products(with_blas=can_build_blas())
-        slow = "" if is_fast else "this build of ggml-python is slow; see `toyexp doctor`"
-        copies = f"the faster kernel for transposes is not used: {why}" if (why := unavailable_reason()) else ""
-        return [line for line in (self.threads and crowding_note(self.threads), slow, copies) if line]
+        slow = "this build of ggml-python is slow; see `toyexp doctor`" if self._is_slow() else ""
+        kernels = f"toyexp's faster kernels are not used: {why}" if (why := unavailable_reason()) else ""
+        return [line for line in (self.threads and crowding_note(self.threads), slow, kernels) if line]
 
     def remedies(self) -> list[str]:
-        linux = platform.system() == "Linux"
-        if has_fast_products(with_blas=linux):
+        if not self._is_slow():
             return self.advice()
-        first = "install Debian's libopenblas-openmp-dev and " if linux and not can_build_blas() else ""
-        command = rebuild("-DGGML_BLAS=ON -DGGML_BLAS_VENDOR=OpenBLAS" if linux else "")
-        remedy = f"this build of ggml-python is slow: {first}build it again: {command}"
+        remedy = f"this build of ggml-python is slow: build it again: {rebuild('')}"
         return [*(line for line in self.advice() if "ggml-python" not in line), remedy]
 
+    def _is_slow(self) -> bool:
+        """Return True if ggml multiplies matrices, and ggml-python is built without llamafile's fast products."""
+        from toyexp_ggml.binding import has_llamafile
 
-def can_build_blas() -> bool:
-    """Return True if OpenBLAS is installed, so that ggml-python can be built with it."""
-    return platform.system() == "Linux" and any(HEADERS.glob(OPENBLAS))
-
-
-def has_fast_products(with_blas: bool) -> bool:
-    """Return True if ggml-python has llamafile's fast matrix products and, if `with_blas`, also BLAS."""
-    from toyexp_ggml.binding import devices, has_llamafile
-
-    return has_llamafile() and not (with_blas and "BLAS" not in devices())
+        return self.profile is profiles.CPU and not has_llamafile()
 
 
 @dataclass

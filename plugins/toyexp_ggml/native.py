@@ -1,8 +1,7 @@
 """C kernels that replace slow ggml ops on the CPU, compiled at first use by any compiler that could build ggml-python.
 
 Compiling takes a tenth of a second, so the library is cached. It is loaded only from a directory where no other user
-can write, because its code runs with this user's rights. Without a compiler, ggml's own ops give the same results,
-bit for bit.
+can write, because its code runs with this user's rights.
 """
 
 from __future__ import annotations
@@ -11,6 +10,7 @@ import contextlib
 import ctypes
 import functools
 import hashlib
+import itertools
 import os
 import platform
 import shlex
@@ -25,7 +25,10 @@ from toyexp.base import cache_dir, is_private, read_file, write_atomically
 
 SOURCE = Path(__file__).with_name("kernels.c")
 COMPILERS = ("cc", "gcc", "clang")
-FLAGS = ("-O3", "-shared", "-fPIC")
+FLAGS = ("-O2", "-shared", "-fPIC", "-ffp-contract=fast")
+# For AVX2 and AVX-512; without the second flag clang would compute with half vectors.
+X86_FLAGS = ("-march=native", "-mprefer-vector-width=512") if platform.machine() in ("x86_64", "AMD64") else ()
+CPU_INFO = Path("/proc/cpuinfo")
 SECONDS = 60  # timeout for the compiler
 
 
@@ -39,10 +42,48 @@ class Transpose(ctypes.Structure):
     )
 
 
+class Product(ctypes.Structure):
+    """C struct with the arguments of the kernel `product`: c [n, m] = a [n, k] b [k, m]."""
+
+    _fields_ = (
+        ("source", ctypes.c_void_p * 2),
+        ("target", ctypes.c_void_p),
+        *((name, ctypes.c_int64) for name in ("n", "m", "k", "a_transposed", "b_transposed")),
+        ("to_float", ctypes.c_void_p),
+        ("row_bytes", ctypes.c_int64),
+    )
+
+
+class Attention(ctypes.Structure):
+    """C struct with the arguments of the kernels `attention` and `attention_back`."""
+
+    _fields_ = (
+        ("source", ctypes.c_void_p * 4),
+        ("target", ctypes.c_void_p),
+        *((name, ctypes.c_int64) for name in ("rows", "length", "heads", "shared", "size", "causal")),
+        ("scale", ctypes.c_float),
+    )
+
+
+class Elements(ctypes.Structure):
+    """C struct with the arguments of the kernels `gelu` and `swiglu_back`."""
+
+    _fields_ = (("source", ctypes.c_void_p * 3), ("target", ctypes.c_void_p), ("size", ctypes.c_int64))
+
+
 def kernel(name: str) -> Any:
     """Return the address of the function `name` of kernels.c, or None if kernels.c cannot be compiled."""
     library = _library()
     return None if isinstance(library, str) else ctypes.cast(getattr(library, name), ctypes.c_void_p).value
+
+
+def instruction_set() -> str:
+    """Return the instruction set for which kernels.c is compiled; empty if it does not multiply faster than ggml."""
+    library = _library()
+    if isinstance(library, str):
+        return ""
+    library.instruction_set.restype = ctypes.c_char_p
+    return library.instruction_set().decode()
 
 
 def unavailable_reason() -> str:
@@ -70,7 +111,7 @@ def _library() -> ctypes.CDLL | str:
 
 def _compile(command: Sequence[str], target: Path) -> str:
     subprocess.run(
-        [*command, *FLAGS, "-o", str(target), str(SOURCE)],
+        [*command, *FLAGS, *X86_FLAGS, "-o", str(target), str(SOURCE)],
         check=True, capture_output=True, stdin=subprocess.DEVNULL, timeout=SECONDS,
     )  # fmt: skip
     return str(target)
@@ -83,11 +124,21 @@ def _cached_path(command: Sequence[str]) -> Path | None:
         return None
     executable = Path(compiler).resolve()
     status = executable.stat()  # size and time differ between versions of a compiler
-    build = (*command, *FLAGS, executable, status.st_size, status.st_mtime_ns, platform.system(), platform.machine())
+    build = (
+        *command, *FLAGS, *X86_FLAGS, executable, status.st_size, status.st_mtime_ns, platform.system(),
+        platform.machine(), *_cpu_flags(),
+    )  # fmt: skip
     digest = hashlib.sha256(repr(tuple(map(str, build))).encode() + SOURCE.read_bytes()).hexdigest()[:32]
     private = folder / f"kernels-{os.getuid()}"  # a shared cache has one directory for each user
     private.mkdir(mode=0o700, parents=True, exist_ok=True)
     return private / f"{digest}.so" if is_private(private) else None
+
+
+def _cpu_flags() -> list[str]:
+    """Return the lines of /proc/cpuinfo that name the first CPU's instruction sets; none if there is no such file."""
+    with contextlib.suppress(OSError), CPU_INFO.open() as file:
+        return [line for line in itertools.takewhile(str.strip, file) if line.startswith(("flags", "Features"))]
+    return []
 
 
 def _digest(file: Path) -> bytes:

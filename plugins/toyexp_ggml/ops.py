@@ -385,6 +385,13 @@ class GGMLOps(Products):
                 f"attention: the shapes of q {list(q.shape)}, k {list(k.shape)} and v {list(v.shape)} do not fit"
             )
         layout, factor = Heads(g, rows, heads, k.shape[2]), 1 / math.sqrt(size) if scale is None else scale
+        if self._profile.fast_products and factor > 0:
+
+            def rule(dy: Node) -> Sequence[Callable[[], Node]]:
+                dq, dk, dv = g.attention_back(q, k, v, dy, factor, causal)
+                return (lambda: dq, lambda: dk, lambda: dv)
+
+            return self._record(g.attention(q, k, v, factor, causal), (q, k, v), rule)
         n = self._profile.query_block if causal else length
         q4, k4, v4 = (g.swap_middle(t) for t in (q, k, v))  # [B, H, T, D]
         blocks: list[Block] = []
@@ -471,6 +478,8 @@ class GGMLOps(Products):
                 return g.mul(dy, g.add(g.mul(x_or_tiny, density), g.div(y, x_or_tiny)))  # x Phi'(x) + Phi(x)
 
             return self._record(y, (x,), lambda dy: (lambda: exact_dx(dy),))
+        if self._profile.fast_products:
+            return self._record(g.gelu(x), (x,), lambda dy: (lambda: g.gelu(x, dy),))
         a = 2 * math.sqrt(2 / math.pi)
         b = a * 0.044715
         square = g.sqr(x)
@@ -505,6 +514,9 @@ class GGMLOps(Products):
         g = self.g
 
         def rule(dy: Node) -> Sequence[Callable[[], Node]]:
+            if self._profile.fast_products:
+                dgate, dup = g.swiglu_back(gate, up, dy)
+                return (lambda: dgate, lambda: dup)
             return (lambda: self._silu_back(g.mul(dy, up), gate), lambda: g.mul(dy, g.silu(gate)))
 
         return self._record(g.swiglu(gate, up), (gate, up), rule)

@@ -28,6 +28,7 @@ Rule = Callable[..., Sequence[Callable[[], Node]]]  # gets each result's gradien
 Tape = list[tuple[tuple[Node, ...], tuple[Node, ...], Rule]]  # results, inputs and gradient rule of each op
 
 UNPACKED_ROWS = 8192  # rows of a quantised matrix that the backward pass dequantises at a time
+FEWEST_UNPACKED = 32  # rows from which kernels.c multiplies a quantised matrix; for fewer, dequantising takes too long
 WIDE, NARROW = 128, 64  # sides of the tiles that a group of threads computes
 COLUMN = 8  # results with at most this many rows or columns have other kernels
 ENOUGH = 128  # groups of threads that keep a large GPU busy
@@ -198,6 +199,8 @@ class Products(TapedOps):
     def _multiply_rows(self, w: Node, x: Node) -> Node:
         """Return x [n, k] times w [m, k] transposed -> [n, m]."""
         (n, k), m = x.shape, w.shape[0]
+        if self._profile.fast_products and (n >= FEWEST_UNPACKED or not w.packed):
+            return self.g.product(x, w, b_transposed=True)
         count = stack_count(n, m) if self._profile.wide_tiles else 1
         if count == 1:
             return self.g.mul_mat(w, x)
@@ -207,6 +210,8 @@ class Products(TapedOps):
         """Return x [.., n, k] times w [.., k, m] -> [.., n, m]."""
         if w.packed:
             return self._multiply_packed(x, w)
+        if self._profile.fast_products and len(x.shape) == 2:
+            return self.g.product(x, w)
         if self._has_out_prod(x):
             return self.g.out_prod(w, x, transposed=True)
         transpose = self._transpose_once(w)
@@ -229,6 +234,8 @@ class Products(TapedOps):
 
     def _outer(self, x: Node, y: Node) -> Node:
         """Return x [k, n] transposed times y [k, m] -> [n, m]."""
+        if self._profile.fast_products:
+            return self.g.product(x, y, a_transposed=True)
         if self._has_out_prod(x):
             return self.g.out_prod(y, x)
         (k, n), m = x.shape, y.shape[1]

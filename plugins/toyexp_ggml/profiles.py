@@ -36,6 +36,7 @@ class Profile:
     shares: bool = False  # parts of a batch may be computed concurrently; see session.py
     slow_sigmoid: bool = False  # SILU is vectorised, SIGMOID is not
     slow_repeat_back: bool = False  # REPEAT_BACK sums each column on one thread, which is slow for long columns
+    fast_products: bool = False  # kernels.c multiplies matrices, which need no transposed copies
     wide_tiles: bool = False  # MUL_MAT uses few groups of threads; see products.py
 
     def has(self, op: str) -> bool:
@@ -47,8 +48,10 @@ CPU = Profile(
     "CPU", "CPU", COMMON | FUSED | {"NORM", "SET", "CUSTOM"}, query_block=64,
     slow_cont=True, slow_sum=True, slow_concat=True, slow_column=True, slow_sigmoid=True, shares=True,
 )  # fmt: skip
+CPU_KERNELS = replace(CPU, label="CPU with kernels.c", fast_products=True)
 # ggml's own OUT_PROD on the CPU is naive; BLAS's needs no transposed copies and runs as fast as its MUL_MAT.
-CPU_BLAS = replace(CPU, ops=CPU.ops | {"OUT_PROD"}, shares=False)
+CPU_BLAS = replace(CPU, label="CPU with BLAS", ops=CPU.ops | {"OUT_PROD"}, shares=False)
+BY_PRODUCTS = {"kernels": CPU_KERNELS, "blas": CPU_BLAS, "ggml": CPU}  # by engine.products of `ggml`
 METAL = Profile("MTL", "Metal", COMMON, half_products=True, narrow_sum=True, side_by_side=True)
 # Vulkan's SUM has one group of 32 threads for all numbers.
 VULKAN = Profile(

@@ -128,8 +128,8 @@ def test_a_command_ends_by_sigterm_with_143_and_one_line(start, tmp_path, comman
     small = ["model.d_model=32", "model.n_layers=1", "model.context=32", "data.max_mb=0.3"]
     words = {
         "eval": [str(next(DONOR.glob("*.gguf"))), "engine=ggml", "engine.threads=1", "data.eval_batches=100000"],
-        "parity": ["engine=ggml:threads=1,ggml:threads=1:blas=false", "steps=1000000", *small],
-        "bench": ["engine=ggml:threads=1,ggml:threads=1:blas=false", "--steps=100000", *small],
+        "parity": ["engine=ggml:threads=1,ggml:threads=1:products=ggml", "steps=1000000", *small],
+        "bench": ["engine=ggml:threads=1,ggml:threads=1:products=ggml", "--steps=100000", *small],
     }[command]
     process = start("-m", "toyexp", command, *words, wait=uses_ggml)
     time.sleep(0.3)

@@ -84,8 +84,11 @@ def test_a_batch_is_the_same_from_wherever_it_is_read(shards, tmp_path, monkeypa
 
 def test_files_without_text_and_settings_that_need_all_text_are_refused(tmp_path):
     (tmp_path / "x.jsonl").write_text('{"text": "a"}\n' * 3)
-    with pytest.raises(UserError, match="too short"):
-        open_stream(tmp_path / "x.jsonl").batches(8, 1, 0)
+    (tmp_path / "x.txt").write_text("a" * 100)
+    for name in "x.jsonl", "x.txt":
+        with pytest.raises(UserError, match=r"one document in 4.*data\.val_path=FILE"):
+            open_stream(tmp_path / name).batches(8, 1, 0)
+    open_stream(tmp_path / "x.txt", val_path=str(tmp_path / "x.txt")).batches(8, 1, 0)
     with pytest.raises(UserError, match=r"data\.tokenizer=bpe: cannot be used with data\.stream=true"):
         open_stream(tmp_path / "x.jsonl", tokenizer="bpe")
     with pytest.raises(UserError, match=r"data\.max_mb=1\.0: cannot be used"):

@@ -62,14 +62,14 @@ class TestRandom(DataSuite):
 
 
 def test_the_table_has_a_line_for_every_engine(capsys):
-    lines = run_bench(capsys, "engine=cpu,ggml:blas=false", "--no-memory").splitlines()
+    lines = run_bench(capsys, "engine=cpu,ggml:products=ggml", "--no-memory").splitlines()
     assert lines[0].startswith("machine  ") and lines[2] == "data     random, 32 token ids"
     titles = ["engine", "ms/step", "quartiles", "tokens/s", "GFLOP/s", "ratio"]
     assert lines[4].split() == titles
-    assert [line.split()[0] for line in lines[5:7]] == ["cpu", "ggml:blas=false"]
+    assert [line.split()[0] for line in lines[5:7]] == ["cpu", "ggml:products=ggml"]
     assert all(len(line.split()) == len(titles) for line in lines[5:7])
     assert lines[5].split()[-1] == "1.00"
-    assert lines[8].startswith("cpu              torch ") and lines[8].endswith(", 1 thread")
+    assert lines[8].startswith("cpu                 torch ") and lines[8].endswith(", 1 thread")
 
 
 def test_the_numbers_of_the_json_report_and_the_plot_agree(capsys, tmp_path):
@@ -440,7 +440,7 @@ def test_options_are_parsed_with_an_equals_sign_and_with_a_space():
         (["fast"], "bench fast: expected key=value"),
         (["lr=1,2"], "lr=1,2: bench uses one experiment"),
         (["engine=ggml,ggml"], "names an engine twice"),
-        (["engine=ggml:blas"], "expected ggml:key=value"),
+        (["engine=ggml:products"], "expected ggml:key=value"),
         (["engine=gmgl"], "did you mean ggml?"),
         (["engine=cpu,,ggml,"], "engine=cpu,,ggml,: empty name; did you mean engine=cpu,ggml?"),
         (["data=random", "data.vocab=0"], "data.vocab=0: must be at least 1"),

@@ -6,8 +6,8 @@ class TestGGML(EngineSuite):
     engine = GGMLCPU(threads=1)
 
 
-class TestGGMLWithoutBLAS(EngineSuite):
-    engine = GGMLCPU(threads=1, blas=False)
+class TestGGMLWithoutKernels(EngineSuite):
+    engine = GGMLCPU(threads=1, products="ggml")
 
 
 # An emulated device differs in its graphs; what its sessions do with them is that of the two above.

@@ -11,9 +11,9 @@ from tiny import add_weights, batches
 from toyexp import AdamW, ArrayValues, FromGGUF, Normal, PlanTensor, SessionError, Setup, UserError
 from toyexp.formats.gguf.read import GGUFFile
 from toyexp.interfaces.plan import LoraAdapter, lora_names
+from toyexp_ggml.binding import devices
 from toyexp_ggml.engines import GGMLCPU, GGMLMetal
 from toyexp_ggml.products import UNPACKED_ROWS
-from toyexp_ggml.profiles import CPU_BLAS
 from toyexp_models.llama import Llama
 from toyexp_torch.engines import TorchCPU
 
@@ -22,8 +22,9 @@ TYPES = ["F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q4_K", "
 # Relative tolerances of the loss and of a gradient. BLAS multiplies dequantised numbers; ggml's kernels first round the
 # other factor to 8 bits, like llama.cpp (to 16 bits if the file has 16).
 ENGINES = {
-    "blas": (GGMLCPU(threads=1), 1e-6, 2e-5),
-    "cpu": (GGMLCPU(threads=1, blas=False), 5e-3, 0.1),
+    "blas": (GGMLCPU(threads=1, products="blas"), 1e-6, 2e-5),
+    "kernels": (GGMLCPU(threads=1), 1e-6, 2e-5),
+    "cpu": (GGMLCPU(threads=1, products="ggml"), 5e-3, 0.1),
     "metal": (GGMLMetal(threads=1, emulate=True), 5e-3, 0.1),
 }
 
@@ -88,7 +89,7 @@ def test_the_adapters_gradients_are_those_of_the_dequantised_weights(kind, tmp_p
     before = hashlib.sha256(path.read_bytes()).hexdigest()
     loss, gradients, loss_after = take_step(TorchCPU(threads=1, dtype="float64"), make_plan(path, dequantise_tensor))
     for name, (engine, loss_rtol, gradient_rtol) in ENGINES.items():
-        if name == "blas" and engine.profile is not CPU_BLAS:
+        if name == "blas" and "BLAS" not in devices():
             continue  # this ggml-python is built without BLAS
         if kind == "F32":
             loss_rtol, gradient_rtol = 1e-6, 1e-5

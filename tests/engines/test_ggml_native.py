@@ -1,18 +1,17 @@
 """kernels.c for ggml on the CPU: its results, and what happens without a compiler."""
 
 import ctypes
-import json
 import shutil
 
 import numpy as np
 import pytest
+import torch
 from tiny import batches, plan
 
-from toyexp import AdamW
+from toyexp import AdamW, UserError
 from toyexp.cli.doctor import verdict
-from toyexp.cli.main import main
 from toyexp.plugins.registry import Offer
-from toyexp_ggml import binding, engines, native
+from toyexp_ggml import binding, engines, native, profiles
 from toyexp_ggml.engines import GGMLCPU
 
 SHAPES = [(1, 1, 1), (1, 16, 16), (2, 32, 48), (1, 17, 33), (3, 5, 64), (2, 64, 5), (4, 31, 16), (1, 1, 40), (5, 40, 1)]
@@ -50,9 +49,67 @@ def test_a_transpose_equals_numpys_for_any_number_of_threads(shape, threads):
         np.testing.assert_array_equal(result, np.concatenate(arrays).transpose(0, 2, 1))
 
 
+@pytest.mark.parametrize("transposed", [(False, False), (False, True), (True, False)])
+@pytest.mark.parametrize("sizes", [(1, 1, 1), (12, 32, 256), (25, 65, 300), (5, 33, 257), (400, 7, 515), (70, 130, 31)])
+def test_a_product_agrees_with_float64_and_is_equal_to_the_bit_for_any_number_of_threads(sizes, transposed):
+    if native.unavailable_reason():
+        pytest.skip(native.unavailable_reason())
+    call = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_int, ctypes.c_int, ctypes.c_void_p)(
+        native.kernel("product")
+    )
+    draw, (n, m, k) = np.random.default_rng(0), sizes
+    a, b = (draw.standard_normal(shape).astype(np.float32) for shape in ((n, k), (k, m)))
+    stored = [np.ascontiguousarray(x.T) if turned else x for x, turned in zip((a, b), transposed, strict=True)]
+    expected = a.astype(np.float64) @ b.astype(np.float64)
+    results = []
+    for threads in (1, 2, 3, 16):
+        result = np.full((n, m), np.nan, np.float32)
+        task = native.Product(
+            n=n, m=m, k=k, a_transposed=transposed[0], b_transposed=transposed[1], target=result.ctypes.data
+        )
+        task.source[:] = [array.ctypes.data for array in stored]
+        for thread in range(threads):
+            call(None, thread, threads, ctypes.addressof(task))
+        results.append(result)
+    np.testing.assert_allclose(results[0], expected, rtol=0, atol=1e-6 * k**0.5 * np.abs(expected).max())
+    for result in results[1:]:
+        np.testing.assert_array_equal(result, results[0])
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("sizes", [(1, 1, 1, 1, 1), (2, 64, 4, 4, 16), (2, 130, 4, 2, 10), (1, 77, 6, 2, 33)])
+def test_attention_agrees_with_float64_and_is_equal_to_the_bit_for_any_number_of_threads(sizes, causal):
+    if native.unavailable_reason():
+        pytest.skip(native.unavailable_reason())
+    rows, length, heads, shared, size = sizes
+    draw, scale = torch.Generator().manual_seed(0), 0.3
+    q, dy = (torch.randn(rows, length, heads, size, generator=draw) for _ in range(2))
+    k, v = (torch.randn(rows, length, shared, size, generator=draw) for _ in range(2))
+    leaves = [x.double().requires_grad_() for x in (q, k, v)]
+    expected = torch.nn.functional.scaled_dot_product_attention(
+        *(x.transpose(1, 2) for x in leaves), is_causal=causal, scale=scale, enable_gqa=True
+    ).transpose(1, 2)
+    expected.backward(dy.double())
+    gradients = torch.cat([x.grad.flatten() for x in leaves])
+    for name, right in (("attention", expected.detach().flatten()), ("attention_back", gradients)):
+        call = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_int, ctypes.c_int, ctypes.c_void_p)(native.kernel(name))
+        results = []
+        for threads in (1, 2, 5):
+            result = np.full(right.numel(), np.nan, np.float32)
+            task = native.Attention(
+                (ctypes.c_void_p * 4)(*(x.data_ptr() for x in (q, k, v, dy))), result.ctypes.data, *sizes, causal, scale
+            )
+            for thread in range(threads):
+                call(None, thread, threads, ctypes.addressof(task))
+            results.append(result)
+        np.testing.assert_allclose(results[0], right, rtol=0, atol=2e-6 * float(right.abs().max()))
+        for result in results[1:]:
+            np.testing.assert_array_equal(result, results[0])
+
+
 def take_steps(name):
     """Return a model's weights after two steps, and the number of nodes by op."""
-    with GGMLCPU(threads=2, blas=False).realize(plan(name, rows=3)) as session:
+    with GGMLCPU(threads=2, products="ggml").realize(plan(name, rows=3)) as session:
         session.build()
         for k in range(2):
             session.step(batches(rows=3).batch(k), AdamW.for_lora().hp_for_step(k))
@@ -61,7 +118,7 @@ def take_steps(name):
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt2"])
-def test_steps_are_the_same_to_the_bit_without_a_compiler(name, no_compiler):
+def test_steps_with_ggmls_products_are_the_same_to_the_bit_without_a_compiler(name, no_compiler):
     if native.unavailable_reason():
         pytest.skip(native.unavailable_reason())
     weights, ops = take_steps(name)
@@ -77,46 +134,52 @@ def test_steps_are_the_same_to_the_bit_without_a_compiler(name, no_compiler):
     ("cc", "path", "reason"),
     [("false", None, "the C compiler false failed"), ("nothing-here", None, "No such file"), ("", "", "no C compiler")],
 )
-def test_doctor_says_why_copies_are_slow(cc, path, reason, no_compiler, monkeypatch):
+def test_doctor_says_why_kernels_are_not_used(cc, path, reason, no_compiler, monkeypatch):
     no_compiler()
     monkeypatch.setenv("CC", cc)
     if path is not None:
         monkeypatch.setenv("PATH", path)
-    (line,) = [line for line in GGMLCPU(threads=1).advice() if "transposes" in line]
+    (line,) = [line for line in GGMLCPU(threads=1).advice() if "kernels" in line]
     assert reason in line
 
 
-@pytest.mark.parametrize("headers", [False, True])
-def test_doctor_reports_whether_ggml_has_blas_and_how_to_build_it_in(headers, tmp_path, monkeypatch):
-    if headers:
-        (tmp_path / "x86_64" / "openblas-openmp").mkdir(parents=True)
-        (tmp_path / "x86_64" / "openblas-openmp" / "cblas.h").touch()
-    monkeypatch.setattr(engines, "HEADERS", tmp_path)
-    monkeypatch.setattr(engines.platform, "system", lambda: "Linux")
+@pytest.mark.parametrize(("compiler", "llamafile"), [(True, False), (False, True), (False, False)])
+def test_doctor_says_what_multiplies_and_how_to_build_a_slow_ggml_again(compiler, llamafile, no_compiler, monkeypatch):
+    if not native.instruction_set():
+        pytest.skip("kernels.c has no fast products here")
+    if not compiler:
+        no_compiler()
     monkeypatch.setattr(binding, "devices", lambda: {"CPU": "a CPU"})
-    report = verdict(Offer("engine", "ggml", GGMLCPU, "", ""))
-    assert "PASS  ggml on the CPU without BLAS" in report and 'CMAKE_ARGS="-DGGML_LLAMAFILE=ON -DGGML_BLAS=ON' in report
-    assert ("libopenblas-openmp-dev" in report) is not headers
-    assert any("see `toyexp doctor`" in line for line in GGMLCPU().advice()) is headers, (
-        "a run does not name system packages"
+    monkeypatch.setattr(binding, "has_llamafile", lambda: llamafile)
+    report, is_slow = verdict(Offer("engine", "ggml", GGMLCPU, "", "")), not compiler and not llamafile
+    assert report.startswith(
+        f"PASS  ggml on the CPU {f'with kernels.c ({native.instruction_set()})' if compiler else ''}".rstrip()
     )
-    monkeypatch.setattr(binding, "devices", lambda: {"CPU": "a CPU", "BLAS": "OpenBLAS"})
-    report = verdict(Offer("engine", "ggml", GGMLCPU, "", ""))
-    assert "PASS  ggml on the CPU with BLAS" in report and "GGML_BLAS" not in report
+    assert ('CMAKE_ARGS="-DGGML_LLAMAFILE=ON' in report) is is_slow
+    assert any("see `toyexp doctor`" in line for line in GGMLCPU().advice()) is is_slow
+    assert ("kernels are not used" in report) is not compiler
 
 
-def test_blas_false_on_a_build_without_blas_is_a_warning_and_a_note_of_bench(tmp_path, monkeypatch, capsys):
-    if "BLAS" in binding.devices():
-        pytest.skip("this ggml-python has BLAS")
-    monkeypatch.chdir(tmp_path)
-    small = ["data=random", "model.d_model=16", "model.n_layers=1", "model.context=16", "batch_size=2"]
-    warning = "engine.blas=false: has no effect; this ggml-python is built without BLAS"
-    assert main([*small, "steps=2", "engine=ggml", "engine.blas=false", "eval_every=0", "hydra.run.dir=run"]) == 0
-    assert warning in capsys.readouterr().err + (tmp_path / "run" / "log.txt").read_text()
-    options = ["--rounds=1", "--steps=1", "--no-memory", "--no-peak", "--json"]
-    assert main(["bench", *small, "engine=ggml,ggml:blas=false", *options]) == 0
-    usual, without = json.loads(capsys.readouterr().out)["engines"]
-    assert warning in without["note"] and warning not in usual["note"] and "CMAKE" not in usual["note"]
+def test_blas_multiplies_on_a_mac_or_without_a_compiler(no_compiler, monkeypatch):
+    monkeypatch.setattr(binding, "devices", lambda: {"CPU": "a CPU", "BLAS": "a BLAS"})
+    if native.instruction_set():
+        assert GGMLCPU().profile is profiles.CPU_KERNELS
+    monkeypatch.setattr(engines.platform, "system", lambda: "Darwin")
+    assert GGMLCPU().profile is profiles.CPU_BLAS
+    monkeypatch.setattr(engines.platform, "system", lambda: "Linux")
+    no_compiler()
+    assert GGMLCPU().profile is profiles.CPU_BLAS
+
+
+def test_products_that_this_machine_does_not_have_are_refused(no_compiler, monkeypatch):
+    no_compiler()
+    monkeypatch.setattr(binding, "devices", lambda: {"CPU": "a CPU"})
+    with pytest.raises(UserError, match=r"engine\.products=blas: this ggml-python is built without BLAS; use"):
+        GGMLCPU(products="blas").check()
+    with pytest.raises(UserError, match=r"engine\.products=kernels: the C compiler false failed"):
+        GGMLCPU(products="kernels").check()
+    with pytest.raises(UserError, match=r"engine\.products=kernel: did you mean kernels\?"):
+        GGMLCPU(products="kernel").check()
 
 
 @pytest.fixture
@@ -130,6 +193,9 @@ def build_count(tmp_path, monkeypatch):
     compiler.chmod(0o700)
     monkeypatch.setenv("CC", str(compiler))
     monkeypatch.setenv("TOYEXP_CACHE", str(tmp_path / "cache"))
+    short = tmp_path / "short.c"  # compiles in a tenth of a second
+    short.write_text("void transpose(void) {}")
+    monkeypatch.setattr(native, "SOURCE", short)
 
     def count():
         native._library.cache_clear()

@@ -23,8 +23,8 @@ from toyexp_recipes.scratch import Scratch
 from toyexp_torch.engines import TorchCPU
 
 ENGINES = {
-    "cpu": GGMLCPU(threads=1),  # with BLAS, if it is built in
-    "cpu_without_blas": GGMLCPU(threads=1, blas=False),
+    "cpu": GGMLCPU(threads=1),  # with kernels.c, if there is a compiler
+    "cpu_without_kernels": GGMLCPU(threads=1, products="ggml"),
     "metal": GGMLMetal(threads=1, emulate=True),
     "cuda": GGMLCUDA(threads=1, emulate=True),
     "vulkan": GGMLVulkan(threads=1, emulate=True),
@@ -84,7 +84,7 @@ def test_accumulation_of_4_gives_the_same_curve_within_rounding(name):
     np.testing.assert_allclose(one_batch, accumulated, rtol=2e-4)
 
 
-@pytest.mark.parametrize("engine", ["cpu_without_blas", "metal", "cuda", "vulkan"])
+@pytest.mark.parametrize("engine", ["cpu_without_kernels", "metal", "cuda", "vulkan"])
 @pytest.mark.parametrize("name", ["llama", "gpt2"])
 def test_the_reported_norm_is_that_of_all_gradients(name, engine):
     """Each device sums squares in its own way; the tensors are vectors and matrices of several sizes."""
@@ -218,14 +218,14 @@ def test_float16_products_scale_gradients_up_once_and_down_once_each():
         np.testing.assert_allclose(gradients[1][name], gradient, rtol=1e-6, atol=1e-12, err_msg=name)
 
 
-@pytest.mark.parametrize("blas", [True, False])
-def test_recompute_halves_the_memory_of_a_deep_model(blas):
+@pytest.mark.parametrize("products", ["auto", "ggml"])
+def test_recompute_halves_the_memory_of_a_deep_model(products):
     """Measured with 12 layers and context 512: memory of the step's graph besides weights and moments."""
     data = token_dataset(VOCAB, count=4000, seed=5).batches(512, 1, 0)
     model = Llama(d_model=64, n_layers=12, n_heads=4, n_kv_heads=4, d_ff=176, context=512, vocab=VOCAB)
     compute_bytes = {}
     for recompute in (False, True):
-        engine = GGMLCPU(threads=1, blas=blas, recompute=recompute)
+        engine = GGMLCPU(threads=1, products=products, recompute=recompute)
         with engine.realize(Scratch().plan(model, Setup(data.inputs, rows=1))) as session:
             session.build()
             compute_bytes[recompute] = session.describe()["compute_bytes"]

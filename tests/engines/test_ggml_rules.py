@@ -11,16 +11,17 @@ from hypothesis import strategies as st
 from probe import Probe, float32, probe_plan
 
 from toyexp import AdaptedWeight, LowRank, Ops, Params, Rotary
+from toyexp_ggml.binding import devices
 from toyexp_ggml.engines import GGMLCPU, GGMLCUDA, GGMLMetal
-from toyexp_ggml.profiles import CPU_BLAS
 
 ENGINES = {
-    "fused": GGMLCPU(threads=1, blas=False),
-    "blas": GGMLCPU(threads=1),
+    "fused": GGMLCPU(threads=1, products="ggml"),
+    "kernels": GGMLCPU(threads=1),
+    "blas": GGMLCPU(threads=1, products="blas"),
     "plain": GGMLMetal(threads=1, emulate=True),
     "cuda's": GGMLCUDA(threads=1, emulate=True),
 }
-AVAILABLE = {name: engine for name, engine in ENGINES.items() if name != "blas" or engine.profile is CPU_BLAS}
+AVAILABLE = {name: engine for name, engine in ENGINES.items() if name != "blas" or "BLAS" in devices()}
 TOLERANCE = 1e-5  # relative error of a whole tensor: |ours - float64| / |float64|
 EXAMPLES = settings(max_examples=20, deadline=None, derandomize=True, database=None)
 
@@ -679,7 +680,7 @@ CASES = [
 
 @pytest.fixture(params=ENGINES)
 def engine(request):
-    if request.param == "blas" and ENGINES["blas"].profile is not CPU_BLAS:
+    if request.param == "blas" and "BLAS" not in devices():
         pytest.skip("this ggml-python is built without BLAS")
     return ENGINES[request.param]
 

@@ -11,7 +11,7 @@ from toyexp_ggml import session as session_module
 from toyexp_ggml.engines import GGMLCPU, GGMLMetal
 
 ROWS = 4
-ENGINE = GGMLCPU(threads=2, blas=False)
+ENGINE = GGMLCPU(threads=2, products="ggml")
 ADAMW = AdamW.for_lora()
 
 
@@ -55,7 +55,7 @@ def test_shares_give_the_losses_of_an_unshared_step(name, settings, monkeypatch)
 
 @pytest.mark.parametrize("name", ["llama", "gpt2"])
 def test_the_numbers_of_shares_do_not_depend_on_the_threads(name, every_step_is_long):
-    losses_on_one, weights, _ = train_steps(GGMLCPU(threads=1, blas=False), plan(name, rows=ROWS))
+    losses_on_one, weights, _ = train_steps(GGMLCPU(threads=1, products="ggml"), plan(name, rows=ROWS))
     losses_on_two, weights_on_two, count = train_steps(ENGINE, plan(name, rows=ROWS))
     assert count == 2
     assert losses_on_one == losses_on_two

@@ -102,7 +102,7 @@ def test_numbers_do_not_depend_on_the_threads(name):
     """Results must be bit-identical, because the number of threads changes during a run."""
     weights = []
     for threads in (1, 2):
-        with GGMLCPU(threads=threads, blas=False).realize(plan(name, rows=3)) as session:
+        with GGMLCPU(threads=threads, products="ggml").realize(plan(name, rows=3)) as session:
             session.build()
             for k in range(2):
                 session.step(batches(rows=3).batch(k), AdamW.for_lora().hp_for_step(k))

@@ -19,7 +19,7 @@ from toyexp_torch.engines import TorchCPU
 ENGINES = {
     "torch": TorchCPU(threads=1),
     "ggml": GGMLCPU(threads=1),
-    "ggml_without_blas": GGMLCPU(threads=1, blas=False),
+    "ggml_without_kernels": GGMLCPU(threads=1, products="ggml"),
     "metal": GGMLMetal(threads=1, emulate=True),
 }
 BLOCKS = ("layernorm_gelu", "layernorm_gelu_erf", "rmsnorm_silu")

@@ -314,7 +314,8 @@ class Row:
                 np.testing.assert_allclose(file.read(name), theirs, rtol=1e-6, atol=1e-8)
         theirs = self.judge(self.file, self.windows)
         if self.model.name not in (*GELU, *EXPERTS):
-            rounded = compute_results(self.model, self.file, engine=GGMLCPU(threads=1, blas=False)).differences(theirs)
+            ours = compute_results(self.model, self.file, engine=GGMLCPU(threads=1, products="ggml"))
+            rounded = ours.differences(theirs)
             assert all(differences <= limit for differences, limit in zip(rounded, SAME_KERNELS, strict=True)), rounded
         return self.results.differences(theirs)
 

@@ -27,12 +27,12 @@ GPT2_SETTINGS = [
     "model=gpt2", "model.n_layers=4", "model.d_model=128", "model.n_heads=4", "model.d_ff=512", "model.context=64",
     "batch_size=12", "data=random", "data.vocab=65",
 ]  # fmt: skip
-ENGINES = "cpu,ggml,ggml:blas=false"
+ENGINES = "cpu,ggml,ggml:products=ggml"
 STORED_KEYS = ("seconds_per_step", "ratio", "beyond_import_bytes", "share_of_peak", "device_bytes")  # of each engine
 STEP, MEMORY = ("seconds_per_step", 1e3, "ms"), ("beyond_import_bytes", 1e-6, "MB")
 ROWS = [  # machine, title, engines of a cell, quantity
     ("2 cores", "`ggml`", ["ggml"], STEP),
-    ("2 cores", "`ggml:blas=false`", ["ggml:blas=false"], STEP),
+    ("2 cores", "`ggml:products=ggml`", ["ggml:products=ggml"], STEP),
     ("2 cores", "`cpu` (torch 2.13 eager)", ["cpu"], STEP),
     ("2 cores", "bare PyTorch loop, eager and compiled", ["bare torch", "bare torch compiled"], STEP),
     ("2 cores", "ggml's own autodiff", ["ggml autodiff"], STEP),
@@ -49,9 +49,10 @@ ROWS = [  # machine, title, engines of a cell, quantity
     ("H200, another host", "whole runs on `cuda` with `engine.capture=false`, eager", ["cuda:capture=false"], STEP),
 ]  # fmt: skip
 
-WITHOUT_BLAS = "2 cores, without BLAS"  # the machine of the second table, whose figures are ratios to `cpu`
+WITH_KERNELS = "2 cores, kernels.c"  # the machine of the second table, whose figures are ratios to `cpu`
 RATIO_ROWS = [  # title, engines: the first one with a figure is shown
     ("`ggml`", ["ggml"]),
+    ("`ggml:products=ggml`", ["ggml:products=ggml"]),
     ("bare PyTorch loop, compiled (of gpt2: `cpu:compile=true`)", ["bare torch compiled", "cpu:compile=true"]),
     ("ggml's own autodiff", ["ggml autodiff"]),
 ]
@@ -75,7 +76,7 @@ def text(machines):
 
 def ratios(machines):
     """Return the second table in Markdown."""
-    runs = [machines[WITHOUT_BLAS]["runs"].get(shape, {}) for shape in (*SHAPES, GPT2)]
+    runs = [machines[WITH_KERNELS]["runs"].get(shape, {}) for shape in (*SHAPES, GPT2)]
     lines = [["", *(f"`{shape}`" for shape in SHAPES), GPT2]]
     for title, names in RATIO_ROWS:
         values = [next((run[name]["ratio"] for name in names if name in run), None) for run in runs]
@@ -129,7 +130,7 @@ def main(machine=None, shape=None, path=None):
     if path:
         add_report(machines, machine, shape, json.loads(Path(path).read_text()))
     elif machine:
-        for bench_shape in (*SHAPES, GPT2) if machine == WITHOUT_BLAS else SHAPES:
+        for bench_shape in (*SHAPES, GPT2) if machine == WITH_KERNELS else SHAPES:
             add_report(machines, machine, bench_shape, run_bench(bench_shape))
     FIGURES.write_text(json.dumps(machines, indent=1) + "\n")
     page = PAGE.read_text()

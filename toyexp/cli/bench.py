@@ -54,7 +54,7 @@ Time training steps of several engines on this machine. The engines take turns i
 engine's name applies to that engine only. If a library reads a setting only once per process, type two commands (one
 for vulkan:half=true, one for vulkan).
   toyexp bench                                    engines cpu and ggml, default model
-  toyexp bench engine=cpu,ggml,ggml:blas=false model=small engine.threads=2
+  toyexp bench engine=cpu,ggml,ggml:products=ggml model=small engine.threads=2
   toyexp bench engine=cuda,cuda:capture=false,cuda:devices=2 engine.tf32=true
   toyexp bench experiment=bench_1m --baseline     1M parameters, random tokens; or bench_100k, bench_6m
 
@@ -216,8 +216,8 @@ def step_flops(plan: Plan) -> float:
 def measure(request: Request, labels: Sequence[str], arguments: Arguments, watch: Callable[[str], None]) -> Report:
     """Time every engine, and the baselines with --baseline, and return the report.
 
-    `labels` are the engines as typed, such as ggml:blas=false. Before the first step, call `watch` three times: with a
-    line about the machine, one about the model and one about the data.
+    `labels` are the engines as typed, such as ggml:products=ggml. Before the first step, call `watch` three times: with
+    a line about the machine, one about the model and one about the data.
     """
     environment = dict(os.environ)  # a copy, because engines set variables for libraries that read them only once
     runs = prepare_runs(request, labels)

@@ -55,7 +55,7 @@ BASELINES = Path(__file__).resolve().parents[2] / "tests" / "benchmarks" / "base
 def prepare_runs(request: Request, labels: Sequence[str]) -> dict[str, Prepared]:
     """Prepare a run of the experiment on each engine and return {label: prepared run}.
 
-    `labels` are engines as typed, such as ggml or ggml:blas=false.
+    `labels` are engines as typed, such as ggml or ggml:products=ggml.
     """
     return {label: prepare(for_engine.build_config()) for label, for_engine in request.per_engine(labels).items()}
 

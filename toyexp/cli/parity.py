@@ -317,7 +317,7 @@ HELP = f"""\
 usage: toyexp parity [engine=NAME,NAME,...] [key=value ...] [options]
 
 Train one experiment on several engines, with the same initial weights and batches, and compare each engine with the
-first. The default is engine=cpu,ggml. Settings of one engine follow its name: engine=cpu,ggml:blas=false, or
+first. The default is engine=cpu,ggml. Settings of one engine follow its name: engine=cpu,ggml:products=ggml, or
 engine=cuda,cuda:capture=false.
 Other settings are those of a run, with steps={STEPS} by default. There is no evaluation and no output, so these
 settings are rejected: {", ".join(sorted(RUN_ONLY_KEYS))}.

@@ -257,10 +257,64 @@ class Graph(StaticGraph):
         self._check_float32("transpose", *sources)
         n, d = sources[0].shape[-2:]
         shape = (sum(source.size for source in sources) // (n * d), d, n)
-        task = native.Transpose(matrices=shape[0], rows=n, columns=d)
+        return self._call_kernel(kernel, native.Transpose(matrices=shape[0], rows=n, columns=d), shape, *sources)
+
+    def product(self, a: Node, b: Node, a_transposed: bool = False, b_transposed: bool = False) -> Node:
+        """Return a [n, k] times b [k, m] -> [n, m] by kernels.c. A transposed a is [k, n], a transposed b [m, k].
+
+        A transposed b may have another type than float32: panels of it are dequantised when they are multiplied.
+        """
+        self._check_float32("product", a, *([] if b_transposed else [b]))
+        (n, k), (rows, m) = a.shape[:: -1 if a_transposed else 1], b.shape[:: -1 if b_transposed else 1]
+        if k != rows:
+            raise GraphError(f"product: the shapes {list(a.shape)} and {list(b.shape)} do not fit")
+        task = native.Product(n=n, m=m, k=k, a_transposed=a_transposed, b_transposed=b_transposed)
+        if b.packed:
+            traits = ggml.ggml_get_type_traits(b.ptr.contents.type).contents
+            task.to_float, task.row_bytes = ctypes.cast(traits.to_float, ctypes.c_void_p), b.ptr.contents.nb[1]
+        return self._call_kernel(native.kernel("product"), task, (n, m), a, b)
+
+    def attention(self, q: Node, k: Node, v: Node, scale: float, causal: bool) -> Node:
+        """Return softmax(scale q k^T) v [B, T, H * D] by kernels.c, for q [B, T, H, D] and k, v [B, T, Hkv, D]."""
+        b, t, h, d = q.shape
+        return self._attend("attention", (b, t, h * d), scale, causal, q, k, v)
+
+    def attention_back(self, q: Node, k: Node, v: Node, dy: Node, scale: float, causal: bool) -> list[Node]:
+        """Return the gradients of q, k and v in `attention`, given dy."""
+        out = self._attend("attention_back", (q.size + 2 * k.size,), scale, causal, q, k, v, dy)
+        starts = (0, q.size, q.size + k.size)
+        return [
+            self.reshape(self._view(out, (x.size,), start), *x.shape)
+            for x, start in zip((q, k, v), starts, strict=True)
+        ]
+
+    def gelu(self, x: Node, dy: Node | None = None) -> Node:
+        """Return GELU (tanh form) of x by kernels.c or, given dy, the gradient of x."""
+        return self._map("gelu", x.shape, x, *([dy] if dy else []))
+
+    def swiglu_back(self, gate: Node, up: Node, dy: Node) -> tuple[Node, Node]:
+        """Return the gradients of gate and up in `swiglu` by kernels.c, given dy."""
+        return self.halves(self._map("swiglu_back", (2 * gate.size,), gate, up, dy), gate.shape)
+
+    def _map(self, name: str, shape: tuple[int, ...], *sources: Node) -> Node:
+        self._check_float32(name, *sources)
+        for source in sources:
+            self._check_same(name, sources[0], source)
+        return self._call_kernel(native.kernel(name), native.Elements(size=sources[0].size), shape, *sources)
+
+    def _attend(
+        self, name: str, shape: tuple[int, ...], scale: float, causal: bool, q: Node, k: Node, *rest: Node
+    ) -> Node:
+        self._check_float32(name, q, k, *rest)
+        b, t, h, d = q.shape
+        task = native.Attention(rows=b, length=t, heads=h, shared=k.shape[2], size=d, causal=causal, scale=scale)
+        return self._call_kernel(native.kernel(name), task, shape, q, k, *rest)
+
+    def _call_kernel(self, kernel: int, task: ctypes.Structure, shape: tuple[int, ...], *sources: Node) -> Node:
+        """Return a node of `shape` that calls a kernel of kernels.c, whose address is `kernel`, with `task`."""
         node = self._node(
             ggml.ggml_custom_4d(
-                self._context, F32, *shape[::-1], 1,
+                self._context, F32, *(*(1,) * (4 - len(shape)), *shape)[::-1],
                 (type(sources[0].ptr) * len(sources))(*(source.ptr for source in sources)), len(sources),
                 ggml.ggml_custom_op_t(kernel), ggml.GGML_N_TASKS_MAX, ctypes.addressof(task),
             ),

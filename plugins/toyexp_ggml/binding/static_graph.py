@@ -7,7 +7,6 @@ from collections import Counter
 from collections.abc import Iterable
 from typing import Any
 
-from toyexp_ggml import native
 from toyexp_ggml.binding import GraphError, find_device, ggml
 from toyexp_ggml.binding.backend import Backend
 from toyexp_ggml.binding.tensors import Node, context
@@ -27,7 +26,7 @@ class StaticGraph:
     def __init__(self, backend: Backend, capacity: int):
         self._backend = backend
         self._tuner = backend.make_tuner()
-        self._tasks: list[tuple[native.Transpose, Node]] = []  # arguments of kernels.c, read during computation
+        self._tasks: list[tuple[Any, Node]] = []  # arguments of kernels.c, read during computation
         self.capacity = capacity
         size = ggml.ggml_tensor_overhead() * capacity + ggml.ggml_graph_overhead_custom(capacity, False)
         self._context = context(size)
@@ -74,7 +73,7 @@ class StaticGraph:
             raise GraphError("the device has too little memory for the activations; use a smaller batch_size")
         for task, node in self._tasks:
             tensor = node.ptr.contents
-            task.source[:] = [tensor.src[i].contents.data if tensor.src[i] else None for i in range(2)]
+            task.source[:] = [src.contents.data if src else None for src in tensor.src[: len(task.source)]]
             task.target = tensor.data
 
     def compute(self) -> None:

@@ -80,9 +80,10 @@ class Preference(RecordData):
         return dataset
 
     def _match(self, part: Placed[Pair], name: str) -> Placed[Pair]:
-        """Return the pairs of the part `name`; join completions with labels to pairs, and repeat those of the rarer label.
+        """Return the pairs of the part `name`; join completions with labels to pairs.
 
-        The repetition gives both labels the same weight (Ethayarajh et al. 2024, section 4.2).
+        Those of the rarer label are repeated, which gives both labels the same weight (Ethayarajh et al. 2024, section
+        4.2).
         """
         if all(pair.chosen and pair.rejected for _, pair in part):
             return part

@@ -113,9 +113,14 @@ def test_questions_are_read_from_the_formats_of_examples(capsys):
 @pytest.mark.parametrize(
     ("record", "words", "said"),
     [
-        ({"choices": ["a"], "answer": 0}, "", "questions.jsonl:1: choices is a list; expected a list of 2 to 26 texts"),
+        (
+            {"choices": ["a"], "answer": 0},
+            "",
+            "questions.jsonl:1: choices has 1 text; expected a list of 2 to 26 texts",
+        ),
         ({"choices": ["a", "b"], "answer": "C"}, "", ":1: answer is C; expected a letter, or a number from 0"),
         ({"choices": ["a", "b"], "answer": -1}, "", ":1: answer is -1; expected a letter"),
+        ({"choices": ["a", "b"], "answer": True}, "", ":1: answer is True; expected a letter"),
         ({"choices": ["a", "b"]}, "", ":1: has the keys question, choices; expected question, choices and answer"),
         ({"choices": "ab", "answer": 0}, "", ":1: choices is a text; expected a list"),
         ({"choices": ["a", ""], "answer": 0}, "", ":1: a choice is empty"),

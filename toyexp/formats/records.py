@@ -163,7 +163,7 @@ class BadExample(UserError):
 
 
 def decode(record: Record, columns: Mapping[str, str], nulls: bool = False) -> dict[str, Any]:
-    """Return a record's values by column, without nulls unless `nulls` is True, and renamed by `columns`: {name in toyexp: column}.
+    """Return a record's values by column, renamed by `columns`: {name in toyexp: column}; keep nulls if `nulls`.
 
     Raise BadExample if the record is not a JSON object, or lacks a column.
     """

@@ -3,6 +3,7 @@
 import gzip
 import itertools
 import json
+import os
 import re
 from pathlib import Path
 
@@ -501,6 +502,20 @@ def test_a_pattern_selects_the_matching_files(tmp_path):
         open_examples(tmp_path / "*.jsonl")
     with pytest.raises(UserError, match=r"\*\.txt: matches no file"):
         open_examples(tmp_path / "*.txt")
+
+
+def test_a_directory_that_vanishes_during_the_search_is_left_out(tmp_path, monkeypatch):
+    (tmp_path / "gone").mkdir()
+    write_lines(tmp_path / "x.jsonl", pairs(3))
+    scan = os.scandir
+
+    def scan_or_fail(path):
+        if Path(path).name == "gone":
+            raise FileNotFoundError(path)
+        return scan(path)
+
+    monkeypatch.setattr(os, "scandir", scan_or_fail)
+    assert open_examples(tmp_path).describe()["examples"] == 3
 
 
 def test_files_of_other_programs_are_read(tmp_path):

@@ -34,7 +34,8 @@ def draw_questions(count):
     """Return random questions; some end in white space, and choices have one to six words of one or more bytes."""
     draw, words = random.Random(3), ["a", "to", "def", "café", "x", "naïve"]
     for _ in range(count):
-        choices = [" ".join(draw.choices(words, k=draw.randint(1, 6))) for _ in range(draw.randint(2, 5))]
+        last = draw.sample(words, draw.randint(2, 5))  # no two choices are equal
+        choices = [" ".join([*draw.choices(words, k=draw.randint(0, 5)), word]) for word in last]
         question = " ".join(draw.choices(words, k=draw.randint(1, 4))) + draw.choice(["", " ", "\n"])
         yield {"question": question, "choices": choices, "answer": draw.randrange(len(choices))}
 

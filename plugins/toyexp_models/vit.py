@@ -139,7 +139,7 @@ def _from_timm(config: Mapping[str, Any], names: Collection[str]) -> dict[str, A
 
     Heads have 64 features or, from a width of 1024, there are 16, unless model_args say otherwise.
     """
-    stated, args = {**config, **config.get("pretrained_cfg", {})}, config.get("model_args") or {}
+    stated, args = {**config.get("pretrained_cfg", {}), **config}, config.get("model_args") or {}
     kind, pool = re.match(r"(?:vit|deit)_.*patch(\d+)", config["architecture"]), config.get("global_pool", "token")
     if not kind or pool not in ("token", "avg") or {"act_layer", "norm_layer"} & {*args}:
         asked = f"architecture {config['architecture']} with global_pool {pool} and model_args {args}"

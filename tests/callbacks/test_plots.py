@@ -134,6 +134,22 @@ def test_gradient_norms_are_smoothed_in_their_logarithm_and_one_huge_norm_does_n
     assert labels == ["0", "0.0015", "0.003"], "as it was typed"
 
 
+@pytest.mark.parametrize(("largest", "scale"), [(2.0, "linear"), (6.0, "log")])
+def test_gradient_norms_of_another_magnitude_have_a_logarithmic_axis(monkeypatch, largest, scale):
+    norms, steps = np.linspace(1, largest, 100).tolist(), [*range(1, 101)]
+    curves = {"loss": (steps, [5.0] * 100), "grad_norm": (steps, norms), "lr": (steps, [0.003] * 100)}
+    assert draw_panels(monkeypatch, Curves("run", steps=curves))["gradient norm"].get_yscale() == scale
+
+
+@pytest.mark.parametrize(("count", "is_shown"), [(1, False), (10, True)])
+def test_only_rare_gradient_norms_are_outside_the_axis(monkeypatch, count, is_shown):
+    norms, steps = [1.0] * (100 - count) + [100.0] * count, [*range(1, 101)]
+    curves = {"loss": (steps, [5.0] * 100), "grad_norm": (steps, norms), "lr": (steps, [0.003] * 100)}
+    axes = draw_panels(monkeypatch, Curves("run", steps=curves))["gradient norm"]
+    assert (axes.get_ylim()[1] > 100) == is_shown
+    assert bool(axes.get_title(loc="right")) is not is_shown
+
+
 def test_the_steps_after_the_last_finite_loss_are_shaded_in_every_panel(monkeypatch):
     steps, losses = [*range(1, 21)], [5.0, 4.0, *[math.nan] * 18]
     curves = {"loss": (steps, losses), "grad_norm": (steps, losses), "lr": (steps, [1e30] * 20)}

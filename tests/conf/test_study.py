@@ -194,6 +194,17 @@ def test_importances_rank_pruned_trials_below_completed_ones(tmp_path):
     assert completed_shares["a"] > 0.95  # without pruned trials, lr would not matter
 
 
+def test_only_a_pruned_trial_has_the_step_of_its_score_which_is_its_last(tmp_path):
+    study = Study(tmp_path, "random", "loss", parse_space("random", parse([LOG])), 0)
+    for point, final in enumerate((None, 3.0, None)):
+        study.ask(point)
+        for step in (10, 20) if point < 2 else ():
+            Judge(study.path, point, "asha", 10).should_stop(step, 50 / step)
+        study.tell(point, final)
+    found = [(row["trial"], row["state"], row["score"], row["step"]) for row in study.outcomes()]
+    assert found == [(0, "pruned", 2.5, 20), (1, "complete", 3.0, None), (2, "pruned", None, None)]
+
+
 @pytest.mark.parametrize(("metric", "sign"), [("loss", 1), ("accuracy", -1)])
 def test_asha_keeps_the_better_half_at_a_quarter_and_at_half_of_the_steps(tmp_path, metric, sign):
     keys, rng = parse_space("random", parse([LOG])), random.Random(1)

@@ -11,6 +11,7 @@ import pytest
 
 from toyexp import UserError
 from toyexp.formats import iter_records
+from toyexp.formats.records import decode, record_suffix
 from toyexp_data.columns import convert, convert_pair
 from toyexp_data.examples import ExampleData
 from toyexp_data.preference import Preference
@@ -208,6 +209,12 @@ def write_zst(path, rows):
         file.write(lines(rows))
 
 
+def compress_table(path, rows):
+    write_table(path.with_suffix(""), rows)
+    path.write_bytes(gzip.compress(path.with_suffix("").read_bytes()))
+    path.with_suffix("").unlink()
+
+
 WRITERS = {
     "x.jsonl": lambda path, rows: path.write_bytes(lines(rows)),
     "x.json": lambda path, rows: path.write_text(json.dumps(rows, indent=1)),
@@ -218,6 +225,7 @@ WRITERS = {
     "x.jsonl.zst": write_zst,
     "x.csv": write_table,
     "x.tsv": write_table,
+    "x.tsv.gz": lambda path, rows: compress_table(path, rows),
     "x.parquet": write_parquet,
     "stream.arrow": write_arrow,
     "file.arrow": lambda path, rows: write_arrow(path, rows, pyarrow.ipc.new_file),
@@ -227,12 +235,29 @@ WRITERS = {
 @pytest.mark.parametrize("name", WRITERS)
 def test_every_file_format_gives_the_same_records(tmp_path, name):
     WRITERS[name](tmp_path / name, ROWS)
-    assert [meaning(convert(record, {})) for _, record in iter_records(tmp_path / name)] == [
-        (row["prompt"], row["completion"]) for row in ROWS
-    ]
+    places, records = zip(*iter_records(tmp_path / name), strict=True)
+    assert [meaning(convert(record, {})) for record in records] == [(row["prompt"], row["completion"]) for row in ROWS]
+    # a line of a table is that of the record's end; a record has two lines more for each newline in its text
+    last = {"json": "[6]", "parquet": "[6]", "arrow": "[6]", "csv": ":18", "tsv": ":18"}
+    kind = "jsonl" if name == "lines.json" else name.split(".")[1]
+    assert len({*places}) == 7 and places[-1] == f"{tmp_path / name}{last.get(kind, ':7')}"
     data = ExampleData(path=str(tmp_path / name), tokenizer="byte", val_fraction=0.3)
     data.check()
     assert data.open(None).describe()["examples"] == 7 and ExampleData.recognises(tmp_path / name) == 2
+
+
+@pytest.mark.parametrize(
+    ("name", "suffix"),
+    [("a.jsonl.gz", ".jsonl"), ("a.tsv.xz", ".tsv"), ("a.b.csv", ".csv"), ("a.parquet", ".parquet"),
+     ("a.parquet.gz", ""), ("a.arrow.zst", ""), ("a.gz", ""), ("a.txt", "")],
+)  # fmt: skip
+def test_only_formats_of_text_are_read_compressed(tmp_path, name, suffix):
+    assert record_suffix(tmp_path / name) == suffix
+
+
+def test_a_renamed_column_takes_precedence_over_one_of_its_new_name():
+    record = {"prompt": "x", "question": "q", "text": None, "kind": 1}
+    assert decode(record, {"prompt": "question"}) == {"prompt": "q", "kind": 1}
 
 
 def open_folder(path, **changes):

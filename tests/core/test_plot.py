@@ -215,6 +215,13 @@ def test_the_compressed_part_of_a_searchs_axis_keeps_the_order_of_its_trials(tmp
     assert label == "1e+30" and last == places[-1] and middle == pytest.approx((worse + last) / 2)
 
 
+def test_a_pruned_trial_that_led_is_within_the_axis(tmp_path):
+    write_search(tmp_path / "s", [3.0, 2.9, 2.8, 1.5, 2.7, 2.75])
+    dots = draw_sheet(None, "s", tmp_path / "s").panels[0].collections[0]
+    low, high = dots.axes.get_ylim()
+    assert low < 1.5 == min(y for _, y in dots.get_offsets()) and high > 3
+
+
 def test_rings_are_darker_the_later_their_trials_were_pruned(tmp_path):
     trials = write_search(tmp_path / "s", [3.0, 2.9, 2.8, 4.0, 2.7, 5.0])
     record = json.loads((tmp_path / "s/search.json").read_text())

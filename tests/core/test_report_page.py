@@ -122,9 +122,10 @@ def column(page, head):
     return [row.split("\t")[heads.index(head)].strip() for row in page.locator("#table tbody tr").all_inner_texts()]
 
 
-def call(page, script, expression):
-    """Return the value of an expression that uses functions of a script of the page."""
-    return page.evaluate(f"(() => {{ {(PAGE / script).read_text()}\nreturn {expression}; }})()")
+def call(page, script, expression, **names):
+    """Return the value of an expression that uses functions of a script of the page, and global `names`."""
+    known = "".join(f"const {name} = {json.dumps(value)};\n" for name, value in names.items())
+    return page.evaluate(f"(() => {{ {known}{(PAGE / script).read_text()}\nreturn {expression}; }})()")
 
 
 def events(swept, kind, **settings):
@@ -266,8 +267,39 @@ def test_the_filter_knows_the_words_of_python(page):
 
 
 def test_the_filter_compares_numbers_and_only_metrics_as_printed(page):
-    cases = "[['0.00012', '0.0001', 'lr'], ['0.0001', '1e-4', 'lr'], ['4.72904', '4.7290', 'loss']]"
-    assert call(page, "filter.js", f"{cases}.map((one) => isEqual(...one))") == [False, True, True]
+    cases = "[['0.00012', '0.0001', 'lr'], ['0.0001', '1e-4', 'lr'], ['4.72904', '4.7290', 'loss']," \
+            "['0.90004', '0.9000', 'optim.beta1']]"  # fmt: skip
+    assert call(page, "filter.js", f"{cases}.map((one) => isEqual(...one))") == [False, True, True, False]
+
+
+def test_a_question_mark_stands_for_one_character_and_other_signs_for_themselves(page):
+    cases = "[['scratch', 'scr?tch'], ['scratch', 'scr?atch'], ['a.b', 'a.b'], ['axb', 'a.b'], ['a+b', 'a+*']]"
+    assert call(page, "filter.js", f"{cases}.map((one) => isEqual(...one))") == [True, False, True, False, True]
+
+
+def test_a_run_without_a_value_differs_from_every_value(page):
+    cases = "[['!=', '3'], ['=', '3'], ['=', 'null'], ['=', ''], ['<', '3'], ['>=', '']]"
+    found = call(page, "filter.js", f"{cases}.map(([sign, text]) => matchesCondition(null, sign, text, 'lr'))")
+    assert found == [True, False, True, True, False, False]
+
+
+@pytest.mark.parametrize(
+    ("values", "rising", "near"),
+    [
+        ([0, 1, 2, 10, 10.5], False, [0, 1, 2, 10]),
+        ([9, 8, 7, -1, -2], True, [9, 8, 7, -1]),
+        ([3, 3, 3, 7], False, [3, 3, 3, 7]),
+    ],
+)
+def test_near_values_are_within_five_times_the_distance_of_the_median(page, values, rising, near):
+    assert call(page, "data.js", f"nearBest({values})", data={"rising": rising}) == near
+
+
+def test_runs_that_are_not_ranked_follow_by_length_and_loss(page):
+    rows = [(False, 40, 1.0), (True, 20, 3.0), (False, 80, 2.0), (False, 80, 1.5), (True, 10, 1.0)]
+    runs = [{"counts": counts, "steps": steps, "loss": loss, "curves": {}} for counts, steps, loss in rows]
+    found = call(page, "data.js", "prepare(given).runs.map((run) => [run.steps, run.loss])", given={"runs": runs})
+    assert found == [[20, 3.0], [10, 1.0], [80, 1.5], [80, 2.0], [40, 1.0]]
 
 
 def test_the_page_has_a_title_in_words_above_the_paths(page, swept):
@@ -398,8 +430,8 @@ def test_the_table_is_saved_as_csv(page, swept):
     assert list(rows[0])[:6] == ["held-out loss", "± held-out loss", "steps taken", "name", "recipe", "data"]
     last = [lines[-1]["loss"] for lines in events(swept, "eval", **BEST)]
     assert len(rows) == 7 and rows[0]["name"] == LABEL and rows[0]["steps taken"] == "300"
-    assert float(rows[0]["held-out loss"]) == pytest.approx(np.mean(last), rel=1e-4)
-    assert float(rows[0]["± held-out loss"]) == pytest.approx(np.std(last, ddof=1), rel=1e-4)
+    assert float(rows[0]["held-out loss"]) == float(f"{np.mean(last):.5g}")
+    assert float(rows[0]["± held-out loss"]) == float(f"{np.std(last, ddof=1):.5g}")
     assert max(len(cell) for row in rows for head, cell in row.items() if "loss" in head) <= 8, "no needless digits"
 
 
@@ -413,14 +445,15 @@ def test_the_filter_knows_jobs_and_trials_of_a_search(page):
 
 
 def test_a_formula_in_a_saved_table_is_quoted(chromium, tmp_path):
-    for name, data in (("a", "=1+1"), ("b", "-2")):
+    for name, data in (("a", "=1+1"), ("b", "-2"), ("c", "@SUM(A1)"), ("d", "+x")):
         write_run(tmp_path / "runs" / name, data__name=data, steps=40)
     assert main(["compare", str(tmp_path / "runs"), "--html", str(tmp_path / "report.html")]) == 0
     opened = Opened(chromium, tmp_path / "report.html")
     with opened.page.expect_download() as download:
         opened.page.click("#save")
     text = Path(download.value.path()).read_text()
-    assert '"\'=1+1"' in text and '"-2"' in text and opened.trouble == []
+    assert all(f'"\'{formula}"' in text for formula in ("=1+1", "@SUM(A1)", "+x"))
+    assert '"-2"' in text and opened.trouble == []
     opened.context.close()
 
 

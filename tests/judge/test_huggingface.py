@@ -201,11 +201,13 @@ def test_directories_of_transformers_have_the_same_logits(tmp_path, tokenizer, n
     ("changes", "context"), [({}, 9), ({"sliding_window": 99}, 40), ({"sliding_window": None}, 40)]
 )
 def test_a_mistral_with_a_window_is_a_llama_whose_context_is_the_window(tmp_path, changes, context):
+    import torch
     import transformers
 
     sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
     more = {"num_key_value_heads": 2, "max_position_embeddings": 40, "sliding_window": 9, "initializer_range": 0.3}
     config = transformers.MistralConfig(vocab_size=VOCAB, **sizes, **(more | changes))
+    torch.manual_seed(0)
     theirs = transformers.MistralForCausalLM(config).eval()
     theirs.save_pretrained(tmp_path / "mistral")
     base = LoadedModel.open(tmp_path / "mistral", load())

@@ -10,8 +10,9 @@ import gguf
 import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
-from tiny import write_base
+from tiny import batches, write_base
 
+from toyexp import Setup
 from toyexp.base.ownership import fingerprint
 from toyexp.cli.main import main
 from toyexp.formats.gguf.form import read_model
@@ -19,6 +20,7 @@ from toyexp.formats.gguf.read import GGUFFile
 from toyexp.inference.model_files import find_adapter_file
 from toyexp.tokenizers.byte_level import Bytes
 from toyexp_models.llama import Llama
+from toyexp_recipes.lora import Lora
 
 QUICK = ["data=text", "data.path=book.txt", "engine.threads=1", "batch_size=4", "model.context=12", "lr=0.05",
          "callbacks=[gguf_export,hf_export]", "recipe=lora", "recipe.base=base.gguf"]  # fmt: skip
@@ -453,6 +455,15 @@ def test_a_run_on_an_adapter_resumes_bit_identically_and_not_on_another_adapter(
     assert all(np.array_equal(uninterrupted[name], resumed[name]) for name in uninterrupted)
     shutil.copy("whole/adapter.gguf", "mine.gguf")
     assert "the contents of mine.gguf changed" in run_rejected(capsys, "resume=part", "steps=6")
+
+
+def test_a_run_on_an_adapter_has_its_own_dropout():
+    with GGUFFile("base.gguf") as file:
+        model = read_model(Llama, file)
+    for dropout in (0.0, 0.3):
+        recipe = Lora(base="base.gguf", adapter="run", dropout=dropout)
+        plan = recipe.plan(model, Setup(batches().inputs, rows=2))
+        assert {adapter.dropout for adapter in plan.adapters} == {dropout}
 
 
 def test_an_alpha_that_float32_rounds_equals_the_adapters():

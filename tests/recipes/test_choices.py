@@ -124,6 +124,11 @@ def test_questions_are_read_from_the_formats_of_examples(capsys):
         ({"choices": ["a", "b"], "answer": True}, "", ":1: answer is True; expected a letter"),
         ({"choices": ["a", "b"]}, "", ":1: has the keys question, choices; expected question, choices and answer"),
         ({"choices": "ab", "answer": 0}, "", ":1: choices is a text; expected a list"),
+        (
+            {"choices": {"text": ["a"] * 27, "label": [*range(27)]}, "answerKey": "3"},
+            "",
+            ":1: choices is a list; expected a list of 2 to 26 texts",
+        ),
         ({"choices": ["a", ""], "answer": 0}, "", ":1: a choice is empty"),
         ({"choices": ["a", 3], "answer": 0}, "", ":1: a choice is a number, expected text"),
         ({"choices": ["a", "b" * 99], "answer": 0}, "", "a question has 101 tokens; the model's context is"),

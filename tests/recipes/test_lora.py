@@ -10,7 +10,7 @@ import torch
 from float64_models import FORWARD
 from float64_models import loss as reference_loss
 from gguf import GGMLQuantizationType, GGUFWriter, quants
-from tiny import CONTEXT, batches, replace_initial_values, write_base
+from tiny import CONTEXT, MODELS, batches, replace_initial_values, write_base
 
 from toyexp import AdamW, Normal, Setup, TensorSpec, UserError
 from toyexp.batching.tokens import Dropout
@@ -47,10 +47,12 @@ def make_full(path, name, **settings):
 
 
 def randomise_adapters(plan):
-    """Return the plan with random values for A and B; with B at zero, A would have no gradient."""
+    """Return the plan with random values for A, B and the base's biases; with B at zero, A would have no gradient."""
     draw = np.random.default_rng(0)
+    tensors = [*plan.trainable, *(t for t in plan.tensors if t.name.endswith(".bias"))]
+    scales = {t.name: 0.3 if t.trainable else 0.03 for t in tensors}  # larger biases of q and k lose digits in float32
     return replace_initial_values(
-        plan, {t.name: draw.normal(0, 0.3, t.shape).astype(np.float32) for t in plan.trainable}
+        plan, {t.name: draw.normal(0, scales[t.name], t.shape).astype(np.float32) for t in tensors}
     )
 
 
@@ -109,6 +111,28 @@ def test_patterns_set_rank_and_alpha_of_their_targets_and_the_first_that_matches
     for adapter in plan.adapters:
         alpha, rank = 6.0 if adapter.target == "output.weight" else 4.5, ranks[adapter.target]
         assert adapter.scale == pytest.approx(alpha / (rank**0.5 if rslora else rank))
+
+
+def test_an_adapter_file_has_the_alpha_of_most_adapters_and_scales_the_others(tmp_path):
+    _, plan = make_plan(tmp_path, "llama", alpha=4.5, **PATTERNS)
+    plan = randomise_adapters(plan)
+    values = {t.name: plan.initial_values(t) for t in plan.trainable}
+    alpha, stored = plan.adapter_file(values)
+    assert alpha == 4.5 and stored.keys() == values.keys()
+    for name, array in stored.items():
+        np.testing.assert_allclose(array, values[name] * (6 / 4.5 if name == "output.weight.lora_b" else 1), rtol=1e-6)
+
+
+def test_a_rank_may_equal_the_smaller_size_of_a_layer(tmp_path):
+    _, plan = make_plan(tmp_path, "llama", rank=16, targets=["k"])
+    assert plan.tensor("blk.0.attn_k.weight.lora_b").shape == plan.tensor("blk.0.attn_k.weight").shape[:1] * 2
+
+
+def test_a_router_is_a_target_only_if_it_is_named():
+    specs = {t.name: t for t in MODELS["olmoe"].tensors()}
+    router = "blk.0.ffn_gate_inp.weight"
+    assert len(specs[router].shape) == 2 and router not in Lora(base="x")._targets(specs)
+    assert router in Lora(base="x", targets=["ffn_gate_inp"])._targets(specs)
 
 
 def test_twenty_steps_agree_with_torch_optim_adamw(tmp_path):

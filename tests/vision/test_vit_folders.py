@@ -21,7 +21,7 @@ from toyexp.formats.gguf.open_model import load_open_model
 from toyexp.plugins.discovery import load
 from toyexp.tokenizers.byte_level import Bytes
 from toyexp_ggml.engines import GGMLCPU
-from toyexp_models.vit import ViT, cut
+from toyexp_models.vit import ViT, cut, read_vit_config
 from toyexp_recipes.positions import bicubic_weights
 from toyexp_torch.engines import TorchCPU
 
@@ -101,6 +101,46 @@ def test_classes_and_normalisation_are_those_of_the_directory(capsys):
     Path("hf/preprocessor_config.json").write_text('{"do_normalize": false, "image_mean": [0.1, 0.1, 0.1]}')
     metadata = open_gguf("hf").metadata
     assert [*metadata["toyexp-vit.image_mean"], *metadata["toyexp-vit.image_std"]] == [0.0] * 3 + [1.0] * 3
+
+
+@pytest.mark.parametrize(
+    ("architecture", "width", "args", "heads", "d_ff"),
+    [
+        ("vit_tiny_patch16_224", 192, {}, 3, 768),
+        ("vit_small_patch16_224", 384, {}, 6, 1536),
+        ("deit_base_patch16_224", 768, None, 12, 3072),
+        ("vit_large_patch16_224", 1024, {}, 16, 4096),
+        ("vit_huge_patch14_224", 1280, {}, 16, 5120),
+        ("vit_giant_patch14_224", 1408, {"mlp_ratio": 48 / 11, "img_size": 336}, 16, 6144),
+        ("vit_small_patch32_384", 384, {"num_heads": 8, "patch_size": 16}, 8, 1536),
+    ],
+)
+def test_sizes_that_timms_config_does_not_state_are_those_of_its_architectures(architecture, width, args, heads, d_ff):
+    """The sizes are those in timm/models/vision_transformer.py."""
+    pixels = {"input_size": [3, 224, 224], "num_classes": 7}
+    config = {"architecture": architecture, "num_features": width, "model_args": args, "pretrained_cfg": pixels}
+    model = read_vit_config(ViT, config, ["head.weight", "blocks.0.attn.qkv.weight", "blocks.1.attn.qkv.weight"])
+    assert (model.d_model, model.n_heads, model.d_ff, model.n_layers, model.classes) == (width, heads, d_ff, 2, 7)
+    size, patch = (args or {}).get("img_size", 224), 14 if "14" in architecture else 16
+    assert (model.image_size, model.patch, model.channels, model.pool) == (size, patch, 3, "class")
+
+
+def test_defaults_of_transformers_vit_config_are_those_of_a_directory_without_them():
+    write_transformers(Path("hf"), replace(MODEL, classes=2), draw_values(replace(MODEL, classes=2)), NAMES[:2])
+    config = json.loads(Path("hf/config.json").read_text())
+    for key in ("hidden_act", "qkv_bias", "id2label", "label2id"):
+        del config[key]
+    Path("hf/config.json").write_text(json.dumps(config))
+    file = open_gguf("hf")
+    assert load_open_model(file, load()) == replace(MODEL, classes=2)
+    assert file.metadata["toyexp-vit.classes"] == ["0", "1"]
+
+
+def test_a_fine_tuned_model_of_timm_has_the_classes_at_the_top_of_its_config():
+    """timm keeps those of the pretraining in pretrained_cfg; see _parse_model_cfg in timm/models/_hub.py."""
+    pretrained = {"input_size": [3, 12, 12], "num_classes": 1000, "label_names": [f"n{i}" for i in range(1000)]}
+    write_timm(Path("timm"), MODEL, draw_values(MODEL), label_names=NAMES, pretrained_cfg=pretrained)
+    assert open_gguf("timm").metadata["toyexp-vit.classes"] == NAMES
 
 
 def test_a_directory_becomes_a_gguf_and_a_directory_again():

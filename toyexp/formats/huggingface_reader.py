@@ -113,7 +113,7 @@ def read_folder(path: Path, models: Iterable[type[Model]]) -> ModelExport:
 
 def _image_data(file: Path, config: Mapping[str, Any], sizes: Mapping[str, Any]) -> dict[str, Any]:
     """Return the names of the classes, and mean and std of pixels: those of `file`, of timm's config, or 0.5."""
-    stated = {**config, **config.get("pretrained_cfg", {})}
+    stated = {**config.get("pretrained_cfg", {}), **config}
     pixels = json_object(read_file(file, LIMIT), f"{file}:") if file.exists() else {}
     labels = stated.get("id2label") or stated.get("label_names") or []
     names = {str(key): name for key, name in (labels.items() if isinstance(labels, dict) else enumerate(labels))}

@@ -19,9 +19,9 @@ from toyexp.base import UnknownCharacter, print_error, require_choice, require_r
 from toyexp.formats import record_suffix
 from toyexp_data.cache import load_or_pack, recall, remember
 from toyexp_data.corpus import Corpus, characters, megabytes, sample_pieces
-from toyexp_data.files import FoundFiles, find_files, match_paths
+from toyexp_data.files import FoundFiles, find_files, iter_below, match_paths
 from toyexp_data.held_out import ON_ERROR, SplitData
-from toyexp_data.splits import divide, find_records, has_records
+from toyexp_data.splits import divide, find_records, has_records, overlap
 
 if TYPE_CHECKING:
     import numpy as np
@@ -231,7 +231,7 @@ class Text(TextData):
         """
         suffixes = cls.suffixes.split()
         if path.is_dir():
-            files = list(path.rglob("*"))
+            files = list(iter_below(path))
             return any(f.suffix in suffixes for f in files) * (1 if any(map(record_suffix, files)) else 2)
         return 2 if path.suffix in suffixes else 1
 
@@ -246,8 +246,11 @@ class Text(TextData):
             raise UserError(f"data.{key}={getattr(self, key)}: cannot be used with data.stream=true; leave one out")
 
     def warnings(self, preview: RunPreview) -> Iterable[str]:
-        """Yield a warning if the setting `suffixes` has no effect."""
+        """Yield a warning if the setting `suffixes` has no effect, or if held-out text is also trained on."""
         yield from super().warnings(preview)
+        if self.val_path:
+            found = self.files()
+            yield from overlap(found.files, found.held_out)
         if is_changed(self, "suffixes") and Path(self.path).is_file() and not record_suffix(Path(self.path)):
             yield f"data.suffixes={self.suffixes}: has no effect; data.path={self.path} is a file, not a directory"
 

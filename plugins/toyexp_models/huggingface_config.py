@@ -43,6 +43,8 @@ def read_config(cls: type[LanguageModel], config: Mapping[str, Any], names: Coll
     Raise UserError for a value that the class does not compute; wrong types raise TypeError, ValueError or KeyError.
     """
     defaults: dict[str, Any] = {f.name: f.default for f in fields(cls)}
+    if null := [key for key, s in KEYS.items() if s == "norm_eps" and config.get(key, 0) is None]:
+        raise UserError(f"{null[0]} is null; expected a number")
     found: dict[str, Any] = {s: config[key] for key, s in KEYS.items() if config.get(key) is not None}
     if missing := {"n_layers", "n_heads", "context"} - found.keys():
         raise UserError(f"gives no {min(missing)} ({' or '.join(k for k, s in KEYS.items() if s == min(missing))})")

@@ -22,15 +22,18 @@ class ONNX(Format):
     suffix: ClassVar[str] = ".onnx"
 
     def check(self) -> None:
-        """Raise Unavailable if torch or onnxscript, which torch's exporter needs, is missing."""
+        """Raise Unavailable if torch is missing."""
         import_torch()
-        with require_package("onnxscript", "pip install 'toyexp[onnx]'"):
-            import_module("onnxscript")
 
     def check_model(self, model: Model) -> None:
-        """Raise UserError for a model that does not cut images into patches, as `vit` does."""
+        """Raise UserError for a model that does not cut images into patches, as `vit` does.
+
+        Raise Unavailable if onnxscript, which torch's exporter needs, is missing.
+        """
         if "patches" not in model.inputs():
             raise UserError(f"model={model.name}: the format onnx only holds image classifiers (model=vit)")
+        with require_package("onnxscript", "pip install 'toyexp[onnx]'"):
+            import_module("onnxscript")
 
     def write(self, export: ModelExport, path: Path) -> list[str]:
         """Write the file. Return a warning for each tensor with NaN or infinite numbers.

@@ -385,7 +385,9 @@ def make(kind):
             save_file({"x": np.zeros(3, np.float32)}, model)
         case "transformers":
             Path("run/config.json").write_text("{}")
+            Path("run/pytorch_model.bin").touch()
         case "a ViT of transformers":
+            Path("run/pytorch_model.bin").touch()
             Path("run/config.json").write_text('{"model_type": "vit", "image_size": 224, "patch_size": 16}')
         case "a ViT of timm":
             config = '{"architecture": "vit_tiny_patch16_224", "pretrained_cfg": {"input_size": [3, 224, 224]}}'

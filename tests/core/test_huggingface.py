@@ -659,6 +659,7 @@ def test_commands_and_recipes_take_a_directory(capsys):
         ("llama", {"num_hidden_layers": 3}, "lacks the tensor model.layers.2.input_layernorm.weight"),
         ("llama", {"num_attention_heads": None}, "gives no n_heads (num_attention_heads or n_head)"),
         ("llama", {"num_attention_heads": "x"}, "config.json: "),
+        ("llama", {"rms_norm_eps": None}, "config.json: rms_norm_eps is null; expected a number"),
         ("llama", {"hidden_size": 36}, "shape [40, 32] for token_embd.weight, expected [40, 36]"),
         ("gemma3", {"layer_types": ["full_attention"] * 3}, ""),
         ("gemma3", {"layer_types": ["full_attention", *["sliding_attention"] * 2]}, "layer_types is "),
@@ -724,6 +725,12 @@ def test_a_directory_without_a_usable_tokenizer_has_token_ids_only(capsys):
     assert said in capsys.readouterr().err
     assert main(["generate", "m-hf", "--prompt", "x"]) == 2
     assert "has no tokenizer" in capsys.readouterr().err
+    Path("m-hf/tokenizer.json").write_text("{}")
+    assert main(words) == 0
+    assert "note: m-hf/tokenizer.json: it has no BPE" in capsys.readouterr().err
+    Path("m-hf/model.safetensors").unlink()
+    assert main(words) == 2
+    assert "model.safetensors, the weights beside config.json, is missing" in capsys.readouterr().err
 
 
 # -- reading a directory in place -------------------------------------------------------------------------------------

@@ -169,5 +169,6 @@ def test_serve_rejects_what_llama_server_cannot_load(capsys, words, said):
 
 
 def test_serve_says_how_to_get_llama_server(capsys):
+    assert "nowhere.gguf: not found" in run_rejected(capsys, "serve", "nowhere.gguf")
     write_base(Path("m.gguf"), "llama", tokenizer=Bytes())
     assert "no llama-server on the PATH; install llama.cpp: brew" in run_rejected(capsys, "serve", "m.gguf")

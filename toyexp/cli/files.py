@@ -296,10 +296,10 @@ def run_serve(arguments: Arguments) -> int:
     from toyexp.inference.model_files import find_model_file, find_reader
 
     model = parse_model_path("serve", arguments.rest, ": toyexp serve model.gguf")
+    path = find_model_file(model, registry=(registry := load(arguments.modules)))
     if (program := shutil.which("llama-server")) is None:
         hint = "brew install llama.cpp, or download it from https://github.com/ggml-org/llama.cpp/releases"
         raise Unavailable(f"serve: there is no llama-server on the PATH; install llama.cpp: {hint}")
-    path = find_model_file(model, registry=(registry := load(arguments.modules)))
     if source_path(path) != path or find_reader(path, registry):
         command = f"toyexp export {shlex.quote(str(model))} --type f16"
         raise UserError(f"serve {model}: llama-server only loads GGUF files; convert it first: {command}")

@@ -192,8 +192,13 @@ def add_tokens(exported: ModelExport, texts: Sequence[str]) -> ModelExport:
         raise UserError("--new-tokens: the model has no tokenizer")
     tokenizer, keys = copy(exported.tokenizer), {**exported.tokenizer.gguf_metadata()}
     for text in texts:
-        if not text or text in keys["ggml.tokens"] or texts.count(text) > 1:
-            raise UserError(f"--new-tokens: {printable(repr(text))} is empty, repeated, or a token already")
+        problems = {
+            "a token already": text in keys["ggml.tokens"],
+            "empty": not text,
+            "repeated": texts.count(text) > 1,
+        }
+        if problem := next((word for word, holds in problems.items() if holds), ""):
+            raise UserError(f"--new-tokens: {printable(repr(text))} is {problem}")
     added: dict[str, Any] = {"ggml.tokens": [*keys["ggml.tokens"], *texts]}
     types = keys.get("ggml.token_type", np.full(tokenizer.vocab, NORMAL, np.int32))
     for key, values, filler in (("token_type", types, USER_DEFINED), ("scores", keys.get("ggml.scores"), 0)):

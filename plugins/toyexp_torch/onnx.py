@@ -26,10 +26,7 @@ class ONNX(Format):
         import_torch()
 
     def check_model(self, model: Model) -> None:
-        """Raise UserError for a model that does not cut images into patches, as `vit` does.
-
-        Raise Unavailable if onnxscript, which torch's exporter needs, is missing.
-        """
+        """Raise UserError for a model without patches, unlike `vit`; Unavailable without torch's onnxscript."""
         if "patches" not in model.inputs():
             raise UserError(f"model={model.name}: the format onnx only holds image classifiers (model=vit)")
         with require_package("onnxscript", "pip install 'toyexp[onnx]'"):

@@ -50,6 +50,7 @@ LABEL_WIDTH = 70  # characters per line of the label at a marked step
 ROW_LENGTH = 95  # characters that fit above a panel
 MOST_ABOVE = 0.2  # fraction of the steps; if the losses of more are above the shown range, it includes all
 FEW_STEPS = 10  # if a run diverges before this step, the shown range includes all losses
+FEW_VALUES = 4  # with at most so many losses, the axis extends a fifth of their size beyond them
 LEAST_RATIO = 3.0  # the axis of gradient norms is logarithmic if the largest is this many times the smallest
 SPIKE = 10  # a loss is a spike if its distance from the other losses is this many times their range
 NOT_PLOTTED = {"ppl", "tokens", "wall_us"}
@@ -322,6 +323,8 @@ def _loss(axes: Any, curves: Curves) -> None:
         if not is_late and finite and finite[-1] <= 2 * high - low:
             low, high = min(low, finite[0]), max(high, finite[-1])
         above, largest = sum(value > high for value in finite), max(finite, default=high)
+        if len(finite) + len(held_out) <= FEW_VALUES:
+            low, high = low - abs(low) / 5, high + abs(high) / 5  # a narrow axis would show noise as a difference
         is_complete = not is_late and above > MOST_ABOVE * len(finite)  # and logarithmic
         high = max(largest, *shown) if is_complete else high
         fit_y_axis(axes, low, high, pluralise(above, "step"), largest, is_complete)
@@ -338,31 +341,32 @@ def _loss(axes: Any, curves: Curves) -> None:
             axes.plot(stop, end, marker="X", markersize=7, color=BLUE, markeredgecolor="white", zorder=5)
         mark_above(axes, steps, values, BLUE)
     if eval_steps:
-        _held_out(axes, eval_steps, held_out, "{:.4g}")
+        _held_out(axes, eval_steps, held_out, "{:.4g}", steps)
         mark_above(axes, eval_steps, held_out, VERMILLION)
     axes.set_ylabel(f"loss (nats per {curves.unit})")
     if shown:
         axes.legend(fontsize=SMALL, edgecolor="none", frameon=math.isfinite(values[-1]))  # no box on a grey ground
 
 
-def _label(name: str, values: Sequence[float], form: str) -> str:
+def _label(name: str, values: Sequence[float], form: str, when: str = "at the end") -> str:
     """Return the text of a curve in the legend, with its last value, or its last finite one."""
     if math.isfinite(values[-1]):
-        return f"{name}, at the end {form.format(values[-1])}"
+        return f"{name}, {when} {form.format(values[-1])}"
     last = [*filter(math.isfinite, values)][-1:]
     return f"{name}, last {form.format(last[0])}" if last else f"{name}, never finite"
 
 
 def _accuracy(axes: Any, curves: Curves) -> None:
     steps, values = curves.held_out["accuracy"]
-    _held_out(axes, steps, [100 * value for value in values], "{:.1f} %")
+    _held_out(axes, steps, [100 * value for value in values], "{:.1f} %", steps)
     axes.set_ylabel("held-out accuracy (%)")
     axes.legend(fontsize=SMALL, edgecolor="none")
 
 
-def _held_out(axes: Any, steps: Sequence[int], values: Sequence[float], form: str) -> None:
+def _held_out(axes: Any, steps: Sequence[int], values: Sequence[float], form: str, trained: Sequence[int]) -> None:
+    when = "at the end" if steps[-1:] >= trained[-1:] else f"at step {steps[-1]}:"
     axes.plot(steps, values, color=VERMILLION, linewidth=0.8, marker="o", markersize=3.5 if len(steps) < 60 else 1.5,
-              label=_label("held-out", values, form))  # fmt: skip
+              label=_label("held-out", values, form, when))  # fmt: skip
 
 
 def _small(axes: Any, points: Points, name: str) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import date, datetime, time
 from functools import partial
@@ -51,6 +51,7 @@ class RecordData(TokenizedData):
     """Base of data sets whose examples are the records of files: rows of a table, or JSON objects."""
 
     fills: ClassVar[tuple[str, ...]] = ("date",)
+    eval_settings: ClassVar[Mapping[str, Any]] = {"val_fraction": 1.0, "val_path": ""}
 
     path: str = ""  # file, directory or pattern ('chats/*.jsonl'): jsonl, json, csv, tsv, parquet or arrow
     val_path: str = ""  # the same for the held-out examples; empty: by names (train, validation), or by val_fraction
@@ -185,6 +186,7 @@ class RecordData(TokenizedData):
         chats = sum(bool(value.messages) for value in values)
         return {
             "path": self.path,
+            "val_path": self.val_path,
             "chats": chats,
             "chat_template": "gguf" if template else "plain" if chats else None,
             **self._template_facts(template, rows),

@@ -84,7 +84,7 @@ def test_outliers_and_the_end_in_nan_are_marked_and_do_not_wreck_the_axis(tmp_pa
     (tmp_path / "a.svg").write_bytes(draw_curves(curves)[".svg"])
     words = svg_texts(tmp_path / "a.svg")
     assert {"run: loss not finite from step 100", "the loss is nan from step 100"} <= {*words}
-    assert "▲ 1 step above the shown range, up to 1e+06" in words and not any("errored" in word for word in words)
+    assert "↑ 1 step above the shown range, up to 1e+06" in words and not any("errored" in word for word in words)
     assert {"3.00", "3.50", "4.00", "4.50", "5.00"} <= {*words}, "the axis fits the other steps"
     without = smooth_values([math.nan if loss == 1e6 else loss for loss in losses])[0]
     assert f"training, smoothed, last {without[-2]:.4g}" in words, "a single spike does not displace the mean"
@@ -103,7 +103,7 @@ def test_arrows_at_the_edge_mark_the_steps_above_the_range(monkeypatch):
     losses[10] = losses[60] = 1e6
     curves = {"loss": ([*range(1, 101)], losses), "grad_norm": ([1], [1.0]), "lr": ([], [])}
     axes = draw_panels(monkeypatch, Curves("run", steps=curves))["loss (nats per token)"]
-    (arrows,) = (line for line in axes.lines if line.get_marker() == "^")
+    (arrows,) = (line for line in axes.lines if line.get_marker() == r"$\uparrow$")
     assert arrows.get_xdata().tolist() == [11, 61] and {*arrows.get_ydata()} == {1}, "in fractions of the axis"
 
 
@@ -129,7 +129,7 @@ def test_gradient_norms_are_smoothed_in_their_logarithm_and_one_huge_norm_does_n
     np.testing.assert_allclose(axes.lines[1].get_ydata(), expected)
     assert axes.get_yscale() == "log" and 8 < axes.get_ylim()[1] < 1000
     assert axes.get_title(loc="left") == "0 from step 151"
-    assert axes.get_title(loc="right") == "▲ 1 step above the shown range, up to 1e+30"
+    assert axes.get_title(loc="right") == "↑ 1 step above the shown range, up to 1e+30"
     labels = [label.get_text() for label in panels["learning rate"].get_yticklabels()]
     assert labels == ["0", "0.0015", "0.003"], "as it was typed"
 
@@ -212,7 +212,7 @@ def test_the_axis_of_a_run_that_diverges_late_fits_the_losses_before(tmp_path):
     (tmp_path / "a.svg").write_bytes(draw_curves(Curves("run", "", "token", steps))[".svg"])
     words = svg_texts(tmp_path / "a.svg")
     assert "diverged at step 101: loss from 5 to 1e+04" in words
-    assert "▲ 50 steps above the shown range, up to 1e+04" in words
+    assert "↑ 50 steps above the shown range, up to 1e+04" in words
     assert {"3.00", "4.00", "5.00"} <= {*words}
 
 
@@ -229,7 +229,7 @@ def test_the_only_loss_before_a_nan_has_a_wide_axis_and_the_colour_of_training(t
     steps = {"loss": ([1, 2], [6.9485, math.nan]), "grad_norm": ([1], [1.0]), "lr": ([], [])}
     curves = Curves("run", "", "token", steps, {"loss": ([0], [6.9496])}, early_end=(2, "errored"))
     (tmp_path / "a.svg").write_bytes(draw_curves(curves)[".svg"])
-    assert {"6.80", "6.90", "7.00", "7.10"} <= {*svg_texts(tmp_path / "a.svg")}
+    assert {"6.0", "7.0", "8.0", "held-out, at step 0: 6.95"} <= {*svg_texts(tmp_path / "a.svg")}
     assert "fill: #0b4a8a; stroke: #ffffff" in (tmp_path / "a.svg").read_text()
 
 

@@ -561,7 +561,8 @@ def test_too_few_examples_are_rejected(tmp_path, raw, words):
         ({"val_path": "empty.jsonl"}, "data.val_path=empty.jsonl: has no example to hold out"),
     ],
 )
-def test_invalid_settings_are_rejected(tmp_path, changes, words):
+def test_invalid_settings_are_rejected(tmp_path, monkeypatch, changes, words):
+    monkeypatch.chdir(tmp_path)
     path = write_lines(tmp_path / "x.jsonl", pairs(3))
     write_lines(Path("empty.jsonl"), [])
     with pytest.raises(UserError, match=re.escape(words)):

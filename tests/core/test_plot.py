@@ -66,7 +66,7 @@ def test_a_plot_of_runs_names_the_swept_settings_and_final_losses(grid, capsys):
         assert mean == pytest.approx(np.mean(point.values), abs=0.02)
         assert deviation == pytest.approx(np.std(point.values, ddof=1), rel=0.06)
     assert [text.endswith("best") for text in ends] == [True] + [False] * 5
-    assert "▲ 1 run above the shown range, up to 40" in words
+    assert "↑ 1 run above the shown range, up to 40" in words
     assert "× recipe=warm  lr=0.003" in words or ("× warm  lr=0.003" in words and "killed at step 60" in words)
     assert "held-out loss (nats per token)" in words
     runs = Comparison.build([read_run(path) for path in find_runs(grid / "runs")])
@@ -98,7 +98,9 @@ def test_the_band_is_the_mean_and_the_deviation_over_seeds_at_each_step(grid):
     assert len(seed_runs) == 4 and len(done) == 3 and list(line.mean) == [25, 50, 75, 100]
     for at in line.mean:
         assert line.mean[at] == pytest.approx(np.mean([curve[at] for curve in done]))
-        assert line.deviation[at] == pytest.approx(np.std([curve[at] for curve in done], ddof=1))
+        values = [curve[at] for curve in done]
+        sides = [np.mean(values) + sign * np.std(values, ddof=1) for sign in (-1, 1)]
+        assert line.band[at] == pytest.approx(np.clip(sides, min(values), max(values)))
 
 
 def test_curves_are_distinguishable_without_colour_and_fill_the_page(grid, capsys):

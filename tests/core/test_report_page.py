@@ -16,6 +16,8 @@ from synthetic_runs import write_run, write_sweep
 
 from toyexp.base.drawing import COLOURS, DARK_COLOURS, DARK_RAMP, RAMP
 from toyexp.cli.main import main
+from toyexp.results.comparison import Comparison
+from toyexp.results.plot import Line
 from toyexp.results.report import PAGE
 from toyexp.results.run_dirs import find_runs, read_run
 
@@ -318,12 +320,16 @@ def test_charts_without_points_keep_their_axes(page):
     before = axis(page, "xaxis"), axis(page, "yaxis"), axis(page, "yaxis", "speed")
     page.fill("#filter", "nothing is called so")
     until(page, "document.querySelectorAll('#legend button').length == 0")
-    assert page.locator("#hint").inner_text() == "No point passes the filter."
+    assert page.locator("#result").text_content() == "No point passes the filter clear"
+    assert page.locator("body").inner_text().count("passes the filter") == 1
     assert (axis(page, "xaxis"), axis(page, "yaxis"), axis(page, "yaxis", "speed")) == before
-    assert page.locator("#main .annotation-text").text_content() == "No point passes the filter"
-    page.fill("#filter", "")
+    page.click("#result button")
     until(page, "document.querySelectorAll('#legend button').length == 7")
-    assert page.locator("#main .annotation-text").count() == 0
+    assert page.input_value("#filter") == "" and page.locator("#result").text_content().startswith("Best held-out loss")
+    page.locator("#legend button").first.click(modifiers=["Shift"])
+    page.locator("#legend button").first.click()
+    page.click("#result button:has-text('show all')")
+    assert page.locator("#legend [aria-pressed=false]").count() == 0
 
 
 def test_the_address_keeps_theme_and_view_over_a_reload(chromium, swept):
@@ -711,7 +717,7 @@ def test_values_far_from_the_others_are_arrows_at_the_edge_of_every_chart(chromi
         arrows = page.evaluate(f"document.getElementById('{chart}').data.find((t) => t.name === 'above')")
         high = axis(page, "yaxis", chart)[1]
         top = 10**high if chart == "grad_norm" else high
-        assert arrows["y"] == pytest.approx([top] * len(arrows["x"])) and {*arrows["marker"]["color"]} <= {
+        assert arrows["y"] == pytest.approx([top] * len(arrows["x"])) and {*arrows["textfont"]["color"]} <= {
             last,
             last.replace(", 1)", ", 0.9)"),
         }
@@ -720,6 +726,7 @@ def test_values_far_from_the_others_are_arrows_at_the_edge_of_every_chart(chromi
     assert paths[-1] == "M1,1L11,6L1,11z" and paths[-1] not in paths[:-1]
     assert page.locator("th.strip").inner_text().split() == ["2.0000", "2.5000"]
     assert "to 400" in page.locator("#parallel text.tick").all_text_contents()
+    assert page.locator("#table td.bad").all_text_contents() == ["diverged"]
     assert opened.trouble == []
     opened.context.close()
 
@@ -806,6 +813,45 @@ def test_a_diverged_run_flattens_no_axis(chromium, tmp_path):
     assert axis(page, "yaxis")[1] > 80 and axis(page, "yaxis", "lr")[1] > 29
     labels = page.locator("#lr .yaxislayer-above text").count()
     assert labels < 9 and opened.trouble == []
+    opened.context.close()
+
+
+def test_a_seed_that_diverged_does_not_stretch_the_band_of_its_group(chromium, tmp_path):
+    for lr, seed in itertools.product((0.003, 0.01), (0, 1, 2)):
+        write_run(tmp_path / f"runs/{lr}-{seed}", lr=lr, seed=seed, steps=100)
+    events = tmp_path / "runs/0.01-2/events.jsonl"
+    lines = [json.loads(line) for line in events.read_text().splitlines()]
+    lines = [
+        {**line, "loss": 400.0} if line["kind"] in ("step", "eval") and line["step"] > 20 else line for line in lines
+    ]
+    events.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    picture, report = tmp_path / "a.svg", tmp_path / "report.html"
+    assert main(["compare", str(tmp_path / "runs"), "--html", str(report), "--plot", str(picture)]) == 0
+    opened = Opened(chromium, report, viewport={"width": 1300, "height": 900})
+    bands = [ys for name, _, ys, _ in traces(opened.page) if name == ""]
+    assert len(bands) == 2 and min(map(min, bands)) > 1.5  # mean - deviation is below 0
+    low, high = axis(opened.page, "yaxis")
+    assert 1 < low < high < 10
+    ups = [ys for name, _, ys, _ in traces(opened.page) if name == "above"]
+    assert len(ups) == 1 and opened.trouble == []
+    opened.context.close()
+    points = Comparison.build([read_run(path) for path in find_runs(tmp_path / "runs")]).ranking.points
+    sides = [side for point in points for side in Line.read(point, "held-out loss").band.values()]
+    assert min(low for low, _ in sides) > 1.5 and max(high for _, high in sides) < 400
+
+
+def test_warnings_of_a_point_that_differ_only_in_numbers_are_one_line(chromium, tmp_path):
+    for lr, seed in itertools.product((0.01, 0.02), (0, 1)):
+        events = write_run(tmp_path / f"runs/{lr}-{seed}", lr=lr, seed=seed, steps=50) / "events.jsonl"
+        text = f"step {20 + seed}: the loss has risen from 6.9{seed} to 8e+1{seed}; try a lower lr (it was {lr})"
+        lines = [{"kind": "warning", "t": 1.0, "step": 20 + seed, "text": line} for line in (text, "no disk")]
+        events.write_text(events.read_text() + "".join(json.dumps(line) + "\n" for line in lines))
+    assert main(["compare", str(tmp_path / "runs"), "--html", str(tmp_path / "report.html")]) == 0
+    opened = Opened(chromium, tmp_path / "report.html")
+    rose = "the loss has risen from 6.90–6.91 to 8e+10–8e+11; try a lower lr (it was {0}) (lr={0}: 2 runs)"
+    expected = [text.format(lr) for lr in (0.01, 0.02) for text in (rose, "no disk (lr={0}: 2 runs)")]
+    assert sorted(opened.page.locator("#warnings summary").all_inner_texts()) == sorted(expected)
+    assert opened.trouble == []
     opened.context.close()
 
 
@@ -963,7 +1009,8 @@ def test_seeds_are_drawn_as_mean_and_deviation_or_separately(page, swept):
     assert len(xs) == 220 and means == pytest.approx(values.mean(0), rel=1e-4)
     deviations = values.std(0, ddof=1)
     bands = [ys for name, _, ys, _ in curves if name == "" and len(ys) == 2 * len(xs)]
-    expected = np.array([*(values.mean(0) + deviations), *(values.mean(0) - deviations)[::-1]])
+    sides = [(values.mean(0) + sign * deviations).clip(values.min(0), values.max(0)) for sign in (1, -1)]
+    expected = np.array([*sides[0], *sides[1][::-1]])
     assert min(np.abs(np.array(ys) - expected).max() for ys in bands) < 1e-3
     held_out = np.array([[line["loss"] for line in lines] for lines in events(swept, "eval", **BEST)])
     assert held[0] == "held out" and held[2] == pytest.approx(held_out.mean(0), rel=1e-4)
@@ -1024,7 +1071,9 @@ def test_the_page_has_a_dark_mode_fits_a_phone_and_shows_samples_and_warnings(ch
     assert light[0] < 80 < 200 < light[1] and grid[0] != grid[1]
     assert "Tap" in page.locator("#zooming").inner_text()
     assert page.locator("#ways a.bad").inner_text() == "warnings (8)"
-    assert page.locator("#warnings summary").all_inner_texts() == ["the loss climbs (8)"]
+    assert page.locator("#warnings summary").all_inner_texts() == [
+        f"the loss climbs (recipe={recipe} data=stdlib lr=0.1: 4 runs)" for recipe in ("warm", "scratch")
+    ]
     assert page.locator("#samples .card").count() == 6
     assert page.locator("#samples .card b").count() == 0  # text of a run is not interpreted
     page.locator("#runs details").first.locator("summary").click()

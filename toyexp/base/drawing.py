@@ -263,9 +263,10 @@ def set_log_scale(axes: Any, which: str, values: Iterable[float], ratio: float =
     if not finite or min(finite) <= 0 or max(finite) <= ratio * min(finite):
         return False
     (axes.set_xscale if which == "x" else axes.set_yscale)("log")
-    axis = axes.xaxis if which == "x" else axes.yaxis
-    is_narrow = max(finite) < (1e3 if which == "y" else 50) * min(finite)
-    axis.set_major_locator(LogLocator(subs=(1, 2, 5) if is_narrow else (1,)))
+    axis, length, label = (axes.xaxis, axes.bbox.width, 45) if which == "x" else (axes.yaxis, axes.bbox.height, 15)
+    decades, room = math.log10(max(finite) / min(finite)), 72 * length / axes.figure.dpi / label  # a label in points
+    choices = ((1, 2, 3, 4, 5, 6, 7, 8), (1, 2, 5), (1, 3), (1,))
+    axis.set_major_locator(LogLocator(subs=next((s for s in choices if len(s) * decades <= room), choices[-1])))
     has_powers = max(finite) > POWERS[1] or min(finite) < POWERS[0]
     axis.set_major_formatter(LogFormatterSciNotation(minor_thresholds=(99, 99)) if has_powers else format_tick)
     axis.set_minor_formatter(NullFormatter())
@@ -285,11 +286,11 @@ def format_tick(value: float, _: int) -> str:
 def fit_y_axis(axes: Any, low: float, high: float, above: str, largest: float, log: bool = False) -> None:
     """Fit the y axis to values from `low` to `high`; if `log` is True, make it logarithmic even for similar values.
 
-    `largest` is the largest value of all curves. If it exceeds `high`, add a note such as "▲ 3 runs above the shown
+    `largest` is the largest value of all curves. If it exceeds `high`, add a note such as "↑ 3 runs above the shown
     range, up to 7.2". `above` is the first part of this note, such as "3 runs".
     """
     if largest > high:
-        caption(axes, f"▲ {above} above the shown range, up to {largest:.4g}")
+        caption(axes, f"↑ {above} above the shown range, up to {largest:.4g}")
     if set_log_scale(axes, "y", (low, high), 1.0 if log else LOG_RATIO):
         axes.set_ylim(low * 0.9, high * 1.1)
         return
@@ -305,10 +306,10 @@ def mark_above(axes: Any, steps: Sequence[int], values: Sequence[float], colour:
     """Draw arrows at the top edge of a panel, at the steps whose values are above its range."""
     (low, high), top = axes.get_xlim(), axes.get_ylim()[1]
     above = [step for step, value in zip(steps, values, strict=True) if value > top]
-    places = {round(150 * (step - low) / (high - low)): step for step in above}.values()  # no two on the same spot
+    places = {round(60 * (step - low) / (high - low)): step for step in above}.values()  # no two on the same spot
     if places:  # the layout fails for a line without points
-        axes.plot(places, [1] * len(places), "^", transform=axes.get_xaxis_transform(), color=colour, markersize=4,
-                  clip_on=False, scalex=False)  # fmt: skip
+        axes.plot(places, [1] * len(places), transform=axes.get_xaxis_transform(), color=colour, linestyle="none",
+                  marker=r"$\uparrow$", markersize=7, clip_on=False, scalex=False)  # fmt: skip
 
 
 def fit_text(text: str, limit: int) -> str:

@@ -54,7 +54,7 @@ class Line:
     point: Point[Entry]
     runs: list[tuple[Steps, bool]]  # values of each run, and whether it completed
     mean: Steps  # over seeds, at the steps that the curves of all seeds have
-    deviation: Steps  # empty for fewer than two seeds
+    band: dict[int, tuple[float, float]]  # mean ± deviation within the extremes of the seeds; empty for a single seed
 
     @classmethod
     def read(cls, point: Point[Entry], column: str) -> Line:
@@ -68,8 +68,11 @@ class Line:
                 seeds.setdefault(seed_key(entry), []).append(curve)
         averages = [_average(curves) for curves in seeds.values()]
         mean = _average(averages)
-        spread = {at: statistics.stdev(curve[at] for curve in averages) for at in mean} if len(averages) > 1 else {}
-        return cls(point, runs, mean, spread)
+        values = {at: [curve[at] for curve in averages] for at in mean} if len(averages) > 1 else {}
+        spread = {at: statistics.stdev(some) for at, some in values.items()}
+        band = {at: (max(mean[at] - spread[at], min(some)), min(mean[at] + spread[at], max(some)))
+                for at, some in values.items()}  # fmt: skip
+        return cls(point, runs, mean, band)
 
     @property
     def values(self) -> list[float]:
@@ -250,7 +253,7 @@ def _draw_curves(axes: Any, named: Sequence[Line], rest: Sequence[Line], limits:
     """Draw the curves of the `named` points in colour, the best on top, and those of the `rest` in pale grey.
 
     A point is a group of runs that differ only in their seed. A coloured point has a line for its mean, a band for its
-    standard deviation and a thin line for each run. A cross marks the last step of a run that did not complete.
+    standard deviation, and a thin line for each run. A cross marks the last step of a run that did not complete.
     """
     low, high = limits
     for line in rest:
@@ -261,9 +264,9 @@ def _draw_curves(axes: Any, named: Sequence[Line], rest: Sequence[Line], limits:
         for curve, is_complete in line.runs:
             if curve and (len(line.runs) > 1 or not is_complete):
                 axes.plot(list(curve), list(curve.values()), color=colour, linewidth=0.6, alpha=0.3, zorder=2)
-        if line.deviation:
-            sides = [[line.mean[at] + sign * line.deviation[at] for at in line.mean] for sign in (-1, 1)]
-            axes.fill_between(list(line.mean), *sides, color=colour, alpha=0.12, linewidth=0, zorder=2)
+        if line.band:
+            lows, highs = zip(*line.band.values(), strict=True)
+            axes.fill_between(list(line.band), lows, highs, color=colour, alpha=0.12, linewidth=0, zorder=2)
         axes.plot(list(line.mean), list(line.mean.values()), color=colour, linewidth=2.2 if best else 1.2,
                   marker=MARKS[rank], markersize=4.5 if best else 3.5, markevery=max(len(line.mean) // 12, 1),
                   zorder=5 if best else 4)  # fmt: skip

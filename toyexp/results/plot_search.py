@@ -34,7 +34,7 @@ SEARCH_FILE = "search.json"
 MAX_PANELS = 6  # settings with a panel; the most important ones
 PANELS_PER_ROW = 3
 MAX_NAMES = 12  # values that are shown of a setting that is not numeric
-CUT = 0.3  # height of the logarithmic part of an axis, as a fraction of its linear part
+CUT = 0.4  # height of the logarithmic part of an axis, as a fraction of its linear part
 RASTER_TRIALS = 500  # with more trials, an SVG contains the dots as a bitmap
 
 

@@ -57,12 +57,10 @@ function drawChart(id, traces, shape, config, text) {
   return drawn;
 }
 
-// Keep a chart's axes if no point is shown, and say why.
+// Keep a chart's axes if no point is shown.
 function drawEmpty(id, config) {
   const { xaxis, yaxis, margin } = byId(id).layout || {}, keep = (axis) => ({ ...(axis || { visible: false }), autorange: false });
-  const text = data.points.some((_, place) => passes(place)) ? "All points are hidden" : "No point passes the filter";
-  const annotations = [{ text, showarrow: false, xref: "paper", yref: "paper", x: 0.5, y: 0.5 }];
-  return drawChart(id, [], layout({ xaxis: keep(xaxis), yaxis: keep(yaxis), ...(margin && { margin }), annotations }), config, text);
+  return drawChart(id, [], layout({ xaxis: keep(xaxis), yaxis: keep(yaxis), ...(margin && { margin }) }), config, "no points");
 }
 
 function escapeHtml(text) {
@@ -169,13 +167,10 @@ function runLabel(run) {
   return many ? `${label}  seed=${run.seed}` : label;
 }
 
-// Return a band of one standard deviation around the means. If many points are shown, bands are paler, so that
-// overlapping bands stay transparent.
-function bandTrace(xs, means, deviations, place, log) {
+// Return a band between two curves. If many points are shown, bands are paler, so that overlapping bands stay transparent.
+function bandTrace(xs, lows, highs, place) {
   const alpha = Math.max(0.16 * Math.min(1, 4 / Math.max(visible().length, 1)), 0.02);
-  const least = log ? Math.min(...means.filter((m) => m > 0)) / 100 : -Infinity;
-  const up = means.map((m, i) => m + deviations[i]), down = means.map((m, i) => Math.max(m - deviations[i], least));
-  return lineTrace([...xs, ...xs.slice().reverse()], [...up, ...down.reverse()], "", {
+  return lineTrace([...xs, ...xs.slice().reverse()], [...highs, ...lows.slice().reverse()], "", {
     fill: "toself", fillcolor: colour(place, alpha), line: { width: 0 }, hoverinfo: "skip",
   });
 }
@@ -193,8 +188,8 @@ function lossTraces() {
       back.push(lineTrace(xs, ys, "raw", { line: { width: 0.7, color: colour(place, runs.length > 2 ? 0.2 : 0.4) } }));
     }
     if (together) {
-      const [xs, means, deviations] = band(runs.map((run) => readCurve(run, "loss", true)));
-      if (!held) bands.push(bandTrace(xs, means, deviations, place, state.ylog));
+      const [xs, means, deviations, lows, highs] = band(runs.map((run) => readCurve(run, "loss", true)));
+      if (!held) bands.push(bandTrace(xs, lows, highs, place));
       const about = hoverTemplate(label, `training loss, mean of ${runs.length} seeds`, ".4f", true);
       front.push(lineTrace(xs, means, label, {
         line: { width: wide, color: colour(place) }, hoverinfo: "all", customdata: deviations, hovertemplate: about,
@@ -237,8 +232,8 @@ function arrowTraces(traces, range, log, most = 40) {
   });
   const found = [...places.values()];
   return found.length ? [{
-    type: "scatter", mode: "markers", name: "above", x: found.map(([at]) => at), y: found.map(() => top), cliponaxis: false,
-    marker: { symbol: "triangle-up", size: 8, color: found.map(([, shade]) => shade) }, hovertemplate: "above the shown range<extra></extra>",
+    type: "scatter", mode: "text", name: "above", x: found.map(([at]) => at), y: found.map(() => top), cliponaxis: false,
+    text: "<b>↑</b>", textfont: { color: found.map(([, shade]) => shade) }, hovertemplate: "above the shown range<extra></extra>",
   }] : [];
 }
 
@@ -258,9 +253,9 @@ function heldTraces(place, score) {
     const found = each.map((some, i) => meanAndDeviation(some.map((run) => run.held[score][1][run.held[score][0].indexOf(steps[i])])));
     const xs = steps.map((step, i) => meanAndDeviation(each[i].map((run) => clockAt(run, step, state.over)))[0]);
     const about = hoverTemplate(data.points[place].label, `held-out ${score}, mean of ${runs.length} seeds`, ".4f", true);
-    const means = found.map((f) => f[0]), deviations = found.map((f) => f[1]);
+    const [means, deviations, lows, highs] = [0, 1, 2, 3].map((n) => found.map((f) => f[n]));
     return [
-      bandTrace(xs, means, deviations, place, state.ylog),
+      bandTrace(xs, lows, highs, place),
       { ...look, name: "held out", x: xs, y: means, customdata: deviations, hovertemplate: about },
     ];
   }
@@ -287,8 +282,6 @@ function drawMain() {
     ...(state.ylog ? { type: "log", tickformat: range && range[1] > 5 ? "~e" : "~g", nticks: 7 } : { type: "linear" }), ...(range ? { range } : {}),
   };
   const about = `${y.title.text} against ${AXES[state.over]}: ${visible().length} of ${data.points.length} points. `;
-  byId("result").textContent = data.best ? `Best ${data.metric}: ${value(best)}, ${best.label}` :
-    data.points.length === 1 ? `${data.metric[0].toUpperCase()}${data.metric.slice(1)}: ${value(best)}` : "";
   return drawChart("main", [...traces, ...arrowTraces(front, range, state.ylog)], layout({ yaxis: y }), CONFIG, about + (data.best ? `Best: ${best.label}, ${data.metric} ${value(best)}.` : ""));
 }
 

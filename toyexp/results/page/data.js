@@ -102,19 +102,21 @@ function valueAt(xs, ys, x) {
   return xs[high] === xs[low] ? ys[low] : ys[low] + ((ys[high] - ys[low]) * (x - xs[low])) / (xs[high] - xs[low]);
 }
 
+// Return the mean, the deviation, and the ends of a band of one deviation to both sides, cut off at the extremes: the band of
+// a group in which one run diverged would otherwise contain values that no run has.
 function meanAndDeviation(values) {
   const mean = values.reduce((a, b) => a + b, 0) / values.length;
-  if (values.length < 2) return [mean, 0];
-  return [mean, Math.sqrt(values.reduce((a, b) => a + (b - mean) ** 2, 0) / (values.length - 1))];
+  const deviation = Math.sqrt(values.reduce((a, b) => a + (b - mean) ** 2, 0) / Math.max(values.length - 1, 1));
+  return [mean, deviation, Math.max(mean - deviation, Math.min(...values)), Math.min(mean + deviation, Math.max(...values))];
 }
 
-// Return [xs, means, deviations] over several curves, at each x where at least two of them have values.
+// Return [xs, means, deviations, lows, highs] over several curves, at each x where at least two of them have values.
 function band(curves, most = 220) {
   const firsts = curves.map(([xs]) => xs[0]), lasts = curves.map(([xs]) => xs[xs.length - 1]);
   const low = Math.min(...firsts), high = Math.max(...lasts);
   const own = curves.reduce((a, b) => (b[0].length > a[0].length ? b : a))[0];
   const grid = own.length <= most ? own : Array.from({ length: most }, (_, i) => low + ((high - low) * i) / (most - 1));
-  const out = [[], [], []];
+  const out = [[], [], [], [], []];
   for (const x of grid) {
     const values = curves.map(([xs, ys]) => valueAt(xs, ys, x)).filter((v) => v !== null);
     if (values.length < Math.min(curves.length, 2)) continue;

@@ -164,7 +164,7 @@ function drawAbout() {
   byId("said").textContent = [
     scored ? "With marks: held-out loss; thin: smoothed training loss." : "",
     thin.length ? `Curves of up to ${longest} steps are reduced to the extremes of at most ${data.most / 2} bins.` : "",
-    data.points.some((p) => p.counted > 1) ? "Bands and ±: standard deviation over seeds (n-1)." : "",
+    data.points.some((p) => p.counted > 1) ? "±: standard deviation over seeds (n-1); bands: the same within the extremes of the seeds." : "",
     data.runs.some((run) => !run.counts) ? "Cross: end of a run that did not complete." : "",
     data.runs.some((run) => [run.loss, ...Object.values(run.scores)].some((v) => Math.abs(v) >= 1e300)) ? "Values beyond ±1e300 are not drawn." : "",
     isDistinct() ? "" : "Stronger colour: better rank.",
@@ -207,7 +207,8 @@ function drawLegend() {
     if (focused === String(place)) button.focus();
     addMark(button, place);
     addElement(button, "span", "label", point.label);
-    addElement(button, "span", place === 0 && data.best ? "value best" : "value", value(point));
+    const last = point.mean === null ? mean(runsOf(place).map((run) => scoreOf(run, data.metric))) : null; // such as of a pruned run
+    addElement(button, "span", `value${place === 0 && data.best ? " best" : last === null ? "" : " last"}`, last === null ? value(point) : formatNumber(last));
     button.addEventListener("click", (event) => {
       if (event.altKey || event.shiftKey) return showOnly(place);
       if (!state.hidden.delete(place)) state.hidden.add(place);
@@ -217,8 +218,23 @@ function drawLegend() {
     button.addEventListener("pointerenter", () => highlight(place));
     button.addEventListener("pointerleave", () => highlight(null));
   });
-  byId("hint").textContent = !shown ? "No point passes the filter." : isTouch() ? "Tap a point to hide or show it, twice to isolate it." :
+  byId("hint").textContent = !shown ? "" : isTouch() ? "Tap a point to hide or show it, twice to isolate it." :
     "Click a point to hide or show it, double click (Shift+Enter) to isolate it.";
+}
+
+// Write the best result. If no point is shown, say why instead, with a button that shows all points.
+function drawResult() {
+  const best = data.points[0], box = byId("result"), filtered = !data.points.some((_, place) => passes(place));
+  box.textContent = !visible().length ? `${filtered ? "No point passes the filter" : "All points are hidden"} ` :
+    data.best ? `Best ${data.metric}: ${value(best)}, ${best.label}` :
+    data.points.length === 1 ? `${data.metric[0].toUpperCase()}${data.metric.slice(1)}: ${value(best)}` : "";
+  if (visible().length) return;
+  addElement(box, "button", "", filtered ? "clear" : "show all").addEventListener("click", () => {
+    state.filter = byId("filter").value = "";
+    state.brushes.clear();
+    state.hidden.clear();
+    refresh();
+  });
 }
 
 function formatValues(values) {
@@ -266,16 +282,22 @@ function drawWarnings() {
   const box = document.querySelector("#warnings div"), some = data.runs.filter((run) => run.warned && shows(run.point));
   byId("warnings").hidden = !data.runs.some((run) => run.warned);
   box.textContent = "";
-  const same = new Map(); // a text that many runs share is shown once
+  const same = new Map(), number = /\d+(\.\d+)?(e[+-]?\d+)?/g; // texts of a point that differ only in numbers are shown once
   for (const run of some) for (const w of run.warnings) {
-    if (!same.has(w.text)) same.set(w.text, []);
-    same.get(w.text).push(`${runLabel(run)}${w.step === null ? "" : `, step ${w.step}`}`);
+    const text = w.text.replace(/^step \d+: /, ""), key = `${run.point} ${text.replace(number, "")}`;
+    if (!same.has(key)) same.set(key, { text, runs: new Set(), numbers: text.match(number)?.map(() => []), told: [] });
+    const { runs, numbers, told } = same.get(key);
+    runs.add(run);
+    (text.match(number) || []).forEach((n, i) => numbers[i].push(n));
+    told.push(`${runLabel(run)}${w.step === null ? "" : `, step ${w.step}`}`);
   }
-  for (const [text, runs] of same) {
-    const details = addElement(box, "details");
-    addElement(details, "summary", "", `${text} (${runs.length})`);
+  for (const { text, runs, numbers, told } of same.values()) {
+    const details = addElement(box, "details"), { label } = data.points[[...runs][0].point];
+    const ends = (all) => [...new Set([Math.min, Math.max].map((end) => all.find((n) => Number(n) === end(...all))))].join("–");
+    let nth = 0;
+    addElement(details, "summary", "", `${text.replace(number, () => ends(numbers[nth++]))} (${label}: ${runs.size === 1 ? "1 run" : `${runs.size} runs`})`);
     details.open = isPrinted();
-    addElement(details, "p", "small", runs.slice(0, 60).join(" · ") + (runs.length > 60 ? ` · and ${runs.length - 60} more` : ""));
+    addElement(details, "p", "small", told.slice(0, 60).join(" · ") + (told.length > 60 ? ` · and ${told.length - 60} more` : ""));
   }
 }
 
@@ -339,6 +361,7 @@ function addChoice(id, options, key, then) {
 
 function refresh() {
   conditions = parseFilter(state.filter);
+  drawResult();
   drawLegend();
   drawCharts();
   drawTable();
@@ -415,7 +438,7 @@ function controls() {
     byId(id).addEventListener("click", () => { state.every = true; refresh(); });
   }
   let resized = 0;
-  addEventListener("resize", () => { clearTimeout(resized); resized = setTimeout(drawChoices, 150); });
+  addEventListener("resize", () => { clearTimeout(resized); resized = setTimeout(() => { drawChoices(); drawTable(); }, 150); });
 }
 
 async function begin() {
@@ -437,8 +460,11 @@ async function begin() {
   drawDifferences();
   drawImportance();
   refresh();
+  document.querySelectorAll(".scroll").forEach(fade);
   drawLinks();
   listenPrint();
+  byId("skip").addEventListener("click", (event) => { event.preventDefault(); document.querySelector("main").focus(); });
+  for (const box of document.querySelectorAll(".scroll")) box.addEventListener("scroll", () => fade(box));
   // plotly loads slowly, so show the rest first. A page in the background gets no animation frames.
   await new Promise((done) => (document.hidden ? done() : requestAnimationFrame(() => setTimeout(done))));
   const script = document.createElement("script");

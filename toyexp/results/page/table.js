@@ -24,6 +24,7 @@ function listColumns(saved = false) {
     return [{ head: data.metric, of: (p) => p.mean, text: value, number: true, best: true },
       ...(saved ? [{ head: `± ${data.metric}`, of: (p) => p.deviation }, { head: "steps taken", of: each((r) => r.steps) }] : []),
       ...(saved || !keys.length ? [{ head: "name", of: (p) => p.label }] : []), ...keys,
+      ...(data.points.some((p) => p.diverged) ? [{ head: "state", of: (p) => p.diverged }] : []),
       { head: "runs", of: (p) => p.counted, text: (p) => (p.counted < p.runs.length ? `${p.counted}/${p.runs.length}` : `${p.counted}`), number: true },
       ...numbers];
   }
@@ -87,7 +88,7 @@ function drawTable() {
     for (const column of columns) {
       const text = formatCell(column, row);
       const best = column.best && row.point === 0 && column.of(row) !== null && data.best;
-      const cell = addElement(cells, "td", cellClass(column) + (String(text).length > 16 ? " long" : "") + (best ? " best" : ""));
+      const cell = addElement(cells, "td", cellClass(column) + (String(text).length > 16 ? " long" : "") + (/diverged$/.test(text) ? " bad" : "") + (best ? " best" : ""));
       if (best) addElement(cell, "span", "badge", "best");
       cell.append(text);
     }
@@ -96,6 +97,12 @@ function drawTable() {
   const table = body.parentElement;
   table.classList.remove("tight");
   table.classList.toggle("tight", table.offsetWidth > table.parentElement.clientWidth);
+  fade(table.parentElement);
+}
+
+// Fade the right edge of a table that can be scrolled further.
+function fade(box) {
+  box.classList.toggle("more", box.scrollLeft + box.clientWidth < box.scrollWidth - 1);
 }
 
 // Draw a row's metric as its point's mark on a scale, with a line of one deviation to both sides. Beyond the scale it is an

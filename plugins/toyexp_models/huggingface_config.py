@@ -66,7 +66,8 @@ def read_config(cls: type[LanguageModel], config: Mapping[str, Any], names: Coll
     if "window" not in defaults and config.get("use_sliding_window", True) and (window := config.get("sliding_window")):
         found["context"] = min(found["context"], window)  # a window hides nothing in contexts up to its length
     found |= _rope(config, found, "rope_factors" in defaults) if "rope_base" in defaults else {}
-    settings = {s: v if isinstance(v, list) else type(defaults[s])(v) for s, v in found.items() if s in defaults}
+    wanted = {s: v for s, v in found.items() if s in defaults}
+    settings: dict[str, Any] = {s: v if isinstance(v, list) else type(defaults[s])(v) for s, v in wanted.items()}
     model = cls(**settings)
     model.check()
     layout = hf_layout(model, {}).config

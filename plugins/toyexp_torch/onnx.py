@@ -49,9 +49,7 @@ class ONNX(Format):
 
         class Network(torch.nn.Module):
             def forward(self, images: Any) -> Any:
-                x = (
-                    ((images - mean) / std).unflatten(3, (-1, patch)).unflatten(2, (-1, patch))
-                )  # [B, C, row, y, col, x]
+                x = ((images - mean) / std).unflatten(3, (-1, patch)).unflatten(2, (-1, patch))  # B, C, row, y, col, x
                 patches = x.permute(0, 2, 4, 1, 3, 5).flatten(3).flatten(1, 2)
                 return export.model.forward(TorchOps(), Params(tensors), {"patches": patches})
 

@@ -90,9 +90,8 @@ def read_text_column(record: Record, columns: Mapping[str, str]) -> str:
     """Return the column `text` of a record. Raise BadExample if it has none."""
     value = decode(record, columns)
     if "text" not in value:
-        others = "; for prompts and conversations: data=examples"
-        keys = join_names(decode(record, columns, nulls=True))
-        raise BadExample(f"has the keys {keys}; expected text (data.columns={{text: NAME}}){others}")
+        found = f"{join_names(decode(record, columns, nulls=True))}; expected text (data.columns={{text: NAME}})"
+        raise BadExample(f"has the keys {found}; for prompts and conversations: data=examples")
     return text_of(value["text"], "text")
 
 

@@ -81,8 +81,7 @@ class RecordData(TokenizedData):
         """Yield a warning for each setting that has no effect."""
         yield from super().warnings(preview)
         if self.val_path:
-            files = self._files()
-            yield from overlap([f for f, split in files if split == TRAIN], [f for f, split in files if split != TRAIN])
+            yield from overlap(find_records(self.path), find_records(self.val_path, "val_path"))
         facts = preview.dataset.describe()
         for name in ("template", "system"):
             if is_changed(self, name) and not facts["chats"]:

@@ -73,9 +73,10 @@ def match_paths(path: str, key: str = "path") -> list[Path]:
 
 
 def iter_below(folder: Path) -> Iterator[Path]:
-    """Yield the files and directories below a directory; leave out directories that vanish or cannot be read."""
+    """Yield the files below a directory; leave out hidden ones, and directories that vanish or cannot be read."""
     for directory, folders, names in os.walk(folder):
-        yield from (Path(directory, name) for name in (*folders, *names))
+        folders[:] = [name for name in folders if not name.startswith(".")]
+        yield from (Path(directory, name) for name in names if not name.startswith("."))
 
 
 def _add_folder(selection: FoundFiles, folder: Path, suffixes: Collection[str]) -> None:

@@ -52,10 +52,8 @@ class Preference(RecordData):
         chats = sum(bool(half.messages) for half in halves)
         template = self._template(vocabulary) if chats else None
         make = partial(_rows, write=template.rows if template else plain_rows)
-        parts = [
-            self._usable(self._match(list(compress(values, side)), name), make, skipped)
-            for name, side in (("training", ~mask), ("held-out", mask))
-        ]
+        sides = (~mask, "training"), (mask, "held-out")
+        parts = [self._usable(self._match([*compress(values, side)], name), make, skipped) for side, name in sides]
         rows, held_out = [each for part in parts for _, each in part], np.repeat([False, True], [*map(len, parts)])
         tokenizer = self._tokenizer(rows, held_out, vocabulary)
         if chats:
@@ -82,8 +80,7 @@ class Preference(RecordData):
     def _match(self, part: Placed[Pair], name: str) -> Placed[Pair]:
         """Return the pairs of the part `name`; join completions with labels to pairs.
 
-        Those of the rarer label are repeated, which gives both labels the same weight (Ethayarajh et al. 2024, section
-        4.2).
+        Those of the rarer label repeat, so both labels have the same weight (Ethayarajh et al. 2024, section 4.2).
         """
         if all(pair.chosen and pair.rejected for _, pair in part):
             return part

@@ -57,9 +57,7 @@ def find_all(path: str, is_suitable: Callable[[Path], object], what: str, key: s
     """
     files: list[Path] = []
     for match in match_paths(path, key):
-        below = iter_below(match) if match.is_dir() else ()
-        shown = (f for f in below if not any(part.startswith(".") for part in f.relative_to(match).parts))
-        files += [f for f in shown if is_suitable(f) and f.is_file()] if match.is_dir() else [match]
+        files += [f for f in iter_below(match) if is_suitable(f) and f.is_file()] if match.is_dir() else [match]
     if not files:
         raise UserError(f"data.{key}={path}: has no file of {what}")
     return sorted(files, key=_natural_order)

@@ -248,8 +248,7 @@ class Text(TextData):
     def warnings(self, preview: RunPreview) -> Iterable[str]:
         """Yield a warning if the setting `suffixes` has no effect, or if held-out text is also trained on."""
         yield from super().warnings(preview)
-        if self.val_path:
-            found = self.files()
+        if self.val_path and (found := self.files()):
             yield from overlap(found.files, found.held_out)
         if is_changed(self, "suffixes") and Path(self.path).is_file() and not record_suffix(Path(self.path)):
             yield f"data.suffixes={self.suffixes}: has no effect; data.path={self.path} is a file, not a directory"

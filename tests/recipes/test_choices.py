@@ -127,7 +127,7 @@ def test_questions_are_read_from_the_formats_of_examples(capsys):
         (
             {"choices": {"text": ["a"] * 27, "label": [*range(27)]}, "answerKey": "3"},
             "",
-            ":1: choices is a list; expected a list of 2 to 26 texts",
+            ":1: choices has 27 texts; expected a list of 2 to 26 texts",
         ),
         ({"choices": ["a", ""], "answer": 0}, "", ":1: a choice is empty"),
         ({"choices": ["a", 3], "answer": 0}, "", ":1: a choice is a number, expected text"),

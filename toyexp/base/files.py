@@ -27,8 +27,7 @@ HEAD_SIZE = 512  # leading bytes of a file, from which its format is guessed
 NOT_TEXT_HINTS: dict[bytes | tuple[bytes, ...], str] = {
     b"\x1f\x8b": "it is compressed: gunzip it first",
     b"BZh": "it is compressed: bunzip2 it first",
-    b"\xfd7zXZ": "it is compressed: unxz it first",
-    b"\x28\xb5\x2f\xfd": "it is compressed: unzstd it first",
+    (b"\xfd7zXZ", b"\x28\xb5\x2f\xfd"): "it is compressed: unxz or unzstd it first",
     b"PK\x03\x04": "it is a zip archive: unzip it first, or save a spreadsheet as CSV",
     b"version https://git-lfs": "it is a Git LFS pointer: git lfs pull fetches the file",
     b"PAR1": "it is Parquet: pandas.read_parquet(FILE).to_json('x.jsonl', orient='records', lines=True) in Python",

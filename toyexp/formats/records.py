@@ -41,10 +41,8 @@ def iter_records(path: Path) -> Iterator[tuple[str, Record]]:
     read = READERS.get(record_suffix(path), _lines)
     try:
         yield from read(path)
-    except gzip.BadGzipFile as error:  # the message may contain bytes of the file
-        raise UserError(f"{path}: cannot be read: {str(error).partition(' (b')[0]}") from None
-    except (EOFError, zlib.error, lzma.LZMAError, OSError, csv.Error) as error:
-        raise UserError(f"{path}: cannot be read: {printable(str(error), 200)}") from None
+    except (EOFError, zlib.error, lzma.LZMAError, OSError, csv.Error) as error:  # gzip's may end in the file's bytes
+        raise UserError(f"{path}: cannot be read: {printable(str(error).partition(' (b')[0], 200)}") from None
 
 
 @contextlib.contextmanager
@@ -107,9 +105,8 @@ def _table(path: Path) -> Iterator[tuple[str, Record]]:
             reader = csv.DictReader(file, delimiter=delimiter, strict=True)
             names = reader.fieldnames or []
             other = next((d for d in (";", "\t", "|", ",") if d != delimiter and len(names) == 1 and d in names[0]), "")
-            if len({*names}) < len(names):
-                twice = printable(next(name for name in names if names.count(name) > 1), 20)
-                raise UserError(f"{path}: has the column {twice} twice")
+            if twice := [name for name in names if names.count(name) > 1]:
+                raise UserError(f"{path}: has the column {printable(twice[0], 20)} twice")
             if other:
                 raise UserError(f"{path}: its columns are separated by {other!r}; expected {delimiter!r}")
             for row in reader:
@@ -214,15 +211,8 @@ def kind_of(value: Any) -> str:
     """Return what a JSON value is, such as "a list", for a message."""
     if value == []:
         return "an empty list"
-    kinds = {
-        dict: "an object",
-        list: "a list",
-        str: "a text",
-        bool: "true or false",
-        type(None): "null",
-        bytes: "bytes",
-    }
-    return kinds.get(type(value), "a number")
+    kinds = {dict: "an object", list: "a list", str: "a text", bool: "true or false", bytes: "bytes"}
+    return "null" if value is None else kinds.get(type(value), "a number")
 
 
 def join_names(value: Mapping[Any, Any]) -> str:

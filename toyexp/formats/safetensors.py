@@ -46,9 +46,8 @@ class TensorsFile(ModelFile):
             raise self.error("is a Git LFS pointer: git lfs pull fetches the file")
         length = int.from_bytes(start, "little")
         if not 2 <= length <= min(size - 8, HEADER_LIMIT):
-            raise self.error(
-                f"is not a complete safetensors file: its header claims {length} bytes, the file has {size}"
-            )
+            claim = f"its header claims {length} bytes, the file has {size}"
+            raise self.error(f"is not a complete safetensors file: {claim}")
         header = json_object(self._file.read(length), f"{path}: its header")
         metadata = header.pop("__metadata__", None)
         self.metadata: Mapping[str, Any] = self._keys(metadata if isinstance(metadata, dict) else {})

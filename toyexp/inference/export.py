@@ -192,12 +192,8 @@ def add_tokens(exported: ModelExport, texts: Sequence[str]) -> ModelExport:
         raise UserError("--new-tokens: the model has no tokenizer")
     tokenizer, keys = copy(exported.tokenizer), {**exported.tokenizer.gguf_metadata()}
     for text in texts:
-        problems = {
-            "a token already": text in keys["ggml.tokens"],
-            "empty": not text,
-            "repeated": texts.count(text) > 1,
-        }
-        if problem := next((word for word, holds in problems.items() if holds), ""):
+        if not text or text in keys["ggml.tokens"] or texts.count(text) > 1:
+            problem = "empty" if not text else "repeated" if texts.count(text) > 1 else "a token already"
             raise UserError(f"--new-tokens: {printable(repr(text))} is {problem}")
     added: dict[str, Any] = {"ggml.tokens": [*keys["ggml.tokens"], *texts]}
     types = keys.get("ggml.token_type", np.full(tokenizer.vocab, NORMAL, np.int32))

@@ -58,9 +58,8 @@ def read_config(cls: type[LanguageModel], config: Mapping[str, Any], names: Coll
         found["window_period"] = kinds.index("full_attention") + 1
     found["attention_layers"] = [i for i, kind in enumerate(kinds) if kind == "full_attention"]
     if config.get("block_auto_adjust_ff_dim"):  # as transformers computes it
-        adjusted = config["block_ffn_dim_multiplier"] * int(2 * found["d_ff"] / 3)
-        multiple = config["block_multiple_of"]
-        found["d_ff"] = -(-int(adjusted) // multiple) * multiple
+        width = int(config["block_ffn_dim_multiplier"] * int(2 * found["d_ff"] / 3))
+        found["d_ff"] = width + -width % config["block_multiple_of"]
     if "sliding_attention" not in kinds:
         found["window"] = 0
     if "window" not in defaults and config.get("use_sliding_window", True) and (window := config.get("sliding_window")):

@@ -235,6 +235,36 @@ def test_on_a_phone_the_table_of_settings_fits(chromium, site_root):
     page.close()
 
 
+def test_the_copy_button_covers_no_code_and_the_heads_of_settings_have_two_lines_at_most(chromium, site_root):
+    page = chromium.new_page(viewport={"width": 1400, "height": 900})
+    page.goto((site_root / "start/fine-tuner.html").as_uri())
+    page.wait_for_selector("pre .md-code__nav")
+    covered = page.evaluate("""() => [...document.querySelectorAll("pre:has(.md-code__nav)")].filter((pre) => {
+      const nav = pre.querySelector(".md-code__nav").getBoundingClientRect(), range = document.createRange();
+      range.selectNodeContents(pre.querySelector("code"));
+      return [...range.getClientRects()].some((r) => r.right > nav.left && r.top < nav.bottom && r.width);
+    }).map((pre) => pre.textContent.slice(0, 60))""")
+    assert covered == []
+    page.goto((site_root / "reference/settings.html").as_uri())
+    heads = page.locator("table:has(a.key) th").all()
+    lines = "(e) => { const r = document.createRange(); r.selectNodeContents(e); return r.getClientRects().length }"
+    assert len(heads) > 5 and max(head.evaluate(lines) for head in heads) <= 2
+    page.close()
+
+
+def test_on_a_phone_pictures_of_notebooks_scroll_and_cut_code_has_a_shadow(chromium, site_root):
+    page = chromium.new_page(viewport={"width": 390, "height": 844})
+    page.goto((site_root / "notebooks/compare_and_sweep.html").as_uri())
+    picture = page.locator(".output img").first
+    assert picture.evaluate("(e) => e.offsetWidth") == int(picture.get_attribute("width"))
+    scrolling = (
+        "[...document.querySelectorAll('.cell pre > code, .output')].filter((e) => e.scrollWidth > e.clientWidth)"
+    )
+    shadows = page.evaluate(f"{scrolling}.map((e) => getComputedStyle(e).backgroundAttachment)")
+    assert len(shadows) > 2 and {*shadows} == {"local, scroll, scroll"}
+    page.close()
+
+
 @pytest.fixture(scope="module")
 def example_runs(tmp_path_factory):
     """Train the runs of the recorded examples, with two steps each."""

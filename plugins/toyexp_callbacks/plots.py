@@ -364,7 +364,7 @@ def _accuracy(axes: Any, curves: Curves) -> None:
 
 
 def _held_out(axes: Any, steps: Sequence[int], values: Sequence[float], form: str, trained: Sequence[int]) -> None:
-    when = "at the end" if steps[-1] >= max(trained, default=0) else f"at step {steps[-1]}:"
+    when = "at the end" if not trained or steps[-1] >= trained[-1] else f"at step {steps[-1]}:"
     axes.plot(steps, values, color=VERMILLION, linewidth=0.8, marker="o", markersize=3.5 if len(steps) < 60 else 1.5,
               label=_label("held-out", values, form, when))  # fmt: skip
 

@@ -77,7 +77,7 @@ def convert(record: Record, columns: Mapping[str, str], system: str = "") -> Val
     if form is None:
         hints = {"chosen": "; for pairs: data=preference", "input_ids": "; for token ids: data=tokens"}
         hint = next((hint for name, hint in hints.items() if name in value), "")
-        raise BadExample(f"has the keys {join_names(value)}; {EXPECTED}{hint}")
+        raise BadExample(f"has the keys {join_names(decode(record, columns, nulls=True))}; {EXPECTED}{hint}")
     result = form.convert(value)
     used = tuple(name for name in value if name in (*form.required, *form.optional))
     if result.messages:
@@ -90,8 +90,8 @@ def read_text_column(record: Record, columns: Mapping[str, str]) -> str:
     """Return the column `text` of a record. Raise BadExample if it has none."""
     value = decode(record, columns)
     if "text" not in value:
-        others = "; for prompts and conversations: data=examples"
-        raise BadExample(f"has the keys {join_names(value)}; expected text (data.columns={{text: NAME}}){others}")
+        found = f"{join_names(decode(record, columns, nulls=True))}; expected text (data.columns={{text: NAME}})"
+        raise BadExample(f"has the keys {found}; for prompts and conversations: data=examples")
     return text_of(value["text"], "text")
 
 
@@ -201,7 +201,8 @@ def convert_pair(record: Record, columns: Mapping[str, str], system: str = "") -
             if not text:
                 raise BadExample(f"{name} is empty")
     else:
-        raise BadExample(f"has the keys {join_names(value)}; expected chosen and rejected, and a prompt")
+        keys = join_names(decode(record, columns, nulls=True))
+        raise BadExample(f"has the keys {keys}; expected chosen and rejected, and a prompt")
     asked = next((name for name in ASKED if name in value), None)
     prompt, *texts = [value[asked], *texts] if asked else _common_start(*texts)
     used = (asked, *used) if asked else used

@@ -109,9 +109,9 @@ class Corpus:
         columns: Mapping[str, str] | None = None,
     ):
         self._files, self._limit, self._fraction, self._skip = [*files, *held_out], limit, fraction, skip
-        self._held_out, self._columns = frozenset(held_out), columns
+        self._train_files, self._held_out, self._columns = len(files), bool(held_out), columns
         self._began, self._stats = time.time(), {path: _stat(path) for path in self._files}
-        split = (len(held_out), columns) if held_out or columns is not None else ()
+        split = (len(files), len(held_out), columns) if held_out or columns is not None else ()
         self._key = repr(([(str(p), status) for p, status in self._stats.items()], limit, skip, *split))
         # Corpora of equal text and `val_fraction` but different `parts_key` hold out different text.
         self.parts_key = f"-{split}-{[str(path) for path in held_out]}" if split else ""
@@ -123,13 +123,13 @@ class Corpus:
         return Facts(**cached) if cached else self._survey[0]
 
     @cached_property
-    def _survey(self) -> tuple[Facts, list[tuple[Path, array[int]]]]:
-        """Return the facts, and for each file the number of characters of each document that is used."""
+    def _survey(self) -> tuple[Facts, list[tuple[Path, array[int], bool]]]:
+        """Return the facts, and for each file: the used characters of each document, and whether it is held out."""
         show_status("reading the text")
         digest, room = hashlib.sha256(), self._limit or NO_LIMIT
-        parts: list[tuple[Path, array[int]]] = []
+        parts: list[tuple[Path, array[int], bool]] = []
         used_bytes, size, skipped = 0, sum(status.size for status in self._stats.values()), list[str]()
-        for path in self._files:
+        for number, path in enumerate(self._files):
             before, lengths, taken = digest.copy(), array("q"), 0
             try:
                 for text in self.documents(path, skipped):
@@ -146,13 +146,13 @@ class Corpus:
                 digest, size, room = before, size - self._stats[path].size, room + sum(lengths)
                 skipped.append(str(reason))
                 continue
-            parts.append((path, lengths))
+            parts.append((path, lengths, number >= self._train_files))
             used_bytes += taken
             if self._columns is not None and room > 0:
                 size += taken - self._stats[path].size  # all of its text is used, whatever the size of the file
             if room <= 0:
                 break
-        facts = Facts(digest.hexdigest(), sum(len(lengths) for _, lengths in parts), used_bytes, size, skipped)
+        facts = Facts(digest.hexdigest(), sum(len(lengths) for _, lengths, _ in parts), used_bytes, size, skipped)
         if all(status.change_time < self._began - SETTLE_TIME for status in self._stats.values()):
             remember("text", self._key, asdict(facts))
         return facts, parts
@@ -175,9 +175,9 @@ class Corpus:
 
     def _parts(self, held_out: bool | None) -> Iterator[Iterator[str]]:
         """Yield the documents of the held-out part (True), of the training part (False), or all of them (None)."""
-        for path, lengths in self._survey[1]:
+        for path, lengths, is_held_out in self._survey[1]:
             documents = zip(self.documents(path), lengths, strict=False)
-            if held_out is None or (self._held_out and (path in self._held_out) == held_out):
+            if held_out is None or (self._held_out and is_held_out == held_out):
                 yield from (slice_text(text, 0, length) for text, length in documents)
             elif not self._held_out and self._columns is not None:
                 first, last = (self._cut(len(lengths)), None) if held_out else (0, self._cut(len(lengths)))
@@ -200,7 +200,7 @@ class Corpus:
 
     def first_file_containing(self, character: str) -> Path | None:
         """Return the first file with this character in the text that the run uses; None if there is none."""
-        for path, lengths in self._survey[1]:
+        for path, lengths, _ in self._survey[1]:
             for text, length in zip(self.documents(path), lengths, strict=False):
                 if any(character in chunk for chunk in slice_text(text, 0, length)):
                     return path
@@ -208,8 +208,8 @@ class Corpus:
 
     def train_size(self) -> int:
         """Return about how many characters all training parts have."""
-        sizes = ((path, sum(lengths)) for path, lengths in self._survey[1] if path not in self._held_out)
-        return sum(size if self._held_out else self._cut(size) for _, size in sizes)
+        sizes = (sum(lengths) for _, lengths, is_held_out in self._survey[1] if not is_held_out)
+        return sum(size if self._held_out else self._cut(size) for size in sizes)
 
     def _cut(self, count: int) -> int:
         return count - int(count * self._fraction)

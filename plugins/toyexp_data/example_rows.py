@@ -69,7 +69,7 @@ class ExampleDataset(Dataset):
         obvious = ("messages", "prompt, completion", "text", "prompt, chosen, rejected")
         texts = {
             **({} if facts.get("columns") in obvious and not facts["other_columns"] else {"columns": read}),
-            "held_out_split": "held out: the {} split",
+            "held_out_split": "held out: {val_path}" if facts.get("val_path") else "held out: the {} split",
             "chats_in_rows": "{} conversations become {rows_of_these} rows: the chat template changes earlier turns",
             "answers_not_as_asked": "{} answers do not begin with the chat template's generation prompt",
             "thoughts_dropped": "{} answers are learned without their reasoning, which the chat template drops",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import date, datetime, time
 from functools import partial
@@ -19,7 +19,7 @@ from toyexp.formats import Record, iter_records, record_suffix
 from toyexp_data.chat import PLAIN_TEMPLATE, Example, Part, Rows, plain_rows, tokenize
 from toyexp_data.columns import NAMES, Pair, Value, convert
 from toyexp_data.held_out import MAX_NAMED, ON_ERROR
-from toyexp_data.splits import TEST, TRAIN, VALIDATION, find_records, has_records, split_name
+from toyexp_data.splits import TEST, TRAIN, VALIDATION, find_records, has_records, overlap, split_name
 from toyexp_data.text import TokenizedData, tokenizer_facts
 
 if TYPE_CHECKING:
@@ -51,6 +51,7 @@ class RecordData(TokenizedData):
     """Base of data sets whose examples are the records of files: rows of a table, or JSON objects."""
 
     fills: ClassVar[tuple[str, ...]] = ("date",)
+    eval_settings: ClassVar[Mapping[str, Any]] = {"val_fraction": 1.0, "val_path": ""}
 
     path: str = ""  # file, directory or pattern ('chats/*.jsonl'): jsonl, json, csv, tsv, parquet or arrow
     val_path: str = ""  # the same for the held-out examples; empty: by names (train, validation), or by val_fraction
@@ -79,6 +80,8 @@ class RecordData(TokenizedData):
     def warnings(self, preview: RunPreview) -> Iterable[str]:
         """Yield a warning for each setting that has no effect."""
         yield from super().warnings(preview)
+        if self.val_path:
+            yield from overlap(find_records(self.path), find_records(self.val_path, "val_path"))
         facts = preview.dataset.describe()
         for name in ("template", "system"):
             if is_changed(self, name) and not facts["chats"]:
@@ -132,6 +135,11 @@ class RecordData(TokenizedData):
         import numpy as np
 
         splits = [place.split for place, _ in examples]
+        first = f" ({skipped[0]})" if skipped else ""
+        if self.val_path and VALIDATION not in splits:
+            raise UserError(f"data.val_path={self.val_path}: has no example to hold out{first}")
+        if (self.val_path or "split" in self.columns) and TRAIN not in splits and self.val_fraction < 1:
+            raise UserError(f"data.path={self.path}: has no example of the training split{first}")
         held_out = next((split for split in (VALIDATION, TEST) if split in splits), None)
         if held_out is None or TRAIN not in splits:
             held_out, mask = None, spread_held_out(len(examples), self.val_fraction)
@@ -140,7 +148,6 @@ class RecordData(TokenizedData):
             examples = list(compress(examples, is_used))
             mask = np.array([place.split == held_out for place, _ in examples])
         if len(examples) < 1 + (self.val_fraction < 1):
-            first = f" ({skipped[0]})" if skipped else ""
             needed = "at least one to train on and one to hold out are needed"
             raise UserError(f"{self.path}: {pluralise(len(examples), 'example')}; {needed}{first}")
         return examples, mask, {"held_out_split": held_out, "other_splits": len(splits) - len(examples)}
@@ -179,6 +186,7 @@ class RecordData(TokenizedData):
         chats = sum(bool(value.messages) for value in values)
         return {
             "path": self.path,
+            "val_path": self.val_path,
             "chats": chats,
             "chat_template": "gguf" if template else "plain" if chats else None,
             **self._template_facts(template, rows),

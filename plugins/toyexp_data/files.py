@@ -5,7 +5,7 @@ from __future__ import annotations
 import glob
 import os
 import stat
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -70,6 +70,13 @@ def match_paths(path: str, key: str = "path") -> list[Path]:
     if not matches:
         raise UserError(f"data.{key}={path}: matches no file (looked in {Path.cwd()})")
     return [require_file(match, match, *kinds) for match in matches]
+
+
+def iter_below(folder: Path) -> Iterator[Path]:
+    """Yield the files below a directory; leave out hidden ones, and directories that vanish or cannot be read."""
+    for directory, folders, names in os.walk(folder):
+        folders[:] = [name for name in folders if not name.startswith(".")]
+        yield from (Path(directory, name) for name in names if not name.startswith("."))
 
 
 def _add_folder(selection: FoundFiles, folder: Path, suffixes: Collection[str]) -> None:

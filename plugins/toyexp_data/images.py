@@ -79,10 +79,8 @@ class Images(SplitData):
         listed, names = self._read_labels() if self.labels else self._folders()
         shape = (self.image_size, self.image_size, 3 if self.color else 1)
         if len(listed) * math.prod(shape) > self.max_mb * 1e6:
-            size_text = f"{len(listed)} images of {self.image_size} x {self.image_size} pixels"
-            raise UserError(
-                f"data.path={self.path}: {size_text} take more than data.max_mb={self.max_mb:g} MB of memory"
-            )
+            problem = f"{len(listed)} images of {self.image_size} x {self.image_size} pixels take more than"
+            raise UserError(f"data.path={self.path}: {problem} data.max_mb={self.max_mb:g} MB of memory")
         import numpy as np
 
         images = np.empty((len(listed), *shape), np.uint8)

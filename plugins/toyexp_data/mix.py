@@ -28,7 +28,7 @@ class Mix(Data):
 
     sources: dict[str, Any] = field(default_factory=dict)  # {a: {path: a.txt, weight: 3}, b: ...} for each source
     temperature: float = 1.0  # without weights, shares are proportional to rows^(1/temperature); (0, inf)
-    tokenizer: str = "auto"  # tokenizer of all sources, as in data=text: auto | byte | GGUF file
+    tokenizer: str = "auto"  # tokenizer of all sources, as in data=text: auto | byte | model
 
     def check(self) -> None:
         """Raise UserError for invalid settings, of the mixture or of its sources."""

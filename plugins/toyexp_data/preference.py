@@ -52,7 +52,8 @@ class Preference(RecordData):
         chats = sum(bool(half.messages) for half in halves)
         template = self._template(vocabulary) if chats else None
         make = partial(_rows, write=template.rows if template else plain_rows)
-        parts = [self._usable(self._match(list(compress(values, side))), make, skipped) for side in (~mask, mask)]
+        sides = (~mask, "training"), (mask, "held-out")
+        parts = [self._usable(self._match([*compress(values, side)], name), make, skipped) for side, name in sides]
         rows, held_out = [each for part in parts for _, each in part], np.repeat([False, True], [*map(len, parts)])
         tokenizer = self._tokenizer(rows, held_out, vocabulary)
         if chats:
@@ -68,23 +69,26 @@ class Preference(RecordData):
         }
         pairs = [pair for part in (train, held) for pair in zip(part[::2], part[1::2], strict=True)]
         equal = facts["equal_pairs"] = sum(good.ids.tolist() == bad.ids.tolist() for good, bad in pairs)
+        if equal == len(pairs) and not facts["labels"]:
+            raise UserError(f"{self.path}: chosen and rejected are equal in all {equal} pairs; nothing can be learned")
         notes = [f"{equal} of {len(pairs)} pairs teach nothing: their completions are equal"] if equal else []
         notes += self.bpe_notes(tokenizer)
         dataset = PairDataset(train, held, tokenizer, "none", self.eval_batches, facts, notes)
         dataset.chat_template = tokenizer.chat_template if chats else ""
         return dataset
 
-    def _match(self, part: Placed[Pair]) -> Placed[Pair]:
-        """Return the pairs; join completions with labels to pairs, and repeat those of the rarer label.
+    def _match(self, part: Placed[Pair], name: str) -> Placed[Pair]:
+        """Return the pairs of the part `name`; join completions with labels to pairs.
 
-        The repetition gives both labels the same weight (Ethayarajh et al. 2024, section 4.2).
+        Those of the rarer label repeat, so both labels have the same weight (Ethayarajh et al. 2024, section 4.2).
         """
         if all(pair.chosen and pair.rejected for _, pair in part):
             return part
         chosen = [(place, pair.chosen) for place, pair in part if pair.chosen]
         rejected = [(place, pair.rejected) for place, pair in part if pair.rejected]
         if not chosen or not rejected:
-            raise UserError(f"{self.path}: needs completions of both labels for training and to hold out")
+            missing = f"the {name} part has none with the label {str(not chosen).lower()}"
+            raise UserError(f"{self.path}: completions with labels (objective.kind=kto) need both labels; {missing}")
         count = max(len(chosen), len(rejected))
         pairs = islice(zip(cycle(chosen), cycle(rejected), strict=True), count)
         return [(place, Pair(good, bad)) for (place, good), (_, bad) in pairs]

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from toyexp import UserError
 from toyexp.formats import READERS, record_suffix
-from toyexp_data.files import match_paths
+from toyexp_data.files import iter_below, match_paths
 
 TRAIN, VALIDATION, TEST = "train", "validation", "test"
 SPLITS = {
@@ -43,6 +43,12 @@ def divide(files: Sequence[Path]) -> tuple[list[Path], list[Path], list[Path]]:
     return train, held, others
 
 
+def overlap(train: Sequence[Path], held_out: Sequence[Path]) -> Iterator[str]:
+    """Yield a warning if a held-out file is also among the files to train on."""
+    if shared := {file.resolve() for file in train} & {file.resolve() for file in held_out}:
+        yield f"data.val_path: the held-out loss means little; {min(shared).name} is also trained on (data.path)"
+
+
 def find_all(path: str, is_suitable: Callable[[Path], object], what: str, key: str = "path") -> list[Path]:
     """Return the files at `path`, a file or a pattern, or the suitable files of a directory.
 
@@ -51,9 +57,7 @@ def find_all(path: str, is_suitable: Callable[[Path], object], what: str, key: s
     """
     files: list[Path] = []
     for match in match_paths(path, key):
-        below = match.rglob("*") if match.is_dir() else ()
-        shown = (f for f in below if not any(part.startswith(".") for part in f.relative_to(match).parts))
-        files += [f for f in shown if is_suitable(f) and f.is_file()] if match.is_dir() else [match]
+        files += [f for f in iter_below(match) if is_suitable(f) and f.is_file()] if match.is_dir() else [match]
     if not files:
         raise UserError(f"data.{key}={path}: has no file of {what}")
     return sorted(files, key=_natural_order)
@@ -80,7 +84,7 @@ def find_records(path: str, key: str = "path") -> list[Path]:
 
 def has_records(path: str) -> bool:
     """Return True if there is a file of records at `path`, a file, a directory or a pattern."""
-    return any(any(map(_is_data, m.rglob("*"))) if m.is_dir() else record_suffix(m) for m in match_paths(path))
+    return any(any(map(_is_data, iter_below(m))) if m.is_dir() else record_suffix(m) for m in match_paths(path))
 
 
 def _is_data(file: Path) -> bool:

@@ -11,7 +11,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import lru_cache
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -86,6 +86,8 @@ class StreamedText(Dataset):
                 break
         part = np.concatenate(ids)[: self._eval_batches * rows * context + 1]
         if not len(part):
+            for path in sources:  # if a file is not text, say that
+                next(chain.from_iterable(self._documents(path)), "")
             problem = f"holds out one document in {self._one_in}, and the text has fewer (a text file is one document)"
             raise UserError(f"data.stream=true: {problem}; name held-out text with data.val_path=FILE")
         return TokenDataset(part, part, None, self.vocab, self._eval_batches, {}).batches(context, rows, 0).held_out()

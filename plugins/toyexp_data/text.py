@@ -15,13 +15,13 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import toyexp.formats
 import toyexp.tokenizers
 from toyexp import TOKENS, Kind, RunPreview, UserError, is_changed, suggest
-from toyexp.base import UnknownCharacter, print_error, require_choice, require_file, require_range, run_interruptibly
+from toyexp.base import UnknownCharacter, print_error, require_choice, require_range, run_interruptibly
 from toyexp.formats import record_suffix
 from toyexp_data.cache import load_or_pack, recall, remember
 from toyexp_data.corpus import Corpus, characters, megabytes, sample_pieces
-from toyexp_data.files import FoundFiles, find_files, match_paths
+from toyexp_data.files import FoundFiles, find_files, iter_below, match_paths
 from toyexp_data.held_out import ON_ERROR, SplitData
-from toyexp_data.splits import divide, find_records, has_records
+from toyexp_data.splits import divide, find_records, has_records, overlap
 
 if TYPE_CHECKING:
     import numpy as np
@@ -39,17 +39,16 @@ class TokenizedData(SplitData):
 
     gives: ClassVar[Kind] = TOKENS
 
-    tokenizer: str = "auto"  # auto (base's or donor's, else byte) | byte | char | bpe (trained on the text) | GGUF file
+    tokenizer: str = "auto"  # auto (base's or donor's, else byte) | byte | char | bpe (trained on the text) | model
     bpe_vocab: int = 1024  # vocabulary size of tokenizer=bpe
     val_fraction: float = 0.05  # share of each document held out for validation, from its end; (0, 1]
     eval_batches: int = 16  # held-out batches per evaluation
 
     def check(self) -> None:
-        """Raise UserError for invalid settings and a missing tokenizer file."""
-        if self.tokenizer not in KINDS and not self.tokenizer.endswith(".gguf"):
-            raise UserError(f"data.tokenizer={self.tokenizer}: {suggest(self.tokenizer, (*KINDS, 'a .gguf file'))}")
-        if self.tokenizer.endswith(".gguf"):
-            require_file(self.tokenizer, f"data.tokenizer={self.tokenizer}")
+        """Raise UserError for invalid settings and a missing tokenizer."""
+        if self.tokenizer.isalnum() and self.tokenizer not in KINDS and not os.path.lexists(self.tokenizer):
+            raise UserError(f"data.tokenizer={self.tokenizer}: {suggest(self.tokenizer, (*KINDS, 'a model file'))}")
+        self.source(None)
         if self.tokenizer == "bpe":
             toyexp.tokenizers.check_bpe_vocab(self.bpe_vocab)
         super().check()
@@ -61,16 +60,16 @@ class TokenizedData(SplitData):
         yield from super().warnings(preview)
 
     def source(self, vocabulary: Path | None) -> Path | None:
-        """Return the GGUF file with the tokenizer, or None if no file is used.
+        """Return the model file with the tokenizer, or None if no file is used.
 
         If the setting `tokenizer` is auto, this is `vocabulary`, the file that the recipe suggests, if any.
         """
-        if self.tokenizer.endswith(".gguf"):
-            return Path(self.tokenizer)
+        if self.tokenizer not in KINDS:
+            return toyexp.find_model_file(Path(self.tokenizer))
         return vocabulary if self.tokenizer == "auto" else None
 
     def read_tokenizer(self, vocabulary: Path | None) -> toyexp.Tokenizer:
-        """Return the tokenizer of the GGUF file, or the byte tokenizer if no GGUF file is used."""
+        """Return the tokenizer of the model file, or the byte tokenizer if no file is used."""
         source = self.source(vocabulary)
         if source is None:
             return toyexp.tokenizers.Bytes()
@@ -96,7 +95,7 @@ class TextData(TokenizedData):
         """Return the text files to read, each of which is a document, in a fixed order."""
 
     def check(self) -> None:
-        """Raise UserError for invalid settings and a missing tokenizer file."""
+        """Raise UserError for invalid settings and a missing tokenizer."""
         super().check()
         require_range("data", self, max_mb="[0,inf)", bpe_mb="[0,inf)")
         require_choice("data", self, on_error=ON_ERROR)
@@ -211,6 +210,7 @@ class Text(TextData):
     """Your own text files: a file, a directory or a pattern."""
 
     name: ClassVar[str] = "text"
+    eval_settings: ClassVar[Mapping[str, Any]] = {"val_fraction": 1.0, "val_path": ""}
 
     path: str = ""  # text, or records with a column text: file, directory, or pattern such as 'books/*.txt'
     val_path: str = ""  # the same for the held-out text; empty: by names (only of records), or by val_fraction
@@ -231,7 +231,7 @@ class Text(TextData):
         """
         suffixes = cls.suffixes.split()
         if path.is_dir():
-            files = list(path.rglob("*"))
+            files = list(iter_below(path))
             return any(f.suffix in suffixes for f in files) * (1 if any(map(record_suffix, files)) else 2)
         return 2 if path.suffix in suffixes else 1
 
@@ -246,8 +246,10 @@ class Text(TextData):
             raise UserError(f"data.{key}={getattr(self, key)}: cannot be used with data.stream=true; leave one out")
 
     def warnings(self, preview: RunPreview) -> Iterable[str]:
-        """Yield a warning if the setting `suffixes` has no effect."""
+        """Yield a warning if the setting `suffixes` has no effect, or if held-out text is also trained on."""
         yield from super().warnings(preview)
+        if self.val_path and (found := self.files()):
+            yield from overlap(found.files, found.held_out)
         if is_changed(self, "suffixes") and Path(self.path).is_file() and not record_suffix(Path(self.path)):
             yield f"data.suffixes={self.suffixes}: has no effect; data.path={self.path} is a file, not a directory"
 

@@ -5,6 +5,7 @@ A file has packed uint16 or int32 ids, perhaps after the header of toyexp (TOYC)
 
 from __future__ import annotations
 
+import stat
 import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -38,11 +39,12 @@ class Tokens(SplitData):
 
     name: ClassVar[str] = "tokens"
     gives: ClassVar[Kind] = TOKENS
+    eval_settings: ClassVar[Mapping[str, Any]] = {"val_fraction": 1.0, "val_path": ""}
 
     path: str = ""  # token file, directory, or pattern such as 'fineweb_*.bin'; files are read in the order of numbers
     val_path: str = ""  # the same for the held-out ids; empty: files named val, or by val_fraction
     dtype: str = "auto"  # int32 | uint16 | auto (int32). Headers of llm.c and TOYC, and .npy files, state their type
-    tokenizer: str = ""  # GGUF file with the tokenizer that made the ids, for samples and exports; empty: none
+    tokenizer: str = ""  # GGUF file, or directory of a model, whose tokenizer made the ids, for samples and exports
     val_fraction: float = 0.05  # share of the ids held out for validation, from the end; (0, 1]
     eval_batches: int = 16  # held-out batches per evaluation
 
@@ -62,7 +64,7 @@ class Tokens(SplitData):
             raise UserError("data=tokens needs a token file: data.path=...")
         self._files("path")
         if self.tokenizer:
-            require_file(self.tokenizer, f"data.tokenizer={self.tokenizer}")
+            require_file(self.tokenizer, f"data.tokenizer={self.tokenizer}", stat.S_IFREG, stat.S_IFDIR)
         require_choice("data", self, dtype=DTYPES)
         super().check()
 
@@ -81,8 +83,10 @@ class Tokens(SplitData):
             arrays, sizes = zip(*(read_tokens(path, self.dtype) for path in part), strict=True) if part else ((), (0,))
             vocab = max(vocab, *sizes)
             parts.append(arrays[0] if len(arrays) == 1 else ConcatenatedIds(arrays))
-        tokenizer = toyexp.formats.read_tokenizer(toyexp.formats.open_gguf(self.tokenizer)) if self.tokenizer else None
-        if tokenizer is not None:
+        tokenizer = None
+        if self.tokenizer:
+            source = toyexp.find_model_file(Path(self.tokenizer))
+            tokenizer = toyexp.formats.read_tokenizer(toyexp.formats.open_gguf(str(source)))
             if tokenizer.vocab < vocab:
                 has = f"{self.tokenizer} has {tokenizer.vocab} tokens"
                 raise UserError(f"{self.path}: its ids go up to {vocab - 1}, but data.tokenizer={has}")

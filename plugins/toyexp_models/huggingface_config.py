@@ -43,6 +43,8 @@ def read_config(cls: type[LanguageModel], config: Mapping[str, Any], names: Coll
     Raise UserError for a value that the class does not compute; wrong types raise TypeError, ValueError or KeyError.
     """
     defaults: dict[str, Any] = {f.name: f.default for f in fields(cls)}
+    if null := [key for key, s in KEYS.items() if s == "norm_eps" and config.get(key, 0) is None]:
+        raise UserError(f"{null[0]} is null; expected a number")
     found: dict[str, Any] = {s: config[key] for key, s in KEYS.items() if config.get(key) is not None}
     if missing := {"n_layers", "n_heads", "context"} - found.keys():
         raise UserError(f"gives no {min(missing)} ({' or '.join(k for k, s in KEYS.items() if s == min(missing))})")
@@ -56,19 +58,16 @@ def read_config(cls: type[LanguageModel], config: Mapping[str, Any], names: Coll
         found["window_period"] = kinds.index("full_attention") + 1
     found["attention_layers"] = [i for i, kind in enumerate(kinds) if kind == "full_attention"]
     if config.get("block_auto_adjust_ff_dim"):  # as transformers computes it
-        adjusted, multiple = (
-            config["block_ffn_dim_multiplier"] * int(2 * found["d_ff"] / 3),
-            config["block_multiple_of"],
-        )
+        adjusted = config["block_ffn_dim_multiplier"] * int(2 * found["d_ff"] / 3)
+        multiple = config["block_multiple_of"]
         found["d_ff"] = -(-int(adjusted) // multiple) * multiple
     if "sliding_attention" not in kinds:
         found["window"] = 0
     if "window" not in defaults and config.get("use_sliding_window", True) and (window := config.get("sliding_window")):
         found["context"] = min(found["context"], window)  # a window hides nothing in contexts up to its length
     found |= _rope(config, found, "rope_factors" in defaults) if "rope_base" in defaults else {}
-    settings: dict[str, Any] = {
-        s: v if isinstance(v, list) else type(defaults[s])(v) for s, v in found.items() if s in defaults
-    }
+    wanted = {s: v for s, v in found.items() if s in defaults}
+    settings: dict[str, Any] = {s: v if isinstance(v, list) else type(defaults[s])(v) for s, v in wanted.items()}
     model = cls(**settings)
     model.check()
     layout = hf_layout(model, {}).config

@@ -30,7 +30,7 @@ class FromBase(Recipe):
 
     def check(self) -> None:
         """Raise UserError if the setting `base` is empty, or `neftune` is invalid."""
-        require_range("recipe", self, neftune="[0,inf)")
+        require_range("recipe", self, neftune="[0,1000]")
         if not self.base:
             raise UserError(f"recipe={self.name} needs a model file to start from: add recipe.base=model.gguf")
 

@@ -22,15 +22,15 @@ class ONNX(Format):
     suffix: ClassVar[str] = ".onnx"
 
     def check(self) -> None:
-        """Raise Unavailable if torch or onnxscript, which torch's exporter needs, is missing."""
+        """Raise Unavailable if torch is missing."""
         import_torch()
-        with require_package("onnxscript", "pip install 'toyexp[onnx]'"):
-            import_module("onnxscript")
 
     def check_model(self, model: Model) -> None:
-        """Raise UserError for a model that does not cut images into patches, as `vit` does."""
+        """Raise UserError for a model without patches, unlike `vit`; Unavailable without torch's onnxscript."""
         if "patches" not in model.inputs():
             raise UserError(f"model={model.name}: the format onnx only holds image classifiers (model=vit)")
+        with require_package("onnxscript", "pip install 'toyexp[onnx]'"):
+            import_module("onnxscript")
 
     def write(self, export: ModelExport, path: Path) -> list[str]:
         """Write the file. Return a warning for each tensor with NaN or infinite numbers.
@@ -49,9 +49,7 @@ class ONNX(Format):
 
         class Network(torch.nn.Module):
             def forward(self, images: Any) -> Any:
-                x = (
-                    ((images - mean) / std).unflatten(3, (-1, patch)).unflatten(2, (-1, patch))
-                )  # [B, C, row, y, col, x]
+                x = ((images - mean) / std).unflatten(3, (-1, patch)).unflatten(2, (-1, patch))  # B, C, row, y, col, x
                 patches = x.permute(0, 2, 4, 1, 3, 5).flatten(3).flatten(1, 2)
                 return export.model.forward(TorchOps(), Params(tensors), {"patches": patches})
 

@@ -53,6 +53,14 @@ def test_trials_without_a_result_are_ranked_by_their_steps_and_then_by_their_las
     assert [point.label for point in rank_jobs(jobs).points] == ["lr=0", "lr=2", "lr=3", "lr=1", "lr=4"]
 
 
+def test_a_point_says_how_many_of_its_completed_jobs_diverged():
+    jobs = [job(i, f"lr={i // 3} seed={i}", eval_loss=float(i), diverged=i in (1, 3, 4)) for i in range(5)]
+    ranking = rank_jobs([*jobs, job(5, "lr=1 seed=5", Status.FAILED), job(6, "lr=2", eval_loss=9.0)])
+    assert [row[-1] for row in ranking.table()] == ["", "1 of 3 diverged  best", "2 of 2 diverged", ""]
+    assert ranking.caption.endswith("completed runs, including diverged ones")
+    assert rank_jobs(jobs[:1]).caption.endswith("completed runs")
+
+
 def test_seeds_alone_are_one_row_without_a_mark():
     ranking = rank_jobs([job(i, f"seed={i}", eval_loss=float(i)) for i in range(2)])
     assert ranking.table()[1:] == [("-", "2", "0.5000 ± 0.7071", "")]

@@ -82,7 +82,7 @@ def test_a_sweep_on_a_terminal_shows_a_board_and_leaves_complete_lines(tmp_path)
     assert not any(line.startswith("[0] engine") for line in lines)  # this line is in the log
     assert "completed after 20 steps" in (tmp_path / "s/logs/0.log").read_text()
     assert any(line.startswith("job  overrides") for line in lines)
-    assert any(line.startswith("  0  lr=0.01 ") and "  s/0-scratch-llama" in line for line in lines)
+    assert any(line.startswith("  0  lr=0.01 ") and "  0-scratch-llama" in line for line in lines)
 
 
 @pytest.mark.parametrize("isolate", ["true", "false"])
@@ -143,15 +143,17 @@ def test_a_short_serial_sweep_shows_no_steps_on_a_terminal(tmp_path):
     assert "step 3/3" not in text and "step 3/3" in (tmp_path / "s/logs/1.log").read_text()
 
 
-def test_a_table_that_is_too_wide_shortens_run_paths(tmp_path, monkeypatch, capsys):
+def test_a_table_has_the_sweeps_directory_once_and_only_names_of_runs_in_rows(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
     folder = SweepDir.create(tmp_path / ("d" * 60), [job(0, 2.0), job(1, 1.0)], SPEC)
-    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
-    for columns, shown in (("80", "1-run  best"), ("300", f"{folder.path}/1-run  best")):
-        monkeypatch.setenv("COLUMNS", columns)
+    for is_terminal in (True, False):
+        monkeypatch.setattr(sys.stdout, "isatty", lambda is_terminal=is_terminal: is_terminal)
+        monkeypatch.setenv("COLUMNS", "80")
         print_table(folder.jobs, folder)
-        *_, first, second = capsys.readouterr().out.splitlines()
-        assert first.endswith(f"  {shown}") and second.split()[:2] == ["0", "lr=0"]
-        assert len(first) < int(columns)
+        _, head, *_, first, second = capsys.readouterr().out.splitlines()
+        assert head == "sweep   " + "d" * 60
+        assert first.endswith("  1-run  best") and second.split()[:2] == ["0", "lr=0"]
+        assert len(first) < 80
     folder.close()
 
 

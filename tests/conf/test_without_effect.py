@@ -110,8 +110,10 @@ IDLE = {
         "checkpoint_every=0 data.bpe_vocab=300 data.tokenizer=bpe data.eval_batches=1 data.suffixes=.txt data.path=.",
     ),
     "examples without conversations": (
-        "data=examples data.path=lines.jsonl data.template=plain data.eval_batches=3 eval_every=0",
-        ["data.eval_batches=3: has no effect with eval_every=0", "data.template=plain"],
+        "data=examples data.path=lines.jsonl data.template=plain data.eval_batches=3 eval_every=0 "
+        "data.val_path=lines.jsonl",
+        ["data.eval_batches=3: has no effect with eval_every=0",
+         "data.val_path: the held-out loss means little; lines.jsonl is also trained on", "data.template=plain"],
         "data=examples data.path=lines.jsonl",
     ),
     "another's tokens, from a donor": (

@@ -86,7 +86,11 @@ REFUSED = {
     ),
     "no answer": ({"prompt": [ASKS], "completion": [ASKS]}, "has no assistant message"),
     "no choice": ({"question": "q", "choices": ["u", "v"], "answer": 2}, "answer is 2; expected a letter"),
-    "one choice": ({"question": "q", "choices": ["u"], "answer": 0}, "choices is a list; expected a list of 2 to 26"),
+    "one choice": ({"question": "q", "choices": ["u"], "answer": 0}, "choices has 1 text; expected a list of 2 to 26"),
+    "a truth": ({"question": "q", "choices": ["u", "v"], "answer": True}, "answer is True; expected a letter"),
+    "equal choices": ({"question": "q", "choices": ["u", "u"], "answer": 1}, "choices has the right one, u, twice"),
+    "null": ({"prompt": None, "completion": "c"}, "has the keys prompt (null), completion; expected"),
+    "bytes": ({"prompt": "p", "completion": b"c"}, "completion is bytes, expected text"),
 }
 PAIRS = {
     "explicit": ({"prompt": "p", "chosen": "c", "rejected": "r"}, ("p", "c"), ("p", "r")),
@@ -280,13 +284,18 @@ def test_a_directory_has_its_own_held_out_split(tmp_path):
     assert texts(open_folder(tmp_path).held_out) == "ccc"
     (tmp_path / "test.jsonl").unlink()
     assert texts(open_folder(tmp_path).held_out) == "a", "without a split of its own, val_fraction holds out"
-    assert texts(open_folder(tmp_path / "train.jsonl", val_path=str(tmp_path / "train.jsonl")).held_out) == "aaa"
+    same = open_folder(tmp_path / "train.jsonl", val_path=str(tmp_path / "train.jsonl"))
+    assert texts(same.train) == texts(same.held_out) == "aaa"
 
 
 def test_a_column_names_the_split(tmp_path):
     (tmp_path / "x.jsonl").write_bytes(lines([{"text": "a", "fold": "train"}, {"text": "b", "fold": "dev"}]))
     dataset = open_folder(tmp_path / "x.jsonl", columns={"split": "fold"})
     assert (texts(dataset.train), texts(dataset.held_out)) == ("a", "b")
+    (tmp_path / "x.jsonl").write_bytes(lines([{"text": "a", "fold": "dev"}] * 3))
+    with pytest.raises(UserError, match="has no example of the training split"):
+        open_folder(tmp_path / "x.jsonl", columns={"split": "fold"})
+    assert texts(open_folder(tmp_path / "x.jsonl", columns={"split": "fold"}, val_fraction=1.0).held_out) == "aaa"
     (tmp_path / "x.jsonl").write_bytes(lines([{"text": "a", "fold": "first"}] * 2))
     with pytest.raises(UserError, match="fold is first; expected train, validation or test"):
         open_folder(tmp_path / "x.jsonl", columns={"split": "fold"})
@@ -359,7 +368,7 @@ def test_completions_with_labels_are_matched_and_the_rarer_label_repeats(tmp_pat
     (tmp_path / "y.jsonl").write_bytes(lines([rows[0], rows[-1]]))
     dataset = open_pairs(tmp_path / "x.jsonl", rows, val_path=str(tmp_path / "y.jsonl"))
     assert halves(dataset, dataset.train) == [*"axbycxdy"] and halves(dataset, dataset.held_out) == ["a", "y"]
-    with pytest.raises(UserError, match="needs completions of both labels"):
+    with pytest.raises(UserError, match="need both labels; the training part has none with the label false"):
         open_pairs(tmp_path / "x.jsonl", rows[:4], val_path=str(tmp_path / "y.jsonl"))
 
 

@@ -1053,3 +1053,5 @@ def test_ids_beyond_the_tokenizer_are_rejected(tmp_path):
         token_file(tmp_path, struct.pack("<3i", 1, 257, 3), tokenizer=str(tmp_path / "tokenizer.gguf"))
     good = token_file(tmp_path, struct.pack("<3i", 104, 105, 256), tokenizer=str(tmp_path / "tokenizer.gguf"))
     assert good.vocab == 257 and good.tokenizer.decode(good.train) == "hi"
+    assert main(["export", str(tmp_path / "tokenizer.gguf"), "--type", "hf", "--to", str(tmp_path / "hf")]) == 0
+    assert token_file(tmp_path, struct.pack("<2i", 104, 105), tokenizer=str(tmp_path / "hf")).vocab == 257

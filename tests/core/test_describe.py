@@ -285,7 +285,7 @@ def test_an_image_classifier_can_be_trained_on_and_evaluated(capsys):
     assert description["sizes"]["classes"] == 3
     assert description["tokenizer"] is None
     assert [u["what"] for u in description["uses"] if u["command"]] == [
-        "train on", "train on", "eval", "predict", "export",
+        "train on", "train on", "new head", "new head", "eval", "predict", "export",
     ]  # fmt: skip
     assert "operations an image" in run_and_print(capsys, "vit.gguf")
 
@@ -385,7 +385,9 @@ def make(kind):
             save_file({"x": np.zeros(3, np.float32)}, model)
         case "transformers":
             Path("run/config.json").write_text("{}")
+            Path("run/pytorch_model.bin").touch()
         case "a ViT of transformers":
+            Path("run/pytorch_model.bin").touch()
             Path("run/config.json").write_text('{"model_type": "vit", "image_size": 224, "patch_size": 16}')
         case "a ViT of timm":
             config = '{"architecture": "vit_tiny_patch16_224", "pretrained_cfg": {"input_size": [3, 224, 224]}}'
@@ -476,7 +478,7 @@ def test_without_any_plugin_a_file_is_still_described():
 PATHS = ["m.gguf", "/a/b-c_1.0+x@y%z.gguf", "a b.gguf", "é.gguf", "a=b,c.gguf", "it's.gguf", 'say "hi".gguf',
          "a[1]{2}(3).gguf", "~/x.gguf", "$HOME/${x}.gguf", "a\\b.gguf", "-x.gguf", "null", "1e5", "a'b\"c$d,e.gguf",
          " x.gguf", "!x.gguf", "#x.gguf", "/blobs/sha256-0a1b", "a;b&c|d.gguf", "x.gguf ", "a:b.gguf",
-         "`id`.gguf"]  # fmt: skip
+         "`id`.gguf", "base", "out/a-b_1.0", "True", "nan", "1_0", "a/1e5", "-inf"]  # fmt: skip
 
 
 def test_a_path_of_any_name_can_be_pasted():
@@ -491,6 +493,11 @@ def test_a_path_of_any_name_can_be_pasted():
         assert plain.removeprefix("./") == path
         assert not plain.startswith("-")
         assert shlex.split(quote_for_hydra(Path(path)))
+
+
+def test_a_plain_path_is_not_quoted():
+    for path in ("m.gguf", "base", "outputs/lora-llama/2026-11-21_050553_073724"):
+        assert quote_for_hydra(Path(path)) == path
 
 
 def test_a_path_that_cannot_be_printed_is_made_harmless():

@@ -1,8 +1,11 @@
 """Prompts, conversations and text in JSON lines: which tokens are trained on, and which lines are rejected."""
 
+import gzip
 import itertools
 import json
+import os
 import re
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -460,7 +463,15 @@ def test_the_error_for_another_format_does_not_suggest_skipping_lines(tmp_path, 
     [
         ("x.jsonl", b"[1]\n[2]", r"is not a JSON lines file; it is a JSON array: rename it to x\.json"),
         ("x.jsonl", b"PAR1\x15\0", "is not a JSON lines file; it is Parquet"),
-        ("x.jsonl", b"\x1f\x8b\x08", "is not a JSON lines file; it is compressed"),
+        ("x.jsonl", b"\x1f\x8b\x08", "is not a JSON lines file; it is compressed: gunzip it first"),
+        ("x.jsonl.bz2", b"BZh9", "it is compressed: bunzip2 it first"),
+        ("x.xlsx", b"PK\3\4", "it is a zip archive: unzip it first, or save a spreadsheet as CSV"),
+        ("x.parquet.gz", gzip.compress(b"PAR1"), "decompress it first"),
+        ("x.jsonl", b"version https://git-lfs.github.com/spec/v1", "it is a Git LFS pointer: git lfs pull"),
+        ("x.jsonl.gz", b'{"text": "a"}', "cannot be read: Not a gzipped file$"),
+        ("x.csv", "prompt,completion\na,b".encode("utf-16"), "it is UTF-16: save it as UTF-8"),
+        ("x.csv", b"PAR1\x15\0", "is not a table of text; it is Parquet"),
+        ("x.csv", b"prompt,prompt,completion\na,b,c", "has the column prompt twice"),
         ("x.json", b'[\n {"text": "a"},\n {"text": "b"', "is not valid JSON"),
         ("x.parquet", b"PAR1\x15\0", "cannot be read as Parquet"),
         ("x.arrow", b"ARROW1\0\0", "cannot be read as Arrow"),
@@ -491,6 +502,20 @@ def test_a_pattern_selects_the_matching_files(tmp_path):
         open_examples(tmp_path / "*.jsonl")
     with pytest.raises(UserError, match=r"\*\.txt: matches no file"):
         open_examples(tmp_path / "*.txt")
+
+
+def test_a_directory_that_vanishes_during_the_search_is_left_out(tmp_path, monkeypatch):
+    (tmp_path / "gone").mkdir()
+    write_lines(tmp_path / "x.jsonl", pairs(3))
+    scan = os.scandir
+
+    def scan_or_fail(path):
+        if Path(path).name == "gone":
+            raise FileNotFoundError(path)
+        return scan(path)
+
+    monkeypatch.setattr(os, "scandir", scan_or_fail)
+    assert open_examples(tmp_path).describe()["examples"] == 3
 
 
 def test_files_of_other_programs_are_read(tmp_path):
@@ -533,12 +558,17 @@ def test_too_few_examples_are_rejected(tmp_path, raw, words):
         ({"date": "tomorrow"}, "data.date=tomorrow: must be a date such as 2026-11-21"),
         ({"val_fraction": 1.1}, "data.val_fraction=1.1: must be above 0 and at most 1"),
         ({"tokenizer": "words"}, "data.tokenizer=words"),
+        ({"val_path": "empty.jsonl"}, "data.val_path=empty.jsonl: has no example to hold out"),
     ],
 )
-def test_invalid_settings_are_rejected(tmp_path, changes, words):
+def test_invalid_settings_are_rejected(tmp_path, monkeypatch, changes, words):
+    monkeypatch.chdir(tmp_path)
     path = write_lines(tmp_path / "x.jsonl", pairs(3))
+    write_lines(Path("empty.jsonl"), [])
     with pytest.raises(UserError, match=re.escape(words)):
-        ExampleData(**{"path": str(path), **changes}).check()
+        data = ExampleData(**{"path": str(path), **changes})
+        data.check()
+        data.open(None)
 
 
 def test_describe_counts_read_and_trained_tokens(tmp_path):
@@ -615,6 +645,8 @@ def test_equal_and_cut_pairs_are_counted_in_the_notes_of_a_run(tmp_path):
         "2 of 8 pairs cut to the context (model.context=16)", "2 of 8 pairs left out"
     ]  # fmt: skip
     dataset, _ = open_pairs(tmp_path / "y.jsonl", [{**lines[3], "chosen": letter} for letter in "bdef"], context=64)
+    with pytest.raises(UserError, match="chosen and rejected are equal in all 2 pairs; nothing can be learned"):
+        open_pairs(tmp_path / "z.jsonl", [lines[0]] * 2)
     with pytest.raises(UserError, match=r"every prompt of the pairs fills the row; type model.context=") as error:
         dataset.batches(16, 8, 0)
     least = int(re.findall(r"=(\d+) or more", str(error.value))[0])

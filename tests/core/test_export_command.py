@@ -352,9 +352,9 @@ def test_new_tokens_have_the_mean_of_the_old_rows_and_are_found_in_texts(capsys,
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        ("--new-tokens <|a|>,<|a|> --type f32", "--new-tokens: '<|a|>' is empty, repeated, or a token already"),
-        ("--new-tokens <|im_end|> --type f32", "--new-tokens: '<|im_end|>' is empty, repeated, or a token already"),
-        ("--new-tokens <|a|>, --type f32", "--new-tokens: '' is empty, repeated"),
+        ("--new-tokens <|a|>,<|a|> --type f32", "--new-tokens: '<|a|>' is repeated"),
+        ("--new-tokens <|im_end|> --type f32", "--new-tokens: '<|im_end|>' is a token already"),
+        ("--new-tokens <|a|>, --type f32", "--new-tokens: '' is empty"),
         ("--new-tokens <|a|> --type hf", "--new-tokens: cannot be combined with --type hf; write a GGUF first"),
         ("--new-tokens <|a|> --type f16 --ollama", "--new-tokens: has no effect with --ollama"),
         ("--new-tokens <|a|>", "export m.gguf: needs a type"),

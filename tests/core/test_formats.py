@@ -306,6 +306,7 @@ def broken(header=None, body=bytes(24), **tensors):
         (bytes(8) + broken()[8:], "is not a complete safetensors file: its header claims 0 bytes"),
         (b"\xff" * 40, "is not a complete safetensors file"),
         (b"", "is not a complete safetensors file"),
+        (b"version https://git-lfs.github.com/spec/v1", "is a Git LFS pointer: git lfs pull"),
         (broken(b"{nonsense"), "its header is not a JSON object"),
         (broken(b"[1, 2]"), "its header is not a JSON object"),
         (broken(b"[" * 100_000), "its header is not a JSON object"),

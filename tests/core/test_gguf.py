@@ -200,7 +200,7 @@ BROKEN: dict[str, tuple[bytes, str]] = {
     "zip": (b"PK\3\4" + bytes(100), "not a GGUF file"),
     "LFS pointer": (
         b"version https://git-lfs.github.com/spec/v1\noid sha256:" + b"0" * 64 + b"\nsize 12345\n",
-        "Git LFS pointer",
+        "Git LFS pointer: git lfs pull",
     ),
     "version 1": (gguf_file(version=u32(1)), "version 1;"),
     "version 4": (gguf_file(version=u32(4)), "version 4;"),

@@ -391,7 +391,7 @@ def foreign_bpe(vocab=257, **keys):
     [
         ("llama", {}, Bytes(), "it has no byte tokenizer"),
         ("qwen2", {}, Characters.from_texts(["abc"]), "it has no char tokenizer"),
-        ("llama", {}, BPE.train(["hello hello world world"] * 3, 270), "not one trained by toyexp"),
+        ("llama", {}, BPE.train(["hello hello world world"] * 3, 270), "not small ones of your own"),
         ("llama", {}, None, "no tokenizer"),
         ("llama", {}, foreign_bpe(), ""),
         ("llama", {}, sentencepiece(), ""),
@@ -424,7 +424,7 @@ def foreign_bpe(vocab=257, **keys):
         ("mamba2_wide", {}, foreign_bpe(), "d_ff=2*d_model"),
         ("gpt2", {"d_ff": 128}, foreign_bpe(), ""),
         ("gpt2", {"d_ff": 128}, foreign_bpe(50257, **{"ggml.pre": "gpt-2"}), ""),
-        ("gpt2", {"d_ff": 128}, foreign_bpe(50256, **{"ggml.pre": "gpt-2"}), "not one trained by toyexp"),
+        ("gpt2", {"d_ff": 128}, foreign_bpe(50256, **{"ggml.pre": "gpt-2"}), "not small ones of your own"),
         ("gpt2", {}, foreign_bpe(), "d_ff=4*d_model"),
         ("gpt2", {"d_ff": 128}, sentencepiece(), "no spm tokenizer"),
     ],
@@ -659,6 +659,7 @@ def test_commands_and_recipes_take_a_directory(capsys):
         ("llama", {"num_hidden_layers": 3}, "lacks the tensor model.layers.2.input_layernorm.weight"),
         ("llama", {"num_attention_heads": None}, "gives no n_heads (num_attention_heads or n_head)"),
         ("llama", {"num_attention_heads": "x"}, "config.json: "),
+        ("llama", {"rms_norm_eps": None}, "config.json: rms_norm_eps is null; expected a number"),
         ("llama", {"hidden_size": 36}, "shape [40, 32] for token_embd.weight, expected [40, 36]"),
         ("gemma3", {"layer_types": ["full_attention"] * 3}, ""),
         ("gemma3", {"layer_types": ["full_attention", *["sliding_attention"] * 2]}, "layer_types is "),
@@ -724,6 +725,12 @@ def test_a_directory_without_a_usable_tokenizer_has_token_ids_only(capsys):
     assert said in capsys.readouterr().err
     assert main(["generate", "m-hf", "--prompt", "x"]) == 2
     assert "has no tokenizer" in capsys.readouterr().err
+    Path("m-hf/tokenizer.json").write_text("{}")
+    assert main(words) == 0
+    assert "note: m-hf/tokenizer.json: it has no BPE" in capsys.readouterr().err
+    Path("m-hf/model.safetensors").unlink()
+    assert main(words) == 2
+    assert "model.safetensors, the weights beside config.json, is missing" in capsys.readouterr().err
 
 
 # -- reading a directory in place -------------------------------------------------------------------------------------
@@ -864,12 +871,33 @@ def test_the_id_of_a_downloaded_repository_is_taken_as_a_directory(hub, capsys):
     assert said in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("data", ["text", "examples"])
+def test_a_student_takes_the_tokenizer_of_a_directory_or_run(data, capsys):
+    """The teacher is a directory of transformers, as is the tokenizer; then both are the first student's run."""
+    make_folder(tokenizer=BPE.train(["It was a bright cold day in April. "] * 9, 280), vocab=280)
+    Path("book.txt").write_text("It was a bright cold day in April. " * 60)
+    Path("book.jsonl").write_text('{"text": "It was a bright cold day."}\n' * 9)
+    words = f"""data={data} data.path=book.{"txt" if data == "text" else "jsonl"} steps=2 engine=ggml engine.threads=1
+        model.d_model=16 model.n_layers=1 model.d_ff=32 model.context=12 objective=distil""".split()
+    assert main([*words, "objective.teacher=m-hf"]) == 2
+    assert "add data.tokenizer=m-hf" in capsys.readouterr().err
+    for teacher, run in (("m-hf", "one"), ("./one", "two"), ("two/checkpoints/step-2", "three")):
+        more = [f"objective.teacher={teacher}", f"data.tokenizer={teacher}", f"hydra.run.dir={run}"]
+        assert main([*words, *more, "checkpoint_every=2"]) == 0
+        assert (
+            open_gguf(f"{run}/model.gguf").metadata["tokenizer.ggml.tokens"]
+            == open_gguf("m.gguf").metadata["tokenizer.ggml.tokens"]
+        )
+
+
 def test_a_changed_directory_is_another_base(capsys):
     make_folder()
     Path("book.txt").write_text("It was a bright cold day in April. " * 60)
     words = """recipe=lora recipe.base=m-hf recipe.rank=2 data=text data.path=book.txt steps=2 eval_every=2
         engine=cpu engine.threads=1 model.context=12 hydra.run.dir=run checkpoint_every=2"""
-    assert main(words.split()) == 0
+    assert main([*words.split(), "callbacks=[default,hf_export]"]) == 0
+    card = Path("run/adapter-hf/README.md").read_text()
+    assert "| base | m-hf |" in card and '("BASE")  # the base above\n' in card
     Path("m-hf/README.md").write_text("my notes")
     assert main(["resume=run", "steps=3"]) == 0
     tensors = load_file("m-hf/model.safetensors")

@@ -1,6 +1,7 @@
 """Mixtures of data sets: shares, order, and a held-out loss for each source."""
 
 import json
+import re
 from collections import Counter
 from pathlib import Path
 
@@ -89,7 +90,11 @@ def test_every_source_has_its_own_held_out_loss(sources, tmp_path, monkeypatch, 
     words = ["engine=ggml", "engine.threads=1", "data=mix", f"data.sources={{{typed}}}",
              "data.tokenizer=byte", "model.d_model=16", "model.d_ff=16", "model.context=8",
              "batch_size=4", "eval_every=4"]  # fmt: skip
+    assert main([*words, "data.pack=apart"]) == 2
+    assert "data=mix; put it into each source: data.sources='{a: {pack: apart, ...}}'" in capsys.readouterr().err
     assert main([*words, "steps=8", "hydra.run.dir=run"]) == 0, capsys.readouterr().err
+    line = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("data "))
+    assert "rows: " in line and all(re.search(rf"\d+\.\d% {name}[,;)]", line) for name in "abc")
     last = [e for e in map(json.loads, Path("run/events.jsonl").read_text().splitlines()) if e["kind"] == "eval"][-1]
     parts = [last[f"loss/{name}"] for name in "abc"]
     assert len(set(parts)) == 3 and min(parts) < last["loss"] < max(parts)

@@ -726,6 +726,7 @@ def test_values_far_from_the_others_are_arrows_at_the_edge_of_every_chart(chromi
     assert paths[-1] == "M1,1L11,6L1,11z" and paths[-1] not in paths[:-1]
     assert page.locator("th.strip").inner_text().split() == ["2.0000", "2.5000"]
     assert "to 400" in page.locator("#parallel text.tick").all_text_contents()
+    assert page.locator("#table td.bad").all_text_contents() == ["diverged"]
     assert opened.trouble == []
     opened.context.close()
 

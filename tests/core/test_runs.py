@@ -74,6 +74,14 @@ def test_a_diverged_run_is_marked_and_counted(here, capsys):
     assert "9 runs: 7 completed, 1 diverged, 1 killed" in run_command(capsys, "runs")
     result = json.loads(run_command(capsys, "compare", "outputs/sweep", "--json"))
     assert [point["counted"] for point in result["points"]] == [2] * 4
+    for number in ("4", "5"):  # both seeds of the best point
+        path = here / "outputs/sweep" / number / "result.json"
+        path.write_text(json.dumps({**json.loads(path.read_text()), "diverged": True}))
+    table = run_command(capsys, "compare", "outputs/sweep")
+    marks = [line.partition("/s")[2].strip() for line in table.splitlines()[1:5]]
+    assert marks == ["2 of 2 diverged  best", "", "1 of 2 diverged", ""]
+    assert "deviation (over n-1) of the completed runs, including diverged ones" in table
+    assert run_command(capsys, "compare", "outputs/sweep/0").splitlines()[1].endswith("/s  diverged")
 
 
 def test_reasons_for_failures_stand_below_the_table_and_equal_ones_once(here, capsys):
@@ -213,7 +221,14 @@ def test_in_a_narrow_terminal_long_paths_are_listed_below_their_common_directory
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
     monkeypatch.setenv("COLUMNS", "60")
     lines = re.sub(r"\x1b\[\d*m", "", run_command(capsys, "runs")).splitlines()
-    assert [lines[2], lines[4]] == ["  0", "  1"] and f"paths below\n{tmp_path / root}" in "\n".join(lines)
+    assert [line.split()[-1] for line in lines[:3]] == ["run", "0", "1"] and lines[3] == ""
+    assert f"paths below\n{root}" in "\n".join(lines)
+    (tmp_path / root).rename(tmp_path / "y")
+    for seed in (0, 1):
+        (tmp_path / f"y/{seed}").rename(tmp_path / f"y/{str(seed) * 50}")
+    Path("y").rename(root)
+    lines = re.sub(r"\x1b\[\d*m", "", run_command(capsys, "runs")).splitlines()
+    assert [lines[2], lines[4]] == ["  " + "0" * 50, "  " + "1" * 50] and f"paths below\n{root}" in "\n".join(lines)
 
 
 def test_a_single_run_has_no_note_of_common_values(here, capsys, monkeypatch):

@@ -54,6 +54,7 @@ def test_a_model_without_a_chat_template_continues_the_prompt():
     text = Path("Modelfile").read_text()
     assert 'FROM ./a "b".gguf\nPARAMETER num_ctx 48\n' in text and text.endswith("\nTEMPLATE {{ .Prompt }}\n")
     assert "stop" not in text
+    assert main(["export", 'a "b".gguf', "--ollama", "--force", "--system", "Be brief."]) == 2
 
 
 def test_the_system_message_of_the_runs_data_is_that_of_the_modelfile():
@@ -64,6 +65,9 @@ def test_the_system_message_of_the_runs_data_is_that_of_the_modelfile():
     assert main([*words, "data=examples", "data.system=Speak as a pirate.", "hydra.run.dir=run", "engine=ggml"]) == 0
     assert main(["export", "run", "--ollama"]) == 0
     assert 'SYSTEM """Speak as a pirate."""\n' in Path("run/Modelfile").read_text()
+    assert main(["export", "run", "--ollama", "--force", "--system", "Be brief."]) == 0
+    assert 'SYSTEM """Be brief."""\n' in (text := Path("run/Modelfile").read_text()) and "pirate" not in text
+    assert main(["export", "run", "--type", "f16", "--system", "Be brief."]) == 2
     Path("run/model.gguf").rename("moved.gguf")
     assert main(["export", "moved.gguf", "--ollama"]) == 0
     assert "SYSTEM" not in Path("Modelfile").read_text()
@@ -165,5 +169,6 @@ def test_serve_rejects_what_llama_server_cannot_load(capsys, words, said):
 
 
 def test_serve_says_how_to_get_llama_server(capsys):
+    assert "nowhere.gguf: not found" in run_rejected(capsys, "serve", "nowhere.gguf")
     write_base(Path("m.gguf"), "llama", tokenizer=Bytes())
     assert "no llama-server on the PATH; install llama.cpp: brew" in run_rejected(capsys, "serve", "m.gguf")

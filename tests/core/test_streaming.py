@@ -88,6 +88,9 @@ def test_files_without_text_and_settings_that_need_all_text_are_refused(tmp_path
     for name in "x.jsonl", "x.txt":
         with pytest.raises(UserError, match=r"one document in 4.*data\.val_path=FILE"):
             open_stream(tmp_path / name).batches(8, 1, 0)
+    (tmp_path / "u.txt").write_text("a" * 100, "utf-16")
+    with pytest.raises(UserError, match=r"u\.txt: not UTF-8 text"):
+        open_stream(tmp_path / "u.txt").batches(8, 1, 0)
     open_stream(tmp_path / "x.txt", val_path=str(tmp_path / "x.txt")).batches(8, 1, 0)
     with pytest.raises(UserError, match=r"data\.tokenizer=bpe: cannot be used with data\.stream=true"):
         open_stream(tmp_path / "x.jsonl", tokenizer="bpe")

@@ -117,7 +117,7 @@ def test_only_our_words_are_coloured_and_codes_in_texts_are_escaped(monkeypatch,
     print_output("job  lr\x1b[0m", "bold")
     out, error = capsys.readouterr()
     red, yellow, green, bold = (f"\x1b[{code}m{{}}\x1b[0m".format for code in (31, 33, 32, 1))
-    key, path, best = bold(r"data.path=\x1b[31mred"), "\x1b[35ms/0-run\x1b[0m", "\x1b[1;32mbest\x1b[0m"
+    key, path, best = bold(r"data.path=\x1b[31mred"), "\x1b[38;5;163ms/0-run\x1b[0m", "\x1b[1;32mbest\x1b[0m"
     assert error.splitlines() == [
         f"{red('toyexp: error:')} {key}: not found", yellow("toyexp: warning:") + " low memory"
     ]  # fmt: skip
@@ -151,7 +151,7 @@ def test_the_result_of_a_run_is_bold_and_paths_have_a_colour_of_their_own(monkey
     monkeypatch.setenv("NO_COLOR", "")
     monkeypatch.setenv("FORCE_COLOR", "1")
     print_output("held-out loss 6.9 -> 5.7\nrun     outputs/a\nstep 20/60  60 k/s\n0  lr=1  3-warm-llama")
-    bold, dim, path = (f"\x1b[{code}m{{}}\x1b[0m".format for code in ("1", "38;5;243", "35"))
+    bold, dim, path = (f"\x1b[{code}m{{}}\x1b[0m".format for code in ("1", "38;5;243", "38;5;163"))
     assert capsys.readouterr().out.splitlines() == [
         bold("held-out loss 6.9 -> 5.7"), f"{dim('run')}     {path('outputs/a')}", "step 20/60  60 k/s",
         f"0  lr=1  {path('3-warm-llama')}",
@@ -200,9 +200,10 @@ def test_states_are_coloured_and_secondary_text_is_dim(monkeypatch, capsys):
     monkeypatch.setenv("FORCE_COLOR", "1")
     green, yellow, red, dim = (f"\x1b[{code}m{{}}\x1b[0m".format for code in (32, 33, 31, "38;5;243"))
     for text, shown in {
-        "0  completed  a/0": f"0  {green('completed')}  \x1b[35ma/0\x1b[0m",
+        "0  completed  a/0": f"0  {green('completed')}  \x1b[38;5;163ma/0\x1b[0m",
         "0  pruned: bad": f"0  {yellow('pruned')}: bad",
         "completed after 9 steps": f"{green('completed')} after 9 steps",
+        "lr=1  3  2 of 3 diverged": f"lr=1  3  {red('2 of 3 diverged')}",
         "diverged after 9 steps": f"{red('diverged')} after 9 steps",
         "2 of 2 within the tolerances": green("2 of 2 within the tolerances"),
         "1 of 2 within the tolerances": "1 of 2 within the tolerances",
@@ -261,6 +262,21 @@ def test_a_wrapped_command_is_the_same_for_a_shell(monkeypatch):
     assert wrap_columns("12 long words before it; see toyexp help data").splitlines()[1] == "toyexp help data"
 
 
+def test_a_terminal_shows_each_remedy_of_a_bad_loss_on_its_own_line(monkeypatch, capsys):
+    error = "error: step 2: the loss is nan; try a lower optim.adamw_lr (it was 4), lr (it was 3), "
+    error += "optim.grad_clip=1, or nonfinite=skip"
+    print_error(error)
+    assert capsys.readouterr().err == f"toyexp: {error}\n"  # in a log
+    monkeypatch.setattr("toyexp.base.terminal.terminal_width", lambda stream=None: 100)
+    print_error(error)
+    assert capsys.readouterr().err.splitlines() == [
+        "toyexp: error: step 2: the loss is nan",
+        "  try a lower optim.adamw_lr (it was 4), lr (it was 3)",
+        "  or optim.grad_clip=1",
+        "  or nonfinite=skip",
+    ]
+
+
 def test_long_words_and_json_are_not_broken_and_errors_hang(monkeypatch):
     monkeypatch.setattr(sys, "stdout", Terminal())
     monkeypatch.setenv("COLUMNS", "30")
@@ -269,6 +285,22 @@ def test_long_words_and_json_are_not_broken_and_errors_hang(monkeypatch):
     assert wrap_columns("toyexp: error: outputs/a/long/path/of/a/run: is no run").splitlines() == [
         "toyexp: error:", " outputs/a/long/path/of/a/run:", "        is no run"
     ]  # fmt: skip
+
+
+def test_on_a_narrow_terminal_a_description_is_below_a_long_key(monkeypatch):
+    monkeypatch.setenv("NO_COLOR", "1")
+    description = "rank of the adapters; null: the rank of recipe.adapter, or 8"
+    text = f"  lr=1  {description}\n  recipe.rank=null        {description}"
+    below = ["  recipe.rank=null", "      rank of the adapters; null: the rank of", "      recipe.adapter, or 8"]
+    for width, shown in (
+        (50, below),
+        (80, [text.splitlines()[1].removesuffix(" recipe.adapter, or 8"), " " * 26 + "recipe.adapter, or 8"]),
+    ):
+        monkeypatch.setattr(sys, "stdout", Terminal())
+        monkeypatch.setenv("COLUMNS", str(width))
+        print_usage(text)
+        lines = sys.stdout.getvalue().splitlines()
+        assert lines[0].startswith("  lr=1  rank of") and lines[-len(shown) :] == shown, lines
 
 
 def test_help_has_coloured_headings_and_no_verdicts(monkeypatch):

@@ -133,7 +133,8 @@ def test_resuming_after_a_change_of_data_or_base_is_rejected(capsys):
     Path("book.txt").write_text(TEXT.replace("April", "March"))
     capsys.readouterr()
     assert main(["resume=first", "steps=4"]) == 2
-    assert "contents of the text changed since the run started" in capsys.readouterr().err
+    error = capsys.readouterr().err
+    assert "contents of the text changed since the run started; put the old file (data.path=" in error
     Path("book.txt").write_text(TEXT)
     run("resume=first", "steps=4")
     shutil.copy("first/model.gguf", "base.gguf")  # now with different weights

@@ -119,9 +119,10 @@ def test_a_dora_run_writes_a_merged_model_and_pefts_directory_and_resumes_exactl
     for adapter, said in (
         ("dora", "name a checkpoint, such as dora/checkpoints/step-6"),
         ("dora/checkpoints/step-6", "is a checkpoint of DoRA, which no adapter.gguf can hold; name it as"),
-        ("dora/adapter-hf", "use_dora=True is not supported"),
+        ("dora/adapter-hf", "LoRA on linear layers is); name the merged model: dora/model.gguf"),
     ):
         assert said in run_rejected(capsys, "eval", "base.gguf", "--adapter", adapter)
+    assert "to make BASE: toyexp export FILE.gguf" in Path("dora/adapter-hf/README.md").read_text()
 
 
 # -- PEFT's directories ------------------------------------------------------------------------------------------------

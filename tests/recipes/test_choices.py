@@ -34,7 +34,8 @@ def draw_questions(count):
     """Return random questions; some end in white space, and choices have one to six words of one or more bytes."""
     draw, words = random.Random(3), ["a", "to", "def", "café", "x", "naïve"]
     for _ in range(count):
-        choices = [" ".join(draw.choices(words, k=draw.randint(1, 6))) for _ in range(draw.randint(2, 5))]
+        last = draw.sample(words, draw.randint(2, 5))  # no two choices are equal
+        choices = [" ".join([*draw.choices(words, k=draw.randint(0, 5)), word]) for word in last]
         question = " ".join(draw.choices(words, k=draw.randint(1, 4))) + draw.choice(["", " ", "\n"])
         yield {"question": question, "choices": choices, "answer": draw.randrange(len(choices))}
 
@@ -113,15 +114,20 @@ def test_questions_are_read_from_the_formats_of_examples(capsys):
 @pytest.mark.parametrize(
     ("record", "words", "said"),
     [
-        ({"choices": ["a"], "answer": 0}, "", "questions.jsonl:1: choices is a list; expected a list of 2 to 26 texts"),
+        (
+            {"choices": ["a"], "answer": 0},
+            "",
+            "questions.jsonl:1: choices has 1 text; expected a list of 2 to 26 texts",
+        ),
         ({"choices": ["a", "b"], "answer": "C"}, "", ":1: answer is C; expected a letter, or a number from 0"),
         ({"choices": ["a", "b"], "answer": -1}, "", ":1: answer is -1; expected a letter"),
+        ({"choices": ["a", "b"], "answer": True}, "", ":1: answer is True; expected a letter"),
         ({"choices": ["a", "b"]}, "", ":1: has the keys question, choices; expected question, choices and answer"),
         ({"choices": "ab", "answer": 0}, "", ":1: choices is a text; expected a list"),
         (
             {"choices": {"text": ["a"] * 27, "label": [*range(27)]}, "answerKey": "3"},
             "",
-            ":1: choices is a list; expected a list of 2 to 26 texts",
+            ":1: choices has 27 texts; expected a list of 2 to 26 texts",
         ),
         ({"choices": ["a", ""], "answer": 0}, "", ":1: a choice is empty"),
         ({"choices": ["a", 3], "answer": 0}, "", ":1: a choice is a number, expected text"),

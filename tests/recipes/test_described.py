@@ -132,7 +132,7 @@ FILES = {
     "fewer rows than tokens": (base_file(change={"keys": {"general.architecture": "phi3", "phi3.embedding_length": 32},
                                                  "tensors": {"token_embd.weight": np.zeros((9, 32), np.float32)}},
                                          **BYTES), []),
-    "images": (write_vit, ["recipe=lora", "recipe=full", "eval", "predict", "export"]),
+    "images": (write_vit, [*["recipe=lora", "recipe=full"] * 2, "eval", "predict", "export"]),
     "an adapter": (adapter_writer(), ["generate", "merge", "recipe=lora"]),
     "an adapter without numbers": (adapter_writer({"keys": {"adapter.lora.alpha": float("nan")}}), []),
     "an adapter of another model": (adapter_writer({"keys": {"general.architecture": "phi3"}}), []),

@@ -329,3 +329,29 @@ def test_a_nan_loss_gives_exit_code_1(capsys, monkeypatch):
     assert main(["eval", "run", "engine=ggml", "engine.threads=1", "--json"]) == 1
     out, err = capsys.readouterr()
     assert json.loads(out)["loss"] is None and "its held-out loss is nan" in err
+
+
+def test_the_data_option_replaces_the_held_out_files_of_the_run(capsys, monkeypatch):
+    """The run's own val_path is not read; a typed one is. The run names its held-out file."""
+    words = write_chats()
+    lines = Path("chats.jsonl").read_text().splitlines()
+    Path("val.jsonl").write_text("\n".join(lines[:6]))
+    Path("new.jsonl").write_text("\n".join(lines[10:22]))
+    words += [*TINY, "data.val_path=val.jsonl", "model.context=48", "engine=ggml", "steps=1"]
+    assert main(words) == 0
+    assert "; held out: val.jsonl)" in capsys.readouterr().out
+    monkeypatch.chdir(Path("run").resolve())  # paths of the run are found from another directory
+    assert run_eval(capsys, ".")["own"]
+    monkeypatch.chdir("..")
+    new, own, typed = (run_eval(capsys, "run", *more) for more in (
+        ["--data", "new.jsonl"], [], ["--data", "new.jsonl", "data.val_path=val.jsonl"]
+    ))  # fmt: skip
+    assert (new["path"], new["own"], own["own"]) == ("new.jsonl", False, True)
+    assert new["targets"] == run_eval(capsys, "run/model.gguf", "--data", "new.jsonl")["targets"]
+    assert typed["targets"] == own["targets"] != new["targets"]
+
+
+def test_a_run_with_mixup_is_evaluated_by_class(capsys):
+    assert main([*write_photos(), "data.mixup=0.2", *TINY, "engine=ggml", "steps=1"]) == 0
+    report = run_eval(capsys, "run")
+    assert report["own"] and sum(row["examples"] for row in report["classes"]) == 6

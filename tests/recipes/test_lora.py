@@ -2,6 +2,7 @@
 
 import dataclasses
 import hashlib
+import re
 
 import numpy as np
 import pytest
@@ -464,9 +465,10 @@ def test_the_reference_adds_neftunes_noise_to_the_rows_of_the_table(tmp_path):
     np.testing.assert_allclose(noisy, with_rows, atol=1e-9)
 
 
-def test_neftune_is_for_text_and_at_least_zero(tmp_path):
-    with pytest.raises(UserError, match=r"recipe.neftune=-1.0: must be at least 0"):
-        make_plan(tmp_path, "llama", neftune=-1.0)
+def test_neftune_is_for_text_and_within_bounds(tmp_path):
+    for alpha in (-1.0, 1e30):
+        with pytest.raises(UserError, match=rf"recipe.neftune={re.escape(str(alpha))}: must be at least 0 and at most"):
+            make_plan(tmp_path, "llama", neftune=alpha)
 
 
 def test_plan_params_without_the_batch_raises(tmp_path):

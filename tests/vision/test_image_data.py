@@ -433,6 +433,14 @@ def make_forged_png(width, height):
     return make_png()[:8] + (13).to_bytes(4, "big") + header + zlib.crc32(header).to_bytes(4, "big") + make_png()[33:]
 
 
+def make_gif():
+    """Return a GIF of two frames."""
+    first, second = (Image.new("L", (8, 8), shade) for shade in (0, 255))
+    buffer = io.BytesIO()
+    first.save(buffer, "GIF", save_all=True, append_images=[second])
+    return buffer.getvalue()
+
+
 BAD = {
     "empty": (b"", "cannot be read as an image"),
     "text": (b"this is no image at all", "cannot be read as an image"),
@@ -441,6 +449,7 @@ BAD = {
     "a bomb": (make_forged_png(12_000, 12_000), "has more than 89478485 pixels"),
     "a larger bomb": (make_forged_png(60_000, 60_000), "has more than 89478485 pixels"),
     "16 bits": (make_png(mode="I;16"), "has pixels of mode I;16"),
+    "animated": (make_gif(), "has 2 frames; save one of them as an image"),
     "PostScript": (b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 8 8\n", "cannot be read as an image"),
 }
 

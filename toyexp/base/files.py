@@ -25,8 +25,11 @@ READ_FLAGS = os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY"
 HEAD_SIZE = 512  # leading bytes of a file, from which its format is guessed
 # Magic bytes of formats that users pass instead of text, and how to convert them.
 NOT_TEXT_HINTS: dict[bytes | tuple[bytes, ...], str] = {
-    (b"\x1f\x8b", b"BZh", b"\xfd7zXZ", b"\x28\xb5\x2f\xfd"): "it is compressed: gunzip it (or unxz, ...) first",
-    b"PK\x03\x04": "it is a zip archive: unzip it first",
+    b"\x1f\x8b": "it is compressed: gunzip it first",
+    b"BZh": "it is compressed: bunzip2 it first",
+    (b"\xfd7zXZ", b"\x28\xb5\x2f\xfd"): "it is compressed: unxz or unzstd it first",
+    b"PK\x03\x04": "it is a zip archive: unzip it first, or save a spreadsheet as CSV",
+    b"version https://git-lfs": "it is a Git LFS pointer: git lfs pull fetches the file",
     b"PAR1": "it is Parquet: pandas.read_parquet(FILE).to_json('x.jsonl', orient='records', lines=True) in Python",
     b"%PDF": "it is a PDF: take the text out of it first (pdftotext)",
     (b"\xff\xfe", b"\xfe\xff"): "it is UTF-16: save it as UTF-8 in a text editor, or type iconv -f UTF-16 -t UTF-8",

@@ -24,7 +24,7 @@ STYLES = {
     "yellow": "33",  # warnings, notes, and runs that ended early
     "command": "1;36",  # text to type: commands, options, settings
     "value": "36",  # default values
-    "path": "35",
+    "path": "38;5;163",  # a magenta with a contrast of 4.5:1 on white and on black
 }
 COLOUR_CHOICES = ("auto", "always", "never")
 _LABELS = "engine|machine|model|data|recipe|run|sweep|study|report|plot|keys|again|next|varies|compute|time|file|sizes"
@@ -35,7 +35,7 @@ _STYLED = (
     (re.compile(r"(?<=error: )[\w.+]+=\S*(?=: )|(?<=error: unknown key )[\w.]+"), "bold"),
     (re.compile(r"^(?:toyexp: )?error(?: in job \d+)?:|^broken:"), "red"),
     (re.compile(r"^(?:toyexp: )?(?:warning|note):|^(?:warning|note)(?=  )"), "yellow"),
-    (re.compile(r"\bFAIL\b|(?:(?<=  )|^)(?:failed|killed|diverged)(?=  |:|$| after )", re.MULTILINE), "red"),
+    (re.compile(r"\bFAIL\b|(?:(?<=  )|^)(?:failed|killed|(?:\d+ of \d+ )?diverged)(?=  |:|$| after )", re.M), "red"),
     (re.compile(r"(?<=  )(?:pruned|stopped|interrupted|running)(?=  |:|$| after | at )", re.MULTILINE), "yellow"),
     (re.compile(r"\bPASS\b|(?:(?<=  )|^)completed(?=  |$| after )", re.MULTILINE), "green"),
     (re.compile(r"^(?:(\d+) of \1 )?within the tolerances.*"), "green"),
@@ -169,7 +169,7 @@ _TYPED = re.compile(
     rf"|(?:(?<=: )|(?<=`)|(?<=see )|(?<=use )|(?<= as )|(?<= or )|(?<=try ))(?=.*install|toyexp(?:`| -| \S+=|{_NAMES}))"
     rf"{_PROGRAM}(?: (?:'[^']*'|[^\s;`'()])+(?<![,:.]))*"
     r"|(?<=did you mean )[^?]+(?=\?)|(?:(?<=use )|(?<=Use )|(?<=try )|(?<=add )|(?<=type ))(?:[\w.]+=|--)[^\s;,)]+"
-    r"|(?:(?<=, or )|(?<=\), ))[\w.]+=[^\s;,)]+|(?<=try a lower )[\w.]+|[\w.]+(?= \(it was )"
+    r"|(?:(?<=, or )|(?<=  or )|(?<=\), ))[\w.]+=[^\s;,)]+|(?<=try a lower )[\w.]+|[\w.]+(?= \(it was )"
     r"|[\w.]+=\S+(?= may be faster)"
 )
 
@@ -246,6 +246,7 @@ def print_usage(text: str) -> None:
     """Print a help text with coloured headings, commands, options and settings.
 
     Headings are the word `usage:`, and each short text before an indented line, without the sentence that follows it.
+    On a terminal of less than 72 columns, a description that would begin at column 24 or later is below its key.
     """
     if is_terminal():  # join the lines of paragraphs, which are wrapped below
         text = re.sub(r"^(\S.{95,})\n(?=\S)", r"\1 ", text, flags=re.MULTILINE)
@@ -259,7 +260,11 @@ def print_usage(text: str) -> None:
             name = first[0].removeprefix("usage:")
             key, equals, value = name.partition("=") if " " not in name.strip() else (name, "", "")
             usage = "usage:" if name != first[0] else ""
-            shown = usage + paint(key, "command") + paint(equals + value, "value") + shown[first.end() :]
+            rest = shown[first.end() :]
+            begins = len(shown) - len(rest.lstrip())
+            if rest.strip() and not usage and begins >= 24 and (terminal_width() or 72) < 72:
+                rest = "\n" + wrap_columns(" " * 6 + escape_controls(line)[begins:])
+            shown = usage + paint(key, "command") + paint(equals + value, "value") + rest
         else:
             shown = wrap_columns(escape_controls(line), None, has_colour(sys.stdout))
         shown = shown.replace("usage:", paint("usage:", "bold")) if shown.startswith("usage:") else shown
@@ -324,8 +329,14 @@ def print_note(line: str) -> None:
 
 
 def print_error(line: str) -> None:
-    """Print a line on stderr with very long words cut; write errors are ignored."""
+    """Print a line on stderr with very long words cut; write errors are ignored.
+
+    On a terminal, each setting that may help against a NaN has a line of its own.
+    """
     show_status("")
+    problem, advice, remedies = line.partition("; try a lower ")
+    if advice and terminal_width(sys.stderr):
+        line = f"{problem}\n  try a lower " + re.sub(r",(?: or)? (?=[\w.]+=)", "\n  or ", remedies)
     line = re.sub(r"\S{500,}", lambda word: f"{word[0][:200]}... ({len(word[0])} characters)", line)
     with contextlib.suppress(OSError):
         print(_paint_lines(f"toyexp: {line}", sys.stderr), file=sys.stderr)

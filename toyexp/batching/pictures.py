@@ -46,6 +46,8 @@ def read_image(
             warnings.simplefilter("ignore")
             warnings.simplefilter("error", Image.DecompressionBombWarning)  # make Pillow's limit an error
             with Image.open(path, formats=FORMATS) as opened:
+                if (frames := getattr(opened, "n_frames", 1)) > 1 and opened.format != "MPO":  # a JPEG with a preview
+                    raise BadImage(f"has {frames} frames; save one of them as an image")
                 opened.load()
                 image = ImageOps.exif_transpose(opened)
                 if not resize and image.size != (size, size):

@@ -210,6 +210,7 @@ BUILT_IN = (
         _switch("--requantize", "allow quantising weights that are already quantised"),
         _value("--new-tokens", "'<|a|>,<|b|>'", "tokens to add to the vocabulary; write a GGUF, and train from it"),
         _switch("--ollama", "write a Modelfile for Ollama beside the GGUF; without --type the model is not converted"),
+        _value("--system", "TEXT", "with --ollama: the system message (default: data.system of the run)"),
         JSON, module="files"),
     _command("merge", "Merge a LoRA adapter into a base model.", "file",
         _value("--out", "merged.gguf", "output path"), FORCE,

@@ -85,7 +85,8 @@ usage: toyexp eval MODEL [key=value ...] [options]
 
 Evaluate a model on held-out data: loss, perplexity and bits per byte; for images loss and accuracy, and for each class
 the share of right answers and the classes most often predicted instead.
-MODEL is a GGUF file, a run directory with a model.gguf, or a checkpoint (run/checkpoints/step-200).
+MODEL is a GGUF file, a run directory with a model.gguf, a checkpoint (run/checkpoints/step-200), or a directory or the
+id of a downloaded repository of transformers.
   toyexp eval outputs/warm-llama/2026-11-21_050553_073724 engine=ggml
                                                           on the run's own held-out data
   toyexp eval model.gguf                                  on held-out text of Python's standard library
@@ -227,12 +228,16 @@ def run_export(arguments: Arguments) -> int:
     model = parse_model_path("export", files, ", and a type: toyexp export model.gguf --type q8_0 --to small.gguf")
     registry, options = load(arguments.modules), (arguments.force, arguments.requantize)
     tokens = arguments.new_tokens.split(",") if arguments.new_tokens is not None else []
+    if arguments.system is not None and not arguments.ollama:
+        raise UserError("--system: applies to --ollama only; leave it out")
     if arguments.ollama and tokens:
         raise UserError("--new-tokens: has no effect with --ollama; first add the tokens, and train them")
     if arguments.ollama:
         from toyexp.inference.ollama import export_for_ollama
 
-        return export_for_ollama(model, word, arguments.to, settings, registry, *options).show(arguments)
+        return export_for_ollama(model, word, arguments.to, settings, registry, *options, arguments.system).show(
+            arguments
+        )
     if word is None:
         raise UserError(f"export {model}: needs a type: toyexp export {shlex.quote(str(model))} --type q8_0")
     from toyexp.inference.export import export
@@ -291,10 +296,10 @@ def run_serve(arguments: Arguments) -> int:
     from toyexp.inference.model_files import find_model_file, find_reader
 
     model = parse_model_path("serve", arguments.rest, ": toyexp serve model.gguf")
+    path = find_model_file(model, registry=(registry := load(arguments.modules)))
     if (program := shutil.which("llama-server")) is None:
         hint = "brew install llama.cpp, or download it from https://github.com/ggml-org/llama.cpp/releases"
         raise Unavailable(f"serve: there is no llama-server on the PATH; install llama.cpp: {hint}")
-    path = find_model_file(model, registry=(registry := load(arguments.modules)))
     if source_path(path) != path or find_reader(path, registry):
         command = f"toyexp export {shlex.quote(str(model))} --type f16"
         raise UserError(f"serve {model}: llama-server only loads GGUF files; convert it first: {command}")

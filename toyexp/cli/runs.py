@@ -62,7 +62,8 @@ class Runs(Answer):
     def lines(self) -> list[str]:
         """Return a table of the runs, the notes, and a line with the number of runs in each state.
 
-        In a terminal that is too narrow for the paths, each path follows its run on a line of its own.
+        In a terminal that is too narrow for the paths, the table has paths below the runs' common directory. If these
+        are too wide too, each path follows its run on a line of its own.
         If no run matches, return a line that says so instead of the table.
         """
         where, notes = ", ".join(self.where), [f"note: {escape_cell(note)}" for note in self.note_lines()]
@@ -79,6 +80,12 @@ class Runs(Answer):
         rows = [row[:2] + row[3:] for row in rows] if not any(run.sweep for run in self.runs) else rows
         table, missing = fit_rows(rows)
         right = {*RIGHT, *scores}
+        root = os.path.commonpath([run.path.absolute().parent for run in self.runs])
+        below = [escape_cell(os.path.relpath(run.path.absolute(), root)) for run in self.runs]
+        root_note = f"paths below {escape_cell(short_path(Path(root)))}"
+        if not fits_terminal(table):
+            table, missing = fit_rows([rows[0], *([*r[:-1], p] for r, p in zip(rows[1:], below, strict=True))])
+            missing = [root_note, *missing]
         if fits_terminal(table):
             lines = align_table(table, right)
         else:  # each path on a line of its own, whole if it fits, so that it can be copied
@@ -86,9 +93,7 @@ class Runs(Answer):
             head, *runs = align_table(table, right)
             paths = [f"  {row[-1]}" for row in rows[1:]]
             if not fits_terminal([[path] for path in paths]):
-                root = os.path.commonpath([run.path.absolute().parent for run in self.runs])
-                paths = [f"  {escape_cell(os.path.relpath(run.path.absolute(), root))}" for run in self.runs]
-                missing = [f"paths below {escape_cell(root)}", *missing]
+                paths, missing = [f"  {path}" for path in below], [root_note, *missing]
             lines = [head, *(line for pair in zip(runs, paths, strict=True) for line in pair)]
         count = f"{len(self.runs)}{of_all} run{'' if self.seen == 1 else 's'}: {total}"
         return [*lines, "", *missing, *self._reasons(), *notes, count]

@@ -241,6 +241,9 @@ def unknown_key(key: str, cfg: DictConfig | None, registry: Registry, value: str
             return _missing_callback(key)
     chosen = f"{kind}={chosen_by_kind[kind][0]}" if chosen_by_kind[kind] and kind != "callbacks" else where
     owners = " or ".join(sorted(n for n, offer in offers.items() if last in Keys.field_names(offer.cls)))
+    if owners and kind == "data" and "sources" in keys.key_names(where):
+        example = f"data.sources='{{a: {{{last}: {value}, ...}}}}'"
+        return f"unknown key {key} with {chosen}; put it into each source: {example}"
     if owners and kind != "callbacks":
         return f"unknown key {key} with {chosen}; it belongs to {kind}={owners}: choose that, or leave the key out"
     valid = keys.key_names(where) - {"name"}

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from toyexp.base.errors import printable
+from toyexp.base.user_paths import find_cached_repository
 from toyexp.base.writing import convert_write_errors, dump_json, write_atomically, write_synced
 from toyexp.formats.layout import HF_TYPES, Conversion, HFTensor, hf_layout
 from toyexp.formats.peft import ORIGIN_KEYS
@@ -147,7 +148,9 @@ def model_card(exported: ModelExport, adapter: bool = False) -> str:
     cells = {key: printable(str(value)).replace("|", " ") for key, value in facts.items() if value is not None}
     load = [f"from transformers import {auto}", "", f'model = {auto}.from_pretrained(".")  # this directory']
     if adapter:
-        first = f'base = {auto}.from_pretrained("BASE")  # to make BASE: toyexp export FILE.gguf --type hf --to BASE'
+        is_folder = (find_cached_repository(Path(str(facts["base"]))) / "config.json").is_file()
+        hint = "the base above" if is_folder else "to make BASE: toyexp export FILE.gguf --type hf --to BASE"
+        first = f'base = {auto}.from_pretrained("BASE")  # {hint}'
         load = ["from peft import PeftModel", load[0], "", first, 'model = PeftModel.from_pretrained(base, ".")']
     return "\n".join([
         "---", *front, "---", "", f"# {printable(str(general.get('name', model.name)))}", "",
@@ -200,7 +203,7 @@ def conversion_problem(conversion: Conversion, tokenizer: Tokenizer | None) -> s
     # A BPE that toyexp trained has GPT-2's pre-tokenizer, also if it was read back from a GGUF.
     is_small = tokenizer.source.get("ggml.pre", "gpt-2") == "gpt-2" and tokenizer.vocab < GPT2_TOKENS
     if isinstance(tokenizer, BPE) and is_small:
-        return "it knows only published byte-level BPE vocabularies, not one trained by toyexp"
+        return "it knows only published byte-level BPE vocabularies, not small ones of your own"
     if isinstance(tokenizer, SentencePiece):
         if conversion.prefix not in (None, tokenizer.prefix):
             return f"for this architecture it sets add_space_prefix={str(conversion.prefix).lower()}"

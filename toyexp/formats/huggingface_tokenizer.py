@@ -38,9 +38,10 @@ def tokenizer_keys(folder: Path, config: Mapping[str, Any]) -> dict[str, Any]:
         json_object(read_file(path, LIMIT), f"{path}:") if (path := folder / name).exists() else {}
         for name in ("tokenizer.json", "tokenizer_config.json", "generation_config.json")
     )
-    path = folder / ("tokenizer.json" if contents else "tokenizer.model")
+    is_json = (path := folder / "tokenizer.json").exists()
+    path = path if is_json else folder / "tokenizer.model"
     try:
-        model = b"" if contents else read_file(path, LIMIT)
+        model = b"" if is_json else read_file(path, LIMIT)
         keys = _keys(contents, model, settings, generation.get("eos_token_id", config.get("eos_token_id")))
     except (TypeError, ValueError, KeyError, AttributeError, IndexError, struct.error) as error:
         raise UserError(f"{path}: {printable(str(error))}") from None

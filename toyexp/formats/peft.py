@@ -77,9 +77,9 @@ def _config(path: Path) -> Mapping[str, Any]:
     if str(config.get("init_lora_weights", "")).lower().startswith(CHANGES_BASE):
         extras.append(f"init_lora_weights={printable(str(config['init_lora_weights']))}")
     if extras:
-        raise UserError(
-            f"{path}: {extras[0]} is not supported (only plain LoRA on linear layers is); merge the adapter with PEFT"
-        )
+        merged = path.parent.with_name("model.gguf")  # of the run that wrote adapter-hf
+        remedy = f"name the merged model: {merged}" if merged.is_file() else "merge the adapter with PEFT"
+        raise UserError(f"{path}: {extras[0]} is not supported (only plain LoRA on linear layers is); {remedy}")
     return config
 
 

@@ -17,6 +17,7 @@ from typing import IO, Any
 
 from toyexp.base.errors import UserError, printable
 from toyexp.base.files import NOT_TEXT_HINTS, open_file
+from toyexp.base.formatting import pluralise
 from toyexp.base.packages import require_package
 
 COMPRESSED = (".gz", ".xz", ".zst")
@@ -40,8 +41,8 @@ def iter_records(path: Path) -> Iterator[tuple[str, Record]]:
     read = READERS.get(record_suffix(path), _lines)
     try:
         yield from read(path)
-    except (EOFError, zlib.error, lzma.LZMAError, OSError, csv.Error) as error:
-        raise UserError(f"{path}: cannot be read: {printable(str(error), 200)}") from None
+    except (EOFError, zlib.error, lzma.LZMAError, OSError, csv.Error) as error:  # gzip's may end in the file's bytes
+        raise UserError(f"{path}: cannot be read: {printable(str(error).partition(' (b')[0], 200)}") from None
 
 
 @contextlib.contextmanager
@@ -75,7 +76,8 @@ def _lines(path: Path) -> Iterator[tuple[str, Record]]:
 def _other_format(path: Path, line: bytes) -> str:
     if line.lstrip().startswith(b"["):
         return f"it is a JSON array: rename it to {path.stem}.json"
-    return next((hint for magic, hint in NOT_TEXT_HINTS.items() if line.startswith(magic)), "")
+    hint = next((hint for magic, hint in NOT_TEXT_HINTS.items() if line.startswith(magic)), "")
+    return "decompress it first (gunzip, unxz or unzstd)" if hint and path.suffix in COMPRESSED else hint
 
 
 def _json(path: Path) -> Iterator[tuple[str, Record]]:
@@ -95,11 +97,16 @@ def _json(path: Path) -> Iterator[tuple[str, Record]]:
 def _table(path: Path) -> Iterator[tuple[str, Record]]:
     csv.field_size_limit(FIELD_LIMIT)
     delimiter = "\t" if ".tsv" in path.suffixes else ","
+    with _open_bytes(path) as raw:
+        if hint := _other_format(path, raw.read(64)):
+            raise UserError(f"{path}: is not a table of text; {hint}")
     with _open_bytes(path) as raw, io.TextIOWrapper(raw, "utf-8-sig", newline="") as file:
         try:
             reader = csv.DictReader(file, delimiter=delimiter, strict=True)
             names = reader.fieldnames or []
             other = next((d for d in (";", "\t", "|", ",") if d != delimiter and len(names) == 1 and d in names[0]), "")
+            if twice := [name for name in names if names.count(name) > 1]:
+                raise UserError(f"{path}: has the column {printable(twice[0], 20)} twice")
             if other:
                 raise UserError(f"{path}: its columns are separated by {other!r}; expected {delimiter!r}")
             for row in reader:
@@ -152,8 +159,8 @@ class BadExample(UserError):
     """Error with the reason why a record cannot be used."""
 
 
-def decode(record: Record, columns: Mapping[str, str]) -> dict[str, Any]:
-    """Return a record's values by column, without nulls, and renamed by `columns`: {name in toyexp: column}.
+def decode(record: Record, columns: Mapping[str, str], nulls: bool = False) -> dict[str, Any]:
+    """Return a record's values by column, renamed by `columns`: {name in toyexp: column}; keep nulls if `nulls`.
 
     Raise BadExample if the record is not a JSON object, or lacks a column.
     """
@@ -172,7 +179,7 @@ def decode(record: Record, columns: Mapping[str, str]) -> dict[str, Any]:
             raise BadExample(f"has no column {printable(column, 20)} (data.columns.{name}); it has {join_names(value)}")
     renamed = {name: value[column] for name, column in columns.items()}
     others = {key: item for key, item in value.items() if key not in columns.values() and key not in columns}
-    return {key: item for key, item in {**renamed, **others}.items() if item is not None}
+    return {key: item for key, item in {**renamed, **others}.items() if nulls or item is not None}
 
 
 def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -204,13 +211,13 @@ def kind_of(value: Any) -> str:
     """Return what a JSON value is, such as "a list", for a message."""
     if value == []:
         return "an empty list"
-    kinds = {dict: "an object", list: "a list", str: "a text", bool: "true or false", type(None): "null"}
-    return kinds.get(type(value), "a number")
+    kinds = {dict: "an object", list: "a list", str: "a text", bool: "true or false", bytes: "bytes"}
+    return "null" if value is None else kinds.get(type(value), "a number")
 
 
 def join_names(value: Mapping[Any, Any]) -> str:
-    """Return the first keys of a mapping, separated by commas, for a message."""
-    return ", ".join(printable(str(key), 20) for key in list(value)[:8]) or "none"
+    """Return the first keys of a mapping, separated by commas, for a message; keys of nulls are marked."""
+    return ", ".join(printable(str(k), 20) + " (null)" * (value[k] is None) for k in list(value)[:8]) or "none"
 
 
 def parse_cell(value: Any) -> Any:
@@ -234,10 +241,14 @@ def read_question(value: Mapping[str, Any]) -> tuple[str, list[str], int]:
     if isinstance(choices, dict) and choices.keys() >= {"text", "label"}:
         choices, labels = choices["text"], [str(label) for label in choices["label"]]
     if not isinstance(choices, list) or not 2 <= len(choices) <= min(len(labels), 26):
-        raise BadExample(f"choices is {kind_of(choices)}; expected a list of 2 to 26 texts")
+        held = f"has {pluralise(len(choices), 'text')}" if isinstance(choices, list) else f"is {kind_of(choices)}"
+        raise BadExample(f"choices {held}; expected a list of 2 to 26 texts")
     if isinstance(right, str) and right not in labels and right.isdecimal():
         right = int(right)
-    place = labels.index(right) if right in labels else right if isinstance(right, int) else -1
+    place = labels.index(right) if right in labels else right if type(right) is int else -1
     if not 0 <= place < len(choices):
         raise BadExample(f"{answer} is {printable(str(right), 20)}; expected a letter, or a number from 0")
-    return text_of(value["question"], "question"), [text_of(choice, "a choice") for choice in choices], place
+    texts = [text_of(choice, "a choice") for choice in choices]
+    if texts.count(texts[place]) > 1:
+        raise BadExample(f"choices has the right one, {printable(texts[place], 20)}, twice")
+    return text_of(value["question"], "question"), texts, place

@@ -42,11 +42,12 @@ class TensorsFile(ModelFile):
         self.path, self._file, self.parts = path, open_file(path), {path: weakref.proxy(self)}  # not a cycle
         self.close = weakref.finalize(self, self._file.close)  # closed with the object
         size = os.fstat(self._file.fileno()).st_size
-        length = int.from_bytes(self._file.read(8), "little")
+        if (start := self._file.read(8)) == b"version ":
+            raise self.error("is a Git LFS pointer: git lfs pull fetches the file")
+        length = int.from_bytes(start, "little")
         if not 2 <= length <= min(size - 8, HEADER_LIMIT):
-            raise self.error(
-                f"is not a complete safetensors file: its header claims {length} bytes, the file has {size}"
-            )
+            claim = f"its header claims {length} bytes, the file has {size}"
+            raise self.error(f"is not a complete safetensors file: {claim}")
         header = json_object(self._file.read(length), f"{path}: its header")
         metadata = header.pop("__metadata__", None)
         self.metadata: Mapping[str, Any] = self._keys(metadata if isinstance(metadata, dict) else {})

@@ -311,7 +311,10 @@ def _wrap(name: str, words: Sequence[str], between: str = ", ") -> list[tuple[st
 # -- commands that can use the file -----------------------------------------------------------------------------------
 
 
-PLAIN_WORD = re.compile(r"[\w/.][\w/.+%@?|: -]*\.gguf|/[\w/.+%@?|:-]*", re.ASCII)  # needs no quotes in Hydra
+# A path that needs no quotes in Hydra. Of other relative paths, only words that Hydra reads as text are.
+PLAIN_WORD = re.compile(
+    r"[\w/.][\w/.+%@?|: -]*\.gguf|/[\w/.+%@?|:-]*|(?!(?i:null|true|false|nan|inf)$)[a-zA-Z][\w/.-]*", re.ASCII
+)
 MAX_CHECKED_BYTES = 256 << 20  # the numbers of larger files are only checked when a run reads them
 PROMPT = "Once upon a time"
 EXPORTS = ("q8_0", "f16", "f32")
@@ -416,14 +419,16 @@ class FileUses:
         return f"toyexp recipe={recipe.name} {file}{self._data}{context} {recipe.hint}".rstrip()
 
     def _training_uses(self) -> list[Use]:
-        uses = []
+        uses, new_heads = [], []
         for recipe in self._recipes_by_source("base"):
             length, default = self.model.context if self.model else 0, self._default_model(recipe)
             context = f" model.context={length}" if default and 0 < length < default.context else ""
             model = self.model
             reason = self.refused if model is None else self._bad_numbers or self._plan_error(recipe, model)
             uses.append(Use("train on", self._command(recipe, context), reason))
-        return uses if not all(use.reason for use in uses) else uses[:1]
+            if model and "classes" in model_settings(model) and "new_head" in recipe.__dataclass_fields__:
+                new_heads.append(Use("new head", self._command(recipe, " recipe.new_head=true"), reason))
+        return uses + new_heads if not all(use.reason for use in uses) else uses[:1]
 
     def _donor_uses(self) -> list[Use]:
         tokenizer, table = self.tokenizer, self._file.tensors.get("token_embd.weight")

@@ -221,7 +221,7 @@ def count_by_class(
     """
     counts = None
     for batch in batches:
-        scores = logits({name: batch[name] for name in read})
+        scores = logits({name: batch[name] for name in read if name in batch})
         if counts is None:
             counts = np.zeros((scores.shape[1],) * 2, np.int64)
         is_example = batch["weights"] > 0

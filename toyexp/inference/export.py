@@ -193,7 +193,8 @@ def add_tokens(exported: ModelExport, texts: Sequence[str]) -> ModelExport:
     tokenizer, keys = copy(exported.tokenizer), {**exported.tokenizer.gguf_metadata()}
     for text in texts:
         if not text or text in keys["ggml.tokens"] or texts.count(text) > 1:
-            raise UserError(f"--new-tokens: {printable(repr(text))} is empty, repeated, or a token already")
+            problem = "empty" if not text else "repeated" if texts.count(text) > 1 else "a token already"
+            raise UserError(f"--new-tokens: {printable(repr(text))} is {problem}")
     added: dict[str, Any] = {"ggml.tokens": [*keys["ggml.tokens"], *texts]}
     types = keys.get("ggml.token_type", np.full(tokenizer.vocab, NORMAL, np.int32))
     for key, values, filler in (("token_type", types, USER_DEFINED), ("scores", keys.get("ggml.scores"), 0)):

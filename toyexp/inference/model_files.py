@@ -221,7 +221,8 @@ def _conversion_hint(path: Path) -> str | None:
     if (path / "adapter_config.json").is_file():
         return how_to_convert(path, "convert_lora_to_gguf.py")
     if (path / "config.json").is_file():
-        return how_to_convert(path)
+        has_weights = any(file.suffix in (".bin", ".safetensors", ".pth", ".pt") for file in path.iterdir())
+        return how_to_convert(path) if has_weights else "model.safetensors, the weights beside config.json, is missing"
     return None
 
 

@@ -39,12 +39,13 @@ class OllamaResult(Answer):
 
 def export_for_ollama(
     model: Path, word: str | None, to: str | None, settings: Sequence[str], registry: Registry, force: bool,
-    requantize: bool,
+    requantize: bool, system: str | None = None,
 ) -> OllamaResult:  # fmt: skip
     """Write a Modelfile beside the GGUF file of a model.
 
     With `word`, a value of `--type`, first convert the model as `export` does. If `force` is True, replace files that
-    toyexp wrote. Raise UserError, before anything is written, if Ollama cannot load the model or a file exists.
+    toyexp wrote. `system` replaces the system message of the run's data. Raise UserError, before anything is written,
+    if Ollama cannot load the model or a file exists.
     """
     types = (*FILE_TYPES, *K_QUANTS)
     if word is not None and word not in types:
@@ -57,7 +58,7 @@ def export_for_ollama(
         if not (shape.reads.text and "gguf" in shape.forms and has_text(file)):
             raise file.error("Ollama cannot load it: it runs only language models with a tokenizer, as llama.cpp does")
         target = file.path if word is None else Path(to) if to else default_target(file, f"-{word}.gguf")
-        path, text = target.with_name("Modelfile"), _modelfile(file, target.name, shape.context)
+        path, text = target.with_name("Modelfile"), _modelfile(file, target.name, shape.context, system)
         require_free(f"--ollama: {path}", path, [], force, "Modelfile")
     exported = export(model, word, to, settings, registry, force, requantize) if word else None
     with convert_write_errors(path):
@@ -65,7 +66,7 @@ def export_for_ollama(
     return OllamaResult(str(target), str(path), exported)
 
 
-def _modelfile(file: GGUFFile, name: str, context: int) -> str:
+def _modelfile(file: GGUFFile, name: str, context: int, system: str | None) -> str:
     """Return the text of a Modelfile for a model with the metadata of `file`; `name` is the name of its GGUF file."""
     parameters = {"num_ctx": min(context, MAX_CONTEXT), **asdict(Sampling())}
     lines = ["# Written by toyexp. To load the model: ollama create my-model -f Modelfile", f"FROM ./{name}"]
@@ -73,9 +74,13 @@ def _modelfile(file: GGUFFile, name: str, context: int) -> str:
     if read_chat_template(file):
         tokenizer = read_tokenizer(file)
         lines += [f'PARAMETER stop "{tokenizer.spelling(i)}"' for i in sorted(tokenizer.end_ids)]
-        if system := training_settings(file).get("data", {}).get("system"):
+        if system is None:
+            system = training_settings(file).get("data", {}).get("system")
+        if system:
             lines.append(f'SYSTEM """{system}"""')
         lines.append("# Ollama 0.30 and later use the chat template in the GGUF file.")
+    elif system is not None:
+        raise file.error("--system: has no effect, because the file has no chat template; leave it out")
     else:
         lines += ["# The GGUF file has no chat template: the model continues the prompt.", "TEMPLATE {{ .Prompt }}"]
     return "\n".join([*lines, ""])

@@ -43,7 +43,8 @@ class Entry:
         status = "completed" if run.state in FINAL_STATES else run.state
         self.status = status if self.has_settings else "unknown"  # "completed" if its numbers count
         numbers = {"steps": run.steps, "train_loss": run.train_loss, "eval_loss": run.loss, "eval_scores": run.scores}
-        self.result: dict[str, Any] = {**numbers, "sources": self.sources}  # with the keys of result.json
+        # with the keys of result.json
+        self.result: dict[str, Any] = {**numbers, "sources": self.sources, "diverged": run.state == "diverged"}
 
     @cached_property
     def facts(self) -> dict[str, Any]:

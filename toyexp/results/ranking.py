@@ -60,6 +60,13 @@ class Point(Generic[J]):
         """Sample standard deviation of the metric over the seeds (divisor n - 1); None for fewer than two seeds."""
         return statistics.stdev(self.values) if len(self.values) > 1 else None
 
+    @property
+    def diverged(self) -> str:
+        """How many completed jobs diverged, such as "2 of 3 diverged"; "diverged" for a single job, "" for none."""
+        diverged = [bool(job.result.get("diverged")) for job in self.jobs if job.status == "completed"]
+        count = f"{sum(diverged)} of {len(diverged)} " if len(diverged) > 1 else ""
+        return f"{count}diverged" if any(diverged) else ""
+
     def __str__(self) -> str:
         form = "z.4f" if abs(self.mean) < 1e7 else ".4g"
         spread = "" if self.deviation is None else f" ± {self.deviation:{form}}"
@@ -106,6 +113,16 @@ class Ranking(Generic[J]):
         """The point that tables mark as best; None if fewer than two points have results."""
         return self.best if sum(bool(point.values) for point in self.points) > 1 else None
 
+    def mark(self, point: Point[J]) -> str:
+        """Return the text of a point's last cell in tables: how many of its jobs diverged, and whether it is best."""
+        return "  ".join(filter(None, [point.diverged, "best" if point is self.marked else ""]))
+
+    @property
+    def caption(self) -> str:
+        """Line that says what the numbers after ± are."""
+        included = ", including diverged ones" if any(point.diverged for point in self.points) else ""
+        return f"mean ± standard deviation (over n-1) of the completed runs{included}"
+
     def notes(self) -> list[str]:
         """Return notes about changed or differing data and files, and about points that are equally good."""
         notes = []
@@ -138,14 +155,9 @@ class Ranking(Generic[J]):
         return done + sorted((pair for pair in pairs if pair[0].number not in numbers), key=lambda pair: pair[0].number)
 
     def table(self) -> list[tuple[str, ...]]:
-        """Return rows of text: a header, and for each point its settings, number of seeds, mean ± deviation, and mark.
-
-        The mark is "best" or "".
-        """
+        """Return rows of text: a header, and for each point its settings, seeds, mean ± deviation, and mark."""
         rows: list[tuple[str, ...]] = [("settings", "seeds", self.column, "")]
-        for point in self.points:
-            mark = "best" if point is self.marked else ""
-            rows.append((point.label or "-", str(len(point.values)), str(point), mark))
+        rows += [(p.label or "-", str(len(p.values)), str(p), self.mark(p)) for p in self.points]
         return rows
 
 

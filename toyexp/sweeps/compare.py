@@ -69,7 +69,7 @@ class ComparisonAnswer(Answer):
         below = name_dropped(dropped_heads, "; --csv has all")
         below.append(f"{pluralise(len(comparison.entries), 'run')}{points}")
         if ranking.has_seeds:
-            below[-1] += "; mean ± standard deviation (over n-1) of the completed runs"
+            below[-1] += f"; {ranking.caption}"
         for leader, keys_along in comparison.linked_keys.items():
             linked = ", ".join(f"{key} {'|'.join(comparison.values(key))}" for key in keys_along[:6])
             more = f" and {len(keys_along) - 6} more" if len(keys_along) > 6 else ""
@@ -99,9 +99,8 @@ class ComparisonAnswer(Answer):
         speed = mean(run.speed for run in runs)
         run_count = len(point.values) + point.repeats
         counts = f"{run_count}/{len(point.jobs)}" if run_count < len(point.jobs) else str(len(runs))
-        mark = "best" if point is comparison.ranking.marked else ""
-        speed_text = "-" if speed is None else f"{format_count(speed)}/s"
-        return [*cells, counts, steps_text, str(point), *map(format_metric, other_means), speed_text, mark]
+        ends = ["-" if speed is None else f"{format_count(speed)}/s", comparison.ranking.mark(point)]
+        return [*cells, counts, steps_text, str(point), *map(format_metric, other_means), *ends]
 
     def csv(self) -> str:
         """Return CSV with a row for each run.

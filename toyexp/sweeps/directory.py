@@ -39,7 +39,6 @@ from toyexp.training.checkpoint import DamagedCheckpoint, matches_type, read_jso
 log = logging.getLogger("toyexp")
 
 FORMAT = 1
-SEEDS_CAPTION = "mean ± standard deviation (over n-1) of the seeds that completed"
 
 
 class Status(StrEnum):
@@ -535,7 +534,7 @@ def _key(word: str) -> str:
 
 def _summary(table: Sequence[Sequence[str]], ranking: Ranking[Job]) -> str:
     has_points = ranking.has_seeds or ranking.changed_sources
-    over_seeds = f"{SEEDS_CAPTION}\n\n{_markdown(ranking.table())}\n" if has_points else ""
+    over_seeds = f"{ranking.caption}\n\n{_markdown(ranking.table())}\n" if has_points else ""
     return "".join(f"Note: {note}.\n\n" for note in ranking.notes()) + over_seeds + _markdown(table)
 
 

@@ -11,7 +11,6 @@ from toyexp.base.tables import align_table
 from toyexp.base.terminal import print_line, terminal_width
 from toyexp.results.ranking import TRAIN, rank_jobs
 from toyexp.sweeps.directory import (
-    SEEDS_CAPTION,
     Job,
     Status,
     SweepDir,
@@ -22,14 +21,14 @@ from toyexp.sweeps.directory import (
 
 
 def print_table(jobs: Sequence[Job], folder: SweepDir | None) -> None:
-    """Print a table of the jobs, the best first. The row of a failed job shows the first clause of its error message.
+    """Print the sweep's directory and a table of the jobs, the best first, with run directories relative to it.
 
-    The full error messages follow below the table. `folder` is None if the sweep has no directory, because none of its
-    jobs was valid.
+    The row of a failed job shows the first clause of its error message. The full error messages follow below the table.
+    `folder` is None if the sweep has no directory, because none of its jobs was valid.
 
-    A table that is too wide for the terminal is shortened in steps. First, run directories become relative to the
-    sweep's directory, only the last part of each key is shown, and reasons for pruning are left out. If that is not
-    enough, training losses are left out, and then steps and the run directories.
+    A table that is too wide for the terminal is shortened in steps. First, only the last part of each key is shown, and
+    reasons for pruning are left out. If that is not enough, training losses are left out, and then steps and the run
+    directories.
     """
     names, ranking = score_names(jobs), folder.rank() if folder else rank_jobs(jobs)
     ordered = [job for job, _ in ranking.jobs()]
@@ -44,7 +43,7 @@ def print_table(jobs: Sequence[Job], folder: SweepDir | None) -> None:
 
     def end(job: Job, brief: int) -> str:
         if job.status == Status.COMPLETED:
-            path = (job.directory if brief else short_path(folder.run_dir(job))) if folder and job.directory else ""
+            path = job.directory if folder and job.directory else ""
             is_best = ranking.best and job is ranking.best.jobs[0] and len(completed) > 1
             state = "diverged" if job_state(job) == "diverged" else ""
             return "  ".join(filter(None, [path if brief < 3 else "", state, "best" if is_best else ""]))
@@ -68,14 +67,14 @@ def print_table(jobs: Sequence[Job], folder: SweepDir | None) -> None:
         table_lines = lines(brief)
         if max(map(len, table_lines)) < width:
             break
-    print_line("")
+    print_line(f"\nsweep   {short_path(folder.path)}" if folder else "")
     for line in table_lines:
         print_line(line)
     for message, number in errors.items():
         if not any(message in line for line in table_lines):
             print_line(f"job {number}   {message}")
     if ranking.has_seeds or ranking.changed_sources:
-        print_line(f"\n{SEEDS_CAPTION}")
+        print_line(f"\n{ranking.caption}")
         for line in align_table(ranking.table(), {"seeds"}):
             print_line(line)
     for note in ranking.notes():

@@ -14,6 +14,7 @@ from toyexp.base.errors import RunFailed, UserError
 from toyexp.base.formatting import short_path
 from toyexp.base.memory import convert_memory_errors
 from toyexp.base.signals import Signals, catch_signals
+from toyexp.base.user_paths import find_cached_repository
 from toyexp.batching.tokens import Dropout
 from toyexp.formats.file_plan import match_preprocessing
 from toyexp.formats.gguf.open_model import open_gguf
@@ -143,11 +144,12 @@ def _require_tokens_of_teacher(objective: Objective, data: Data, dataset: Datase
 
 def _require_tokens_of_base(config: Config, dataset: Dataset) -> None:
     """Raise UserError if the recipe's base has no tokenizer, and the data has one that no file defines."""
-    path, tokenizer = config.recipe.base_file(), str(getattr(config.data, "tokenizer", ""))
-    if path is None or dataset.tokenizer is None or tokenizer.endswith(".gguf") or has_text(open_gguf(str(path))):
+    path, tokenizer = config.recipe.base_file(), Path(getattr(config.data, "tokenizer", "") or "auto")
+    is_file = find_cached_repository(tokenizer).exists()
+    if path is None or dataset.tokenizer is None or is_file or has_text(open_gguf(str(path))):
         return
     problem = "has no tokenizer, so ids of the data may mean other tokens"
-    remedy = "name its GGUF file or run, or add data.tokenizer=FILE.gguf with its tokenizer"
+    remedy = "name its GGUF file or run, or add data.tokenizer=MODEL with its tokenizer"
     raise UserError(f"recipe.base={short_path(path)}: {problem}; {remedy}")
 
 

@@ -176,7 +176,9 @@ def load_resume_state(directory: Path, prepared: Prepared) -> ResumeState:
         problem = f"the run has other settings or data: {'; '.join(changes[:3])}{more}"
         raise UserError(f"resume={short_path(directory)}: {problem}; to start a new run, set another name=...")
     if changes := saved_origin.list_changes(source_digests(prepared)):
-        remedy = "put the old file back, or start a new run (name=...)"
+        role, places = changes[0].split()[-2], [key.split(".") for key in MOVED]
+        paths = [f" ({s}.{n}={plain[s][n]})" for s, n in places if role in MOVED[f"{s}.{n}"] and plain[s].get(n)]
+        remedy = f"put the old file{''.join(paths)} back, or start a new run (name=...)"
         raise UserError(f"resume={short_path(directory)}: {changes[0]} since the run started; {remedy}")
     if saved.step > settings.steps:
         raise UserError(f"steps={settings.steps}: the run is already at step {saved.step}; set a larger number")

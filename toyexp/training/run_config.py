@@ -200,6 +200,8 @@ def introduction(prepared: Prepared) -> list[str]:
     if facts and isinstance(examples := sizes.get("train_examples"), int):
         facts[0] += f" in {pluralise(examples, 'example')}"
     facts = [*prepared.omissions(), *facts, *call_for_lines(prepared.dataset.remarks)]
+    if shares := prepared.batches.facts.get("shares"):  # of a mixture
+        facts += [f"rows: {', '.join(f'{share:.1%} {name}' for name, share in shares.items())}"]
     details = f" ({'; '.join(facts)})" if facts else ""
     origin = config.recipe.origin()
     epochs = f" (epochs={config.settings.epochs:g})" if config.settings.epochs else ""

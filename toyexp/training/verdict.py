@@ -47,7 +47,7 @@ def nonfinite_error(run: Run, step: int, metrics: Mapping[str, float], batch: Ba
     The message names the first tensor that is not finite, and settings that may help. `in_a_row` is the number of
     consecutive steps with this problem.
     """
-    problem = f"the loss is {metrics['loss']} and the gradient norm {metrics['grad_norm']}"
+    problem = f"the loss is {metrics['loss']:.6g} and the gradient norm {metrics['grad_norm']:.6g}"
     skipped = f"; {in_a_row} steps in a row were skipped" if in_a_row > 1 else ""
     skip = "" if run.plan.skip_nonfinite else ", or nonfinite=skip"
     return RunFailed(

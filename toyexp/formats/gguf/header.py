@@ -143,7 +143,7 @@ class Part:
         cursor = _Cursor(self)
         start = _pread(self._fd, 64, 0)
         if start.startswith(b"version https://git-lfs"):
-            raise self.error("is not a GGUF file but a Git LFS pointer: fetch the real file")
+            raise self.error("is not a GGUF file but a Git LFS pointer: git lfs pull fetches the file")
         if start[8:9] == b"{" and not start.startswith(b"GGUF"):
             command = how_to_convert(self.path.parent)
             if b'"gguf":' in start:  # metadata of a file that toyexp wrote

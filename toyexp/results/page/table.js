@@ -24,6 +24,7 @@ function listColumns(saved = false) {
     return [{ head: data.metric, of: (p) => p.mean, text: value, number: true, best: true },
       ...(saved ? [{ head: `± ${data.metric}`, of: (p) => p.deviation }, { head: "steps taken", of: each((r) => r.steps) }] : []),
       ...(saved || !keys.length ? [{ head: "name", of: (p) => p.label }] : []), ...keys,
+      ...(data.points.some((p) => p.diverged) ? [{ head: "state", of: (p) => p.diverged }] : []),
       { head: "runs", of: (p) => p.counted, text: (p) => (p.counted < p.runs.length ? `${p.counted}/${p.runs.length}` : `${p.counted}`), number: true },
       ...numbers];
   }
@@ -87,7 +88,7 @@ function drawTable() {
     for (const column of columns) {
       const text = formatCell(column, row);
       const best = column.best && row.point === 0 && column.of(row) !== null && data.best;
-      const cell = addElement(cells, "td", cellClass(column) + (String(text).length > 16 ? " long" : "") + (best ? " best" : ""));
+      const cell = addElement(cells, "td", cellClass(column) + (String(text).length > 16 ? " long" : "") + (/diverged$/.test(text) ? " bad" : "") + (best ? " best" : ""));
       if (best) addElement(cell, "span", "badge", "best");
       cell.append(text);
     }

@@ -890,7 +890,7 @@ def test_an_invalid_job_of_a_sweep_is_reported_and_the_others_run(tmp_path, caps
     ]
     assert [p.parent.name for p in tmp_path.glob("outputs/sweeps/*/*/result.json")] == ["0-scratch-llama"]
     table = [line for line in out.splitlines() if re.match(r" +\d+  lr=", line)][-3:]
-    assert "lr=0.1" in table[0] and "outputs" in table[0]
+    assert "lr=0.1" in table[0] and "0-scratch-llama" in table[0]
     assert "lr=x" in table[1] and "refused" in table[1]
     assert "lr=-1" in table[2] and "refused" in table[2]
 

@@ -199,7 +199,7 @@ class Products(TapedOps):
     def _multiply_rows(self, w: Node, x: Node) -> Node:
         """Return x [n, k] times w [m, k] transposed -> [n, m]."""
         (n, k), m = x.shape, w.shape[0]
-        if self._profile.fast_products and (n >= FEWEST_UNPACKED or not w.packed):
+        if self._profile.fast_products and len(w.shape) == 2 and (n >= FEWEST_UNPACKED or not w.packed):
             return self.g.product(x, w, b_transposed=True)
         count = stack_count(n, m) if self._profile.wide_tiles else 1
         if count == 1:
@@ -210,7 +210,7 @@ class Products(TapedOps):
         """Return x [.., n, k] times w [.., k, m] -> [.., n, m]."""
         if w.packed:
             return self._multiply_packed(x, w)
-        if self._profile.fast_products and len(x.shape) == 2:
+        if self._profile.fast_products and len(x.shape) == len(w.shape) == 2:
             return self.g.product(x, w)
         if self._has_out_prod(x):
             return self.g.out_prod(w, x, transposed=True)

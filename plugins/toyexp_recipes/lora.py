@@ -77,7 +77,7 @@ class Lora(FromBase):
     alpha: float | None = None  # adapters are scaled by alpha / rank; null: alpha = rank
     dora: bool = False  # true: also train the norm of each row of the adapted weights (DoRA)
     rslora: bool = False  # true: scale by alpha / sqrt(rank) instead (rsLoRA)
-    rank_pattern: dict[str, int] = field(default_factory=dict)  # other ranks of some targets: {down: 16, blk.0.*: 4}
+    rank_pattern: dict[str, int] = field(default_factory=dict)  # ranks of some targets, {down: 16}; else rank
     alpha_pattern: dict[str, float] = field(default_factory=dict)  # other alphas of some targets
     targets: list[str] | None = None  # q k v o gate up down, PEFT's names (q_proj), ffn_*; null: all in the blocks
     init_scale: float = 0.01  # standard deviation of A's initial values

@@ -170,7 +170,7 @@ def test_files_and_checkpoints_hold_the_average(best, tmp_path, monkeypatch, cap
     """The rate is so high that the held-out loss also rises, and the best step is not the last."""
     monkeypatch.chdir(tmp_path)
     Path("book.txt").write_text(TEXT)
-    settings = [*words("scratch", "llama", "ggml"), "optim.ema=0.7", "lr=0.5", "eval_every=1", "checkpoint_every=12"]
+    settings = [*words("scratch", "llama", "ggml"), "optim.ema=0.7", "lr=1.0", "eval_every=1", "checkpoint_every=12"]
     settings += ["callbacks=[constant,events,gguf_export]", *(["checkpoint_best=loss"] if best else [])]
     assert main([*settings, "hydra.run.dir=run"]) == 0, capsys.readouterr().err
     assert "averaged weights (optim.ema=0.7)" in capsys.readouterr().out

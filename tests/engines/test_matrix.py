@@ -118,7 +118,9 @@ def test_a_cell_marked_set_names_the_setting_that_it_needs(capsys):
     for (recipe, model), cell in CELLS.items():
         if cell.missing:
             assert main([*words(recipe, model), "engine=ggml"]) == 2
-            assert capsys.readouterr().err.startswith(f"toyexp: error: {cell.missing}")
+            assert capsys.readouterr().err.startswith(
+                f"toyexp: error: {cell.missing.partition(' or ')[0]}"
+            )  # sizes differ
 
 
 def test_the_plugins_command_prints_the_matrix(capsys):

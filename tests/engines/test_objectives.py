@@ -377,5 +377,5 @@ def test_rows_that_an_objective_compares_stay_together():
 
 
 def test_class_targets_need_a_weight_each_so_pairs_need_a_preference_objective():
-    with pytest.raises(UserError, match=r"needs a weight for each target, .* data=preference needs"):
+    with pytest.raises(UserError, match=r"needs a weight for each target, .* data=preference is for"):
         dataclasses.replace(TestPreference().make_plan(), objective=CrossEntropy())

@@ -273,7 +273,7 @@ def test_a_base_without_a_tokenizer_reads_text_only_with_the_tokenizer_of_a_file
     (work / "book.txt").write_text(" ".join(np.random.default_rng(0).choice(WORDS, 4000)))
     assert main(["export", "base.gguf", "--type", "safetensors", "--to", "bare.safetensors"]) == 0
     parts = {"recipe": Full(base="bare.safetensors"), "engine": "cpu", "batch_size": 2, "steps": 1, "eval_every": 0}
-    with pytest.raises(UserError, match=r"recipe.base=bare.safetensors: has no tokenizer.* data.tokenizer=FILE.gguf"):
+    with pytest.raises(UserError, match=r"recipe.base=bare.safetensors: has no tokenizer.* data.tokenizer=MODEL"):
         toyexp.train(data=Text(path="book.txt", tokenizer="byte"), directory="run", **parts)
     assert toyexp.train(data=Text(path="book.txt", tokenizer="base.gguf"), directory="run", **parts).steps == 1
 

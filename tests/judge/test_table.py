@@ -369,6 +369,8 @@ class Row:
         if direction in ("donor", "base", "full"):
             return exact
         rounded = ROUNDED.get(self.kind, WIDER if self.kind in K_QUANTS else QUANTISED)
+        if self.model.name in EXPERTS and rounded == QUANTISED:
+            rounded = (QUANTISED[0], 0.8)  # only llama.cpp rounds activations, which may choose other experts
         return max(exact[0], rounded[0]), max(exact[1], rounded[1])
 
 

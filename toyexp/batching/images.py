@@ -12,14 +12,15 @@ import numpy as np
 
 from toyexp.base.errors import UserError, printable
 from toyexp.base.random import generator, stream
-from toyexp.interfaces.dataset import Batch, Batches, Dataset, InputSpec
+from toyexp.batching.epochs import DescribedDataset, EpochBatches
+from toyexp.interfaces.dataset import InputSpec
 
 AUGMENTATIONS = ("crop", "flip", "shift", "color")
 NORMALISATIONS = ("train", "fixed")
 MAX_NAMED = 12  # number of class names that a run's output lists
 
 
-class ImageDataset(Dataset):
+class ImageDataset(DescribedDataset):
     """Dataset of 8-bit images [N, height, width, channels], one class per image, with a training and a held-out set."""
 
     def __init__(
@@ -52,11 +53,9 @@ class ImageDataset(Dataset):
         halves = np.full(channels, 0.5)
         self.mean, self.std = mean_and_std(training) if normalise == "train" else (halves, halves)
         self.augment, self.eval_images, self.sampler, self.mixup = augment, eval_images, sampler, mixup
-        self._left_out, self._remarks = left_out, remarks
         digest = hashlib.sha256(images.tobytes())
         digest.update(labels.astype(np.int32).tobytes())
-        self._facts = {
-            **(facts or {}),
+        sizes = {
             "train_images": len(self.train[1]),
             "held_out_images": len(self.held_out[1]),
             "classes": len(classes),
@@ -64,14 +63,7 @@ class ImageDataset(Dataset):
             "images_sha256": digest.hexdigest(),
             "classes_digest": hashlib.sha256(json.dumps(list(classes)).encode()).hexdigest()[:16],
         }
-
-    def describe(self) -> dict[str, Any]:
-        """Return image counts, image shape, and digests of pixels and classes."""
-        return self._facts
-
-    def omissions(self) -> Sequence[str]:
-        """Return a note for each part of the source data that was left out, such as unreadable images."""
-        return self._left_out
+        super().__init__({**(facts or {}), **sizes}, left_out, remarks)
 
     def remarks(self) -> list[str]:
         """Return lines to print: the classes, the augmentation, and notes of the code that read the images."""
@@ -142,7 +134,7 @@ class Draws(NamedTuple):
     shares: np.ndarray  # [n], share of the partner
 
 
-class ImageBatches(Batches):
+class ImageBatches(EpochBatches):
     """Batches of images; order, augmentation and mixup depend on (seed, epoch).
 
     With the sampler `shuffle` each image occurs once per epoch. With `balanced` each class has the same number of rows,
@@ -150,13 +142,12 @@ class ImageBatches(Batches):
     """
 
     def __init__(self, dataset: ImageDataset, rows: int, seed: int):
-        self._train, self._held_out = dataset.train, dataset.held_out
-        self._rows, self._seed, self._mixup = rows, seed, dataset.mixup
+        self._train, self._held_out, self._mixup = dataset.train, dataset.held_out, dataset.mixup
         self._augment = set(dataset.augment.split("_")) - {"none"}
-        self._eval_images = dataset.eval_images or len(self._held_out[1])
         self._groups = self._train[1] if dataset.sampler == "balanced" else 0 * self._train[1]  # group of each image
-        count = len(np.unique(self._groups))
-        self.rows_per_epoch = self._epoch_rows = -(-len(self._groups) // max(count, 1)) * count
+        groups = len(np.unique(self._groups))
+        count, held_out_count = -(-len(self._groups) // max(groups, 1)) * groups, len(self._held_out[1])
+        super().__init__(count, held_out_count, rows, seed, dataset.eval_images or held_out_count)
         self._factor = (1 / (255 * dataset.std)).astype(np.float32)
         self._offset = (dataset.mean / dataset.std).astype(np.float32)
         self._epoch_draws = lru_cache(maxsize=2)(self._draw)
@@ -173,7 +164,7 @@ class ImageBatches(Batches):
         def permutation(name: str, count: int) -> np.ndarray:
             return np.argsort(stream(self._seed, name, epoch).random_raw(count), kind="stable")
 
-        order, count = permutation("data-order", len(self._groups)), self._epoch_rows
+        order, count = permutation("data-order", len(self._groups)), self._count
         if (groups := np.unique(self._groups)).size > 1:
             parts = [np.resize(order[self._groups[order] == group], count // len(groups)) for group in groups]
             order = np.concatenate(parts)[permutation("class-order", count)]
@@ -183,14 +174,19 @@ class ImageBatches(Batches):
         shares = generator(self._seed, f"mixup/{epoch}").beta(self._mixup, self._mixup, count).astype(np.float32)
         return Draws(order, words, permutation("mixup-order", count), shares)
 
-    def batch(self, k: int) -> Batch:
-        """Return training batch `k`: images [rows, height, width, channels], targets [rows], weights [rows].
+    def _epoch_order(self, epoch: int) -> np.ndarray:
+        """Return the numbers of the epoch's rows, counted from the first row of epoch 0."""
+        return epoch * self._count + np.arange(self._count)
+
+    def _take(self, items: np.ndarray, is_held_out: bool) -> dict[str, np.ndarray]:
+        """Return a batch: images [rows, height, width, channels], targets [rows], weights [rows].
 
         With mixup (Zhang et al. 2018), an image is (1 - m) x_i + m x_j, with m from Beta(mixup, mixup). The batch then
         also has the classes of the images j, second_targets [rows], and the numbers m, second_shares [rows].
         """
-        numbers = (divmod(number, self._epoch_rows) for number in range(k * self._rows, (k + 1) * self._rows))
-        rows = [(self._epoch_draws(epoch), row) for epoch, row in numbers]
+        if is_held_out:
+            return self._batch(self._held_out[0][items], self._held_out[1][items])
+        rows = [(self._epoch_draws(int(item) // self._count), int(item) % self._count) for item in items]
         batch = self._read(rows)
         if self._mixup:
             second = self._read([(draws, draws.partners[row]) for draws, row in rows])
@@ -208,24 +204,6 @@ class ImageBatches(Batches):
             words = (draws.words[row] for draws, row in rows)
             picked = np.stack([augment_image(*pair, self._augment) for pair in zip(picked, words, strict=True)])
         return self._batch(picked, labels[selected])
-
-    def held_out(self) -> Sequence[Batch]:
-        """Return batches of held-out images.
-
-        The setting `eval_images` limits the number of images; 0 means all. If images are left out, the ones in the
-        batches are spread evenly over the held-out set. Padding rows of the last batch have weight 0.
-        """
-        images, labels = self._held_out
-        count = min(len(labels), self._eval_images)
-        indices = np.arange(count) * len(labels) // count
-        batches = []
-        for first in range(0, count, self._rows):
-            part = indices[first : first + self._rows]
-            padded = np.resize(part, self._rows)  # repeated rows fill the batch, with weight 0
-            batch = self._batch(images[padded], labels[padded])
-            batch["weights"][len(part) :] = 0
-            batches.append(batch)
-        return batches
 
     def _batch(self, images: np.ndarray, labels: np.ndarray) -> dict[str, np.ndarray]:
         pixels = images.astype(np.float32) * self._factor - self._offset

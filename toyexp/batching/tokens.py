@@ -5,14 +5,14 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Mapping, Sequence
-from functools import lru_cache
 from typing import Any, cast
 
 import numpy as np
 
 from toyexp.base.errors import UserError
 from toyexp.base.random import stream
-from toyexp.interfaces.dataset import Batch, Batches, Dataset
+from toyexp.batching.epochs import DescribedDataset, EpochBatches
+from toyexp.interfaces.dataset import Batch, Batches
 from toyexp.interfaces.kind import TOKENS
 from toyexp.interfaces.phases import TURN
 from toyexp.interfaces.plan import NOISE, Plan
@@ -21,7 +21,7 @@ from toyexp.tokenizers.tokenizer import Tokenizer
 PROMPT_TOKENS, PROMPT_LENGTH = 200, 24  # held-out tokens searched for a prompt; its maximum number of characters
 
 
-class TokenDataset(Dataset):
+class TokenDataset(DescribedDataset):
     """Dataset of token ids: a long training sequence and a held-out one, from which batches take windows."""
 
     def __init__(
@@ -42,18 +42,10 @@ class TokenDataset(Dataset):
                 raise UserError(f"the ids of the data's {part} part are {ids.dtype}; they must be integers")
         self.train, self.held_out = train, held_out
         self.tokenizer, self.vocab = tokenizer, vocab
-        self._eval_batches, self._left_out, self._remarks = eval_batches, left_out, remarks
-        self._val_fraction = val_fraction
-        self._facts = {
-            **facts,
-            "train_tokens": len(train),
-            "held_out_tokens": len(held_out),
-            "tokens_sha256": digest or _digest((train, held_out)),
-        }
-
-    def describe(self) -> dict[str, Any]:
-        """Return the token counts and a digest of the training and held-out parts."""
-        return self._facts
+        self._eval_batches, self._val_fraction = eval_batches, val_fraction
+        sizes = {"train_tokens": len(train), "held_out_tokens": len(held_out)}
+        facts = {**facts, **sizes, "tokens_sha256": digest or _digest((train, held_out))}
+        super().__init__(facts, left_out, remarks)
 
     def prompt(self) -> list[int]:
         """Return a prompt for samples: the token ids of the first three words of a held-out line.
@@ -65,14 +57,6 @@ class TokenDataset(Dataset):
         complete = [line for line in lines[1:-1] if line.strip()] or lines[:1]  # first and last line may be cut off
         line = next((line for line in complete if not line[0].isspace()), "".join(complete[:1]))
         return cast("list[int]", self.tokenizer.prompt(" ".join(line.split()[:3])[:PROMPT_LENGTH]).tolist())
-
-    def omissions(self) -> Sequence[str]:
-        """Return a note for each part of the source data that was left out, such as text beyond a size limit."""
-        return self._left_out
-
-    def remarks(self) -> list[str]:
-        """Return notes about the data, as lines to print before training."""
-        return list(self._remarks)
 
     def batches(self, context: int, rows: int, seed: int) -> TokenBatches:
         """Return batches of `rows` windows of `context` tokens, with the next tokens as targets.
@@ -103,7 +87,7 @@ class TokenDataset(Dataset):
         return f"about {float(f'{needed:.2g}'):,.0f} {unit}"
 
 
-class TokenBatches(Batches):
+class TokenBatches(EpochBatches):
     """Batches of windows of `context` consecutive tokens; each window occurs once per epoch.
 
     In each epoch the training sequence is cut into adjacent windows, and the first one starts at a random offset. The
@@ -111,55 +95,28 @@ class TokenBatches(Batches):
     """
 
     def __init__(self, train: np.ndarray, held_out: np.ndarray, context: int, rows: int, seed: int, eval_batches: int):
-        self._train, self._held_out = train, held_out
-        self._context, self._rows, self._seed = context, rows, seed
-        self._eval_batches = eval_batches
-        self._span = np.arange(context + 1)
         # One window fewer than fits, to leave room for the offset, but at least one.
-        self._windows = self.rows_per_epoch = max((len(train) - 1) // context - 1, 1)
-        self._order = lru_cache(maxsize=2)(self._epoch_order)
+        windows, held_out_windows = max((len(train) - 1) // context - 1, 1), (len(held_out) - 1) // context
+        super().__init__(windows, held_out_windows, rows, seed, eval_batches * rows)
+        self._train, self._held_out, self._span = train, held_out, np.arange(context + 1)
         self.inputs = TOKENS.inputs(context)
 
     def _epoch_order(self, epoch: int) -> np.ndarray:
         """Return the shuffled start positions of the epoch's windows."""
-        words = stream(self._seed, "data-order", epoch).random_raw(self._windows + 1)
-        spare = len(self._train) - 1 - self._windows * self._context
+        words, context = stream(self._seed, "data-order", epoch).random_raw(self._count + 1), len(self._span) - 1
+        spare = len(self._train) - 1 - self._count * context
         offset = int(words[-1] % np.uint64(spare + 1))
-        return np.argsort(words[:-1], kind="stable") * self._context + offset
+        return np.argsort(words[:-1], kind="stable") * context + offset
 
-    def batch(self, k: int) -> Batch:
-        """Return training batch `k`: tokens, targets and weights, each [rows, context]."""
-        return self._take_rows(k, 1)
-
-    def block(self, first: int, count: int) -> Batch:
-        """Return `count` batches, from batch `first` on, as one batch with all their rows."""
-        return self._take_rows(first, count)
-
-    def _take_rows(self, first: int, count: int) -> Batch:
-        row, end = first * self._rows, (first + count) * self._rows
-        starts: list[np.ndarray] = []
-        while row < end:  # a batch may span two epochs, or more on a tiny corpus
-            epoch, position = divmod(row, self._windows)
-            starts.append(self._order(epoch)[position : position + end - row])
-            row += len(starts[-1])
-        return _windows(self._train, np.concatenate(starts), self._span)
-
-    def held_out(self) -> Sequence[Batch]:
-        """Return batches of held-out windows, evenly spread over the held-out sequence.
-
-        The setting `eval_batches` limits their number. Padding rows of the last batch have weight 0.
-        """
-        count = (len(self._held_out) - 1) // self._context
-        chosen = min(count, self._eval_batches * self._rows)
-        starts = np.arange(chosen) * count // chosen * self._context
-        batches = []
-        for first in range(0, chosen, self._rows):
-            part = starts[first : first + self._rows]
-            spare = self._rows - len(part)  # repeated rows fill the batch, with weight 0
-            batch = _windows(self._held_out, np.concatenate([part, np.repeat(part[:1], spare)]), self._span)
-            batch["weights"][len(part) :] = 0
-            batches.append(batch)
-        return batches
+    def _take(self, items: np.ndarray, is_held_out: bool) -> dict[str, np.ndarray]:
+        """Return tokens, targets (the next tokens) and weights, each [rows, context]."""
+        ids, starts = (self._held_out, items * (len(self._span) - 1)) if is_held_out else (self._train, items)
+        window = ids[starts[:, None] + self._span]  # [rows, context + 1]
+        return {
+            "tokens": np.ascontiguousarray(window[:, :-1], np.int32),
+            "targets": np.ascontiguousarray(window[:, 1:], np.int32),
+            "weights": np.ones((len(starts), len(self._span) - 1), np.float32),
+        }
 
 
 def _digest(parts: Sequence[np.ndarray], step: int = 1 << 20) -> str:
@@ -172,15 +129,6 @@ def _digest(parts: Sequence[np.ndarray], step: int = 1 << 20) -> str:
         for first in range(0, len(ids), step):
             digest.update(ids[first : first + step].astype("<i4", copy=False).tobytes())
     return digest.hexdigest()
-
-
-def _windows(ids: np.ndarray, starts: np.ndarray, span: np.ndarray) -> dict[str, np.ndarray]:
-    window = ids[starts[:, None] + span]  # [rows, context + 1]; a target is the next token
-    return {
-        "tokens": np.ascontiguousarray(window[:, :-1], np.int32),
-        "targets": np.ascontiguousarray(window[:, 1:], np.int32),
-        "weights": np.ones((len(starts), len(span) - 1), np.float32),
-    }
 
 
 class Dropout(Batches):

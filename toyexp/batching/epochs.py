@@ -1,0 +1,82 @@
+"""Batches that read each item of the training data once per epoch, and data sets with a fixed description."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Mapping, Sequence
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+
+from toyexp.base.random import stream
+from toyexp.interfaces.dataset import Batch, Batches, Dataset
+
+
+class DescribedDataset(Dataset):
+    """Dataset whose facts, and notes on what was left out and how the data was read, are known at the beginning."""
+
+    def __init__(self, facts: Mapping[str, Any], left_out: Sequence[str] = (), remarks: Sequence[str] = ()):
+        self._facts, self._left_out, self._remarks = dict(facts), left_out, remarks
+
+    def describe(self) -> dict[str, Any]:
+        """Return the sizes of the data, and digests of its contents."""
+        return self._facts
+
+    def omissions(self) -> Sequence[str]:
+        """Return a note for each part of the source data that was left out."""
+        return self._left_out
+
+    def remarks(self) -> list[str]:
+        """Return notes about the data, as lines to print before training."""
+        return list(self._remarks)
+
+
+class EpochBatches(Batches):
+    """Batches with each of `count` items once per epoch, in an order that depends only on the seed and the epoch.
+
+    A batch has `rows` rows, each of which is an item; an item may also be several rows, `rows_per_item`. Evaluations
+    read at most `limit` of the `held_out_count` held-out items, evenly spread.
+    """
+
+    def __init__(
+        self, count: int, held_out_count: int, rows: int, seed: int, limit: int | None = None, rows_per_item: int = 1
+    ):
+        self._count, self._seed, self._items, self._rows_per_item = count, seed, rows // rows_per_item, rows_per_item
+        self._held_out_count, self._limit = held_out_count, held_out_count if limit is None else limit
+        self._order = lru_cache(maxsize=2)(self._epoch_order)
+        self.rows_per_epoch = count * rows_per_item
+
+    @abstractmethod
+    def _take(self, items: np.ndarray, is_held_out: bool) -> dict[str, np.ndarray]:
+        """Return a batch of training items, as `_epoch_order` names them, or of held-out items by their numbers."""
+
+    def _epoch_order(self, epoch: int) -> np.ndarray:
+        """Return the items of an epoch in the order in which they are read."""
+        return np.argsort(stream(self._seed, "data-order", epoch).random_raw(self._count), kind="stable")
+
+    def batch(self, k: int) -> Batch:
+        """Return training batch `k`."""
+        return self.block(k, 1)
+
+    def block(self, first: int, count: int) -> Batch:
+        """Return `count` batches, from batch `first` on, as one batch with all their rows."""
+        number, end = first * self._items, (first + count) * self._items
+        items: list[np.ndarray] = []
+        while number < end:  # a batch may span two epochs, or more of little data
+            epoch, position = divmod(number, self._count)
+            items.append(self._order(epoch)[position : position + end - number])
+            number += len(items[-1])
+        return self._take(np.concatenate(items), False)
+
+    def held_out(self) -> Sequence[Batch]:
+        """Return the batches of held-out items. Rows that pad the last batch have weight 0."""
+        count = min(self._held_out_count, self._limit)
+        chosen = np.arange(count) * self._held_out_count // max(count, 1)
+        batches = []
+        for first in range(0, count, self._items):
+            part = chosen[first : first + self._items]
+            batch = self._take(np.resize(part, self._items), True)  # repeated items fill the batch
+            batch["weights"][len(part) * self._rows_per_item :] = 0
+            batches.append(batch)
+        return batches

@@ -30,8 +30,6 @@ if TYPE_CHECKING:
     from toyexp.batching.pictures import (
         IMAGE_SUFFIXES,
         BadImage,
-        iter_files,
-        iter_images,
         read_image,
         require_pillow,
         scaling_note,

@@ -19,7 +19,7 @@ from toyexp.formats import (
     text_of,
 )
 from toyexp_data.chat import Message, iter_strings
-from toyexp_data.splits import SPLITS
+from toyexp_data.files import SPLITS
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 # The senders in ShareGPT's conversations, and their roles.
@@ -45,18 +45,7 @@ class Value(NamedTuple):
     first: int = 0  # messages before this one are not learned
     others: tuple[str, ...] = ()  # columns that were not used
     split: str | None = None  # the split that the column `split` names
-
-
-class Pair(NamedTuple):
-    """The chosen and the rejected completion of a prompt; one of the two is None in data without pairs."""
-
-    chosen: Value | None
-    rejected: Value | None = None
-
-    @property
-    def split(self) -> str | None:
-        """The split that the record names."""
-        return (self.chosen or self.rejected or Value(())).split
+    label: bool | None = None  # of a completion without a pair: True if it is good
 
 
 class Form(NamedTuple):
@@ -181,7 +170,7 @@ NAMES = sorted(
 EXPECTED = "expected messages, prompt and completion, instruction and output, or text; name others with data.columns"
 
 
-def convert_pair(record: Record, columns: Mapping[str, str], system: str = "") -> Pair:
+def convert_pair(record: Record, columns: Mapping[str, str], system: str = "") -> list[Value]:
     """Return a record as a chosen and a rejected completion of a prompt. Raise BadExample if that is not possible.
 
     Without the column `prompt`, the prompt is what both have in common at the beginning. With the column `label`, which
@@ -213,8 +202,9 @@ def convert_pair(record: Record, columns: Mapping[str, str], system: str = "") -
     values = [add_system(each, _system(value) or system) if each.messages else each for each in values]
     used = (*used, *(name for name in (*SYSTEM, "tools") if name in value and values[0].messages))
     others = tuple(name for name in value if name not in used and name != "split")
-    values[0] = values[0]._replace(columns=used, others=others, split=_split(value, columns))
-    return Pair(values[0], values[1]) if len(values) == 2 else Pair(*(values if value["label"] else [None, *values]))
+    label = bool(value["label"]) if len(values) == 1 else None
+    values[0] = values[0]._replace(columns=used, others=others, split=_split(value, columns), label=label)
+    return values
 
 
 def _common_start(chosen: Any, rejected: Any) -> list[Any]:

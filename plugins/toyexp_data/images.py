@@ -14,7 +14,15 @@ from typing import Any, ClassVar
 
 import toyexp
 from toyexp import IMAGES, Kind, RunPreview, Unavailable, UserError, is_changed, printable
-from toyexp.base import broken_package, read_text, require_choice, require_directory, require_file, require_range
+from toyexp.base import (
+    broken_package,
+    iter_files,
+    read_text,
+    require_choice,
+    require_directory,
+    require_file,
+    require_range,
+)
 from toyexp_data.held_out import MAX_NAMED, ON_ERROR, SplitData
 
 HELD_OUT = ("val", "valid", "validation", "test")  # names of a held-out directory next to one named `train`
@@ -125,7 +133,7 @@ class Images(SplitData):
         notes = [
             f"{len(skipped)} of {len(listed)} images skipped (data.on_error), such as {name}" for name in skipped[:1]
         ]
-        others = sorted(f for f in toyexp.iter_files(Path(self.path)) if f not in listed)
+        others = sorted(f for f in iter_files(Path(self.path)) if f not in listed)
         if self.labels:
             others = [f for f in others if f.suffix.lower() in toyexp.IMAGE_SUFFIXES]
             notes += [f"{len(listed)} of {len(listed) + len(others)} images: data.labels"] if others else []
@@ -144,7 +152,10 @@ class Images(SplitData):
                 raise UserError(f"{folder}: holds held-out images, but {train} has no class {printable(folder.name)}")
             folders.append(folder)
         listed: list[tuple[Path, int | str]] = [
-            (file, names.index(folder.name)) for folder in folders for file in sorted(toyexp.iter_images(folder))
+            (file, names.index(folder.name))
+            for folder in folders
+            for file in sorted(iter_files(folder))
+            if file.suffix.lower() in toyexp.IMAGE_SUFFIXES
         ]
         return listed, names
 

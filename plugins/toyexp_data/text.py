@@ -6,7 +6,7 @@ import math
 import os
 import sysconfig
 from abc import abstractmethod
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -15,13 +15,22 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import toyexp.formats
 import toyexp.tokenizers
 from toyexp import TOKENS, Kind, RunPreview, UserError, is_changed, suggest
-from toyexp.base import UnknownCharacter, print_error, require_choice, require_range, run_interruptibly
+from toyexp.base import UnknownCharacter, iter_files, print_error, require_choice, require_range, run_interruptibly
 from toyexp.formats import record_suffix
 from toyexp_data.cache import load_or_pack, recall, remember
 from toyexp_data.corpus import Corpus, characters, megabytes, sample_pieces
-from toyexp_data.files import FoundFiles, find_files, iter_below, match_paths
+from toyexp_data.files import (
+    FoundFiles,
+    divide,
+    find_files,
+    find_records,
+    is_record,
+    match_paths,
+    overlap,
+    require_one_format,
+    split_name,
+)
 from toyexp_data.held_out import ON_ERROR, SplitData
-from toyexp_data.splits import divide, find_records, has_records, overlap
 
 if TYPE_CHECKING:
     import numpy as np
@@ -30,6 +39,7 @@ KINDS = ("auto", "byte", "char", "bpe")
 SMALL = 2000  # a vocabulary of at most this size may lack characters of ANY_TEXT
 ANY_TEXT = "".join(map(chr, [*range(1, 256), 0x4E2D, 0x1F642]))
 LONG = 20_000_000  # bytes of text above which tokenizing is announced
+ALL = "*"  # suffix that matches all files
 NOT_CODE = {"test", "tests", "idlelib", "lib2to3", "site-packages", "__pycache__", "turtledemo", "ensurepip"}
 
 
@@ -231,7 +241,7 @@ class Text(TextData):
         """
         suffixes = cls.suffixes.split()
         if path.is_dir():
-            files = list(iter_below(path))
+            files = list(iter_files(path))
             return any(f.suffix in suffixes for f in files) * (1 if any(map(record_suffix, files)) else 2)
         return 2 if path.suffix in suffixes else 1
 
@@ -272,15 +282,30 @@ class Text(TextData):
         Of records in files that are named after splits, leave out splits that are neither trained on nor held out. With
         the setting `suffixes`, all files are text.
         """
-        may_be_records = not is_changed(self, "suffixes") and has_records(self.path)
-        found = find_files(self.path, self.suffixes.split(), required=not may_be_records)
-        if not may_be_records or [f for f in found.files if not record_suffix(f) and f.stem != "README"]:
-            found.held_out = find_files(self.val_path, self.suffixes.split()).files if self.val_path else []
-            return found
-        found = FoundFiles(find_records(self.path), columns=self.columns)
-        if self.val_path:
-            found.held_out = find_records(self.val_path, "val_path")
+        if is_changed(self, "suffixes"):
+            found = self._find("path", self._is_text)
         else:
-            found.files, found.held_out, others = divide(found.files)
-            found.unreadable = [f"{file}: is neither of the training nor of the held-out split" for file in others]
+            found = self._find("path", lambda file: self._is_text(file) or is_record(file))
+            texts = [file for file in found.files if not is_record(file)]
+            if all(file.stem == "README" for file in texts):
+                return self._records(found)
+            found.files, found.others = texts, found.others + len(found.files) - len(texts)
+        found.held_out = self._find("val_path", self._is_text).files if self.val_path else []
         return found
+
+    def _is_text(self, file: Path) -> bool:
+        return file.suffix in self.suffixes.split() or ALL in self.suffixes.split()
+
+    def _find(self, key: str, is_suitable: Callable[[Path], bool]) -> FoundFiles:
+        what = f"file with the suffix {self.suffixes or '(none)'}"
+        hint = "; choose others: data.suffixes='.rst .c', or all: data.suffixes='*'"
+        return find_files(getattr(self, key), is_suitable, what, key, hint)
+
+    def _records(self, found: FoundFiles) -> FoundFiles:
+        """Return the files of records among those found, divided into those to train on and those that are held out."""
+        files, unreadable = require_one_format([f for f in found.files if is_record(f)], self.path), found.unreadable
+        if self.val_path:
+            return FoundFiles(files, 0, unreadable, find_records(self.val_path, "val_path"), self.columns)
+        train, held_out, others, _ = divide(files, [*map(split_name, files)])
+        unreadable += [f"{file}: is neither of the training nor of the held-out split" for file in others]
+        return FoundFiles(train, 0, unreadable, held_out, self.columns)

@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import toyexp.formats
 from toyexp import TOKENS, Data, Kind, UserError, printable
 from toyexp.base import MAX_INT, generator, open_file, require_choice, require_file, require_range
+from toyexp_data.files import divide, find_files, split_name
 from toyexp_data.held_out import SplitData
-from toyexp_data.splits import divide, find_all
 from toyexp_data.text import tokenizer_facts
 
 if TYPE_CHECKING:
@@ -69,7 +69,8 @@ class Tokens(SplitData):
         super().check()
 
     def _files(self, key: str) -> list[Path]:
-        return find_all(getattr(self, key), lambda file: file.suffix in SUFFIXES, "token ids (.bin .npy)", key)
+        what = "file of token ids (.bin .npy)"
+        return find_files(getattr(self, key), lambda file: file.suffix in SUFFIXES, what, key).files
 
     def open(self, vocabulary: Path | None) -> toyexp.TokenDataset:
         """Map the files into memory. Files named after splits are the training and the held-out part."""
@@ -77,7 +78,7 @@ class Tokens(SplitData):
         held_files = self._files("val_path") if self.val_path else []
         others: list[Path] = []
         if not held_files:
-            files, held_files, others = divide(files)
+            files, held_files, others, _ = divide(files, [*map(split_name, files)])
         vocab, parts = 0, list[Any]()
         for part in (files, held_files):
             arrays, sizes = zip(*(read_tokens(path, self.dtype) for path in part), strict=True) if part else ((), (0,))

@@ -18,6 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from toyexp import TokenDataset, UserError
+from toyexp.base import files as finding
 from toyexp.base.files import read_text
 from toyexp.base.random import stream
 from toyexp.cli.main import main
@@ -29,7 +30,6 @@ from toyexp.tokenizers.tokenizer import encode_documents
 from toyexp.training.experiment import prepare
 from toyexp_data import cache as caching
 from toyexp_data import corpus as reading
-from toyexp_data import files as finding
 from toyexp_data.cache import load_or_pack, recall, remember
 from toyexp_data.examples import ExampleData
 from toyexp_data.images import Images
@@ -565,8 +565,8 @@ def test_a_configuration_that_is_a_pipe_is_refused(no_files, capfd):
 
 def test_a_directory_in_place_of_a_file_and_vice_versa(no_files):
     for data, words in (
-        (ExampleData(path="."), "data.path=.: has no file of examples"),
-        (Tokens(path="."), "data.path=.: has no file of token ids (.bin .npy)"),
+        (ExampleData(path="."), "data.path=.: contains no file of examples"),
+        (Tokens(path="."), "data.path=.: contains no file of token ids (.bin .npy)"),
         (Images(path="file"), "data.path=file: is a file, not a folder"),
     ):
         with pytest.raises(UserError, match=re.escape(words)):

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from toyexp.base.files import (
         HEAD_SIZE,
         NOT_TEXT_HINTS,
+        iter_files,
         not_text_error,
         open_file,
         read_file,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -88,15 +87,3 @@ def scaling_note(sizes: set[tuple[int, int]], size: int) -> list[str]:
     extremes = dict.fromkeys((min(sizes), max(sizes)))
     examples = "sizes such as " * (len(sizes) > 2) + " and ".join(f"{width} x {height}" for width, height in extremes)
     return [f"images of {examples} pixels are cropped to their centred square and scaled to {size} x {size}"]
-
-
-def iter_files(folder: Path) -> Iterator[Path]:
-    """Yield the files below a directory, except hidden files such as .DS_Store and files in hidden directories."""
-    files = (f for f in folder.rglob("*") if not f.is_dir())
-    return (f for f in files if not any(part.startswith(".") for part in f.relative_to(folder).parts))
-
-
-def iter_images(folder: Path) -> Iterator[Path]:
-    """Yield the files below a directory whose names have an image suffix, including broken symbolic links."""
-    files = (f for f in folder.rglob("*") if f.suffix.lower() in IMAGE_SUFFIXES)
-    return (f for f in files if f.is_file() or dangling_link(f))

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
         require_pillow,
         scaling_note,
     )
-    from toyexp.batching.tokens import TokenBatches, TokenDataset
+    from toyexp.batching.tokens import TokenBatches, TokenDataset, shift_windows
     from toyexp.batching.vectors import VectorDataset
     from toyexp.config.build import create_data
     from toyexp.formats.gguf.open_model import FromGGUF

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import codecs
+import collections
 import hashlib
 import itertools
 import os
@@ -15,7 +16,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from toyexp import UserError
-from toyexp.base import HEAD_SIZE, not_text_error, open_file, show_status, system_message
+from toyexp.base import HEAD_SIZE, not_text_error, open_file, print_note, show_status, system_message
 from toyexp.formats import iter_records
 from toyexp_data.cache import recall, remember
 from toyexp_data.columns import read_text_column
@@ -110,6 +111,7 @@ class Corpus:
     ):
         self._files, self._limit, self._fraction, self._skip = [*files, *held_out], limit, fraction, skip
         self._train_files, self._held_out, self._columns = len(files), bool(held_out), columns
+        self._valid, self._is_noted = set[Path](), False
         self._began, self._stats = time.time(), {path: _stat(path) for path in self._files}
         split = (len(files), len(held_out), columns) if held_out or columns is not None else ()
         self._key = repr(([(str(p), status) for p, status in self._stats.items()], limit, skip, *split))
@@ -130,7 +132,7 @@ class Corpus:
         parts: list[tuple[Path, array[int], bool]] = []
         used_bytes, size, skipped = 0, sum(status.size for status in self._stats.values()), list[str]()
         for number, path in enumerate(self._files):
-            before, lengths, taken = digest.copy(), array("q"), 0
+            lengths, taken = array("q"), 0
             try:
                 for text in self.documents(path, skipped):
                     digest.update(b"\0" if parts or lengths else b"")
@@ -140,16 +142,13 @@ class Corpus:
                     if room <= 0:
                         break
             except UserError as reason:
-                if not self._skip:
-                    more = " (data.on_error=skip leaves such files out)" if len(self._files) > 1 else ""
-                    raise UserError(f"{reason}{more}") from None
-                digest, size, room = before, size - self._stats[path].size, room + sum(lengths)
-                skipped.append(str(reason))
-                continue
-            parts.append((path, lengths, number >= self._train_files))
+                more = " (data.on_error=skip leaves such files out)" if len(self._files) > 1 else ""
+                raise UserError(f"{reason}{more}") from None
+            if lengths:
+                parts.append((path, lengths, number >= self._train_files))
             used_bytes += taken
-            if self._columns is not None and room > 0:
-                size += taken - self._stats[path].size  # all of its text is used, whatever the size of the file
+            if not lengths or (self._columns is not None and room > 0):
+                size += taken - self._stats[path].size  # all usable text is used, whatever the size of the file
             if room <= 0:
                 break
         facts = Facts(digest.hexdigest(), sum(len(lengths) for _, lengths, _ in parts), used_bytes, size, skipped)
@@ -157,26 +156,44 @@ class Corpus:
             remember("text", self._key, asdict(facts))
         return facts, parts
 
-    def documents(self, path: Path, skipped: list[str] | None = None) -> Iterator[Iterator[str]]:
-        """Yield each document of a file, in chunks of text; add the reasons for skipped records to `skipped`."""
-        if self._columns is None:
-            yield chunks(path)
-            return
-        for location, record in iter_records(path):
-            try:
-                text = read_text_column(record, self._columns)
-            except UserError as reason:
-                if not self._skip:
-                    raise UserError(f"{location}: {reason}") from None
-                if skipped is not None:
+    def documents(self, path: Path, skipped: list[str]) -> Iterator[Iterator[str]]:
+        """Yield each document of a file, in chunks of text.
+
+        With `skip`, leave out unusable files and records, and add the reasons to `skipped`; otherwise raise UserError.
+        """
+        try:
+            if self._columns is None:
+                if self._skip and path not in self._valid:
+                    collections.deque(chunks(path), 0)  # raises an error before any of the text is used
+                    self._valid.add(path)
+                yield chunks(path)
+                return
+            for location, record in iter_records(path):
+                try:
+                    text = read_text_column(record, self._columns)
+                except UserError as reason:
+                    if not self._skip:
+                        raise UserError(f"{location}: {reason}") from None
                     skipped.append(f"{location}: {reason}")
-            else:
-                yield iter([text])
+                else:
+                    yield iter([text])
+        except UserError as reason:
+            if not self._skip:
+                raise
+            skipped.append(str(reason))
+
+    def stream(self, path: Path) -> Iterator[Iterator[str]]:
+        """Yield each document of a file, in chunks of text, and print the first reason to leave one out."""
+        skipped: list[str] = []
+        yield from self.documents(path, skipped)
+        for reason in [] if self._is_noted else skipped[:1]:
+            self._is_noted = True
+            print_note(f"note: {reason}; it is left out (data.on_error)")
 
     def _parts(self, held_out: bool | None) -> Iterator[Iterator[str]]:
         """Yield the documents of the held-out part (True), of the training part (False), or all of them (None)."""
         for path, lengths, is_held_out in self._survey[1]:
-            documents = zip(self.documents(path), lengths, strict=False)
+            documents = zip(self.documents(path, []), lengths, strict=False)
             if held_out is None or (self._held_out and is_held_out == held_out):
                 yield from (slice_text(text, 0, length) for text, length in documents)
             elif not self._held_out and self._columns is not None:
@@ -201,7 +218,7 @@ class Corpus:
     def first_file_containing(self, character: str) -> Path | None:
         """Return the first file with this character in the text that the run uses; None if there is none."""
         for path, lengths, _ in self._survey[1]:
-            for text, length in zip(self.documents(path), lengths, strict=False):
+            for text, length in zip(self.documents(path, []), lengths, strict=False):
                 if any(character in chunk for chunk in slice_text(text, 0, length)):
                     return path
         return None

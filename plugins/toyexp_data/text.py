@@ -272,7 +272,7 @@ class Text(TextData):
         found, tokenizer = self.files(), self.read_tokenizer(vocabulary)
         corpus = Corpus(found.files, None, 0, self.on_error == "skip", found.held_out, found.columns)
         return StreamedText(
-            found.files, found.held_out, corpus.documents, max(round(1 / self.val_fraction), 1), tokenizer,
+            found.files, found.held_out, corpus.stream, max(round(1 / self.val_fraction), 1), tokenizer,
             self.eval_batches, tokenizer_facts(tokenizer), found.omissions(),
         )  # fmt: skip
 

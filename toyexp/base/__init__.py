@@ -51,6 +51,7 @@ if TYPE_CHECKING:
         is_notebook,
         is_silent,
         print_error,
+        print_note,
         print_line,
         show_status,
     )

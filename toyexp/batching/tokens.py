@@ -109,14 +109,14 @@ class TokenBatches(EpochBatches):
         return np.argsort(words[:-1], kind="stable") * context + offset
 
     def _take(self, items: np.ndarray, is_held_out: bool) -> dict[str, np.ndarray]:
-        """Return tokens, targets (the next tokens) and weights, each [rows, context]."""
         ids, starts = (self._held_out, items * (len(self._span) - 1)) if is_held_out else (self._train, items)
-        window = ids[starts[:, None] + self._span]  # [rows, context + 1]
-        return {
-            "tokens": np.ascontiguousarray(window[:, :-1], np.int32),
-            "targets": np.ascontiguousarray(window[:, 1:], np.int32),
-            "weights": np.ones((len(starts), len(self._span) - 1), np.float32),
-        }
+        return shift_windows(ids[starts[:, None] + self._span])
+
+
+def shift_windows(windows: np.ndarray) -> dict[str, np.ndarray]:
+    """Return a batch of windows of token ids [rows, context + 1]: tokens, targets (the next tokens) and weights."""
+    tokens, targets = (np.ascontiguousarray(part, np.int32) for part in (windows[:, :-1], windows[:, 1:]))
+    return {"tokens": tokens, "targets": targets, "weights": np.ones(tokens.shape, np.float32)}
 
 
 def _digest(parts: Sequence[np.ndarray], step: int = 1 << 20) -> str:

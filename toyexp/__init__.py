@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from toyexp.interfaces.callback import Callback, Schedule
     from toyexp.interfaces.command import Arguments, Command
     from toyexp.interfaces.data import Data
-    from toyexp.interfaces.dataset import Batch, Batches, Dataset, InputSpec, batch_digest
+    from toyexp.interfaces.dataset import Batch, Batches, ChangedBatches, Dataset, InputSpec, batch_digest
     from toyexp.interfaces.decoder import Decoder, IncrementalOps, Recompute
     from toyexp.interfaces.engine import Engine
     from toyexp.interfaces.format import Format, LazyTensors, ModelExport, ModelFile, Models, TensorInfo

@@ -190,8 +190,8 @@ class Corpus:
             self._is_noted = True
             print_note(f"note: {reason}; it is left out (data.on_error)")
 
-    def _parts(self, held_out: bool | None) -> Iterator[Iterator[str]]:
-        """Yield the documents of the held-out part (True), of the training part (False), or all of them (None)."""
+    def parts(self, held_out: bool | None) -> Iterator[Iterator[str]]:
+        """Yield the documents of the held-out part (True), of the training part (False), or all (None), in chunks."""
         for path, lengths, is_held_out in self._survey[1]:
             documents = zip(self.documents(path, []), lengths, strict=False)
             if held_out is None or (self._held_out and is_held_out == held_out):
@@ -202,18 +202,6 @@ class Corpus:
             elif not self._held_out:
                 for text, n in documents:
                     yield slice_text(text, *((self._cut(n), n) if held_out else (0, self._cut(n))))
-
-    def texts(self) -> Iterator[Iterator[str]]:
-        """Yield, for each document, the text that the run uses, in chunks."""
-        return self._parts(None)
-
-    def train(self) -> Iterator[Iterator[str]]:
-        """Yield the training part of each document, in chunks."""
-        return self._parts(False)
-
-    def held_out(self) -> Iterator[Iterator[str]]:
-        """Yield the held-out part of each document, in chunks."""
-        return self._parts(True)
 
     def first_file_containing(self, character: str) -> Path | None:
         """Return the first file with this character in the text that the run uses; None if there is none."""

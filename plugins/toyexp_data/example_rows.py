@@ -181,7 +181,8 @@ class ExampleBatches(EpochBatches):
             self.inputs |= {"mask": self.inputs["weights"], "weights": InputSpec((), "float32")}
         cut, count = sum(part.cut(length) for part in self._parts), sum(len(part.first) for part in self._parts)
         too_long, setting = count - sum(int(p.usable(length).sum()) for p in self._parts), f"(model.context={context})"
-        self.facts = {"truncated": cut, "too_long": too_long}
+        packed = {"packed_rows": self.rows_per_epoch} if pack in ("joined", "apart") else {}
+        self.facts = {"truncated": cut, "too_long": too_long, **packed}
         counts = {
             f"{cut} of {count} {train.unit} cut to the context {setting}": cut,
             f"{too_long} of {count} {train.unit} left out: their prompts exceed the context {setting}": too_long,

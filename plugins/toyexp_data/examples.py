@@ -143,13 +143,15 @@ class RecordData(TokenizedData):
             use = "to hold out" if train_rows else "to train on"
             raise UserError(f"{self.path}: no example is left {use} ({skipped[0]})")
         counts, notes = self.count(examples, [*train_rows, *held_rows])
+        read, others = (Counter(n for v in values for n in getattr(v, kind)) for kind in ("columns", "others"))
         facts = {
             "path": self.path,
             "val_path": self.val_path,
             "chats": chats,
             "chat_template": "gguf" if template else "plain" if chats else None,
             **self._template_facts(template, used),
-            **column_facts(values),
+            "columns": [*read],
+            "other_columns": [name for name in others if name not in read],
             "skipped": len(skipped),
             "skipped_lines": list(skipped[:MAX_NAMED]),
             **split_facts,
@@ -292,13 +294,6 @@ class ExampleData(RecordData):
     def rows(self, values: Sequence[Value], write: Callable[..., Rows]) -> Rows:
         """Return the training rows of an example. The function `write` converts a conversation to rows."""
         return example_rows(values[0], write, self.train_on)
-
-
-def column_facts(values: Sequence[Value]) -> dict[str, Any]:
-    """Return which columns were read and which were not, for the run's record."""
-    read = Counter(name for value in values for name in value.columns)
-    others = Counter(name for value in values for name in value.others)
-    return {"columns": [*read], "other_columns": [name for name in others if name not in read]}
 
 
 def example_rows(value: Value, write: Callable[..., Rows], train_on: str) -> Rows:

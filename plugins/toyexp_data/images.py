@@ -177,32 +177,27 @@ class Images(SplitData):
             lines = [line for line in csv.reader(read_text(Path(self.labels)).splitlines()) if line]
         except csv.Error as error:
             raise UserError(f"data.labels={self.labels}: cannot be read: {error}") from None
-        entries = [(Path(self.path, line[0]), _parse_int(line[-1]), line) for line in lines]
-        numbers = [number for _, number, _ in entries if number is not None]
-        count = self.classes or max(numbers, default=-1) + 1
-        listed: list[tuple[Path, int | str]] = []
-        for file, number, line in entries:
-            if len(line) != 2 or number is None:
+        for line in lines:
+            if len(line) != 2 or _parse_int(line[1]) is None:
                 raise UserError(f"data.labels={self.labels}: a line must be a file and a class number, not {line}")
-            if not Path(os.path.abspath(file)).is_relative_to(os.path.abspath(self.path)):  # noqa: PTH100 - keep links
-                listed.append((file, f"lies outside of data.path={self.path}"))
-                continue
-            listed.append((file, number if 0 <= number < count else f"its class {number} is not one of 0..{count - 1}"))
+        numbers = [int(number) for _, number in lines]
+        count = self.classes or max(numbers, default=-1) + 1
         if count > len(lines):
             problem = f"{count} classes need an image each, but the file lists {len(lines)}"
             raise UserError(f"data.labels={self.labels}: {problem}")
-        self._check_once(entries)
-        return listed, [str(number) for number in range(count)]
-
-    def _check_once(self, listed: Sequence[tuple[Path, int | None, list[str]]]) -> None:
-        """Raise UserError if an image is listed twice: it could then be in the training and in the held-out part."""
-        labels: dict[str, int | None] = {}
-        for file, number, line in listed:
-            path = os.path.abspath(file)  # noqa: PTH100 - ./a.png becomes a.png; Path.resolve would also follow links
-            if path in labels:
-                classes = "" if labels[path] == number else f", as class {labels[path]} and {number}"
-                raise UserError(f"data.labels={self.labels}: {printable(line[0])} is listed twice{classes}")
-            labels[path] = number
+        listed: dict[Path, tuple[Path, int | str]] = {}
+        for (name, _), number in zip(lines, numbers, strict=True):
+            file = Path(self.path, name)
+            path = Path(os.path.abspath(file))  # noqa: PTH100 - ./a.png becomes a.png; Path.resolve would follow links
+            if path in listed:  # it could be in the training and in the held-out part
+                first = numbers[list(listed).index(path)]
+                classes = "" if first == number else f", as class {first} and {number}"
+                raise UserError(f"data.labels={self.labels}: {printable(name)} is listed twice{classes}")
+            outside = not path.is_relative_to(os.path.abspath(self.path))  # noqa: PTH100
+            problem = f"lies outside of data.path={self.path}" if outside else ""
+            problem = problem or (f"its class {number} is not one of 0..{count - 1}" if not 0 <= number < count else "")
+            listed[path] = file, problem or number
+        return [*listed.values()], [str(number) for number in range(count)]
 
 
 def _relative_name(file: Path, folder: str) -> str:

@@ -6,7 +6,7 @@ import math
 import os
 import sysconfig
 from abc import abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -48,6 +48,7 @@ class TokenizedData(SplitData):
     """Base of data sets that are read as text, with the settings of the tokenizer and the held-out part."""
 
     gives: ClassVar[Kind] = TOKENS
+    setting_names: ClassVar[Mapping[str, Sequence[str]]] = {"tokenizer": KINDS}  # other values are paths
 
     tokenizer: str = "auto"  # auto (base's or donor's, else byte) | byte | char | bpe (trained on the text) | model
     bpe_vocab: int = 1024  # vocabulary size of tokenizer=bpe
@@ -152,7 +153,7 @@ class TextData(TokenizedData):
         key = f"{corpus.facts.digest}-{self.val_fraction!r}-{self.tokenizer}-{settings}"
         cached = recall("tokenizer", key)
         if cached is None:
-            cached = self._learn_bpe(corpus) if settings else {"characters": characters(corpus.texts())}
+            cached = self._learn_bpe(corpus) if settings else {"characters": characters(corpus.parts(None))}
             remember("tokenizer", key, cached)
         if not settings:
             return toyexp.tokenizers.Characters(cached["characters"]), []
@@ -162,7 +163,7 @@ class TextData(TokenizedData):
     def _learn_bpe(self, corpus: Corpus) -> dict[str, Any]:
         size, limit = corpus.train_size(), math.ceil(self.bpe_mb * 1e6)
         cuts, cut_up = toyexp.tokenizers.PRE_TOKENIZERS["gpt-2"].cuts, toyexp.tokenizers.split_text
-        pieces: Iterator[str] = (part.text for document in corpus.train() for part in cut_up(document, cuts))
+        pieces: Iterator[str] = (part.text for document in corpus.parts(False) for part in cut_up(document, cuts))
         is_sampled = 0 < limit < size
         sample = sample_pieces(pieces, size, limit) if is_sampled else pieces
         bpe = run_interruptibly(lambda: toyexp.tokenizers.BPE.train(sample, self.bpe_vocab))
@@ -179,8 +180,8 @@ def _encode_corpus(corpus: Corpus, tokenizer: toyexp.Tokenizer) -> Iterator[Iter
     if corpus.facts.taken > LONG:
         size = f"{corpus.facts.taken / 1e6:.0f} MB"
         print_error(f"tokenizing {size} of text; later runs reuse the cached ids (data.stream=true starts at once)")
-    yield toyexp.tokenizers.encode_documents(tokenizer, corpus.train())
-    yield toyexp.tokenizers.encode_documents(tokenizer, corpus.held_out())
+    for held_out in (False, True):
+        yield toyexp.tokenizers.encode_documents(tokenizer, corpus.parts(held_out))
     corpus.check_unchanged()
 
 

@@ -67,6 +67,8 @@ SETS = {
              ("subject",)),
     "arc": ({"id": "1", "question": "q", "choices": {"text": ["u", "v"], "label": ["1", "2"]}, "answerKey": "2"},
             ("q\nA. u\nB. v\nAnswer:", " B"), ("id",)),
+    "mmlu as csv": ({"question": "q", "A": "u", "B": "v", "C": "w", "D": "", "answer": "B"},
+                    ("q\nA. u\nB. v\nC. w\nAnswer:", " B"), ()),
 }  # fmt: skip
 RENAMED = {
     "hellaswag": (

@@ -238,7 +238,7 @@ def test_each_document_is_cut_once_and_loses_nothing(documents, fraction):
         for file, text in zip(files, documents, strict=True):
             file.write_bytes(text.encode())
         corpus = reading.Corpus(files, None, fraction)
-        train, held_out = ([*map("".join, part)] for part in (corpus.train(), corpus.held_out()))
+        train, held_out = ([*map("".join, part)] for part in map(corpus.parts, (False, True)))
         assert [a + b for a, b in zip(train, held_out, strict=True)] == documents
         assert all(len(h) == int(len(d) * fraction) for d, h in zip(documents, held_out, strict=True))
         assert corpus.facts.digest == hashlib.sha256("\0".join(documents).encode()).hexdigest()

@@ -51,8 +51,8 @@ if TYPE_CHECKING:
         is_notebook,
         is_silent,
         print_error,
-        print_note,
         print_line,
+        print_note,
         show_status,
     )
     from toyexp.base.threads import (

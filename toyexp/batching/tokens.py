@@ -12,7 +12,7 @@ import numpy as np
 from toyexp.base.errors import UserError
 from toyexp.base.random import stream
 from toyexp.batching.epochs import DescribedDataset, EpochBatches
-from toyexp.interfaces.dataset import Batch, Batches
+from toyexp.interfaces.dataset import Batch, Batches, ChangedBatches
 from toyexp.interfaces.kind import TOKENS
 from toyexp.interfaces.phases import TURN
 from toyexp.interfaces.plan import NOISE, Plan
@@ -131,7 +131,7 @@ def _digest(parts: Sequence[np.ndarray], step: int = 1 << 20) -> str:
     return digest.hexdigest()
 
 
-class Dropout(Batches):
+class Dropout(ChangedBatches):
     """Batches that also contain the random arrays of a plan: the dropout masks of its adapters and model, and noise.
 
     An activation x becomes x (1 + mask), which is inverted dropout (Srivastava et al. 2014). The mask is -1 for dropped
@@ -143,13 +143,12 @@ class Dropout(Batches):
     """
 
     def __init__(self, batches: Batches, plan: Plan, seed: int | None = None):
-        self._batches, self._plan, self._seed = batches, plan, plan.seed if seed is None else seed
-        self.inputs, self.facts, self.omissions = plan.inputs, batches.facts, batches.omissions
-        self.rows_per_epoch = batches.rows_per_epoch
+        super().__init__(batches, plan.inputs)
+        self._plan, self._seed = plan, plan.seed if seed is None else seed
 
-    def batch(self, k: int) -> Batch:
-        """Return training batch `k` with all masks and its turn."""
-        batch = self._batches.batch(k)
+    def _change(self, batch: Batch, k: int | None) -> Batch:
+        if k is None:
+            return batch
         rows = len(batch["weights"])
         masks = {name: self._mask(name, share, rows, k) for name, share in self._plan.dropout_shares.items()}
         if alpha := self._plan.neftune:
@@ -169,11 +168,3 @@ class Dropout(Batches):
         count = math.prod(shape := (rows, *self.inputs[name].shape))
         words = stream(self._seed, name, k).random_raw(-(-count // 4))
         return words.astype("<u8").view("<u2")[:count].reshape(shape)
-
-    def held_out(self) -> Sequence[Batch]:
-        """Return the held-out batches, without dropout masks."""
-        return self._batches.held_out()
-
-    def held_out_sets(self) -> Mapping[str, Sequence[Batch]]:
-        """Return the named parts of the held-out set."""
-        return self._batches.held_out_sets()

@@ -124,6 +124,31 @@ class Batches(ABC):
         return {}
 
 
+class ChangedBatches(Batches):
+    """Batches of another object, each changed by the method `_change`."""
+
+    def __init__(self, batches: Batches, inputs: Mapping[str, InputSpec]):
+        self._batches, self.inputs = batches, inputs
+        self.facts, self.omissions, self.rows_per_epoch = batches.facts, batches.omissions, batches.rows_per_epoch
+
+    @abstractmethod
+    def _change(self, batch: Batch, k: int | None) -> Batch:
+        """Return the changed batch. `k` is the number of a training batch, and None for a held-out one."""
+
+    def batch(self, k: int) -> Batch:
+        """Return training batch `k`."""
+        return self._change(self._batches.batch(k), k)
+
+    def held_out(self) -> Sequence[Batch]:
+        """Return the held-out batches."""
+        return [self._change(batch, None) for batch in self._batches.held_out()]
+
+    def held_out_sets(self) -> Mapping[str, Sequence[Batch]]:
+        """Return the named parts of the held-out set."""
+        sets = self._batches.held_out_sets()
+        return {name: [self._change(batch, None) for batch in part] for name, part in sets.items()}
+
+
 def batch_digest(batch: Batch) -> str:
     """Return a digest of a batch as 16 hex digits.
 

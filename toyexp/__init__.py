@@ -25,7 +25,7 @@ if TYPE_CHECKING:
         suggest,
     )
     from toyexp.base.packages import require_package
-    from toyexp.batching.epochs import DescribedDataset, EpochBatches
+    from toyexp.batching.epochs import EpochBatches
     from toyexp.batching.images import NORMALISATIONS, ImageBatches, ImageDataset, require_augmentation
     from toyexp.batching.pictures import (
         IMAGE_SUFFIXES,

@@ -8,12 +8,12 @@ from typing import Any, cast
 
 import numpy as np
 
-from toyexp import TOKENS, DescribedDataset, EpochBatches, InputSpec, Tokenizer, UserError, apart_inputs
+from toyexp import TOKENS, Dataset, EpochBatches, InputSpec, Tokenizer, UserError, apart_inputs
 from toyexp.base import stream
 from toyexp_data.chat import Example
 
 
-class ExampleDataset(DescribedDataset):
+class ExampleDataset(Dataset):
     """Data set of examples, in a training and a held-out part. Only tokens marked as learned count in the loss.
 
     With `pack` "pairs", examples 2i and 2i + 1 are a pair: a chosen and a rejected completion.
@@ -36,7 +36,9 @@ class ExampleDataset(DescribedDataset):
         digest = hashlib.sha256()
         for array in (a for part in parts for a in (part.ids, part.learned, part.lengths)):
             digest.update(array.tobytes())
-        sizes = {
+        self._remarks = remarks
+        self._facts = {
+            **facts,
             "train_examples": len(train),
             "held_out_examples": len(held_out),
             "tokens": sum(len(part.ids) for part in parts),
@@ -45,7 +47,6 @@ class ExampleDataset(DescribedDataset):
             "boundary_splits": sum(e.split for e in (*train, *held_out)),
             "tokens_sha256": digest.hexdigest(),
         }
-        super().__init__({**facts, **sizes}, remarks=remarks)
 
     def prompt(self) -> list[int]:
         """Return the token ids of the first held-out example's prompt, or its first tokens if it has no prompt."""

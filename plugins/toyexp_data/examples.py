@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from datetime import date, datetime, time
 from functools import partial
@@ -52,7 +52,6 @@ class RecordData(TokenizedData):
 
     fills: ClassVar[tuple[str, ...]] = ("date",)
     rows_per_example: ClassVar[int] = 1  # unless a chat template changes earlier turns
-    eval_settings: ClassVar[Mapping[str, Any]] = {"val_fraction": 1.0, "val_path": ""}
 
     path: str = ""  # file, directory or pattern ('chats/*.jsonl'): jsonl, json, csv, tsv, parquet or arrow
     val_path: str = ""  # the same for the held-out examples; empty: by names (train, validation), or by val_fraction

@@ -17,7 +17,7 @@ MAX_NAMED = 20  # skipped examples that a run's record names
 class SplitData(Data):
     """Base of data plugins that hold out the fraction `val_fraction` and limit the amount of data per evaluation."""
 
-    eval_settings: ClassVar[Mapping[str, Any]] = {"val_fraction": 1.0}
+    eval_settings: ClassVar[Mapping[str, Any]] = {"val_fraction": 1.0, "val_path": ""}
 
     def check(self) -> None:
         """Raise UserError for invalid held-out settings."""

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from toyexp import Batch, Batches, Dataset, DescribedDataset, EpochBatches, UserError
+from toyexp import Batch, Batches, Dataset, EpochBatches, UserError
 from toyexp.base import stream
 
 PERIOD = 1000  # rows in which each source has exactly its share
@@ -16,7 +16,7 @@ def _name_notes(notes: Mapping[str, Sequence[str]]) -> list[str]:
     return [f"{name}: {note}" for name, part in notes.items() for note in part]
 
 
-class MixDataset(DescribedDataset):
+class MixDataset(Dataset):
     """Several data sets with the same tokenizer. `weights` are relative shares of the rows, or None."""
 
     def __init__(self, datasets: Mapping[str, Dataset], weights: Mapping[str, float | None], temperature: float):
@@ -24,9 +24,9 @@ class MixDataset(DescribedDataset):
         self.tokenizer, self.vocab = first.tokenizer, first.vocab
         self.chat_template = next((d.chat_template for d in datasets.values() if d.chat_template), "")
         self._datasets, self._weights, self._temperature = datasets, weights, temperature
-        left_out = _name_notes({name: dataset.omissions() for name, dataset in datasets.items()})
-        remarks = _name_notes({name: dataset.remarks() for name, dataset in datasets.items()})
-        super().__init__({"sources": {name: d.describe() for name, d in datasets.items()}}, left_out, remarks)
+        self._left_out = _name_notes({name: dataset.omissions() for name, dataset in datasets.items()})
+        self._remarks = _name_notes({name: dataset.remarks() for name, dataset in datasets.items()})
+        self._facts = {"sources": {name: dataset.describe() for name, dataset in datasets.items()}}
 
     def prompt(self) -> list[int]:
         """Return the prompt of the first source."""

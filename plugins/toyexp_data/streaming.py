@@ -19,7 +19,7 @@ import numpy as np
 from toyexp import (
     TOKENS,
     Batch,
-    DescribedDataset,
+    Dataset,
     EpochBatches,
     TokenDataset,
     Tokenizer,
@@ -39,7 +39,7 @@ Documents = Callable[[Path], Iterator[Iterator[str]]]
 Mark = tuple[int, int, int]  # number of a file, of a group in the file, and of a token in the group
 
 
-class StreamedText(DescribedDataset):
+class StreamedText(Dataset):
     """Documents of files, read in order and tokenized as they are needed.
 
     `documents` returns those of a file. Held out are the documents of the files `held_out` or, if there are none, one
@@ -59,8 +59,8 @@ class StreamedText(DescribedDataset):
                 digest.update(f"{path.name}{path.stat().st_size}".encode() + file.read(HEAD))
         self.digest = digest.hexdigest()
         note = f"text is tokenized during training; rows are shuffled within blocks of {BLOCK:,} tokens (data.stream)"
-        facts = {**facts, "files": len(files) + len(held_out), "files_sha256": self.digest}
-        super().__init__(facts, left_out, [note])
+        self._facts = {**facts, "files": len(files) + len(held_out), "files_sha256": self.digest}
+        self._left_out, self._remarks = left_out, [note]
 
     def batches(self, context: int, rows: int, seed: int) -> StreamBatches:
         """Return batches of `rows` windows of `context` tokens. Raise UserError if too little text is held out."""

@@ -221,7 +221,6 @@ class Text(TextData):
     """Your own text files: a file, a directory or a pattern."""
 
     name: ClassVar[str] = "text"
-    eval_settings: ClassVar[Mapping[str, Any]] = {"val_fraction": 1.0, "val_path": ""}
 
     path: str = ""  # text, or records with a column text: file, directory, or pattern such as 'books/*.txt'
     val_path: str = ""  # the same for the held-out text; empty: by names (only of records), or by val_fraction

@@ -39,7 +39,6 @@ class Tokens(SplitData):
 
     name: ClassVar[str] = "tokens"
     gives: ClassVar[Kind] = TOKENS
-    eval_settings: ClassVar[Mapping[str, Any]] = {"val_fraction": 1.0, "val_path": ""}
 
     path: str = ""  # token file, directory, or pattern such as 'fineweb_*.bin'; files are read in the order of numbers
     val_path: str = ""  # the same for the held-out ids; empty: files named val, or by val_fraction

@@ -1,35 +1,15 @@
-"""Batches that read each item of the training data once per epoch, and data sets with a fixed description."""
+"""Batches that read each item of the training data once per epoch."""
 
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import lru_cache
-from typing import Any
 
 import numpy as np
 
 from toyexp.base.random import stream
-from toyexp.interfaces.dataset import Batch, Batches, Dataset
-
-
-class DescribedDataset(Dataset):
-    """Dataset whose facts, and notes on what was left out and how the data was read, are known at the beginning."""
-
-    def __init__(self, facts: Mapping[str, Any], left_out: Sequence[str] = (), remarks: Sequence[str] = ()):
-        self._facts, self._left_out, self._remarks = dict(facts), left_out, remarks
-
-    def describe(self) -> dict[str, Any]:
-        """Return the sizes of the data, and digests of its contents."""
-        return self._facts
-
-    def omissions(self) -> Sequence[str]:
-        """Return a note for each part of the source data that was left out."""
-        return self._left_out
-
-    def remarks(self) -> list[str]:
-        """Return notes about the data, as lines to print before training."""
-        return list(self._remarks)
+from toyexp.interfaces.dataset import Batch, Batches
 
 
 class EpochBatches(Batches):

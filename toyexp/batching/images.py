@@ -12,15 +12,15 @@ import numpy as np
 
 from toyexp.base.errors import UserError, printable
 from toyexp.base.random import generator, stream
-from toyexp.batching.epochs import DescribedDataset, EpochBatches
-from toyexp.interfaces.dataset import InputSpec
+from toyexp.batching.epochs import EpochBatches
+from toyexp.interfaces.dataset import Dataset, InputSpec
 
 AUGMENTATIONS = ("crop", "flip", "shift", "color")
 NORMALISATIONS = ("train", "fixed")
 MAX_NAMED = 12  # number of class names that a run's output lists
 
 
-class ImageDataset(DescribedDataset):
+class ImageDataset(Dataset):
     """Dataset of 8-bit images [N, height, width, channels], one class per image, with a training and a held-out set."""
 
     def __init__(
@@ -55,7 +55,9 @@ class ImageDataset(DescribedDataset):
         self.augment, self.eval_images, self.sampler, self.mixup = augment, eval_images, sampler, mixup
         digest = hashlib.sha256(images.tobytes())
         digest.update(labels.astype(np.int32).tobytes())
-        sizes = {
+        self._left_out, self._remarks = left_out, remarks
+        self._facts = {
+            **(facts or {}),
             "train_images": len(self.train[1]),
             "held_out_images": len(self.held_out[1]),
             "classes": len(classes),
@@ -63,7 +65,6 @@ class ImageDataset(DescribedDataset):
             "images_sha256": digest.hexdigest(),
             "classes_digest": hashlib.sha256(json.dumps(list(classes)).encode()).hexdigest()[:16],
         }
-        super().__init__({**(facts or {}), **sizes}, left_out, remarks)
 
     def remarks(self) -> list[str]:
         """Return lines to print: the classes, the augmentation, and notes of the code that read the images."""

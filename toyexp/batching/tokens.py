@@ -11,8 +11,8 @@ import numpy as np
 
 from toyexp.base.errors import UserError
 from toyexp.base.random import stream
-from toyexp.batching.epochs import DescribedDataset, EpochBatches
-from toyexp.interfaces.dataset import Batch, Batches, ChangedBatches
+from toyexp.batching.epochs import EpochBatches
+from toyexp.interfaces.dataset import Batch, Batches, ChangedBatches, Dataset
 from toyexp.interfaces.kind import TOKENS
 from toyexp.interfaces.phases import TURN
 from toyexp.interfaces.plan import NOISE, Plan
@@ -21,7 +21,7 @@ from toyexp.tokenizers.tokenizer import Tokenizer
 PROMPT_TOKENS, PROMPT_LENGTH = 200, 24  # held-out tokens searched for a prompt; its maximum number of characters
 
 
-class TokenDataset(DescribedDataset):
+class TokenDataset(Dataset):
     """Dataset of token ids: a long training sequence and a held-out one, from which batches take windows."""
 
     def __init__(
@@ -44,8 +44,8 @@ class TokenDataset(DescribedDataset):
         self.tokenizer, self.vocab = tokenizer, vocab
         self._eval_batches, self._val_fraction = eval_batches, val_fraction
         sizes = {"train_tokens": len(train), "held_out_tokens": len(held_out)}
-        facts = {**facts, **sizes, "tokens_sha256": digest or _digest((train, held_out))}
-        super().__init__(facts, left_out, remarks)
+        self._facts = {**facts, **sizes, "tokens_sha256": digest or _digest((train, held_out))}
+        self._left_out, self._remarks = left_out, remarks
 
     def prompt(self) -> list[int]:
         """Return a prompt for samples: the token ids of the first three words of a held-out line.

@@ -8,18 +8,18 @@ from typing import Any
 
 import numpy as np
 
-from toyexp.batching.epochs import DescribedDataset, EpochBatches
-from toyexp.interfaces.dataset import InputSpec
+from toyexp.batching.epochs import EpochBatches
+from toyexp.interfaces.dataset import Dataset, InputSpec
 
 
-class VectorDataset(DescribedDataset):
+class VectorDataset(Dataset):
     """Float32 `vectors` [N, n] with `targets` [N, m]; the rows where the mask `held_out` [N] is True are held out."""
 
     def __init__(self, vectors: np.ndarray, targets: np.ndarray, held_out: np.ndarray, facts: Mapping[str, Any]):
         self.vectors, self.targets, self._held_out, self.vocab = vectors, targets, held_out, targets.shape[1]
         digest = hashlib.sha256(np.ascontiguousarray(vectors).tobytes() + np.ascontiguousarray(targets).tobytes())
         sizes = {"train_vectors": int((~held_out).sum()), "held_out_vectors": int(held_out.sum())}
-        super().__init__({**facts, **sizes, "vectors_sha256": digest.hexdigest()})
+        self._facts = {**facts, **sizes, "vectors_sha256": digest.hexdigest()}
 
     def batches(self, context: int, rows: int, seed: int) -> VectorBatches:
         """Return batches of `rows` vectors with their targets."""

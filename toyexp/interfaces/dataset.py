@@ -41,20 +41,25 @@ class Dataset(ABC):
     vocab: int = 0  # number of token ids or classes
     chat_template: str = ""  # Jinja template that formats its conversations; empty: none
 
-    @abstractmethod
+    # What the methods below return, unless a subclass overrides them.
+    _facts: Mapping[str, Any] = MappingProxyType({})
+    _left_out: Sequence[str] = ()
+    _remarks: Sequence[str] = ()
+
     def describe(self) -> dict[str, Any]:
         """Return JSON data for the event run_start in events.jsonl: sizes, and a digest of the contents."""
+        return dict(self._facts)
 
     def omissions(self) -> Sequence[str]:
         """Return a phrase for each portion of the source data that training does not use.
 
         The phrase says how much is omitted, and which setting changes that.
         """
-        return ()
+        return self._left_out
 
     def remarks(self) -> list[str]:
         """Return short notes about the data to print before training."""
-        return []
+        return list(self._remarks)
 
     def gguf_metadata(self) -> dict[str, Any]:
         """Return metadata about the data to store in an exported model.

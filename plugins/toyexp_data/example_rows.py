@@ -89,7 +89,7 @@ class ExampleDataset(Dataset):
             if len(part.first) and not part.usable(context + 1).any():
                 problem = f"the {name} {part.unit} ({len(part.first)}) have only prompt tokens within this context"
                 raise UserError(f"model.context={context}: {problem}; type model.context={part.first.min()} or more")
-        return ExampleBatches(self.train, self.held_out, context, rows, seed, self._pack, self._eval_batches)
+        return ExampleBatches((self.train, self.held_out), self._pack, context, rows, seed, self._eval_batches)
 
 
 class Examples:
@@ -170,23 +170,23 @@ class ExampleBatches(EpochBatches):
     """
 
     def __init__(
-        self, train: Examples, held_out: Examples, context: int, rows: int, seed: int, pack: str, eval_batches: int
+        self, parts: tuple[Examples, Examples], pack: str, context: int, rows: int, seed: int, eval_batches: int
     ):
-        self._parts, self._context, self._pack = (train, held_out), context, pack
-        shuffled = np.argsort(stream(seed, "pack").random_raw(len(train.lengths)), kind="stable")
-        orders, size, length = (shuffled, np.arange(len(held_out.lengths))), 1 + (pack == "pairs"), context + 1
-        self._rows = [part.rows(length, pack, order) for part, order in zip(self._parts, orders, strict=True)]
+        self._parts, self._context, self._pack = parts, context, pack
+        shuffled = np.argsort(stream(seed, "pack").random_raw(len(parts[0].lengths)), kind="stable")
+        orders, size, length = (shuffled, np.arange(len(parts[1].lengths))), 1 + (pack == "pairs"), context + 1
+        self._rows = [part.rows(length, pack, order) for part, order in zip(parts, orders, strict=True)]
         super().__init__(len(self._rows[0]), len(self._rows[1]), rows, seed, eval_batches * rows // size, size)
         self.inputs = TOKENS.inputs(context) | (apart_inputs(context) if pack == "apart" else {})
         if pack == "pairs":
             self.inputs |= {"mask": self.inputs["weights"], "weights": InputSpec((), "float32")}
-        cut, count = sum(part.cut(length) for part in self._parts), sum(len(part.first) for part in self._parts)
-        too_long, setting = count - sum(int(p.usable(length).sum()) for p in self._parts), f"(model.context={context})"
+        cut, count = sum(part.cut(length) for part in parts), sum(len(part.first) for part in parts)
+        too_long, setting = count - sum(int(p.usable(length).sum()) for p in parts), f"(model.context={context})"
         packed = {"packed_rows": self.rows_per_epoch} if pack in ("joined", "apart") else {}
         self.facts = {"truncated": cut, "too_long": too_long, **packed}
         counts = {
-            f"{cut} of {count} {train.unit} cut to the context {setting}": cut,
-            f"{too_long} of {count} {train.unit} left out: their prompts exceed the context {setting}": too_long,
+            f"{cut} of {count} {parts[0].unit} cut to the context {setting}": cut,
+            f"{too_long} of {count} {parts[0].unit} left out: their prompts exceed the context {setting}": too_long,
         }
         self.omissions = [text for text, number in counts.items() if number]
 

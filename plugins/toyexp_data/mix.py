@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from math import inf
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -42,10 +43,11 @@ class Mix(Data):
                 raise UserError(f"data.sources.{name}: either all sources have a weight, or none")
             if weight is not None and not (type(weight) in (int, float) and 0 < weight < inf):
                 raise UserError(f"data.sources.{name}.weight={weight}: must be a finite number above 0")
-        self._create_sources()
+        self._plugins  # noqa: B018 - creating the sources checks their settings
 
-    def _create_sources(self) -> dict[str, Any]:
-        """Return the data plugin of each source, with checked settings."""
+    @cached_property
+    def _plugins(self) -> dict[str, Any]:
+        """The data plugin of each source, with checked settings."""
         sources = {}
         for name, settings in self.sources.items():
             where = f"data.sources.{name}"
@@ -62,7 +64,7 @@ class Mix(Data):
         """Open all sources. Raise UserError if their tokenizers differ."""
         from toyexp_data.mix_rows import MixDataset
 
-        datasets = {name: data.open(vocabulary) for name, data in self._create_sources().items()}
+        datasets = {name: data.open(vocabulary) for name, data in self._plugins.items()}
         first, *others = datasets.items()
         for name, dataset in others:
             if _identity(dataset) != _identity(first[1]):

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import cycle, islice
-from pathlib import Path
 from typing import Any, ClassVar
 
 from toyexp import RunPreview, UserError
@@ -21,11 +20,6 @@ class Preference(RecordData):
 
     name: ClassVar[str] = "preference"
     rows_per_example: ClassVar[int] = 2
-
-    @classmethod
-    def recognises(cls, path: Path) -> int:
-        """Return 0 (no match): the name of a file does not show whether it contains preference pairs."""
-        return 0
 
     def warnings(self, preview: RunPreview) -> Iterable[str]:
         """Yield a warning for each setting without effect. Raise UserError if the objective needs pairs."""

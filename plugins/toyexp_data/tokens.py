@@ -171,33 +171,30 @@ def _read_packed(path: Path, dtype: str) -> tuple[np.ndarray, int, bool]:
     require_file(path, str(path))
     size = path.stat().st_size
     raw = np.memmap(path, np.uint8, "r") if size else np.empty(0, np.uint8)
-    head, declared, body = raw[:16].tobytes(), 0, raw
-    llm_c = LLM_C.get(int.from_bytes(head[:4], "little")) if size >= LLM_C_HEADER else None
-    has_header = head[:4] == MAGIC or llm_c is not None
-    kind = np.dtype(llm_c or DTYPES[dtype])
+    head, declared, offset, name, kind = raw[:16].tobytes(), 0, 0, "", np.dtype(DTYPES[dtype])
     if head[:4] == MAGIC:
         if size < 16:
             raise UserError(f"{path}: is cut off: a TOYC file has a header of 16 bytes, this one only {size} bytes")
-        version, declared, _ = struct.unpack("<III", head[4:16])
+        version, declared, _ = struct.unpack("<III", head[4:])
         if version != 1:
             raise UserError(f"{path}: is a TOYC file of version {version}; only version 1 is supported")
-        body, kind = raw[16:], np.dtype("<i4")
-    elif llm_c:
-        body, count = raw[LLM_C_HEADER:], int.from_bytes(head[8:12], "little")
-        if len(body) != count * kind.itemsize:
-            problem = f"its header gives {count} ids of {kind.itemsize} bytes, but {len(body)} bytes follow"
+        offset, name, kind = 16, "a TOYC file", np.dtype("<i4")
+    elif size >= LLM_C_HEADER and (llm_c := LLM_C.get(int.from_bytes(head[:4], "little"))):
+        offset, name, kind = LLM_C_HEADER, "a file of llm.c", np.dtype(llm_c)
+        count = int.from_bytes(head[8:12], "little")
+        if size - offset != count * kind.itemsize:
+            problem = f"its header gives {count} ids of {kind.itemsize} bytes, but {size - offset} bytes follow"
             raise UserError(f"{path}: {problem}; is the file cut off?")
-    if has_header and dtype not in ("auto", kind.name):
-        name = "a TOYC file" if not llm_c else "a file of llm.c"
+    if name and dtype not in ("auto", kind.name):
         raise UserError(f"{path}: is {name}, whose ids are {kind.name}; remove data.dtype={dtype}")
-    if not len(body):
+    if size == offset:
         raise UserError(f"{path}: holds no token ids")
-    if len(body) % kind.itemsize:
-        guess = "is the file cut off?" if has_header or len(body) % 2 else "for uint16 ids: data.dtype=uint16"
-        raise UserError(f"{path}: {len(body)} bytes are not a whole number of {kind.itemsize}-byte ids; {guess}")
+    if (size - offset) % kind.itemsize:
+        guess = "is the file cut off?" if name or size % 2 else "for uint16 ids: data.dtype=uint16"
+        raise UserError(f"{path}: {size - offset} bytes are not a whole number of {kind.itemsize}-byte ids; {guess}")
     if declared > MAX_IDS:
         raise UserError(f"{path}: its header gives a vocabulary of {declared}; the limit is {MAX_IDS}")
-    return body.view(kind), declared, has_header
+    return raw[offset:].view(kind), declared, bool(name)
 
 
 def _read_npy(path: Path, dtype: str) -> tuple[np.ndarray, int, bool]:

@@ -37,7 +37,6 @@ class Images(SplitData):
 
     path: str = ""  # directory with one directory of images per class, or with train/ and val/ that have these
     labels: str = ""  # CSV file with lines "file,class" (classes from 0), instead of directories per class
-    classes: int = 0  # with labels: number of classes; 0: the largest class + 1
     image_size: int = 32  # height and width of the model's input in pixels
     color: bool = True  # true: RGB; false: greyscale
     resize: bool = True  # crop to the centred square and scale; false: images of another size are errors
@@ -73,14 +72,11 @@ class Images(SplitData):
         require_directory(self.path, f"data.path={self.path}")
         if self.labels:
             require_file(self.labels, f"data.labels={self.labels}")
-        if self.classes and not self.labels:
-            raise UserError(f"data.classes={self.classes}: only applies with data.labels=FILE.csv")
-        require_range("data", self, image_size="[1,inf)", classes="[0,inf)")
         super().check()
         require_choice("data", self, on_error=ON_ERROR, normalise=toyexp.NORMALISATIONS)
         require_choice("data", self, sampler=("shuffle", "balanced"))
         toyexp.require_augmentation(self.augment)
-        require_range("data", self, max_mb="(0,inf)", mixup="[0,inf)")
+        require_range("data", self, image_size="[1,inf)", max_mb="(0,inf)", mixup="[0,inf)")
 
     def open(self, vocabulary: Path | None) -> toyexp.ImageDataset:
         """Read and scale every image. With on_error=skip, leave out and count unusable images."""
@@ -181,7 +177,7 @@ class Images(SplitData):
             if len(line) != 2 or _parse_int(line[1]) is None:
                 raise UserError(f"data.labels={self.labels}: a line must be a file and a class number, not {line}")
         numbers = [int(number) for _, number in lines]
-        count = self.classes or max(numbers, default=-1) + 1
+        count = max(numbers, default=-1) + 1
         if count > len(lines):
             problem = f"{count} classes need an image each, but the file lists {len(lines)}"
             raise UserError(f"data.labels={self.labels}: {problem}")
@@ -193,10 +189,10 @@ class Images(SplitData):
                 first = numbers[list(listed).index(path)]
                 classes = "" if first == number else f", as class {first} and {number}"
                 raise UserError(f"data.labels={self.labels}: {printable(name)} is listed twice{classes}")
-            outside = not path.is_relative_to(os.path.abspath(self.path))  # noqa: PTH100
-            problem = f"lies outside of data.path={self.path}" if outside else ""
-            problem = problem or (f"its class {number} is not one of 0..{count - 1}" if not 0 <= number < count else "")
-            listed[path] = file, problem or number
+            label: int | str = number if number >= 0 else f"its class {number} is not one of 0..{count - 1}"
+            if not path.is_relative_to(os.path.abspath(self.path)):  # noqa: PTH100
+                label = f"lies outside of data.path={self.path}"
+            listed[path] = file, label
         return [*listed.values()], [str(number) for number in range(count)]
 
 

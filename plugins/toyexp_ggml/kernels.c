@@ -169,6 +169,14 @@ static inline __attribute__((always_inline)) void pack(float *to, int size, cons
     }
 }
 
+/* Load [rows][columns] into the cache. */
+static void prefetch(const float *from, int64_t next, int64_t rows, int64_t columns)
+{
+    for (; rows > 0; rows--, from += next)
+        for (int64_t j = 0; j < columns; j += 16)
+            __builtin_prefetch(from + j, 0, 2);
+}
+
 /* c[n][m] (+)= a[n][k] b[k][m] on one thread. The strides are a_next, b_next, c_next; see struct product. */
 static void multiply(int64_t n, int64_t m, int64_t k, const float *a, int64_t a_next, int a_transposed, const float *b,
     int64_t b_next, int b_transposed, float *c, int64_t c_next, int add)
@@ -188,6 +196,9 @@ static void multiply(int64_t n, int64_t m, int64_t k, const float *a, int64_t a_
             for (int64_t j = 0; j < m; j += PANEL) {
                 int64_t width = m - j < PANEL ? m - j : PANEL;
                 pack(panel, PANEL, b + (b_transposed ? j * b_next + p : p * b_next + j), b_next, depth, width, b_transposed);
+                if (j + PANEL < m)
+                    prefetch(b + (b_transposed ? (j + PANEL) * b_next + p : p * b_next + j + PANEL), b_next,
+                        b_transposed ? width : depth, b_transposed ? depth : width);
                 add_up_rows(rows, depth, packed ? strips : from, a_next, panel, c + row * c_next + j, c_next, width, !add && !p, packed);
             }
         }

@@ -139,8 +139,8 @@ class RecordData(TokenizedData):
         # All rows of a conversation are in the same part.
         train_rows, held_rows = (self._tokenize(part, tokenizer, skipped) for part in (train, held_out))
         if not (train_rows or self.val_fraction == 1) or not held_rows:
-            use = "to hold out" if train_rows else "to train on"
-            raise UserError(f"{self.path}: no example is left {use} ({skipped[0]})")
+            use, first = "to hold out" if train_rows else "to train on", f" ({skipped[0]})" if skipped else ""
+            raise UserError(f"{self.path}: no example is left {use}{first}")
         counts, notes = self.count(examples, [*train_rows, *held_rows])
         read, others = (Counter(n for v in values for n in getattr(v, kind)) for kind in ("columns", "others"))
         facts = {

@@ -376,6 +376,8 @@ def test_completions_with_labels_are_matched_and_the_rarer_label_repeats(tmp_pat
 
 def test_some_of_each_label_are_held_out_though_labels_alternate(tmp_path):
     rows = [{"prompt": "p", "completion": "ab"[i % 2], "label": i % 2 == 0} for i in range(80)]
+    with pytest.raises(UserError, match="no example is left to hold out"):
+        open_pairs(tmp_path / "x.jsonl", rows[:2])
     dataset = open_pairs(tmp_path / "x.jsonl", rows)
     assert halves(dataset, dataset.held_out) == ["a", "b"] * 2 and halves(dataset, dataset.train) == ["a", "b"] * 38
 

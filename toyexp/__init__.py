@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from toyexp.batching.pictures import (
         IMAGE_SUFFIXES,
         BadImage,
+        iter_images,
         read_image,
         require_pillow,
         scaling_note,

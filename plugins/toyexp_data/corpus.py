@@ -9,7 +9,7 @@ import itertools
 import os
 import time
 from array import array
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
@@ -136,9 +136,11 @@ class Corpus:
             try:
                 for text in self.documents(path, skipped):
                     digest.update(b"\0" if parts or lengths else b"")
-                    length, count = _digest_text(text, room, digest.update)
-                    lengths.append(length)
-                    taken, room = taken + count, room - length
+                    lengths.append(0)
+                    for chunk in slice_text(text, 0, room):
+                        digest.update(raw := chunk.encode())
+                        lengths[-1], taken = lengths[-1] + len(chunk), taken + len(raw)
+                    room -= lengths[-1]
                     if room <= 0:
                         break
             except UserError as reason:
@@ -224,19 +226,6 @@ class Corpus:
         for path, status in self._stats.items():
             if status.size and _stat(path) != status:  # skip /proc: size 0, and its times always change
                 raise UserError(f"{path}: changed while it was read; start again when it is complete")
-
-
-def _digest_text(text: Iterator[str], room: int, update: Callable[[bytes], object]) -> tuple[int, int]:
-    """Pass at most `room` characters of a text to a digest's method `update`.
-
-    Return the number of characters and the number of bytes that were passed.
-    """
-    length = size = 0
-    for chunk in slice_text(text, 0, room):
-        raw = chunk.encode()
-        update(raw)
-        length, size = length + len(chunk), size + len(raw)
-    return length, size
 
 
 class Stat(NamedTuple):

@@ -233,10 +233,8 @@ class RecordData(TokenizedData):
     def _tokenize(self, examples: Placed[Rows], tokenizer: toyexp.Tokenizer, skipped: list[str]) -> list[Example]:
         everything = getattr(self, "train_on", "") == "all"
 
-        def encode_rows(example: Rows) -> list[Example]:
-            return [tokenize(row, tokenizer, everything) for row in example.rows]
-
-        return [row for _, rows in self._usable(examples, encode_rows, skipped) for row in rows]
+        encoded = self._usable(examples, lambda each: [tokenize(r, tokenizer, everything) for r in each.rows], skipped)
+        return [row for _, rows in encoded for row in rows]
 
     def _template(self, vocabulary: Path | None) -> ChatTemplate | None:
         source = self.source(vocabulary)

@@ -34,8 +34,8 @@ class SplitData(Data):
         setting = f"data.{key}={getattr(self, key)}"
         if not preview.config["eval_every"]:
             yield f"{setting}: has no effect with eval_every=0"
-        elif self.gives is IMAGES:
-            if (images := preview.dataset.describe()["held_out_images"]) < getattr(self, key):
-                yield f"{setting}: only {images} images are held out; each evaluation uses all"
-        elif (batches := len(preview.batches.held_out())) < getattr(self, key):
-            yield f"{setting}: only {batches} batches are held out; each evaluation uses all"
+            return
+        is_images = self.gives is IMAGES
+        count = preview.dataset.describe()["held_out_images"] if is_images else len(preview.batches.held_out())
+        if count < getattr(self, key):
+            yield f"{setting}: only {count} {key.removeprefix('eval_')} are held out; each evaluation uses all"

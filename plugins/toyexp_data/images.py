@@ -7,6 +7,7 @@ import gzip
 import importlib.util
 import math
 import os
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -73,8 +74,8 @@ class Images(SplitData):
         if self.labels:
             require_file(self.labels, f"data.labels={self.labels}")
         super().check()
-        require_choice("data", self, on_error=ON_ERROR, normalise=toyexp.NORMALISATIONS)
-        require_choice("data", self, sampler=("shuffle", "balanced"))
+        choices = {"normalise": toyexp.NORMALISATIONS, "sampler": ("shuffle", "balanced")}
+        require_choice("data", self, on_error=ON_ERROR, **choices)
         toyexp.require_augmentation(self.augment)
         require_range("data", self, image_size="[1,inf)", max_mb="(0,inf)", mixup="[0,inf)")
 
@@ -148,10 +149,7 @@ class Images(SplitData):
                 raise UserError(f"{folder}: holds held-out images, but {train} has no class {printable(folder.name)}")
             folders.append(folder)
         listed: list[tuple[Path, int | str]] = [
-            (file, names.index(folder.name))
-            for folder in folders
-            for file in sorted(iter_files(folder))
-            if file.suffix.lower() in toyexp.IMAGE_SUFFIXES
+            (file, names.index(folder.name)) for folder in folders for file in sorted(toyexp.iter_images(folder))
         ]
         return listed, names
 
@@ -174,7 +172,7 @@ class Images(SplitData):
         except csv.Error as error:
             raise UserError(f"data.labels={self.labels}: cannot be read: {error}") from None
         for line in lines:
-            if len(line) != 2 or _parse_int(line[1]) is None:
+            if len(line) != 2 or not re.fullmatch(r"\s*-?\d{1,9}\s*", line[1]):
                 raise UserError(f"data.labels={self.labels}: a line must be a file and a class number, not {line}")
         numbers = [int(number) for _, number in lines]
         count = max(numbers, default=-1) + 1
@@ -198,13 +196,6 @@ class Images(SplitData):
 
 def _relative_name(file: Path, folder: str) -> str:
     return printable(str(file.relative_to(folder) if file.is_relative_to(folder) else file))
-
-
-def _parse_int(text: str) -> int | None:
-    try:
-        return int(text)
-    except ValueError:
-        return None
 
 
 def _subdirectories(folder: Path) -> list[Path]:

@@ -4,6 +4,7 @@ import itertools
 import json
 import os
 import re
+import shutil
 import socket
 import struct
 import subprocess
@@ -413,6 +414,24 @@ def test_files_that_are_not_text_are_rejected_or_skipped_and_counted(tmp_path):
     assert open_text(good).describe()["text_sha256"] == dataset.describe()["text_sha256"], "what it left is no trace"
     (omission,) = dataset.omissions()
     assert omission.startswith("1 skipped (data.on_error), such as ") and "b.txt: not UTF-8 text" in omission
+
+
+def test_a_directory_that_vanishes_during_the_search_is_named(tmp_path):
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "x.png").touch()
+    files = finding.iter_files(tmp_path, unreadable := [])
+    rest = {"a", "b"} - {next(files).parent.name}
+    shutil.rmtree(tmp_path / rest.pop())
+    assert [*files] == [] and len(unreadable) == 1 and "No such file or directory" in unreadable[0]
+
+
+def test_files_are_read_in_the_order_of_their_numbers_and_hidden_ones_are_not(tmp_path):
+    for name in ("part10.txt", "part9.txt", ".part1.txt", ".git/config.txt"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(name[-6:-4] * 2)
+    dataset = open_text(tmp_path, val_fraction=0.1)
+    assert dataset.tokenizer.decode(dataset.train) == "t9t91010"
 
 
 def test_a_pattern_selects_the_matching_files(tmp_path, monkeypatch):

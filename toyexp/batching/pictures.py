@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from toyexp.base.errors import printable
-from toyexp.base.files import dangling_link, explain_missing
+from toyexp.base.files import dangling_link, explain_missing, iter_files
 from toyexp.base.packages import require_package
 
 if TYPE_CHECKING:
@@ -87,3 +88,9 @@ def scaling_note(sizes: set[tuple[int, int]], size: int) -> list[str]:
     extremes = dict.fromkeys((min(sizes), max(sizes)))
     examples = "sizes such as " * (len(sizes) > 2) + " and ".join(f"{width} x {height}" for width, height in extremes)
     return [f"images of {examples} pixels are cropped to their centred square and scaled to {size} x {size}"]
+
+
+def iter_images(folder: Path) -> Iterator[Path]:
+    """Yield the files below a directory whose names have an image suffix, including broken symbolic links."""
+    files = (file for file in iter_files(folder) if file.suffix.lower() in IMAGE_SUFFIXES)
+    return (file for file in files if file.is_file() or dangling_link(file))

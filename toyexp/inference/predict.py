@@ -18,7 +18,7 @@ from toyexp.base.files import iter_files, require_file
 from toyexp.base.formatting import align_columns, format_csv, pluralise, short_path
 from toyexp.base.terminal import print_note
 from toyexp.batching.images import Unlabelled
-from toyexp.batching.pictures import IMAGE_SUFFIXES, BadImage, read_image, scaling_note
+from toyexp.batching.pictures import IMAGE_SUFFIXES, BadImage, iter_images, read_image, scaling_note
 from toyexp.config.build import build_engine
 from toyexp.formats.gguf.form import gguf_architecture
 from toyexp.formats.gguf.read import GGUFFile
@@ -169,9 +169,8 @@ def list_images(paths: Sequence[Path]) -> list[Path]:
     images: list[Path] = []
     for path in paths:
         if path.is_dir():
-            files = sorted(iter_files(path))
-            images_inside = [file for file in files if file.suffix.lower() in IMAGE_SUFFIXES]
-            others = [file for file in files if file.suffix.lower() not in IMAGE_SUFFIXES]
+            images_inside = sorted(iter_images(path))
+            others = sorted({*iter_files(path)} - {*images_inside})
             if not images_inside:
                 kinds = ", ".join(sorted(suffix[1:] for suffix in IMAGE_SUFFIXES))
                 raise UserError(f"{path}: has no images ({kinds})")

@@ -287,7 +287,7 @@ class Text(TextData):
         else:
             found = self._find("path", lambda file: self._is_text(file) or is_record(file))
             texts = [file for file in found.files if not is_record(file)]
-            if all(file.stem == "README" for file in texts):
+            if len(texts) < len(found.files) and all(file.stem == "README" for file in texts):
                 return self._records(found)
             found.files, found.others = texts, found.others + len(found.files) - len(texts)
         found.held_out = self._find("val_path", self._is_text).files if self.val_path else []

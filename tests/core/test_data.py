@@ -434,6 +434,16 @@ def test_files_are_read_in_the_order_of_their_numbers_and_hidden_ones_are_not(tm
     assert dataset.tokenizer.decode(dataset.train) == "t9t91010"
 
 
+def test_a_readme_is_text_if_there_are_no_records(tmp_path):
+    folder = tmp_path / "in"
+    folder.mkdir()
+    (folder / "README.md").write_text("about " * 9)
+    for path in (folder, folder / "README.md"):
+        assert open_text(path).describe()["documents"] == 1
+    (folder / "x.jsonl").write_text('{"text": "good"}\n' * 9)
+    assert open_text(folder).describe()["documents"] == 9
+
+
 def test_a_pattern_selects_the_matching_files(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for name in ("b1.txt", "b2.rst", "c.txt", "[x].txt"):

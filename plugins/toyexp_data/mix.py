@@ -54,7 +54,7 @@ class Mix(Data):
             data: Any = toyexp.create_data({key: value for key, value in settings.items() if key != "weight"}, where)
             if data.gives != TOKENS or isinstance(data, Mix):
                 raise UserError(f"{where}: data={data.name} cannot be mixed; a source gives tokens, and is no mixture")
-            if getattr(data, "tokenizer", None) == "auto":
+            if self.tokenizer != "auto" and getattr(data, "tokenizer", None) == "auto":
                 data.tokenizer = self.tokenizer
                 data.check()
             sources[name] = data

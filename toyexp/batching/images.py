@@ -5,8 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Container, Mapping, Sequence
-from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -126,15 +125,6 @@ class Unlabelled(ImageDataset):
         self.mean, self.std = mean, std
 
 
-class Draws(NamedTuple):
-    """Random draws of an epoch of `n` training rows."""
-
-    order: np.ndarray  # [n], number of the image of each row
-    words: np.ndarray  # [n, 8], 64-bit words for the augmentation of each row
-    partners: np.ndarray  # [n], for mixup: the row of the same epoch that is mixed into each row
-    shares: np.ndarray  # [n], share of the partner
-
-
 class ImageBatches(EpochBatches):
     """Batches of images; order, augmentation and mixup depend on (seed, epoch).
 
@@ -151,7 +141,6 @@ class ImageBatches(EpochBatches):
         super().__init__(count, held_out_count, rows, seed, dataset.eval_images or held_out_count)
         self._factor = (1 / (255 * dataset.std)).astype(np.float32)
         self._offset = (dataset.mean / dataset.std).astype(np.float32)
-        self._epoch_draws = lru_cache(maxsize=2)(self._draw)
         self.inputs = {
             "images": InputSpec(dataset.image_shape, "float32"),
             "targets": InputSpec((), "int32", below=dataset.vocab),
@@ -161,7 +150,12 @@ class ImageBatches(EpochBatches):
             self.inputs["second_targets"] = InputSpec((), "int32", below=dataset.vocab, optional=True)
             self.inputs["second_shares"] = InputSpec((), "float32", optional=True)
 
-    def _draw(self, epoch: int) -> Draws:
+    def _epoch_order(self, epoch: int) -> np.ndarray:
+        """Return for each row of an epoch the number of its image, and 8 words that determine the augmentation.
+
+        With mixup, a row has two images with their words, and the share of the second one.
+        """
+
         def permutation(name: str, count: int) -> np.ndarray:
             return np.argsort(stream(self._seed, name, epoch).random_raw(count), kind="stable")
 
@@ -170,14 +164,14 @@ class ImageBatches(EpochBatches):
             parts = [np.resize(order[self._groups[order] == group], count // len(groups)) for group in groups]
             order = np.concatenate(parts)[permutation("class-order", count)]
         words = stream(self._seed, "augment", epoch).random_raw(8 * count).reshape(8, count).T
-        if not self._mixup:
-            return Draws(order, words, order, order)
-        shares = generator(self._seed, f"mixup/{epoch}").beta(self._mixup, self._mixup, count).astype(np.float32)
-        return Draws(order, words, permutation("mixup-order", count), shares)
-
-    def _epoch_order(self, epoch: int) -> np.ndarray:
-        """Return the numbers of the epoch's rows, counted from the first row of epoch 0."""
-        return epoch * self._count + np.arange(self._count)
+        images = 1 + bool(self._mixup)
+        rows = np.zeros(count, [("images", "i8", (images,)), ("words", "u8", (images, 8)), ("share", "f4")])
+        rows["images"], rows["words"] = order[:, None], words[:, None]
+        if self._mixup:
+            partners = permutation("mixup-order", count)
+            rows["images"][:, 1], rows["words"][:, 1] = order[partners], words[partners]
+            rows["share"] = generator(self._seed, f"mixup/{epoch}").beta(self._mixup, self._mixup, count)
+        return rows
 
     def _take(self, items: np.ndarray, is_held_out: bool) -> dict[str, np.ndarray]:
         """Return a batch: images [rows, height, width, channels], targets [rows], weights [rows].
@@ -187,24 +181,21 @@ class ImageBatches(EpochBatches):
         """
         if is_held_out:
             return self._batch(self._held_out[0][items], self._held_out[1][items])
-        rows = [(self._epoch_draws(int(item) // self._count), int(item) % self._count) for item in items]
-        batch = self._read(rows)
+        batch = self._read(items, 0)
         if self._mixup:
-            second = self._read([(draws, draws.partners[row]) for draws, row in rows])
-            shares = np.array([draws.shares[row] for draws, row in rows])
+            second, shares = self._read(items, 1), np.ascontiguousarray(items["share"])
             batch["images"] += shares[:, None, None, None] * (second["images"] - batch["images"])
             batch |= {"second_targets": second["targets"], "second_shares": shares}
         return batch
 
-    def _read(self, rows: Sequence[tuple[Draws, int]]) -> dict[str, np.ndarray]:
-        """Return a batch of the given rows of epochs, whose images are augmented."""
-        images, labels = self._train
-        selected = [draws.order[row] for draws, row in rows]
-        picked = images[selected]
+    def _read(self, items: np.ndarray, place: int) -> dict[str, np.ndarray]:
+        """Return a batch of the first images of the rows `items`, or of the second ones, with augmentation."""
+        numbers = items["images"][:, place]
+        picked = self._train[0][numbers]
         if self._augment:
-            words = (draws.words[row] for draws, row in rows)
-            picked = np.stack([augment_image(*pair, self._augment) for pair in zip(picked, words, strict=True)])
-        return self._batch(picked, labels[selected])
+            pairs = zip(picked, items["words"][:, place], strict=True)
+            picked = np.stack([augment_image(*pair, self._augment) for pair in pairs])
+        return self._batch(picked, self._train[1][numbers])
 
     def _batch(self, images: np.ndarray, labels: np.ndarray) -> dict[str, np.ndarray]:
         pixels = images.astype(np.float32) * self._factor - self._offset

@@ -37,10 +37,13 @@ class EpochBatches(Batches):
 
     def batch(self, k: int) -> Batch:
         """Return training batch `k`."""
-        return self.block(k, 1)
+        return self._take_next(k, 1)
 
     def block(self, first: int, count: int) -> Batch:
         """Return `count` batches, from batch `first` on, as one batch with all their rows."""
+        return self._take_next(first, count)
+
+    def _take_next(self, first: int, count: int) -> dict[str, np.ndarray]:
         number, end = first * self._items, (first + count) * self._items
         items: list[np.ndarray] = []
         while number < end:  # a batch may span two epochs, or more of little data

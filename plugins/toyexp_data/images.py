@@ -172,7 +172,7 @@ class Images(SplitData):
         except csv.Error as error:
             raise UserError(f"data.labels={self.labels}: cannot be read: {error}") from None
         for line in lines:
-            if len(line) != 2 or not re.fullmatch(r"\s*-?\d{1,9}\s*", line[1]):
+            if len(line) != 2 or not re.fullmatch(r"\s*-?\d{1,18}\s*", line[1]):
                 raise UserError(f"data.labels={self.labels}: a line must be a file and a class number, not {line}")
         numbers = [int(number) for _, number in lines]
         count = max(numbers, default=-1) + 1

@@ -6,7 +6,7 @@ import math
 import os
 import sysconfig
 from abc import abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -282,30 +282,25 @@ class Text(TextData):
         Of records in files that are named after splits, leave out splits that are neither trained on nor held out. With
         the setting `suffixes`, all files are text.
         """
-        if is_changed(self, "suffixes"):
-            found = self._find("path", self._is_text)
-        else:
-            found = self._find("path", lambda file: self._is_text(file) or is_record(file))
-            texts = [file for file in found.files if not is_record(file)]
-            if len(texts) < len(found.files) and all(file.stem == "README" for file in texts):
-                return self._records(found)
-            found.files, found.others = texts, found.others + len(found.files) - len(texts)
-        found.held_out = self._find("val_path", self._is_text).files if self.val_path else []
-        return found
+        suffixes, only_text = self.suffixes.split(), is_changed(self, "suffixes")
 
-    def _is_text(self, file: Path) -> bool:
-        return file.suffix in self.suffixes.split() or ALL in self.suffixes.split()
+        def is_text(file: Path) -> bool:
+            return ALL in suffixes or file.suffix in suffixes
 
-    def _find(self, key: str, is_suitable: Callable[[Path], bool]) -> FoundFiles:
-        what = f"file with the suffix {self.suffixes or '(none)'}"
-        hint = "; choose others: data.suffixes='.rst .c', or all: data.suffixes='*'"
-        return find_files(getattr(self, key), is_suitable, what, key, hint)
-
-    def _records(self, found: FoundFiles) -> FoundFiles:
-        """Return the files of records among those found, divided into those to train on and those that are held out."""
-        files, unreadable = require_one_format([f for f in found.files if is_record(f)], self.path), found.unreadable
+        find = partial(
+            find_files, what=f"file with the suffix {self.suffixes or '(none)'}",
+            hint="; choose others: data.suffixes='.rst .c', or all: data.suffixes='*'",
+        )  # fmt: skip
+        found = find(self.path, lambda file: is_text(file) or (is_record(file) and not only_text))
+        records = [file for file in found.files if is_record(file) and not only_text]
+        texts = [file for file in found.files if only_text or not is_record(file)]
+        if not records or any(file.stem != "README" for file in texts):
+            held_out = find(self.val_path, is_text, key="val_path").files if self.val_path else []
+            return FoundFiles(texts, found.others + len(records), found.unreadable, held_out)
+        require_one_format(records, self.path)
         if self.val_path:
-            return FoundFiles(files, 0, unreadable, find_records(self.val_path, "val_path"), self.columns)
-        train, held_out, others, _ = divide(files, [*map(split_name, files)])
-        unreadable += [f"{file}: is neither of the training nor of the held-out split" for file in others]
-        return FoundFiles(train, 0, unreadable, held_out, self.columns)
+            held_out, others = find_records(self.val_path, "val_path"), list[Path]()
+        else:
+            records, held_out, others, _ = divide(records, [*map(split_name, records)])
+        reasons = [f"{file}: is neither of the training nor of the held-out split" for file in others]
+        return FoundFiles(records, 0, [*found.unreadable, *reasons], held_out, self.columns)

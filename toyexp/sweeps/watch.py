@@ -75,7 +75,7 @@ class Watch:
         if job.status in SUCCEEDED and (self.board or not self.verbose) and not is_notebook():
             line = f"[{job.number}] {job.label}".rstrip() + f"  {outcome(job)}"
             is_wide = len(line) > (terminal_width() or len(line))
-            self.say(re.sub(r"(?<=  completed) after \d+ steps?", "", line) if is_wide else line)
+            self.say(re.sub(r"(  completed|  diverged) after \d+ steps?", r"\1", line) if is_wide else line)
 
     def say(self, line: str, stream: IO[str] | None = None) -> None:
         """Print a line above the board."""

@@ -185,7 +185,9 @@ def test_a_search_is_plotted_by_trial_and_by_each_setting(tmp_path, capsys, metr
     unit = " (nats per token)" if metric == "loss" else ""
     assert {"(importance 75%)", "(importance 25%)", "adamw", "lion", "0.001", f"held-out {metric}{unit}"} <= {*words}
     notes = " ".join(words)
-    below = "tpe search of lr, optim: 10 trials s importance for the ranking of 10 trials 1 without a score equal values"
+    below = (
+        "tpe search of lr, optim: 10 trials s importance for the ranking of 10 trials 1 without a score equal values"
+    )
     assert below in notes.replace(" · ", " ") and "trial rings: 1 trial pruned at step 20" in notes
     figure = draw_sheet(None, "s", tmp_path / "s").figure
     (so_far,) = (line for line in figure.axes[0].lines if len(line.get_xdata()) > 1)

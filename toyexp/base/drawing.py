@@ -189,7 +189,9 @@ class Sheet:
         # The empty lines reserve space for the subtitle, which has another font.
         self.figure.suptitle("\n".join([*(title or [""]), *[""] * len(lines)]), x=0.01,
                              ha="left", fontsize=TITLE * scale, fontweight="bold")  # fmt: skip
-        shift = ScaledTranslation(0, (-22 - 1.2 * TITLE * max(len(title) - 1, 0)) / 72 * scale, self.figure.dpi_scale_trans)
+        shift = ScaledTranslation(
+            0, (-22 - 1.2 * TITLE * max(len(title) - 1, 0)) / 72 * scale, self.figure.dpi_scale_trans
+        )
         self._below_text.set(text="\n".join(lines))
         self._below_text.set_transform(self.figure.transFigure + shift)
 

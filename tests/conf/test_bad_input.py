@@ -359,6 +359,7 @@ SYNTAX = [
     ("--bananas", "unknown option", "--cfg", "--color", "--help"),
     ("dry_run=true", "unknown key dry_run; did you mean --dry-run (an option, without =true)?"),
     ("optim.lr=0.1", "unknown key optim.lr; did you mean lr?"),
+    ("lerning_rate=0.1", "unknown key lerning_rate; did you mean lr?"),
     ("lr=0,001", "has several values; for a decimal number type lr=0.001; add -m"),
     ("data=a/book.txt", "for this file: data=text data.path=a/book.txt"),
     (

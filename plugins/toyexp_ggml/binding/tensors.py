@@ -6,6 +6,7 @@ import ctypes
 import itertools
 import math
 import mmap
+import sys
 import weakref
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -37,7 +38,7 @@ def context(size: int) -> Any:
 
 def use_large_pages(buffer: Any) -> None:
     """Let Linux use pages of 2 MB for a buffer in host memory: looking up pages of 4 KB takes 5 % of a long step."""
-    if hasattr(mmap, "MADV_HUGEPAGE") and ggml.ggml_backend_buffer_is_host(buffer):
+    if sys.platform == "linux" and ggml.ggml_backend_buffer_is_host(buffer):
         base, size = ggml.ggml_backend_buffer_get_base(buffer), ggml.ggml_backend_buffer_get_size(buffer)
         start = -(-base // mmap.PAGESIZE) * mmap.PAGESIZE
         ctypes.CDLL(None).madvise(ctypes.c_void_p(start), ctypes.c_size_t(base + size - start), mmap.MADV_HUGEPAGE)

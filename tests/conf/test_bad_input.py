@@ -707,6 +707,8 @@ def test_engine_cuda_without_a_gpu_suggests_another_engine(run_rejected):
 
 # -- data -----------------------------------------------------------------------------------------------------------
 
+TOYC = struct.Struct("<4sIII")
+
 
 @pytest.mark.parametrize(
     ("content", "line", "words"),
@@ -733,6 +735,9 @@ def test_engine_cuda_without_a_gpu_suggests_another_engine(run_rejected):
         (b"abcde", "data=tokens data.path=file", ["file", "5 bytes", "4-byte ids"]),
         (b"", "data=tokens data.path=file", ["file: holds no token ids"]),
         (struct.pack("<3i", 1, -2, 3), "data=tokens data.path=file", ["id -2", "for uint16 ids: data.dtype=uint16"]),
+        (TOYC.pack(b"TOYC", 2, 300, 0) + b"\0" * 8, "data=tokens data.path=file", ["is a TOYC file of version 2"]),
+        (TOYC.pack(b"TOYC", 1, 5, 0) + struct.pack("<i", 7), "data=tokens data.path=file", ["of 5", "the id 7"]),
+        (b"TOYC\1", "data=tokens data.path=file", ["a TOYC file has a header of 16 bytes"]),
         (b"\0" * 8, "data=tokens data.path=file data.dtype=int16", ["data.dtype=int16", "did you mean"]),
         (b"\0" * 8, "data=tokens data.path=file data.tokenizer=missing.gguf", ["data.tokenizer=missing.gguf"]),
     ],

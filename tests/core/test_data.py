@@ -921,14 +921,21 @@ IDS = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3]
 INT32, UINT16 = struct.pack("<10i", *IDS), struct.pack("<10H", *IDS)
 
 
+def toyc(ids, version=1, vocab=0):
+    return b"TOYC" + struct.pack("<III", version, vocab, 0) + struct.pack(f"<{len(ids)}i", *ids)
+
+
 @pytest.mark.parametrize(
     ("raw", "dtype", "vocab"),
     [
         (INT32, "auto", 10),
         (INT32, "int32", 10),
         (UINT16, "uint16", 10),
+        (toyc(IDS), "auto", 10),
+        (toyc(IDS, vocab=627), "auto", 627),
+        (toyc(IDS, vocab=10), "int32", 10),
     ],
-    ids=["auto", "int32", "uint16"],
+    ids=["auto", "int32", "uint16", "TOYC", "TOYC with vocabulary", "TOYC and its type"],
 )
 def test_every_form_of_token_file_gives_the_same_ids(tmp_path, raw, dtype, vocab):
     dataset = token_file(tmp_path, raw, dtype=dtype, val_fraction=0.2)
@@ -976,11 +983,17 @@ def test_the_largest_uint16_ids_stay_positive(tmp_path):
         (INT32[:-1], "auto", "39 bytes are not a whole number of 4-byte ids; is the file cut off?"),
         (INT32[:-2], "auto", "38 bytes are not a whole number of 4-byte ids; for uint16 ids:"),
         (UINT16[:-1], "uint16", "19 bytes are not a whole number of 2-byte ids; is the file cut off?"),
+        (toyc(IDS)[:-2], "auto", "38 bytes are not a whole number of 4-byte ids; is the file cut off?"),
         (b"", "auto", "holds no token ids"),
         (struct.pack("<3i", 1, -2, 3), "auto", "1 holds the id -2; ids begin at 0; for uint16 ids: data.dtype=uint16"),
         (struct.pack("<3i", 1, 2**24, 3), "auto", "position 1 holds the id 16777216; the limit is 16777216"),
         (struct.pack("<60H", *[7, 49] * 30), "auto", "up to 3211271 if read as int32, to 49 if read as uint16"),
         (struct.pack("<200H", *np.arange(200)), "auto", "set data.dtype=uint16"),
+        (toyc(IDS, version=2), "auto", "is a TOYC file of version 2; only version 1 is supported"),
+        (toyc(IDS), "uint16", "is a TOYC file, whose ids are int32; remove data.dtype=uint16"),
+        (toyc(IDS)[:12], "auto", "a TOYC file has a header of 16 bytes, this one only 12 bytes"),
+        (toyc([]), "auto", "holds no token ids"),
+        (toyc(IDS, vocab=9), "auto", "its header gives a vocabulary of 9, but position 5 has the id 9"),
     ],
 )
 def test_files_without_tokens_are_rejected_with_the_cause(tmp_path, raw, dtype, words):
@@ -1003,11 +1016,12 @@ def test_files_without_tokens_are_rejected_with_the_cause(tmp_path, raw, dtype, 
         ),
         (b"a text", "auto", "is not an .npy file; rename packed ids to ids.bin"),
         (b"", "auto", "is not an .npy file; rename packed ids to ids.bin"),
+        (toyc([1, -1, 3]), "auto", "position 1 holds the id -1; ids begin at 0"),
     ],
-    ids=["negative", "too large", "its type typed", "a text", "empty"],
+    ids=["negative", "too large", "its type typed", "a text", "empty", "TOYC"],
 )
 def test_the_token_type_cannot_be_set_for_files_that_name_it(tmp_path, ids, dtype, words):
-    path = tmp_path / "ids.npy"
+    path = tmp_path / ("ids.bin" if isinstance(ids, bytes) and ids[:4] == b"TOYC" else "ids.npy")
     path.write_bytes(ids) if isinstance(ids, bytes) else np.save(path, ids)
     with pytest.raises(UserError) as error:
         read_tokens(path, dtype)

@@ -7,17 +7,17 @@ the arrays that change from step to step at fixed addresses.
 
 from __future__ import annotations
 
-import contextlib
-import gc
 import logging
 import math
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
+
+from toyexp.base import pause_collection
 
 ALIGNMENT = 64  # bytes
 log = logging.getLogger("toyexp")
@@ -127,7 +127,8 @@ class CapturedCall:
         try:
             self._warm_up()
             graph = torch.cuda.CUDAGraph()
-            with _disable_gc(), torch.cuda.graph(graph, self._pool, capture_error_mode="thread_local"):
+            # Freeing another graph during the capture would break this one.
+            with pause_collection(), torch.cuda.graph(graph, self._pool, capture_error_mode="thread_local"):
                 result = self._run_work()
             self._graph = graph, result
         except (RuntimeError, NotImplementedError) as error:
@@ -150,15 +151,3 @@ class CapturedCall:
             for _ in range(2):
                 self._rehearse()
         torch.cuda.current_stream().wait_stream(stream)
-
-
-@contextlib.contextmanager
-def _disable_gc() -> Iterator[None]:
-    """Disable garbage collection in the body: freeing another graph would break the one that is being captured."""
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()

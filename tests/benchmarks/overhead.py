@@ -99,7 +99,8 @@ def main():
     registry = load()
     compare("nano", 200, registry)
     compare("small", 10, registry)
-    print(f"process start to first step, nano on cpu: {first_step_seconds('recipe=warm', 'engine=cpu'):.2f} s")
+    for words in ("recipe=warm", "engine=cpu"), ("recipe=scratch", "engine=ggml"):
+        print(f"process start to first step, nano, {' '.join(words)}: {first_step_seconds(*words):.2f} s")
     began = time.perf_counter()
     subprocess.run([sys.executable, "-m", "toyexp", "--help"], stdout=subprocess.DEVNULL, check=True)
     print(f"toyexp --help: {time.perf_counter() - began:.2f} s")

@@ -1,83 +1,52 @@
 """Jobs of one process share caches, and each gets the same result as in its own process."""
 
 import os
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import pytest
 import yaml
+from omegaconf import OmegaConf
 from tiny import plan
 
 from toyexp import program_difference
-from toyexp.base.errors import UserError
 from toyexp.base.ownership import cached_fingerprint, fingerprint
 from toyexp.config import build
 from toyexp.config.request import Request
 from toyexp.interfaces.plan import apply_optimiser
+from toyexp.training.provenance import Origin
 from toyexp.training.rundir import runnable_yaml
 from toyexp_optimisers.sgd import SGD
 
-
-@dataclass
-class Part:
-    """A part with one setting of each type."""
-
-    size: int = 1
-    rate: float = 0.1
-    on: bool = False
-    text: str = "a"
-    maybe: float | None = None
-    names: list[str] = field(default_factory=lambda: ["a", "b"])
-    groups: dict[str, dict[str, float]] = field(default_factory=dict)
-
-
-ALL = {"name": "part", **vars(Part())}
-NODES = [
-    ALL,
-    ALL | {"size": 2, "rate": 0.2, "on": True},
-    ALL | {"rate": 1},  # an int for a float setting
-    ALL | {"rate": 1.0},
-    ALL | {"rate": True},
-    ALL | {"size": True},
-    ALL | {"size": 2.0},
-    ALL | {"rate": float("inf")},
-    ALL | {"text": 3},
-    ALL | {"text": "${x}"},
-    ALL | {"text": "???"},
-    ALL | {"maybe": 1},
-    ALL | {"maybe": None},
-    ALL | {"names": ["c"]},
-    ALL | {"groups": {"w": {"lr": 1}}},
-    ALL | {"unknown": 1},
-    {"name": "part", "size": 5},  # other settings have defaults
-    ALL | {"name": "other", "size": 5},
-    ALL | {"text": "~/there"},
+WORDS = [
+    [],
+    ["lr=1", "steps=${batch_size}", "epochs=null"],  # an int for a float setting
+    ["model=gpt2", "model.context=${batch_size}", "optim.beta1=0", "data=digits"],
+    ["optim.groups={token_embd.weight: {lr: 1}}", "callbacks.cosine.warmup=3", "engine=ggml", "engine.threads=1"],
+    ["callbacks=[cosine,early_stop]", "callbacks.early_stop.patience=2", "name='???x'", "sweep.ray.gpus=1"],
+    ["model=mlp", "data=digits", "optim=muon", "callbacks=[default,plots]"],
 ]
 
 
-def result_or_error(typed, node):
-    try:
-        return repr(typed(Part, node, "data"))
-    except UserError as error:
-        return str(error)
+@pytest.mark.parametrize("words", WORDS, ids=repr)
+def test_settings_that_hydra_typed_equal_settings_that_are_typed_afterwards(words):
+    composed = Request.parse(words).compose()
+    untyped = OmegaConf.create(OmegaConf.to_container(build.drop_hydra_keys(composed.cfg)))
+    typed, retyped = (
+        build.build_parts(cfg, composed.all_keys.restrict(cfg), Origin())["plain"] for cfg in (composed.cfg, untyped)
+    )
+    assert repr(typed) == repr(retyped)
 
 
-@pytest.mark.parametrize("first_node", NODES[:4] + NODES[-4:], ids=repr)
-def test_cached_typing_of_settings_equals_typing_without_cache(first_node, monkeypatch):
-    for node in NODES:
-        monkeypatch.setattr(build, "_typed_cache", {})
-        result_or_error(build._apply_types_cached, first_node)
-        assert result_or_error(build._apply_types_cached, node) == result_or_error(build.apply_types, node)
-
-
-def test_changes_of_a_jobs_settings_do_not_affect_other_jobs(monkeypatch):
-    monkeypatch.setattr(build, "_typed_cache", {})
+def test_changes_of_a_jobs_settings_do_not_affect_other_jobs():
+    request = Request.parse(["optim.groups={a: {lr: 1}}", "engine=ggml"])
     for _ in range(3):
-        settings = build._apply_types_cached(Part, ALL, "data")
-        assert settings["names"] == ["a", "b"]
-        settings["names"].append("c")
-        settings["size"] = 9
+        composed = request.compose()
+        plain = build.build_parts(composed.cfg, composed.all_keys.restrict(composed.cfg), Origin())["plain"]
+        assert list(plain["optim"]["groups"]) == ["a"] and plain["steps"] == 200
+        plain["optim"]["groups"]["b"] = {}
+        plain["steps"] = 9
 
 
 STRANGE = ["é", "😀", "a: b", "- x", "'q'", '"d"', "a\nb", "\t", "word " * 40, "", "null", "1e3", "0x10", "~", "@a",

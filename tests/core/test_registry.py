@@ -19,7 +19,7 @@ from toyexp.cli.main import main
 from toyexp.config.paths import CONF
 from toyexp.interfaces.hooks import Registration, RunHooks
 from toyexp.plugins.discovery import load
-from toyexp.plugins.rules import KINDS
+from toyexp.plugins.rules import KINDS, check_class
 from toyexp.plugins.settings import list_settings
 
 COUNTER = itertools.count()
@@ -467,6 +467,9 @@ def test_nothing_that_ships_is_broken(shipped_registry):
     assert {p.name for p in SHIPPED} <= {
         o.plugin for offers in shipped_registry.offers.values() for o in offers.values()
     }
+    for kind, (base, _) in KINDS.items():  # `load` checks only plugins of other packages
+        for cls in shipped_registry.classes(kind).values():
+            check_class(cls, base)
 
 
 def test_every_setting_that_ships_has_a_comment_in_the_help(shipped_registry):

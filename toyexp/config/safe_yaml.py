@@ -29,8 +29,8 @@ NUMBER_TAGS = {"tag:yaml.org,2002:int", "tag:yaml.org,2002:float"}
 
 
 @functools.lru_cache  # the result only depends on the arguments
-def check_file(path: Path, text: str, is_builtin: bool, preset: bool = False) -> None:
-    """Raise UserError if a file holds anything other than settings; `is_builtin` is True for files in toyexp's conf/.
+def check_file(path: Path, text: str, preset: bool = False) -> None:
+    """Raise UserError if a file of the user holds anything other than settings.
 
     A `preset` is a file of a config group, such as an experiment; fewer settings are allowed in it than in a main file.
     """
@@ -51,14 +51,13 @@ def check_file(path: Path, text: str, is_builtin: bool, preset: bool = False) ->
             )
         if node.tag in NUMBER_TAGS and ":" in node.value:  # sexagesimal
             raise UserError(f"{location}: YAML reads {node.value} as a number in base 60; if it is a text, quote it")
-        if key and not is_builtin and re.search(rf"@{HYDRA_PACKAGE}", str(node.value)):
+        if key and re.search(rf"@{HYDRA_PACKAGE}", str(node.value)):
             raise UserError(f"{location}: {printable(str(node.value))} sets Hydra's own settings; remove it")
         if key and node.value in RESERVED_KEYS:
             raise UserError(f"{location}: {node.value} {CODE_ERROR}")
-        if not key and not is_builtin and isinstance(node, yaml.ScalarNode):
+        if not key and isinstance(node, yaml.ScalarNode):
             check_text(node.value, location)
-    if not is_builtin:
-        _check_hydra(root, text, path, preset)
+    _check_hydra(root, text, path, preset)
 
 
 def require_plugins(plugins: object, loaded: Sequence[str], subject: str) -> None:

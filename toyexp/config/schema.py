@@ -278,7 +278,8 @@ def _directory_overrides(hydra_node: Mapping[str, Any]) -> list[str]:
 def load_yaml(path: Path, load: Callable[[str], Any] = yaml.safe_load, preset: bool = False) -> Any:
     """Load a configuration file; raise UserError if it is not YAML or holds anything other than settings."""
     text = read_config(path)
-    check_file(path, text, path.is_relative_to(CONF), preset)
+    if not path.is_relative_to(CONF):
+        check_file(path, text, preset)
     try:
         return load(text)
     except yaml.YAMLError as error:

@@ -195,10 +195,11 @@ def _add_plugin(registry: Registry, candidate: Candidate) -> None:
             for kind, (_, hook) in KINDS.items():
                 if register := vars(candidate.module).get(hook):
                     register(candidate.classes[kind].append)
-            if any(candidate.classes.values()) or not _uses_torch(candidate.module):
+            is_builtin = candidate.package.startswith(f"{DISTRIBUTION} ")  # the test suite checks its classes
+            if not is_builtin and (any(candidate.classes.values()) or not _uses_torch(candidate.module)):
                 check_classes(candidate)
             candidate.exporters += [exporter(cls) for cls in candidate.classes["format"]]
-            for cls in candidate.exporters:
+            for cls in [] if is_builtin else candidate.exporters:
                 check_class(cls, Callback)
             registry.add(candidate)
     except KeyboardInterrupt:

@@ -88,7 +88,7 @@ def _load(words: Sequence[str], stacks: bool) -> None:
                 engine = cast("type[Engine]", offer.cls)()
                 engine.preload_stack() if stacks else engine.preload()
     with contextlib.suppress(Exception):
-        composed.check_parts()  # merges the settings of shared parts once, for all jobs
+        composed.check_parts()  # fills the caches of the schemas for all jobs
 
 
 def _compose_request(args: Sequence[str]) -> Request:

@@ -29,18 +29,18 @@ class Mamba2GGUF(LanguageGGUF[Any]):
         "d_ff": "ssm.inner_size", "n_heads": "ssm.time_step_rank", "n_groups": "ssm.group_count",
         "state": "ssm.state_size", "conv_length": "ssm.conv_kernel",
     }  # fmt: skip
+    numbers = {"norm_eps": ("attention.layer_norm_rms_epsilon", None)}
     absent = ("feed_forward_length", "attention.head_count")
 
     def metadata(self, model: Any) -> dict[str, Any]:
-        """Return the GGUF keys and values of the sizes and of the norms' eps."""
-        own = dict.fromkeys(self.absent, 0) | {"attention.layer_norm_rms_epsilon": model.norm_eps}
-        return super().metadata(model) | own
+        """Return the GGUF keys and values of the model's numbers, and 0 for the absent layers."""
+        return super().metadata(model) | dict.fromkeys(self.absent, 0)
 
     def sizes(self, keys: Keys) -> dict[str, Any]:
         """Return the model's fields as a dict from field name to value, read from the file's metadata `keys`."""
         for key in self.absent:
             keys.expect(key, 0)
-        return super().sizes(keys) | {"norm_eps": keys.number("attention.layer_norm_rms_epsilon")}
+        return super().sizes(keys)
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ import math
 import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import partial, partialmethod
 from numbers import Real
 from typing import Any, NoReturn, TypeGuard
 
@@ -215,15 +215,6 @@ class OpShapes(Ops):
         self._require(bias is None or bias.shape == w.shape[:1], "linear", w, bias)
         return Shaped((*x.shape[:-1], w.shape[0]))
 
-    def add(self, a: Shaped, b: Shaped) -> Shaped:
-        return self._combine("add", a, b)
-
-    def mul(self, a: Shaped, b: Shaped) -> Shaped:
-        return self._combine("mul", a, b)
-
-    def div(self, a: Shaped, b: Shaped) -> Shaped:
-        return self._combine("div", a, b)
-
     def _combine(self, op: str, a: Shaped, b: Shaped) -> Shaped:
         """Return the shape of an element-wise op on a and b: the shape of a, to which b is broadcast."""
         self._take(op, a, b)
@@ -244,29 +235,11 @@ class OpShapes(Ops):
         self._take(op, x)
         return Shaped(x.shape)
 
-    def sigmoid(self, x: Shaped) -> Shaped:
-        return self._same("sigmoid", x)
-
-    def step(self, x: Shaped) -> Shaped:
-        return self._same("step", x)
-
-    def exp(self, x: Shaped) -> Shaped:
-        return self._same("exp", x)
-
-    def log(self, x: Shaped) -> Shaped:
-        return self._same("log", x)
-
-    def cumsum(self, x: Shaped) -> Shaped:
-        return self._same("cumsum", x)
-
-    def softmax(self, x: Shaped) -> Shaped:
-        return self._same("softmax", x)
-
-    def log_softmax(self, x: Shaped) -> Shaped:
-        return self._same("log_softmax", x)
-
-    def centre(self, x: Shaped) -> Shaped:
-        return self._same("centre", x)
+    add, mul, div = map(partial(partialmethod, _combine), ("add", "mul", "div"))
+    sigmoid, step, exp, log, cumsum, softmax, log_softmax, centre = map(
+        partial(partialmethod, _same),
+        ("sigmoid", "step", "exp", "log", "cumsum", "softmax", "log_softmax", "centre"),
+    )
 
     def permute(self, x: Shaped, axes: Sequence[int]) -> Shaped:
         self._take("permute", x)

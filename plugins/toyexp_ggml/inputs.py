@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 
@@ -24,7 +24,7 @@ CHUNK = 256  # ids per membership matrix, whose size and work grow with the squa
 
 @dataclass(frozen=True, eq=False)
 class Ids:
-    """Integer array of a batch, as it is passed to a model. Only the ops `rows` and `embed` accept it."""
+    """Integer array of a batch, as it is passed to a model."""
 
     name: str
     flat: Node  # ggml's row lookups take one flat list
@@ -34,13 +34,6 @@ class Ids:
     def size(self) -> int:
         """Number of ids."""
         return self.flat.size
-
-    packed: ClassVar[bool] = False
-
-    @property
-    def ptr(self) -> Any:
-        """Raise GraphError, because an op that reads `ptr` expects float32 numbers instead of ids."""
-        raise GraphError(f"batch[{self.name!r}] holds integer ids {list(self.shape)}: only rows and embed accept ids")
 
 
 class Inputs:
@@ -140,8 +133,6 @@ class Inputs:
 
     def flat_ids(self, ids: Ids, below: int) -> Node:
         """Return ids as a flat tensor [n]; from now on `load` checks that each batch's ids are in 0..below-1."""
-        if not isinstance(ids, Ids):
-            raise GraphError("rows: ids must be an int32 array of the batch")
         self._require_below(ids.name, below)
         return ids.flat
 
@@ -157,8 +148,6 @@ class Inputs:
         """
         if reason := too_many_logits(n, classes):
             raise GraphError(reason)
-        if not isinstance(targets, Ids) or targets.size % n:
-            raise GraphError(f"logits have {n} positions, but targets are {list(targets.shape)}")
         name, base = targets.name, np.repeat(np.arange(n, dtype=np.int32) * classes, targets.size // n)
         self._require_below(name, classes)
         key = ("places", name, n, classes)

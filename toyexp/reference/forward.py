@@ -324,6 +324,11 @@ class OpShapes(Ops):
             raise UserError(f"ops.split cannot split the last axis of {list(x.shape)} into {n} equal parts")
         return super().split(x, n)
 
+    def prepend(self, x: Shaped, token: Shaped) -> Shaped:
+        self._take("prepend", x, token)
+        self._require(token.shape == x.shape[2:], "prepend", x, token)
+        return super().prepend(x, token)
+
     def rope(self, x: Shaped, rotary: Rotary) -> Shaped:
         self._take("rope", x)
         self._require(len(x.shape) == 4 and isinstance(rotary, Rotary), "rope", x, rotary)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from types import MappingProxyType
 from typing import Any, ClassVar
 
 from toyexp import LORA, Normal, Ops, Params, Tensor, TensorSpec, keep_apart
@@ -14,8 +13,6 @@ from toyexp_models.huggingface import gpt2_layout
 from toyexp_models.huggingface_config import read_config
 from toyexp_models.language import DROPPED, LanguageModel, linear_specs, norm_specs, require_shared_heads
 from toyexp_models.mup import MuP
-
-NO_MASKS: Mapping[str, Tensor] = MappingProxyType({})
 
 
 @dataclass
@@ -65,11 +62,11 @@ class GPT2(MuP, LanguageModel):
         x = ops.dropout(x, batch, "token_embd.dropout")
         for i in range(self.n_layers):
             masks = {n: batch[f"blk.{i}.{n}.dropout"] for n in DROPPED if f"blk.{i}.{n}.dropout" in batch}
-            x = ops.block(self.block, x, p.block(i), *([masks] if masks else []))
+            x = ops.block(self.block, x, p.block(i), masks)
         x = ops.layer_norm(x, p["output_norm.weight"], p["output_norm.bias"], self.norm_eps)
         return ops.logits(self.scale_output(ops, x), p["token_embd.weight" if self.tied else "output.weight"])
 
-    def block(self, ops: Ops, x: Tensor, p: Params, masks: Mapping[str, Tensor] = NO_MASKS) -> Tensor:
+    def block(self, ops: Ops, x: Tensor, p: Params, masks: Mapping[str, Tensor]) -> Tensor:
         """Return the output of one block for x [B, T, d]. `masks` has the dropout masks of its layers, if any."""
 
         def linear(x: Tensor, name: str) -> Tensor:

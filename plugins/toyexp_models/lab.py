@@ -156,10 +156,9 @@ class Lab(ExpertsModel):
 
     def norm(self, ops: Ops, x: Tensor, p: Params, name: str) -> Tensor:
         """Return the norm `name` of x: LayerNorm if it has a bias, otherwise RMSNorm. Return x if there is none."""
-        weight, bias = p.get(f"{name}.weight"), p.get(f"{name}.bias")
-        if weight is None:
-            return x
-        return super().norm(ops, x, p, name) if bias is None else ops.layer_norm(x, weight, bias, self.norm_eps)
+        if (bias := p.get(f"{name}.bias")) is None:
+            return super().norm(ops, x, p, name)
+        return ops.layer_norm(x, p[f"{name}.weight"], bias, self.norm_eps)
 
     def attend(self, ops: Ops, q: Tensor, k: Tensor, v: Tensor, *layer: Any) -> Tensor:
         """Return rope and attention [B, T, H*D] of q [B, T, H, D] and k, v [B, T, Hkv, D]."""

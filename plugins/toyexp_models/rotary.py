@@ -60,9 +60,8 @@ class RotaryModel(LanguageModel):
 
         `factors` are the divisors of the frequencies, if any.
         """
-        slope = (
-            -2 / self.head_size * math.log10(self.rope_base)
-        )  # of log10(speed) from pair to pair; the first pair has speed 1
+        # Slope of log10(speed) from pair to pair; the first pair has speed 1.
+        slope = -2 / self.head_size * math.log10(self.rope_base)
         fastest = [slope * i - math.log10(factor) for i, factor in enumerate(factors)]
         fastest = fastest or [0, slope * (self.head_size // 2 - 1)]
         if max(fastest) + math.log10(self.context / self.rope_scale) > math.log10(MAX_INT):
@@ -149,12 +148,15 @@ class RotaryModel(LanguageModel):
 
     def block(self, ops: Ops, x: Tensor, p: Params, *layer: Any) -> Tensor:
         """Return the output of one block for x [B, T, d]; `layer` are the arguments that the method `layer` returns."""
-        x = self.join(ops, x, self.mix(ops, self.norm(ops, x, p, "attn_norm"), p, *layer))
-        return self.join(ops, x, self.feed_forward(ops, self.norm(ops, x, p, "ffn_norm"), p))
+        h = self.mix(ops, self.norm(ops, x, p, "attn_norm"), p, *layer)
+        x = self.join(ops, x, self.norm(ops, h, p, "post_attention_norm"))
+        h = self.feed_forward(ops, self.norm(ops, x, p, "ffn_norm"), p)
+        return self.join(ops, x, self.norm(ops, h, p, "post_ffw_norm"))
 
     def norm(self, ops: Ops, x: Tensor, p: Params, name: str) -> Tensor:
-        """Return RMSNorm of x over its last axis."""
-        return ops.rms_norm(x, p[f"{name}.weight"], self.norm_eps)
+        """Return RMSNorm of x over its last axis, or x if the model has no norm of this name."""
+        weight = p.get(f"{name}.weight")
+        return x if weight is None else ops.rms_norm(x, weight, self.norm_eps)
 
     def join(self, ops: Ops, x: Tensor, y: Tensor) -> Tensor:
         """Return the residual stream x plus y, the output of attention or of the feed-forward layer."""
@@ -165,15 +167,10 @@ class RotaryModel(LanguageModel):
 
         def project(name: str, heads: int) -> Tensor:  # [B, T, heads, D]
             x = linear(ops, h, p, name)
-            return ops.heads(
-                self.norm(ops, x, p, f"{name}_norm") if self.width_norms and name != "attn_v" else x, heads
-            )
+            return ops.heads(self.norm(ops, x, p, f"{name}_norm") if self.width_norms else x, heads)
 
-        q, k, v = (
-            project("attn_q", self.n_heads),
-            project("attn_k", self.n_kv_heads),
-            project("attn_v", self.n_kv_heads),
-        )
+        counts = {"attn_q": self.n_heads, "attn_k": self.n_kv_heads, "attn_v": self.n_kv_heads}
+        q, k, v = (project(name, heads) for name, heads in counts.items())
         if self.head_norms:
             q, k = self.norm(ops, q, p, "attn_q_norm"), self.norm(ops, k, p, "attn_k_norm")
         return linear(ops, self.attend(ops, q, k, v, *layer), p, "attn_output")

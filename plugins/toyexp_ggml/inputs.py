@@ -100,28 +100,19 @@ class Inputs:
         """Return the given numbers as a tensor, [n]."""
         return self._constant(("vector", numbers), lambda: np.array(numbers, np.float32))
 
-    def causal_mask(self, queries: int, keys: int) -> Node:
-        """Return a mask [queries, keys] for the last `queries` positions: -inf for keys at later positions, else 0."""
-        hidden = lambda: np.triu(np.full((queries, keys), -np.inf, np.float32), 1 + keys - queries)  # noqa: E731
-        return self._constant(("mask", queries, keys), hidden)
-
-    def visible(self, length: int, window: int, fill: float) -> Node:
-        """Return a causal mask [queries, keys], both of size `length`, with `fill` (0 or -inf) at hidden keys.
+    def visible(self, queries: int, keys: int, window: int = 0, fill: float = 0.0) -> Node:
+        """Return a causal mask [queries, keys] of the last `queries` positions, with `fill` (0 or -inf) at hidden keys.
 
         Visible keys have the value 1 if `fill` is 0, and 0 if it is -inf. A query does not see later keys. If `window`
         is not 0, it sees only the last `window` positions up to its own.
         """
 
         def make() -> np.ndarray:
-            before = np.subtract.outer(np.arange(length), np.arange(length))
+            before = np.subtract.outer(np.arange(keys - queries, keys), np.arange(keys))
             seen = (before >= 0) & ((before < window) | (window == 0))
             return np.where(seen, np.float32(fill == 0), np.float32(fill))
 
-        return self._constant(("visible", length, window, fill), make)
-
-    def triangle(self, length: int) -> Node:
-        """Return a matrix [length, length] with 1 on and below its diagonal and 0 above."""
-        return self.visible(length, 0, 0.0)
+        return self._constant(("visible", queries, keys, window, fill), make)
 
     # -- computed from the batch ------------------------------------------------------------------------------
 

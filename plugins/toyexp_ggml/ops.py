@@ -169,10 +169,11 @@ class GGMLOps(Products):
 
     def cumsum(self, x: Node) -> Node:
         g, length = self.g, x.shape[-1]
-        y = g.mul_mat(self._inputs.triangle(length), g.flat(x))  # y[i] = sum over j <= i of x[j]
+        y = g.mul_mat(self._inputs.visible(length, length), g.flat(x))  # y[i] = sum over j <= i of x[j]
 
         def dx(dy: Node) -> Node:
-            return g.reshape(g.mul_mat(self._transpose_once(self._inputs.triangle(length)), g.flat(dy)), *x.shape)
+            upper = self._transpose_once(self._inputs.visible(length, length))
+            return g.reshape(g.mul_mat(upper, g.flat(dy)), *x.shape)
 
         return self._record(g.reshape(y, *x.shape), (x,), lambda dy: (lambda: dx(dy),))
 
@@ -211,7 +212,7 @@ class GGMLOps(Products):
 
     def causal(self, x: Node, window: int = 0, fill: float = -math.inf) -> Node:
         g = self.g
-        mask, seen = (self._inputs.visible(x.shape[-1], window, value) for value in (fill, 0.0))
+        mask, seen = (self._inputs.visible(x.shape[-2], x.shape[-1], window, value) for value in (fill, 0.0))
         y = g.mul(x, mask) if fill == 0 else g.add(x, mask)
         return self._record(y, (x,), lambda dy: (lambda: g.mul(dy, seen),))
 
@@ -355,7 +356,7 @@ class GGMLOps(Products):
             key_count = stop if causal else length
             queries = layout.group(g.part(q4, 2, start, stop))
             scores = layout.split(g.mul_mat(g.part(k4, 2, 0, key_count), queries))  # [B, H, n, seen]
-            mask = self._inputs.causal_mask(stop - start, key_count) if causal else None
+            mask = self._inputs.visible(stop - start, key_count, fill=-math.inf) if causal else None
             weights = g.softmax(scores, mask, factor)
             outs.append(layout.split(self._multiply(layout.group(weights), g.part(v4, 2, 0, key_count))))
             blocks.append((start, stop, queries, weights))

@@ -12,7 +12,8 @@ from toyexp.formats import Keys
 from toyexp_models.gguf import SIZES, RotaryGGUF
 from toyexp_models.huggingface import lfm2_layout
 from toyexp_models.huggingface_config import read_config
-from toyexp_models.rotary import RotaryModel, linear
+from toyexp_models.language import linear
+from toyexp_models.rotary import RotaryModel
 
 LENGTHS = "[2,64]"  # of a convolution, which is computed from as many shifted copies of its input
 KV_HEADS = "attention.head_count_kv"  # in GGUF an array; layers without key/value heads are convolutions

@@ -13,9 +13,8 @@ from toyexp.formats import Keys
 from toyexp_models.gguf import LanguageGGUF
 from toyexp_models.huggingface import mamba2_layout
 from toyexp_models.huggingface_config import read_mamba2_config
-from toyexp_models.language import LanguageModel, linear_specs, norm_specs
+from toyexp_models.language import LanguageModel, layer_specs, linear, norm
 from toyexp_models.lfm2 import LENGTHS, convolve
-from toyexp_models.rotary import linear
 
 if TYPE_CHECKING:
     import numpy as np
@@ -94,11 +93,11 @@ class Mamba2(LanguageModel):
         mixed = inner + 2 * self.n_groups * self.state  # features that the convolution reads
 
         def matrix(name: str, outputs: int, inputs: int, biased: bool = False) -> list[TensorSpec]:
-            return linear_specs(name, outputs, inputs, Normal(1 / math.sqrt(inputs)), biased)
+            return layer_specs(name, outputs, inputs, init=Normal(1 / math.sqrt(inputs)), biased=biased)
 
         specs = [TensorSpec("token_embd.weight", (self.vocab, d), Normal(0.02))]
         for block in (f"blk.{i}." for i in range(self.n_layers)):
-            specs += norm_specs(f"{block}attn_norm", d, biased=False)
+            specs += layer_specs(f"{block}attn_norm", d, biased=False)
             specs += matrix(f"{block}ssm_in", inner + mixed + heads, d)
             specs += matrix(f"{block}ssm_conv1d", mixed, self.conv_length, biased=True)
             specs += [
@@ -108,7 +107,7 @@ class Mamba2(LanguageModel):
                 TensorSpec(f"{block}ssm_norm.weight", (self.n_groups, inner // self.n_groups), Constant(1)),
             ]
             specs += matrix(f"{block}ssm_out", d, inner)
-        specs += norm_specs("output_norm", d, biased=False)
+        specs += layer_specs("output_norm", d, biased=False)
         return specs if self.tied else [*specs, TensorSpec("output.weight", (self.vocab, d), Normal(0.02))]
 
     def forward(self, ops: Ops, p: Params, batch: Mapping[str, Tensor]) -> Tensor:
@@ -116,13 +115,13 @@ class Mamba2(LanguageModel):
         x = ops.embed(p["token_embd.weight"], batch["tokens"])  # [B, T, d]
         for i in range(self.n_layers):
             x = ops.block(self.block, x, p.block(i))
-        x = ops.rms_norm(x, p["output_norm.weight"], self.norm_eps)
+        x = norm(ops, x, p, "output_norm", self.norm_eps)
         return ops.logits(x, p["token_embd.weight" if self.tied else "output.weight"])
 
     def block(self, ops: Ops, x: Tensor, p: Params) -> Tensor:
         """Return the output of one block for x [B, T, d]."""
         inner, shared = self.d_ff, self.n_groups * self.state
-        h = linear(ops, ops.rms_norm(x, p["attn_norm.weight"], self.norm_eps), p, "ssm_in")
+        h = linear(ops, norm(ops, x, p, "attn_norm", self.norm_eps), p, "ssm_in")
         gate, mixed, dt = (
             ops.part(h, 2, start, stop)
             for start, stop in ((0, inner), (inner, 2 * inner + 2 * shared), (2 * inner + 2 * shared, h.shape[2]))

@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 
 from toyexp import Constant, Normal, Ops, Params, Rotary, Tensor, TensorSpec, UserError, keep_apart
 from toyexp.base import MAX_INT, require_range
-from toyexp_models.language import LanguageModel, require_shared_heads
+from toyexp_models.language import LanguageModel, linear, norm, require_shared_heads
 
 
 @dataclass
@@ -128,7 +128,7 @@ class RotaryModel(LanguageModel):
         """Return the logits [B, T, vocab] of tokens [B, T]."""
         ops = keep_apart(ops, batch)
         x = self.blocks(ops, self.embed(ops, p["token_embd.weight"], batch["tokens"]), p, batch)  # [B, T, d]
-        x = self.norm(ops, x, p, self.last_norm)
+        x = norm(ops, x, p, self.last_norm, self.norm_eps)
         return self.logits(ops, x, p["token_embd.weight" if self.tied else "output.weight"])
 
     def blocks(self, ops: Ops, x: Tensor, p: Params, batch: Mapping[str, Tensor]) -> Tensor:
@@ -148,15 +148,10 @@ class RotaryModel(LanguageModel):
 
     def block(self, ops: Ops, x: Tensor, p: Params, *layer: Any) -> Tensor:
         """Return the output of one block for x [B, T, d]; `layer` are the arguments that the method `layer` returns."""
-        h = self.mix(ops, self.norm(ops, x, p, "attn_norm"), p, *layer)
-        x = self.join(ops, x, self.norm(ops, h, p, "post_attention_norm"))
-        h = self.feed_forward(ops, self.norm(ops, x, p, "ffn_norm"), p)
-        return self.join(ops, x, self.norm(ops, h, p, "post_ffw_norm"))
-
-    def norm(self, ops: Ops, x: Tensor, p: Params, name: str) -> Tensor:
-        """Return RMSNorm of x over its last axis, or x if the model has no norm of this name."""
-        weight = p.get(f"{name}.weight")
-        return x if weight is None else ops.rms_norm(x, weight, self.norm_eps)
+        h = self.mix(ops, norm(ops, x, p, "attn_norm", self.norm_eps), p, *layer)
+        x = self.join(ops, x, norm(ops, h, p, "post_attention_norm", self.norm_eps))
+        h = self.feed_forward(ops, norm(ops, x, p, "ffn_norm", self.norm_eps), p)
+        return self.join(ops, x, norm(ops, h, p, "post_ffw_norm", self.norm_eps))
 
     def join(self, ops: Ops, x: Tensor, y: Tensor) -> Tensor:
         """Return the residual stream x plus y, the output of attention or of the feed-forward layer."""
@@ -167,12 +162,12 @@ class RotaryModel(LanguageModel):
 
         def project(name: str, heads: int) -> Tensor:  # [B, T, heads, D]
             x = linear(ops, h, p, name)
-            return ops.heads(self.norm(ops, x, p, f"{name}_norm") if self.width_norms else x, heads)
+            return ops.heads(norm(ops, x, p, f"{name}_norm", self.norm_eps) if self.width_norms else x, heads)
 
         counts = {"attn_q": self.n_heads, "attn_k": self.n_kv_heads, "attn_v": self.n_kv_heads}
         q, k, v = (project(name, heads) for name, heads in counts.items())
         if self.head_norms:
-            q, k = self.norm(ops, q, p, "attn_q_norm"), self.norm(ops, k, p, "attn_k_norm")
+            q, k = (norm(ops, x, p, f"attn_{n}_norm", self.norm_eps) for n, x in (("q", q), ("k", k)))
         return linear(ops, self.attend(ops, q, k, v, *layer), p, "attn_output")
 
     def attend(self, ops: Ops, q: Tensor, k: Tensor, v: Tensor, *layer: Any) -> Tensor:
@@ -185,8 +180,3 @@ class RotaryModel(LanguageModel):
         """Return the output [B, T, d] of the feed-forward layer for h [B, T, d]."""
         hidden = self.gated(ops, linear(ops, h, p, "ffn_gate"), linear(ops, h, p, "ffn_up"))  # [B, T, d_ff]
         return linear(ops, hidden, p, "ffn_down")
-
-
-def linear(ops: Ops, x: Tensor, p: Params, name: str) -> Tensor:
-    """Apply the linear layer `name` to x. Add its bias if the model has the tensor `<name>.bias`."""
-    return ops.linear(x, p[f"{name}.weight"], p.get(f"{name}.bias"))

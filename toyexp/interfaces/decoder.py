@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Protocol, final
 import numpy as np
 
 from toyexp.base.errors import SessionError
-from toyexp.interfaces.ops import Ops, Tensor
+from toyexp.interfaces.ops import Ops, Tensor, broadcasts
 
 if TYPE_CHECKING:
     from toyexp.interfaces.dataset import Batch
@@ -102,15 +102,10 @@ class IncrementalOps(Ops):
         return SessionError(f"decoder(): ops.{name} may read other positions, which are not cached")
 
 
-def _fits(a: Tensor, b: Tensor) -> bool:
-    """Return True if b has the positions of a. For example, b may wrongly be a table of all positions."""
-    own = tuple(a.shape[len(a.shape) - len(b.shape) :])
-    return len(own) == len(b.shape) and all(n in (1, size) for n, size in zip(b.shape, own, strict=True))
-
-
 # For each op that may combine positions: whether a call with these arguments reads only the new positions.
 READS_NEW_POSITIONS: dict[str, Callable[..., bool]] = {
-    **dict.fromkeys(("add", "mul", "div"), _fits),
+    # b must have the positions of a; it may wrongly be a table of all positions.
+    **dict.fromkeys(("add", "mul", "div"), lambda a, b: broadcasts(b.shape, a.shape)),
     **dict.fromkeys(("sum", "mean"), lambda x, axis=None, keep=False: axis is not None and axis >= 2),
     "permute": lambda x, axes: tuple(axes[:2]) == (0, 1),
     "reshape": lambda x, shape: tuple(shape[:2]) == tuple(x.shape[:2]),

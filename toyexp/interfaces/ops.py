@@ -82,6 +82,12 @@ class AdaptedWeight:
     noise: Tensor | None = None
 
 
+def broadcasts(shape: Sequence[int], to: Sequence[int]) -> bool:
+    """Return True if a tensor of this shape broadcasts to the shape `to`: it may lack leading axes and have sizes 1."""
+    own = to[max(len(to) - len(shape), 0) :]
+    return len(own) == len(shape) and all(n in (1, size) for n, size in zip(shape, own, strict=True))
+
+
 class Params(Mapping[str, Tensor]):
     """A model's tensors by GGUF name. `block(i)` is a view of the tensors whose names start with `blk.i.`.
 

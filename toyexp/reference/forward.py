@@ -21,7 +21,7 @@ from toyexp.interfaces.arithmetic import Shaped, is_shape
 from toyexp.interfaces.decoder import IncrementalOps
 from toyexp.interfaces.model import TensorSpec
 from toyexp.interfaces.objective import CrossEntropy
-from toyexp.interfaces.ops import AdaptedWeight, Ops, Params, Rotary
+from toyexp.interfaces.ops import AdaptedWeight, Ops, Params, Rotary, broadcasts
 from toyexp.interfaces.plan import Plan, PlanTensor
 from toyexp.interfaces.values import Values
 
@@ -218,9 +218,7 @@ class OpShapes(Ops):
     def _combine(self, op: str, a: Shaped, b: Shaped) -> Shaped:
         """Return the shape of an element-wise op on a and b: the shape of a, to which b is broadcast."""
         self._take(op, a, b)
-        own = a.shape[max(len(a.shape) - len(b.shape), 0) :]
-        fits = len(own) == len(b.shape) and all(n in (1, size) for n, size in zip(b.shape, own, strict=True))
-        self._require(fits, op, a, b)
+        self._require(broadcasts(b.shape, a.shape), op, a, b)
         return Shaped(a.shape)
 
     def scale(self, x: Shaped, factor: float, offset: float = 0.0) -> Shaped:

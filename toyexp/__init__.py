@@ -25,17 +25,17 @@ if TYPE_CHECKING:
         suggest,
     )
     from toyexp.base.packages import require_package
+    from toyexp.batching.epochs import EpochBatches
     from toyexp.batching.images import NORMALISATIONS, ImageBatches, ImageDataset, require_augmentation
     from toyexp.batching.pictures import (
         IMAGE_SUFFIXES,
         BadImage,
-        iter_files,
         iter_images,
         read_image,
         require_pillow,
         scaling_note,
     )
-    from toyexp.batching.tokens import TokenBatches, TokenDataset
+    from toyexp.batching.tokens import TokenBatches, TokenDataset, shift_windows
     from toyexp.batching.vectors import VectorDataset
     from toyexp.config.build import create_data
     from toyexp.formats.gguf.open_model import FromGGUF
@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     from toyexp.interfaces.callback import Callback, Schedule
     from toyexp.interfaces.command import Arguments, Command
     from toyexp.interfaces.data import Data
-    from toyexp.interfaces.dataset import Batch, Batches, Dataset, InputSpec, batch_digest
+    from toyexp.interfaces.dataset import Batch, Batches, ChangedBatches, Dataset, InputSpec, batch_digest
     from toyexp.interfaces.decoder import Decoder, IncrementalOps, Recompute
     from toyexp.interfaces.engine import Engine
     from toyexp.interfaces.format import Format, LazyTensors, ModelExport, ModelFile, Models, TensorInfo

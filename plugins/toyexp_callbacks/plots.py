@@ -53,6 +53,7 @@ FEW_STEPS = 10  # if a run diverges before this step, the shown range includes a
 FEW_VALUES = 4  # with at most so many losses, the axis extends a fifth of their size beyond them
 LEAST_RATIO = 3.0  # the axis of gradient norms is logarithmic if the largest is this many times the smallest
 SPIKE = 10  # a loss is a spike if its distance from the other losses is this many times their range
+FAILED = "failed"  # reason of an early end
 NOT_PLOTTED = {"ppl", "tokens", "wall_us"}
 
 Points = tuple[list[int], list[float]]  # steps, and a value for each
@@ -194,7 +195,7 @@ class Plots(Listener):
             self._thread.join()
         if steps[-1] < run.steps:
             why = run.bus.stop_reason if run.bus is not None and reason == "aborted" else None
-            self._curves.early_end = steps[-1], printable(why or reason, 150)
+            self._curves.early_end = steps[-1], printable(why or reason.replace("errored", FAILED), 150)
         best = run.bus.best(False) if run.bus is not None else None
         self._curves.best = best.step if best is not None and best.step < steps[-1] else None
         for suffix in SUFFIXES if self._write(run, lambda: draw_curves(self._curves)) else ():
@@ -246,11 +247,13 @@ def _is_not_finite(value: float) -> bool:
 
 
 def describe_result(curves: Curves) -> str:
-    """Return the result for the title: the held-out score, or the step at which the run diverged or its loss broke."""
+    """Return the result for the title: the held-out score, or the step at which the run failed or diverged."""
     if (step := find_tail(curves.steps["loss"], _is_not_finite)) is not None:
         return f"loss not finite from step {step}"
     if (step := find_divergence(*curves.steps["loss"])) is not None:
         return f"diverged at step {step}"
+    if curves.early_end is not None and curves.early_end[1] == FAILED:
+        return f"{FAILED} at step {curves.early_end[0]}"
     for name, text, unit in ("accuracy", "{:.1f} %", 100), ("loss", "{:.4g}", 1):
         if values := curves.held_out.get(name, ([], []))[1]:
             return f"held-out {name} {text.format(unit * values[-1])}"

@@ -24,7 +24,6 @@ from toyexp.base import cache_dir, open_file, read_file
 if TYPE_CHECKING:
     import numpy as np
 
-HEADER = 512  # bytes before the ids
 BLOCK = 1 << 20  # bytes of ids per checksum
 CHECK_BLOCKS = 64  # blocks verified when a file is opened, evenly spread
 MAX_AGE = 24 * 3600  # seconds after which a temporary file is deleted
@@ -35,34 +34,20 @@ def _cache_path(kind: str, key: str, suffix: str) -> Path | None:
     return folder and folder / f"{kind}-{hashlib.sha256(key.encode()).hexdigest()[:32]}.{suffix}"
 
 
-class _WriteFailed(Exception):
-    """Error in writing the cache. It is a class of its own, to tell it from errors in reading the text."""
-
-
-@contextlib.contextmanager
-def _disk_errors() -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        raise _WriteFailed from error
-
-
 @contextlib.contextmanager
 def _write_file(path: Path) -> Iterator[IO[bytes]]:
     """Open a temporary file; rename it to `path` when the context ends, or remove it after an error."""
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}.tmp")
-    with _disk_errors():
-        path.parent.mkdir(parents=True, exist_ok=True)
-        for leftover in path.parent.glob(".*.tmp"):  # left by a killed process
-            with contextlib.suppress(OSError):
-                if time.time() - leftover.stat().st_mtime > MAX_AGE:
-                    leftover.unlink()
-        file = open(temporary, "xb+", BLOCK)  # noqa: SIM115
+    path.parent.mkdir(parents=True, exist_ok=True)
+    for leftover in path.parent.glob(".*.tmp"):  # left by a killed process
+        with contextlib.suppress(OSError):
+            if time.time() - leftover.stat().st_mtime > MAX_AGE:
+                leftover.unlink()
+    file = open(temporary, "xb+", BLOCK)  # noqa: SIM115
     try:
         yield file
-        with _disk_errors():
-            file.close()
-            temporary.replace(path)
+        file.close()
+        temporary.replace(path)
     finally:
         with contextlib.suppress(OSError):  # closing writes buffered data, which fails on a full disk
             file.close()
@@ -89,7 +74,7 @@ def remember(kind: str, key: str, facts: dict[str, Any]) -> None:
     path = _cache_path(kind, key, "json")
     text = json.dumps(facts)
     if path:
-        with contextlib.suppress(_WriteFailed), _write_file(path) as file, _disk_errors():
+        with contextlib.suppress(OSError), _write_file(path) as file:
             file.write(f"{hashlib.sha256(text.encode()).hexdigest()}\n{text}".encode())
 
 
@@ -111,67 +96,50 @@ def load_or_pack(key: str, vocab: int, make: Callable[[], Iterable[Iterable[np.n
     cache file holds 16-bit ids. The result is memory-mapped from the file, or kept in memory if the file cannot be
     written.
     """
-    path = _cache_path("tokens", key, "ids")
+    path, dtype = _cache_path("tokens", key, "ids"), "<u2" if vocab <= 1 << 16 else "<i4"
     if path:
-        damaged = (OSError, ValueError, LookupError, TypeError, UserError, _WriteFailed)
-        with contextlib.suppress(*damaged), open_file(path) as file:
-            return _parts(_map_file(file))
-    dtype = "<u2" if vocab <= 1 << 16 else "<i4"
-    if path:
-        with contextlib.suppress(_WriteFailed), _write_file(path) as file:
-            _pack(file, dtype, make())
-            return _parts(_map_file(file))
+        with contextlib.suppress(OSError, ValueError, UserError):
+            if facts := recall("tokens", key):
+                return _load(path, facts)
+        with contextlib.suppress(OSError, ValueError):  # `make` is called again, and raises errors of its own again
+            with _write_file(path) as file:
+                facts = _pack(file, dtype, make())
+            remember("tokens", key, facts)
+            return _load(path, facts)
     memory = BytesIO()
-    _pack(memory, dtype, make())
-    return _parts(memory.getbuffer())
+    facts = _pack(memory, dtype, make())
+    return _parts(memory.getbuffer(), facts)
 
 
-def _map_file(file: IO[bytes]) -> memoryview:
-    with _disk_errors():
-        return memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
-
-
-def _pack(file: IO[bytes], dtype: str, parts: Iterable[Iterable[np.ndarray]]) -> None:
-    import numpy as np
-
+def _pack(file: IO[bytes], dtype: str, parts: Iterable[Iterable[np.ndarray]]) -> dict[str, Any]:
+    """Write the ids to a file. Return their type, the number of each part, and checksums."""
     digest, counts = hashlib.sha256(), []
-    with _disk_errors():
-        file.write(bytes(HEADER))
     for part in parts:
         counts.append(0)
         for ids in part:
             counts[-1] += len(ids)
             digest.update(ids.astype("<i4").tobytes())
-            with _disk_errors():
-                file.write(ids.astype(dtype).tobytes())
-    with _disk_errors():
-        file.seek(HEADER)
-        sums = np.array([zlib.crc32(block) for block in iter(lambda: file.read(BLOCK), b"")], "<u4").tobytes()
-        file.write(sums)
-        facts = {"dtype": dtype, "counts": counts, "sha256": digest.hexdigest(), "sums": zlib.crc32(sums)}
-        text = json.dumps(facts)
-        file.seek(0)
-        file.write(f"{zlib.crc32(text.encode()):08x}{text}".encode().ljust(HEADER))
-        file.flush()
+            file.write(ids.astype(dtype).tobytes())
+    file.seek(0)
+    sums = [zlib.crc32(block) for block in iter(lambda: file.read(BLOCK), b"")]
+    return {"dtype": dtype, "counts": counts, "sha256": digest.hexdigest(), "sums": sums}
 
 
-def _parts(view: memoryview) -> PackedIds:
-    """Parse the bytes of a cache file; raise ValueError, LookupError or TypeError if it is damaged."""
+def _load(path: Path, facts: dict[str, Any]) -> PackedIds:
+    with open_file(path) as file:
+        return _parts(memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)), facts)
+
+
+def _parts(view: memoryview, facts: dict[str, Any]) -> PackedIds:
+    """Return the parts of the ids in `view`; raise ValueError if they do not have the checksums in `facts`."""
     import numpy as np
 
-    head = bytes(view[:HEADER]).rstrip()
-    if f"{zlib.crc32(head[8:]):08x}".encode() != head[:8]:
+    counts, sums, dtype = facts["counts"], facts["sums"], np.dtype(facts["dtype"])
+    if len(view) != dtype.itemsize * sum(counts):
         raise ValueError
-    facts = json.loads(head[8:])
-    dtype, counts = np.dtype(facts["dtype"]), facts["counts"]
-    end = HEADER + dtype.itemsize * sum(counts)
-    sums = np.frombuffer(view[end:], "<u4")
-    starts = range(HEADER, end, BLOCK)
-    if len(sums) != len(starts) or zlib.crc32(view[end:]) != facts["sums"]:
-        raise ValueError
-    for n in set(np.linspace(0, len(starts) - 1, min(CHECK_BLOCKS, len(starts)), dtype=np.int64).tolist()):
-        if zlib.crc32(view[starts[n] : min(starts[n] + BLOCK, end)]) != sums[n]:
+    for n in set(np.linspace(0, len(sums) - 1, min(CHECK_BLOCKS, len(sums)), dtype=np.int64).tolist()):
+        if zlib.crc32(view[n * BLOCK : (n + 1) * BLOCK]) != sums[n]:
             raise ValueError
-    ids = np.ndarray(sum(counts), dtype, view, HEADER)
+    ids = np.ndarray(sum(counts), dtype, view)
     ids.flags.writeable = False
     return PackedIds(np.split(ids, np.cumsum(counts)[:-1]), facts["sha256"])

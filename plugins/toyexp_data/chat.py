@@ -58,6 +58,7 @@ class Rows(NamedTuple):
     rows: list[list[Part]]
     off_prompt: int = 0  # answers that do not begin with the template's generation prompt
     thoughts_dropped: int = 0  # answers whose reasoning the template drops
+    label: bool | None = None  # of a completion without a pair: True if it is good
 
 
 class Example(NamedTuple):

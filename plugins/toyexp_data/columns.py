@@ -19,7 +19,7 @@ from toyexp.formats import (
     text_of,
 )
 from toyexp_data.chat import Message, iter_strings
-from toyexp_data.splits import SPLITS
+from toyexp_data.files import SPLITS
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 # The senders in ShareGPT's conversations, and their roles.
@@ -45,18 +45,7 @@ class Value(NamedTuple):
     first: int = 0  # messages before this one are not learned
     others: tuple[str, ...] = ()  # columns that were not used
     split: str | None = None  # the split that the column `split` names
-
-
-class Pair(NamedTuple):
-    """The chosen and the rejected completion of a prompt; one of the two is None in data without pairs."""
-
-    chosen: Value | None
-    rejected: Value | None = None
-
-    @property
-    def split(self) -> str | None:
-        """The split that the record names."""
-        return (self.chosen or self.rejected or Value(())).split
+    label: bool | None = None  # of a completion without a pair: True if it is good
 
 
 class Form(NamedTuple):
@@ -80,10 +69,7 @@ def convert(record: Record, columns: Mapping[str, str], system: str = "") -> Val
         raise BadExample(f"has the keys {join_names(decode(record, columns, nulls=True))}; {EXPECTED}{hint}")
     result = form.convert(value)
     used = tuple(name for name in value if name in (*form.required, *form.optional))
-    if result.messages:
-        result = add_system(result, _system(value) or system)
-    others = tuple(name for name in value if name not in used and name != "split")
-    return result._replace(columns=used, others=others, split=_split(value, columns))
+    return _complete(result, value, used, columns, system)
 
 
 def read_text_column(record: Record, columns: Mapping[str, str]) -> str:
@@ -95,10 +81,6 @@ def read_text_column(record: Record, columns: Mapping[str, str]) -> str:
     return text_of(value["text"], "text")
 
 
-def _system(value: Mapping[str, Any]) -> str:
-    return next((value[name] for name in SYSTEM if value.get(name)), "")
-
-
 def _split(value: Mapping[str, Any], columns: Mapping[str, str]) -> str | None:
     if "split" not in columns:
         return None
@@ -107,13 +89,16 @@ def _split(value: Mapping[str, Any], columns: Mapping[str, str]) -> str | None:
     return SPLITS[word]
 
 
-def add_system(value: Value, system: str) -> Value:
-    """Return a conversation that begins with the system message `system`, unless it has one or `system` is empty."""
-    if not system or value.messages[0].role in ("system", "developer"):
-        return value
-    return value._replace(
-        messages=[Message("system", text_of(system, "system")), *value.messages], first=value.first + 1
-    )
+def _complete(
+    result: Value, value: Mapping[str, Any], used: tuple[str, ...], columns: Mapping[str, str], system: str
+) -> Value:
+    """Return the result with its split, the names of its columns and, if a conversation has none, a system message."""
+    system = next((value[name] for name in SYSTEM if value.get(name)), system)
+    if system and result.messages and result.messages[0].role not in ("system", "developer"):
+        message = Message("system", text_of(system, "system"))
+        result = result._replace(messages=[message, *result.messages], first=result.first + 1)
+    others = tuple(name for name in value if name not in used and name != "split")
+    return result._replace(columns=used, others=others, split=_split(value, columns))
 
 
 def _chat(name: str) -> Callable[[Mapping[str, Any]], Value]:
@@ -168,6 +153,7 @@ FORMS = (
     Form(("instruction", "response"), ("context", *SYSTEM), _exchange("instruction", "response", "context")),
     Form(("question", "choices", "answer"), (), _choice),
     Form(("question", "choices", "answerKey"), (), _choice),
+    Form(("question", "A", "B", "answer"), tuple(ascii_uppercase[2:]), _choice),
     *(
         Form((question, answer), SYSTEM, _exchange(question, answer))
         for question in ASKED
@@ -181,7 +167,7 @@ NAMES = sorted(
 EXPECTED = "expected messages, prompt and completion, instruction and output, or text; name others with data.columns"
 
 
-def convert_pair(record: Record, columns: Mapping[str, str], system: str = "") -> Pair:
+def convert_pair(record: Record, columns: Mapping[str, str], system: str = "") -> list[Value]:
     """Return a record as a chosen and a rejected completion of a prompt. Raise BadExample if that is not possible.
 
     Without the column `prompt`, the prompt is what both have in common at the beginning. With the column `label`, which
@@ -210,11 +196,9 @@ def convert_pair(record: Record, columns: Mapping[str, str], system: str = "") -
         prompt = prompt if isinstance(prompt, list) else [{"role": "user", "content": prompt}]
         texts = [text[len(prompt) :] if text[: len(prompt)] == prompt != text else text for text in texts]
     values = [_completion({"prompt": prompt, "completion": text, "tools": value.get("tools")}) for text in texts]
-    values = [add_system(each, _system(value) or system) if each.messages else each for each in values]
     used = (*used, *(name for name in (*SYSTEM, "tools") if name in value and values[0].messages))
-    others = tuple(name for name in value if name not in used and name != "split")
-    values[0] = values[0]._replace(columns=used, others=others, split=_split(value, columns))
-    return Pair(values[0], values[1]) if len(values) == 2 else Pair(*(values if value["label"] else [None, *values]))
+    label = bool(value["label"]) if len(values) == 1 else None
+    return [_complete(each, value, used, columns, system)._replace(label=label) for each in values]
 
 
 def _common_start(chosen: Any, rejected: Any) -> list[Any]:

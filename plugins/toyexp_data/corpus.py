@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import codecs
+import collections
 import hashlib
 import itertools
 import os
 import time
 from array import array
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import NamedTuple
 
 from toyexp import UserError
-from toyexp.base import HEAD_SIZE, not_text_error, open_file, show_status, system_message
+from toyexp.base import HEAD_SIZE, not_text_error, open_file, print_note, show_status, system_message
 from toyexp.formats import iter_records
 from toyexp_data.cache import recall, remember
 from toyexp_data.columns import read_text_column
@@ -110,6 +111,7 @@ class Corpus:
     ):
         self._files, self._limit, self._fraction, self._skip = [*files, *held_out], limit, fraction, skip
         self._train_files, self._held_out, self._columns = len(files), bool(held_out), columns
+        self._valid, self._is_noted = set[Path](), False
         self._began, self._stats = time.time(), {path: _stat(path) for path in self._files}
         split = (len(files), len(held_out), columns) if held_out or columns is not None else ()
         self._key = repr(([(str(p), status) for p, status in self._stats.items()], limit, skip, *split))
@@ -130,26 +132,25 @@ class Corpus:
         parts: list[tuple[Path, array[int], bool]] = []
         used_bytes, size, skipped = 0, sum(status.size for status in self._stats.values()), list[str]()
         for number, path in enumerate(self._files):
-            before, lengths, taken = digest.copy(), array("q"), 0
+            lengths, taken = array("q"), 0
             try:
                 for text in self.documents(path, skipped):
                     digest.update(b"\0" if parts or lengths else b"")
-                    length, count = _digest_text(text, room, digest.update)
-                    lengths.append(length)
-                    taken, room = taken + count, room - length
+                    lengths.append(0)
+                    for chunk in slice_text(text, 0, room):
+                        digest.update(raw := chunk.encode())
+                        lengths[-1], taken = lengths[-1] + len(chunk), taken + len(raw)
+                    room -= lengths[-1]
                     if room <= 0:
                         break
             except UserError as reason:
-                if not self._skip:
-                    more = " (data.on_error=skip leaves such files out)" if len(self._files) > 1 else ""
-                    raise UserError(f"{reason}{more}") from None
-                digest, size, room = before, size - self._stats[path].size, room + sum(lengths)
-                skipped.append(str(reason))
-                continue
-            parts.append((path, lengths, number >= self._train_files))
+                more = " (data.on_error=skip leaves such files out)" if len(self._files) > 1 else ""
+                raise UserError(f"{reason}{more}") from None
+            if lengths:
+                parts.append((path, lengths, number >= self._train_files))
             used_bytes += taken
-            if self._columns is not None and room > 0:
-                size += taken - self._stats[path].size  # all of its text is used, whatever the size of the file
+            if not lengths or (self._columns is not None and room > 0):
+                size += taken - self._stats[path].size  # all usable text is used, whatever the size of the file
             if room <= 0:
                 break
         facts = Facts(digest.hexdigest(), sum(len(lengths) for _, lengths, _ in parts), used_bytes, size, skipped)
@@ -157,26 +158,44 @@ class Corpus:
             remember("text", self._key, asdict(facts))
         return facts, parts
 
-    def documents(self, path: Path, skipped: list[str] | None = None) -> Iterator[Iterator[str]]:
-        """Yield each document of a file, in chunks of text; add the reasons for skipped records to `skipped`."""
-        if self._columns is None:
-            yield chunks(path)
-            return
-        for location, record in iter_records(path):
-            try:
-                text = read_text_column(record, self._columns)
-            except UserError as reason:
-                if not self._skip:
-                    raise UserError(f"{location}: {reason}") from None
-                if skipped is not None:
-                    skipped.append(f"{location}: {reason}")
-            else:
-                yield iter([text])
+    def documents(self, path: Path, skipped: list[str]) -> Iterator[Iterator[str]]:
+        """Yield each document of a file, in chunks of text.
 
-    def _parts(self, held_out: bool | None) -> Iterator[Iterator[str]]:
-        """Yield the documents of the held-out part (True), of the training part (False), or all of them (None)."""
+        With `skip`, leave out unusable files and records, and add the reasons to `skipped`; otherwise raise UserError.
+        """
+        try:
+            if self._columns is None:
+                if self._skip and path not in self._valid:
+                    collections.deque(chunks(path), 0)  # raises an error before any of the text is used
+                    self._valid.add(path)
+                yield chunks(path)
+                return
+            for location, record in iter_records(path):
+                try:
+                    text = read_text_column(record, self._columns)
+                except UserError as reason:
+                    if not self._skip:
+                        raise UserError(f"{location}: {reason}") from None
+                    skipped.append(f"{location}: {reason}")
+                else:
+                    yield iter([text])
+        except UserError as reason:
+            if not self._skip:
+                raise
+            skipped.append(str(reason))
+
+    def stream(self, path: Path) -> Iterator[Iterator[str]]:
+        """Yield each document of a file, in chunks of text, and print the first reason to leave one out."""
+        skipped: list[str] = []
+        yield from self.documents(path, skipped)
+        for reason in [] if self._is_noted else skipped[:1]:
+            self._is_noted = True
+            print_note(f"note: {reason}; it is left out (data.on_error)")
+
+    def parts(self, held_out: bool | None) -> Iterator[Iterator[str]]:
+        """Yield the documents of the held-out part (True), of the training part (False), or all (None), in chunks."""
         for path, lengths, is_held_out in self._survey[1]:
-            documents = zip(self.documents(path), lengths, strict=False)
+            documents = zip(self.documents(path, []), lengths, strict=False)
             if held_out is None or (self._held_out and is_held_out == held_out):
                 yield from (slice_text(text, 0, length) for text, length in documents)
             elif not self._held_out and self._columns is not None:
@@ -186,22 +205,10 @@ class Corpus:
                 for text, n in documents:
                     yield slice_text(text, *((self._cut(n), n) if held_out else (0, self._cut(n))))
 
-    def texts(self) -> Iterator[Iterator[str]]:
-        """Yield, for each document, the text that the run uses, in chunks."""
-        return self._parts(None)
-
-    def train(self) -> Iterator[Iterator[str]]:
-        """Yield the training part of each document, in chunks."""
-        return self._parts(False)
-
-    def held_out(self) -> Iterator[Iterator[str]]:
-        """Yield the held-out part of each document, in chunks."""
-        return self._parts(True)
-
     def first_file_containing(self, character: str) -> Path | None:
         """Return the first file with this character in the text that the run uses; None if there is none."""
         for path, lengths, _ in self._survey[1]:
-            for text, length in zip(self.documents(path), lengths, strict=False):
+            for text, length in zip(self.documents(path, []), lengths, strict=False):
                 if any(character in chunk for chunk in slice_text(text, 0, length)):
                     return path
         return None
@@ -219,19 +226,6 @@ class Corpus:
         for path, status in self._stats.items():
             if status.size and _stat(path) != status:  # skip /proc: size 0, and its times always change
                 raise UserError(f"{path}: changed while it was read; start again when it is complete")
-
-
-def _digest_text(text: Iterator[str], room: int, update: Callable[[bytes], object]) -> tuple[int, int]:
-    """Pass at most `room` characters of a text to a digest's method `update`.
-
-    Return the number of characters and the number of bytes that were passed.
-    """
-    length = size = 0
-    for chunk in slice_text(text, 0, room):
-        raw = chunk.encode()
-        update(raw)
-        length, size = length + len(chunk), size + len(raw)
-    return length, size
 
 
 class Stat(NamedTuple):

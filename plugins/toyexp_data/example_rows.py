@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping, Sequence
-from functools import lru_cache
 from typing import Any, cast
 
 import numpy as np
 
-from toyexp import TOKENS, Batch, Batches, Dataset, Tokenizer, UserError, apart_inputs
+from toyexp import TOKENS, Dataset, EpochBatches, InputSpec, Tokenizer, UserError, apart_inputs
 from toyexp.base import stream
 from toyexp_data.chat import Example
 
 
 class ExampleDataset(Dataset):
-    """Data set of examples, in a training and a held-out part. Only tokens marked as learned count in the loss."""
+    """Data set of examples, in a training and a held-out part. Only tokens marked as learned count in the loss.
+
+    With `pack` "pairs", examples 2i and 2i + 1 are a pair: a chosen and a rejected completion.
+    """
 
     def __init__(
         self,
@@ -28,12 +30,13 @@ class ExampleDataset(Dataset):
         remarks: Sequence[str] = (),
     ):
         self.tokenizer, self.vocab = tokenizer, tokenizer.vocab
-        self.train, self.held_out = Examples(train, tokenizer.eos), Examples(held_out, tokenizer.eos)
-        self._pack, self._eval_batches, self._remarks = pack, eval_batches, remarks
+        self.train, self.held_out = (Examples(part, tokenizer.eos, pack) for part in (train, held_out))
+        self._pack, self._eval_batches = pack, eval_batches
         parts = (self.train, self.held_out)
         digest = hashlib.sha256()
         for array in (a for part in parts for a in (part.ids, part.learned, part.lengths)):
             digest.update(array.tobytes())
+        self._remarks = remarks
         self._facts = {
             **facts,
             "train_examples": len(train),
@@ -44,10 +47,6 @@ class ExampleDataset(Dataset):
             "boundary_splits": sum(e.split for e in (*train, *held_out)),
             "tokens_sha256": digest.hexdigest(),
         }
-
-    def describe(self) -> dict[str, Any]:
-        """Return the numbers of examples and tokens and a digest of all token ids, for the run's record."""
-        return self._facts
 
     def prompt(self) -> list[int]:
         """Return the token ids of the first held-out example's prompt, or its first tokens if it has no prompt."""
@@ -81,41 +80,51 @@ class ExampleDataset(Dataset):
     def batches(self, context: int, rows: int, seed: int) -> ExampleBatches:
         """Return batches of `rows` rows of `context` tokens; a row has one example, or several if examples are packed.
 
-        Raise UserError if no example has, within the context, a token that counts in the loss.
+        Raise UserError if no example has, within the context, a token that counts in the loss, and for an odd number of
+        rows of pairs.
         """
-        length = context + 1  # a row's tokens, and the last one's target
+        if self._pack == "pairs" and rows % 2:
+            raise UserError(f"batch_size={rows}: must be even with data=preference, whose pairs are two rows each")
         for name, part in (("training", self.train), ("held-out", self.held_out)):
-            if len(part.first) and not part.usable(length).any():
-                problem = f"the {name} examples ({len(part.lengths)}) have only prompt tokens within this context"
+            if len(part.first) and not part.usable(context + 1).any():
+                problem = f"the {name} {part.unit} ({len(part.first)}) have only prompt tokens within this context"
                 raise UserError(f"model.context={context}: {problem}; type model.context={part.first.min()} or more")
-        return ExampleBatches(self.train, self.held_out, context, rows, seed, self._pack, self._eval_batches)
+        return ExampleBatches((self.train, self.held_out), self._pack, context, rows, seed, self._eval_batches)
 
 
 class Examples:
     """All examples of a data set part as concatenated arrays: token ids, and True for ids that count in the loss.
 
-    It also has the length of each example, and the position of its first token that counts.
+    It also has the length of each example and, for each example or pair, the position from which on a token counts.
     """
 
-    def __init__(self, examples: Sequence[Example], eos: int):
-        self.eos = eos
+    def __init__(self, examples: Sequence[Example], eos: int, pack: str = "none"):
+        self.eos, self._size, self.unit = eos, *((2, "pairs") if pack == "pairs" else (1, "examples"))
         self.ids = np.concatenate([np.empty(0, np.int32), *(e.ids for e in examples)])
         self.learned = np.concatenate([np.empty(0, bool), *(e.learned for e in examples)])
         self.lengths = np.array([len(e.ids) for e in examples], np.int64)
         self.starts = np.cumsum(self.lengths) - self.lengths
-        self.first = np.array([int(e.learned.argmax()) for e in examples], np.int64)
+        first = np.array([int(e.learned.argmax()) for e in examples], np.int64)
+        self.first = first.reshape(-1, self._size).max(1)
 
     def usable(self, length: int) -> np.ndarray:
-        """Return a mask [N] of the usable examples: one of their first `length` tokens counts in the loss."""
+        """Return a mask [N] of the usable examples or pairs: one of their first `length` tokens counts in the loss."""
         return self.first < length
+
+    def cut(self, length: int) -> int:
+        """Return how many usable examples or pairs are longer than `length` tokens."""
+        longer = (self.lengths > length).reshape(-1, self._size).any(1)
+        return int((self.usable(length) & longer).sum())
 
     def rows(self, row_length: int, pack: str, order: np.ndarray) -> list[list[int]]:
         """Assign examples to rows; return the indices of the examples in each row.
 
-        If `pack` is "none", a row has one example. Otherwise it has several that fit into `row_length` tokens (best
-        fit, longest first). `order` has the indices of all examples. An example is left out if none of its first
-        `row_length` tokens counts in the loss.
+        If `pack` is "none", a row has one example, and if it is "pairs", a pair. Otherwise it has several that fit into
+        `row_length` tokens (best fit, longest first). `order` has the indices of all examples. An example is left out
+        if none of its first `row_length` tokens counts in the loss.
         """
+        if pack == "pairs":
+            return [[2 * pair, 2 * pair + 1] for pair in np.flatnonzero(self.usable(row_length)).tolist()]
         order, lengths = order[self.usable(row_length)[order]], np.minimum(self.lengths, row_length)
         if pack == "none":
             return [[example] for example in order.tolist()]
@@ -154,54 +163,36 @@ class Examples:
         return {name: np.ascontiguousarray(array) for name, array in arrays.items()}
 
 
-class ExampleBatches(Batches):
-    """Batches that contain each row once per epoch, in an order that depends only on the seed and the epoch.
+class ExampleBatches(EpochBatches):
+    """Batches of rows of examples, as `Examples.fill` makes them; the seed also decides which share a row.
 
-    The seed also decides which examples are packed into a row.
+    Pairs have an array `mask` [rows, T], 1 for targets in the completion, and one weight per row.
     """
 
     def __init__(
-        self, train: Examples, held_out: Examples, context: int, rows: int, seed: int, pack: str, eval_batches: int
+        self, parts: tuple[Examples, Examples], pack: str, context: int, rows: int, seed: int, eval_batches: int
     ):
-        self._train, self._held_out = train, held_out
-        self._context, self._count, self._seed = context, rows, seed
-        self._eval_batches, self._apart = eval_batches, pack == "apart"
-        shuffled = np.argsort(stream(seed, "pack").random_raw(len(train.lengths)), kind="stable")
-        self._rows = train.rows(context + 1, pack, shuffled)
-        self.rows_per_epoch = len(self._rows)
-        self._held_out_rows = held_out.rows(context + 1, pack, np.arange(len(held_out.lengths)))
-        self._order = lru_cache(maxsize=2)(self._epoch_order)
-        self.inputs = TOKENS.inputs(context) | (apart_inputs(context) if self._apart else {})
-        row_length, parts = context + 1, (train, held_out)
-        cut = sum(int((p.usable(row_length) & (p.lengths > row_length)).sum()) for p in parts)
-        too_long, count = sum(int((~p.usable(row_length)).sum()) for p in parts), sum(len(p.lengths) for p in parts)
-        self.facts = {"truncated": cut, "too_long": too_long}
-        setting = f"(model.context={context})"
+        self._parts, self._context, self._pack = parts, context, pack
+        shuffled = np.argsort(stream(seed, "pack").random_raw(len(parts[0].lengths)), kind="stable")
+        orders, size, length = (shuffled, np.arange(len(parts[1].lengths))), 1 + (pack == "pairs"), context + 1
+        self._rows = [part.rows(length, pack, order) for part, order in zip(parts, orders, strict=True)]
+        super().__init__(len(self._rows[0]), len(self._rows[1]), rows, seed, eval_batches * rows // size, size)
+        self.inputs = TOKENS.inputs(context) | (apart_inputs(context) if pack == "apart" else {})
+        if pack == "pairs":
+            self.inputs |= {"mask": self.inputs["weights"], "weights": InputSpec((), "float32")}
+        cut, count = sum(part.cut(length) for part in parts), sum(len(part.first) for part in parts)
+        too_long, setting = count - sum(int(p.usable(length).sum()) for p in parts), f"(model.context={context})"
+        packed = {"packed_rows": self.rows_per_epoch} if pack in ("joined", "apart") else {}
+        self.facts = {"truncated": cut, "too_long": too_long, **packed}
         counts = {
-            f"{cut} of {count} examples cut to the context {setting}": cut,
-            f"{too_long} of {count} examples left out: their prompts exceed the context {setting}": too_long,
+            f"{cut} of {count} {parts[0].unit} cut to the context {setting}": cut,
+            f"{too_long} of {count} {parts[0].unit} left out: their prompts exceed the context {setting}": too_long,
         }
         self.omissions = [text for text, number in counts.items() if number]
 
-    def _epoch_order(self, epoch: int) -> np.ndarray:
-        return np.argsort(stream(self._seed, "data-order", epoch).random_raw(len(self._rows)), kind="stable")
-
-    def batch(self, k: int) -> Batch:
-        """Return training batch `k`, as `Examples.fill` makes it."""
-        positions = (divmod(n, len(self._rows)) for n in range(k * self._count, (k + 1) * self._count))
-        members = [self._rows[self._order(epoch)[position]] for epoch, position in positions]
-        return self._train.fill(members, self._context, self._apart)
-
-    def held_out(self) -> Sequence[Batch]:
-        """Return at most `eval_batches` batches of evenly spread rows. Rows that pad the last batch have weight 0."""
-        count = len(self._held_out_rows)
-        limit = min(count, self._eval_batches * self._count)
-        indices = np.arange(limit) * count // limit
-        batches = []
-        for first in range(0, limit, self._count):
-            part = indices[first : first + self._count]
-            padded = np.resize(part, self._count)  # repeated rows fill the shape, with weight 0
-            batch = self._held_out.fill([self._held_out_rows[i] for i in padded], self._context, self._apart)
-            batch["weights"][len(part) :] = 0
-            batches.append(batch)
-        return batches
+    def _take(self, items: np.ndarray, is_held_out: bool) -> dict[str, np.ndarray]:
+        rows, part = [self._rows[is_held_out][item] for item in items], self._parts[is_held_out]
+        if self._pack != "pairs":
+            return part.fill(rows, self._context, self._pack == "apart")
+        arrays = part.fill([[example] for pair in rows for example in pair], self._context)
+        return {**arrays, "mask": arrays["weights"], "weights": np.ones(len(arrays["weights"]), np.float32)}

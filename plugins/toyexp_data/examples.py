@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from datetime import date, datetime, time
 from functools import partial
@@ -14,12 +15,12 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, TypeVar
 import toyexp.formats
 import toyexp.tokenizers
 from toyexp import RunPreview, UserError, is_changed, suggest
-from toyexp.base import pluralise, require_choice, run_interruptibly
+from toyexp.base import iter_files, pluralise, require_choice, run_interruptibly
 from toyexp.formats import Record, iter_records, record_suffix
 from toyexp_data.chat import PLAIN_TEMPLATE, Example, Part, Rows, plain_rows, tokenize
-from toyexp_data.columns import NAMES, Pair, Value, convert
+from toyexp_data.columns import NAMES, Value, convert
+from toyexp_data.files import TRAIN, VALIDATION, divide, find_records, is_record, overlap, split_name
 from toyexp_data.held_out import MAX_NAMED, ON_ERROR
-from toyexp_data.splits import TEST, TRAIN, VALIDATION, find_records, has_records, overlap, split_name
 from toyexp_data.text import TokenizedData, tokenizer_facts
 
 if TYPE_CHECKING:
@@ -33,7 +34,6 @@ TEMPLATES = ("auto", "plain")
 
 T = TypeVar("T")
 S = TypeVar("S")
-V = TypeVar("V", Value, Pair)
 
 
 class Place(NamedTuple):
@@ -51,7 +51,7 @@ class RecordData(TokenizedData):
     """Base of data sets whose examples are the records of files: rows of a table, or JSON objects."""
 
     fills: ClassVar[tuple[str, ...]] = ("date",)
-    eval_settings: ClassVar[Mapping[str, Any]] = {"val_fraction": 1.0, "val_path": ""}
+    rows_per_example: ClassVar[int] = 1  # unless a chat template changes earlier turns
 
     path: str = ""  # file, directory or pattern ('chats/*.jsonl'): jsonl, json, csv, tsv, parquet or arrow
     val_path: str = ""  # the same for the held-out examples; empty: by names (train, validation), or by val_fraction
@@ -100,14 +100,78 @@ class RecordData(TokenizedData):
         held_out = [(file, VALIDATION) for file in find_records(self.val_path, "val_path")]
         return [*((file, TRAIN) for file in find_records(self.path)), *held_out]
 
-    def _read(self, make: Callable[[Record], V], skipped: list[str]) -> Placed[V]:
-        """Read all records and convert them by `make`."""
-        values: Placed[V] = []
+    @abstractmethod
+    def values(self, record: Record) -> Sequence[Value]:
+        """Return a record as text, as prompt and completion, or as messages: two of them if it is a pair.
+
+        Raise BadExample if that is not possible.
+        """
+
+    @abstractmethod
+    def rows(self, values: Sequence[Value], write: Callable[..., Rows]) -> Rows:
+        """Return the training rows of the values of a record. The function `write` converts a conversation to rows."""
+
+    def join(self, part: Placed[Rows], name: str) -> Placed[Rows]:
+        """Return the examples of the part `name`; a subclass may join or repeat some of them."""
+        return part
+
+    def count(self, examples: Placed[Rows], rows: Sequence[Example]) -> tuple[dict[str, Any], list[str]]:
+        """Return facts for the run's record, and notes, about all examples and their tokenized rows."""
+        return {"examples": len(rows)}, []
+
+    def open(self, vocabulary: Path | None) -> ExampleDataset:
+        """Read, split and tokenize the examples; with on_error=skip leave out and count unusable ones."""
+        from toyexp_data.example_rows import ExampleDataset
+
+        skipped: list[str] = []
+        records = self._read(skipped)
+        values = [value for _, record in records for value in record]
+        chats = sum(bool(value.messages) for value in values)
+        template = self._template(vocabulary) if chats else None
+        write = template.rows if template else plain_rows
+        examples = self._usable(records, partial(self.rows, write=write), skipped)
+        train, held_out, split_facts = self._split(examples, skipped)
+        train, held_out = self.join(train, "training"), self.join(held_out, "held-out")
+        used = [rows for _, rows in (*train, *held_out)]
+        tokenizer = self._tokenizer(used, len(train), vocabulary)
+        if chats:
+            tokenizer.chat_template = template.text if template else PLAIN_TEMPLATE
+        # All rows of a conversation are in the same part.
+        train_rows, held_rows = (self._tokenize(part, tokenizer, skipped) for part in (train, held_out))
+        if not (train_rows or self.val_fraction == 1) or not held_rows:
+            use, first = "to hold out" if train_rows else "to train on", f" ({skipped[0]})" if skipped else ""
+            raise UserError(f"{self.path}: no example is left {use}{first}")
+        counts, notes = self.count(examples, [*train_rows, *held_rows])
+        read, others = (Counter(n for v in values for n in getattr(v, kind)) for kind in ("columns", "others"))
+        facts = {
+            "path": self.path,
+            "val_path": self.val_path,
+            "chats": chats,
+            "chat_template": "gguf" if template else "plain" if chats else None,
+            **self._template_facts(template, used),
+            "columns": [*read],
+            "other_columns": [name for name in others if name not in read],
+            "skipped": len(skipped),
+            "skipped_lines": list(skipped[:MAX_NAMED]),
+            **split_facts,
+            **counts,
+            **tokenizer_facts(tokenizer),
+        }
+        notes += self.bpe_notes(tokenizer)
+        pack = getattr(self, "pack", "pairs")
+        dataset = ExampleDataset(train_rows, held_rows, tokenizer, pack, self.eval_batches, facts, notes)
+        dataset.chat_template = tokenizer.chat_template if chats else ""
+        return dataset
+
+    def _read(self, skipped: list[str]) -> Placed[Sequence[Value]]:
+        """Return the values of all usable records."""
+        records: Placed[Sequence[Value]] = []
         for path, split in self._files():
-            values += self._usable(((Place(text, split), record) for text, record in iter_records(path)), make, skipped)
+            located = ((Place(text, split), record) for text, record in iter_records(path))
+            records += self._usable(located, self.values, skipped)
         if "split" in self.columns:
-            values = [(place._replace(split=value.split), value) for place, value in values]
-        return values
+            records = [(place._replace(split=values[0].split), values) for place, values in records]
+        return records
 
     def _usable(self, located: Iterable[tuple[Place, S]], make: Callable[[S], T], skipped: list[str]) -> Placed[T]:
         """Apply `make` to the value of each record; return pairs of place and result.
@@ -126,11 +190,14 @@ class RecordData(TokenizedData):
                 skipped.append(f"{Path(place.text).name}: {reason}")
         return results
 
-    def _split(self, examples: Placed[T], skipped: Sequence[str]) -> tuple[Placed[T], np.ndarray, dict[str, Any]]:
-        """Return the examples that are used, a mask of the held-out ones, and facts for the run's record.
+    def _split(
+        self, examples: Placed[Rows], skipped: Sequence[str]
+    ) -> tuple[Placed[Rows], Placed[Rows], dict[str, Any]]:
+        """Return the examples to train on, those that are held out, and facts for the run's record.
 
         If there is a training split, the validation split is held out, or the test split if there is no validation
-        split. Otherwise the setting `val_fraction` divides the examples. Raise UserError if a part is empty.
+        split. Otherwise the setting `val_fraction` divides the examples of each label. Raise UserError if a part is
+        empty.
         """
         import numpy as np
 
@@ -140,34 +207,34 @@ class RecordData(TokenizedData):
             raise UserError(f"data.val_path={self.val_path}: has no example to hold out{first}")
         if (self.val_path or "split" in self.columns) and TRAIN not in splits and self.val_fraction < 1:
             raise UserError(f"data.path={self.path}: has no example of the training split{first}")
-        held_out = next((split for split in (VALIDATION, TEST) if split in splits), None)
-        if held_out is None or TRAIN not in splits:
-            held_out, mask = None, spread_held_out(len(examples), self.val_fraction)
-        else:
-            is_used = [split == held_out or (split in (TRAIN, None) and self.val_fraction < 1) for split in splits]
-            examples = list(compress(examples, is_used))
-            mask = np.array([place.split == held_out for place, _ in examples])
-        if len(examples) < 1 + (self.val_fraction < 1):
+        train, held_out, others, split = divide(examples, splits)
+        if split is None:
+            labels, mask = [rows.label for _, rows in examples], np.zeros(len(examples), bool)
+            for label in {*labels}:
+                same = [i for i, each in enumerate(labels) if each is label]
+                mask[same] = spread_held_out(len(same), self.val_fraction)
+            train, held_out = ([*compress(examples, side)] for side in (~mask, mask))
+        elif self.val_fraction == 1:
+            train = []
+        if len(train) + len(held_out) < 1 + (self.val_fraction < 1):
             needed = "at least one to train on and one to hold out are needed"
             raise UserError(f"{self.path}: {pluralise(len(examples), 'example')}; {needed}{first}")
-        return examples, mask, {"held_out_split": held_out, "other_splits": len(splits) - len(examples)}
+        return train, held_out, {"held_out_split": split, "other_splits": len(others)}
 
-    def _tokenizer(self, examples: Sequence[Rows], held_out: np.ndarray, vocabulary: Path | None) -> toyexp.Tokenizer:
+    def _tokenizer(self, examples: Sequence[Rows], train: int, vocabulary: Path | None) -> toyexp.Tokenizer:
+        """Return the tokenizer; bpe is trained on the first `train` examples."""
         texts = ["".join(part.text for row in example.rows for part in row) for example in examples]
         if self.tokenizer == "char":
             return toyexp.tokenizers.Characters.from_texts(texts)
         if self.tokenizer == "bpe":
-            train = list(compress(texts, ~held_out))
-            return run_interruptibly(lambda: toyexp.tokenizers.BPE.train(train, self.bpe_vocab))
+            return run_interruptibly(lambda: toyexp.tokenizers.BPE.train(texts[:train], self.bpe_vocab))
         return self.read_tokenizer(vocabulary)
 
-    def _tokenize(
-        self, examples: Iterable[tuple[Place, Rows]], tokenizer: toyexp.Tokenizer, skipped: list[str], everything: bool
-    ) -> list[Example]:
-        def encode_rows(example: Rows) -> list[Example]:
-            return [tokenize(row, tokenizer, everything) for row in example.rows]
+    def _tokenize(self, examples: Placed[Rows], tokenizer: toyexp.Tokenizer, skipped: list[str]) -> list[Example]:
+        everything = getattr(self, "train_on", "") == "all"
 
-        return [row for _, rows in self._usable(examples, encode_rows, skipped) for row in rows]
+        encoded = self._usable(examples, lambda each: [tokenize(r, tokenizer, everything) for r in each.rows], skipped)
+        return [row for _, rows in encoded for row in rows]
 
     def _template(self, vocabulary: Path | None) -> ChatTemplate | None:
         source = self.source(vocabulary)
@@ -179,22 +246,6 @@ class RecordData(TokenizedData):
         template = toyexp.formats.read_chat_template(file)
         return ChatTemplate(template, toyexp.formats.read_tokenizer(file), source, self._now()) if template else None
 
-    def _facts(
-        self, values: Sequence[Value], rows: Sequence[Rows], template: ChatTemplate | None, skipped: Sequence[str]
-    ) -> dict[str, Any]:
-        """Return facts about the records and the chat template, for the run's record."""
-        chats = sum(bool(value.messages) for value in values)
-        return {
-            "path": self.path,
-            "val_path": self.val_path,
-            "chats": chats,
-            "chat_template": "gguf" if template else "plain" if chats else None,
-            **self._template_facts(template, rows),
-            **column_facts(values),
-            "skipped": len(skipped),
-            "skipped_lines": list(skipped[:MAX_NAMED]),
-        }
-
     def _template_facts(self, template: ChatTemplate | None, examples: Sequence[Rows]) -> dict[str, Any]:
         """Return how many conversations and answers the chat template changes, for the run's record.
 
@@ -202,7 +253,7 @@ class RecordData(TokenizedData):
         """
         if template is None:
             return {}
-        several = [example.rows for example in examples if len(example.rows) > 1]
+        several = [example.rows for example in examples if len(example.rows) > self.rows_per_example]
         if template.is_dated:
             self.date = self.date or self._now().date().isoformat()
         return {
@@ -226,52 +277,20 @@ class ExampleData(RecordData):
     @classmethod
     def recognises(cls, path: Path) -> int:
         """Return 2 (a certain match) for files of records and directories that contain some, and 0 for other paths."""
-        return 2 * (has_records(str(path)) if path.is_dir() else bool(record_suffix(path)))
+        return 2 * (any(map(is_record, iter_files(path))) if path.is_dir() else bool(record_suffix(path)))
 
     def check(self) -> None:
         """Raise UserError for invalid settings and missing files."""
         super().check()
         require_choice("data", self, train_on=TRAIN_ON, pack=("none", "joined", "apart"))
 
-    def open(self, vocabulary: Path | None) -> ExampleDataset:
-        """Read, split and tokenize the examples; with on_error=skip leave out and count unusable ones."""
-        from toyexp_data.example_rows import ExampleDataset
+    def values(self, record: Record) -> Sequence[Value]:
+        """Return the record's text, prompt and completion, or messages. Raise BadExample if it has none."""
+        return [convert(record, self.columns, self.system)]
 
-        skipped: list[str] = []
-        values = self._read(partial(convert, columns=self.columns, system=self.system), skipped)
-        chats = sum(bool(value.messages) for _, value in values)
-        template = self._template(vocabulary) if chats else None
-        write = template.rows if template else plain_rows
-        examples = self._usable(values, partial(example_rows, write=write, train_on=self.train_on), skipped)
-        examples, held_out, split_facts = self._split(examples, skipped)
-        tokenizer = self._tokenizer([rows for _, rows in examples], held_out, vocabulary)
-        if chats:
-            tokenizer.chat_template = template.text if template else PLAIN_TEMPLATE
-        # All rows of a conversation are in the same part.
-        everything = self.train_on == "all"
-        train, held = (
-            self._tokenize(compress(examples, side), tokenizer, skipped, everything) for side in (~held_out, held_out)
-        )
-        if not (train or self.val_fraction == 1) or not held:
-            use = "to hold out" if train else "to train on"
-            raise UserError(f"{self.path}: no example is left {use} ({skipped[0]})")
-        facts = {
-            **self._facts([value for _, value in values], [rows for _, rows in examples], template, skipped),
-            **split_facts,
-            "examples": len(train) + len(held),
-            **tokenizer_facts(tokenizer),
-        }
-        bpe_notes = self.bpe_notes(tokenizer)
-        dataset = ExampleDataset(train, held, tokenizer, self.pack, self.eval_batches, facts, bpe_notes)
-        dataset.chat_template = tokenizer.chat_template if chats else ""
-        return dataset
-
-
-def column_facts(values: Sequence[Value]) -> dict[str, Any]:
-    """Return which columns were read and which were not, for the run's record."""
-    read = Counter(name for value in values for name in value.columns)
-    others = Counter(name for value in values for name in value.others)
-    return {"columns": [*read], "other_columns": [name for name in others if name not in read]}
+    def rows(self, values: Sequence[Value], write: Callable[..., Rows]) -> Rows:
+        """Return the training rows of an example. The function `write` converts a conversation to rows."""
+        return example_rows(values[0], write, self.train_on)
 
 
 def example_rows(value: Value, write: Callable[..., Rows], train_on: str) -> Rows:

@@ -17,7 +17,7 @@ MAX_NAMED = 20  # skipped examples that a run's record names
 class SplitData(Data):
     """Base of data plugins that hold out the fraction `val_fraction` and limit the amount of data per evaluation."""
 
-    eval_settings: ClassVar[Mapping[str, Any]] = {"val_fraction": 1.0}
+    eval_settings: ClassVar[Mapping[str, Any]] = {"val_fraction": 1.0, "val_path": ""}
 
     def check(self) -> None:
         """Raise UserError for invalid held-out settings."""
@@ -34,8 +34,8 @@ class SplitData(Data):
         setting = f"data.{key}={getattr(self, key)}"
         if not preview.config["eval_every"]:
             yield f"{setting}: has no effect with eval_every=0"
-        elif self.gives is IMAGES:
-            if (images := preview.dataset.describe()["held_out_images"]) < getattr(self, key):
-                yield f"{setting}: only {images} images are held out; each evaluation uses all"
-        elif (batches := len(preview.batches.held_out())) < getattr(self, key):
-            yield f"{setting}: only {batches} batches are held out; each evaluation uses all"
+            return
+        is_images = self.gives is IMAGES
+        count = preview.dataset.describe()["held_out_images"] if is_images else len(preview.batches.held_out())
+        if count < getattr(self, key):
+            yield f"{setting}: only {count} {key.removeprefix('eval_')} are held out; each evaluation uses all"

@@ -7,6 +7,7 @@ import gzip
 import importlib.util
 import math
 import os
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,7 +15,15 @@ from typing import Any, ClassVar
 
 import toyexp
 from toyexp import IMAGES, Kind, RunPreview, Unavailable, UserError, is_changed, printable
-from toyexp.base import broken_package, read_text, require_choice, require_directory, require_file, require_range
+from toyexp.base import (
+    broken_package,
+    iter_files,
+    read_text,
+    require_choice,
+    require_directory,
+    require_file,
+    require_range,
+)
 from toyexp_data.held_out import MAX_NAMED, ON_ERROR, SplitData
 
 HELD_OUT = ("val", "valid", "validation", "test")  # names of a held-out directory next to one named `train`
@@ -29,7 +38,6 @@ class Images(SplitData):
 
     path: str = ""  # directory with one directory of images per class, or with train/ and val/ that have these
     labels: str = ""  # CSV file with lines "file,class" (classes from 0), instead of directories per class
-    classes: int = 0  # with labels: number of classes; 0: the largest class + 1
     image_size: int = 32  # height and width of the model's input in pixels
     color: bool = True  # true: RGB; false: greyscale
     resize: bool = True  # crop to the centred square and scale; false: images of another size are errors
@@ -65,14 +73,11 @@ class Images(SplitData):
         require_directory(self.path, f"data.path={self.path}")
         if self.labels:
             require_file(self.labels, f"data.labels={self.labels}")
-        if self.classes and not self.labels:
-            raise UserError(f"data.classes={self.classes}: only applies with data.labels=FILE.csv")
-        require_range("data", self, image_size="[1,inf)", classes="[0,inf)")
         super().check()
-        require_choice("data", self, on_error=ON_ERROR, normalise=toyexp.NORMALISATIONS)
-        require_choice("data", self, sampler=("shuffle", "balanced"))
+        choices = {"normalise": toyexp.NORMALISATIONS, "sampler": ("shuffle", "balanced")}
+        require_choice("data", self, on_error=ON_ERROR, **choices)
         toyexp.require_augmentation(self.augment)
-        require_range("data", self, max_mb="(0,inf)", mixup="[0,inf)")
+        require_range("data", self, image_size="[1,inf)", max_mb="(0,inf)", mixup="[0,inf)")
 
     def open(self, vocabulary: Path | None) -> toyexp.ImageDataset:
         """Read and scale every image. With on_error=skip, leave out and count unusable images."""
@@ -125,7 +130,7 @@ class Images(SplitData):
         notes = [
             f"{len(skipped)} of {len(listed)} images skipped (data.on_error), such as {name}" for name in skipped[:1]
         ]
-        others = sorted(f for f in toyexp.iter_files(Path(self.path)) if f not in listed)
+        others = sorted(f for f in iter_files(Path(self.path)) if f not in listed)
         if self.labels:
             others = [f for f in others if f.suffix.lower() in toyexp.IMAGE_SUFFIXES]
             notes += [f"{len(listed)} of {len(listed) + len(others)} images: data.labels"] if others else []
@@ -166,43 +171,31 @@ class Images(SplitData):
             lines = [line for line in csv.reader(read_text(Path(self.labels)).splitlines()) if line]
         except csv.Error as error:
             raise UserError(f"data.labels={self.labels}: cannot be read: {error}") from None
-        entries = [(Path(self.path, line[0]), _parse_int(line[-1]), line) for line in lines]
-        numbers = [number for _, number, _ in entries if number is not None]
-        count = self.classes or max(numbers, default=-1) + 1
-        listed: list[tuple[Path, int | str]] = []
-        for file, number, line in entries:
-            if len(line) != 2 or number is None:
+        for line in lines:
+            if len(line) != 2 or not re.fullmatch(r"\s*-?\d{1,18}\s*", line[1]):
                 raise UserError(f"data.labels={self.labels}: a line must be a file and a class number, not {line}")
-            if not Path(os.path.abspath(file)).is_relative_to(os.path.abspath(self.path)):  # noqa: PTH100 - keep links
-                listed.append((file, f"lies outside of data.path={self.path}"))
-                continue
-            listed.append((file, number if 0 <= number < count else f"its class {number} is not one of 0..{count - 1}"))
+        numbers = [int(number) for _, number in lines]
+        count = max(numbers, default=-1) + 1
         if count > len(lines):
             problem = f"{count} classes need an image each, but the file lists {len(lines)}"
             raise UserError(f"data.labels={self.labels}: {problem}")
-        self._check_once(entries)
-        return listed, [str(number) for number in range(count)]
-
-    def _check_once(self, listed: Sequence[tuple[Path, int | None, list[str]]]) -> None:
-        """Raise UserError if an image is listed twice: it could then be in the training and in the held-out part."""
-        labels: dict[str, int | None] = {}
-        for file, number, line in listed:
-            path = os.path.abspath(file)  # noqa: PTH100 - ./a.png becomes a.png; Path.resolve would also follow links
-            if path in labels:
-                classes = "" if labels[path] == number else f", as class {labels[path]} and {number}"
-                raise UserError(f"data.labels={self.labels}: {printable(line[0])} is listed twice{classes}")
-            labels[path] = number
+        listed: dict[Path, tuple[Path, int | str]] = {}
+        for (name, _), number in zip(lines, numbers, strict=True):
+            file = Path(self.path, name)
+            path = Path(os.path.abspath(file))  # noqa: PTH100 - ./a.png becomes a.png; Path.resolve would follow links
+            if path in listed:  # it could be in the training and in the held-out part
+                first = numbers[list(listed).index(path)]
+                classes = "" if first == number else f", as class {first} and {number}"
+                raise UserError(f"data.labels={self.labels}: {printable(name)} is listed twice{classes}")
+            label: int | str = number if number >= 0 else f"its class {number} is not one of 0..{count - 1}"
+            if not path.is_relative_to(os.path.abspath(self.path)):  # noqa: PTH100
+                label = f"lies outside of data.path={self.path}"
+            listed[path] = file, label
+        return [*listed.values()], [str(number) for number in range(count)]
 
 
 def _relative_name(file: Path, folder: str) -> str:
     return printable(str(file.relative_to(folder) if file.is_relative_to(folder) else file))
-
-
-def _parse_int(text: str) -> int | None:
-    try:
-        return int(text)
-    except ValueError:
-        return None
 
 
 def _subdirectories(folder: Path) -> list[Path]:

@@ -10,15 +10,23 @@ import hashlib
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from functools import lru_cache
 from itertools import chain, islice
 from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
 
-from toyexp import TOKENS, Batch, Batches, Dataset, TokenDataset, Tokenizer, UserError
-from toyexp.base import open_file, show_status, stream
+from toyexp import (
+    TOKENS,
+    Batch,
+    Dataset,
+    EpochBatches,
+    TokenDataset,
+    Tokenizer,
+    UserError,
+    shift_windows,
+)
+from toyexp.base import open_file, show_status
 from toyexp.tokenizers import encode_documents
 from toyexp_data.cache import recall, remember
 
@@ -44,26 +52,15 @@ class StreamedText(Dataset):
     ):  # fmt: skip
         self._files, self._held_out, self._documents, self._one_in = files, held_out, documents, one_in
         self.tokenizer = self._tokenizer = tokenizer
-        self.vocab = tokenizer.vocab
-        self._eval_batches, self._left_out = eval_batches, left_out
+        self.vocab, self._eval_batches = tokenizer.vocab, eval_batches
         digest = hashlib.sha256(repr((len(held_out), one_in, tokenizer.fingerprint())).encode())
         for path in (*files, *held_out):
             with open_file(path) as file:
                 digest.update(f"{path.name}{path.stat().st_size}".encode() + file.read(HEAD))
         self.digest = digest.hexdigest()
+        note = f"text is tokenized during training; rows are shuffled within blocks of {BLOCK:,} tokens (data.stream)"
         self._facts = {**facts, "files": len(files) + len(held_out), "files_sha256": self.digest}
-
-    def describe(self) -> dict[str, Any]:
-        """Return the number of files and a digest of their names, sizes and beginnings."""
-        return self._facts
-
-    def omissions(self) -> Sequence[str]:
-        """Return notes about files that are left out."""
-        return self._left_out
-
-    def remarks(self) -> list[str]:
-        """Return a note that the text is streamed."""
-        return [f"text is tokenized during training; rows are shuffled within blocks of {BLOCK:,} tokens (data.stream)"]
+        self._left_out, self._remarks = left_out, [note]
 
     def batches(self, context: int, rows: int, seed: int) -> StreamBatches:
         """Return batches of `rows` windows of `context` tokens. Raise UserError if too little text is held out."""
@@ -124,13 +121,13 @@ def _in_groups(documents: Iterable[T]) -> Iterator[list[T]]:
     return iter(lambda: list(islice(iterator, GROUP)), [])
 
 
-class StreamBatches(Batches):
-    """Batches of windows of `context` tokens, shuffled within blocks."""
+class StreamBatches(EpochBatches):
+    """Batches of windows of `context` tokens, shuffled within blocks: a block takes the place of an epoch."""
 
     def __init__(self, source: StreamedText, context: int, rows: int, seed: int, held_out: Sequence[Batch]):
-        self._source, self._context, self._rows, self._seed, self._held_out = source, context, rows, seed, held_out
-        self._windows = max(BLOCK // context, 1)  # per block
-        self._key = f"{source.digest}-{self._windows}-{context}"
+        super().__init__(max(BLOCK // context, 1), 0, rows, seed)
+        self._source, self._context, self._held_out, self.rows_per_epoch = source, context, held_out, None
+        self._key = f"{source.digest}-{self._count}-{context}"
         known = recall("stream", self._key) or {"marks": [(0, 0, 0)]}
         self._marks: list[Mark] = [(file, group, token) for file, group, token in known["marks"]]  # one per block
         self._position = 0  # number of the block that the reader yields next
@@ -138,38 +135,33 @@ class StreamBatches(Batches):
         self._thread = ThreadPoolExecutor(1, "text")  # reads and tokenizes the next block during training
         self._next: Future[tuple[np.ndarray, Mark]] | None = None
         weakref.finalize(self, _end, self._thread)
-        self._block = lru_cache(maxsize=2)(self._load_block)
         self.inputs = TOKENS.inputs(context)
 
-    def batch(self, k: int) -> Batch:
-        """Return training batch `k`: tokens, targets and weights, each [rows, context]."""
-        places = [divmod(n, self._windows) for n in range(k * self._rows, (k + 1) * self._rows)]
-        windows = np.stack([self._block(block)[row] for block, row in places])
-        targets, weights = np.ascontiguousarray(windows[:, 1:]), np.ones((self._rows, self._context), np.float32)
-        return {"tokens": np.ascontiguousarray(windows[:, :-1]), "targets": targets, "weights": weights}
+    def _take(self, items: np.ndarray, is_held_out: bool) -> dict[str, np.ndarray]:
+        return shift_windows(items)
 
     def held_out(self) -> Sequence[Batch]:
         """Return the held-out batches."""
         return self._held_out
 
-    def _load_block(self, number: int) -> np.ndarray:
+    def _epoch_order(self, epoch: int) -> np.ndarray:
         """Return the windows of a block, [windows, context + 1], in random order, and begin to read the next block."""
-        nearest = min(number, len(self._marks) - 1)
-        if self._next is None or not nearest <= self._position <= number:
-            size, self._position = self._windows * self._context, nearest
-            self._reader = _read_blocks(self._source, size, self._marks[nearest])
+        nearest = min(epoch, len(self._marks) - 1)
+        if self._next is None or not nearest <= self._position <= epoch:
+            self._position = nearest
+            self._reader = _read_blocks(self._source, self._count * self._context, self._marks[nearest])
             self._next = self._thread.submit(next, self._reader)
-        while self._position <= number:
-            if self._position < number:
-                show_status(f"reading the text up to block {number}: block {self._position}")
+        while self._position <= epoch:
+            if self._position < epoch:
+                show_status(f"reading the text up to block {epoch}: block {self._position}")
             ids, mark = self._next.result()
             self._next = self._thread.submit(next, self._reader)
             self._position += 1
             if self._position == len(self._marks):
                 self._marks.append(mark)
                 remember("stream", self._key, {"marks": self._marks})
-        order = np.argsort(stream(self._seed, "data-order", number).random_raw(self._windows), kind="stable")
-        return ids[order[:, None] * self._context + np.arange(self._context + 1)]
+        starts = super()._epoch_order(epoch) * self._context
+        return ids[starts[:, None] + np.arange(self._context + 1)]
 
 
 def _end(thread: ThreadPoolExecutor) -> None:

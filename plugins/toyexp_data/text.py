@@ -6,7 +6,7 @@ import math
 import os
 import sysconfig
 from abc import abstractmethod
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -15,13 +15,22 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import toyexp.formats
 import toyexp.tokenizers
 from toyexp import TOKENS, Kind, RunPreview, UserError, is_changed, suggest
-from toyexp.base import UnknownCharacter, print_error, require_choice, require_range, run_interruptibly
+from toyexp.base import UnknownCharacter, iter_files, print_error, require_choice, require_range, run_interruptibly
 from toyexp.formats import record_suffix
 from toyexp_data.cache import load_or_pack, recall, remember
 from toyexp_data.corpus import Corpus, characters, megabytes, sample_pieces
-from toyexp_data.files import FoundFiles, find_files, iter_below, match_paths
+from toyexp_data.files import (
+    FoundFiles,
+    divide,
+    find_files,
+    find_records,
+    is_record,
+    match_paths,
+    overlap,
+    require_one_format,
+    split_name,
+)
 from toyexp_data.held_out import ON_ERROR, SplitData
-from toyexp_data.splits import divide, find_records, has_records, overlap
 
 if TYPE_CHECKING:
     import numpy as np
@@ -30,6 +39,7 @@ KINDS = ("auto", "byte", "char", "bpe")
 SMALL = 2000  # a vocabulary of at most this size may lack characters of ANY_TEXT
 ANY_TEXT = "".join(map(chr, [*range(1, 256), 0x4E2D, 0x1F642]))
 LONG = 20_000_000  # bytes of text above which tokenizing is announced
+ALL = "*"  # suffix that matches all files
 NOT_CODE = {"test", "tests", "idlelib", "lib2to3", "site-packages", "__pycache__", "turtledemo", "ensurepip"}
 
 
@@ -38,6 +48,7 @@ class TokenizedData(SplitData):
     """Base of data sets that are read as text, with the settings of the tokenizer and the held-out part."""
 
     gives: ClassVar[Kind] = TOKENS
+    setting_names: ClassVar[Mapping[str, Sequence[str]]] = {"tokenizer": KINDS}  # other values are paths
 
     tokenizer: str = "auto"  # auto (base's or donor's, else byte) | byte | char | bpe (trained on the text) | model
     bpe_vocab: int = 1024  # vocabulary size of tokenizer=bpe
@@ -142,7 +153,7 @@ class TextData(TokenizedData):
         key = f"{corpus.facts.digest}-{self.val_fraction!r}-{self.tokenizer}-{settings}"
         cached = recall("tokenizer", key)
         if cached is None:
-            cached = self._learn_bpe(corpus) if settings else {"characters": characters(corpus.texts())}
+            cached = self._learn_bpe(corpus) if settings else {"characters": characters(corpus.parts(None))}
             remember("tokenizer", key, cached)
         if not settings:
             return toyexp.tokenizers.Characters(cached["characters"]), []
@@ -152,7 +163,7 @@ class TextData(TokenizedData):
     def _learn_bpe(self, corpus: Corpus) -> dict[str, Any]:
         size, limit = corpus.train_size(), math.ceil(self.bpe_mb * 1e6)
         cuts, cut_up = toyexp.tokenizers.PRE_TOKENIZERS["gpt-2"].cuts, toyexp.tokenizers.split_text
-        pieces: Iterator[str] = (part.text for document in corpus.train() for part in cut_up(document, cuts))
+        pieces: Iterator[str] = (part.text for document in corpus.parts(False) for part in cut_up(document, cuts))
         is_sampled = 0 < limit < size
         sample = sample_pieces(pieces, size, limit) if is_sampled else pieces
         bpe = run_interruptibly(lambda: toyexp.tokenizers.BPE.train(sample, self.bpe_vocab))
@@ -169,8 +180,8 @@ def _encode_corpus(corpus: Corpus, tokenizer: toyexp.Tokenizer) -> Iterator[Iter
     if corpus.facts.taken > LONG:
         size = f"{corpus.facts.taken / 1e6:.0f} MB"
         print_error(f"tokenizing {size} of text; later runs reuse the cached ids (data.stream=true starts at once)")
-    yield toyexp.tokenizers.encode_documents(tokenizer, corpus.train())
-    yield toyexp.tokenizers.encode_documents(tokenizer, corpus.held_out())
+    for held_out in (False, True):
+        yield toyexp.tokenizers.encode_documents(tokenizer, corpus.parts(held_out))
     corpus.check_unchanged()
 
 
@@ -210,7 +221,6 @@ class Text(TextData):
     """Your own text files: a file, a directory or a pattern."""
 
     name: ClassVar[str] = "text"
-    eval_settings: ClassVar[Mapping[str, Any]] = {"val_fraction": 1.0, "val_path": ""}
 
     path: str = ""  # text, or records with a column text: file, directory, or pattern such as 'books/*.txt'
     val_path: str = ""  # the same for the held-out text; empty: by names (only of records), or by val_fraction
@@ -231,7 +241,7 @@ class Text(TextData):
         """
         suffixes = cls.suffixes.split()
         if path.is_dir():
-            files = list(iter_below(path))
+            files = list(iter_files(path))
             return any(f.suffix in suffixes for f in files) * (1 if any(map(record_suffix, files)) else 2)
         return 2 if path.suffix in suffixes else 1
 
@@ -262,7 +272,7 @@ class Text(TextData):
         found, tokenizer = self.files(), self.read_tokenizer(vocabulary)
         corpus = Corpus(found.files, None, 0, self.on_error == "skip", found.held_out, found.columns)
         return StreamedText(
-            found.files, found.held_out, corpus.documents, max(round(1 / self.val_fraction), 1), tokenizer,
+            found.files, found.held_out, corpus.stream, max(round(1 / self.val_fraction), 1), tokenizer,
             self.eval_batches, tokenizer_facts(tokenizer), found.omissions(),
         )  # fmt: skip
 
@@ -272,15 +282,25 @@ class Text(TextData):
         Of records in files that are named after splits, leave out splits that are neither trained on nor held out. With
         the setting `suffixes`, all files are text.
         """
-        may_be_records = not is_changed(self, "suffixes") and has_records(self.path)
-        found = find_files(self.path, self.suffixes.split(), required=not may_be_records)
-        if not may_be_records or [f for f in found.files if not record_suffix(f) and f.stem != "README"]:
-            found.held_out = find_files(self.val_path, self.suffixes.split()).files if self.val_path else []
-            return found
-        found = FoundFiles(find_records(self.path), columns=self.columns)
+        suffixes, only_text = self.suffixes.split(), is_changed(self, "suffixes")
+
+        def is_text(file: Path) -> bool:
+            return ALL in suffixes or file.suffix in suffixes
+
+        find = partial(
+            find_files, what=f"file with the suffix {self.suffixes or '(none)'}",
+            hint="; choose others: data.suffixes='.rst .c', or all: data.suffixes='*'",
+        )  # fmt: skip
+        found = find(self.path, lambda file: is_text(file) or (is_record(file) and not only_text))
+        records = [file for file in found.files if is_record(file) and not only_text]
+        texts = [file for file in found.files if only_text or not is_record(file)]
+        if not records or any(file.stem != "README" for file in texts):
+            held_out = find(self.val_path, is_text, key="val_path").files if self.val_path else []
+            return FoundFiles(texts, found.others + len(records), found.unreadable, held_out)
+        require_one_format(records, self.path)
         if self.val_path:
-            found.held_out = find_records(self.val_path, "val_path")
+            held_out, others = find_records(self.val_path, "val_path"), list[Path]()
         else:
-            found.files, found.held_out, others = divide(found.files)
-            found.unreadable = [f"{file}: is neither of the training nor of the held-out split" for file in others]
-        return found
+            records, held_out, others, _ = divide(records, [*map(split_name, records)])
+        reasons = [f"{file}: is neither of the training nor of the held-out split" for file in others]
+        return FoundFiles(records, 0, [*found.unreadable, *reasons], held_out, self.columns)

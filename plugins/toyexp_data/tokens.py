@@ -1,12 +1,11 @@
 """Token ids from files, and random ids.
 
-A file has packed uint16 or int32 ids, perhaps after the header of toyexp (TOYC) or of llm.c, or numpy's .npy format.
+A file has packed uint16 or int32 ids, perhaps after the header of llm.c, or numpy's .npy format.
 """
 
 from __future__ import annotations
 
 import stat
-import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,15 +14,15 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import toyexp.formats
 from toyexp import TOKENS, Data, Kind, UserError, printable
 from toyexp.base import MAX_INT, generator, open_file, require_choice, require_file, require_range
+from toyexp_data.files import divide, find_files, split_name
 from toyexp_data.held_out import SplitData
-from toyexp_data.splits import divide, find_all
 from toyexp_data.text import tokenizer_facts
 
 if TYPE_CHECKING:
     import numpy as np
 
 DTYPES = {"auto": "<i4", "int32": "<i4", "uint16": "<u2"}
-MAGIC, NUMPY = b"TOYC", b"\x93NUMPY"
+NUMPY = b"\x93NUMPY"
 # The first number of llm.c's header of 256 int32, and the type of the ids after it. The third number is their count.
 LLM_C_HEADER = 1024  # bytes
 LLM_C = {20240520: "<u2", 20240801: "<u4"}
@@ -39,11 +38,10 @@ class Tokens(SplitData):
 
     name: ClassVar[str] = "tokens"
     gives: ClassVar[Kind] = TOKENS
-    eval_settings: ClassVar[Mapping[str, Any]] = {"val_fraction": 1.0, "val_path": ""}
 
     path: str = ""  # token file, directory, or pattern such as 'fineweb_*.bin'; files are read in the order of numbers
     val_path: str = ""  # the same for the held-out ids; empty: files named val, or by val_fraction
-    dtype: str = "auto"  # int32 | uint16 | auto (int32). Headers of llm.c and TOYC, and .npy files, state their type
+    dtype: str = "auto"  # int32 | uint16 | auto (int32). llm.c's header and .npy files state their type
     tokenizer: str = ""  # GGUF file, or directory of a model, whose tokenizer made the ids, for samples and exports
     val_fraction: float = 0.05  # share of the ids held out for validation, from the end; (0, 1]
     eval_batches: int = 16  # held-out batches per evaluation
@@ -69,7 +67,8 @@ class Tokens(SplitData):
         super().check()
 
     def _files(self, key: str) -> list[Path]:
-        return find_all(getattr(self, key), lambda file: file.suffix in SUFFIXES, "token ids (.bin .npy)", key)
+        what = "file of token ids (.bin .npy)"
+        return find_files(getattr(self, key), lambda file: file.suffix in SUFFIXES, what, key).files
 
     def open(self, vocabulary: Path | None) -> toyexp.TokenDataset:
         """Map the files into memory. Files named after splits are the training and the held-out part."""
@@ -77,7 +76,7 @@ class Tokens(SplitData):
         held_files = self._files("val_path") if self.val_path else []
         others: list[Path] = []
         if not held_files:
-            files, held_files, others = divide(files)
+            files, held_files, others, _ = divide(files, [*map(split_name, files)])
         vocab, parts = 0, list[Any]()
         for part in (files, held_files):
             arrays, sizes = zip(*(read_tokens(path, self.dtype) for path in part), strict=True) if part else ((), (0,))
@@ -143,7 +142,7 @@ class ConcatenatedIds:
 def read_tokens(path: Path, dtype: str) -> tuple[np.ndarray, int]:
     """Return the ids of a token file, mapped into memory, and its vocabulary size. Raise UserError if it is invalid."""
     read = _read_npy if path.suffix in (".npy", ".npz") else _read_packed
-    ids, declared, is_explicit = read(path, dtype)
+    ids, is_explicit = read(path, dtype)
     hint = "" if is_explicit else "; for uint16 ids: data.dtype=uint16; for text: data=text"
     if ids.min() < 0:
         raise UserError(f"{path}: position {int(ids.argmin())} holds the id {ids.min()}; ids begin at 0{hint}")
@@ -156,51 +155,32 @@ def read_tokens(path: Path, dtype: str) -> tuple[np.ndarray, int]:
     if top > UINT16_RATIO * (int(halves) + 1):
         problem = f"its ids go up to {top - 1} if read as int32, to {halves} if read as uint16"
         raise UserError(f"{path}: {problem}; set data.dtype=uint16 or data.dtype=int32")
-    if declared and top > declared:
-        raise UserError(
-            f"{path}: its header gives a vocabulary of {declared}, but position "
-            f"{int(ids.argmax())} has the id {top - 1}"
-        )
-    return ids, declared or top
+    return ids, top
 
 
-def _read_packed(path: Path, dtype: str) -> tuple[np.ndarray, int, bool]:
-    """Return the ids, the vocabulary size in the header (0 if there is none), and True if a header gives the dtype."""
+def _read_packed(path: Path, dtype: str) -> tuple[np.ndarray, bool]:
+    """Return the ids, and True if a header of llm.c gives their dtype."""
     import numpy as np
 
     require_file(path, str(path))
     size = path.stat().st_size
-    raw = np.memmap(path, np.uint8, "r") if size else np.empty(0, np.uint8)
-    head, declared, body = raw[:16].tobytes(), 0, raw
-    llm_c = LLM_C.get(int.from_bytes(head[:4], "little")) if size >= LLM_C_HEADER else None
-    has_header = head[:4] == MAGIC or llm_c is not None
-    kind = np.dtype(llm_c or DTYPES[dtype])
-    if head[:4] == MAGIC:
-        if size < 16:
-            raise UserError(f"{path}: is cut off: a TOYC file has a header of 16 bytes, this one only {size} bytes")
-        version, declared, _ = struct.unpack("<III", head[4:16])
-        if version != 1:
-            raise UserError(f"{path}: is a TOYC file of version {version}; only version 1 is supported")
-        body, kind = raw[16:], np.dtype("<i4")
-    elif llm_c:
-        body, count = raw[LLM_C_HEADER:], int.from_bytes(head[8:12], "little")
-        if len(body) != count * kind.itemsize:
-            problem = f"its header gives {count} ids of {kind.itemsize} bytes, but {len(body)} bytes follow"
+    raw, kind, offset = np.memmap(path, np.uint8, "r") if size else np.empty(0, np.uint8), np.dtype(DTYPES[dtype]), 0
+    if size >= LLM_C_HEADER and (llm_c := LLM_C.get(int.from_bytes(raw[:4].tobytes(), "little"))):
+        offset, kind, count = LLM_C_HEADER, np.dtype(llm_c), int.from_bytes(raw[8:12].tobytes(), "little")
+        if size - offset != count * kind.itemsize:
+            problem = f"its header gives {count} ids of {kind.itemsize} bytes, but {size - offset} bytes follow"
             raise UserError(f"{path}: {problem}; is the file cut off?")
-    if has_header and dtype not in ("auto", kind.name):
-        name = "a TOYC file" if not llm_c else "a file of llm.c"
-        raise UserError(f"{path}: is {name}, whose ids are {kind.name}; remove data.dtype={dtype}")
-    if not len(body):
+        if dtype not in ("auto", kind.name):
+            raise UserError(f"{path}: is a file of llm.c, whose ids are {kind.name}; remove data.dtype={dtype}")
+    if size == offset:
         raise UserError(f"{path}: holds no token ids")
-    if len(body) % kind.itemsize:
-        guess = "is the file cut off?" if has_header or len(body) % 2 else "for uint16 ids: data.dtype=uint16"
-        raise UserError(f"{path}: {len(body)} bytes are not a whole number of {kind.itemsize}-byte ids; {guess}")
-    if declared > MAX_IDS:
-        raise UserError(f"{path}: its header gives a vocabulary of {declared}; the limit is {MAX_IDS}")
-    return body.view(kind), declared, has_header
+    if size % kind.itemsize:
+        guess = "is the file cut off?" if size % 2 else "for uint16 ids: data.dtype=uint16"
+        raise UserError(f"{path}: {size} bytes are not a whole number of {kind.itemsize}-byte ids; {guess}")
+    return raw[offset:].view(kind), offset > 0
 
 
-def _read_npy(path: Path, dtype: str) -> tuple[np.ndarray, int, bool]:
+def _read_npy(path: Path, dtype: str) -> tuple[np.ndarray, bool]:
     import numpy as np
 
     with open_file(path) as file:
@@ -218,7 +198,7 @@ def _read_npy(path: Path, dtype: str) -> tuple[np.ndarray, int, bool]:
         raise UserError(f"{path}: is an archive of arrays; token ids must be one array")
     if ids.ndim != 1 or ids.dtype.kind not in "iu" or not ids.size:
         raise UserError(f"{path}: holds {ids.dtype} {list(ids.shape)}, expected a one-dimensional array of integers")
-    return ids, 0, True
+    return ids, True
 
 
 @dataclass

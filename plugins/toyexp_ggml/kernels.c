@@ -66,7 +66,7 @@ void transpose(void *result, int thread, int threads, const struct transpose *t)
     }
 }
 
-/* Products add up TALL rows of PANEL numbers in registers. DEEP: terms of a packed panel; CHUNK: rows that use it. */
+/* Products add up TALL rows of PANEL numbers in registers. DEEP: terms of a packed panel; CHUNK: rows that use it at most. */
 #if defined(__AVX512F__)
 enum { LANES = 16, WIDE = 2, TALL = 12, FUSED = 1 };
 #elif defined(__AVX2__) && defined(__FMA__)
@@ -76,7 +76,7 @@ enum { LANES = 4, WIDE = 4, TALL = 6, FUSED = 1 };
 #else
 enum { LANES = 4, WIDE = 2, TALL = 6, FUSED = 0 };
 #endif
-enum { PANEL = LANES * WIDE, DEEP = 256, CHUNK = TALL * 32 };
+enum { PANEL = LANES * WIDE, DEEP = 256, CHUNK = TALL * 64 };
 
 typedef float vec __attribute__((vector_size(4 * LANES)));
 typedef float unaligned_vec __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
@@ -141,25 +141,26 @@ static void add_up_rows(int64_t rows, int64_t depth, const float *a, int64_t dow
     PIECE(1);
 }
 
-/* to[depth][size] = from[depth][width], filled up with zeros; `from` has the stride `next` and may be transposed. */
+/* to[blocks][depth][size] = from[depth][width] in blocks of `size` columns, of which the last is filled up with zeros.
+   `from` has the stride `next` and may be transposed. */
 static inline __attribute__((always_inline)) void pack(float *to, int size, const float *from, int64_t next,
     int64_t depth, int64_t width, int transposed)
 {
-    int j = 0;
-    if (!transposed)
-        for (int64_t p = 0; p < depth; p++, from += next, to += size)
-            if (width >= size)
-                memcpy(to, from, size * sizeof *to);
+    for (int64_t p = 0; p < depth && !transposed; p++, from += next, to += size)
+        for (int64_t i = 0; i < width; i += size)
+            if (width - i >= size)
+                memcpy(to + i * depth, from + i, size * sizeof *to);
             else
-                for (j = 0; j < size; j++)
-                    to[j] = j < width ? from[j] : 0;
-    else {
+                for (int64_t j = 0; j < size; j++)
+                    to[i * depth + j] = i + j < width ? from[i + j] : 0;
+    for (; width > 0 && transposed; width -= size, from += size * next, to += size * depth) {
+        int64_t j = 0;
         for (; j + 4 <= width && j < size; j += 4) {
             int64_t p = 0;
             for (; p + 4 <= depth; p += 4)
                 turn(from + j * next + p, next, to + p * size + j, size);
             for (; p < depth; p++)
-                for (int i = j; i < j + 4; i++)
+                for (int64_t i = j; i < j + 4; i++)
                     to[p * size + i] = from[i * next + p];
         }
         for (; j < size; j++)
@@ -168,22 +169,37 @@ static inline __attribute__((always_inline)) void pack(float *to, int size, cons
     }
 }
 
+/* Load [rows][columns] into the cache. */
+static void prefetch(const float *from, int64_t next, int64_t rows, int64_t columns)
+{
+    for (; rows > 0; rows--, from += next)
+        for (int64_t j = 0; j < columns; j += 16)
+            __builtin_prefetch(from + j, 0, 2);
+}
+
 /* c[n][m] (+)= a[n][k] b[k][m] on one thread. The strides are a_next, b_next, c_next; see struct product. */
 static void multiply(int64_t n, int64_t m, int64_t k, const float *a, int64_t a_next, int a_transposed, const float *b,
     int64_t b_next, int b_transposed, float *c, int64_t c_next, int add)
 {
     static _Thread_local float buffer[DEEP * (PANEL + CHUNK)] __attribute__((aligned(64)));
-    for (int64_t row = 0; row < n; row += CHUNK)
+    /* Rows at a distance of a multiple of 4 KiB would evict each other from the cache, so they are packed too. */
+    int packed = a_transposed || a_next % 1024 == 0;
+    int64_t chunks = (n + CHUNK - 1) / CHUNK, most = chunks ? (n / chunks + TALL) / TALL * TALL : 1;
+    for (int64_t row = 0; row < n; row += most)
         for (int64_t p = 0; p < k; p += DEEP) {
-            int64_t rows = n - row < CHUNK ? n - row : CHUNK, depth = k - p < DEEP ? k - p : DEEP;
+            int64_t rows = n - row < most ? n - row : most, depth = k - p < DEEP ? k - p : DEEP, group = 4 * TALL;
             float *panel = buffer, *strips = buffer + DEEP * PANEL;
-            const float *from = a_transposed ? strips : a + row * a_next + p;
-            for (int64_t i = 0; a_transposed && i < rows; i += TALL)
-                pack(strips + i * depth, TALL, a + p * a_next + row + i, a_next, depth, rows - i, 0);
+            const float *from = a + (a_transposed ? p * a_next + row : row * a_next + p);
+            for (int64_t i = 0; packed && i < rows; i += group)
+                pack(strips + i * depth, TALL, from + (a_transposed ? i : i * a_next), a_next, depth,
+                    rows - i < group ? rows - i : group, !a_transposed);
             for (int64_t j = 0; j < m; j += PANEL) {
                 int64_t width = m - j < PANEL ? m - j : PANEL;
                 pack(panel, PANEL, b + (b_transposed ? j * b_next + p : p * b_next + j), b_next, depth, width, b_transposed);
-                add_up_rows(rows, depth, from, a_next, panel, c + row * c_next + j, c_next, width, !add && !p, a_transposed);
+                if (j + PANEL < m)
+                    prefetch(b + (b_transposed ? (j + PANEL) * b_next + p : p * b_next + j + PANEL), b_next,
+                        b_transposed ? width : depth, b_transposed ? depth : width);
+                add_up_rows(rows, depth, packed ? strips : from, a_next, panel, c + row * c_next + j, c_next, width, !add && !p, packed);
             }
         }
 }
@@ -375,5 +391,36 @@ void swiglu_back(void *result, int thread, int threads, const struct elements *t
         vec x = fetch(t->x + i, left), z = fetch(t->z + i, left), s = logistic(x);
         put(t->to + i, z * fetch(t->y + i, left) * s * (1.0f + x * (1.0f - s)), left);
         put(t->to + t->size + i, z * x * s, left);
+    }
+}
+
+struct adamw { /* numbers: learning rate, beta1, beta2, eps, weight decay, and the factors of m and v in the update */
+    float *w;
+    const float *g;
+    float *m, *v;
+    const float *numbers;
+    float *to; /* the same as w */
+    int64_t size;
+};
+
+static inline vec root(vec x)
+{
+    for (int i = 0; i < LANES; i++)
+        x[i] = sqrtf(x[i]);
+    return x;
+}
+
+/* Update w, m and v by the formulas of ggml's OPT_STEP_ADAMW, which computes one number at a time. */
+void adamw(void *result, int thread, int threads, const struct adamw *t)
+{
+    const float rate = t->numbers[0], beta1 = t->numbers[1], beta2 = t->numbers[2], eps = t->numbers[3];
+    const float keep = 1.0f - rate * t->numbers[4], m_factor = t->numbers[5], v_factor = t->numbers[6];
+    FOR_EACH_VECTOR
+    {
+        vec g = fetch(t->g + i, left), m = fetch(t->m + i, left) * beta1 + g * (1.0f - beta1);
+        vec v = fetch(t->v + i, left) * beta2 + g * g * (1.0f - beta2);
+        put(t->m + i, m, left);
+        put(t->v + i, v, left);
+        put(t->w + i, fetch(t->w + i, left) * keep - rate * (m * m_factor) / (root(v * v_factor) + eps), left);
     }
 }

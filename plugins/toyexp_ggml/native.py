@@ -25,7 +25,7 @@ from toyexp.base import cache_dir, is_private, read_file, write_atomically
 
 SOURCE = Path(__file__).with_name("kernels.c")
 COMPILERS = ("cc", "gcc", "clang")
-FLAGS = ("-O2", "-shared", "-fPIC", "-ffp-contract=fast")
+FLAGS = ("-O2", "-shared", "-fPIC", "-ffp-contract=fast", "-fno-math-errno")
 # For AVX2 and AVX-512; without the second flag clang would compute with half vectors.
 X86_FLAGS = ("-march=native", "-mprefer-vector-width=512") if platform.machine() in ("x86_64", "AMD64") else ()
 CPU_INFO = Path("/proc/cpuinfo")
@@ -69,6 +69,12 @@ class Elements(ctypes.Structure):
     """C struct with the arguments of the kernels `gelu` and `swiglu_back`."""
 
     _fields_ = (("source", ctypes.c_void_p * 3), ("target", ctypes.c_void_p), ("size", ctypes.c_int64))
+
+
+class AdamW(ctypes.Structure):
+    """C struct with the arguments of the kernel `adamw`."""
+
+    _fields_ = (("source", ctypes.c_void_p * 5), ("target", ctypes.c_void_p), ("size", ctypes.c_int64))
 
 
 def kernel(name: str) -> Any:

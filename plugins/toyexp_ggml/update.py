@@ -96,7 +96,8 @@ class Update:
             for name in group.tensors:
                 w, g, state = weights[name], gradients[name], self.state[name]
                 if has_fused_op:
-                    graph.want(graph.adamw(w, g, state["m"], state["v"], numbers))
+                    by_kernel = self._profile.fast_products
+                    graph.want(graph.adamw(w, g, state["m"], state["v"], numbers, by_kernel))
                     continue
                 results = group.rule.results(ops, w, g, state, n)
                 for node in results:  # compute all results before the first replaces a tensor that others read

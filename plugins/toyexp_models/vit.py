@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from operator import itemgetter
@@ -15,6 +15,7 @@ from toyexp import (
     IMAGES,
     Batch,
     Batches,
+    ChangedBatches,
     Constant,
     Dataset,
     InputSpec,
@@ -312,28 +313,19 @@ class ViT(Model):
         return {name: value / total for name, value in correct.items()}
 
 
-class Patches(Batches):
-    """Batches of images, each cut into a sequence of patches."""
+class Patches(ChangedBatches):
+    """Batches of images, each cut into patches [rows, P, channels * patch * patch]."""
 
     def __init__(self, images: Batches, patch: int):
-        self._images, self._patch, self.facts, self.omissions = images, patch, images.facts, images.omissions
-        self.rows_per_epoch = images.rows_per_epoch
         height, width, channels = images.inputs["images"].shape
-        shape = ((height // patch) * (width // patch), channels * patch**2)
+        patches = InputSpec(((height // patch) * (width // patch), channels * patch**2), "float32")
         rest = {name: spec for name, spec in images.inputs.items() if name != "images"}
-        self.inputs = {"patches": InputSpec(shape, "float32"), **rest}
+        super().__init__(images, {"patches": patches, **rest})
+        self._patch = patch
 
-    def _cut(self, batch: Batch) -> Batch:
+    def _change(self, batch: Batch, k: int | None) -> Batch:
         rest = {name: array for name, array in batch.items() if name != "images"}
         return {"patches": cut(batch["images"], self._patch), **rest}
-
-    def batch(self, k: int) -> Batch:
-        """Return batch `k`: patches [rows, P, channels * patch * patch], targets [rows] and weights [rows]."""
-        return self._cut(self._images.batch(k))
-
-    def held_out(self) -> Sequence[Batch]:
-        """Return the held-out batches, with images cut into patches."""
-        return [self._cut(batch) for batch in self._images.held_out()]
 
 
 def cut(images: np.ndarray, patch: int) -> np.ndarray:

@@ -187,14 +187,14 @@ class Lora(FromBase):
             toyexp.check_base(path, base)
         shapes = {t.name: t.shape for t in frozen}
         ranks = {a.target: shapes[lora_names(a.target)[1]][1] for a in adapters}
-        alphas = sorted({float(f"{a.scale * ranks[a.target]:.12g}") for a in adapters})
+        alphas = {float(f"{a.scale * ranks[a.target]:.12g}") for a in adapters}
         targets = self._targets(specs) if self.targets is not None else [*ranks]
         subject = f"recipe.adapter={self.adapter} has"
-        if self.rank is not None and {*ranks.values()} != {self.rank}:
-            actual = ", ".join(map(str, sorted({*ranks.values()})))
-            raise UserError(f"recipe.rank={self.rank}: {subject} rank {actual}; leave recipe.rank out")
-        if self.alpha is not None and not math.isclose(self.alpha, alphas[0], rel_tol=1e-6):  # the file stores float32
-            raise UserError(f"recipe.alpha={self.alpha:g}: {subject} alpha {alphas[0]:g}; leave recipe.alpha out")
+        for key, stored in (("rank", {*ranks.values()}), ("alpha", alphas)):
+            typed = getattr(self, key)
+            if typed is not None and not all(math.isclose(typed, value, rel_tol=1e-6) for value in stored):  # float32
+                values = ", ".join(f"{value:g}" for value in sorted(stored))
+                raise UserError(f"recipe.{key}={typed:g}: {subject} {key} {values}; leave recipe.{key} out")
         for key in ("dora", "rslora", "rank_pattern", "alpha_pattern"):
             if value := getattr(self, key):
                 problem = f"{subject} its own form, ranks and alpha; leave recipe.{key} out"
@@ -202,8 +202,8 @@ class Lora(FromBase):
         if {*targets} != {*ranks}:
             name = min({*targets} ^ {*ranks})
             difference = f"{'' if name in ranks else 'no '}matrices on {name}"
-            typed = ",".join(self.targets or ())
-            raise UserError(f"recipe.targets=[{typed}]: {subject} {difference}; leave recipe.targets out")
+            names = ",".join(self.targets or ())
+            raise UserError(f"recipe.targets=[{names}]: {subject} {difference}; leave recipe.targets out")
         return [replace(t, trainable=True) for t in frozen], [
             a if a.is_embedding else replace(a, dropout=self.dropout) for a in adapters
         ]

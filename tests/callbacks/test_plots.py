@@ -19,7 +19,7 @@ from toyexp.results.comparison import Comparison
 from toyexp.results.plot import draw_sheet
 from toyexp.results.run_dirs import read_run
 from toyexp_callbacks import plots
-from toyexp_callbacks.plots import Curves, draw_curves
+from toyexp_callbacks.plots import Curves, describe_result, draw_curves
 from toyexp_callbacks.plots import smooth as smooth_values
 
 
@@ -80,11 +80,11 @@ def test_outliers_and_the_end_in_nan_are_marked_and_do_not_wreck_the_axis(tmp_pa
     losses[10], losses[-1] = 1e6, math.nan
     held_out = {"loss": ([0, 50], [5.0, 4.0])}
     steps = {"loss": (list(range(1, 101)), losses), "grad_norm": ([1], [1.0]), "lr": ([], [])}
-    curves = Curves("run", "", "token", steps, held_out, early_end=(100, "errored"))
+    curves = Curves("run", "", "token", steps, held_out, early_end=(100, "failed"))
     (tmp_path / "a.svg").write_bytes(draw_curves(curves)[".svg"])
     words = svg_texts(tmp_path / "a.svg")
     assert {"run: loss not finite from step 100", "the loss is nan from step 100"} <= {*words}
-    assert "↑ 1 step above the shown range, up to 1e+06" in words and not any("errored" in word for word in words)
+    assert "↑ 1 step above the shown range, up to 1e+06" in words and not any("failed" in word for word in words)
     assert {"3.00", "3.50", "4.00", "4.50", "5.00"} <= {*words}, "the axis fits the other steps"
     without = smooth_values([math.nan if loss == 1e6 else loss for loss in losses])[0]
     assert f"training, smoothed, last {without[-2]:.4g}" in words, "a single spike does not displace the mean"
@@ -150,10 +150,16 @@ def test_only_rare_gradient_norms_are_outside_the_axis(monkeypatch, count, is_sh
     assert bool(axes.get_title(loc="right")) is not is_shown
 
 
+def test_the_title_says_that_a_run_failed():
+    steps = {"loss": ([1, 2], [6.95, 6.93]), "grad_norm": ([1], [1.0]), "lr": ([], [])}
+    curves = Curves("run", "", "token", steps, {"loss": ([0], [6.95])}, early_end=(2, "failed"))
+    assert describe_result(curves) == "failed at step 2"
+
+
 def test_the_steps_after_the_last_finite_loss_are_shaded_in_every_panel(monkeypatch):
     steps, losses = [*range(1, 21)], [5.0, 4.0, *[math.nan] * 18]
     curves = {"loss": (steps, losses), "grad_norm": (steps, losses), "lr": (steps, [1e30] * 20)}
-    panels = draw_panels(monkeypatch, Curves("run", steps=curves, early_end=(20, "errored")))
+    panels = draw_panels(monkeypatch, Curves("run", steps=curves, early_end=(20, "failed")))
     for axes in panels.values():
         (band,) = axes.patches
         assert (band.get_x(), band.get_width()) == (3, 17) and not axes.yaxis.get_offset_text().get_text()
@@ -227,7 +233,7 @@ def test_a_run_diverges_at_the_step_from_which_its_loss_stays_above_the_first(lo
 
 def test_the_only_loss_before_a_nan_has_a_wide_axis_and_the_colour_of_training(tmp_path):
     steps = {"loss": ([1, 2], [6.9485, math.nan]), "grad_norm": ([1], [1.0]), "lr": ([], [])}
-    curves = Curves("run", "", "token", steps, {"loss": ([0], [6.9496])}, early_end=(2, "errored"))
+    curves = Curves("run", "", "token", steps, {"loss": ([0], [6.9496])}, early_end=(2, "failed"))
     (tmp_path / "a.svg").write_bytes(draw_curves(curves)[".svg"])
     assert {"6.0", "7.0", "8.0", "held-out, at step 0: 6.95"} <= {*svg_texts(tmp_path / "a.svg")}
     assert "fill: #0b4a8a; stroke: #ffffff" in (tmp_path / "a.svg").read_text()

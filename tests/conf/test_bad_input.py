@@ -359,6 +359,7 @@ SYNTAX = [
     ("--bananas", "unknown option", "--cfg", "--color", "--help"),
     ("dry_run=true", "unknown key dry_run; did you mean --dry-run (an option, without =true)?"),
     ("optim.lr=0.1", "unknown key optim.lr; did you mean lr?"),
+    ("lerning_rate=0.1", "unknown key lerning_rate; did you mean lr?"),
     ("lr=0,001", "has several values; for a decimal number type lr=0.001; add -m"),
     ("data=a/book.txt", "for this file: data=text data.path=a/book.txt"),
     (
@@ -706,8 +707,6 @@ def test_engine_cuda_without_a_gpu_suggests_another_engine(run_rejected):
 
 # -- data -----------------------------------------------------------------------------------------------------------
 
-TOYC = struct.Struct("<4sIII")
-
 
 @pytest.mark.parametrize(
     ("content", "line", "words"),
@@ -734,9 +733,6 @@ TOYC = struct.Struct("<4sIII")
         (b"abcde", "data=tokens data.path=file", ["file", "5 bytes", "4-byte ids"]),
         (b"", "data=tokens data.path=file", ["file: holds no token ids"]),
         (struct.pack("<3i", 1, -2, 3), "data=tokens data.path=file", ["id -2", "for uint16 ids: data.dtype=uint16"]),
-        (TOYC.pack(b"TOYC", 2, 300, 0) + b"\0" * 8, "data=tokens data.path=file", ["is a TOYC file of version 2"]),
-        (TOYC.pack(b"TOYC", 1, 5, 0) + struct.pack("<i", 7), "data=tokens data.path=file", ["of 5", "the id 7"]),
-        (b"TOYC\1", "data=tokens data.path=file", ["a TOYC file has a header of 16 bytes"]),
         (b"\0" * 8, "data=tokens data.path=file data.dtype=int16", ["data.dtype=int16", "did you mean"]),
         (b"\0" * 8, "data=tokens data.path=file data.tokenizer=missing.gguf", ["data.tokenizer=missing.gguf"]),
     ],

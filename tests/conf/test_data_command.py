@@ -45,6 +45,11 @@ def test_json_has_ids_and_the_share_that_counts(show):
     assert result["data"]["other_columns"] == ["id"]
 
 
+def test_packed_rows_are_counted(show):
+    assert "in 2 examples, packed into 1 row;" in (out := show("data.pack=joined", "model.context=96")), out
+    assert json.loads(show("data.pack=apart", "model.context=96", "--json"))["data"]["packed_rows"] == 1
+
+
 def test_ids_are_listed_one_to_a_line(show):
     lines = show("--ids", "--rows", "1").splitlines()
     assert lines[-1].split() == [str(len(lines) - 4), "256", "loss", "'<|endoftext|>'"]

@@ -486,4 +486,6 @@ def test_a_search_over_tokenizers_warns_that_scores_cannot_be_compared(capsys):
     assert output.count("the search continues, but their scores cannot be compared") == 1 and "best    none" in output
     assert search["best"] is None and "tok" in search["notes"][0]
     pytest.importorskip("matplotlib")
-    assert main(["compare", "s", "--plot", "s.svg"]) == 0 and "cannot be compared" in Path("s.svg").read_text()
+    assert main(["compare", "s", "--plot", "s.svg"]) == 0
+    svg = Path("s.svg").read_text()
+    assert "their losses cannot be" in svg and "compared" in svg  # possibly in two lines

@@ -189,6 +189,30 @@ def test_a_table_of_a_search_fits_a_narrow_terminal(monkeypatch, capsys):
     assert max(map(len, (heads, first, last))) < 86
 
 
+@pytest.mark.parametrize(
+    ("width", "end"), [(80, "completed after 3 steps  held-out 2.0000"), (49, "completed  held-out 2.0000")]
+)
+def test_a_jobs_line_has_no_steps_if_it_would_wrap(monkeypatch, capsys, width, end):
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    monkeypatch.setenv("COLUMNS", str(width))
+    Watch(lambda job: {}, None, alone=False, verbose=False).end(job(0, 2.0))
+    assert re.sub(r"\x1b\[[\d;]*m", "", capsys.readouterr().out) == f"[0] lr=0  {end}\n"
+
+
+def test_a_narrow_table_over_seeds_has_one_line_for_a_point(monkeypatch, capsys):
+    jobs = [job(number, 2.0 if number < 2 else 40000.0 + 9000 * number) for number in range(4)]
+    for number, one in enumerate(jobs):
+        one.overrides[:] = [f"recipe={'warm' if number < 2 else 'scratch'}", "lr=0.001", f"seed={number % 2}"]
+        one.result["diverged"] = number > 1
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    monkeypatch.setenv("COLUMNS", "60")
+    print_table(jobs, None)
+    *_, heads, best, other, note = capsys.readouterr().out.splitlines()
+    assert heads == "settings                 held-out loss" and best.endswith("  best")
+    assert other.startswith("recipe=scratch lr=0.001  62500.0000 ± ") and other.endswith("  diverged")
+    assert note == "columns left out to fit the terminal: seeds"
+
+
 def test_the_board_fits_the_terminal_and_counts_jobs_by_status(monkeypatch, capsys):
     jobs = [Job(i, [f"lr={i}"], f"{i}", Status.RUNNING) for i in range(40)]
     jobs += [Job(40, ["lr=40"], "40", Status.COMPLETED, result={"eval_loss": 2.5}), Job(41, ["lr=41"])]

@@ -2,7 +2,6 @@
 
 import json
 import re
-import struct
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -247,12 +246,13 @@ def test_threads_are_warned_about_if_the_engine_chosen_by_auto_has_no_such_setti
     ("line", "words"),
     [
         ("checkpoint_best=loss checkpoint_every=0", ["checkpoint_best=loss", "checkpoint_every=0"]),
-        ("data=tokens data.path=ids.bin data.dtype=uint16", ["data.dtype=uint16", "TOYC", "int32"]),
+        ("data=tokens data.path=ids.bin data.dtype=uint16", ["data.dtype=uint16", "llm.c", "uint32"]),
     ],
 )
 def test_contradictory_settings_are_rejected(line, words, capsys):
-    ids = np.arange(400, dtype="<i4") % 50
-    Path("ids.bin").write_bytes(b"TOYC" + struct.pack("<III", 1, 50, 0) + ids.tobytes())
+    header = np.zeros(256, "<i4")
+    header[:3] = 20240801, 1, 400
+    Path("ids.bin").write_bytes(header.tobytes() + (np.arange(400, dtype="<u4") % 50).tobytes())
     common = [f"plugins=[{MODULES[0]}]", "engine=noop", "model.context=16", "hydra.run.dir=run"]
     assert main([*common, *line.split()]) == 2
     err = capsys.readouterr().err

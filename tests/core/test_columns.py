@@ -14,8 +14,8 @@ from toyexp.formats import iter_records
 from toyexp.formats.records import decode, record_suffix
 from toyexp_data.columns import convert, convert_pair
 from toyexp_data.examples import ExampleData
+from toyexp_data.files import find_records, split_name
 from toyexp_data.preference import Preference
-from toyexp_data.splits import find_records, split_name
 from toyexp_data.text import Text
 
 pyarrow = pytest.importorskip("pyarrow", reason="Parquet and Arrow: pip install 'toyexp[data]'")
@@ -67,6 +67,8 @@ SETS = {
              ("subject",)),
     "arc": ({"id": "1", "question": "q", "choices": {"text": ["u", "v"], "label": ["1", "2"]}, "answerKey": "2"},
             ("q\nA. u\nB. v\nAnswer:", " B"), ("id",)),
+    "mmlu as csv": ({"question": "q", "A": "u", "B": "v", "C": "w", "D": "", "answer": "B"},
+                    ("q\nA. u\nB. v\nC. w\nAnswer:", " B"), ()),
 }  # fmt: skip
 RENAMED = {
     "hellaswag": (
@@ -115,8 +117,6 @@ PAIRS = {
 
 def meaning(value):
     """Return the roles and contents of a conversation, or the prompt and the completion."""
-    if value is None:
-        return None
     return [(m.role, m.content) for m in value.messages] if value.messages else (value.prompt, value.completion)
 
 
@@ -147,7 +147,9 @@ def test_a_record_of_another_kind_is_refused(name):
 @pytest.mark.parametrize("name", PAIRS)
 def test_preferences_are_pairs_or_have_labels(name):
     record, chosen, rejected = PAIRS[name]
-    assert [meaning(half) for half in convert_pair(record, {})] == [chosen, rejected]
+    values = convert_pair(record, {})
+    assert [meaning(value) for value in values] == [half for half in (chosen, rejected) if half]
+    assert values[0].label is record.get("label")
 
 
 @pytest.mark.parametrize(
@@ -326,7 +328,7 @@ def test_shards_are_read_in_the_order_of_their_numbers(tmp_path):
     with pytest.raises(UserError, match=r"has 1 \.csv and 3 \.jsonl files; choose .*data\.path='.*/\*\.jsonl'"):
         find_records(str(tmp_path))
     (tmp_path / "empty").mkdir()
-    with pytest.raises(UserError, match="has no file of examples"):
+    with pytest.raises(UserError, match="contains no file of examples"):
         find_records(str(tmp_path / "empty"))
 
 
@@ -370,6 +372,14 @@ def test_completions_with_labels_are_matched_and_the_rarer_label_repeats(tmp_pat
     assert halves(dataset, dataset.train) == [*"axbycxdy"] and halves(dataset, dataset.held_out) == ["a", "y"]
     with pytest.raises(UserError, match="need both labels; the training part has none with the label false"):
         open_pairs(tmp_path / "x.jsonl", rows[:4], val_path=str(tmp_path / "y.jsonl"))
+
+
+def test_some_of_each_label_are_held_out_though_labels_alternate(tmp_path):
+    rows = [{"prompt": "p", "completion": "ab"[i % 2], "label": i % 2 == 0} for i in range(80)]
+    with pytest.raises(UserError, match="no example is left to hold out"):
+        open_pairs(tmp_path / "x.jsonl", rows[:2])
+    dataset = open_pairs(tmp_path / "x.jsonl", rows)
+    assert halves(dataset, dataset.held_out) == ["a", "b"] * 2 and halves(dataset, dataset.train) == ["a", "b"] * 38
 
 
 # -- text -------------------------------------------------------------------------------------------------------------

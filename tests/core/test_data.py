@@ -4,6 +4,7 @@ import itertools
 import json
 import os
 import re
+import shutil
 import socket
 import struct
 import subprocess
@@ -18,6 +19,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from toyexp import TokenDataset, UserError
+from toyexp.base import files as finding
 from toyexp.base.files import read_text
 from toyexp.base.random import stream
 from toyexp.cli.main import main
@@ -29,7 +31,6 @@ from toyexp.tokenizers.tokenizer import encode_documents
 from toyexp.training.experiment import prepare
 from toyexp_data import cache as caching
 from toyexp_data import corpus as reading
-from toyexp_data import files as finding
 from toyexp_data.cache import load_or_pack, recall, remember
 from toyexp_data.examples import ExampleData
 from toyexp_data.images import Images
@@ -238,7 +239,7 @@ def test_each_document_is_cut_once_and_loses_nothing(documents, fraction):
         for file, text in zip(files, documents, strict=True):
             file.write_bytes(text.encode())
         corpus = reading.Corpus(files, None, fraction)
-        train, held_out = ([*map("".join, part)] for part in (corpus.train(), corpus.held_out()))
+        train, held_out = ([*map("".join, part)] for part in map(corpus.parts, (False, True)))
         assert [a + b for a, b in zip(train, held_out, strict=True)] == documents
         assert all(len(h) == int(len(d) * fraction) for d, h in zip(documents, held_out, strict=True))
         assert corpus.facts.digest == hashlib.sha256("\0".join(documents).encode()).hexdigest()
@@ -415,6 +416,34 @@ def test_files_that_are_not_text_are_rejected_or_skipped_and_counted(tmp_path):
     assert omission.startswith("1 skipped (data.on_error), such as ") and "b.txt: not UTF-8 text" in omission
 
 
+def test_a_directory_that_vanishes_during_the_search_is_named(tmp_path):
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "x.png").touch()
+    files = finding.iter_files(tmp_path, unreadable := [])
+    rest = {"a", "b"} - {next(files).parent.name}
+    shutil.rmtree(tmp_path / rest.pop())
+    assert [*files] == [] and len(unreadable) == 1 and "No such file or directory" in unreadable[0]
+
+
+def test_files_are_read_in_the_order_of_their_numbers_and_hidden_ones_are_not(tmp_path):
+    for name in ("part10.txt", "part9.txt", ".part1.txt", ".git/config.txt"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(name[-6:-4] * 2)
+    dataset = open_text(tmp_path, val_fraction=0.1)
+    assert dataset.tokenizer.decode(dataset.train) == "t9t91010"
+
+
+def test_a_readme_is_text_if_there_are_no_records(tmp_path):
+    folder = tmp_path / "in"
+    folder.mkdir()
+    (folder / "README.md").write_text("about " * 9)
+    for path in (folder, folder / "README.md"):
+        assert open_text(path).describe()["documents"] == 1
+    (folder / "x.jsonl").write_text('{"text": "good"}\n' * 9)
+    assert open_text(folder).describe()["documents"] == 9
+
+
 def test_a_pattern_selects_the_matching_files(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for name in ("b1.txt", "b2.rst", "c.txt", "[x].txt"):
@@ -565,8 +594,8 @@ def test_a_configuration_that_is_a_pipe_is_refused(no_files, capfd):
 
 def test_a_directory_in_place_of_a_file_and_vice_versa(no_files):
     for data, words in (
-        (ExampleData(path="."), "data.path=.: has no file of examples"),
-        (Tokens(path="."), "data.path=.: has no file of token ids (.bin .npy)"),
+        (ExampleData(path="."), "data.path=.: contains no file of examples"),
+        (Tokens(path="."), "data.path=.: contains no file of token ids (.bin .npy)"),
         (Images(path="file"), "data.path=file: is a file, not a folder"),
     ):
         with pytest.raises(UserError, match=re.escape(words)):
@@ -625,7 +654,7 @@ def test_tokens_are_cached_and_memory_mapped(cache):
     assert first.sha256 == again.sha256 == hashlib.sha256(content).hexdigest()
     load_or_pack("another key", 70_001, make)
     assert len(calls) == 2
-    assert sorted(p.suffix for p in cache.iterdir()) == [".ids", ".ids"], "no temporary file stays"
+    assert sorted(p.suffix for p in cache.iterdir()) == [".ids", ".ids", ".json", ".json"], "no temporary file stays"
 
 
 @pytest.mark.parametrize(("vocab", "size"), [(65_536, 2), (65_537, 4)])
@@ -682,11 +711,12 @@ DAMAGE = [
 ]  # fmt: skip
 
 
+@pytest.mark.parametrize("suffix", ["ids", "json"])
 @pytest.mark.parametrize("kind", DAMAGE)
-def test_a_damaged_cache_file_is_made_again(cache, kind):
+def test_a_damaged_cache_file_is_made_again(cache, kind, suffix):
     make = split(range(500), range(200))
     load_or_pack("key", 500, make)
-    (path,) = cache.iterdir()
+    (path,) = cache.glob(f"*.{suffix}")
     content = path.read_bytes()
     path.write_bytes(damage_bytes(kind, content))
     again = load_or_pack("key", 500, make)
@@ -830,7 +860,7 @@ def test_a_text_that_changed_is_read_again_even_when_its_time_was_set_back(tmp_p
 def test_a_text_modified_just_now_is_not_taken_from_the_cache(tmp_path):
     (tmp_path / "t.txt").write_text("abcd" * 100)
     open_text(tmp_path / "t.txt")
-    assert [p.suffix for p in caching.cache_dir().iterdir()] == [".ids"], "its times may not tell the next change"
+    assert not [*caching.cache_dir().glob("text-*")], "its times may not tell the next change"
 
 
 def test_a_text_that_changes_while_it_is_read_is_rejected(tmp_path, monkeypatch):
@@ -891,21 +921,14 @@ IDS = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3]
 INT32, UINT16 = struct.pack("<10i", *IDS), struct.pack("<10H", *IDS)
 
 
-def toyc(ids, version=1, vocab=0):
-    return b"TOYC" + struct.pack("<III", version, vocab, 0) + struct.pack(f"<{len(ids)}i", *ids)
-
-
 @pytest.mark.parametrize(
     ("raw", "dtype", "vocab"),
     [
         (INT32, "auto", 10),
         (INT32, "int32", 10),
         (UINT16, "uint16", 10),
-        (toyc(IDS), "auto", 10),
-        (toyc(IDS, vocab=627), "auto", 627),
-        (toyc(IDS, vocab=10), "int32", 10),
     ],
-    ids=["auto", "int32", "uint16", "TOYC", "TOYC with vocabulary", "TOYC and its type"],
+    ids=["auto", "int32", "uint16"],
 )
 def test_every_form_of_token_file_gives_the_same_ids(tmp_path, raw, dtype, vocab):
     dataset = token_file(tmp_path, raw, dtype=dtype, val_fraction=0.2)
@@ -953,17 +976,11 @@ def test_the_largest_uint16_ids_stay_positive(tmp_path):
         (INT32[:-1], "auto", "39 bytes are not a whole number of 4-byte ids; is the file cut off?"),
         (INT32[:-2], "auto", "38 bytes are not a whole number of 4-byte ids; for uint16 ids:"),
         (UINT16[:-1], "uint16", "19 bytes are not a whole number of 2-byte ids; is the file cut off?"),
-        (toyc(IDS)[:-2], "auto", "38 bytes are not a whole number of 4-byte ids; is the file cut off?"),
         (b"", "auto", "holds no token ids"),
         (struct.pack("<3i", 1, -2, 3), "auto", "1 holds the id -2; ids begin at 0; for uint16 ids: data.dtype=uint16"),
         (struct.pack("<3i", 1, 2**24, 3), "auto", "position 1 holds the id 16777216; the limit is 16777216"),
         (struct.pack("<60H", *[7, 49] * 30), "auto", "up to 3211271 if read as int32, to 49 if read as uint16"),
         (struct.pack("<200H", *np.arange(200)), "auto", "set data.dtype=uint16"),
-        (toyc(IDS, version=2), "auto", "is a TOYC file of version 2; only version 1 is supported"),
-        (toyc(IDS), "uint16", "is a TOYC file, whose ids are int32; remove data.dtype=uint16"),
-        (toyc(IDS)[:12], "auto", "a TOYC file has a header of 16 bytes, this one only 12 bytes"),
-        (toyc([]), "auto", "holds no token ids"),
-        (toyc(IDS, vocab=9), "auto", "its header gives a vocabulary of 9, but position 5 has the id 9"),
     ],
 )
 def test_files_without_tokens_are_rejected_with_the_cause(tmp_path, raw, dtype, words):
@@ -986,12 +1003,11 @@ def test_files_without_tokens_are_rejected_with_the_cause(tmp_path, raw, dtype, 
         ),
         (b"a text", "auto", "is not an .npy file; rename packed ids to ids.bin"),
         (b"", "auto", "is not an .npy file; rename packed ids to ids.bin"),
-        (toyc([1, -1, 3]), "auto", "position 1 holds the id -1; ids begin at 0"),
     ],
-    ids=["negative", "too large", "its type typed", "a text", "empty", "TOYC"],
+    ids=["negative", "too large", "its type typed", "a text", "empty"],
 )
 def test_the_token_type_cannot_be_set_for_files_that_name_it(tmp_path, ids, dtype, words):
-    path = tmp_path / ("ids.bin" if isinstance(ids, bytes) and ids[:4] == b"TOYC" else "ids.npy")
+    path = tmp_path / "ids.npy"
     path.write_bytes(ids) if isinstance(ids, bytes) else np.save(path, ids)
     with pytest.raises(UserError) as error:
         read_tokens(path, dtype)

@@ -386,13 +386,6 @@ def make(kind):
         case "transformers":
             Path("run/config.json").write_text("{}")
             Path("run/pytorch_model.bin").touch()
-        case "a ViT of transformers":
-            Path("run/pytorch_model.bin").touch()
-            Path("run/config.json").write_text('{"model_type": "vit", "image_size": 224, "patch_size": 16}')
-        case "a ViT of timm":
-            config = '{"architecture": "vit_tiny_patch16_224", "pretrained_cfg": {"input_size": [3, 224, 224]}}'
-            Path("run/config.json").write_text(config)
-            Path("run/model.gguf").write_bytes(b"\x50" + bytes(7) + b'{"patch_embed.proj.weight":{"dtype":"F32"}}   ')
         case "peft":
             Path("run/adapter_config.json").write_text("{}")
 
@@ -404,14 +397,9 @@ def make(kind):
         ("a pipe", "run/model.gguf: is a pipe"),
         ("a link that leads nowhere", "run/model.gguf: is a link to gone.gguf, which does not exist"),
         ("unreadable", "run/model.gguf: cannot be opened: Permission denied"),
-        ("safetensors", "run/model.gguf: is not a GGUF file but safetensors; llama.cpp converts"),
-        ("transformers", "python convert_hf_to_gguf.py run --outfile model.gguf"),
-        ("peft", "python convert_lora_to_gguf.py run --outfile model.gguf"),
-        (
-            "a ViT of transformers",
-            "run holds an image model, which toyexp reads from config.json and model.safetensors",
-        ),
-        ("a ViT of timm", "run holds an image model, which toyexp reads from config.json and model.safetensors"),
+        ("safetensors", "run/model.gguf: is not a GGUF file but safetensors; toyexp reads a directory with"),
+        ("transformers", "toyexp reads a directory with config.json and model.safetensors"),
+        ("peft", "it holds an adapter of PEFT; name its base, and this directory as the adapter"),
     ],
 )
 def test_a_file_that_is_no_gguf_model_is_named(kind, said, capsys):

@@ -310,7 +310,7 @@ def test_an_epoch_trains_on_every_fitting_completion_token_once(tmp_path_factory
     facts = batches.facts
     assert facts["too_long"] == sum(f <= 0 for f in fits)
     assert facts["truncated"] == sum(0 < f < c + 1 for f, (_, c) in zip(fits, lengths, strict=True))
-    epoch = len(batches._rows)
+    epoch = batches.rows_per_epoch
     shown = {name: [] for name in ("tokens", "targets", "weights")}
     for k in range(-(-epoch // rows)):
         batch = batches.batch(k)
@@ -647,7 +647,9 @@ def test_equal_and_cut_pairs_are_counted_in_the_notes_of_a_run(tmp_path):
     dataset, _ = open_pairs(tmp_path / "y.jsonl", [{**lines[3], "chosen": letter} for letter in "bdef"], context=64)
     with pytest.raises(UserError, match="chosen and rejected are equal in all 2 pairs; nothing can be learned"):
         open_pairs(tmp_path / "z.jsonl", [lines[0]] * 2)
-    with pytest.raises(UserError, match=r"every prompt of the pairs fills the row; type model.context=") as error:
+    with pytest.raises(
+        UserError, match=r"pairs \(\d+\) have only prompt tokens within this context; type model.context="
+    ) as error:
         dataset.batches(16, 8, 0)
     least = int(re.findall(r"=(\d+) or more", str(error.value))[0])
     dataset.batches(least, 8, 0)

@@ -730,7 +730,7 @@ def test_a_directory_without_a_usable_tokenizer_has_token_ids_only(capsys):
     assert "note: m-hf/tokenizer.json: it has no BPE" in capsys.readouterr().err
     Path("m-hf/model.safetensors").unlink()
     assert main(words) == 2
-    assert "model.safetensors, the weights beside config.json, is missing" in capsys.readouterr().err
+    assert "toyexp reads a directory with config.json and model.safetensors" in capsys.readouterr().err
 
 
 # -- reading a directory in place -------------------------------------------------------------------------------------

@@ -816,6 +816,54 @@ def test_a_diverged_run_flattens_no_axis(chromium, tmp_path):
     opened.context.close()
 
 
+def diverge(run, loss):
+    """Give a run the losses `loss(step)`, and mark it as diverged."""
+    events, result = (run / name for name in ("events.jsonl", "result.json"))
+    result.write_text(json.dumps({**json.loads(result.read_text()), "diverged": True}))
+    lines = [json.loads(line) for line in events.read_text().splitlines()]
+    lines = [{**line, "loss": loss(line["step"])} if line["kind"] in ("step", "eval") else line for line in lines]
+    events.write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+
+def test_a_report_of_a_diverged_run_shows_all_its_losses_on_a_logarithmic_axis(chromium, tmp_path):
+    diverge(write_run(tmp_path / "runs/bad", steps=100), lambda step: 6.95 + 5 * max(step - 1, 0))
+    assert main(["compare", str(tmp_path / "runs"), "--html", str(tmp_path / "report.html")]) == 0
+    opened = Opened(chromium, tmp_path / "report.html", viewport={"width": 1300, "height": 900})
+    low, high = axis(opened.page, "yaxis")
+    assert opened.page.is_checked("#ylog") and low < np.log10(6.95) and high > np.log10(400)
+    labels = opened.page.locator("#main .yaxislayer-above text").all_text_contents()
+    assert labels == ["10", "20", "50", "100", "200", "500"] and opened.trouble == []
+    opened.context.close()
+
+
+def test_held_out_marks_stay_when_outliers_are_shown_and_the_result_is_the_best_shown(chromium, tmp_path):
+    for number, (lr, held_out) in enumerate(((0.001, 2.5), (0.003, 2.0), (10.0, 400.0))):
+        write_run(tmp_path / f"runs/{number}", lr=lr, held_out=held_out, steps=100)
+    diverge(tmp_path / "runs/2", lambda step: 400.0 if step > 5 else 5.0)
+    assert main(["compare", str(tmp_path / "runs"), "--html", str(tmp_path / "report.html")]) == 0
+    opened = Opened(chromium, tmp_path / "report.html", viewport={"width": 1300, "height": 900})
+    page, marks = opened.page, "#main .scatterlayer .points path"
+    before = page.locator(marks).evaluate_all("all => all.filter((p) => p.style.display !== 'none').length")
+    assert before and "above" in page.locator("#outliers-label").inner_text()
+    page.check("#outliers")
+    until(page, "document.getElementById('main').data.every((t) => t.name !== 'above')")
+    assert page.locator(marks).evaluate_all("all => all.filter((p) => p.style.display !== 'none').length") == before
+    assert page.locator("#outliers-label").inner_text().strip() == "outliers"
+    assert page.locator("#result").inner_text() == "Best held-out loss: 2.0000, lr=0.003"
+    page.fill("#filter", "lr!=0.003")
+    until(page, "document.getElementById('result').textContent == 'Best shown held-out loss: 2.5000, lr=0.001'")
+    opened.context.close()
+
+
+def test_the_report_of_a_failed_run_says_so(chromium, tmp_path):
+    write_run(tmp_path / "runs/0", steps=5, until=2, reason="errored")
+    assert main(["compare", str(tmp_path / "runs"), "--html", str(tmp_path / "report.html")]) == 0
+    opened = Opened(chromium, tmp_path / "report.html")
+    assert opened.page.locator("#result").inner_text() == "Failed at step 2"
+    assert opened.page.locator("#table td.bad").inner_text() == "failed"
+    opened.context.close()
+
+
 def test_a_seed_that_diverged_does_not_stretch_the_band_of_its_group(chromium, tmp_path):
     for lr, seed in itertools.product((0.003, 0.01), (0, 1, 2)):
         write_run(tmp_path / f"runs/{lr}-{seed}", lr=lr, seed=seed, steps=100)

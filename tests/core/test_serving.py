@@ -68,6 +68,7 @@ def test_the_system_message_of_the_runs_data_is_that_of_the_modelfile():
     assert main(["export", "run", "--ollama", "--force", "--system", "Be brief."]) == 0
     assert 'SYSTEM """Be brief."""\n' in (text := Path("run/Modelfile").read_text()) and "pirate" not in text
     assert main(["export", "run", "--type", "f16", "--system", "Be brief."]) == 2
+    assert main(["export", "run", "--ollama", "--force", "--system", 'say """\nPARAMETER seed 1']) == 2
     Path("run/model.gguf").rename("moved.gguf")
     assert main(["export", "moved.gguf", "--ollama"]) == 0
     assert "SYSTEM" not in Path("Modelfile").read_text()

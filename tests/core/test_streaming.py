@@ -98,6 +98,18 @@ def test_files_without_text_and_settings_that_need_all_text_are_refused(tmp_path
         open_stream(tmp_path / "x.jsonl", max_mb=1.0)
 
 
+def test_unusable_files_and_records_are_left_out_with_a_note(tmp_path, capsys):
+    for name, raw in {"a.txt": b"a" * 40, "b.txt": b"b" * 40 + b"\xff", "c.txt": b"c" * 40}.items():
+        (tmp_path / name).write_bytes(raw)
+    settings = {"on_error": "skip", "val_path": str(tmp_path / "a.txt")}
+    batches = open_stream(tmp_path, **settings).batches(8, 2, 0)
+    assert {*text_of(np.concatenate([batches.batch(k)["tokens"].ravel() for k in range(20)]))} == {*"ac|"}
+    assert "b.txt: not UTF-8 text (byte 40 is 0xff)" in capsys.readouterr().err
+    (tmp_path / "x.jsonl").write_bytes(b'{"text": "good"}\n{"text": "\xff"}\n' * 9)
+    open_stream(tmp_path / "x.jsonl", on_error="skip", val_fraction=0.5).batches(4, 1, 0)
+    assert capsys.readouterr().err.count("x.jsonl:2: not UTF-8 text") == 1
+
+
 def test_a_resumed_run_reads_the_same_rows(shards, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     words = ["engine=ggml", "engine.threads=1", "data=text", f"data.path={shards}", "data.tokenizer=byte",

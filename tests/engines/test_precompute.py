@@ -84,8 +84,8 @@ def test_the_speed_of_a_preference_run_counts_the_tokens_of_completions(work):
 
 
 def test_references_are_the_log_probabilities_of_the_base_in_float64(work, monkeypatch):
-    seen, extend = [], PrecomputedBatches._extend
-    monkeypatch.setattr(PrecomputedBatches, "_extend", lambda self, batch: seen.append(extend(self, batch)) or seen[-1])
+    seen, change = [], PrecomputedBatches._change
+    monkeypatch.setattr(PrecomputedBatches, "_change", lambda *args: seen.append(change(*args)) or seen[-1])
     train("run")
     with GGUFFile(work / "base.gguf") as file:
         weights = {name: torch.from_numpy(file.read(name)).double() for name in file.tensors}

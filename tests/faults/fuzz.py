@@ -323,7 +323,7 @@ class TokenFile(Target):
         super().__init__()
         ids = np.random.default_rng(0).integers(0, 50, 400)
         plain = ids.astype("<i4").tobytes()
-        self.seeds = [plain, ids.astype("<u2").tobytes(), b"TOYC" + struct.pack("<III", 1, 50, 0) + plain]
+        self.seeds = [plain, ids.astype("<u2").tobytes(), struct.pack("<3i", 20240801, 1, 400) + bytes(1012) + plain]
         self.cfg = build_cfg("scratch", "llama", "ggml")
 
     def use(self):

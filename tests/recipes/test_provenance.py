@@ -16,6 +16,7 @@ from tiny import write_base
 import toyexp
 from toyexp.base.ownership import fingerprint
 from toyexp.cli.main import main
+from toyexp.config.build import resolve_paths
 from toyexp.config.request import Request
 from toyexp.inference.evaluate import TrainedRun
 from toyexp.plugins.discovery import load
@@ -25,6 +26,7 @@ from toyexp.results.run_dirs import read_run
 from toyexp.tokenizers.byte_level import Bytes
 from toyexp.training.experiment import prepare
 from toyexp.training.provenance import MOVED, Origin, data_digests, parse_origin, source_digests
+from toyexp_data.text import Text
 
 BOOK = "It was a bright cold day in April, and the clocks were striking. " * 60
 QUICK = ["data=text", "data.path=book.txt", "engine=ggml", "engine.threads=1", "batch_size=2", "model.context=12",
@@ -240,6 +242,14 @@ def test_only_settings_that_may_move_are_suggested_for_a_missing_path(working_di
         is_elsewhere = start == working_directory.parent
         assert (f"; the run was started in {start}; cd to " in str(error.value)) is is_elsewhere
         assert str(error.value).endswith(f"; if it was moved, type {key}=PATH") is may_move
+
+
+def test_a_tokenizer_in_a_directory_without_a_dot_is_a_path_and_the_name_of_a_kind_is_not(tmp_path):
+    for name in ("base", "byte"):
+        (tmp_path / "start" / name).mkdir(parents=True)
+    origin = Origin(tmp_path / "start")
+    for typed, resolved in (("base", str(tmp_path / "start" / "base")), ("byte", "byte")):
+        assert resolve_paths(Text, {"name": "text", "tokenizer": typed}, origin)["tokenizer"] == resolved
 
 
 def test_a_resumed_run_keeps_its_recorded_working_directory(home, monkeypatch):

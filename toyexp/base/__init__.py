@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from toyexp.base.files import (
         HEAD_SIZE,
         NOT_TEXT_HINTS,
+        iter_files,
         not_text_error,
         open_file,
         read_file,
@@ -51,6 +52,7 @@ if TYPE_CHECKING:
         is_silent,
         print_error,
         print_line,
+        print_note,
         show_status,
     )
     from toyexp.base.threads import (

@@ -12,6 +12,7 @@ import io
 import itertools
 import math
 import os
+import re
 import textwrap
 import threading
 import warnings
@@ -179,14 +180,30 @@ class Sheet:
         parts = [part for part in self._below.split(" · ") if column is None or "/" not in part]
         # no break in a short part or before a dot
         below = "\xa0· ".join(part.replace(" ", "\xa0") if len(part) < 60 * room else part for part in parts)
-        lines = textwrap.wrap(below, round(112 * room), max_lines=3, placeholder=" …")
-        title = textwrap.wrap(self._title, round(TITLE_LENGTH * room), max_lines=2, placeholder=" …") or [""]
+        lines, title = (
+            [fit_text(re.sub(" ·(?= …|$)", "", line.replace("\xa0", " ")), most)
+             for line in textwrap.wrap(text, most, max_lines=rows, placeholder=" …")]
+            for text, rows, size, weight in ((below, 3, SMALL, "normal"), (self._title, 2, TITLE, "bold"))
+            for most in [self._count_letters(text, size * scale, weight)]
+        )  # fmt: skip
         # The empty lines reserve space for the subtitle, which has another font.
-        self.figure.suptitle("\n".join([*(fit_text(line, TITLE_LENGTH) for line in title), *[""] * len(lines)]), x=0.01,
+        self.figure.suptitle("\n".join([*(title or [""]), *[""] * len(lines)]), x=0.01,
                              ha="left", fontsize=TITLE * scale, fontweight="bold")  # fmt: skip
-        shift = ScaledTranslation(0, (-22 - 1.2 * TITLE * (len(title) - 1)) / 72 * scale, self.figure.dpi_scale_trans)
-        self._below_text.set(text="\n".join(fit_text(line.replace("\xa0", " "), 112) for line in lines))
+        shift = ScaledTranslation(
+            0, (-22 - 1.2 * TITLE * max(len(title) - 1, 0)) / 72 * scale, self.figure.dpi_scale_trans
+        )
+        self._below_text.set(text="\n".join(lines))
         self._below_text.set_transform(self.figure.transFigure + shift)
+
+    def _count_letters(self, text: str, size: float, weight: str) -> int:
+        """Return how many letters of a text fill a line of the page, if the font has `size` points."""
+        from matplotlib.font_manager import FontProperties
+        from matplotlib.textpath import TextToPath
+
+        shown = fit_text(text, 500)
+        font = FontProperties(size=size, weight=weight)
+        length = TextToPath().get_text_width_height_descent(shown or "x", font, ismath=False)[0]
+        return int(0.95 * 72 * self.figure.get_size_inches()[0] * max(len(shown), 1) / length)
 
     def __repr__(self) -> str:
         return f"Sheet: write(file) saves it as {', '.join(FILE_METADATA)}"

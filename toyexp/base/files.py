@@ -5,11 +5,13 @@ from __future__ import annotations
 import os
 import re
 import stat
+from collections.abc import Iterator
 from io import BufferedReader
 from pathlib import Path
 from typing import Any
 
 from toyexp.base.errors import UserError
+from toyexp.base.terminal import show_status
 
 KINDS = {
     stat.S_IFDIR: "a folder",
@@ -22,6 +24,7 @@ KINDS = {
 }
 NODE_LIMIT = 20_000  # values in a YAML file; aliased values count each time they are used
 READ_FLAGS = os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)  # opening a pipe never waits
+STATUS_EVERY = 500  # directories between updates of the status of a search
 HEAD_SIZE = 512  # leading bytes of a file, from which its format is guessed
 # Magic bytes of formats that users pass instead of text, and how to convert them.
 NOT_TEXT_HINTS: dict[bytes | tuple[bytes, ...], str] = {
@@ -30,7 +33,7 @@ NOT_TEXT_HINTS: dict[bytes | tuple[bytes, ...], str] = {
     (b"\xfd7zXZ", b"\x28\xb5\x2f\xfd"): "it is compressed: unxz or unzstd it first",
     b"PK\x03\x04": "it is a zip archive: unzip it first, or save a spreadsheet as CSV",
     b"version https://git-lfs": "it is a Git LFS pointer: git lfs pull fetches the file",
-    b"PAR1": "it is Parquet: pandas.read_parquet(FILE).to_json('x.jsonl', orient='records', lines=True) in Python",
+    b"PAR1": "it is Parquet: let its name end in .parquet",
     b"%PDF": "it is a PDF: take the text out of it first (pdftotext)",
     (b"\xff\xfe", b"\xfe\xff"): "it is UTF-16: save it as UTF-8 in a text editor, or type iconv -f UTF-16 -t UTF-8",
 }
@@ -75,6 +78,22 @@ def explain_missing(path: Path) -> str:
         return f"not found (looked in {working_directory()})"
     parent = next(p for p in path.parents if p.exists())
     return f"not found ({parent} holds no {path.relative_to(parent).parts[0]})"
+
+
+def iter_files(folder: Path, unreadable: list[str] | None = None) -> Iterator[Path]:
+    """Yield the files below a directory, also broken links, except hidden files and those in hidden directories.
+
+    Add links to directories, and directories that cannot be read, to the list `unreadable`, each with the reason.
+    """
+    reasons = [] if unreadable is None else unreadable
+    walk = os.walk(folder, onerror=lambda error: reasons.append(f"{error.filename}: {system_message(error)}"))
+    for number, (directory, folders, names) in enumerate(walk, 1):
+        if number % STATUS_EVERY == 0:
+            show_status(f"looking for files below {folder}: in {number} folders")
+        folders[:] = [name for name in folders if not name.startswith(".")]
+        paths = [Path(directory, name) for name in folders]
+        reasons += [f"{path}: is a link to a directory" for path in paths if path.is_symlink()]
+        yield from (Path(directory, name) for name in names if not name.startswith("."))
 
 
 def dangling_link(path: Path) -> Path | None:

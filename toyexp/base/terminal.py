@@ -28,7 +28,7 @@ STYLES = {
 }
 COLOUR_CHOICES = ("auto", "always", "never")
 _LABELS = "engine|machine|model|data|recipe|run|sweep|study|report|plot|keys|again|next|varies|compute|time|file|sizes"
-_LABELS += "|parameters|types|tokenizer|name|made by|trains|steps|memory|writes|resume|parent"
+_LABELS += "|parameters|types|tokenizer|name|made by|trains|steps|memory|writes|resume|parent|donor"
 # Patterns of words to colour, and their style. A later pattern must not match inside an earlier one.
 _STYLED = (
     (re.compile(r"^  [\w.]+(?=  +(?:PASS|no  |FAIL)  )|^(?:toyexp \d|with toyexp|forward pass).*"), "bold"),
@@ -40,7 +40,7 @@ _STYLED = (
     (re.compile(r"\bPASS\b|(?:(?<=  )|^)completed(?=  |$| after )", re.MULTILINE), "green"),
     (re.compile(r"^(?:(\d+) of \1 )?within the tolerances.*"), "green"),
     (re.compile(r"(?<=  )no(?=    )"), "yellow"),  # an engine that does not work here
-    (re.compile(rf"^(?:{_LABELS})(?=  )|^  [a-z ]+(?=  +(?:\x1b\S+)?toyexp )"), "dim"),
+    (re.compile(rf"^(?:{_LABELS})(?=  )|^settings(?= \S+=)|^  [a-z ]+(?=  +(?:\x1b\S+)?toyexp )"), "dim"),
     (re.compile(r"(?<=  )(?:\d+-[a-z][\w-]*|(?:~|\.{0,2})/[^\s,]*|[A-Za-z_][\w.-]*/[^\s,]+)(?=,|  |$)"), "path"),
     (re.compile(r"(?<=  )best$", re.MULTILINE), "bright"),
     (re.compile(r"^.+(?=  (?:\x1b\S+)?best\b\S*$)|^(?:best )?held-out .* (?:->|after step) \S+$|^best    .*"), "bold"),

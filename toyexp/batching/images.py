@@ -5,14 +5,14 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Container, Mapping, Sequence
-from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
 from toyexp.base.errors import UserError, printable
 from toyexp.base.random import generator, stream
-from toyexp.interfaces.dataset import Batch, Batches, Dataset, InputSpec
+from toyexp.batching.epochs import EpochBatches
+from toyexp.interfaces.dataset import Dataset, InputSpec
 
 AUGMENTATIONS = ("crop", "flip", "shift", "color")
 NORMALISATIONS = ("train", "fixed")
@@ -52,9 +52,9 @@ class ImageDataset(Dataset):
         halves = np.full(channels, 0.5)
         self.mean, self.std = mean_and_std(training) if normalise == "train" else (halves, halves)
         self.augment, self.eval_images, self.sampler, self.mixup = augment, eval_images, sampler, mixup
-        self._left_out, self._remarks = left_out, remarks
         digest = hashlib.sha256(images.tobytes())
         digest.update(labels.astype(np.int32).tobytes())
+        self._left_out, self._remarks = left_out, remarks
         self._facts = {
             **(facts or {}),
             "train_images": len(self.train[1]),
@@ -64,14 +64,6 @@ class ImageDataset(Dataset):
             "images_sha256": digest.hexdigest(),
             "classes_digest": hashlib.sha256(json.dumps(list(classes)).encode()).hexdigest()[:16],
         }
-
-    def describe(self) -> dict[str, Any]:
-        """Return image counts, image shape, and digests of pixels and classes."""
-        return self._facts
-
-    def omissions(self) -> Sequence[str]:
-        """Return a note for each part of the source data that was left out, such as unreadable images."""
-        return self._left_out
 
     def remarks(self) -> list[str]:
         """Return lines to print: the classes, the augmentation, and notes of the code that read the images."""
@@ -133,16 +125,7 @@ class Unlabelled(ImageDataset):
         self.mean, self.std = mean, std
 
 
-class Draws(NamedTuple):
-    """Random draws of an epoch of `n` training rows."""
-
-    order: np.ndarray  # [n], number of the image of each row
-    words: np.ndarray  # [n, 8], 64-bit words for the augmentation of each row
-    partners: np.ndarray  # [n], for mixup: the row of the same epoch that is mixed into each row
-    shares: np.ndarray  # [n], share of the partner
-
-
-class ImageBatches(Batches):
+class ImageBatches(EpochBatches):
     """Batches of images; order, augmentation and mixup depend on (seed, epoch).
 
     With the sampler `shuffle` each image occurs once per epoch. With `balanced` each class has the same number of rows,
@@ -150,16 +133,14 @@ class ImageBatches(Batches):
     """
 
     def __init__(self, dataset: ImageDataset, rows: int, seed: int):
-        self._train, self._held_out = dataset.train, dataset.held_out
-        self._rows, self._seed, self._mixup = rows, seed, dataset.mixup
+        self._train, self._held_out, self._mixup = dataset.train, dataset.held_out, dataset.mixup
         self._augment = set(dataset.augment.split("_")) - {"none"}
-        self._eval_images = dataset.eval_images or len(self._held_out[1])
         self._groups = self._train[1] if dataset.sampler == "balanced" else 0 * self._train[1]  # group of each image
-        count = len(np.unique(self._groups))
-        self.rows_per_epoch = self._epoch_rows = -(-len(self._groups) // max(count, 1)) * count
+        groups = len(np.unique(self._groups))
+        count, held_out_count = -(-len(self._groups) // max(groups, 1)) * groups, len(self._held_out[1])
+        super().__init__(count, held_out_count, rows, seed, dataset.eval_images or held_out_count)
         self._factor = (1 / (255 * dataset.std)).astype(np.float32)
         self._offset = (dataset.mean / dataset.std).astype(np.float32)
-        self._epoch_draws = lru_cache(maxsize=2)(self._draw)
         self.inputs = {
             "images": InputSpec(dataset.image_shape, "float32"),
             "targets": InputSpec((), "int32", below=dataset.vocab),
@@ -169,63 +150,52 @@ class ImageBatches(Batches):
             self.inputs["second_targets"] = InputSpec((), "int32", below=dataset.vocab, optional=True)
             self.inputs["second_shares"] = InputSpec((), "float32", optional=True)
 
-    def _draw(self, epoch: int) -> Draws:
+    def _epoch_order(self, epoch: int) -> np.ndarray:
+        """Return for each row of an epoch the number of its image, and 8 words that determine the augmentation.
+
+        With mixup, a row has two images with their words, and the share of the second one.
+        """
+
         def permutation(name: str, count: int) -> np.ndarray:
             return np.argsort(stream(self._seed, name, epoch).random_raw(count), kind="stable")
 
-        order, count = permutation("data-order", len(self._groups)), self._epoch_rows
+        order, count = permutation("data-order", len(self._groups)), self._count
         if (groups := np.unique(self._groups)).size > 1:
             parts = [np.resize(order[self._groups[order] == group], count // len(groups)) for group in groups]
             order = np.concatenate(parts)[permutation("class-order", count)]
         words = stream(self._seed, "augment", epoch).random_raw(8 * count).reshape(8, count).T
-        if not self._mixup:
-            return Draws(order, words, order, order)
-        shares = generator(self._seed, f"mixup/{epoch}").beta(self._mixup, self._mixup, count).astype(np.float32)
-        return Draws(order, words, permutation("mixup-order", count), shares)
+        images = 1 + bool(self._mixup)
+        rows = np.zeros(count, [("images", "i8", (images,)), ("words", "u8", (images, 8)), ("share", "f4")])
+        rows["images"], rows["words"] = order[:, None], words[:, None]
+        if self._mixup:
+            partners = permutation("mixup-order", count)
+            rows["images"][:, 1], rows["words"][:, 1] = order[partners], words[partners]
+            rows["share"] = generator(self._seed, f"mixup/{epoch}").beta(self._mixup, self._mixup, count)
+        return rows
 
-    def batch(self, k: int) -> Batch:
-        """Return training batch `k`: images [rows, height, width, channels], targets [rows], weights [rows].
+    def _take(self, items: np.ndarray, is_held_out: bool) -> dict[str, np.ndarray]:
+        """Return a batch: images [rows, height, width, channels], targets [rows], weights [rows].
 
         With mixup (Zhang et al. 2018), an image is (1 - m) x_i + m x_j, with m from Beta(mixup, mixup). The batch then
         also has the classes of the images j, second_targets [rows], and the numbers m, second_shares [rows].
         """
-        numbers = (divmod(number, self._epoch_rows) for number in range(k * self._rows, (k + 1) * self._rows))
-        rows = [(self._epoch_draws(epoch), row) for epoch, row in numbers]
-        batch = self._read(rows)
+        if is_held_out:
+            return self._batch(self._held_out[0][items], self._held_out[1][items])
+        batch = self._read(items, 0)
         if self._mixup:
-            second = self._read([(draws, draws.partners[row]) for draws, row in rows])
-            shares = np.array([draws.shares[row] for draws, row in rows])
+            second, shares = self._read(items, 1), np.ascontiguousarray(items["share"])
             batch["images"] += shares[:, None, None, None] * (second["images"] - batch["images"])
             batch |= {"second_targets": second["targets"], "second_shares": shares}
         return batch
 
-    def _read(self, rows: Sequence[tuple[Draws, int]]) -> dict[str, np.ndarray]:
-        """Return a batch of the given rows of epochs, whose images are augmented."""
-        images, labels = self._train
-        selected = [draws.order[row] for draws, row in rows]
-        picked = images[selected]
+    def _read(self, items: np.ndarray, place: int) -> dict[str, np.ndarray]:
+        """Return a batch of the first images of the rows `items`, or of the second ones, with augmentation."""
+        numbers = items["images"][:, place]
+        picked = self._train[0][numbers]
         if self._augment:
-            words = (draws.words[row] for draws, row in rows)
-            picked = np.stack([augment_image(*pair, self._augment) for pair in zip(picked, words, strict=True)])
-        return self._batch(picked, labels[selected])
-
-    def held_out(self) -> Sequence[Batch]:
-        """Return batches of held-out images.
-
-        The setting `eval_images` limits the number of images; 0 means all. If images are left out, the ones in the
-        batches are spread evenly over the held-out set. Padding rows of the last batch have weight 0.
-        """
-        images, labels = self._held_out
-        count = min(len(labels), self._eval_images)
-        indices = np.arange(count) * len(labels) // count
-        batches = []
-        for first in range(0, count, self._rows):
-            part = indices[first : first + self._rows]
-            padded = np.resize(part, self._rows)  # repeated rows fill the batch, with weight 0
-            batch = self._batch(images[padded], labels[padded])
-            batch["weights"][len(part) :] = 0
-            batches.append(batch)
-        return batches
+            pairs = zip(picked, items["words"][:, place], strict=True)
+            picked = np.stack([augment_image(*pair, self._augment) for pair in pairs])
+        return self._batch(picked, self._train[1][numbers])
 
     def _batch(self, images: np.ndarray, labels: np.ndarray) -> dict[str, np.ndarray]:
         pixels = images.astype(np.float32) * self._factor - self._offset

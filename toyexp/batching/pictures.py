@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from toyexp.base.errors import printable
-from toyexp.base.files import dangling_link, explain_missing
+from toyexp.base.files import dangling_link, explain_missing, iter_files
 from toyexp.base.packages import require_package
 
 if TYPE_CHECKING:
@@ -90,13 +90,7 @@ def scaling_note(sizes: set[tuple[int, int]], size: int) -> list[str]:
     return [f"images of {examples} pixels are cropped to their centred square and scaled to {size} x {size}"]
 
 
-def iter_files(folder: Path) -> Iterator[Path]:
-    """Yield the files below a directory, except hidden files such as .DS_Store and files in hidden directories."""
-    files = (f for f in folder.rglob("*") if not f.is_dir())
-    return (f for f in files if not any(part.startswith(".") for part in f.relative_to(folder).parts))
-
-
 def iter_images(folder: Path) -> Iterator[Path]:
     """Yield the files below a directory whose names have an image suffix, including broken symbolic links."""
-    files = (f for f in folder.rglob("*") if f.suffix.lower() in IMAGE_SUFFIXES)
-    return (f for f in files if f.is_file() or dangling_link(f))
+    files = (file for file in iter_files(folder) if file.suffix.lower() in IMAGE_SUFFIXES)
+    return (file for file in files if file.is_file() or dangling_link(file))

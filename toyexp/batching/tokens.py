@@ -5,14 +5,14 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Mapping, Sequence
-from functools import lru_cache
 from typing import Any, cast
 
 import numpy as np
 
 from toyexp.base.errors import UserError
 from toyexp.base.random import stream
-from toyexp.interfaces.dataset import Batch, Batches, Dataset
+from toyexp.batching.epochs import EpochBatches
+from toyexp.interfaces.dataset import Batch, Batches, ChangedBatches, Dataset
 from toyexp.interfaces.kind import TOKENS
 from toyexp.interfaces.phases import TURN
 from toyexp.interfaces.plan import NOISE, Plan
@@ -42,18 +42,10 @@ class TokenDataset(Dataset):
                 raise UserError(f"the ids of the data's {part} part are {ids.dtype}; they must be integers")
         self.train, self.held_out = train, held_out
         self.tokenizer, self.vocab = tokenizer, vocab
-        self._eval_batches, self._left_out, self._remarks = eval_batches, left_out, remarks
-        self._val_fraction = val_fraction
-        self._facts = {
-            **facts,
-            "train_tokens": len(train),
-            "held_out_tokens": len(held_out),
-            "tokens_sha256": digest or _digest((train, held_out)),
-        }
-
-    def describe(self) -> dict[str, Any]:
-        """Return the token counts and a digest of the training and held-out parts."""
-        return self._facts
+        self._eval_batches, self._val_fraction = eval_batches, val_fraction
+        sizes = {"train_tokens": len(train), "held_out_tokens": len(held_out)}
+        self._facts = {**facts, **sizes, "tokens_sha256": digest or _digest((train, held_out))}
+        self._left_out, self._remarks = left_out, remarks
 
     def prompt(self) -> list[int]:
         """Return a prompt for samples: the token ids of the first three words of a held-out line.
@@ -65,14 +57,6 @@ class TokenDataset(Dataset):
         complete = [line for line in lines[1:-1] if line.strip()] or lines[:1]  # first and last line may be cut off
         line = next((line for line in complete if not line[0].isspace()), "".join(complete[:1]))
         return cast("list[int]", self.tokenizer.prompt(" ".join(line.split()[:3])[:PROMPT_LENGTH]).tolist())
-
-    def omissions(self) -> Sequence[str]:
-        """Return a note for each part of the source data that was left out, such as text beyond a size limit."""
-        return self._left_out
-
-    def remarks(self) -> list[str]:
-        """Return notes about the data, as lines to print before training."""
-        return list(self._remarks)
 
     def batches(self, context: int, rows: int, seed: int) -> TokenBatches:
         """Return batches of `rows` windows of `context` tokens, with the next tokens as targets.
@@ -103,7 +87,7 @@ class TokenDataset(Dataset):
         return f"about {float(f'{needed:.2g}'):,.0f} {unit}"
 
 
-class TokenBatches(Batches):
+class TokenBatches(EpochBatches):
     """Batches of windows of `context` consecutive tokens; each window occurs once per epoch.
 
     In each epoch the training sequence is cut into adjacent windows, and the first one starts at a random offset. The
@@ -111,55 +95,28 @@ class TokenBatches(Batches):
     """
 
     def __init__(self, train: np.ndarray, held_out: np.ndarray, context: int, rows: int, seed: int, eval_batches: int):
-        self._train, self._held_out = train, held_out
-        self._context, self._rows, self._seed = context, rows, seed
-        self._eval_batches = eval_batches
-        self._span = np.arange(context + 1)
         # One window fewer than fits, to leave room for the offset, but at least one.
-        self._windows = self.rows_per_epoch = max((len(train) - 1) // context - 1, 1)
-        self._order = lru_cache(maxsize=2)(self._epoch_order)
+        windows, held_out_windows = max((len(train) - 1) // context - 1, 1), (len(held_out) - 1) // context
+        super().__init__(windows, held_out_windows, rows, seed, eval_batches * rows)
+        self._train, self._held_out, self._span = train, held_out, np.arange(context + 1)
         self.inputs = TOKENS.inputs(context)
 
     def _epoch_order(self, epoch: int) -> np.ndarray:
         """Return the shuffled start positions of the epoch's windows."""
-        words = stream(self._seed, "data-order", epoch).random_raw(self._windows + 1)
-        spare = len(self._train) - 1 - self._windows * self._context
+        words, context = stream(self._seed, "data-order", epoch).random_raw(self._count + 1), len(self._span) - 1
+        spare = len(self._train) - 1 - self._count * context
         offset = int(words[-1] % np.uint64(spare + 1))
-        return np.argsort(words[:-1], kind="stable") * self._context + offset
+        return np.argsort(words[:-1], kind="stable") * context + offset
 
-    def batch(self, k: int) -> Batch:
-        """Return training batch `k`: tokens, targets and weights, each [rows, context]."""
-        return self._take_rows(k, 1)
+    def _take(self, items: np.ndarray, is_held_out: bool) -> dict[str, np.ndarray]:
+        ids, starts = (self._held_out, items * (len(self._span) - 1)) if is_held_out else (self._train, items)
+        return shift_windows(ids[starts[:, None] + self._span])
 
-    def block(self, first: int, count: int) -> Batch:
-        """Return `count` batches, from batch `first` on, as one batch with all their rows."""
-        return self._take_rows(first, count)
 
-    def _take_rows(self, first: int, count: int) -> Batch:
-        row, end = first * self._rows, (first + count) * self._rows
-        starts: list[np.ndarray] = []
-        while row < end:  # a batch may span two epochs, or more on a tiny corpus
-            epoch, position = divmod(row, self._windows)
-            starts.append(self._order(epoch)[position : position + end - row])
-            row += len(starts[-1])
-        return _windows(self._train, np.concatenate(starts), self._span)
-
-    def held_out(self) -> Sequence[Batch]:
-        """Return batches of held-out windows, evenly spread over the held-out sequence.
-
-        The setting `eval_batches` limits their number. Padding rows of the last batch have weight 0.
-        """
-        count = (len(self._held_out) - 1) // self._context
-        chosen = min(count, self._eval_batches * self._rows)
-        starts = np.arange(chosen) * count // chosen * self._context
-        batches = []
-        for first in range(0, chosen, self._rows):
-            part = starts[first : first + self._rows]
-            spare = self._rows - len(part)  # repeated rows fill the batch, with weight 0
-            batch = _windows(self._held_out, np.concatenate([part, np.repeat(part[:1], spare)]), self._span)
-            batch["weights"][len(part) :] = 0
-            batches.append(batch)
-        return batches
+def shift_windows(windows: np.ndarray) -> dict[str, np.ndarray]:
+    """Return a batch of windows of token ids [rows, context + 1]: tokens, targets (the next tokens) and weights."""
+    tokens, targets = (np.ascontiguousarray(part, np.int32) for part in (windows[:, :-1], windows[:, 1:]))
+    return {"tokens": tokens, "targets": targets, "weights": np.ones(tokens.shape, np.float32)}
 
 
 def _digest(parts: Sequence[np.ndarray], step: int = 1 << 20) -> str:
@@ -174,16 +131,7 @@ def _digest(parts: Sequence[np.ndarray], step: int = 1 << 20) -> str:
     return digest.hexdigest()
 
 
-def _windows(ids: np.ndarray, starts: np.ndarray, span: np.ndarray) -> dict[str, np.ndarray]:
-    window = ids[starts[:, None] + span]  # [rows, context + 1]; a target is the next token
-    return {
-        "tokens": np.ascontiguousarray(window[:, :-1], np.int32),
-        "targets": np.ascontiguousarray(window[:, 1:], np.int32),
-        "weights": np.ones((len(starts), len(span) - 1), np.float32),
-    }
-
-
-class Dropout(Batches):
+class Dropout(ChangedBatches):
     """Batches that also contain the random arrays of a plan: the dropout masks of its adapters and model, and noise.
 
     An activation x becomes x (1 + mask), which is inverted dropout (Srivastava et al. 2014). The mask is -1 for dropped
@@ -195,13 +143,12 @@ class Dropout(Batches):
     """
 
     def __init__(self, batches: Batches, plan: Plan, seed: int | None = None):
-        self._batches, self._plan, self._seed = batches, plan, plan.seed if seed is None else seed
-        self.inputs, self.facts, self.omissions = plan.inputs, batches.facts, batches.omissions
-        self.rows_per_epoch = batches.rows_per_epoch
+        super().__init__(batches, plan.inputs)
+        self._plan, self._seed = plan, plan.seed if seed is None else seed
 
-    def batch(self, k: int) -> Batch:
-        """Return training batch `k` with all masks and its turn."""
-        batch = self._batches.batch(k)
+    def _change(self, batch: Batch, k: int | None) -> Batch:
+        if k is None:
+            return batch
         rows = len(batch["weights"])
         masks = {name: self._mask(name, share, rows, k) for name, share in self._plan.dropout_shares.items()}
         if alpha := self._plan.neftune:
@@ -221,11 +168,3 @@ class Dropout(Batches):
         count = math.prod(shape := (rows, *self.inputs[name].shape))
         words = stream(self._seed, name, k).random_raw(-(-count // 4))
         return words.astype("<u8").view("<u2")[:count].reshape(shape)
-
-    def held_out(self) -> Sequence[Batch]:
-        """Return the held-out batches, without dropout masks."""
-        return self._batches.held_out()
-
-    def held_out_sets(self) -> Mapping[str, Sequence[Batch]]:
-        """Return the named parts of the held-out set."""
-        return self._batches.held_out_sets()

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping, Sequence
 from itertools import groupby
+from operator import itemgetter
 from typing import Any
 
 import numpy as np
@@ -42,30 +43,24 @@ def run(arguments: Arguments) -> int:
     if not kind.sequence:
         raise UserError(f"data={name}: holds {kind.units}; toyexp data shows data of tokens")
     batches = [prepared.batches.batch(k) for k in range(min(BATCHES, prepared.config.settings.steps))]
-    counts = _count(batches)
-    rows = [_row(prepared, batches[0], number) for number in range(min(arguments.rows or 2, len(batches[0]["tokens"])))]
+    counted = [batch.get("mask", batch["weights"]) > 0 for batch in batches]
+    positions, learned = sum(c.size for c in counted), sum(int(c.sum()) for c in counted)
+    rows = [_row(prepared, batches[0], number) for number in range(min(arguments.rows or 2, len(counted[0])))]
     if arguments.json:
         facts = {**prepared.dataset.describe(), **prepared.batches.facts}
-        print_output(dump_json({"data": facts, "left_out": prepared.omissions(), **counts, "rows": rows}, indent=2))
+        counts = {"left_out": prepared.omissions(), "positions": positions, "counted": learned}
+        print_output(dump_json({"data": facts, **counts, "rows": rows}, indent=2))
         return 0
     for line in introduction(prepared):
         if line.startswith("data"):
             print_output(line)
-    share, total = counts["counted"] / counts["positions"], format_count(counts["positions"])
-    print_output(
-        f"tokens  {share:.0%} of the first {total} positions count in the loss; the others are read, or padding"
-    )
+    share = f"{learned / positions:.0%} of the first {format_count(positions)} positions"
+    print_output(f"tokens  {share} count in the loss; the others are read, or padding")
     for number, row in enumerate(rows, 1):
         length = len(row["ids"])
         print_output(f"row {number}   {pluralise(length, 'token')}, {sum(row['counts'])} count in the loss")
         print_text(_table(row) if arguments.ids else f"{_painted(row)}\n")
     return 0
-
-
-def _count(batches: list[Batch]) -> dict[str, int]:
-    """Return how many positions the batches have, and how many of them count in the loss."""
-    counted = [batch.get("mask", batch["weights"]) for batch in batches]
-    return {"positions": sum(c.size for c in counted), "counted": sum(int(np.count_nonzero(c)) for c in counted)}
 
 
 def _row(prepared: Prepared, batch: Batch, number: int) -> dict[str, Any]:
@@ -75,30 +70,21 @@ def _row(prepared: Prepared, batch: Batch, number: int) -> dict[str, Any]:
     """
     counts = np.append(False, batch.get("mask", batch["weights"])[number] > 0)
     end = int(np.flatnonzero(counts)[-1]) + 1 if counts.any() else len(counts)
-    ids = np.append(batch["tokens"][number, :1], batch["targets"][number])[:end]
     tokenizer = prepared.dataset.tokenizer
-    texts = [_token_text(tokenizer, int(i)) for i in ids] if tokenizer else [f"{i} " for i in ids]
-    groups = groupby(range(end), key=lambda i: bool(counts[i]))
-    runs = [(learned, [*members]) for learned, members in groups]
-    decoded = [
-        [learned, _decode(tokenizer, ids[members]) if tokenizer else "".join(texts[i] for i in members)]
-        for learned, members in runs
-    ]
-    return {"ids": ids.tolist(), "counts": counts[:end].astype(int).tolist(), "tokens": texts, "text": decoded}
+    ids = np.append(batch["tokens"][number, :1], batch["targets"][number])[:end].tolist()
+    runs = groupby(zip(counts.tolist(), ids, strict=False), key=itemgetter(0))
+    text = [[learned, _decode(tokenizer, [i for _, i in members])] for learned, members in runs]
+    tokens = [_decode(tokenizer, [i]) for i in ids]
+    return {"ids": ids, "counts": counts[:end].astype(int).tolist(), "tokens": tokens, "text": text}
 
 
-def _decode(tokenizer: Tokenizer, ids: np.ndarray) -> str:
-    """Return the text of token ids; control tokens appear by their names."""
-    special = tokenizer.controls | {tokenizer.eos}
-    runs = groupby(ids.tolist(), key=lambda i: i if i in special else None)
-    return "".join(
-        tokenizer.decode([*members]) if token is None else tokenizer.pieces[token] * len([*members])
-        for token, members in runs
-    )
-
-
-def _token_text(tokenizer: Tokenizer, token: int) -> str:
-    return tokenizer.pieces[token] if token in tokenizer.controls | {tokenizer.eos} else tokenizer.decode([token])
+def _decode(tokenizer: Tokenizer | None, ids: Sequence[int]) -> str:
+    """Return the text of token ids: control tokens by their names and, without a tokenizer, ids as numbers."""
+    if tokenizer is None:
+        return "".join(f"{i} " for i in ids)
+    special, pieces = tokenizer.controls | {tokenizer.eos}, tokenizer.pieces
+    runs = [(is_special, [*run]) for is_special, run in groupby(ids, key=special.__contains__)]
+    return "".join("".join(pieces[i] for i in run) if is_special else tokenizer.decode(run) for is_special, run in runs)
 
 
 def _painted(row: Mapping[str, Any]) -> str:
@@ -109,8 +95,5 @@ def _painted(row: Mapping[str, Any]) -> str:
 
 
 def _table(row: Mapping[str, Any]) -> str:
-    lines: Iterator[str] = (
-        f"{number:>6}  {token:>7}  {'loss' if counts else '    '}  {text!r}"
-        for number, (token, counts, text) in enumerate(zip(row["ids"], row["counts"], row["tokens"], strict=True))
-    )
-    return "".join(f"{line}\n" for line in lines)
+    tokens = enumerate(zip(row["ids"], row["counts"], row["tokens"], strict=True))
+    return "".join(f"{n:>6}  {i:>7}  {'loss' if counts else '    '}  {text!r}\n" for n, (i, counts, text) in tokens)

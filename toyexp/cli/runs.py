@@ -38,7 +38,7 @@ HEADS = ("when", "name", "sweep", "recipe", "data", "engine", "seed", "lr", "ste
 RIGHT = ("seed", "lr", "steps", "held-out")
 # Columns that are dropped first if all runs have the same value.
 DROP_IF_EQUAL = ("engine", "data", "sweep", "steps", "seed", "name", "recipe", "lr")
-DROP_ORDER = ("sweep", "data", "engine", "name", "when", "seed", "steps")
+DROP_ORDER = ("sweep", "data", "engine", "name", "when", "steps")
 MAX_REASONS = 5  # reasons for failures that are shown below the table
 
 

@@ -185,11 +185,13 @@ def resolve_paths(cls: type, node: Mapping[str, Any], origin: Origin) -> Mapping
     """Return the settings of a part, with relative paths resolved against the directory where the run was started.
 
     A text is treated as a path if a file of that name exists in the directory. There is one exception: if a setting has
-    a non-empty default, a text that contains neither . nor / is a name, as in data.tokenizer=byte.
+    a non-empty default, a text that contains neither . nor / is a name, as in data.tokenizer=byte. If the class has a
+    mapping `setting_names` from the setting to its names, other texts are paths.
     """
-    words = {f.name for f in dataclasses.fields(cls) if f.default not in ("", None)}
+    names: dict[str, Sequence[str]] = {f.name: () for f in dataclasses.fields(cls) if f.default not in ("", None)}
+    names |= getattr(cls, "setting_names", {})
     texts = {key: value for key, value in node.items() if isinstance(value, str) and key != "name"}
-    paths = [key for key, value in texts.items() if key not in words or "." in value or "/" in value]
+    paths = [k for k, v in texts.items() if k not in names or "." in v or "/" in v or (names[k] and v not in names[k])]
     return {**node, **{key: origin.resolve(texts[key]) for key in paths}}
 
 

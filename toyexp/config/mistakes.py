@@ -223,8 +223,9 @@ def unknown_key(key: str, cfg: DictConfig | None, registry: Registry, value: str
         sections = [*PARTS, *(f"callbacks.{name}" for name in chosen_by_kind["callbacks"]), *launchers]
         homes = [translated] * bool(translated)
         homes += [f"{section}.{key}" for section in sections if key in keys.key_names(section)]
-        # eval_every for eval.every, steps for train.steps
-        homes += [name for name in (key.replace(".", "_"), last) if name in keys.key_names("")]
+        # eval_every for eval.every, steps for train.steps, lr for lerning_rate
+        names = key.replace(".", "_"), last, re.sub("(?<=[a-z])[a-z]+_?", "", last)
+        homes += [name for name in names if name in keys.key_names("")]
         if (best := nearest(kind, keys.key_names(""))) and (best in (*GROUPS, "sweep") or not rest):
             homes.append(".".join([best, *rest]))
         hint = _did_you_mean(homes[0], cfg, keys) if homes else f"the keys are: {', '.join(sorted(keys.key_names('')))}"

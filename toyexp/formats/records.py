@@ -11,6 +11,7 @@ import json
 import lzma
 import zlib
 from collections.abc import Callable, Iterator, Mapping
+from itertools import takewhile
 from pathlib import Path
 from string import ascii_uppercase
 from typing import IO, Any
@@ -30,7 +31,7 @@ Record = bytes | dict[str, Any]  # a line of JSON, which is not parsed yet, or v
 def record_suffix(path: Path) -> str:
     """Return the suffix that names the format, such as .jsonl for a.jsonl.gz; "" if it is not a format of records."""
     name = path.with_suffix("") if path.suffix in COMPRESSED else path
-    return name.suffix if name.suffix in READERS and (path == name or name.suffix in _TEXTS) else ""
+    return name.suffix if name.suffix in READERS and (path == name or name.suffix not in BINARY) else ""
 
 
 def iter_records(path: Path) -> Iterator[tuple[str, Record]]:
@@ -38,8 +39,17 @@ def iter_records(path: Path) -> Iterator[tuple[str, Record]]:
 
     Raise UserError if the file is damaged or has another format.
     """
-    read = READERS.get(record_suffix(path), _lines)
+    suffix = record_suffix(path)
+    read = READERS.get(suffix, _lines)
     try:
+        if suffix not in BINARY:
+            with _open_bytes(path) as file:
+                head = file.read(64).removeprefix(codecs.BOM_UTF8).lstrip()
+            if suffix == ".json" and not head.startswith(b"["):  # JSON lines under another name
+                read = _lines
+            if read != _json and (hint := _other_format(path, head)):
+                kind = "a JSON lines file" if read == _lines else "a table of text"
+                raise UserError(f"{path}: is not {kind}; {hint}")
         yield from read(path)
     except (EOFError, zlib.error, lzma.LZMAError, OSError, csv.Error) as error:  # gzip's may end in the file's bytes
         raise UserError(f"{path}: cannot be read: {printable(str(error).partition(' (b')[0], 200)}") from None
@@ -61,31 +71,23 @@ def _open_bytes(path: Path) -> Iterator[IO[bytes]]:
         yield file
 
 
+def _other_format(path: Path, head: bytes) -> str:
+    if head.startswith(b"["):
+        return f"it is a JSON array: rename it to {path.stem}.json"
+    hint = next((hint for magic, hint in NOT_TEXT_HINTS.items() if head.startswith(magic)), "")
+    return "decompress it first (gunzip, unxz or unzstd)" if hint and path.suffix in COMPRESSED else hint
+
+
 def _lines(path: Path) -> Iterator[tuple[str, Record]]:
     with _open_bytes(path) as file:
         # Split at newlines only: U+2028 and the like may occur within JSON text.
         for number, line in enumerate(file, 1):
-            if number == 1:
-                line = line.removeprefix(codecs.BOM_UTF8)
-                if hint := _other_format(path, line):
-                    raise UserError(f"{path}: is not a JSON lines file; {hint}")
-            if line.strip():
-                yield f"{path}:{number}", line.removesuffix(b"\n")
-
-
-def _other_format(path: Path, line: bytes) -> str:
-    if line.lstrip().startswith(b"["):
-        return f"it is a JSON array: rename it to {path.stem}.json"
-    hint = next((hint for magic, hint in NOT_TEXT_HINTS.items() if line.startswith(magic)), "")
-    return "decompress it first (gunzip, unxz or unzstd)" if hint and path.suffix in COMPRESSED else hint
+            content = line.removeprefix(codecs.BOM_UTF8) if number == 1 else line
+            if content.strip():
+                yield f"{path}:{number}", content.removesuffix(b"\n")
 
 
 def _json(path: Path) -> Iterator[tuple[str, Record]]:
-    with _open_bytes(path) as file:
-        head = file.read(64).lstrip()
-    if not head.removeprefix(codecs.BOM_UTF8).lstrip().startswith(b"["):  # JSON lines under another name
-        yield from _lines(path)
-        return
     with _open_bytes(path) as file:
         try:
             values = json.loads(file.read().decode("utf-8-sig"))
@@ -97,9 +99,6 @@ def _json(path: Path) -> Iterator[tuple[str, Record]]:
 def _table(path: Path) -> Iterator[tuple[str, Record]]:
     csv.field_size_limit(FIELD_LIMIT)
     delimiter = "\t" if ".tsv" in path.suffixes else ","
-    with _open_bytes(path) as raw:
-        if hint := _other_format(path, raw.read(64)):
-            raise UserError(f"{path}: is not a table of text; {hint}")
     with _open_bytes(path) as raw, io.TextIOWrapper(raw, "utf-8-sig", newline="") as file:
         try:
             reader = csv.DictReader(file, delimiter=delimiter, strict=True)
@@ -118,41 +117,32 @@ def _table(path: Path) -> Iterator[tuple[str, Record]]:
             raise UserError(f"{path}: is not UTF-8 text (byte 0x{error.object[error.start]:02x})") from None
 
 
-def _parquet(path: Path) -> Iterator[tuple[str, Record]]:
-    with require_package("pyarrow", INSTALL):
-        from pyarrow import ArrowException, parquet
-    try:
-        with parquet.ParquetFile(path) as file:
-            yield from _rows(path, file.iter_batches(1024))
-    except ArrowException as error:
-        raise UserError(f"{path}: cannot be read as Parquet: {printable(str(error), 200)}") from None
-
-
-def _arrow(path: Path) -> Iterator[tuple[str, Record]]:
+def _columnar(path: Path) -> Iterator[tuple[str, Record]]:
     with require_package("pyarrow", INSTALL):
         import pyarrow
+        from pyarrow import parquet
+    kind = "Parquet" if path.suffix == ".parquet" else "Arrow"
     try:
         with pyarrow.memory_map(str(path)) as file:
-            try:  # `datasets` writes streams; others write files, which begin with ARROW1
-                stream = pyarrow.ipc.open_stream(file)
-            except pyarrow.ArrowInvalid:
+            if kind == "Parquet":
+                batches = parquet.ParquetFile(file).iter_batches(1024)
+            elif file.read(6) == b"ARROW1":  # a file; `datasets` writes streams
                 whole = pyarrow.ipc.open_file(file)
-                stream = (whole.get_batch(i) for i in range(whole.num_record_batches))
-            yield from _rows(path, stream)
+                batches = (whole.get_batch(i) for i in range(whole.num_record_batches))
+            else:
+                file.seek(0)
+                batches = pyarrow.ipc.open_stream(file)
+            rows = (row for batch in batches for row in batch.to_pylist())
+            yield from ((f"{path}[{number}]", row) for number, row in enumerate(rows))
     except pyarrow.ArrowException as error:
-        raise UserError(f"{path}: cannot be read as Arrow: {printable(str(error), 200)}") from None
+        raise UserError(f"{path}: cannot be read as {kind}: {printable(str(error), 200)}") from None
 
 
-def _rows(path: Path, batches: Any) -> Iterator[tuple[str, Record]]:
-    number = 0
-    for batch in batches:
-        for row in batch.to_pylist():
-            yield f"{path}[{number}]", row
-            number += 1
-
-
-_TEXTS = {".jsonl": _lines, ".ndjson": _lines, ".json": _json, ".csv": _table, ".tsv": _table}  # may be compressed
-READERS: dict[str, Callable[[Path], Iterator[tuple[str, Record]]]] = {**_TEXTS, ".parquet": _parquet, ".arrow": _arrow}
+READERS: dict[str, Callable[[Path], Iterator[tuple[str, Record]]]] = {
+    ".jsonl": _lines, ".ndjson": _lines, ".json": _json, ".csv": _table, ".tsv": _table,
+    ".parquet": _columnar, ".arrow": _columnar,
+}  # fmt: skip
+BINARY = (".parquet", ".arrow")  # they are not compressed as a whole
 
 
 class BadExample(UserError):
@@ -231,13 +221,14 @@ def parse_cell(value: Any) -> Any:
 def read_question(value: Mapping[str, Any]) -> tuple[str, list[str], int]:
     """Return the question of a record's columns, its choices, and the index of the right choice.
 
-    Choices are a list or, as in the data set ARC, {text: [...], label: [...]}. The answer is a letter, a label, or a
-    number from 0. Raise BadExample if the record is no such question.
+    Choices are a list, columns A, B, ... or, as in the data set ARC, {text: [...], label: [...]}. The answer is a
+    letter, a label, or a number from 0. Raise BadExample if the record is no such question.
     """
     answer = "answer" if "answer" in value else "answerKey"
-    if not value.keys() >= {"question", "choices", answer}:
+    letters = [value[letter] for letter in takewhile(value.get, ascii_uppercase)]
+    if not value.keys() >= {"question", answer} or not ("choices" in value or letters):
         raise BadExample(f"has the keys {join_names(value)}; expected question, choices and answer")
-    choices, labels, right = parse_cell(value["choices"]), list(ascii_uppercase), value[answer]
+    choices, labels, right = parse_cell(value.get("choices", letters)), list(ascii_uppercase), value[answer]
     if isinstance(choices, dict) and choices.keys() >= {"text", "label"}:
         choices, labels = choices["text"], [str(label) for label in choices["label"]]
     if not isinstance(choices, list) or not 2 <= len(choices) <= min(len(labels), 26):

@@ -16,7 +16,7 @@ import numpy as np
 from toyexp.base.errors import UserError, printable
 from toyexp.base.files import open_file
 from toyexp.formats.gguf.ggml_types import dequantise, encode_pieces, iter_pieces
-from toyexp.formats.gguf.header import HEADER_LIMIT, check_offsets, how_to_convert
+from toyexp.formats.gguf.header import HEADER_LIMIT, SAVED, check_offsets
 from toyexp.interfaces.format import ModelFile, TensorInfo
 
 KEYS = "gguf"
@@ -94,8 +94,7 @@ class SafetensorsFile(TensorsFile):
 
     def _keys(self, metadata: dict[str, Any]) -> Mapping[str, Any]:
         if KEYS not in metadata:
-            hint = how_to_convert(self.path.parent)
-            raise self.error(f"was not written by toyexp (its metadata lack the model's keys); {hint}")
+            raise self.error(f"was not written by toyexp (its metadata lack the model's keys); {SAVED}")
         return json_object(metadata[KEYS], f"{self.path}: its metadata {KEYS}")
 
 

@@ -157,7 +157,8 @@ def _choose_data(
         kind, settings = f"data={name}", [format_override("data.path", data)]
         cls = cast("type[Data]", registry.get("data", name))
         suggested = "" if model.reads.text else cls.suggest_settings(model_settings(model), None) or ""
-        settings += [format_override(f"data.{key}", value) for key, value in cls.eval_settings.items()]
+        names = {field.name for field in dataclasses.fields(cls)}
+        settings += [format_override(f"data.{k}", value) for k, value in cls.eval_settings.items() if k in names]
         default = [kind, *(word for word in suggested.split() if not re.search("=[A-Z]", word))]
         return [*(run_data if kind in run_data else default), *settings]
     if "data" in overrides:

@@ -20,7 +20,7 @@ from toyexp.base.ownership import Ledger, cached_fingerprint
 from toyexp.base.user_paths import find_cached_repository
 from toyexp.formats.file_plan import check_adapter, match_preprocessing
 from toyexp.formats.gguf.form import gguf_architecture
-from toyexp.formats.gguf.header import SOURCE_PATHS, how_to_convert, source_path
+from toyexp.formats.gguf.header import SAVED, SOURCE_PATHS, source_path
 from toyexp.formats.gguf.open_model import find_reader, load_model, note_once, open_gguf
 from toyexp.formats.gguf.read import GGUFFile
 from toyexp.formats.gguf.write import copy_types, write_adapter, write_model, write_pairs
@@ -213,17 +213,11 @@ def find_model_file(path: Path, leaves: Sequence[str] = (MODEL,), registry: Regi
         hint = f"the run saved no weights: callbacks=[default] writes {MODEL}, checkpoint_every=100 checkpoints"
     if (path / checkpoint.STATE).is_file():
         raise UserError(f"{path}: is a damaged checkpoint: it has no {checkpoint.MANIFEST}; use another checkpoint")
-    raise UserError(f"{path}: is a directory without {' or '.join(leaves)}; {_conversion_hint(path) or hint}")
-
-
-def _conversion_hint(path: Path) -> str | None:
-    """Return how to convert a directory of Hugging Face transformers or PEFT to GGUF; None for other directories."""
-    if (path / "adapter_config.json").is_file():
-        return how_to_convert(path, "convert_lora_to_gguf.py")
-    if (path / "config.json").is_file():
-        has_weights = any(file.suffix in (".bin", ".safetensors", ".pth", ".pt") for file in path.iterdir())
-        return how_to_convert(path) if has_weights else "model.safetensors, the weights beside config.json, is missing"
-    return None
+    if (path / CONFIG).is_file():
+        hint = "it holds an adapter of PEFT; name its base, and this directory as the adapter"
+    elif (path / "config.json").is_file():
+        hint = SAVED
+    raise UserError(f"{path}: is a directory without {' or '.join(leaves)}; {hint}")
 
 
 def adapter_files(path: Path) -> list[Path]:

@@ -76,6 +76,8 @@ def _modelfile(file: GGUFFile, name: str, context: int, system: str | None) -> s
         lines += [f'PARAMETER stop "{tokenizer.spelling(i)}"' for i in sorted(tokenizer.end_ids)]
         if system is None:
             system = training_settings(file).get("data", {}).get("system")
+        if any(line.rstrip().endswith('"""') for line in (system or "").splitlines()[:-1]):
+            raise UserError('--system: a line ends with """, which would end the text; pass another one with --system')
         if system:
             lines.append(f'SYSTEM """{system}"""')
         lines.append("# Ollama 0.30 and later use the chat template in the GGUF file.")

@@ -14,11 +14,11 @@ from typing import Any
 import numpy as np
 
 from toyexp.base.errors import UserError, escape_cell, escape_controls
-from toyexp.base.files import require_file
+from toyexp.base.files import iter_files, require_file
 from toyexp.base.formatting import align_columns, format_csv, pluralise, short_path
 from toyexp.base.terminal import print_note
 from toyexp.batching.images import Unlabelled
-from toyexp.batching.pictures import IMAGE_SUFFIXES, BadImage, iter_files, iter_images, read_image, scaling_note
+from toyexp.batching.pictures import IMAGE_SUFFIXES, BadImage, iter_images, read_image, scaling_note
 from toyexp.config.build import build_engine
 from toyexp.formats.gguf.form import gguf_architecture
 from toyexp.formats.gguf.read import GGUFFile
@@ -169,7 +169,7 @@ def list_images(paths: Sequence[Path]) -> list[Path]:
     images: list[Path] = []
     for path in paths:
         if path.is_dir():
-            images_inside = sorted(f for f in iter_images(path) if not f.name.startswith("."))
+            images_inside = sorted(iter_images(path))
             others = sorted({*iter_files(path)} - {*images_inside})
             if not images_inside:
                 kinds = ", ".join(sorted(suffix[1:] for suffix in IMAGE_SUFFIXES))

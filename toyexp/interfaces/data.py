@@ -30,7 +30,7 @@ class Data(ABC):
     name: ClassVar[str]  # the value of `data=` that selects it
     gives: ClassVar[Kind]  # kind of data: TOKENS, IMAGES, or your own Kind
     fills: ClassVar[tuple[str, ...]] = ()  # settings that `open` sets if the user left them empty
-    eval_settings: ClassVar[Mapping[str, Any]] = {}  # settings with which `toyexp eval` holds out all data
+    eval_settings: ClassVar[Mapping[str, Any]] = {}  # with which `toyexp eval` holds out all, of its settings
 
     @classmethod
     def recognises(cls, path: Path) -> int:

@@ -41,20 +41,25 @@ class Dataset(ABC):
     vocab: int = 0  # number of token ids or classes
     chat_template: str = ""  # Jinja template that formats its conversations; empty: none
 
-    @abstractmethod
+    # What the methods below return, unless a subclass overrides them.
+    _facts: Mapping[str, Any] = MappingProxyType({})
+    _left_out: Sequence[str] = ()
+    _remarks: Sequence[str] = ()
+
     def describe(self) -> dict[str, Any]:
         """Return JSON data for the event run_start in events.jsonl: sizes, and a digest of the contents."""
+        return dict(self._facts)
 
     def omissions(self) -> Sequence[str]:
         """Return a phrase for each portion of the source data that training does not use.
 
         The phrase says how much is omitted, and which setting changes that.
         """
-        return ()
+        return self._left_out
 
     def remarks(self) -> list[str]:
         """Return short notes about the data to print before training."""
-        return []
+        return list(self._remarks)
 
     def gguf_metadata(self) -> dict[str, Any]:
         """Return metadata about the data to store in an exported model.
@@ -122,6 +127,31 @@ class Batches(ABC):
         An evaluation also reports the loss of each part.
         """
         return {}
+
+
+class ChangedBatches(Batches):
+    """Batches of another object, each changed by the method `_change`."""
+
+    def __init__(self, batches: Batches, inputs: Mapping[str, InputSpec]):
+        self._batches, self.inputs = batches, inputs
+        self.facts, self.omissions, self.rows_per_epoch = batches.facts, batches.omissions, batches.rows_per_epoch
+
+    @abstractmethod
+    def _change(self, batch: Batch, k: int | None) -> Batch:
+        """Return the changed batch. `k` is the number of a training batch, and None for a held-out one."""
+
+    def batch(self, k: int) -> Batch:
+        """Return training batch `k`."""
+        return self._change(self._batches.batch(k), k)
+
+    def held_out(self) -> Sequence[Batch]:
+        """Return the held-out batches."""
+        return [self._change(batch, None) for batch in self._batches.held_out()]
+
+    def held_out_sets(self) -> Mapping[str, Sequence[Batch]]:
+        """Return the named parts of the held-out set."""
+        sets = self._batches.held_out_sets()
+        return {name: [self._change(batch, None) for batch in part] for name, part in sets.items()}
 
 
 def batch_digest(batch: Batch) -> str:

@@ -307,9 +307,8 @@ def _draw_ends(
         text = format_mean(point.mean, point.deviation) + (", best" if line.point is best and len(named) > 1 else "")
         starts = [find_divergence([*curve], [*curve.values()]) for curve, _ in line.runs]
         if comparison.ranking.column.endswith("loss") and (steps := [step for step in starts if step is not None]):
-            text += f", diverged at step {min(steps)}"
-        axes.text(1.01, rank, text, transform=axes.get_yaxis_transform(), color=INK, fontsize=SMALL, va="center",
-                  fontweight="bold" if rank == 0 else "normal")  # fmt: skip
+            text += f", diverged by step {min(steps)}"
+        _write_beside(axes, rank, text, INK, "bold" if rank == 0 else "normal")
     labels = [fit_text(comparison.label(line.point.jobs[0], brief=True), 46) for line in named]
     if rest:
         labels.append(f"{pluralise(len(rest), 'other')}, grey")
@@ -320,11 +319,11 @@ def _draw_ends(
             text = f"{low:.5g}" + (f" to {high:.5g}" if len(means) > 1 else "")
         else:
             text = "without a score"
-        axes.text(1.01, len(named), text, transform=axes.get_yaxis_transform(), color=GREY, fontsize=SMALL, va="center")
+        _write_beside(axes, len(named), text, GREY)
     if stopped:
         states = ", ".join(f"{number} {state}" for state, number in Counter(e.run.state for e in stopped).items())
         text = states if len(stopped) > 1 else f"{stopped[0].run.state} at step {stopped[0].run.steps or 0}"
-        axes.text(1.01, len(labels), text, transform=axes.get_yaxis_transform(), fontsize=SMALL, va="center")
+        _write_beside(axes, len(labels), text)
         settings = [comparison.label(entry, brief=True).split("  ") for entry in stopped]
         shared = "  ".join(text for text in settings[0] if all(text in texts for texts in settings))
         labels.append(f"× {fit_text(shared, 44)}" if shared else "× did not complete")
@@ -333,8 +332,13 @@ def _draw_ends(
         label.set_color(GREY if rest and rank == len(named) else INK)  # not the point's: some are too pale in print
         label.set_fontweight("bold" if rank == 0 else "normal")
     axes.set_ylim(max(len(labels), 2) - 0.5, -0.5)
-    axes.locator_params(axis="x", nbins=6)
     axes.tick_params(axis="y", length=0)
+
+
+def _write_beside(axes: Any, row: int, text: str, colour: str = INK, weight: str = "normal") -> None:
+    """Write a text to the right of a panel, beyond the marks at its edge."""
+    axes.annotate(text, (1, row), xycoords=axes.get_yaxis_transform(), xytext=(8, 0), textcoords="offset points",
+                  color=colour, fontsize=SMALL, fontweight=weight, va="center")  # fmt: skip
 
 
 def _clip_outliers(axes: Any, points: Sequence[Point[Entry]], high: float) -> None:

@@ -210,10 +210,8 @@ def _footer(search: Search, source: str, keys: Sequence[str]) -> list[str]:
         f"{search.repeats} seeds a trial, their mean" if search.repeats > 1 else "",
     ]
     unscored = sum(trial.score is None for trial in search.trials)
-    parts += search.describe_pruning()
     parts += [f"importance for the ranking of {len(search.trials)} trials"] if search.importances else []
     parts += [f"{unscored} without a score"] if unscored else []
-    parts += [f"importance unknown: {search.no_importances}"] if search.no_importances else []
     hidden_keys = [key for key in search.keys if key not in keys]
     parts += [f"not shown: {', '.join(hidden_keys)}"] if hidden_keys else []
     parts += ["equal values: trials from left to right"] if any(map(search.slots, keys)) else []
@@ -259,7 +257,7 @@ def _draw_trials(axes: Any, search: Search, completed: Sequence[Trial], best: Tr
     last = max(trial.number for trial in search.trials)
     axes.step([*numbers, last], [*so_far, so_far[-1]], where="post", color=VERMILLION, linewidth=1.6)
     caption(axes, f"line: best so far; star: best trial, {best.number}", VERMILLION, "left")
-    axes.set_xlabel("trial")
+    axes.set_xlabel("\n".join(["trial", *search.describe_pruning()]))
     axes.xaxis.get_major_locator().set_params(integer=True)
 
 

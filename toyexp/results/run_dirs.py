@@ -362,7 +362,10 @@ IGNORED_KEYS = ("defaults", "resume", "hydra", "sweep")
 
 def setting_texts(run: Path) -> dict[str, str]:
     """Return a run's settings by full key (`optim.beta1`), with values as they are typed; {} if they cannot be read."""
-    return {key: format_value(value) for key, value in setting_values(run).items()}
+    return {  # 100, not 100.0
+        key: f"{value:g}" if isinstance(value, float) and float(f"{value:g}") == value else format_value(value)
+        for key, value in setting_values(run).items()
+    }
 
 
 def setting_values(run: Path) -> dict[str, Any]:

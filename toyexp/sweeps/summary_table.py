@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 
 from toyexp.base.formatting import format_duration, pluralise, short_keys, short_path
-from toyexp.base.tables import align_table
+from toyexp.base.tables import align_table, fit_table, fits_terminal
 from toyexp.base.terminal import print_line, terminal_width
 from toyexp.results.ranking import TRAIN, rank_jobs
 from toyexp.sweeps.directory import (
@@ -75,7 +75,10 @@ def print_table(jobs: Sequence[Job], folder: SweepDir | None) -> None:
             print_line(f"job {number}   {message}")
     if ranking.has_seeds or ranking.changed_sources:
         print_line(f"\n{ranking.caption}")
-        for line in align_table(ranking.table(), {"seeds"}):
+        rows = ranking.table()
+        if not fits_terminal(rows):  # "diverged" rather than "2 of 3 diverged"
+            rows = [(*row[:-1], re.sub(r"^\d+ of \d+ ", "", row[-1])) for row in rows]
+        for line in fit_table(rows, {"seeds"}, ["seeds"]):
             print_line(line)
     for note in ranking.notes():
         print_line(f"note    {note}")

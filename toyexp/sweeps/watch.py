@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import re
 import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import IO
 
-from toyexp.base.terminal import is_notebook, print_line, print_note
+from toyexp.base.terminal import is_notebook, print_line, print_note, terminal_width
 from toyexp.sweeps.board import Board
 from toyexp.sweeps.directory import SUCCEEDED, Job, LaunchSpec, SweepDir
 from toyexp.sweeps.launchers.job_process import Stop
@@ -72,7 +73,9 @@ class Watch:
             with self._printing:
                 self.board.end(job)
         if job.status in SUCCEEDED and (self.board or not self.verbose) and not is_notebook():
-            self.say(f"[{job.number}] {job.label}".rstrip() + f"  {outcome(job)}")
+            line = f"[{job.number}] {job.label}".rstrip() + f"  {outcome(job)}"
+            is_wide = len(line) > (terminal_width() or len(line))
+            self.say(re.sub(r"(  completed|  diverged) after \d+ steps?", r"\1", line) if is_wide else line)
 
     def say(self, line: str, stream: IO[str] | None = None) -> None:
         """Print a line above the board."""

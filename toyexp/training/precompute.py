@@ -26,7 +26,7 @@ from toyexp.base.ownership import cached_fingerprint
 from toyexp.base.user_paths import cache_dir
 from toyexp.base.writing import write_atomically
 from toyexp.formats.file_plan import frozen_plan
-from toyexp.interfaces.dataset import Batch, Batches
+from toyexp.interfaces.dataset import Batch, Batches, ChangedBatches
 from toyexp.interfaces.objective import CrossEntropy
 from toyexp.interfaces.plan import Plan
 from toyexp.interfaces.recipe import Setup, start_session
@@ -36,73 +36,56 @@ from toyexp.training.memory import open_checked_session
 from toyexp.training.run_config import Prepared
 
 
-class PrecomputedBatches(Batches):
+class PrecomputedBatches(ChangedBatches):
     """Batches with the precomputed arrays of their rows, which are found by a digest of the row."""
 
     def __init__(self, batches: Batches, plan: Plan):
         self._who = f"objective={plan.objective.name}"
-        self._batches, self._specs = batches, plan.objective.precomputed(plan.inputs)
-        self.inputs, self.facts, self.omissions = plan.inputs, batches.facts, batches.omissions
-        self.rows_per_epoch = batches.rows_per_epoch
+        super().__init__(batches, plan.inputs)
+        self._specs = plan.objective.precomputed(plan.inputs)
         data = {name for name, spec in plan.inputs.items() if not spec.optional}
         self._names = sorted(data - {"weights"})
-        self._values: dict[str, list[np.ndarray]] = {name: [] for name in self._specs}
-        self._index: dict[bytes, int] = {}
+        self._rows: dict[bytes, dict[str, np.ndarray]] = {}  # by digest
 
-    def batch(self, k: int) -> Batch:
-        """Return training batch `k` with the precomputed arrays."""
-        return self._extend(self._batches.batch(k))
+    def _change(self, batch: Batch, k: int | None) -> Batch:
+        rows = [self._rows[key] for key in self.keys(batch)]
+        return {**batch, **{name: np.stack([row[name] for row in rows]) for name in self._specs}}
 
-    def held_out(self) -> Sequence[Batch]:
-        """Return the held-out batches with the precomputed arrays."""
-        return [self._extend(batch) for batch in self._batches.held_out()]
-
-    def held_out_sets(self) -> Mapping[str, Sequence[Batch]]:
-        """Return the named parts of the held-out set with the precomputed arrays."""
-        return {name: [self._extend(batch) for batch in part] for name, part in self._batches.held_out_sets().items()}
-
-    def _extend(self, batch: Batch) -> Batch:
-        rows = [self._index[key] for key in self._keys(batch)]
-        return {**batch, **{name: np.stack([values[i] for i in rows]) for name, values in self._values.items()}}
-
-    def _keys(self, batch: Batch) -> list[bytes]:
+    def keys(self, batch: Batch) -> list[bytes]:
+        """Return a digest of each row."""
         rows = zip(*(batch[name] for name in self._names), strict=True)
         return [hashlib.blake2b(b"".join(x.tobytes() for x in row), digest_size=16).digest() for row in rows]
 
     def rows_without(self, batch: Batch) -> dict[str, np.ndarray]:
         """Return the rows of `batch` that have no precomputed arrays, each once; {} if there are none."""
-        rows = {key: i for i, key in enumerate(self._keys(batch)) if key not in self._index}
+        rows = {key: i for i, key in enumerate(self.keys(batch)) if key not in self._rows}
         return {name: batch[name][[*rows.values()]] for name in self._names} if rows else {}
 
-    def add(self, rows: Batch, values: Mapping[str, np.ndarray]) -> None:
-        """Add the precomputed arrays `values` of `rows`. Raise UserError for a wrong shape, NaN or infinity."""
+    def add(self, keys: Sequence[bytes], values: Mapping[str, np.ndarray]) -> None:
+        """Add the arrays `values` of rows with these digests. Raise UserError for a wrong shape, NaN or infinity."""
+        columns = {}
         for name, spec in self._specs.items():
-            expected, array = (len(rows[self._names[0]]), *spec.shape), np.asarray(values[name])
+            array, expected = np.asarray(values[name]), (len(keys), *spec.shape)
             if array.shape != expected:
                 raise UserError(f"{self._who}: {name} is {list(array.shape)}, expected {list(expected)}")
             if not np.isfinite(array).all():
                 raise UserError(f"{self._who}: {name} contains NaN or infinity")
-            self._values[name].extend(array.astype(spec.dtype))
-        self._index |= {key: len(self._index) + i for i, key in enumerate(self._keys(rows))}
+            columns[name] = array.astype(spec.dtype)
+        self._rows |= {key: {name: column[i] for name, column in columns.items()} for i, key in enumerate(keys)}
 
     def load(self, path: Path) -> None:
         """Read the arrays of an earlier run, if the file exists and is intact."""
         damaged = (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile, UserError)
         with contextlib.suppress(*damaged), open_file(path) as file, np.load(file, allow_pickle=False) as stored:
-            arrays = {name: stored[name] for name in (*self._specs, "rows")}
-            expected = {name: (len(arrays["rows"]), *spec.shape) for name, spec in self._specs.items()}
-            fits = all(arrays[name].shape == s and np.isfinite(arrays[name]).all() for name, s in expected.items())
-            if fits and len({key.tobytes() for key in arrays["rows"]}) == len(arrays["rows"]):
-                self._values = {name: [*arrays[name]] for name in self._specs}
-                self._index = {key.tobytes(): i for i, key in enumerate(arrays["rows"])}
+            self.add([key.tobytes() for key in stored["rows"]], stored)
 
     def save(self, path: Path) -> None:
         """Write all arrays to the cache; do nothing if that fails."""
-        rows = np.frombuffer(b"".join(self._index), np.uint8).reshape(-1, 16)
+        rows = np.frombuffer(b"".join(self._rows), np.uint8).reshape(-1, 16)
         with contextlib.suppress(OSError, ValueError):  # ValueError: no row is complete
             path.parent.mkdir(parents=True, exist_ok=True)
             with write_atomically(path) as temporary:
-                arrays = {name: np.stack(values) for name, values in self._values.items()}
+                arrays = {name: np.stack([row[name] for row in self._rows.values()]) for name in self._specs}
                 np.savez(temporary, allow_pickle=False, rows=rows, **arrays)
 
 
@@ -139,7 +122,7 @@ def precompute_arrays(
                 session = session or stack.enter_context(_open_session(prepared, log_file))
                 log_probs = ReferenceOps().log_softmax(session.logits(rows))
                 with attribute_errors(f"objective.{objective.name}", "in precompute()", log_file):
-                    batches.add(rows, objective.precompute(log_probs, rows))
+                    batches.add(batches.keys(rows), objective.precompute(log_probs, rows))
         finally:
             if path and not is_complete:
                 batches.save(path)

@@ -198,7 +198,9 @@ def introduction(prepared: Prepared) -> list[str]:
     sizes = call_checked(Mapping, prepared.dataset.describe, who=f"data.{config.data.name}")
     facts = [f"{format_count(sizes[f'train_{units}'])} {units} to train on"] if f"train_{units}" in sizes else []
     if facts and isinstance(examples := sizes.get("train_examples"), int):
-        facts[0] += f" in {pluralise(examples, 'example')}"
+        packed = prepared.batches.facts.get("packed_rows")
+        rows = f", packed into {pluralise(packed, 'row')}" if packed else ""
+        facts[0] += f" in {pluralise(examples, 'example')}{rows}"
     facts = [*prepared.omissions(), *facts, *call_for_lines(prepared.dataset.remarks)]
     if shares := prepared.batches.facts.get("shares"):  # of a mixture
         facts += [f"rows: {', '.join(f'{share:.1%} {name}' for name, share in shares.items())}"]

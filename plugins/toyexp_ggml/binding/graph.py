@@ -182,14 +182,16 @@ class Graph(StaticGraph):
         rest = (size, mode, 0, rotary.base, 1 / rotary.scale, 0.0, 1.0, 32.0, 1.0)  # no YaRN
         return self._node(make(self._context, x.ptr, positions.ptr, factors and factors.ptr, *rest), x.shape)
 
-    def adamw(self, w: Node, g: Node, m: Node, v: Node, hp: Node) -> Node:
-        """Update the weight w and the moments m and v in place, from the gradient g.
+    def adamw(self, w: Node, g: Node, m: Node, v: Node, hp: Node, by_kernel: bool = False) -> Node:
+        """Update the weight w and the moments m and v in place, from the gradient g; by kernels.c if `by_kernel`.
 
         `hp` [7] holds ggml's AdamW parameters: learning rate, beta1, beta2, eps, weight decay, and the factors of m
         and v in the update.
         """
         for operand in (g, m, v):
             self._check_same("adamw", w, operand)
+        if by_kernel:
+            return self._call_kernel(native.kernel("adamw"), native.AdamW(size=w.size), w.shape, g, m, v, hp, target=w)
         return self._node(ggml.ggml_opt_step_adamw(self._context, w.ptr, g.ptr, m.ptr, v.ptr, hp.ptr), w.shape)
 
     # -- shapes, order and copies --
@@ -310,17 +312,20 @@ class Graph(StaticGraph):
         task = native.Attention(rows=b, length=t, heads=h, shared=k.shape[2], size=d, causal=causal, scale=scale)
         return self._call_kernel(native.kernel(name), task, shape, q, k, *rest)
 
-    def _call_kernel(self, kernel: int, task: ctypes.Structure, shape: tuple[int, ...], *sources: Node) -> Node:
-        """Return a node of `shape` that calls a kernel of kernels.c, whose address is `kernel`, with `task`."""
-        node = self._node(
-            ggml.ggml_custom_4d(
-                self._context, F32, *(*(1,) * (4 - len(shape)), *shape)[::-1],
-                (type(sources[0].ptr) * len(sources))(*(source.ptr for source in sources)), len(sources),
-                ggml.ggml_custom_op_t(kernel), ggml.GGML_N_TASKS_MAX, ctypes.addressof(task),
-            ),
-            shape,
-        )  # fmt: skip
-        self._tasks.append((task, node))
+    def _call_kernel(
+        self, kernel: int, task: ctypes.Structure, shape: tuple[int, ...], *sources: Node, target: Node | None = None
+    ) -> Node:
+        """Return a node of `shape` that calls a kernel of kernels.c, whose address is `kernel`, with `task`.
+
+        The kernel overwrites `target`, which becomes the first source, or writes a new tensor.
+        """
+        args = (type(sources[0].ptr) * len(sources))(*(source.ptr for source in sources))
+        call = (args, len(args), ggml.ggml_custom_op_t(kernel), ggml.GGML_N_TASKS_MAX, ctypes.addressof(task))
+        if target:
+            ptr = ggml.ggml_custom_inplace(self._context, target.ptr, *call)
+        else:
+            ptr = ggml.ggml_custom_4d(self._context, F32, *(*(1,) * (4 - len(shape)), *shape)[::-1], *call)
+        self._tasks.append((task, node := self._node(ptr, shape)))
         return node
 
     def transpose_both(self, a: Node, b: Node, slow_cont: bool = False) -> Node:

@@ -9,7 +9,7 @@ from typing import Any
 
 from toyexp_ggml.binding import GraphError, find_device, ggml
 from toyexp_ggml.binding.backend import Backend
-from toyexp_ggml.binding.tensors import Node, context
+from toyexp_ggml.binding.tensors import Node, context, use_large_pages
 
 VIEWS = frozenset({"NONE", "VIEW", "RESHAPE", "PERMUTE", "TRANSPOSE"})
 IN_PLACE = frozenset({"OPT_STEP_ADAMW", "CPY"})
@@ -71,6 +71,8 @@ class StaticGraph:
             planned = ggml.ggml_gallocr_alloc_graph(self._allocator, self._graph)
         if not planned:
             raise GraphError("the device has too little memory for the activations; use a smaller batch_size")
+        for buffer in {node.contents.buffer for node in self._nodes()}:
+            use_large_pages(buffer)
         for task, node in self._tasks:
             tensor = node.ptr.contents
             task.source[:] = [src.contents.data if src else None for src in tensor.src[: len(task.source)]]

@@ -5,6 +5,8 @@ from __future__ import annotations
 import ctypes
 import itertools
 import math
+import mmap
+import sys
 import weakref
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -32,6 +34,14 @@ class Node:
 def context(size: int) -> Any:
     """Allocate `size` bytes for ggml's descriptions of tensors and graphs, without their data."""
     return ggml.ggml_init(ggml.ggml_init_params(mem_size=size, mem_buffer=None, no_alloc=True))
+
+
+def use_large_pages(buffer: Any) -> None:
+    """Let Linux use pages of 2 MB for a buffer in host memory: looking up pages of 4 KB takes 5 % of a long step."""
+    if sys.platform == "linux" and ggml.ggml_backend_buffer_is_host(buffer):
+        base, size = ggml.ggml_backend_buffer_get_base(buffer), ggml.ggml_backend_buffer_get_size(buffer)
+        start = -(-base // mmap.PAGESIZE) * mmap.PAGESIZE
+        ctypes.CDLL(None).madvise(ctypes.c_void_p(start), ctypes.c_size_t(base + size - start), mmap.MADV_HUGEPAGE)
 
 
 class _Tensors:
@@ -83,6 +93,7 @@ class Memory(_Tensors):
             self._buffer = ggml.ggml_backend_alloc_ctx_tensors(self._context, self._backend.ptr)
         if not self._buffer:
             raise GraphError(f"the device has too little memory: weights and inputs need {self._bytes / 2**30:.1f} GiB")
+        use_large_pages(self._buffer)
         ggml.ggml_backend_buffer_clear(self._buffer, 0)
         self._backend.buffer_bytes += ggml.ggml_backend_buffer_get_size(self._buffer)
 

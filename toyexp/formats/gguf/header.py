@@ -9,7 +9,6 @@ import contextlib
 import itertools
 import math
 import os
-import re
 import shlex
 import stat
 import struct
@@ -22,7 +21,6 @@ import numpy as np
 
 from toyexp.base.errors import UserError, printable
 from toyexp.base.files import READ_FLAGS, explain_missing, wrong_kind
-from toyexp.base.formatting import short_path
 from toyexp.formats.gguf.ggml_types import GGUF_TYPES, UNSUPPORTED
 from toyexp.interfaces.format import TensorInfo
 
@@ -42,24 +40,11 @@ SCALARS = {0: "B", 1: "b", 2: "<H", 3: "<h", 4: "<I", 5: "<i", 6: "<f", 7: "?", 
 STRING, ARRAY = 8, 9
 _LENGTH = struct.Struct("<Q").unpack_from
 
-# Keys in the config.json of image models of transformers and timm.
-IMAGE_KEYS = re.compile(rb'"(image_size|patch_size|num_channels|input_size)"')
+# What to do with weights that toyexp cannot read.
+SAVED = "toyexp reads a directory with config.json and model.safetensors, as transformers' save_pretrained() writes it"
 
 CUT = "if it is incomplete, download or copy it again"
 SOURCE_PATHS: dict[Path, Path] = {}  # temporary file: its original, which errors name
-
-
-def how_to_convert(folder: Path, script: str = "convert_hf_to_gguf.py") -> str:
-    """Return a hint that says how to convert a Hugging Face directory to a GGUF file.
-
-    llama.cpp converts only language models, so for an image model the hint says which files toyexp reads.
-    """
-    config = folder / "config.json"
-    config_text = config.read_bytes()[:CHUNK] if config.is_file() else b""
-    if IMAGE_KEYS.search(config_text) and b'"text_config"' not in config_text:
-        return f"{short_path(folder)} holds an image model, which toyexp reads from config.json and model.safetensors"
-    path = shlex.quote(short_path(folder))
-    return f"llama.cpp converts a language model: python {script} {path} --outfile model.gguf"
 
 
 def source_path(path: Path) -> Path:
@@ -145,7 +130,7 @@ class Part:
         if start.startswith(b"version https://git-lfs"):
             raise self.error("is not a GGUF file but a Git LFS pointer: git lfs pull fetches the file")
         if start[8:9] == b"{" and not start.startswith(b"GGUF"):
-            command = how_to_convert(self.path.parent)
+            command = SAVED
             if b'"gguf":' in start:  # metadata of a file that toyexp wrote
                 command = f"toyexp export {shlex.quote(str(self.path))} --type gguf converts it"
             raise self.error(f"is not a GGUF file but safetensors; {command}")

@@ -111,15 +111,15 @@ function yRange(traces, raw) {
   const part = (ys, share) => f(ys[Math.floor((ys.length - 1) * share)]), ys = sorted(traces), raws = sorted(raw);
   state.cut = false;
   if (!ys.length) return null;
-  const start = f(Math.max(...shownRuns().flatMap(firstLosses))), cap = start + (start - part(ys, 0)) / 4;
-  const limit = ["loss", "ppl"].includes(state.score) && Number.isFinite(cap) ? cap : Infinity;
+  const first = Math.max(...shownRuns().flatMap(firstLosses)), cap = f(first) + (f(first) - part(ys, 0)) / 4;
+  const limit = ["loss", "ppl"].includes(state.score) && first - ys[0] > 0.02 * Math.abs(first) ? cap : Infinity; // if no loss falls, show all
   const near = (sorted) => sorted.filter((y) => f(y) <= limit);
   let low = part(ys, 0), high = near(ys).length ? part(near(ys), 1) : part(ys, 1);
   if (near(raws).length) [low, high] = [Math.min(low, part(raws, 0.01)), Math.max(high, part(near(raws), 0.98))];
   const whole = raws.length ? [Math.min(low, part(raws, 0)), Math.max(part(ys, 1), part(raws, 1))] : [low, part(ys, 1)];
   state.cut = whole[1] - whole[0] > 1.25 * (high - low);
   if (state.outliers || !state.cut) [low, high] = whole;
-  const room = 0.04 * (high - low) || 0.1;
+  const room = Math.max(0.04 * (high - low), 1e-4 * Math.abs(high)) || 0.1;
   return [low - room, high + room];
 }
 
@@ -231,8 +231,8 @@ function arrowTraces(traces, range, log, most = 40) {
     if (y[i] > top) places.set(`${slot} ${line.color}`, [Math.min(slot * apart, x[x.length - 1]), line.color]);
   });
   const found = [...places.values()];
-  return found.length ? [{
-    type: "scatter", mode: "text", name: "above", x: found.map(([at]) => at), y: found.map(() => top), cliponaxis: false,
+  return found.length ? [{ // inside the chart: plotly hides the marks of others when a trace without cliponaxis goes
+    type: "scatter", mode: "text", name: "above", x: found.map(([at]) => at), y: found.map(() => top), textposition: "bottom center",
     text: "<b>↑</b>", textfont: { color: found.map(([, shade]) => shade) }, hovertemplate: "above the shown range<extra></extra>",
   }] : [];
 }
@@ -273,13 +273,15 @@ function drawMain() {
   const marks = loss ? [] : visible().slice().reverse().flatMap((p) => heldTraces(p, state.score));
   const [traces, front, back] = loss ? lossTraces() : [marks, marks, []];
   const range = state.tall || yRange(front, back), limit = !range || !loss ? Infinity : state.ylog ? 10 ** range[1] : range[1];
-  const above = shownRuns().filter((run) => run.curves.loss.my.some((y) => y > limit)).length;
+  const above = state.outliers ? 0 : shownRuns().filter((run) => run.curves.loss.my.some((y) => y > limit)).length;
   byId("outliers-label").hidden = !state.cut;
   byId("outliers-label").lastChild.textContent = above ? ` outliers (${above} ${above === 1 ? "run" : "runs"} above)` : " outliers";
   const unit = { tokens: " (nats per token)", images: " (nats per image)" }[data.unit] || "", best = data.points[0];
+  const ticks = state.ylog && range ? roundTicks(...range.map((v) => 10 ** v), true) : [];
+  const few = ticks.length > 2 && ticks.length < 9 ? { tickvals: ticks, ticktext: tickLabels(ticks) } : { tickformat: range && range[1] > 5 ? "~e" : "~g", nticks: 7 };
   const y = {
     title: { text: loss ? `loss${unit}` : `held-out ${state.score}`, standoff: 4 },
-    ...(state.ylog ? { type: "log", tickformat: range && range[1] > 5 ? "~e" : "~g", nticks: 7 } : { type: "linear" }), ...(range ? { range } : {}),
+    ...(state.ylog ? { type: "log", ...few } : { type: "linear" }), ...(range ? { range } : {}),
   };
   const about = `${y.title.text} against ${AXES[state.over]}: ${visible().length} of ${data.points.length} points. `;
   return drawChart("main", [...traces, ...arrowTraces(front, range, state.ylog)], layout({ yaxis: y }), CONFIG, about + (data.best ? `Best: ${best.label}, ${data.metric} ${value(best)}.` : ""));
@@ -335,7 +337,7 @@ function logAxis(name) {
     [low, high] = [Math.max(low, from / reach), Math.min(high, to * reach)];
   }
   const peaks = name === "lr" ? [...new Set(shown.map((run) => Math.max(...run.curves.lr.y)))].filter((v) => v >= low && v <= high).sort((a, b) => a - b) : [];
-  const typed = peaks.length <= 4 && peaks.every((v, i) => !i || v > 1.6 * peaks[i - 1]) ? peaks : []; // rates as they were typed
+  const typed = peaks.length <= 4 && peaks.every((v, i) => !i || v > Math.max((high / low) ** 0.1, 1.6) * peaks[i - 1]) ? peaks : []; // rates as they were typed
   const room = Math.max(0.1, 0.06 * Math.log10(high / low)); // plotly hides labels that do not fit
   const gap = Math.max((high / low) ** 0.18, 2.5);
   const ticks = [...typed, ...roundTicks(low / 1.1, high * 1.1, true, high / low < 60 ? [1, 2, 5] : [1]).filter((v) => typed.every((t) => v > gap * t || t > gap * v))].sort((a, b) => a - b);

@@ -222,11 +222,14 @@ function drawLegend() {
     "Click a point to hide or show it, double click (Shift+Enter) to isolate it.";
 }
 
-// Write the best result. If no point is shown, say why instead, with a button that shows all points.
+// Write the best result of the shown points, or the end of a single run without one. If no point is shown, say why instead,
+// with a button that shows all points.
 function drawResult() {
-  const best = data.points[0], box = byId("result"), filtered = !data.points.some((_, place) => passes(place));
-  box.textContent = !visible().length ? `${filtered ? "No point passes the filter" : "All points are hidden"} ` :
-    data.best ? `Best ${data.metric}: ${value(best)}, ${best.label}` :
+  const best = data.points[visible()[0]], box = byId("result"), filtered = !data.points.some((_, place) => passes(place));
+  const [run] = data.runs, shown = visible().length < data.points.length ? "shown " : "";
+  box.textContent = !best ? `${filtered ? "No point passes the filter" : "All points are hidden"} ` :
+    data.runs.length === 1 && !run.counts ? `${run.state[0].toUpperCase()}${run.state.slice(1)} at step ${run.steps}` :
+    best.mean === null ? "No shown run has completed" : data.best ? `Best ${shown}${data.metric}: ${value(best)}, ${best.label}` :
     data.points.length === 1 ? `${data.metric[0].toUpperCase()}${data.metric.slice(1)}: ${value(best)}` : "";
   if (visible().length) return;
   addElement(box, "button", "", filtered ? "clear" : "show all").addEventListener("click", () => {
@@ -451,6 +454,8 @@ async function begin() {
   if (!data.runs.some((run) => run.curves.loss.x.length) && data.scores.length) state.score = data.scores[0];
   Object.assign(state, { sort: data.metric, falling: data.rising });
   state.raw = data.runs.length === 1;
+  const losses = data.runs.flatMap((run) => run.curves.loss.my), reach = (end) => losses.reduce((a, b) => end(a, b ?? a), losses[0]);
+  state.ylog = data.runs.every((run) => run.state === "diverged") && reach(Math.max) > 20 * reach(Math.min) && reach(Math.min) > 0;
   defaults = { ...state };
   loadView();
   byId("opening").remove();

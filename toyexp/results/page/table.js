@@ -88,7 +88,7 @@ function drawTable() {
     for (const column of columns) {
       const text = formatCell(column, row);
       const best = column.best && row.point === 0 && column.of(row) !== null && data.best;
-      const cell = addElement(cells, "td", cellClass(column) + (String(text).length > 16 ? " long" : "") + (/diverged$/.test(text) ? " bad" : "") + (best ? " best" : ""));
+      const cell = addElement(cells, "td", cellClass(column) + (String(text).length > 16 ? " long" : "") + (/(diverged|failed)$/.test(text) ? " bad" : "") + (best ? " best" : ""));
       if (best) addElement(cell, "span", "badge", "best");
       cell.append(text);
     }

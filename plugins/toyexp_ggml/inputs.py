@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 
@@ -24,7 +24,7 @@ CHUNK = 256  # ids per membership matrix, whose size and work grow with the squa
 
 @dataclass(frozen=True, eq=False)
 class Ids:
-    """Integer array of a batch, as it is passed to a model. Only the ops `rows` and `embed` accept it."""
+    """Integer array of a batch, as it is passed to a model."""
 
     name: str
     flat: Node  # ggml's row lookups take one flat list
@@ -34,13 +34,6 @@ class Ids:
     def size(self) -> int:
         """Number of ids."""
         return self.flat.size
-
-    packed: ClassVar[bool] = False
-
-    @property
-    def ptr(self) -> Any:
-        """Raise GraphError, because an op that reads `ptr` expects float32 numbers instead of ids."""
-        raise GraphError(f"batch[{self.name!r}] holds integer ids {list(self.shape)}: only rows and embed accept ids")
 
 
 class Inputs:
@@ -107,28 +100,19 @@ class Inputs:
         """Return the given numbers as a tensor, [n]."""
         return self._constant(("vector", numbers), lambda: np.array(numbers, np.float32))
 
-    def causal_mask(self, queries: int, keys: int) -> Node:
-        """Return a mask [queries, keys] for the last `queries` positions: -inf for keys at later positions, else 0."""
-        hidden = lambda: np.triu(np.full((queries, keys), -np.inf, np.float32), 1 + keys - queries)  # noqa: E731
-        return self._constant(("mask", queries, keys), hidden)
-
-    def visible(self, length: int, window: int, fill: float) -> Node:
-        """Return a causal mask [queries, keys], both of size `length`, with `fill` (0 or -inf) at hidden keys.
+    def visible(self, queries: int, keys: int, window: int = 0, fill: float = 0.0) -> Node:
+        """Return a causal mask [queries, keys] of the last `queries` positions, with `fill` (0 or -inf) at hidden keys.
 
         Visible keys have the value 1 if `fill` is 0, and 0 if it is -inf. A query does not see later keys. If `window`
         is not 0, it sees only the last `window` positions up to its own.
         """
 
         def make() -> np.ndarray:
-            before = np.subtract.outer(np.arange(length), np.arange(length))
+            before = np.subtract.outer(np.arange(keys - queries, keys), np.arange(keys))
             seen = (before >= 0) & ((before < window) | (window == 0))
             return np.where(seen, np.float32(fill == 0), np.float32(fill))
 
-        return self._constant(("visible", length, window, fill), make)
-
-    def triangle(self, length: int) -> Node:
-        """Return a matrix [length, length] with 1 on and below its diagonal and 0 above."""
-        return self.visible(length, 0, 0.0)
+        return self._constant(("visible", queries, keys, window, fill), make)
 
     # -- computed from the batch ------------------------------------------------------------------------------
 
@@ -140,8 +124,6 @@ class Inputs:
 
     def flat_ids(self, ids: Ids, below: int) -> Node:
         """Return ids as a flat tensor [n]; from now on `load` checks that each batch's ids are in 0..below-1."""
-        if not isinstance(ids, Ids):
-            raise GraphError("rows: ids must be an int32 array of the batch")
         self._require_below(ids.name, below)
         return ids.flat
 
@@ -157,8 +139,6 @@ class Inputs:
         """
         if reason := too_many_logits(n, classes):
             raise GraphError(reason)
-        if not isinstance(targets, Ids) or targets.size % n:
-            raise GraphError(f"logits have {n} positions, but targets are {list(targets.shape)}")
         name, base = targets.name, np.repeat(np.arange(n, dtype=np.int32) * classes, targets.size // n)
         self._require_below(name, classes)
         key = ("places", name, n, classes)

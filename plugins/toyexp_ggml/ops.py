@@ -14,7 +14,6 @@ from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
 
 from toyexp import Rotary
-from toyexp_ggml.binding import GraphError
 from toyexp_ggml.binding.graph import Graph
 from toyexp_ggml.binding.tensors import Node
 from toyexp_ggml.inputs import Ids
@@ -80,8 +79,6 @@ class GGMLOps(Products):
     def first_rows(self, table: Node, n: int) -> Node:
         g = self.g
         rest = table.shape[0] - n
-        if rest < 0 or n < 1:  # ggml ends the process at a row that is out of range
-            raise GraphError(f"first_rows: {list(table.shape)} does not have {n} rows")
 
         def widened(dy: Node) -> Node:
             return self._concat([dy, self._inputs.zeros(rest, table.shape[1])], axis=0) if rest else dy
@@ -104,31 +101,22 @@ class GGMLOps(Products):
         return y if bias is None else self.add(y, bias)
 
     def add(self, a: Node, b: Node) -> Node:
-        self._check_repeats("add", a, b)
         return self._record(self.g.add(a, b), (a, b), lambda dy: (lambda: dy, lambda: self._sum_to(dy, b.shape)))
 
     def mul(self, a: Node, b: Node) -> Node:
         g = self.g
-        self._check_repeats("mul", a, b)
         return self._record(
             g.mul(a, b), (a, b), lambda dy: (lambda: g.mul(dy, b), lambda: self._sum_to(g.mul(dy, a), b.shape))
         )
 
     def div(self, a: Node, b: Node) -> Node:
         g = self.g
-        self._check_repeats("div", a, b)
         y = g.div(a, b)
 
         def db(dy: Node) -> Node:
             return g.scale(self._sum_to(g.div(g.mul(dy, y), b), b.shape), -1.0)
 
         return self._record(y, (a, b), lambda dy: (lambda: g.div(dy, b), lambda: db(dy)))
-
-    def _check_repeats(self, op: str, a: Node, b: Node) -> None:
-        """Raise GraphError unless b has the shape of a, apart from missing leading axes and axes of size 1."""
-        own = a.shape[max(len(a.shape) - len(b.shape), 0) :]
-        if len(own) != len(b.shape) or any(n not in (1, size) for n, size in zip(b.shape, own, strict=True)):
-            raise GraphError(f"{op}: {list(b.shape)} cannot be repeated to {list(a.shape)}")
 
     def _sum_to(self, x: Node, shape: tuple[int, ...]) -> Node:
         """Return x summed to `shape`: over leading axes that `shape` lacks, and over axes with size 1 in `shape`."""
@@ -149,9 +137,6 @@ class GGMLOps(Products):
         return self._record(self.g.permute(x, axes), (x,), lambda dy: (lambda: self.g.permute(dy, back),))
 
     def product(self, a: Node, b: Node, transposed: bool = False) -> Node:
-        fits = 2 <= len(a.shape) == len(b.shape) and a.shape[:-2] == b.shape[:-2]
-        if not fits or a.shape[-1] != b.shape[-1 if transposed else -2]:
-            raise GraphError(f"product: the shapes {list(a.shape)} and {list(b.shape)} do not fit")
         g, turn = self.g, self._transpose_once
         y = g.mul_mat(b if transposed else turn(b), a)
 
@@ -167,7 +152,6 @@ class GGMLOps(Products):
         if axis is None:
             y = g.total(x, by_rows=self._profile.narrow_sum)
             return self._record(y, (x,), lambda dy: (lambda: self._repeat(dy, x.shape),))
-        self._check_axis("sum", axis, x)
         kept = (*x.shape[:axis], 1, *x.shape[axis + 1 :])
         y = g.reshape(self._sum_axis(x, axis), *(kept if keep or len(kept) == 1 else kept[:axis] + kept[axis + 1 :]))
         return self._record(y, (x,), lambda dy: (lambda: self._repeat(g.reshape(dy, *kept), x.shape),))
@@ -185,10 +169,11 @@ class GGMLOps(Products):
 
     def cumsum(self, x: Node) -> Node:
         g, length = self.g, x.shape[-1]
-        y = g.mul_mat(self._inputs.triangle(length), g.flat(x))  # y[i] = sum over j <= i of x[j]
+        y = g.mul_mat(self._inputs.visible(length, length), g.flat(x))  # y[i] = sum over j <= i of x[j]
 
         def dx(dy: Node) -> Node:
-            return g.reshape(g.mul_mat(self._transpose_once(self._inputs.triangle(length)), g.flat(dy)), *x.shape)
+            upper = self._transpose_once(self._inputs.visible(length, length))
+            return g.reshape(g.mul_mat(upper, g.flat(dy)), *x.shape)
 
         return self._record(g.reshape(y, *x.shape), (x,), lambda dy: (lambda: dx(dy),))
 
@@ -227,20 +212,11 @@ class GGMLOps(Products):
 
     def causal(self, x: Node, window: int = 0, fill: float = -math.inf) -> Node:
         g = self.g
-        if x.shape[-1] != x.shape[-2]:
-            raise GraphError(f"causal: expected [.., T, T], got {list(x.shape)}")
-        mask, seen = (self._inputs.visible(x.shape[-1], window, value) for value in (fill, 0.0))
+        mask, seen = (self._inputs.visible(x.shape[-2], x.shape[-1], window, value) for value in (fill, 0.0))
         y = g.mul(x, mask) if fill == 0 else g.add(x, mask)
         return self._record(y, (x,), lambda dy: (lambda: g.mul(dy, seen),))
 
-    def heads(self, x: Node, n: int) -> Node:
-        if len(x.shape) != 3 or n < 1 or x.shape[2] % n:
-            raise GraphError(f"heads: {list(x.shape)} cannot be split into {n} heads")
-        return super().heads(x, n)
-
     def split(self, x: Node, n: int) -> tuple[Node, ...]:
-        if n < 1 or x.shape[-1] % n:
-            raise GraphError(f"split: {list(x.shape)} cannot be split into {n} parts")
         g, axis, d = self.g, len(x.shape) - 1, x.shape[-1] // n
         parts = tuple(g.part(x, axis, i * d, (i + 1) * d) for i in range(n))
 
@@ -248,20 +224,16 @@ class GGMLOps(Products):
             zeros = lambda: self._inputs.zeros(*parts[0].shape)  # noqa: E731
             return (lambda: self._concat([zeros() if dy is None else dy for dy in dys], axis),)
 
-        return parts if n == 1 else self._record_several(parts, (x,), rule)
+        if n > 1:
+            self._tape.append((parts, (x,), rule))
+        return parts
 
     def reshape(self, x: Node, shape: Sequence[int]) -> Node:
         return self._record(self.g.reshape(x, *shape), (x,), lambda dy: (lambda: self.g.reshape(dy, *x.shape),))
 
     def part(self, x: Node, axis: int, start: int, stop: int) -> Node:
-        self._check_axis("part", axis, x)
         y = self.g.part(x, axis, start, stop)
         return y if y is x else self._record(y, (x,), lambda dy: (lambda: self._widen(dy, x, axis, start),))
-
-    def _check_axis(self, op: str, axis: int, *nodes: Node) -> None:
-        for node in nodes:
-            if not 0 <= axis < len(node.shape):
-                raise GraphError(f"{op}: {list(node.shape)} has no axis {axis}")
 
     def _widen(self, dy: Node, x: Node, axis: int, start: int) -> Node:
         """Return dy, the gradient of a part of x (from `start` on along `axis`), padded with zeros to x's shape."""
@@ -273,7 +245,6 @@ class GGMLOps(Products):
         return g.reshape(self._concat([p for p in (left, flat, right) if p is not None], axis=1), *x.shape)
 
     def concat(self, parts: Sequence[Node], axis: int) -> Node:
-        self._check_axis("concat", axis, *parts)
         y = self._concat(parts, axis)
 
         def rule(dy: Node) -> Sequence[Callable[[], Node]]:
@@ -283,21 +254,14 @@ class GGMLOps(Products):
         return y if y is parts[0] else self._record(y, tuple(parts), rule)
 
     def prepend(self, x: Node, token: Node) -> Node:
-        self._check_features("prepend", x, token)
         n, _, d = x.shape
         first = self.add(self._inputs.zeros(n, d), token)
         return self.concat([self.reshape(first, (n, 1, d)), x], axis=1)
 
     # -- norms --------------------------------------------------------------------------------------------------
 
-    def _check_features(self, op: str, x: Node, *vectors: Node) -> None:
-        for vector in vectors:
-            if vector.shape != x.shape[-1:]:  # a length that divides d would silently repeat
-                raise GraphError(f"{op}: expected a vector [{x.shape[-1]}], got {list(vector.shape)}")
-
     def rms_norm(self, x: Node, w: Node, eps: float) -> Node:
         g = self.g
-        self._check_features("rms_norm", x, w)
         n = g.rms_norm(x, eps)
 
         def rule(dy: Node) -> Sequence[Callable[[], Node]]:
@@ -332,9 +296,6 @@ class GGMLOps(Products):
     def layer_norm(self, x: Node, w: Node, b: Node, eps: float) -> Node:
         """Compute LayerNorm as RMSNorm of x - mean. The two are equal, because both add eps inside the root."""
         g = self.g
-        self._check_features("layer_norm", x, w, b)
-        if not 0 <= eps < math.inf:
-            raise GraphError(f"layer_norm: eps={eps} must be 0 or above")
         # With x / SHRINK and eps / SHRINK^2 RMSNorm's result is the same. Its gradient is SHRINK times as large, and
         # `_centre_shrunk`, applied to this gradient, divides it by SHRINK.
         shrinks = self._profile.has("NORM")
@@ -354,8 +315,6 @@ class GGMLOps(Products):
     # -- attention ----------------------------------------------------------------------------------------------
 
     def rope(self, x: Node, rotary: Rotary) -> Node:
-        if len(x.shape) != 4:
-            raise GraphError(f"rope: expected [B, T, H, D], got {list(x.shape)}")
         positions = self._inputs.span(0, x.shape[1])
         factors = self._inputs.vector(rotary.factors) if rotary.factors else None
 
@@ -380,10 +339,6 @@ class GGMLOps(Products):
             rest = {"sinks": sinks, "bias": bias}
             return self.compose_attention(q, k, v, causal, window=window, scale=scale, softcap=softcap, **rest)
         rows, length, heads, size = q.shape
-        if k.shape != v.shape or k.shape != (rows, length, k.shape[2], size) or heads % k.shape[2]:
-            raise GraphError(
-                f"attention: the shapes of q {list(q.shape)}, k {list(k.shape)} and v {list(v.shape)} do not fit"
-            )
         layout, factor = Heads(g, rows, heads, k.shape[2]), 1 / math.sqrt(size) if scale is None else scale
         if self._profile.fast_products and factor > 0:
 
@@ -401,7 +356,7 @@ class GGMLOps(Products):
             key_count = stop if causal else length
             queries = layout.group(g.part(q4, 2, start, stop))
             scores = layout.split(g.mul_mat(g.part(k4, 2, 0, key_count), queries))  # [B, H, n, seen]
-            mask = self._inputs.causal_mask(stop - start, key_count) if causal else None
+            mask = self._inputs.visible(stop - start, key_count, fill=-math.inf) if causal else None
             weights = g.softmax(scores, mask, factor)
             outs.append(layout.split(self._multiply(layout.group(weights), g.part(v4, 2, 0, key_count))))
             blocks.append((start, stop, queries, weights))

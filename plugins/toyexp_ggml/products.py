@@ -86,10 +86,6 @@ class TapedOps(Ops):
         self._tape.append(((out,), inputs, rule))
         return out
 
-    def _record_several(self, outs: tuple[Node, ...], inputs: tuple[Node, ...], rule: Rule) -> tuple[Node, ...]:
-        self._tape.append((outs, inputs, rule))
-        return outs
-
     def block(self, function: Callable[..., Any], x: Node, p: Params, *rest: Any) -> Any:
         """Run a block of the model; see Ops.block. A block inside another is recorded as a part of the outer one."""
         if self._is_inside:

@@ -10,7 +10,8 @@ from toyexp import Ops, Params, Tensor
 from toyexp_models.gguf import RotaryGGUF
 from toyexp_models.huggingface import arcee_layout
 from toyexp_models.huggingface_config import read_config
-from toyexp_models.rotary import RotaryModel, linear
+from toyexp_models.language import linear
+from toyexp_models.rotary import RotaryModel
 
 
 @dataclass

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from toyexp import Ops, Params, Rotary, Tensor
+from toyexp import Ops, Rotary, Tensor
 from toyexp.base import MAX_INT, require_range
 from toyexp_models.gguf import Gemma2GGUF, Gemma3GGUF
 from toyexp_models.huggingface import gemma2_layout, gemma3_layout
@@ -38,30 +38,20 @@ class WindowedGemma(Gemma):
         """Return (True,) if attention in layer `i` is limited to a sliding window, otherwise (False,)."""
         return (self.window > 0 and (i + 1) % self.window_period != 0,)
 
-    def block(self, ops: Ops, x: Tensor, p: Params, *layer: Any) -> Tensor:
-        """Return the output of one block for x [B, T, d]."""
-        h = self.mix(ops, self.norm(ops, x, p, "attn_norm"), p, *layer)
-        x = ops.add(x, self.norm(ops, h, p, "post_attention_norm"))
-        h = self.feed_forward(ops, self.norm(ops, x, p, "ffn_norm"), p)
-        return ops.add(x, self.norm(ops, h, p, "post_ffw_norm"))
-
     def attend(self, ops: Ops, q: Tensor, k: Tensor, v: Tensor, *layer: Any) -> Tensor:
         """Apply RoPE to q [B, T, H, D] and k [B, T, Hkv, D]; return attention with v [B, T, Hkv, D] -> [B, T, H*D]."""
         (has_window,) = layer
         rotary, window = (self.window_rotary(), self.window) if has_window else (self.rotary(), 0)
         q, k = ops.rope(q, rotary), ops.rope(k, rotary)
-        return ops.attention(q, k, v, window=window, scale=self.score_scale, softcap=self.score_cap)
+        return ops.attention(
+            q, k, v, window=window, scale=self.score_scale, softcap=getattr(self, "score_softcap", 0.0)
+        )
 
     @property
     def score_scale(self) -> float:
         """Factor of attention scores: 1/sqrt(features per head), but in the 27B models 1/sqrt(d_model / n_heads)."""
         size = self.d_model // self.n_heads if self.n_layers == self.wide_layers else self.head_size
         return float(size**-0.5)
-
-    @property
-    def score_cap(self) -> float:
-        """Soft cap c of the attention scores: a score s becomes c * tanh(s / c). 0 means no cap."""
-        return 0.0
 
     def window_rotary(self) -> Rotary:
         """Return the rotary embedding for layers with sliding-window attention."""
@@ -84,11 +74,6 @@ class Gemma2(WindowedGemma):
         """Raise UserError for invalid sizes."""
         super().check()
         self.require_positive("window", "final_softcap", "score_softcap")
-
-    @property
-    def score_cap(self) -> float:
-        """Soft cap c of the attention scores: a score s becomes c * tanh(s / c)."""
-        return self.score_softcap
 
 
 @dataclass

@@ -20,17 +20,23 @@ SIZES = {
     "context": "context_length", "d_model": "embedding_length", "n_layers": "block_count",
     "d_ff": "feed_forward_length", "n_heads": "attention.head_count",
 }  # fmt: skip
-GRANITE_SCALES = {"embedding_scale": 1.0, "residual_scale": 1.0, "logit_scale": None}  # defaults; None: required
+Numbers = Mapping[str, tuple[str, float | None]]  # fields, their GGUF keys and llama.cpp's defaults; None: required
+GRANITE_SCALES: Numbers = {
+    "embedding_scale": ("embedding_scale", 1.0), "residual_scale": ("residual_scale", 1.0),
+    "logit_scale": ("logit_scale", None),
+}  # fmt: skip
 
 
 class LanguageGGUF(GGUFForm[L]):
     """GGUF form (key names and conversions) of language models, with the keys that all architectures share."""
 
-    names: Mapping[str, str] = SIZES  # fields, and their GGUF keys
+    names: Mapping[str, str] = SIZES  # fields with whole numbers, and their GGUF keys
+    numbers: Numbers = {}  # fields with other numbers
 
     def metadata(self, model: L) -> dict[str, Any]:
-        """Return the GGUF keys and values of the model's sizes."""
-        return {key: getattr(model, name) for name, key in self.names.items()} | {"vocab_size": model.vocab}
+        """Return the GGUF keys and values of the fields in `names` and `numbers`."""
+        keys = {**self.names, **{name: key for name, (key, _) in self.numbers.items()}}
+        return {key: getattr(model, name) for name, key in keys.items()} | {"vocab_size": model.vocab}
 
     def read(self, cls: type[L], file: ModelFile) -> L:
         """Return the model in a file. Raise UserError for a key that this architecture does not support."""
@@ -45,32 +51,29 @@ class LanguageGGUF(GGUFForm[L]):
         if embedding is None:
             raise keys.file.error("lacks the tensor token_embd.weight")
         sizes: dict[str, Any] = {name: keys.integer(key) for name, key in self.names.items()}
+        sizes |= {name: keys.number(key, default) for name, (key, default) in self.numbers.items()}
         return sizes | {"vocab": embedding.shape[0], "tied": "output.weight" not in keys.file.tensors}
 
 
 class GPT2GGUF(LanguageGGUF[LanguageModel]):
     """GGUF form of GPT-2."""
 
-    def metadata(self, model: LanguageModel) -> dict[str, Any]:
-        """Return the GGUF keys and values of the sizes and of the norms' eps."""
-        return {**super().metadata(model), "attention.layer_norm_epsilon": model.norm_eps}
-
-    def sizes(self, keys: Keys) -> dict[str, Any]:
-        """Return the model's fields as a dict from field name to value, read from the file's metadata `keys`."""
-        return super().sizes(keys) | {"norm_eps": keys.number("attention.layer_norm_epsilon")}
+    numbers = {"norm_eps": ("attention.layer_norm_epsilon", None)}
 
 
 class RotaryGGUF(LanguageGGUF[RotaryModel]):
     """GGUF form of qwen2, qwen3 and gemma, which use rotary embedding. Base class of llama's form."""
+
+    numbers: Numbers = {
+        "norm_eps": ("attention.layer_norm_rms_epsilon", None), "rope_base": ("rope.freq_base", 10000.0),
+    }  # fmt: skip
 
     def metadata(self, model: RotaryModel) -> dict[str, Any]:
         """Return the GGUF keys and values of sizes, heads, eps and RoPE."""
         keys = {
             **super().metadata(model),
             "attention.head_count_kv": model.n_kv_heads,
-            "attention.layer_norm_rms_epsilon": model.norm_eps,
             "rope.dimension_count": model.head_size,
-            "rope.freq_base": model.rope_base,
         }
         if model.head_size * model.n_heads != model.d_model:
             keys |= {"attention.key_length": model.head_size, "attention.value_length": model.head_size}
@@ -93,8 +96,6 @@ class RotaryGGUF(LanguageGGUF[RotaryModel]):
             "n_kv_heads": keys.integer("attention.head_count_kv", common["n_heads"]),
             "head_dim": 0 if size * common["n_heads"] == common["d_model"] else size,
             "qkv_bias": "blk.0.attn_q.bias" in keys.file.tensors,
-            "norm_eps": keys.number("attention.layer_norm_rms_epsilon"),
-            "rope_base": keys.number("rope.freq_base", 10000.0),
             "rope_scale": _linear_scaling(keys),
         }
 
@@ -127,19 +128,16 @@ class LlamaGGUF(RotaryGGUF):
 class ExpertsGGUF(RotaryGGUF):
     """GGUF form of qwen3moe and olmoe: keys of the experts."""
 
+    names = {**SIZES, "experts": "expert_count", "experts_used": "expert_used_count"}
+
     def metadata(self, model: Any) -> dict[str, Any]:
         """Return the GGUF keys and values, including those of the experts."""
-        experts = {"expert_count": model.experts, "expert_used_count": model.experts_used}
-        return super().metadata(model) | experts | {"expert_feed_forward_length": model.d_ff}
+        return super().metadata(model) | {"expert_feed_forward_length": model.d_ff}
 
     def sizes(self, keys: Keys) -> dict[str, Any]:
         """Return the model's fields, read from the file."""
         common = super().sizes(keys)
-        return common | {
-            "d_ff": keys.integer("expert_feed_forward_length", common["d_ff"]),
-            "experts": keys.integer("expert_count"),
-            "experts_used": keys.integer("expert_used_count"),
-        }
+        return common | {"d_ff": keys.integer("expert_feed_forward_length", common["d_ff"])}
 
 
 class GraniteGGUF(LlamaGGUF):
@@ -148,60 +146,54 @@ class GraniteGGUF(LlamaGGUF):
     For a model without RoPE, `rope.scaling.finetuned` is false.
     """
 
+    numbers = {**RotaryGGUF.numbers, **GRANITE_SCALES}
+
     def metadata(self, model: Any) -> dict[str, Any]:
         """Return the GGUF keys and values: those of llama, and the multipliers."""
-        keys = {name: getattr(model, name) for name in GRANITE_SCALES}
-        keys |= {"attention.scale": model.attention_scale} if model.attention_scale else {}
+        keys: dict[str, Any] = {"attention.scale": model.attention_scale} if model.attention_scale else {}
         keys |= {} if model.rope else {"rope.scaling.finetuned": False}
         return super().metadata(model) | keys
 
     def sizes(self, keys: Keys) -> dict[str, Any]:
         """Return the model's fields, read from the file. As in llama.cpp, a multiplier of 0 in the file means 1."""
-        scales = {name: keys.number(name, default) or 1.0 for name, default in GRANITE_SCALES.items()}
-        scales["attention_scale"] = keys.number("attention.scale", 0.0)
-        return {"rope": keys.expect("rope.scaling.finetuned", True, False), **scales, **super().sizes(keys)}
+        has_rope, score_scale = keys.expect("rope.scaling.finetuned", True, False), keys.number("attention.scale", 0.0)
+        common = super().sizes(keys)
+        scales = {name: common[name] or 1.0 for name in GRANITE_SCALES}
+        return common | scales | {"rope": has_rope, "attention_scale": score_scale}
 
 
 class Gemma2GGUF(RotaryGGUF):
     """GGUF form of gemma2, with keys for the sliding window and the soft caps of scores and logits."""
 
     window, period = 4096, 2  # llama.cpp's values for missing keys
-    caps: Mapping[str, tuple[str, float]] = {
-        "final_softcap": ("final_logit_softcapping", 30.0),
+    numbers: Numbers = {
+        **RotaryGGUF.numbers, "final_softcap": ("final_logit_softcapping", 30.0),
         "score_softcap": ("attn_logit_softcapping", 50.0),
-    }
+    }  # fmt: skip
 
     def metadata(self, model: Any) -> dict[str, Any]:
         """Return the GGUF keys and values, including those of the sliding window and of the soft caps."""
         keys = {"attention.sliding_window": model.window}
         if model.window:
             keys["attention.sliding_window_pattern"] = model.window_period
-        return super().metadata(model) | keys | {key: getattr(model, name) for name, (key, _) in self.caps.items()}
+        return super().metadata(model) | keys
 
     def sizes(self, keys: Keys) -> dict[str, Any]:
         """Return the model's fields, read from the file, with llama.cpp's defaults for missing keys."""
-        caps = {name: keys.number(key, default) for name, (key, default) in self.caps.items()}
-        windows = {
+        return super().sizes(keys) | {
             "window": keys.integer("attention.sliding_window", self.window, lowest=0),
             "window_period": keys.integer("attention.sliding_window_pattern", self.period),
         }
-        return super().sizes(keys) | caps | windows
 
 
 class Gemma3GGUF(Gemma2GGUF):
     """GGUF form of gemma3, with keys for the sliding window, its RoPE base, and the soft cap of the logits."""
 
     window, period = 0, 6
-    caps: Mapping[str, tuple[str, float]] = {"final_softcap": ("final_logit_softcapping", 0.0)}
-
-    def metadata(self, model: Any) -> dict[str, Any]:
-        """Return the GGUF keys and values, including those of the sliding window and of the soft caps."""
-        return super().metadata(model) | {"rope.freq_base_swa": model.window_rope_base}
-
-    def sizes(self, keys: Keys) -> dict[str, Any]:
-        """Return the model's fields, read from the file, with llama.cpp's defaults for missing keys."""
-        base = keys.number("rope.freq_base_swa", 10000.0)
-        return super().sizes(keys) | {"window_rope_base": base}
+    numbers = {
+        **RotaryGGUF.numbers, "final_softcap": ("final_logit_softcapping", 0.0),
+        "window_rope_base": ("rope.freq_base_swa", 10000.0),
+    }  # fmt: skip
 
 
 def _linear_scaling(keys: Keys) -> float:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from types import MappingProxyType
+from functools import partial
 from typing import Any, ClassVar
 
 from toyexp import LORA, Normal, Ops, Params, Tensor, TensorSpec, keep_apart
@@ -12,10 +12,8 @@ from toyexp.base import require_range
 from toyexp_models.gguf import GPT2GGUF
 from toyexp_models.huggingface import gpt2_layout
 from toyexp_models.huggingface_config import read_config
-from toyexp_models.language import DROPPED, LanguageModel, linear_specs, norm_specs, require_shared_heads
+from toyexp_models.language import DROPPED, LanguageModel, layer_specs, linear, norm, require_shared_heads
 from toyexp_models.mup import MuP
-
-NO_MASKS: Mapping[str, Tensor] = MappingProxyType({})
 
 
 @dataclass
@@ -39,18 +37,17 @@ class GPT2(MuP, LanguageModel):
     def tensors(self) -> list[TensorSpec]:
         """Return the specs of all tensors. Matrices start from N(0, 0.02), norms from 1, biases from 0."""
         d, ff, small = self.d_model, self.d_ff, Normal(0.02)
+        matrix = partial(layer_specs, init=small)
         specs = [
             TensorSpec("token_embd.weight", (self.vocab, d), small),
             TensorSpec("position_embd.weight", (self.context, d), small),
         ]
         for i in range(self.n_layers):
-            specs += norm_specs(f"blk.{i}.attn_norm", d)
-            specs += linear_specs(f"blk.{i}.attn_qkv", 3 * d, d, small)
-            specs += linear_specs(f"blk.{i}.attn_output", d, d, small)
-            specs += norm_specs(f"blk.{i}.ffn_norm", d)
-            specs += linear_specs(f"blk.{i}.ffn_up", ff, d, small)
-            specs += linear_specs(f"blk.{i}.ffn_down", d, ff, small)
-        specs += norm_specs("output_norm", d)
+            specs += layer_specs(f"blk.{i}.attn_norm", d)
+            specs += matrix(f"blk.{i}.attn_qkv", 3 * d, d) + matrix(f"blk.{i}.attn_output", d, d)
+            specs += layer_specs(f"blk.{i}.ffn_norm", d)
+            specs += matrix(f"blk.{i}.ffn_up", ff, d) + matrix(f"blk.{i}.ffn_down", d, ff)
+        specs += layer_specs("output_norm", d)
         if not self.tied:
             specs.append(TensorSpec("output.weight", (self.vocab, d), small))
         return self.parametrise(specs)
@@ -65,22 +62,15 @@ class GPT2(MuP, LanguageModel):
         x = ops.dropout(x, batch, "token_embd.dropout")
         for i in range(self.n_layers):
             masks = {n: batch[f"blk.{i}.{n}.dropout"] for n in DROPPED if f"blk.{i}.{n}.dropout" in batch}
-            x = ops.block(self.block, x, p.block(i), *([masks] if masks else []))
-        x = ops.layer_norm(x, p["output_norm.weight"], p["output_norm.bias"], self.norm_eps)
+            x = ops.block(self.block, x, p.block(i), masks)
+        x = norm(ops, x, p, "output_norm", self.norm_eps)
         return ops.logits(self.scale_output(ops, x), p["token_embd.weight" if self.tied else "output.weight"])
 
-    def block(self, ops: Ops, x: Tensor, p: Params, masks: Mapping[str, Tensor] = NO_MASKS) -> Tensor:
+    def block(self, ops: Ops, x: Tensor, p: Params, masks: Mapping[str, Tensor]) -> Tensor:
         """Return the output of one block for x [B, T, d]. `masks` has the dropout masks of its layers, if any."""
-
-        def linear(x: Tensor, name: str) -> Tensor:
-            return ops.linear(x, p[f"{name}.weight"], p[f"{name}.bias"])
-
-        def norm(x: Tensor, name: str) -> Tensor:
-            return ops.layer_norm(x, p[f"{name}.weight"], p[f"{name}.bias"], self.norm_eps)
-
-        qkv = ops.split(linear(norm(x, "attn_norm"), "attn_qkv"), 3)  # 3 times [B, T, d]
-        q, k, v = (ops.heads(t, self.n_heads) for t in qkv)  # [B, T, H, D]
+        qkv = linear(ops, norm(ops, x, p, "attn_norm", self.norm_eps), p, "attn_qkv")  # [B, T, 3 d]
+        q, k, v = (ops.heads(t, self.n_heads) for t in ops.split(qkv, 3))  # [B, T, H, D]
         mixed = ops.attention(q, k, v, scale=self.score_factor(self.d_model // self.n_heads))
-        x = ops.add(x, ops.dropout(linear(mixed, "attn_output"), masks, "attn_output"))
-        h = ops.gelu(linear(norm(x, "ffn_norm"), "ffn_up"))  # [B, T, d_ff]
-        return ops.add(x, ops.dropout(linear(h, "ffn_down"), masks, "ffn_down"))
+        x = ops.add(x, ops.dropout(linear(ops, mixed, p, "attn_output"), masks, "attn_output"))
+        h = ops.gelu(linear(ops, norm(ops, x, p, "ffn_norm", self.norm_eps), p, "ffn_up"))  # [B, T, d_ff]
+        return ops.add(x, ops.dropout(linear(ops, h, p, "ffn_down"), masks, "ffn_down"))

@@ -6,10 +6,11 @@ import itertools
 import math
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from toyexp import Rotary, UserError
-from toyexp.formats import ArrayFunction, Conversion, HFTensor, Layout, identity
+from toyexp.formats import Conversion, HFTensor, Layout, identity
 from toyexp_models.language import LanguageModel
 from toyexp_models.rotary import RotaryModel
 
@@ -34,6 +35,7 @@ MAMBA2 = {
     "ssm_in": "mixer.in_proj", "ssm_conv1d": "mixer.conv1d", "ssm_norm": "mixer.norm", "ssm_out": "mixer.out_proj",
     "ssm_dt.bias": "mixer.dt_bias", "ssm_a": "mixer.A_log", "ssm_d": "mixer.D",
 }  # fmt: skip
+GELU: dict[str, Any] = {"hidden_act": "gelu_pytorch_tanh", "hidden_activation": "gelu_pytorch_tanh"}  # old, new key
 EXACT = 1e-5  # relative tolerance of rope frequencies, which files store as float32
 ORIGINAL = 8192  # original context length in Llama 3's rope scaling
 Data = Mapping[str, Any]  # metadata of the data: see Dataset.gguf_metadata
@@ -41,8 +43,13 @@ Data = Mapping[str, Any]  # metadata of the data: see Dataset.gguf_metadata
 
 def llama_layout(model: RotaryModel, data: Data) -> Layout:
     """Return the layout of LlamaForCausalLM. Raise UserError for head sizes that transformers does not support."""
+    return _llama(model)
+
+
+def _llama(model: RotaryModel, problem: str = "", **own: Any) -> Layout:
+    """Return the layout of llama and its nearest relatives; see `_rotary`."""
     _require_divisible_width(model)
-    return replace(_rotary(model), conversion=Conversion(prefix=None))
+    return _rotary(model, Conversion(prefix=None, ignored_setting=problem), **own)
 
 
 def _require_divisible_width(model: RotaryModel) -> None:
@@ -56,25 +63,24 @@ def granite_layout(model: Any, data: Data) -> Layout:
     """Return the layout of GraniteForCausalLM. Raise UserError for a model without RoPE."""
     if not model.rope:
         raise UserError("model.rope=false: transformers' granite always has RoPE; only GGUF can store this model")
-    layout = llama_layout(model, data)
-    scales = {
-        "embedding_multiplier": model.embedding_scale,
-        "residual_multiplier": model.residual_scale,
-        "attention_multiplier": model.attention_scale or model.head_size**-0.5,
-        "logits_scaling": model.logit_scale,
-    }
-    conversion = Conversion(prefix=None, ignored_setting="it does not read head_dim of granite" * bool(model.head_dim))
-    return replace(layout, config={**layout.config, **scales}, conversion=conversion)
+    return _llama(
+        model,
+        "it does not read head_dim of granite" * bool(model.head_dim),
+        embedding_multiplier=model.embedding_scale,
+        residual_multiplier=model.residual_scale,
+        attention_multiplier=model.attention_scale or model.head_size**-0.5,
+        logits_scaling=model.logit_scale,
+    )
 
 
 def qwen2_layout(model: RotaryModel, data: Data) -> Layout:
     """Return the layout of Qwen2ForCausalLM, whose q, k and v have biases."""
-    return replace(_rotary(model, ATTENTION[:3]), tokenizer_replaced=True)
+    return replace(_rotary(model, Conversion(), biased=ATTENTION[:3]), tokenizer_replaced=True)
 
 
 def qwen3_layout(model: RotaryModel, data: Data) -> Layout:
     """Return the layout of Qwen3ForCausalLM, whose attention output also has a bias if q, k and v have biases."""
-    return replace(_rotary(model), conversion=Conversion(ignored_setting=_bias_problem(model)))
+    return _rotary(model, Conversion(ignored_setting=_bias_problem(model)))
 
 
 def _bias_problem(model: RotaryModel) -> str:
@@ -85,14 +91,11 @@ def _bias_problem(model: RotaryModel) -> str:
 
 def gemma_layout(model: RotaryModel, data: Data) -> Layout:
     """Return the layout of GemmaForCausalLM, which adds 1 to the weights of its norms."""
-    layout = _rotary(model)
-    activation = dict.fromkeys(("hidden_act", "hidden_activation"), "gelu_pytorch_tanh")  # both the old and the new key
-    # If eot_token_id is missing, llama.cpp's converter assumes token 107, as in Google's models.
-    config = {**layout.config, **activation, "eot_token_id": None}
     is_usual = (model.rope_base, model.rope_scale) == (10000.0, 1.0)
     problem = "" if is_usual else "it reads neither rope_base nor rope_scale of gemma"
-    conversion = Conversion(("spm",), prefix=False, ignored_setting=problem)
-    return replace(layout, config=config, tensors=_subtract_one(layout.tensors), conversion=conversion)
+    # If eot_token_id is missing, llama.cpp's converter assumes token 107, as in Google's models.
+    layout = _rotary(model, Conversion(("spm",), prefix=False, ignored_setting=problem), **GELU, eot_token_id=None)
+    return replace(layout, tensors=_subtract_one(layout.tensors))
 
 
 def _subtract_one(tensors: Mapping[str, HFTensor]) -> dict[str, HFTensor]:
@@ -110,23 +113,23 @@ def _subtract_one(tensors: Mapping[str, HFTensor]) -> dict[str, HFTensor]:
 def gemma2_layout(model: Any, data: Data) -> Layout:
     """Return the layout of Gemma2ForCausalLM, whose config lists the layers with a window."""
     problem = "" if model.window_period == 2 else "it does not read window_period of gemma2"
-    return _windowed_layout(model, {"attn_logit_softcapping": model.score_softcap}, problem)
+    return _windowed_layout(model, problem, attn_logit_softcapping=model.score_softcap)
 
 
 def gemma3_layout(model: Any, data: Data) -> Layout:
     """Return the layout of Gemma3ForCausalLM, whose config lists the layers with a window."""
     is_usual = (model.window_period, model.window_rope_base) == (6, 10000.0)
     problem = "" if is_usual else "it reads neither window_period nor window_rope_base of gemma3"
-    config = {
-        "architectures": ["Gemma3ForCausalLM"],
-        "model_type": "gemma3_text",
-        "rope_local_base_freq": model.window_rope_base,
-        "sliding_window_pattern": model.window_period,
-    }
-    return _windowed_layout(model, config, problem)
+    return _windowed_layout(
+        model,
+        problem,
+        model_type="gemma3_text",
+        rope_local_base_freq=model.window_rope_base,
+        sliding_window_pattern=model.window_period,
+    )
 
 
-def _windowed_layout(model: Any, own: Mapping[str, Any], problem: str) -> Layout:
+def _windowed_layout(model: Any, problem: str, **own: Any) -> Layout:
     """Return the layout of gemma2 or gemma3, with the entries `own` added to config.json.
 
     `problem` is a sentence about a setting that llama.cpp's converter ignores, or an empty string.
@@ -137,74 +140,58 @@ def _windowed_layout(model: Any, own: Mapping[str, Any], problem: str) -> Layout
         "ffn_norm": "pre_feedforward_layernorm",
         "post_ffw_norm": "post_feedforward_layernorm",
     }
-    layout = _rotary(model, names=names)
     kinds = ("full_attention", "sliding_attention")
     config = {
-        "hidden_act": "gelu_pytorch_tanh",
-        "hidden_activation": "gelu_pytorch_tanh",
         "layer_types": [kinds[has_window] for i in range(model.n_layers) for has_window in model.layer(i)],
         "sliding_window": model.window or model.context,  # required even if no layer has a window
         "query_pre_attn_scalar": round(model.score_scale**-2),
         "final_logit_softcapping": model.final_softcap or None,
     }
-    return replace(
-        layout,
-        config={**layout.config, **config, **own},
-        tensors=_subtract_one(layout.tensors),
-        conversion=Conversion(prefix=False, ignored_setting=problem),
-    )
+    conversion = Conversion(prefix=False, ignored_setting=problem)
+    layout = _rotary(model, conversion, names=names, **GELU, **config, **own)
+    return replace(layout, tensors=_subtract_one(layout.tensors))
 
 
 def olmo2_layout(model: RotaryModel, data: Data) -> Layout:
     """Return the layout of Olmo2ForCausalLM, whose norms follow attention and feed-forward layer."""
     norms = {"post_attention_norm": "post_attention_layernorm", "post_ffw_norm": "post_feedforward_layernorm"}
-    return replace(_rotary(model, names=norms), conversion=Conversion(("bpe",)))
+    return _rotary(model, Conversion(("bpe",)), names=norms)
 
 
 def arcee_layout(model: RotaryModel, data: Data) -> Layout:
     """Return the layout of ArceeForCausalLM, whose feed-forward layer has squared ReLU and no gate."""
-    layout = llama_layout(model, data)
-    conversion = Conversion(prefix=None, ignored_setting=_bias_problem(model))
-    return replace(layout, config={**layout.config, "hidden_act": "relu2"}, conversion=conversion)
+    return _llama(model, _bias_problem(model), hidden_act="relu2")
 
 
 def smollm3_layout(model: RotaryModel, data: Data) -> Layout:
     """Return the layout of SmolLM3ForCausalLM, whose config lists the layers with RoPE."""
-    layout = llama_layout(model, data)
-    layers = {"no_rope_layers": [int(*model.layer(i)) for i in range(model.n_layers)], "no_rope_layer_interval": 4}
-    config = {**layout.config, **layers, "architectures": ["SmolLM3ForCausalLM"]}
-    return replace(layout, config=config, conversion=Conversion(prefix=None, ignored_setting=_bias_problem(model)))
+    rope_layers = [int(*model.layer(i)) for i in range(model.n_layers)]
+    own = {"architectures": ["SmolLM3ForCausalLM"], "no_rope_layers": rope_layers, "no_rope_layer_interval": 4}
+    return _llama(model, _bias_problem(model), **own)
 
 
 def qwen3moe_layout(model: Any, data: Data) -> Layout:
     """Return the layout of Qwen3MoeForCausalLM."""
-    config = {
-        "architectures": ["Qwen3MoeForCausalLM"],
-        "model_type": "qwen3_moe",
-        "moe_intermediate_size": model.d_ff,
-        "norm_topk_prob": True,
-    }
-    return _experts_layout(model, config, _bias_problem(model))
+    own = {"architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "moe_intermediate_size": model.d_ff}
+    return _experts_layout(model, _bias_problem(model), norm_topk_prob=True, **own)
 
 
 def olmoe_layout(model: Any, data: Data) -> Layout:
     """Return the layout of OlmoeForCausalLM."""
     problem = "" if model.norm_eps == 1e-5 else "it does not read norm_eps of olmoe"
-    return _experts_layout(model, {"norm_topk_prob": False, "clip_qkv": None}, problem)
+    return _experts_layout(model, problem, norm_topk_prob=False, clip_qkv=None)
 
 
-def _experts_layout(model: Any, own: Mapping[str, Any], problem: str) -> Layout:
+def _experts_layout(model: Any, problem: str, **own: Any) -> Layout:
     """Return the layout of a model with experts, with the entries `own` added to config.json.
 
     `problem` is a sentence about a setting that llama.cpp's converter ignores, or an empty string.
     """
-    names = {f"ffn_{n}_exps": f"mlp.experts.{{}}.{n}_proj" for n in ("gate", "up", "down")} | {
-        "ffn_gate_inp": "mlp.gate"
-    }
-    layout = _rotary(model, names=names)
-    config = {**layout.config, "num_experts": model.experts, "num_experts_per_tok": model.experts_used, **own}
-    tensors = {n: replace(t, is_split="_exps" in n) for n, t in layout.tensors.items()}
-    return replace(layout, config=config, tensors=tensors, conversion=Conversion(("bpe",), ignored_setting=problem))
+    names = {f"ffn_{n}_exps": f"mlp.experts.{{}}.{n}_proj" for n in ("gate", "up", "down")}
+    own |= {"names": {**names, "ffn_gate_inp": "mlp.gate"}, "num_experts": model.experts}
+    conversion = Conversion(("bpe",), ignored_setting=problem)
+    layout = _rotary(model, conversion, num_experts_per_tok=model.experts_used, **own)
+    return replace(layout, tensors={n: replace(t, is_split="_exps" in n) for n, t in layout.tensors.items()})
 
 
 def lfm2_layout(model: Any, data: Data) -> Layout:
@@ -215,7 +202,6 @@ def lfm2_layout(model: Any, data: Data) -> Layout:
         "attn_k_norm": "self_attn.k_layernorm", "ffn_gate": "feed_forward.w1", "ffn_up": "feed_forward.w3",
         "ffn_down": "feed_forward.w2", "in_proj": "conv.in_proj", "conv": "conv.conv", "out_proj": "conv.out_proj",
     }  # fmt: skip
-    layout = _rotary(model, names=names)
     config = {
         "norm_eps": model.norm_eps,
         "conv_L_cache": model.conv_length,
@@ -225,10 +211,10 @@ def lfm2_layout(model: Any, data: Data) -> Layout:
         "block_multiple_of": 1,
         "layer_types": [("conv", "full_attention")[has] for i in range(model.n_layers) for has in model.layer(i)],
     }
-    tensors = dict(layout.tensors)
-    for name in (name for name in tensors if name.endswith(".conv.weight")):  # with an axis for input channels
-        tensors[name] = replace(tensors[name], form=lambda w: w[:, None], back=lambda w: w[:, 0])
-    return replace(layout, config={**layout.config, **config}, tensors=tensors, conversion=Conversion(("bpe",)))
+    layout = _rotary(model, Conversion(("bpe",)), names=names, **config)
+    axis: dict[str, Any] = {"form": lambda w: w[:, None], "back": lambda w: w[:, 0]}  # for input channels
+    tensors = {n: replace(t, **axis) if n.endswith(".conv.weight") else t for n, t in layout.tensors.items()}
+    return replace(layout, tensors=tensors)
 
 
 def mamba2_layout(model: Any, data: Data) -> Layout:
@@ -303,12 +289,16 @@ def gpt2_layout(model: LanguageModel, data: Data) -> Layout:
     return Layout(config, tensors, conversion=Conversion(("bpe",), ignored_setting=problem))
 
 
-def _rotary(model: RotaryModel, biased: tuple[str, ...] | None = None, names: Mapping[str, str] = ROTARY) -> Layout:
+def _rotary(
+    model: RotaryModel, conversion: Conversion, *, biased: tuple[str, ...] | None = None,
+    names: Mapping[str, str] = ROTARY, **own: Any,
+) -> Layout:  # fmt: skip
     """Return the layout of a RotaryModel in transformers, where RoPE rotates pairs (x[i], x[i + D/2]).
 
     `biased` names the linear layers of a block that have a bias in transformers. By default, all linear layers of the
     attention have one if any of them has a bias in the model; the same holds for those of the feed-forward layer.
-    `names` maps GGUF names to names in transformers, where these differ from llama's.
+    `names` maps GGUF names to names in transformers, where these differ from llama's. `own` are further entries of
+    config.json.
     """
     biases, names = model.biases(), {**ROTARY, **names}
     if biased is None:
@@ -331,23 +321,23 @@ def _rotary(model: RotaryModel, biased: tuple[str, ...] | None = None, names: Ma
         "tie_word_embeddings": model.tied,
         "attention_bias": ATTENTION[0] in biased,
         "mlp_bias": FEED_FORWARD[0] in biased,
+        **own,
     }
     tensors, zeros = {}, {}
     for spec in model.tensors():
         *block, name, kind = spec.name.split(".")
         prefix = f"model.layers.{block[1]}." if block else ""
-        tensors[spec.name] = HFTensor(f"{prefix}{names[name]}.{kind}", _row_order(model, name))
+        heads = {"attn_q": model.n_heads, "attn_k": model.n_kv_heads}.get(name)
+        order = identity if model.halves or heads is None else partial(_join_pairs, heads)
+        tensors[spec.name] = HFTensor(f"{prefix}{names[name]}.{kind}", order)
         if kind == "weight" and name in biased and name not in biases:
             zeros[f"{prefix}{names[name]}.bias"] = spec.shape[:1]
-    return Layout(config, tensors, zeros)
+    return Layout(config, tensors, zeros, conversion=conversion)
 
 
-def _row_order(model: RotaryModel, name: str) -> ArrayFunction:
-    """Return a function that reorders the outputs of the linear layer `name` for RoPE on pairs (x[i], x[i + D/2])."""
-    heads = {"attn_q": model.n_heads, "attn_k": model.n_kv_heads}.get(name)
-    if model.halves or heads is None:
-        return identity
-    return lambda rows: rows.reshape(heads, -1, 2, *rows.shape[1:]).swapaxes(1, 2).reshape(rows.shape)
+def _join_pairs(heads: int, rows: np.ndarray) -> np.ndarray:
+    """Reorder the outputs of a linear layer with this number of heads for RoPE on pairs (x[i], x[i + D/2])."""
+    return rows.reshape(heads, -1, 2, *rows.shape[1:]).swapaxes(1, 2).reshape(rows.shape)
 
 
 def rope_scaling(rotary: Rotary, size: int, context: int) -> dict[str, Any] | None:
@@ -363,9 +353,8 @@ def rope_scaling(rotary: Rotary, size: int, context: int) -> dict[str, Any] | No
         return None if factor == 1 else {"rope_type": "linear", "factor": factor}
     if rotary.scale != 1:
         raise UserError("model.rope_factors and model.rope_scale are both set; transformers supports only one")
-    turns = np.array([rotary.base ** (-2 * i / size) for i in range(size // 2)]) / (
-        2 * math.pi
-    )  # rotations per position
+    # Rotations per position.
+    turns = np.array([rotary.base ** (-2 * i / size) for i in range(size // 2)]) / (2 * math.pi)
     for low, high, original in [(1.0, 4.0, ORIGINAL), *_guesses(turns, factors, context)]:
         parameters = {
             "rope_type": "llama3",

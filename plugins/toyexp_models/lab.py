@@ -15,11 +15,11 @@ from toyexp_models.arcee import Arcee
 from toyexp_models.gemma3 import Gemma2, Gemma3
 from toyexp_models.gpt2 import GPT2
 from toyexp_models.granite import Granite
-from toyexp_models.language import DROPPED, LanguageModel
+from toyexp_models.language import DROPPED, LanguageModel, linear, norm
 from toyexp_models.llama import Gemma, Llama, Qwen2, Qwen3
 from toyexp_models.moe import ExpertsModel, Olmoe, Qwen3Moe
 from toyexp_models.olmo import Olmo2
-from toyexp_models.rotary import RotaryModel, linear
+from toyexp_models.rotary import RotaryModel
 from toyexp_models.smollm3 import SmolLM3
 from toyexp_models.terms import Terms
 
@@ -136,7 +136,7 @@ class Lab(ExpertsModel):
         x = ops.dropout(x, masks, "token_embd.dropout")
         first = None
         if self.value_residual:
-            h = self.norm(ops, x, p.block(0), "attn_norm")
+            h = norm(ops, x, p.block(0), "attn_norm", self.norm_eps)
             first = ops.heads(linear(ops, h, p.block(0), "attn_v"), self.n_kv_heads)  # [B, T, Hkv, D]
         for i in range(self.n_layers):
             own = {n: masks[f"blk.{i}.{n}.dropout"] for n in DROPPED if f"blk.{i}.{n}.dropout" in masks}
@@ -148,18 +148,11 @@ class Lab(ExpertsModel):
         i, first, masks = layer
         x = multiply(ops, x, p, "block_scale")
         for branch in LAST:
-            h = self.norm(ops, x, p, f"{branch}_norm")
+            h = norm(ops, x, p, f"{branch}_norm", self.norm_eps)
             y = self.mix(ops, h, p, i, first, p) if branch == "attn" else self.feed_forward(ops, h, p)
-            y = self.norm(ops, ops.dropout(y, masks, LAST[branch]), p, POST[branch])
+            y = norm(ops, ops.dropout(y, masks, LAST[branch]), p, POST[branch], self.norm_eps)
             x = ops.add(x, multiply(ops, y, p, f"{branch}_scale"))
         return x
-
-    def norm(self, ops: Ops, x: Tensor, p: Params, name: str) -> Tensor:
-        """Return the norm `name` of x: LayerNorm if it has a bias, otherwise RMSNorm. Return x if there is none."""
-        weight, bias = p.get(f"{name}.weight"), p.get(f"{name}.bias")
-        if weight is None:
-            return x
-        return super().norm(ops, x, p, name) if bias is None else ops.layer_norm(x, weight, bias, self.norm_eps)
 
     def attend(self, ops: Ops, q: Tensor, k: Tensor, v: Tensor, *layer: Any) -> Tensor:
         """Return rope and attention [B, T, H*D] of q [B, T, H, D] and k, v [B, T, Hkv, D]."""

@@ -5,9 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
-from toyexp import TOKENS, Constant, Dataset, Kind, Model, Normal, Ops, Tensor, TensorSpec, UserError
+from toyexp import TOKENS, Constant, Dataset, Kind, Model, Ops, Params, Tensor, TensorSpec, UserError, Values
 from toyexp.base import MAX_INT, require_range
 
+ONES = Constant(1)
 BLOCKS = "[1,10000]"  # limited, because a plan lists every block's tensors
 # If all inputs are 0, the gradient has the factor eps^-1.5, which must fit float32. Above 1, eps hides the inputs.
 EPS = "[1e-24,1]"
@@ -61,16 +62,26 @@ class LanguageModel(Model):
         return replace(self, vocab=self.vocab or dataset.vocab)
 
 
-def linear_specs(name: str, outputs: int, inputs: int, init: Normal, biased: bool = True) -> list[TensorSpec]:
-    """Return the specs of a linear layer: its weight and, if `biased`, its bias, which starts from 0."""
-    weight = TensorSpec(f"{name}.weight", (outputs, inputs), init)
-    return [weight, TensorSpec(f"{name}.bias", (outputs,), Constant(0))] if biased else [weight]
+def layer_specs(name: str, *shape: int, init: Values = ONES, biased: bool = True) -> list[TensorSpec]:
+    """Return the specs of a norm or linear layer: its weight and, if `biased`, its bias, which starts from 0.
+
+    `shape` is the weight's: (outputs, inputs) for a linear layer, (size,) for a norm.
+    """
+    weight = TensorSpec(f"{name}.weight", shape, init)
+    return [weight, TensorSpec(f"{name}.bias", shape[:1], Constant(0))] if biased else [weight]
 
 
-def norm_specs(name: str, size: int, biased: bool = True) -> list[TensorSpec]:
-    """Return the specs of a norm: its weight, which starts from 1, and, if `biased`, its bias, which starts from 0."""
-    weight = TensorSpec(f"{name}.weight", (size,), Constant(1))
-    return [weight, TensorSpec(f"{name}.bias", (size,), Constant(0))] if biased else [weight]
+def linear(ops: Ops, x: Tensor, p: Params, name: str) -> Tensor:
+    """Apply the linear layer `name` to x. Add its bias if the model has the tensor `<name>.bias`."""
+    return ops.linear(x, p[f"{name}.weight"], p.get(f"{name}.bias"))
+
+
+def norm(ops: Ops, x: Tensor, p: Params, name: str, eps: float) -> Tensor:
+    """Return the norm `name` of x: LayerNorm if it has a bias, otherwise RMSNorm. Return x if there is no such norm."""
+    weight, bias = p.get(f"{name}.weight"), p.get(f"{name}.bias")
+    if weight is None:
+        return x
+    return ops.rms_norm(x, weight, eps) if bias is None else ops.layer_norm(x, weight, bias, eps)
 
 
 def require_shared_heads(model: Any) -> None:

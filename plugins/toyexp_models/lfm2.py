@@ -9,10 +9,11 @@ from typing import Any, ClassVar
 from toyexp import Ops, Params, Tensor, TensorSpec, UserError
 from toyexp.base import require_range
 from toyexp.formats import Keys
-from toyexp_models.gguf import RotaryGGUF
+from toyexp_models.gguf import SIZES, RotaryGGUF
 from toyexp_models.huggingface import lfm2_layout
 from toyexp_models.huggingface_config import read_config
-from toyexp_models.rotary import RotaryModel, linear
+from toyexp_models.language import linear
+from toyexp_models.rotary import RotaryModel
 
 LENGTHS = "[2,64]"  # of a convolution, which is computed from as many shifted copies of its input
 KV_HEADS = "attention.head_count_kv"  # in GGUF an array; layers without key/value heads are convolutions
@@ -21,10 +22,12 @@ KV_HEADS = "attention.head_count_kv"  # in GGUF an array; layers without key/val
 class Lfm2GGUF(RotaryGGUF):
     """GGUF form of lfm2: the number of key/value heads of each layer, and the length of the convolutions."""
 
+    names = {**SIZES, "conv_length": "shortconv.l_cache"}
+
     def metadata(self, model: Any) -> dict[str, Any]:
         """Return the GGUF keys and values of rotary models and of the convolutions."""
         heads = [model.n_kv_heads * (i in model.attention_layers) for i in range(model.n_layers)]
-        return super().metadata(model) | {KV_HEADS: heads, "shortconv.l_cache": model.conv_length}
+        return super().metadata(model) | {KV_HEADS: heads}
 
     def sizes(self, keys: Keys) -> dict[str, Any]:
         """Return the model's fields, read from the file. Raise UserError if attention layers differ in heads."""
@@ -37,8 +40,7 @@ class Lfm2GGUF(RotaryGGUF):
         is_count = heads.dtype.kind in "iu" and len(heads) == common["n_layers"]
         if not is_count or len({*heads[layers].tolist()}) != 1:
             raise keys.file.error(f"{KV_HEADS} is {heads.tolist()}, expected one number per layer, equal or 0")
-        own = {"n_kv_heads": int(heads.max()), "attention_layers": layers.tolist()}
-        return common | own | {"conv_length": keys.integer("shortconv.l_cache")}
+        return common | {"n_kv_heads": int(heads.max()), "attention_layers": layers.tolist()}
 
 
 @dataclass

@@ -13,9 +13,8 @@ from toyexp.formats import Keys
 from toyexp_models.gguf import LanguageGGUF
 from toyexp_models.huggingface import mamba2_layout
 from toyexp_models.huggingface_config import read_mamba2_config
-from toyexp_models.language import LanguageModel, linear_specs, norm_specs
+from toyexp_models.language import LanguageModel, layer_specs, linear, norm
 from toyexp_models.lfm2 import LENGTHS, convolve
-from toyexp_models.rotary import linear
 
 if TYPE_CHECKING:
     import numpy as np
@@ -29,18 +28,18 @@ class Mamba2GGUF(LanguageGGUF[Any]):
         "d_ff": "ssm.inner_size", "n_heads": "ssm.time_step_rank", "n_groups": "ssm.group_count",
         "state": "ssm.state_size", "conv_length": "ssm.conv_kernel",
     }  # fmt: skip
+    numbers = {"norm_eps": ("attention.layer_norm_rms_epsilon", None)}
     absent = ("feed_forward_length", "attention.head_count")
 
     def metadata(self, model: Any) -> dict[str, Any]:
-        """Return the GGUF keys and values of the sizes and of the norms' eps."""
-        own = dict.fromkeys(self.absent, 0) | {"attention.layer_norm_rms_epsilon": model.norm_eps}
-        return super().metadata(model) | own
+        """Return the GGUF keys and values of the model's numbers, and 0 for the absent layers."""
+        return super().metadata(model) | dict.fromkeys(self.absent, 0)
 
     def sizes(self, keys: Keys) -> dict[str, Any]:
         """Return the model's fields as a dict from field name to value, read from the file's metadata `keys`."""
         for key in self.absent:
             keys.expect(key, 0)
-        return super().sizes(keys) | {"norm_eps": keys.number("attention.layer_norm_rms_epsilon")}
+        return super().sizes(keys)
 
 
 @dataclass(frozen=True)
@@ -94,11 +93,11 @@ class Mamba2(LanguageModel):
         mixed = inner + 2 * self.n_groups * self.state  # features that the convolution reads
 
         def matrix(name: str, outputs: int, inputs: int, biased: bool = False) -> list[TensorSpec]:
-            return linear_specs(name, outputs, inputs, Normal(1 / math.sqrt(inputs)), biased)
+            return layer_specs(name, outputs, inputs, init=Normal(1 / math.sqrt(inputs)), biased=biased)
 
         specs = [TensorSpec("token_embd.weight", (self.vocab, d), Normal(0.02))]
         for block in (f"blk.{i}." for i in range(self.n_layers)):
-            specs += norm_specs(f"{block}attn_norm", d, biased=False)
+            specs += layer_specs(f"{block}attn_norm", d, biased=False)
             specs += matrix(f"{block}ssm_in", inner + mixed + heads, d)
             specs += matrix(f"{block}ssm_conv1d", mixed, self.conv_length, biased=True)
             specs += [
@@ -108,7 +107,7 @@ class Mamba2(LanguageModel):
                 TensorSpec(f"{block}ssm_norm.weight", (self.n_groups, inner // self.n_groups), Constant(1)),
             ]
             specs += matrix(f"{block}ssm_out", d, inner)
-        specs += norm_specs("output_norm", d, biased=False)
+        specs += layer_specs("output_norm", d, biased=False)
         return specs if self.tied else [*specs, TensorSpec("output.weight", (self.vocab, d), Normal(0.02))]
 
     def forward(self, ops: Ops, p: Params, batch: Mapping[str, Tensor]) -> Tensor:
@@ -116,13 +115,13 @@ class Mamba2(LanguageModel):
         x = ops.embed(p["token_embd.weight"], batch["tokens"])  # [B, T, d]
         for i in range(self.n_layers):
             x = ops.block(self.block, x, p.block(i))
-        x = ops.rms_norm(x, p["output_norm.weight"], self.norm_eps)
+        x = norm(ops, x, p, "output_norm", self.norm_eps)
         return ops.logits(x, p["token_embd.weight" if self.tied else "output.weight"])
 
     def block(self, ops: Ops, x: Tensor, p: Params) -> Tensor:
         """Return the output of one block for x [B, T, d]."""
         inner, shared = self.d_ff, self.n_groups * self.state
-        h = linear(ops, ops.rms_norm(x, p["attn_norm.weight"], self.norm_eps), p, "ssm_in")
+        h = linear(ops, norm(ops, x, p, "attn_norm", self.norm_eps), p, "ssm_in")
         gate, mixed, dt = (
             ops.part(h, 2, start, stop)
             for start, stop in ((0, inner), (inner, 2 * inner + 2 * shared), (2 * inner + 2 * shared, h.shape[2]))

@@ -7,7 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
-from toyexp import VECTORS, Constant, Dataset, Kind, Model, Normal, Ops, Params, Tensor, TensorSpec, UserError, suggest
+from toyexp import VECTORS, Dataset, Kind, Model, Normal, Ops, Params, Tensor, TensorSpec, UserError, suggest
+from toyexp_models.language import layer_specs, linear
 
 ACTIVATIONS = ("relu", "gelu", "silu", "tanh", "none")
 
@@ -49,17 +50,16 @@ class MLP(Model):
     def tensors(self) -> list[TensorSpec]:
         """Return a weight, drawn with variance 2 / fan-in (He et al. 2015), and a bias of zeros for each layer."""
         sizes = [self.d_in, *[self.d_hidden] * (self.n_layers - 1), self.d_out]
-        specs = []
+        specs: list[TensorSpec] = []
         for i, (n, m) in enumerate(itertools.pairwise(sizes)):
-            specs.append(TensorSpec(f"layer.{i}.weight", (m, n), Normal((2 / max(n, 1)) ** 0.5)))
-            specs += [TensorSpec(f"layer.{i}.bias", (m,), Constant(0.0))] if self.bias else []
+            specs += layer_specs(f"layer.{i}", m, n, init=Normal((2 / max(n, 1)) ** 0.5), biased=self.bias)
         return specs
 
     def forward(self, ops: Ops, p: Params, batch: Mapping[str, Tensor]) -> Tensor:
         """Return the result of the last layer [B, d_out]."""
         x = batch["vectors"]
         for i in range(self.n_layers):
-            x = ops.linear(x, p[f"layer.{i}.weight"], p.get(f"layer.{i}.bias"))
+            x = linear(ops, x, p, f"layer.{i}")
             if i < self.n_layers - 1 and self.activation != "none":
                 x = getattr(ops, self.activation)(x)
         return x

@@ -16,7 +16,8 @@ from toyexp.base import require_range
 from toyexp_models.gguf import ExpertsGGUF
 from toyexp_models.huggingface import olmoe_layout, qwen3moe_layout
 from toyexp_models.huggingface_config import read_config
-from toyexp_models.rotary import RotaryModel, linear
+from toyexp_models.language import linear
+from toyexp_models.rotary import RotaryModel
 
 
 @dataclass

@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from toyexp import Ops, Params, Tensor
 from toyexp_models.gguf import RotaryGGUF
 from toyexp_models.huggingface import olmo2_layout
 from toyexp_models.huggingface_config import read_config
@@ -29,8 +28,3 @@ class Olmo2(RotaryModel):
         """Return the shape of each weight of a block, by name."""
         new_names = {"attn_norm": "post_attention_norm", "ffn_norm": "post_ffw_norm"}
         return {new_names.get(name, name): shape for name, shape in super().shapes().items()}
-
-    def block(self, ops: Ops, x: Tensor, p: Params, *layer: Any) -> Tensor:
-        """Return the output of one block for x [B, T, d]."""
-        x = ops.add(x, self.norm(ops, self.mix(ops, x, p, *layer), p, "post_attention_norm"))
-        return ops.add(x, self.norm(ops, self.feed_forward(ops, x, p), p, "post_ffw_norm"))

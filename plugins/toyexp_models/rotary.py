@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 
 from toyexp import Constant, Normal, Ops, Params, Rotary, Tensor, TensorSpec, UserError, keep_apart
 from toyexp.base import MAX_INT, require_range
-from toyexp_models.language import LanguageModel, require_shared_heads
+from toyexp_models.language import LanguageModel, linear, norm, require_shared_heads
 
 
 @dataclass
@@ -60,9 +60,8 @@ class RotaryModel(LanguageModel):
 
         `factors` are the divisors of the frequencies, if any.
         """
-        slope = (
-            -2 / self.head_size * math.log10(self.rope_base)
-        )  # of log10(speed) from pair to pair; the first pair has speed 1
+        # Slope of log10(speed) from pair to pair; the first pair has speed 1.
+        slope = -2 / self.head_size * math.log10(self.rope_base)
         fastest = [slope * i - math.log10(factor) for i, factor in enumerate(factors)]
         fastest = fastest or [0, slope * (self.head_size // 2 - 1)]
         if max(fastest) + math.log10(self.context / self.rope_scale) > math.log10(MAX_INT):
@@ -129,7 +128,7 @@ class RotaryModel(LanguageModel):
         """Return the logits [B, T, vocab] of tokens [B, T]."""
         ops = keep_apart(ops, batch)
         x = self.blocks(ops, self.embed(ops, p["token_embd.weight"], batch["tokens"]), p, batch)  # [B, T, d]
-        x = self.norm(ops, x, p, self.last_norm)
+        x = norm(ops, x, p, self.last_norm, self.norm_eps)
         return self.logits(ops, x, p["token_embd.weight" if self.tied else "output.weight"])
 
     def blocks(self, ops: Ops, x: Tensor, p: Params, batch: Mapping[str, Tensor]) -> Tensor:
@@ -149,12 +148,10 @@ class RotaryModel(LanguageModel):
 
     def block(self, ops: Ops, x: Tensor, p: Params, *layer: Any) -> Tensor:
         """Return the output of one block for x [B, T, d]; `layer` are the arguments that the method `layer` returns."""
-        x = self.join(ops, x, self.mix(ops, self.norm(ops, x, p, "attn_norm"), p, *layer))
-        return self.join(ops, x, self.feed_forward(ops, self.norm(ops, x, p, "ffn_norm"), p))
-
-    def norm(self, ops: Ops, x: Tensor, p: Params, name: str) -> Tensor:
-        """Return RMSNorm of x over its last axis."""
-        return ops.rms_norm(x, p[f"{name}.weight"], self.norm_eps)
+        h = self.mix(ops, norm(ops, x, p, "attn_norm", self.norm_eps), p, *layer)
+        x = self.join(ops, x, norm(ops, h, p, "post_attention_norm", self.norm_eps))
+        h = self.feed_forward(ops, norm(ops, x, p, "ffn_norm", self.norm_eps), p)
+        return self.join(ops, x, norm(ops, h, p, "post_ffw_norm", self.norm_eps))
 
     def join(self, ops: Ops, x: Tensor, y: Tensor) -> Tensor:
         """Return the residual stream x plus y, the output of attention or of the feed-forward layer."""
@@ -165,17 +162,12 @@ class RotaryModel(LanguageModel):
 
         def project(name: str, heads: int) -> Tensor:  # [B, T, heads, D]
             x = linear(ops, h, p, name)
-            return ops.heads(
-                self.norm(ops, x, p, f"{name}_norm") if self.width_norms and name != "attn_v" else x, heads
-            )
+            return ops.heads(norm(ops, x, p, f"{name}_norm", self.norm_eps) if self.width_norms else x, heads)
 
-        q, k, v = (
-            project("attn_q", self.n_heads),
-            project("attn_k", self.n_kv_heads),
-            project("attn_v", self.n_kv_heads),
-        )
+        counts = {"attn_q": self.n_heads, "attn_k": self.n_kv_heads, "attn_v": self.n_kv_heads}
+        q, k, v = (project(name, heads) for name, heads in counts.items())
         if self.head_norms:
-            q, k = self.norm(ops, q, p, "attn_q_norm"), self.norm(ops, k, p, "attn_k_norm")
+            q, k = (norm(ops, x, p, f"attn_{n}_norm", self.norm_eps) for n, x in (("q", q), ("k", k)))
         return linear(ops, self.attend(ops, q, k, v, *layer), p, "attn_output")
 
     def attend(self, ops: Ops, q: Tensor, k: Tensor, v: Tensor, *layer: Any) -> Tensor:
@@ -188,8 +180,3 @@ class RotaryModel(LanguageModel):
         """Return the output [B, T, d] of the feed-forward layer for h [B, T, d]."""
         hidden = self.gated(ops, linear(ops, h, p, "ffn_gate"), linear(ops, h, p, "ffn_up"))  # [B, T, d_ff]
         return linear(ops, hidden, p, "ffn_down")
-
-
-def linear(ops: Ops, x: Tensor, p: Params, name: str) -> Tensor:
-    """Apply the linear layer `name` to x. Add its bias if the model has the tensor `<name>.bias`."""
-    return ops.linear(x, p[f"{name}.weight"], p.get(f"{name}.bias"))

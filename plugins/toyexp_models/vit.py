@@ -31,7 +31,7 @@ from toyexp import (
 )
 from toyexp.base import MAX_INT, require_choice, require_range
 from toyexp.formats import GGUFForm, HFTensor, Keys, Layout
-from toyexp_models.language import BLOCKS, EPS, linear_specs, norm_specs, require_shared_heads
+from toyexp_models.language import BLOCKS, EPS, layer_specs, linear, norm, require_shared_heads
 
 if TYPE_CHECKING:
     import numpy as np
@@ -262,45 +262,39 @@ class ViT(Model):
         of a convolution. Without classes there is no head.
         """
         d, ff, small, inner = self.d_model, self.d_ff, Normal(0.02), Normal(1 / math.sqrt(self.d_model))
-        with_bias = self.block != "rmsnorm_silu"
-
-        linear = partial(linear_specs, init=inner, biased=with_bias)
-        norm = partial(norm_specs, size=d, biased=with_bias)
-        specs = linear("v.patch_embd", d, self.channels * self.patch**2, init=small)
+        layer = partial(layer_specs, biased=self.block != "rmsnorm_silu")
+        matrix = partial(layer, init=inner)
+        specs = matrix("v.patch_embd", d, self.channels * self.patch**2, init=small)
         specs.append(TensorSpec("v.class_embd", (d,), Constant(0)))
         specs.append(TensorSpec("v.position_embd.weight", (self.patches + 1, d), small))
         for i in range(self.n_layers):
-            specs += norm(f"v.blk.{i}.ln1")
+            specs += layer(f"v.blk.{i}.ln1", d)
             for part in ("attn_q", "attn_k", "attn_v", "attn_out"):
-                specs += linear(f"v.blk.{i}.{part}", d, d)
-            specs += norm(f"v.blk.{i}.ln2")
-            specs += linear(f"v.blk.{i}.ffn_up", ff, d)
-            specs += linear(f"v.blk.{i}.ffn_down", d, ff)
-        return [*specs, *norm("v.post_ln"), *(linear("v.head", self.classes, d, init=small) if self.classes else ())]
+                specs += matrix(f"v.blk.{i}.{part}", d, d)
+            specs += layer(f"v.blk.{i}.ln2", d)
+            specs += matrix(f"v.blk.{i}.ffn_up", ff, d)
+            specs += matrix(f"v.blk.{i}.ffn_down", d, ff)
+        head = matrix("v.head", self.classes, d, init=small) if self.classes else []
+        return specs + layer("v.post_ln", d) + head
 
     def forward(self, ops: Ops, p: Params, batch: Mapping[str, Tensor]) -> Tensor:
         """Return the logits [B, classes] of patches [B, P, channels * patch * patch]."""
         v = Params(p, "v.")
-        x = ops.prepend(_linear(ops, batch["patches"], v, "patch_embd"), v["class_embd"])  # [B, P+1, d]
+        x = ops.prepend(linear(ops, batch["patches"], v, "patch_embd"), v["class_embd"])  # [B, P+1, d]
         x = ops.add(x, v["position_embd.weight"])
         for i in range(self.n_layers):
             x = ops.block(self._block, x, v.block(i))
         x = ops.select(x, 0) if self.pool == "class" else ops.mean(ops.part(x, 1, 1, self.patches + 1), 1)
-        x = self._norm(ops, x, v, "post_ln")  # [B, d]
-        return _linear(ops, x, v, "head")
+        x = norm(ops, x, v, "post_ln", self.norm_eps)  # [B, d]
+        return linear(ops, x, v, "head")
 
     def _block(self, ops: Ops, x: Tensor, p: Params) -> Tensor:
-        h = self._norm(ops, x, p, "ln1")
-        q, k, v = (ops.heads(_linear(ops, h, p, f"attn_{n}"), self.n_heads) for n in "qkv")  # [B, P+1, H, D]
-        x = ops.add(x, _linear(ops, ops.attention(q, k, v, causal=False), p, "attn_out"))
-        h = _linear(ops, self._norm(ops, x, p, "ln2"), p, "ffn_up")  # [B, P+1, d_ff]
+        h = norm(ops, x, p, "ln1", self.norm_eps)
+        q, k, v = (ops.heads(linear(ops, h, p, f"attn_{n}"), self.n_heads) for n in "qkv")  # [B, P+1, H, D]
+        x = ops.add(x, linear(ops, ops.attention(q, k, v, causal=False), p, "attn_out"))
+        h = linear(ops, norm(ops, x, p, "ln2", self.norm_eps), p, "ffn_up")  # [B, P+1, d_ff]
         h = ops.silu(h) if self.block == "rmsnorm_silu" else ops.gelu(h, exact=self.block == "layernorm_gelu_erf")
-        return ops.add(x, _linear(ops, h, p, "ffn_down"))
-
-    def _norm(self, ops: Ops, x: Tensor, p: Params, name: str) -> Tensor:
-        if self.block == "rmsnorm_silu":
-            return ops.rms_norm(x, p[f"{name}.weight"], self.norm_eps)
-        return ops.layer_norm(x, p[f"{name}.weight"], p[f"{name}.bias"], self.norm_eps)
+        return ops.add(x, linear(ops, h, p, "ffn_down"))
 
     def scores(self, logits: Callable[[Batch], np.ndarray], batches: Iterable[Batch]) -> dict[str, float]:
         """Return the accuracy and, of more than 10 classes, `top5`, both weighted by batch weights.
@@ -317,10 +311,6 @@ class ViT(Model):
                 correct[name] += float(batch["weights"][is_class[:, :count].any(-1)].sum())
             total += float(batch["weights"].sum())
         return {name: value / total for name, value in correct.items()}
-
-
-def _linear(ops: Ops, x: Tensor, p: Params, name: str) -> Tensor:
-    return ops.linear(x, p[f"{name}.weight"], p.get(f"{name}.bias"))
 
 
 class Patches(ChangedBatches):

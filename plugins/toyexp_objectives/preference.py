@@ -76,7 +76,7 @@ class Preference(Objective):
         - simpo: -log sigmoid(beta (u - v) - gamma) (Meng et al. 2024)
         - orpo: -u - beta log sigmoid(log odds(exp u) - log odds(exp v)) (Hong et al. 2024)
         """
-        by_pair = getattr(self, f"_{self.kind}")(ops, *self._log_probs(ops, model, p, batch))
+        by_pair = self._by_pair(ops, *self._log_probs(ops, model, p, batch))
         return ops.sum(ops.mul(by_pair, ops.add(*_pairs(ops, batch["weights"]))))
 
     def metrics(self, ops: Ops, model: Model, p: Params, batch: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
@@ -87,7 +87,7 @@ class Preference(Objective):
         reward is beta times the log-ratio of the model's and the reference model's probabilities. For a loss without a
         reference model, it is beta times the mean log-probability per token.
         """
-        total, mean, _ = self._log_probs(ops, model, p, batch)
+        total, mean = self._log_probs(ops, model, p, batch)
         gap = _difference(ops, mean if self.kind in WITHOUT_REFERENCE else total)
         weights = ops.add(*_pairs(ops, batch["weights"]))
         wins = ops.add(*(ops.step(ops.scale(gap, 1.0, tie)) for tie in (-TIE, TIE)))
@@ -96,49 +96,40 @@ class Preference(Objective):
             "margin": ops.sum(ops.mul(gap, ops.scale(weights, self.beta))),
         }
 
-    def _log_probs(self, ops: Ops, model: Model, p: Params, batch: Mapping[str, Tensor]) -> tuple[Tensor, ...]:
-        """Return three tensors [B]: each completion's log-probability, log-probability per token, and number of tokens.
+    def _log_probs(self, ops: Ops, model: Model, p: Params, batch: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
+        """Return two tensors [B]: the log-probability of each completion, and the same per token.
 
         If the loss uses a reference model, the reference's log-probability is subtracted from the model's.
         """
         mask = batch["mask"]
-        length = ops.sum(mask, 1)
         log_probs = ops.token_log_probs(model.forward(ops, p, batch), batch["targets"])
         total = ops.sum(ops.mul(log_probs, mask), 1)
         if self.kind not in WITHOUT_REFERENCE:
             total = ops.add(total, ops.scale(batch["reference"], -1.0))
-        return total, ops.div(total, length), length
+        return total, ops.div(total, ops.sum(mask, 1))
 
-    @staticmethod
-    def _losses(ops: Ops, x: Tensor) -> Tensor:
-        """Return -log sigmoid(x)."""
-        return ops.softplus(ops.scale(x, -1.0))
+    def _by_pair(self, ops: Ops, total: Tensor, mean: Tensor) -> Tensor:
+        """Return the loss of each pair, [B/2], for the results of `_log_probs`."""
 
-    def _dpo(self, ops: Ops, total: Tensor, mean: Tensor, length: Tensor) -> Tensor:
-        return self._losses(ops, ops.scale(_difference(ops, total), self.beta))
+        def surprise(x: Tensor) -> Tensor:
+            return ops.softplus(ops.scale(x, -1.0))  # -log sigmoid(x)
 
-    def _ipo(self, ops: Ops, total: Tensor, mean: Tensor, length: Tensor) -> Tensor:
-        gap = ops.scale(_difference(ops, mean), 1.0, -1 / (2 * self.beta))
-        return ops.mul(gap, gap)
-
-    def _hinge(self, ops: Ops, total: Tensor, mean: Tensor, length: Tensor) -> Tensor:
-        return ops.relu(ops.scale(_difference(ops, total), -self.beta, 1.0))
-
-    def _kto(self, ops: Ops, total: Tensor, mean: Tensor, length: Tensor) -> Tensor:
-        chosen, rejected = _pairs(ops, total)
-        values = ops.sigmoid(ops.scale(chosen, -self.beta)), ops.sigmoid(ops.scale(rejected, self.beta))
-        return ops.scale(ops.add(*values), 0.5)
-
-    def _simpo(self, ops: Ops, total: Tensor, mean: Tensor, length: Tensor) -> Tensor:
-        return self._losses(ops, ops.scale(_difference(ops, mean), self.beta, -self.gamma))
-
-    def _orpo(self, ops: Ops, total: Tensor, mean: Tensor, length: Tensor) -> Tensor:
-        chosen, rejected = _pairs(ops, mean)
-        odds = [
-            ops.add(a, ops.scale(ops.log(ops.scale(ops.exp(a), -1.0, 1.0 + 1e-7)), -1.0)) for a in (chosen, rejected)
-        ]
-        ratio = ops.add(odds[0], ops.scale(odds[1], -1.0))
-        return ops.add(ops.scale(chosen, -1.0), ops.scale(self._losses(ops, ratio), self.beta))
+        values = total if self.kind in ("dpo", "hinge", "kto") else mean
+        (chosen, rejected), gap = _pairs(ops, values), _difference(ops, values)
+        if self.kind == "dpo":
+            return surprise(ops.scale(gap, self.beta))
+        if self.kind == "ipo":
+            error = ops.scale(gap, 1.0, -1 / (2 * self.beta))
+            return ops.mul(error, error)
+        if self.kind == "hinge":
+            return ops.relu(ops.scale(gap, -self.beta, 1.0))
+        if self.kind == "kto":
+            shares = ops.sigmoid(ops.scale(chosen, -self.beta)), ops.sigmoid(ops.scale(rejected, self.beta))
+            return ops.scale(ops.add(*shares), 0.5)
+        if self.kind == "simpo":
+            return surprise(ops.scale(gap, self.beta, -self.gamma))
+        odds = ops.div(*(ops.scale(ops.exp(x), -1.0, 1.0 + 1e-7) for x in (rejected, chosen)))
+        return ops.add(ops.scale(chosen, -1.0), ops.scale(surprise(ops.add(gap, ops.log(odds))), self.beta))
 
 
 def _pairs(ops: Ops, x: Tensor) -> tuple[Tensor, Tensor]:

@@ -95,11 +95,11 @@ class LossOps(TorchOps):
         z_loss: float = 0.0,
     ) -> Tensor:  # fmt: skip
         """Return the cross-entropy of logits or of deferred logits; see Ops."""
-        if not isinstance(logits, DeferredLogits):
-            return super().cross_entropy(logits, targets, weights, smoothing, z_loss)
-        if logits.computed is not None:
-            return super().cross_entropy(logits.computed, targets, weights, smoothing, z_loss)
-        return self.compute_deferred(logits, targets, weights, smoothing, z_loss)
+        if isinstance(logits, DeferredLogits):
+            if logits.computed is None:
+                return self.compute_deferred(logits, targets, weights, smoothing, z_loss)
+            logits = logits.computed
+        return super().cross_entropy(logits, targets, weights, smoothing, z_loss)
 
     def token_log_probs(self, logits: Tensor | DeferredLogits, targets: Tensor) -> Tensor:
         """Return the log-probabilities of the targets; see Ops.

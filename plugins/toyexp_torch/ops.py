@@ -274,14 +274,19 @@ class CachedOps(IncrementalOps, TorchOps):
     def __init__(self, context: int):
         super().__init__()
         self.table_length = context
-        # For each call: of attention keys and values [1, Hkv, context, ..], of shift its input [1, n + context, ..], of
-        # linear attention its state [1, H, D, Dv].
-        self._caches: list[tuple[Tensor, ...]] = []
+        self._caches: list[list[Tensor]] = []  # of each call that reads earlier positions
         self._calls = 0
 
     def begin(self, start: int) -> None:
         """Prepare for a forward pass whose first position is `start`."""
         self.start, self._calls = start, 0
+
+    def _cache(self, like: Tensor, *shapes: Sequence[int]) -> list[Tensor]:
+        """Return the cache of this call: tensors of these shapes, which the first forward pass fills with zeros."""
+        self._calls += 1  # a model calls its layers in the same order every time
+        if self._calls > len(self._caches):
+            self._caches.append([like.new_zeros(shape) for shape in shapes])
+        return self._caches[self._calls - 1]
 
     def first_rows(self, table: Tensor | Packed, n: int) -> Tensor:
         """Return the table's rows for the `n` new positions: rows `start` to `start` + n - 1; see Ops."""
@@ -301,28 +306,22 @@ class CachedOps(IncrementalOps, TorchOps):
         """Add k and v to the cache, and return the attention of q to all cached positions; see Ops."""
         if not causal:
             raise SessionError("decoder(): this model's attention is not causal, so earlier positions cannot be cached")
-        q, k, v = (t.transpose(1, 2) for t in (q, k, v))  # [1, H, T, D]
-        if self._calls == len(self._caches):
-            self._caches.append((self._empty_cache(k), self._empty_cache(v)))
-        keys, values = self._caches[self._calls]  # a model calls its layers in the same order every time
-        self._calls += 1
-        new, end = q.shape[2], self.start + q.shape[2]
-        keys[:, :, self.start : end], values[:, :, self.start : end] = k, v
-        keys, values = keys[:, :, :end], values[:, :, :end]
-        mask = visible(new, end, window, q.device) if new > 1 or window else None
+        # Caches [1, Hkv, context, D] keep each head's positions together; the views have q's order of axes.
+        caches = self._cache(k, *((1, t.shape[2], self.table_length, t.shape[3]) for t in (k, v)))
+        new, end = q.shape[1], self.start + q.shape[1]
+        keys, values = (cache.transpose(1, 2)[:, :end] for cache in caches)
+        keys[:, self.start :], values[:, self.start :] = k, v
         if softcap or sinks is not None or bias is not None:
-            out = self._attend(q, keys, values, mask, scale, softcap, sinks, bias)
-        else:
-            grouped = q.shape[1] != k.shape[1]
-            out = F.scaled_dot_product_attention(q, keys, values, mask, scale=scale, enable_gqa=grouped)
+            rest: dict[str, Any] = {"sinks": sinks, "bias": bias}
+            return TorchOps().compose_attention(q, keys, values, window=window, scale=scale, softcap=softcap, **rest)
+        mask, grouped = visible(new, end, window, q.device) if new > 1 or window else None, q.shape[2] != k.shape[2]
+        q, keys, values = (t.transpose(1, 2) for t in (q, keys, values))
+        out = F.scaled_dot_product_attention(q, keys, values, mask, scale=scale, enable_gqa=grouped)
         return out.transpose(1, 2).flatten(-2)
 
     def shift(self, x: Tensor, n: int = 1) -> Tensor:
         """Add x to the cache, and return what the positions `n` before the new ones have; see Ops."""
-        if self._calls == len(self._caches):
-            self._caches.append((x.new_zeros((1, n + self.table_length, *x.shape[2:])),))
-        (earlier,) = self._caches[self._calls]
-        self._calls += 1
+        (earlier,) = self._cache(x, (1, n + self.table_length, *x.shape[2:]))
         earlier[:, self.start + n : self.start + n + x.shape[1]] = x
         return earlier[:, self.start : self.start + x.shape[1]]
 
@@ -330,32 +329,12 @@ class CachedOps(IncrementalOps, TorchOps):
         """Return linear attention of the new positions, which reads earlier ones from its state; see Ops."""
         within = TorchOps().linear_attention(q, k, v, log_decay)
         q, k = (x.repeat_interleave(v.shape[2] // x.shape[2], 2) for x in (q, k))
-        if self._calls == len(self._caches):
-            self._caches.append((log_decay.new_zeros((1, *q.shape[2:], v.shape[3])),))
-        (state,) = self._caches[self._calls]  # sum over earlier j of exp(decay since j) k[j] v[j]^T
-        self._calls += 1
+        (state,) = self._cache(log_decay, (1, *q.shape[2:], v.shape[3]))  # sum of exp(decay since j) k[j] v[j]^T, j < i
         total = log_decay.cumsum(1).unsqueeze(-1)  # [1, n, H, 1]
         before = torch.einsum("bthd,bhde->bthe", q * total.exp(), state)
         added = torch.einsum("bthd,bthe->bhde", k * (total[:, -1:] - total).exp(), v)
         state.mul_(total[:, -1, :, :, None].exp()).add_(added)
         return within + before.flatten(2)
-
-    def _attend(
-        self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float | None, softcap: float,
-        sinks: Tensor | None, bias: Tensor | None,
-    ) -> Tensor:  # fmt: skip
-        """Return the attention of q [1, H, n, D] to keys and values [1, Hkv, T, ..], with these settings."""
-        k, v = (t.repeat_interleave(q.shape[1] // t.shape[1], 1) for t in (k, v))
-        scores = q @ k.transpose(-1, -2) * (q.shape[3] ** -0.5 if scale is None else scale)
-        scores = self.softcap(scores, softcap) if softcap else scores
-        scores = scores if bias is None else scores + bias.to(scores)
-        scores = scores if mask is None else scores.masked_fill(~mask, -math.inf)
-        if sinks is not None:
-            scores = torch.cat((scores, sinks.view(1, -1, 1, 1).expand(1, -1, scores.shape[2], 1).to(scores)), -1)
-        return scores.softmax(-1)[..., : k.shape[2]] @ v
-
-    def _empty_cache(self, x: Tensor) -> Tensor:
-        return x.new_empty((1, x.shape[1], self.table_length, x.shape[3]))
 
 
 class CachedDecoder(Decoder):

@@ -102,7 +102,9 @@ class Resident:
         if not self._selects:
             return arrays, self._positions
         weighted = [np.flatnonzero(micro["weights"]) for micro in micros]
-        count = round_up_count(max(map(len, weighted)), self._positions)
+        # A CUDA graph is captured for each `count`, so it is rounded up to one of at most PARTS numbers.
+        step = -(-self._positions // (PARTS * ROWS)) * ROWS
+        count = min(-(-max(*map(len, weighted), 1) // step) * step, self._positions)
         if count < self._positions:
             for i, (micro, selected) in enumerate(zip(micros, weighted, strict=True)):
                 arrays[i, SELECTED] = [selected, np.flatnonzero(micro["weights"].ravel() == 0)]
@@ -127,12 +129,10 @@ class Resident:
         """
         metrics = self._compute_metrics([self._micro(self._inputs, i, count) for i in range(self._plan.accumulate)])
         skip = torch.ones((), device=metrics.device) if idle else self._skip(metrics)
-        self._update.step_on_device(self._numbers, self._divisor(metrics[1]), skip)
+        clip = self._plan.grad_clip
+        divisor = ((metrics[1] + 1e-6) / clip).clamp(min=1.0) if clip else None
+        self._update.step_on_device(self._numbers, divisor, skip)
         return metrics
-
-    def _divisor(self, norm: Tensor) -> Tensor | None:
-        """Return the number by which gradients are divided to clip their norm, at least 1; None without clipping."""
-        return ((norm + 1e-6) / self._plan.grad_clip).clamp(min=1.0) if self._plan.grad_clip else None
 
     def _skip(self, metrics: Tensor) -> Tensor | None:
         """Return a tensor that is 1 if the step must be skipped, because loss or norm is not finite, and otherwise 0.
@@ -169,12 +169,3 @@ class GraphsByCount:
         """Free all CUDA graphs."""
         for captured in self._by_count.values():
             captured.close()
-
-
-def round_up_count(count: int, positions: int) -> int:
-    """Return `count` rounded up to one of at most `PARTS` numbers, of which the largest is `positions`.
-
-    A CUDA graph is captured for each of these numbers, so there must be few of them.
-    """
-    step = -(-positions // (PARTS * ROWS)) * ROWS
-    return min(-(-max(count, 1) // step) * step, positions)

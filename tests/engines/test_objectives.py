@@ -235,16 +235,16 @@ RATIOS = np.stack([CHOSEN - [-0.5, -10.1, -0.1], REJECTED - [-0.1, -20.1, -0.1]]
     ],
 )
 def test_preference_losses_have_the_published_values(kind, values, expected):
-    losses = getattr(Preference(kind), f"_{kind}")(ReferenceOps(), values, values, np.ones(6))
+    losses = Preference(kind)._by_pair(ReferenceOps(), values, values)
     np.testing.assert_allclose(losses, expected, atol=1e-5)
 
 
 def test_simpo_and_orpo_have_the_published_values():
     means = np.array([-0.5, -1.0])
     for gamma, expected in ((1.0, 0.693147), (0.5, 0.474077)):
-        (loss,) = Preference("simpo", beta=2.0, gamma=gamma)._simpo(ReferenceOps(), means, means, np.ones(2))
+        (loss,) = Preference("simpo", beta=2.0, gamma=gamma)._by_pair(ReferenceOps(), means, means)
         assert loss == pytest.approx(expected, abs=1e-6)
-    (loss,) = Preference("orpo", beta=1.0)._orpo(ReferenceOps(), means, means, np.ones(2))
+    (loss,) = Preference("orpo", beta=1.0)._by_pair(ReferenceOps(), means, means)
     assert loss == pytest.approx(0.5 + 0.320300, abs=1e-5)  # -log p, and -log sigmoid(0.974077)
 
 

@@ -274,7 +274,11 @@ def dry_run_sweep(runner: Runner, as_json: bool) -> int:
     """
     try:
         codes = [2 * runner.prepare()]
-        shapes = _group_jobs(runner.source.remaining_jobs())
+        by_settings: dict[tuple[str, ...], Shape] = {}
+        for job in runner.source.remaining_jobs():
+            settings = [word for word in job.overrides if not _is_cost_neutral(word)]
+            by_settings.setdefault(tuple(settings), Shape(settings, [])).jobs.append(job)
+        shapes = list(by_settings.values())
         if not shapes:
             print_line(dump_json({"jobs": 0}) if as_json else "no job would run")
             return max(codes)
@@ -294,14 +298,6 @@ def dry_run_sweep(runner: Runner, as_json: bool) -> int:
         return 1 if 1 in codes else max(codes)
     finally:
         runner.close()
-
-
-def _group_jobs(jobs: Sequence[Job]) -> Sequence[Shape]:
-    shapes: dict[tuple[str, ...], Shape] = {}
-    for job in jobs:
-        settings = [word for word in job.overrides if not _is_cost_neutral(word)]
-        shapes.setdefault(tuple(settings), Shape(settings, [])).jobs.append(job)
-    return list(shapes.values())
 
 
 def _is_cost_neutral(word: str) -> bool:

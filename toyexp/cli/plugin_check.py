@@ -279,9 +279,8 @@ class _PytestResults:
         if report.outcome == "failed":
             crash = getattr(report.longrepr, "reprcrash", None)
             text = crash.message if crash else str(report.longrepr).strip().splitlines()[-1]
-            test = (
-                report.nodeid.partition("::")[2] or report.nodeid
-            )  # includes the class, because a part may have several suites
+            # The name includes the class, because a part may have several suites.
+            test = report.nodeid.partition("::")[2] or report.nodeid
             line.failures.append(f"{test}: {' '.join(text.split())[:300]}{self._file_line(report.longrepr)}")
         elif report.outcome == "skipped" and isinstance(report.longrepr, tuple) and not line.note:
             line.note = str(report.longrepr[2]).removeprefix("Skipped: ")

@@ -14,7 +14,7 @@ from numbers import Integral, Real
 from typing import Any, ClassVar, NoReturn
 
 from toyexp.base.errors import UserError
-from toyexp.interfaces.ops import Tensor
+from toyexp.interfaces.ops import Tensor, broadcasts
 
 Number = Tensor | float  # a scalar of the step, such as lr, or a constant of the formula
 
@@ -127,8 +127,7 @@ class Shapes(Arithmetic):
     def _broadcast_result(self, a: Shaped, b: Shaped) -> Shaped:
         if not isinstance(a, Shaped) or not isinstance(b, Shaped):
             raise UserError("update() passes a number to an op that takes tensors; use ops.shift or ops.scale")
-        front = len(a.shape) - len(b.shape)
-        if front < 0 or any(y not in (1, x) for x, y in zip(a.shape[front:], b.shape, strict=True)):
+        if not broadcasts(b.shape, a.shape):
             raise UserError(f"update() cannot broadcast a tensor of shape {list(b.shape)} to {list(a.shape)}")
         return Shaped(a.shape)
 

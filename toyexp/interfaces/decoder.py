@@ -5,12 +5,12 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from inspect import isfunction
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol, cast, final
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol, final
 
 import numpy as np
 
 from toyexp.base.errors import SessionError
-from toyexp.interfaces.ops import Ops, Tensor
+from toyexp.interfaces.ops import Ops, Tensor, broadcasts
 
 if TYPE_CHECKING:
     from toyexp.interfaces.dataset import Batch
@@ -101,62 +101,30 @@ class IncrementalOps(Ops):
         """Return the error for a model that calls the op `name`, which may read positions that are not cached."""
         return SessionError(f"decoder(): ops.{name} may read other positions, which are not cached")
 
-    def add(self, a: Tensor, b: Tensor) -> Tensor:
-        """Return a + b. Raise SessionError unless both tensors have the same positions.
 
-        For example, b may wrongly be a table of all positions, while a has only the new ones.
-        """
-        return cast("Any", super()).add(a, self._check_same_positions("add", b, a))
+# For each op that may combine positions: whether a call with these arguments reads only the new positions.
+READS_NEW_POSITIONS: dict[str, Callable[..., bool]] = {
+    # b must have the positions of a; it may wrongly be a table of all positions.
+    **dict.fromkeys(("add", "mul", "div"), lambda a, b: broadcasts(b.shape, a.shape)),
+    **dict.fromkeys(("sum", "mean"), lambda x, axis=None, keep=False: axis is not None and axis >= 2),
+    "permute": lambda x, axes: tuple(axes[:2]) == (0, 1),
+    "reshape": lambda x, shape: tuple(shape[:2]) == tuple(x.shape[:2]),
+    "part": lambda x, axis, start, stop: axis >= 2,
+    "concat": lambda parts, axis: axis >= 2,
+}
 
-    def mul(self, a: Tensor, b: Tensor) -> Tensor:
-        """Return the elementwise product. Raise SessionError unless both tensors have the same positions."""
-        return cast("Any", super()).mul(a, self._check_same_positions("mul", b, a))
 
-    def div(self, a: Tensor, b: Tensor) -> Tensor:
-        """Return the elementwise quotient. Raise SessionError unless both tensors have the same positions."""
-        return cast("Any", super()).div(a, self._check_same_positions("div", b, a))
-
-    def _check_same_positions(self, op: str, b: Tensor, a: Tensor) -> Tensor:
-        own = tuple(a.shape[len(a.shape) - len(b.shape) :])
-        if len(own) != len(b.shape) or any(n not in (1, size) for n, size in zip(b.shape, own, strict=True)):
+def _checked(op: str) -> Callable[..., Tensor]:
+    def call(self: IncrementalOps, *args: Any, **kwargs: Any) -> Tensor:
+        if not READS_NEW_POSITIONS[op](*args, **kwargs):
             raise self.position_error(op)
-        return b
+        return getattr(super(IncrementalOps, self), op)(*args, **kwargs)
 
-    def sum(self, x: Tensor, axis: int | None = None, keep: bool = False) -> Tensor:
-        """Return the sum over a feature axis. Raise SessionError for other axes."""
-        if axis is None or axis < 2:
-            raise self.position_error("sum")
-        return cast("Any", super()).sum(x, axis, keep)
+    return call
 
-    def mean(self, x: Tensor, axis: int | None = None, keep: bool = False) -> Tensor:
-        """Return the mean over a feature axis. Raise SessionError for other axes."""
-        if axis is None or axis < 2:
-            raise self.position_error("mean")
-        return cast("Any", super()).mean(x, axis, keep)
 
-    def permute(self, x: Tensor, axes: Sequence[int]) -> Tensor:
-        """Reorder feature axes. Raise SessionError if the batch or position axis moves."""
-        if tuple(axes[:2]) != (0, 1):
-            raise self.position_error("permute")
-        return cast("Any", super()).permute(x, axes)
-
-    def reshape(self, x: Tensor, shape: Sequence[int]) -> Tensor:
-        """Reshape the feature axes. Raise SessionError if `shape` changes the batch or position axis."""
-        if tuple(shape[:2]) != tuple(x.shape[:2]):
-            raise self.position_error("reshape")
-        return cast("Any", super()).reshape(x, shape)
-
-    def part(self, x: Tensor, axis: int, start: int, stop: int) -> Tensor:
-        """Return the slice start:stop of x along a feature axis. Raise SessionError for the batch or position axis."""
-        if axis < 2:
-            raise self.position_error("part")
-        return cast("Any", super()).part(x, axis, start, stop)
-
-    def concat(self, parts: Sequence[Tensor], axis: int) -> Tensor:
-        """Join tensors along a feature axis. Raise SessionError for the batch or position axis."""
-        if axis < 2:
-            raise self.position_error("concat")
-        return cast("Any", super()).concat(parts, axis)
+for _op in READS_NEW_POSITIONS:
+    setattr(IncrementalOps, _op, _checked(_op))
 
 
 class Recompute(Decoder):

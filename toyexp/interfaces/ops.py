@@ -82,6 +82,12 @@ class AdaptedWeight:
     noise: Tensor | None = None
 
 
+def broadcasts(shape: Sequence[int], to: Sequence[int]) -> bool:
+    """Return True if a tensor of this shape broadcasts to the shape `to`: it may lack leading axes and have sizes 1."""
+    own = to[max(len(to) - len(shape), 0) :]
+    return len(own) == len(shape) and all(n in (1, size) for n, size in zip(shape, own, strict=True))
+
+
 class Params(Mapping[str, Tensor]):
     """A model's tensors by GGUF name. `block(i)` is a view of the tensors whose names start with `blk.i.`.
 
@@ -341,14 +347,17 @@ class Ops(ABC):
         self, q: Tensor, k: Tensor, v: Tensor, causal: bool = True, *, window: int = 0, scale: float | None = None,
         softcap: float = 0.0, sinks: Tensor | None = None, bias: Tensor | None = None,
     ) -> Tensor:  # fmt: skip
-        """Return the result of `attention`, composed of other ops. All scores are in memory at once."""
+        """Return the result of `attention`, composed of other ops. All scores are in memory at once.
+
+        There may be fewer queries than keys if `self.causal` supports it. The queries are then the last positions.
+        """
         rows, length, heads, size = q.shape
-        shared, value_size = k.shape[2], v.shape[3]
+        _, seen, shared, value_size = v.shape
         # Query heads that share a key/value head are adjacent, so that reshape joins them.
         queries = self.reshape(self.permute(q, (0, 2, 1, 3)), (rows, shared, heads // shared * length, size))
         keys, values = self.permute(k, (0, 2, 1, 3)), self.permute(v, (0, 2, 1, 3))
         scores = self.scale(self.product(queries, keys, transposed=True), size**-0.5 if scale is None else scale)
-        scores = self.reshape(scores, (rows, heads, length, length))
+        scores = self.reshape(scores, (rows, heads, length, seen))
         scores = self.softcap(scores, softcap) if softcap else scores
         scores = scores if bias is None else self.add(scores, bias)
         zeros = None if sinks is None else self.scale(self.part(scores, 3, 0, 1), 0.0)
@@ -357,8 +366,8 @@ class Ops(ABC):
             weights = self.softmax(scores)
         else:
             column = self.add(zeros, self.reshape(sinks, (heads, 1, 1)))
-            weights = self.part(self.softmax(self.concat([scores, column], 3)), 3, 0, length)
-        out = self.product(self.reshape(weights, (rows, shared, heads // shared * length, length)), values)
+            weights = self.part(self.softmax(self.concat([scores, column], 3)), 3, 0, seen)
+        out = self.product(self.reshape(weights, (rows, shared, heads // shared * length, seen)), values)
         out = self.reshape(out, (rows, heads, length, value_size))
         return self.reshape(self.permute(out, (0, 2, 1, 3)), (rows, length, heads * value_size))
 

@@ -9,7 +9,7 @@ import math
 import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import partial, partialmethod
 from numbers import Real
 from typing import Any, NoReturn, TypeGuard
 
@@ -21,7 +21,7 @@ from toyexp.interfaces.arithmetic import Shaped, is_shape
 from toyexp.interfaces.decoder import IncrementalOps
 from toyexp.interfaces.model import TensorSpec
 from toyexp.interfaces.objective import CrossEntropy
-from toyexp.interfaces.ops import AdaptedWeight, Ops, Params, Rotary
+from toyexp.interfaces.ops import AdaptedWeight, Ops, Params, Rotary, broadcasts
 from toyexp.interfaces.plan import Plan, PlanTensor
 from toyexp.interfaces.values import Values
 
@@ -215,21 +215,10 @@ class OpShapes(Ops):
         self._require(bias is None or bias.shape == w.shape[:1], "linear", w, bias)
         return Shaped((*x.shape[:-1], w.shape[0]))
 
-    def add(self, a: Shaped, b: Shaped) -> Shaped:
-        return self._combine("add", a, b)
-
-    def mul(self, a: Shaped, b: Shaped) -> Shaped:
-        return self._combine("mul", a, b)
-
-    def div(self, a: Shaped, b: Shaped) -> Shaped:
-        return self._combine("div", a, b)
-
     def _combine(self, op: str, a: Shaped, b: Shaped) -> Shaped:
         """Return the shape of an element-wise op on a and b: the shape of a, to which b is broadcast."""
         self._take(op, a, b)
-        own = a.shape[max(len(a.shape) - len(b.shape), 0) :]
-        fits = len(own) == len(b.shape) and all(n in (1, size) for n, size in zip(b.shape, own, strict=True))
-        self._require(fits, op, a, b)
+        self._require(broadcasts(b.shape, a.shape), op, a, b)
         return Shaped(a.shape)
 
     def scale(self, x: Shaped, factor: float, offset: float = 0.0) -> Shaped:
@@ -244,29 +233,11 @@ class OpShapes(Ops):
         self._take(op, x)
         return Shaped(x.shape)
 
-    def sigmoid(self, x: Shaped) -> Shaped:
-        return self._same("sigmoid", x)
-
-    def step(self, x: Shaped) -> Shaped:
-        return self._same("step", x)
-
-    def exp(self, x: Shaped) -> Shaped:
-        return self._same("exp", x)
-
-    def log(self, x: Shaped) -> Shaped:
-        return self._same("log", x)
-
-    def cumsum(self, x: Shaped) -> Shaped:
-        return self._same("cumsum", x)
-
-    def softmax(self, x: Shaped) -> Shaped:
-        return self._same("softmax", x)
-
-    def log_softmax(self, x: Shaped) -> Shaped:
-        return self._same("log_softmax", x)
-
-    def centre(self, x: Shaped) -> Shaped:
-        return self._same("centre", x)
+    add, mul, div = map(partial(partialmethod, _combine), ("add", "mul", "div"))
+    sigmoid, step, exp, log, cumsum, softmax, log_softmax, centre = map(
+        partial(partialmethod, _same),
+        ("sigmoid", "step", "exp", "log", "cumsum", "softmax", "log_softmax", "centre"),
+    )
 
     def permute(self, x: Shaped, axes: Sequence[int]) -> Shaped:
         self._take("permute", x)
@@ -350,6 +321,11 @@ class OpShapes(Ops):
         if n < 1 or x.shape[-1] % n:
             raise UserError(f"ops.split cannot split the last axis of {list(x.shape)} into {n} equal parts")
         return super().split(x, n)
+
+    def prepend(self, x: Shaped, token: Shaped) -> Shaped:
+        self._take("prepend", x, token)
+        self._require(token.shape == x.shape[2:], "prepend", x, token)
+        return super().prepend(x, token)
 
     def rope(self, x: Shaped, rotary: Rotary) -> Shaped:
         self._take("rope", x)

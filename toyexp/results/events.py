@@ -171,9 +171,7 @@ def read_events(path: Path) -> Iterator[dict[str, Any]]:
                     is_complete = len(parsed) == len(lines)
                 except (ValueError, RecursionError):
                     is_complete = False
-                events = (
-                    parsed if is_complete else map(_parse_line, lines)
-                )  # if a line is invalid, parse them one by one
+                events = parsed if is_complete else map(_parse_line, lines)  # one by one if a line is invalid
                 yield from (event for event in events if isinstance(event, dict))
     except (UserError, OSError):
         return

@@ -234,9 +234,8 @@ def compute_importance(comparison: Comparison) -> Importance:
 
 def pack(text: str) -> str:
     """Compress a text with gzip and encode it as base64; a browser can decode both."""
-    return base64.b64encode(
-        gzip.compress(text.encode(), 6, mtime=0)
-    ).decode()  # level 9 is 3 times slower, 0.5% smaller
+    compressed = gzip.compress(text.encode(), 6, mtime=0)  # level 9 is 3 times slower, 0.5% smaller
+    return base64.b64encode(compressed).decode()
 
 
 def _curve(curve: Curve, most: int, smooth: int, log: bool = False) -> dict[str, Any]:

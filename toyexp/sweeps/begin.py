@@ -79,13 +79,8 @@ def prepare_sweep(flags: Mapping[str, str], request: Request) -> Runner:
         source = JobSource([Job(number, list(overrides)) for number, overrides in enumerate(combinations(parsed))])
         values = {word: value for o in parsed if o.is_sweep_override() for word, value in sweep_values(o)}
     configs = JobConfigs(of_jobs, values)
-    return Runner(
-        SweepRequest(flags, request.modules, settings, memory), source, _launcher(settings, source, configs), configs
-    )
-
-
-def _launcher(settings: Sweep, source: JobSource, configs: JobConfigs) -> Launcher:
-    return _launcher_class(settings)(settings, source.samples, source.total, configs)
+    launcher = _launcher_class(settings)(settings, source.samples, source.total, configs)
+    return Runner(SweepRequest(flags, request.modules, settings, memory), source, launcher, configs)
 
 
 def _resume_sweep(flags: Mapping[str, str], request: Request, path: Path) -> Runner:
@@ -120,7 +115,7 @@ def _resume_sweep(flags: Mapping[str, str], request: Request, path: Path) -> Run
             raise UserError(f"{fixed_keys[0]}: {reason}")
         configs = JobConfigs(of_jobs, {})
         jobs = _source(settings, folder, Keys.from_registry(request.registry).types)
-        launcher = _launcher(settings, jobs, configs)
+        launcher = _launcher_class(settings)(settings, jobs.samples, jobs.total, configs)
         return Runner(SweepRequest(flags, request.modules, settings, memory), jobs, launcher, configs, folder)
     except BaseException:
         folder.close()

@@ -300,9 +300,8 @@ class SweepDir:
             with self._warn_unwritten():
                 begin = any(job.status == Status.RUNNING for job in jobs)
                 end = max((job.number + 1 for job in jobs), default=0)
-                changed_jobs = {
-                    job.number: job for job in (*self.jobs[self._saved_count : end], *jobs)
-                }  # also earlier jobs that were never saved, so that no number is missing
+                # Add earlier jobs that were never saved, so that no number is missing.
+                changed_jobs = {job.number: job for job in (*self.jobs[self._saved_count : end], *jobs)}
                 self._journal.add(map(vars, changed_jobs.values()), flush=begin)
                 self._saved_count = max(self._saved_count, end)
             if (wait := self._writer.request(len(self.jobs))) and self._later is None:

@@ -40,7 +40,7 @@ class Backend:
         self.device = device
         self._cpu = cpu = ggml.ggml_backend_cpu_init()
         self.set_threads(threads)
-        self._make_tuner = partial(ThreadTuner, threads, fixed=not adaptive or device != "CPU")
+        self.make_tuner = partial(ThreadTuner, threads, fixed=not adaptive or device != "CPU")  # for each graph
         self.all = [cpu]  # backends for ggml's scheduler, which gives a node to the first that supports it
         if device != "CPU":
             self.all.insert(0, _device(device))
@@ -54,10 +54,6 @@ class Backend:
         self.buffer_bytes = 0  # bytes of the tensors that outlive a graph
         self.ptr = self.all[-1 if device == "CPU" else 0]  # the backend that holds the tensors
         self.memory = _memory(self.ptr)
-
-    def make_tuner(self) -> ThreadTuner:
-        """Return a new thread tuner; each graph has its own."""
-        return self._make_tuner()
 
     def set_threads(self, threads: int) -> None:
         """Set the number of CPU threads."""

@@ -357,11 +357,7 @@ class Graph(StaticGraph):
 
     def swap_middle(self, x: Node) -> Node:
         """Return a contiguous copy of x [a, b, c, d] with its middle axes exchanged, [a, c, b, d]."""
-        self._check_float32("swap_middle", x)
-        a, b, c, d = x.shape
-        self._node_count += 1
-        permuted = ggml.ggml_permute(self._context, x.ptr, 0, 2, 1, 3)
-        return self._node(ggml.ggml_cont(self._context, permuted), (a, c, b, d))
+        return self.permute(x, (0, 2, 1, 3))
 
     def join_heads(self, blocks: Sequence[Node], by_set: bool = False) -> Node:
         """Concatenate blocks [B, H, n, D] along n and exchange the middle axes -> [B, T, H, D], contiguous.

@@ -42,7 +42,8 @@ def try_step(plan: Plan, dtype: torch.dtype) -> tuple[str, int]:
         return "", 0
     key = id(plan), dtype
     if key not in _results:
-        frozen, why = _make_frozen(plan, dtype), ""
+        fixed, why = (t for t in plan.tensors if not t.trainable), ""
+        frozen = {t.name: (torch.empty(t.shape, dtype=dtype, device="meta"), False) for t in fixed}
         with MemoryCounter() as memory:
             try:
                 _run_step(plan, dtype, frozen)
@@ -65,11 +66,6 @@ def _run_step(plan: Plan, dtype: torch.dtype, frozen: Frozen) -> None:
     update = StackedUpdate(plan, flat, grad, slices)
     numbers = [torch.zeros((RUNS, size), device="meta") for size in update.sizes()]
     StackedStep([plan] * RUNS, range(RUNS), flat, grad, slices, update, frozen)([micro] * plan.accumulate, numbers)
-
-
-def _make_frozen(plan: Plan, dtype: torch.dtype) -> Frozen:
-    fixed = (t for t in plan.tensors if not t.trainable)
-    return {t.name: (torch.empty(t.shape, dtype=dtype, device="meta"), False) for t in fixed}
 
 
 class MemoryCounter(TorchDispatchMode):

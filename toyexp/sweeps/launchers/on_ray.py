@@ -173,9 +173,8 @@ def _run_on_node(work: NodeJob, cwd: str) -> JobExit:
         return JobExit(
             NOT_STARTED, f"{cwd}: {error.strerror} on {socket.gethostname()}; all nodes must share this file system"
         )
-    signal.pthread_sigmask(
-        signal.SIG_UNBLOCK, ending_signals()
-    )  # a worker blocks SIGINT, and the job would inherit that
+    # A worker blocks SIGINT, and the job would inherit that.
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, ending_signals())
     with work.stop.handle_signals():
         return work()
 

@@ -62,8 +62,8 @@ table: $(INSTALLED)  ## hold every architecture, type and direction against llam
 objectives: $(INSTALLED)  ## compare every objective, engine and family with torch in float64, and write the documentation's table
 	$(BIN)/python tests/support/make_objectives.py
 
-speeds: $(INSTALLED)  ## measure the three shapes on this machine, and write the documentation's table of speeds
-	$(BIN)/python tests/support/make_speeds.py "2 cores"
+speeds: $(INSTALLED)  ## measure the engines of the CPU on this machine, and write the documentation's table of speeds
+	$(BIN)/python tests/support/make_speeds.py measure
 
 golden: $(INSTALLED)  ## record the numbers of tests/golden.json again, after a change of numbers that is meant
 	$(BIN)/python tests/support/golden.py

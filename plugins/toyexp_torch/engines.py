@@ -154,9 +154,7 @@ class TorchEngine(Engine):
     def preload_stack(self) -> None:
         self.preload()
         import toyexp_torch.stacks.shapes
-        import toyexp_torch.stacks.stack
-
-        toyexp_torch.stacks.shapes.preload()
+        import toyexp_torch.stacks.stack  # noqa: F401
 
     def generation_engine(self) -> Engine:
         return self if self.count() == 1 else replace(self, devices="1", shard=False)

@@ -1,8 +1,12 @@
-"""Try a stack's training step on meta tensors, to find out whether it works and how much memory a run needs."""
+"""Try a stack's training step, to find out whether it works and how much memory a run needs.
+
+Small models take the step on the CPU. Others take it on meta tensors, which have shapes but no values: for these,
+PyTorch first imports torch._dynamo, which takes as long as importing PyTorch itself.
+"""
 
 from __future__ import annotations
 
-import importlib
+import math
 import weakref
 from collections.abc import Mapping
 from typing import Any
@@ -17,16 +21,8 @@ from toyexp_torch.session import flat_layout
 from toyexp_torch.stacks.step import StackedStep, StackedUpdate
 
 RUNS = 2  # number of runs in the trial step
+SMALL = 1e11  # floating-point operations of a trial step that the CPU takes in less time than the import
 Frozen = Mapping[str, tuple[Tensor, bool]]  # the argument `frozen` of StackedStep
-
-
-def preload() -> None:
-    """Import the modules that PyTorch needs for its first step on meta tensors.
-
-    Importing them takes as long as importing PyTorch itself.
-    """
-    importlib.import_module("torch._dynamo")
-    importlib.import_module("torch.fx.experimental.symbolic_shapes")
 
 
 _results: dict[tuple[int, torch.dtype], tuple[str, int]] = {}  # results of `try_step`, by id of the plan and dtype
@@ -43,7 +39,7 @@ def try_step(plan: Plan, dtype: torch.dtype) -> tuple[str, int]:
     key = id(plan), dtype
     if key not in _results:
         fixed, why = (t for t in plan.tensors if not t.trainable), ""
-        frozen = {t.name: (torch.empty(t.shape, dtype=dtype, device="meta"), False) for t in fixed}
+        frozen = {t.name: (torch.empty(t.shape, dtype=dtype, device=_trial_device(plan)), False) for t in fixed}
         with MemoryCounter() as memory:
             try:
                 _run_step(plan, dtype, frozen)
@@ -55,16 +51,23 @@ def try_step(plan: Plan, dtype: torch.dtype) -> tuple[str, int]:
     return _results[key]
 
 
+def _trial_device(plan: Plan) -> str:
+    """Return the device of the trial step. Each parameter is assumed to take 6 operations per number of the inputs."""
+    numbers = plan.rows * max((math.prod(spec.shape) for spec in plan.inputs.values()), default=1)
+    return "cpu" if 6 * RUNS * numbers * plan.model.parameters() < SMALL else "meta"
+
+
 def _run_step(plan: Plan, dtype: torch.dtype, frozen: Frozen) -> None:
     slices, length = flat_layout(plan)
-    flat, grad = (torch.zeros((RUNS, length), dtype=dtype, device="meta") for _ in range(2))
+    device = _trial_device(plan)
+    flat, grad = (torch.zeros((RUNS, length), dtype=dtype, device=device) for _ in range(2))
     micro = {
-        name: torch.zeros((RUNS, plan.rows, *spec.shape), dtype=getattr(torch, spec.dtype), device="meta")
+        name: torch.zeros((RUNS, plan.rows, *spec.shape), dtype=getattr(torch, spec.dtype), device=device)
         for name, spec in plan.inputs.items()
     }
     micro = {name: x.to(dtype) if x.is_floating_point() else x for name, x in micro.items()}
     update = StackedUpdate(plan, flat, grad, slices)
-    numbers = [torch.zeros((RUNS, size), device="meta") for size in update.sizes()]
+    numbers = [torch.tensor([vector.tolist()] * RUNS, device=device) for vector in plan.numbers(0, 1e-3)]
     StackedStep([plan] * RUNS, range(RUNS), flat, grad, slices, update, frozen)([micro] * plan.accumulate, numbers)
 
 

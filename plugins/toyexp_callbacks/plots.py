@@ -253,7 +253,9 @@ def describe_result(curves: Curves) -> str:
     if (step := find_divergence(*curves.steps["loss"])) is not None:
         return f"diverged at step {step}"
     if curves.early_end is not None and curves.early_end[1] == FAILED:
-        return f"{FAILED} at step {curves.early_end[0]}"
+        norms = curves.steps["grad_norm"][1]
+        cause = ": the gradient is not finite" if norms and _is_not_finite(norms[-1]) else ""
+        return f"{FAILED} at step {curves.early_end[0]}{cause}"
     for name, text, unit in ("accuracy", "{:.1f} %", 100), ("loss", "{:.4g}", 1):
         if values := curves.held_out.get(name, ([], []))[1]:
             return f"held-out {name} {text.format(unit * values[-1])}"

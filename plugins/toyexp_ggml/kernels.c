@@ -184,7 +184,7 @@ static void multiply(int64_t n, int64_t m, int64_t k, const float *a, int64_t a_
     static _Thread_local float buffer[DEEP * (PANEL + CHUNK)] __attribute__((aligned(64)));
     /* Rows at a distance of a multiple of 4 KiB would evict each other from the cache, so they are packed too. */
     int packed = a_transposed || a_next % 1024 == 0;
-    int64_t chunks = (n + CHUNK - 1) / CHUNK, most = chunks ? (n / chunks + TALL) / TALL * TALL : 1;
+    int64_t chunks = (n + CHUNK - 1) / CHUNK, most = chunks ? (n + chunks * TALL - 1) / (chunks * TALL) * TALL : 1;
     for (int64_t row = 0; row < n; row += most)
         for (int64_t p = 0; p < k; p += DEEP) {
             int64_t rows = n - row < most ? n - row : most, depth = k - p < DEEP ? k - p : DEEP, group = 4 * TALL;

@@ -88,7 +88,6 @@ def instruction_set() -> str:
     library = _library()
     if isinstance(library, str):
         return ""
-    library.instruction_set.restype = ctypes.c_char_p
     return library.instruction_set().decode()
 
 
@@ -107,12 +106,20 @@ def _library() -> ctypes.CDLL | str:
     try:
         with contextlib.suppress(OSError):  # the disk of the cache is full, or mounted noexec
             if path := _cached_path(command):
-                return _load_cached(command, path)
+                return _with_functions(_load_cached(command, path))
         with tempfile.TemporaryDirectory(prefix="toyexp-", ignore_cleanup_errors=True) as directory:
-            return ctypes.CDLL(_compile(command, Path(directory, "kernels.so")))
-    except (OSError, subprocess.SubprocessError) as error:
+            return _with_functions(ctypes.CDLL(_compile(command, Path(directory, "kernels.so"))))
+    except subprocess.TimeoutExpired:
+        return f"the C compiler {command[0]} took more than {SECONDS} s"
+    except (OSError, AttributeError, subprocess.SubprocessError) as error:
         lines = (getattr(error, "stderr", None) or b"").decode(errors="replace").strip().splitlines()
         return f"the C compiler {command[0]} failed ({(lines or [str(error)])[0]})"
+
+
+def _with_functions(library: ctypes.CDLL) -> ctypes.CDLL:
+    """Return the library; raise AttributeError if its functions are missing or hidden, as some options of CC do."""
+    library.instruction_set.restype = ctypes.c_char_p
+    return library
 
 
 def _compile(command: Sequence[str], target: Path) -> str:

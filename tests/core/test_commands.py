@@ -77,6 +77,35 @@ def test_a_plugin_command_gets_its_arguments_and_sets_the_exit_code(toyexp):
     assert help_text.startswith("usage: toyexp greet [options] ...\n\nSays hello.") and "how often" in help_text
 
 
+CALLBACK = """
+import gc
+from dataclasses import dataclass
+from toyexp import Callback, hookimpl
+
+@dataclass(eq=False)
+class Told(Callback):
+    'Prints whether garbage is collected when training starts.'
+    name = "told"
+    @hookimpl
+    def on_start(self):
+        print(f"collects: {gc.isenabled()}")
+
+@hookimpl
+def register_callbacks(register):
+    register(Told)
+"""
+
+
+def test_garbage_is_collected_while_a_command_runs(toyexp):
+    assert toyexp(["greet"], body="import gc; print(gc.isenabled()); return 0", alone=True).out == "True\n"
+
+
+def test_garbage_is_collected_while_a_run_trains(toyexp, tmp_path):
+    (tmp_path / "here.py").write_text(CALLBACK)
+    words = ["plugins=[here,toyexp.testing.null]", "engine=noop", "callbacks=[told]", "steps=1"]
+    assert "collects: True" in toyexp(words, alone=True).out
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [

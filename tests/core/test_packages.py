@@ -1,5 +1,6 @@
 """Missing or broken packages: one line with the reason; everything else keeps working."""
 
+import gc
 import itertools
 import os
 import re
@@ -12,7 +13,7 @@ import pytest
 
 from toyexp import Unavailable, UserError, require_package
 from toyexp.base.errors import Broken
-from toyexp.base.packages import explain_import_error, prefix_unavailable, probe_import
+from toyexp.base.packages import explain_import_error, pause_collection, prefix_unavailable, probe_import
 from toyexp.base.signals import Interrupted, catch_signals
 from toyexp.config.build import check_engine, pick_engine
 from toyexp.plugins.discovery import load
@@ -367,3 +368,16 @@ def test_a_module_inside_its_package_directory_is_suggested(tmp_path, monkeypatc
         "plugins=[toyexp_pairs]: there is no module toyexp_pairs here, but toyexp-pairs/toyexp_pairs.py exists; type: "
         "cd toyexp-pairs, or pip install -e toyexp-pairs"
     )
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+def test_garbage_collection_is_as_before_after_a_pause_also_after_an_error(enabled):
+    was_enabled = gc.isenabled()
+    (gc.enable if enabled else gc.disable)()
+    try:
+        with pytest.raises(ZeroDivisionError), pause_collection():
+            assert not gc.isenabled()
+            raise ZeroDivisionError
+        assert gc.isenabled() is enabled
+    finally:
+        (gc.enable if was_enabled else gc.disable)()

@@ -50,7 +50,14 @@ def test_a_transpose_equals_numpys_for_any_number_of_threads(shape, threads):
 
 
 @pytest.mark.parametrize("transposed", [(False, False), (False, True), (True, False)])
-@pytest.mark.parametrize("sizes", [(1, 1, 1), (12, 32, 256), (25, 65, 300), (5, 33, 257), (400, 7, 515), (70, 130, 31)])
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        (1, 1, 1), (12, 32, 256), (25, 65, 300), (5, 33, 257), (400, 7, 515), (70, 130, 31),
+        (70, 33, 1024),  # rows at a distance of 4 KiB, which are packed
+        (1536, 40, 300),  # rows that fill the chunks to the last
+    ],
+)  # fmt: skip
 def test_a_product_agrees_with_float64_and_is_equal_to_the_bit_for_any_number_of_threads(sizes, transposed):
     if native.unavailable_reason():
         pytest.skip(native.unavailable_reason())
@@ -105,6 +112,41 @@ def test_attention_agrees_with_float64_and_is_equal_to_the_bit_for_any_number_of
         np.testing.assert_allclose(results[0], right, rtol=0, atol=2e-6 * float(right.abs().max()))
         for result in results[1:]:
             np.testing.assert_array_equal(result, results[0])
+
+
+def run(name, struct, sources, result, *rest):
+    """Call a kernel on one thread."""
+    call = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_int, ctypes.c_int, ctypes.c_void_p)(native.kernel(name))
+    task = struct(target=result.ctypes.data)
+    task.source[: len(sources)] = [array.ctypes.data for array in sources]
+    for (field, _), value in zip(struct._fields_[2:], rest, strict=True):
+        setattr(task, field, value)
+    call(None, 0, 1, ctypes.addressof(task))
+
+
+def test_attention_weights_too_small_for_float32_are_zero():
+    if native.unavailable_reason():
+        pytest.skip(native.unavailable_reason())
+    q = k = np.array([[1, 0], [-50, 0]], np.float32)
+    v, result = np.array([[1, 2], [3, 4]], np.float32), np.full((2, 2), np.nan, np.float32)
+    run("attention", native.Attention, (q, k, v), result, 1, 2, 1, 1, 2, False, 2.0)  # scores [2, -100], [-100, 5000]
+    np.testing.assert_array_equal(result, v)
+
+
+def test_gelu_and_swiglus_gradient_agree_with_float64_also_for_large_numbers():
+    if native.unavailable_reason():
+        pytest.skip(native.unavailable_reason())
+    x = torch.linspace(-200, 200, 4001)
+    y, z = torch.randn(2, x.numel(), generator=torch.Generator().manual_seed(0))
+    leaves = [t.double().requires_grad_() for t in (x, y)]
+    gelu = torch.nn.functional.gelu(leaves[0], approximate="tanh")
+    (slope,) = torch.autograd.grad(gelu, leaves[0], y.double())
+    back = torch.autograd.grad(torch.nn.functional.silu(leaves[0]) * leaves[1], leaves, z.double())
+    cases = [("gelu", (x,), gelu), ("gelu", (x, y), slope), ("swiglu_back", (x, y, z), torch.cat(back))]
+    for name, sources, right in cases:
+        result = np.full(right.numel(), np.nan, np.float32)
+        run(name, native.Elements, [t.numpy() for t in sources], result, x.numel())
+        np.testing.assert_allclose(result, right.detach(), rtol=2e-5, atol=2e-6, err_msg=name)
 
 
 def take_steps(name):
@@ -194,7 +236,7 @@ def build_count(tmp_path, monkeypatch):
     monkeypatch.setenv("CC", str(compiler))
     monkeypatch.setenv("TOYEXP_CACHE", str(tmp_path / "cache"))
     short = tmp_path / "short.c"  # compiles in a tenth of a second
-    short.write_text("void transpose(void) {}")
+    short.write_text('void transpose(void) {}\nconst char *instruction_set(void) { return ""; }')
     monkeypatch.setattr(native, "SOURCE", short)
 
     def count():
@@ -223,6 +265,21 @@ def test_a_compiled_kernel_is_reused_until_its_compiler_or_source_changes(build_
     assert (build_count(), build_count()) == (2, 2)
     with open(tmp_path / "compiler", "a") as file:
         file.write("# a newer one\n")
+    assert (build_count(), build_count()) == (3, 3)
+
+
+def test_ggml_goes_without_a_library_whose_functions_are_hidden(build_count, tmp_path, monkeypatch):
+    monkeypatch.setenv("CC", f"{tmp_path / 'compiler'} -fvisibility=hidden")
+    native._library.cache_clear()
+    assert "failed" in native.unavailable_reason() and not native.instruction_set()
+
+
+def test_a_compiled_kernel_is_not_reused_on_another_cpu(build_count, tmp_path, monkeypatch):
+    build_count()
+    monkeypatch.setattr(native, "CPU_INFO", tmp_path / "cpuinfo")
+    native.CPU_INFO.write_text("processor : 0\nflags : sse2\n\nprocessor : 1\nflags : other\n")
+    assert (build_count(), build_count()) == (2, 2)
+    native.CPU_INFO.write_text("processor : 0\nflags : sse2 avx2\n\n")
     assert (build_count(), build_count()) == (3, 3)
 
 

@@ -63,14 +63,21 @@ class Point(Generic[J]):
     @property
     def diverged(self) -> str:
         """How many completed jobs diverged, such as "2 of 3 diverged"; "diverged" for a single job, "" for none."""
-        diverged = [bool(job.result.get("diverged")) for job in self.jobs if job.status == "completed"]
-        count = f"{sum(diverged)} of {len(diverged)} " if len(diverged) > 1 else ""
-        return f"{count}diverged" if any(diverged) else ""
+        return _count([bool(job.result.get("diverged")) for job in self.jobs if job.status == "completed"], "diverged")
+
+    @property
+    def state(self) -> str:
+        """How many jobs diverged or, if none has completed, failed; "" for none."""
+        return self.diverged if self.values else _count([job.status == "failed" for job in self.jobs], "failed")
 
     def __str__(self) -> str:
         form = "z.4f" if abs(self.mean) < 1e7 else ".4g"
         spread = "" if self.deviation is None else f" ± {self.deviation:{form}}"
         return f"{self.mean:{form}}{spread}" if self.values else "-"
+
+
+def _count(flags: Sequence[bool], word: str) -> str:
+    return f"{sum(flags)} of {len(flags)} {word}" if any(flags) and len(flags) > 1 else word if any(flags) else ""
 
 
 def job_sources(job: Scored) -> Mapping[str, str]:
@@ -114,8 +121,8 @@ class Ranking(Generic[J]):
         return self.best if sum(bool(point.values) for point in self.points) > 1 else None
 
     def mark(self, point: Point[J]) -> str:
-        """Return the text of a point's last cell in tables: how many of its jobs diverged, and whether it is best."""
-        return "  ".join(filter(None, [point.diverged, "best" if point is self.marked else ""]))
+        """Return a point's last cell in tables: how many of its jobs diverged or failed, and whether it is best."""
+        return "  ".join(filter(None, [point.state, "best" if point is self.marked else ""]))
 
     @property
     def caption(self) -> str:

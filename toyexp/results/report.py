@@ -139,7 +139,7 @@ class Report:
             "points": [
                 {"label": comparison.label(point.jobs[0]), "deviation": point.deviation,
                  "mean": point.mean if math.isfinite(point.mean) else None,
-                 "counted": len(point.values), "diverged": point.diverged,
+                 "counted": len(point.values), "state": point.state,
                  "settings": {key: point.jobs[0].settings.get(key) for key in comparison.keys}}
                 for point in ranking.points
             ],

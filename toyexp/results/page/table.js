@@ -24,7 +24,7 @@ function listColumns(saved = false) {
     return [{ head: data.metric, of: (p) => p.mean, text: value, number: true, best: true },
       ...(saved ? [{ head: `± ${data.metric}`, of: (p) => p.deviation }, { head: "steps taken", of: each((r) => r.steps) }] : []),
       ...(saved || !keys.length ? [{ head: "name", of: (p) => p.label }] : []), ...keys,
-      ...(data.points.some((p) => p.diverged) ? [{ head: "state", of: (p) => p.diverged }] : []),
+      ...(data.points.some((p) => p.state) ? [{ head: "state", of: (p) => p.state }] : []),
       { head: "runs", of: (p) => p.counted, text: (p) => (p.counted < p.runs.length ? `${p.counted}/${p.runs.length}` : `${p.counted}`), number: true },
       ...numbers];
   }

@@ -9,7 +9,7 @@ import itertools
 import os
 import time
 from array import array
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
@@ -20,6 +20,7 @@ from toyexp.base import HEAD_SIZE, not_text_error, open_file, print_note, show_s
 from toyexp.formats import iter_records
 from toyexp_data.cache import recall, remember
 from toyexp_data.columns import read_text_column
+from toyexp_data.files import FoundFiles
 
 CHUNK = 1 << 20  # bytes per read
 NO_LIMIT = 1 << 62
@@ -94,29 +95,22 @@ class Corpus:
     """Documents of several files, with a training part and a held-out part.
 
     A text file is one document, whose end is held out. In a file of records each record is a document, and the last
-    ones are held out. If there are `held_out` files, they are the held-out part, instead of the share `fraction`.
+    ones are held out. If `found` has held-out files, they are the held-out part, instead of the share `fraction`.
 
     At most `limit` characters are used in all. With `skip`, unusable files and records are left out; otherwise reading
-    them raises UserError. Files are text if `columns` is None, else of records; it has other names of the column text.
+    them raises UserError.
     """
 
-    def __init__(
-        self,
-        files: Sequence[Path],
-        limit: int | None,
-        fraction: float,
-        skip: bool = False,
-        held_out: Sequence[Path] = (),
-        columns: Mapping[str, str] | None = None,
-    ):
-        self._files, self._limit, self._fraction, self._skip = [*files, *held_out], limit, fraction, skip
-        self._train_files, self._held_out, self._columns = len(files), bool(held_out), columns
+    def __init__(self, found: FoundFiles, limit: int | None, fraction: float, skip: bool = False):
+        self.found, self._limit, self._fraction, self._skip = found, limit, fraction, skip
+        self._files, self._columns = [*found.files, *found.held_out], found.columns
         self._valid, self._is_noted = set[Path](), False
         self._began, self._stats = time.time(), {path: _stat(path) for path in self._files}
-        split = (len(files), len(held_out), columns) if held_out or columns is not None else ()
+        is_split = found.held_out or found.columns is not None
+        split = (len(found.files), len(found.held_out), found.columns) if is_split else ()
         self._key = repr(([(str(p), status) for p, status in self._stats.items()], limit, skip, *split))
         # Corpora of equal text and `val_fraction` but different `parts_key` hold out different text.
-        self.parts_key = f"-{split}-{[str(path) for path in held_out]}" if split else ""
+        self.parts_key = f"-{split}-{[str(path) for path in found.held_out]}" if split else ""
 
     @cached_property
     def facts(self) -> Facts:
@@ -147,7 +141,7 @@ class Corpus:
                 more = " (data.on_error=skip leaves such files out)" if len(self._files) > 1 else ""
                 raise UserError(f"{reason}{more}") from None
             if lengths:
-                parts.append((path, lengths, number >= self._train_files))
+                parts.append((path, lengths, number >= len(self.found.files)))
             used_bytes += taken
             if not lengths or (self._columns is not None and room > 0):
                 size += taken - self._stats[path].size  # all usable text is used, whatever the size of the file
@@ -196,12 +190,12 @@ class Corpus:
         """Yield the documents of the held-out part (True), of the training part (False), or all (None), in chunks."""
         for path, lengths, is_held_out in self._survey[1]:
             documents = zip(self.documents(path, []), lengths, strict=False)
-            if held_out is None or (self._held_out and is_held_out == held_out):
+            if held_out is None or (self.found.held_out and is_held_out == held_out):
                 yield from (slice_text(text, 0, length) for text, length in documents)
-            elif not self._held_out and self._columns is not None:
+            elif not self.found.held_out and self._columns is not None:
                 first, last = (self._cut(len(lengths)), None) if held_out else (0, self._cut(len(lengths)))
                 yield from (slice_text(text, 0, n) for text, n in itertools.islice(documents, first, last))
-            elif not self._held_out:
+            elif not self.found.held_out:
                 for text, n in documents:
                     yield slice_text(text, *((self._cut(n), n) if held_out else (0, self._cut(n))))
 
@@ -216,7 +210,7 @@ class Corpus:
     def train_size(self) -> int:
         """Return about how many characters all training parts have."""
         sizes = (sum(lengths) for _, lengths, is_held_out in self._survey[1] if not is_held_out)
-        return sum(size if self._held_out else self._cut(size) for size in sizes)
+        return sum(size if self.found.held_out else self._cut(size) for size in sizes)
 
     def _cut(self, count: int) -> int:
         return count - int(count * self._fraction)

@@ -16,27 +16,21 @@ from toyexp_data.chat import Example
 class ExampleDataset(Dataset):
     """Data set of examples, in a training and a held-out part. Only tokens marked as learned count in the loss.
 
-    With `pack` "pairs", examples 2i and 2i + 1 are a pair: a chosen and a rejected completion.
+    With `pairs`, examples 2i and 2i + 1 are a pair: a chosen and a rejected completion, which are two rows of a batch.
     """
 
     def __init__(
-        self,
-        train: Sequence[Example],
-        held_out: Sequence[Example],
-        tokenizer: Tokenizer,
-        pack: str,
-        eval_batches: int,
-        facts: Mapping[str, Any],
-        remarks: Sequence[str] = (),
-    ):
+        self, train: Sequence[Example], held_out: Sequence[Example], tokenizer: Tokenizer, pack: str, pairs: bool,
+        eval_batches: int, facts: Mapping[str, Any], left_out: Sequence[str], remarks: Sequence[str],
+    ):  # fmt: skip
         self.tokenizer, self.vocab = tokenizer, tokenizer.vocab
-        self.train, self.held_out = (Examples(part, tokenizer.eos, pack) for part in (train, held_out))
-        self._pack, self._eval_batches = pack, eval_batches
+        self.train, self.held_out = (Examples(part, tokenizer.eos, pairs) for part in (train, held_out))
+        self._pack, self._pairs, self._eval_batches = pack, pairs, eval_batches
+        self._left_out, self._remarks = left_out, remarks
         parts = (self.train, self.held_out)
         digest = hashlib.sha256()
         for array in (a for part in parts for a in (part.ids, part.learned, part.lengths)):
             digest.update(array.tobytes())
-        self._remarks = remarks
         self._facts = {
             **facts,
             "train_examples": len(train),
@@ -53,43 +47,20 @@ class ExampleDataset(Dataset):
         length = int(self.held_out.first[0]) or min(int(self.held_out.lengths[0]) // 4 + 1, 8)
         return cast("list[int]", self.held_out.ids[:length].tolist())
 
-    def omissions(self) -> list[str]:
-        """Return a list with a note about skipped lines; empty if there are none."""
-        skipped, count = self._facts.get("skipped", 0), len(self.train.lengths) + len(self.held_out.lengths)
-        first = next(iter(self._facts.get("skipped_lines", ())), "")
-        notes = [f"{skipped} of {count + skipped} examples skipped (data.on_error), such as {first}"] if skipped else []
-        others = self._facts.get("other_splits")
-        return [*notes, f"{others} examples of other splits than train and the held-out one"] if others else notes
-
-    def remarks(self) -> list[str]:
-        """Return notes for the user from reading the data, such as how the chat template changed conversations."""
-        facts = {key: ", ".join(value) if isinstance(value, list) else value for key, value in self._facts.items()}
-        read = "read as {columns}; not read: {other_columns}" if facts.get("other_columns") else "read as {columns}"
-        obvious = ("messages", "prompt, completion", "text", "prompt, chosen, rejected")
-        texts = {
-            **({} if facts.get("columns") in obvious and not facts["other_columns"] else {"columns": read}),
-            "held_out_split": "held out: {val_path}" if facts.get("val_path") else "held out: the {} split",
-            "chats_in_rows": "{} conversations become {rows_of_these} rows: the chat template changes earlier turns",
-            "answers_not_as_asked": "{} answers do not begin with the chat template's generation prompt",
-            "thoughts_dropped": "{} answers are learned without their reasoning, which the chat template drops",
-            "chat_date": "the chat template uses the date {} (data.date)",
-        }
-        notes = [text.format(facts[key], **facts) for key, text in texts.items() if facts.get(key)]
-        return [*self._remarks, *notes]
-
     def batches(self, context: int, rows: int, seed: int) -> ExampleBatches:
         """Return batches of `rows` rows of `context` tokens; a row has one example, or several if examples are packed.
 
         Raise UserError if no example has, within the context, a token that counts in the loss, and for an odd number of
         rows of pairs.
         """
-        if self._pack == "pairs" and rows % 2:
+        if self._pairs and rows % 2:
             raise UserError(f"batch_size={rows}: must be even with data=preference, whose pairs are two rows each")
         for name, part in (("training", self.train), ("held-out", self.held_out)):
             if len(part.first) and not part.usable(context + 1).any():
                 problem = f"the {name} {part.unit} ({len(part.first)}) have only prompt tokens within this context"
                 raise UserError(f"model.context={context}: {problem}; type model.context={part.first.min()} or more")
-        return ExampleBatches((self.train, self.held_out), self._pack, context, rows, seed, self._eval_batches)
+        parts = (self.train, self.held_out)
+        return ExampleBatches(parts, self._pack, self._pairs, context, rows, seed, self._eval_batches)
 
 
 class Examples:
@@ -98,8 +69,8 @@ class Examples:
     It also has the length of each example and, for each example or pair, the position from which on a token counts.
     """
 
-    def __init__(self, examples: Sequence[Example], eos: int, pack: str = "none"):
-        self.eos, self._size, self.unit = eos, *((2, "pairs") if pack == "pairs" else (1, "examples"))
+    def __init__(self, examples: Sequence[Example], eos: int, pairs: bool = False):
+        self.eos, self._size, self.unit = eos, 1 + pairs, "pairs" if pairs else "examples"
         self.ids = np.concatenate([np.empty(0, np.int32), *(e.ids for e in examples)])
         self.learned = np.concatenate([np.empty(0, bool), *(e.learned for e in examples)])
         self.lengths = np.array([len(e.ids) for e in examples], np.int64)
@@ -119,15 +90,14 @@ class Examples:
     def rows(self, row_length: int, pack: str, order: np.ndarray) -> list[list[int]]:
         """Assign examples to rows; return the indices of the examples in each row.
 
-        If `pack` is "none", a row has one example, and if it is "pairs", a pair. Otherwise it has several that fit into
-        `row_length` tokens (best fit, longest first). `order` has the indices of all examples. An example is left out
-        if none of its first `row_length` tokens counts in the loss.
+        If `pack` is "none", an item has one example, or the two of a pair. Otherwise it has several examples that fit
+        into `row_length` tokens (best fit, longest first). `order` has the indices of all examples or pairs. One is
+        left out if none of its first `row_length` tokens counts in the loss.
         """
-        if pack == "pairs":
-            return [[2 * pair, 2 * pair + 1] for pair in np.flatnonzero(self.usable(row_length)).tolist()]
-        order, lengths = order[self.usable(row_length)[order]], np.minimum(self.lengths, row_length)
+        order = order[self.usable(row_length)[order]]
         if pack == "none":
-            return [[example] for example in order.tolist()]
+            return [[i * self._size + k for k in range(self._size)] for i in order.tolist()]
+        lengths = np.minimum(self.lengths, row_length)
         rows: list[list[int]] = []
         by_room: list[list[int]] = [[] for _ in range(row_length)]  # rows by their free tokens
         for example in order[np.argsort(-lengths[order], kind="stable")].tolist():
@@ -170,19 +140,21 @@ class ExampleBatches(EpochBatches):
     """
 
     def __init__(
-        self, parts: tuple[Examples, Examples], pack: str, context: int, rows: int, seed: int, eval_batches: int
-    ):
-        self._parts, self._context, self._pack = parts, context, pack
-        shuffled = np.argsort(stream(seed, "pack").random_raw(len(parts[0].lengths)), kind="stable")
-        orders, size, length = (shuffled, np.arange(len(parts[1].lengths))), 1 + (pack == "pairs"), context + 1
+        self, parts: tuple[Examples, Examples], pack: str, pairs: bool, context: int, rows: int, seed: int,
+        eval_batches: int,
+    ):  # fmt: skip
+        self._parts, self._context, self._apart, self._pairs = parts, context, pack == "apart", pairs
+        orders, size, length = [np.arange(len(part.first)) for part in parts], 1 + pairs, context + 1
+        if not pairs:
+            orders[0] = np.argsort(stream(seed, "pack").random_raw(len(orders[0])), kind="stable")
         self._rows = [part.rows(length, pack, order) for part, order in zip(parts, orders, strict=True)]
         super().__init__(len(self._rows[0]), len(self._rows[1]), rows, seed, eval_batches * rows // size, size)
-        self.inputs = TOKENS.inputs(context) | (apart_inputs(context) if pack == "apart" else {})
-        if pack == "pairs":
+        self.inputs = TOKENS.inputs(context) | (apart_inputs(context) if self._apart else {})
+        if pairs:
             self.inputs |= {"mask": self.inputs["weights"], "weights": InputSpec((), "float32")}
         cut, count = sum(part.cut(length) for part in parts), sum(len(part.first) for part in parts)
         too_long, setting = count - sum(int(p.usable(length).sum()) for p in parts), f"(model.context={context})"
-        packed = {"packed_rows": self.rows_per_epoch} if pack in ("joined", "apart") else {}
+        packed = {"packed_rows": self.rows_per_epoch} if pack != "none" else {}
         self.facts = {"truncated": cut, "too_long": too_long, **packed}
         counts = {
             f"{cut} of {count} {parts[0].unit} cut to the context {setting}": cut,
@@ -192,7 +164,7 @@ class ExampleBatches(EpochBatches):
 
     def _take(self, items: np.ndarray, is_held_out: bool) -> dict[str, np.ndarray]:
         rows, part = [self._rows[is_held_out][item] for item in items], self._parts[is_held_out]
-        if self._pack != "pairs":
-            return part.fill(rows, self._context, self._pack == "apart")
+        if not self._pairs:
+            return part.fill(rows, self._context, self._apart)
         arrays = part.fill([[example] for pair in rows for example in pair], self._context)
         return {**arrays, "mask": arrays["weights"], "weights": np.ones(len(arrays["weights"]), np.float32)}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import date, datetime, time
 from functools import partial
@@ -19,7 +19,7 @@ from toyexp.base import iter_files, pluralise, require_choice, run_interruptibly
 from toyexp.formats import Record, iter_records, record_suffix
 from toyexp_data.chat import PLAIN_TEMPLATE, Example, Part, Rows, plain_rows, tokenize
 from toyexp_data.columns import NAMES, Value, convert
-from toyexp_data.files import TRAIN, VALIDATION, divide, find_records, is_record, overlap, split_name
+from toyexp_data.files import TRAIN, VALIDATION, FoundFiles, divide, find_records, is_record, split_name
 from toyexp_data.held_out import MAX_NAMED, ON_ERROR
 from toyexp_data.text import TokenizedData, tokenizer_facts
 
@@ -51,7 +51,7 @@ class RecordData(TokenizedData):
     """Base of data sets whose examples are the records of files: rows of a table, or JSON objects."""
 
     fills: ClassVar[tuple[str, ...]] = ("date",)
-    rows_per_example: ClassVar[int] = 1  # unless a chat template changes earlier turns
+    pairs: ClassVar[bool] = False  # True: each example is two rows, a chosen and a rejected completion
 
     path: str = ""  # file, directory or pattern ('chats/*.jsonl'): jsonl, json, csv, tsv, parquet or arrow
     val_path: str = ""  # the same for the held-out examples; empty: by names (train, validation), or by val_fraction
@@ -80,8 +80,6 @@ class RecordData(TokenizedData):
     def warnings(self, preview: RunPreview) -> Iterable[str]:
         """Yield a warning for each setting that has no effect."""
         yield from super().warnings(preview)
-        if self.val_path:
-            yield from overlap(find_records(self.path), find_records(self.val_path, "val_path"))
         facts = preview.dataset.describe()
         for name in ("template", "system"):
             if is_changed(self, name) and not facts["chats"]:
@@ -93,12 +91,11 @@ class RecordData(TokenizedData):
         """Return the date and time for chat templates: the setting `date` or, if it is empty, today at midnight."""
         return datetime.fromisoformat(self.date) if self.date else datetime.combine(date.today(), time())
 
-    def _files(self) -> list[tuple[Path, str | None]]:
-        """Return the files in the order in which they are read, each with the split that its name shows."""
-        if not self.val_path:
-            return [(file, split_name(file)) for file in find_records(self.path)]
-        held_out = [(file, VALIDATION) for file in find_records(self.val_path, "val_path")]
-        return [*((file, TRAIN) for file in find_records(self.path)), *held_out]
+    def _files(self) -> FoundFiles:
+        found = find_records(self.path)
+        if self.val_path:
+            found.hold_out(find_records(self.val_path, "val_path"))
+        return found
 
     @abstractmethod
     def values(self, record: Record) -> Sequence[Value]:
@@ -124,7 +121,8 @@ class RecordData(TokenizedData):
         from toyexp_data.example_rows import ExampleDataset
 
         skipped: list[str] = []
-        records = self._read(skipped)
+        found = self._files()
+        records = self._read(found, skipped)
         values = [value for _, record in records for value in record]
         chats = sum(bool(value.messages) for value in values)
         template = self._template(vocabulary) if chats else None
@@ -155,18 +153,28 @@ class RecordData(TokenizedData):
             "skipped_lines": list(skipped[:MAX_NAMED]),
             **split_facts,
             **counts,
+            **found.facts(),
             **tokenizer_facts(tokenizer),
         }
-        notes += self.bpe_notes(tokenizer)
-        pack = getattr(self, "pack", "pairs")
-        dataset = ExampleDataset(train_rows, held_rows, tokenizer, pack, self.eval_batches, facts, notes)
+        notes += [*self.bpe_notes(tokenizer), *_notes(facts)]
+        left_out = found.omissions()
+        if skipped:
+            total = len(train_rows) + len(held_rows) + len(skipped)
+            left_out.append(f"{len(skipped)} of {total} examples skipped (data.on_error), such as {skipped[0]}")
+        if others := facts["other_splits"]:
+            left_out.append(f"{others} examples of other splits than train and the held-out one")
+        pack = getattr(self, "pack", "none")
+        dataset = ExampleDataset(
+            train_rows, held_rows, tokenizer, pack, self.pairs, self.eval_batches, facts, left_out, notes
+        )
         dataset.chat_template = tokenizer.chat_template if chats else ""
         return dataset
 
-    def _read(self, skipped: list[str]) -> Placed[Sequence[Value]]:
+    def _read(self, found: FoundFiles, skipped: list[str]) -> Placed[Sequence[Value]]:
         """Return the values of all usable records."""
         records: Placed[Sequence[Value]] = []
-        for path, split in self._files():
+        files = [(path, TRAIN if found.held_out else split_name(path)) for path in found.files]
+        for path, split in [*files, *((path, VALIDATION) for path in found.held_out)]:
             located = ((Place(text, split), record) for text, record in iter_records(path))
             records += self._usable(located, self.values, skipped)
         if "split" in self.columns:
@@ -253,7 +261,7 @@ class RecordData(TokenizedData):
         """
         if template is None:
             return {}
-        several = [example.rows for example in examples if len(example.rows) > self.rows_per_example]
+        several = [example.rows for example in examples if len(example.rows) > 1 + self.pairs]
         if template.is_dated:
             self.date = self.date or self._now().date().isoformat()
         return {
@@ -291,6 +299,22 @@ class ExampleData(RecordData):
     def rows(self, values: Sequence[Value], write: Callable[..., Rows]) -> Rows:
         """Return the training rows of an example. The function `write` converts a conversation to rows."""
         return example_rows(values[0], write, self.train_on)
+
+
+def _notes(facts: Mapping[str, Any]) -> list[str]:
+    """Return notes for the user about the columns that were read, the held-out part and the chat template."""
+    facts = {key: ", ".join(value) if isinstance(value, list) else value for key, value in facts.items()}
+    others, obvious = facts["other_columns"], ("messages", "prompt, completion", "text", "prompt, chosen, rejected")
+    notes = [f"read as {facts['columns']}{f'; not read: {others}' if others else ''}"]
+    texts = {
+        "held_out_split": "held out: {val_path}" if facts["val_path"] else "held out: the {} split",
+        "chats_in_rows": "{} conversations become {rows_of_these} rows: the chat template changes earlier turns",
+        "answers_not_as_asked": "{} answers do not begin with the chat template's generation prompt",
+        "thoughts_dropped": "{} answers are learned without their reasoning, which the chat template drops",
+        "chat_date": "the chat template uses the date {} (data.date)",
+    }
+    notes = notes if others or facts["columns"] not in obvious else []
+    return notes + [text.format(facts[key], **facts) for key, text in texts.items() if facts.get(key)]
 
 
 def example_rows(value: Value, write: Callable[..., Rows], train_on: str) -> Rows:

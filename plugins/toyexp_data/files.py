@@ -6,7 +6,7 @@ import glob
 import os
 import re
 import stat
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeVar
@@ -28,19 +28,34 @@ T = TypeVar("T")
 
 @dataclass
 class FoundFiles:
-    """Files of a data set in a fixed order, and the reasons why other files were left out."""
+    """Files of a data set in a fixed order, those that are held out, and the reasons why others were left out."""
 
     files: list[Path] = field(default_factory=list)
-    others: int = 0  # files with another suffix
-    unreadable: list[str] = field(default_factory=list)  # files, links and directories, each with the reason
-    held_out: list[Path] = field(default_factory=list)  # files that are held out; empty: the end of each file is
+    held_out: list[Path] = field(default_factory=list)  # if there are none, a part of each file is held out
+    skipped: list[str] = field(default_factory=list)  # files, links and directories, each with the reason
+    others: int = 0  # files that are not suitable
     columns: Mapping[str, str] | None = None  # other names of the columns of records; None: the files are text
 
-    def omissions(self) -> list[str]:
-        """Return notes about files that `data.suffixes` leaves out, and about unreadable files."""
-        count, skipped = len(self.files), self.unreadable
-        notes = [f"{count} of {count + self.others} files: data.suffixes"] if self.others else []
-        return [*notes, *(f"{len(skipped)} skipped, such as {first}" for first in skipped[:1])]
+    def hold_out(self, found: FoundFiles) -> None:
+        """Hold out the files of `found`."""
+        self.held_out = found.files
+        self.skipped += found.skipped
+
+    def hold_out_by_name(self) -> None:
+        """Hold out the files whose names show a held-out split; leave out those of a third split."""
+        self.files, self.held_out, others, _ = divide(self.files, [*map(split_name, self.files)])
+        self.skipped += [f"{file}: is neither of the training nor of the held-out split" for file in others]
+
+    def omissions(self, setting: str = "") -> list[str]:
+        """Return notes about skipped files and, if `setting` chooses suitable files, about the others."""
+        count = len(self.files)
+        notes = [f"{count} of {count + self.others} files: {setting}"] if setting and self.others else []
+        return notes + [f"{len(self.skipped)} skipped, such as {first}" for first in self.skipped[:1]]
+
+    def facts(self) -> dict[str, str]:
+        """Return, for the run's record, the name of a held-out file that is also trained on; empty if there is none."""
+        shared = {file.resolve() for file in self.files} & {file.resolve() for file in self.held_out}
+        return {"held_out_and_trained_on": min(shared).name} if shared else {}
 
 
 def find_files(
@@ -56,15 +71,16 @@ def find_files(
         if not match.is_dir():
             found.files.append(match)
             continue
-        files = list(iter_files(match, found.unreadable))
-        suitable = [file for file in files if is_suitable(file)]
-        found.others += len(files) - len(suitable)
-        reasons = {file: reason for file in suitable if (reason := _why_unreadable(file))}
-        found.unreadable += [f"{file}: {reason}" for file, reason in reasons.items()]
-        found.files += [file for file in suitable if file not in reasons]
+        for file in iter_files(match, found.skipped):
+            if not is_suitable(file):
+                found.others += 1
+            elif reason := _why_unreadable(file):
+                found.skipped.append(f"{file}: {reason}")
+            else:
+                found.files.append(file)
     if not found.files:
-        reason = f" ({len(found.unreadable)} skipped, such as {found.unreadable[0]})" if found.unreadable else ""
-        raise UserError(f"data.{key}={path}: contains no {what}{reason}{hint}")
+        reasons = "".join(f" ({note})" for note in found.omissions())
+        raise UserError(f"data.{key}={path}: contains no {what}{reasons}{hint}")
     found.files.sort(key=_natural_order)
     return found
 
@@ -99,21 +115,20 @@ def _natural_order(path: Path) -> list[tuple[int, int, str]]:
 # -- records ----------------------------------------------------------------------------------------------------------
 
 
-def find_records(path: str, key: str = "path") -> list[Path]:
+def find_records(path: str, key: str = "path") -> FoundFiles:
     """Return the files of records at `path`, as `find_files` does. Raise UserError if they have several formats."""
-    return require_one_format(
-        find_files(path, is_record, f"file of examples ({' '.join(READERS)})", key).files, path, key
-    )
+    found = find_files(path, is_record, f"file of examples ({' '.join(READERS)})", key)
+    require_one_format(found.files, path, key)
+    return found
 
 
-def require_one_format(files: list[Path], path: str, key: str = "path") -> list[Path]:
-    """Return the files of records at `path`. Raise UserError if they have several formats."""
+def require_one_format(files: list[Path], path: str, key: str = "path") -> None:
+    """Raise UserError if the files of records at `path` have several formats."""
     suffixes = sorted({record_suffix(file) for file in files})
     if len(suffixes) > 1:
         several = " and ".join(f"{sum(record_suffix(f) == s for f in files)} {s or 'other'}" for s in suffixes)
         choice = f"data.{key}='{path.rstrip('/*')}/*{suffixes[-1]}'"
         raise UserError(f"data.{key}={path}: has {several} files; choose one format: {choice}")
-    return files
 
 
 def is_record(file: Path) -> bool:
@@ -145,9 +160,3 @@ def divide(items: Sequence[T], splits: Sequence[str | None]) -> tuple[list[T], l
     kinds = ((TRAIN, None), (held_out,), {VALIDATION, TEST} - {held_out})
     train, held, others = ([i for i, split in zip(items, splits, strict=True) if split in kind] for kind in kinds)
     return train, held, others, held_out
-
-
-def overlap(train: Sequence[Path], held_out: Sequence[Path]) -> Iterator[str]:
-    """Yield a warning if a held-out file is also among the files to train on."""
-    if shared := {file.resolve() for file in train} & {file.resolve() for file in held_out}:
-        yield f"data.val_path: the held-out loss means little; {min(shared).name} is also trained on (data.path)"

@@ -25,9 +25,11 @@ class SplitData(Data):
         require_range("data", self, val_fraction="(0,1]", **bounds)
 
     def warnings(self, preview: RunPreview) -> Iterable[str]:
-        """Yield a warning if an evaluation may use more data than is held out. Raise UserError if all is held out."""
+        """Yield warnings about the held-out part. Raise UserError if all is held out."""
         if getattr(self, "val_fraction", 0) == 1:
             raise UserError("data.val_fraction=1.0: leaves nothing to train on; it must be below 1")
+        if file := preview.dataset.describe().get("held_out_and_trained_on"):
+            yield f"data.val_path: the held-out loss means little; {file} is also trained on (data.path)"
         key = "eval_images" if self.gives is IMAGES else "eval_batches"
         if not is_changed(self, key):
             return

@@ -19,7 +19,7 @@ class Preference(RecordData):
     """Prompts with a chosen and a rejected completion, from JSON or tables, for objective=preference."""
 
     name: ClassVar[str] = "preference"
-    rows_per_example: ClassVar[int] = 2
+    pairs: ClassVar[bool] = True
 
     def warnings(self, preview: RunPreview) -> Iterable[str]:
         """Yield a warning for each setting without effect. Raise UserError if the objective needs pairs."""

@@ -8,10 +8,9 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from itertools import chain, islice
-from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
@@ -29,28 +28,28 @@ from toyexp import (
 from toyexp.base import open_file, show_status
 from toyexp.tokenizers import encode_documents
 from toyexp_data.cache import recall, remember
+from toyexp_data.corpus import Corpus
 
 BLOCK = 1 << 19  # tokens whose rows are shuffled together
 GROUP = 64  # documents that are tokenized together
 HEAD = 1 << 16  # bytes of a file that the digest covers, besides its size
 
 T = TypeVar("T")
-Documents = Callable[[Path], Iterator[Iterator[str]]]
 Mark = tuple[int, int, int]  # number of a file, of a group in the file, and of a token in the group
 
 
 class StreamedText(Dataset):
-    """Documents of files, read in order and tokenized as they are needed.
+    """Documents of a corpus, read in order and tokenized as they are needed.
 
-    `documents` returns those of a file. Held out are the documents of the files `held_out` or, if there are none, one
-    document in `one_in`.
+    Held out are the documents of the corpus's held-out files or, if there are none, one document in `one_in`.
     """
 
     def __init__(
-        self, files: Sequence[Path], held_out: Sequence[Path], documents: Documents, one_in: int, tokenizer: Tokenizer,
-        eval_batches: int, facts: Mapping[str, Any], left_out: Sequence[str],
+        self, corpus: Corpus, one_in: int, tokenizer: Tokenizer, eval_batches: int, facts: Mapping[str, Any],
+        left_out: Sequence[str],
     ):  # fmt: skip
-        self._files, self._held_out, self._documents, self._one_in = files, held_out, documents, one_in
+        files, held_out = corpus.found.files, corpus.found.held_out
+        self._files, self._held_out, self._documents, self._one_in = files, held_out, corpus.stream, one_in
         self.tokenizer = self._tokenizer = tokenizer
         self.vocab, self._eval_batches = tokenizer.vocab, eval_batches
         digest = hashlib.sha256(repr((len(held_out), one_in, tokenizer.fingerprint())).encode())

@@ -19,17 +19,7 @@ from toyexp.base import UnknownCharacter, iter_files, print_error, require_choic
 from toyexp.formats import record_suffix
 from toyexp_data.cache import load_or_pack, recall, remember
 from toyexp_data.corpus import Corpus, characters, megabytes, sample_pieces
-from toyexp_data.files import (
-    FoundFiles,
-    divide,
-    find_files,
-    find_records,
-    is_record,
-    match_paths,
-    overlap,
-    require_one_format,
-    split_name,
-)
+from toyexp_data.files import FoundFiles, find_files, find_records, is_record, match_paths, require_one_format
 from toyexp_data.held_out import ON_ERROR, SplitData
 
 if TYPE_CHECKING:
@@ -113,15 +103,15 @@ class TextData(TokenizedData):
 
     def open(self, vocabulary: Path | None) -> toyexp.Dataset:
         """Read, split and tokenize the text. The token ids are cached, keyed by the digests of text and tokenizer."""
-        inputs, limit, skip = self.files(), math.ceil(self.max_mb * 1e6) or None, self.on_error == "skip"
-        corpus = Corpus(inputs.files, limit, self.val_fraction, skip, inputs.held_out, inputs.columns)
+        found, limit = self.files(), math.ceil(self.max_mb * 1e6) or None
+        corpus = Corpus(found, limit, self.val_fraction, self.on_error == "skip")
         text = corpus.facts
         if not text.taken:
-            files = f"{inputs.files[0]}{f' and {len(inputs.files) - 1} more' if len(inputs.files) > 1 else ''}"
+            files = f"{found.files[0]}{f' and {len(found.files) - 1} more' if len(found.files) > 1 else ''}"
             skipped = f" ({text.skipped[0]})" if text.skipped else ""
             raise UserError(f"data={self.name}: found no text in {files}{skipped}")
         tokenizer, limits = self._tokenizer(corpus, vocabulary)
-        facts = {"documents": text.documents, "text_sha256": text.digest, **tokenizer_facts(tokenizer)}
+        facts = {"documents": text.documents, "text_sha256": text.digest} | tokenizer_facts(tokenizer) | found.facts()
         key = f"{text.digest}-{facts['tokenizer_digest']}-{self.val_fraction!r}{corpus.parts_key}"
         try:
             ids = load_or_pack(key, tokenizer.vocab, partial(_encode_corpus, corpus, tokenizer))
@@ -129,9 +119,10 @@ class TextData(TokenizedData):
             raise self._unknown(error.character, corpus, vocabulary) from None
         train, held_out = ids.parts
         train = train if self.val_fraction < 1 else train[:0]  # drop the begin and end tokens of empty training parts
+        left_out = [*text.omissions(), *limits, *found.omissions("data.suffixes")]
         return toyexp.TokenDataset(
-            train, held_out, tokenizer, tokenizer.vocab, self.eval_batches, facts, ids.sha256,
-            [*text.omissions(), *limits, *inputs.omissions()], self.bpe_notes(tokenizer), self.val_fraction,
+            train, held_out, tokenizer, tokenizer.vocab, self.eval_batches, facts, ids.sha256, left_out,
+            self.bpe_notes(tokenizer), self.val_fraction,
         )  # fmt: skip
 
     def _unknown(self, character: str, corpus: Corpus, vocabulary: Path | None) -> UserError:
@@ -256,10 +247,8 @@ class Text(TextData):
             raise UserError(f"data.{key}={getattr(self, key)}: cannot be used with data.stream=true; leave one out")
 
     def warnings(self, preview: RunPreview) -> Iterable[str]:
-        """Yield a warning if the setting `suffixes` has no effect, or if held-out text is also trained on."""
+        """Yield a warning for each setting that has no effect."""
         yield from super().warnings(preview)
-        if self.val_path and (found := self.files()):
-            yield from overlap(found.files, found.held_out)
         if is_changed(self, "suffixes") and Path(self.path).is_file() and not record_suffix(Path(self.path)):
             yield f"data.suffixes={self.suffixes}: has no effect; data.path={self.path} is a file, not a directory"
 
@@ -270,11 +259,9 @@ class Text(TextData):
         from toyexp_data.streaming import StreamedText
 
         found, tokenizer = self.files(), self.read_tokenizer(vocabulary)
-        corpus = Corpus(found.files, None, 0, self.on_error == "skip", found.held_out, found.columns)
-        return StreamedText(
-            found.files, found.held_out, corpus.stream, max(round(1 / self.val_fraction), 1), tokenizer,
-            self.eval_batches, tokenizer_facts(tokenizer), found.omissions(),
-        )  # fmt: skip
+        corpus, one_in = Corpus(found, None, 0, self.on_error == "skip"), max(round(1 / self.val_fraction), 1)
+        left_out, facts = found.omissions("data.suffixes"), tokenizer_facts(tokenizer) | found.facts()
+        return StreamedText(corpus, one_in, tokenizer, self.eval_batches, facts, left_out)
 
     def files(self) -> FoundFiles:
         """Return the file, or the files of a directory: those of text, or those of records if it has no text.
@@ -295,12 +282,14 @@ class Text(TextData):
         records = [file for file in found.files if is_record(file) and not only_text]
         texts = [file for file in found.files if only_text or not is_record(file)]
         if not records or any(file.stem != "README" for file in texts):
-            held_out = find(self.val_path, is_text, key="val_path").files if self.val_path else []
-            return FoundFiles(texts, found.others + len(records), found.unreadable, held_out)
+            found.files, found.others = texts, found.others + len(records)
+            if self.val_path:
+                found.hold_out(find(self.val_path, is_text, key="val_path"))
+            return found
         require_one_format(records, self.path)
+        found.files, found.others, found.columns = records, 0, self.columns
         if self.val_path:
-            held_out, others = find_records(self.val_path, "val_path"), list[Path]()
+            found.hold_out(find_records(self.val_path, "val_path"))
         else:
-            records, held_out, others, _ = divide(records, [*map(split_name, records)])
-        reasons = [f"{file}: is neither of the training nor of the held-out split" for file in others]
-        return FoundFiles(records, 0, [*found.unreadable, *reasons], held_out, self.columns)
+            found.hold_out_by_name()
+        return found

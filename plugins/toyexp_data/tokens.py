@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import toyexp.formats
 from toyexp import TOKENS, Data, Kind, UserError, printable
 from toyexp.base import MAX_INT, generator, open_file, require_choice, require_file, require_range
-from toyexp_data.files import divide, find_files, split_name
+from toyexp_data.files import FoundFiles, find_files
 from toyexp_data.held_out import SplitData
 from toyexp_data.text import tokenizer_facts
 
@@ -61,25 +61,28 @@ class Tokens(SplitData):
         """Raise UserError for invalid settings and missing files."""
         if not self.path:
             raise UserError("data=tokens needs a token file: data.path=...")
-        self._files("path")
+        self._files()
         if self.tokenizer:
             require_file(self.tokenizer, f"data.tokenizer={self.tokenizer}", stat.S_IFREG, stat.S_IFDIR)
         require_choice("data", self, dtype=DTYPES)
         super().check()
 
-    def _files(self, key: str) -> list[Path]:
-        what = "file of token ids (.bin .npy)"
-        return find_files(getattr(self, key), lambda file: file.suffix in SUFFIXES, what, key).files
+    def _files(self) -> FoundFiles:
+        def find(key: str) -> FoundFiles:
+            what = "file of token ids (.bin .npy)"
+            return find_files(getattr(self, key), lambda file: file.suffix in SUFFIXES, what, key)
+
+        found = find("path")
+        if self.val_path:
+            found.hold_out(find("val_path"))
+        else:
+            found.hold_out_by_name()
+        return found
 
     def open(self, vocabulary: Path | None) -> toyexp.TokenDataset:
         """Map the files into memory. Files named after splits are the training and the held-out part."""
-        files = self._files("path")
-        held_files = self._files("val_path") if self.val_path else []
-        others: list[Path] = []
-        if not held_files:
-            files, held_files, others, _ = divide(files, [*map(split_name, files)])
-        vocab, parts = 0, list[Any]()
-        for part in (files, held_files):
+        found, vocab, parts = self._files(), 0, list[Any]()
+        for part in (found.files, found.held_out):
             arrays, sizes = zip(*(read_tokens(path, self.dtype) for path in part), strict=True) if part else ((), (0,))
             vocab = max(vocab, *sizes)
             parts.append(arrays[0] if len(arrays) == 1 else ConcatenatedIds(arrays))
@@ -91,16 +94,17 @@ class Tokens(SplitData):
                 has = f"{self.tokenizer} has {tokenizer.vocab} tokens"
                 raise UserError(f"{self.path}: its ids go up to {vocab - 1}, but data.tokenizer={has}")
             vocab = tokenizer.vocab
-        facts = {"path": self.path, "files": len(files) + len(held_files)}
+        facts = {"path": self.path, "files": len(found.files) + len(found.held_out), **found.facts()}
         train, held_out = parts
-        if not held_files:
+        if not found.held_out:
             cut = len(train) - int(len(train) * self.val_fraction)
             train, held_out = train[:cut], train[cut:]
         elif self.val_fraction == 1:
             train = train[:0]
-        notes = [f"{len(others)} files are not read, such as {others[0]}"] if others else []
         facts |= tokenizer_facts(tokenizer) if tokenizer else {}
-        return toyexp.TokenDataset(train, held_out, tokenizer, vocab, self.eval_batches, facts, left_out=notes)
+        return toyexp.TokenDataset(
+            train, held_out, tokenizer, vocab, self.eval_batches, facts, left_out=found.omissions()
+        )
 
 
 class ConcatenatedIds:

@@ -112,8 +112,8 @@ IDLE = {
     "examples without conversations": (
         "data=examples data.path=lines.jsonl data.template=plain data.eval_batches=3 eval_every=0 "
         "data.val_path=lines.jsonl",
-        ["data.eval_batches=3: has no effect with eval_every=0",
-         "data.val_path: the held-out loss means little; lines.jsonl is also trained on", "data.template=plain"],
+        ["data.val_path: the held-out loss means little; lines.jsonl is also trained on",
+         "data.eval_batches=3: has no effect with eval_every=0", "data.template=plain"],
         "data=examples data.path=lines.jsonl",
     ),
     "another's tokens, from a donor": (

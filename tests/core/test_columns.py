@@ -17,6 +17,7 @@ from toyexp_data.examples import ExampleData
 from toyexp_data.files import find_records, split_name
 from toyexp_data.preference import Preference
 from toyexp_data.text import Text
+from toyexp_data.tokens import Tokens
 
 pyarrow = pytest.importorskip("pyarrow", reason="Parquet and Arrow: pip install 'toyexp[data]'")
 
@@ -320,10 +321,20 @@ def test_directories_of_the_hub_and_of_datasets_are_read(tmp_path):
     assert (first.describe()["train_examples"], first.describe()["held_out_split"]) == (2, "test")
 
 
+def test_files_that_cannot_be_read_are_told_for_records_and_token_ids(tmp_path):
+    (tmp_path / "a.jsonl").write_bytes(lines([{"text": "a"}] * 4))
+    np.arange(200, dtype="<i4").tofile(tmp_path / "a.bin")
+    for suffix in (".jsonl", ".bin"):
+        (tmp_path / f"gone{suffix}").symlink_to(tmp_path / "nowhere")
+    for dataset in (ExampleData(path=str(tmp_path)).open(None), Tokens(path=str(tmp_path)).open(None)):
+        (omission,) = dataset.omissions()
+        assert re.match(r"1 skipped, such as .*gone\.\w+: No such file", omission)
+
+
 def test_shards_are_read_in_the_order_of_their_numbers(tmp_path):
     for number in (10, 9, 1):
         (tmp_path / f"part{number}.jsonl").write_bytes(lines([{"text": "a"}]))
-    assert [path.stem for path in find_records(str(tmp_path))] == ["part1", "part9", "part10"]
+    assert [path.stem for path in find_records(str(tmp_path)).files] == ["part1", "part9", "part10"]
     (tmp_path / "x.csv").write_text("text\na\n")
     with pytest.raises(UserError, match=r"has 1 \.csv and 3 \.jsonl files; choose .*data\.path='.*/\*\.jsonl'"):
         find_records(str(tmp_path))

@@ -33,6 +33,7 @@ from toyexp_data import cache as caching
 from toyexp_data import corpus as reading
 from toyexp_data.cache import load_or_pack, recall, remember
 from toyexp_data.examples import ExampleData
+from toyexp_data.files import FoundFiles
 from toyexp_data.images import Images
 from toyexp_data.text import Stdlib, Text
 from toyexp_data.tokens import Tokens, read_tokens
@@ -238,7 +239,7 @@ def test_each_document_is_cut_once_and_loses_nothing(documents, fraction):
         files = [Path(folder, str(n)) for n in range(len(documents))]
         for file, text in zip(files, documents, strict=True):
             file.write_bytes(text.encode())
-        corpus = reading.Corpus(files, None, fraction)
+        corpus = reading.Corpus(FoundFiles(files), None, fraction)
         train, held_out = ([*map("".join, part)] for part in map(corpus.parts, (False, True)))
         assert [a + b for a, b in zip(train, held_out, strict=True)] == documents
         assert all(len(h) == int(len(d) * fraction) for d, h in zip(documents, held_out, strict=True))
@@ -249,9 +250,9 @@ def test_no_further_file_is_read_once_the_text_is_long_enough(tmp_path):
     files = [tmp_path / "first.txt", tmp_path / "second.txt"]
     files[0].write_text("café", encoding="utf-8")
     files[1].write_bytes(b"\xe9")
-    assert reading.Corpus(files, 4, 0.5).facts.documents == 1
+    assert reading.Corpus(FoundFiles(files), 4, 0.5).facts.documents == 1
     with pytest.raises(UserError, match=r"second\.txt: not UTF-8"):
-        _ = reading.Corpus(files, 5, 0.5).facts
+        _ = reading.Corpus(FoundFiles(files), 5, 0.5).facts
 
 
 # -- tokenizers -------------------------------------------------------------------------------------------------------

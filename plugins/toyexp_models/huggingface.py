@@ -35,10 +35,40 @@ MAMBA2 = {
     "ssm_in": "mixer.in_proj", "ssm_conv1d": "mixer.conv1d", "ssm_norm": "mixer.norm", "ssm_out": "mixer.out_proj",
     "ssm_dt.bias": "mixer.dt_bias", "ssm_a": "mixer.A_log", "ssm_d": "mixer.D",
 }  # fmt: skip
+# Keys of config.json, and the settings that they give; a later key of the same setting takes precedence.
+KEYS = {
+    "vocab_size": "vocab", "hidden_size": "d_model", "n_embd": "d_model", "num_hidden_layers": "n_layers",
+    "n_layer": "n_layers", "num_attention_heads": "n_heads", "n_head": "n_heads", "num_key_value_heads": "n_kv_heads",
+    "intermediate_size": "d_ff", "n_inner": "d_ff", "moe_intermediate_size": "d_ff", "head_dim": "head_dim",
+    "max_position_embeddings": "context", "n_positions": "context", "rms_norm_eps": "norm_eps",
+    "layer_norm_epsilon": "norm_eps", "embedding_multiplier": "embedding_scale",
+    "residual_multiplier": "residual_scale", "attention_multiplier": "attention_scale", "logits_scaling": "logit_scale",
+    "num_experts": "experts", "num_local_experts": "experts", "num_experts_per_tok": "experts_used",
+    "sliding_window": "window", "final_logit_softcapping": "final_softcap", "attn_logit_softcapping": "score_softcap",
+    "sliding_window_pattern": "window_period", "_sliding_window_pattern": "window_period",
+    "rope_local_base_freq": "window_rope_base", "norm_eps": "norm_eps", "conv_L_cache": "conv_length",
+    "n_groups": "n_groups", "state_size": "state", "conv_kernel": "conv_length",
+}  # fmt: skip
 GELU: dict[str, Any] = {"hidden_act": "gelu_pytorch_tanh", "hidden_activation": "gelu_pytorch_tanh"}  # old, new key
 EXACT = 1e-5  # relative tolerance of rope frequencies, which files store as float32
 ORIGINAL = 8192  # original context length in Llama 3's rope scaling
 Data = Mapping[str, Any]  # metadata of the data: see Dataset.gguf_metadata
+
+
+def _settings(model: Any, *keys: str) -> dict[str, Any]:
+    """Return entries of config.json that are equal to the model's settings."""
+    return {key: getattr(model, KEYS[key]) for key in keys}
+
+
+def _hf_name(name: str, names: Mapping[str, str], blocks: str) -> str:
+    """Return the name of a tensor in transformers; `names` has the names of layers, or of tensors, by their GGUF names.
+
+    `blocks` is the prefix of all blocks, which are numbered from 0.
+    """
+    *block, own = name.split(".", 2) if name.startswith("blk.") else [name]
+    layer, _, kind = own.rpartition(".")
+    stored = names.get(own) or f"{names[layer]}.{kind}"
+    return f"{blocks}.{block[1]}.{stored}" if block else stored
 
 
 def llama_layout(model: RotaryModel, data: Data) -> Layout:
@@ -66,10 +96,8 @@ def granite_layout(model: Any, data: Data) -> Layout:
     return _llama(
         model,
         "it does not read head_dim of granite" * bool(model.head_dim),
-        embedding_multiplier=model.embedding_scale,
-        residual_multiplier=model.residual_scale,
+        **_settings(model, "embedding_multiplier", "residual_multiplier", "logits_scaling"),
         attention_multiplier=model.attention_scale or model.head_size**-0.5,
-        logits_scaling=model.logit_scale,
     )
 
 
@@ -113,20 +141,15 @@ def _subtract_one(tensors: Mapping[str, HFTensor]) -> dict[str, HFTensor]:
 def gemma2_layout(model: Any, data: Data) -> Layout:
     """Return the layout of Gemma2ForCausalLM, whose config lists the layers with a window."""
     problem = "" if model.window_period == 2 else "it does not read window_period of gemma2"
-    return _windowed_layout(model, problem, attn_logit_softcapping=model.score_softcap)
+    return _windowed_layout(model, problem, **_settings(model, "attn_logit_softcapping"))
 
 
 def gemma3_layout(model: Any, data: Data) -> Layout:
     """Return the layout of Gemma3ForCausalLM, whose config lists the layers with a window."""
     is_usual = (model.window_period, model.window_rope_base) == (6, 10000.0)
     problem = "" if is_usual else "it reads neither window_period nor window_rope_base of gemma3"
-    return _windowed_layout(
-        model,
-        problem,
-        model_type="gemma3_text",
-        rope_local_base_freq=model.window_rope_base,
-        sliding_window_pattern=model.window_period,
-    )
+    own = _settings(model, "rope_local_base_freq", "sliding_window_pattern")
+    return _windowed_layout(model, problem, model_type="gemma3_text", **own)
 
 
 def _windowed_layout(model: Any, problem: str, **own: Any) -> Layout:
@@ -188,9 +211,8 @@ def _experts_layout(model: Any, problem: str, **own: Any) -> Layout:
     `problem` is a sentence about a setting that llama.cpp's converter ignores, or an empty string.
     """
     names = {f"ffn_{n}_exps": f"mlp.experts.{{}}.{n}_proj" for n in ("gate", "up", "down")}
-    own |= {"names": {**names, "ffn_gate_inp": "mlp.gate"}, "num_experts": model.experts}
-    conversion = Conversion(("bpe",), ignored_setting=problem)
-    layout = _rotary(model, conversion, num_experts_per_tok=model.experts_used, **own)
+    own |= {"names": {**names, "ffn_gate_inp": "mlp.gate"}, **_settings(model, "num_experts", "num_experts_per_tok")}
+    layout = _rotary(model, Conversion(("bpe",), ignored_setting=problem), **own)
     return replace(layout, tensors={n: replace(t, is_split="_exps" in n) for n, t in layout.tensors.items()})
 
 
@@ -200,11 +222,11 @@ def lfm2_layout(model: Any, data: Data) -> Layout:
         "attn_norm": "operator_norm", "ffn_norm": "ffn_norm", "token_embd_norm": "model.embedding_norm",
         "attn_output": "self_attn.out_proj", "attn_q_norm": "self_attn.q_layernorm",
         "attn_k_norm": "self_attn.k_layernorm", "ffn_gate": "feed_forward.w1", "ffn_up": "feed_forward.w3",
-        "ffn_down": "feed_forward.w2", "in_proj": "conv.in_proj", "conv": "conv.conv", "out_proj": "conv.out_proj",
+        "ffn_down": "feed_forward.w2", "shortconv.in_proj": "conv.in_proj", "shortconv.conv": "conv.conv",
+        "shortconv.out_proj": "conv.out_proj",
     }  # fmt: skip
     config = {
-        "norm_eps": model.norm_eps,
-        "conv_L_cache": model.conv_length,
+        **_settings(model, "norm_eps", "conv_L_cache"),
         "conv_bias": False,
         "block_auto_adjust_ff_dim": False,
         "block_ffn_dim_multiplier": 1.0,
@@ -224,24 +246,21 @@ def mamba2_layout(model: Any, data: Data) -> Layout:
     config = {
         "architectures": ["Mamba2ForCausalLM"],
         "model_type": "mamba2",
-        "vocab_size": model.vocab,
-        "pad_vocab_size_multiple": 1,  # read only by llama.cpp's converter, as the next two
-        "intermediate_size": model.d_ff,
-        "max_position_embeddings": model.context,
-        "hidden_size": model.d_model,
+        **_settings(
+            model, "vocab_size", "hidden_size", "num_hidden_layers", "n_groups", "state_size", "conv_kernel",
+            "layer_norm_epsilon",
+        ),
+        # These three are read only by llama.cpp's converter.
+        **_settings(model, "intermediate_size", "max_position_embeddings"),
+        "pad_vocab_size_multiple": 1,
         "expand": model.d_ff // model.d_model,
-        "num_hidden_layers": model.n_layers,
         "num_heads": model.n_heads,
         "head_dim": model.d_ff // model.n_heads,
-        "n_groups": model.n_groups,
-        "state_size": model.state,
-        "conv_kernel": model.conv_length,
-        "layer_norm_epsilon": model.norm_eps,
         "hidden_act": "silu",
         "use_bias": False,
         "use_conv_bias": True,
         "tie_word_embeddings": model.tied,
-    }
+    }  # fmt: skip
     forms: dict[str, Any] = {
         "ssm_conv1d.weight": {"form": lambda w: w[:, None], "back": lambda w: w[:, 0]},
         "ssm_norm.weight": {"form": np.ravel, "back": lambda w: w.reshape(model.n_groups, -1)},
@@ -250,10 +269,8 @@ def mamba2_layout(model: Any, data: Data) -> Layout:
     }
     tensors = {}
     for spec in model.tensors():
-        *block, own = spec.name.split(".", 2) if spec.name.startswith("blk.") else [spec.name]
-        layer, _, kind = own.partition(".")
-        name = MAMBA2.get(own) or f"{MAMBA2[layer]}.{kind}"
-        tensors[spec.name] = HFTensor(f"backbone.layers.{block[1]}.{name}" if block else name, **forms.get(own, {}))
+        form = forms.get(spec.name.split(".", 2)[-1], {})
+        tensors[spec.name] = HFTensor(_hf_name(spec.name, MAMBA2, "backbone.layers"), **form)
     problem = "" if model.d_ff == 2 * model.d_model else f"it requires d_ff=2*d_model, but d_ff is {model.d_ff}"
     return Layout(config, tensors, conversion=Conversion(ignored_setting=problem))
 
@@ -265,26 +282,17 @@ def gpt2_layout(model: LanguageModel, data: Data) -> Layout:
     config = {
         "architectures": ["GPT2LMHeadModel"],
         "model_type": "gpt2",
-        "vocab_size": model.vocab,
-        "n_positions": model.context,
+        **_settings(model, "vocab_size", "n_positions", "n_embd", "n_layer", "n_head", "n_inner", "layer_norm_epsilon"),
         "n_ctx": model.context,  # the old key, which llama.cpp's converter reads
-        "n_embd": model.d_model,
-        "n_layer": model.n_layers,
-        "n_head": model.n_heads,
-        "n_inner": model.d_ff,
         "activation_function": "gelu_new",
-        "layer_norm_epsilon": model.norm_eps,
         "tie_word_embeddings": model.tied,
         **dict.fromkeys(("attn_pdrop", "embd_pdrop", "resid_pdrop"), 0.0),
     }
     tensors = {}
     for spec in model.tensors():
-        *block, name, kind = spec.name.split(".")
-        prefix = f"transformer.h.{block[1]}." if block else ""
-        is_linear = block and len(spec.shape) == 2
-        tensors[spec.name] = HFTensor(f"{prefix}{GPT2[name]}.{kind}")
-        if is_linear:
-            tensors[spec.name] = replace(tensors[spec.name], form=np.transpose, back=np.transpose)
+        is_linear = spec.name.startswith("blk.") and len(spec.shape) == 2
+        transposed: dict[str, Any] = {"form": np.transpose, "back": np.transpose} if is_linear else {}
+        tensors[spec.name] = HFTensor(_hf_name(spec.name, GPT2, "transformer.h"), **transposed)
     problem = "" if model.d_ff == 4 * model.d_model else f"it requires d_ff=4*d_model, but d_ff is {model.d_ff}"
     return Layout(config, tensors, conversion=Conversion(("bpe",), ignored_setting=problem))
 
@@ -306,32 +314,28 @@ def _rotary(
     config = {
         "architectures": [f"{model.name.capitalize()}ForCausalLM"],
         "model_type": model.name,
-        "vocab_size": model.vocab,
-        "hidden_size": model.d_model,
-        "intermediate_size": model.d_ff,
-        "num_hidden_layers": model.n_layers,
-        "num_attention_heads": model.n_heads,
-        "num_key_value_heads": model.n_kv_heads,
+        **_settings(
+            model, "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
+            "num_key_value_heads", "max_position_embeddings", "rms_norm_eps",
+        ),
         "head_dim": model.head_size,
-        "max_position_embeddings": model.context,
         "hidden_act": "silu",
-        "rms_norm_eps": model.norm_eps,
         "rope_theta": model.rope_base,
         "rope_scaling": rope_scaling(model.rotary(), model.head_size, model.context),
         "tie_word_embeddings": model.tied,
         "attention_bias": ATTENTION[0] in biased,
         "mlp_bias": FEED_FORWARD[0] in biased,
         **own,
-    }
+    }  # fmt: skip
     tensors, zeros = {}, {}
     for spec in model.tensors():
-        *block, name, kind = spec.name.split(".")
-        prefix = f"model.layers.{block[1]}." if block else ""
+        name, kind = spec.name.split(".")[-2:]
         heads = {"attn_q": model.n_heads, "attn_k": model.n_kv_heads}.get(name)
         order = identity if model.halves or heads is None else partial(_join_pairs, heads)
-        tensors[spec.name] = HFTensor(f"{prefix}{names[name]}.{kind}", order)
+        stored = _hf_name(spec.name, names, "model.layers")
+        tensors[spec.name] = HFTensor(stored, order)
         if kind == "weight" and name in biased and name not in biases:
-            zeros[f"{prefix}{names[name]}.bias"] = spec.shape[:1]
+            zeros[f"{stored.removesuffix('weight')}bias"] = spec.shape[:1]
     return Layout(config, tensors, zeros, conversion=conversion)
 
 

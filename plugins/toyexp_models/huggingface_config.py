@@ -9,23 +9,9 @@ from typing import Any
 
 from toyexp import UserError
 from toyexp.formats import decimal, hf_layout
-from toyexp_models.huggingface import llama3
+from toyexp_models.huggingface import KEYS, llama3
 from toyexp_models.language import LanguageModel
 
-# Keys of config.json, and the settings that they give; a later key of the same setting takes precedence.
-KEYS = {
-    "vocab_size": "vocab", "hidden_size": "d_model", "n_embd": "d_model", "num_hidden_layers": "n_layers",
-    "n_layer": "n_layers", "num_attention_heads": "n_heads", "n_head": "n_heads", "num_key_value_heads": "n_kv_heads",
-    "intermediate_size": "d_ff", "n_inner": "d_ff", "moe_intermediate_size": "d_ff", "head_dim": "head_dim",
-    "max_position_embeddings": "context", "n_positions": "context", "rms_norm_eps": "norm_eps",
-    "layer_norm_epsilon": "norm_eps", "embedding_multiplier": "embedding_scale",
-    "residual_multiplier": "residual_scale", "attention_multiplier": "attention_scale", "logits_scaling": "logit_scale",
-    "num_experts": "experts", "num_local_experts": "experts", "num_experts_per_tok": "experts_used",
-    "sliding_window": "window", "final_logit_softcapping": "final_softcap", "attn_logit_softcapping": "score_softcap",
-    "sliding_window_pattern": "window_period", "_sliding_window_pattern": "window_period",
-    "rope_local_base_freq": "window_rope_base", "norm_eps": "norm_eps", "conv_L_cache": "conv_length",
-    "n_groups": "n_groups", "state_size": "state", "conv_kernel": "conv_length",
-}  # fmt: skip
 BIASES = {"qkv_bias": "q_proj.bias", "o_bias": "o_proj.bias", "ffn_bias": "up_proj.bias"}
 # Keys whose values must be those of the model's layout or, if the layout lacks them, these; None: any is allowed.
 FIXED: Mapping[str, Any] = {

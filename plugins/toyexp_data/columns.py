@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from itertools import product
 from string import ascii_uppercase
 from typing import Any, NamedTuple
 
@@ -49,11 +50,11 @@ class Value(NamedTuple):
 
 
 class Form(NamedTuple):
-    """A set of columns that is recognised, and the function that converts their values."""
+    """A set of columns that is recognised, and the function that converts their values; it also gets the form."""
 
     required: tuple[str, ...]
     optional: tuple[str, ...]
-    convert: Callable[[Mapping[str, Any]], Value]
+    convert: Callable[[Mapping[str, Any], Form], Value]
 
 
 def convert(record: Record, columns: Mapping[str, str], system: str = "") -> Value:
@@ -67,7 +68,7 @@ def convert(record: Record, columns: Mapping[str, str], system: str = "") -> Val
         hints = {"chosen": "; for pairs: data=preference", "input_ids": "; for token ids: data=tokens"}
         hint = next((hint for name, hint in hints.items() if name in value), "")
         raise BadExample(f"has the keys {join_names(decode(record, columns, nulls=True))}; {EXPECTED}{hint}")
-    result = form.convert(value)
+    result = form.convert(value, form)
     used = tuple(name for name in value if name in (*form.required, *form.optional))
     return _complete(result, value, used, columns, system)
 
@@ -101,13 +102,10 @@ def _complete(
     return result._replace(columns=used, others=others, split=_split(value, columns))
 
 
-def _chat(name: str) -> Callable[[Mapping[str, Any]], Value]:
-    def read(value: Mapping[str, Any]) -> Value:
-        messages = read_messages(value[name], name)
-        _require_answer(messages)
-        return Value((), messages=messages, tools=_tools(value.get("tools")))
-
-    return read
+def _chat(value: Mapping[str, Any], form: Form) -> Value:
+    messages = read_messages(value[form.required[0]], form.required[0])
+    _require_answer(messages)
+    return Value((), messages=messages, tools=_tools(value.get("tools")))
 
 
 def _require_answer(messages: Sequence[Message]) -> None:
@@ -115,7 +113,7 @@ def _require_answer(messages: Sequence[Message]) -> None:
         raise BadExample("has no assistant message, so there is nothing to learn")
 
 
-def _completion(value: Mapping[str, Any]) -> Value:
+def _completion(value: Mapping[str, Any], form: Form | None = None) -> Value:
     prompt, completion = value["prompt"], value["completion"]
     if isinstance(prompt, list) or isinstance(completion, list):
         texts = (prompt, "prompt", "user"), (completion, "completion", "assistant")
@@ -128,38 +126,29 @@ def _completion(value: Mapping[str, Any]) -> Value:
     return Value((), text_of(completion, "completion"), text_of(prompt, "prompt"))
 
 
-def _exchange(question: str, answer: str, context: str = "") -> Callable[[Mapping[str, Any]], Value]:
-    def read(value: Mapping[str, Any]) -> Value:
-        asked = text_of(value[question], question)
-        if value.get(context):
-            asked += f"\n\n{text_of(value[context], context)}"
-        return Value((), messages=[Message("user", asked), Message("assistant", text_of(value[answer], answer))])
-
-    return read
+def _exchange(value: Mapping[str, Any], form: Form) -> Value:
+    question, answer = form.required
+    context = [name for name in form.optional if value.get(name) and name not in SYSTEM]
+    asked = "\n\n".join(text_of(value[name], name) for name in (question, *context))
+    return Value((), messages=[Message("user", asked), Message("assistant", text_of(value[answer], answer))])
 
 
-def _choice(value: Mapping[str, Any]) -> Value:
+def _choice(value: Mapping[str, Any], form: Form) -> Value:
     question, choices, place = read_question(value)
     lines = [f"{ascii_uppercase[i]}. {choice}" for i, choice in enumerate(choices)]
     return Value((), f" {ascii_uppercase[place]}", "\n".join([question, *lines, "Answer:"]))
 
 
 FORMS = (
-    Form(("messages",), ("tools", *SYSTEM), _chat("messages")),
-    Form(("conversations",), ("tools", *SYSTEM), _chat("conversations")),
-    Form(("conversation",), ("tools", *SYSTEM), _chat("conversation")),
+    *(Form((name,), ("tools", *SYSTEM), _chat) for name in ("messages", "conversations", "conversation")),
     Form(("prompt", "completion"), ("tools", *SYSTEM), _completion),
-    Form(("instruction", "output"), ("input", *SYSTEM), _exchange("instruction", "output", "input")),
-    Form(("instruction", "response"), ("context", *SYSTEM), _exchange("instruction", "response", "context")),
+    Form(("instruction", "output"), ("input", *SYSTEM), _exchange),
+    Form(("instruction", "response"), ("context", *SYSTEM), _exchange),
     Form(("question", "choices", "answer"), (), _choice),
     Form(("question", "choices", "answerKey"), (), _choice),
     Form(("question", "A", "B", "answer"), tuple(ascii_uppercase[2:]), _choice),
-    *(
-        Form((question, answer), SYSTEM, _exchange(question, answer))
-        for question in ASKED
-        for answer in ("answer", "response", "output")
-    ),
-    Form(("text",), (), lambda value: Value((), text_of(value["text"], "text"))),
+    *(Form(pair, SYSTEM, _exchange) for pair in product(ASKED, ("answer", "response", "output"))),
+    Form(("text",), (), lambda value, form: Value((), text_of(value["text"], "text"))),
 )
 NAMES = sorted(
     {"split", "chosen", "rejected", "label", *(n for form in FORMS for n in (*form.required, *form.optional))}

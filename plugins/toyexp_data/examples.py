@@ -84,8 +84,6 @@ class RecordData(TokenizedData):
         for name in ("template", "system"):
             if is_changed(self, name) and not facts["chats"]:
                 yield f"data.{name}={getattr(self, name)}: has no effect; {self.path} has no conversations"
-        if is_changed(self, "val_fraction") and facts["held_out_split"]:
-            yield f"data.val_fraction={self.val_fraction}: has no effect; the data has its own held-out part"
 
     def _now(self) -> datetime:
         """Return the date and time for chat templates: the setting `date` or, if it is empty, today at midnight."""
@@ -151,9 +149,9 @@ class RecordData(TokenizedData):
             "other_columns": [name for name in others if name not in read],
             "skipped": len(skipped),
             "skipped_lines": list(skipped[:MAX_NAMED]),
+            **found.facts(),
             **split_facts,
             **counts,
-            **found.facts(),
             **tokenizer_facts(tokenizer),
         }
         notes += [*self.bpe_notes(tokenizer), *_notes(facts)]

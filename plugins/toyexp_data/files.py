@@ -32,18 +32,20 @@ class FoundFiles:
 
     files: list[Path] = field(default_factory=list)
     held_out: list[Path] = field(default_factory=list)  # if there are none, a part of each file is held out
+    held_out_split: str | None = None  # the split that `held_out` is
     skipped: list[str] = field(default_factory=list)  # files, links and directories, each with the reason
     others: int = 0  # files that are not suitable
     columns: Mapping[str, str] | None = None  # other names of the columns of records; None: the files are text
 
     def hold_out(self, found: FoundFiles) -> None:
         """Hold out the files of `found`."""
-        self.held_out = found.files
+        self.held_out, self.held_out_split = found.files, VALIDATION
         self.skipped += found.skipped
 
     def hold_out_by_name(self) -> None:
         """Hold out the files whose names show a held-out split; leave out those of a third split."""
-        self.files, self.held_out, others, _ = divide(self.files, [*map(split_name, self.files)])
+        names = [*map(split_name, self.files)]
+        self.files, self.held_out, others, self.held_out_split = divide(self.files, names)
         self.skipped += [f"{file}: is neither of the training nor of the held-out split" for file in others]
 
     def omissions(self, setting: str = "") -> list[str]:
@@ -53,9 +55,10 @@ class FoundFiles:
         return notes + [f"{len(self.skipped)} skipped, such as {first}" for first in self.skipped[:1]]
 
     def facts(self) -> dict[str, str]:
-        """Return, for the run's record, the name of a held-out file that is also trained on; empty if there is none."""
+        """Return, for the run's record, the held-out split and a held-out file that is also trained on, if any."""
         shared = {file.resolve() for file in self.files} & {file.resolve() for file in self.held_out}
-        return {"held_out_and_trained_on": min(shared).name} if shared else {}
+        facts = {"held_out_split": self.held_out_split, "held_out_and_trained_on": min(shared).name if shared else None}
+        return {name: value for name, value in facts.items() if value}
 
 
 def find_files(

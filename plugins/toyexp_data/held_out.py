@@ -26,10 +26,13 @@ class SplitData(Data):
 
     def warnings(self, preview: RunPreview) -> Iterable[str]:
         """Yield warnings about the held-out part. Raise UserError if all is held out."""
-        if getattr(self, "val_fraction", 0) == 1:
+        facts, fraction = preview.dataset.describe(), getattr(self, "val_fraction", 0)
+        if fraction == 1:
             raise UserError("data.val_fraction=1.0: leaves nothing to train on; it must be below 1")
-        if file := preview.dataset.describe().get("held_out_and_trained_on"):
+        if file := facts.get("held_out_and_trained_on"):
             yield f"data.val_path: the held-out loss means little; {file} is also trained on (data.path)"
+        if is_changed(self, "val_fraction") and (split := facts.get("held_out_split")):
+            yield f"data.val_fraction={fraction}: has no effect; the data has its own held-out part, {split}"
         key = "eval_images" if self.gives is IMAGES else "eval_batches"
         if not is_changed(self, key):
             return
@@ -38,6 +41,6 @@ class SplitData(Data):
             yield f"{setting}: has no effect with eval_every=0"
             return
         is_images = self.gives is IMAGES
-        count = preview.dataset.describe()["held_out_images"] if is_images else len(preview.batches.held_out())
+        count = facts["held_out_images"] if is_images else len(preview.batches.held_out())
         if count < getattr(self, key):
             yield f"{setting}: only {count} {key.removeprefix('eval_')} are held out; each evaluation uses all"

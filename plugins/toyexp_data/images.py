@@ -8,13 +8,13 @@ import importlib.util
 import math
 import os
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
 import toyexp
-from toyexp import IMAGES, Kind, RunPreview, Unavailable, UserError, is_changed, printable
+from toyexp import IMAGES, Kind, Unavailable, UserError, printable
 from toyexp.base import (
     broken_package,
     iter_files,
@@ -113,18 +113,13 @@ class Images(SplitData):
             problem = f"{empty} has no image" if missing or len(names) > 1 else "has fewer than two classes"
             raise UserError(f"data.path={self.path}: {problem}{f' that can be read ({skipped[0]})' if skipped else ''}")
         facts = {"path": self.path, "skipped": len(skipped), "skipped_files": skipped[:MAX_NAMED]}
+        facts |= {"held_out_split": str(held_dir)} if held_dir else {}
         return toyexp.ImageDataset(
             images[: len(usable)], np.array([label for _, label in usable], np.int32), names,
             self.val_fraction, self.normalise, self.augment, self.eval_images, facts,
             self._left_out({file for file, _ in listed}, skipped), remarks, is_held_out if held_dir else None,
             self.sampler, self.mixup,
         )  # fmt: skip
-
-    def warnings(self, preview: RunPreview) -> Iterable[str]:
-        """Yield a warning for each setting that has no effect."""
-        yield from super().warnings(preview)
-        if is_changed(self, "val_fraction") and (directory := self._split()[1]):
-            yield f"data.val_fraction={self.val_fraction}: has no effect; {directory} is held out"
 
     def _left_out(self, listed: set[Path], skipped: Sequence[str]) -> list[str]:
         notes = [

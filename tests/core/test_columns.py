@@ -9,7 +9,7 @@ import re
 import numpy as np
 import pytest
 
-from toyexp import UserError
+from toyexp import RunPreview, UserError
 from toyexp.formats import iter_records
 from toyexp.formats.records import decode, record_suffix
 from toyexp_data.columns import convert, convert_pair
@@ -289,6 +289,17 @@ def test_a_directory_has_its_own_held_out_split(tmp_path):
     assert texts(open_folder(tmp_path).held_out) == "a", "without a split of its own, val_fraction holds out"
     same = open_folder(tmp_path / "train.jsonl", val_path=str(tmp_path / "train.jsonl"))
     assert texts(same.train) == texts(same.held_out) == "aaa"
+
+
+@pytest.mark.parametrize("cls", [ExampleData, Text, Tokens])
+def test_val_fraction_has_no_effect_on_data_with_a_held_out_part(tmp_path, cls):
+    for split in ("train", "val"):
+        (tmp_path / f"{split}.jsonl").write_bytes(lines([{"text": "a"}] * 3))
+        np.arange(200, dtype="<i4").tofile(tmp_path / f"{split}.bin")
+    for settings, count in (({}, 0), ({"val_fraction": 0.3}, 1)):
+        data = cls(path=str(tmp_path), **settings)
+        warnings = [*data.warnings(RunPreview({}, data.open(None), None, None))]
+        assert len(warnings) == count and all("part, validation" in line for line in warnings)
 
 
 def test_a_column_names_the_split(tmp_path):

@@ -343,7 +343,7 @@ def test_a_warning_is_printed_if_val_fraction_has_no_effect(tmp_path):
     for settings, expected in (({}, []), ({"val_fraction": 0.3}, ["data.val_fraction=0.3: has no effect"])):
         data = Images(path=str(tmp_path), image_size=8, **settings)
         warnings = [*data.warnings(RunPreview({}, data.open(None), None, None))]
-        assert len(warnings) == len(expected) and all(f"{tmp_path}/val is held out" in line for line in warnings)
+        assert len(warnings) == len(expected) and all(line.endswith(f"part, {tmp_path}/val") for line in warnings)
         assert [line.partition(";")[0] for line in warnings] == expected
 
 

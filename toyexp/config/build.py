@@ -201,9 +201,10 @@ def create_data(settings: Mapping[str, Any], where: str) -> Data:
         path, classes = Path(str(settings.get("path", ""))), registry.classes("data").values()
         name = max(classes, key=lambda cls: cls.recognises(path)).name
     cls = registry.get("data", str(name))
+    names = [f.name for f in dataclasses.fields(cls)]
+    for key in settings.keys() - {"data", *names}:
+        raise UserError(f"{where}.{key}: {suggest(key, ['data', *names])}")
     node = {"name": name, **{key: value for key, value in settings.items() if key != "data"}}
-    for key in node.keys() - {"name", *(f.name for f in dataclasses.fields(cls))}:
-        raise UserError(f"{where}.{key}: {suggest(key, [f.name for f in dataclasses.fields(cls)])}")
     data: Data = create_part(cls, apply_types(cls, node, where))
     data.check()
     return data

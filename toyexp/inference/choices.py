@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 
 from toyexp.base.errors import RunFailed, UserError
+from toyexp.base.formatting import pluralise
 from toyexp.formats.records import decode, iter_records, read_question
 from toyexp.inference.loaded_model import LoadedModel, pick_engine
 from toyexp.interfaces.command import Answer
@@ -27,7 +28,8 @@ class ChoiceScores(Answer):
 
     def lines(self) -> list[str]:
         """Return the lines printed to the user."""
-        lines = f"model   {self.file}", f"engine  {self.engine}", f"data    {self.data}, {self.questions} questions"
+        data = f"{self.data}, {pluralise(self.questions, 'question')}"
+        lines = f"model   {self.file}", f"engine  {self.engine}", f"data    {data}"
         return [*lines, f"acc {self.acc:.4f} · acc_bytes {self.acc_bytes:.4f}"]
 
 

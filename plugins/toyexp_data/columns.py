@@ -38,12 +38,12 @@ _MESSAGE = "expected role and content"
 class Value(NamedTuple):
     """A record as one of three: `messages`; or `prompt` and `completion`; or `completion` alone, which is a text."""
 
-    columns: tuple[str, ...]  # columns that were used
     completion: str = ""
     prompt: str | None = None
     messages: Sequence[Message] = ()
     tools: list[Any] | None = None
     first: int = 0  # messages before this one are not learned
+    columns: tuple[str, ...] = ()  # columns that were used
     others: tuple[str, ...] = ()  # columns that were not used
     split: str | None = None  # the split that the column `split` names
     label: bool | None = None  # of a completion without a pair: True if it is good
@@ -105,7 +105,7 @@ def _complete(
 def _chat(value: Mapping[str, Any], form: Form) -> Value:
     messages = read_messages(value[form.required[0]], form.required[0])
     _require_answer(messages)
-    return Value((), messages=messages, tools=_tools(value.get("tools")))
+    return Value(messages=messages, tools=_tools(value.get("tools")))
 
 
 def _require_answer(messages: Sequence[Message]) -> None:
@@ -122,21 +122,21 @@ def _completion(value: Mapping[str, Any], form: Form | None = None) -> Value:
             for text, name, role in texts
         )
         _require_answer(after)
-        return Value((), messages=[*before, *after], tools=_tools(value.get("tools")), first=len(before))
-    return Value((), text_of(completion, "completion"), text_of(prompt, "prompt"))
+        return Value(messages=[*before, *after], tools=_tools(value.get("tools")), first=len(before))
+    return Value(text_of(completion, "completion"), text_of(prompt, "prompt"))
 
 
 def _exchange(value: Mapping[str, Any], form: Form) -> Value:
     question, answer = form.required
     context = [name for name in form.optional if value.get(name) and name not in SYSTEM]
     asked = "\n\n".join(text_of(value[name], name) for name in (question, *context))
-    return Value((), messages=[Message("user", asked), Message("assistant", text_of(value[answer], answer))])
+    return Value(messages=[Message("user", asked), Message("assistant", text_of(value[answer], answer))])
 
 
 def _choice(value: Mapping[str, Any], form: Form) -> Value:
     question, choices, place = read_question(value)
     lines = [f"{ascii_uppercase[i]}. {choice}" for i, choice in enumerate(choices)]
-    return Value((), f" {ascii_uppercase[place]}", "\n".join([question, *lines, "Answer:"]))
+    return Value(f" {ascii_uppercase[place]}", "\n".join([question, *lines, "Answer:"]))
 
 
 FORMS = (
@@ -148,7 +148,7 @@ FORMS = (
     Form(("question", "choices", "answerKey"), (), _choice),
     Form(("question", "A", "B", "answer"), tuple(ascii_uppercase[2:]), _choice),
     *(Form(pair, SYSTEM, _exchange) for pair in product(ASKED, ("answer", "response", "output"))),
-    Form(("text",), (), lambda value, form: Value((), text_of(value["text"], "text"))),
+    Form(("text",), (), lambda value, form: Value(text_of(value["text"], "text"))),
 )
 NAMES = sorted(
     {"split", "chosen", "rejected", "label", *(n for form in FORMS for n in (*form.required, *form.optional))}

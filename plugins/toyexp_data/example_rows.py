@@ -25,7 +25,7 @@ class ExampleDataset(Dataset):
     ):  # fmt: skip
         self.tokenizer, self.vocab = tokenizer, tokenizer.vocab
         self.train, self.held_out = (Examples(part, tokenizer.eos, pairs) for part in (train, held_out))
-        self._pack, self._pairs, self._eval_batches = pack, pairs, eval_batches
+        self.pack, self.pairs, self.eval_batches = pack, pairs, eval_batches
         self._left_out, self._remarks = left_out, remarks
         parts = (self.train, self.held_out)
         digest = hashlib.sha256()
@@ -53,14 +53,13 @@ class ExampleDataset(Dataset):
         Raise UserError if no example has, within the context, a token that counts in the loss, and for an odd number of
         rows of pairs.
         """
-        if self._pairs and rows % 2:
+        if self.pairs and rows % 2:
             raise UserError(f"batch_size={rows}: must be even with data=preference, whose pairs are two rows each")
         for name, part in (("training", self.train), ("held-out", self.held_out)):
             if len(part.first) and not part.usable(context + 1).any():
                 problem = f"the {name} {part.unit} ({len(part.first)}) have only prompt tokens within this context"
                 raise UserError(f"model.context={context}: {problem}; type model.context={part.first.min()} or more")
-        parts = (self.train, self.held_out)
-        return ExampleBatches(parts, self._pack, self._pairs, context, rows, seed, self._eval_batches)
+        return ExampleBatches(self, context, rows, seed)
 
 
 class Examples:
@@ -139,22 +138,20 @@ class ExampleBatches(EpochBatches):
     Pairs have an array `mask` [rows, T], 1 for targets in the completion, and one weight per row.
     """
 
-    def __init__(
-        self, parts: tuple[Examples, Examples], pack: str, pairs: bool, context: int, rows: int, seed: int,
-        eval_batches: int,
-    ):  # fmt: skip
-        self._parts, self._context, self._apart, self._pairs = parts, context, pack == "apart", pairs
-        orders, size, length = [np.arange(len(part.first)) for part in parts], 1 + pairs, context + 1
-        if not pairs:
+    def __init__(self, data: ExampleDataset, context: int, rows: int, seed: int):
+        parts, size, length = (data.train, data.held_out), 1 + data.pairs, context + 1
+        self._parts, self._context, self._apart, self._pairs = parts, context, data.pack == "apart", data.pairs
+        orders = [np.arange(len(part.first)) for part in parts]
+        if not data.pairs:
             orders[0] = np.argsort(stream(seed, "pack").random_raw(len(orders[0])), kind="stable")
-        self._rows = [part.rows(length, pack, order) for part, order in zip(parts, orders, strict=True)]
-        super().__init__(len(self._rows[0]), len(self._rows[1]), rows, seed, eval_batches * rows // size, size)
+        self._rows = [part.rows(length, data.pack, order) for part, order in zip(parts, orders, strict=True)]
+        super().__init__(len(self._rows[0]), len(self._rows[1]), rows, seed, data.eval_batches * rows // size, size)
         self.inputs = TOKENS.inputs(context) | (apart_inputs(context) if self._apart else {})
-        if pairs:
+        if data.pairs:
             self.inputs |= {"mask": self.inputs["weights"], "weights": InputSpec((), "float32")}
         cut, count = sum(part.cut(length) for part in parts), sum(len(part.first) for part in parts)
         too_long, setting = count - sum(int(p.usable(length).sum()) for p in parts), f"(model.context={context})"
-        packed = {"packed_rows": self.rows_per_epoch} if pack != "none" else {}
+        packed = {"packed_rows": self.rows_per_epoch} if data.pack != "none" else {}
         self.facts = {"truncated": cut, "too_long": too_long, **packed}
         counts = {
             f"{cut} of {count} {parts[0].unit} cut to the context {setting}": cut,

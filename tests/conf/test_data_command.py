@@ -2,6 +2,7 @@
 
 import json
 
+import numpy as np
 import pytest
 
 from toyexp.cli.main import main
@@ -55,7 +56,18 @@ def test_ids_are_listed_one_to_a_line(show):
     assert lines[-1].split() == [str(len(lines) - 4), "256", "loss", "'<|endoftext|>'"]
 
 
-def test_images_and_unknown_settings_are_refused(show, capsys):
+def test_vectors_and_unknown_settings_are_refused(show, capsys):
     assert "data.pth" in show("data.pth=x", code=2)
-    assert main(["data", "data=digits", "model=vit", "recipe=vit_tiny"]) == 2
-    assert "data=digits: holds images; toyexp data shows data of tokens" in capsys.readouterr().err
+    np.save("v.npy", np.zeros((9, 2)))
+    assert main(["data", "data=vectors", "data.path=v.npy", "model=mlp", "objective=mse"]) == 2
+    assert "data=vectors: holds vectors; toyexp data shows data of tokens or images" in capsys.readouterr().err
+
+
+def test_images_are_counted_by_class(capsys):
+    command = ["data", "data=digits", "model=vit", "recipe=vit_tiny"]
+    assert main(command) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [lines[1].split(), lines[2].split()] == [["class", "training", "held", "out"], ["0", "142", "36"]]
+    assert len(lines) == 12
+    assert main([*command, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["classes"]["9"] == {"training": 144, "held_out": 36}

@@ -10,10 +10,11 @@ from typing import Any
 
 import numpy as np
 
-from toyexp.base.errors import UserError
-from toyexp.base.formatting import format_count, pluralise
+from toyexp.base.errors import UserError, escape_cell
+from toyexp.base.formatting import align_columns, format_count, pluralise
 from toyexp.base.terminal import has_colour, paint, print_output, print_text
 from toyexp.base.writing import dump_json
+from toyexp.batching.images import ImageDataset
 from toyexp.config.request import Request
 from toyexp.interfaces.command import Arguments
 from toyexp.interfaces.dataset import Batch
@@ -28,7 +29,7 @@ usage: toyexp data [key=value ...] [options]
 
 Show what the data of a run holds: the columns that were read, what is cut, skipped or left out, and how many tokens
 count in the loss. Then print the first training rows as the model reads them. Text that counts in the loss is green or,
-without colours, in brackets [[ ]]. Nothing is trained or written.
+without colours, in brackets [[ ]]. For images, print how many each class has. Nothing is trained or written.
   toyexp data data=examples data.path=chats.jsonl model.context=256
   toyexp data recipe=lora recipe.base=model.gguf data=examples data.path=alpaca.parquet --rows 5
   toyexp data data=text data.path=book.txt --ids     each token with its id
@@ -37,30 +38,47 @@ options"""
 
 
 def run(arguments: Arguments) -> int:
-    """Print the report and return exit code 0. Raise UserError for invalid settings, or data that has no tokens."""
+    """Print the report and return exit code 0. Raise UserError for invalid settings, and for other kinds of data."""
     prepared = prepare(Request.parse(arguments.settings).build_config())
-    kind, name = prepared.model.reads, prepared.config.data.name
-    if not kind.sequence:
-        raise UserError(f"data={name}: holds {kind.units}; toyexp data shows data of tokens")
-    batches = [prepared.batches.batch(k) for k in range(min(BATCHES, prepared.config.settings.steps))]
-    counted = [batch.get("mask", batch["weights"]) > 0 for batch in batches]
-    positions, learned = sum(c.size for c in counted), sum(int(c.sum()) for c in counted)
-    rows = [_row(prepared, batches[0], number) for number in range(min(arguments.rows or 2, len(counted[0])))]
+    report: dict[str, Any] = {"data": {**prepared.dataset.describe(), **prepared.batches.facts}}
+    report["left_out"] = prepared.omissions()
+    if isinstance(prepared.dataset, ImageDataset):
+        details, lines = _describe_classes(prepared.dataset)
+    elif prepared.model.reads.sequence:
+        details, lines = _describe_rows(prepared, arguments)
+    else:
+        problem = f"holds {prepared.model.reads.units}; toyexp data shows data of tokens or images"
+        raise UserError(f"data={prepared.config.data.name}: {problem}")
     if arguments.json:
-        facts = {**prepared.dataset.describe(), **prepared.batches.facts}
-        counts = {"left_out": prepared.omissions(), "positions": positions, "counted": learned}
-        print_output(dump_json({"data": facts, **counts, "rows": rows}, indent=2))
+        print_output(dump_json({**report, **details}, indent=2))
         return 0
     for line in introduction(prepared):
         if line.startswith("data"):
             print_output(line)
-    share = f"{learned / positions:.0%} of the first {format_count(positions)} positions"
-    print_output(f"tokens  {share} count in the loss; the others are read, or padding")
-    for number, row in enumerate(rows, 1):
-        length = len(row["ids"])
-        print_output(f"row {number}   {pluralise(length, 'token')}, {sum(row['counts'])} count in the loss")
-        print_text(_table(row) if arguments.ids else f"{_painted(row)}\n")
+    print_text("\n".join([*lines, ""]))
     return 0
+
+
+def _describe_classes(data: ImageDataset) -> tuple[dict[str, Any], list[str]]:
+    """Return the numbers of training and held-out images of each class, as plain data and as lines of a table."""
+    counts = [np.bincount(labels, minlength=data.vocab).tolist() for _, labels in (data.train, data.held_out)]
+    rows = [*zip(data.classes, *counts, strict=True)]
+    table = [["class", "training", "held out"], *([escape_cell(name), str(a), str(b)] for name, a, b in rows)]
+    return {"classes": {name: {"training": a, "held_out": b} for name, a, b in rows}}, align_columns(table, (1, 2))
+
+
+def _describe_rows(prepared: Prepared, arguments: Arguments) -> tuple[dict[str, Any], list[str]]:
+    """Return how many positions count in the loss, and the first training rows, as plain data and as lines."""
+    batches = [prepared.batches.batch(k) for k in range(min(BATCHES, prepared.config.settings.steps))]
+    counted = [batch.get("mask", batch["weights"]) > 0 for batch in batches]
+    positions, learned = sum(c.size for c in counted), sum(int(c.sum()) for c in counted)
+    rows = [_row(prepared, batches[0], number) for number in range(min(arguments.rows or 2, len(counted[0])))]
+    share = f"{learned / positions:.0%} of the first {format_count(positions)} positions"
+    lines = [f"tokens  {share} count in the loss; the others are read, or padding"]
+    for number, row in enumerate(rows, 1):
+        lines.append(f"row {number}   {pluralise(len(row['ids']), 'token')}, {sum(row['counts'])} count in the loss")
+        lines += _table(row) if arguments.ids else [_painted(row)]
+    return {"positions": positions, "counted": learned, "rows": rows}, lines
 
 
 def _row(prepared: Prepared, batch: Batch, number: int) -> dict[str, Any]:
@@ -94,6 +112,6 @@ def _painted(row: Mapping[str, Any]) -> str:
     )
 
 
-def _table(row: Mapping[str, Any]) -> str:
+def _table(row: Mapping[str, Any]) -> list[str]:
     tokens = enumerate(zip(row["ids"], row["counts"], row["tokens"], strict=True))
-    return "".join(f"{n:>6}  {i:>7}  {'loss' if counts else '    '}  {text!r}\n" for n, (i, counts, text) in tokens)
+    return [f"{n:>6}  {i:>7}  {'loss' if counts else '    '}  {text!r}" for n, (i, counts, text) in tokens]

@@ -16,13 +16,11 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from io import BytesIO
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any
+from typing import IO, Any
 
 from toyexp import UserError
 from toyexp.base import cache_dir, open_file, read_file
-
-if TYPE_CHECKING:
-    import numpy as np
+from toyexp.base import numpy as np
 
 BLOCK = 1 << 20  # bytes of ids per checksum
 CHECK_BLOCKS = 64  # blocks verified when a file is opened, evenly spread
@@ -132,8 +130,6 @@ def _load(path: Path, facts: dict[str, Any]) -> PackedIds:
 
 def _parts(view: memoryview, facts: dict[str, Any]) -> PackedIds:
     """Return the parts of the ids in `view`; raise ValueError if they do not have the checksums in `facts`."""
-    import numpy as np
-
     counts, sums, dtype = facts["counts"], facts["sums"], np.dtype(facts["dtype"])
     if len(view) != dtype.itemsize * sum(counts):
         raise ValueError

@@ -7,11 +7,10 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from toyexp import printable
+from toyexp.base import numpy as np
 from toyexp.formats import BadExample
 
 if TYPE_CHECKING:
-    import numpy as np
-
     from toyexp import Tokenizer
 
 # Chat template for the text that `plain_rows` builds. It is exported with the model.
@@ -112,8 +111,6 @@ def tokenize(parts: Sequence[Part], tokenizer: Tokenizer, everything: bool) -> E
     If `everything` is True, all tokens count in the loss, otherwise only those of learned parts. Raise BadExample if no
     token counts.
     """
-    import numpy as np
-
     ids: list[int] = [tokenizer.bos] if tokenizer.add_bos and tokenizer.bos is not None else []
     learned = [False] * len(ids)
     split = 0

@@ -17,6 +17,7 @@ from typing import NamedTuple
 
 from toyexp import UserError
 from toyexp.base import HEAD_SIZE, not_text_error, open_file, print_note, show_status, system_message
+from toyexp.base import numpy as np
 from toyexp.formats import iter_records
 from toyexp_data.cache import recall, remember
 from toyexp_data.columns import read_text_column
@@ -241,8 +242,6 @@ def _stat(path: Path) -> Stat:
 
 def characters(texts: Iterator[Iterator[str]]) -> list[str]:
     """Return the distinct characters of the texts, sorted by code point."""
-    import numpy as np
-
     is_present = np.zeros(0x110000, bool)
     for text in itertools.chain.from_iterable(texts):
         is_present[np.frombuffer(text.encode("utf-32-le"), "<u4")] = True

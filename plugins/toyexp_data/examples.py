@@ -16,6 +16,7 @@ import toyexp.formats
 import toyexp.tokenizers
 from toyexp import RunPreview, UserError, is_changed, suggest
 from toyexp.base import iter_files, pluralise, require_choice, run_interruptibly
+from toyexp.base import numpy as np
 from toyexp.formats import Record, iter_records, record_suffix
 from toyexp_data.chat import PLAIN_TEMPLATE, Example, Part, Rows, plain_rows, tokenize
 from toyexp_data.columns import NAMES, Value, convert
@@ -24,8 +25,6 @@ from toyexp_data.held_out import MAX_NAMED, ON_ERROR
 from toyexp_data.text import TokenizedData, tokenizer_facts
 
 if TYPE_CHECKING:
-    import numpy as np
-
     from toyexp_data.example_rows import ExampleDataset
     from toyexp_data.template import ChatTemplate
 
@@ -205,8 +204,6 @@ class RecordData(TokenizedData):
         split. Otherwise the setting `val_fraction` divides the examples of each label. Raise UserError if a part is
         empty.
         """
-        import numpy as np
-
         splits = [place.split for place, _ in examples]
         first = f" ({skipped[0]})" if skipped else ""
         if self.val_path and VALIDATION not in splits:
@@ -331,8 +328,6 @@ def spread_held_out(count: int, fraction: float) -> np.ndarray:
     About `fraction` of the examples are held out, at least one if there are several. Unless `fraction` is 1, at least
     one example is left for training.
     """
-    import numpy as np
-
     held_out = min(max(round(count * fraction), 1), count - (fraction < 1))
     mask = np.zeros(count, bool)
     mask[np.arange(1, held_out + 1) * count // held_out - 1] = True

@@ -24,6 +24,7 @@ from toyexp.base import (
     require_file,
     require_range,
 )
+from toyexp.base import numpy as np
 from toyexp_data.held_out import MAX_NAMED, ON_ERROR, SplitData
 
 HELD_OUT = ("val", "valid", "validation", "test")  # names of a held-out directory next to one named `train`
@@ -86,8 +87,6 @@ class Images(SplitData):
         if len(listed) * math.prod(shape) > self.max_mb * 1e6:
             problem = f"{len(listed)} images of {self.image_size} x {self.image_size} pixels take more than"
             raise UserError(f"data.path={self.path}: {problem} data.max_mb={self.max_mb:g} MB of memory")
-        import numpy as np
-
         images = np.empty((len(listed), *shape), np.uint8)
         usable: list[tuple[Path, int]] = []
         sizes: set[tuple[int, int]] = set()
@@ -232,8 +231,6 @@ class Digits(SplitData):
 
     def open(self, vocabulary: Path | None) -> toyexp.ImageDataset:
         """Return all digits, scaled from 0..16 to 8-bit pixels."""
-        import numpy as np
-
         with gzip.open(self._file(), "rt") as lines:
             table = np.loadtxt(lines, delimiter=",")
         images = np.round(table[:, :64] * (255 / 16)).astype(np.uint8).reshape(-1, 8, 8, 1)

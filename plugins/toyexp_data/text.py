@@ -10,20 +10,18 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import toyexp.formats
 import toyexp.tokenizers
 from toyexp import TOKENS, Kind, RunPreview, UserError, is_changed, suggest
 from toyexp.base import UnknownCharacter, iter_files, print_error, require_choice, require_range, run_interruptibly
+from toyexp.base import numpy as np
 from toyexp.formats import record_suffix
 from toyexp_data.cache import load_or_pack, recall, remember
 from toyexp_data.corpus import Corpus, characters, megabytes, sample_pieces
 from toyexp_data.files import FoundFiles, find_files, find_records, is_record, match_paths, require_one_format
 from toyexp_data.held_out import ON_ERROR, SplitData
-
-if TYPE_CHECKING:
-    import numpy as np
 
 KINDS = ("auto", "byte", "char", "bpe")
 SMALL = 2000  # a vocabulary of at most this size may lack characters of ANY_TEXT

@@ -10,17 +10,15 @@ import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import toyexp.formats
 from toyexp import TOKENS, Data, Kind, UserError, printable
 from toyexp.base import MAX_INT, generator, open_file, require_choice, require_file, require_range
+from toyexp.base import numpy as np
 from toyexp_data.files import FoundFiles, find_files
 from toyexp_data.held_out import SplitData
 from toyexp_data.text import tokenizer_facts
-
-if TYPE_CHECKING:
-    import numpy as np
 
 DTYPES = {"auto": "<i4", "int32": "<i4", "uint16": "<u2"}
 MAGIC, NUMPY = b"TOYC", b"\x93NUMPY"
@@ -111,8 +109,6 @@ class ConcatenatedIds:
     """Arrays of ids, which may be mapped files, as one array: it has a length, slices and indices, but no copy."""
 
     def __init__(self, arrays: Sequence[np.ndarray]):
-        import numpy as np
-
         self._arrays, self.dtype = arrays, np.result_type(*arrays) if arrays else np.dtype(np.int32)
         self._ends = np.cumsum([len(array) for array in arrays])
 
@@ -120,8 +116,6 @@ class ConcatenatedIds:
         return int(self._ends[-1]) if len(self._ends) else 0
 
     def __getitem__(self, index: Any) -> Any:
-        import numpy as np
-
         if isinstance(index, slice):
             first, last, _ = index.indices(len(self))
             begins = self._ends - [len(array) for array in self._arrays]
@@ -135,8 +129,6 @@ class ConcatenatedIds:
         return result
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
-        import numpy as np
-
         return np.concatenate([np.empty(0, self.dtype), *self._arrays]).astype(dtype or self.dtype)
 
     def astype(self, dtype: Any, copy: bool = True) -> np.ndarray:
@@ -170,8 +162,6 @@ def read_tokens(path: Path, dtype: str) -> tuple[np.ndarray, int]:
 
 def _read_packed(path: Path, dtype: str) -> tuple[np.ndarray, int, bool]:
     """Return the ids, the vocabulary size in the header (0 if there is none), and True if a header gives the dtype."""
-    import numpy as np
-
     require_file(path, str(path))
     size = path.stat().st_size
     raw = np.memmap(path, np.uint8, "r") if size else np.empty(0, np.uint8)
@@ -202,8 +192,6 @@ def _read_packed(path: Path, dtype: str) -> tuple[np.ndarray, int, bool]:
 
 
 def _read_npy(path: Path, dtype: str) -> tuple[np.ndarray, int, bool]:
-    import numpy as np
-
     with open_file(path) as file:
         magic = file.read(len(NUMPY))
     if magic != NUMPY and not magic.startswith(b"PK"):  # an .npz archive has its own error below

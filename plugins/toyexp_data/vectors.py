@@ -5,14 +5,12 @@ from __future__ import annotations
 import zipfile
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 from toyexp import VECTORS, Data, Dataset, Kind, UserError, suggest
+from toyexp.base import numpy as np
 from toyexp.base import require_file, require_range
 from toyexp_data.examples import spread_held_out
-
-if TYPE_CHECKING:
-    import numpy as np
 
 
 @dataclass
@@ -51,8 +49,6 @@ class Vectors(Data):
         return VectorDataset(x, y, spread_held_out(len(x), self.val_fraction), {"path": self.path})
 
     def _read(self) -> tuple[Any, Any]:
-        import numpy as np
-
         try:
             loaded = np.load(self.path, allow_pickle=False)
         except (ValueError, OSError, EOFError, zipfile.BadZipFile):
@@ -68,8 +64,6 @@ class Vectors(Data):
 
 def _as_vectors(array: Any, name: str) -> np.ndarray:
     """Return an array as finite float32 vectors [N, n]; numbers [N] become vectors [N, 1]."""
-    import numpy as np
-
     array = np.asarray(array)
     if array.ndim not in (1, 2) or array.dtype.kind not in "fiub" or not array.size:
         raise UserError(f"data: {name} is {list(array.shape)} {array.dtype}; expected numbers [N, n]")

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 from toyexp import ModelFile
+from toyexp.base import numpy as np
 from toyexp.formats import GGUFForm, Keys, decimal
 from toyexp_models.language import LanguageModel
 from toyexp_models.rotary import RotaryModel
-
-if TYPE_CHECKING:
-    import numpy as np
 
 L = TypeVar("L", bound=LanguageModel)
 FREQS = "rope_freqs.weight"
@@ -105,8 +103,6 @@ class LlamaGGUF(RotaryGGUF):
 
     def constants(self, model: RotaryModel) -> Mapping[str, np.ndarray]:
         """Return the tensor rope_freqs.weight with RoPE's frequency divisors, if the model has any."""
-        import numpy as np
-
         factors = model.factors()
         return {FREQS: np.array(factors, np.float32)} if factors else {}
 

@@ -7,15 +7,13 @@ import math
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from toyexp import Rotary, UserError
+from toyexp.base import numpy as np
 from toyexp.formats import Conversion, HFTensor, Layout, identity
 from toyexp_models.language import LanguageModel
 from toyexp_models.rotary import RotaryModel
-
-if TYPE_CHECKING:
-    import numpy as np
 
 ROTARY = {
     "token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head",
@@ -241,8 +239,6 @@ def lfm2_layout(model: Any, data: Data) -> Layout:
 
 def mamba2_layout(model: Any, data: Data) -> Layout:
     """Return the layout of Mamba2ForCausalLM, which stores log(-a) and vectors in place of matrices."""
-    import numpy as np  # deferred, because listing models does not need it
-
     config = {
         "architectures": ["Mamba2ForCausalLM"],
         "model_type": "mamba2",
@@ -277,8 +273,6 @@ def mamba2_layout(model: Any, data: Data) -> Layout:
 
 def gpt2_layout(model: LanguageModel, data: Data) -> Layout:
     """Return the layout of GPT2LMHeadModel, which stores the weights of linear layers as [in, out]."""
-    import numpy as np  # deferred, because listing models does not need it
-
     config = {
         "architectures": ["GPT2LMHeadModel"],
         "model_type": "gpt2",
@@ -349,8 +343,6 @@ def rope_scaling(rotary: Rotary, size: int, context: int) -> dict[str, Any] | No
 
     Raise UserError if transformers has no kind of scaling that gives the frequencies of `rotary`.
     """
-    import numpy as np
-
     factors = np.array(rotary.factors or [1.0])
     if np.ptp(factors) == 0:  # equal divisors are linear scaling
         factor = rotary.scale * float(factors[0])
@@ -389,8 +381,6 @@ def _guesses(turns: np.ndarray, factors: np.ndarray, context: int) -> list[tuple
     Between the low and the high frequencies, 1 / factor is a linear function of the frequency (`turns`). Each candidate
     comes from a line that is fitted to some points of this function.
     """
-    import numpy as np
-
     original = max(1, int(context / factors.max()))
     speed = 1 / factors
     is_between = (factors > 1) & (factors < factors.max())

@@ -8,6 +8,7 @@ from dataclasses import fields
 from typing import Any
 
 from toyexp import UserError
+from toyexp.base import numpy as np
 from toyexp.formats import decimal, hf_layout
 from toyexp_models.huggingface import KEYS, llama3
 from toyexp_models.language import LanguageModel
@@ -87,8 +88,6 @@ def _rope(config: Mapping[str, Any], found: Mapping[str, Any], has_factors: bool
     base, kind = float(rope["rope_theta"]), rope.get("rope_type", rope.get("type", "default"))
     windows = {"window_rope_base": local["rope_theta"]} if local else {}
     if kind == "llama3" and has_factors:
-        import numpy as np  # deferred, because listing models does not need it
-
         size = found.get("head_dim") or found["d_model"] // found["n_heads"]
         turns = np.array([base ** (-2 * i / size) for i in range(size // 2)]) / (2 * math.pi)
         return {"rope_base": base, "rope_factors": [decimal(factor) for factor in llama3(turns, rope)]}

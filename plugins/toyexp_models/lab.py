@@ -7,10 +7,11 @@ import itertools
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, fields, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 from toyexp import Constant, LazyTensors, Model, Normal, Ops, Params, Tensor, TensorSpec, UserError, is_changed
 from toyexp.base import MAX_INT, require_choice, require_range
+from toyexp.base import numpy as np
 from toyexp_models.arcee import Arcee
 from toyexp_models.gemma3 import Gemma2, Gemma3
 from toyexp_models.gpt2 import GPT2
@@ -22,9 +23,6 @@ from toyexp_models.olmo import Olmo2
 from toyexp_models.rotary import RotaryModel
 from toyexp_models.smollm3 import SmolLM3
 from toyexp_models.terms import Terms
-
-if TYPE_CHECKING:
-    import numpy as np
 
 FAMILIES: tuple[type[LanguageModel], ...] = (
     Llama, Qwen2, Qwen3, Gemma, Gemma2, Gemma3, Granite, Olmo2, Arcee, SmolLM3, Qwen3Moe, Olmoe, GPT2,
@@ -236,8 +234,6 @@ class Lab(ExpertsModel):
 
         That model multiplies its embeddings by `scale`. With `halves`, its RoPE rotates the pairs (x[i], x[i + D/2]).
         """
-        import numpy as np  # deferred, because listing models does not need it
-
         if "attn_qkv" in name:
             return np.concatenate([self._convert(tensors, scale, halves, name.replace("qkv", x)) for x in "qkv"])
         values, layer = tensors[name], name.split(".")[-2]

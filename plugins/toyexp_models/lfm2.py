@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 from toyexp import Ops, Params, Tensor, TensorSpec, UserError
+from toyexp.base import numpy as np
 from toyexp.base import require_range
 from toyexp.formats import Keys
 from toyexp_models.gguf import SIZES, RotaryGGUF
@@ -31,8 +32,6 @@ class Lfm2GGUF(RotaryGGUF):
 
     def sizes(self, keys: Keys) -> dict[str, Any]:
         """Return the model's fields, read from the file. Raise UserError if attention layers differ in heads."""
-        import numpy as np
-
         heads = np.array(keys.file.metadata.get(f"{keys.file.architecture}.{KV_HEADS}", 0)).reshape(-1)
         keys.ignore(KV_HEADS)
         common = super().sizes(keys)

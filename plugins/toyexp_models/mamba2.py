@@ -5,9 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 from toyexp import Constant, Model, Normal, Ops, Params, Tensor, TensorSpec, UserError, Values
+from toyexp.base import numpy as np
 from toyexp.base import require_range
 from toyexp.formats import Keys
 from toyexp_models.gguf import LanguageGGUF
@@ -15,9 +16,6 @@ from toyexp_models.huggingface import mamba2_layout
 from toyexp_models.huggingface_config import read_mamba2_config
 from toyexp_models.language import LanguageModel, layer_specs, linear, norm
 from toyexp_models.lfm2 import LENGTHS, convolve
-
-if TYPE_CHECKING:
-    import numpy as np
 
 
 class Mamba2GGUF(LanguageGGUF[Any]):
@@ -51,8 +49,6 @@ class Spaced(Values):
 
     def draw(self, shape: tuple[int, ...], seed: int, name: str) -> np.ndarray:
         """Return the values, which do not depend on the seed."""
-        import numpy as np
-
         return np.linspace(self.first, self.last, math.prod(shape), dtype=np.float32).reshape(shape)
 
 

@@ -5,12 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from toyexp import Model, Normal, TensorSpec
-
-if TYPE_CHECKING:
-    import numpy as np
+from toyexp.base import numpy as np
 
 
 @dataclass

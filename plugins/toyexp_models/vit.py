@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from operator import itemgetter
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import toyexp
 from toyexp import (
@@ -30,11 +30,9 @@ from toyexp import (
     UserError,
 )
 from toyexp.base import MAX_INT, require_choice, require_range
+from toyexp.base import numpy as np
 from toyexp.formats import GGUFForm, HFTensor, Keys, Layout
 from toyexp_models.language import BLOCKS, EPS, layer_specs, linear, norm, require_shared_heads
-
-if TYPE_CHECKING:
-    import numpy as np
 
 ARCHITECTURE = "toyexp-vit"
 # GGUF key of the norms' eps, by block type (the setting `block`)
@@ -333,8 +331,6 @@ def cut(images: np.ndarray, patch: int) -> np.ndarray:
 
     The patches of an image are ordered row by row, and the numbers in a patch as [C, y, x].
     """
-    import numpy as np
-
     rows, height, width, channels = images.shape
     tiles = images.reshape(rows, height // patch, patch, width // patch, patch, channels)
     return np.ascontiguousarray(tiles.transpose(0, 1, 3, 5, 2, 4)).reshape(rows, -1, channels * patch**2)

@@ -21,11 +21,10 @@ from toyexp import (
     is_changed,
     require_class_targets,
 )
+from toyexp.base import numpy as np
 from toyexp.base import require_range
 
 if TYPE_CHECKING:
-    import numpy as np
-
     from toyexp import Batch
 
 KINDS = ("forward", "reverse", "jsd")
@@ -110,8 +109,6 @@ class Distil(Objective):
 
     def precompute(self, log_probs: np.ndarray, batch: Batch) -> Mapping[str, np.ndarray]:
         """Return ids and log-probabilities of the top_k tokens of each target."""
-        import numpy as np
-
         ids = np.argpartition(-log_probs, self.top_k - 1, -1)[..., : self.top_k].astype(np.int32)
         return {"teacher_ids": ids, "teacher_log_probs": np.take_along_axis(log_probs, ids, -1)}
 

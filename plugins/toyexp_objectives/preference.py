@@ -8,11 +8,10 @@ from typing import TYPE_CHECKING, ClassVar
 
 import toyexp
 from toyexp import InputSpec, Model, Objective, Ops, Params, Tensor, UserError, is_changed
+from toyexp.base import numpy as np
 from toyexp.base import require_range
 
 if TYPE_CHECKING:
-    import numpy as np
-
     from toyexp import Batch
 
 KINDS = ("dpo", "ipo", "hinge", "kto", "orpo", "simpo")
@@ -58,8 +57,6 @@ class Preference(Objective):
 
     def precompute(self, log_probs: np.ndarray, batch: Batch) -> Mapping[str, np.ndarray]:
         """Return the sum of the log-probabilities of each completion's tokens, [B]."""
-        import numpy as np
-
         by_token = np.take_along_axis(log_probs, batch["targets"][..., None], -1)[..., 0]
         return {"reference": (by_token * batch["mask"]).sum(1)}
 

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import toyexp.formats
 from toyexp import (
@@ -32,11 +32,9 @@ from toyexp import (
     lora_names,
     suggest,
 )
+from toyexp.base import numpy as np
 from toyexp.base import require_positive, require_range
 from toyexp_recipes.base import FromBase
-
-if TYPE_CHECKING:
-    import numpy as np
 
 SHORT_NAMES = {  # short names and PEFT's names of linear layers, each with the names in toyexp
     "q": "attn_q", "k": "attn_k", "v": "attn_v", "o": "attn_out*", "qkv": "attn_[qkv]*", "gate": "ffn_gate",

@@ -16,13 +16,12 @@ from typing import TYPE_CHECKING, ClassVar
 
 import toyexp.formats
 from toyexp import Lens, Model, Normal, Plan, PlanTensor, Recipe, RunPreview, Setup, UserError, printable
+from toyexp.base import numpy as np
 from toyexp.base import require_choice
 from toyexp_recipes.base import token_mismatch_warnings
 from toyexp_recipes.scratch import DONOR, INITS
 
 if TYPE_CHECKING:
-    import numpy as np
-
     from toyexp import Session
     from toyexp.formats import GGUFFile
 
@@ -190,8 +189,6 @@ def pca(rows: np.ndarray, directions: int) -> tuple[np.ndarray, float]:
     their eigenvalues (Pearson 1901). The sign of an axis makes its entry of largest magnitude positive, so that the
     axes are the same on every machine.
     """
-    import numpy as np
-
     centred = rows.astype(np.float64) - rows.mean(axis=0, dtype=np.float64)
     values, vectors = np.linalg.eigh(centred.T @ centred / max(len(rows) - 1, 1))
     axes = vectors[:, ::-1][:, :directions].T

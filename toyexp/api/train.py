@@ -9,11 +9,12 @@ from copy import copy
 from dataclasses import fields
 from datetime import datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from toyexp.api.calls import check_path, isolated_call, note_remains
 from toyexp.api.result import Result
 from toyexp.base.errors import UserError, printable, suggest
+from toyexp.base.lazy import numpy as np
 from toyexp.base.memory import convert_memory_errors
 from toyexp.base.signals import protect_imports
 from toyexp.base.terminal import show_status
@@ -37,9 +38,6 @@ from toyexp.sweeps.directory import update_summary
 from toyexp.training.resume import require_run
 from toyexp.training.run_config import Config
 from toyexp.training.settings import Settings
-
-if TYPE_CHECKING:
-    import numpy as np
 
 KINDS: Mapping[str, type] = {
     "model": Model, "data": Data, "recipe": Recipe, "engine": Engine, "optim": Optimiser, "objective": Objective,
@@ -119,8 +117,6 @@ def _wrap_arrays(data: Any) -> Any:
 
     Return names, data objects and anything else unchanged.
     """
-    import numpy as np
-
     torch: Any = sys.modules.get("torch")
     if torch is not None and isinstance(data, torch.utils.data.Dataset):
         data = tuple(zip(*(data[i] for i in range(len(data))), strict=True))
@@ -136,8 +132,6 @@ def _wrap_arrays(data: Any) -> Any:
 
 def _convert_array(values: Any) -> np.ndarray:
     """Convert a NumPy array, a torch tensor on any device, or a sequence of either to one NumPy array."""
-    import numpy as np
-
     torch: Any = sys.modules.get("torch")
     if isinstance(values, tuple | list):
         return np.stack([_convert_array(value) for value in values])

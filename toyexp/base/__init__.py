@@ -41,6 +41,7 @@ if TYPE_CHECKING:
         wrong_kind,
     )
     from toyexp.base.formatting import describe_parameters, format_count, format_duration, format_loss, pluralise
+    from toyexp.base.lazy import numpy
     from toyexp.base.packages import broken_package, error_location, pause_collection
     from toyexp.base.random import generator, stream
     from toyexp.base.ranks import started_ranks

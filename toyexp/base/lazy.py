@@ -1,4 +1,4 @@
-"""Load the public names of a package on first use."""
+"""Load the public names of a package, and numpy, on first use."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import re
 import sys
 from collections.abc import Callable
 from importlib import import_module
+from typing import TYPE_CHECKING
 
 
 def lazy(package: str, file: str) -> tuple[Callable[[str], object], Callable[[], list[str]], list[str]]:
@@ -28,3 +29,21 @@ def lazy(package: str, file: str) -> tuple[Callable[[str], object], Callable[[],
         return vars(sys.modules[package]).setdefault(name, value)
 
     return get, lambda: sorted({*vars(sys.modules[package]), *modules}), sorted(modules)
+
+
+class LazyModule:
+    """A module that is imported when one of its names is first used."""
+
+    def __init__(self, name: str):
+        self._name = name
+
+    def __getattr__(self, name: str) -> object:
+        value = getattr(import_module(self._name), name)
+        setattr(self, name, value)
+        return value
+
+
+if TYPE_CHECKING:
+    import numpy as numpy
+else:
+    numpy = LazyModule("numpy")

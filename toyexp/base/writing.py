@@ -20,6 +20,7 @@ from typing import Any
 
 from toyexp.base.errors import RunFailed, UserError, printable
 from toyexp.base.files import KINDS
+from toyexp.base.lazy import numpy as np
 
 
 @contextlib.contextmanager
@@ -196,8 +197,6 @@ def dump_json(fields: Mapping[str, Any], indent: int | None = None) -> str:
 
 def _to_json(value: object) -> Any:
     """Convert a value that JSON lacks: NumPy scalars and arrays to numbers, mappings to dicts, others to text."""
-    import numpy as np
-
     if isinstance(value, Mapping):
         return {**value}
     return _replace_nonfinite(value.tolist()) if isinstance(value, np.generic | np.ndarray) else str(value)

@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING
 
 from toyexp.base.errors import printable
 from toyexp.base.files import dangling_link, explain_missing, iter_files
+from toyexp.base.lazy import numpy as np
 from toyexp.base.packages import require_package
 
 if TYPE_CHECKING:
-    import numpy as np
     from PIL.Image import Image
 
 IMAGE_SUFFIXES = {".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp", ".tif", ".tiff", ".ppm", ".pgm"}
@@ -38,7 +38,6 @@ def read_image(
     If `resize`, crop and scale the image; otherwise its width and height must be `size`. Add the original (width,
     height) to the set `sizes`. Raise BadImage if the file cannot be used.
     """
-    import numpy as np
     from PIL import Image, ImageOps
 
     try:

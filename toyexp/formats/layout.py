@@ -4,13 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from toyexp.base.errors import UserError
+from toyexp.base.lazy import numpy as np
 from toyexp.interfaces.model import Model
-
-if TYPE_CHECKING:
-    import numpy as np
 
 HF_TYPES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}  # dtype: its name in GGUF and safetensors
 HF_FILES = frozenset({
@@ -39,8 +37,6 @@ class HFTensor:
 
 def original_rows(array: np.ndarray, stored: HFTensor) -> np.ndarray:
     """Return an array with its rows, or the elements of a bias, in the model's order instead of transformers' order."""
-    import numpy as np
-
     if stored.rows is identity:
         return array
     order = stored.rows(np.arange(len(array), dtype=np.int64)[:, None])[:, 0]

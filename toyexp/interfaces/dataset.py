@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar, cast
 
-if TYPE_CHECKING:
-    import numpy as np
+from toyexp.base.lazy import numpy as np
 
+if TYPE_CHECKING:
     from toyexp.tokenizers.tokenizer import Tokenizer
 
 Batch = Mapping[str, "np.ndarray"]

@@ -13,12 +13,11 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from toyexp.base.errors import PluginFailed, UserError
 from toyexp.base.files import KINDS
 from toyexp.base.formatting import align_columns
+from toyexp.base.lazy import numpy as np
 from toyexp.interfaces.model import Model
 from toyexp.interfaces.plan import Plan
 
 if TYPE_CHECKING:
-    import numpy as np
-
     from toyexp.tokenizers.tokenizer import Tokenizer
 
 Models = Collection[type[Model]]

@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
+from toyexp.base.lazy import numpy as np
 from toyexp.interfaces.dataset import Batch, Dataset, InputSpec
 
 
@@ -100,8 +101,6 @@ class Text(Kind):
         tokenizer = dataset.tokenizer
         if tokenizer is None:
             return None
-        import numpy as np
-
         lengths = np.array([len(tokenizer.token_bytes(i)) for i in range(tokenizer.vocab)])
         targets = np.concatenate([b["targets"][b["weights"] > 0] for b in held_out])
         total = int(lengths[targets].sum())

@@ -11,14 +11,13 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from toyexp.base.attribution import call_checked, wrong_return
 from toyexp.base.errors import UserError, printable, suggest
+from toyexp.base.lazy import numpy as np
 from toyexp.base.validators import require_positive
 from toyexp.interfaces.kind import Kind
 from toyexp.interfaces.ops import Ops, Params, Tensor
 from toyexp.interfaces.values import Values
 
 if TYPE_CHECKING:
-    import numpy as np
-
     from toyexp.interfaces.dataset import Batch, Batches, Dataset
 
 

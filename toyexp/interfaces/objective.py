@@ -11,14 +11,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, final
 
 from toyexp.base.errors import BadBatch, UserError
+from toyexp.base.lazy import numpy as np
 from toyexp.base.validators import require_range
 from toyexp.interfaces.model import TensorSpec
 from toyexp.interfaces.ops import Ops, Params, Tensor
 from toyexp.interfaces.values import ArrayValues
 
 if TYPE_CHECKING:
-    import numpy as np
-
     from toyexp.interfaces.dataset import Batch, InputSpec
     from toyexp.interfaces.model import Model
 
@@ -180,8 +179,6 @@ class CrossEntropy(Objective):
 
     def _weights_by_class(self, count: int) -> np.ndarray:
         """Return the weights of at least `count` classes."""
-        import numpy as np
-
         weights = np.ones(max(count, *self.class_weights) + 1, np.float32)
         weights[[*self.class_weights]] = [*self.class_weights.values()]
         return weights

@@ -10,9 +10,10 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from toyexp.base.errors import UserError, printable, suggest
+from toyexp.base.lazy import numpy as np
 from toyexp.base.packages import error_location
 from toyexp.base.validators import require_range
 from toyexp.interfaces.averaging import Averaged
@@ -23,10 +24,6 @@ from toyexp.interfaces.ops import AdaptedWeight, LowRank, Params, Tensor
 from toyexp.interfaces.optimiser import EVAL_OFFSET, AdamW, Group, Optimiser, Rule, check_rule
 from toyexp.interfaces.phases import Phased
 from toyexp.interfaces.values import Values
-
-if TYPE_CHECKING:
-    import numpy as np
-
 
 EMBEDDING = "token_embd.weight"  # name of the table of token embeddings
 NOISE = "token_embd.noise"  # batch array [T, d] of the noise of `Plan.neftune`

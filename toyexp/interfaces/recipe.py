@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
 from toyexp.base.attribution import attribute_errors
+from toyexp.base.lazy import numpy as np
 from toyexp.interfaces.dataset import InputSpec
 from toyexp.interfaces.engine import Engine
 from toyexp.interfaces.kind import TOKENS, Kind
@@ -23,8 +24,6 @@ from toyexp.interfaces.plan import EMBEDDING, NOISE, Lens, LoraAdapter, Plan, Pl
 from toyexp.interfaces.run_preview import RunPreview
 
 if TYPE_CHECKING:
-    import numpy as np
-
     from toyexp.interfaces.session import Session
 
 

@@ -11,12 +11,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 
 from toyexp.base.errors import RunFailed
+from toyexp.base.lazy import numpy as np
 from toyexp.base.ownership import Ledger
 from toyexp.base.writing import convert_write_errors
 
 if TYPE_CHECKING:
-    import numpy as np
-
     from toyexp.interfaces.dataset import Dataset
     from toyexp.interfaces.plan import Plan
     from toyexp.interfaces.session import Session

@@ -10,13 +10,11 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
 from numbers import Real
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from toyexp.base.errors import UserError
+from toyexp.base.lazy import numpy as np
 from toyexp.base.random import generator
-
-if TYPE_CHECKING:
-    import numpy as np
 
 
 class Values(ABC):
@@ -50,8 +48,6 @@ class Normal(Values):
 
     def draw(self, shape: tuple[int, ...], seed: int, name: str) -> np.ndarray:
         """Return random values. Each combination of seed and tensor name has its own random stream."""
-        import numpy as np
-
         return generator(seed, name).standard_normal(shape, dtype="float32") * np.float32(self.std)
 
 
@@ -67,8 +63,6 @@ class Constant(Values):
 
     def draw(self, shape: tuple[int, ...], seed: int, name: str) -> np.ndarray:
         """Return an array filled with the value."""
-        import numpy as np
-
         return np.full(shape, self.value, np.float32)
 
 
@@ -80,8 +74,6 @@ class ArrayValues(Values):
 
     def draw(self, shape: tuple[int, ...], seed: int, name: str) -> np.ndarray:
         """Return the array."""
-        import numpy as np
-
         return np.ascontiguousarray(self.array, np.float32)
 
     def __repr__(self) -> str:

@@ -10,11 +10,12 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, make_dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 from toyexp.base.attribution import call_for_lines
 from toyexp.base.errors import RunFailed, UserError
 from toyexp.base.formatting import format_duration
+from toyexp.base.lazy import numpy as np
 from toyexp.base.validators import require_choice, require_range
 from toyexp.base.writing import total_bytes
 from toyexp.interfaces.callback import Callback
@@ -25,9 +26,6 @@ from toyexp.interfaces.plan import Plan, adapter_digest, adapter_tensors, export
 from toyexp.interfaces.run import Best, Run
 from toyexp.interfaces.run_preview import RunPreview, is_changed
 from toyexp.plugins.rules import type_hints
-
-if TYPE_CHECKING:
-    import numpy as np
 
 WEIGHTS = ("best", "last")
 Tensors = dict[str, "np.ndarray"]  # by name, float32

@@ -5,14 +5,12 @@ from __future__ import annotations
 import json
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 from toyexp.base.errors import UserError, printable
+from toyexp.base.lazy import numpy as np
 from toyexp.interfaces.format import ModelFile
 from toyexp.interfaces.model import Model, model_settings
-
-if TYPE_CHECKING:
-    import numpy as np
 
 M = TypeVar("M", bound=Model)
 
@@ -103,8 +101,6 @@ def read_model(cls: type[M], file: ModelFile) -> M:
 
 def decimal(value: float) -> float:
     """Return the float with the fewest decimals that equals `value` in float32, such as 0.1 for 0.100000001."""
-    import numpy as np
-
     return float(str(np.float32(value)))
 
 
@@ -143,8 +139,6 @@ class Keys:
 
         Raise UserError if the value is not in `allowed`.
         """
-        import numpy as np
-
         value = self._take(name, allowed[0])
         if isinstance(value, np.ndarray) or value not in allowed:
             raise self._wrong(name, value)

@@ -1,4 +1,4 @@
-"""Load the public names of a package, and numpy, on first use."""
+"""Load the public names of a package, and large libraries, on first use."""
 
 from __future__ import annotations
 
@@ -45,5 +45,6 @@ class LazyModule:
 
 if TYPE_CHECKING:
     import numpy as numpy
+    import tokenizers as tokenizers
 else:
-    numpy = LazyModule("numpy")
+    numpy, tokenizers = LazyModule("numpy"), LazyModule("tokenizers")

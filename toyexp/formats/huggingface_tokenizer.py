@@ -12,6 +12,7 @@ import numpy as np
 
 from toyexp.base.errors import UserError, printable
 from toyexp.base.files import read_file
+from toyexp.base.lazy import tokenizers as hf
 from toyexp.formats.gguf.header import ARRAY_LIMIT
 from toyexp.formats.gguf.tokenizer import BYTE_TOKEN, NULL_MERGE
 from toyexp.formats.safetensors import json_object
@@ -108,14 +109,13 @@ def _keys(contents: Mapping[str, Any], sentencepiece: bytes, settings: Mapping[s
 
 def _pre_tokenizer(contents: Mapping[str, Any]) -> str:
     """Return llama.cpp's name of the pre-tokenizer that cuts PROBE in the same way; raise ValueError if none does."""
-    from tokenizers import Tokenizer  # deferred: only directories of transformers need it here
 
-    def words(library: Any) -> list[str]:
-        return [word for word, _ in library.pre_tokenize_str(PROBE)]
+    def words(pre_tokenizer: Any) -> list[str]:
+        return [word for word, _ in pre_tokenizer.pre_tokenize_str(PROBE)]
 
     minimal = {"version": "1.0", "added_tokens": [], "pre_tokenizer": contents["pre_tokenizer"]}
-    library = Tokenizer.from_str(json.dumps(minimal | {"model": {"type": "BPE", "vocab": {}, "merges": []}}))
-    ignores, cuts = bool(contents["model"].get("ignore_merges")), words(library.pre_tokenizer)
+    engine = hf.Tokenizer.from_str(json.dumps(minimal | {"model": {"type": "BPE", "vocab": {}, "merges": []}}))
+    ignores, cuts = bool(contents["model"].get("ignore_merges")), words(engine.pre_tokenizer)
     for name, pre in PRE_TOKENIZERS.items():
         if pre.ignore_merges == ignores and words(pre.build()) == cuts:
             return name

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from toyexp.base.errors import UnknownCharacter, UserError
+from toyexp.base.lazy import tokenizers as hf
 from toyexp.tokenizers.pretokenizers import PRE_TOKENIZERS, PreTokenizer
 from toyexp.tokenizers.tokenizer import END_OF_TEXT, SYMBOL_BYTES, SYMBOLS, Tokenizer
 
@@ -71,13 +72,10 @@ class Characters(Tokenizer):
         return iter([len(text)])
 
     def _library(self) -> Any:
-        from tokenizers import Regex, decoders, models, pre_tokenizers
-        from tokenizers import Tokenizer as Engine
-
         vocab = {c: i for i, c in enumerate([*self._characters, END_OF_TEXT])}
-        engine = Engine(models.WordLevel(vocab=vocab, unk_token=END_OF_TEXT))
-        engine.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
-        engine.decoder = decoders.Fuse()
+        engine = hf.Tokenizer(hf.models.WordLevel(vocab=vocab, unk_token=END_OF_TEXT))
+        engine.pre_tokenizer = hf.pre_tokenizers.Split(hf.Regex(r"[\s\S]"), "isolated")
+        engine.decoder = hf.decoders.Fuse()
         return engine
 
 
@@ -107,13 +105,10 @@ class BPE(Tokenizer):
     @classmethod
     def train(cls, texts: Iterable[str], vocab: int, pre: PreTokenizer = PRE_TOKENIZERS["gpt-2"]) -> BPE:
         """Learn a vocabulary of `vocab` tokens from texts (Sennrich et al. 2016); equal texts give equal tokens."""
-        from tokenizers import Tokenizer as Engine
-        from tokenizers import models, trainers
-
         check_bpe_vocab(vocab)
-        engine = Engine(models.BPE())
+        engine = hf.Tokenizer(hf.models.BPE())
         engine.pre_tokenizer = pre.build()
-        trainer = trainers.BpeTrainer(
+        trainer = hf.trainers.BpeTrainer(
             vocab_size=vocab - 1, initial_alphabet=SYMBOLS, show_progress=False, special_tokens=[]
         )
         engine.train_from_iterator(texts, trainer)
@@ -143,11 +138,8 @@ class BPE(Tokenizer):
         return self._build({p: i for i, p in enumerate(self.pieces) if i not in self._unreachable})
 
     def _build(self, vocab: dict[str, int]) -> Any:
-        from tokenizers import Tokenizer as Engine  # deferred: only runs that use BPE need the library
-        from tokenizers import decoders, models
-
-        engine = Engine(models.BPE(vocab=vocab, merges=self.merges, ignore_merges=self._pre.ignore_merges))
-        engine.pre_tokenizer, engine.decoder = self._pre.build(), decoders.ByteLevel()
+        engine = hf.Tokenizer(hf.models.BPE(vocab=vocab, merges=self.merges, ignore_merges=self._pre.ignore_merges))
+        engine.pre_tokenizer, engine.decoder = self._pre.build(), hf.decoders.ByteLevel()
         return engine
 
     def _library(self) -> Any:

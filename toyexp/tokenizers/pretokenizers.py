@@ -15,6 +15,8 @@ from functools import cached_property
 from itertools import islice
 from typing import Any
 
+from toyexp.base.lazy import tokenizers as hf
+
 TAIL = 1 << 14  # characters at the end of a text that are searched for a cut
 REACH = 1000  # characters on each side that are compared to check a cut
 TRIES = 16  # positions tried per pattern
@@ -37,9 +39,8 @@ class PreTokenizer:
 
         The returned pre-tokenizer also replaces each byte of a word by GPT-2's symbol for it.
         """
-        from tokenizers import Regex, pre_tokenizers  # deferred: only runs that use BPE need the library
-
-        cuts = [pre_tokenizers.Split(Regex(pattern), "isolated") for pattern in self.patterns]
+        pre_tokenizers = hf.pre_tokenizers
+        cuts = [pre_tokenizers.Split(hf.Regex(pattern), "isolated") for pattern in self.patterns]
         return pre_tokenizers.Sequence([*cuts, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
 
     def cuts(self, text: str) -> Iterator[int]:

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from toyexp.base.errors import UnknownCharacter
+from toyexp.base.lazy import tokenizers as hf
 from toyexp.tokenizers.tokenizer import BYTE, CONTROL, NORMAL, UNKNOWN, Tokenizer
 
 BLANK = "\u2581"  # how tokens write a space
@@ -202,16 +203,14 @@ class SentencePiece(Tokenizer):
         It merges pairs in the order of their scores. Of several pairs with equal scores, the one with the longest left
         half merges first. Thus a run of one character merges from the left, as in llama.cpp.
         """
-        from tokenizers import Tokenizer as Engine  # deferred: only an export needs it
-        from tokenizers import decoders, models, normalizers
-
         joins = sorted(
             (cost, -len(a), a, b) for cost, a, b in self._splits(self._ids) if a in self._ids and b in self._ids
         )
         merges = [(a, b) for _, _, a, b in joins]
         vocab = {piece: i for i, piece in enumerate(self.pieces)}
         unknown = None if self.unknown is None else self.pieces[self.unknown]
-        engine = Engine(models.BPE(vocab=vocab, merges=merges, byte_fallback=True, unk_token=unknown))
+        engine = hf.Tokenizer(hf.models.BPE(vocab=vocab, merges=merges, byte_fallback=True, unk_token=unknown))
+        normalizers, decoders = hf.normalizers, hf.decoders
         blanks = [normalizers.Replace(" ", BLANK)]
         engine.normalizer = normalizers.Sequence([normalizers.Prepend(BLANK)] * self.prefix + blanks)
         strip = [decoders.Strip(" ", 1, 0)] * self.prefix

@@ -18,6 +18,7 @@ import numpy as np
 
 from toyexp.base.errors import UserError
 from toyexp.base.formatting import format_bytes
+from toyexp.base.lazy import tokenizers as hf
 from toyexp.base.memory import available_bytes
 from toyexp.base.signals import run_interruptibly
 from toyexp.base.terminal import print_error
@@ -245,13 +246,11 @@ class Tokenizer(ABC):
 
     def to_huggingface(self) -> tuple[str, dict[str, Any]]:
         """Return the contents of tokenizer.json, as JSON text, and of tokenizer_config.json, as a dict."""
-        from tokenizers import AddedToken  # deferred: only runs that use BPE or export need the library
-
         engine = self._library()
         for i in sorted(self._special):
             # llama.cpp's converter decodes tokens that are not normalised, and "\u00f6" would then become a byte.
             is_byte = engine.normalizer is None and engine.decoder.decode([self.pieces[i]]) != self.pieces[i]
-            token = AddedToken(self.pieces[i], normalized=is_byte, special=i not in self.user_defined)
+            token = hf.AddedToken(self.pieces[i], normalized=is_byte, special=i not in self.user_defined)
             (engine.add_tokens if i in self.user_defined else engine.add_special_tokens)([token])
         bos = None if self.bos is None else self.pieces[self.bos]
         start, end = [self.bos] * self.add_bos, [self.eos] * self.add_eos

@@ -37,13 +37,15 @@ class FoundFiles:
     others: int = 0  # files that are not suitable
     columns: Mapping[str, str] | None = None  # other names of the columns of records; None: the files are text
 
-    def hold_out(self, found: FoundFiles) -> None:
-        """Hold out the files of `found`."""
-        self.held_out, self.held_out_split = found.files, VALIDATION
-        self.skipped += found.skipped
+    def hold_out(self, found: FoundFiles | None) -> None:
+        """Hold out the files of `found` or, if it is None, those whose names show a held-out split.
 
-    def hold_out_by_name(self) -> None:
-        """Hold out the files whose names show a held-out split; leave out those of a third split."""
+        Leave out files of a third split.
+        """
+        if found is not None:
+            self.held_out, self.held_out_split = found.files, VALIDATION
+            self.skipped += found.skipped
+            return
         names = [*map(split_name, self.files)]
         self.files, self.held_out, others, self.held_out_split = divide(self.files, names)
         self.skipped += [f"{file}: is neither of the training nor of the held-out split" for file in others]

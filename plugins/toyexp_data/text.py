@@ -286,8 +286,5 @@ class Text(TextData):
             return found
         require_one_format(records, self.path)
         found.files, found.others, found.columns = records, 0, self.columns
-        if self.val_path:
-            found.hold_out(find_records(self.val_path, "val_path"))
-        else:
-            found.hold_out_by_name()
+        found.hold_out(find_records(self.val_path, "val_path") if self.val_path else None)
         return found

@@ -71,10 +71,7 @@ class Tokens(SplitData):
             return find_files(getattr(self, key), lambda file: file.suffix in SUFFIXES, what, key)
 
         found = find("path")
-        if self.val_path:
-            found.hold_out(find("val_path"))
-        else:
-            found.hold_out_by_name()
+        found.hold_out(find("val_path") if self.val_path else None)
         return found
 
     def open(self, vocabulary: Path | None) -> toyexp.TokenDataset:

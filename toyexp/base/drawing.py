@@ -22,6 +22,7 @@ from typing import Any
 
 from toyexp.base.errors import UserError
 from toyexp.base.files import open_file
+from toyexp.base.lazy import numpy as np
 from toyexp.base.packages import require_package
 from toyexp.base.writing import convert_write_errors, require_writable, write_atomically
 
@@ -246,8 +247,6 @@ def thin_curve(steps: Any, values: Any, limit: int) -> tuple[Any, Any]:
     The curve is divided into equal intervals. In each interval, the points with the smallest and largest value are
     kept.
     """
-    import numpy as np
-
     x, y = np.asarray(steps), np.asarray(values, np.float64)
     if len(x) <= limit:
         return x, y

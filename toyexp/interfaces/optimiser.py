@@ -15,15 +15,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, ClassVar, Self, final
+from typing import Any, ClassVar, Self, final
 
 from toyexp.base.errors import RunFailed, UserError, printable, suggest
+from toyexp.base.lazy import numpy as np
 from toyexp.base.validators import require_float32, require_range
 from toyexp.interfaces.arithmetic import Arithmetic, Shaped, Shapes, is_shape
 from toyexp.interfaces.ops import Tensor
-
-if TYPE_CHECKING:
-    import numpy as np
 
 FROM_SCRATCH = "from_scratch"
 LORA = "lora"
@@ -155,8 +153,6 @@ class Group:
             name = getattr(rule, "name", type(rule).__name__)
             now, before = ", ".join(map(str, numbers)), ", ".join(self._names)
             raise RunFailed(f"optim.{name}: numbers() returned {now} at step {step + 1}, expected {before}")
-        import numpy as np
-
         return np.array([numbers[name] for name in self._names], np.float64)
 
     def scale_rule(self, factors: Mapping[str, float]) -> Rule:
@@ -258,8 +254,6 @@ class AdamW(Rule):
 
         Raise UserError for an unset or unknown mode.
         """
-        import numpy as np
-
         return np.array([*self.numbers(step, self.lr, self.weight_decay).values()])
 
     def check(self) -> None:

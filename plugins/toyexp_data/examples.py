@@ -17,7 +17,7 @@ import toyexp.tokenizers
 from toyexp import RunPreview, UserError, is_changed, suggest
 from toyexp.base import iter_files, pluralise, require_choice, run_interruptibly
 from toyexp.base import numpy as np
-from toyexp.formats import Record, iter_records, record_suffix
+from toyexp.formats import BadExample, Record, iter_records, record_suffix
 from toyexp_data.chat import PLAIN_TEMPLATE, Example, Part, Rows, plain_rows, tokenize
 from toyexp_data.columns import NAMES, Value, convert
 from toyexp_data.files import TRAIN, VALIDATION, FoundFiles, divide, find_records, is_record, split_name
@@ -101,10 +101,6 @@ class RecordData(TokenizedData):
         Raise BadExample if that is not possible.
         """
 
-    @abstractmethod
-    def rows(self, values: Sequence[Value], write: Callable[..., Rows]) -> Rows:
-        """Return the training rows of the values of a record. The function `write` converts a conversation to rows."""
-
     def join(self, part: Placed[Rows], name: str) -> Placed[Rows]:
         """Return the examples of the part `name`; a subclass may join or repeat some of them."""
         return part
@@ -124,7 +120,7 @@ class RecordData(TokenizedData):
         chats = sum(bool(value.messages) for value in values)
         template = self._template(vocabulary) if chats else None
         write = template.rows if template else plain_rows
-        examples = self._usable(records, partial(self.rows, write=write), skipped)
+        examples = self._usable(records, partial(self._rows, write=write), skipped)
         train, held_out, split_facts = self._split(examples, skipped)
         train, held_out = self.join(train, "training"), self.join(held_out, "held-out")
         used = [rows for _, rows in (*train, *held_out)]
@@ -177,6 +173,13 @@ class RecordData(TokenizedData):
         if "split" in self.columns:
             records = [(place._replace(split=values[0].split), values) for place, values in records]
         return records
+
+    def _rows(self, values: Sequence[Value], write: Callable[..., Rows]) -> Rows:
+        """Return the training rows of the values of a record. The function `write` converts a conversation to rows."""
+        parts = [example_rows(value, write, getattr(self, "train_on", "answers")) for value in values]
+        if self.pairs and any(len(part.rows) > 1 for part in parts):
+            raise BadExample("a completion with several answers becomes several rows with this chat template")
+        return join_rows(parts)._replace(label=values[0].label)
 
     def _usable(self, located: Iterable[tuple[Place, S]], make: Callable[[S], T], skipped: list[str]) -> Placed[T]:
         """Apply `make` to the value of each record; return pairs of place and result.
@@ -291,10 +294,6 @@ class ExampleData(RecordData):
         """Return the record's text, prompt and completion, or messages. Raise BadExample if it has none."""
         return [convert(record, self.columns, self.system)]
 
-    def rows(self, values: Sequence[Value], write: Callable[..., Rows]) -> Rows:
-        """Return the training rows of an example. The function `write` converts a conversation to rows."""
-        return example_rows(values[0], write, self.train_on)
-
 
 def _notes(facts: Mapping[str, Any]) -> list[str]:
     """Return notes for the user about the columns that were read, the held-out part and the chat template."""
@@ -320,6 +319,12 @@ def example_rows(value: Value, write: Callable[..., Rows], train_on: str) -> Row
     answers = [number for number, message in enumerate(value.messages) if message.role == "assistant"]
     first = answers[-1] if train_on == "last" else value.first
     return write(value.messages, value.tools, everything=train_on == "all", first=first)
+
+
+def join_rows(parts: Sequence[Rows]) -> Rows:
+    """Return the rows of all `parts` as those of one example, without a label."""
+    rows, off_prompt, dropped, _ = zip(*parts, strict=True)
+    return Rows([row for each in rows for row in each], sum(off_prompt), sum(dropped))
 
 
 def spread_held_out(count: int, fraction: float) -> np.ndarray:

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import cycle, islice
 from typing import Any, ClassVar
 
 from toyexp import RunPreview, UserError
-from toyexp.formats import BadExample, Record
+from toyexp.formats import Record
 from toyexp_data.chat import Example, Rows
 from toyexp_data.columns import Value, convert_pair
-from toyexp_data.examples import Placed, RecordData, example_rows
+from toyexp_data.examples import Placed, RecordData, join_rows
 
 
 @dataclass
@@ -36,13 +36,6 @@ class Preference(RecordData):
         """
         return convert_pair(record, self.columns, self.system)
 
-    def rows(self, values: Sequence[Value], write: Callable[..., Rows]) -> Rows:
-        """Return the completions as rows. Raise BadExample if a chat template makes more rows of one of them."""
-        parts = [example_rows(value, write, "answers") for value in values]
-        if any(len(part.rows) > 1 for part in parts):
-            raise BadExample("a completion with several answers becomes several rows with this chat template")
-        return _join_rows(parts)._replace(label=values[0].label)
-
     def join(self, part: Placed[Rows], name: str) -> Placed[Rows]:
         """Return the pairs of the part `name`; join completions with labels to pairs.
 
@@ -55,7 +48,7 @@ class Preference(RecordData):
             missing = f"the {name} part has none with the label {str(not good).lower()}"
             raise UserError(f"{self.path}: completions with labels (objective.kind=kto) need both labels; {missing}")
         pairs = islice(zip(cycle(good), cycle(bad), strict=True), max(len(good), len(bad)))
-        joined = [(place, _join_rows((chosen, rejected))) for (place, chosen), (_, rejected) in pairs]
+        joined = [(place, join_rows((chosen, rejected))) for (place, chosen), (_, rejected) in pairs]
         return [*(example for example in part if example[1].label is None), *joined]
 
     def count(self, examples: Placed[Rows], rows: Sequence[Example]) -> tuple[dict[str, Any], list[str]]:
@@ -69,8 +62,3 @@ class Preference(RecordData):
             raise UserError(f"{self.path}: chosen and rejected are equal in all {equal} pairs; nothing can be learned")
         notes = [f"{equal} of {len(pairs)} pairs teach nothing: their completions are equal"] if equal else []
         return {"pairs": len(pairs), "labels": labels, "equal_pairs": equal}, notes
-
-
-def _join_rows(parts: Sequence[Rows]) -> Rows:
-    rows, off_prompt, dropped, _ = zip(*parts, strict=True)
-    return Rows([row for each in rows for row in each], sum(off_prompt), sum(dropped))

@@ -128,10 +128,6 @@ class ConcatenatedIds:
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
         return np.concatenate([np.empty(0, self.dtype), *self._arrays]).astype(dtype or self.dtype)
 
-    def astype(self, dtype: Any, copy: bool = True) -> np.ndarray:
-        """Return the ids as an array in memory."""
-        return self.__array__(dtype)
-
 
 def read_tokens(path: Path, dtype: str) -> tuple[np.ndarray, int]:
     """Return the ids of a token file, mapped into memory, and its vocabulary size. Raise UserError if it is invalid."""

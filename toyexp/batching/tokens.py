@@ -127,7 +127,7 @@ def _digest(parts: Sequence[np.ndarray], step: int = 1 << 20) -> str:
     digest = hashlib.sha256()
     for ids in parts:
         for first in range(0, len(ids), step):
-            digest.update(ids[first : first + step].astype("<i4", copy=False).tobytes())
+            digest.update(np.ascontiguousarray(ids[first : first + step], "<i4").tobytes())
     return digest.hexdigest()
 
 

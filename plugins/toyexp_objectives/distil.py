@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
 import toyexp
 from toyexp import (
+    Batch,
     InputSpec,
     Model,
     Objective,
@@ -22,10 +23,7 @@ from toyexp import (
     require_class_targets,
 )
 from toyexp.base import numpy as np
-from toyexp.base import require_range
-
-if TYPE_CHECKING:
-    from toyexp import Batch
+from toyexp.base import require_choice, require_range
 
 KINDS = ("forward", "reverse", "jsd")
 PREFIX = "teacher."
@@ -50,8 +48,7 @@ class Distil(Objective):
         """Raise UserError for invalid settings or without a teacher."""
         if not self.teacher:
             raise UserError("objective=distil needs a teacher: add objective.teacher=model.gguf")
-        if self.kind not in KINDS:
-            raise UserError(f"objective.kind={self.kind}: {toyexp.suggest(self.kind, KINDS)}")
+        require_choice("objective", self, kind=KINDS)
         require_range("objective", self, temperature="[0.001,1000]", hard="[0,1]", beta="(0,1)")
         if self.top_k < 0 or (self.top_k and self.kind != "forward"):
             problem = "must be at least 0" if self.top_k < 0 else f"needs kind=forward, not {self.kind}"

@@ -4,15 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
-import toyexp
-from toyexp import InputSpec, Model, Objective, Ops, Params, Tensor, UserError, is_changed
+from toyexp import Batch, InputSpec, Model, Objective, Ops, Params, Tensor, UserError, is_changed
 from toyexp.base import numpy as np
-from toyexp.base import require_range
-
-if TYPE_CHECKING:
-    from toyexp import Batch
+from toyexp.base import require_choice, require_range
 
 KINDS = ("dpo", "ipo", "hinge", "kto", "orpo", "simpo")
 WITHOUT_REFERENCE = ("orpo", "simpo")
@@ -33,8 +29,7 @@ class Preference(Objective):
 
     def check(self) -> None:
         """Raise UserError for invalid settings."""
-        if self.kind not in KINDS:
-            raise UserError(f"objective.kind={self.kind}: {toyexp.suggest(self.kind, KINDS)}")
+        require_choice("objective", self, kind=KINDS)
         require_range("objective", self, beta="[0.00001,1000]", gamma="[0,1000]")
 
     def warnings(self) -> Iterable[str]:

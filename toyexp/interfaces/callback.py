@@ -8,18 +8,16 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, final
+from typing import Any, ClassVar, final
 
 from toyexp.base.errors import UserError, printable, suggest
 from toyexp.base.formatting import format_value
+from toyexp.interfaces.dataset import Dataset
 from toyexp.interfaces.hooks import hookimpl
 from toyexp.interfaces.model import LOGGED_METRICS
+from toyexp.interfaces.plan import Plan
 from toyexp.interfaces.run import Run
 from toyexp.interfaces.run_preview import RunPreview
-
-if TYPE_CHECKING:
-    from toyexp.interfaces.dataset import Dataset
-    from toyexp.interfaces.plan import Plan
 
 SCHEDULE_SAMPLES = 1000  # steps of a run at which a schedule is checked in advance
 

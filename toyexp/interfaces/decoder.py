@@ -5,16 +5,14 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from inspect import isfunction
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol, final
+from typing import Any, ClassVar, Protocol, final
 
 import numpy as np
 
 from toyexp.base.errors import SessionError
+from toyexp.interfaces.dataset import Batch
 from toyexp.interfaces.ops import Ops, Tensor, broadcasts
-
-if TYPE_CHECKING:
-    from toyexp.interfaces.dataset import Batch
-    from toyexp.interfaces.plan import Plan
+from toyexp.interfaces.plan import Plan
 
 
 class LogitSource(Protocol):

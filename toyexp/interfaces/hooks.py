@@ -9,13 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pluggy
 
-if TYPE_CHECKING:
-    from toyexp.interfaces.dataset import Batch
-    from toyexp.interfaces.run import Run
+from toyexp.interfaces.dataset import Batch
+from toyexp.interfaces.run import Run
 
 hookspec = pluggy.HookspecMarker("toyexp")
 hookimpl = pluggy.HookimplMarker("toyexp")

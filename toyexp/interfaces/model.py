@@ -7,19 +7,16 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from numbers import Real
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 from toyexp.base.attribution import call_checked, wrong_return
 from toyexp.base.errors import UserError, printable, suggest
 from toyexp.base.lazy import numpy as np
 from toyexp.base.validators import require_positive
+from toyexp.interfaces.dataset import Batch, Batches, Dataset
 from toyexp.interfaces.kind import Kind
 from toyexp.interfaces.ops import Ops, Params, Tensor
 from toyexp.interfaces.values import Values
-
-if TYPE_CHECKING:
-    from toyexp.interfaces.dataset import Batch, Batches, Dataset
-
 
 LOGGED_METRICS: set[str] = set()  # held-out metrics that callbacks declare in `Callback.logs`
 

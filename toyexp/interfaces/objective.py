@@ -8,18 +8,15 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from functools import reduce
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, final
+from typing import Any, ClassVar, final
 
 from toyexp.base.errors import BadBatch, UserError
 from toyexp.base.lazy import numpy as np
 from toyexp.base.validators import require_range
-from toyexp.interfaces.model import TensorSpec
+from toyexp.interfaces.dataset import Batch, InputSpec
+from toyexp.interfaces.model import Model, TensorSpec
 from toyexp.interfaces.ops import Ops, Params, Tensor
 from toyexp.interfaces.values import ArrayValues
-
-if TYPE_CHECKING:
-    from toyexp.interfaces.dataset import Batch, InputSpec
-    from toyexp.interfaces.model import Model
 
 
 @dataclass

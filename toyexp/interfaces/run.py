@@ -14,10 +14,10 @@ from toyexp.base.errors import RunFailed
 from toyexp.base.lazy import numpy as np
 from toyexp.base.ownership import Ledger
 from toyexp.base.writing import convert_write_errors
+from toyexp.interfaces.dataset import Dataset
+from toyexp.interfaces.plan import Plan
 
 if TYPE_CHECKING:
-    from toyexp.interfaces.dataset import Dataset
-    from toyexp.interfaces.plan import Plan
     from toyexp.interfaces.session import Session
 
 

@@ -5,13 +5,11 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from toyexp.base.formatting import pluralise
-
-if TYPE_CHECKING:
-    from toyexp.interfaces.dataset import Batches, Dataset
-    from toyexp.interfaces.plan import Plan
+from toyexp.interfaces.dataset import Batches, Dataset
+from toyexp.interfaces.plan import Plan
 
 
 @dataclass(frozen=True)

@@ -6,6 +6,7 @@ import contextlib
 import os
 import platform
 import threading
+import types
 from abc import abstractmethod
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -28,8 +29,6 @@ from toyexp.base import (
 )
 
 if TYPE_CHECKING:
-    import types
-
     from toyexp import Session, Stack
     from toyexp_torch.session import SessionSettings
 

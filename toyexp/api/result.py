@@ -20,6 +20,8 @@ from toyexp.base.formatting import align_columns, pluralise, short_path
 from toyexp.base.ownership import LEDGER, LOCK_FILE, cached_fingerprint
 from toyexp.base.terminal import print_note
 from toyexp.config.top_level import TEXT_LIMITS
+from toyexp.interfaces.engine import Engine
+from toyexp.interfaces.model import Model
 from toyexp.plugins.discovery import load
 from toyexp.plugins.registry import Registry
 from toyexp.results.events import History, average_bins, read_events, read_run_facts
@@ -29,8 +31,6 @@ from toyexp.training.provenance import read_origin
 
 if TYPE_CHECKING:
     from toyexp.inference.loaded_model import LoadedModel
-    from toyexp.interfaces.engine import Engine
-    from toyexp.interfaces.model import Model
     from toyexp.tokenizers.tokenizer import Tokenizer
 
 FILE_DIRECTORIES = ("checkpoints", "plots", "logs")  # subdirectories listed in Result.files

@@ -24,12 +24,12 @@ from toyexp.base.user_paths import expand_overrides
 from toyexp.base.writing import reject_bad_names
 from toyexp.cli.commands import COMMANDS, find
 from toyexp.config.flags import PRINTING_FLAGS, build_request, read_flags
+from toyexp.interfaces.callback import Callback
 from toyexp.interfaces.command import Command, parse_modules
 from toyexp.sweeps.combinations import STACK, TRIAL, exit_with_sweep, is_job
 
 if TYPE_CHECKING:
     from toyexp.config.request import Request
-    from toyexp.interfaces.callback import Callback
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -6,13 +6,13 @@ import itertools
 import shlex
 import statistics
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from toyexp.base.errors import UserError
 from toyexp.base.formatting import format_metric, pluralise, short_path
 from toyexp.base.terminal import print_line, show_status
 from toyexp.base.writing import dump_json, write_atomically
-from toyexp.config.top_level import MAX_JOBS
+from toyexp.config.top_level import MAX_JOBS, Sweep
 from toyexp.interfaces.kind import perplexity
 from toyexp.interfaces.objective import Objective
 from toyexp.results.ranking import SCALED, TOO_LARGE, job_sources
@@ -22,9 +22,6 @@ from toyexp.sweeps.search.pruning import first_pruning_step, pruning_environment
 from toyexp.sweeps.search.space import Key, count_points, make_probes
 from toyexp.sweeps.search.study import Study, require_optuna
 from toyexp.sweeps.sources import JobSource
-
-if TYPE_CHECKING:
-    from toyexp.config.top_level import Sweep
 
 
 def _is_bad(job: Job) -> bool:

@@ -5,15 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from hydra.core.override_parser.types import Override
 
 from toyexp.base.errors import UserError
 from toyexp.base.formatting import format_value
 from toyexp.sweeps.combinations import sweep_values
 from toyexp.sweeps.directory import Job
-
-if TYPE_CHECKING:
-    from hydra.core.override_parser.types import Override
 
 
 @dataclass(frozen=True)

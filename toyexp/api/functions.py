@@ -21,6 +21,7 @@ from toyexp.base.terminal import print_error
 from toyexp.base.user_paths import expand_overrides
 from toyexp.base.writing import reject_bad_names
 from toyexp.config.flags import build_request, read_flags, split_flags
+from toyexp.config.words import format_override
 from toyexp.inference.model_files import is_checkpoint
 from toyexp.plugins.discovery import load
 from toyexp.plugins.registry import Registry
@@ -91,8 +92,6 @@ def run(
 
 
 def _directory_override(key: str, parameter: str, path: str | os.PathLike[str] | None) -> list[str]:
-    from toyexp.config.words import format_override
-
     return [] if path is None else [format_override(key, check_path(parameter, path).absolute())]
 
 

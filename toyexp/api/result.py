@@ -21,6 +21,7 @@ from toyexp.base.ownership import LEDGER, LOCK_FILE, cached_fingerprint
 from toyexp.base.terminal import print_note
 from toyexp.config.top_level import TEXT_LIMITS
 from toyexp.interfaces.engine import Engine
+from toyexp.interfaces.format import LazyTensors
 from toyexp.interfaces.model import Model
 from toyexp.plugins.discovery import load
 from toyexp.plugins.registry import Registry
@@ -141,7 +142,6 @@ class Result:
         model's tensors and the adapter's matrices `<tensor>.lora_a` [rank, in] and `<tensor>.lora_b` [out, rank].
         """
         from toyexp.formats.file_plan import frozen_tensors
-        from toyexp.interfaces.format import LazyTensors
 
         loaded = self._loaded_model
         tensors = {t.name: t for t in frozen_tensors(self.model, loaded.path, loaded.adapter)[0]}

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
+import toyexp
 from toyexp import printable
 from toyexp.base import numpy as np
 from toyexp.formats import BadExample
-
-if TYPE_CHECKING:
-    from toyexp import Tokenizer
 
 # Chat template for the text that `plain_rows` builds. It is exported with the model.
 PLAIN_TEMPLATE = (
@@ -105,7 +103,7 @@ def iter_strings(value: Any) -> Iterator[str]:
             yield from iter_strings(item)
 
 
-def tokenize(parts: Sequence[Part], tokenizer: Tokenizer, everything: bool) -> Example:
+def tokenize(parts: Sequence[Part], tokenizer: toyexp.Tokenizer, everything: bool) -> Example:
     """Tokenize the parts of a row separately, as prompt and answer are at inference, and join their token ids.
 
     If `everything` is True, all tokens count in the loss, otherwise only those of learned parts. Raise BadExample if no
@@ -132,5 +130,5 @@ def tokenize(parts: Sequence[Part], tokenizer: Tokenizer, everything: bool) -> E
     return Example(np.array(ids[:last], np.int32), np.array(learned[:last]), split)
 
 
-def _encode(part: Part, tokenizer: Tokenizer, before: Sequence[int]) -> list[int]:
+def _encode(part: Part, tokenizer: toyexp.Tokenizer, before: Sequence[int]) -> list[int]:
     return tokenizer.encode(part.text, part.special, before[-1] if before else None).tolist()

@@ -7,14 +7,11 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from math import inf
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import toyexp
 from toyexp import TOKENS, Data, Dataset, Kind, UserError
 from toyexp.base import require_range
-
-if TYPE_CHECKING:
-    from toyexp_data.mix_rows import MixDataset
 
 
 @dataclass
@@ -60,7 +57,7 @@ class Mix(Data):
             sources[name] = data
         return sources
 
-    def open(self, vocabulary: Path | None) -> MixDataset:
+    def open(self, vocabulary: Path | None) -> Dataset:
         """Open all sources. Raise UserError if their tokenizers differ."""
         from toyexp_data.mix_rows import MixDataset
 

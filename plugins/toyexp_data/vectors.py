@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
+import toyexp
 from toyexp import VECTORS, Data, Dataset, Kind, UserError, suggest
 from toyexp.base import numpy as np
 from toyexp.base import require_file, require_range
@@ -41,12 +42,10 @@ class Vectors(Data):
 
     def open(self, vocabulary: Path | None) -> Dataset:
         """Read the arrays and hold out some rows."""
-        from toyexp import VectorDataset
-
         x, y = (_as_vectors(array, name) for array, name in zip(self.arrays or self._read(), "xy", strict=True))
         if len(x) != len(y) or len(x) < 2:
             raise UserError(f"data.path={self.path}: x has {len(x)} rows and y {len(y)}; use equal numbers, at least 2")
-        return VectorDataset(x, y, spread_held_out(len(x), self.val_fraction), {"path": self.path})
+        return toyexp.VectorDataset(x, y, spread_held_out(len(x), self.val_fraction), {"path": self.path})
 
     def _read(self) -> tuple[Any, Any]:
         try:

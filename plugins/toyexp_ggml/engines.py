@@ -8,8 +8,9 @@ import sys
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
+import toyexp
 from toyexp import Engine, Plan, RunPreview, Unavailable, UserError, printable, require_package
 from toyexp.base import (
     MAX_THREADS,
@@ -21,9 +22,6 @@ from toyexp.base import (
     require_choice,
 )
 from toyexp_ggml import profiles
-
-if TYPE_CHECKING:
-    from toyexp import Session
 
 OVERRIDE = "NVIDIA_TF32_OVERRIDE"
 # Variables that ggml's Vulkan reads once per process. They forbid float16 products, matrix cores (which also use
@@ -82,7 +80,7 @@ class GGMLEngine(Engine):
         require_ggml()
         import toyexp_ggml.session  # noqa: F401
 
-    def realize(self, plan: Plan) -> Session:
+    def realize(self, plan: Plan) -> toyexp.Session:
         self.check()
         from toyexp_ggml.session import GGMLSession
 
@@ -311,7 +309,7 @@ class GGMLVulkan(GGMLGPU):
             return f"; {VISIBLE}={printable(visible)} must be numbers of existing devices, such as 0 or 0,1"
         return f"; to use a software device, select it with {VISIBLE}=0"
 
-    def realize(self, plan: Plan) -> Session:
+    def realize(self, plan: Plan) -> toyexp.Session:
         """Return a session. Raise UserError if half=false, but this process has opened the device with float16."""
         if self.half or self.emulate:
             return super().realize(plan)

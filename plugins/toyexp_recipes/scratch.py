@@ -4,13 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
+import toyexp
 from toyexp import IMAGES, TOKENS, VECTORS, Kind, Model, Normal, Plan, PlanTensor, Recipe, Setup, TensorSpec
 from toyexp.base import require_choice, require_positive
-
-if TYPE_CHECKING:
-    from toyexp import Session
 
 INITS = ("default", "toy")
 DONOR = Path(__file__).parent / "assets" / "donor.gguf"
@@ -44,7 +42,7 @@ class Scratch(Recipe):
             original.check_model(model)
         return setup.plan(model, [PlanTensor.from_spec(t) for t in model.tensors()])
 
-    def warm(self, session: Session) -> None:
+    def warm(self, session: toyexp.Session) -> None:
         """If `init` is toy, upload the initial values of toyexp's predecessor in Ruby."""
         if self.init == "toy":
             from toyexp_recipes import original

@@ -12,7 +12,7 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
 import toyexp.formats
 from toyexp import Lens, Model, Normal, Plan, PlanTensor, Recipe, RunPreview, Setup, UserError, printable
@@ -20,10 +20,6 @@ from toyexp.base import numpy as np
 from toyexp.base import require_choice
 from toyexp_recipes.base import token_mismatch_warnings
 from toyexp_recipes.scratch import DONOR, INITS
-
-if TYPE_CHECKING:
-    from toyexp import Session
-    from toyexp.formats import GGUFFile
 
 log = logging.getLogger("toyexp")
 
@@ -124,7 +120,7 @@ class Warm(Recipe):
         if vocab:  # 0 if the model was not fitted to data, as in `toyexp plugins --matrix`
             file.check_finite(TABLE, vocab)
 
-    def warm(self, session: Session) -> None:
+    def warm(self, session: toyexp.Session) -> None:
         """Upload the donor's embedding rows to the session and, if `lens` selects PCA, the projection matrix.
 
         If `init` is toy, first upload the initial values of toyexp's predecessor in Ruby for all random tensors.
@@ -197,14 +193,14 @@ def pca(rows: np.ndarray, directions: int) -> tuple[np.ndarray, float]:
     return (axes * signs[:, None]).astype(np.float32), explained
 
 
-def _open(path: Path) -> GGUFFile:
+def _open(path: Path) -> toyexp.formats.GGUFFile:
     file = toyexp.formats.open_gguf(str(path))
     if TABLE not in file.tensors:  # a file with an embedding may have an unknown architecture
         toyexp.formats.require_model(file)
     return file
 
 
-def _open_with_rows(path: Path, vocab: int, width: int) -> GGUFFile:
+def _open_with_rows(path: Path, vocab: int, width: int) -> toyexp.formats.GGUFFile:
     """Open the donor's file. Raise UserError unless its embedding has at least `vocab` rows of length `width`."""
     file = _open(path)
     shape = file.tensors[TABLE].shape

@@ -10,14 +10,14 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping
 
-import numpy as np
-
-from toyexp import Model, Session, UserError
+import toyexp
+from toyexp import Model, UserError
+from toyexp.base import numpy as np
 
 MULTIPLIER, INCREMENT, MASK = 1103515245, 12345, 0x7FFFFFFF
 
 Shapes = Mapping[str, tuple[int, ...]]
-Draws = Iterator[tuple[str, np.ndarray]]
+Draws = Iterator[tuple[str, "np.ndarray"]]
 
 
 class LCG:
@@ -124,7 +124,7 @@ def check_model(model: Model) -> None:
         raise UserError("recipe.init=toy: does not support model.head_dim; remove that setting")
 
 
-def upload(session: Session) -> None:
+def upload(session: toyexp.Session) -> None:
     """Upload the initial values of toyexp's predecessor in Ruby to the session, for all tensors with random values.
 
     Tensors that start with constants, such as norms and biases, keep the plan's values.

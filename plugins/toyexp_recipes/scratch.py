@@ -9,6 +9,7 @@ from typing import ClassVar
 import toyexp
 from toyexp import IMAGES, TOKENS, VECTORS, Kind, Model, Normal, Plan, PlanTensor, Recipe, Setup, TensorSpec
 from toyexp.base import require_choice, require_positive
+from toyexp_recipes import original
 
 INITS = ("default", "toy")
 DONOR = Path(__file__).parent / "assets" / "donor.gguf"
@@ -37,16 +38,12 @@ class Scratch(Recipe):
     def plan(self, model: Model, setup: Setup) -> Plan:
         """Return a plan with the model's initial values. All tensors that the model does not freeze are trainable."""
         if self.init == "toy":
-            from toyexp_recipes import original
-
             original.check_model(model)
         return setup.plan(model, [PlanTensor.from_spec(t) for t in model.tensors()])
 
     def warm(self, session: toyexp.Session) -> None:
         """If `init` is toy, upload the initial values of toyexp's predecessor in Ruby."""
         if self.init == "toy":
-            from toyexp_recipes import original
-
             original.upload(session)
 
 

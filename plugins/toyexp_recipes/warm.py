@@ -18,6 +18,7 @@ import toyexp.formats
 from toyexp import Lens, Model, Normal, Plan, PlanTensor, Recipe, RunPreview, Setup, UserError, printable
 from toyexp.base import numpy as np
 from toyexp.base import require_choice
+from toyexp_recipes import original
 from toyexp_recipes.base import token_mismatch_warnings
 from toyexp_recipes.scratch import DONOR, INITS
 
@@ -76,8 +77,6 @@ class Warm(Recipe):
         """
         specs = {t.name: t for t in model.tensors()}
         if self.init == "toy":
-            from toyexp_recipes import original
-
             original.check_model(model)
         (vocab, d_model), width = specs[TABLE].shape, donor_embed_width(self.path)
         tensors = {t.name: PlanTensor.from_spec(t) for t in specs.values()}
@@ -129,8 +128,6 @@ class Warm(Recipe):
         file = _open_with_rows(self.path, vocab, width)
         rows = file.weights(TABLE, rows=vocab)
         if self.init == "toy":
-            from toyexp_recipes import original
-
             original.upload(session)
         session.upload(TABLE, rows, source=str(self.path))
         if self.lens == "none":

@@ -763,7 +763,7 @@ def test_the_learning_rate_of_a_stopped_run_is_not_clipped(chromium, tmp_path):
 
 
 def test_ticks_of_a_settings_axis_are_short_and_have_one_notation(page):
-    for values, some in ((["1e18", "1e21"], {"1e+18", "1e+21"}), (["1e4", "1e6"], {"1e+4", "1e+5", "1e+6"})):
+    for values, some in ((["1e18", "1e21"], {"1e18", "1e21"}), (["1e4", "1e6"], {"1e4", "1e5", "1e6"})):
         labels = call(page, "choices.js", f"makeScale({values}, false, true, true).ticks.map((tick) => tick[1])")
         assert {*labels} >= some and max(map(len, labels)) <= 5 and all("e" in label for label in labels)
 

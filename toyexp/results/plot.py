@@ -25,6 +25,7 @@ from toyexp.base.drawing import (
     find_divergence,
     fit_text,
     fit_y_axis,
+    format_number,
     mark_above,
     set_step_axis,
     use_plot_style,
@@ -168,10 +169,10 @@ def format_mean(mean: float, deviation: float | None) -> str:
 
     The deviation has two significant digits, and the mean has as many decimals as the deviation.
     """
-    if not deviation or max(abs(mean), deviation) >= 1e7:
-        return f"{mean:.5g}" + (f" ± {deviation:.2g}" if deviation else "")
+    if not deviation or max(abs(mean), deviation) >= 1e6:
+        return format_number(mean, 5) + (f" ± {format_number(deviation, 2)}" if deviation else "")
     decimals = max(1 - math.floor(math.log10(deviation)), 0)
-    return f"{mean:.{decimals}f} ± {deviation:.{decimals}f}"
+    return f"{mean:,.{decimals}f} ± {deviation:,.{decimals}f}"
 
 
 def _list_values(comparison: Comparison, keys: Sequence[str]) -> list[tuple[str, list[str]]]:
@@ -307,7 +308,9 @@ def _draw_ends(
         text = format_mean(point.mean, point.deviation) + (", best" if line.point is best and len(named) > 1 else "")
         starts = [find_divergence([*curve], [*curve.values()]) for curve, _ in line.runs]
         if comparison.ranking.column.endswith("loss") and (steps := [step for step in starts if step is not None]):
-            text += f", diverged by step {min(steps)}"
+            text = (
+                f"{text}, diverged" if rank == 0 else f"diverged by step {min(steps)}"
+            )  # a mean beyond the axis says little
         _write_beside(axes, rank, text, INK, "bold" if rank == 0 else "normal")
     labels = [fit_text(comparison.label(line.point.jobs[0], brief=True), 46) for line in named]
     if rest:
@@ -316,7 +319,7 @@ def _draw_ends(
         if means:
             low, high = (min(means), max(means))
             axes.plot([low, high], [len(named)] * 2, color=PALE, linewidth=3, solid_capstyle="butt")
-            text = f"{low:.5g}" + (f" to {high:.5g}" if len(means) > 1 else "")
+            text = format_number(low, 5) + (f" to {format_number(high, 5)}" if len(means) > 1 else "")
         else:
             text = "without a score"
         _write_beside(axes, len(named), text, GREY)

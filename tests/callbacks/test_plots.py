@@ -217,7 +217,7 @@ def test_the_axis_of_a_run_that_diverges_late_fits_the_losses_before(tmp_path):
     steps = {"loss": (list(range(1, 151)), losses), "grad_norm": ([1], [1.0]), "lr": ([], [])}
     (tmp_path / "a.svg").write_bytes(draw_curves(Curves("run", "", "token", steps))[".svg"])
     words = svg_texts(tmp_path / "a.svg")
-    assert "diverged at step 101: loss from 5 to 10,000" in words
+    assert "diverged at step 101: loss from 5 to 10,000" in " ".join(words)
     assert "↑ 50 steps above the shown range, up to 10,000" in words
     assert {"3.00", "4.00", "5.00"} <= {*words}
 

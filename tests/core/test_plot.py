@@ -77,6 +77,24 @@ def test_a_plot_of_runs_names_the_swept_settings_and_final_losses(grid, capsys):
     assert max(above.get_ylim()) < 10 and max(below.get_xlim()) < 10, "axes fit the other runs"
 
 
+def test_the_lower_panel_stays_readable_in_a_journals_column_beside_a_diverged_run(tmp_path):
+    for number, (lr, seed) in enumerate((lr, seed) for lr in (0.003, 0.01, 100.0) for seed in (0, 1)):
+        write_run(tmp_path / f"runs/{number}", lr=lr, seed=seed, steps=100)
+        events = tmp_path / f"runs/{number}/events.jsonl"
+        lines = [json.loads(line) for line in events.read_text().splitlines()]
+        for line in lines:
+            if lr == 100.0 and line["kind"] in ("step", "eval"):
+                line["loss"] = 5.0 if line["step"] <= 25 else line["step"] * 1e4
+        events.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    comparison = Comparison.build([read_run(path) for path in find_runs(tmp_path / "runs")])
+    sheet = draw_sheet(comparison, "runs")
+    sheet.pictures(".svg", column="single")
+    above, below = sheet.panels
+    texts = [text.get_text() for text in below.texts]
+    assert "diverged by step 50" in texts and above.get_title(loc="right").endswith("up to 1e6")
+    assert below.get_window_extent().width > 0.35 * sheet.figure.bbox.width
+
+
 @pytest.mark.parametrize("losses", ["aa", "ab"])
 def test_a_plot_says_if_losses_cannot_be_compared(tmp_path, capsys, losses):
     for i, digest in enumerate(losses):

@@ -284,7 +284,7 @@ function drawMain() {
   const y = {
     title: { text: loss ? `loss${unit}` : `held-out ${state.score}`, standoff: 4 },
     ...(state.ylog ? { type: "log", ...(range && logTicks(...range.map((v) => 10 ** v))) } : { type: "linear" }), ...(range ? { range } : {}),
-    ...(!state.ylog && range && range[1] >= 1e4 ? labelTicks(roundTicks(...range, false)) : {}),
+    ...(!state.ylog && range && range[1] >= 1e3 ? labelTicks(roundTicks(...range, false)) : {}),
   };
   const about = `${y.title.text} against ${AXES[state.over]}: ${visible().length} of ${data.points.length} points. `;
   return drawChart("main", [...traces, ...arrowTraces(front, range, state.ylog)], layout({ yaxis: y }), CONFIG, about + (data.best ? `Best: ${best.label}, ${data.metric} ${value(best)}.` : ""));

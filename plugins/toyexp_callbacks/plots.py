@@ -58,6 +58,7 @@ FAILED = "failed"  # reason of an early end
 NOT_PLOTTED = {"ppl", "tokens", "wall_us"}
 
 Points = tuple[list[int], list[float]]  # steps, and a value for each
+Format = Callable[[float], str]
 
 
 @dataclass
@@ -354,7 +355,7 @@ def _loss(axes: Any, curves: Curves) -> None:
         axes.legend(fontsize=SMALL, edgecolor="none", frameon=math.isfinite(values[-1]))  # no box on a grey ground
 
 
-def _label(name: str, values: Sequence[float], form: Callable[[float], str], when: str = "at the end") -> str:
+def _label(name: str, values: Sequence[float], form: Format, when: str = "at the end") -> str:
     """Return the text of a curve in the legend, with its last value, or its last finite one."""
     if math.isfinite(values[-1]):
         return f"{name}, {when} {form(values[-1])}"
@@ -369,9 +370,7 @@ def _accuracy(axes: Any, curves: Curves) -> None:
     axes.legend(fontsize=SMALL, edgecolor="none")
 
 
-def _held_out(
-    axes: Any, steps: Sequence[int], values: Sequence[float], form: Callable[[float], str], trained: Sequence[int]
-) -> None:
+def _held_out(axes: Any, steps: Sequence[int], values: Sequence[float], form: Format, trained: Sequence[int]) -> None:
     when = "at the end" if not trained or steps[-1] >= trained[-1] else f"at step {steps[-1]}:"
     axes.plot(steps, values, color=VERMILLION, linewidth=0.8, marker="o", markersize=3.5 if len(steps) < 60 else 1.5,
               label=_label("held-out", values, form, when))  # fmt: skip

@@ -95,6 +95,17 @@ def test_the_lower_panel_stays_readable_in_a_journals_column_beside_a_diverged_r
     assert below.get_window_extent().width > 0.35 * sheet.figure.bbox.width
 
 
+def test_a_plot_of_diverged_runs_shows_all_their_losses(tmp_path):
+    run = write_run(tmp_path / "runs/0", steps=100)
+    lines = [json.loads(line) for line in (run / "events.jsonl").read_text().splitlines()]
+    lines = [{**line, "loss": 5.0 + 9.0 * line["step"]} if line["kind"] == "eval" else line for line in lines]
+    (run / "events.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    result = json.loads((run / "result.json").read_text())
+    (run / "result.json").write_text(json.dumps({**result, "diverged": True}))
+    sheet = draw_sheet(Comparison.build([read_run(run)]), "runs")
+    assert sheet.panels[0].get_ylim()[1] > 905 and "scratch-llama: diverged" in repr(sheet.figure._suptitle)
+
+
 @pytest.mark.parametrize("losses", ["aa", "ab"])
 def test_a_plot_says_if_losses_cannot_be_compared(tmp_path, capsys, losses):
     for i, digest in enumerate(losses):

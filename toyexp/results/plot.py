@@ -135,7 +135,7 @@ def describe_best(comparison: Comparison) -> str:
         return describe_sweep(comparison)
     result = f"{column} {format_mean(best.mean, best.deviation)}"
     if len(comparison.ranking.points) == 1:
-        return f"{describe_sweep(comparison)}: {result}"
+        return f"{describe_sweep(comparison)}: {best.state or result}"
     return f"Best {result}: {' '.join(comparison.label(best.jobs[0], brief=True).split())}"
 
 
@@ -238,14 +238,15 @@ def _average(curves: Sequence[Steps]) -> Steps:
 def _limits(lines: Sequence[Line], column: str) -> tuple[float, float]:
     """Return the lowest and highest value to show.
 
-    Losses that are far above the initial losses of all runs are not shown.
+    Losses that are far above the initial losses of all runs are not shown, unless all runs diverged.
     """
     all_values = [value for line in lines for value in line.values]
     if not all_values:  # no run recorded events
         return -math.inf, math.inf
     began = [curve[min(curve)] for line in lines for curve, _ in line.runs if curve]
     low, top = min(all_values), max(*began, *(line.point.mean for line in lines[:1]))
-    if column.endswith("loss") and max(all_values) > top + (top - low) / 4:
+    is_any_stable = any(not entry.result.get("diverged") for line in lines for entry in line.point.jobs)
+    if column.endswith("loss") and is_any_stable and max(all_values) > top + (top - low) / 4:
         return low, top + (top - low) / 20
     return low, max(all_values)
 
@@ -308,9 +309,7 @@ def _draw_ends(
         text = format_mean(point.mean, point.deviation) + (", best" if line.point is best and len(named) > 1 else "")
         starts = [find_divergence([*curve], [*curve.values()]) for curve, _ in line.runs]
         if comparison.ranking.column.endswith("loss") and (steps := [step for step in starts if step is not None]):
-            text = (
-                f"{text}, diverged" if rank == 0 else f"diverged by step {min(steps)}"
-            )  # a mean beyond the axis says little
+            text = f"{text}, diverged" if rank == 0 else f"diverged by step {min(steps)}"  # the mean is off the scale
         _write_beside(axes, rank, text, INK, "bold" if rank == 0 else "normal")
     labels = [fit_text(comparison.label(line.point.jobs[0], brief=True), 46) for line in named]
     if rest:

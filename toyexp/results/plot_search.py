@@ -186,7 +186,7 @@ def draw_search(search: Search, source: str, unit: str) -> Sheet:
     rows = -(-len(keys) // PANELS_PER_ROW)
     pairs = zip(search.keys, short_keys(search.keys), strict=True)
     settings = " ".join(f"{name}={format_value(best.values[key])}" for key, name in pairs if key in best.values)
-    title = f"Best held-out {search.metric} {format_number(best.score, 5)}: {settings}"
+    title = f"Best held-out {search.metric} {format_number(best.score or 0.0, 5)}: {settings}"
     sheet = Sheet(0.5 + 3.2 + 2.4 * rows, title, " · ".join(_footer(search, source, keys)),
                   [3.2] + [2.4] * rows, columns=[1] + [min(len(keys), PANELS_PER_ROW)] * rows)  # fmt: skip
     above, *panels = sheet.panels

@@ -320,7 +320,7 @@ function drawSmall(name) {
   const about = `${{ lr: "learning rate", grad_norm: "gradient norm", speed: `${data.unit} per second` }[name]} against ${AXES[state.over]}`;
   const axis = { ...y, ...(name === "speed" ? {} : logAxis(name)), fixedrange: true };
   traces.push(...arrowTraces(traces, axis.range, true, 20));
-  return drawChart(name, traces, layout({ yaxis: axis, margin: { l: 44, r: 8, t: 4, b: 36 } }), quiet, about);
+  return drawChart(name, traces, layout({ yaxis: axis, margin: { l: 44, r: 12, t: 4, b: 36 } }), quiet, about);
 }
 
 // Return ticks and range of a logarithmic axis. The range fits the runs that did not diverge or fail, so that those do not

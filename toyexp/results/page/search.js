@@ -22,10 +22,10 @@ function drawSearch() {
     const log = search.log.includes(key) && values.every((value) => value > 0), different = [...new Set(values)];
     const listed = !log && different.length <= 6 && different.length < values.length; // values from a list have names
     const numeric = !listed && values.every((value) => typeof value === "number");
-    const decades = log ? Math.ceil(Math.log10(Math.max(...values) / Math.min(...values)) / 3) : 0; // more than four ticks would overlap
+    const decades = log ? Math.log10(Math.max(...values) / Math.min(...values)) : 0; // more than four ticks would overlap
     different.sort((a, b) => (a > b) - (a < b));
     const slots = different.map((_, place) => place), shift = (trial) => 0.6 * (trial.number / last - 0.5);
-    const axis = numeric ? { type: log ? "log" : "linear", nticks: 4, tickformat: "~g", tickangle: 0, ...(decades > 0 && { dtick: decades }) } :
+    const axis = numeric ? { type: log ? "log" : "linear", nticks: 4, tickformat: "~g", tickangle: 0, ...(decades > 1.7 && { dtick: Math.ceil(decades / 3) }) } :
       { tickvals: slots, ticktext: different.map(String), range: [-0.5, slots.length - 0.5], showgrid: false, title: { text: "equal values: by trial", standoff: 4 } };
     const borders = numeric ? [] : slots.slice(1).map((x) => ({ x0: x - 0.5, x1: x - 0.5, y0: 0, y1: 1, yref: "paper", line: { width: 1, color: style("line") } }));
     const xs = numeric ? values : trials.map((trial, i) => different.indexOf(values[i]) + shift(trial));

@@ -79,7 +79,7 @@ function layout(extra) {
   return {
     paper_bgcolor: "rgba(0,0,0,0)", plot_bgcolor: "rgba(0,0,0,0)", showlegend: false, hovermode: "closest",
     font: { ...font, size: isPrinted() ? 9 : 12 }, hoverlabel: { bgcolor: style("card"), bordercolor: style("line"), align: "left", font },
-    margin: { l: 48, r: 10, t: isPrinted() ? 6 : 30, b: 40 }, dragmode: matchMedia("(pointer: coarse)").matches ? false : "zoom",
+    margin: { l: 48, r: 10, t: isPrinted() ? 6 : 30, b: 40 }, dragmode: isTouch() ? false : "zoom",
     modebar: { bgcolor: "rgba(0,0,0,0)", color: style("soft"), activecolor: style("accent") },
     xaxis: x, uirevision: `${state.over} ${state.xlog} ${state.ylog} ${state.zoom} ${state.tall}`, ...extra,
     yaxis: { ...grid, exponentformat: "e", ...(extra.yaxis || {}) },

@@ -46,13 +46,8 @@ function parseFilter(text) {
 function readValue(run, key) {
   if (key === "when") return run.when && localTime(run.when);
   if (key === "job") return run.sweep ? (/(\d+)-[^/\\]*$/.exec(run.path) || [])[1] ?? null : null;
-  if (key === "trial") return trialOf(run);
+  if (key === "trial") return (data.search.trials.find((t) => Object.entries(t.values).every(([k, v]) => isEqual(run.all[k] ?? "", String(v)))) || {}).number ?? null;
   return (data.columns.includes(key) ? run[key] : run.all[key] ?? run.scores[key]) ?? null;
-}
-
-// Return the number of a run's trial, or null.
-function trialOf(run) {
-  return (data.search.trials.find((t) => Object.entries(t.values).every(([k, v]) => isEqual(run.all[k] ?? "", String(v)))) || {}).number ?? null;
 }
 
 // Return a typed time as text in local time, "" if it is none; or if not `ordered`, patterns of the times of typed days.

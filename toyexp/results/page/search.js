@@ -31,7 +31,7 @@ function drawSearch() {
     const xs = numeric ? values : trials.map((trial, i) => different.indexOf(values[i]) + shift(trial));
     drawTrials(`setting-${key}`, trials, xs, axis, [], star, borders);
   }
-  const run = star && data.runs.find((one) => trialOf(one) === star.number);
+  const run = star && data.runs.find((one) => readValue(one, "trial") === star.number);
   byId("search-best").textContent = star ? `Best ${search.metric}: ${formatNumber(star.score)}${run ? `, ${data.points[run.point].label}` : ""}, trial ${star.number}` : "";
   const text = [...(star ? ["line: best so far", "star: best trial"] : []), ...search.legend].join("; ");
   byId("search-note").textContent = text && `${text[0].toUpperCase()}${text.slice(1)}.`;

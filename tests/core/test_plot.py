@@ -95,6 +95,20 @@ def test_the_lower_panel_stays_readable_in_a_journals_column_beside_a_diverged_r
     assert below.get_window_extent().width > 0.35 * sheet.figure.bbox.width
 
 
+def test_long_labels_of_rows_leave_room_for_the_panel_in_a_journals_column(tmp_path):
+    for number, (recipe, decay) in enumerate((recipe, decay) for recipe in ("scratch", "warm") for decay in (0.0, 0.1)):
+        write_run(tmp_path / f"runs/{number}", recipe=recipe, optim__weight_decay=decay, optim__grad_clip=decay + 1)
+    write_run(tmp_path / "runs/4", recipe="warm", optim__weight_decay=0.5, optim__grad_clip=2.0, until=9, reason=None)
+    sheet = draw_sheet(Comparison.build([read_run(path) for path in find_runs(tmp_path / "runs")]), "runs")
+    below = sheet.panels[1]
+    for column, named in (("double", True), ("single", False), (None, True)):
+        sheet.pictures(".svg", column=column)
+        labels = [label.get_text() for label in below.get_yticklabels()]
+        assert all(("weight_decay=" in label) == named for label in labels) and labels[-1].startswith("×")
+        assert below.get_window_extent().width > 0.3 * sheet.figure.bbox.width
+        assert min(label.get_window_extent().x0 for label in below.get_yticklabels()) >= 0
+
+
 def test_a_plot_of_diverged_runs_shows_all_their_losses(tmp_path):
     run = write_run(tmp_path / "runs/0", steps=100)
     lines = [json.loads(line) for line in (run / "events.jsonl").read_text().splitlines()]

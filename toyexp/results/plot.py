@@ -6,6 +6,7 @@ Runs that differ only in their seed form a point, which has one colour and one r
 from __future__ import annotations
 
 import math
+import re
 import statistics
 from collections import Counter
 from collections.abc import Sequence
@@ -311,7 +312,7 @@ def _draw_ends(
         if comparison.ranking.column.endswith("loss") and (steps := [step for step in starts if step is not None]):
             text = f"{text}, diverged" if rank == 0 else f"diverged by step {min(steps)}"  # the mean is off the scale
         _write_beside(axes, rank, text, INK, "bold" if rank == 0 else "normal")
-    labels = [fit_text(comparison.label(line.point.jobs[0], brief=True), 46) for line in named]
+    labels = [comparison.label(line.point.jobs[0], brief=True) for line in named]
     if rest:
         labels.append(f"{pluralise(len(rest), 'other')}, grey")
         means = [line.point.mean for line in rest if line.point.values]
@@ -328,13 +329,22 @@ def _draw_ends(
         _write_beside(axes, len(labels), text)
         settings = [comparison.label(entry, brief=True).split("  ") for entry in stopped]
         shared = "  ".join(text for text in settings[0] if all(text in texts for texts in settings))
-        labels.append(f"× {fit_text(shared, 44)}" if shared else "× did not complete")
-    axes.set_yticks(range(len(labels)), labels)
+        labels.append(f"× {shared}" if shared else "× did not complete")
+    axes.set_yticks(range(len(labels)))
+    axes.yaxis.set_major_formatter(lambda row, _: _fit_labels(axes, labels)[round(row)])  # fits any width of the page
     for rank, label in enumerate(axes.get_yticklabels()):
         label.set_color(GREY if rest and rank == len(named) else INK)  # not the point's: some are too pale in print
         label.set_fontweight("bold" if rank == 0 else "normal")
     axes.set_ylim(max(len(labels), 2) - 0.5, -0.5)
     axes.tick_params(axis="y", length=0)
+
+
+def _fit_labels(axes: Any, labels: Sequence[str]) -> list[str]:
+    """Shorten the labels of rows to the width of the page: drop the names of settings if these do not fit."""
+    most = int(min(46, 8 * axes.figure.bbox.width / axes.figure.dpi))
+    if max(map(len, labels)) > most:
+        labels = [re.sub(r"[^\s=]+=", "", label) for label in labels]
+    return [fit_text(label, most) for label in labels]
 
 
 def _write_beside(axes: Any, row: int, text: str, colour: str = INK, weight: str = "normal") -> None:

@@ -214,7 +214,7 @@ def test_the_output_of_a_command_has_the_styles_of_a_terminal(site):
     page = site["index.html"]
     assert '<span class="t-bold">settings                 seeds  held-out loss</span>' in page
     assert re.search(r'<span class="t-bold">recipe=warm lr=0.01 [^<]*</span>  <span class="t-bright">best</span>', page)
-    assert '<span class="t-path">outputs/sweeps/.../report.html</span>' in page and "\x1b" not in page
+    assert "\x1b" not in page
 
 
 def test_the_copy_button_of_a_console_copies_only_the_command(chromium, site_root):

@@ -8,7 +8,7 @@ import sys
 import textwrap
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from toyexp.base.errors import UserError, nearest, suggest
 from toyexp.base.formatting import format_value, short_path
@@ -99,14 +99,21 @@ def print_page(page: str) -> None:
         print(page, end="")
         return
     from rich.console import Console
-    from rich.markdown import Markdown
+    from rich.markdown import Markdown, TableDataElement
     from rich.theme import Theme
+
+    class Cell(TableDataElement):
+        def on_text(self, context: Any, text: Any) -> None:
+            super().on_text(context, text)
+            self.content.overflow = "fold"  # long words continue on the next line; rich would cut them
 
     # Without a ground, code is readable on light and on dark terminals.
     theme = Theme({"markdown.code": "bold cyan", "markdown.h1": "bold green", "markdown.h2": "bold green"})
     console = Console(width=text_width(), theme=theme, no_color=not is_coloured,
                       color_system="standard" if is_coloured else None)  # fmt: skip
-    console.print(Markdown(page, hyperlinks=False, code_theme="ansi_light"))
+    markdown = Markdown(page, hyperlinks=False, code_theme="ansi_light")
+    markdown.elements = {**Markdown.elements, "td_open": Cell}
+    console.print(markdown)
 
 
 _NO_MODEL = r"the GGUF files on this machine|is not a GGUF file|is a directory without"

@@ -97,6 +97,11 @@ def unavailable_reason() -> str:
     return library if isinstance(library, str) else ""
 
 
+def cache_problem() -> str:
+    """Return a line that says why kernels.c is compiled at each start; empty if it is cached or cannot be compiled."""
+    return getattr(_library(), "cache_problem", "")
+
+
 @functools.cache
 def _library() -> ctypes.CDLL | str:
     """Return the library compiled from kernels.c, or a text that says why it cannot be compiled."""
@@ -104,16 +109,19 @@ def _library() -> ctypes.CDLL | str:
     if not command:
         return "there is no C compiler"
     try:
-        with contextlib.suppress(OSError):  # the disk of the cache is full, or mounted noexec
-            if path := _cached_path(command):
-                return _with_functions(_load_cached(command, path))
+        try:
+            return _with_functions(_load_cached(command, _cached_path(command)))
+        except OSError as error:  # for example, the disk of the cache is full, or mounted noexec
+            reason = f"{error.strerror or error}; set TOYEXP_CACHE to a directory of your own"
         with tempfile.TemporaryDirectory(prefix="toyexp-", ignore_cleanup_errors=True) as directory:
-            return _with_functions(ctypes.CDLL(_compile(command, Path(directory, "kernels.so"))))
+            library = _with_functions(ctypes.CDLL(_compile(command, Path(directory, "kernels.so"))))
+        library.cache_problem = f"kernels.c is compiled at each start: the cache {cache_dir()}: {reason}"
+        return library
     except subprocess.TimeoutExpired:
         return f"the C compiler {command[0]} took more than {SECONDS} s"
     except (OSError, AttributeError, subprocess.SubprocessError) as error:
-        lines = (getattr(error, "stderr", None) or b"").decode(errors="replace").strip().splitlines()
-        return f"the C compiler {command[0]} failed ({(lines or [str(error)])[0]})"
+        lines = (getattr(error, "stderr", None) or b"").decode(errors="replace").strip().splitlines() or [str(error)]
+        return f"the C compiler {command[0]} failed ({next((line for line in lines if 'error:' in line), lines[0])})"
 
 
 def _with_functions(library: ctypes.CDLL) -> ctypes.CDLL:
@@ -130,11 +138,11 @@ def _compile(command: Sequence[str], target: Path) -> str:
     return str(target)
 
 
-def _cached_path(command: Sequence[str]) -> Path | None:
-    """Return the cache path for this compiler, source and machine; None if there is no private directory."""
+def _cached_path(command: Sequence[str]) -> Path:
+    """Return the cache path for this compiler, source and machine; raise OSError without a private directory."""
     folder, compiler = cache_dir(), shutil.which(command[0])
     if folder is None or not folder.is_absolute() or compiler is None or getattr(os, "getuid", None) is None:
-        return None
+        raise OSError("is not an absolute path")
     executable = Path(compiler).resolve()
     status = executable.stat()  # size and time differ between versions of a compiler
     build = (
@@ -144,7 +152,9 @@ def _cached_path(command: Sequence[str]) -> Path | None:
     digest = hashlib.sha256(repr(tuple(map(str, build))).encode() + SOURCE.read_bytes()).hexdigest()[:32]
     private = folder / f"kernels-{os.getuid()}"  # a shared cache has one directory for each user
     private.mkdir(mode=0o700, parents=True, exist_ok=True)
-    return private / f"{digest}.so" if is_private(private) else None
+    if not is_private(private):
+        raise OSError("other users can write to it")
+    return private / f"{digest}.so"
 
 
 def _cpu_flags() -> list[str]:

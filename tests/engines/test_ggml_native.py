@@ -332,3 +332,6 @@ def test_without_a_usable_cache_the_kernel_is_built_in_every_process(build_count
             monkeypatch.setenv("TOYEXP_CACHE", "cache")
     before = build_count()
     assert build_count() == before + 1
+    (line,) = [line for line in GGMLCPU(threads=1).advice() if "cache" in line]
+    reason = {"no directory": f"{tmp_path / 'cache'}: Not a directory", "relative": "cache: is not an absolute path"}
+    assert line.startswith("kernels.c is compiled at each start: the cache ") and f"{reason[problem]}; set" in line

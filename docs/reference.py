@@ -74,11 +74,11 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str
 
 
 def on_page_content(content: str, page: Any, config: Any, files: Files) -> str:
-    """Allow line breaks in settings, not in options such as `--top-k 40`; colour outputs of commands like a terminal."""
+    """Allow breaks in settings, not in options such as `--top-k 40`; colour outputs of commands like a terminal."""
     content = re.sub(r"<code>(?=--?\w[^<]{0,24}</code>)", '<code class="option">', content)
     content = re.sub(
         r"(?<!<span></span>)<code>[^<]+</code>",
-        lambda code: re.sub(r"(?<=[=},])(?=[\w${\[&/-][^<]*<)", "<wbr>", code[0]),
+        lambda code: re.sub(r"(?<=[=},])(?=[^\s<]{6})", "<wbr>", code[0]),
         content,
     )
     return re.sub(r'(?<=<span class="go">)[^<]+(?=</span>)', paint_output, content)

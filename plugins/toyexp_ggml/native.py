@@ -77,6 +77,12 @@ class AdamW(ctypes.Structure):
     _fields_ = (("source", ctypes.c_void_p * 5), ("target", ctypes.c_void_p), ("size", ctypes.c_int64))
 
 
+class Library(ctypes.CDLL):
+    """The compiled file kernels.c."""
+
+    cache_problem = ""  # why it is compiled at each start; empty if it is cached
+
+
 def kernel(name: str) -> Any:
     """Return the address of the function `name` of kernels.c, or None if kernels.c cannot be compiled."""
     library = _library()
@@ -99,11 +105,12 @@ def unavailable_reason() -> str:
 
 def cache_problem() -> str:
     """Return a line that says why kernels.c is compiled at each start; empty if it is cached or cannot be compiled."""
-    return getattr(_library(), "cache_problem", "")
+    library = _library()
+    return "" if isinstance(library, str) else library.cache_problem
 
 
 @functools.cache
-def _library() -> ctypes.CDLL | str:
+def _library() -> Library | str:
     """Return the library compiled from kernels.c, or a text that says why it cannot be compiled."""
     command = shlex.split(os.environ.get("CC", "")) or next(([c] for c in COMPILERS if shutil.which(c)), [])
     if not command:
@@ -114,7 +121,7 @@ def _library() -> ctypes.CDLL | str:
         except OSError as error:  # for example, the disk of the cache is full, or mounted noexec
             reason = f"{error.strerror or error}; set TOYEXP_CACHE to a directory of your own"
         with tempfile.TemporaryDirectory(prefix="toyexp-", ignore_cleanup_errors=True) as directory:
-            library = _with_functions(ctypes.CDLL(_compile(command, Path(directory, "kernels.so"))))
+            library = _with_functions(Library(_compile(command, Path(directory, "kernels.so"))))
         library.cache_problem = f"kernels.c is compiled at each start: the cache {cache_dir()}: {reason}"
         return library
     except subprocess.TimeoutExpired:
@@ -124,7 +131,7 @@ def _library() -> ctypes.CDLL | str:
         return f"the C compiler {command[0]} failed ({next((line for line in lines if 'error:' in line), lines[0])})"
 
 
-def _with_functions(library: ctypes.CDLL) -> ctypes.CDLL:
+def _with_functions(library: Library) -> Library:
     """Return the library; raise AttributeError if its functions are missing or hidden, as some options of CC do."""
     library.instruction_set.restype = ctypes.c_char_p
     return library
@@ -168,7 +175,7 @@ def _digest(file: Path) -> bytes:
     return hashlib.sha256(file.read_bytes()).hexdigest().encode()
 
 
-def _load_cached(command: Sequence[str], path: Path) -> ctypes.CDLL:
+def _load_cached(command: Sequence[str], path: Path) -> Library:
     """Return the library at `path`, or build it if the file is missing, damaged or owned by another user.
 
     Raise OSError if this fails.
@@ -180,4 +187,4 @@ def _load_cached(command: Sequence[str], path: Path) -> ctypes.CDLL:
             fresh.chmod(0o600)
         with write_atomically(digest) as fresh:
             fresh.write_bytes(_digest(path))
-    return ctypes.CDLL(str(path))
+    return Library(str(path))

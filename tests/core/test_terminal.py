@@ -30,6 +30,7 @@ from toyexp.base.terminal import (
 )
 from toyexp.base.user_paths import expand_home, expand_path, quote_letters
 from toyexp.cli.main import main
+from toyexp.cli.pages import print_page
 from toyexp.config.words import parse
 
 TINY = ["data=random", "model.d_model=16", "model.n_layers=1", "engine=ggml", "engine.threads=1", "steps=1"]
@@ -286,6 +287,16 @@ def test_long_words_and_json_are_not_broken_and_errors_hang(monkeypatch):
         "  eval    toyexp eval \\", "      outputs/a/long/path.gguf \\", "      --x",
         "  export  toyexp export \\", "            outputs/b.gguf",
     ]  # fmt: skip
+
+
+def test_a_table_of_a_page_breaks_long_words_and_cuts_none(monkeypatch):
+    monkeypatch.setattr(sys, "stdout", Terminal())
+    monkeypatch.setenv("NO_COLOR", "1")
+    monkeypatch.setenv("COLUMNS", "40")
+    print_page("| type | values |\n|---|---|\n| `'optim.beta2=choice(0.95,0.99)'` | one of these two values |\n")
+    shown = sys.stdout.getvalue()
+    assert "…" not in shown and max(map(len, shown.splitlines())) <= 40
+    assert "'optim.beta2=choice(0.95,0.99)'" in "".join(line[:21].strip() for line in shown.splitlines())
 
 
 def test_on_a_narrow_terminal_a_description_is_below_a_long_key(monkeypatch):

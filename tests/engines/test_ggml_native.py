@@ -1,6 +1,7 @@
 """kernels.c for ggml on the CPU: its results, and what happens without a compiler."""
 
 import ctypes
+import re
 import shutil
 
 import numpy as np
@@ -272,6 +273,13 @@ def test_ggml_goes_without_a_library_whose_functions_are_hidden(build_count, tmp
     monkeypatch.setenv("CC", f"{tmp_path / 'compiler'} -fvisibility=hidden")
     native._library.cache_clear()
     assert "failed" in native.unavailable_reason() and not native.instruction_set()
+
+
+def test_the_reason_is_the_first_error_of_the_compiler(build_count, tmp_path, monkeypatch):
+    (tmp_path / "other.h").write_text('#include "none.h"\n')
+    native.SOURCE.write_text('#include "other.h"\n')
+    native._library.cache_clear()
+    assert re.search(r"failed \(\S*other\.h:1:.*error: ", native.unavailable_reason())
 
 
 def test_a_compiled_kernel_is_not_reused_on_another_cpu(build_count, tmp_path, monkeypatch):

@@ -107,13 +107,14 @@ def print_page(page: str) -> None:
             super().on_text(context, text)
             self.content.overflow = "fold"  # long words continue on the next line; rich would cut them
 
+    class Page(Markdown):
+        elements = {**Markdown.elements, "td_open": Cell}
+
     # Without a ground, code is readable on light and on dark terminals.
     theme = Theme({"markdown.code": "bold cyan", "markdown.h1": "bold green", "markdown.h2": "bold green"})
     console = Console(width=text_width(), theme=theme, no_color=not is_coloured,
                       color_system="standard" if is_coloured else None)  # fmt: skip
-    markdown = Markdown(page, hyperlinks=False, code_theme="ansi_light")
-    markdown.elements = {**Markdown.elements, "td_open": Cell}
-    console.print(markdown)
+    console.print(Page(page, hyperlinks=False, code_theme="ansi_light"))
 
 
 _NO_MODEL = r"the GGUF files on this machine|is not a GGUF file|is a directory without"

@@ -78,7 +78,7 @@ def on_page_content(content: str, page: Any, config: Any, files: Files) -> str:
     content = re.sub(r"<code>(?=--?\w[^<]{0,24}</code>)", '<code class="option">', content)
     content = re.sub(
         r"(?<!<span></span>)<code>[^<]+</code>",
-        lambda code: re.sub(r"(?<=[=},])(?=[^\s<]{6})", "<wbr>", code[0]),
+        lambda code: re.sub(r"(?<=[=},])(?=[^\s<]{5})", "<wbr>", code[0]),
         content,
     )
     return re.sub(r'(?<=<span class="go">)[^<]+(?=</span>)', paint_output, content)

@@ -220,7 +220,7 @@ def run_help(arguments: Arguments) -> int:
         print_output(f"no page is named {word}; {len(results)} pages mention it (best first, at most {MAX_HITS}):")
         for topic, number, line in results[:MAX_HITS]:
             start = max(line.lower().find(word.lower()) - 30, 0)
-            print_output(f"  {f'toyexp help {topic}':<30} line {number:>3}  {line[start : start + 64]}")
+            print_output(f"  {f'toyexp help {topic}':<30} line {number:>3}  {line[start : start + max(text_width() - 44, 30)]}")
         return 0
     print_page(read_page(results[0][0] if results else word))
     if word in offers["command"]:

@@ -77,61 +77,53 @@ class AdamW(ctypes.Structure):
     _fields_ = (("source", ctypes.c_void_p * 5), ("target", ctypes.c_void_p), ("size", ctypes.c_int64))
 
 
-class Library(ctypes.CDLL):
-    """The compiled file kernels.c."""
-
-    cache_problem = ""  # why it is compiled at each start; empty if it is cached
-
-
 def kernel(name: str) -> Any:
     """Return the address of the function `name` of kernels.c, or None if kernels.c cannot be compiled."""
-    library = _library()
-    return None if isinstance(library, str) else ctypes.cast(getattr(library, name), ctypes.c_void_p).value
+    library, _ = _library()
+    return ctypes.cast(getattr(library, name), ctypes.c_void_p).value if library else None
 
 
 def instruction_set() -> str:
     """Return the instruction set for which kernels.c is compiled; empty if it does not multiply faster than ggml."""
-    library = _library()
-    if isinstance(library, str):
-        return ""
-    return library.instruction_set().decode()
+    library, _ = _library()
+    return library.instruction_set().decode() if library else ""
 
 
 def unavailable_reason() -> str:
     """Return why kernels.c cannot be used; empty if it can."""
-    library = _library()
-    return library if isinstance(library, str) else ""
+    library, problem = _library()
+    return "" if library else problem
 
 
 def cache_problem() -> str:
     """Return a line that says why kernels.c is compiled at each start; empty if it is cached or cannot be compiled."""
-    library = _library()
-    return "" if isinstance(library, str) else library.cache_problem
+    library, problem = _library()
+    return problem if library else ""
 
 
 @functools.cache
-def _library() -> Library | str:
-    """Return the library compiled from kernels.c, or a text that says why it cannot be compiled."""
+def _library() -> tuple[ctypes.CDLL | None, str]:
+    """Return the library compiled from kernels.c, or None, and a text that says why it is None or is not cached."""
     command = shlex.split(os.environ.get("CC", "")) or next(([c] for c in COMPILERS if shutil.which(c)), [])
     if not command:
-        return "there is no C compiler"
+        return None, "there is no C compiler"
     try:
         try:
-            return _with_functions(_load_cached(command, _cached_path(command)))
+            return _with_functions(_load_cached(command, _cached_path(command))), ""
         except OSError as error:  # for example, the disk of the cache is full, or mounted noexec
             reason = f"{error.strerror or error}; set TOYEXP_CACHE to a directory of your own"
         with tempfile.TemporaryDirectory(prefix="toyexp-", ignore_cleanup_errors=True) as directory:
-            library = _with_functions(Library(_compile(command, Path(directory, "kernels.so"))))
-        library.cache_problem = f"kernels.c is compiled at each start: the cache {cache_dir()}: {reason}"
-        return library
+            library = _with_functions(ctypes.CDLL(_compile(command, Path(directory, "kernels.so"))))
+        return library, f"kernels.c is compiled at each start: the cache {cache_dir()}: {reason}"
     except subprocess.TimeoutExpired:
-        return f"the C compiler {command[0]} took more than {SECONDS} s"
+        return None, f"the C compiler {command[0]} took more than {SECONDS} s"
     except (OSError, AttributeError, subprocess.SubprocessError) as error:
         lines = (getattr(error, "stderr", None) or b"").decode(errors="replace").strip().splitlines() or [str(error)]
-        return f"the C compiler {command[0]} failed ({next((line for line in lines if 'error:' in line), lines[0])})"
+        message = next((line for line in lines if "error:" in line), lines[0])
+        return None, f"the C compiler {command[0]} failed ({message})"
 
 
-def _with_functions(library: Library) -> Library:
+def _with_functions(library: ctypes.CDLL) -> ctypes.CDLL:
     """Return the library; raise AttributeError if its functions are missing or hidden, as some options of CC do."""
     library.instruction_set.restype = ctypes.c_char_p
     return library
@@ -175,7 +167,7 @@ def _digest(file: Path) -> bytes:
     return hashlib.sha256(file.read_bytes()).hexdigest().encode()
 
 
-def _load_cached(command: Sequence[str], path: Path) -> Library:
+def _load_cached(command: Sequence[str], path: Path) -> ctypes.CDLL:
     """Return the library at `path`, or build it if the file is missing, damaged or owned by another user.
 
     Raise OSError if this fails.
@@ -187,4 +179,4 @@ def _load_cached(command: Sequence[str], path: Path) -> Library:
             fresh.chmod(0o600)
         with write_atomically(digest) as fresh:
             fresh.write_bytes(_digest(path))
-    return Library(str(path))
+    return ctypes.CDLL(str(path))

@@ -130,13 +130,9 @@ def _paint_lines(text: str, stream: IO[str]) -> str:
         shown, is_painted = wrap_columns(line, stream, has_colour(stream)), has_colour(stream) and not _JSON.match(line)
         for pattern, style in _STYLED if is_painted else ():
             if pattern.search(line):  # a word that is the last one only of a wrapped line is no verdict
-                shown = pattern.sub(partial(_paint_match, style, stream), shown)
+                shown = pattern.sub(paint(r"\g<0>", style, stream), shown)
         painted.append(shown)
     return "\n".join(painted)
-
-
-def _paint_match(style: str, stream: IO[str], match: re.Match[str]) -> str:
-    return paint(match[0], style, stream)
 
 
 class Head(str):
@@ -201,21 +197,21 @@ def _mark(room: int, command: re.Match[str]) -> str:
 def _fill(line: str, width: int, indent: int) -> list[str]:
     """Return a line as lines of at most `width` characters. If a word does not fit, all lines are indented less."""
     lines, current = [], ""
+
+    def measure(text: str) -> int:
+        return len(text) - sum(map(text.count, "\f\x0e\x0f"))
+
     for chunk in re.findall(r"[ \v]*[^ \v]+", line):
         is_rest = chunk[0] == "\v"
-        is_full = _count_columns(current + chunk) > width - 2 * ("\v" in line)  # 2 for the backslash
+        is_full = measure(current + chunk) > width - 2 * ("\v" in line)  # 2 for the backslash
         if current.strip() and (is_full or "\f" in chunk):
             lines.append(current + " \\" * is_rest)
             current, chunk = " " * (indent + 2 * is_rest), chunk.strip(" \v")
         current += chunk
-    excess, least = max(map(_count_columns, [*lines[1:], current])) - width, 4 * ("\v" in line)
+    excess, least = max(map(measure, [*lines[1:], current])) - width, 4 * ("\v" in line)
     if excess > 0 and lines and indent > least:  # commands below each other stay aligned
         return _fill(line, width, least or max(indent - excess, 0))
     return [*lines, current]
-
-
-def _count_columns(text: str) -> int:
-    return len(text) - sum(map(text.count, "\f\x0e\x0f"))
 
 
 _status = ""  # text of the status line, erased before the next line
@@ -258,8 +254,9 @@ def print_usage(text: str) -> None:
             usage = "usage:" if name != first[0] else ""
             rest = shown[first.end() :]
             begins = len(shown) - len(rest.lstrip())
-            if rest.strip() and not usage and begins >= 24 and (terminal_width() or 72) < 72:
-                rest = "\n" + wrap_columns(" " * 6 + escape_controls(line)[begins:])
+            if rest.strip() and begins >= 24 and (terminal_width() or 72) < 72:
+                indent = 11 if usage or name.startswith(" " * 7) else 6  # lines below `usage:` begin at column 7
+                rest = "\n" + wrap_columns(" " * indent + escape_controls(line)[begins:])
             shown = usage + paint(key, "command") + paint(equals + value, "value") + rest
         else:
             shown = wrap_columns(escape_controls(line), None, has_colour(sys.stdout))

@@ -218,9 +218,10 @@ def run_help(arguments: Arguments) -> int:
     results = [] if word in topics() or not word.strip() else search(word)
     if len(results) > 1:
         print_output(f"no page is named {word}; {len(results)} pages mention it (best first, at most {MAX_HITS}):")
+        room = max(text_width() - 44, 30)
         for topic, number, line in results[:MAX_HITS]:
             start = max(line.lower().find(word.lower()) - 30, 0)
-            print_output(f"  {f'toyexp help {topic}':<30} line {number:>3}  {line[start : start + max(text_width() - 44, 30)]}")
+            print_output(f"  {f'toyexp help {topic}':<30} line {number:>3}  {line[start : start + room]}")
         return 0
     print_page(read_page(results[0][0] if results else word))
     if word in offers["command"]:

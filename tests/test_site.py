@@ -235,6 +235,8 @@ def test_tables_of_settings_fit_a_phone_and_have_room_for_explanations(chromium,
     page.set_viewport_size({"width": 1400, "height": 900})
     page.goto((site_root / "reference" / "settings.html").as_uri())
     assert page.locator("th:has-text('what it does')").first.bounding_box()["width"] > 300
+    heading, first = page.locator(".md-sidebar--primary .md-nav__link:visible").all()[:2]
+    assert first.bounding_box()["y"] >= heading.bounding_box()["y"] + heading.bounding_box()["height"] + 4
     page.close()
 
 

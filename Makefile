@@ -37,6 +37,7 @@ pictures: $(INSTALLED)  ## draw the documentation's pictures from real runs; tho
 	$(BIN)/python -m toyexp -m recipe=scratch,warm lr=1e-3,3e-3,1e-2 seed=0,1,2 hydra.sweep.dir=outputs/pictures/sweep
 	$(BIN)/python -m toyexp -m 'lr=tag(log, interval(1e-4, 1e-1))' optim.weight_decay=0,0.1 sweep.search=tpe sweep.trials=24 sweep.prune=asha eval_every=20 hydra.sweep.dir=outputs/pictures/search
 	$(BIN)/python -m toyexp compare outputs/pictures/sweep --plot docs/pages/pictures/sweep.svg
+	$(BIN)/python -m toyexp compare outputs/pictures/sweep --plot docs/pages/pictures/sweep_narrow.svg --column single
 	$(BIN)/python docs/pictures.py outputs/pictures
 
 faults: $(INSTALLED)  ## kill processes, fill disks, break files: 20 minutes on 2 cores; the figures go to tests/faults/figures.txt

@@ -56,7 +56,7 @@ def run(command: str, folder: Path) -> str:
     """Return the output of a toyexp command in a terminal, without colours and without lines that it overwrites."""
     ours, its = pty.openpty()
     termios.tcsetwinsize(its, (50, COLUMNS))
-    environment = {**os.environ, "NO_COLOR": "1", "HOME": str(folder)}  # no models of other programs
+    environment = {**os.environ, "NO_COLOR": "1", "HOME": str(folder.resolve())}  # no models of other programs
     environment.pop("COLUMNS", None)
     words = [sys.executable, "-m", "toyexp", *shlex.split(command)]
     with subprocess.Popen(words, cwd=folder, env=environment, stdout=its, stderr=subprocess.DEVNULL):

@@ -44,6 +44,7 @@ def format_output(output: dict[str, Any], picture: str) -> str:
     data = output.get("data", {})
     if "image/png" in data:
         style = output["metadata"]["image/png"]
-        return f'<img src="{picture}" alt="{escape(style["alt"])}" width="{style["width"]}">'
+        image = f'<img src="{picture}" alt="{escape(style["alt"])}" width="{style["width"]}">'
+        return f'<a class="zoom" href="{picture}">{image}</a>'
     text = "".join(data.get("text/plain", output.get("text", ())))
     return "".join(data["text/html"]) if "text/html" in data else f"<pre>{escape(text.rstrip())}</pre>"

@@ -122,6 +122,8 @@ def main(runs: Path) -> None:
     shutil.rmtree(here, ignore_errors=True)
     here.mkdir(parents=True)
     shutil.copytree(runs / "sweep", here / "outputs" / "sweep")
+    shutil.copytree(runs / "vit_digits", here / "outputs" / "digits")
+    examples.record(here)
     draw_terminal("terminal_compare", "toyexp compare outputs/sweep", here)
     draw_terminal("terminal_error", "toyexp recpe=warm", here)
     draw_terminal(
@@ -138,8 +140,6 @@ def main(runs: Path) -> None:
         keep=r"^(sweep|\[[05]\]|mean|settings|recipe|report|$|next|  +toyexp)",
         prompt=False,
     )
-    shutil.copytree(runs / "vit_digits", here / "outputs" / "digits")
-    examples.record(here)
     site = ["--config-file", str(ROOT / "docs" / "mkdocs.yml"), "--site-dir", str((runs / "site").resolve())]
     environment = {**os.environ, "NO_MKDOCS_2_WARNING": "1"}
     subprocess.run([sys.executable, "-m", "mkdocs", "build", "--quiet", *site], env=environment, check=True)

@@ -57,10 +57,9 @@ def on_files(files: Files, config: Any) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str:
-    """Complete a page: templates that it links to, links to files of the repository's root, regions, dark pictures."""
+    """Complete a page: templates that it links to, links to files of the repository's root, regions, pictures."""
     name = page.file.src_uri
-    if name in SEARCH_BOOST:
-        page.meta["search"] = {"boost": SEARCH_BOOST[name]}
+    page.meta["search"] = {"boost": SEARCH_BOOST.get(name, 0.3 if name.startswith("plugins/") else 1)}
     if name == "index.md":
         page.meta["hide"] = ["navigation", "toc"]
     markdown = re.sub(
@@ -71,12 +70,17 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str
     markdown = re.sub(r"^> \[!(\w+)\]\n((?:>.*\n?)+)", admonition, markdown, flags=re.MULTILINE)
     markdown = re.sub(r"<!-- begin (\w+) -->", r'<div class="\1" markdown>', markdown)
     markdown = markdown.replace("<!-- end -->", "</div>")
-    return add_dark_pictures(markdown, (PAGES_FOLDER / name).parent)
+    return add_forms(markdown, (PAGES_FOLDER / name).parent)
 
 
 def on_page_content(content: str, page: Any, config: Any, files: Files) -> str:
-    """Keep options such as `--top-k 40` on one line, and colour the output of commands as a terminal does."""
+    """Allow breaks in settings, not in options such as `--top-k 40`; colour outputs of commands like a terminal."""
     content = re.sub(r"<code>(?=--?\w[^<]{0,24}</code>)", '<code class="option">', content)
+    content = re.sub(
+        r"(?<!<span></span>)<code>[^<]+</code>",
+        lambda code: re.sub(r"(?<=[=},])(?=[^\s<]{5})", "<wbr>", code[0]),
+        content,
+    )
     return re.sub(r'(?<=<span class="go">)[^<]+(?=</span>)', paint_output, content)
 
 
@@ -99,16 +103,21 @@ def admonition(alert: re.Match[str]) -> str:
     return f"!!! {alert[1].lower()}\n{text}"
 
 
-def add_dark_pictures(markdown: str, folder: Path) -> str:
-    """Show pictures that have a dark form, such as report.webp and report_dark.webp, in the form of the theme."""
+def add_forms(markdown: str, folder: Path) -> str:
+    """Show each picture in the form of the theme and width, such as report_dark.webp, and link to its full size.
 
-    def both_forms(picture: re.Match[str]) -> str:
+    Forms are files: NAME_dark for a dark page, NAME_narrow for a phone. Terminals scroll on a phone, without a link.
+    """
+
+    def all_forms(picture: re.Match[str]) -> str:
         alt, path, suffix = picture.groups()
-        if not (folder / f"{path}_dark{suffix}").is_file():
-            return picture[0]
-        return f"![{alt}]({path}{suffix}#only-light)![{alt}]({path}_dark{suffix}#only-dark)"
+        forms = [("", "")]
+        for name, other in (("dark", "light"), ("narrow", "wide")):
+            if (folder / f"{path}_{name}{suffix}").is_file():
+                forms = [("", f"#only-{other}"), (f"_{name}", f"#only-{name}")]
+        return "".join(f"[![{alt}]({path}{form}{suffix}{only})]({path}{suffix}){{.zoom}}" for form, only in forms)
 
-    return re.sub(r"!\[([^\]]*)\]\(([\w./-]+?)(\.\w+)\)", both_forms, markdown)
+    return re.sub(r"!\[([^\]]*)\]\(((?!\S*terminal_)[\w./-]+?)(\.\w+)\)", all_forms, markdown)
 
 
 def read_root_file(name: str) -> str:

@@ -26,6 +26,7 @@ from toyexp.base import (
     describe_parameters,
     find_divergence,
     fit_y_axis,
+    format_number,
     format_tick,
     make_directory,
     mark_above,
@@ -57,6 +58,7 @@ FAILED = "failed"  # reason of an early end
 NOT_PLOTTED = {"ppl", "tokens", "wall_us"}
 
 Points = tuple[list[int], list[float]]  # steps, and a value for each
+Format = Callable[[float], str]
 
 
 @dataclass
@@ -256,9 +258,9 @@ def describe_result(curves: Curves) -> str:
         norms = curves.steps["grad_norm"][1]
         cause = ": the gradient is not finite" if norms and _is_not_finite(norms[-1]) else ""
         return f"{FAILED} at step {curves.early_end[0]}{cause}"
-    for name, text, unit in ("accuracy", "{:.1f} %", 100), ("loss", "{:.4g}", 1):
+    for name, form, unit in ("accuracy", "{:.1f} %".format, 100), ("loss", format_number, 1):
         if values := curves.held_out.get(name, ([], []))[1]:
-            return f"held-out {name} {text.format(unit * values[-1])}"
+            return f"held-out {name} {form(unit * values[-1])}"
     return f"{curves.steps['loss'][0][-1]} steps"
 
 
@@ -339,36 +341,36 @@ def _loss(axes: Any, curves: Curves) -> None:
         if half > 1:
             axes.plot(*thin_curve(steps, values, MAX_POINTS), color=BLUE, linewidth=0.6, alpha=0.35,
                       label="training, each step")  # fmt: skip
-        label = _label("training, smoothed" if half > 1 else "training", means, "{:.4g}")
+        label = _label("training, smoothed" if half > 1 else "training", means, format_number)
         axes.plot(*thin_curve(steps, means, MAX_POINTS), color=BLUE, linewidth=1.6, label=label)
         if _is_not_finite(values[-1]):
             stop, end = [pair for pair in zip(steps, means, strict=True) if math.isfinite(pair[1])][-1]
             axes.plot(stop, end, marker="X", markersize=7, color=BLUE, markeredgecolor="white", zorder=5)
         mark_above(axes, steps, values, BLUE)
     if eval_steps:
-        _held_out(axes, eval_steps, held_out, "{:.4g}", steps)
+        _held_out(axes, eval_steps, held_out, format_number, steps)
         mark_above(axes, eval_steps, held_out, VERMILLION)
     axes.set_ylabel(f"loss (nats per {curves.unit})")
     if shown:
         axes.legend(fontsize=SMALL, edgecolor="none", frameon=math.isfinite(values[-1]))  # no box on a grey ground
 
 
-def _label(name: str, values: Sequence[float], form: str, when: str = "at the end") -> str:
+def _label(name: str, values: Sequence[float], form: Format, when: str = "at the end") -> str:
     """Return the text of a curve in the legend, with its last value, or its last finite one."""
     if math.isfinite(values[-1]):
-        return f"{name}, {when} {form.format(values[-1])}"
+        return f"{name}, {when} {form(values[-1])}"
     last = [*filter(math.isfinite, values)][-1:]
-    return f"{name}, last {form.format(last[0])}" if last else f"{name}, never finite"
+    return f"{name}, last {form(last[0])}" if last else f"{name}, never finite"
 
 
 def _accuracy(axes: Any, curves: Curves) -> None:
     steps, values = curves.held_out["accuracy"]
-    _held_out(axes, steps, [100 * value for value in values], "{:.1f} %", steps)
+    _held_out(axes, steps, [100 * value for value in values], "{:.1f} %".format, steps)
     axes.set_ylabel("held-out accuracy (%)")
     axes.legend(fontsize=SMALL, edgecolor="none")
 
 
-def _held_out(axes: Any, steps: Sequence[int], values: Sequence[float], form: str, trained: Sequence[int]) -> None:
+def _held_out(axes: Any, steps: Sequence[int], values: Sequence[float], form: Format, trained: Sequence[int]) -> None:
     when = "at the end" if not trained or steps[-1] >= trained[-1] else f"at step {steps[-1]}:"
     axes.plot(steps, values, color=VERMILLION, linewidth=0.8, marker="o", markersize=3.5 if len(steps) < 60 else 1.5,
               label=_label("held-out", values, form, when))  # fmt: skip
@@ -409,7 +411,8 @@ def _marks(panels: Mapping[str, Any], curves: Curves) -> None:
     (steps, losses), loss = curves.steps["loss"], panels["loss"]
     marks = [([curves.best], f"best, step {curves.best}", GREEN, "--", 1.0)] if curves.best is not None else []
     if (diverged := find_divergence(steps, losses)) is not None:
-        text = f"diverged at step {diverged}: loss from {losses[0]:.4g} to {losses[steps.index(diverged)]:.4g}"
+        before, after = format_number(losses[0]), format_number(losses[steps.index(diverged)])
+        text = f"diverged at step {diverged}: loss from {before} to {after}"
         marks.append(([diverged], text, INK, "-", 1.2))
     if (lost := find_tail(curves.steps["loss"], _is_not_finite)) is not None:
         marks.append(([lost], f"the loss is {losses[steps.index(lost)]} from step {lost}", INK, "-", 1.2))

@@ -126,11 +126,12 @@ class GGMLCPU(GGMLEngine):
         return f"ggml on the {profile.label}{instructions}, {pluralise(self.thread_count())}"
 
     def advice(self) -> list[str]:
-        from toyexp_ggml.native import unavailable_reason
+        from toyexp_ggml.native import cache_problem, unavailable_reason
 
         slow = "this build of ggml-python is slow; see `toyexp doctor`" if self._is_slow() else ""
         kernels = f"toyexp's faster kernels are not used: {why}" if (why := unavailable_reason()) else ""
-        return [line for line in (self.threads and crowding_note(self.threads), slow, kernels) if line]
+        crowding = self.threads and crowding_note(self.threads)
+        return [line for line in (crowding, slow, kernels, cache_problem()) if line]
 
     def remedies(self) -> list[str]:
         if not self._is_slow():

@@ -79,41 +79,48 @@ class AdamW(ctypes.Structure):
 
 def kernel(name: str) -> Any:
     """Return the address of the function `name` of kernels.c, or None if kernels.c cannot be compiled."""
-    library = _library()
-    return None if isinstance(library, str) else ctypes.cast(getattr(library, name), ctypes.c_void_p).value
+    library, _ = _library()
+    return ctypes.cast(getattr(library, name), ctypes.c_void_p).value if library else None
 
 
 def instruction_set() -> str:
     """Return the instruction set for which kernels.c is compiled; empty if it does not multiply faster than ggml."""
-    library = _library()
-    if isinstance(library, str):
-        return ""
-    return library.instruction_set().decode()
+    library, _ = _library()
+    return library.instruction_set().decode() if library else ""
 
 
 def unavailable_reason() -> str:
     """Return why kernels.c cannot be used; empty if it can."""
-    library = _library()
-    return library if isinstance(library, str) else ""
+    library, problem = _library()
+    return "" if library else problem
+
+
+def cache_problem() -> str:
+    """Return a line that says why kernels.c is compiled at each start; empty if it is cached or cannot be compiled."""
+    library, problem = _library()
+    return problem if library else ""
 
 
 @functools.cache
-def _library() -> ctypes.CDLL | str:
-    """Return the library compiled from kernels.c, or a text that says why it cannot be compiled."""
+def _library() -> tuple[ctypes.CDLL | None, str]:
+    """Return the library compiled from kernels.c, or None, and a text that says why it is None or is not cached."""
     command = shlex.split(os.environ.get("CC", "")) or next(([c] for c in COMPILERS if shutil.which(c)), [])
     if not command:
-        return "there is no C compiler"
+        return None, "there is no C compiler"
     try:
-        with contextlib.suppress(OSError):  # the disk of the cache is full, or mounted noexec
-            if path := _cached_path(command):
-                return _with_functions(_load_cached(command, path))
+        try:
+            return _with_functions(_load_cached(command, _cached_path(command))), ""
+        except OSError as error:  # for example, the disk of the cache is full, or mounted noexec
+            reason = f"{error.strerror or error}; set TOYEXP_CACHE to a directory of your own"
         with tempfile.TemporaryDirectory(prefix="toyexp-", ignore_cleanup_errors=True) as directory:
-            return _with_functions(ctypes.CDLL(_compile(command, Path(directory, "kernels.so"))))
+            library = _with_functions(ctypes.CDLL(_compile(command, Path(directory, "kernels.so"))))
+        return library, f"kernels.c is compiled at each start: the cache {cache_dir()}: {reason}"
     except subprocess.TimeoutExpired:
-        return f"the C compiler {command[0]} took more than {SECONDS} s"
+        return None, f"the C compiler {command[0]} took more than {SECONDS} s"
     except (OSError, AttributeError, subprocess.SubprocessError) as error:
-        lines = (getattr(error, "stderr", None) or b"").decode(errors="replace").strip().splitlines()
-        return f"the C compiler {command[0]} failed ({(lines or [str(error)])[0]})"
+        lines = (getattr(error, "stderr", None) or b"").decode(errors="replace").strip().splitlines() or [str(error)]
+        message = next((line for line in lines if "error:" in line), lines[0])
+        return None, f"the C compiler {command[0]} failed ({message})"
 
 
 def _with_functions(library: ctypes.CDLL) -> ctypes.CDLL:
@@ -130,11 +137,11 @@ def _compile(command: Sequence[str], target: Path) -> str:
     return str(target)
 
 
-def _cached_path(command: Sequence[str]) -> Path | None:
-    """Return the cache path for this compiler, source and machine; None if there is no private directory."""
+def _cached_path(command: Sequence[str]) -> Path:
+    """Return the cache path for this compiler, source and machine; raise OSError without a private directory."""
     folder, compiler = cache_dir(), shutil.which(command[0])
     if folder is None or not folder.is_absolute() or compiler is None or getattr(os, "getuid", None) is None:
-        return None
+        raise OSError("is not an absolute path")
     executable = Path(compiler).resolve()
     status = executable.stat()  # size and time differ between versions of a compiler
     build = (
@@ -144,7 +151,9 @@ def _cached_path(command: Sequence[str]) -> Path | None:
     digest = hashlib.sha256(repr(tuple(map(str, build))).encode() + SOURCE.read_bytes()).hexdigest()[:32]
     private = folder / f"kernels-{os.getuid()}"  # a shared cache has one directory for each user
     private.mkdir(mode=0o700, parents=True, exist_ok=True)
-    return private / f"{digest}.so" if is_private(private) else None
+    if not is_private(private):
+        raise OSError("other users can write to it")
+    return private / f"{digest}.so"
 
 
 def _cpu_flags() -> list[str]:

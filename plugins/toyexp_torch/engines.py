@@ -287,14 +287,19 @@ class TorchCUDA(TorchEngine):
     priority: ClassVar[int] = 40
 
     capture: bool = True  # launch a training step as one CUDA graph; false: kernel by kernel
+    bfloat16_attention: bool = False  # compute attention in bfloat16 while other products are in float32 or TF32
     tf32: bool = False  # let float32 matrix products round their inputs to TF32 (10-bit mantissa)
 
     def warnings(self, preview: RunPreview) -> Iterable[str]:
         yield from super().warnings(preview)
         if self.tf32 and self.dtype == "float64":
             yield "engine.tf32=true: has no effect with engine.dtype=float64; it applies to float32 products"
+        if self.bfloat16_attention and self.dtype != "float32":
+            yield f"engine.bfloat16_attention=true: has no effect with engine.dtype={self.dtype}; it applies to float32"
 
     def product_dtype(self) -> str:
+        if self.dtype == "float32" and self.bfloat16_attention:
+            return "bfloat16"
         return "tf32" if self.tf32 and self.dtype == "float32" else self.dtype
 
     def check(self) -> str:
@@ -337,7 +342,9 @@ class TorchCUDA(TorchEngine):
         return [f"{words} available; engine.devices=all uses all of them"] if count > self.count() == 1 else []
 
     def _session_settings(self, title: str) -> SessionSettings:
-        return replace(super()._session_settings(title), tf32=self.tf32, capture=self.capture)
+        rounded = import_torch().bfloat16 if self.bfloat16_attention and self.dtype == "float32" else None
+        settings = super()._session_settings(title)
+        return replace(settings, tf32=self.tf32, capture=self.capture, attention_dtype=rounded)
 
 
 @dataclass

@@ -62,7 +62,7 @@ class LossOps(TorchOps):
     chunk = 1 << 22  # logits that `token_log_probs` holds in memory at a time
 
     def __init__(self, ops: TorchOps):
-        super().__init__(ops.recompute, ops.activations)
+        super().__init__(ops.recompute, ops.activations, ops.attention_dtype)
         self.rotations = ops.rotations  # shared, so that the compiler treats the tables as constants
 
     def should_defer(self, x: Tensor, w: Tensor | Packed | AdaptedWeight) -> bool:
@@ -128,11 +128,14 @@ class ProjectedLossOps(LossOps):
     chunk = 1 << 25
     selected: Tensor | None = None  # positions to compute logits for, [n]; None: all
 
-    def __init__(self, ops: TorchOps):
+    def __init__(self, ops: TorchOps, compiled: bool):
         super().__init__(ops)
+        self._projected_loss: Callable[..., Tensor]
         from toyexp_torch.kernels.head import projected_loss  # imported here because it needs Triton
 
-        self._projected_loss = projected_loss
+        # It calls kernels directly, and a compiler would compile it again for each number of positions. Without a
+        # compiled step nothing is disabled, because `disable` imports the whole compiler, which takes a second.
+        self._projected_loss = torch.compiler.disable(projected_loss) if compiled else projected_loss
 
     def should_defer(self, x: Tensor, w: Tensor | Packed | AdaptedWeight) -> bool:
         """Return True if there are many logits and w has no adapter. The kernel does not support adapters."""
@@ -152,8 +155,8 @@ class ProjectedLossOps(LossOps):
         return self._projected_loss(logits.x, logits.w, targets, weights, self)
 
 
-def make_loss_ops(ops: TorchOps, device: str) -> TorchOps:
-    """Return the ops with which a loss is computed on a device: "cpu", "cuda" or "mps".
+def make_loss_ops(ops: TorchOps, device: str, compiled: bool) -> TorchOps:
+    """Return the ops with which a loss, perhaps compiled, is computed on a device: "cpu", "cuda" or "mps".
 
     On cpu, and on cuda with Triton, they are variants of `ops` that defer the logits. Otherwise they are `ops` itself.
     """
@@ -162,6 +165,6 @@ def make_loss_ops(ops: TorchOps, device: str) -> TorchOps:
     if device != "cuda":
         return ops
     try:
-        return ProjectedLossOps(ops)
+        return ProjectedLossOps(ops, compiled)
     except ImportError:  # Triton is not installed
         return ops

@@ -27,9 +27,15 @@ class TorchOps(Ops):
     start = 0  # position in the sequence of the first element of x's position axis, for rope
     table_length = 0  # minimum number of positions in rope's tables; a decoder sets it, since its positions grow
 
-    def __init__(self, recompute: bool = False, activations: torch.dtype | None = None) -> None:
+    def __init__(
+        self,
+        recompute: bool = False,
+        activations: torch.dtype | None = None,
+        attention_dtype: torch.dtype | None = None,
+    ) -> None:
         self.recompute = recompute  # compute a block again in the backward pass instead of keeping its activations
         self.activations = activations  # dtype of the residual stream; None: dtype of the weights
+        self.attention_dtype = attention_dtype  # dtype to which PyTorch's attention rounds q, k, v; None: no rounding
         self.rotations: dict[tuple, tuple[Tensor, Tensor]] = {}  # rope's cos and sin tables
 
     def block(self, function: Callable[..., Any], x: Tensor, p: Params, *rest: Any) -> Any:
@@ -165,14 +171,15 @@ class TorchOps(Ops):
         if softcap or sinks is not None or (bias is not None and not by_row):
             rest = {"sinks": sinks, "bias": bias}
             return self.compose_attention(q, k, v, causal, window=window, scale=scale, softcap=softcap, **rest)
-        q, k, v = (t.transpose(1, 2) for t in (q, k, v))  # [B, H, T, D]
+        dtype = q.dtype
+        q, k, v = (t.transpose(1, 2).to(self.attention_dtype or dtype) for t in (q, k, v))  # [B, H, T, D]
         grouped, mask = q.shape[1] != k.shape[1], None
         if bias is not None:
             causal, mask = False, (self.causal(bias, window) if causal else bias).to(q.dtype)
         elif causal and 0 < window < q.shape[2]:
             causal, mask = False, visible(q.shape[2], k.shape[2], window, q.device)
         out = F.scaled_dot_product_attention(q, k, v, mask, is_causal=causal, scale=scale, enable_gqa=grouped)
-        return out.transpose(1, 2).flatten(-2)
+        return out.to(dtype).transpose(1, 2).flatten(-2)
 
     def gelu(self, x: Tensor, exact: bool = False) -> Tensor:
         return F.gelu(x, approximate="none" if exact else "tanh")

@@ -65,6 +65,7 @@ class SessionSettings:
     recompute: bool  # activation checkpointing, block by block
     threads: int | None = None  # CPU threads; None: do not change the number that the process uses
     tf32: bool | None = None  # round the inputs of float32 products to TF32; None: do not change torch's setting
+    attention_dtype: torch.dtype | None = None  # round queries, keys and values to this dtype; None: do not round
     capture: bool = False  # launch a training step as one CUDA graph
 
 
@@ -80,8 +81,9 @@ class TorchSession(Session):
         self._gathers_gradients = settings.device == "cuda"  # with a few multi-tensor kernels, not one per gradient
         in_ops = not plan.model.engines  # other code expects weights in float32, as autocast does
         self._keeps_bfloat16 = settings.device == "cuda" and settings.dtype == "bfloat16" and in_ops
-        self._ops = TorchOps(settings.recompute, torch.bfloat16 if self._keeps_bfloat16 else None)
-        self._loss_ops = make_loss_ops(self._ops, settings.device)
+        activations = torch.bfloat16 if self._keeps_bfloat16 else None
+        self._ops = TorchOps(settings.recompute, activations, settings.attention_dtype)
+        self._loss_ops = make_loss_ops(self._ops, settings.device, settings.compile)
         self._switches = Switches(settings)
         self._tensors: dict[str, Tensor | Packed] = {}
         self._exact_values: dict[str, np.ndarray] = {}  # frozen values that the device holds rounded to bfloat16

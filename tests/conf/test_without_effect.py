@@ -232,6 +232,8 @@ def test_engines_warn_about_their_settings_without_effect():
         (GGMLVulkan(half=True), bare, None),
         (TorchCUDA(tf32=True, dtype="float64"), bare, "engine.tf32=true"),
         (TorchCUDA(tf32=True), packed, None),
+        (TorchCUDA(bfloat16_attention=True, dtype="bfloat16"), bare, "engine.bfloat16_attention=true"),
+        (TorchCUDA(bfloat16_attention=True), bare, None),
     ):
         assert [words in text for text in engine.warnings(planned)] == ([True] if words else []), engine
 

@@ -77,6 +77,49 @@ def test_a_plot_of_runs_names_the_swept_settings_and_final_losses(grid, capsys):
     assert max(above.get_ylim()) < 10 and max(below.get_xlim()) < 10, "axes fit the other runs"
 
 
+def test_the_lower_panel_stays_readable_in_a_journals_column_beside_a_diverged_run(tmp_path):
+    for number, (lr, seed) in enumerate((lr, seed) for lr in (0.003, 0.01, 100.0) for seed in (0, 1)):
+        write_run(tmp_path / f"runs/{number}", lr=lr, seed=seed, steps=100)
+        events = tmp_path / f"runs/{number}/events.jsonl"
+        lines = [json.loads(line) for line in events.read_text().splitlines()]
+        for line in lines:
+            if lr == 100.0 and line["kind"] in ("step", "eval"):
+                line["loss"] = 5.0 if line["step"] <= 25 else line["step"] * 1e4
+        events.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    comparison = Comparison.build([read_run(path) for path in find_runs(tmp_path / "runs")])
+    sheet = draw_sheet(comparison, "runs")
+    sheet.pictures(".svg", column="single")
+    above, below = sheet.panels
+    texts = [text.get_text() for text in below.texts]
+    assert "diverged by step 50" in texts and above.get_title(loc="right").endswith("up to 1e6")
+    assert below.get_window_extent().width > 0.35 * sheet.figure.bbox.width
+
+
+def test_long_labels_of_rows_leave_room_for_the_panel_in_a_journals_column(tmp_path):
+    for number, (recipe, decay) in enumerate((recipe, decay) for recipe in ("scratch", "warm") for decay in (0.0, 0.1)):
+        write_run(tmp_path / f"runs/{number}", recipe=recipe, optim__weight_decay=decay, optim__grad_clip=decay + 1)
+    write_run(tmp_path / "runs/4", recipe="warm", optim__weight_decay=0.5, optim__grad_clip=2.0, until=9, reason=None)
+    sheet = draw_sheet(Comparison.build([read_run(path) for path in find_runs(tmp_path / "runs")]), "runs")
+    below = sheet.panels[1]
+    for column, named in (("double", True), ("single", False), (None, True)):
+        sheet.pictures(".svg", column=column)
+        labels = [label.get_text() for label in below.get_yticklabels()]
+        assert all(("weight_decay=" in label) == named for label in labels) and labels[-1].startswith("×")
+        assert below.get_window_extent().width > 0.3 * sheet.figure.bbox.width
+        assert min(label.get_window_extent().x0 for label in below.get_yticklabels()) >= 0
+
+
+def test_a_plot_of_diverged_runs_shows_all_their_losses(tmp_path):
+    run = write_run(tmp_path / "runs/0", steps=100)
+    lines = [json.loads(line) for line in (run / "events.jsonl").read_text().splitlines()]
+    lines = [{**line, "loss": 5.0 + 9.0 * line["step"]} if line["kind"] == "eval" else line for line in lines]
+    (run / "events.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    result = json.loads((run / "result.json").read_text())
+    (run / "result.json").write_text(json.dumps({**result, "diverged": True}))
+    sheet = draw_sheet(Comparison.build([read_run(run)]), "runs")
+    assert sheet.panels[0].get_ylim()[1] > 905 and "scratch-llama: diverged" in repr(sheet.figure._suptitle)
+
+
 @pytest.mark.parametrize("losses", ["aa", "ab"])
 def test_a_plot_says_if_losses_cannot_be_compared(tmp_path, capsys, losses):
     for i, digest in enumerate(losses):
@@ -215,7 +258,7 @@ def test_the_compressed_part_of_a_searchs_axis_keeps_the_order_of_its_trials(tmp
     excess = math.log1p((6.0 - worse) / (worse - better)) / math.log1p((1e30 - worse) / (worse - better))
     assert places[3] == pytest.approx(worse + 0.85 * (end - worse) * excess)
     (middle, _), (last, label) = search.cut_ticks
-    assert label == "1e+30" and last == places[-1] and middle == pytest.approx((worse + last) / 2)
+    assert label == "1e30" and last == places[-1] and middle == pytest.approx((worse + last) / 2)
 
 
 def test_a_pruned_trial_that_led_is_within_the_axis(tmp_path):
@@ -231,8 +274,9 @@ def test_rings_are_darker_the_later_their_trials_were_pruned(tmp_path):
     record["trials"][5] = {**trials[5], "state": "pruned", "step": 40}
     (tmp_path / "s/search.json").write_text(json.dumps(record))
     dots = draw_sheet(None, "s", tmp_path / "s").panels[0].collections[0]
-    early, late = dots.get_edgecolor()[dots.get_facecolor()[:, 3] == 0, :3].sum(axis=1)
-    assert late < early and "at steps 20 to 40" in " ".join(Search.read(tmp_path / "s").describe_pruning())
+    early, late = dots.get_edgecolor()[dots.get_facecolor()[:, 3] == 0]
+    assert early[:3] == pytest.approx([early[0]] * 3) and early[3] < late[3]  # grey, less transparent
+    assert "at steps 20 to 40" in " ".join(Search.read(tmp_path / "s").describe_pruning())
 
 
 def test_only_the_first_panel_of_a_row_has_numbers_at_its_left(tmp_path):
@@ -311,7 +355,7 @@ def test_titles_fill_their_lines_and_stay_on_the_page(column):
     sheet.pictures(".svg", column=column)
     for text in sheet.figure.texts:
         end = text.get_window_extent(sheet.figure.canvas.get_renderer()).x1 / sheet.figure.bbox.width
-        assert 0.85 < end <= 1 and not re.search("·( …|\n|$)", text.get_text())
+        assert 0.85 < end <= 1 and not re.search("· …|\n·|· *$", text.get_text())
 
 
 @pytest.mark.filterwarnings("error")
@@ -321,7 +365,7 @@ def test_means_below_1e300_are_drawn_in_short_form(tmp_path, capsys):
     for number, score in enumerate((9e299, -9e299)):
         write_run(f"r/{number + 4}", steps=50, seed=number, lr=0.1, scores={"up": score})
     words = plot_texts(capsys, "r", "--metric", "up", "a.svg")
-    assert "2e+299, best" in words and "0 ± 1.3e+300" in words
+    assert "2e299, best" in words and "0 ± 1.3e300" in words
 
 
 def test_a_value_too_large_for_float_is_drawn_as_text(tmp_path, capsys):

@@ -625,9 +625,10 @@ def open_search(chromium, tmp_path, scores, metric):
     """Open the report of a search of six trials, of which the fourth was pruned."""
     rates = [1e-4, 1e-3, 0.1, 3e-4, 3e-3, 1e-2]
     for number, score in enumerate(scores):
-        write_run(tmp_path / f"s/{number}", lr=rates[number], held_out=score, steps=40, scores={"accuracy": score})
+        write_run(tmp_path / f"s/{number}", lr=rates[number], held_out=score, steps=40, scores={"accuracy": score},
+                  optim="adamw" if number % 2 else "lion", decay=(0.1, 0)[number % 2])  # fmt: skip
     trials = [
-        {"trial": n, "values": {"lr": rates[n], "optim.name": "adamw" if n % 2 else "lion", "decay": (0.1, 0)[n % 2]},
+        {"trial": n, "values": {"lr": rates[n], "optim": "adamw" if n % 2 else "lion", "decay": (0.1, 0)[n % 2]},
          "state": "pruned" if n == 3 else "complete", "score": score, "step": 20 if n == 3 else None}
         for n, score in enumerate(scores)
     ]  # fmt: skip
@@ -667,8 +668,13 @@ def test_a_search_shows_its_history_and_each_setting(chromium, tmp_path):
     note = page.locator("#search-note").inner_text()
     legend = "rings: 1 trial pruned at step 20; grey band: logarithmic."
     assert note == f"Line: best so far; star: best trial; {legend}"
-    result = "Best held-out loss: 2.2000 in trial 4, lr=0.003 optim.name=lion decay=0.1"
-    assert page.locator("#search-best").inner_text() == result
+    result = page.locator("#result").inner_text()
+    assert result.startswith("Best held-out loss: 2.2000, ") and "lr=0.003" in result
+    assert page.locator("#search-best").inner_text() == f"{result}, trial 4"
+    assert column(page, "trial") == ["4", "5", "1", "3", "0", "2"]
+    assert re.fullmatch(r"2026-11-2\d \d\d:\d\d", column(page, "begun")[0])
+    colours = page.evaluate("document.getElementById('trials').data[1].marker.color")
+    assert colours[3] == page.evaluate("getComputedStyle(document.documentElement).getPropertyValue('--soft').trim()")
     low, high = axis(page, "yaxis", "trials")
     assert dots[2][3] == 2.8 and 3 < dots[2][2] < high < 4 and low < 2.2  # far trials are in the compressed part
     assert page.locator("#trials .yaxislayer-above text").all_text_contents()[-1] == "40"
@@ -678,12 +684,12 @@ def test_a_search_shows_its_history_and_each_setting(chromium, tmp_path):
     assert star[1:3] == [[4], [2.2]] and traces(page, "setting-lr")[-1][1:3] == [[0.003], [2.2]]
     assert page.evaluate("document.getElementById('setting-lr').data.at(-1).marker.symbol") == "star-open"
     assert page.evaluate("document.getElementById('setting-lr')._fullLayout.xaxis.type") == "log"
-    for key, names in (("optim.name", ["adamw", "lion"]), ("decay", ["0", "0.1"])):  # values of a list
+    for key, names in (("optim", ["adamw", "lion"]), ("decay", ["0", "0.1"])):  # values of a list
         assert page.locator(f"[id='setting-{key}'] .xaxislayer-above text").all_text_contents() == names
         xs = traces(page, f"setting-{key}")[0][1]
         assert [round(x) for x in xs] == [1, 0, 1, 0, 1, 0] and len(set(xs)) == 6  # side by side
     assert page.locator("#settings figcaption").all_inner_texts()[0] == "lr (importance 90 %)"
-    boxes = [page.locator(f"[id='setting-{key}']").bounding_box() for key in ("lr", "optim.name")]
+    boxes = [page.locator(f"[id='setting-{key}']").bounding_box() for key in ("lr", "optim")]
     assert boxes[0]["x"] + boxes[0]["width"] <= boxes[1]["x"] and opened.trouble == []
     opened.context.close()
 
@@ -763,7 +769,7 @@ def test_the_learning_rate_of_a_stopped_run_is_not_clipped(chromium, tmp_path):
 
 
 def test_ticks_of_a_settings_axis_are_short_and_have_one_notation(page):
-    for values, some in ((["1e18", "1e21"], {"1e+18", "1e+21"}), (["1e4", "1e6"], {"1e+4", "1e+5", "1e+6"})):
+    for values, some in ((["1e18", "1e21"], {"1e18", "1e21"}), (["1e4", "1e6"], {"1e4", "1e5", "1e6"})):
         labels = call(page, "choices.js", f"makeScale({values}, false, true, true).ticks.map((tick) => tick[1])")
         assert {*labels} >= some and max(map(len, labels)) <= 5 and all("e" in label for label in labels)
 
@@ -833,6 +839,8 @@ def test_a_report_of_a_diverged_run_shows_all_its_losses_on_a_logarithmic_axis(c
     assert opened.page.is_checked("#ylog") and low < np.log10(6.95) and high > np.log10(400)
     labels = opened.page.locator("#main .yaxislayer-above text").all_text_contents()
     assert labels == ["10", "20", "50", "100", "200", "500"] and opened.trouble == []
+    assert opened.page.locator("#result").inner_text() == "Diverged at step 2"  # the first above 6.95 plus 10 %
+    assert opened.page.locator("#legend .value").inner_text() == "diverged"
     opened.context.close()
 
 
@@ -855,12 +863,59 @@ def test_held_out_marks_stay_when_outliers_are_shown_and_the_result_is_the_best_
     opened.context.close()
 
 
+def test_runs_that_failed_or_diverged_are_named_so_and_their_ends_stay_in_the_chart(chromium, tmp_path):
+    for number, lr in enumerate((0.001, 0.003)):
+        write_run(tmp_path / f"runs/{number}", lr=lr, steps=100)
+    diverge(write_run(tmp_path / "runs/2", lr=10.0, steps=100), lambda step: 5000.0 if step > 5 else 5.0)
+    diverge(
+        write_run(tmp_path / "runs/3", lr=100.0, steps=100, until=40, reason="errored"),
+        lambda step: 5.0 + 50.0 * max(step - 1, 0),
+    )
+    assert main(["compare", str(tmp_path / "runs"), "--html", str(tmp_path / "report.html")]) == 0
+    opened = Opened(chromium, tmp_path / "report.html", viewport={"width": 1300, "height": 900})
+    page = opened.page
+    assert page.locator("#legend .value").all_inner_texts()[2:] == ["diverged", "failed"]
+    (cross,) = [(xs, ys) for name, xs, ys, _ in traces(page) if name == "end"]
+    low, high = axis(page, "yaxis")
+    assert cross[0] == [40] and high < 20 and low + 0.9 * (high - low) < cross[1][0] < high
+    page.check("#outliers")
+    assert page.is_checked("#ylog") and axis(page, "yaxis")[1] > np.log10(5000)
+    page.uncheck("#outliers")
+    assert not page.is_checked("#ylog") and axis(page, "yaxis") == (low, high)
+    for words, result in (
+        ("state=diverged", "The shown run diverged"),
+        ("lr>1", "All 2 shown runs diverged or failed"),
+    ):
+        page.fill("#filter", words)
+        until(page, f"document.getElementById('result').textContent === '{result}'")
+    labels = page.locator("#main .yaxislayer-above text").all_text_contents()
+    assert "1,000" in labels or "2,000" in labels  # as in the static plots
+    assert opened.trouble == []
+    opened.context.close()
+
+
+def test_gradient_norms_within_a_decade_have_several_ticks(chromium, tmp_path):
+    run = write_run(tmp_path / "runs/0", steps=100)
+    lines = [json.loads(line) for line in (run / "events.jsonl").read_text().splitlines()]
+    lines = [{**line, "grad_norm": 1.6 - 0.009 * line["step"]} if line["kind"] == "step" else line for line in lines]
+    (run / "events.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert main(["compare", str(tmp_path / "runs"), "--html", str(tmp_path / "report.html")]) == 0
+    opened = Opened(chromium, tmp_path / "report.html")
+    labels = opened.page.locator("#grad_norm .yaxislayer-above text").all_text_contents()
+    assert 3 <= len(labels) <= 7 and "1" in labels and opened.trouble == []
+    opened.context.close()
+
+
 def test_the_report_of_a_failed_run_says_so(chromium, tmp_path):
     write_run(tmp_path / "runs/0", steps=5, until=2, reason="errored")
     assert main(["compare", str(tmp_path / "runs"), "--html", str(tmp_path / "report.html")]) == 0
     opened = Opened(chromium, tmp_path / "report.html")
     assert opened.page.locator("#result").inner_text() == "Failed at step 2"
     assert opened.page.locator("#table td.bad").inner_text() == "failed"
+    for chart in ("main", "lr", "speed"):
+        assert opened.page.locator(f"#{chart} .xaxislayer-above text").all_text_contents() == ["0", "1", "2"]
+    low, high = axis(opened.page, "yaxis")
+    assert high - low >= 0.05 * high
     opened.context.close()
 
 

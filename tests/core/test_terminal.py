@@ -30,6 +30,7 @@ from toyexp.base.terminal import (
 )
 from toyexp.base.user_paths import expand_home, expand_path, quote_letters
 from toyexp.cli.main import main
+from toyexp.cli.pages import print_page
 from toyexp.config.words import parse
 
 TINY = ["data=random", "model.d_model=16", "model.n_layers=1", "engine=ggml", "engine.threads=1", "steps=1"]
@@ -116,14 +117,14 @@ def test_only_our_words_are_coloured_and_codes_in_texts_are_escaped(monkeypatch,
     print_output("a\x1b[2Jb\n  ggml  PASS\n  cuda  FAIL no GPU\n0  lr=1  2.5  s/0-run  best\nthe best error: none")
     print_output("job  lr\x1b[0m", "bold")
     out, error = capsys.readouterr()
-    red, yellow, green, bold = (f"\x1b[{code}m{{}}\x1b[0m".format for code in (31, 33, 32, 1))
-    key, path, best = bold(r"data.path=\x1b[31mred"), "\x1b[38;5;163ms/0-run\x1b[0m", "\x1b[1;32mbest\x1b[0m"
+    red, yellow, green, bold = (f"\x1b[{code}m{{}}\x1b[0m".format for code in ("1;31", 33, 32, 1))
+    key, best = bold(r"data.path=\x1b[31mred"), "\x1b[1;32mbest\x1b[0m"
     assert error.splitlines() == [
         f"{red('toyexp: error:')} {key}: not found", yellow("toyexp: warning:") + " low memory"
     ]  # fmt: skip
     assert out.splitlines() == [
         r"a\x1b[2Jb", f"  ggml  {green('PASS')}", f"  cuda  {red('FAIL')} no GPU",
-        f"{bold(f'0  lr=1  2.5  {path}')}  {best}", "the best error: none", bold(r"job  lr\x1b[0m"),
+        f"{bold('0  lr=1  2.5  s/0-run')}  {best}", "the best error: none", bold(r"job  lr\x1b[0m"),
     ]  # fmt: skip
 
 
@@ -147,15 +148,12 @@ def test_headings_commands_options_and_settings_of_a_help_text_are_coloured(monk
     ]  # fmt: skip
 
 
-def test_the_result_of_a_run_is_bold_and_paths_have_a_colour_of_their_own(monkeypatch, capsys):
+def test_the_result_of_a_run_is_bold_and_labels_and_paths_have_the_terminals_own_colour(monkeypatch, capsys):
     monkeypatch.setenv("NO_COLOR", "")
     monkeypatch.setenv("FORCE_COLOR", "1")
-    print_output("held-out loss 6.9 -> 5.7\nrun     outputs/a\nstep 20/60  60 k/s\n0  lr=1  3-warm-llama")
-    bold, dim, path = (f"\x1b[{code}m{{}}\x1b[0m".format for code in ("1", "38;5;243", "38;5;163"))
-    assert capsys.readouterr().out.splitlines() == [
-        bold("held-out loss 6.9 -> 5.7"), f"{dim('run')}     {path('outputs/a')}", "step 20/60  60 k/s",
-        f"0  lr=1  {path('3-warm-llama')}",
-    ]  # fmt: skip
+    plain = "\nrun     outputs/a\nstep 20/60  60 k/s\n0  lr=1  3-warm-llama"
+    print_output(f"held-out loss 6.9 -> 5.7{plain}")
+    assert capsys.readouterr().out == f"\x1b[1mheld-out loss 6.9 -> 5.7\x1b[0m{plain}\n"
 
 
 def test_a_wrapped_line_of_a_job_keeps_a_number_with_its_name(monkeypatch):
@@ -195,12 +193,12 @@ def test_text_to_type_is_marked_in_messages_and_never_in_json(monkeypatch, capsy
     assert re.sub(r"\x1b\[[\d;]*m", "", out) == f"{line}\n"
 
 
-def test_states_are_coloured_and_secondary_text_is_dim(monkeypatch, capsys):
+def test_states_are_coloured_and_secondary_text_is_not(monkeypatch, capsys):
     monkeypatch.setenv("NO_COLOR", "")
     monkeypatch.setenv("FORCE_COLOR", "1")
-    green, yellow, red, dim = (f"\x1b[{code}m{{}}\x1b[0m".format for code in (32, 33, 31, "38;5;243"))
+    green, yellow, red = (f"\x1b[{code}m{{}}\x1b[0m".format for code in (32, 33, "1;31"))
     for text, shown in {
-        "0  completed  a/0": f"0  {green('completed')}  \x1b[38;5;163ma/0\x1b[0m",
+        "0  completed  a/0": f"0  {green('completed')}  a/0",
         "0  pruned: bad": f"0  {yellow('pruned')}: bad",
         "completed after 9 steps": f"{green('completed')} after 9 steps",
         "lr=1  3  2 of 3 diverged": f"lr=1  3  {red('2 of 3 diverged')}",
@@ -208,9 +206,8 @@ def test_states_are_coloured_and_secondary_text_is_dim(monkeypatch, capsys):
         "2 of 2 within the tolerances": green("2 of 2 within the tolerances"),
         "1 of 2 within the tolerances": "1 of 2 within the tolerances",
         "9 runs: 7 completed, 2 pruned": "9 runs: 7 completed, 2 pruned",
-        "same for all runs: lr 1": dim("same for all runs: lr 1"),
-        "model   llama": f"{dim('model')}   llama",
-        "next  toyexp eval a  # score": f"{dim('next')}  \x1b[1;36mtoyexp eval a\x1b[0m  {dim('# score')}",
+        "same for all runs: lr 1": "same for all runs: lr 1",
+        "next  toyexp eval a  # score": "next  \x1b[1;36mtoyexp eval a\x1b[0m  # score",
     }.items():
         print_output(text)
         assert capsys.readouterr().out == f"{shown}\n"
@@ -283,8 +280,23 @@ def test_long_words_and_json_are_not_broken_and_errors_hang(monkeypatch):
     line = '  "key": "a long text of several words",'
     assert wrap_columns(line) == line
     assert wrap_columns("toyexp: error: outputs/a/long/path/of/a/run: is no run").splitlines() == [
-        "toyexp: error:", " outputs/a/long/path/of/a/run:", "        is no run"
+        "toyexp: error:", " outputs/a/long/path/of/a/run:", " is no run"
     ]  # fmt: skip
+    commands = "  eval    toyexp eval outputs/a/long/path.gguf --x\n  export  toyexp export outputs/b.gguf"
+    assert wrap_columns(commands).splitlines() == [
+        "  eval    toyexp eval \\", "      outputs/a/long/path.gguf \\", "      --x",
+        "  export  toyexp export \\", "            outputs/b.gguf",
+    ]  # fmt: skip
+
+
+def test_a_table_of_a_page_breaks_long_words_and_cuts_none(monkeypatch):
+    monkeypatch.setattr(sys, "stdout", Terminal())
+    monkeypatch.setenv("NO_COLOR", "1")
+    monkeypatch.setenv("COLUMNS", "40")
+    print_page("| type | values |\n|---|---|\n| `'optim.beta2=choice(0.95,0.99)'` | one of these two values |\n")
+    shown = sys.stdout.getvalue()
+    assert "…" not in shown and max(map(len, shown.splitlines())) <= 40
+    assert "'optim.beta2=choice(0.95,0.99)'" in "".join(line[:21].strip() for line in shown.splitlines())
 
 
 def test_on_a_narrow_terminal_a_description_is_below_a_long_key(monkeypatch):
@@ -312,7 +324,7 @@ def test_help_has_coloured_headings_and_no_verdicts(monkeypatch):
     monkeypatch.setenv("TERM", "xterm")
     print_usage("usage: toyexp runs\n\nthe parts of a run and their presets\n  --retry  run those that have failed")
     print_output("  --retry  run those that have failed\n[0]  failed")
-    heading, name, red = (f"\x1b[{code}m{{}}\x1b[0m".format for code in ("1", "1;36", 31))
+    heading, name, red = (f"\x1b[{code}m{{}}\x1b[0m".format for code in ("1", "1;36", "1;31"))
     assert sys.stdout.getvalue().splitlines() == [
         f"{heading('usage:')} {name('toyexp runs')}", "", "\x1b[1mthe parts of a run and their", "presets\x1b[0m",
         f"{name('  --retry')}  run those that have", "           failed", "  --retry  run those that have",

@@ -41,7 +41,10 @@ def test_50_steps_in_float64_agree_with_the_cpus(name):
     np.testing.assert_allclose(ours, theirs, rtol=1e-9)
 
 
-@pytest.mark.parametrize("settings", [{"dtype": "bfloat16"}, {"dtype": "bfloat16", "compile": True}, {"tf32": True}])
+FAST = [{"dtype": "bfloat16"}, {"dtype": "bfloat16", "compile": True}, {"tf32": True}, {"bfloat16_attention": True}]
+
+
+@pytest.mark.parametrize("settings", FAST)
 @pytest.mark.parametrize("name", ["llama", "gpt2"])
 def test_losses_with_fast_settings_are_near_those_of_float32(name, settings):
     # bfloat16 keeps 8 bits of an activation, TF32 11 bits of a factor.
@@ -99,6 +102,17 @@ def test_parity_and_bench_compare_captured_and_uncaptured_steps(capsys):
     ]
     assert all(engine["device_bytes"] > 1000 and 0 < engine["share_of_peak"] < 1 for engine in engines_by_name.values())
     assert report["left_out"].keys() - {"ggml autodiff"} == {"PEFT", "PEFT compiled"}  # it needs ggml
+
+
+def test_the_compiler_is_never_imported_without_engine_compile(tmp_path):
+    """The import takes a second or more, in each job of a sweep."""
+    code = (
+        "import sys\n"
+        "from toyexp.cli.main import main\n"
+        "code = main(['engine=cuda', 'steps=1', 'hydra.run.dir=run'])\n"
+        "sys.exit(code or 'torch._dynamo' in sys.modules)\n"
+    )
+    subprocess.run([sys.executable, "-c", code], cwd=tmp_path, check=True, stdout=subprocess.DEVNULL)
 
 
 OPEN_CODE = """

@@ -1,6 +1,7 @@
 """kernels.c for ggml on the CPU: its results, and what happens without a compiler."""
 
 import ctypes
+import re
 import shutil
 
 import numpy as np
@@ -274,6 +275,13 @@ def test_ggml_goes_without_a_library_whose_functions_are_hidden(build_count, tmp
     assert "failed" in native.unavailable_reason() and not native.instruction_set()
 
 
+def test_the_reason_is_the_first_error_of_the_compiler(build_count, tmp_path, monkeypatch):
+    (tmp_path / "other.h").write_text('#include "none.h"\n')
+    native.SOURCE.write_text('#include "other.h"\n')
+    native._library.cache_clear()
+    assert re.search(r"failed \(\S*other\.h:1:.*error: ", native.unavailable_reason())
+
+
 def test_a_compiled_kernel_is_not_reused_on_another_cpu(build_count, tmp_path, monkeypatch):
     build_count()
     monkeypatch.setattr(native, "CPU_INFO", tmp_path / "cpuinfo")
@@ -332,3 +340,6 @@ def test_without_a_usable_cache_the_kernel_is_built_in_every_process(build_count
             monkeypatch.setenv("TOYEXP_CACHE", "cache")
     before = build_count()
     assert build_count() == before + 1
+    (line,) = [line for line in GGMLCPU(threads=1).advice() if "cache" in line]
+    reason = {"no directory": f"{tmp_path / 'cache'}: Not a directory", "relative": "cache: is not an absolute path"}
+    assert line.startswith("kernels.c is compiled at each start: the cache ") and f"{reason[problem]}; set" in line

@@ -35,6 +35,7 @@ from toyexp_optimisers.adamw import AdamWOptimiser
 from toyexp_optimisers.muon import Adafactor, Muon
 from toyexp_optimisers.sgd import SGD, Lion
 from toyexp_recipes.scratch import VitTiny
+from toyexp_torch.engines import TorchCPU, TorchCUDA
 from toyexp_torch.stacks.shapes import MemoryCounter
 from toyexp_torch.stacks.step import StackedStep
 
@@ -64,6 +65,30 @@ def assert_each_as_alone(jobs):
             # divides by its own size.
             atol = 1e-10 if name.endswith("attn_k.bias") else 1e-11
             np.testing.assert_allclose(weights[name], values, atol=atol, err_msg=name)
+
+
+class RoundingAttention(TorchCPU):
+    """An engine with engine.bfloat16_attention=true, which the real one offers on CUDA only."""
+
+    def _session_settings(self, title):
+        cuda = TorchCUDA(bfloat16_attention=True)._session_settings(title)
+        return dataclasses.replace(super()._session_settings(title), attention_dtype=cuda.attention_dtype)
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
+def test_attention_alone_is_rounded_to_bfloat16_in_stacks_and_single_runs(name):
+    job, rounding = make_jobs(name, ADAMW)[0], RoundingAttention(threads=1)
+    gradients = []
+    for engine in (EXACT, rounding):
+        with build_sessions([engine.realize(job.plan)])[0] as session:
+            gradients.append({key: value.astype(float) for key, value in session.gradients(job.batch(0)).items()})
+    for key, exact in gradients[0].items():
+        difference = np.linalg.norm(gradients[1][key] - exact)
+        assert 1e-7 < difference <= 2e-2 * np.linalg.norm(exact) + 1e-6, key  # bfloat16 has 8 bits
+    exact, alone = (train_alone(job, 1, engine)[0][0, 0] for engine in (EXACT, rounding))
+    stacked = train_together([job, job], 1, rounding)[0][:, 0, 0]
+    assert 1e-6 < abs(alone - exact) < 1e-3
+    np.testing.assert_allclose(stacked, alone, rtol=1e-6)
 
 
 def nudge(job, direction):

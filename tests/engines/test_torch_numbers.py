@@ -4,9 +4,11 @@ import dataclasses
 import subprocess
 import sys
 from functools import partial
+from pathlib import Path
 
 import numpy as np
 import pytest
+import tiny
 import torch
 from float64_models import FORWARD
 from float64_models import adamw as reference_adamw
@@ -232,12 +234,20 @@ def test_clipping_limits_the_norm_that_reaches_adamw():
         np.testing.assert_allclose(session.download("output.weight"), expected.detach().numpy(), atol=1e-7)
 
 
-def test_a_run_never_imports_the_compiler(tmp_path):
-    """The import takes a second and 70 MB, and only engine.compile=true needs it."""
-    code = (
-        "import sys\n"
-        "from toyexp.cli.main import main\n"
-        "code = main(['engine=cpu', 'steps=1', 'eval_every=0', 'hydra.run.dir=run'])\n"
-        "sys.exit(code or 'torch._dynamo' in sys.modules)\n"
-    )
+RUN = """
+from toyexp.cli.main import main
+assert main(['engine=cpu', 'steps=1', 'eval_every=0', 'hydra.run.dir=run']) == 0
+"""
+TRIAL_OF_A_STACK = f"""
+sys.path.insert(0, {str(Path(tiny.__file__).parent)!r})
+import tiny, torch
+from toyexp_torch.stacks.shapes import try_step
+assert try_step(tiny.plan('llama'), torch.float32)[0] == ''
+"""
+
+
+@pytest.mark.parametrize("code", [RUN, TRIAL_OF_A_STACK])
+def test_the_compiler_is_never_imported_without_engine_compile(code, tmp_path):
+    """The import takes a second and 70 MB."""
+    code = f"import sys\n{code}\nsys.exit('torch._dynamo' in sys.modules)\n"
     subprocess.run([sys.executable, "-c", code], cwd=tmp_path, check=True, timeout=120, stdout=subprocess.DEVNULL)

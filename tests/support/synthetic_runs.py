@@ -26,7 +26,7 @@ def run_config(**settings):
         part, _, name = key.partition("__")
         if name:
             config[part][name] = value
-        elif isinstance(config[part], dict):
+        elif isinstance(config.get(part), dict):
             config[part]["name"] = value
         else:
             config[part] = value

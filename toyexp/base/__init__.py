@@ -18,6 +18,7 @@ if TYPE_CHECKING:
         caption,
         find_divergence,
         fit_y_axis,
+        format_number,
         format_tick,
         mark_above,
         require_drawing,

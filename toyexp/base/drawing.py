@@ -182,7 +182,7 @@ class Sheet:
         # no break in a short part or before a dot
         below = "\xa0· ".join(part.replace(" ", "\xa0") if len(part) < 60 * room else part for part in parts)
         lines, title = (
-            [fit_text(re.sub(" ·(?= …|$)", "", line.replace("\xa0", " ")), most)
+            [fit_text(line.replace("\xa0", " ").replace(" · …", " …"), most)
              for line in textwrap.wrap(text, most, max_lines=rows, placeholder=" …")]
             for text, rows, size, weight in ((below, 3, SMALL, "normal"), (self._title, 2, TITLE, "bold"))
             for most in [self._count_letters(text, size * scale, weight)]
@@ -294,9 +294,14 @@ def caption(axes: Any, text: str, colour: str = GREY, side: str = "right") -> No
     axes.set_title(text, loc=side, fontsize=SMALL, color=colour, pad=7)
 
 
+def format_number(value: float, digits: int = 4) -> str:
+    """Round a number to some significant digits; return 148,300 below a million, and 1.483e6 from there on."""
+    return re.sub(r"e\+?(-?)0*", r"e\1", f"{float(f'{value:.{digits}g}'):,.6g}")
+
+
 def format_tick(value: float, _: int) -> str:
     """Return a tick's label: the number in full, without a common factor at the axis's end."""
-    return f"{value:g}"
+    return format_number(value, 6)
 
 
 def fit_y_axis(axes: Any, low: float, high: float, above: str, largest: float, log: bool = False) -> None:
@@ -306,7 +311,7 @@ def fit_y_axis(axes: Any, low: float, high: float, above: str, largest: float, l
     range, up to 7.2". `above` is the first part of this note, such as "3 runs".
     """
     if largest > high:
-        caption(axes, f"↑ {above} above the shown range, up to {largest:.4g}")
+        caption(axes, f"↑ {above} above the shown range, up to {format_number(largest)}")
     if set_log_scale(axes, "y", (low, high), 1.0 if log else LOG_RATIO):
         axes.set_ylim(low * 0.9, high * 1.1)
         return

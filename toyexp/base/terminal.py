@@ -14,21 +14,18 @@ from typing import IO
 
 from toyexp.base.errors import UserError, escape_controls
 
-# One style for each role of a text: basic colours, readable on dark and light grounds.
+# One style for each role of a text. Labels, paths and comments have the terminal's own colour: no grey or magenta is
+# readable on all grounds. Bold red has a contrast of 4.5:1 where plain red has 3.2:1.
 STYLES = {
     "bold": "1",  # headings, heads and best rows of tables, the result of a run
-    "dim": "38;5;243",  # labels and comments: a grey with a contrast of 4.5:1 on white and on black
-    "red": "31",  # errors and failures
+    "red": "1;31",  # errors and failures
     "green": "32",  # success
     "bright": "1;32",  # best
     "yellow": "33",  # warnings, notes, and runs that ended early
     "command": "1;36",  # text to type: commands, options, settings
     "value": "36",  # default values
-    "path": "38;5;163",  # a magenta with a contrast of 4.5:1 on white and on black
 }
 COLOUR_CHOICES = ("auto", "always", "never")
-_LABELS = "engine|machine|model|data|recipe|run|sweep|study|report|plot|keys|again|next|varies|compute|time|file|sizes"
-_LABELS += "|parameters|types|tokenizer|name|made by|trains|steps|memory|writes|resume|parent|donor"
 # Patterns of words to colour, and their style. A later pattern must not match inside an earlier one.
 _STYLED = (
     (re.compile(r"^  [\w.]+(?=  +(?:PASS|no  |FAIL)  )|^(?:toyexp \d|with toyexp|forward pass).*"), "bold"),
@@ -40,11 +37,8 @@ _STYLED = (
     (re.compile(r"\bPASS\b|(?:(?<=  )|^)completed(?=  |$| after )", re.MULTILINE), "green"),
     (re.compile(r"^(?:(\d+) of \1 )?within the tolerances.*"), "green"),
     (re.compile(r"(?<=  )no(?=    )"), "yellow"),  # an engine that does not work here
-    (re.compile(rf"^(?:{_LABELS})(?=  )|^settings(?= \S+=)|^  [a-z ]+(?=  +(?:\x1b\S+)?toyexp )"), "dim"),
-    (re.compile(r"(?<=  )(?:\d+-[a-z][\w-]*|(?:~|\.{0,2})/[^\s,]*|[A-Za-z_][\w.-]*/[^\s,]+)(?=,|  |$)"), "path"),
     (re.compile(r"(?<=  )best$", re.MULTILINE), "bright"),
     (re.compile(r"^.+(?=  (?:\x1b\S+)?best\b\S*$)|^(?:best )?held-out .* (?:->|after step) \S+$|^best    .*"), "bold"),
-    (re.compile(r"(?<=  )(?:# |begins, job ).*|^(?:same for all|columns left out|paths below) .*", re.DOTALL), "dim"),
 )
 # first column of an indented line of a help text: a command, or an option
 _HEADING = re.compile(r"(?!usage:)(?:\S+(?=  )|\S[^.(=]{,60}(?=$|\s\())")
@@ -136,13 +130,9 @@ def _paint_lines(text: str, stream: IO[str]) -> str:
         shown, is_painted = wrap_columns(line, stream, has_colour(stream)), has_colour(stream) and not _JSON.match(line)
         for pattern, style in _STYLED if is_painted else ():
             if pattern.search(line):  # a word that is the last one only of a wrapped line is no verdict
-                shown = pattern.sub(partial(_paint_match, style, stream), shown)
+                shown = pattern.sub(paint(r"\g<0>", style, stream), shown)
         painted.append(shown)
     return "\n".join(painted)
-
-
-def _paint_match(style: str, stream: IO[str], match: re.Match[str]) -> str:
-    return paint(match[0], style, stream)
 
 
 class Head(str):
@@ -205,20 +195,22 @@ def _mark(room: int, command: re.Match[str]) -> str:
 
 
 def _fill(line: str, width: int, indent: int) -> list[str]:
-    """Return a line as lines of at most `width` characters. Longer words are not broken, but indented less."""
-    lines, current, begin = [], "", indent
+    """Return a line as lines of at most `width` characters. If a word does not fit, all lines are indented less."""
+    lines, current = [], ""
 
     def measure(text: str) -> int:
         return len(text) - sum(map(text.count, "\f\x0e\x0f"))
 
     for chunk in re.findall(r"[ \v]*[^ \v]+", line):
-        word, is_rest = chunk.strip(" \v"), chunk[0] == "\v"
-        room = width - 2 * ("\v" in line)  # for the backslash
-        if current.strip() and (measure(current + chunk) > room or "\f" in chunk):
+        is_rest = chunk[0] == "\v"
+        is_full = measure(current + chunk) > width - 2 * ("\v" in line)  # 2 for the backslash
+        if current.strip() and (is_full or "\f" in chunk):
             lines.append(current + " \\" * is_rest)
-            begin = begin if is_rest else max(min(indent, room - measure(word)), 0)
-            current, chunk = " " * min(begin + 2 * is_rest, max(room - measure(word), 0)), word
+            current, chunk = " " * (indent + 2 * is_rest), chunk.strip(" \v")
         current += chunk
+    excess, least = max(map(measure, [*lines[1:], current])) - width, 4 * ("\v" in line)
+    if excess > 0 and lines and indent > least:  # commands below each other stay aligned
+        return _fill(line, width, least or max(indent - excess, 0))
     return [*lines, current]
 
 
@@ -262,8 +254,9 @@ def print_usage(text: str) -> None:
             usage = "usage:" if name != first[0] else ""
             rest = shown[first.end() :]
             begins = len(shown) - len(rest.lstrip())
-            if rest.strip() and not usage and begins >= 24 and (terminal_width() or 72) < 72:
-                rest = "\n" + wrap_columns(" " * 6 + escape_controls(line)[begins:])
+            if rest.strip() and begins >= 24 and (terminal_width() or 72) < 72:
+                indent = 11 if usage or name.startswith(" " * 7) else 6  # lines below `usage:` begin at column 7
+                rest = "\n" + wrap_columns(" " * indent + escape_controls(line)[begins:])
             shown = usage + paint(key, "command") + paint(equals + value, "value") + rest
         else:
             shown = wrap_columns(escape_controls(line), None, has_colour(sys.stdout))

@@ -144,7 +144,8 @@ def _run_lines(estimate: Mapping[str, Any]) -> list[str]:
         + ", ".join(f"{name} {format_bytes(size)}" for name, size in parts.items()),
         f"         measured peak of the process: {measured}",
         f"compute  {estimate['flops_per_step'] / 1e9:.3g} GFLOP per step, {estimate['flops'] / 1e9:.3g} in total",
-        f"time     about {format_duration(estimate['seconds'])}: {took}, {format_duration(tried['ready'])} to start",
+        f"time     about {format_duration(estimate['seconds'])}: {took}",
+        f"         {format_duration(tried['ready'])} to start the engine and take the first step, without imports",
         f"         {pluralise(tried['steps'], 'step')} measured; callbacks, checkpoints and exports take extra time",
         f"writes   {short_path(Path(estimate['directory']))}",
         *(f"warning  {line}" for line in estimate["warnings"]),
@@ -192,7 +193,7 @@ def _try_steps(prepared: Prepared, begins: int) -> dict[str, Any]:
 
     `begins` is the step at which the run starts. The keys of the result are:
 
-    - `ready`: seconds until the end of the first step
+    - `ready`: seconds to start the engine and take the first step, without imports
     - `step`, `evaluation`: seconds per step and per evaluation
     - `seconds`: seconds for everything after the first step
     - `evaluations`, `steps`: number of evaluations in the whole run, and number of steps taken here

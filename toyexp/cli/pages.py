@@ -8,7 +8,7 @@ import sys
 import textwrap
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from toyexp.base.errors import UserError, nearest, suggest
 from toyexp.base.formatting import format_value, short_path
@@ -99,14 +99,22 @@ def print_page(page: str) -> None:
         print(page, end="")
         return
     from rich.console import Console
-    from rich.markdown import Markdown
+    from rich.markdown import Markdown, TableDataElement
     from rich.theme import Theme
+
+    class Cell(TableDataElement):
+        def on_text(self, context: Any, text: Any) -> None:
+            super().on_text(context, text)
+            self.content.overflow = "fold"  # long words continue on the next line; rich would cut them
+
+    class Page(Markdown):
+        elements = {**Markdown.elements, "td_open": Cell}
 
     # Without a ground, code is readable on light and on dark terminals.
     theme = Theme({"markdown.code": "bold cyan", "markdown.h1": "bold green", "markdown.h2": "bold green"})
     console = Console(width=text_width(), theme=theme, no_color=not is_coloured,
                       color_system="standard" if is_coloured else None)  # fmt: skip
-    console.print(Markdown(page, hyperlinks=False, code_theme="ansi_light"))
+    console.print(Page(page, hyperlinks=False, code_theme="ansi_light"))
 
 
 _NO_MODEL = r"the GGUF files on this machine|is not a GGUF file|is a directory without"
@@ -210,9 +218,10 @@ def run_help(arguments: Arguments) -> int:
     results = [] if word in topics() or not word.strip() else search(word)
     if len(results) > 1:
         print_output(f"no page is named {word}; {len(results)} pages mention it (best first, at most {MAX_HITS}):")
+        room = max(text_width() - 44, 30)
         for topic, number, line in results[:MAX_HITS]:
             start = max(line.lower().find(word.lower()) - 30, 0)
-            print_output(f"  {f'toyexp help {topic}':<30} line {number:>3}  {line[start : start + 64]}")
+            print_output(f"  {f'toyexp help {topic}':<30} line {number:>3}  {line[start : start + room]}")
         return 0
     print_page(read_page(results[0][0] if results else word))
     if word in offers["command"]:

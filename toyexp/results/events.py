@@ -148,8 +148,7 @@ class History(Mapping[str, np.ndarray]):
 
 
 def _number(value: Any) -> float:
-    is_number = isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < 1e300
-    return float(value) if is_number else np.nan
+    return float(value) if type(value) in (float, int) and -1e300 < value < 1e300 else np.nan
 
 
 def _arrays(series: Mapping[str, Mapping[int, float]], count: int) -> dict[str, np.ndarray]:

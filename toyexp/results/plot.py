@@ -6,6 +6,7 @@ Runs that differ only in their seed form a point, which has one colour and one r
 from __future__ import annotations
 
 import math
+import re
 import statistics
 from collections import Counter
 from collections.abc import Sequence
@@ -25,6 +26,7 @@ from toyexp.base.drawing import (
     find_divergence,
     fit_text,
     fit_y_axis,
+    format_number,
     mark_above,
     set_step_axis,
     use_plot_style,
@@ -134,7 +136,7 @@ def describe_best(comparison: Comparison) -> str:
         return describe_sweep(comparison)
     result = f"{column} {format_mean(best.mean, best.deviation)}"
     if len(comparison.ranking.points) == 1:
-        return f"{describe_sweep(comparison)}: {result}"
+        return f"{describe_sweep(comparison)}: {best.state or result}"
     return f"Best {result}: {' '.join(comparison.label(best.jobs[0], brief=True).split())}"
 
 
@@ -168,10 +170,10 @@ def format_mean(mean: float, deviation: float | None) -> str:
 
     The deviation has two significant digits, and the mean has as many decimals as the deviation.
     """
-    if not deviation or max(abs(mean), deviation) >= 1e7:
-        return f"{mean:.5g}" + (f" ± {deviation:.2g}" if deviation else "")
+    if not deviation or max(abs(mean), deviation) >= 1e6:
+        return format_number(mean, 5) + (f" ± {format_number(deviation, 2)}" if deviation else "")
     decimals = max(1 - math.floor(math.log10(deviation)), 0)
-    return f"{mean:.{decimals}f} ± {deviation:.{decimals}f}"
+    return f"{mean:,.{decimals}f} ± {deviation:,.{decimals}f}"
 
 
 def _list_values(comparison: Comparison, keys: Sequence[str]) -> list[tuple[str, list[str]]]:
@@ -237,14 +239,15 @@ def _average(curves: Sequence[Steps]) -> Steps:
 def _limits(lines: Sequence[Line], column: str) -> tuple[float, float]:
     """Return the lowest and highest value to show.
 
-    Losses that are far above the initial losses of all runs are not shown.
+    Losses that are far above the initial losses of all runs are not shown, unless all runs diverged.
     """
     all_values = [value for line in lines for value in line.values]
     if not all_values:  # no run recorded events
         return -math.inf, math.inf
     began = [curve[min(curve)] for line in lines for curve, _ in line.runs if curve]
     low, top = min(all_values), max(*began, *(line.point.mean for line in lines[:1]))
-    if column.endswith("loss") and max(all_values) > top + (top - low) / 4:
+    is_any_stable = any(not entry.result.get("diverged") for line in lines for entry in line.point.jobs)
+    if column.endswith("loss") and is_any_stable and max(all_values) > top + (top - low) / 4:
         return low, top + (top - low) / 20
     return low, max(all_values)
 
@@ -307,16 +310,16 @@ def _draw_ends(
         text = format_mean(point.mean, point.deviation) + (", best" if line.point is best and len(named) > 1 else "")
         starts = [find_divergence([*curve], [*curve.values()]) for curve, _ in line.runs]
         if comparison.ranking.column.endswith("loss") and (steps := [step for step in starts if step is not None]):
-            text += f", diverged by step {min(steps)}"
+            text = f"{text}, diverged" if rank == 0 else f"diverged by step {min(steps)}"  # the mean is off the scale
         _write_beside(axes, rank, text, INK, "bold" if rank == 0 else "normal")
-    labels = [fit_text(comparison.label(line.point.jobs[0], brief=True), 46) for line in named]
+    labels = [comparison.label(line.point.jobs[0], brief=True) for line in named]
     if rest:
         labels.append(f"{pluralise(len(rest), 'other')}, grey")
         means = [line.point.mean for line in rest if line.point.values]
         if means:
             low, high = (min(means), max(means))
             axes.plot([low, high], [len(named)] * 2, color=PALE, linewidth=3, solid_capstyle="butt")
-            text = f"{low:.5g}" + (f" to {high:.5g}" if len(means) > 1 else "")
+            text = format_number(low, 5) + (f" to {format_number(high, 5)}" if len(means) > 1 else "")
         else:
             text = "without a score"
         _write_beside(axes, len(named), text, GREY)
@@ -326,13 +329,22 @@ def _draw_ends(
         _write_beside(axes, len(labels), text)
         settings = [comparison.label(entry, brief=True).split("  ") for entry in stopped]
         shared = "  ".join(text for text in settings[0] if all(text in texts for texts in settings))
-        labels.append(f"× {fit_text(shared, 44)}" if shared else "× did not complete")
-    axes.set_yticks(range(len(labels)), labels)
+        labels.append(f"× {shared}" if shared else "× did not complete")
+    axes.set_yticks(range(len(labels)))
+    axes.yaxis.set_major_formatter(lambda row, _: _fit_labels(axes, labels)[round(row)])  # fits any width of the page
     for rank, label in enumerate(axes.get_yticklabels()):
         label.set_color(GREY if rest and rank == len(named) else INK)  # not the point's: some are too pale in print
         label.set_fontweight("bold" if rank == 0 else "normal")
     axes.set_ylim(max(len(labels), 2) - 0.5, -0.5)
     axes.tick_params(axis="y", length=0)
+
+
+def _fit_labels(axes: Any, labels: Sequence[str]) -> list[str]:
+    """Shorten the labels of rows to the width of the page: drop the names of settings if these do not fit."""
+    most = int(min(46, 8 * axes.figure.bbox.width / axes.figure.dpi))
+    if max(map(len, labels)) > most:
+        labels = [re.sub(r"[^\s=]+=", "", label) for label in labels]
+    return [fit_text(label, most) for label in labels]
 
 
 def _write_beside(axes: Any, row: int, text: str, colour: str = INK, weight: str = "normal") -> None:

@@ -16,12 +16,12 @@ from toyexp.base.drawing import (
     BAND,
     BLUE,
     GREY,
-    RAMP,
     TITLE_LENGTH,
     VERMILLION,
     Sheet,
     caption,
     fit_text,
+    format_number,
     set_log_scale,
 )
 from toyexp.base.errors import UserError
@@ -151,7 +151,7 @@ class Search:
         if end == worse:
             return []
         middle = worse + (worse - better) * (math.sqrt(1 + (worst - worse) / (worse - better)) - 1)
-        return [(self.place(value), f"{value:.3g}") for value in (middle, worst)]
+        return [(self.place(value), format_number(value, 3)) for value in (middle, worst)]
 
     @property
     def pruning_steps(self) -> tuple[int, int]:
@@ -162,7 +162,7 @@ class Search:
     def describe_pruning(self) -> list[str]:
         """Return the parts of a legend that say how a chart shows pruned trials and the compressed range."""
         first, last = self.pruning_steps
-        steps = f" at steps {first} to {last}, stronger colour: later" if first < last else f" at step {last}"
+        steps = f" at steps {first} to {last}, darker: later" if first < last else f" at step {last}"
         rings = f"rings: {pluralise(self.pruned, 'trial')} pruned{steps if last else ''}"
         return [rings] * (self.pruned > 0) + ["grey band: logarithmic"] * bool(self.cut_ticks)
 
@@ -186,7 +186,7 @@ def draw_search(search: Search, source: str, unit: str) -> Sheet:
     rows = -(-len(keys) // PANELS_PER_ROW)
     pairs = zip(search.keys, short_keys(search.keys), strict=True)
     settings = " ".join(f"{name}={format_value(best.values[key])}" for key, name in pairs if key in best.values)
-    title = f"Best held-out {search.metric} {best.score:.5g}: {settings}"
+    title = f"Best held-out {search.metric} {format_number(best.score or 0.0, 5)}: {settings}"
     sheet = Sheet(0.5 + 3.2 + 2.4 * rows, title, " · ".join(_footer(search, source, keys)),
                   [3.2] + [2.4] * rows, columns=[1] + [min(len(keys), PANELS_PER_ROW)] * rows)  # fmt: skip
     above, *panels = sheet.panels
@@ -224,11 +224,9 @@ def _draw_dots(axes: Any, search: Search, positions: Mapping[int, float], best: 
     Pruned trials have a metric of an earlier step; they are drawn as rings, the darker the later they were pruned. A
     star marks the best trial.
     """
-    from matplotlib.colors import LinearSegmentedColormap
-
-    (first, last), ramp = search.pruning_steps, LinearSegmentedColormap.from_list("steps", RAMP[::-1])
+    first, last = search.pruning_steps
     dots = [(positions[trial.number], search.place(trial.score), BLUE if trial.is_complete else "none",
-             BLUE if trial.is_complete else ramp(((trial.step or first) - first) / max(last - first, 1)))
+             BLUE if trial.is_complete else (GREY, 1 - 0.35 * (last - (trial.step or first)) / max(last - first, 1)))
             for trial in sorted(search.trials, key=lambda trial: trial.is_complete)
             if trial.score is not None and trial.number in positions]  # fmt: skip
     if dots:

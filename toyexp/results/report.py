@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from toyexp.base.drawing import COLOURS, DARK_COLOURS, DARK_RAMP, RAMP, thin_curve
+from toyexp.base.drawing import COLOURS, DARK_COLOURS, DARK_RAMP, RAMP, find_divergence, thin_curve
 from toyexp.base.errors import Unavailable
 from toyexp.base.files import read_head
 from toyexp.base.formatting import describe_parameters, display_path, pluralise, short_keys, short_path
@@ -186,7 +186,8 @@ def _search_data(search: Search) -> dict[str, Any]:
     """Return the data of a search for the page: its metric, the searched settings, and all trials."""
     return {
         "algorithm": search.algorithm, "metric": f"held-out {search.metric}", "minimising": search.is_minimising,
-        "keys": search.keys, "log": sorted(search.log_keys), "importances": dict(search.importances),
+        "keys": search.keys, "names": dict(zip(search.keys, short_keys(search.keys), strict=True)),
+        "log": sorted(search.log_keys), "importances": dict(search.importances),
         "limits": search.limits, "ticks": search.cut_ticks, "pruning": search.pruning_steps,
         "legend": search.describe_pruning(),
         "trials": [{"number": t.number, "values": dict(t.values), "complete": t.is_complete, "score": t.score,
@@ -218,6 +219,7 @@ def _history_data(history: History, most: int) -> dict[str, Any]:
         "held": {
             name: _thin_scores(history.held_out_curve(name), fewer) for name in history.held_out if name != "step"
         },
+        "diverged": find_divergence(*(numbers.tolist() for numbers in history.curve("loss"))),
         "samples": history.samples, "warnings": history.warnings, "warned": history.warning_count,
     }  # fmt: skip
 

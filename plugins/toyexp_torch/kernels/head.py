@@ -28,7 +28,6 @@ class Choice(Protocol):
     selected: Tensor | None  # [n] distinct positions, including all of non-zero weight; None: all positions
 
 
-@torch.compiler.disable  # it calls kernels directly, and a compiler would recompile it for each number of positions
 def projected_loss(
     x: Tensor, w: Tensor | Packed, targets: Tensor, weights: Tensor, choice: Choice | None = None
 ) -> Tensor:

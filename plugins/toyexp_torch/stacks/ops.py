@@ -22,8 +22,11 @@ class StackedOps(TorchOps):
     multiplies each run's batch by its own matrix.
     """
 
-    def __init__(self, rounds: torch.dtype | None = None, activations: torch.dtype | None = None) -> None:
-        super().__init__(activations=activations)
+    def __init__(
+        self, rounds: torch.dtype | None = None, activations: torch.dtype | None = None,
+        attention_dtype: torch.dtype | None = None,
+    ) -> None:  # fmt: skip
+        super().__init__(activations=activations, attention_dtype=attention_dtype)
         self._rounds = rounds  # dtype to which products round their factors, since autocast ignores batched products
         self._complex_rotations: dict[Any, Tensor] = {}  # rope's tables as complex numbers
 

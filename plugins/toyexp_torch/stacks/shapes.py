@@ -82,6 +82,11 @@ class MemoryCounter(TorchDispatchMode):
         self.peak = self._current = 0
         self._alive: set[int] = set()
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Return False: otherwise torch imports its compiler, which takes a second, to keep it out of this class."""
+        return False
+
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run a torch operation, count the memory of its results, and return them."""
         result = function(*args, **(kwargs or {}))

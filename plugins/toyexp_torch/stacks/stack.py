@@ -36,7 +36,7 @@ class TorchStack(Stack):
     def __init__(self, plans: Sequence[Plan], settings: SessionSettings):
         self._plans, self._device, self._switches = plans, torch.device(settings.device), Switches(settings)
         self._dtype = torch.float64 if settings.dtype == "float64" else torch.float32
-        self._rounding, self._capture = settings.dtype, settings.capture
+        self._dtypes, self._capture = (settings.dtype, settings.attention_dtype), settings.capture
         slices, length = flat_layout(plans[0])
         self.flat, self.grad = (
             torch.zeros((len(plans), length), dtype=self._dtype, device=self._device) for _ in range(2)
@@ -179,7 +179,7 @@ class TorchStack(Stack):
             self._resident.close()
         self._step = self._resident = None  # frees their memory before the next program is made
         plans, frozen_values = [self._plans[row] for row in rows], self._collect_frozen(rows)
-        step = StackedStep(plans, rows, self.flat, self.grad, self._slices, self.update, frozen_values, self._rounding)
+        step = StackedStep(plans, rows, self.flat, self.grad, self._slices, self.update, frozen_values, *self._dtypes)
         if on_gpu:
             sizes = self.update.sizes()
             self._resident = StackedResident(step, plans[0], sizes, len(rows), self._dtype, self._capture, self.depth)

@@ -107,6 +107,7 @@ class StackedStep:
     def __init__(
         self, plans: Sequence[Plan], rows: Sequence[int], flat: Tensor, grad: Tensor, slices: Mapping[str, slice],
         update: StackedUpdate, frozen: Mapping[str, tuple[Tensor, bool]], dtype: str = "float32",
+        attention_dtype: torch.dtype | None = None,
     ):  # fmt: skip
         self._plan, self._flat, self._update, self._slices = plans[0], flat, update, slices
         self._rows = None if [*rows] == [*range(len(flat))] else torch.tensor(rows, device=flat.device)
@@ -117,7 +118,7 @@ class StackedStep:
         axes = {name: 0 if by_run else None for name, (_, by_run) in frozen.items()}
         rounds = torch.bfloat16 if dtype == "bfloat16" else None  # dtype of a product's factors
         self._autocast = partial(torch.autocast, flat.device.type, torch.bfloat16) if rounds else contextlib.nullcontext
-        self._ops = StackedOps(rounds, rounds if flat.device.type == "cuda" else None)
+        self._ops = StackedOps(rounds, rounds if flat.device.type == "cuda" else None, attention_dtype)
         clips, skips = [p.grad_clip for p in plans], [p.skip_nonfinite for p in plans]
         self._clip = flat.new_tensor(clips) if any(clips) else None
         self._skips = flat.new_tensor(skips) if any(skips) else None

@@ -74,11 +74,12 @@ function layout(extra) {
     ...grid, title: { text: AXES[state.over], standoff: 6 }, exponentformat: "SI",
     ...(state.xlog ? { type: "log", tickformat: state.over === "seconds" ? "~g" : "~s", nticks: 5 } : { type: "linear" }),
     ...(ends ? { range: ends, autorange: false } : { autorange: true }),
+    ...(state.over === "step" && !state.xlog && ends && ends[1] - ends[0] < 8 ? { dtick: 1 } : {}), // steps are integers
   };
   return {
     paper_bgcolor: "rgba(0,0,0,0)", plot_bgcolor: "rgba(0,0,0,0)", showlegend: false, hovermode: "closest",
     font: { ...font, size: isPrinted() ? 9 : 12 }, hoverlabel: { bgcolor: style("card"), bordercolor: style("line"), align: "left", font },
-    margin: { l: 48, r: 10, t: isPrinted() ? 6 : 30, b: 40 }, dragmode: matchMedia("(pointer: coarse)").matches ? false : "zoom",
+    margin: { l: 48, r: 10, t: isPrinted() ? 6 : 30, b: 40 }, dragmode: isTouch() ? false : "zoom",
     modebar: { bgcolor: "rgba(0,0,0,0)", color: style("soft"), activecolor: style("accent") },
     xaxis: x, uirevision: `${state.over} ${state.xlog} ${state.ylog} ${state.zoom} ${state.tall}`, ...extra,
     yaxis: { ...grid, exponentformat: "e", ...(extra.yaxis || {}) },
@@ -119,7 +120,8 @@ function yRange(traces, raw) {
   const whole = raws.length ? [Math.min(low, part(raws, 0)), Math.max(part(ys, 1), part(raws, 1))] : [low, part(ys, 1)];
   state.cut = whole[1] - whole[0] > 1.25 * (high - low);
   if (state.outliers || !state.cut) [low, high] = whole;
-  const room = Math.max(0.04 * (high - low), 1e-4 * Math.abs(high)) || 0.1;
+  const least = state.zoom || state.ylog ? 2e-4 : 0.05; // share of the highest value, as in the static plots: noise is no trend
+  const room = Math.max(0.04 * (high - low), (least * Math.abs(high) - (high - low)) / 2) || 0.1;
   return [low - room, high + room];
 }
 
@@ -277,11 +279,12 @@ function drawMain() {
   byId("outliers-label").hidden = !state.cut;
   byId("outliers-label").lastChild.textContent = above ? ` outliers (${above} ${above === 1 ? "run" : "runs"} above)` : " outliers";
   const unit = { tokens: " (nats per token)", images: " (nats per image)" }[data.unit] || "", best = data.points[0];
-  const ticks = state.ylog && range ? roundTicks(...range.map((v) => 10 ** v), true) : [];
-  const few = ticks.length > 2 && ticks.length < 9 ? { tickvals: ticks, ticktext: tickLabels(ticks) } : { tickformat: range && range[1] > 5 ? "~e" : "~g", nticks: 7 };
+  const edge = range && range[1] - 0.045 * (range[1] - range[0]); // for crosses of runs that ended above the range
+  for (const trace of traces) if (trace.name === "end" && trace.y[0] > limit) trace.y = [state.ylog ? 10 ** edge : edge];
   const y = {
     title: { text: loss ? `loss${unit}` : `held-out ${state.score}`, standoff: 4 },
-    ...(state.ylog ? { type: "log", ...few } : { type: "linear" }), ...(range ? { range } : {}),
+    ...(state.ylog ? { type: "log", ...(range && logTicks(...range.map((v) => 10 ** v))) } : { type: "linear" }), ...(range ? { range } : {}),
+    ...(!state.ylog && range && range[1] >= 1e3 ? labelTicks(roundTicks(...range, false)) : {}),
   };
   const about = `${y.title.text} against ${AXES[state.over]}: ${visible().length} of ${data.points.length} points. `;
   return drawChart("main", [...traces, ...arrowTraces(front, range, state.ylog)], layout({ yaxis: y }), CONFIG, about + (data.best ? `Best: ${best.label}, ${data.metric} ${value(best)}.` : ""));
@@ -317,7 +320,7 @@ function drawSmall(name) {
   const about = `${{ lr: "learning rate", grad_norm: "gradient norm", speed: `${data.unit} per second` }[name]} against ${AXES[state.over]}`;
   const axis = { ...y, ...(name === "speed" ? {} : logAxis(name)), fixedrange: true };
   traces.push(...arrowTraces(traces, axis.range, true, 20));
-  return drawChart(name, traces, layout({ yaxis: axis, margin: { l: 44, r: 8, t: 4, b: 36 } }), quiet, about);
+  return drawChart(name, traces, layout({ yaxis: axis, margin: { l: 44, r: 12, t: 4, b: 36 } }), quiet, about);
 }
 
 // Return ticks and range of a logarithmic axis. The range fits the runs that did not diverge or fail, so that those do not
@@ -339,10 +342,20 @@ function logAxis(name) {
   const peaks = name === "lr" ? [...new Set(shown.map((run) => Math.max(...run.curves.lr.y)))].filter((v) => v >= low && v <= high).sort((a, b) => a - b) : [];
   const typed = peaks.length <= 4 && peaks.every((v, i) => !i || v > Math.max((high / low) ** 0.1, 1.6) * peaks[i - 1]) ? peaks : []; // rates as they were typed
   const room = Math.max(0.1, 0.06 * Math.log10(high / low)); // plotly hides labels that do not fit
-  const gap = Math.max((high / low) ** 0.18, 2.5);
-  const ticks = [...typed, ...roundTicks(low / 1.1, high * 1.1, true, high / low < 60 ? [1, 2, 5] : [1]).filter((v) => typed.every((t) => v > gap * t || t > gap * v))].sort((a, b) => a - b);
-  const few = ticks.length <= 6 ? { tickvals: ticks, ticktext: tickLabels(ticks) } : { nticks: 5, tickformat: high >= 1e5 || low < 1e-6 ? "~e" : "~g" };
-  return { ...few, range: [Math.log10(low) - room, Math.log10(high) + room], autorange: false };
+  return { ...logTicks(low / 1.1, high * 1.1, typed), range: [Math.log10(low) - room, Math.log10(high) + room], autorange: false };
+}
+
+// Return 3 to 7 ticks of a logarithmic axis, fewer if its values are almost equal: the values `typed` and round numbers that
+// are not close to those.
+function logTicks(low, high, typed = []) {
+  const gap = (1.6 * high / low) ** 0.13, isFar = (v) => typed.every((t) => v > gap * t || t > gap * v), decades = roundTicks(low, high, true, [1]);
+  const rounds = [[1], [1, 2, 5], [1, 3], [1, 1.5, 2, 3, 5, 7]].map((factors) => roundTicks(low, high, true, factors)), few = decades.filter((_, n) => n % Math.ceil(decades.length / 5) === 0);
+  const lists = [...rounds, high < 10 * low ? roundTicks(low, high, false) : few].map((some) => [...typed, ...some.filter(isFar)]);
+  return labelTicks((lists.find((some) => some.length >= (high > 1.5 * low ? 3 : 1) && some.length < 8) || lists[4]).sort((a, b) => a - b));
+}
+
+function labelTicks(ticks) {
+  return { tickvals: ticks, ticktext: tickLabels(ticks) };
 }
 
 function resetZoom() {

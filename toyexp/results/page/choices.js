@@ -35,7 +35,8 @@ function roundTicks(low, high, log, factors = high / low < 200 ? [1, 2, 5] : [1]
 // Return the labels of an axis in one notation: with exponents if one of the numbers is large or tiny.
 function tickLabels(values) {
   const rounded = values.map((v) => Number(Number(v).toPrecision(4)));
-  return rounded.map(rounded.some((v) => v && (Math.abs(v) >= 1e6 || Math.abs(v) < 1e-6)) ? (v) => v.toExponential() : String);
+  const isLong = rounded.some((v) => v && (Math.abs(v) >= 1e6 || Math.abs(v) < 1e-6));
+  return rounded.map((v) => (isLong ? v.toExponential().replace("e+", "e") : v.toLocaleString("en", { maximumSignificantDigits: 4 })));
 }
 
 function drawChoices() {

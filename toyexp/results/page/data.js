@@ -75,21 +75,16 @@ function clipAndThin(xs, ys, low, high, most) {
   from = Math.max(from - 1, 0);
   to = Math.min(to + 1, xs.length);
   if (to - from <= most) return [xs.slice(from, to), ys.slice(from, to)];
-  const outX = [], outY = [], stretches = Math.max(most >> 1, 1);
-  for (let s = 0; s < stretches; s++) {
-    const begin = from + Math.floor(((to - from) * s) / stretches);
-    const end = from + Math.floor(((to - from) * (s + 1)) / stretches);
-    let least = begin, greatest = begin;
-    for (let i = begin; i < end; i++) {
+  const kept = new Set(), bins = Math.max(most >> 1, 1), border = (n) => from + Math.floor(((to - from) * n) / bins);
+  for (let bin = 0; bin < bins; bin++) {
+    let least = border(bin), greatest = least;
+    for (let i = least; i < border(bin + 1); i++) {
       if (ys[i] < ys[least]) least = i;
       if (ys[i] > ys[greatest]) greatest = i;
     }
-    for (const i of least === greatest ? [least] : least < greatest ? [least, greatest] : [greatest, least]) {
-      outX.push(xs[i]);
-      outY.push(ys[i]);
-    }
+    kept.add(Math.min(least, greatest)).add(Math.max(least, greatest));
   }
-  return [outX, outY];
+  return [xs, ys].map((values) => [...kept].map((i) => values[i]));
 }
 
 function valueAt(xs, ys, x) {

@@ -114,11 +114,23 @@ function loadView() {
 // -- words and numbers --
 
 function formatNumber(number) {
-  return number === null || number === undefined ? "–" : Number(number).toFixed(4);
+  return number === null || number === undefined ? "–" : Math.abs(number) < 1e6 ? Number(number).toFixed(4) : tickLabels([number])[0];
+}
+
+// Return how many times the lowest loss the highest one is; 0 if a loss is not positive.
+function lossRatio(runs) {
+  const losses = runs.flatMap((run) => run.curves.loss.my), [low, high] = [Math.min, Math.max].map((end) => losses.reduce((a, b) => end(a, b ?? a), losses[0]));
+  return low > 0 ? high / low : 0;
+}
+
+// Return how the runs ended if all of them diverged or failed, else "".
+function commonFailure(runs) {
+  const states = [...new Set(runs.map((run) => run.state))].sort();
+  return states.every((state) => ["diverged", "failed"].includes(state)) ? states.join(" or ") : "";
 }
 
 function value(point) {
-  return formatNumber(point.mean) + (point.deviation !== null ? ` ± ${point.deviation.toFixed(4)}` : "");
+  return formatNumber(point.mean) + (point.deviation !== null ? ` ± ${formatNumber(point.deviation)}` : "");
 }
 
 function formatCount(number) {
@@ -132,7 +144,7 @@ function formatDuration(seconds) {
 }
 
 function formatTime(time) {
-  return new Date(time).toLocaleString([], { dateStyle: "medium", timeStyle: "short" });
+  return localTime(time).slice(0, 16).replace("T", " ");
 }
 
 function mean(values) {
@@ -208,7 +220,8 @@ function drawLegend() {
     addMark(button, place);
     addElement(button, "span", "label", point.label);
     const last = point.mean === null ? mean(runsOf(place).map((run) => scoreOf(run, data.metric))) : null; // such as of a pruned run
-    addElement(button, "span", `value${place === 0 && data.best ? " best" : last === null ? "" : " last"}`, last === null ? value(point) : formatNumber(last));
+    const failure = commonFailure(runsOf(place)), kind = failure ? " bad" : place === 0 && data.best ? " best" : last === null ? "" : " last";
+    addElement(button, "span", `value${kind}`, failure || (last === null ? value(point) : formatNumber(last)));
     button.addEventListener("click", (event) => {
       if (event.altKey || event.shiftKey) return showOnly(place);
       if (!state.hidden.delete(place)) state.hidden.add(place);
@@ -222,13 +235,14 @@ function drawLegend() {
     "Click a point to hide or show it, double click (Shift+Enter) to isolate it.";
 }
 
-// Write the best result of the shown points, or the end of a single run without one. If no point is shown, say why instead,
-// with a button that shows all points.
+// Write the best result of the shown points, or how they ended if none has one. If no point is shown, say why instead, with a
+// button that shows all points.
 function drawResult() {
   const best = data.points[visible()[0]], box = byId("result"), filtered = !data.points.some((_, place) => passes(place));
-  const [run] = data.runs, shown = visible().length < data.points.length ? "shown " : "";
+  const runs = shownRuns(), [run] = runs, shown = visible().length < data.points.length ? "shown " : "", failure = commonFailure(runs);
   box.textContent = !best ? `${filtered ? "No point passes the filter" : "All points are hidden"} ` :
-    data.runs.length === 1 && !run.counts ? `${run.state[0].toUpperCase()}${run.state.slice(1)} at step ${run.steps}` :
+    data.runs.length === 1 && (failure || !run.counts) ? `${run.state[0].toUpperCase()}${run.state.slice(1)} at step ${run.diverged ?? run.steps}` :
+    failure ? `${runs.length === 1 ? `The ${shown}run` : `All ${runs.length} ${shown}runs`} ${failure}` :
     best.mean === null ? "No shown run has completed" : data.best ? `Best ${shown}${data.metric}: ${value(best)}, ${best.label}` :
     data.points.length === 1 ? `${data.metric[0].toUpperCase()}${data.metric.slice(1)}: ${value(best)}` : "";
   if (visible().length) return;
@@ -420,6 +434,9 @@ function controls() {
     byId(name).checked = state[name];
     byId(name).addEventListener("change", () => {
       state[name] = byId(name).checked;
+      if (name === "outliers" && ["loss", "ppl"].includes(state.score)) { // outliers would flatten all else on a linear axis
+        byId("ylog").checked = state.ylog = state.outliers ? state.ylog || lossRatio(shownRuns()) > 100 : defaults.ylog;
+      }
       (name.endsWith("log") ? resetZoom : drawCharts)();
     });
   }
@@ -454,8 +471,7 @@ async function begin() {
   if (!data.runs.some((run) => run.curves.loss.x.length) && data.scores.length) state.score = data.scores[0];
   Object.assign(state, { sort: data.metric, falling: data.rising });
   state.raw = data.runs.length === 1;
-  const losses = data.runs.flatMap((run) => run.curves.loss.my), reach = (end) => losses.reduce((a, b) => end(a, b ?? a), losses[0]);
-  state.ylog = data.runs.every((run) => run.state === "diverged") && reach(Math.max) > 20 * reach(Math.min) && reach(Math.min) > 0;
+  state.ylog = commonFailure(data.runs) === "diverged" && lossRatio(data.runs) > 20;
   defaults = { ...state };
   loadView();
   byId("opening").remove();

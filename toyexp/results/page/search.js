@@ -14,7 +14,7 @@ function drawSearch() {
   const box = byId("settings");
   for (const key of box.childElementCount ? [] : search.keys) { // before the charts: they take the width of their cells
     const figure = addElement(box, "figure"), share = search.importances[key];
-    addElement(figure, "figcaption", "", key + (share === undefined ? "" : ` (importance ${(share * 100).toFixed(0)} %)`));
+    addElement(figure, "figcaption", "", search.names[key] + (share === undefined ? "" : ` (importance ${(share * 100).toFixed(0)} %)`)).title = key;
     addElement(figure, "div", "chart").id = `setting-${key}`;
   }
   for (const key of search.keys) {
@@ -22,22 +22,22 @@ function drawSearch() {
     const log = search.log.includes(key) && values.every((value) => value > 0), different = [...new Set(values)];
     const listed = !log && different.length <= 6 && different.length < values.length; // values from a list have names
     const numeric = !listed && values.every((value) => typeof value === "number");
-    const decades = log && Math.max(...values) / Math.min(...values) > 50 ? { dtick: 1 } : {}; // more ticks would overlap
+    const decades = log ? Math.log10(Math.max(...values) / Math.min(...values)) : 0; // more than four ticks would overlap
     different.sort((a, b) => (a > b) - (a < b));
     const slots = different.map((_, place) => place), shift = (trial) => 0.6 * (trial.number / last - 0.5);
-    const axis = numeric ? { type: log ? "log" : "linear", nticks: 5, tickformat: "~g", ...decades } :
+    const axis = numeric ? { type: log ? "log" : "linear", nticks: 4, tickformat: "~g", tickangle: 0, ...(decades > 1.7 && { dtick: Math.ceil(decades / 3) }) } :
       { tickvals: slots, ticktext: different.map(String), range: [-0.5, slots.length - 0.5], showgrid: false, title: { text: "equal values: by trial", standoff: 4 } };
     const borders = numeric ? [] : slots.slice(1).map((x) => ({ x0: x - 0.5, x1: x - 0.5, y0: 0, y1: 1, yref: "paper", line: { width: 1, color: style("line") } }));
     const xs = numeric ? values : trials.map((trial, i) => different.indexOf(values[i]) + shift(trial));
     drawTrials(`setting-${key}`, trials, xs, axis, [], star, borders);
   }
-  const chosen = star ? Object.entries(star.values).map(([key, value]) => `${key}=${value}`).join(" ") : "";
-  byId("search-best").textContent = star ? `Best ${search.metric}: ${formatNumber(star.score)} in trial ${star.number}, ${chosen}` : "";
+  const run = star && data.runs.find((one) => readValue(one, "trial") === star.number);
+  byId("search-best").textContent = star ? `Best ${search.metric}: ${formatNumber(star.score)}${run ? `, ${data.points[run.point].label}` : ""}, trial ${star.number}` : "";
   const text = [...(star ? ["line: best so far", "star: best trial"] : []), ...search.legend].join("; ");
   byId("search-note").textContent = text && `${text[0].toUpperCase()}${text.slice(1)}.`;
 }
 
-// Draw trials as dots, pruned ones as rings, and the trial `star` as a star. A band shows the logarithmic part of the axis.
+// Draw trials as dots, pruned ones as grey rings, and the trial `star` as a star. A band shows the logarithmic part of the axis.
 function drawTrials(id, trials, xs, xaxis, more, star, shapes = []) {
   const { limits: [better, worse, end], ticks: cut, pruning: [first, last] } = data.search, low = Math.min(better, worse), high = Math.max(better, worse);
   const band = { x0: 0, x1: 1, xref: "paper", y0: worse, y1: end, fillcolor: style("shade"), line: { width: 0 }, layer: "below" };
@@ -52,8 +52,9 @@ function drawTrials(id, trials, xs, xaxis, more, star, shapes = []) {
     type: "scatter", mode: "markers", x: xs, y: trials.map((t) => t.height),
     text: trials.map(about), hovertemplate: "%{text}<extra></extra>", cliponaxis: false,
     marker: {
-      size: 8, opacity: 0.85, symbol: trials.map((t) => (t.complete ? "circle" : "circle-open")), line: { width: trials.map((t) => (t.complete ? 0 : 1.5)) },
-      color: trials.map((t) => (t.complete ? style("accent") : rampColour((last - (t.step ?? first)) / Math.max(last - first, 1)))),
+      size: 8, symbol: trials.map((t) => (t.complete ? "circle" : "circle-open")), line: { width: trials.map((t) => (t.complete ? 0 : 1.5)) },
+      opacity: trials.map((t) => (t.complete ? 0.85 : 1 - 0.35 * (last - (t.step ?? first)) / Math.max(last - first, 1))),
+      color: trials.map((t) => style(t.complete ? "accent" : "soft")),
     },
   };
   const stars = trials.flatMap((trial, i) => (trial === star ? [i] : [])).map((i) => ({

@@ -15,6 +15,7 @@ function listColumns(saved = false) {
   const spread = (of) => (row) => (row.counted > 1 ? meanAndDeviation(row.runs.map(of).filter((v) => v !== null))[1] : null);
   const withSpread = (head, of) => [{ head, of: each(of), number: true }, ...(saved && points ? [{ head: `± ${head}`, of: spread(of) }] : [])];
   const keys = data.keys.map((key) => ({ head: key, of: (row) => row.settings[key] ?? null }));
+  if (data.search) keys.unshift({ head: "trial", of: (row) => readValue(points ? row.runs[0] : row, "trial"), form: String, number: true });
   const scores = ["held-out loss", ...data.scores.map((s) => `held-out ${s}`), "smoothed train loss"].filter((s) => s !== data.metric);
   const numbers = [
     ...scores.flatMap((s) => withSpread(s, (r) => scoreOf(r, s))),

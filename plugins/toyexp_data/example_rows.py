@@ -87,11 +87,11 @@ class Examples:
         return int((self.usable(length) & longer).sum())
 
     def rows(self, row_length: int, pack: str, order: np.ndarray) -> list[list[int]]:
-        """Assign examples to rows; return the indices of the examples in each row.
+        """Return lists of the indices of examples: those that share a row, or the two of a pair, which have a row each.
 
-        If `pack` is "none", an item has one example, or the two of a pair. Otherwise it has several examples that fit
-        into `row_length` tokens (best fit, longest first). `order` has the indices of all examples or pairs. One is
-        left out if none of its first `row_length` tokens counts in the loss.
+        If `pack` is "none", a row has one example. Otherwise it has several that fit into `row_length` tokens (best
+        fit, longest first). `order` has the indices of all examples or pairs. One is left out if none of its first
+        `row_length` tokens counts in the loss.
         """
         order = order[self.usable(row_length)[order]]
         if pack == "none":

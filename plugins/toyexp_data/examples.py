@@ -150,12 +150,7 @@ class RecordData(TokenizedData):
             **tokenizer_facts(tokenizer),
         }
         notes += [*self.bpe_notes(tokenizer), *_notes(facts)]
-        left_out = found.omissions()
-        if skipped:
-            total = len(train_rows) + len(held_rows) + len(skipped)
-            left_out.append(f"{len(skipped)} of {total} examples skipped (data.on_error), such as {skipped[0]}")
-        if others := facts["other_splits"]:
-            left_out.append(f"{others} examples of other splits than train and the held-out one")
+        left_out = found.omissions() + _omissions(len(train_rows) + len(held_rows), skipped, facts["other_splits"])
         pack = getattr(self, "pack", "none")
         dataset = ExampleDataset(
             train_rows, held_rows, tokenizer, pack, self.pairs, self.eval_batches, facts, left_out, notes
@@ -293,6 +288,13 @@ class ExampleData(RecordData):
     def values(self, record: Record) -> Sequence[Value]:
         """Return the record's text, prompt and completion, or messages. Raise BadExample if it has none."""
         return [convert(record, self.columns, self.system)]
+
+
+def _omissions(used: int, skipped: Sequence[str], other_splits: int) -> list[str]:
+    """Return notes about skipped examples, and about those of splits that are neither trained on nor held out."""
+    count = f"{len(skipped)} of {used + len(skipped)} examples skipped (data.on_error)"
+    notes = [f"{count}, such as {first}" for first in skipped[:1]]
+    return notes + [f"{other_splits} examples of other splits than train and the held-out one"] * bool(other_splits)
 
 
 def _notes(facts: Mapping[str, Any]) -> list[str]:

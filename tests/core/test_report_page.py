@@ -623,9 +623,10 @@ def test_a_printed_page_is_light_and_fits_the_paper(chromium, swept, tmp_path):
     opened.context.close()
 
 
-def open_search(chromium, tmp_path, scores, metric, pruned={3: 20}):
-    """Open the report of a search of six trials; `pruned` maps the pruned ones to the step at which they ended."""
-    rates = [1e-4, 1e-3, 0.1, 3e-4, 3e-3, 1e-2]
+def open_search(chromium, tmp_path, scores, metric, pruned=((3, 20),)):
+    """Open the report of a search of six trials; `pruned` has the numbers of those pruned, each with its last step."""
+    pruned = dict(pruned)
+    rates = [1e-8, 1e-3, 0.1, 3e-4, 3e-3, 1e-2]
     for number, score in enumerate(scores):
         write_run(tmp_path / f"s/{number}", lr=rates[number], held_out=score, steps=40, scores={"accuracy": score},
                   optim="adamw" if number % 2 else "lion", optim__weight_decay=(0.1, 0)[number % 2])  # fmt: skip
@@ -686,6 +687,7 @@ def test_a_search_shows_its_history_and_each_setting(chromium, tmp_path):
     assert star[1:3] == [[4], [2.2]] and traces(page, "setting-lr")[-1][1:3] == [[0.003], [2.2]]
     assert page.evaluate("document.getElementById('setting-lr').data.at(-1).marker.symbol") == "star-open"
     assert page.evaluate("document.getElementById('setting-lr')._fullLayout.xaxis.type") == "log"
+    assert 2 <= page.locator("#setting-lr .xaxislayer-above text").count() <= 4  # of seven decades
     for key, names in (("optim", ["adamw", "lion"]), ("optim.weight_decay", ["0", "0.1"])):  # values of a list
         assert page.locator(f"[id='setting-{key}'] .xaxislayer-above text").all_text_contents() == names
         xs = traces(page, f"setting-{key}")[0][1]
@@ -699,7 +701,7 @@ def test_a_search_shows_its_history_and_each_setting(chromium, tmp_path):
 
 
 def test_pruned_trials_are_drawn_at_their_last_metric_beside_completed_ones(chromium, tmp_path):
-    opened = open_search(chromium, tmp_path, [3.0, 2.5, 40.0, 30.0, 2.2, 2.4], "loss", {3: 20, 5: 40})
+    opened = open_search(chromium, tmp_path, [3.0, 2.5, 40.0, 30.0, 2.2, 2.4], "loss", [(3, 20), (5, 40)])
     _, dots, _ = traces(opened.page, "trials")
     assert 3 < dots[2][3] < dots[2][2] < axis(opened.page, "yaxis", "trials")[1]  # 30 below 40
     assert "(pruned at step 20)<br>held-out loss 30.0000" in opened.page.evaluate(
@@ -748,6 +750,24 @@ def test_gradient_norms_are_averaged_in_their_logarithm(page):
     first, middle, last = call(page, "data.js", smooth)
     expected = call(page, "data.js", "smoothCurve([0, 1, 2], [0, Math.log(100), null], 1)")
     assert [first, middle] == pytest.approx(np.exp(expected[:2])) and last is None
+
+
+def test_thinned_curves_keep_each_bins_lowest_and_highest_point_in_order(page):
+    xs, ys = [*range(1000)], np.random.default_rng(0).normal(size=1000)
+    shown, values = call(page, "data.js", f"clipAndThin({xs}, {ys.tolist()}, 101, 898, 80)")
+    assert shown == sorted({*shown}) and values == ys[shown].tolist()
+    bins = ys[100:900].reshape(40, 20)
+    extremes = 100 + 20 * np.arange(40) + [bins.argmin(axis=1), bins.argmax(axis=1)]
+    assert {*shown} == {*extremes.ravel().tolist()}
+
+
+def test_losses_of_millions_have_short_exponents_in_the_legend(chromium, tmp_path):
+    for seed, held_out in enumerate((2e6, 4e6)):
+        write_run(tmp_path / f"runs/{seed}", seed=seed, held_out=held_out)
+    assert main(["compare", str(tmp_path / "runs"), "--html", str(tmp_path / "report.html")]) == 0
+    opened = Opened(chromium, tmp_path / "report.html")
+    assert opened.page.locator("#legend .value").inner_text() == "3e6 ± 1.414e6" and opened.trouble == []
+    opened.context.close()
 
 
 def test_arrow_keys_keep_the_points_of_a_value_on_an_axis(page):

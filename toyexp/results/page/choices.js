@@ -50,7 +50,7 @@ function drawChoices() {
   const width = Math.max(box.clientWidth, 280), height = isPrinted() ? 250 : 340, top = 50, foot = height - 26, left = 44;
   const near = nearBest(completed.map((p) => p.mean)), furthest = data.rising ? Math.min : Math.max;
   const several = (key) => new Set(points.map((p) => p.settings[key])).size > 1;
-  const axes = [...data.keys.filter(several).slice(0, 11), data.metric], names = axes.slice(0, -1).join(", "), last = axes.length - 1;
+  const axes = [...data.keys.filter(several).slice(0, 11), data.metric], names = axes.slice(0, -1).map(shortName).join(", "), last = axes.length - 1;
   const scales = axes.map((key, i) => i === last ? makeScale(near, !data.rising, false) :
     makeScale(points.map((p) => p.settings[key]), false, true, (data.search ? data.search.log : []).includes(key)));
   if (near.length < completed.length) { // points far from the best are at the axis's end
@@ -90,7 +90,7 @@ function drawChoices() {
   axes.forEach((key, i) => {
     const narrow = x(1) - x(0);
     const most = Math.max(Math.floor((narrow < 90 ? 1.9 : 1) * narrow / 7), 5); // narrow axes put names in two lines
-    const name = key.length > most ? key.split(/[. ]/).pop() : key;
+    const short = shortName(key), name = short.length > most ? short.split(/[. ]/).pop() : short;
     const title = name.length > most ? `${name.slice(0, most - 1)}…` : name;
     const head = addSvg("text", { x: x(i), y: i % 2 && narrow < 90 ? 30 : 16, "text-anchor": "middle" }, svg, title);
     addSvg("title", {}, head, key);
@@ -169,7 +169,9 @@ function drawImportance() {
   const list = addElement(box, "div", "columns");
   for (const [key, share] of found.sort((a, b) => b[1] - a[1])) {
     const row = addElement(list, "div", "row");
-    addBreakable(addElement(row, "span", "label"), key);
+    const name = addElement(row, "span", "label");
+    addBreakable(name, shortName(key));
+    name.title = key;
     const bar = addElement(addElement(row, "span", "track"), "i");
     bar.style.width = `${(Math.min(share, 1) * 100).toFixed(1)}%`;
     addElement(row, "span", "value", share > 0 && share < 0.005 ? "<1 %" : `${(share * 100).toFixed(0)} %`);

@@ -267,9 +267,11 @@ function drawDifferences() {
   const leader = Object.fromEntries(Object.entries(data.along).flatMap(([key, along]) => along.map((one) => [one, key])));
   for (const [key, values] of entries) {
     const row = addElement(table, "tr");
-    addBreakable(addElement(row, "td", "key"), key);
+    const name = addElement(row, "td", "key");
+    addBreakable(name, shortName(key));
+    name.title = key;
     const cell = addElement(row, "td", "wraps", formatValues(values));
-    if (leader[key]) addElement(cell, "div", "small", `varies together with ${leader[key]}`);
+    if (leader[key]) addElement(cell, "div", "small", `varies together with ${shortName(leader[key])}`);
     else if (!data.keys.includes(key)) addElement(cell, "div", "small", "runs that differ only in this setting form one point");
   }
 }
@@ -301,7 +303,7 @@ function drawWarnings() {
   box.textContent = "";
   const same = new Map(), number = /\d+(\.\d+)?(e[+-]?\d+)?/g; // texts of a point that differ only in numbers are shown once
   for (const run of some) for (const w of run.warnings) {
-    const text = w.text.replace(/^step \d+: /, ""), key = `${run.point} ${text.replace(number, "")}`;
+    const { text } = w, key = `${run.point} ${text.replace(number, "")}`;
     if (!same.has(key)) same.set(key, { text, runs: new Set(), numbers: text.match(number)?.map(() => []), told: [] });
     const { runs, numbers, told } = same.get(key);
     runs.add(run);
@@ -351,7 +353,7 @@ function drawRun(box, run) {
   copy.addEventListener("click", async () => {
     try { await navigator.clipboard.writeText(run.again); copy.textContent = "copied"; } catch { getSelection().selectAllChildren(again.firstChild); }
   });
-  const facts = { directory: run.path, state: run.why ? `${run.state}: ${run.why}` : run.state, ...run.facts };
+  const facts = { directory: run.path, ...(run.when && { begun: formatTime(run.when) }), state: run.why ? `${run.state}: ${run.why}` : run.state, ...run.facts };
   if (isPrinted()) return addElement(box, "p", "small", `${facts.state} · ${run.path}`);
   const list = addElement(box, "dl");
   for (const [key, text] of Object.entries(facts)) { addElement(list, "dt", "", key); addElement(list, "dd", "", text); }

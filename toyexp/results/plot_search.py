@@ -215,13 +215,13 @@ def _footer(search: Search, source: str, keys: Sequence[str]) -> list[str]:
         *search.notes,
         f"{search.repeats} seeds a trial, their mean" if search.repeats > 1 else "",
     ]
+    parts += search.describe_pruning()
     unscored = sum(trial.score is None for trial in search.trials)
     parts += [f"importance for the ranking of {len(search.trials)} trials"] if search.importances else []
     parts += [f"{unscored} without a score"] if unscored else []
     hidden_keys = [key for key in search.keys if key not in keys]
     parts += [f"not shown: {', '.join(hidden_keys)}"] if hidden_keys else []
     parts += ["dots of one value: left to right by trial"] if any(map(search.slots, keys)) else []
-    parts += search.describe_pruning()
     return [part for part in parts if part]
 
 

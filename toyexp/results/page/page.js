@@ -181,6 +181,8 @@ function drawAbout() {
     data.runs.some((run) => [run.loss, ...Object.values(run.scores)].some((v) => Math.abs(v) >= 1e300)) ? "Values beyond ±1e300 are not drawn." : "",
     isDistinct() ? "" : "Stronger colour: better rank.",
   ].join(" ");
+  const [{ curves: { grad_norm: { x, y } } }] = data.runs, zero = y.findLastIndex((v) => v !== 0) + 1;
+  if (data.runs.length === 1 && zero < y.length) byId("grad_norm").previousElementSibling.append(`; 0 from step ${x[zero]}`); // no logarithm
   byId("zooming").textContent = isTouch() ? "Tap a curve for its values and buttons to zoom." : "Drag to zoom, double click to reset.";
   byId("raw-label").title = `the loss of each step; with more than ${MOST_RAW} runs, only of the best point and of the one pointed at in the legend`;
 }
@@ -240,6 +242,10 @@ function drawLegend() {
 function drawResult() {
   const best = data.points[visible()[0]], box = byId("result"), filtered = !data.points.some((_, place) => passes(place));
   const runs = shownRuns(), [run] = runs, shown = visible().length < data.points.length ? "shown " : "", failure = commonFailure(runs);
+  for (const note of byId("notes").children) {
+    const [, state] = /^\d+ (\w+) runs? (is|are) not ranked/.exec(note.textContent) || [];
+    note.hidden = state !== undefined && !runs.some((one) => one.state === state);
+  }
   box.textContent = !best ? `${filtered ? "No point passes the filter" : "All points are hidden"} ` :
     data.runs.length === 1 && (failure || !run.counts) ? `${run.state[0].toUpperCase()}${run.state.slice(1)} at step ${run.diverged ?? run.steps}` :
     failure ? `${runs.length === 1 ? `The ${shown}run` : `All ${runs.length} ${shown}runs`} ${failure}` :

@@ -81,7 +81,7 @@ function drawTable() {
     });
   }
   const rows = listRows(columns), { rank = columns[0].of } = columns[0], ranked = rows.map(rank).filter((v) => v !== null);
-  const reach = nearBest(rows.filter((row) => rank(row) !== null).flatMap((row) => [-1, 0, 1].map((n) => rank(row) + n * (row.deviation || 0))));
+  const near = nearBest(ranked), reach = rows.filter((row) => near.includes(rank(row))).flatMap((row) => [-1, 1].map((n) => rank(row) + n * (row.deviation || 0)));
   const scale = new Set(ranked).size > 2 && !isPrinted() ? makeScale(reach, false, false) : null;
   if (scale) {
     const ends = addElement(addElement(line, "th", "strip"), "div");

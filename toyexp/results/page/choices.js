@@ -47,7 +47,7 @@ function drawChoices() {
   const focused = document.activeElement.dataset.axis;
   box.textContent = "";
   const fresh = [...state.brushes.values()].some((brush) => brush.fresh), ended = points.filter((p) => p.ended);
-  const width = Math.max(box.clientWidth, 280), height = isPrinted() ? 250 : 340, top = 50, foot = height - 26;
+  const width = Math.max(box.clientWidth, 280), height = isPrinted() ? 220 : 340, top = 50, foot = height - 26;
   const near = nearBest(completed.map((p) => p.mean)), furthest = data.rising ? Math.min : Math.max;
   const several = (key) => new Set(points.map((p) => p.settings[key])).size > 1;
   const axes = [...data.keys.filter(several).slice(0, 11), data.metric], names = axes.slice(0, -1).map(shortName).join(", "), last = axes.length - 1;

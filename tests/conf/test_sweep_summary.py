@@ -77,6 +77,13 @@ def test_a_metric_to_maximise_also_orders_seeds_and_missing_values_come_last():
     assert [one.number for one, _ in ranking.jobs()] == [4, 3, 1, 2, 0, 5, 6]
 
 
+def test_pruned_jobs_come_last_by_steps_and_loss():
+    ends = [(20, 6.2), (20, 6.1), (40, 5.9), (20, 6.9), (40, 5.7)]
+    jobs = [job(i, f"lr={i}", Status.PRUNED, steps=steps, eval_loss=loss) for i, (steps, loss) in enumerate(ends)]
+    ranking = rank_jobs([*jobs, job(5, "lr=5", steps=80, eval_loss=7.0)])
+    assert [one.number for one, _ in ranking.jobs()] == [5, 4, 2, 1, 0, 3]
+
+
 def test_a_metric_to_maximise_ranks_high_values_first_and_missing_metrics_fall_back():
     jobs = [job(i, f"lr={i}", eval_loss=loss, train_loss=9 - i, eval_scores={"accuracy": score})
             for i, (loss, score) in enumerate([(1.0, 0.2), (2.0, 0.9), (3.0, 0.5)])]  # fmt: skip

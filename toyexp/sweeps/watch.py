@@ -55,7 +55,7 @@ class Watch:
                 head = self._head(job)
                 place = f"job {job.number + 1} of {self._total}"
                 begins = "begins" if job.attempts == 1 else "begins again"
-                self.say(f"\n{head.rstrip()}  ({place})" if self._alone and self.verbose else f"{head}  {begins}, {place}")
+                self.say(f"\n{head}  ({place})" if self._alone and self.verbose else f"{head}  {begins}, {place}")
 
     def hear(self, job: Job | None, line: str, stream: IO[str]) -> None:
         """Show a line that a job has printed. `job` is None for a line of a process that trains several jobs."""

@@ -41,7 +41,7 @@ def test_trials_are_ranked_by_mean_with_the_sample_deviation():
         assert point.mean == pytest.approx(np.mean(losses[point.label]))
         values = losses[point.label]
         assert point.deviation == (pytest.approx(np.std(values, ddof=1)) if len(values) > 1 else None)
-    assert [job.number for job, _ in ranking.jobs()] == [5, 3, 4, 1, 2, 0, 6, 7]
+    assert [job.number for job, _ in ranking.jobs()] == [5, 3, 4, 1, 2, 0, 7, 6]
     assert ranking.best is ranking.points[0] and ranking.has_seeds
 
 

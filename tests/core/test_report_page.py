@@ -798,8 +798,8 @@ def test_the_table_draws_each_points_metric_and_deviation_to_scale(page):
 
 def test_settings_have_short_names_and_a_filter_takes_both_forms(chromium, tmp_path):
     for n, decay in enumerate((0, 0.01, 0.1)):
-        write_run(tmp_path / f"runs/{n}", steps=40, optim={"name": "adamw", "weight_decay": decay}, held_out=2.0 + n)
-    write_run(tmp_path / "runs/3", lr=0.1, steps=40, optim={"name": "adamw", "weight_decay": 1}, reason=None, until=30)
+        write_run(tmp_path / f"runs/{n}", steps=40, optim__weight_decay=decay, held_out=2.0 + n)
+    write_run(tmp_path / "runs/3", lr=0.1, steps=40, optim__weight_decay=1, reason=None, until=30)
     assert main(["compare", str(tmp_path / "runs"), "--html", str(tmp_path / "report.html")]) == 0
     opened = Opened(chromium, tmp_path / "report.html", viewport={"width": 1300, "height": 900})
     page = opened.page

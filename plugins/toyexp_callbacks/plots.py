@@ -55,7 +55,7 @@ FEW_VALUES = 4  # with at most so many losses, the axis extends a fifth of their
 LEAST_RATIO = 3.0  # the axis of gradient norms is logarithmic if the largest is this many times the smallest
 SPIKE = 10  # a loss is a spike if its distance from the other losses is this many times their range
 FAILED = "failed"  # reason of an early end
-WARNINGS = {"divergence": "loss rose", "loss_spike": "loss spike"}  # labels of events with this field `about`
+WARNINGS = {"divergence": "loss rose", "loss_spike": "loss spike"}  # labels by the field `about`
 NOT_PLOTTED = {"ppl", "tokens", "wall_us"}
 
 Points = tuple[list[int], list[float]]  # steps, and a value for each
@@ -71,7 +71,7 @@ class Curves:
     unit: str = "token"  # unit of the targets that a loss is averaged over
     steps: dict[str, Points] = field(default_factory=lambda: {name: ([], []) for name in ("loss", "grad_norm", "lr")})
     held_out: dict[str, Points] = field(default_factory=dict)  # loss, and the model's own metrics
-    warnings: dict[int, str] = field(default_factory=dict)  # steps with a warning, and what happened there
+    warnings: dict[int, str] = field(default_factory=dict)  # steps with a warning, and its field `about`
     best: int | None = None  # step of the best weights
     early_end: tuple[int, str] | None = None  # step and reason, if the run ended before its last step
 
@@ -123,7 +123,7 @@ class Plots(Listener):
             elif kind == "eval":
                 self._add_eval(step, fields)
             elif kind == "warning":
-                self._add_warning(step, fields)
+                self._curves.warnings[step] = str(fields.get("about"))
 
     def _add_step(self, step: int, metrics: Mapping[str, Any]) -> None:
         for name, value in metrics.items():
@@ -135,9 +135,6 @@ class Plots(Listener):
             self._add(self._curves.held_out, name, step, value)
         if "accuracy" in self._curves.held_out:
             self._curves.unit = "image"
-
-    def _add_warning(self, step: int, fields: Mapping[str, Any]) -> None:
-        self._curves.warnings[step] = WARNINGS.get(str(fields.get("about")), "warning")
 
     def _add(self, curves: dict[str, Points], name: str, step: int, value: Any) -> None:
         if name not in NOT_PLOTTED and isinstance(value, int | float):
@@ -189,7 +186,7 @@ class Plots(Listener):
     def on_event(self, kind: str, fields: Mapping[str, Any]) -> None:
         """Record the step of a warning, to mark it in the plot."""
         if kind == "warning" and "step" in fields:
-            self._add_warning(fields["step"], fields)
+            self._curves.warnings[fields["step"]] = str(fields.get("about"))
 
     @hookimpl
     def on_end(self, run: Run, reason: str) -> None:
@@ -426,7 +423,7 @@ def _marks(panels: Mapping[str, Any], curves: Curves) -> None:
         step, why = curves.early_end
         marks.append(([step], f"{why}, step {step}", INK, "-", 1.2))
     if warned := sorted(curves.warnings):
-        what = "warnings, steps" if len(warned) > 1 else f"{curves.warnings[warned[0]]}, step"
+        what = "warnings, steps" if len(warned) > 1 else f"{WARNINGS.get(curves.warnings[warned[0]], 'warning')}, step"
         text = f"{what} {', '.join(map(str, warned))}"
         marks.append((warned, textwrap.shorten(text, LABEL_WIDTH, placeholder=" ..."), GREY, ":", 1.0))
     for axes, (positions, _, colour, style, width) in itertools.product(panels.values(), marks):

@@ -172,9 +172,7 @@ function drawImportance() {
   const list = addElement(box, "div", "columns");
   for (const [key, share] of found.sort((a, b) => b[1] - a[1])) {
     const row = addElement(list, "div", "row");
-    const name = addElement(row, "span", "label");
-    addBreakable(name, shortName(key));
-    name.title = key;
+    addName(addElement(row, "span", "label"), key);
     const bar = addElement(addElement(row, "span", "track"), "i");
     bar.style.width = `${(Math.min(share, 1) * 100).toFixed(1)}%`;
     addElement(row, "span", "value", share > 0 && share < 0.005 ? "<1 %" : `${(share * 100).toFixed(0)} %`);

@@ -26,10 +26,7 @@ function prepare(data) {
   return data;
 }
 
-// Return a setting's name on the page: its last part if no other setting has that.
-function shortName(key) {
-  return data.names[key] ?? key;
-}
+const shortName = (key) => data.names[key] ?? key; // a setting's last part if no other setting has that
 
 // Return where a step lies on the x axis `over` (step, tokens or seconds). Tokens and seconds are interpolated linearly.
 function clockAt(run, step, over) {

@@ -30,9 +30,10 @@ function byId(id) {
   return document.getElementById(id);
 }
 
-// Add text with possible line breaks after each dot and underscore.
-function addBreakable(parent, text) {
-  text.split(/(?<=[._])/).forEach((part, n) => { if (n) addElement(parent, "wbr"); parent.append(part); });
+// Add a setting's short name with possible line breaks after each dot and underscore, and its full name as tooltip.
+function addName(parent, key) {
+  parent.title = key;
+  shortName(key).split(/(?<=[._])/).forEach((part, n) => { if (n) addElement(parent, "wbr"); parent.append(part); });
 }
 
 // Return true while the page is laid out for paper.
@@ -273,9 +274,7 @@ function drawDifferences() {
   const leader = Object.fromEntries(Object.entries(data.along).flatMap(([key, along]) => along.map((one) => [one, key])));
   for (const [key, values] of entries) {
     const row = addElement(table, "tr");
-    const name = addElement(row, "td", "key");
-    addBreakable(name, shortName(key));
-    name.title = key;
+    addName(addElement(row, "td", "key"), key);
     const cell = addElement(row, "td", "wraps", formatValues(values));
     if (leader[key]) addElement(cell, "div", "small", `varies together with ${shortName(leader[key])}`);
     else if (!data.keys.includes(key)) addElement(cell, "div", "small", "runs that differ only in this setting form one point");

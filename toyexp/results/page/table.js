@@ -69,8 +69,7 @@ function drawTable() {
     const cell = addElement(line, "th", cellClass(column)), sorted = state.sort === column.head;
     if (sorted) cell.setAttribute("aria-sort", state.falling ? "descending" : "ascending");
     const button = isPrinted() ? cell : addElement(cell, "button"); // Chromium does not repeat a head with buttons on each page
-    addBreakable(button, shortName(column.head));
-    button.title = column.head;
+    addName(button, column.head);
     if (sorted) addElement(button, "span", "", state.falling ? " ↓" : " ↑").ariaHidden = "true"; // aria-sort says so
     button.dataset.head = column.head;
     if (focused === column.head) button.focus();

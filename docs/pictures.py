@@ -65,15 +65,15 @@ def draw_terminal(name: str, command: str, cwd: Path, keep: str = ".*", prompt: 
     words = [sys.executable, "-m", *shlex.split(command), "--color=always"]
     done = subprocess.run(words, cwd=cwd, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     lines = [Text.from_ansi(line) for line in done.stdout.replace(f"{ROOT}/", "").rstrip().splitlines()]
-    columns = max(60, len(command) + 3, *(line.cell_len + 1 for line in lines if re.search(keep, line.plain)))
+    columns = max(60, len(command) + 4, *(line.cell_len + 2 for line in lines if re.search(keep, line.plain)))
     assert columns <= COLUMNS, "a line is longer than the terminal"
     console = Console(record=True, width=columns, file=io.StringIO())
     if prompt:
-        console.print(Text.assemble(("$ ", "bold cyan"), (command, "bold")), soft_wrap=True)
+        console.print(Text.assemble((" $ ", "bold cyan"), (command, "bold")), soft_wrap=True)
     for is_kept, group in itertools.groupby(lines, lambda line: re.search(keep, line.plain) is not None):
         for line in group if is_kept else [Text("...", style="bright_black")]:
-            console.print(line, soft_wrap=True)
-    console.print("")  # a margin
+            console.print(Text(" ").append_text(line), soft_wrap=True)  # a margin
+    console.print("")
     theme = TerminalTheme(parse_rgb(GROUND), parse_rgb(TEXT), [*map(parse_rgb, NORMAL)], [*map(parse_rgb, BRIGHT)])
     svg = console.export_svg(title="toyexp", theme=theme, unique_id=name)
     svg = re.sub(r"@font-face \{.*?\}\n?", "", svg, flags=re.DOTALL)  # fonts of the network

@@ -114,7 +114,7 @@ def _library() -> tuple[ctypes.CDLL | None, str]:
             reason = f"{error.strerror or error}; set TOYEXP_CACHE to a directory of your own"
         with tempfile.TemporaryDirectory(prefix="toyexp-", ignore_cleanup_errors=True) as directory:
             library = _with_functions(ctypes.CDLL(_compile(command, Path(directory, "kernels.so"))))
-        return library, f"kernels.c is compiled at each start: the cache {cache_dir()}: {reason}"
+        return library, f"kernels.c is compiled at each start: the cache {cache_dir() or '~/.cache'}: {reason}"
     except subprocess.TimeoutExpired:
         return None, f"the C compiler {command[0]} took more than {SECONDS} s"
     except (OSError, AttributeError, subprocess.SubprocessError) as error:

@@ -287,7 +287,7 @@ class TorchCUDA(TorchEngine):
     priority: ClassVar[int] = 40
 
     capture: bool = True  # launch a training step as one CUDA graph; false: kernel by kernel
-    bfloat16_attention: bool = False  # compute attention in bfloat16 while other products are in float32 or TF32
+    bfloat16_attention: bool = False  # compute attention without soft caps, sinks and learned biases in bfloat16
     tf32: bool = False  # let float32 matrix products round their inputs to TF32 (10-bit mantissa)
 
     def warnings(self, preview: RunPreview) -> Iterable[str]:

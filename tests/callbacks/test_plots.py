@@ -156,6 +156,14 @@ def test_the_title_says_that_a_run_failed():
     assert describe_result(curves) == "failed at step 2"
 
 
+def test_the_title_has_the_last_held_out_accuracy_in_percent_or_loss():
+    steps = {"loss": ([1, 2], [6.95, 6.93]), "grad_norm": ([1], [1.0]), "lr": ([], [])}
+    held_out = {"loss": ([0, 2], [6.95, 6.9])}
+    assert describe_result(Curves("run", "", "token", steps, held_out)).endswith(" 6.9")
+    held_out["accuracy"] = ([0, 2], [0.5, 0.2537])
+    assert describe_result(Curves("run", "", "token", steps, held_out)).endswith(" 25.4 %")
+
+
 def test_the_steps_after_the_last_finite_loss_are_shaded_in_every_panel(monkeypatch):
     steps, losses = [*range(1, 21)], [5.0, 4.0, *[math.nan] * 18]
     curves = {"loss": (steps, losses), "grad_norm": (steps, losses), "lr": (steps, [1e30] * 20)}

@@ -15,7 +15,7 @@ from drawings import svg_texts
 from matplotlib.image import imread
 from synthetic_runs import write_run
 
-from toyexp.base.drawing import COLOURS, Sheet, fit_text, is_own_plot
+from toyexp.base.drawing import COLOURS, Sheet, fit_text, format_number, is_own_plot
 from toyexp.cli.main import main
 from toyexp.results.comparison import Comparison
 from toyexp.results.plot import Line, draw_sheet
@@ -84,14 +84,17 @@ def test_the_lower_panel_stays_readable_in_a_journals_column_beside_a_diverged_r
         lines = [json.loads(line) for line in events.read_text().splitlines()]
         for line in lines:
             if lr == 100.0 and line["kind"] in ("step", "eval"):
-                line["loss"] = 5.0 if line["step"] <= 25 else line["step"] * 1e4
+                line["loss"] = 5.0 if line["step"] <= 25 + 25 * seed else line["step"] * 1e4
         events.write_text("".join(json.dumps(line) + "\n" for line in lines))
+        result = json.loads((tmp_path / f"runs/{number}/result.json").read_text())
+        (tmp_path / f"runs/{number}/result.json").write_text(json.dumps({**result, "diverged": lr == 100.0}))
     comparison = Comparison.build([read_run(path) for path in find_runs(tmp_path / "runs")])
     sheet = draw_sheet(comparison, "runs")
     sheet.pictures(".svg", column="single")
     above, below = sheet.panels
     texts = [text.get_text() for text in below.texts]
     assert "diverged by step 50" in texts and above.get_title(loc="right").endswith("up to 1e6")
+    assert above.get_ylim()[1] < 10, "the axis fits the runs that did not diverge"
     assert below.get_window_extent().width > 0.35 * sheet.figure.bbox.width
 
 
@@ -118,6 +121,16 @@ def test_a_plot_of_diverged_runs_shows_all_their_losses(tmp_path):
     (run / "result.json").write_text(json.dumps({**result, "diverged": True}))
     sheet = draw_sheet(Comparison.build([read_run(run)]), "runs")
     assert sheet.panels[0].get_ylim()[1] > 905 and "scratch-llama: diverged" in repr(sheet.figure._suptitle)
+
+
+@pytest.mark.parametrize(
+    ("value", "digits", "shown"),
+    [(1e-5, 4, "1e-5"), (2.5e-10, 4, "2.5e-10"), (0.00012, 4, "0.00012"), (148296.0, 4, "148,300"),
+     (1482960.0, 4, "1.483e6"), (-1e30, 4, "-1e30"), (123456.0, 6, "123,456"), (0.0, 4, "0")],
+)  # fmt: skip
+def test_numbers_of_plots_have_separators_or_short_exponents(value, digits, shown):
+    assert format_number(value, digits) == shown
+    assert float(shown.replace(",", "")) == pytest.approx(value, rel=10.0 ** (1 - digits))
 
 
 @pytest.mark.parametrize("losses", ["aa", "ab"])

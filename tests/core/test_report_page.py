@@ -125,9 +125,10 @@ def column(page, head):
 
 
 def call(page, script, expression, **names):
-    """Return the value of an expression that uses functions of a script of the page, and global `names`."""
+    """Return the value of an expression that uses functions of scripts of the page, and global `names`."""
     known = "".join(f"const {name} = {json.dumps(value)};\n" for name, value in names.items())
-    return page.evaluate(f"(() => {{ {known}{(PAGE / script).read_text()}\nreturn {expression}; }})()")
+    functions = "\n".join((PAGE / name).read_text() for name in script.split())
+    return page.evaluate(f"(() => {{ {known}{functions}\nreturn {expression}; }})()")
 
 
 def events(swept, kind, **settings):
@@ -150,6 +151,7 @@ def test_hovering_shows_a_points_value_and_a_means_deviation(page, swept):
     last = [lines[-1]["loss"] for lines in events(swept, "eval", **BEST)]
     assert LABEL in hover_text and "held-out loss, mean of 4 seeds" in hover_text and "step 300" in hover_text
     assert f"{np.mean(last):.4f} ± {np.std(last, ddof=1):.4f}" in hover_text
+    assert page.locator("#legend .value").first.inner_text() == f"{np.mean(last):.4f} ± {np.std(last, ddof=1):.4f}"
     page.mouse.move(5, 5)
 
 
@@ -624,15 +626,16 @@ def test_a_printed_page_is_light_and_fits_the_paper(chromium, swept, tmp_path):
     opened.context.close()
 
 
-def open_search(chromium, tmp_path, scores, metric):
-    """Open the report of a search of six trials, of which the fourth was pruned."""
-    rates = [1e-4, 1e-3, 0.1, 3e-4, 3e-3, 1e-2]
+def open_search(chromium, tmp_path, scores, metric, pruned=((3, 20),)):
+    """Open the report of a search of six trials; `pruned` has the numbers of those pruned, each with its last step."""
+    pruned = dict(pruned)
+    rates = [1e-8, 1e-3, 0.1, 3e-4, 3e-3, 1e-2]
     for number, score in enumerate(scores):
         write_run(tmp_path / f"s/{number}", lr=rates[number], held_out=score, steps=40, scores={"accuracy": score},
-                  optim="adamw" if number % 2 else "lion", decay=(0.1, 0)[number % 2])  # fmt: skip
+                  optim="adamw" if number % 2 else "lion", optim__weight_decay=(0.1, 0)[number % 2])  # fmt: skip
     trials = [
-        {"trial": n, "values": {"lr": rates[n], "optim": "adamw" if n % 2 else "lion", "decay": (0.1, 0)[n % 2]},
-         "state": "pruned" if n == 3 else "complete", "score": score, "step": 20 if n == 3 else None}
+        {"trial": n, "state": "pruned" if n in pruned else "complete", "score": score, "step": pruned.get(n), "values":
+         {"lr": rates[n], "optim": "adamw" if n % 2 else "lion", "optim.weight_decay": (0.1, 0)[n % 2]}}
         for n, score in enumerate(scores)
     ]  # fmt: skip
     record = {
@@ -688,23 +691,28 @@ def test_a_search_shows_its_history_and_each_setting(chromium, tmp_path):
     assert star[1:3] == [[4], [2.2]] and traces(page, "setting-lr")[-1][1:3] == [[0.003], [2.2]]
     assert page.evaluate("document.getElementById('setting-lr').data.at(-1).marker.symbol") == "star-open"
     assert page.evaluate("document.getElementById('setting-lr')._fullLayout.xaxis.type") == "log"
-    for key, names in (("optim", ["adamw", "lion"]), ("decay", ["0", "0.1"])):  # values of a list
+    assert 2 <= page.locator("#setting-lr .xaxislayer-above text").count() <= 4  # of seven decades
+    for key, names in (("optim", ["adamw", "lion"]), ("optim.weight_decay", ["0", "0.1"])):  # values of a list
         assert page.locator(f"[id='setting-{key}'] .xaxislayer-above text").all_text_contents() == names
         xs = traces(page, f"setting-{key}")[0][1]
         assert [round(x) for x in xs] == [1, 0, 1, 0, 1, 0] and len(set(xs)) == 6  # side by side
-    assert page.locator("#settings figcaption").all_inner_texts()[0] == "lr (importance 90 %)"
+    captions = page.locator("#settings figcaption")
+    assert captions.all_inner_texts() == ["lr (importance 90 %)", "optim", "weight_decay"]
+    assert captions.last.get_attribute("title") == "optim.weight_decay"
     boxes = [page.locator(f"[id='setting-{key}']").bounding_box() for key in ("lr", "optim")]
     assert boxes[0]["x"] + boxes[0]["width"] <= boxes[1]["x"] and opened.trouble == []
     opened.context.close()
 
 
 def test_pruned_trials_are_drawn_at_their_last_metric_beside_completed_ones(chromium, tmp_path):
-    opened = open_search(chromium, tmp_path, [3.0, 2.5, 40.0, 30.0, 2.2, 2.4], "loss")
+    opened = open_search(chromium, tmp_path, [3.0, 2.5, 40.0, 30.0, 2.2, 2.4], "loss", [(3, 20), (5, 40)])
     _, dots, _ = traces(opened.page, "trials")
     assert 3 < dots[2][3] < dots[2][2] < axis(opened.page, "yaxis", "trials")[1]  # 30 below 40
     assert "(pruned at step 20)<br>held-out loss 30.0000" in opened.page.evaluate(
         "document.getElementById('trials').data[1].text[3]"
     )
+    opacity = opened.page.evaluate("document.getElementById('trials').data[1].marker.opacity")
+    assert 0.5 < opacity[3] < opacity[5] == 1, "the later pruned, the darker"
     assert opened.trouble == []
     opened.context.close()
 
@@ -746,6 +754,24 @@ def test_gradient_norms_are_averaged_in_their_logarithm(page):
     first, middle, last = call(page, "data.js", smooth)
     expected = call(page, "data.js", "smoothCurve([0, 1, 2], [0, Math.log(100), null], 1)")
     assert [first, middle] == pytest.approx(np.exp(expected[:2])) and last is None
+
+
+def test_thinned_curves_keep_each_bins_lowest_and_highest_point_in_order(page):
+    xs, ys = [*range(1000)], np.random.default_rng(0).normal(size=1000)
+    shown, values = call(page, "data.js", f"clipAndThin({xs}, {ys.tolist()}, 101, 898, 80)")
+    assert shown == sorted({*shown}) and values == ys[shown].tolist()
+    bins = ys[100:900].reshape(40, 20)
+    extremes = 100 + 20 * np.arange(40) + [bins.argmin(axis=1), bins.argmax(axis=1)]
+    assert {*shown} == {*extremes.ravel().tolist()}
+
+
+def test_losses_of_millions_have_short_exponents_in_the_legend(chromium, tmp_path):
+    for seed, held_out in enumerate((2e6, 4e6)):
+        write_run(tmp_path / f"runs/{seed}", seed=seed, held_out=held_out)
+    assert main(["compare", str(tmp_path / "runs"), "--html", str(tmp_path / "report.html")]) == 0
+    opened = Opened(chromium, tmp_path / "report.html")
+    assert opened.page.locator("#legend .value").inner_text() == "3e6 ± 1.414e6" and opened.trouble == []
+    opened.context.close()
 
 
 def test_arrow_keys_keep_the_points_of_a_value_on_an_axis(page):
@@ -863,6 +889,9 @@ def test_a_diverged_run_flattens_no_axis(chromium, tmp_path):
     for log in (True, False):
         page.set_checked("#ylog", log)
         assert "1 run above" in page.locator("#outliers-label").inner_text()
+        page.check("#outliers")
+        assert page.is_checked("#ylog") == log, "losses of 2 to 80 need no other axis"
+        page.uncheck("#outliers")
     page.check("#outliers")
     assert axis(page, "yaxis")[1] > 80 and axis(page, "yaxis", "lr")[1] > 29
     labels = page.locator("#lr .yaxislayer-above text").count()
@@ -923,9 +952,15 @@ def test_runs_that_failed_or_diverged_are_named_so_and_their_ends_stay_in_the_ch
     opened = Opened(chromium, tmp_path / "report.html", viewport={"width": 1300, "height": 900})
     page = opened.page
     assert page.locator("#legend .value").all_inner_texts()[2:] == ["diverged", "failed"]
+    assert page.locator("#legend .value.bad").all_inner_texts() == ["diverged", "failed"]
     (cross,) = [(xs, ys) for name, xs, ys, _ in traces(page) if name == "end"]
     low, high = axis(page, "yaxis")
     assert cross[0] == [40] and high < 20 and low + 0.9 * (high - low) < cross[1][0] < high
+    page.check("#ylog")
+    (cross,) = [ys for name, _, ys, _ in traces(page) if name == "end"]
+    bottom, top = axis(page, "yaxis")
+    assert bottom + 0.9 * (top - bottom) < np.log10(cross[0]) < top
+    page.uncheck("#ylog")
     page.check("#outliers")
     assert page.is_checked("#ylog") and axis(page, "yaxis")[1] > np.log10(5000)
     page.uncheck("#outliers")
@@ -952,6 +987,30 @@ def test_gradient_norms_within_a_decade_have_several_ticks(chromium, tmp_path):
     labels = opened.page.locator("#grad_norm .yaxislayer-above text").all_text_contents()
     assert 3 <= len(labels) <= 7 and "1" in labels and opened.trouble == []
     opened.context.close()
+
+
+def test_noise_fills_a_linear_axis_only_if_it_is_zoomed(chromium, tmp_path):
+    run = write_run(tmp_path / "runs/0", steps=100)
+    lines = [json.loads(line) for line in (run / "events.jsonl").read_text().splitlines()]
+    lines = [{**line, "loss": 4 + 1e-3 * (line["step"] % 7)} if "loss" in line else line for line in lines]
+    (run / "events.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert main(["compare", str(tmp_path / "runs"), "--html", str(tmp_path / "report.html")]) == 0
+    opened = Opened(chromium, tmp_path / "report.html")
+    low, high = axis(opened.page, "yaxis")
+    assert high - low >= 0.2  # a twentieth of the loss
+    with opened.page.expect_event("load"):  # the page reloads itself
+        opened.page.goto((tmp_path / "report.html").as_uri() + "#zoom=20,60")
+    opened.page.wait_for_selector("html[data-ready]")
+    low, high = axis(opened.page, "yaxis")
+    assert low < 4.003 < high < low + 0.02 and opened.trouble == []
+    opened.context.close()
+
+
+def test_round_ticks_keep_a_distance_from_the_learning_rates_that_were_typed(page):
+    for typed in ([0.0031], [0.00095, 0.0031], []):
+        ticks = call(page, "choices.js charts.js", f"logTicks(1e-4, 1e-2, {typed}).tickvals")
+        assert {*typed} < {*ticks} and 3 <= len(ticks) <= 7 and ticks == sorted(ticks)
+        assert min(np.divide(ticks[1:], ticks[:-1])) > 1.5
 
 
 def test_the_report_of_a_failed_run_says_so(chromium, tmp_path):

@@ -30,7 +30,7 @@ from toyexp.base.terminal import (
 )
 from toyexp.base.user_paths import expand_home, expand_path, quote_letters
 from toyexp.cli.main import main
-from toyexp.cli.pages import print_page
+from toyexp.cli.pages import MAX_HITS, print_page
 from toyexp.config.words import parse
 
 TINY = ["data=random", "model.d_model=16", "model.n_layers=1", "engine=ggml", "engine.threads=1", "steps=1"]
@@ -289,6 +289,27 @@ def test_long_words_and_json_are_not_broken_and_errors_hang(monkeypatch):
     ]  # fmt: skip
 
 
+def test_wrapped_commands_fit_the_terminal_with_their_backslashes(monkeypatch):
+    monkeypatch.setattr(sys, "stdout", Terminal())
+    command = "toyexp eval " + " ".join(f"--a={'b' * (number % 7)}" for number in range(30))
+    for width in range(24, 60):
+        monkeypatch.setenv("COLUMNS", str(width))
+        lines = wrap_columns(f"  next  {command}").splitlines()
+        assert max(map(len, lines)) <= width and all(line.endswith(" \\") for line in lines[:-1])
+        assert " ".join(line.removesuffix("\\") for line in lines).split() == ["next", *command.split()]
+
+
+def test_a_list_of_pages_that_mention_a_word_has_one_line_for_each(monkeypatch):
+    monkeypatch.setenv("NO_COLOR", "1")
+    for width in (80, 110):
+        monkeypatch.setattr(sys, "stdout", Terminal())
+        monkeypatch.setenv("COLUMNS", str(width))
+        assert main(["help", "gradient"]) == 0
+        lines = sys.stdout.getvalue().splitlines()[-MAX_HITS:]
+        assert all(line.startswith("  toyexp help ") and len(line) <= width for line in lines)
+        assert any("gradient" in line[44:] for line in lines) and max(map(len, lines)) > width - 15
+
+
 def test_a_table_of_a_page_breaks_long_words_and_cuts_none(monkeypatch):
     monkeypatch.setattr(sys, "stdout", Terminal())
     monkeypatch.setenv("NO_COLOR", "1")
@@ -313,6 +334,12 @@ def test_on_a_narrow_terminal_a_description_is_below_a_long_key(monkeypatch):
         print_usage(text)
         lines = sys.stdout.getvalue().splitlines()
         assert lines[0].startswith("  lr=1  rank of") and lines[-len(shown) :] == shown, lines
+    for usage in ("usage: toyexp describe FILE.gguf", "       toyexp describe FILE.gguf"):
+        monkeypatch.setattr(sys, "stdout", Terminal())
+        monkeypatch.setenv("COLUMNS", "50")
+        print_usage(f"{usage}  {description}")
+        first, *others = sys.stdout.getvalue().splitlines()
+        assert first == usage and {len(line) - len(line.lstrip()) for line in others} == {11}
 
 
 def test_help_has_coloured_headings_and_no_verdicts(monkeypatch):

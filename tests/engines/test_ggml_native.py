@@ -311,6 +311,7 @@ def test_a_library_that_other_users_could_have_written_is_never_loaded(build_cou
             file.unlink()
             file.symlink_to(stranger)
     assert build_count() == 2
+    assert bool(native.cache_problem()) == (open_to_others in ("cache", "cache/kernels"))  # it is not written either
     if open_to_others in ("file", "replaced"):  # it is replaced by one of our own
         assert build_count() == 2 and not cached_file(tmp_path).is_symlink()
 

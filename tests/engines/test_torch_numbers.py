@@ -19,7 +19,7 @@ from toyexp import AdamW, Rotary
 from toyexp.interfaces.plan import apply_optimiser
 from toyexp_optimisers.sgd import SGD, Lion
 from toyexp_torch import update
-from toyexp_torch.engines import TorchCPU
+from toyexp_torch.engines import TorchCPU, TorchCUDA
 from toyexp_torch.ops import TorchOps
 
 MODES = {"from_scratch": AdamW.for_from_scratch(), "lora": AdamW.for_lora()}
@@ -234,6 +234,19 @@ def test_clipping_limits_the_norm_that_reaches_adamw():
         np.testing.assert_allclose(session.download("output.weight"), expected.detach().numpy(), atol=1e-7)
 
 
+@pytest.mark.parametrize(
+    ("settings", "products", "rounded"),
+    [
+        ({}, "bfloat16", torch.bfloat16), ({"tf32": True}, "bfloat16", torch.bfloat16),
+        ({"dtype": "float64"}, "float64", None), ({"dtype": "bfloat16"}, "bfloat16", None),
+    ],
+)  # fmt: skip
+def test_attention_is_rounded_to_bfloat16_only_beside_products_in_float32(settings, products, rounded):
+    engine = TorchCUDA(bfloat16_attention=True, **settings)
+    assert engine._session_settings("").attention_dtype is rounded
+    assert engine.product_dtype() == products  # `toyexp doctor` and `parity` choose tolerances by it
+
+
 RUN = """
 from toyexp.cli.main import main
 assert main(['engine=cpu', 'steps=1', 'eval_every=0', 'hydra.run.dir=run']) == 0
@@ -244,9 +257,15 @@ import tiny, torch
 from toyexp_torch.stacks.shapes import try_step
 assert try_step(tiny.plan('llama'), torch.float32)[0] == ''
 """
+LOSS_ON_CUDA = """
+from types import SimpleNamespace
+sys.modules['toyexp_torch.kernels.head'] = SimpleNamespace(projected_loss=len)  # the real module needs Triton
+from toyexp_torch.loss import ProjectedLossOps, TorchOps, make_loss_ops
+assert isinstance(make_loss_ops(TorchOps(), 'cuda', False), ProjectedLossOps)
+"""
 
 
-@pytest.mark.parametrize("code", [RUN, TRIAL_OF_A_STACK])
+@pytest.mark.parametrize("code", [RUN, TRIAL_OF_A_STACK, LOSS_ON_CUDA])
 def test_the_compiler_is_never_imported_without_engine_compile(code, tmp_path):
     """The import takes a second and 70 MB."""
     code = f"import sys\n{code}\nsys.exit('torch._dynamo' in sys.modules)\n"

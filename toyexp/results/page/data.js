@@ -16,6 +16,7 @@ function prepare(data) {
   // runs that count are ranked; others follow, the longest first
   data.runs.sort((a, b) => b.counts - a.counts || (a.counts ? 0 : b.steps - a.steps || a.loss - b.loss));
   for (const run of data.runs) {
+    for (const w of run.warnings) w.text = w.text.replace(/^step \d+: /, ""); // the page has the step beside the text
     for (const curve of Object.values(run.curves)) {
       curve.x = cumulativeSum(curve.x);
       curve.mx = curve.mx ? cumulativeSum(curve.mx) : curve.x;
@@ -24,6 +25,8 @@ function prepare(data) {
   }
   return data;
 }
+
+const shortName = (key) => data.names[key] ?? key; // a setting's last part if no other setting has that
 
 // Return where a step lies on the x axis `over` (step, tokens or seconds). Tokens and seconds are interpolated linearly.
 function clockAt(run, step, over) {

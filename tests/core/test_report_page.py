@@ -756,6 +756,13 @@ def test_gradient_norms_are_averaged_in_their_logarithm(page):
     assert [first, middle] == pytest.approx(np.exp(expected[:2])) and last is None
 
 
+def test_the_ratio_of_losses_ignores_steps_without_a_finite_loss(page):
+    """A ratio above 20 makes the vertical axis of runs that all diverged logarithmic."""
+    runs = [{"curves": {"loss": {"my": losses}}} for losses in ([None], [None, 2, 50], [1, 1000, None])]
+    zero = [{"curves": {"loss": {"my": [0, 1]}}}]
+    assert call(page, "data.js", "all.map(lossRatio)", all=[runs, runs[:1], zero]) == [1000, 0, 0]
+
+
 def test_thinned_curves_keep_each_bins_lowest_and_highest_point_in_order(page):
     xs, ys = [*range(1000)], np.random.default_rng(0).normal(size=1000)
     shown, values = call(page, "data.js", f"clipAndThin({xs}, {ys.tolist()}, 101, 898, 80)")

@@ -122,3 +122,9 @@ function band(curves, most = 220) {
   }
   return out;
 }
+
+// Return how many times the lowest loss the highest one is; 0 if a loss is not positive, or if there is none.
+function lossRatio(runs) {
+  const losses = runs.flatMap((run) => run.curves.loss.my).filter(Number.isFinite).sort((a, b) => a - b);
+  return losses[0] > 0 ? losses.at(-1) / losses[0] : 0;
+}

@@ -118,12 +118,6 @@ function formatNumber(number) {
   return number === null || number === undefined ? "–" : Math.abs(number) < 1e6 ? Number(number).toFixed(4) : tickLabels([number])[0];
 }
 
-// Return how many times the lowest loss the highest one is; 0 if a loss is not positive.
-function lossRatio(runs) {
-  const losses = runs.flatMap((run) => run.curves.loss.my), [low, high] = [Math.min, Math.max].map((end) => losses.reduce((a, b) => end(a, b ?? a), losses[0]));
-  return low > 0 ? high / low : 0;
-}
-
 // Return how the runs ended if all of them diverged or failed, else "".
 function commonFailure(runs) {
   const states = [...new Set(runs.map((run) => run.state))].sort();

@@ -86,7 +86,10 @@ class Lora(FromBase):
         super().check()
         if self.adapter == "":
             raise UserError("recipe.adapter='': is empty; leave it out, or set null, to start new adapters")
-        self.further_files()
+        try:
+            self.further_files()
+        except UserError as error:
+            raise UserError(f"recipe.adapter={error}") from None
         patterns: Mapping[str, Any] = {"rank_pattern": self.rank_pattern, "alpha_pattern": self.alpha_pattern}
         numbers = {f"{name}.{key}": value for name, values in patterns.items() for key, value in values.items()}
         for key, value in {"alpha": self.alpha, "init_scale": self.init_scale, **numbers}.items():

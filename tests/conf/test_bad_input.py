@@ -9,6 +9,7 @@ import struct
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import gguf
 import numpy as np
@@ -329,6 +330,7 @@ SYNTAX = [
     ("lr =0.1", "did you mean lr=0.1?"),
     ("lr= 0.1", "did you mean lr=0.1?"),
     ("lr 0.1", "did you mean lr=0.1?"),
+    ("lr:\t0.1", "did you mean lr=0.1?"),
     ("lr steps=5", "did you mean lr=...?"),
     ("banana", "is neither a command nor a setting", "doctor", "key=value"),
     ("steps=[1", "missing closing bracket"),
@@ -673,6 +675,11 @@ def test_names_that_are_not_valid_utf8_are_one_plain_error(run_rejected, word, m
     run_rejected([*BOOK, word], message)
 
 
+def test_a_locale_without_utf8_is_named(run_rejected, monkeypatch):
+    monkeypatch.setattr("toyexp.training.settings.sys", SimpleNamespace(getfilesystemencoding=lambda: "ascii"))
+    run_rejected([*BOOK, "name=\udcc3\udca9"], "is not valid ASCII; set LC_ALL=C.UTF-8")
+
+
 @pytest.mark.parametrize(
     ("line", "words"),
     [
@@ -686,6 +693,11 @@ def test_names_that_are_not_valid_utf8_are_one_plain_error(run_rejected, word, m
 )
 def test_a_suggested_command_keeps_the_data_of_the_user(run_rejected, line, words):
     run_rejected(line.split(), f"; try: toyexp {words}")
+
+
+def test_a_recipe_that_needs_a_base_is_suggested_with_one(run_rejected):
+    command = "toyexp recipe=lora recipe.base=MODEL.gguf data=text data.path=book.txt"
+    run_rejected([*BOOK, "recipe=lora", "model=mlp"], f"; name a base that reads tokens: {command}")
 
 
 def test_the_invalid_one_of_two_values_for_a_key_is_named(run_rejected):
@@ -1076,7 +1088,9 @@ def test_a_setting_given_twice_is_reported_with_the_value_that_applies(capsys):
 def test_resume_of_a_run_without_checkpoint_names_its_checkpoint_setting(run_rejected, every):
     Path("run").mkdir()
     Path("run/config.yaml").write_text(f"checkpoint_every: {every}\nsteps: 100\n")
-    run_rejected(["resume=run"], f"resume=run: the run has no checkpoint (checkpoint_every={every}); ")
+    run_rejected(
+        ["resume=run"], "resume=run: the run has no checkpoint: its checkpoints/ is ", f"checkpoint_every={every}"
+    )
     file = lock(Path("run"))  # the run is still active
     run_rejected(["resume=run"], f"run: is being written by process {os.getpid()} on ", "; wait for it, or stop it")
     os.close(file)

@@ -8,6 +8,7 @@ import sys
 import time
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -21,11 +22,14 @@ from toyexp.config.request import Request
 from toyexp.config.top_level import Sweep
 from toyexp.formats.gguf.read import GGUFFile
 from toyexp.interfaces.data import share_open_data
-from toyexp.sweeps.directory import Job
+from toyexp.sweeps.combinations import REPORTS, STACK
+from toyexp.sweeps.directory import Job, JobExit, LaunchSpec
 from toyexp.sweeps.job_configs import JobConfigs
 from toyexp.sweeps.launchers import stack_process, stacks
+from toyexp.sweeps.launchers.job_process import Stop
 from toyexp.sweeps.launchers.stack_process import TaggedStream
 from toyexp.sweeps.launchers.stacks import Stacks, advice, deal_jobs
+from toyexp.sweeps.watch import Watch
 from toyexp.training.experiment import prepare
 from toyexp_torch.engines import TorchCPU
 
@@ -482,6 +486,29 @@ def test_each_run_gets_the_first_signal_and_the_second_is_raised():
         common.handle(signal.SIGINT, None)
     assert error.value.exit_code == 130 and first.count() == 2
     assert first.final_interrupt().exit_code == 143
+
+
+def test_lines_of_a_job_that_has_ended_are_not_printed(monkeypatch, tmp_path, capsys):
+    """Its end may be reported before its last lines are read."""
+
+    def run_process(spec, stop, show, poll, start):
+        with open(Path(spec.environment[STACK], REPORTS), "w") as reports:
+            reports.write('{"begins": [0]}\n{"ended": 0, "code": 0, "error": ""}\n')
+        for line in ("[0] held-out loss 3.1 -> 2.9", "[0]         model.gguf  948 kB", "stack   of all"):
+            show(line, sys.stdout)
+        return JobExit(0)
+
+    monkeypatch.setattr(stacks, "run_process", run_process)
+    jobs, ended = [Job(0, ["seed=0"])], []
+    launcher = Stacks(Sweep(launcher="stacked"), jobs, 1, JobConfigs(Request.parse(QUICK), {}))
+    watch = Watch(lambda job: {}, Stop(), alone=False, total=1, verbose=False)
+    spec = LaunchSpec(tmp_path / "0", tmp_path / "0.log", [], [], False)
+    watch.folder = SimpleNamespace(
+        launch_spec=lambda job: spec, spec={"flags": {}, "settings": []}, mark_running=lambda jobs: None
+    )
+    launcher._train_part(jobs, [], watch, ended.append)
+    assert ended == [(jobs[0], JobExit(0))]
+    assert capsys.readouterr().out.splitlines()[1:] == ["stack   of all"]
 
 
 def test_each_line_names_its_job(tmp_path):

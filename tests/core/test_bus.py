@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from toyexp import AdamW, Bus, Callback, Run, RunFailed, Schedule, UserError, hookimpl
+from toyexp.base.errors import PluginFailed
 from toyexp.cli.main import main
 from toyexp.interfaces.optimiser import Group
 from toyexp_optimisers.sgd import SGD
@@ -166,6 +167,13 @@ def test_an_invalid_learning_rate_names_its_callback_and_the_step(heard, answer)
 def test_the_first_stop_reason_is_used(heard):
     bus = make_bus(heard, Recorder("a"), Recorder("b", reason="bored"), Recorder("c", reason="tired"))
     assert bus.hook.stop_reason(run=make_run(), step=1, metrics={}) == "bored"
+
+
+@pytest.mark.parametrize("answer", [True, False, 3.0, ["bored"]])
+def test_a_stop_reason_that_is_no_text_names_its_callback(heard, answer):
+    bus = make_bus(heard, Recorder("a"), Recorder("b", reason=answer))
+    with pytest.raises(PluginFailed, match=r"^callbacks\.b\.stop_reason\(\) returned .*, expected a sentence or None"):
+        bus.hook.stop_reason(run=make_run(), step=1, metrics={})
 
 
 def test_without_callbacks_hooks_return_defaults():

@@ -490,7 +490,7 @@ def test_a_file_that_a_format_reads_can_be_a_base(bare, kind, capsys):
 
 def test_the_target_of_an_export_has_its_formats_suffix_and_is_not_the_source(tall, capsys):
     """Before anything is written."""
-    for kind, name in (("safetensors", "x.gguf"), ("q8_0", "x.safetensors"), ("hf", "x.gguf")):
+    for kind, name in (("safetensors", "x.gguf"), ("q8_0", "x.safetensors"), ("q8_0", "x.txt"), ("hf", "x.gguf")):
         assert main(["export", "model.gguf", "--type", kind, "--to", name]) == 2
         assert f"--to {name}: the name must end in " in capsys.readouterr().err
         assert not (tall / name).exists()

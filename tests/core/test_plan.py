@@ -7,8 +7,10 @@ import numpy as np
 import pytest
 
 from toyexp import ArrayValues, Constant, InputSpec, Lens, LoraAdapter, Plan, PlanTensor, UserError
+from toyexp.interfaces.objective import CrossEntropy
 from toyexp.interfaces.plan import inherited_metadata
 from toyexp.interfaces.snapshot import state_misfit, state_shapes
+from toyexp.reference.forward import check_forward
 from toyexp.testing import OpModel, op_batch, op_plan
 
 TOKENS, TARGETS, WEIGHTS = InputSpec((5,), "int32"), InputSpec((5,), "int32"), InputSpec((5,), "float32")
@@ -70,6 +72,20 @@ def test_an_invalid_plan_is_rejected_by_name(changes, words):
 )
 def test_a_valid_plan_is_accepted(changes):
     assert plan(**changes).rows == changes.get("rows", 3)
+
+
+@dataclasses.dataclass
+class Unlisted(CrossEntropy):
+    name = "unlisted"
+    metric_names = ("a",)
+
+    def metrics(self, ops, model, p, batch):
+        return {"b": self.loss(ops, model, p, batch)}
+
+
+def test_metrics_that_an_objective_does_not_list_are_named():
+    with pytest.raises(UserError, match=r"^objective.unlisted: metrics\(\) returns b, metric_names lists a$"):
+        check_forward(dataclasses.replace(op_plan("matmul"), objective=Unlisted()), "recipe=none")
 
 
 def test_matrices_decay_and_norms_and_biases_do_not():

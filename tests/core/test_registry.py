@@ -195,6 +195,10 @@ BROKEN = {
         part("Optimiser", "slots = numbers = lambda self, *a: {}", "def update(self, ops, w, g, state): ..."),
         ["Mine.update takes (self, ops, w, g, state); it must take (self, ops, w, g, state, n)"],
     ),
+    "has a loss of other arguments": (
+        part("Objective", "def loss(self, model, batch): ..."),
+        ["Mine.loss takes (self, model, batch); it must take (self, ops, model, p, batch)"],
+    ),
     "reads nothing of its kind": (
         part("Model", "reads = IMAGES", "def check(self): ...", "def tensors(self): ...", "def forward(self): ..."),
         ["Mine does not implement inputs", "images"],

@@ -232,7 +232,9 @@ def test_a_checkpoint_can_be_used_as_the_adapter_of_its_step(capsys):
     error = run_rejected(capsys, "merge", "base.gguf", "full/checkpoints/step-1", "--out", "m.gguf")
     assert "is a checkpoint of recipe=full, which trains no adapter; name a run of recipe=lora" in error
     error = run_rejected(capsys, *QUICK, "recipe.adapter=full", "engine=ggml", "steps=1", "hydra.run.dir=no")
-    assert "full: its run trained no adapter; name a run of recipe=lora, or an adapter.gguf" in error
+    assert "recipe.adapter=full: its run trained no adapter; name a run of recipe=lora, or an adapter.gguf" in error
+    both = ["recipe.base=full", "recipe.adapter=full", "engine=ggml", "steps=1", "hydra.run.dir=no"]
+    assert "recipe.adapter=full: its run trained no adapter" in run_rejected(capsys, *QUICK[:-1], *both)
 
 
 # -- merged -----------------------------------------------------------------------------------------------------------

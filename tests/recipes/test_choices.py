@@ -19,6 +19,7 @@ from toyexp.formats.gguf.tokenizer import read_tokenizer
 from toyexp.formats.gguf.write import write_model
 from toyexp.reference.engine import reference_logits
 from toyexp.tokenizers.byte_level import BPE, Bytes
+from toyexp_models.vit import ViT
 
 
 @pytest.fixture(autouse=True)
@@ -152,6 +153,14 @@ def test_a_model_whose_logits_overflow_has_no_accuracy(capsys):
     write_questions([{"question": "q", "choices": ["a", "b"], "answer": 0}])
     assert main(["eval", "m.gguf", "--choices", "questions.jsonl", "engine=ggml"]) == 1
     assert "m.gguf: the log-likelihood of a choice is not finite" in capsys.readouterr().err
+
+
+def test_a_classifier_of_images_is_named(capsys):
+    model = ViT(n_layers=1, d_model=16, n_heads=2, d_ff=24, image_size=8, patch=4, channels=1, classes=3)
+    write_model(Path("m.gguf"), model, {t.name: t.init.draw(t.shape, 7, t.name) for t in model.tensors()}, None)
+    write_questions([{"question": "q", "choices": ["a", "b"], "answer": 0}])
+    assert main(["eval", "m.gguf", "--choices", "questions.jsonl"]) == 2
+    assert "m.gguf: a vit reads images" in capsys.readouterr().err
 
 
 def test_an_empty_file_is_named(capsys):

@@ -179,7 +179,7 @@ def unknown_word(word: str, before: Sequence[str], after: Sequence[str], command
         hint = f"use: toyexp {other_tools('commands')[word]}"
     elif before and before[-1].endswith("="):
         hint = f"did you mean {before[-1]}{word}? no spaces are allowed around ="
-    elif setting := _setting(*word.split(":", 1)) if ":" in word else _setting(word, _value(after)):
+    elif setting := _setting(*map(str.strip, word.split(":", 1))) if ":" in word else _setting(word, _value(after)):
         hint = f"did you mean {setting}?"
     elif word in commands:
         hint = f"the command must come first: toyexp {word} ..."

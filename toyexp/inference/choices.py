@@ -36,7 +36,9 @@ class ChoiceScores(Answer):
 def score_choices(path: Path, file: str, engine: str, registry: Registry, adapter: Path | None) -> ChoiceScores:
     """Score the model at `path`, if given with a LoRA `adapter`, on the questions in the file of records `file`."""
     loaded = LoadedModel.open(path, registry, adapter)
-    tokenizer, net, right, rows = loaded.tokenizer(), loaded.model, np.zeros(2), list[list[tuple[int, np.ndarray]]]()
+    if not (net := loaded.model).reads.sequence:
+        raise UserError(f"{loaded.name}: a {net.name} reads {net.reads} and answers no questions; leave out --choices")
+    tokenizer, right, rows = loaded.tokenizer(), np.zeros(2), list[list[tuple[int, np.ndarray]]]()
     begin, questions = [tokenizer.bos] * tokenizer.add_bos, []
     for place, record in iter_records(Path(file)):
         try:

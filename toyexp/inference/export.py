@@ -131,10 +131,11 @@ def export(
             raise file.error(f"holds no model (general.type is adapter); {EXPORT_ADAPTER}")
         beside = default_target(file, ending) if os.path.lexists(model) else f"{model.name}{ending}"  # of a hub's id
         target = Path(to or beside)
-        if target.suffix in {suffix for suffix in registry.suffixes() if suffix != form.suffix}:
-            raise UserError(f"--to {target}: the name must end in {form.suffix} with --type {word}")
         read = [*file.paths, source_path(file.path)]
         require_free(f"--to {target}", target, read, force, form.suffix, form.contents)
+        others = tuple({*registry.suffixes()} - {form.suffix})
+        if target.name.endswith(others) if form.contents else not target.name.endswith(form.suffix):
+            raise UserError(f"--to {target}: the name must end in {form.suffix} with --type {word}")
         if new_tokens and form.suffix != ".gguf":
             raise UserError(f"--new-tokens: cannot be combined with --type {word}; write a GGUF first: --type f16")
         try:

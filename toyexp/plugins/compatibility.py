@@ -63,7 +63,8 @@ def suggest_command(
 
     1. Data: if the user typed `data=...`, keep it. Otherwise use the default data of the kind that the model reads or,
        if the recipe cannot train on that kind, of the first kind that the recipe reads.
-    2. Model: keep it if it reads the kind of these data. Otherwise use the first model that does.
+    2. Model: keep it if it reads the kind of these data. Otherwise use the first model that does. A recipe that takes
+       the model from a file gets the placeholder `recipe.base=MODEL.gguf`.
     3. Recipe: keep it if it reads this kind of data. Otherwise use the first recipe that prefers this kind, which means
        that it lists the kind first. A recipe that the user did not type is kept only if it prefers this kind.
     """
@@ -82,7 +83,10 @@ def suggest_command(
     )
     if not (recipes and models and overrides):
         return ""
-    return f"; try: toyexp recipe={recipes[0]} model={models[0]} {' '.join(overrides)}{registry.plugins_override}"
+    needs_base = registry.classes("recipe")[recipes[0]].starts_from == "base"
+    verb = f"name a base that reads {kind}" if needs_base else "try"
+    start = "recipe.base=MODEL.gguf" if needs_base else f"model={models[0]}"
+    return f"; {verb}: toyexp recipe={recipes[0]} {start} {' '.join(overrides)}{registry.plugins_override}"
 
 
 @dataclass(frozen=True)

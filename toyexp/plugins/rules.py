@@ -9,7 +9,7 @@ import re
 import sys
 import typing
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from types import ModuleType
@@ -180,8 +180,17 @@ def _check_format(cls: type[Format], label: str) -> None:
 
 
 def _check_optimiser(cls: type[Optimiser], label: str) -> None:
-    for name in ("slots", "numbers", "update"):
-        actual, expected = (list(inspect.signature(getattr(c, name)).parameters) for c in (cls, Optimiser))
+    _check_parameters(cls, Optimiser, ("slots", "numbers", "update"), label)
+
+
+def _check_objective(cls: type[Objective], label: str) -> None:
+    _check_parameters(cls, Objective, ("loss", "held_out_loss", "metrics"), label)
+
+
+def _check_parameters(cls: type, base: type, names: Sequence[str], label: str) -> None:
+    """Raise UserError if a method in `names` cannot be called with the arguments of the one in `base`."""
+    for name in names:
+        actual, expected = (list(inspect.signature(getattr(c, name)).parameters) for c in (cls, base))
         try:
             inspect.signature(getattr(cls, name)).bind(*expected)
         except TypeError:
@@ -193,6 +202,7 @@ _CHECKS: dict[type, Callable[[Any, str], None]] = {
     Callback: _check_callback,
     Data: _check_data,
     Model: _check_model,
+    Objective: _check_objective,
     Optimiser: _check_optimiser,
     Recipe: _check_recipe,
     Format: _check_format,

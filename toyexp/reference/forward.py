@@ -123,8 +123,9 @@ def _check_objective(plan: Plan, params: Params) -> None:
         scalars = result if method == objective.metrics else {"the loss": result}
         names = objective.metric_names if method == objective.metrics else ("the loss",)
         if not isinstance(scalars, Mapping) or {*scalars} != {*names}:
-            expected = ", ".join(names) or "nothing"
-            raise UserError(f"{who}: metrics() returns {_describe(scalars)}, expected a mapping with {expected}")
+            found = ", ".join(map(str, scalars)) if isinstance(scalars, Mapping) else _describe(scalars)
+            listed = f"metric_names lists {', '.join(names) or 'nothing'}"
+            raise UserError(f"{who}: metrics() returns {printable(found) or 'nothing'}, {listed}")
         for name, value in scalars.items():
             if not _is_tensor(value) or value.shape != ():
                 raise UserError(f"{who}: {when} {name} is {_describe(value)}, expected a scalar, such as ops.sum(x)")

@@ -5,13 +5,13 @@ from __future__ import annotations
 import logging
 import math
 import numbers
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import pluggy
 
-from toyexp.base.attribution import plugin_failure
+from toyexp.base.attribution import plugin_failure, wrong_return
 from toyexp.base.errors import PluginFailed, RunFailed, SessionError, UserError, printable, suggest
 from toyexp.base.signals import hidden_interrupt
 from toyexp.interfaces.callback import Callback, Schedule, has_hook, sets_lr
@@ -58,7 +58,7 @@ class Bus:
         self._failure: Exception | None = None
         for hook in QUESTIONS | OBSERVERS:
             for impl in getattr(self.hook, hook).get_hookimpls():
-                impl.function = self._guard(f"callbacks.{impl.plugin_name}", impl.function, hook in QUESTIONS)
+                impl.function = self._guard(f"callbacks.{impl.plugin_name}", impl.function, hook)
         self.artifacts: list[Path] = []
         self.artifact_steps: dict[Path, int] = {}  # artifacts whose event gave a step
         self.best: Callable[[bool], Best | None] = lambda weights: None  # see Run.best; True: with weights
@@ -167,22 +167,25 @@ class Bus:
         """Return True if a callback needs the state of the run after `step`, before the next step is launched."""
         return any(check(step) for check in self._wait_checks)
 
-    def _guard(self, name: str, function: Callable[..., Any], raises: bool) -> Callable[..., Any]:
-        """Return a function that calls `function`, a hook of the callback `name`, and converts its exceptions.
+    def _guard(self, name: str, function: Callable[..., Any], hook: str) -> Callable[..., Any]:
+        """Return a function that calls `function`, the `hook` of the callback `name`, and converts its exceptions.
 
-        The converted error names the callback. If `raises` is True, it is raised at once. Otherwise the first such
-        error is stored, and the method `check` raises it later.
+        The converted error names the callback. If `hook` is in QUESTIONS, it is raised at once. Otherwise the first
+        such error is stored, and the method `check` raises it later.
         """
 
         def call(*arguments: Any) -> Any:
             try:
-                return function(*arguments)
+                answer = function(*arguments)
+                if hook == "stop_reason" and not isinstance(answer, str | Generator | None):  # a wrapper is a generator
+                    raise wrong_return(function, answer, "a sentence or None", name)
+                return answer
             except (Exception, SystemExit) as error:  # a callback may call sys.exit(), which fails the run
                 failure = plugin_failure(name, self._when(), error, self.log)
                 if isinstance(error, SessionError) or (isinstance(error, UserError) and self.step is not None):
                     failure = PluginFailed(f"{name} {self._when()}: {str(error) or type(error).__name__}")
                     failure.__cause__ = error
-                if raises or hidden_interrupt(error):
+                if hook in QUESTIONS or hidden_interrupt(error):
                     raise failure from failure.__cause__
                 self._failure = self._failure or failure
                 return None

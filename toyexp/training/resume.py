@@ -132,7 +132,8 @@ def require_run(directory: Path, key: str) -> None:
         if "checkpoint_every" not in settings:
             raise UserError(f"{key}={directory}: is not a run: its config.yaml was not written by toyexp")
         every = printable(str(settings["checkpoint_every"]))
-        raise UserError(f"{key}={directory}: the run has no checkpoint (checkpoint_every={every}); start a new run")
+        problem = f"the run has no checkpoint: its checkpoints/ is empty or missing (checkpoint_every={every})"
+        raise UserError(f"{key}={directory}: {problem}; start a new run")
 
 
 def _no_run(path: Path, key: str) -> str:
@@ -199,8 +200,11 @@ def load_resume_state(directory: Path, prepared: Prepared) -> ResumeState:
 
 def _require_unchanged_outputs(directory: Path, prepared: Prepared) -> None:
     outputs = [name for callback in prepared.config.callbacks.values() for name in callback.outputs(prepared.plan)]
-    for path in Ledger.open(directory).foreign_paths(["result.json", *outputs]):
-        problem = f"{short_path(path)} was not written by this run and would be replaced"
+    ledger = Ledger.open(directory)
+    for path in ledger.foreign_paths(["result.json", *outputs]):
+        is_changed = ledger.is_replaced(path)
+        history = "was changed or cut off since the run wrote it" if is_changed else "was not written by this run"
+        problem = f"{short_path(path)} {history} and would be replaced"
         if path.is_file():
             open_file(path).close()  # raises if it cannot be read
         raise UserError(f"resume={short_path(directory)}: {problem}; move it away first")

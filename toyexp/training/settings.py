@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
@@ -77,7 +78,9 @@ def require_utf8(value: Any, key: str = "") -> None:
         for item in value:
             require_utf8(item, key)
     elif isinstance(value, str) and not value.isascii() and re.search("[\ud800-\udfff]", value):
-        raise UserError(f"{key}={printable(value)}: is not valid UTF-8; choose another name")
+        encoding = sys.getfilesystemencoding()  # that of the locale
+        hint = "choose another name" if encoding == "utf-8" else "set LC_ALL=C.UTF-8"
+        raise UserError(f"{key}={printable(value)}: is not valid {encoding.upper()}; {hint}")
 
 
 def evaluations(begins: int, steps: int, every: int) -> int:

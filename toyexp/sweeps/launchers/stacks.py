@@ -125,7 +125,7 @@ class Stacks(Processes):
                 first, log=log, start_args=args, resume_args=args, resumes=False, is_stack=True, gpus=gpus,
                 cores=self.share.cores, environment={STACK: folder},
             )  # fmt: skip
-            rest = b""
+            rest, jobs = b"", dict(process_jobs.jobs)  # a job may be reported as ended before its last lines are read
 
             def poll() -> None:
                 nonlocal rest
@@ -136,7 +136,7 @@ class Stacks(Processes):
             def show(line: str, stream: IO[str]) -> None:
                 poll()
                 number = re.match(r"\[(\d+)\] ", line)
-                job = process_jobs.jobs.get(int(number[1])) if number else None
+                job = jobs.get(int(number[1])) if number else None
                 watch.hear(job, line.partition("] ")[2] if job else line, stream)
 
             ended = run_process(spec, watch.stop, show, poll, start=self.start)

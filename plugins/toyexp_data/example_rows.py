@@ -88,9 +88,10 @@ class Examples:
 
     def count_learned(self, examples: Sequence[int], length: int) -> int:
         """Return how many of the first `length` tokens of each of these examples count in the loss, in all."""
-        chosen, counts = np.array(examples, np.int64), np.append(0, np.cumsum(self.learned))
-        ends = self.starts + np.minimum(self.lengths, length)
-        return int((counts[ends] - counts[self.starts])[chosen].sum())
+        chosen = np.array(sorted(examples), np.int64)
+        ends = self.starts[chosen] + np.minimum(self.lengths[chosen], length)
+        edges = np.stack([self.starts[chosen], ends], 1).ravel()
+        return int(np.add.reduceat(np.append(self.learned, False), edges, dtype=np.int64)[::2].sum())
 
     def rows(self, row_length: int, pack: str, order: np.ndarray) -> list[list[int]]:
         """Return lists of the indices of examples: those that share a row, or the two of a pair, which have a row each.

@@ -108,10 +108,7 @@ def _table(path: Path) -> Iterator[tuple[str, Record]]:
             if twice := [name for name in names if names.count(name) > 1]:
                 raise UserError(f"{path}: has the column {printable(twice[0], 20)} twice")
             if other:
-                suffix = {"\t": ".tsv", ",": ".csv"}.get(other)
-                name = suffix and path.name.replace(record_suffix(path), suffix)
-                remedy = f"rename it to {name}" if name else f"export it with {delimiter!r}, or as JSON lines"
-                raise UserError(f"{path}: its columns are separated by {other!r}, not {delimiter!r}; {remedy}")
+                raise UserError(f"{path}: its columns are separated by {other!r}; use ',' in .csv and tabs in .tsv")
             line = reader.line_num
             for row in reader:
                 if None in row or None in row.values():

@@ -195,9 +195,8 @@ def introduction(prepared: Prepared) -> list[str]:
     trainable = sum(t.size for t in plan.trainable)
     share = "" if trainable == total else f", {format_count(trainable)} train"
     units = prepared.model.reads.units
-    sizes = {
-        **call_checked(Mapping, prepared.dataset.describe, who=f"data.{config.data.name}"), **prepared.batches.facts,
-    }  # fmt: skip
+    described = call_checked(Mapping, prepared.dataset.describe, who=f"data.{config.data.name}")
+    sizes = {**described, **prepared.batches.facts}
     facts = [f"{format_count(sizes[f'train_{units}'])} {units} to train on"] if f"train_{units}" in sizes else []
     if facts and isinstance(examples := sizes.get("train_examples"), int):
         rows = f", packed into {pluralise(packed, 'row')}" if (packed := sizes.get("packed_rows")) else ""

@@ -2,7 +2,11 @@
 
 import gc
 import os
+import signal
 import sys
+
+if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # before and after the command, Ctrl-C ends the process silently
 
 from toyexp.base.exit_codes import run_to_exit_code
 from toyexp.base.ranks import FORK_SERVER_FILE

@@ -55,6 +55,7 @@ FEW_VALUES = 4  # with at most so many losses, the axis extends a fifth of their
 LEAST_RATIO = 3.0  # the axis of gradient norms is logarithmic if the largest is this many times the smallest
 SPIKE = 10  # a loss is a spike if its distance from the other losses is this many times their range
 FAILED = "failed"  # reason of an early end
+WARNINGS = {"divergence": "loss rose", "loss_spike": "loss spike"}  # labels by the field `about`
 NOT_PLOTTED = {"ppl", "tokens", "wall_us"}
 
 Points = tuple[list[int], list[float]]  # steps, and a value for each
@@ -70,7 +71,7 @@ class Curves:
     unit: str = "token"  # unit of the targets that a loss is averaged over
     steps: dict[str, Points] = field(default_factory=lambda: {name: ([], []) for name in ("loss", "grad_norm", "lr")})
     held_out: dict[str, Points] = field(default_factory=dict)  # loss, and the model's own metrics
-    warnings: list[int] = field(default_factory=list)  # steps with a warning
+    warnings: dict[int, str] = field(default_factory=dict)  # steps with a warning, and its field `about`
     best: int | None = None  # step of the best weights
     early_end: tuple[int, str] | None = None  # step and reason, if the run ended before its last step
 
@@ -122,7 +123,7 @@ class Plots(Listener):
             elif kind == "eval":
                 self._add_eval(step, fields)
             elif kind == "warning":
-                self._curves.warnings.append(step)
+                self._curves.warnings[step] = str(fields.get("about"))
 
     def _add_step(self, step: int, metrics: Mapping[str, Any]) -> None:
         for name, value in metrics.items():
@@ -185,7 +186,7 @@ class Plots(Listener):
     def on_event(self, kind: str, fields: Mapping[str, Any]) -> None:
         """Record the step of a warning, to mark it in the plot."""
         if kind == "warning" and "step" in fields:
-            self._curves.warnings.append(fields["step"])
+            self._curves.warnings[fields["step"]] = str(fields.get("about"))
 
     @hookimpl
     def on_end(self, run: Run, reason: str) -> None:
@@ -208,7 +209,7 @@ def _copy(curves: Curves) -> Curves:
     """Return a copy of the curves. The plotting thread reads the copy, while the run adds points to the original."""
     steps = {name: (list(x), list(y)) for name, (x, y) in curves.steps.items()}
     held_out = {name: (list(x), list(y)) for name, (x, y) in curves.held_out.items()}
-    return Curves(curves.title, curves.subtitle, curves.unit, steps, held_out, list(curves.warnings))
+    return Curves(curves.title, curves.subtitle, curves.unit, steps, held_out, dict(curves.warnings))
 
 
 @use_plot_style()
@@ -421,8 +422,9 @@ def _marks(panels: Mapping[str, Any], curves: Curves) -> None:
     if curves.early_end is not None and curves.early_end[0] != lost:
         step, why = curves.early_end
         marks.append(([step], f"{why}, step {step}", INK, "-", 1.2))
-    if warned := sorted(set(curves.warnings)):
-        text = f"warning{'s' * (len(warned) > 1)}, step{'s' * (len(warned) > 1)} {', '.join(map(str, warned))}"
+    if warned := sorted(curves.warnings):
+        what = "warnings, steps" if len(warned) > 1 else f"{WARNINGS.get(curves.warnings[warned[0]], 'warning')}, step"
+        text = f"{what} {', '.join(map(str, warned))}"
         marks.append((warned, textwrap.shorten(text, LABEL_WIDTH, placeholder=" ..."), GREY, ":", 1.0))
     for axes, (positions, _, colour, style, width) in itertools.product(panels.values(), marks):
         for step in positions:

@@ -195,8 +195,8 @@ def test_labels_above_a_panel_share_a_row_if_there_is_room(tmp_path, monkeypatch
     heights = {}
     monkeypatch.setattr(Axes, "annotate", lambda self, text, at, **how: heights.update({text: how["xytext"][1]}))
     curves = {"loss": ([*range(1, 101)], [5.0] * 100), "grad_norm": ([1], [1.0]), "lr": ([], [])}
-    draw_curves(Curves("run", steps=curves, warnings=[51], best=50, early_end=(100, "stopped")))
-    assert heights == {"best, step 50": 4, "stopped, step 100": 4, "warning, step 51": 16}
+    draw_curves(Curves("run", steps=curves, warnings={51: "divergence"}, best=50, early_end=(100, "stopped")))
+    assert heights == {"best, step 50": 4, "stopped, step 100": 4, "loss rose, step 51": 16}
 
 
 def test_a_run_that_ends_in_a_number_has_no_cross_and_no_note_above(tmp_path):
@@ -210,7 +210,7 @@ def test_a_run_that_ends_in_a_number_has_no_cross_and_no_note_above(tmp_path):
 def test_a_run_that_is_mostly_above_the_range_has_a_logarithmic_axis_over_everything(tmp_path):
     losses = [7.0, *(80.0 - step / 2 for step in range(99))]
     steps = {"loss": (list(range(1, 101)), losses), "grad_norm": ([1], [1.0]), "lr": ([], [])}
-    curves = Curves("run", "", "token", steps, {"loss": ([0, 100], [7.0, 8.5])}, [20, 52, 20])
+    curves = Curves("run", "", "token", steps, {"loss": ([0, 100], [7.0, 8.5])}, {20: "loss_spike", 52: "divergence"})
     (tmp_path / "a.svg").write_bytes(draw_curves(curves)[".svg"])
     words = svg_texts(tmp_path / "a.svg")
     assert not any("above" in word for word in words) and {"10", "20", "50"} <= {*words}, words
@@ -261,7 +261,7 @@ def test_the_plot_labels_final_values_stop_and_best_and_is_reproducible(tmp_path
     losses = [5 - step / 50 for step in steps]
     curves_by_name = {"loss": (steps, losses), "grad_norm": (steps, losses), "lr": (steps, losses)}
     held_out = {"loss": ([0, 50, 100], [5.0, 3.123, 3.4567]), "accuracy": ([0, 50, 100], [0.1, 0.6, 0.875])}
-    curves = Curves("name $x_1$", "below", "image", curves_by_name, held_out, [40], 50, (100, "stopped early"))
+    curves = Curves("name $x_1$", "below", "image", curves_by_name, held_out, {40: "None"}, 50, (100, "stopped early"))
     pictures = draw_curves(curves)
     (tmp_path / "a.svg").write_bytes(pictures[".svg"])
     labels = svg_texts(tmp_path / "a.svg")

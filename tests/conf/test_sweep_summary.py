@@ -41,7 +41,7 @@ def test_trials_are_ranked_by_mean_with_the_sample_deviation():
         assert point.mean == pytest.approx(np.mean(losses[point.label]))
         values = losses[point.label]
         assert point.deviation == (pytest.approx(np.std(values, ddof=1)) if len(values) > 1 else None)
-    assert [job.number for job, _ in ranking.jobs()] == [5, 3, 4, 1, 2, 0, 6, 7]
+    assert [job.number for job, _ in ranking.jobs()] == [5, 3, 4, 1, 2, 0, 7, 6]
     assert ranking.best is ranking.points[0] and ranking.has_seeds
 
 
@@ -75,6 +75,13 @@ def test_a_metric_to_maximise_also_orders_seeds_and_missing_values_come_last():
     assert [[one.number for one in point.jobs] for point in ranking.points] == [[4, 3], [1, 2, 0, 6], [5]]
     assert ranking.best and ranking.best.mean == pytest.approx(0.75) and ranking.column == "held-out accuracy"
     assert [one.number for one, _ in ranking.jobs()] == [4, 3, 1, 2, 0, 5, 6]
+
+
+def test_pruned_jobs_come_last_by_steps_and_loss():
+    ends = [(20, 6.2), (20, 6.1), (40, 5.9), (20, 6.9), (40, 5.7)]
+    jobs = [job(i, f"lr={i}", Status.PRUNED, steps=steps, eval_loss=loss) for i, (steps, loss) in enumerate(ends)]
+    ranking = rank_jobs([*jobs, job(5, "lr=5", steps=80, eval_loss=7.0)])
+    assert [one.number for one, _ in ranking.jobs()] == [5, 4, 2, 1, 0, 3]
 
 
 def test_a_metric_to_maximise_ranks_high_values_first_and_missing_metrics_fall_back():

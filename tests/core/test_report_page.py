@@ -244,6 +244,7 @@ def test_the_filter_has_the_conditions_of_runs(page, words, labels):
             7,
             "ignored: when>2026-13-45 (> needs a date or time such as 2026-11-20T18:00, today or yesterday)",
         ),
+        ("zzz", 0, "no run contains zzz; try a condition such as state!=diverged"),
         ("lr= recipe=warm", 3, "ignored: lr= (needs a value)"),
         ("recipe=wram", 0, "no run has recipe=wram; values: scratch · warm"),
         ("lr=0.003,7 recipe=warm", 1, "no run has lr=7; values: 0.001 · 0.003 · 0.1"),
@@ -301,7 +302,9 @@ def test_near_values_are_within_five_times_the_distance_of_the_median(page, valu
 
 def test_runs_that_are_not_ranked_follow_by_length_and_loss(page):
     rows = [(False, 40, 1.0), (True, 20, 3.0), (False, 80, 2.0), (False, 80, 1.5), (True, 10, 1.0)]
-    runs = [{"counts": counts, "steps": steps, "loss": loss, "curves": {}} for counts, steps, loss in rows]
+    runs = [
+        {"counts": counts, "steps": steps, "loss": loss, "curves": {}, "warnings": []} for counts, steps, loss in rows
+    ]
     found = call(page, "data.js", "prepare(given).runs.map((run) => [run.steps, run.loss])", given={"runs": runs})
     assert found == [[20, 3.0], [10, 1.0], [80, 1.5], [80, 2.0], [40, 1.0]]
 
@@ -675,7 +678,8 @@ def test_a_search_shows_its_history_and_each_setting(chromium, tmp_path):
     assert result.startswith("Best held-out loss: 2.2000, ") and "lr=0.003" in result
     assert page.locator("#search-best").inner_text() == f"{result}, trial 4"
     assert column(page, "trial") == ["4", "5", "1", "3", "0", "2"]
-    assert re.fullmatch(r"2026-11-2\d \d\d:\d\d", column(page, "begun")[0])
+    heads = page.locator("#table thead th").all_inner_texts()
+    assert "begun" not in heads, "all runs began in the same minute"
     colours = page.evaluate("document.getElementById('trials').data[1].marker.color")
     assert colours[3] == page.evaluate("getComputedStyle(document.documentElement).getPropertyValue('--soft').trim()")
     low, high = axis(page, "yaxis", "trials")
@@ -752,6 +756,13 @@ def test_gradient_norms_are_averaged_in_their_logarithm(page):
     assert [first, middle] == pytest.approx(np.exp(expected[:2])) and last is None
 
 
+def test_the_ratio_of_losses_ignores_steps_without_a_finite_loss(page):
+    """A ratio above 20 makes the vertical axis of runs that all diverged logarithmic."""
+    runs = [{"curves": {"loss": {"my": losses}}} for losses in ([None], [None, 2, 50], [1, 1000, None])]
+    zero = [{"curves": {"loss": {"my": [0, 1]}}}]
+    assert call(page, "data.js", "all.map(lossRatio)", all=[runs, runs[:1], zero]) == [1000, 0, 0]
+
+
 def test_thinned_curves_keep_each_bins_lowest_and_highest_point_in_order(page):
     xs, ys = [*range(1000)], np.random.default_rng(0).normal(size=1000)
     shown, values = call(page, "data.js", f"clipAndThin({xs}, {ys.tolist()}, 101, 898, 80)")
@@ -803,12 +814,56 @@ def test_ticks_of_a_settings_axis_are_short_and_have_one_notation(page):
 def test_the_table_draws_each_points_metric_and_deviation_to_scale(page):
     places = page.locator("td.strip svg").evaluate_all("all => all.map((mark) => parseFloat(mark.style.left))")
     values = [float(re.search(r"\d+\.\d+", text)[0]) for text in column(page, "held-out loss") if text != "–"]
-    expected = 7 + 86 * (np.array(values) - min(values)) / (max(values) - min(values))
-    assert places == pytest.approx(expected, abs=0.01) and page.locator("td.strip i").count() == 6
+    spread = [
+        float(([*re.findall(r"± (\d+\.\d+)", text), 0])[0]) for text in column(page, "held-out loss") if text != "–"
+    ]
+    lows, highs = (np.array(values) + sign * np.array(spread) for sign in (-1, 1))
+    expected = 7 + 86 * (np.array(values) - min(lows)) / (max(highs) - min(lows))
+    assert page.locator("th.strip span").all_inner_texts() == [f"{min(lows):.4f}", f"{max(highs):.4f}"]
+    bars = page.locator("td.strip i").evaluate_all("all => all.map((bar) => parseFloat(bar.style.left))")
+    assert min(bars) == pytest.approx(7, abs=0.1), "no bar is cut"
+    assert places == pytest.approx(expected, abs=0.1) and page.locator("td.strip i").count() == 6
     assert page.evaluate("document.querySelector('#table .scroll').scrollWidth") <= 1300  # no chart is cut
     assert page.evaluate(
         "(() => { const l = document.getElementById('legend'); return l.scrollHeight <= l.clientHeight; })()"
     )
+
+
+def test_settings_have_short_names_and_a_filter_takes_both_forms(chromium, tmp_path):
+    for n, decay in enumerate((0, 0.01, 0.1)):
+        write_run(tmp_path / f"runs/{n}", steps=40, optim__weight_decay=decay, held_out=2.0 + n)
+    write_run(tmp_path / "runs/3", lr=0.1, steps=40, optim__weight_decay=1, reason=None, until=30)
+    assert main(["compare", str(tmp_path / "runs"), "--html", str(tmp_path / "report.html")]) == 0
+    opened = Opened(chromium, tmp_path / "report.html", viewport={"width": 1300, "height": 900})
+    page = opened.page
+    assert "optim.weight_decay" not in page.inner_text("main")
+    head = page.locator("#table th button", has_text="weight_decay")
+    assert head.count() == 1 and head.get_attribute("title") == "optim.weight_decay"
+    assert page.locator("#parallel text title").all_text_contents()[:2] == ["lr", "optim.weight_decay"]
+    note = page.locator("#notes li", has_text="1 killed run is not ranked")
+    assert note.is_visible()
+    for key in ("weight_decay", "optim.weight_decay"):
+        page.fill("#filter", f"{key}<1")
+        until(page, "document.getElementById('count').textContent == '3 of 4 points'")
+        assert note.is_hidden(), "the filter excludes the killed run"
+        page.fill("#filter", "")
+        until(page, "document.getElementById('count').textContent == '4 of 4 points'")
+    assert note.is_visible() and opened.trouble == []
+    opened.context.close()
+
+
+def test_a_gradient_that_becomes_zero_is_said_at_its_chart(chromium, tmp_path):
+    events = write_run(tmp_path / "one", steps=40) / "events.jsonl"
+    lines = [json.loads(line) for line in events.read_text().splitlines()]
+    for line in lines:
+        if line["kind"] == "step" and line["step"] >= 7:
+            line["grad_norm"] = 0.0
+    events.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert main(["compare", str(tmp_path / "one"), "--html", str(tmp_path / "report.html")]) == 0
+    opened = Opened(chromium, tmp_path / "report.html", viewport={"width": 1300, "height": 900})
+    captions = opened.page.locator("figcaption").all_inner_texts()
+    assert captions[:2] == ["learning rate", "gradient norm, smoothed; 0 from step 7"] and opened.trouble == []
+    opened.context.close()
 
 
 def test_settings_that_were_typed_come_before_the_defaults(chromium, tmp_path):
@@ -1077,6 +1132,16 @@ def test_dragging_along_a_settings_axis_selects_points_and_a_click_resets_it(pag
     assert page.locator("#tip").is_hidden()
     page.mouse.click(box["x"] + 12, box["y"] + box["height"] / 2)
     assert page.locator("#table tbody tr").count() == 7
+
+
+def test_labels_of_a_settings_axis_are_at_the_height_of_their_ticks(page):
+    ticks = page.locator("#parallel text.tick").evaluate_all(
+        "all => all.map((t) => t.getBBox().y + t.getBBox().height / 2)"
+    )
+    lines = page.locator("#parallel line").evaluate_all(
+        "all => all.filter((l) => l.getBBox().width).map((l) => l.getBBox().y)"
+    )
+    assert len(ticks) == len(lines) > 6 and ticks == pytest.approx(lines, abs=1.5)
 
 
 def test_labels_of_a_settings_axis_overlap_neither_curves_nor_each_other(page):

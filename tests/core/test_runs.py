@@ -275,7 +275,7 @@ def test_compare_takes_runs_sweeps_patterns_and_filters(here, capsys):
 
 def test_an_unfinished_run_is_not_counted_and_noted(here, capsys):
     output = run_command(capsys, "compare", "outputs")
-    assert "not counted: 1 killed" in output
+    assert "1 killed run is not ranked" in output
     (row,) = [line for line in output.splitlines() if line.split()[:2] == ["scratch", "0.003"] and "2/3" in line]
     assert "2-" not in row.split()[3]  # nor do its steps
 
@@ -439,7 +439,7 @@ def test_a_run_with_unreadable_settings_belongs_to_no_point(here, capsys):
     after = json.loads(run_command(capsys, "compare", "outputs/sweep", "outputs/killed", "--json"))
     assert [p["mean"] for p in after["points"] if p["counted"]] == [p["mean"] for p in json.loads(before)["points"]]
     assert [n for n in after["notes"] if "whose config.yaml cannot be read" in n and "bad" in n]
-    assert [n for n in after["notes"] if "1 killed (result.json cannot be read)" in n]
+    assert [n for n in after["notes"] if "1 killed run is not ranked (result.json cannot be read)" in n]
     for command in ("runs", "compare"):
         assert "bad\\nname" in run_command(capsys, command, "outputs/sweep")
         assert "bad\\nname" in run_command(capsys, command, "outputs/sweep/bad\nname")  # among no others

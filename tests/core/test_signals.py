@@ -302,7 +302,7 @@ EARLY = """
 import os, sys
 class KillsWhileLoading:
     def find_spec(self, name, path=None, target=None):
-        if name == "toyexp.cli.main":
+        if name == "{module}":
             os.kill(os.getpid(), {number})
 sys.meta_path.insert(0, KillsWhileLoading())
 from toyexp.__main__ import main
@@ -312,9 +312,20 @@ sys.exit(main())
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_before_imports_gives_one_line(number):
-    done = subprocess.run([sys.executable, "-c", EARLY.format(number=int(number))], capture_output=True, text=True)
+    code = EARLY.format(module="toyexp.cli.main", number=int(number))
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 128 + number
     assert done.stderr == f"toyexp: interrupted by {number.name}\n"
+
+
+AT_EXIT = "import atexit, os; atexit.register(os.kill, os.getpid(), {number})"
+
+
+@pytest.mark.parametrize("code", [EARLY, AT_EXIT + EARLY])
+def test_ctrl_c_before_and_after_a_command_prints_no_traceback(code):
+    code = code.format(module="toyexp.base.ranks" if code is EARLY else "", number=int(signal.SIGINT))
+    done = subprocess.run([sys.executable, "-c", code, "plugins"], capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (-signal.SIGINT, "")
 
 
 SLOW_PLUGIN = """

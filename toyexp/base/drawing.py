@@ -26,7 +26,7 @@ from toyexp.base.lazy import numpy as np
 from toyexp.base.packages import require_package
 from toyexp.base.writing import convert_write_errors, require_writable, write_atomically
 
-BLUE, VERMILLION, GREEN, PURPLE = "#0B4A8A", "#B3260A", "#268960", "#B470DB"
+BLUE, VERMILLION, GREEN, PURPLE, AMBER = "#0B4A8A", "#B3260A", "#268960", "#B470DB", "#8F5C0C"
 INK, GREY, PALE = "#222222", "#555555", "#BBBBBB"
 BAND = "#f2f2f2"  # ground of a part of a panel
 # people with red-green colour blindness see green as a yellowish and purple as a bluish colour

@@ -171,7 +171,8 @@ class Comparison:
             # For failed runs the first reason says most; reasons for pruning are not repeated.
             why = state_runs[0].why if state != "pruned" else ""
             first = "the first: " if len(state_runs) > 1 else ""
-            notes.append(f"not counted: {len(state_runs)} {state}" + (f" ({first}{why})" if why else ""))
+            count = pluralise(len(state_runs), f"{state} run") + (" are" if first else " is")
+            notes.append(f"{count} not ranked" + (f" ({first}{why})" if why else ""))
         return notes
 
 

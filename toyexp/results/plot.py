@@ -108,18 +108,19 @@ def draw_runs(comparison: Comparison, source: str) -> Sheet:
     stopped = [entry for line in lines for entry in line.point.jobs if entry.run.state not in FINAL_STATES]
     unit = describe_unit(comparison.entries[0].run.path, ranking.column)
     rows = max(len(coloured) + bool(others) + bool(stopped), 2)
-    heights = (4.6, 0.75 + ROW_INCHES * rows)
+    heights = [4.6, 0.75 + ROW_INCHES * rows][: min(total, 2)]  # a single run has its metric in the title
     picture = Sheet(
-        0.5 + sum(heights), describe_best(comparison), _footer(comparison, source, total), heights, columns=(1, 1)
+        0.5 + sum(heights), describe_best(comparison), _footer(comparison, source, total), heights, [1] * len(heights)
     )
-    above, below = picture.panels
+    above, *lower = picture.panels
     limits = _limits(lines, ranking.column)
     _draw_curves(above, coloured, rest, limits)
     above.set_ylabel(ranking.column + unit)
-    _draw_ends(below, comparison, coloured, others, stopped)
-    _clip_outliers(below, [line.point for line in coloured], limits[1])
-    spread = "\nmean ± standard deviation over seeds" if ranking.has_seeds else ""
-    below.set_xlabel(f"{ranking.column} at the end{unit}{spread}")
+    for below in lower:
+        _draw_ends(below, comparison, coloured, others, stopped)
+        _clip_outliers(below, [line.point for line in coloured], limits[1])
+        spread = "\nmean ± standard deviation over seeds" if ranking.has_seeds else ""
+        below.set_xlabel(f"{ranking.column} at the end{unit}{spread}")
     return picture
 
 

@@ -13,11 +13,11 @@ from pathlib import Path
 from typing import Any
 
 from toyexp.base.drawing import (
+    AMBER,
     BAND,
     BLUE,
     GREY,
     TITLE_LENGTH,
-    VERMILLION,
     Sheet,
     caption,
     fit_text,
@@ -146,12 +146,18 @@ class Search:
 
     @property
     def cut_ticks(self) -> list[tuple[float, str]]:
-        """Coordinates and labels of two ticks in the logarithmic part of the axis; [] if it has no such part."""
+        """Coordinates and labels of two ticks in the logarithmic part of the axis; [] if it has no such part.
+
+        The ticks are near the middle of the part and near the worst metric, at numbers with as few digits as possible.
+        """
         better, worse, end, worst = self.limits
         if end == worse:
             return []
         middle = worse + (worse - better) * (math.sqrt(1 + (worst - worse) / (worse - better)) - 1)
-        return [(self.place(value), format_number(value, 3)) for value in (middle, worst)]
+        room = 0.15 * abs(end - worse)
+        rounded = [[float(f"{value:.{digits}g}") for digits in range(1, 18)] for value in (middle, worst)]
+        ticks = [next(v for v in some if abs(self.place(v) - self.place(some[-1])) < room) for some in rounded]
+        return [(self.place(tick), format_number(tick, 6)) for tick in ticks]
 
     @property
     def pruning_steps(self) -> tuple[int, int]:
@@ -162,7 +168,7 @@ class Search:
     def describe_pruning(self) -> list[str]:
         """Return the parts of a legend that say how a chart shows pruned trials and the compressed range."""
         first, last = self.pruning_steps
-        steps = f" at steps {first} to {last}, darker: later" if first < last else f" at step {last}"
+        steps = f" at steps {first} to {last}, stronger: later" if first < last else f" at step {last}"
         rings = f"rings: {pluralise(self.pruned, 'trial')} pruned{steps if last else ''}"
         return [rings] * (self.pruned > 0) + ["grey band: logarithmic"] * bool(self.cut_ticks)
 
@@ -209,12 +215,13 @@ def _footer(search: Search, source: str, keys: Sequence[str]) -> list[str]:
         *search.notes,
         f"{search.repeats} seeds a trial, their mean" if search.repeats > 1 else "",
     ]
+    parts += search.describe_pruning()
     unscored = sum(trial.score is None for trial in search.trials)
     parts += [f"importance for the ranking of {len(search.trials)} trials"] if search.importances else []
     parts += [f"{unscored} without a score"] if unscored else []
     hidden_keys = [key for key in search.keys if key not in keys]
     parts += [f"not shown: {', '.join(hidden_keys)}"] if hidden_keys else []
-    parts += ["equal values: trials from left to right"] if any(map(search.slots, keys)) else []
+    parts += ["dots of one value: left to right by trial"] if any(map(search.slots, keys)) else []
     return [part for part in parts if part]
 
 
@@ -243,7 +250,7 @@ def _draw_dots(axes: Any, search: Search, positions: Mapping[int, float], best: 
         axes.set_ylim(*sorted((better, end)))
     if best.number in positions:
         axes.plot(positions[best.number], best.score, marker="*", markersize=13, markerfacecolor="none",
-                  markeredgecolor=VERMILLION, markeredgewidth=1.3, zorder=5, clip_on=False)  # fmt: skip
+                  markeredgecolor=AMBER, markeredgewidth=1.3, zorder=5, clip_on=False)  # fmt: skip
 
 
 def _draw_trials(axes: Any, search: Search, completed: Sequence[Trial], best: Trial) -> None:
@@ -253,9 +260,9 @@ def _draw_trials(axes: Any, search: Search, completed: Sequence[Trial], best: Tr
     so_far = [*map(search.place, itertools.accumulate(search.scores, better))]
     numbers = [trial.number for trial in completed]
     last = max(trial.number for trial in search.trials)
-    axes.step([*numbers, last], [*so_far, so_far[-1]], where="post", color=VERMILLION, linewidth=1.6)
-    caption(axes, f"line: best so far; star: best trial, {best.number}", VERMILLION, "left")
-    axes.set_xlabel("\n".join(["trial", *search.describe_pruning()]))
+    axes.step([*numbers, last], [*so_far, so_far[-1]], where="post", color=AMBER, linewidth=1.6)
+    caption(axes, f"line: best so far; star: best trial, {best.number}", AMBER, "left")
+    axes.set_xlabel("trial")
     axes.xaxis.get_major_locator().set_params(integer=True)
 
 

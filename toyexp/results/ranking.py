@@ -154,12 +154,13 @@ class Ranking(Generic[J]):
     def jobs(self) -> list[tuple[J, Point[J]]]:
         """Return each job with its point (the jobs that differ only in their seed), the best first.
 
-        Jobs that have not completed come last, sorted by number.
+        Jobs that have not completed come last. They are in the order of their points: by steps, then by the metric.
         """
         pairs = [(job, point) for point in self.points for job in point.jobs]
         done = [pair for pair in pairs if pair[0].status == "completed" and pair[1].values]
         numbers = {job.number for job, _ in done}
-        return done + sorted((pair for pair in pairs if pair[0].number not in numbers), key=lambda pair: pair[0].number)
+        rest = [pair for pair in pairs if pair[0].number not in numbers]
+        return done + sorted(rest, key=lambda pair: pair[0].status != "completed")
 
     def table(self) -> list[tuple[str, ...]]:
         """Return rows of text: a header, and for each point its settings, seeds, mean ± deviation, and mark."""

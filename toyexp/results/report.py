@@ -123,13 +123,14 @@ class Report:
         shares, why = (search.importances, search.no_importances) if search else compute_importance(comparison)
         point_indices = {id(point): index for index, point in enumerate(ranking.points)}
         differing_keys = comparison.every_key
+        every_key = list(dict.fromkeys([*differing_keys, *(search.keys if search else ())]))
         rising = not ranking.column.endswith("loss") and not lower_is_better(ranking.column.removeprefix("held-out "))
         return {
             "written": datetime.now(UTC).isoformat(timespec="seconds"),
             "metric": ranking.column,
             "best": len(ranking.points) > 1 and ranking.best is not None,
             "rising": rising,
-            "keys": comparison.keys,
+            "keys": comparison.keys, "names": dict(zip(every_key, short_keys(every_key), strict=True)),
             "along": comparison.linked_keys,
             "differ": {key: comparison.values(key) for key in differing_keys},
             "scores": comparison.scores, "columns": COLUMNS,
@@ -186,7 +187,7 @@ def _search_data(search: Search) -> dict[str, Any]:
     """Return the data of a search for the page: its metric, the searched settings, and all trials."""
     return {
         "algorithm": search.algorithm, "metric": f"held-out {search.metric}", "minimising": search.is_minimising,
-        "keys": search.keys, "names": dict(zip(search.keys, short_keys(search.keys), strict=True)),
+        "keys": search.keys,
         "log": sorted(search.log_keys), "importances": dict(search.importances),
         "limits": search.limits, "ticks": search.cut_ticks, "pruning": search.pruning_steps,
         "legend": search.describe_pruning(),

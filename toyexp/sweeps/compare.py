@@ -63,7 +63,7 @@ class ComparisonAnswer(Answer):
         if not fits_terminal([heads, *rows]):
             heads = [*map(escape_cell, short_keys(comparison.keys) or ["name"]), *heads[len(comparison.keys) or 1 :]]
         table, dropped_heads = drop_columns([heads, *rows], ["speed", *reversed(other_heads), self._steps_head, "runs"])
-        lines = align_table(table, {"runs", self._steps_head, *other_heads, "speed"})
+        lines = align_table(table, {"runs", self._steps_head, ranking.column, *other_heads, "speed"})
         points = f" in {pluralise(len(ranking.points), 'point')}"
         points = "" if len(ranking.points) == len(comparison.entries) else points
         below = name_dropped(dropped_heads, "; --csv has all")

@@ -26,9 +26,8 @@ def print_table(jobs: Sequence[Job], folder: SweepDir | None) -> None:
     The row of a failed job shows the first clause of its error message. The full error messages follow below the table.
     `folder` is None if the sweep has no directory, because none of its jobs was valid.
 
-    A table that is too wide for the terminal is shortened in steps. First, only the last part of each key is shown, and
-    reasons for pruning are left out. If that is not enough, training losses are left out, and then steps and the run
-    directories.
+    A table that is too wide for the terminal is shortened in steps. First, only the last part of each key is shown. If
+    that is not enough, training losses are left out, and then steps and the run directories.
     """
     names, ranking = score_names(jobs), folder.rank() if folder else rank_jobs(jobs)
     ordered = [job for job, _ in ranking.jobs()]
@@ -48,8 +47,7 @@ def print_table(jobs: Sequence[Job], folder: SweepDir | None) -> None:
             state = "diverged" if job_state(job) == "diverged" else ""
             return "  ".join(filter(None, [path if brief < 3 else "", state, "best" if is_best else ""]))
         if job.status == Status.PRUNED:
-            short = f"pruned at {job.result.get('steps', 0)}" if brief < 4 else "pruned"
-            return short if brief else f"{job.status}: {job.error}"
+            return f"pruned at {job.result.get('steps', 0)}" if brief < 4 else "pruned"
         first = errors.setdefault(job.error or "", job.number)
         if job.status == Status.REFUSED and first != job.number:
             return f"{job.status}, as job {first}"

@@ -35,6 +35,7 @@ class Watch:
         self.stop, self.verbose = stop, verbose
         self._environment, self._alone, self._total = environment, alone, total
         self._printing = threading.Lock()
+        self._width = 0  # columns of the longest job number with overrides so far
 
     def launch_spec(self, job: Job) -> LaunchSpec:
         """Return the specification to start a job."""
@@ -51,7 +52,7 @@ class Watch:
                 with self._printing:
                     self.board.begin(job)
             else:
-                head = f"[{job.number}] {job.label}".rstrip()
+                head = self._head(job)
                 place = f"job {job.number + 1} of {self._total}"
                 begins = "begins" if job.attempts == 1 else "begins again"
                 self.say(f"\n{head}  ({place})" if self._alone and self.verbose else f"{head}  {begins}, {place}")
@@ -73,9 +74,15 @@ class Watch:
             with self._printing:
                 self.board.end(job)
         if job.status in SUCCEEDED and (self.board or not self.verbose) and not is_notebook():
-            line = f"[{job.number}] {job.label}".rstrip() + f"  {outcome(job)}"
+            line = f"{self._head(job)}  {outcome(job)}"
             is_wide = len(line) > (terminal_width() or len(line))
-            self.say(re.sub(r"(  completed|  diverged) after \d+ steps?", r"\1", line) if is_wide else line)
+            self.say(re.sub(r" *(  completed|  diverged) after \d+ steps?", r"\1", line) if is_wide else line)
+
+    def _head(self, job: Job) -> str:
+        """Return a job's number and overrides, padded to the longest so far, so that what follows is aligned."""
+        head = f"[{job.number}] {job.label}".rstrip()
+        self._width = max(self._width, len(head))
+        return head.ljust(self._width)
 
     def say(self, line: str, stream: IO[str] | None = None) -> None:
         """Print a line above the board."""

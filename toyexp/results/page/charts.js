@@ -349,8 +349,8 @@ function logAxis(name) {
 // are not close to those.
 function logTicks(low, high, typed = []) {
   const gap = (1.6 * high / low) ** 0.13, isFar = (v) => typed.every((t) => v > gap * t || t > gap * v), decades = roundTicks(low, high, true, [1]);
-  const rounds = [[1], [1, 2, 5], [1, 3], [1, 1.5, 2, 3, 5, 7]].map((factors) => roundTicks(low, high, true, factors)), few = decades.filter((_, n) => n % Math.ceil(decades.length / 5) === 0);
-  const lists = [...rounds, high < 10 * low ? roundTicks(low, high, false) : few].map((some) => [...typed, ...some.filter(isFar)]);
+  const rounds = [[1], [1, 2, 5], [1, 3], [1, 1.5, 2, 3, 5, 7]].map((factors) => roundTicks(low, high, true, factors)), few = decades.filter((_, n) => n % Math.ceil(decades.length / 5) === 0), add = (some) => [...typed, ...some.filter(isFar)];
+  const lists = [...rounds.map(add), high < 10 * low ? add(roundTicks(low, high, false)) : few];
   return labelTicks((lists.find((some) => some.length >= (high > 1.5 * low ? 3 : 1) && some.length < 8) || lists[4]).sort((a, b) => a - b));
 }
 

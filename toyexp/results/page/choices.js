@@ -47,10 +47,10 @@ function drawChoices() {
   const focused = document.activeElement.dataset.axis;
   box.textContent = "";
   const fresh = [...state.brushes.values()].some((brush) => brush.fresh), ended = points.filter((p) => p.ended);
-  const width = Math.max(box.clientWidth, 280), height = isPrinted() ? 250 : 340, top = 50, foot = height - 26, left = 44;
+  const width = Math.max(box.clientWidth, 280), height = isPrinted() ? 220 : 340, top = 50, foot = height - 26;
   const near = nearBest(completed.map((p) => p.mean)), furthest = data.rising ? Math.min : Math.max;
   const several = (key) => new Set(points.map((p) => p.settings[key])).size > 1;
-  const axes = [...data.keys.filter(several).slice(0, 11), data.metric], names = axes.slice(0, -1).join(", "), last = axes.length - 1;
+  const axes = [...data.keys.filter(several).slice(0, 11), data.metric], names = axes.slice(0, -1).map(shortName).join(", "), last = axes.length - 1;
   const scales = axes.map((key, i) => i === last ? makeScale(near, !data.rising, false) :
     makeScale(points.map((p) => p.settings[key]), false, true, (data.search ? data.search.log : []).includes(key)));
   if (near.length < completed.length) { // points far from the best are at the axis's end
@@ -63,6 +63,7 @@ function drawChoices() {
     const tick = [0.03, endings.length > 1 ? "not completed" : endings[0]];
     scales[last] = { place: (v) => (v === null ? tick[0] : raised(place(v))), ticks: [tick, ...ticks.map(([t, text]) => [raised(t), text])] };
   }
+  const left = Math.max(26, 16 + 6.2 * Math.max(...scales[0].ticks.map(([, text]) => Math.min(String(text).length, 14))));
   const x = (i) => left + (i * (width - left - 62)) / Math.max(last, 1), y = (t) => foot - t * (foot - top);
   const valueOf = (p, i) => (i === last ? p.mean : p.settings[axes[i]]), drawn = (p, i) => i === last || ![null, undefined].includes(valueOf(p, i));
   const svg = addSvg("svg", { viewBox: `0 0 ${width} ${height}`, role: "group", "aria-label": `${data.metric} of ${points.length} points against ${names}` }, box);
@@ -90,7 +91,7 @@ function drawChoices() {
   axes.forEach((key, i) => {
     const narrow = x(1) - x(0);
     const most = Math.max(Math.floor((narrow < 90 ? 1.9 : 1) * narrow / 7), 5); // narrow axes put names in two lines
-    const name = key.length > most ? key.split(/[. ]/).pop() : key;
+    const short = shortName(key), name = short.length > most ? short.split(/[. ]/).pop() : short;
     const title = name.length > most ? `${name.slice(0, most - 1)}…` : name;
     const head = addSvg("text", { x: x(i), y: i % 2 && narrow < 90 ? 30 : 16, "text-anchor": "middle" }, svg, title);
     addSvg("title", {}, head, key);
@@ -98,7 +99,9 @@ function drawChoices() {
     const apart = (some, tick) => (some.some(([t]) => Math.abs(t - tick[0]) < 0.05) ? some : [...some, tick]);
     for (const [t, text] of scales[i].ticks.reduce(apart, [])) { // labels must not overlap curves or each other
       const cut = text.length > 14 ? `${text.slice(0, 13)}…` : text;
-      addSvg("text", { class: "tick", x: x(i) + (key === data.metric ? 9 : 5), y: y(t) + (key === data.metric ? 4 : t < 0.5 ? 14 : -5) }, svg, cut);
+      const side = i === last ? 1 : -1;
+      addSvg("line", { x1: x(i), x2: x(i) + 4 * side, y1: y(t), y2: y(t) }, svg);
+      addSvg("text", { class: "tick", x: x(i) + 7 * side, y: y(t) + 4, "text-anchor": i === last ? "start" : "end" }, svg, cut);
     }
     const stops = [...new Set(points.filter((p) => drawn(p, i)).map((p) => scales[i].place(valueOf(p, i))))].sort((a, b) => a - b);
     addBrush(svg, key, x(i), top, foot, stops, (t) => points.filter((p) => {
@@ -169,7 +172,7 @@ function drawImportance() {
   const list = addElement(box, "div", "columns");
   for (const [key, share] of found.sort((a, b) => b[1] - a[1])) {
     const row = addElement(list, "div", "row");
-    addBreakable(addElement(row, "span", "label"), key);
+    addName(addElement(row, "span", "label"), key);
     const bar = addElement(addElement(row, "span", "track"), "i");
     bar.style.width = `${(Math.min(share, 1) * 100).toFixed(1)}%`;
     addElement(row, "span", "value", share > 0 && share < 0.005 ? "<1 %" : `${(share * 100).toFixed(0)} %`);

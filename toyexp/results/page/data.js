@@ -16,6 +16,7 @@ function prepare(data) {
   // runs that count are ranked; others follow, the longest first
   data.runs.sort((a, b) => b.counts - a.counts || (a.counts ? 0 : b.steps - a.steps || a.loss - b.loss));
   for (const run of data.runs) {
+    for (const w of run.warnings) w.text = w.text.replace(/^step \d+: /, ""); // the page has the step beside the text
     for (const curve of Object.values(run.curves)) {
       curve.x = cumulativeSum(curve.x);
       curve.mx = curve.mx ? cumulativeSum(curve.mx) : curve.x;
@@ -24,6 +25,8 @@ function prepare(data) {
   }
   return data;
 }
+
+const shortName = (key) => data.names[key] ?? key; // a setting's last part if no other setting has that
 
 // Return where a step lies on the x axis `over` (step, tokens or seconds). Tokens and seconds are interpolated linearly.
 function clockAt(run, step, over) {
@@ -118,4 +121,10 @@ function band(curves, most = 220) {
     [x, ...meanAndDeviation(values)].forEach((number, i) => out[i].push(number));
   }
   return out;
+}
+
+// Return how many times the lowest loss the highest one is; 0 if a loss is not positive, or if there is none.
+function lossRatio(runs) {
+  const losses = runs.flatMap((run) => run.curves.loss.my).filter(Number.isFinite).sort((a, b) => a - b);
+  return losses[0] > 0 ? losses.at(-1) / losses[0] : 0;
 }

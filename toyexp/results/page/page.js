@@ -30,9 +30,10 @@ function byId(id) {
   return document.getElementById(id);
 }
 
-// Add text with possible line breaks after each dot and underscore.
-function addBreakable(parent, text) {
-  text.split(/(?<=[._])/).forEach((part, n) => { if (n) addElement(parent, "wbr"); parent.append(part); });
+// Add a setting's short name with possible line breaks after each dot and underscore, and its full name as tooltip.
+function addName(parent, key) {
+  parent.title = key;
+  shortName(key).split(/(?<=[._])/).forEach((part, n) => { if (n) addElement(parent, "wbr"); parent.append(part); });
 }
 
 // Return true while the page is laid out for paper.
@@ -117,12 +118,6 @@ function formatNumber(number) {
   return number === null || number === undefined ? "–" : Math.abs(number) < 1e6 ? Number(number).toFixed(4) : tickLabels([number])[0];
 }
 
-// Return how many times the lowest loss the highest one is; 0 if a loss is not positive.
-function lossRatio(runs) {
-  const losses = runs.flatMap((run) => run.curves.loss.my), [low, high] = [Math.min, Math.max].map((end) => losses.reduce((a, b) => end(a, b ?? a), losses[0]));
-  return low > 0 ? high / low : 0;
-}
-
 // Return how the runs ended if all of them diverged or failed, else "".
 function commonFailure(runs) {
   const states = [...new Set(runs.map((run) => run.state))].sort();
@@ -181,6 +176,8 @@ function drawAbout() {
     data.runs.some((run) => [run.loss, ...Object.values(run.scores)].some((v) => Math.abs(v) >= 1e300)) ? "Values beyond ±1e300 are not drawn." : "",
     isDistinct() ? "" : "Stronger colour: better rank.",
   ].join(" ");
+  const [{ curves: { grad_norm: { x, y } } }] = data.runs, zero = y.findLastIndex((v) => v !== 0) + 1;
+  if (data.runs.length === 1 && zero < y.length) byId("grad_norm").previousElementSibling.append(`; 0 from step ${x[zero]}`); // no logarithm
   byId("zooming").textContent = isTouch() ? "Tap a curve for its values and buttons to zoom." : "Drag to zoom, double click to reset.";
   byId("raw-label").title = `the loss of each step; with more than ${MOST_RAW} runs, only of the best point and of the one pointed at in the legend`;
 }
@@ -240,6 +237,10 @@ function drawLegend() {
 function drawResult() {
   const best = data.points[visible()[0]], box = byId("result"), filtered = !data.points.some((_, place) => passes(place));
   const runs = shownRuns(), [run] = runs, shown = visible().length < data.points.length ? "shown " : "", failure = commonFailure(runs);
+  for (const note of byId("notes").children) {
+    const [, state] = /^\d+ (\w+) runs? (is|are) not ranked/.exec(note.textContent) || [];
+    note.hidden = state !== undefined && !runs.some((one) => one.state === state);
+  }
   box.textContent = !best ? `${filtered ? "No point passes the filter" : "All points are hidden"} ` :
     data.runs.length === 1 && (failure || !run.counts) ? `${run.state[0].toUpperCase()}${run.state.slice(1)} at step ${run.diverged ?? run.steps}` :
     failure ? `${runs.length === 1 ? `The ${shown}run` : `All ${runs.length} ${shown}runs`} ${failure}` :
@@ -267,9 +268,9 @@ function drawDifferences() {
   const leader = Object.fromEntries(Object.entries(data.along).flatMap(([key, along]) => along.map((one) => [one, key])));
   for (const [key, values] of entries) {
     const row = addElement(table, "tr");
-    addBreakable(addElement(row, "td", "key"), key);
+    addName(addElement(row, "td", "key"), key);
     const cell = addElement(row, "td", "wraps", formatValues(values));
-    if (leader[key]) addElement(cell, "div", "small", `varies together with ${leader[key]}`);
+    if (leader[key]) addElement(cell, "div", "small", `varies together with ${shortName(leader[key])}`);
     else if (!data.keys.includes(key)) addElement(cell, "div", "small", "runs that differ only in this setting form one point");
   }
 }
@@ -301,7 +302,7 @@ function drawWarnings() {
   box.textContent = "";
   const same = new Map(), number = /\d+(\.\d+)?(e[+-]?\d+)?/g; // texts of a point that differ only in numbers are shown once
   for (const run of some) for (const w of run.warnings) {
-    const text = w.text.replace(/^step \d+: /, ""), key = `${run.point} ${text.replace(number, "")}`;
+    const { text } = w, key = `${run.point} ${text.replace(number, "")}`;
     if (!same.has(key)) same.set(key, { text, runs: new Set(), numbers: text.match(number)?.map(() => []), told: [] });
     const { runs, numbers, told } = same.get(key);
     runs.add(run);
@@ -351,7 +352,7 @@ function drawRun(box, run) {
   copy.addEventListener("click", async () => {
     try { await navigator.clipboard.writeText(run.again); copy.textContent = "copied"; } catch { getSelection().selectAllChildren(again.firstChild); }
   });
-  const facts = { directory: run.path, state: run.why ? `${run.state}: ${run.why}` : run.state, ...run.facts };
+  const facts = { directory: run.path, ...(run.when && { begun: formatTime(run.when) }), state: run.why ? `${run.state}: ${run.why}` : run.state, ...run.facts };
   if (isPrinted()) return addElement(box, "p", "small", `${facts.state} · ${run.path}`);
   const list = addElement(box, "dl");
   for (const [key, text] of Object.entries(facts)) { addElement(list, "dt", "", key); addElement(list, "dd", "", text); }

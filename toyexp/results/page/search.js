@@ -14,7 +14,7 @@ function drawSearch() {
   const box = byId("settings");
   for (const key of box.childElementCount ? [] : search.keys) { // before the charts: they take the width of their cells
     const figure = addElement(box, "figure"), share = search.importances[key];
-    addElement(figure, "figcaption", "", search.names[key] + (share === undefined ? "" : ` (importance ${(share * 100).toFixed(0)} %)`)).title = key;
+    addElement(figure, "figcaption", "", shortName(key) + (share === undefined ? "" : ` (importance ${(share * 100).toFixed(0)} %)`)).title = key;
     addElement(figure, "div", "chart").id = `setting-${key}`;
   }
   for (const key of search.keys) {
@@ -26,7 +26,7 @@ function drawSearch() {
     different.sort((a, b) => (a > b) - (a < b));
     const slots = different.map((_, place) => place), shift = (trial) => 0.6 * (trial.number / last - 0.5);
     const axis = numeric ? { type: log ? "log" : "linear", nticks: 4, tickformat: "~g", tickangle: 0, ...(decades > 1.7 && { dtick: Math.ceil(decades / 3) }) } :
-      { tickvals: slots, ticktext: different.map(String), range: [-0.5, slots.length - 0.5], showgrid: false, title: { text: "equal values: by trial", standoff: 4 } };
+      { tickvals: slots, ticktext: different.map(String), range: [-0.5, slots.length - 0.5], showgrid: false, title: { text: "dots of one value: left to right by trial", standoff: 4 } };
     const borders = numeric ? [] : slots.slice(1).map((x) => ({ x0: x - 0.5, x1: x - 0.5, y0: 0, y1: 1, yref: "paper", line: { width: 1, color: style("line") } }));
     const xs = numeric ? values : trials.map((trial, i) => different.indexOf(values[i]) + shift(trial));
     drawTrials(`setting-${key}`, trials, xs, axis, [], star, borders);
@@ -47,7 +47,7 @@ function drawTrials(id, trials, xs, xaxis, more, star, shapes = []) {
     tickvals: ticks.map(([at]) => at), ticktext: ticks.map(([, text]) => text),
   };
   const about = (t) => `<b>trial ${t.number}</b>${t.complete ? "" : ` (pruned${t.step === null ? "" : ` at step ${t.step}`})`}` +
-    `<br>${escapeHtml(data.search.metric)} ${formatNumber(t.score)}` + Object.entries(t.values).map(([key, value]) => `<br>${escapeHtml(key)}=${escapeHtml(value)}`).join("");
+    `<br>${escapeHtml(data.search.metric)} ${formatNumber(t.score)}` + Object.entries(t.values).map(([key, value]) => `<br>${escapeHtml(shortName(key))}=${escapeHtml(value)}`).join("");
   const dots = {
     type: "scatter", mode: "markers", x: xs, y: trials.map((t) => t.height),
     text: trials.map(about), hovertemplate: "%{text}<extra></extra>", cliponaxis: false,
@@ -63,6 +63,6 @@ function drawTrials(id, trials, xs, xaxis, more, star, shapes = []) {
   }));
   const shape = layout({ shapes: [band, ...shapes], yaxis, margin: { l: 52, r: 10, t: 12, b: 36 } });
   const plain = { gridcolor: style("line"), linecolor: style("line"), automargin: true, zeroline: false };
-  const described = `${data.search.metric} of ${trials.length} trials against ${id === "trials" ? "the trial's number" : id.replace("setting-", "")}`;
+  const described = `${data.search.metric} of ${trials.length} trials against ${id === "trials" ? "the trial's number" : shortName(id.replace("setting-", ""))}`;
   drawChart(id, [...more, dots, ...stars], { ...shape, xaxis: { ...plain, ...xaxis }, dragmode: false }, { ...CONFIG, displayModeBar: false }, described);
 }

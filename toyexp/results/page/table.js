@@ -37,7 +37,7 @@ function listColumns(saved = false) {
     ...(several((r) => r.seed) ? [{ head: "seed", of: (r) => r.seed, form: String, number: true }] : []),
     { head: "state", of: (r) => r.state }, { head: "steps taken", of: (r) => r.steps, form: String, number: true }, ...numbers,
     ...(warned ? [{ head: "warnings", of: (r) => r.warned, form: (n) => n || "", number: true }] : []),
-    { head: "begun", of: (r) => r.when || null, form: formatTime, minor: true }, ...(saved ? [{ head: "path", of: (r) => r.path }] : [])];
+    ...(saved || several((r) => r.when?.slice(0, 16)) ? [{ head: "begun", of: (r) => r.when || null, form: formatTime, minor: true }] : []), ...(saved ? [{ head: "path", of: (r) => r.path }] : [])];
 }
 
 const MOST_ROWS = 20; // rows shown before "show all" is clicked
@@ -69,7 +69,7 @@ function drawTable() {
     const cell = addElement(line, "th", cellClass(column)), sorted = state.sort === column.head;
     if (sorted) cell.setAttribute("aria-sort", state.falling ? "descending" : "ascending");
     const button = isPrinted() ? cell : addElement(cell, "button"); // Chromium does not repeat a head with buttons on each page
-    addBreakable(button, column.head);
+    addName(button, column.head);
     if (sorted) addElement(button, "span", "", state.falling ? " ↓" : " ↑").ariaHidden = "true"; // aria-sort says so
     button.dataset.head = column.head;
     if (focused === column.head) button.focus();
@@ -80,8 +80,12 @@ function drawTable() {
     });
   }
   const rows = listRows(columns), { rank = columns[0].of } = columns[0], ranked = rows.map(rank).filter((v) => v !== null);
-  const near = nearBest(ranked), scale = new Set(ranked).size > 2 && !isPrinted() ? makeScale(near, false, false) : null;
-  if (scale) addElement(addElement(line, "th", "strip", formatNumber(Math.min(...near))), "span", "", formatNumber(Math.max(...near)));
+  const near = nearBest(ranked), reach = rows.filter((row) => near.includes(rank(row))).flatMap((row) => [-1, 1].map((n) => rank(row) + n * (row.deviation || 0)));
+  const scale = new Set(ranked).size > 2 && !isPrinted() ? makeScale(reach, false, false) : null;
+  if (scale) {
+    const ends = addElement(addElement(line, "th", "strip"), "div");
+    for (const end of [Math.min, Math.max]) addElement(ends, "span", "", formatNumber(end(...reach)));
+  }
   saveView();
   for (const row of rows.slice(0, limitRows("more-rows", rows.length))) {
     const cells = addElement(body, "tr");

@@ -105,8 +105,7 @@ def load_or_pack(key: str, vocab: int, make: Callable[[], Iterable[Iterable[np.n
             remember("tokens", key, facts)
             return _load(path, facts)
         except (OSError, ValueError) as error:  # `make` is called again, and raises errors of its own again
-            remedy = "set TOYEXP_CACHE to another directory"
-            print_note(f"note: token ids are not cached: {path.parent}: {system_message(error)}; {remedy}")
+            print_note(f"note: no cache in {path.parent}: {system_message(error)}; set another TOYEXP_CACHE")
     memory = BytesIO()
     facts = _pack(memory, dtype, make())
     return _parts(memory.getbuffer(), facts)

@@ -32,8 +32,7 @@ class Mix(Data):
             raise UserError("data=mix needs several sources: data.sources='{a: {path: a.txt}, b: {path: b.jsonl}}'")
         for name, source in self.sources.items():
             if not isinstance(source, Mapping):
-                example = "such as {path: x.txt}"
-                raise UserError(f"data.sources.{name}={source}: must be settings of a data set, {example}")
+                raise UserError(f"data.sources.{name}={source}: must be settings of a data set: {{path: x.txt}}")
             if source.get("data") == self.name:
                 raise UserError(f"data.sources.{name}: a source cannot be a mixture")
         weights = {name: source.get("weight") for name, source in self.sources.items()}

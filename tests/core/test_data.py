@@ -753,7 +753,7 @@ def test_an_unwritable_cache_only_costs_time(tmp_path, monkeypatch, capsys, how)
     (tmp_path / "t.txt").write_text("abcd" * 100)
     assert len(open_text(tmp_path / "t.txt").train) == 301
     (note,) = capsys.readouterr().err.splitlines()
-    assert "not cached" in note and str(directory) in note and "set TOYEXP_CACHE" in note
+    assert "no cache in" in note and str(directory) in note and "set another TOYEXP_CACHE" in note
 
 
 def test_a_pipe_at_the_path_of_a_cache_file_is_replaced_without_blocking(cache):

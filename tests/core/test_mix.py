@@ -127,7 +127,7 @@ def test_every_source_has_its_own_held_out_loss(sources, tmp_path, monkeypatch, 
         ({"a": {"data": "mix", "sources": {}}}, "data.sources.a: a source cannot be a mixture"),
         (
             {"c": {"pack": "apart"}},
-            "data.sources.c: its rows and those of a differ; either all sources have pack: apart",
+            "data.sources.c: its rows differ; either all sources have pack: apart",
         ),
         ({"c": {"data": "preference"}}, "data.sources.c: data=preference cannot be mixed"),
         ({"a": {"path": "nowhere.txt"}}, "nowhere.txt: not found"),

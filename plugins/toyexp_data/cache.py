@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from toyexp import UserError
-from toyexp.base import cache_dir, open_file, read_file
+from toyexp.base import cache_dir, open_file, print_note, read_file, system_message
 from toyexp.base import numpy as np
 
 BLOCK = 1 << 20  # bytes of ids per checksum
@@ -99,11 +99,13 @@ def load_or_pack(key: str, vocab: int, make: Callable[[], Iterable[Iterable[np.n
         with contextlib.suppress(OSError, ValueError, UserError):
             if facts := recall("tokens", key):
                 return _load(path, facts)
-        with contextlib.suppress(OSError, ValueError):  # `make` is called again, and raises errors of its own again
+        try:
             with _write_file(path) as file:
                 facts = _pack(file, dtype, make())
             remember("tokens", key, facts)
             return _load(path, facts)
+        except (OSError, ValueError) as error:  # `make` is called again, and raises errors of its own again
+            print_note(f"note: no cache in {path.parent}: {system_message(error)}; set another TOYEXP_CACHE")
     memory = BytesIO()
     facts = _pack(memory, dtype, make())
     return _parts(memory.getbuffer(), facts)

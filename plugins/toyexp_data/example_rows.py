@@ -33,8 +33,8 @@ class ExampleDataset(Dataset):
             digest.update(array.tobytes())
         self._facts = {
             **facts,
-            "train_examples": len(train),
-            "held_out_examples": len(held_out),
+            "train_examples": len(self.train.first),
+            "held_out_examples": len(self.held_out.first),
             "tokens": sum(len(part.ids) for part in parts),
             "train_tokens": int(self.train.learned.sum()),
             "held_out_tokens": int(self.held_out.learned.sum()),
@@ -85,6 +85,13 @@ class Examples:
         """Return how many usable examples or pairs are longer than `length` tokens."""
         longer = (self.lengths > length).reshape(-1, self._size).any(1)
         return int((self.usable(length) & longer).sum())
+
+    def count_learned(self, examples: Sequence[int], length: int) -> int:
+        """Return how many of the first `length` tokens of each of these examples count in the loss, in all."""
+        chosen = np.array(sorted(examples), np.int64)
+        ends = self.starts[chosen] + np.minimum(self.lengths[chosen], length)
+        edges = np.stack([self.starts[chosen], ends], 1).ravel()
+        return int(np.add.reduceat(np.append(self.learned, False), edges, dtype=np.int64)[::2].sum())
 
     def rows(self, row_length: int, pack: str, order: np.ndarray) -> list[list[int]]:
         """Return lists of the indices of examples: those that share a row, or the two of a pair, which have a row each.
@@ -152,7 +159,9 @@ class ExampleBatches(EpochBatches):
         cut, count = sum(part.cut(length) for part in parts), sum(len(part.first) for part in parts)
         too_long, setting = count - sum(int(p.usable(length).sum()) for p in parts), f"(model.context={context})"
         packed = {"packed_rows": self.rows_per_epoch} if data.pack != "none" else {}
-        self.facts = {"truncated": cut, "too_long": too_long, **packed}
+        used = [example for row in self._rows[0] for example in row]
+        counted = {"train_examples": len(used) // size, "train_tokens": data.train.count_learned(used, length)}
+        self.facts = {"truncated": cut, "too_long": too_long, **counted, **packed}
         counts = {
             f"{cut} of {count} {parts[0].unit} cut to the context {setting}": cut,
             f"{too_long} of {count} {parts[0].unit} left out: their prompts exceed the context {setting}": too_long,

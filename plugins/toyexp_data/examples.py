@@ -187,8 +187,9 @@ class RecordData(TokenizedData):
                 results.append((place, make(value)))
             except UserError as reason:
                 if self.on_error == "refuse":
-                    # If even the first record fails, the file is probably a wrong one, so give no hint.
-                    hint = " (data.on_error=skip leaves such examples out)" if results else ""
+                    # If even the first record fails, and not for a null, the file is probably a wrong one: no hint.
+                    is_odd = results or "(null)" in str(reason)
+                    hint = " (data.on_error=skip leaves such examples out)" if is_odd else ""
                     raise UserError(f"{place.text}: {reason}{hint}") from None
                 skipped.append(f"{Path(place.text).name}: {reason}")
         return results

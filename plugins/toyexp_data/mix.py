@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from math import inf
@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import toyexp
-from toyexp import TOKENS, Data, Dataset, Kind, UserError
+from toyexp import TOKENS, Data, Dataset, Kind, RunPreview, UserError, is_changed
 from toyexp.base import require_range
 
 
@@ -32,8 +32,9 @@ class Mix(Data):
             raise UserError("data=mix needs several sources: data.sources='{a: {path: a.txt}, b: {path: b.jsonl}}'")
         for name, source in self.sources.items():
             if not isinstance(source, Mapping):
-                example = "such as {path: x.txt}"
-                raise UserError(f"data.sources.{name}={source}: must be settings of a data set, {example}")
+                raise UserError(f"data.sources.{name}={source}: must be settings of a data set: {{path: x.txt}}")
+            if source.get("data") == self.name:
+                raise UserError(f"data.sources.{name}: a source cannot be a mixture")
         weights = {name: source.get("weight") for name, source in self.sources.items()}
         for name, weight in weights.items():
             if (weight is None) != (next(iter(weights.values())) is None):
@@ -42,6 +43,11 @@ class Mix(Data):
                 raise UserError(f"data.sources.{name}.weight={weight}: must be a finite number above 0")
         self._plugins  # noqa: B018 - creating the sources checks their settings
 
+    def warnings(self, preview: RunPreview) -> Iterable[str]:
+        """Yield a warning if `temperature` has no effect."""
+        if is_changed(self, "temperature") and any(source.get("weight") for source in self.sources.values()):
+            yield f"data.temperature={self.temperature}: has no effect; the sources have weights"
+
     @cached_property
     def _plugins(self) -> dict[str, Any]:
         """The data plugin of each source, with checked settings."""
@@ -49,8 +55,8 @@ class Mix(Data):
         for name, settings in self.sources.items():
             where = f"data.sources.{name}"
             data: Any = toyexp.create_data({key: value for key, value in settings.items() if key != "weight"}, where)
-            if data.gives != TOKENS or isinstance(data, Mix):
-                raise UserError(f"{where}: data={data.name} cannot be mixed; a source gives tokens, and is no mixture")
+            if data.gives != TOKENS or getattr(data, "pairs", False):
+                raise UserError(f"{where}: data={data.name} cannot be mixed; a source gives rows of tokens, not pairs")
             if self.tokenizer != "auto" and getattr(data, "tokenizer", None) == "auto":
                 data.tokenizer = self.tokenizer
                 data.check()

@@ -61,7 +61,7 @@ class MixBatches(EpochBatches):
         self.inputs = self._parts[0].inputs
         for name, part in parts.items():
             if part.inputs != self.inputs:
-                raise UserError(f"data.sources.{name}: its rows have other arrays than those of {next(iter(parts))}")
+                raise UserError(f"data.sources.{name}: its rows differ; either all sources have pack: apart, or none")
         exact = np.array([*shares.values()]) / sum(shares.values()) * PERIOD
         counts = np.floor(exact).astype(np.int64)
         counts[np.argsort(counts - exact, kind="stable")[: PERIOD - counts.sum()]] += 1

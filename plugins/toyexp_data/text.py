@@ -116,6 +116,9 @@ class TextData(TokenizedData):
         except UnknownCharacter as error:
             raise self._unknown(error.character, corpus, vocabulary) from None
         train, held_out = ids.parts
+        if found.columns is not None and not len(held_out):
+            problem = f"holds out none of the records ({text.documents})"
+            raise UserError(f"data.val_fraction={self.val_fraction}: {problem}; use more records, or data.val_path=...")
         train = train if self.val_fraction < 1 else train[:0]  # drop the begin and end tokens of empty training parts
         left_out = [*text.omissions(), *limits, *found.omissions("data.suffixes")]
         return toyexp.TokenDataset(

@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 
 import toyexp.formats
 from toyexp import TOKENS, Data, Kind, UserError, printable
-from toyexp.base import MAX_INT, generator, open_file, require_choice, require_file, require_range
+from toyexp.base import MAX_INT, NOT_TEXT_HINTS, generator, open_file, require_choice, require_file, require_range
 from toyexp.base import numpy as np
 from toyexp_data.files import FoundFiles, find_files
 from toyexp_data.held_out import SplitData
@@ -159,6 +159,8 @@ def _read_packed(path: Path, dtype: str) -> tuple[np.ndarray, int, bool]:
     size = path.stat().st_size
     raw = np.memmap(path, np.uint8, "r") if size else np.empty(0, np.uint8)
     head, declared, offset, name, kind = raw[:16].tobytes(), 0, 0, "", np.dtype(DTYPES[dtype])
+    if head[:4] == b"GGUF":
+        raise UserError(f"{path}: {NOT_TEXT_HINTS[b'GGUF']}")
     if head[:4] == MAGIC:
         if size < 16:
             raise UserError(f"{path}: is cut off: a TOYC file has a header of 16 bytes, this one only {size} bytes")

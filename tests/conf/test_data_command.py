@@ -51,6 +51,30 @@ def test_packed_rows_are_counted(show):
     assert json.loads(show("data.pack=apart", "model.context=96", "--json"))["data"]["packed_rows"] == 1
 
 
+@pytest.mark.parametrize("pack", ["none", "joined"])
+def test_only_tokens_within_the_context_are_counted(show, pack):
+    """The prompts have 25 tokens; `one` and `two` are 3 tokens, and the end is cut off."""
+    result = json.loads(show("model.context=27", "--json", "data.val_fraction=0.1", f"data.pack={pack}"))
+    learned = result["rows"][0]["counts"]
+    assert (result["data"]["train_tokens"], result["data"]["train_examples"]) == (2 * sum(learned), 2)
+    assert 0 < sum(learned) < 4
+
+
+def test_more_rows_than_a_batch_are_printed(show):
+    assert show("--rows", "25", "steps=1").count("\nrow ") == 25
+
+
+def test_control_characters_of_the_data_are_escaped(show, tmp_path):
+    (tmp_path / "x.json").write_text(json.dumps([{"prompt": "\x1b[31m\0a", "completion": "\x1b]0;b\x07"}] * 2))
+    for words in (), ("--ids",):
+        assert (out := show(*words)).replace("\n", "").isprintable() and "\\x1b" in out and "\\x00" in out
+
+
+def test_pairs_are_counted_as_pairs(show, tmp_path):
+    (tmp_path / "x.json").write_text(json.dumps([{"prompt": "a", "chosen": "b", "rejected": "c"}] * 5))
+    assert " in 4 pairs" in show("data=preference", "objective=preference", "recipe=scratch")
+
+
 def test_ids_are_listed_one_to_a_line(show):
     lines = show("--ids", "--rows", "1").splitlines()
     assert lines[-1].split() == [str(len(lines) - 4), "256", "loss", "'<|endoftext|>'"]

@@ -464,8 +464,9 @@ def test_a_pattern_selects_the_matching_files(tmp_path, monkeypatch):
         ("text".encode("utf-16"), "iconv -f UTF-16"),
         ("naïve".encode("latin-1"), "save it as UTF-8 in a text editor; if it is Latin-1: iconv -f LATIN1"),
         (gzip.compress(b"text"), "gunzip"),
+        (b"GGUF\xff", "it is a GGUF model"),
     ],
-    ids=["a byte", "cut within a character", "UTF-16", "Latin-1", "gzip"],
+    ids=["a byte", "cut within a character", "UTF-16", "Latin-1", "gzip", "GGUF"],
 )
 def test_invalid_utf8_is_rejected_with_the_byte_and_a_remedy(tmp_path, raw, words):
     (tmp_path / "t.txt").write_bytes(raw)
@@ -509,6 +510,13 @@ def test_empty_text_is_refused(tmp_path):
     (tmp_path / "t.txt").write_text("")
     with pytest.raises(UserError, match="found no text in"):
         open_text(tmp_path / "t.txt")
+
+
+def test_too_few_records_to_hold_one_out_are_counted(tmp_path):
+    (tmp_path / "x.jsonl").write_text(json.dumps({"text": "a" * 900}) + "\n" + json.dumps({"text": "b" * 900}))
+    with pytest.raises(UserError, match=r"val_fraction=0\.4: holds out none of the records \(2\).*data\.val_path="):
+        open_text(tmp_path / "x.jsonl", val_fraction=0.4)
+    assert len(open_text(tmp_path / "x.jsonl", val_fraction=0.5).held_out)
 
 
 def test_a_character_missing_in_a_files_tokenizer_names_both_files(tmp_path):
@@ -735,7 +743,7 @@ def test_a_damaged_cached_fact_is_ignored(cache, kind):
 
 
 @pytest.mark.parametrize("how", ["a file stands in its place", "it is a dangling link", "the parent is a file"])
-def test_an_unwritable_cache_only_costs_time(tmp_path, monkeypatch, how):
+def test_an_unwritable_cache_only_costs_time(tmp_path, monkeypatch, capsys, how):
     directory = tmp_path / "place"
     if how == "it is a dangling link":
         directory.symlink_to(tmp_path / "nowhere" / "deep")
@@ -744,6 +752,8 @@ def test_an_unwritable_cache_only_costs_time(tmp_path, monkeypatch, how):
     monkeypatch.setenv("TOYEXP_CACHE", str(directory / "below" if how == "the parent is a file" else directory))
     (tmp_path / "t.txt").write_text("abcd" * 100)
     assert len(open_text(tmp_path / "t.txt").train) == 301
+    (note,) = capsys.readouterr().err.splitlines()
+    assert "no cache in" in note and str(directory) in note and "set another TOYEXP_CACHE" in note
 
 
 def test_a_pipe_at_the_path_of_a_cache_file_is_replaced_without_blocking(cache):
@@ -814,7 +824,7 @@ def test_a_full_disk_leaves_no_partial_cache_file(tmp_path, limit):
         "print(len(a), len(b), int(a[-1]))\n"
     )
     done = subprocess.run([sys.executable, "-B", "-c", program], capture_output=True, text=True, timeout=60)
-    assert (done.stdout, done.stderr, done.returncode) == ("9000 5 8999\n", "", 0)
+    assert (done.stdout, done.returncode) == ("9000 5 8999\n", 0) and "File too large" in done.stderr
     assert list((tmp_path / "cache").iterdir()) == []
 
 
@@ -968,7 +978,10 @@ def test_a_given_token_type_is_trusted(tmp_path):
         read_tokens(tmp_path / "ids.bin", "auto")
 
 
-def test_an_archive_is_no_token_file(tmp_path):
+def test_archives_and_models_are_no_token_files(tmp_path):
+    (tmp_path / "ids.bin").write_bytes(b"GGUF\3\0\0\0")
+    with pytest.raises(UserError, match="it is a GGUF model"):
+        read_tokens(tmp_path / "ids.bin", "auto")
     np.savez(tmp_path / "ids.npz", ids=IDS)
     with pytest.raises(UserError, match=r"ids\.npz: is an archive of arrays; token ids must be one array"):
         read_tokens(tmp_path / "ids.npz", "auto")

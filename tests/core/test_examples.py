@@ -458,10 +458,18 @@ def test_the_error_for_another_format_does_not_suggest_skipping_lines(tmp_path, 
         open_examples(path, on_error="skip")
 
 
+def test_the_error_for_a_null_in_the_first_line_suggests_skipping_it(tmp_path):
+    with pytest.raises(UserError, match=r"completion \(null\).*\(data\.on_error=skip"):
+        open_examples(tmp_path / "x.jsonl", [{"prompt": "a", "completion": None}, {"prompt": "a", "completion": "b"}])
+
+
 @pytest.mark.parametrize(
     ("name", "content", "words"),
     [
-        ("x.jsonl", b"[1]\n[2]", r"is not a JSON lines file; it is a JSON array: rename it to x\.json"),
+        ("x.jsonl", b'[{"text": "a"}]', r"is not a JSON lines file; it is a JSON array: rename it to x\.json"),
+        ("x.jsonl", b"[\n", r"is not a JSON lines file; it is a JSON array"),
+        ("x.jsonl", b'["a"]\n["b"]', r":1: is a list; expected an object"),
+        ("x.gguf", b"GGUF\3\0", "it is a GGUF model, not data; to train it: recipe.base="),
         ("x.jsonl", b"PAR1\x15\0", "is not a JSON lines file; it is Parquet"),
         ("x.jsonl", b"\x1f\x8b\x08", "is not a JSON lines file; it is compressed: gunzip it first"),
         ("x.jsonl.bz2", b"BZh9", "it is compressed: bunzip2 it first"),
@@ -478,10 +486,15 @@ def test_the_error_for_another_format_does_not_suggest_skipping_lines(tmp_path, 
         ("x.jsonl.gz", b"\x1f\x8b\x08", "cannot be read"),
         ("x.jsonl.xz", b"\xfd7zXZ\0", "cannot be read"),
         ("x.jsonl.zst", b"{}\n", "cannot be read"),
-        ("x.csv", b"prompt;completion\na;b", "columns are separated by ';'"),
+        ("x.csv", b"prompt;completion\na;b", "columns are separated by ';'; use ',' in .csv"),
+        ("x.csv.gz", gzip.compress(b"prompt\tcompletion\na\tb"), r"separated by '\\t'; use .* tabs in \.tsv"),
         ("x.csv", b"prompt,completion\na", ":2: has fewer fields than the 2 columns"),
         ("x.csv", b"prompt,completion\na,b,c", ":2: has more fields than the 2 columns"),
-        ("x.csv", b'prompt,completion\na,"b', "cannot be read: unexpected end of data"),
+        (
+            "x.csv",
+            b'prompt,completion\na,b\na,"b\nc',
+            ":3: cannot be read: unexpected end of data; is a quote left open",
+        ),
         ("x.csv", b"prompt,completion\na,\xff", "is not UTF-8 text"),
     ],
 )

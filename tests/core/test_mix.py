@@ -84,6 +84,13 @@ def test_a_source_reads_its_rows_in_the_order_it_has_alone(sources, tmp_path):
     assert batch_digest(dataset.batches(12, 7, seed=5).batch(321)) != expected
 
 
+def test_a_temperature_besides_weights_is_warned_about(sources):
+    weighted = {name: {**source, "weight": 2} for name, source in sources.items()}
+    (warning,) = Mix(sources=weighted, temperature=2.0).warnings(None)
+    assert warning.startswith("data.temperature=2.0: has no effect")
+    assert not [*Mix(sources=weighted).warnings(None), *Mix(sources=sources, temperature=2.0).warnings(None)]
+
+
 def test_every_source_has_its_own_held_out_loss(sources, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     typed = ",".join(f"{name}:{{path:{source['path']}}}" for name, source in sources.items())
@@ -117,6 +124,12 @@ def test_every_source_has_its_own_held_out_loss(sources, tmp_path, monkeypatch, 
         ({"a": {"name": "text"}}, "data.sources.a.name: "),
         ({"a": {"paht": "x"}}, "data.sources.a.paht: did you mean path?"),
         ({"a": {"data": "digits"}}, "data.sources.a"),
+        ({"a": {"data": "mix", "sources": {}}}, "data.sources.a: a source cannot be a mixture"),
+        (
+            {"c": {"pack": "apart"}},
+            "data.sources.c: its rows differ; either all sources have pack: apart",
+        ),
+        ({"c": {"data": "preference"}}, "data.sources.c: data=preference cannot be mixed"),
         ({"a": {"path": "nowhere.txt"}}, "nowhere.txt: not found"),
         ({"a": "x.txt"}, "data.sources.a=x.txt: must be settings"),
         ({"a": {"tokenizer": "bpe"}}, "data.sources.b: has another tokenizer than a; set data.tokenizer"),

@@ -33,6 +33,7 @@ NOT_TEXT_HINTS: dict[bytes | tuple[bytes, ...], str] = {
     (b"\xfd7zXZ", b"\x28\xb5\x2f\xfd"): "it is compressed: unxz or unzstd it first",
     b"PK\x03\x04": "it is a zip archive: unzip it first, or save a spreadsheet as CSV",
     b"version https://git-lfs": "it is a Git LFS pointer: git lfs pull fetches the file",
+    b"GGUF": "it is a GGUF model, not data; to train it: recipe.base=FILE",
     b"PAR1": "it is Parquet: let its name end in .parquet",
     b"%PDF": "it is a PDF: take the text out of it first (pdftotext)",
     (b"\xff\xfe", b"\xfe\xff"): "it is UTF-16: save it as UTF-8 in a text editor, or type iconv -f UTF-16 -t UTF-8",

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from toyexp.base.errors import UserError, escape_cell
+from toyexp.base.errors import UserError, escape_cell, escape_controls
 from toyexp.base.formatting import align_columns, format_count, pluralise
 from toyexp.base.terminal import has_colour, paint, print_output, print_text
 from toyexp.base.writing import dump_json
@@ -22,7 +22,7 @@ from toyexp.tokenizers.tokenizer import Tokenizer
 from toyexp.training.experiment import prepare
 from toyexp.training.run_config import Prepared, introduction
 
-BATCHES = 8  # training batches that are counted
+BATCHES = 8  # training batches that are counted, or more if more rows are printed
 
 HELP = """\
 usage: toyexp data [key=value ...] [options]
@@ -69,10 +69,11 @@ def _describe_classes(data: ImageDataset) -> tuple[dict[str, Any], list[str]]:
 
 def _describe_rows(prepared: Prepared, arguments: Arguments) -> tuple[dict[str, Any], list[str]]:
     """Return how many positions count in the loss, and the first training rows, as plain data and as lines."""
-    batches = [prepared.batches.batch(k) for k in range(min(BATCHES, prepared.config.settings.steps))]
+    wanted, size = arguments.rows or 2, prepared.config.settings.batch_size
+    batches = [prepared.batches.batch(k) for k in range(max(BATCHES, -(-wanted // size)))]
     counted = [batch.get("mask", batch["weights"]) > 0 for batch in batches]
     positions, learned = sum(c.size for c in counted), sum(int(c.sum()) for c in counted)
-    rows = [_row(prepared, batches[0], number) for number in range(min(arguments.rows or 2, len(counted[0])))]
+    rows = [_row(prepared, batches[n // size], n % size) for n in range(wanted)]
     share = f"{learned / positions:.0%} of the first {format_count(positions)} positions"
     lines = [f"tokens  {share} count in the loss; the others are read, or padding"]
     for number, row in enumerate(rows, 1):
@@ -107,9 +108,8 @@ def _decode(tokenizer: Tokenizer | None, ids: Sequence[int]) -> str:
 
 def _painted(row: Mapping[str, Any]) -> str:
     colours = has_colour(sys.stdout)
-    return "".join(
-        (paint(text, "green") if colours else f"[[{text}]]") if learned else text for learned, text in row["text"]
-    )
+    texts = [(learned, escape_controls(text)) for learned, text in row["text"]]
+    return "".join((paint(text, "green") if colours else f"[[{text}]]") if learned else text for learned, text in texts)
 
 
 def _table(row: Mapping[str, Any]) -> list[str]:

@@ -9,6 +9,7 @@ import gzip
 import io
 import json
 import lzma
+import re
 import zlib
 from collections.abc import Callable, Iterator, Mapping
 from itertools import takewhile
@@ -51,7 +52,7 @@ def iter_records(path: Path) -> Iterator[tuple[str, Record]]:
                 kind = "a JSON lines file" if read == _lines else "a table of text"
                 raise UserError(f"{path}: is not {kind}; {hint}")
         yield from read(path)
-    except (EOFError, zlib.error, lzma.LZMAError, OSError, csv.Error) as error:  # gzip's may end in the file's bytes
+    except (EOFError, zlib.error, lzma.LZMAError, OSError) as error:  # gzip's may end in the file's bytes
         raise UserError(f"{path}: cannot be read: {printable(str(error).partition(' (b')[0], 200)}") from None
 
 
@@ -72,7 +73,7 @@ def _open_bytes(path: Path) -> Iterator[IO[bytes]]:
 
 
 def _other_format(path: Path, head: bytes) -> str:
-    if head.startswith(b"["):
+    if re.match(rb"\[\s*(\{|$)", head):  # other lists are values of lines
         return f"it is a JSON array: rename it to {path.stem}.json"
     hint = next((hint for magic, hint in NOT_TEXT_HINTS.items() if head.startswith(magic)), "")
     return "decompress it first (gunzip, unxz or unzstd)" if hint and path.suffix in COMPRESSED else hint
@@ -98,7 +99,7 @@ def _json(path: Path) -> Iterator[tuple[str, Record]]:
 
 def _table(path: Path) -> Iterator[tuple[str, Record]]:
     csv.field_size_limit(FIELD_LIMIT)
-    delimiter = "\t" if ".tsv" in path.suffixes else ","
+    delimiter, line = "\t" if ".tsv" in path.suffixes else ",", 0
     with _open_bytes(path) as raw, io.TextIOWrapper(raw, "utf-8-sig", newline="") as file:
         try:
             reader = csv.DictReader(file, delimiter=delimiter, strict=True)
@@ -107,12 +108,16 @@ def _table(path: Path) -> Iterator[tuple[str, Record]]:
             if twice := [name for name in names if names.count(name) > 1]:
                 raise UserError(f"{path}: has the column {printable(twice[0], 20)} twice")
             if other:
-                raise UserError(f"{path}: its columns are separated by {other!r}; expected {delimiter!r}")
+                raise UserError(f"{path}: its columns are separated by {other!r}; use ',' in .csv and tabs in .tsv")
+            line = reader.line_num
             for row in reader:
                 if None in row or None in row.values():
                     problem = "more" if None in row else "fewer"
                     raise UserError(f"{path}:{reader.line_num}: has {problem} fields than the {len(names)} columns")
                 yield f"{path}:{reader.line_num}", row
+                line = reader.line_num
+        except csv.Error as error:
+            raise UserError(f"{path}:{line + 1}: cannot be read: {error}; is a quote left open?") from None
         except UnicodeDecodeError as error:
             raise UserError(f"{path}: is not UTF-8 text (byte 0x{error.object[error.start]:02x})") from None
 

@@ -195,14 +195,14 @@ def introduction(prepared: Prepared) -> list[str]:
     trainable = sum(t.size for t in plan.trainable)
     share = "" if trainable == total else f", {format_count(trainable)} train"
     units = prepared.model.reads.units
-    sizes = call_checked(Mapping, prepared.dataset.describe, who=f"data.{config.data.name}")
+    described = call_checked(Mapping, prepared.dataset.describe, who=f"data.{config.data.name}")
+    sizes = {**described, **prepared.batches.facts}
     facts = [f"{format_count(sizes[f'train_{units}'])} {units} to train on"] if f"train_{units}" in sizes else []
     if facts and isinstance(examples := sizes.get("train_examples"), int):
-        packed = prepared.batches.facts.get("packed_rows")
-        rows = f", packed into {pluralise(packed, 'row')}" if packed else ""
-        facts[0] += f" in {pluralise(examples, 'example')}{rows}"
+        rows = f", packed into {pluralise(packed, 'row')}" if (packed := sizes.get("packed_rows")) else ""
+        facts[0] += f" in {pluralise(examples, 'pair' if 'pairs' in sizes else 'example')}{rows}"
     facts = [*prepared.omissions(), *facts, *call_for_lines(prepared.dataset.remarks)]
-    if shares := prepared.batches.facts.get("shares"):  # of a mixture
+    if shares := sizes.get("shares"):  # of a mixture
         facts += [f"rows: {', '.join(f'{share:.1%} {name}' for name, share in shares.items())}"]
     details = f" ({'; '.join(facts)})" if facts else ""
     origin = config.recipe.origin()

@@ -198,6 +198,20 @@ def test_one_run_and_runs_without_held_out_data_are_drawn_too(tmp_path, capsys):
     assert "smoothed train loss (nats per token)" in plot_texts(capsys, "none", "none.svg")
 
 
+def test_the_plot_of_one_run_shows_that_its_training_loss_rose(tmp_path):
+    run = write_run(tmp_path / "one", steps=200, spike=85.2)
+    (above,) = draw_sheet(Comparison.build([read_run(run)]), "one").panels
+    trained, held_out = above.lines[:2]
+    assert len(trained.get_xdata()) > len(held_out.get_xdata()) and trained.get_linewidth() < held_out.get_linewidth()
+    assert above.get_title(loc="right") == "training loss rose to 85.2 at step 140"
+    assert above.get_ylim()[1] < 10 and [line for line in above.lines if "uparrow" in str(line.get_marker())]
+    calm = write_run(tmp_path / "calm", steps=200)
+    (above,) = draw_sheet(Comparison.build([read_run(calm)]), "calm").panels
+    assert above.get_title(loc="right") == ""
+    low, high = above.get_ylim()
+    assert low < min(above.lines[0].get_ydata()) and max(above.lines[0].get_ydata()) < high
+
+
 def test_the_axis_reaches_to_the_end_of_the_best_run_even_if_its_loss_rises(tmp_path):
     write_run(tmp_path / "one", steps=50, eval_every=10, held_out=40.0)
     (above,) = draw_sheet(Comparison.build([read_run(tmp_path / "one")]), "one").panels
@@ -395,9 +409,9 @@ def test_a_value_too_large_for_float_is_drawn_as_text(tmp_path, capsys):
 
 def test_selected_runs_of_a_search_are_drawn_as_curves(tmp_path, capsys):
     write_search(tmp_path / "s", [3.0, 2.0])
-    assert "held-out loss (nats per token)" in plot_texts(capsys, "s", "lr>0", "curves.svg")
+    assert "loss (nats per token)" in plot_texts(capsys, "s", "lr>0", "curves.svg")
     (tmp_path / "s/search.json").write_text('{"trials": [{"trial": "x"}]}')
-    assert "held-out loss (nats per token)" in plot_texts(capsys, "s", "curves.svg")
+    assert "loss (nats per token)" in plot_texts(capsys, "s", "curves.svg")
 
 
 @pytest.mark.parametrize(

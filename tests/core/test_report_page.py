@@ -829,6 +829,17 @@ def test_the_table_draws_each_points_metric_and_deviation_to_scale(page):
     )
 
 
+def test_a_table_that_fits_its_place_is_not_faded(page):
+    size = page.viewport_size
+    for width in range(1000, 1480, 40):
+        page.set_viewport_size({"width": width, "height": 900})
+        page.wait_for_timeout(250)  # the table is drawn again after the last change of the window's size
+        box = page.locator("#table .scroll")
+        if page.locator("th.strip").is_visible():
+            assert box.evaluate("box => [box.className, box.scrollWidth - box.clientWidth]") == ["scroll", 0], width
+    page.set_viewport_size(size)
+
+
 def test_settings_have_short_names_and_a_filter_takes_both_forms(chromium, tmp_path):
     for n, decay in enumerate((0, 0.01, 0.1)):
         write_run(tmp_path / f"runs/{n}", steps=40, optim__weight_decay=decay, held_out=2.0 + n)

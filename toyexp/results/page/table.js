@@ -105,9 +105,9 @@ function drawTable() {
   fade(table.parentElement);
 }
 
-// Fade the right edge of a table that can be scrolled further.
+// Fade the right edge of a table that can be scrolled further than by a cell's padding.
 function fade(box) {
-  box.classList.toggle("more", box.scrollLeft + box.clientWidth < box.scrollWidth - 1);
+  box.classList.toggle("more", box.scrollLeft + box.clientWidth < box.scrollWidth - 12);
 }
 
 // Draw a row's metric as its point's mark on a scale, with a line of one deviation to both sides. Beyond the scale it is an

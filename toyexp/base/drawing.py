@@ -31,8 +31,8 @@ INK, GREY, PALE = "#222222", "#555555", "#BBBBBB"
 BAND = "#f2f2f2"  # ground of a part of a panel
 # people with red-green colour blindness see green as a yellowish and purple as a bluish colour
 COLOURS = (BLUE, VERMILLION, "#4C69FF", "#BE8B00", GREEN, PURPLE, "#000000", "#8787A5")
-# for dark backgrounds
-DARK_COLOURS = ("#3CC6FF", "#DD7416", "#D3F8FB", "#FFE646", "#487C45", "#875F9B", "#A9B8A6", "#F1AE6F")
+# for dark backgrounds, with a contrast of at least 4.5:1
+DARK_COLOURS = ("#3CC6FF", "#D86900", "#D3F8FB", "#FFE646", "#559662", "#B76FB7", "#B1AAB1", "#F8B169")
 # the colour map cividis (Nunez et al. 2018) where its contrast with the background is at least 3:1, strongest first
 RAMP, DARK_RAMP = (
     ("#00224e", "#1a386f", "#434e6c", "#61656f", "#7d7c78"),

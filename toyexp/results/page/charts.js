@@ -241,7 +241,7 @@ function arrowTraces(traces, range, log, most = 40) {
 
 function heldTraces(place, score) {
   const runs = runsOf(place).filter((run) => run.held[score] && run.held[score][0].length);
-  const many = data.points.length > 12, wide = state.hot === place ? 4 : many ? 1.3 : 2.2;
+  const many = data.points.length > 12, wide = state.hot === place ? 4 : place === 0 && data.best ? 3.2 : many ? 1.3 : 2.2;
   const look = {
     type: "scatter", mode: "lines+markers", line: { width: wide, color: colour(place) }, connectgaps: true,
     marker: {

@@ -323,13 +323,15 @@ function drawRuns() {
   const box = document.querySelector("#runs div");
   box.textContent = "";
   const shown = data.runs.filter((run) => shows(run.point));
+  byId("by").textContent = data.metric;
   byId("shared").hidden = !isPrinted();
   byId("shared").textContent = `# settings of all runs\n${formatSettings(data.runs[0], (key) => data.runs.every((run) => run.all[key] === data.runs[0].all[key]))}`;
   for (const run of shown.slice(0, limitRows("more-runs", shown.length))) {
     const details = addElement(box, "details"), summary = addElement(details, "summary");
     addMark(summary, run.point);
-    const state = run.state === "completed" ? "" : ` · ${run.state}`, warned = run.warned ? ` · warnings: ${run.warned}` : "";
-    addElement(summary, "span", "", ` ${runLabel(run)}${state}${warned} · ${data.metric} ${formatNumber(scoreOf(run, data.metric))}`);
+    addElement(summary, "span", "", runLabel(run));
+    addElement(summary, "span", commonFailure([run]) && "bad", run.state + (run.warned ? `, warnings: ${run.warned}` : ""));
+    addElement(summary, "span", "", formatNumber(scoreOf(run, data.metric)));
     details.addEventListener("toggle", () => details.childElementCount === 1 && drawRun(details, run));
     if (isPrinted()) {
       details.open = true;

@@ -24,6 +24,7 @@ from tiny import write_base
 import toyexp
 from toyexp import Callback, RunFailed, Unavailable, UserError, hookimpl
 from toyexp.api.calls import format_settings
+from toyexp.api.result import round_ticks
 from toyexp.base.lazy import lazy
 from toyexp.base.process_state import restore_process_state, use_torch_defaults
 from toyexp.cli.main import main
@@ -102,7 +103,18 @@ def test_a_result_has_the_outcome_of_the_run(trained, book_directory):
     shown = repr(trained)
     assert "completed after 8 steps" in shown and f"{result['eval_loss']:.4f}" in shown and shown.endswith("first")
     page = trained._repr_html_()
-    assert page.count("<circle") == 3 and "<polyline" in page and "completed after 8 steps" in page
+    assert page.count("<circle") == 3 and page.count("<polyline") == 2 and "completed after 8 steps" in page
+    assert ">loss (nats per token)<" in page and ">step<" in page
+    assert re.findall(r'text-anchor="middle">(\d+)<', page) == ["0", "2", "4", "6", "8"]
+
+
+@pytest.mark.parametrize(
+    "low, high", [(0, 1), (0, 9.1), (0, 10), (0, 60), (0, 99), (0, 100), (0, 2e5), (3.9, 7.1), (-2, 0.5)]
+)
+def test_an_axis_in_a_notebook_has_two_to_five_round_ticks_within_its_range(low, high):
+    ticks = round_ticks(low, high)
+    assert (3 if low == 0 else 2) <= len(ticks) <= 5 and low <= ticks[0] and ticks[-1] <= high
+    assert {f"{gap:.0e}"[0] for gap in np.diff(ticks)} <= {"1", "2", "5"}
 
 
 def test_parameters_are_read_from_the_models_file(trained):

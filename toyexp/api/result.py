@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from toyexp.api.calls import isolated_call
+from toyexp.base.drawing import COLOURS
 from toyexp.base.errors import UserError, printable
 from toyexp.base.files import explain_missing
 from toyexp.base.formatting import align_columns, pluralise, short_path
@@ -267,7 +268,9 @@ class Result:
         return "\n".join(align_columns(self.lines()))
 
     def _repr_html_(self) -> str:
-        return run_html(self.lines(), self.history)
+        from toyexp.results.plot import describe_unit
+
+        return run_html(self.lines(), self.history, describe_unit(self.directory, "loss"))
 
     def __fspath__(self) -> str:
         return str(self.directory)
@@ -283,18 +286,18 @@ def require_run(directory: Path) -> None:
 
 # -- notebooks ----------------------------------------------------------------------------------------------------
 
-WIDTH, HEIGHT, LEFT, RIGHT, TOP, BELOW = 680, 260, 40, 8, 8, 24  # size and margins in pixels
-BLUE, ORANGE = "#2B83D6", "#C8680A"  # readable on white and on black
+WIDTH, HEIGHT, LEFT, RIGHT, TOP, BELOW = 680, 280, 44, 14, 24, 42  # size and margins in pixels
+_, _, BLUE, AMBER, *_ = COLOURS  # readable on white and on black
 POINTS = 100  # maximum points of a curve; longer curves are averaged in segments
 
 
-def run_html(lines: Sequence[tuple[str, str]], history: History) -> str:
-    """Return a run's summary, given as pairs of label and text, and its loss curve as HTML."""
+def run_html(lines: Sequence[tuple[str, str]], history: History, unit: str) -> str:
+    """Return a run's summary, given as pairs of label and text, and its loss curve in `unit` as HTML."""
     rows = "".join(
         f'<tr><td style="text-align:left">{escape(word)}</td><td style="text-align:left">{escape(text)}</td></tr>'
         for word, text in lines
     )
-    return f"<table>{rows}</table>{loss_svg(history)}"
+    return f"<table>{rows}</table>{loss_svg(history, unit)}"
 
 
 def table_html(heads: Sequence[str], rows: Sequence[Sequence[str]], caption: str) -> str:
@@ -304,40 +307,48 @@ def table_html(heads: Sequence[str], rows: Sequence[Sequence[str]], caption: str
     return f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table><p>{escape(caption)}</p>"
 
 
-def loss_svg(history: History) -> str:
+def loss_svg(history: History, unit: str = "") -> str:
     """Return an SVG plot of the training loss (a line) and the held-out loss (points), for a background of any colour.
 
-    Return an empty string if the history has fewer than two values.
+    `unit` is written after the axis's title. Return an empty string if the history has fewer than two values.
     """
     trained, held_out = average_bins(history.curve("loss"), POINTS), history.held_out_curve("loss")
     steps, values = map(np.concatenate, zip(trained, held_out, strict=True))
     if len(values) < 2:
         return ""
     last, low, high = int(steps.max()), values.min(), values.max()
-    rough = max(high - low, 0.05 * abs(high), 1e-6) / 5  # noise must not look like a trend
-    size = 10.0 ** math.floor(math.log10(rough))
-    gap = size * next(factor for factor in (1, 2, 5, 10) if factor * size >= rough)
-    low, high = gap * math.floor(low / gap), gap * math.ceil(high / gap)
-    across = LEFT + (WIDTH - LEFT - RIGHT) * steps / (last or 1)
-    high += gap * (low == high)
-    down = TOP + (HEIGHT - TOP - BELOW) * (high - values) / (high - low)
-    coordinates = [*zip(across.round(1), down.round(1), strict=True)]
-    line = " ".join(f"{x},{y}" for x, y in coordinates[: len(trained[0])])
+    room = max(0.04 * (high - low), (0.05 * abs(high) - (high - low)) / 2, 1e-6)  # noise must not look like a trend
+    low, high = low - room, high + room
+    end, bottom, box = WIDTH - RIGHT, HEIGHT - BELOW, f"0 0 {WIDTH} {HEIGHT}"
+
+    def place(step: Any, value: Any) -> tuple[Any, Any]:
+        return LEFT + (end - LEFT) * step / (last or 1), TOP + (bottom - TOP) * (high - value) / (high - low)
+
+    coordinates = [f"{x:.1f},{y:.1f}" for x, y in zip(*place(steps, values), strict=True)]
+    line, dotted = coordinates[: len(trained[0])], coordinates[len(trained[0]) :]
     points = "".join(
-        f'<circle cx="{x}" cy="{y}" r="3"><title>step {step}: {value:.4f}</title></circle>'
-        for (x, y), step, value in zip(coordinates[len(trained[0]) :], *held_out, strict=True)
+        '<circle cx="{}" cy="{}" r="3"><title>step {}: {:.4f}</title></circle>'.format(*at.split(","), step, value)
+        for at, step, value in zip(dotted, *held_out, strict=True)
     )
-    bottom, box, end = HEIGHT - BELOW, f"0 0 {WIDTH} {HEIGHT}", WIDTH - RIGHT
-    ticks = [
-        (TOP + (bottom - TOP) * (high - value) / (high - low), value) for value in np.arange(low, high + gap / 2, gap)
-    ]
-    labels = "".join(f'<text y="{y + 4:.1f}">{value:.5g}</text>' for y, value in ticks)
+    ticks = [(place(0, value)[1], value) for value in round_ticks(low, high)]
+    marks = [(place(step, low)[0], step) for step in round_ticks(0, last or 1, 1)]
+    labels = "".join(f'<text x="{LEFT - 6}" y="{y + 4:.1f}" text-anchor="end">{value:.5g}</text>' for y, value in ticks)
+    low_labels = (f'<text x="{x:.1f}" y="{bottom + 16}" text-anchor="middle">{step:.0f}</text>' for x, step in marks)
     grid = "".join(f"M{LEFT},{y:.1f}H{end}" for y, _ in ticks)
     return (
         f'<svg width="{WIDTH}" viewBox="{box}" style="max-width:100%" role="img" aria-label="loss, to step {last}" '
         f'font-size="12" fill="currentColor"><path d="{grid}" stroke="currentColor" '
-        f'opacity="0.2"/><polyline points="{line}" fill="none" stroke="{BLUE}" stroke-width="1.5"/>'
-        f'<g fill="{ORANGE}">{points}</g>{labels}'
-        f'<text x="{LEFT}" y="{HEIGHT - 4}"><tspan fill="{BLUE}">—</tspan> training loss<tspan dx="12" fill="{ORANGE}">'
-        f'●</tspan> held-out loss</text><text x="{end}" y="{HEIGHT - 4}" text-anchor="end">step {last}</text></svg>'
+        f'opacity="0.2"/><g fill="none"><polyline points="{" ".join(line)}" stroke="{BLUE}" stroke-width="1.5"/>'
+        f'<polyline points="{" ".join(dotted)}" stroke="{AMBER}"/></g><g fill="{AMBER}">{points}</g>{labels}'
+        f'{"".join(low_labels)}<text y="12">loss{unit}</text><text x="{LEFT}" y="{HEIGHT - 4}"><tspan fill="{BLUE}">—</tspan>'
+        f' training loss<tspan dx="12" fill="{AMBER}">●</tspan> held-out loss</text>'
+        f'<text x="{end}" y="{HEIGHT - 4}" text-anchor="end">step</text></svg>'
     )
+
+
+def round_ticks(low: float, high: float, least: float = 0.0) -> np.ndarray:
+    """Return up to five multiples of 1, 2 or 5 times a power of ten in a range; their distance is at least `least`."""
+    rough = (high - low) / 5
+    size = 10.0 ** math.floor(math.log10(rough))
+    gap = max(size * next(factor for factor in (1, 2, 5, 10) if factor * size > rough), least)
+    return gap * np.arange(math.ceil(low / gap), math.floor(high / gap) + 1)

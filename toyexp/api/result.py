@@ -340,8 +340,8 @@ def loss_svg(history: History, unit: str = "") -> str:
         f'font-size="12" fill="currentColor"><path d="{grid}" stroke="currentColor" '
         f'opacity="0.2"/><g fill="none"><polyline points="{" ".join(line)}" stroke="{BLUE}" stroke-width="1.5"/>'
         f'<polyline points="{" ".join(dotted)}" stroke="{AMBER}"/></g><g fill="{AMBER}">{points}</g>{labels}'
-        f'{"".join(low_labels)}<text y="12">loss{unit}</text><text x="{LEFT}" y="{HEIGHT - 4}"><tspan fill="{BLUE}">—</tspan>'
-        f' training loss<tspan dx="12" fill="{AMBER}">●</tspan> held-out loss</text>'
+        f'{"".join(low_labels)}<text y="12">loss{unit}</text><text x="{LEFT}" y="{HEIGHT - 4}">'
+        f'<tspan fill="{BLUE}">—</tspan> training loss<tspan dx="12" fill="{AMBER}">●</tspan> held-out loss</text>'
         f'<text x="{end}" y="{HEIGHT - 4}" text-anchor="end">step</text></svg>'
     )
 

@@ -1,5 +1,6 @@
 """Plots of sweeps and searches: their texts, their contents, and files that they never replace."""
 
+import itertools
 import json
 import math
 import re
@@ -15,7 +16,7 @@ from drawings import svg_texts
 from matplotlib.image import imread
 from synthetic_runs import write_run
 
-from toyexp.base.drawing import COLOURS, Sheet, fit_text, format_number, is_own_plot
+from toyexp.base.drawing import COLOURS, Sheet, fit_text, fit_y_axis, format_number, is_own_plot
 from toyexp.cli.main import main
 from toyexp.results.comparison import Comparison
 from toyexp.results.plot import Line, draw_sheet
@@ -255,7 +256,7 @@ def test_a_search_is_plotted_by_trial_and_by_each_setting(tmp_path, capsys, metr
     assert f"Best held-out {metric} {scores[best]:g}: lr={values['lr']} optim={values['optim']}" in words
     assert f"line: best so far; star: best trial, {best}" in words
     unit = " (nats per token)" if metric == "loss" else ""
-    assert {"(importance 75%)", "(importance 25%)", "adamw", "lion", "0.001", f"held-out {metric}{unit}"} <= {*words}
+    assert {"(importance 75%)", "(importance 25%)", "adamw", "lion", f"held-out {metric}{unit}"} <= {*words}
     notes = " ".join(words)
     below = "importance for the ranking of 10 trials 1 without a score dots of one value: left to right by trial"
     assert below in notes.replace(" · ", " ") and "tpe search of lr, optim: 10 trials · s · rings: 1 trial" in notes
@@ -275,6 +276,30 @@ def test_a_search_is_plotted_by_trial_and_by_each_setting(tmp_path, capsys, metr
         assert "grey band: logarithmic" in notes and "90" in words, "the band's largest tick is the worst score"
     else:
         assert height == 5.0 and heights[9] == 90.0 and "grey band" not in notes
+
+
+def test_a_rates_axis_has_a_label_for_each_decade_in_a_journals_column(tmp_path):
+    search = write_search(tmp_path / "s", [3.0 + number for number in range(10)])
+    record = json.loads((tmp_path / "s/search.json").read_text())
+    for trial, row in enumerate(search):
+        row["values"] = {"lr": 10 ** (-4 + trial / 3), "data.seed": trial, "batch_size": trial}
+    (tmp_path / "s/search.json").write_text(json.dumps({**record, "trials": search}))
+    sheet = draw_sheet(Comparison.build([read_run(tmp_path / "s/0")]), "s", tmp_path / "s")
+    for column in ("single", "double", None):
+        sheet.pictures(".svg", column=column)
+        axes = next(axes for axes in sheet.panels if axes.get_xlabel().startswith("lr"))
+        low, high = axes.get_xlim()
+        labels = [label for label in axes.get_xticklabels() if low <= label.get_position()[0] <= high]
+        assert [label.get_position()[0] for label in labels] == pytest.approx([1e-4, 1e-3, 1e-2, 1e-1])
+        boxes = [label.get_window_extent() for label in labels]
+        assert all(one.x1 < other.x0 for one, other in itertools.pairwise(boxes))
+
+
+def test_a_logarithmic_axis_of_more_than_a_decade_has_ticks_at_1_2_and_5(tmp_path):
+    sheet = Sheet(4.6, "title", "below")
+    fit_y_axis(sheet.panels[0], 0.3, 8.0, "1 run", 8.0)
+    ticks = {f"{tick:.0e}"[0] for tick in sheet.panels[0].get_yticks()}
+    assert sheet.panels[0].get_yscale() == "log" and ticks == {"1", "2", "5"}
 
 
 def test_the_compressed_part_of_a_searchs_axis_keeps_the_order_of_its_trials(tmp_path):

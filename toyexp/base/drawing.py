@@ -282,8 +282,11 @@ def set_log_scale(axes: Any, which: str, values: Iterable[float], ratio: float =
     axis, length, label = (axes.xaxis, axes.bbox.width, 45) if which == "x" else (axes.yaxis, axes.bbox.height, 15)
     decades, room = math.log10(max(finite) / min(finite)), 72 * length / axes.figure.dpi / label  # a label in points
     choices = ((1, 2, 3, 4, 5, 6, 7, 8),) * (decades < 1) + ((1, 2, 5), (1, 3), (1,))
-    axis.set_major_locator(LogLocator(subs=next((s for s in choices if len(s) * decades <= room), choices[-1])))
-    has_powers = max(finite) > POWERS[1] or min(finite) < POWERS[0]
+    subs = next((some for some in choices if len(some) * decades <= room), choices[-1])
+    axis.set_major_locator(LogLocator(subs=subs, numticks=6 if which == "x" else None))  # also in a journal's column
+    has_powers = max(finite) > POWERS[1] or min(finite) < POWERS[0] * (
+        10 if which == "x" else 1
+    )  # such labels are wide
     axis.set_major_formatter(LogFormatterSciNotation(minor_thresholds=(99, 99)) if has_powers else format_tick)
     axis.set_minor_formatter(NullFormatter())
     return True

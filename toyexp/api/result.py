@@ -287,7 +287,7 @@ def require_run(directory: Path) -> None:
 # -- notebooks ----------------------------------------------------------------------------------------------------
 
 WIDTH, HEIGHT, LEFT, RIGHT, TOP, BELOW = 680, 280, 44, 14, 24, 42  # size and margins in pixels
-_, _, BLUE, AMBER, *_ = COLOURS  # readable on white and on black
+BLUE, AMBER = COLOURS[2:4]  # readable on white and on black
 POINTS = 100  # maximum points of a curve; longer curves are averaged in segments
 
 
@@ -307,7 +307,7 @@ def table_html(heads: Sequence[str], rows: Sequence[Sequence[str]], caption: str
     return f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table><p>{escape(caption)}</p>"
 
 
-def loss_svg(history: History, unit: str = "") -> str:
+def loss_svg(history: History, unit: str) -> str:
     """Return an SVG plot of the training loss (a line) and the held-out loss (points), for a background of any colour.
 
     `unit` is written after the axis's title. Return an empty string if the history has fewer than two values.
@@ -324,11 +324,12 @@ def loss_svg(history: History, unit: str = "") -> str:
     def place(step: Any, value: Any) -> tuple[Any, Any]:
         return LEFT + (end - LEFT) * step / (last or 1), TOP + (bottom - TOP) * (high - value) / (high - low)
 
-    coordinates = [f"{x:.1f},{y:.1f}" for x, y in zip(*place(steps, values), strict=True)]
-    line, dotted = coordinates[: len(trained[0])], coordinates[len(trained[0]) :]
+    line, dotted = (
+        " ".join(f"{x:.1f},{y:.1f}" for x, y in zip(*place(*curve), strict=True)) for curve in (trained, held_out)
+    )
     points = "".join(
-        '<circle cx="{}" cy="{}" r="3"><title>step {}: {:.4f}</title></circle>'.format(*at.split(","), step, value)
-        for at, step, value in zip(dotted, *held_out, strict=True)
+        f'<circle cx="{x:.1f}" cy="{y:.1f}" r="3"><title>step {step}: {value:.4f}</title></circle>'
+        for x, y, step, value in zip(*place(*held_out), *held_out, strict=True)
     )
     ticks = [(place(0, value)[1], value) for value in round_ticks(low, high)]
     marks = [(place(step, low)[0], step) for step in round_ticks(0, last or 1, 1)]
@@ -338,8 +339,8 @@ def loss_svg(history: History, unit: str = "") -> str:
     return (
         f'<svg width="{WIDTH}" viewBox="{box}" style="max-width:100%" role="img" aria-label="loss, to step {last}" '
         f'font-size="12" fill="currentColor"><path d="{grid}" stroke="currentColor" '
-        f'opacity="0.2"/><g fill="none"><polyline points="{" ".join(line)}" stroke="{BLUE}" stroke-width="1.5"/>'
-        f'<polyline points="{" ".join(dotted)}" stroke="{AMBER}"/></g><g fill="{AMBER}">{points}</g>{labels}'
+        f'opacity="0.2"/><g fill="none"><polyline points="{line}" stroke="{BLUE}" stroke-width="1.5"/>'
+        f'<polyline points="{dotted}" stroke="{AMBER}"/></g><g fill="{AMBER}">{points}</g>{labels}'
         f'{"".join(low_labels)}<text y="12">loss{unit}</text><text x="{LEFT}" y="{HEIGHT - 4}">'
         f'<tspan fill="{BLUE}">—</tspan> training loss<tspan dx="12" fill="{AMBER}">●</tspan> held-out loss</text>'
         f'<text x="{end}" y="{HEIGHT - 4}" text-anchor="end">step</text></svg>'

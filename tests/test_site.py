@@ -267,9 +267,8 @@ def test_on_a_phone_pictures_fit_and_link_to_their_full_size_and_cut_code_has_a_
     box = picture.bounding_box()
     assert box["x"] + box["width"] <= 390 and picture.evaluate("(e) => e.naturalWidth") > 700
     assert picture.evaluate("(e) => e.parentElement.href === e.src")
-    scrolling = (
-        "[...document.querySelectorAll('.cell pre > code, .output')].filter((e) => e.scrollWidth > e.clientWidth)"
-    )
+    boxes = ".cell pre > code, .output > pre, .output > .md-typeset__scrollwrap"
+    scrolling = f"[...document.querySelectorAll('{boxes}')].filter((e) => e.scrollWidth > e.clientWidth)"
     shadows = page.evaluate(f"{scrolling}.map((e) => getComputedStyle(e).backgroundAttachment)")
     assert len(shadows) > 2 and {*shadows} == {"local, scroll, scroll"}
     page.close()

@@ -105,9 +105,11 @@ def load_or_pack(key: str, vocab: int, make: Callable[[], Iterable[Iterable[np.n
             remember("tokens", key, facts)
             return _load(path, facts)
         except (OSError, ValueError) as error:  # `make` is called again, and raises errors of its own again
-            print_note(f"note: no cache in {path.parent}: {system_message(error)}; set another TOYEXP_CACHE")
+            problem = system_message(error)
     memory = BytesIO()
     facts = _pack(memory, dtype, make())
+    if path:  # the error was not one of `make`
+        print_note(f"note: no cache in {path.parent}: {problem}; set another TOYEXP_CACHE")
     return _parts(memory.getbuffer(), facts)
 
 

@@ -756,6 +756,15 @@ def test_an_unwritable_cache_only_costs_time(tmp_path, monkeypatch, capsys, how)
     assert "no cache in" in note and str(directory) in note and "set another TOYEXP_CACHE" in note
 
 
+def test_the_cache_is_not_blamed_for_an_error_of_the_data(cache, capsys):
+    def fail():
+        raise ValueError("the data cannot be read")
+
+    with pytest.raises(ValueError, match="data cannot be read"):
+        load_or_pack("key", 10, fail)
+    assert capsys.readouterr().err == ""
+
+
 def test_a_pipe_at_the_path_of_a_cache_file_is_replaced_without_blocking(cache):
     load_or_pack("key", 10, lambda: [[np.arange(9)]])
     remember("facts", "key", {"a": 1})

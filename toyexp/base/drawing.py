@@ -284,9 +284,8 @@ def set_log_scale(axes: Any, which: str, values: Iterable[float], ratio: float =
     choices = ((1, 2, 3, 4, 5, 6, 7, 8),) * (decades < 1) + ((1, 2, 5), (1, 3), (1,))
     subs = next((some for some in choices if len(some) * decades <= room), choices[-1])
     axis.set_major_locator(LogLocator(subs=subs, numticks=6 if which == "x" else None))  # also in a journal's column
-    has_powers = max(finite) > POWERS[1] or min(finite) < POWERS[0] * (
-        10 if which == "x" else 1
-    )  # such labels are wide
+    least = POWERS[0] * (10 if which == "x" else 1)  # long decimals need more room side by side
+    has_powers = max(finite) > POWERS[1] or min(finite) < least
     axis.set_major_formatter(LogFormatterSciNotation(minor_thresholds=(99, 99)) if has_powers else format_tick)
     axis.set_minor_formatter(NullFormatter())
     return True

@@ -106,7 +106,7 @@ def admonition(alert: re.Match[str]) -> str:
 def add_forms(markdown: str, folder: Path) -> str:
     """Show each picture in the form of the theme and width, such as report_dark.webp, and link to its full size.
 
-    Forms are files: NAME_dark for a dark page, NAME_narrow for a phone. Terminals scroll on a phone, without a link.
+    Forms are files: NAME_dark for a dark page, NAME_narrow for a phone.
     """
 
     def all_forms(picture: re.Match[str]) -> str:
@@ -117,7 +117,7 @@ def add_forms(markdown: str, folder: Path) -> str:
                 forms = [("", f"#only-{other}"), (f"_{name}", f"#only-{name}")]
         return "".join(f"[![{alt}]({path}{form}{suffix}{only})]({path}{suffix}){{.zoom}}" for form, only in forms)
 
-    return re.sub(r"!\[([^\]]*)\]\(((?!\S*terminal_)[\w./-]+?)(\.\w+)\)", all_forms, markdown)
+    return re.sub(r"!\[([^\]]*)\]\(([\w./-]+?)(\.\w+)\)", all_forms, markdown)
 
 
 def read_root_file(name: str) -> str:

@@ -13,14 +13,18 @@ from matplotlib.image import imread
 from synthetic_runs import write_run
 
 from toyexp.base.drawing import FILE_METADATA, Sheet, find_divergence, fit_y_axis, is_own_plot, thin_curve
+from toyexp.base.run_plot import Curves, describe_result, draw_curves, remove_spikes
+from toyexp.base.run_plot import smooth as smooth_values
 from toyexp.cli import bench
 from toyexp.cli.main import main
 from toyexp.results.comparison import Comparison
 from toyexp.results.plot import draw_sheet
 from toyexp.results.run_dirs import read_run
 from toyexp_callbacks import plots
-from toyexp_callbacks.plots import Curves, describe_result, draw_curves
-from toyexp_callbacks.plots import smooth as smooth_values
+
+
+def draw_files(curves):
+    return draw_curves(curves).pictures(".png", ".svg")
 
 
 class SynchronousThread:
@@ -81,7 +85,7 @@ def test_outliers_and_the_end_in_nan_are_marked_and_do_not_wreck_the_axis(tmp_pa
     held_out = {"loss": ([0, 50], [5.0, 4.0])}
     steps = {"loss": (list(range(1, 101)), losses), "grad_norm": ([1], [1.0]), "lr": ([], [])}
     curves = Curves("run", "", "token", steps, held_out, early_end=(100, "failed"))
-    (tmp_path / "a.svg").write_bytes(draw_curves(curves)[".svg"])
+    (tmp_path / "a.svg").write_bytes(draw_files(curves)[".svg"])
     words = svg_texts(tmp_path / "a.svg")
     assert {"run: loss not finite from step 100", "the loss is nan from step 100"} <= {*words}
     assert "↑ 1 step above the shown range, up to 1e6" in words and not any("failed" in word for word in words)
@@ -90,19 +94,16 @@ def test_outliers_and_the_end_in_nan_are_marked_and_do_not_wreck_the_axis(tmp_pa
     assert f"training, smoothed, last {without[-2]:.4g}" in words, "a single spike does not displace the mean"
 
 
-def draw_panels(monkeypatch, curves):
+def draw_panels(curves):
     """Return the panels of a plot by their label."""
-    sheets = []
-    monkeypatch.setattr(Sheet, "pictures", lambda self, *suffixes: sheets.append(self))
-    draw_curves(curves)
-    return {axes.get_ylabel().replace("\n", " "): axes for axes in sheets[0].panels}
+    return {axes.get_ylabel().replace("\n", " "): axes for axes in draw_curves(curves).panels}
 
 
-def test_arrows_at_the_edge_mark_the_steps_above_the_range(monkeypatch):
+def test_arrows_at_the_edge_mark_the_steps_above_the_range():
     losses = [5 - step / 50 for step in range(100)]
     losses[10] = losses[60] = 1e6
     curves = {"loss": ([*range(1, 101)], losses), "grad_norm": ([1], [1.0]), "lr": ([], [])}
-    axes = draw_panels(monkeypatch, Curves("run", steps=curves))["loss (nats per token)"]
+    axes = draw_panels(Curves("run", steps=curves))["loss (nats per token)"]
     (arrows,) = (line for line in axes.lines if line.get_marker() == r"$\uparrow$")
     assert arrows.get_xdata().tolist() == [11, 61] and {*arrows.get_ydata()} == {1}, "in fractions of the axis"
 
@@ -118,12 +119,12 @@ def test_an_axis_spans_at_least_a_twentieth_of_its_largest_value(low, high, limi
     assert found == pytest.approx(wanted, abs=1e-12 if limits is None else 1e-3) and found[0] < low <= high < found[1]
 
 
-def test_gradient_norms_are_smoothed_in_their_logarithm_and_one_huge_norm_does_not_wreck_the_axis(monkeypatch):
+def test_gradient_norms_are_smoothed_in_their_logarithm_and_one_huge_norm_does_not_wreck_the_axis():
     norms = [float(norm) for norm in np.random.default_rng(0).uniform(1, 8, 200)]
     norms[50], norms[150:] = 1e30, [0.0] * 50
     steps = [*range(1, 201)]
     curves = {"loss": (steps, [5.0] * 200), "grad_norm": (steps, norms), "lr": (steps, [0.003] * 200)}
-    panels = draw_panels(monkeypatch, Curves("run", steps=curves))
+    panels = draw_panels(Curves("run", steps=curves))
     axes = panels["gradient norm"]
     expected = np.exp(smooth_values([math.log(norm) if norm else math.nan for norm in norms])[0])
     np.testing.assert_allclose(axes.lines[1].get_ydata(), expected)
@@ -135,17 +136,17 @@ def test_gradient_norms_are_smoothed_in_their_logarithm_and_one_huge_norm_does_n
 
 
 @pytest.mark.parametrize(("largest", "scale"), [(2.0, "linear"), (6.0, "log")])
-def test_gradient_norms_of_another_magnitude_have_a_logarithmic_axis(monkeypatch, largest, scale):
+def test_gradient_norms_of_another_magnitude_have_a_logarithmic_axis(largest, scale):
     norms, steps = np.linspace(1, largest, 100).tolist(), [*range(1, 101)]
     curves = {"loss": (steps, [5.0] * 100), "grad_norm": (steps, norms), "lr": (steps, [0.003] * 100)}
-    assert draw_panels(monkeypatch, Curves("run", steps=curves))["gradient norm"].get_yscale() == scale
+    assert draw_panels(Curves("run", steps=curves))["gradient norm"].get_yscale() == scale
 
 
 @pytest.mark.parametrize(("count", "is_shown"), [(1, False), (10, True)])
-def test_only_rare_gradient_norms_are_outside_the_axis(monkeypatch, count, is_shown):
+def test_only_rare_gradient_norms_are_outside_the_axis(count, is_shown):
     norms, steps = [1.0] * (100 - count) + [100.0] * count, [*range(1, 101)]
     curves = {"loss": (steps, [5.0] * 100), "grad_norm": (steps, norms), "lr": (steps, [0.003] * 100)}
-    axes = draw_panels(monkeypatch, Curves("run", steps=curves))["gradient norm"]
+    axes = draw_panels(Curves("run", steps=curves))["gradient norm"]
     assert (axes.get_ylim()[1] > 100) == is_shown
     assert bool(axes.get_title(loc="right")) is not is_shown
 
@@ -164,10 +165,10 @@ def test_the_title_has_the_last_held_out_accuracy_in_percent_or_loss():
     assert describe_result(Curves("run", "", "token", steps, held_out)).endswith(" 25.4 %")
 
 
-def test_the_steps_after_the_last_finite_loss_are_shaded_in_every_panel(monkeypatch):
+def test_the_steps_after_the_last_finite_loss_are_shaded_in_every_panel():
     steps, losses = [*range(1, 21)], [5.0, 4.0, *[math.nan] * 18]
     curves = {"loss": (steps, losses), "grad_norm": (steps, losses), "lr": (steps, [1e30] * 20)}
-    panels = draw_panels(monkeypatch, Curves("run", steps=curves, early_end=(20, "failed")))
+    panels = draw_panels(Curves("run", steps=curves, early_end=(20, "failed")))
     for axes in panels.values():
         (band,) = axes.patches
         assert (band.get_x(), band.get_width()) == (3, 17) and not axes.yaxis.get_offset_text().get_text()
@@ -177,16 +178,16 @@ def test_the_steps_after_the_last_finite_loss_are_shaded_in_every_panel(monkeypa
 
 
 def test_many_huge_losses_are_no_spikes():
-    assert plots.remove_spikes([7.0, 7.1, 1e6, 2e6, 3e6]) == [7.0, 7.1, 1e6, 2e6, 3e6]
+    assert remove_spikes([7.0, 7.1, 1e6, 2e6, 3e6]) == [7.0, 7.1, 1e6, 2e6, 3e6]
     kept = [7.0, 6.5, 6.0, 5.5, 1e6, 5.0]
-    assert [*filter(math.isfinite, plots.remove_spikes(kept))] == [7.0, 6.5, 6.0, 5.5, 5.0]
+    assert [*filter(math.isfinite, remove_spikes(kept))] == [7.0, 6.5, 6.0, 5.5, 5.0]
 
 
 def test_one_axis_has_one_notation(tmp_path):
     gradients = [10.0**power for power in range(0, 17)] + [0.0]
     steps = [*range(1, 19)]
     curves = {"loss": (steps, [5.0] * 18), "grad_norm": (steps, gradients), "lr": (steps, [1.0] * 18)}
-    (tmp_path / "a.svg").write_bytes(draw_curves(Curves("run", steps=curves))[".svg"])
+    (tmp_path / "a.svg").write_bytes(draw_files(Curves("run", steps=curves))[".svg"])
     words = svg_texts(tmp_path / "a.svg")
     assert not any("e+" in word for word in words) and any(word.startswith("10") for word in words), words
 
@@ -195,14 +196,14 @@ def test_labels_above_a_panel_share_a_row_if_there_is_room(tmp_path, monkeypatch
     heights = {}
     monkeypatch.setattr(Axes, "annotate", lambda self, text, at, **how: heights.update({text: how["xytext"][1]}))
     curves = {"loss": ([*range(1, 101)], [5.0] * 100), "grad_norm": ([1], [1.0]), "lr": ([], [])}
-    draw_curves(Curves("run", steps=curves, warnings={51: "divergence"}, best=50, early_end=(100, "stopped")))
+    draw_files(Curves("run", steps=curves, warnings={51: "divergence"}, best=50, early_end=(100, "stopped")))
     assert heights == {"best, step 50": 4, "stopped, step 100": 4, "loss rose, step 51": 16}
 
 
 def test_a_run_that_ends_in_a_number_has_no_cross_and_no_note_above(tmp_path):
     steps = list(range(1, 101))
     curves = {"loss": (steps, [5 - step / 50 for step in steps]), "grad_norm": ([1], [1.0]), "lr": ([], [])}
-    (tmp_path / "a.svg").write_bytes(draw_curves(Curves("run", steps=curves))[".svg"])
+    (tmp_path / "a.svg").write_bytes(draw_files(Curves("run", steps=curves))[".svg"])
     assert "fill: #0b4a8a; stroke: #ffffff" not in (tmp_path / "a.svg").read_text(), "the cross"
     assert "above the shown range" not in " ".join(svg_texts(tmp_path / "a.svg"))
 
@@ -211,7 +212,7 @@ def test_a_run_that_is_mostly_above_the_range_has_a_logarithmic_axis_over_everyt
     losses = [7.0, *(80.0 - step / 2 for step in range(99))]
     steps = {"loss": (list(range(1, 101)), losses), "grad_norm": ([1], [1.0]), "lr": ([], [])}
     curves = Curves("run", "", "token", steps, {"loss": ([0, 100], [7.0, 8.5])}, {20: "loss_spike", 52: "divergence"})
-    (tmp_path / "a.svg").write_bytes(draw_curves(curves)[".svg"])
+    (tmp_path / "a.svg").write_bytes(draw_files(curves)[".svg"])
     words = svg_texts(tmp_path / "a.svg")
     assert not any("above" in word for word in words) and {"10", "20", "50"} <= {*words}, words
     assert "warnings, steps 20, 52" in words
@@ -223,7 +224,7 @@ def test_a_run_that_is_mostly_above_the_range_has_a_logarithmic_axis_over_everyt
 def test_the_axis_of_a_run_that_diverges_late_fits_the_losses_before(tmp_path):
     losses = [5 - step / 50 for step in range(100)] + [1e4] * 50
     steps = {"loss": (list(range(1, 151)), losses), "grad_norm": ([1], [1.0]), "lr": ([], [])}
-    (tmp_path / "a.svg").write_bytes(draw_curves(Curves("run", "", "token", steps))[".svg"])
+    (tmp_path / "a.svg").write_bytes(draw_files(Curves("run", "", "token", steps))[".svg"])
     words = svg_texts(tmp_path / "a.svg")
     assert "diverged at step 101: loss from 5 to 10,000" in " ".join(words)
     assert "↑ 50 steps above the shown range, up to 10,000" in words
@@ -242,7 +243,7 @@ def test_a_run_diverges_at_the_step_from_which_its_loss_stays_above_the_first(lo
 def test_the_only_loss_before_a_nan_has_a_wide_axis_and_the_colour_of_training(tmp_path):
     steps = {"loss": ([1, 2], [6.9485, math.nan]), "grad_norm": ([1], [1.0]), "lr": ([], [])}
     curves = Curves("run", "", "token", steps, {"loss": ([0], [6.9496])}, early_end=(2, "failed"))
-    (tmp_path / "a.svg").write_bytes(draw_curves(curves)[".svg"])
+    (tmp_path / "a.svg").write_bytes(draw_files(curves)[".svg"])
     assert {"6.0", "7.0", "8.0", "held-out, at step 0: 6.95"} <= {*svg_texts(tmp_path / "a.svg")}
     assert "fill: #0b4a8a; stroke: #ffffff" in (tmp_path / "a.svg").read_text()
 
@@ -262,7 +263,7 @@ def test_the_plot_labels_final_values_stop_and_best_and_is_reproducible(tmp_path
     curves_by_name = {"loss": (steps, losses), "grad_norm": (steps, losses), "lr": (steps, losses)}
     held_out = {"loss": ([0, 50, 100], [5.0, 3.123, 3.4567]), "accuracy": ([0, 50, 100], [0.1, 0.6, 0.875])}
     curves = Curves("name $x_1$", "below", "image", curves_by_name, held_out, {40: "None"}, 50, (100, "stopped early"))
-    pictures = draw_curves(curves)
+    pictures = draw_files(curves)
     (tmp_path / "a.svg").write_bytes(pictures[".svg"])
     labels = svg_texts(tmp_path / "a.svg")
     for text in ("held-out, at the end 3.457", "held-out, at the end 87.5 %", "best, step 50",
@@ -270,21 +271,21 @@ def test_the_plot_labels_final_values_stop_and_best_and_is_reproducible(tmp_path
                  "gradient norm", "learning rate", "step"):  # fmt: skip
         assert text in labels, labels
     assert any(word.startswith("training, smoothed, at the end 3.0") for word in labels), "the mean of the last steps"
-    assert draw_curves(curves) == pictures
+    assert draw_files(curves) == pictures
 
 
 def test_long_names_of_small_panels_are_wrapped(tmp_path):
     curves_by_name = {
         name: ([1, 2], [2.0, 1.0]) for name in ("loss", "grad_norm", "lr", "rms of all weights of the head")
     }
-    (tmp_path / "a.svg").write_bytes(draw_curves(Curves("name", steps=curves_by_name))[".svg"])
+    (tmp_path / "a.svg").write_bytes(draw_files(Curves("name", steps=curves_by_name))[".svg"])
     words = svg_texts(tmp_path / "a.svg")
     assert {"gradient norm", "learning rate", "rms of all", "weights of the", "head"} <= {*words}, words
 
 
 def test_only_plots_drawn_by_toyexp_are_recognised_as_its_own(tmp_path):
     curves_by_name = {name: ([1, 2], [2.0, 1.0]) for name in ("loss", "grad_norm", "lr")}
-    for suffix, picture in draw_curves(Curves("name", steps=curves_by_name)).items():
+    for suffix, picture in draw_files(Curves("name", steps=curves_by_name)).items():
         (tmp_path / f"ours{suffix}").write_bytes(picture)
         assert is_own_plot(tmp_path / f"ours{suffix}")
     figure = Figure()
@@ -299,9 +300,9 @@ def test_only_plots_drawn_by_toyexp_are_recognised_as_its_own(tmp_path):
 
 def test_plots_drawn_in_several_threads_equal_those_drawn_alone():
     curves = Curves("name", steps={"loss": ([1, 2], [2.0, 1.0]), "grad_norm": ([], []), "lr": ([], [])})
-    expected = draw_curves(curves)
+    expected = draw_files(curves)
     with ThreadPoolExecutor(4) as threads:
-        assert all(drawn == expected for drawn in threads.map(draw_curves, [curves] * 4))
+        assert all(drawn == expected for drawn in threads.map(draw_files, [curves] * 4))
     assert matplotlib.rcParams["svg.hashsalt"] is None
 
 
@@ -312,7 +313,7 @@ def test_a_plot_that_cannot_be_written_is_reported_once_and_does_not_fail_the_ru
     def draw(curves):
         foreign_file.parent.mkdir(exist_ok=True)
         foreign_file.write_bytes(b"theirs")
-        return {".png": b"png", ".svg": b"svg"}
+        return SimpleNamespace(pictures=lambda *_: {".png": b"png", ".svg": b"svg"})
 
     monkeypatch.setattr(plots, "FIRST_DELAY", 0.0)
     monkeypatch.setattr(plots, "TIME_SHARE", math.inf)
@@ -352,7 +353,7 @@ def test_a_plot_is_drawn_during_training_and_a_resumed_run_plots_all_steps(train
 
     def draw(curves):
         drawings.append((list(curves.steps["loss"][0]), (tmp_path / "run" / "plots" / "curves.png").is_file()))
-        return {".png": b"png", ".svg": b"svg"}
+        return SimpleNamespace(pictures=lambda *_: {".png": b"png", ".svg": b"svg"})
 
     monkeypatch.setattr(plots, "FIRST_DELAY", 0.0)
     monkeypatch.setattr(plots, "TIME_SHARE", math.inf)
@@ -388,7 +389,7 @@ def test_plots_do_not_depend_on_a_matplotlibrc(tmp_path):
     def draw_all():
         comparison = Comparison.build([read_run(tmp_path / "run")])
         sheets = draw_sheet(comparison, "run"), bench.sheet([engine], "tokens", "Speed", [])
-        return [draw_curves(curves)[".svg"], *(each.pictures(".svg") for each in sheets)]
+        return [draw_files(curves)[".svg"], *(each.pictures(".svg") for each in sheets)]
 
     expected = draw_all()
     with matplotlib.rc_context(rc):
@@ -436,4 +437,4 @@ def test_a_matplotlib_that_cannot_be_imported_is_reported_before_training(train,
 def test_a_stop_reason_with_dollar_signs_is_drawn_as_plain_text():
     curves = Curves(title="run", early_end=(2, r"worth $\nope$ no more"))
     curves.steps["loss"] = [1, 2], [2.0, 1.0]
-    assert draw_curves(curves)[".svg"].startswith(b"<?xml")
+    assert draw_files(curves)[".svg"].startswith(b"<?xml")

@@ -17,6 +17,7 @@ from matplotlib.image import imread
 from synthetic_runs import write_run
 
 from toyexp.base.drawing import COLOURS, Sheet, fit_text, fit_y_axis, format_number, is_own_plot
+from toyexp.base.errors import UserError
 from toyexp.cli.main import main
 from toyexp.results.comparison import Comparison
 from toyexp.results.plot import Line, draw_sheet
@@ -114,14 +115,16 @@ def test_long_labels_of_rows_leave_room_for_the_panel_in_a_journals_column(tmp_p
 
 
 def test_a_plot_of_diverged_runs_shows_all_their_losses(tmp_path):
-    run = write_run(tmp_path / "runs/0", steps=100)
-    lines = [json.loads(line) for line in (run / "events.jsonl").read_text().splitlines()]
-    lines = [{**line, "loss": 5.0 + 9.0 * line["step"]} if line["kind"] == "eval" else line for line in lines]
-    (run / "events.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    result = json.loads((run / "result.json").read_text())
-    (run / "result.json").write_text(json.dumps({**result, "diverged": True}))
-    sheet = draw_sheet(Comparison.build([read_run(run)]), "runs")
-    assert sheet.panels[0].get_ylim()[1] > 905 and "scratch-llama: diverged" in repr(sheet.figure._suptitle)
+    runs = [write_run(tmp_path / f"runs/{seed}", steps=100, seed=seed) for seed in (0, 1)]
+    for run in runs:
+        lines = [json.loads(line) for line in (run / "events.jsonl").read_text().splitlines()]
+        lines = [{**line, "loss": 5.0 + 9.0 * line["step"]} if "loss" in line else line for line in lines]
+        (run / "events.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+        result = json.loads((run / "result.json").read_text())
+        (run / "result.json").write_text(json.dumps({**result, "diverged": True, "eval_loss": 905.0}))
+    for some, title in ((runs, "2 of 2 diverged"), (runs[:1], "scratch-llama: diverged at step 2")):
+        sheet = draw_sheet(Comparison.build([read_run(run) for run in some]), "runs")
+        assert sheet.panels[0].get_ylim()[1] > 905 and title in repr(sheet.figure._suptitle)
 
 
 @pytest.mark.parametrize(
@@ -186,7 +189,6 @@ def test_one_run_and_runs_without_held_out_data_are_drawn_too(tmp_path, capsys):
     write_run(tmp_path / "one", steps=50)
     words = plot_texts(capsys, "one", "one.svg")
     assert any(word.startswith("scratch-llama: held-out loss ") for word in words)
-    assert not any("at the end" in word for word in words), "the title has the metric"
     for name, lr in (("a", 1e-3), ("b", 3e-3)):
         write_run(tmp_path / "none" / name, steps=50, lr=lr, eval_every=1000)
         for file in ("result.json", "events.jsonl"):
@@ -199,24 +201,22 @@ def test_one_run_and_runs_without_held_out_data_are_drawn_too(tmp_path, capsys):
     assert "smoothed train loss (nats per token)" in plot_texts(capsys, "none", "none.svg")
 
 
-def test_the_plot_of_one_run_shows_that_its_training_loss_rose(tmp_path):
-    run = write_run(tmp_path / "one", steps=200, spike=85.2)
-    (above,) = draw_sheet(Comparison.build([read_run(run)]), "one").panels
-    trained, held_out = above.lines[:2]
-    assert len(trained.get_xdata()) > len(held_out.get_xdata()) and trained.get_linewidth() < held_out.get_linewidth()
-    assert above.get_title(loc="right") == "training loss rose to 85.2 at step 140"
-    assert above.get_ylim()[1] < 10 and [line for line in above.lines if "uparrow" in str(line.get_marker())]
-    calm = write_run(tmp_path / "calm", steps=200)
-    (above,) = draw_sheet(Comparison.build([read_run(calm)]), "calm").panels
-    assert above.get_title(loc="right") == ""
-    low, high = above.get_ylim()
-    assert low < min(above.lines[0].get_ydata()) and max(above.lines[0].get_ydata()) < high
+def test_the_plot_of_one_run_is_that_of_its_callback(capsys, tmp_path):
+    """The same curves, title and marks; after the run, they come from its events."""
+    run = tmp_path / "run"
+    words = [*SWEEP[1:7], "steps=60", "eval_every=5", "lr=100", "callbacks=[default,plots]"]
+    assert main([*words, f"hydra.run.dir={run}"]) == 0
+    capsys.readouterr()
+    drawn = svg_texts(run / "plots" / "curves.svg")
+    assert {*plot_texts(capsys, str(run), str(tmp_path / "one.svg"))} == {*drawn} and "training, each step" in drawn
 
 
-def test_the_axis_reaches_to_the_end_of_the_best_run_even_if_its_loss_rises(tmp_path):
-    write_run(tmp_path / "one", steps=50, eval_every=10, held_out=40.0)
-    (above,) = draw_sheet(Comparison.build([read_run(tmp_path / "one")]), "one").panels
-    assert above.get_ylim()[1] > 40
+def test_the_plot_of_one_run_marks_its_end_and_its_warnings(tmp_path, capsys):
+    run = write_run(tmp_path / "one", steps=200, until=150, reason="aborted", spike=85.2)
+    words = plot_texts(capsys, str(run), str(tmp_path / "one.svg"))
+    assert {"↑ 2 steps above the shown range, up to 85.2", "stopped, step 150"} <= {*words}, words
+    with pytest.raises(UserError, match="no step is recorded"):
+        draw_sheet(Comparison.build([read_run(write_run(tmp_path / "none", until=0, steps=5))]), "none")
 
 
 def test_any_name_and_number_gives_a_readable_plot(tmp_path, capsys):

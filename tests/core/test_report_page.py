@@ -927,7 +927,7 @@ def diverge(run, loss):
 
 
 def test_a_report_of_a_diverged_run_shows_all_its_losses_on_a_logarithmic_axis(chromium, tmp_path):
-    diverge(write_run(tmp_path / "runs/bad", steps=100), lambda step: 6.95 + 5 * max(step - 1, 0))
+    diverge(write_run(tmp_path / "runs/bad", steps=100, lr=0.1), lambda step: 6.95 + 5 * max(step - 1, 0))
     assert main(["compare", str(tmp_path / "runs"), "--html", str(tmp_path / "report.html")]) == 0
     opened = Opened(chromium, tmp_path / "report.html", viewport={"width": 1300, "height": 900})
     low, high = axis(opened.page, "yaxis")
@@ -936,6 +936,14 @@ def test_a_report_of_a_diverged_run_shows_all_its_losses_on_a_logarithmic_axis(c
     assert labels == ["10", "20", "50", "100", "200", "500"] and opened.trouble == []
     assert opened.page.locator("#result").inner_text() == "Diverged at step 2"  # the first above 6.95 plus 10 %
     assert opened.page.locator("#legend .value").inner_text() == "diverged"
+    assert "Solid line: divergence. Dotted lines: warnings." in opened.page.locator("#said").inner_text()
+    for is_log in (False, True):
+        opened.page.set_checked("#xlog", is_log)
+        ground = opened.page.locator("#main .nsewdrag").first.bounding_box()
+        lines = [line.bounding_box()["x"] - ground["x"] for line in opened.page.locator("#main .shapelayer path").all()]
+        low, high = axis(opened.page, "xaxis")
+        at = [(step - low) / (high - low) for step in (np.log10([2, 7]) if is_log else (2, 7))]
+        assert lines == pytest.approx([place * ground["width"] for place in at], abs=3)
     opened.context.close()
 
 

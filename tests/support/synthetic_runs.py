@@ -51,7 +51,7 @@ def write_run(path, reason="completed", until=None, held_out=None, samples=False
               "phase": "train", "started_at": f"2026-11-22T10:{seed % 60:02}:00.000+00:00", "git": {"sha": "0" * 40},
               "host": {"name": "here", "os": "Linux", "arch": "x86_64", "python": "3.11.7"}, "backend": backend,
               "model": {"arch": "llama", "parameters": 57568},
-              "data": {"name": "stdlib", "tokens_sha256": "ab", "held_out_tokens": 100},
+              "data": {"name": "stdlib", "tokenizer": "bpe", "tokens_sha256": "ab", "held_out_tokens": 100},
               "config": {"steps": config["steps"], "lr": lr, "seed": seed, "batch": 8},
               "optim": {"name": "adamw", "lr": lr}, **({"sources": sources} if sources else {})}]  # fmt: skip
     last = None

@@ -5,28 +5,7 @@ from typing import TYPE_CHECKING
 from toyexp.base.lazy import lazy
 
 if TYPE_CHECKING:
-    from toyexp.base.drawing import (
-        BAND,
-        BLUE,
-        GREEN,
-        GREY,
-        INK,
-        LABEL,
-        SMALL,
-        VERMILLION,
-        Sheet,
-        caption,
-        find_divergence,
-        fit_y_axis,
-        format_number,
-        format_tick,
-        mark_above,
-        require_drawing,
-        set_log_scale,
-        set_step_axis,
-        thin_curve,
-        use_plot_style,
-    )
+    from toyexp.base.drawing import require_drawing
     from toyexp.base.errors import RankFailed, UnknownCharacter, escape_controls
     from toyexp.base.files import (
         HEAD_SIZE,
@@ -46,6 +25,7 @@ if TYPE_CHECKING:
     from toyexp.base.packages import broken_package, error_location, pause_collection
     from toyexp.base.random import generator, stream
     from toyexp.base.ranks import started_ranks
+    from toyexp.base.run_plot import FAILED, Curves, Points, draw_curves
     from toyexp.base.signals import run_interruptibly
     from toyexp.base.terminal import (
         drop_output,

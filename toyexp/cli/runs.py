@@ -208,8 +208,8 @@ distinguishes them.
 options
 --pool groups equal runs from different directories, such as those of a class; without it the column `whose`
 distinguishes them. --html contains curves, table, settings against metric, samples, and the command of each run. --plot
-draws held-out curves with a band over seeds and the final value of each group; for a search, it draws the scores by
-trial and by setting."""
+draws held-out curves with a band over seeds and the final value of each group; for one run, it draws the curves of that
+run; for a search, the scores by trial and by setting."""
 
 
 def run_compare(arguments: Arguments) -> int:

@@ -62,7 +62,7 @@ class History(Mapping[str, np.ndarray]):
     held_out: Mapping[str, np.ndarray] = field(default_factory=dict)  # `step` [M] int64, `loss` [M], other metrics [M]
     logged: Mapping[str, np.ndarray] = field(default_factory=dict)  # [N] from schedules and `run.log` of callbacks
     samples: list[dict[str, Any]] = field(default_factory=list)  # the last samples: step, prompt, text
-    warnings: list[dict[str, Any]] = field(default_factory=list)  # the first warnings: step, text
+    warnings: list[dict[str, Any]] = field(default_factory=list)  # the first warnings: step, text, about
     warning_count: int = 0  # number of all warnings
 
     @classmethod
@@ -89,7 +89,7 @@ class History(Mapping[str, np.ndarray]):
                 samples.append({"step": step, **{key: str(event.get(key, ""))[:TEXT] for key in ("prompt", "text")}})
             elif kind in ("warning", "skipped"):
                 text = event.get("text") or "the step was skipped: its numbers were not finite"
-                warnings.append({"step": step, "text": str(text)[:TEXT]})
+                warnings.append({"step": step, "text": str(text)[:TEXT], "about": str(event.get("about"))[:TEXT]})
         loss, lr, grad_norm, tokens, seconds, wall = np.array(rows).reshape(-1, len(RECORDED)).T.copy()
         tokens[tokens < 0] = np.nan
         speed = np.divide(tokens * 1e6, wall, out=np.full(len(steps), np.nan), where=wall > 0)

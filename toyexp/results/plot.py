@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 from toyexp.base.drawing import (
-    BLUE,
     COLOURS,
     GREY,
     INK,
@@ -23,9 +22,7 @@ from toyexp.base.drawing import (
     PALE,
     SMALL,
     TITLE_LENGTH,
-    VERMILLION,
     Sheet,
-    caption,
     find_divergence,
     fit_text,
     fit_y_axis,
@@ -35,10 +32,11 @@ from toyexp.base.drawing import (
     use_plot_style,
 )
 from toyexp.base.errors import UserError
-from toyexp.base.formatting import describe_parameters, pluralise, short_keys
+from toyexp.base.formatting import describe_parameters, display_path, pluralise, short_keys
+from toyexp.base.run_plot import FAILED, Curves, Points, draw_curves, loss_unit
 from toyexp.results import plot_search
 from toyexp.results.comparison import Comparison, Entry, seed_key
-from toyexp.results.events import History, average_bins, read_run_facts
+from toyexp.results.events import Curve, History, average_bins, read_run_facts
 from toyexp.results.plot_search import Search
 from toyexp.results.ranking import TRAIN, Point
 from toyexp.results.run_dirs import FINAL_STATES, find_runs
@@ -94,7 +92,31 @@ def draw_sheet(comparison: Comparison, title: str, search: Path | None = None) -
     if search and (result := Search.read(search)):
         unit = describe_unit(next(find_runs(search), search), result.metric)
         return plot_search.draw_search(result, title, unit)
-    return draw_runs(comparison, title)
+    return draw_run(comparison.entries[0]) if len(comparison.entries) == 1 else draw_runs(comparison, title)
+
+
+def draw_run(entry: Entry) -> Sheet:
+    """Draw the curves of one run, as its callback `plots` does. Raise UserError if no step is recorded."""
+    run, history, curves = entry.run, History.read(entry.run.path), Curves()
+    if not len(history.step):
+        raise UserError(f"{display_path(run.path)}: no step is recorded; there is nothing to draw")
+    curves.describe(entry.facts, run.name, run.recipe, run.engine, run.batch_size, run.lr or 0.0, run.seed)
+    steps = history.step.tolist()
+    for name in ("lr", *history.logged):
+        curves.steps[name] = _to_points(history.curve(name))
+    for name in ("loss", "grad_norm"):  # with the steps at which they were not finite
+        curves.steps[name] = steps, history[name].tolist()
+    for name in history.held_out:
+        if name not in ("step", "ppl") and len((scores := history.held_out_curve(name))[0]):
+            curves.held_out[name] = _to_points(scores)
+    curves.warnings = {event["step"]: event["about"] for event in history.warnings if event["step"] is not None}
+    if steps[-1] < (run.of or 0) and run.state != "running":
+        curves.early_end = steps[-1], run.state if run.state == FAILED else run.why or run.state
+    return draw_curves(curves)
+
+
+def _to_points(curve: Curve) -> Points:
+    return curve[0].tolist(), curve[1].tolist()
 
 
 def draw_runs(comparison: Comparison, source: str) -> Sheet:
@@ -111,29 +133,23 @@ def draw_runs(comparison: Comparison, source: str) -> Sheet:
     stopped = [entry for line in lines for entry in line.point.jobs if entry.run.state not in FINAL_STATES]
     unit = describe_unit(comparison.entries[0].run.path, ranking.column)
     rows = max(len(coloured) + bool(others) + bool(stopped), 2)
-    heights = [4.6, 0.75 + ROW_INCHES * rows][: min(total, 2)]  # a single run has its metric in the title
-    picture = Sheet(
-        0.5 + sum(heights), describe_best(comparison), _footer(comparison, source, total), heights, [1] * len(heights)
-    )
-    above, *lower = picture.panels
-    trained, warning = _read_training(comparison)
-    limits = _limits(lines, ranking.column, trained)
-    _draw_curves(above, coloured, rest, limits, trained)
-    if warning:
-        caption(above, fit_text(warning, 60), VERMILLION)
-    above.set_ylabel((ranking.column.removeprefix("held-out ") if trained else ranking.column) + unit)
-    for below in lower:
-        _draw_ends(below, comparison, coloured, others, stopped)
-        _clip_outliers(below, [line.point for line in coloured], limits[1])
-        spread = "\nmean ± standard deviation over seeds" if ranking.has_seeds else ""
-        below.set_xlabel(f"{ranking.column} at the end{unit}{spread}")
+    heights = [4.6, 0.75 + ROW_INCHES * rows]
+    picture = Sheet(0.5 + sum(heights), describe_best(comparison), _footer(comparison, source, total), heights, [1, 1])
+    above, below = picture.panels
+    limits = _limits(lines, ranking.column)
+    _draw_curves(above, coloured, rest, limits)
+    above.set_ylabel(ranking.column + unit)
+    _draw_ends(below, comparison, coloured, others, stopped)
+    _clip_outliers(below, [line.point for line in coloured], limits[1])
+    spread = "\nmean ± standard deviation over seeds" if ranking.has_seeds else ""
+    below.set_xlabel(f"{ranking.column} at the end{unit}{spread}")
     return picture
 
 
 def describe_unit(run: Path, metric: str) -> str:
     """Return a loss's unit with a leading blank, such as " (nats per token)"; return "" for any other metric."""
     data = read_run_facts(run).get("data") or {}
-    return f" (nats per {'image' if 'classes' in data else 'token'})" if metric.endswith("loss") else ""
+    return f" (nats per {loss_unit(data)})" if metric.endswith("loss") else ""
 
 
 def describe_best(comparison: Comparison) -> str:
@@ -225,7 +241,6 @@ def _footer(comparison: Comparison, source: str, total: int) -> str:
     parts += [text for text in trained if " train" in text or ":" in text] if len(trained) == 1 else []
     incomplete = [run for run in runs if run.state not in FINAL_STATES]
     parts += [f"{len(incomplete)} did not complete"] if incomplete else []
-    parts += ["thin line: training loss"] if total == 1 and comparison.ranking.column == "held-out loss" else []
     parts += ["thin lines: seeds, thick lines: their mean"] if comparison.ranking.has_seeds else []
     parts += [f"{conflict}: losses cannot be compared"] if (conflict := comparison.ranking.conflict) else []
     return " · ".join(filter(None, parts))
@@ -238,33 +253,21 @@ def _read_curve(history: History, column: str) -> Steps:
     return dict(zip(steps.round().astype(int).tolist(), values.tolist(), strict=True))
 
 
-def _read_training(comparison: Comparison) -> tuple[Steps, str]:
-    """Return the training curve of a single run with a held-out loss, and its first warning or that its loss rose."""
-    if len(comparison.entries) > 1 or comparison.ranking.column != "held-out loss":
-        return {}, ""
-    history = History.read(comparison.entries[0].run.path)
-    steps, losses = history.curve("loss")
-    warning = next((event["text"] for event in history.warnings), "")
-    if len(losses) and losses.max() > losses[0] + max(0.1 * abs(losses[0]), 0.1):
-        warning = f"training loss rose to {format_number(losses.max())} at step {steps[losses.argmax()]}"
-    return _read_curve(history, TRAIN), warning
-
-
 def _average(curves: Sequence[Steps]) -> Steps:
     """Return the mean of the curves at each step that all curves have."""
     common = set.intersection(*(set(curve) for curve in curves)) if curves else set()
     return {at: statistics.fmean(curve[at] for curve in curves) for at in sorted(common)}
 
 
-def _limits(lines: Sequence[Line], column: str, trained: Steps) -> tuple[float, float]:
+def _limits(lines: Sequence[Line], column: str) -> tuple[float, float]:
     """Return the lowest and highest value to show.
 
     Losses that are far above the initial losses of all runs are not shown, unless all runs diverged.
     """
-    all_values = [*(value for line in lines for value in line.values), *trained.values()]
+    all_values = [value for line in lines for value in line.values]
     if not all_values:  # no run recorded events
         return -math.inf, math.inf
-    began = [curve[min(curve)] for curve in (trained, *(curve for line in lines for curve, _ in line.runs)) if curve]
+    began = [curve[min(curve)] for line in lines for curve, _ in line.runs if curve]
     low, top = min(all_values), max(*began, *(line.point.mean for line in lines[:1]))
     is_any_stable = any(not entry.result.get("diverged") for line in lines for entry in line.point.jobs)
     if column.endswith("loss") and is_any_stable and max(all_values) > top + (top - low) / 4:
@@ -272,17 +275,13 @@ def _limits(lines: Sequence[Line], column: str, trained: Steps) -> tuple[float, 
     return low, max(all_values)
 
 
-def _draw_curves(
-    axes: Any, named: Sequence[Line], rest: Sequence[Line], limits: tuple[float, float], trained: Steps
-) -> None:
+def _draw_curves(axes: Any, named: Sequence[Line], rest: Sequence[Line], limits: tuple[float, float]) -> None:
     """Draw the curves of the `named` points in colour, the best on top, and those of the `rest` in pale grey.
 
     A point is a group of runs that differ only in their seed. A coloured point has a line for its mean, a band for its
-    standard deviation, and a thin line for each run. A cross marks the last step of a run that did not complete. The
-    training curve of a single run, `trained`, is a thin line.
+    standard deviation, and a thin line for each run. A cross marks the last step of a run that did not complete.
     """
     low, high = limits
-    axes.plot([*trained], [*trained.values()], color=BLUE, linewidth=0.8, alpha=0.6, zorder=3)
     for line in rest:
         for curve, _ in line.runs:
             axes.plot(list(curve), list(curve.values()), color=PALE, linewidth=0.7, zorder=1)
@@ -304,11 +303,10 @@ def _draw_curves(
                 stop, value = max(entry.run.steps or 0, at), min(curve.get(at, high), high)
                 axes.plot([at, stop], [value, value], color=INK, linewidth=0.8, linestyle=":", zorder=6, clip_on=False)
                 axes.plot(stop, value, color=INK, marker="x", markersize=6, zorder=6, clip_on=False)
-    all_values = [*(value for line in (*named, *rest) for value in line.values), *trained.values()]
+    all_values = [value for line in (*named, *rest) for value in line.values]
     above = sum(any(value > high for value in curve.values()) for line in (*named, *rest) for curve, _ in line.runs)
-    fit_y_axis(axes, low, high, pluralise(above, "run") if above else "training loss", max(all_values, default=high))
+    fit_y_axis(axes, low, high, pluralise(above, "run"), max(all_values, default=high))
     set_step_axis(axes)
-    mark_above(axes, [*trained], [*trained.values()], BLUE)
     for rank, line in enumerate(named):
         mark_above(axes, [*line.mean], [*line.mean.values()], COLOURS[rank])
 

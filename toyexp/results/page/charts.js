@@ -239,6 +239,21 @@ function arrowTraces(traces, range, log, most = 40) {
   }] : [];
 }
 
+// Return the steps of a single run to mark, by the words for them: its divergence, and its warnings.
+function marksOfRun() {
+  const [run, ...others] = data.runs;
+  if (others.length) return {};
+  const warned = run.warnings.map((w) => w.step).filter((step) => step !== null);
+  return { ...(run.diverged === null ? {} : { "solid line: divergence": [run.diverged] }), ...(warned.length ? { "dotted lines: warnings": warned } : {}) };
+}
+
+// Return vertical lines at these steps.
+function markLines() {
+  return Object.entries(marksOfRun()).flatMap(([text, steps]) => steps.map((step) => clockAt(data.runs[0], step, state.over)).map((at) => ({
+    x0: at, x1: at, y0: 0, y1: 1, yref: "paper", layer: "below", line: { width: 1.2, color: style("soft"), dash: text.startsWith("solid") ? "solid" : "dot" },
+  })));
+}
+
 function heldTraces(place, score) {
   const runs = runsOf(place).filter((run) => run.held[score] && run.held[score][0].length);
   const many = data.points.length > 12, wide = state.hot === place ? 4 : place === 0 && data.best ? 3.2 : many ? 1.3 : 2.2;
@@ -287,7 +302,7 @@ function drawMain() {
     ...(!state.ylog && range && range[1] >= 1e3 ? labelTicks(roundTicks(...range, false)) : {}),
   };
   const about = `${y.title.text} against ${AXES[state.over]}: ${visible().length} of ${data.points.length} points. `;
-  return drawChart("main", [...traces, ...arrowTraces(front, range, state.ylog)], layout({ yaxis: y }), CONFIG, about + (data.best ? `Best: ${best.label}, ${data.metric} ${value(best)}.` : ""));
+  return drawChart("main", [...traces, ...arrowTraces(front, range, state.ylog)], layout({ yaxis: y, shapes: markLines() }), CONFIG, about + (data.best ? `Best: ${best.label}, ${data.metric} ${value(best)}.` : ""));
 }
 
 function drawSmall(name) {

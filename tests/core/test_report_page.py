@@ -302,10 +302,9 @@ def test_near_values_are_within_five_times_the_distance_of_the_median(page, valu
 
 def test_runs_that_are_not_ranked_follow_by_length_and_loss(page):
     rows = [(False, 40, 1.0), (True, 20, 3.0), (False, 80, 2.0), (False, 80, 1.5), (True, 10, 1.0)]
-    runs = [
-        {"counts": counts, "steps": steps, "loss": loss, "curves": {}, "warnings": []} for counts, steps, loss in rows
-    ]
-    found = call(page, "data.js", "prepare(given).runs.map((run) => [run.steps, run.loss])", given={"runs": runs})
+    keys, rest = ("counts", "steps", "loss"), {"curves": {}, "warnings": [], "all": {}, "point": 0}
+    given = {"points": [{}], "runs": [{**dict(zip(keys, row, strict=True)), **rest} for row in rows]}
+    found = call(page, "data.js", "prepare(given).runs.map((run) => [run.steps, run.loss])", given=given)
     assert found == [[20, 3.0], [10, 1.0], [80, 1.5], [80, 2.0], [40, 1.0]]
 
 
@@ -765,7 +764,7 @@ def test_the_ratio_of_losses_ignores_steps_without_a_finite_loss(page):
 
 def test_thinned_curves_keep_each_bins_lowest_and_highest_point_in_order(page):
     xs, ys = [*range(1000)], np.random.default_rng(0).normal(size=1000)
-    shown, values = call(page, "data.js", f"clipAndThin({xs}, {ys.tolist()}, 101, 898, 80)")
+    shown, values = call(page, "data.js", f"clipAndThin([{xs}, {ys.tolist()}], 101, 898, 80)")
     assert shown == sorted({*shown}) and values == ys[shown].tolist()
     bins = ys[100:900].reshape(40, 20)
     extremes = 100 + 20 * np.arange(40) + [bins.argmin(axis=1), bins.argmax(axis=1)]
@@ -807,7 +806,9 @@ def test_the_learning_rate_of_a_stopped_run_is_not_clipped(chromium, tmp_path):
 
 def test_ticks_of_a_settings_axis_are_short_and_have_one_notation(page):
     for values, some in ((["1e18", "1e21"], {"1e18", "1e21"}), (["1e4", "1e6"], {"1e4", "1e5", "1e6"})):
-        labels = call(page, "choices.js", f"makeScale({values}, false, true, true).ticks.map((tick) => tick[1])")
+        labels = call(
+            page, "choices.js filter.js", f"makeScale({values}, false, true, true).ticks.map((tick) => tick[1])"
+        )
         assert {*labels} >= some and max(map(len, labels)) <= 5 and all("e" in label for label in labels)
 
 
@@ -1196,7 +1197,7 @@ def test_axes_are_linear_or_logarithmic(page):
 
 def test_a_setting_searched_by_magnitude_has_a_logarithmic_axis(page):
     places = "[false, true].map((tagged) => makeScale(['1', '2', '4'], false, true, tagged).place('2'))"
-    assert call(page, "choices.js", places) == pytest.approx([0.07 + 0.86 / 3, 1 / 2])
+    assert call(page, "choices.js filter.js", places) == pytest.approx([0.07 + 0.86 / 3, 1 / 2])
 
 
 def test_curves_can_be_drawn_over_steps_tokens_or_time(page, swept):

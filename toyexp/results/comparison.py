@@ -165,6 +165,11 @@ class Comparison:
         values = [{"loss": e.run.loss, "ppl": e.run.loss, **e.run.scores}.get(self.metric) for e in self.entries]
         if infinite := sum(abs(value or 0.0) >= TOO_LARGE for value in values):
             notes.append(f"a held-out {self.metric} beyond {TOO_LARGE:g} does not count: {pluralise(infinite, 'run')}")
+        return [*notes, *self.unranked_notes().values()]
+
+    def unranked_notes(self) -> dict[str, str]:
+        """Return a note about the runs that are not ranked for each state of such runs, by state."""
+        notes = {}
         incomplete = [entry.run for entry in self.entries if entry.run.state not in FINAL_STATES and entry.has_settings]
         for state in dict.fromkeys(run.state for run in incomplete):
             state_runs = [run for run in incomplete if run.state == state]
@@ -172,7 +177,7 @@ class Comparison:
             why = state_runs[0].why if state != "pruned" else ""
             first = "the first: " if len(state_runs) > 1 else ""
             count = pluralise(len(state_runs), f"{state} run") + (" are" if first else " is")
-            notes.append(f"{count} not ranked" + (f" ({first}{why})" if why else ""))
+            notes[state] = f"{count} not ranked" + (f" ({first}{why})" if why else "")
         return notes
 
 
@@ -211,12 +216,11 @@ def _mark_sources(entries: Sequence[Entry]) -> None:
     """
     roles = dict.fromkeys(role for entry in entries for role in entry.sources if role not in UNCOMPARED_DIGESTS)
     for role in roles:
-        if len({entry.sources[role] for entry in entries if role in entry.sources}) > 1:
-            for entry in entries:
-                digest_setting = (
-                    {role + DIGEST: entry.sources[role][:8]} if role in entry.sources and entry.has_settings else {}
-                )
-                entry.settings = {**entry.settings, **digest_setting}
+        readers = [entry for entry in entries if role in entry.sources]
+        if len({entry.sources[role] for entry in readers}) > 1:
+            for entry in readers:
+                if entry.has_settings:
+                    entry.settings = {**entry.settings, role + DIGEST: entry.sources[role][:8]}
 
 
 def _mark_owners(entries: Sequence[Entry]) -> None:

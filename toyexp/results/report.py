@@ -9,9 +9,9 @@ import math
 import shlex
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from datetime import UTC, datetime
-from functools import cache
+from functools import cache, lru_cache
 from html import escape
 from pathlib import Path
 from typing import Any
@@ -80,11 +80,10 @@ def pack_library() -> str:
 
 @dataclass
 class Report:
-    """Writer of report.html. While the runs train, it can write the page repeatedly; unchanged runs are cached."""
+    """Writer of report.html."""
 
     source: str  # compared paths
     search: Search | None = None  # the runs are the trials of this search
-    _cache: dict[Path, tuple[tuple[float, ...], dict[str, Any]]] = field(default_factory=dict)
 
     def write(self, comparison: Comparison, path: Path) -> int:
         """Write the page atomically and return its size in bytes.
@@ -92,8 +91,9 @@ class Report:
         Only the best MAX_RUNS runs are shown. If the page exceeds MAX_BYTES, curves get fewer points. Raise RunFailed
         if the page cannot be written, Unavailable without plotly.
         """
-        comparison = comparison.best(MAX_RUNS)
-        most = _points_per_curve(len(comparison.entries))
+        comparison, most = comparison.best(MAX_RUNS), MAX_CURVE_POINTS
+        while most * len(comparison.entries) > MAX_LOSS_POINTS:
+            most //= 2  # by factors of 2, so that cached curves stay valid longer while runs are added
         page = self._page(comparison, most)
         while len(page) > MAX_BYTES and most > 100:
             most //= 2
@@ -131,17 +131,16 @@ class Report:
             "best": len(ranking.points) > 1 and ranking.best is not None,
             "rising": rising,
             "keys": comparison.keys, "names": dict(zip(every_key, short_keys(every_key), strict=True)),
-            "along": comparison.linked_keys,
+            "along": {key: leader for leader, group in comparison.linked_keys.items() for key in group},
             "differ": {key: comparison.values(key) for key in differing_keys},
             "scores": comparison.scores, "columns": COLUMNS,
-            "notes": comparison.notes(),
+            "notes": comparison.notes(), "unranked": comparison.unranked_notes(),
             "importance": shares, "no_importance": why, "search": search and _search_data(search),
             "colours": {"light": COLOURS, "dark": DARK_COLOURS}, "ramps": {"light": RAMP, "dark": DARK_RAMP},
             "points": [
                 {"label": comparison.label(point.jobs[0]), "deviation": point.deviation,
                  "mean": point.mean if math.isfinite(point.mean) else None,
-                 "counted": len(point.values), "state": point.state,
-                 "settings": {key: point.jobs[0].settings.get(key) for key in comparison.keys}}
+                 "counted": len(point.values), "state": point.state}
                 for point in ranking.points
             ],
             "runs": [self._run(run, point_indices[id(point)], differing_keys, most) for run, point in ranking.jobs()],
@@ -154,25 +153,10 @@ class Report:
         first = {key: entry.settings[key] for key in (*differ, *typed) if key in entry.settings}
         return {
             **run.plain(), "path": path, "point": point, "counts": run.state in FINAL_STATES,
-            "settings": {key: entry.settings[key] for key in differ if key in entry.settings},
             "all": {**first, **entry.settings}, "typed": len(first), "facts": _environment(entry),
             "again": report_command(entry, path),
-            **self._read_events(run.path, most),
+            **_read_events(run.path, most, _events_state(run.path)),
         }  # fmt: skip
-
-    def _read_events(self, path: Path, most: int) -> dict[str, Any]:
-        """Return the data of a run for the page: curves of at most `most` points, samples and warnings.
-
-        The run's events are read again only if they have changed since the page was last written.
-        """
-        try:
-            status = (path / "events.jsonl").stat()
-            mark: tuple[float, ...] = (most, status.st_mtime, status.st_size)
-        except OSError:
-            mark = (most,)
-        if self._cache.get(path, (None,))[0] != mark:
-            self._cache[path] = (mark, _history_data(History.read(path), most))
-        return self._cache[path][1]
 
 
 def report_command(entry: Entry, path: str) -> str:
@@ -186,9 +170,7 @@ def report_command(entry: Entry, path: str) -> str:
 def _search_data(search: Search) -> dict[str, Any]:
     """Return the data of a search for the page: its metric, the searched settings, and all trials."""
     return {
-        "algorithm": search.algorithm, "metric": f"held-out {search.metric}", "minimising": search.is_minimising,
-        "keys": search.keys,
-        "log": sorted(search.log_keys), "importances": dict(search.importances),
+        "metric": f"held-out {search.metric}", "keys": search.keys, "log": sorted(search.log_keys),
         "limits": search.limits, "ticks": search.cut_ticks, "pruning": search.pruning_steps,
         "legend": search.describe_pruning(),
         "trials": [{"number": t.number, "values": dict(t.values), "complete": t.is_complete, "score": t.score,
@@ -197,19 +179,22 @@ def _search_data(search: Search) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _points_per_curve(count: int) -> int:
-    """Return the maximum number of points of a curve on a page with `count` runs.
+def _events_state(run: Path) -> tuple[float, int] | None:
+    """Return numbers that change if the run records more events; None if it has no events."""
+    try:
+        status = (run / "events.jsonl").stat()
+    except OSError:
+        return None
+    return status.st_mtime, status.st_size
 
-    It changes by factors of 2, so that cached curves stay valid longer.
+
+@lru_cache(MAX_RUNS)
+def _read_events(run: Path, most: int, state: tuple[float, int] | None) -> dict[str, Any]:
+    """Return the data of a run for the page: curves of at most `most` points, samples and warnings.
+
+    While a sweep runs, its report is written repeatedly; events are read again only if their `state` has changed.
     """
-    most = MAX_CURVE_POINTS
-    while most * count > MAX_LOSS_POINTS and most > 200:
-        most //= 2
-    return most
-
-
-def _history_data(history: History, most: int) -> dict[str, Any]:
-    fewer = max(most // 8, 60)
+    history, fewer = History.read(run), max(most // 8, 60)
     return {
         "curves": {
             "loss": _curve(history.curve("loss"), most, max(most // 4, 100)),
@@ -337,7 +322,6 @@ class SweepReport:
     """Writer of a sweep's report while the sweep runs. An error in the writer never stops the sweep."""
 
     def __init__(self) -> None:
-        self._report = Report("")
         self._next = time.monotonic() + FIRST_DELAY
 
     def __call__(self, sweep: Path, last: bool) -> None:
@@ -354,9 +338,7 @@ class SweepReport:
                 return
             if path.exists() and not is_report(path):
                 raise Unavailable(f"{short_path(path)} was not written by toyexp; move it away")
-            self._report.source = short_path(sweep)
-            self._report.search = Search.read(sweep)
-            self._report.write(Comparison.build(runs, sweep_metric([sweep])), path)
+            Report(short_path(sweep), Search.read(sweep)).write(Comparison.build(runs, sweep_metric([sweep])), path)
         except Exception as error:  # also a full disk, or a run that is deleted meanwhile
             self._next = math.inf
             log.info("%s: not written (%s)", path, error)

@@ -9,8 +9,8 @@ function style(name) {
   return getComputedStyle(document.documentElement).getPropertyValue(`--${name}`).trim();
 }
 
-function isDark() {
-  return document.documentElement.dataset.theme === "dark";
+function theme() {
+  return document.documentElement.dataset.theme;
 }
 
 const MARKS = ["circle", "square", "triangle-up", "diamond", "triangle-down", "cross", "x", "pentagon"];
@@ -25,15 +25,10 @@ function isDistinct() {
   return data.points.length <= MARKS.length;
 }
 
-function colour(place, alpha = 1) {
-  const ranked = data.points.filter((p) => p.mean !== null).length || data.points.length;
-  if (!isDistinct()) return rampColour(Math.min(place, ranked - 1) / Math.max(ranked - 1, 1), alpha);
-  return `rgba(${channels(data.colours[isDark() ? "dark" : "light"][place % MARKS.length]).join(", ")}, ${alpha})`;
-}
-
-// Return a colour of the ramp, from 0 (strongest) to 1 (palest).
-function rampColour(share, alpha = 1) {
-  const ramp = data.ramps[isDark() ? "dark" : "light"], at = share * (ramp.length - 1), low = Math.floor(at);
+function colour({ place }, alpha = 1) {
+  if (isDistinct()) return `rgba(${channels(data.colours[theme()][place]).join(", ")}, ${alpha})`;
+  const last = (data.points.filter((p) => p.mean !== null).length || data.points.length) - 1, ramp = data.ramps[theme()];
+  const at = (Math.min(place, last) / Math.max(last, 1)) * (ramp.length - 1), low = Math.floor(at); // from the strongest colour
   const [a, b] = [ramp[low], ramp[Math.min(low + 1, ramp.length - 1)]].map(channels);
   return `rgba(${a.map((v, i) => Math.round(v + (b[i] - v) * (at - low))).join(", ")}, ${alpha})`;
 }
@@ -43,10 +38,11 @@ function channels(hex) {
 }
 
 // Add a point's mark in its colour.
-function addMark(parent, place) {
+function addMark(parent, point) {
   const svg = addSvg("svg", { class: "chip", viewBox: "0 0 12 12", "aria-hidden": "true" }, parent);
-  const hollow = data.points[place].mean === null; // without a final metric, such as a pruned point
-  addSvg("path", { d: SHAPES[isDistinct() ? place : 0], fill: hollow ? "none" : colour(place), stroke: hollow ? colour(place) : "none" }, svg);
+  const hollow = point.mean === null; // without a final metric, such as a pruned point
+  const d = SHAPES[isDistinct() ? point.place : 0];
+  addSvg("path", { d, fill: hollow ? "none" : colour(point), stroke: hollow ? colour(point) : "none" }, svg);
 }
 
 // Draw a chart, and describe its plot, but not its buttons, to screen readers.
@@ -125,10 +121,6 @@ function yRange(traces, raw) {
   return [low - room, high + room];
 }
 
-function shownRuns() {
-  return visible().flatMap(runsOf);
-}
-
 // Return a list with the first value of the run's training curve or, if it has none, of its held-out curve of the shown
 // score. The list is empty if the run has neither.
 function firstLosses(run) {
@@ -160,63 +152,65 @@ function lineTrace(xs, ys, name, look) {
 
 // Return plotly's hover text. For a mean it shows the deviation, which is in customdata.
 function hoverTemplate(label, what, form = ".4f", mean = false) {
-  const value = mean ? `<br>%{y:${form}} ± %{customdata:.4f}` : ` %{y:${form}}`;
+  const value = mean ? `<br>%{y:${form}} ± %{customdata:${form}}` : ` %{y:${form}}`;
   return `<b>${escapeHtml(label)}</b><br>${what}${value}<br>${AXES[state.over]} %{x:.6~g}<extra></extra>`;
 }
 
 function runLabel(run) {
-  const label = data.points[run.point].label, many = runsOf(run.point).length > 1;
-  return many ? `${label}  seed=${run.seed}` : label;
+  const { label, runs } = run.point;
+  return runs.length > 1 ? `${label}  seed=${run.seed}` : label;
 }
 
 // Return a band between two curves. If many points are shown, bands are paler, so that overlapping bands stay transparent.
-function bandTrace(xs, lows, highs, place) {
+function bandTrace(xs, lows, highs, point) {
   const alpha = Math.max(0.16 * Math.min(1, 4 / Math.max(visible().length, 1)), 0.02);
   return lineTrace([...xs, ...xs.slice().reverse()], [...highs, ...lows.slice().reverse()], "", {
-    fill: "toself", fillcolor: colour(place, alpha), line: { width: 0 }, hoverinfo: "skip",
+    fill: "toself", fillcolor: colour(point, alpha), line: { width: 0 }, hoverinfo: "skip",
   });
 }
 
+// Return [lines, bands] of a point's training numbers `name`: of each run or, if seeds are drawn together, of their mean. At most
+// `most` points of a run are drawn, in the look `line`.
+function curveTraces(point, name, what, form, most, line) {
+  const runs = point.runs.filter((run) => run.curves[name].x.length), curves = runs.map((run) => readCurve(run, name, name !== "lr"));
+  if (state.bands && runs.length > 1) {
+    const [xs, means, customdata, lows, highs] = clipAndThin(band(curves), ...zoomLimits(), most);
+    const hovertemplate = hoverTemplate(point.label, `${what}, mean of ${runs.length} seeds`, form, true);
+    return [[lineTrace(xs, means, point.label, { line, hoverinfo: "all", customdata, hovertemplate })], [bandTrace(xs, lows, highs, point)]];
+  }
+  const lines = curves.map((curve, i) => {
+    const [xs, ys] = clipAndThin(curve, ...zoomLimits(), most);
+    return lineTrace(xs, ys, point.label, { line, hoverinfo: "all", hovertemplate: hoverTemplate(runLabel(runs[i]), what, form) });
+  });
+  return [lines, []];
+}
+
+// Return [all, those that are always in the range of y, raw curves].
 function lossTraces() {
-  const back = [], bands = [], front = [], marks = [], shown = visible();
-  const [low, high] = zoomLimits(), count = shown.reduce((n, p) => n + runsOf(p).length, 0) || 1;
+  const back = [], bands = [], front = [], marks = [], shown = visible(), count = shownRuns().length;
   const most = Math.max(Math.floor(SCREEN / count / 2), 40);
-  for (const place of shown.slice().reverse()) {
-    const runs = runsOf(place).filter((run) => run.curves.loss.x.length), label = data.points[place].label;
-    const together = state.bands && runs.length > 1, held = state.held && runs.some((run) => run.held.loss && run.held.loss[0].length);
-    const wide = state.hot === place ? 3.5 : held ? 1 : count > 30 ? 1.3 : 2.2; // the held-out curve is the main one
-    for (const run of state.raw && (count <= MOST_RAW || [shown[0], state.hot].includes(place)) ? runs : []) {
-      const [xs, ys] = clipAndThin(...readCurve(run, "loss", false), low, high, Math.min(most, together ? 1500 : 4000));
-      back.push(lineTrace(xs, ys, "raw", { line: { width: 0.7, color: colour(place, runs.length > 2 ? 0.2 : 0.4) } }));
+  for (const point of shown.slice().reverse()) {
+    const held = state.held ? heldTraces(point, "loss") : [], { runs } = point;
+    for (const run of state.raw && (count <= MOST_RAW || [shown[0], state.hot].includes(point)) ? runs : []) {
+      const [xs, ys] = clipAndThin(readCurve(run, "loss", false), ...zoomLimits(), Math.min(most, 4000 / runs.length));
+      back.push(lineTrace(xs, ys, "raw", { line: { width: 0.7, color: colour(point, runs.length > 2 ? 0.2 : 0.4) } }));
     }
-    if (together) {
-      const [xs, means, deviations, lows, highs] = band(runs.map((run) => readCurve(run, "loss", true)));
-      if (!held) bands.push(bandTrace(xs, lows, highs, place));
-      const about = hoverTemplate(label, `training loss, mean of ${runs.length} seeds`, ".4f", true);
-      front.push(lineTrace(xs, means, label, {
-        line: { width: wide, color: colour(place) }, hoverinfo: "all", customdata: deviations, hovertemplate: about,
-      }));
-    } else {
-      for (const run of runs) {
-        const [xs, ys] = clipAndThin(...readCurve(run, "loss", true), low, high, most);
-        front.push(lineTrace(xs, ys, label, {
-          line: { width: wide, color: colour(place) }, hoverinfo: "all", hovertemplate: hoverTemplate(runLabel(run), "training loss"),
-        }));
-      }
-    }
-    if (state.held) marks.push(...heldTraces(place, "loss"));
-    marks.push(...endTraces(place));
+    const width = state.hot === point ? 3.5 : held.length ? 1 : count > 30 ? 1.3 : 2.2; // the held-out curve is the main one
+    const [lines, shades] = curveTraces(point, "loss", "training loss", ".4f", most, { width, color: colour(point) });
+    front.push(...lines);
+    bands.push(...(held.length ? [] : shades));
+    marks.push(...held, ...endTraces(point));
   }
   return [[...back, ...bands, ...front, ...marks], [...bands, ...front, ...marks], back];
 }
 
 // Return a cross at the last step of each run that did not complete.
-function endTraces(place) {
-  return runsOf(place).filter((run) => !run.counts && run.curves.loss.x.length).map((run) => {
+function endTraces(point) {
+  return point.runs.filter((run) => !run.counts && run.curves.loss.x.length).map((run) => {
     const [xs, ys] = readCurve(run, "loss", true), last = ys.findLastIndex((y) => y !== null);
     return {
       type: "scatter", mode: "markers", x: xs.slice(last, last + 1), y: ys.slice(last, last + 1), name: "end",
-      marker: { symbol: "x-thin-open", size: 11, color: colour(place), line: { width: 2.5 } },
+      marker: { symbol: "x-thin-open", size: 11, color: colour(point), line: { width: 2.5 } },
       hovertemplate: `<b>${escapeHtml(runLabel(run))}</b><br>${escapeHtml(run.state)} at ${AXES[state.over]} %{x:.6~g}<extra></extra>`,
     };
   });
@@ -254,13 +248,13 @@ function markLines() {
   })));
 }
 
-function heldTraces(place, score) {
-  const runs = runsOf(place).filter((run) => run.held[score] && run.held[score][0].length);
-  const many = data.points.length > 12, wide = state.hot === place ? 4 : place === 0 && data.best ? 3.2 : many ? 1.3 : 2.2;
+function heldTraces(point, score) {
+  const runs = point.runs.filter((run) => run.held[score]?.[0].length);
+  const many = data.points.length > 12, wide = state.hot === point ? 4 : isBest(point) ? 3.2 : many ? 1.3 : 2.2;
   const look = {
-    type: "scatter", mode: "lines+markers", line: { width: wide, color: colour(place) }, connectgaps: true,
+    type: "scatter", mode: "lines+markers", line: { width: wide, color: colour(point) }, connectgaps: true,
     marker: {
-      size: many ? 4 : 8, symbol: MARKS[isDistinct() ? place : 0], color: colour(place),
+      size: many ? 4 : 8, symbol: MARKS[isDistinct() ? point.place : 0], color: colour(point),
       line: { width: many ? 0 : 1, color: style("card") },
     },
   };
@@ -269,10 +263,10 @@ function heldTraces(place, score) {
     const each = steps.map((step) => runs.filter((run) => run.held[score][0].includes(step)));
     const found = each.map((some, i) => meanAndDeviation(some.map((run) => run.held[score][1][run.held[score][0].indexOf(steps[i])])));
     const xs = steps.map((step, i) => meanAndDeviation(each[i].map((run) => clockAt(run, step, state.over)))[0]);
-    const about = hoverTemplate(data.points[place].label, `held-out ${score}, mean of ${runs.length} seeds`, ".4f", true);
+    const about = hoverTemplate(point.label, `held-out ${score}, mean of ${runs.length} seeds`, ".4f", true);
     const [means, deviations, lows, highs] = [0, 1, 2, 3].map((n) => found.map((f) => f[n]));
     return [
-      bandTrace(xs, lows, highs, place),
+      bandTrace(xs, lows, highs, point),
       { ...look, name: "held out", x: xs, y: means, customdata: deviations, hovertemplate: about },
     ];
   }
@@ -306,36 +300,25 @@ function drawMain() {
 }
 
 function drawSmall(name) {
-  const quiet = { ...CONFIG, displayModeBar: false }, drawn = new Map();
+  const quiet = { ...CONFIG, displayModeBar: false }, shown = visible(), drawn = new Map();
   if (!Plotly) return;
-  if (!visible().length) return drawEmpty(name, quiet);
-  const [low, high] = zoomLimits(), shown = visible(), traces = [], form = ".4~g";
-  const count = shown.reduce((n, p) => n + (state.bands ? 1 : runsOf(p).length), 0) || 1;
-  const most = Math.max(Math.floor(SCREEN / 4 / count), 30), what = name.replace("_", " ");
-  for (const place of shown.slice().reverse()) {
-    const runs = runsOf(place).filter((run) => run.curves[name].x.length), together = state.bands && runs.length > 1;
-    const curves = runs.map((run) => readCurve(run, name, name !== "lr")), about = `${what}, mean of ${runs.length} seeds:`;
-    (together ? [band(curves)] : curves).forEach(([allX, allY], i) => {
-      const [xs, ys] = clipAndThin(allX, allY, low, high, most), nth = drawn.get(String(ys)) || 0;
-      drawn.set(String(ys), nth + 1);
-      traces.push(lineTrace(xs, ys, "", {
-        mode: isDistinct() ? "lines+markers" : "lines", marker: { symbol: MARKS[place], size: 6, maxdisplayed: 5 }, hoverinfo: "all",
-        line: { // dashed above a curve that it covers
-          width: state.hot === place ? 3 : count > 30 ? 0.9 : 1.5, color: colour(place, 0.9), dash: ["solid", "9px,9px"][nth] || "3px,15px",
-        },
-        hovertemplate: together ? hoverTemplate(data.points[place].label, about, form) : hoverTemplate(runLabel(runs[i]), what, form),
-      }));
-    });
+  if (!shown.length) return drawEmpty(name, quiet);
+  const count = state.bands ? shown.length : shownRuns().length, most = Math.max(Math.floor(SCREEN / 4 / count), 30);
+  const traces = shown.slice().reverse().flatMap((point) => {
+    const line = { width: state.hot === point ? 3 : count > 30 ? 0.9 : 1.5, color: colour(point, 0.9) };
+    const look = { mode: isDistinct() ? "lines+markers" : "lines", marker: { symbol: MARKS[point.place], size: 6, maxdisplayed: 5 } };
+    return curveTraces(point, name, name.replace("_", " "), ".4~g", most, line)[0].map((trace) => ({ ...trace, ...look }));
+  });
+  for (const trace of traces) { // dashed above a curve that it covers
+    const key = String(trace.y), nth = drawn.get(key) || 0;
+    drawn.set(key, nth + 1);
+    trace.line = { ...trace.line, dash: ["solid", "9px,9px"][nth] || "3px,15px" };
   }
-  const y = {
-    lr: { type: "log" },
-    grad_norm: { type: "log" },
-    speed: { type: "linear", nticks: 5, rangemode: "tozero", exponentformat: "SI" },
-  }[name];
-  const about = `${{ lr: "learning rate", grad_norm: "gradient norm", speed: `${data.unit} per second` }[name]} against ${AXES[state.over]}`;
-  const axis = { ...y, ...(name === "speed" ? {} : logAxis(name)), fixedrange: true };
+  const title = { lr: "learning rate", grad_norm: "gradient norm", speed: `${data.unit} per second` }[name];
+  const axis = name === "speed" ? { nticks: 5, rangemode: "tozero", exponentformat: "SI" } : { type: "log", ...logAxis(name) };
   traces.push(...arrowTraces(traces, axis.range, true, 20));
-  return drawChart(name, traces, layout({ yaxis: axis, margin: { l: 44, r: 12, t: 4, b: 36 } }), quiet, about);
+  const shape = layout({ yaxis: { ...axis, fixedrange: true }, margin: { l: 44, r: 12, t: 4, b: 36 } });
+  return drawChart(name, traces, shape, quiet, `${title} against ${AXES[state.over]}`);
 }
 
 // Return ticks and range of a logarithmic axis. The range fits the runs that did not diverge or fail, so that those do not
@@ -386,15 +369,13 @@ function drawCharts() {
 // Zooming one chart zooms all of them; curves are then thinned again within the visible range.
 function listen() {
   for (const id of ["main", "lr", "grad_norm", "speed"]) {
-    const chart = document.getElementById(id);
+    const chart = byId(id);
     chart.on("plotly_relayout", (change) => {
-      const ranges = ["xaxis", "yaxis"].map((axis) => change[`${axis}.range`] ||
-        (change[`${axis}.range[0]`] === undefined ? null : [change[`${axis}.range[0]`], change[`${axis}.range[1]`]]));
       if (change["xaxis.autorange"]) return resetZoom();
-      if (!ranges[0] && !ranges[1]) return;
-      if (ranges[0]) state.zoom = ranges[0].map(Number);
-      if (ranges[1]) state.tall = ranges[1].map(Number);
-      drawCharts();
+      const [x, y] = ["xaxis.range", "yaxis.range"].map((range) => Object.keys(change).some((key) => key.startsWith(range)));
+      if (x) state.zoom = chart.layout.xaxis.range.map(Number);
+      if (y) state.tall = chart.layout.yaxis.range.map(Number);
+      if (x || y) drawCharts();
     });
     chart.on("plotly_doubleclick", resetZoom);
   }

@@ -13,9 +13,13 @@ function cumulativeSum(differences) {
 }
 
 function prepare(data) {
+  data.points.forEach((point, place) => Object.assign(point, { place, runs: [] }));
   // runs that count are ranked; others follow, the longest first
   data.runs.sort((a, b) => b.counts - a.counts || (a.counts ? 0 : b.steps - a.steps || a.loss - b.loss));
   for (const run of data.runs) {
+    run.point = data.points[run.point];
+    run.point.runs.push(run);
+    run.point.all = run.all; // equal in all settings that the page shows of a point
     for (const w of run.warnings) w.text = w.text.replace(/^step \d+: /, ""); // the page has the step beside the text
     for (const curve of Object.values(run.curves)) {
       curve.x = cumulativeSum(curve.x);
@@ -69,15 +73,16 @@ function nearBest(values) {
   return new Set(near).size > 1 ? near : values;
 }
 
-// Return the points of a curve with x between low and high, and one point beyond each end. If these are more than `most`,
-// divide them into bins and return only the lowest and highest point of each.
-function clipAndThin(xs, ys, low, high, most) {
+// Return the points of a curve [xs, ys, ...] with x between low and high, and one point beyond each end. If these are more than
+// `most`, divide them into bins and return only the points with the lowest and highest y of each.
+function clipAndThin(curve, low, high, most) {
+  const [xs, ys] = curve;
   let from = 0, to = xs.length;
   while (from < to && xs[from] < low) from++;
   while (to > from && xs[to - 1] > high) to--;
   from = Math.max(from - 1, 0);
   to = Math.min(to + 1, xs.length);
-  if (to - from <= most) return [xs.slice(from, to), ys.slice(from, to)];
+  if (to - from <= most) return curve.map((values) => values.slice(from, to));
   const kept = new Set(), bins = Math.max(most >> 1, 1), border = (n) => from + Math.floor(((to - from) * n) / bins);
   for (let bin = 0; bin < bins; bin++) {
     let least = border(bin), greatest = least;
@@ -87,7 +92,7 @@ function clipAndThin(xs, ys, low, high, most) {
     }
     kept.add(Math.min(least, greatest)).add(Math.max(least, greatest));
   }
-  return [xs, ys].map((values) => [...kept].map((i) => values[i]));
+  return curve.map((values) => [...kept].map((i) => values[i]));
 }
 
 function valueAt(xs, ys, x) {

@@ -26,7 +26,7 @@ function parseFilter(text) {
   for (const word of text.replace(SPACED, "$1").split(/\s+/).filter(Boolean)) {
     const [, typed, sign, value] = CONDITION.exec(word) || [];
     if (!sign) {
-      const part = word.toLowerCase(), test = (run) => `${data.points[run.point].label} ${run.name} ${run.state} seed=${run.seed}`.toLowerCase().includes(part);
+      const part = word.toLowerCase(), test = (run) => `${run.point.label} ${run.name} ${run.state} seed=${run.seed}`.toLowerCase().includes(part);
       tests.push(test);
       if (!data.runs.some(test)) problems.push(`no run contains ${word}; try a condition such as state!=diverged`);
       continue;

@@ -48,35 +48,40 @@ function isTouch() {
 
 // -- which points are shown --
 
-function runsOf(place) {
-  return data.runs.filter((run) => run.point === place);
-}
-
 // A point (a group of runs that differ only in their seed) passes the filter if one of its runs does.
-function passes(place) {
-  const brushed = [...state.brushes.values()].every((brush) => brush.fresh || brush.points.has(place));
-  return brushed && runsOf(place).some((run) => conditions.tests.every((test) => test(run)));
+function passes(point) {
+  return axes.every((axis) => isKept(point, axis)) && point.runs.some((run) => conditions.tests.every((test) => test(run)));
 }
 
-function shows(place) {
-  return !state.hidden.has(place) && passes(place);
+function shows(point) {
+  return !state.hidden.has(point) && passes(point);
 }
 
 function visible() {
-  return data.points.map((_, place) => place).filter(shows);
+  return data.points.filter(shows);
 }
 
-function showOnly(place) {
-  const others = data.points.map((_, p) => p).filter((p) => p !== place);
-  const was = others.every((p) => state.hidden.has(p)) && !state.hidden.has(place);
-  state.hidden = new Set(was ? [] : others);
+function shownRuns() {
+  return visible().flatMap((point) => point.runs);
+}
+
+// Return true for the best point, unless points cannot be ranked.
+function isBest(point) {
+  return data.best && point.place === 0;
+}
+
+// Hide all points but one; if they are hidden already, show all.
+function showOnly(point) {
+  const others = data.points.filter((p) => p !== point);
+  const isAlone = !state.hidden.has(point) && others.every((p) => state.hidden.has(p));
+  state.hidden = new Set(isAlone ? [] : others);
   refresh();
 }
 
 let soon = 0;
-function highlight(place) {
-  if (state.hot === place || data.points.length > 60) return;
-  state.hot = place;
+function highlight(point) {
+  if (state.hot === point || data.points.length > 60) return;
+  state.hot = point;
   cancelAnimationFrame(soon);
   soon = requestAnimationFrame(drawMain);
 }
@@ -88,8 +93,8 @@ const KEPT = ["theme", "score", "over", "xlog", "ylog", "raw", "held", "bands", 
 function saveView() {
   const words = new URLSearchParams();
   for (const key of KEPT) if (String(state[key]) !== String(defaults[key])) words.set(key, state[key]);
-  for (const place of state.hidden) words.append("hide", data.points[place].label);
-  for (const [key, { range }] of state.brushes) words.append("axis", `${key} ${range.map((t) => t.toFixed(3)).join(" ")}`);
+  for (const { label } of state.hidden) words.append("hide", label);
+  for (const [key, range] of state.brushes) words.append("axis", `${key} ${range.map((t) => t.toFixed(3)).join(" ")}`);
   const hash = String(words) ? `#${words}` : "";
   if (location.hash !== hash) history.replaceState(null, "", hash || location.pathname + location.search);
 }
@@ -104,11 +109,10 @@ function loadView() {
   }
   if (!["loss", ...data.scores].includes(state.score)) state.score = defaults.score;
   if (!(state.over in AXES)) state.over = defaults.over;
-  const hidden = new Set(words.getAll("hide"));
-  data.points.forEach((point, place) => { if (hidden.has(point.label)) state.hidden.add(place); });
+  state.hidden = new Set(data.points.filter((point) => words.getAll("hide").includes(point.label)));
   for (const text of words.getAll("axis")) {
     const [key, low, high] = text.split(" ");
-    if (high) state.brushes.set(key, { range: numbers(`${low} ${high}`), points: new Set(), fresh: true });
+    if (high) state.brushes.set(key, numbers(`${low} ${high}`));
   }
 }
 
@@ -164,7 +168,6 @@ function drawAbout() {
   const parts = [many(data.runs.length, "run"), ...(data.points.length < data.runs.length ? [many(data.points.length, "point")] : []),
     `by ${data.metric}`, `written ${formatTime(data.written)}`, ...(running ? [`${running} still running`] : [])];
   byId("about").textContent = parts.join(" · ");
-  data.notes.forEach((note) => addElement(byId("notes"), "li", "", note));
   const thin = data.runs.filter((run) => run.curves.loss.n > run.curves.loss.x.length);
   const longest = Math.max(0, ...data.runs.map((run) => run.curves.loss.n));
   const scored = data.runs.some((run) => run.held.loss && run.held.loss[0].length);
@@ -188,7 +191,6 @@ function drawLinks() {
   const warned = data.runs.reduce((n, run) => n + run.warned, 0);
   for (const section of document.querySelectorAll("main section:not([hidden])")) {
     const title = section.querySelector("h2");
-    if (!title) continue;
     const more = section.id === "warnings" ? ` (${warned})` : "";
     const link = addElement(byId("ways"), "a", more && "bad", title.textContent.toLowerCase() + more);
     link.href = `#${section.id}`;
@@ -200,7 +202,7 @@ function drawLinks() {
 }
 
 function drawLegend() {
-  const box = byId("legend"), places = data.points.map((_, place) => place).filter(passes), shown = places.length;
+  const box = byId("legend"), passing = data.points.filter(passes), shown = passing.length;
   const most = innerWidth <= 820 && !isPrinted() ? 8 : 24;
   const focused = document.activeElement.dataset.place, total = data.points.length;
   box.textContent = "";
@@ -209,39 +211,42 @@ function drawLegend() {
   byId("count").textContent = `${shown} of ${total} points${note}${problem && "; "}`;
   if (problem) addElement(byId("count"), "strong", "bad", problem);
   byId("filter").setAttribute("aria-invalid", String(conditions.problem !== ""));
-  places.slice(0, limitRows("more-points", shown, most)).forEach((place) => {
-    const point = data.points[place];
+  for (const point of passing.slice(0, limitRows("more-points", shown, most))) {
     const button = addElement(box, "button");
-    button.setAttribute("aria-pressed", String(!state.hidden.has(place)));
-    button.dataset.place = place;
-    if (focused === String(place)) button.focus();
-    addMark(button, place);
+    button.setAttribute("aria-pressed", String(!state.hidden.has(point)));
+    button.dataset.place = point.place;
+    if (focused === String(point.place)) button.focus();
+    addMark(button, point);
     addElement(button, "span", "label", point.label);
-    const last = point.mean === null ? mean(runsOf(place).map((run) => scoreOf(run, data.metric))) : null; // such as of a pruned run
-    const failure = commonFailure(runsOf(place)), kind = failure ? " bad" : place === 0 && data.best ? " best" : last === null ? "" : " last";
+    const last = point.mean === null ? mean(point.runs.map((run) => scoreOf(run, data.metric))) : null; // such as of a pruned run
+    const failure = commonFailure(point.runs), kind = failure ? " bad" : isBest(point) ? " best" : last === null ? "" : " last";
     addElement(button, "span", `value${kind}`, failure || (last === null ? value(point) : formatNumber(last)));
     button.addEventListener("click", (event) => {
-      if (event.altKey || event.shiftKey) return showOnly(place);
-      if (!state.hidden.delete(place)) state.hidden.add(place);
+      if (event.altKey || event.shiftKey) return showOnly(point);
+      if (!state.hidden.delete(point)) state.hidden.add(point);
       refresh();
     });
-    button.addEventListener("dblclick", () => showOnly(place));
-    button.addEventListener("pointerenter", () => highlight(place));
+    button.addEventListener("dblclick", () => showOnly(point));
+    button.addEventListener("pointerenter", () => highlight(point));
     button.addEventListener("pointerleave", () => highlight(null));
-  });
+  }
   byId("hint").textContent = !shown ? "" : isTouch() ? "Tap a point to hide or show it, twice to isolate it." :
     "Click a point to hide or show it, double click (Shift+Enter) to isolate it.";
+}
+
+// List the notes about the runs, except those about unranked runs that are not shown.
+function drawNotes() {
+  const states = shownRuns().map((run) => run.state), box = byId("notes");
+  const omitted = Object.entries(data.unranked).filter(([state]) => !states.includes(state)).map(([, note]) => note);
+  box.textContent = "";
+  data.notes.filter((note) => !omitted.includes(note)).forEach((note) => addElement(box, "li", "", note));
 }
 
 // Write the best result of the shown points, or how they ended if none has one. If no point is shown, say why instead, with a
 // button that shows all points.
 function drawResult() {
-  const best = data.points[visible()[0]], box = byId("result"), filtered = !data.points.some((_, place) => passes(place));
+  const [best] = visible(), box = byId("result"), filtered = !data.points.some(passes);
   const runs = shownRuns(), [run] = runs, shown = visible().length < data.points.length ? "shown " : "", failure = commonFailure(runs);
-  for (const note of byId("notes").children) {
-    const [, state] = /^\d+ (\w+) runs? (is|are) not ranked/.exec(note.textContent) || [];
-    note.hidden = state !== undefined && !runs.some((one) => one.state === state);
-  }
   box.textContent = !best ? `${filtered ? "No point passes the filter" : "All points are hidden"} ` :
     data.runs.length === 1 && (failure || !run.counts) ? `${run.state[0].toUpperCase()}${run.state.slice(1)} at step ${run.diverged ?? run.steps}` :
     failure ? `${runs.length === 1 ? `The ${shown}run` : `All ${runs.length} ${shown}runs`} ${failure}` :
@@ -257,7 +262,7 @@ function drawResult() {
 }
 
 function formatValues(values) {
-  const numbers = values.every((v) => v !== "" && Number.isFinite(Number(v)));
+  const numbers = values.every(isNumber);
   const sorted = values.slice().sort((a, b) => (numbers ? a - b : a.localeCompare(b)));
   if (numbers && values.length > 12) return `${values.length} numbers from ${sorted[0]} to ${sorted[sorted.length - 1]}`;
   return sorted.slice(0, 40).join(" · ") + (values.length > 40 ? ` · and ${values.length - 40} more` : "");
@@ -266,12 +271,11 @@ function formatValues(values) {
 function drawDifferences() {
   const table = document.querySelector("#differences table"), entries = Object.entries(data.differ);
   byId("differences").hidden = !entries.length;
-  const leader = Object.fromEntries(Object.entries(data.along).flatMap(([key, along]) => along.map((one) => [one, key])));
   for (const [key, values] of entries) {
     const row = addElement(table, "tr");
     addName(addElement(row, "td", "key"), key);
     const cell = addElement(row, "td", "wraps", formatValues(values));
-    if (leader[key]) addElement(cell, "div", "small", `varies together with ${shortName(leader[key])}`);
+    if (data.along[key]) addElement(cell, "div", "small", `varies together with ${shortName(data.along[key])}`);
     else if (!data.keys.includes(key)) addElement(cell, "div", "small", "runs that differ only in this setting form one point");
   }
 }
@@ -279,7 +283,7 @@ function drawDifferences() {
 function drawSamples() {
   const cards = document.querySelector("#samples .cards");
   cards.textContent = "";
-  const some = visible().map((place) => runsOf(place).find((run) => run.samples.length)).filter(Boolean);
+  const some = visible().map((point) => point.runs.find((run) => run.samples.length)).filter(Boolean);
   byId("samples").hidden = !data.runs.some((run) => run.samples.length);
   for (const run of some.slice(0, 12)) {
     const card = addElement(cards, "div", "card"), last = run.samples[run.samples.length - 1];
@@ -303,7 +307,7 @@ function drawWarnings() {
   box.textContent = "";
   const same = new Map(), number = /\d+(\.\d+)?(e[+-]?\d+)?/g; // texts of a point that differ only in numbers are shown once
   for (const run of some) for (const w of run.warnings) {
-    const { text } = w, key = `${run.point} ${text.replace(number, "")}`;
+    const { text } = w, key = `${run.point.place} ${text.replace(number, "")}`;
     if (!same.has(key)) same.set(key, { text, runs: new Set(), numbers: text.match(number)?.map(() => []), told: [] });
     const { runs, numbers, told } = same.get(key);
     runs.add(run);
@@ -311,7 +315,7 @@ function drawWarnings() {
     told.push(`${runLabel(run)}${w.step === null ? "" : `, step ${w.step}`}`);
   }
   for (const { text, runs, numbers, told } of same.values()) {
-    const details = addElement(box, "details"), { label } = data.points[[...runs][0].point];
+    const details = addElement(box, "details"), [{ point: { label } }] = runs;
     const ends = (all) => [...new Set([Math.min, Math.max].map((end) => all.find((n) => Number(n) === end(...all))))].join("–");
     let nth = 0;
     addElement(details, "summary", "", `${text.replace(number, () => ends(numbers[nth++]))} (${label}: ${runs.size === 1 ? "1 run" : `${runs.size} runs`})`);
@@ -382,6 +386,7 @@ function addChoice(id, options, key, then) {
 
 function refresh() {
   conditions = parseFilter(state.filter);
+  drawNotes();
   drawResult();
   drawLegend();
   drawCharts();
@@ -444,7 +449,7 @@ function controls() {
       (name.endsWith("log") ? resetZoom : drawCharts)();
     });
   }
-  byId("bands-label").hidden = !data.points.some((_, place) => runsOf(place).length > 1);
+  byId("bands-label").hidden = !data.points.some((point) => point.runs.length > 1);
   byId("smooth").value = state.smooth;
   byId("smooth").addEventListener("input", () => { state.smooth = Number(byId("smooth").value); drawCharts(); });
   let waiting = 0;
@@ -454,7 +459,7 @@ function controls() {
   });
   byId("filter").value = state.filter;
   byId("theme").addEventListener("click", () => {
-    setTheme(state.theme = isDark() ? "light" : "dark");
+    setTheme(state.theme = theme() === "dark" ? "light" : "dark");
     refresh();
   });
   byId("save").addEventListener("click", saveTable);
@@ -477,6 +482,7 @@ async function begin() {
   state.raw = data.runs.length === 1;
   state.ylog = commonFailure(data.runs) === "diverged" && lossRatio(data.runs) > 20;
   defaults = { ...state };
+  axes = listAxes();
   loadView();
   byId("opening").remove();
   document.querySelector("main").hidden = false;

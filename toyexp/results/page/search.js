@@ -5,7 +5,8 @@ function drawSearch() {
   section.hidden = !search;
   if (!search || !Plotly) return;
   const scored = search.trials.filter((trial) => trial.score !== null);
-  const wins = (a, b) => (search.minimising ? a.score < b.score : a.score > b.score), done = scored.filter((trial) => trial.complete);
+  const [better, worse] = search.limits, done = scored.filter((trial) => trial.complete);
+  const wins = (a, b) => (better < worse ? a.score < b.score : a.score > b.score);
   let star = null; // best trial so far
   const history = done.map((trial) => (star = star && !wins(trial, star) ? star : trial).height);
   const numbers = scored.map((trial) => trial.number), last = Math.max(0, ...numbers), colour = style("mark");
@@ -13,7 +14,7 @@ function drawSearch() {
   drawTrials("trials", scored, numbers, { title: { text: "trial" } }, [steps], star);
   const box = byId("settings");
   for (const key of box.childElementCount ? [] : search.keys) { // before the charts: they take the width of their cells
-    const figure = addElement(box, "figure"), share = search.importances[key];
+    const figure = addElement(box, "figure"), share = data.importance[key];
     addElement(figure, "figcaption", "", shortName(key) + (share === undefined ? "" : ` (importance ${(share * 100).toFixed(0)} %)`)).title = key;
     addElement(figure, "div", "chart").id = `setting-${key}`;
   }
@@ -32,7 +33,7 @@ function drawSearch() {
     drawTrials(`setting-${key}`, trials, xs, axis, [], star, borders);
   }
   const run = star && data.runs.find((one) => readValue(one, "trial") === star.number);
-  byId("search-best").textContent = star ? `Best ${search.metric}: ${formatNumber(star.score)}${run ? `, ${data.points[run.point].label}` : ""}, trial ${star.number}` : "";
+  byId("search-best").textContent = star ? `Best ${search.metric}: ${formatNumber(star.score)}${run ? `, ${run.point.label}` : ""}, trial ${star.number}` : "";
   const text = [...(star ? ["line: best so far", "star: best trial"] : []), ...search.legend].join("; ");
   byId("search-note").textContent = text && `${text[0].toUpperCase()}${text.slice(1)}.`;
 }

@@ -9,12 +9,12 @@ function scoreOf(run, head) {
 
 // Return the columns of the table. The metric that ranks the points comes first, so that a phone shows it. The columns
 // name, seed and warnings are left out if they would say nothing. If `saved`, each run has its name and path. `rank` is the value
-// to sort by if it is not the value shown; `minor` columns are not printed.
+// to sort by if it is not the value shown.
 function listColumns(saved = false) {
   const points = state.rows === "points", each = (of) => (row) => (points ? mean(row.runs.map(of)) : of(row));
   const spread = (of) => (row) => (row.counted > 1 ? meanAndDeviation(row.runs.map(of).filter((v) => v !== null))[1] : null);
   const withSpread = (head, of) => [{ head, of: each(of), number: true }, ...(saved && points ? [{ head: `± ${head}`, of: spread(of) }] : [])];
-  const keys = data.keys.map((key) => ({ head: key, of: (row) => row.settings[key] ?? null }));
+  const keys = data.keys.map((key) => ({ head: key, of: (row) => row.all[key] ?? null }));
   if (data.search) keys.unshift({ head: "trial", of: (row) => readValue(points ? row.runs[0] : row, "trial"), form: String, number: true });
   const scores = ["held-out loss", ...data.scores.map((s) => `held-out ${s}`), "smoothed train loss"].filter((s) => s !== data.metric);
   const numbers = [
@@ -30,14 +30,15 @@ function listColumns(saved = false) {
       ...numbers];
   }
   const several = (of, runs = data.runs) => new Set(runs.map(of)).size > 1, warned = data.runs.some((r) => r.warned);
-  const named = saved || !keys.length || data.points.some((_, place) => several((r) => r.name, runsOf(place)));
+  const named = saved || !keys.length || data.points.some((p) => several((r) => r.name, p.runs));
   const metric = (r) => scoreOf(r, data.metric), rank = (r) => (r.counts ? metric(r) : null);
   return [{ head: data.metric, of: metric, rank, number: true, best: data.points.length === data.runs.length },
     ...(named ? [{ head: "name", of: (r) => r.name }] : []), ...keys,
     ...(several((r) => r.seed) ? [{ head: "seed", of: (r) => r.seed, form: String, number: true }] : []),
     { head: "state", of: (r) => r.state }, { head: "steps taken", of: (r) => r.steps, form: String, number: true }, ...numbers,
     ...(warned ? [{ head: "warnings", of: (r) => r.warned, form: (n) => n || "", number: true }] : []),
-    ...(saved || several((r) => r.when?.slice(0, 16)) ? [{ head: "begun", of: (r) => r.when || null, form: formatTime, minor: true }] : []), ...(saved ? [{ head: "path", of: (r) => r.path }] : [])];
+    ...(saved || (several((r) => r.when?.slice(0, 16)) && !isPrinted()) ? [{ head: "begun", of: (r) => r.when || null, form: formatTime }] : []),
+    ...(saved ? [{ head: "path", of: (r) => r.path }] : [])];
 }
 
 const MOST_ROWS = 20; // rows shown before "show all" is clicked
@@ -54,8 +55,7 @@ function limitRows(id, count, most = MOST_ROWS) {
 
 function compareCells(a, b) {
   if (a === null || b === null) return a === b ? 0 : a === null ? 1 : -1; // missing values come last
-  const [m, n] = [Number(a), Number(b)];
-  const order = a !== "" && b !== "" && Number.isFinite(m) && Number.isFinite(n) ? m - n : String(a).localeCompare(String(b));
+  const order = isNumber(a) && isNumber(b) ? a - b : String(a).localeCompare(String(b));
   return state.falling ? -order : order;
 }
 
@@ -66,7 +66,7 @@ function drawTable() {
   const line = addElement(head, "tr");
   addElement(line, "th").ariaLabel = "mark";
   for (const column of columns) {
-    const cell = addElement(line, "th", cellClass(column)), sorted = state.sort === column.head;
+    const cell = addElement(line, "th", column.number && "number"), sorted = state.sort === column.head;
     if (sorted) cell.setAttribute("aria-sort", state.falling ? "descending" : "ascending");
     const button = isPrinted() ? cell : addElement(cell, "button"); // Chromium does not repeat a head with buttons on each page
     addName(button, column.head);
@@ -89,15 +89,17 @@ function drawTable() {
   saveView();
   for (const row of rows.slice(0, limitRows("more-rows", rows.length))) {
     const cells = addElement(body, "tr");
-    addMark(addElement(cells, "td"), row.point);
+    const point = row.point || row;
+    addMark(addElement(cells, "td"), point);
     for (const column of columns) {
       const text = formatCell(column, row);
-      const best = column.best && row.point === 0 && column.of(row) !== null && data.best;
-      const cell = addElement(cells, "td", cellClass(column) + (String(text).length > 16 ? " long" : "") + (/(diverged|failed)$/.test(text) ? " bad" : "") + (best ? " best" : ""));
+      const best = column.best && isBest(point) && column.of(row) !== null;
+      const kinds = { number: column.number, long: String(text).length > 16, bad: /(diverged|failed)$/.test(text), best };
+      const cell = addElement(cells, "td", Object.keys(kinds).filter((kind) => kinds[kind]).join(" "));
       if (best) addElement(cell, "span", "badge", "best");
       cell.append(text);
     }
-    if (scale) drawStrip(addElement(addElement(cells, "td", "strip"), "div"), scale.place, rank(row), row.deviation || 0, row.point);
+    if (scale) drawStrip(addElement(addElement(cells, "td", "strip"), "div"), scale.place, rank(row), row.deviation || 0, point);
   }
   const table = body.parentElement;
   table.classList.remove("tight");
@@ -121,10 +123,6 @@ function drawStrip(box, place, known, deviation, point) {
   if (place(known) < 0 || place(known) > 1) box.lastChild.firstChild.setAttribute("d", at ? "M1,1L11,6L1,11z" : "M11,1L1,6L11,11z"); // beyond the scale
 }
 
-function cellClass(column) {
-  return (column.number ? "number" : "") + (column.minor ? " minor" : "");
-}
-
 function formatCell(column, row) {
   const known = column.of(row), form = column.form || (column.number ? formatNumber : (v) => v);
   return column.text ? column.text(row) : known === null || known === undefined ? "–" : form(known);
@@ -132,8 +130,7 @@ function formatCell(column, row) {
 
 // Return the rows of the table that pass the filter, sorted.
 function listRows(columns) {
-  let rows = state.rows === "points" ? data.points.map((p, place) => ({ ...p, point: place, runs: runsOf(place) })) : data.runs.slice();
-  rows = rows.filter((row) => shows(row.point));
+  const rows = state.rows === "points" ? visible() : data.runs.filter((run) => shows(run.point));
   const order = columns.find((column) => column.head === state.sort);
   const rank = order && (order.rank || order.of);
   if (order) rows.sort((a, b) => compareCells(rank(a), rank(b)));

@@ -110,14 +110,10 @@ def check_plot_path(option: str, typed: str) -> Path:
     if path.is_dir():
         raise UserError(f"{subject}: is a directory, expected a file; type {option} {path / 'plot.svg'}")
     require_writable(subject, path)
-    _require_own_plot(path)
-    require_drawing()
-    return path
-
-
-def _require_own_plot(path: Path) -> None:
     if os.path.lexists(path) and not is_own_plot(path):
         raise UserError(f"{path}: exists and is not a plot of toyexp; choose another name")
+    require_drawing()
+    return path
 
 
 def is_own_plot(path: Path) -> bool:
@@ -292,7 +288,7 @@ def set_log_scale(axes: Any, which: str, values: Iterable[float], ratio: float =
 
 
 def caption(axes: Any, text: str, colour: str = GREY, side: str = "right") -> None:
-    """Write a note above a panel. `side` is left, center or right."""
+    """Write a note above a panel. `side` is left or right."""
     axes.set_title(text, loc=side, fontsize=SMALL, color=colour, pad=7)
 
 

@@ -135,7 +135,7 @@ def describe_result(curves: Curves) -> str:
     return f"{curves.steps['loss'][0][-1]} steps"
 
 
-def smooth_parts(values: Sequence[float], split: int, log: bool) -> tuple[list[float], float]:
+def smooth_parts(values: Sequence[float], split: int, log: bool) -> list[float]:
     """Return `smooth` of the values before and from the index `split`, so that the average jumps where the loss does.
 
     If `log` is True, average the logarithms of the values, and leave out values that have none.
@@ -143,21 +143,21 @@ def smooth_parts(values: Sequence[float], split: int, log: bool) -> tuple[list[f
     if log:
         values = [math.log(value) if 0 < value < math.inf else math.nan for value in values]
     parts = [values[:split], values[split:]] if split else [values]
-    means = [mean for part in parts for mean in smooth(part if log else remove_spikes(part))[0]]
-    return [math.exp(mean) for mean in means] if log else means, HALF * (len(values) - 1)
+    means = [mean for part in parts for mean in smooth(part if log else remove_spikes(part))]
+    return [math.exp(mean) for mean in means] if log else means
 
 
-def smooth(values: Sequence[float]) -> tuple[list[float], float]:
-    """Return a centred moving average of the values, and its half-life in steps.
+def smooth(values: Sequence[float]) -> list[float]:
+    """Return a centred moving average of the values.
 
-    The half-life is the distance from the centre at which a value has half the weight of the centre's value. The report
-    page uses the same average. Before averaging, the curve is extended to the left by its point reflection about the
-    first point, so that the average begins at the first value. NaN and infinite values do not count in the averages; at
-    their own steps the average is NaN.
+    Weights halve over the fraction HALF of the steps, to both sides. The report page uses the same average. Before
+    averaging, the curve is extended to the left by its point reflection about the first point, so that the average
+    begins at the first value. NaN and infinite values do not count in the averages; at their own steps the average is
+    NaN.
     """
     half = HALF * (len(values) - 1)
     if not half:
-        return list(values), half
+        return list(values)
     # Complex numbers sum values (real part) and weights (imaginary part) at once.
     points = [complex(value, 1) if math.isfinite(value) else 0j for value in values]
     before = [complex(2 * values[0] * point.imag - point.real, point.imag) for point in points[:0:-1] if points[0]]
@@ -168,7 +168,7 @@ def smooth(values: Sequence[float]) -> tuple[list[float], float]:
     left = [*itertools.accumulate(before + points, decay)][-len(points) :]
     right = [*itertools.accumulate(points[::-1], decay)][::-1]
     sums = zip(points, [a + b - point for a, b, point in zip(left, right, points, strict=True)], strict=True)
-    return [total.real / total.imag if point else math.nan for point, total in sums], half
+    return [total.real / total.imag if point else math.nan for point, total in sums]
 
 
 def remove_spikes(values: Sequence[float]) -> list[float]:
@@ -190,7 +190,7 @@ def _loss(axes: Any, curves: Curves) -> None:
     diverged = find_divergence(steps, values)
     split = steps.index(diverged) if diverged is not None else 0
     is_late = split > max(MOST_ABOVE * len(steps), FEW_STEPS)  # the axis then fits the losses before the divergence
-    means, half = smooth_parts(values, split, False)
+    means, is_smoothed = smooth_parts(values, split, False), HALF * (len(values) - 1) > 1
     usual = [finite[int(share * (len(finite) - 1))] for share in (0.01, 0.98)] if finite else []
     if shown := [*filter(math.isfinite, (*means, *held_out)), *usual]:
         ends = [[*filter(math.isfinite, some)][-1:] for some in (means, held_out)]
@@ -207,12 +207,12 @@ def _loss(axes: Any, curves: Curves) -> None:
         high = max(largest, *shown) if is_complete else high
         fit_y_axis(axes, low, high, pluralise(above, "step"), largest, is_complete)
         if axes.get_yscale() == "log":
-            means, half = smooth_parts(values, split, True)
+            means = smooth_parts(values, split, True)
     if finite:
-        if half > 1:
+        if is_smoothed:
             axes.plot(*thin_curve(steps, values, MAX_POINTS), color=BLUE, linewidth=0.6, alpha=0.35,
                       label="training, each step")  # fmt: skip
-        label = _label("training, smoothed" if half > 1 else "training", means, format_number)
+        label = _label("training, smoothed" if is_smoothed else "training", means, format_number)
         axes.plot(*thin_curve(steps, means, MAX_POINTS), color=BLUE, linewidth=1.6, label=label)
         if _is_not_finite(values[-1]):
             stop, end = [pair for pair in zip(steps, means, strict=True) if math.isfinite(pair[1])][-1]
@@ -261,8 +261,8 @@ def _gradient_norm(axes: Any, points: Points, diverged: int | None) -> None:
     steps, values = points
     _small(axes, points, "gradient norm")
     finite = sorted(value for value in values if 0 < value < math.inf)
-    means, half = smooth_parts(values, steps.index(diverged) if diverged in steps else 0, True)
-    if half > 1 and finite:
+    if HALF * (len(values) - 1) > 1 and finite:
+        means = smooth_parts(values, steps.index(diverged) if diverged in steps else 0, True)
         axes.lines[0].set(alpha=0.45, linewidth=0.6)
         axes.plot(*thin_curve(steps, means, MAX_POINTS), color=GREY, linewidth=1.4)
     if finite:

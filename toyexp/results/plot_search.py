@@ -103,19 +103,14 @@ class Search:
         return names[:MAX_NAMES] if not are_numbers or 2 * len(names) <= len(values) else []
 
     @property
-    def pruned(self) -> int:
-        """Number of trials that were stopped early and have a score of an earlier step."""
-        return sum(not trial.is_complete and trial.score is not None for trial in self.trials)
-
-    @property
     def is_minimising(self) -> bool:
         """True if a lower metric is better."""
         return lower_is_better(self.metric)
 
     @property
-    def scores(self) -> list[float]:
-        """Final metrics of the completed trials."""
-        return [trial.score for trial in self.trials if trial.is_complete and trial.score is not None]
+    def completed(self) -> list[Trial]:
+        """Trials that completed with a score."""
+        return [trial for trial in self.trials if trial.is_complete and trial.score is not None]
 
     @cached_property
     def limits(self) -> tuple[float, float, float, float]:
@@ -125,7 +120,7 @@ class Search:
         such trials, completed or pruned, the logarithmic part shows them; see `place`.
         """
         sign = 1 if self.is_minimising else -1
-        costs = sorted(sign * score for score in self.scores) or [0.0]
+        costs = sorted(sign * (trial.score or 0.0) for trial in self.completed) or [0.0]
         every = [sign * trial.score for trial in self.trials if trial.score is not None] or [0.0]
         best, middle = costs[0], statistics.median(costs)
         worst = max((cost for cost in costs if cost <= best + 4 * (middle - best)), default=best)
@@ -168,9 +163,10 @@ class Search:
     def describe_pruning(self) -> list[str]:
         """Return the parts of a legend that say how a chart shows pruned trials and the compressed range."""
         first, last = self.pruning_steps
+        pruned = sum(not trial.is_complete and trial.score is not None for trial in self.trials)
         steps = f" at steps {first} to {last}, stronger: later" if first < last else f" at step {last}"
-        rings = f"rings: {pluralise(self.pruned, 'trial')} pruned{steps if last else ''}"
-        return [rings] * (self.pruned > 0) + ["grey band: logarithmic"] * bool(self.cut_ticks)
+        rings = f"rings: {pluralise(pruned, 'trial')} pruned{steps if last else ''}"
+        return [rings] * (pruned > 0) + ["grey band: logarithmic"] * bool(self.cut_ticks)
 
     def describe(self) -> str:
         """Return a title: the algorithm, the searched settings and the number of trials."""
@@ -184,10 +180,9 @@ def draw_search(search: Search, source: str, unit: str) -> Sheet:
 
     Raise UserError if no trial has a score.
     """
-    completed = [trial for trial in search.trials if trial.is_complete and trial.score is not None]
-    if not completed:
+    if not search.completed:
         raise UserError(f"{source}: no trial of this search has a score yet; there is nothing to draw")
-    best = (min if search.is_minimising else max)(completed, key=lambda trial: trial.score or 0.0)
+    best = (min if search.is_minimising else max)(search.completed, key=lambda trial: trial.score or 0.0)
     keys, names = search.keys[:MAX_PANELS], short_keys(search.keys)
     rows = -(-len(keys) // PANELS_PER_ROW)
     pairs = zip(search.keys, short_keys(search.keys), strict=True)
@@ -196,7 +191,7 @@ def draw_search(search: Search, source: str, unit: str) -> Sheet:
     sheet = Sheet(0.5 + 3.2 + 2.4 * rows, title, " · ".join(_footer(search, source, keys)),
                   [3.2] + [2.4] * rows, columns=[1] + [min(len(keys), PANELS_PER_ROW)] * rows)  # fmt: skip
     above, *panels = sheet.panels
-    _draw_trials(above, search, completed, best)
+    _draw_trials(above, search, best)
     for number, (axes, key) in enumerate(zip(panels, keys, strict=False)):
         _draw_setting(axes, search, key, names[number], best)
         axes.tick_params(labelleft=number % PANELS_PER_ROW == 0)
@@ -253,12 +248,12 @@ def _draw_dots(axes: Any, search: Search, positions: Mapping[int, float], best: 
                   markeredgecolor=AMBER, markeredgewidth=1.3, zorder=5, clip_on=False)  # fmt: skip
 
 
-def _draw_trials(axes: Any, search: Search, completed: Sequence[Trial], best: Trial) -> None:
+def _draw_trials(axes: Any, search: Search, best: Trial) -> None:
     axes.margins(x=0.02)
     _draw_dots(axes, search, {trial.number: trial.number for trial in search.trials}, best)
-    better = min if search.is_minimising else max
-    so_far = [*map(search.place, itertools.accumulate(search.scores, better))]
-    numbers = [trial.number for trial in completed]
+    scores = (trial.score or 0.0 for trial in search.completed)
+    so_far = [*map(search.place, itertools.accumulate(scores, min if search.is_minimising else max))]
+    numbers = [trial.number for trial in search.completed]
     last = max(trial.number for trial in search.trials)
     axes.step([*numbers, last], [*so_far, so_far[-1]], where="post", color=AMBER, linewidth=1.6)
     caption(axes, f"line: best so far; star: best trial, {best.number}", AMBER, "left")

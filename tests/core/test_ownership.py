@@ -27,7 +27,7 @@ from toyexp.base.writing import require_writable, swap
 from toyexp.cli.main import main
 from toyexp.interfaces.run import Run
 from toyexp.results.comparison import Comparison
-from toyexp.results.report import Report
+from toyexp.results.report import write_report
 from toyexp.training.rundir import RunDir, lock
 
 PLUGINS, *TINY = noop()
@@ -541,11 +541,10 @@ def test_a_full_disk_while_writing_a_page_or_plot_is_a_failure(monkeypatch):
     def full(path):
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    for module, write in (("results.report", Report("").write), ("base.drawing", Sheet.write)):
+    for module in ("results.report", "base.drawing"):
         monkeypatch.setattr(f"toyexp.{module}.write_atomically", full)
-        monkeypatch.setattr(Report, "_page", lambda *_: b"")
-        with pytest.raises(RunFailed, match="No space left"):
-            if module == "results.report":
-                write(Comparison.build([], "loss"), Path("a.html"))
-            else:
-                write(SimpleNamespace(pictures=lambda suffix, column: {suffix: b""}), Path("a.svg"))
+    monkeypatch.setattr("toyexp.results.report._fill_page", lambda *_: b"")
+    with pytest.raises(RunFailed, match="No space left"):
+        write_report(Comparison.build([], "loss"), Path("a.html"), "")
+    with pytest.raises(RunFailed, match="No space left"):
+        Sheet.write(SimpleNamespace(pictures=lambda suffix, column: {suffix: b""}), Path("a.svg"))

@@ -15,7 +15,7 @@ from toyexp.base.drawing import thin_curve
 from toyexp.cli.main import main
 from toyexp.results.comparison import Comparison
 from toyexp.results.events import History, average_bins
-from toyexp.results.report import FIRST_DELAY, Report, SweepReport, compute_importance, pack_library
+from toyexp.results.report import FIRST_DELAY, SweepReport, _page_data, compute_importance, pack_library, write_report
 from toyexp.results.run_dirs import find_runs, read_run
 
 pytest.importorskip("plotly", reason="the report: pip install 'toyexp[report]'")
@@ -69,7 +69,7 @@ def test_a_thinned_curve_keeps_its_extremes():
 
 def test_the_last_of_many_held_out_scores_is_always_drawn(tmp_path):
     run = write_run(tmp_path / "run", steps=62, eval_every=1)
-    (run_data,) = Report("")._data(Comparison.build([read_run(run)]), 100)["runs"]
+    (run_data,) = _page_data(Comparison.build([read_run(run)]), None, 100)["runs"]
     steps, losses = run_data["held"]["loss"]
     assert len(steps) == len(losses) < 62 and (steps[0], steps[-1]) == (1, 62)
 
@@ -207,7 +207,8 @@ def test_only_the_best_of_very_many_runs_are_shown(tmp_path, monkeypatch):
     monkeypatch.setattr("toyexp.results.report.MAX_RUNS", 3)
     for number in range(5):
         write_run(tmp_path / f"s/{number}", steps=5, lr=10.0**-number, held_out=float(5 - number))
-    Report("five").write(Comparison.build([read_run(path) for path in find_runs(tmp_path / "s")]), tmp_path / "r.html")
+    comparison = Comparison.build([read_run(path) for path in find_runs(tmp_path / "s")])
+    write_report(comparison, tmp_path / "r.html", "five")
     data = page_data(tmp_path / "r.html")
     assert [run["loss"] for run in data["runs"]] == [1.0, 2.0, 3.0]
     assert "the best 3 of 5 runs are shown" in data["notes"]

@@ -21,7 +21,7 @@ from toyexp.base.formatting import display_path, format_csv
 from toyexp.cli.main import main
 from toyexp.results.comparison import Comparison, Entry
 from toyexp.results.filters import filter_runs, sort_runs, split_filters
-from toyexp.results.report import Report
+from toyexp.results.report import _page_data
 from toyexp.results.run_dirs import Run, read_run, unzip_archives
 from toyexp.training.provenance import read_origin
 from toyexp.training.rundir import lock
@@ -721,7 +721,7 @@ def test_messages_name_the_zip_and_not_its_temporary_directory(here, capsys):
     assert error.startswith("toyexp: error: compare none.zip: holds no run")
     with unzip_archives(["class.zip"]) as (path,):
         assert display_path(path) == "class.zip"
-        data = Report("")._data(Comparison.build([read_run(Path(path, "killed"))]), 100)
+        data = _page_data(Comparison.build([read_run(Path(path, "killed"))]), None, 100)
         assert data["runs"][0]["path"] == "class.zip/killed" and "class.zip/killed" in data["runs"][0]["again"]
     assert "toyexp-" not in "".join([*outputs, error, (here / "x.svg").read_text()])
 

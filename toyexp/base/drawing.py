@@ -144,16 +144,13 @@ class Sheet:
         self.figure = Figure(figsize=(WIDTH, height), layout="constrained", facecolor="white")
         FigureCanvasAgg(self.figure)
         self.panels: list[Any] = []
+        parts: Any = [self.figure]
         if columns:  # subfigures, so that each row has its own margins
-            parts = self.figure.subfigures(len(rows), 1, height_ratios=list(rows), squeeze=False)
-            for part, count in zip(parts.flat, columns, strict=True):
-                shape = (1, count) if count > 0 else (-count, 1)
-                self.panels += list(part.subplots(*shape, squeeze=False, sharex=count < 0).flat)
-                part.align_ylabels()
-        else:
-            panels = self.figure.subplots(len(rows), 1, height_ratios=list(rows), squeeze=False, sharex=True)
-            self.panels = list(panels.flat)
-            self.figure.align_ylabels()
+            parts = self.figure.subfigures(len(rows), 1, height_ratios=list(rows), squeeze=False).flat
+        for part, count in zip(parts, columns or [-len(rows)], strict=True):
+            shape, heights = ((1, count) if count > 0 else (-count, 1)), None if columns else list(rows)
+            self.panels += part.subplots(*shape, squeeze=False, sharex=count < 0, height_ratios=heights).flat
+            part.align_ylabels()
         self._below_text = self.figure.text(0.01, 1, "", va="top", fontsize=SMALL, color=GREY)
         self._resize(None)
 

@@ -217,7 +217,7 @@ def run_compare(arguments: Arguments) -> int:
     from toyexp.base.drawing import check_plot_path
     from toyexp.results.plot import draw_sheet
     from toyexp.results.plot_search import Search
-    from toyexp.results.report import Report
+    from toyexp.results.report import write_report
     from toyexp.sweeps.compare import compare_runs
 
     check_form(arguments)
@@ -238,7 +238,7 @@ def run_compare(arguments: Arguments) -> int:
         comparison, single = answer.comparison, Path(paths[0]) if len(paths) == 1 else None
         source = " ".join(map(display_path, paths))
         if page:
-            size = Report(source, Search.read(single) if single else None).write(comparison, Path(page))
+            size = write_report(comparison, Path(page), source, Search.read(single) if single else None)
             print_line(f"report  {page}, {format_bytes(size)}")
         if picture:
             figure = draw_sheet(comparison, source, None if filters or metric else single)

@@ -9,7 +9,6 @@ import math
 import shlex
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import cache, lru_cache
 from html import escape
@@ -78,85 +77,81 @@ def pack_library() -> str:
     return pack(str(get_plotlyjs()))
 
 
-@dataclass
-class Report:
-    """Writer of report.html."""
+def write_report(comparison: Comparison, path: Path, source: str, search: Search | None = None) -> int:
+    """Write the page to `path` atomically and return its size in bytes.
 
-    source: str  # compared paths
-    search: Search | None = None  # the runs are the trials of this search
+    `source` names the compared directories; `search` is given if the runs are the trials of a search. Only the best
+    MAX_RUNS runs are shown. If the page exceeds MAX_BYTES, curves get fewer points. Raise RunFailed if the page cannot
+    be written, Unavailable without plotly.
+    """
+    comparison, most = comparison.best(MAX_RUNS), MAX_CURVE_POINTS
+    while most * len(comparison.entries) > MAX_LOSS_POINTS:
+        most //= 2  # by factors of 2, so that cached curves stay valid longer while runs are added
+    page = _fill_page(comparison, source, search, most)
+    while len(page) > MAX_BYTES and most > 100:
+        most //= 2
+        page = _fill_page(comparison, source, search, most)
+    with convert_write_errors(path), write_atomically(path) as temporary:
+        temporary.write_bytes(page)
+    return len(page)
 
-    def write(self, comparison: Comparison, path: Path) -> int:
-        """Write the page atomically and return its size in bytes.
 
-        Only the best MAX_RUNS runs are shown. If the page exceeds MAX_BYTES, curves get fewer points. Raise RunFailed
-        if the page cannot be written, Unavailable without plotly.
-        """
-        comparison, most = comparison.best(MAX_RUNS), MAX_CURVE_POINTS
-        while most * len(comparison.entries) > MAX_LOSS_POINTS:
-            most //= 2  # by factors of 2, so that cached curves stay valid longer while runs are added
-        page = self._page(comparison, most)
-        while len(page) > MAX_BYTES and most > 100:
-            most //= 2
-            page = self._page(comparison, most)
-        with convert_write_errors(path), write_atomically(path) as temporary:
-            temporary.write_bytes(page)
-        return len(page)
+def _fill_page(comparison: Comparison, source: str, search: Search | None, most: int) -> bytes:
+    data = pack(dump_json(_page_data(comparison, search, most)))
+    parts = {
+        "title": escape(describe_runs(comparison, search), quote=False),
+        "source": escape(source, quote=False),
+        "style": (PAGE / "page.css").read_text(encoding="utf-8"),
+        "library": pack_library(),
+        "data": data,
+        "script": "\n".join((PAGE / name).read_text(encoding="utf-8") for name in SCRIPTS),
+    }
+    page = (PAGE / "page.html").read_text(encoding="utf-8")
+    for name, text in parts.items():
+        page = page.replace(f"<!--{name}-->", text)
+    return page.encode(errors="backslashreplace")
 
-    def _page(self, comparison: Comparison, most: int) -> bytes:
-        data = pack(dump_json(self._data(comparison, most)))
-        parts = {
-            "title": escape(describe_runs(comparison, self.search), quote=False),
-            "source": escape(self.source, quote=False),
-            "style": (PAGE / "page.css").read_text(encoding="utf-8"),
-            "library": pack_library(),
-            "data": data,
-            "script": "\n".join((PAGE / name).read_text(encoding="utf-8") for name in SCRIPTS),
-        }
-        page = (PAGE / "page.html").read_text(encoding="utf-8")
-        for name, text in parts.items():
-            page = page.replace(f"<!--{name}-->", text)
-        return page.encode(errors="backslashreplace")
 
-    def _data(self, comparison: Comparison, most: int) -> dict[str, Any]:
-        ranking = comparison.ranking
-        search = self.search
-        shares, why = (search.importances, search.no_importances) if search else compute_importance(comparison)
-        point_indices = {id(point): index for index, point in enumerate(ranking.points)}
-        differing_keys = comparison.every_key
-        every_key = list(dict.fromkeys([*differing_keys, *(search.keys if search else ())]))
-        rising = not ranking.column.endswith("loss") and not lower_is_better(ranking.column.removeprefix("held-out "))
-        return {
-            "written": datetime.now(UTC).isoformat(timespec="seconds"),
-            "metric": ranking.column,
-            "best": len(ranking.points) > 1 and ranking.best is not None,
-            "rising": rising,
-            "keys": comparison.keys, "names": dict(zip(every_key, short_keys(every_key), strict=True)),
-            "along": {key: leader for leader, group in comparison.linked_keys.items() for key in group},
-            "differ": {key: comparison.values(key) for key in differing_keys},
-            "scores": comparison.scores, "columns": COLUMNS,
-            "notes": comparison.notes(), "unranked": comparison.unranked_notes(),
-            "importance": shares, "no_importance": why, "search": search and _search_data(search),
-            "colours": {"light": COLOURS, "dark": DARK_COLOURS}, "ramps": {"light": RAMP, "dark": DARK_RAMP},
-            "points": [
-                {"label": comparison.label(point.jobs[0]), "deviation": point.deviation,
-                 "mean": point.mean if math.isfinite(point.mean) else None,
-                 "counted": len(point.values), "state": point.state}
-                for point in ranking.points
-            ],
-            "runs": [self._run(run, point_indices[id(point)], differing_keys, most) for run, point in ranking.jobs()],
-            "most": most, "unit": _unit(comparison.entries),
-        }  # fmt: skip
+def _page_data(comparison: Comparison, search: Search | None, most: int) -> dict[str, Any]:
+    ranking = comparison.ranking
+    shares, why = (search.importances, search.no_importances) if search else compute_importance(comparison)
+    point_indices = {id(point): index for index, point in enumerate(ranking.points)}
+    differing_keys = comparison.every_key
+    every_key = list(dict.fromkeys([*differing_keys, *(search.keys if search else ())]))
+    rising = not ranking.column.endswith("loss") and not lower_is_better(ranking.column.removeprefix("held-out "))
+    return {
+        "written": datetime.now(UTC).isoformat(timespec="seconds"),
+        "metric": ranking.column,
+        "best": len(ranking.points) > 1 and ranking.best is not None,
+        "rising": rising,
+        "keys": comparison.keys, "names": dict(zip(every_key, short_keys(every_key), strict=True)),
+        "along": {key: leader for leader, group in comparison.linked_keys.items() for key in group},
+        "differ": {key: comparison.values(key) for key in differing_keys},
+        "scores": comparison.scores, "columns": COLUMNS,
+        "notes": comparison.notes(), "unranked": comparison.unranked_notes(),
+        "importance": shares, "no_importance": why, "search": search and _search_data(search),
+        "colours": {"light": COLOURS, "dark": DARK_COLOURS}, "ramps": {"light": RAMP, "dark": DARK_RAMP},
+        "points": [
+            {"label": comparison.label(point.jobs[0]), "deviation": point.deviation,
+             "mean": point.mean if math.isfinite(point.mean) else None,
+             "counted": len(point.values), "state": point.state}
+            for point in ranking.points
+        ],
+        "runs": [_run_data(run, point_indices[id(point)], differing_keys, most) for run, point in ranking.jobs()],
+        "most": most, "unit": _unit(comparison.entries),
+    }  # fmt: skip
 
-    def _run(self, entry: Entry, point: int, differ: Sequence[str], most: int) -> dict[str, Any]:
-        run, path = entry.run, display_path(entry.run.path.absolute())
-        typed = [word.partition("=")[0].lstrip("+") for word in entry.facts.get("typed") or []]
-        first = {key: entry.settings[key] for key in (*differ, *typed) if key in entry.settings}
-        return {
-            **run.plain(), "path": path, "point": point, "counts": run.state in FINAL_STATES,
-            "all": {**first, **entry.settings}, "typed": len(first), "facts": _environment(entry),
-            "again": report_command(entry, path),
-            **_read_events(run.path, most, _events_state(run.path)),
-        }  # fmt: skip
+
+def _run_data(entry: Entry, point: int, differ: Sequence[str], most: int) -> dict[str, Any]:
+    run, path = entry.run, display_path(entry.run.path.absolute())
+    typed = [word.partition("=")[0].lstrip("+") for word in entry.facts.get("typed") or []]
+    first = {key: entry.settings[key] for key in (*differ, *typed) if key in entry.settings}
+    return {
+        **run.plain(), "path": path, "point": point, "counts": run.state in FINAL_STATES,
+        "all": {**first, **entry.settings}, "typed": len(first), "facts": _environment(entry),
+        "again": report_command(entry, path),
+        **_read_events(run.path, most, _events_state(run.path)),
+    }  # fmt: skip
 
 
 def report_command(entry: Entry, path: str) -> str:
@@ -338,7 +333,8 @@ class SweepReport:
                 return
             if path.exists() and not is_report(path):
                 raise Unavailable(f"{short_path(path)} was not written by toyexp; move it away")
-            Report(short_path(sweep), Search.read(sweep)).write(Comparison.build(runs, sweep_metric([sweep])), path)
+            comparison = Comparison.build(runs, sweep_metric([sweep]))
+            write_report(comparison, path, short_path(sweep), Search.read(sweep))
         except Exception as error:  # also a full disk, or a run that is deleted meanwhile
             self._next = math.inf
             log.info("%s: not written (%s)", path, error)

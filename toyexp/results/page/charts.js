@@ -45,18 +45,19 @@ function addMark(parent, point) {
   addSvg("path", { d, fill: hollow ? "none" : colour(point), stroke: hollow ? colour(point) : "none" }, svg);
 }
 
-// Draw a chart, and describe its plot, but not its buttons, to screen readers.
-function drawChart(id, traces, shape, config, text) {
-  const drawn = Plotly.react(id, traces, shape, config), plot = byId(id).querySelector(".main-svg");
+// Draw a chart, and describe its plot, but not its buttons, to screen readers. Only the large chart has buttons.
+function drawChart(id, traces, shape, text) {
+  const { clientWidth: width, clientHeight: height } = byId(id);
+  Plotly.react(id, traces, { ...shape, width, height }, { ...CONFIG, ...(id !== "main" && { displayModeBar: false }) });
+  const plot = byId(id).querySelector(".main-svg");
   plot.setAttribute("role", "img");
   plot.setAttribute("aria-label", text);
-  return drawn;
 }
 
 // Keep a chart's axes if no point is shown.
-function drawEmpty(id, config) {
+function drawEmpty(id) {
   const { xaxis, yaxis, margin } = byId(id).layout || {}, keep = (axis) => ({ ...(axis || { visible: false }), autorange: false });
-  return drawChart(id, [], layout({ xaxis: keep(xaxis), yaxis: keep(yaxis), ...(margin && { margin }) }), config, "no points");
+  drawChart(id, [], layout({ xaxis: keep(xaxis), yaxis: keep(yaxis), ...(margin && { margin }) }), "no points");
 }
 
 function escapeHtml(text) {
@@ -108,7 +109,8 @@ function yRange(traces, raw) {
   const part = (ys, share) => f(ys[Math.floor((ys.length - 1) * share)]), ys = sorted(traces), raws = sorted(raw);
   state.cut = false;
   if (!ys.length) return null;
-  const first = Math.max(...shownRuns().flatMap(firstLosses)), cap = f(first) + (f(first) - part(ys, 0)) / 4;
+  const firsts = shownRuns().map(({ curves, held }) => (state.score === "loss" ? curves.loss.my[0] : null) ?? held[state.score]?.[1][0]);
+  const first = Math.max(...firsts.filter(Number.isFinite)), cap = f(first) + (f(first) - part(ys, 0)) / 4;
   const limit = ["loss", "ppl"].includes(state.score) && first - ys[0] > 0.02 * Math.abs(first) ? cap : Infinity; // if no loss falls, show all
   const near = (sorted) => sorted.filter((y) => f(y) <= limit);
   let low = part(ys, 0), high = near(ys).length ? part(near(ys), 1) : part(ys, 1);
@@ -119,13 +121,6 @@ function yRange(traces, raw) {
   const least = state.zoom || state.ylog ? 2e-4 : 0.05; // share of the highest value, as in the static plots: noise is no trend
   const room = Math.max(0.04 * (high - low), (least * Math.abs(high) - (high - low)) / 2) || 0.1;
   return [low - room, high + room];
-}
-
-// Return a list with the first value of the run's training curve or, if it has none, of its held-out curve of the shown
-// score. The list is empty if the run has neither.
-function firstLosses(run) {
-  const held = run.held[state.score], first = state.score === "loss" ? run.curves.loss.my : [];
-  return (first.length ? first : held ? held[1] : []).slice(0, 1).filter((v) => v !== null);
 }
 
 function zoomLimits() {
@@ -279,7 +274,7 @@ function heldTraces(point, score) {
 function drawMain() {
   if (!Plotly) return;
   saveView();
-  if (!visible().length) return drawEmpty("main", CONFIG);
+  if (!visible().length) return drawEmpty("main");
   const loss = state.score === "loss";
   const marks = loss ? [] : visible().slice().reverse().flatMap((p) => heldTraces(p, state.score));
   const [traces, front, back] = loss ? lossTraces() : [marks, marks, []];
@@ -296,13 +291,14 @@ function drawMain() {
     ...(!state.ylog && range && range[1] >= 1e3 ? labelTicks(roundTicks(...range, false)) : {}),
   };
   const about = `${y.title.text} against ${AXES[state.over]}: ${visible().length} of ${data.points.length} points. `;
-  return drawChart("main", [...traces, ...arrowTraces(front, range, state.ylog)], layout({ yaxis: y, shapes: markLines() }), CONFIG, about + (data.best ? `Best: ${best.label}, ${data.metric} ${value(best)}.` : ""));
+  const ranked = data.best ? `Best: ${best.label}, ${data.metric} ${value(best)}.` : "";
+  drawChart("main", [...traces, ...arrowTraces(front, range, state.ylog)], layout({ yaxis: y, shapes: markLines() }), about + ranked);
 }
 
 function drawSmall(name) {
-  const quiet = { ...CONFIG, displayModeBar: false }, shown = visible(), drawn = new Map();
+  const shown = visible(), drawn = new Map();
   if (!Plotly) return;
-  if (!shown.length) return drawEmpty(name, quiet);
+  if (!shown.length) return drawEmpty(name);
   const count = state.bands ? shown.length : shownRuns().length, most = Math.max(Math.floor(SCREEN / 4 / count), 30);
   const traces = shown.slice().reverse().flatMap((point) => {
     const line = { width: state.hot === point ? 3 : count > 30 ? 0.9 : 1.5, color: colour(point, 0.9) };
@@ -318,7 +314,7 @@ function drawSmall(name) {
   const axis = name === "speed" ? { nticks: 5, rangemode: "tozero", exponentformat: "SI" } : { type: "log", ...logAxis(name) };
   traces.push(...arrowTraces(traces, axis.range, true, 20));
   const shape = layout({ yaxis: { ...axis, fixedrange: true }, margin: { l: 44, r: 12, t: 4, b: 36 } });
-  return drawChart(name, traces, shape, quiet, `${title} against ${AXES[state.over]}`);
+  drawChart(name, traces, shape, `${title} against ${AXES[state.over]}`);
 }
 
 // Return ticks and range of a logarithmic axis. The range fits the runs that did not diverge or fail, so that those do not

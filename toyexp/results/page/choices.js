@@ -96,7 +96,7 @@ function drawChoices() {
     element.classList.toggle("off", !shows(p));
     element.addEventListener("pointermove", (event) => showTip(event, `${p.label}\n${data.metric} ${value(p)}`));
     element.addEventListener("pointerleave", () => { showTip(null); highlight(null); });
-    element.addEventListener("pointerenter", () => { element.classList.add("hot"); highlight(p); });
+    element.addEventListener("pointerenter", () => highlight(p));
     element.addEventListener("click", () => showOnly(p));
     if (isDistinct() && shows(p)) stops.forEach(([px, py], n) => { // marks between two axes and on the last one
       const [nextX, nextY] = stops[n + 1] ?? [px, py], place = `translate(${(px + nextX) / 2 - 5}, ${(py + nextY) / 2 - 5}) scale(0.83)`;

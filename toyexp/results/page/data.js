@@ -114,9 +114,8 @@ function meanAndDeviation(values) {
 }
 
 // Return [xs, means, deviations, lows, highs] over several curves, at each x where at least two of them have values.
-function band(curves, most = 220) {
-  const firsts = curves.map(([xs]) => xs[0]), lasts = curves.map(([xs]) => xs[xs.length - 1]);
-  const low = Math.min(...firsts), high = Math.max(...lasts);
+function band(curves) {
+  const low = Math.min(...curves.map(([xs]) => xs[0])), high = Math.max(...curves.map(([xs]) => xs.at(-1))), most = 220;
   const own = curves.reduce((a, b) => (b[0].length > a[0].length ? b : a))[0];
   const grid = own.length <= most ? own : Array.from({ length: most }, (_, i) => low + ((high - low) * i) / (most - 1));
   const out = [[], [], [], [], []];

@@ -16,10 +16,8 @@ function addElement(parent, tag, kind, text) {
   return element;
 }
 
-const SVG = "http://www.w3.org/2000/svg";
-
 function addSvg(tag, attributes, parent, text) {
-  const element = document.createElementNS(SVG, tag);
+  const element = document.createElementNS("http://www.w3.org/2000/svg", tag);
   for (const [key, value] of Object.entries(attributes)) element.setAttribute(key, value);
   if (text !== undefined) element.textContent = text;
   parent.append(element);
@@ -409,7 +407,6 @@ function listenPrint() {
     document.body.classList.toggle("print", on);
     refresh();
     fitTable();
-    resizeCharts();
   };
   addEventListener("beforeprint", () => { screen.theme = document.documentElement.dataset.theme; draw(true, "light"); });
   addEventListener("afterprint", () => draw(false, screen.theme));
@@ -423,12 +420,6 @@ function fitTable() {
   table.classList.remove("broken");
   for (let now = size; isTooWide() && now > 8; now -= 0.5) table.style.fontSize = `${now}px`;
   table.classList.toggle("broken", isTooWide());
-}
-
-function resizeCharts() {
-  for (const chart of document.querySelectorAll(".js-plotly-plot")) {
-    Plotly.relayout(chart, { width: chart.clientWidth, height: chart.clientHeight, autosize: true });
-  }
 }
 
 function controls() {
@@ -491,11 +482,13 @@ async function begin() {
   drawDifferences();
   drawImportance();
   refresh();
-  document.querySelectorAll(".scroll").forEach(fade);
   drawLinks();
   listenPrint();
   byId("skip").addEventListener("click", (event) => { event.preventDefault(); document.querySelector("main").focus(); });
-  for (const box of document.querySelectorAll(".scroll")) box.addEventListener("scroll", () => fade(box));
+  for (const box of document.querySelectorAll(".scroll")) {
+    fade(box);
+    box.addEventListener("scroll", () => fade(box));
+  }
   // plotly loads slowly, so show the rest first. A page in the background gets no animation frames.
   await new Promise((done) => (document.hidden ? done() : requestAnimationFrame(() => setTimeout(done))));
   const script = document.createElement("script");

@@ -65,5 +65,5 @@ function drawTrials(id, trials, xs, xaxis, more, star, shapes = []) {
   const shape = layout({ shapes: [band, ...shapes], yaxis, margin: { l: 52, r: 10, t: 12, b: 36 } });
   const plain = { gridcolor: style("line"), linecolor: style("line"), automargin: true, zeroline: false };
   const described = `${data.search.metric} of ${trials.length} trials against ${id === "trials" ? "the trial's number" : shortName(id.replace("setting-", ""))}`;
-  drawChart(id, [...more, dots, ...stars], { ...shape, xaxis: { ...plain, ...xaxis }, dragmode: false }, { ...CONFIG, displayModeBar: false }, described);
+  drawChart(id, [...more, dots, ...stars], { ...shape, xaxis: { ...plain, ...xaxis }, dragmode: false }, described);
 }

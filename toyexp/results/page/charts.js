@@ -85,7 +85,7 @@ function layout(extra) {
 
 // Remove plotly's button that uploads a chart: the page must not send anything.
 const CONFIG = {
-  responsive: true, displaylogo: false, doubleClick: false, plotlyServerURL: "", showTips: false,
+  displaylogo: false, doubleClick: false, plotlyServerURL: "", showTips: false,
   modeBarButtonsToRemove: ["select2d", "lasso2d", "resetScale2d", "sendChartToCloud"], toImageButtonOptions: { scale: 2 },
 };
 
@@ -255,15 +255,14 @@ function heldTraces(point, score) {
   };
   if (state.bands && runs.length > 1) {
     const steps = [...new Set(runs.flatMap((run) => run.held[score][0]))].sort((a, b) => a - b);
-    const each = steps.map((step) => runs.filter((run) => run.held[score][0].includes(step)));
-    const found = each.map((some, i) => meanAndDeviation(some.map((run) => run.held[score][1][run.held[score][0].indexOf(steps[i])])));
-    const xs = steps.map((step, i) => meanAndDeviation(each[i].map((run) => clockAt(run, step, state.over)))[0]);
-    const about = hoverTemplate(point.label, `held-out ${score}, mean of ${runs.length} seeds`, ".4f", true);
-    const [means, deviations, lows, highs] = [0, 1, 2, 3].map((n) => found.map((f) => f[n]));
-    return [
-      bandTrace(xs, lows, highs, point),
-      { ...look, name: "held out", x: xs, y: means, customdata: deviations, hovertemplate: about },
-    ];
+    const rows = steps.map((step) => {
+      const some = runs.filter((run) => run.held[score][0].includes(step));
+      const scores = some.map((run) => run.held[score][1][run.held[score][0].indexOf(step)]);
+      return [mean(some.map((run) => clockAt(run, step, state.over))), ...meanAndDeviation(scores)];
+    });
+    const [x, y, customdata, lows, highs] = [0, 1, 2, 3, 4].map((n) => rows.map((row) => row[n]));
+    const hovertemplate = hoverTemplate(point.label, `held-out ${score}, mean of ${runs.length} seeds`, ".4f", true);
+    return [bandTrace(x, lows, highs, point), { ...look, name: "held out", x, y, customdata, hovertemplate }];
   }
   return runs.map((run) => ({
     ...look, name: "held out", x: xValues(run, run.held[score][0]), y: run.held[score][1],
@@ -318,8 +317,8 @@ function drawSmall(name) {
 }
 
 // Return ticks and range of a logarithmic axis. The range fits the runs that did not diverge or fail, so that those do not
-// flatten the others' curves, and leaves out gradient norms far from most others. The range of the learning rate fits all runs, unless a rate
-// is 10,000 times those of the completed runs.
+// flatten the others' curves, and leaves out gradient norms far from most others. The range of the learning rate fits all
+// runs, unless a rate is 10,000 times those of the completed runs.
 function logAxis(name) {
   const read = (runs) => runs.flatMap((run) => readCurve(run, name, name !== "lr")[1]).filter((y) => y > 0);
   const shown = shownRuns(), calm = read(shown.filter((run) => run.state === "completed"));

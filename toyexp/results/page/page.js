@@ -382,15 +382,20 @@ function addChoice(id, options, key, then) {
   }
 }
 
+// Draw the parts whose layout depends on the width of the window.
+function drawSized() {
+  drawCharts();
+  drawTable();
+  drawChoices();
+  drawSearch();
+}
+
 function refresh() {
   conditions = parseFilter(state.filter);
   drawNotes();
   drawResult();
   drawLegend();
-  drawCharts();
-  drawTable();
-  drawChoices();
-  drawSearch();
+  drawSized();
   drawSamples();
   drawWarnings();
   drawRuns();
@@ -458,7 +463,7 @@ function controls() {
     byId(id).addEventListener("click", () => { state.every = true; refresh(); });
   }
   let resized = 0;
-  addEventListener("resize", () => { clearTimeout(resized); resized = setTimeout(() => { drawChoices(); drawTable(); }, 150); });
+  addEventListener("resize", () => { clearTimeout(resized); resized = setTimeout(drawSized, 150); });
 }
 
 async function begin() {

@@ -223,7 +223,8 @@ def test_the_legend_hides_shows_and_isolates_points_in_all_charts(page):
 )  # fmt: skip
 def test_the_filter_has_the_conditions_of_runs(page, words, labels):
     page.fill("#filter", words)
-    until(page, f"document.querySelectorAll('#legend button').length == {len(labels)}")
+    until(page, f"new URLSearchParams(location.hash.slice(1)).get('filter') === {json.dumps(words.strip())}")
+    assert page.locator("#legend button").count() == len(labels)
     assert set(page.locator("#legend .label").all_text_contents()) >= {label for label in labels if "<" not in label}
     assert page.locator("#count").inner_text().split(";")[0] == f"{len(labels)} of 7 points"
     assert page.get_attribute("#filter", "aria-invalid") == "false"

@@ -218,7 +218,7 @@ def test_the_legend_hides_shows_and_isolates_points_in_all_charts(page):
         ("steps=40", ["<img src=x onerror=alert(1)>"]),
         ("time>1 time<=3 lr=0.003 warm", [LABEL]),
         ("of=300 optim.beta2=None warm lr=0.003", [LABEL]),
-        ("when=2026-11-22 when>2026-11-21 when<=2026-11-23 sweep= warm lr=0.003", [LABEL]),
+        ("when=2026-11-22 when>2026-11-21 when<=2026-11-23 warm sweep= lr=0.003", [LABEL]),
     ],
 )  # fmt: skip
 def test_the_filter_has_the_conditions_of_runs(page, words, labels):

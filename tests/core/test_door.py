@@ -525,8 +525,8 @@ def test_a_sweep_is_a_sequence_of_its_runs_the_best_first(swept):
     assert swept.table[0]["deviation"] == pytest.approx(np.std(scores[:2], ddof=1))
     again = toyexp.open("swept")
     assert again.table == swept.table and len(again) == 4 and again.metric == "held-out loss"
-    assert repr(again).splitlines()[0].split() == ["job", "seed", "lr", "state", "steps", "loss", "held_out_loss",
-                                                   "seconds", "mean", "deviation"]  # fmt: skip
+    assert repr(again).splitlines()[0].split() == ["job", "seed", "lr", "held_out_loss", "mean", "deviation",
+                                                   "loss", "state", "steps", "seconds"]  # fmt: skip
     assert again._repr_html_().count("<tr>") == 5
     head, *rows = [line.split() for line in repr(again).splitlines()[:5]]
     forms = {"loss": r"\d\.\d{4}", "mean": r"\d\.\d{4}", "deviation": r"\d\.\d{4}", "seconds": r"\d+\.\d"}

@@ -34,7 +34,7 @@ PAGES = {
     ),
 }  # fmt: skip
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
-HEIGHT = 780  # of the window
+HEIGHT = 800  # of the window
 
 
 def photograph_pages(runs: Path) -> None:

@@ -185,13 +185,14 @@ function lossTraces() {
   const back = [], bands = [], front = [], marks = [], shown = visible(), count = shownRuns().length;
   const most = Math.max(Math.floor(SCREEN / count / 2), 40);
   for (const point of shown.slice().reverse()) {
-    const held = state.held ? heldTraces(point, "loss") : [], { runs } = point;
-    for (const run of state.raw && (count <= MOST_RAW || [shown[0], state.hot].includes(point)) ? runs : []) {
+    const held = state.held ? heldTraces(point, "loss") : [], { runs } = point, chosen = [shown[0], state.hot].includes(point);
+    for (const run of state.raw && (count <= MOST_RAW || chosen) ? runs : []) {
       const [xs, ys] = clipAndThin(readCurve(run, "loss", false), ...zoomLimits(), Math.min(most, 4000 / runs.length));
       back.push(lineTrace(xs, ys, "raw", { line: { width: 0.7, color: colour(point, runs.length > 2 ? 0.2 : 0.4) } }));
     }
     const width = state.hot === point ? 3.5 : held.length ? 1 : count > 30 ? 1.3 : 2.2; // the held-out curve is the main one
-    const [lines, shades] = curveTraces(point, "loss", "training loss", ".4f", most, { width, color: colour(point) });
+    const isCovering = held.length && !isDistinct() && !chosen; // training curves of many points would cover the held-out ones
+    const [lines, shades] = isCovering ? [[], []] : curveTraces(point, "loss", "training loss", ".4f", most, { width, color: colour(point) });
     front.push(...lines);
     bands.push(...(held.length ? [] : shades));
     marks.push(...held, ...endTraces(point));
@@ -246,8 +247,9 @@ function markLines() {
 function heldTraces(point, score) {
   const runs = point.runs.filter((run) => run.held[score]?.[0].length);
   const many = data.points.length > 12, wide = state.hot === point ? 4 : isBest(point) ? 3.2 : many ? 1.3 : 2.2;
+  const ended = many && point.mean === null; // such as of a pruned trial
   const look = {
-    type: "scatter", mode: "lines+markers", line: { width: wide, color: colour(point) }, connectgaps: true,
+    type: "scatter", mode: "lines+markers", line: { width: ended ? 1 : wide, color: colour(point, ended ? 0.6 : 1) }, connectgaps: true,
     marker: {
       size: many ? 4 : 8, symbol: MARKS[isDistinct() ? point.place : 0], color: colour(point),
       line: { width: many ? 0 : 1, color: style("card") },

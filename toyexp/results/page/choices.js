@@ -69,7 +69,8 @@ function listAxes() {
 }
 
 // Return true if a point is in the range that was chosen on an axis. Without a range, all points are kept.
-function isKept(point, { key, place }, range = state.brushes.get(key)) {
+function isKept(point, { key, place }) {
+  const range = state.brushes.get(key);
   return !range || (place(point) >= range[0] - 1e-9 && place(point) <= range[1] + 1e-9);
 }
 

@@ -20,7 +20,7 @@ from toyexp.base.drawing import COLOURS, Sheet, fit_text, fit_y_axis, format_num
 from toyexp.base.errors import UserError
 from toyexp.cli.main import main
 from toyexp.results.comparison import Comparison
-from toyexp.results.plot import Line, draw_sheet, format_mean
+from toyexp.results.plot import Line, draw_sheet
 from toyexp.results.plot_search import Search
 from toyexp.results.run_dirs import find_runs, read_run
 
@@ -113,13 +113,14 @@ def test_a_journals_column_has_thinner_lines_enough_ticks_and_no_dot_at_the_end_
         assert not any(line.endswith("·") for line in sheet._below_text.get_text().splitlines()), column
 
 
-@pytest.mark.parametrize(
-    ("mean", "deviation", "shown"),
-    [(4.60821, 0.04141, "4.6082 ± 0.0414"), (1234.5, 100.25, "1,234.5000 ± 100.2500"), (2.0, None, "2.0000"),
-     (2e6, 123.0, "2e6 ± 123")],
-)  # fmt: skip
-def test_means_have_four_decimals_below_a_million(mean, deviation, shown):
-    assert format_mean(mean, deviation) == shown
+def test_means_in_a_plot_are_those_of_the_table(tmp_path, capsys):
+    for number, (lr, held_out) in enumerate(((0.01, 4.60821), (0.01, 4.66677), (0.1, 2e6))):
+        write_run(tmp_path / f"runs/{number}", lr=lr, seed=number, held_out=held_out, steps=20)
+    sheet = draw_sheet(Comparison.build([read_run(path) for path in find_runs(tmp_path / "runs")]), "runs")
+    beside = [text.get_text() for text in sheet.panels[1].texts]
+    assert beside == ["4.6375 ± 0.0414, best", "2000000.0000"] and "4.6375 ± 0.0414" in sheet._title
+    assert main(["compare", str(tmp_path / "runs")]) == 0
+    assert all(text.removesuffix(", best") in capsys.readouterr().out for text in beside[:1])
 
 
 def test_long_labels_of_rows_leave_room_for_the_panel_in_a_journals_column(tmp_path):
@@ -449,7 +450,7 @@ def test_means_below_1e300_are_drawn_in_short_form(tmp_path, capsys):
     for number, score in enumerate((9e299, -9e299)):
         write_run(f"r/{number + 4}", steps=50, seed=number, lr=0.1, scores={"up": score})
     words = plot_texts(capsys, "r", "--metric", "up", "a.svg")
-    assert "2e299, best" in words and "0 ± 1.27e300" in words
+    assert "2e+299 ± 0, best" in words and "0 ± 1.273e+300" in words
 
 
 def test_a_value_too_large_for_float_is_drawn_as_text(tmp_path, capsys):

@@ -157,7 +157,7 @@ def describe_best(comparison: Comparison) -> str:
     best, column = comparison.ranking.best, comparison.ranking.column
     if best is None:
         return describe_sweep(comparison)
-    result = f"{column} {format_mean(best.mean, best.deviation)}"
+    result = f"{column} {best}"
     if len(comparison.ranking.points) == 1:
         return f"{describe_sweep(comparison)}: {best.state or result}"
     return f"Best {result}: {' '.join(comparison.label(best.jobs[0], brief=True).split())}"
@@ -186,15 +186,6 @@ def describe_sweep(comparison: Comparison) -> str:
     title = between.join([*setting_texts, *seed_text])
     title = title if len(title) <= TITLE_LENGTH else between.join([*names, *seed_text])
     return title or comparison.entries[0].run.name
-
-
-def format_mean(mean: float, deviation: float | None) -> str:
-    """Format the text `mean ± deviation` with four decimals, as tables do, or briefly if a number exceeds a million."""
-    texts = [
-        f"{value:,.4f}" if max(abs(mean), deviation or 0) < 1e6 else format_number(value, 3)
-        for value in ([mean, deviation] if deviation else [mean])
-    ]
-    return " ± ".join(texts)
 
 
 def _list_values(comparison: Comparison, keys: Sequence[str]) -> list[tuple[str, list[str]]]:
@@ -329,7 +320,7 @@ def _draw_ends(
                       linestyle="none")  # fmt: skip
         axes.errorbar(point.mean, rank, xerr=point.deviation or None, color=colour, marker=MARKS[rank],
                       markersize=6 if rank == 0 else 5, linewidth=1.4)  # fmt: skip
-        text = format_mean(point.mean, point.deviation) + (", best" if line.point is best and len(named) > 1 else "")
+        text = str(point) + (", best" if line.point is best and len(named) > 1 else "")
         starts = [find_divergence([*curve], [*curve.values()]) for curve, _ in line.runs]
         if comparison.ranking.column.endswith("loss") and (steps := [step for step in starts if step is not None]):
             text = f"{text}, diverged" if rank == 0 else f"diverged by step {min(steps)}"  # the mean is off the scale

@@ -71,7 +71,7 @@ class Point(Generic[J]):
         return self.diverged if self.values else _count([job.status == "failed" for job in self.jobs], "failed")
 
     def __str__(self) -> str:
-        form = "z.4f" if abs(self.mean) < 1e7 else ".4g"
+        form = "z.4f" if max(abs(self.mean), self.deviation or 0.0) < 1e7 else ".4g"
         spread = "" if self.deviation is None else f" ± {self.deviation:{form}}"
         return f"{self.mean:{form}}{spread}" if self.values else "-"
 

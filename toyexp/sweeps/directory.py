@@ -204,20 +204,20 @@ class SweepDir:
     - `space`: the value ranges of a search
     """
 
-    def __init__(self, path: Path, jobs: list[Job], spec: Mapping[str, Any], locked: int | None = None):
+    def __init__(self, path: Path, jobs: list[Job], spec: Mapping[str, Any], locked: int):
         self.path, self.jobs, self.spec = path, jobs, spec
         self._writing = threading.RLock()
         self._warned_reasons: set[str] = set()  # reasons that were reported
         self._saved_count = len(jobs)  # the files have entries for this number of jobs
         self._journal, self._writer = Journal(path), Throttle(self._write)
         self._later: threading.Timer | None = None
-        self._lock = _lock(path) if locked is None else locked
+        self._lock = locked
 
     @classmethod
     def create(cls, path: Path, jobs: list[Job], spec: Mapping[str, Any]) -> SweepDir:
         """Create and lock the directory, and write the list of jobs. Raise UserError if it exists and is not empty."""
         require_empty(path, "hydra.sweep.dir")
-        folder = cls(path, jobs, spec)
+        folder = cls(path, jobs, spec, _lock(path))
         try:
             require_empty(path, "hydra.sweep.dir")  # again: files may have been created before the lock
             show_status("writing the list of jobs")
@@ -255,9 +255,10 @@ class SweepDir:
 
     def close(self) -> None:
         """Write pending changes and release the lock of the directory."""
-        if self._writer.is_pending:
-            self.save()
-        os.close(self._lock)
+        with self._writing:
+            self._write_pending()
+            self._writer.is_pending = False  # after a failed write the timer must not try again without the lock
+            os.close(self._lock)
 
     def run_dir(self, job: Job) -> Path:
         """Return a job's run directory. The job must have one already (`job.directory` is not None)."""
@@ -305,7 +306,7 @@ class SweepDir:
                 self._journal.add(map(vars, changed_jobs.values()), flush=begin)
                 self._saved_count = max(self._saved_count, end)
             if (wait := self._writer.request(len(self.jobs))) and self._later is None:
-                self._later = threading.Timer(wait, self._catch_up)
+                self._later = threading.Timer(wait, self._write_pending)
                 self._later.daemon = True
                 self._later.start()
 
@@ -315,15 +316,13 @@ class SweepDir:
         Warn once about a file that cannot be written.
         """
         with self._writing:
-            if self._later:
-                self._later.cancel()
-                self._later = None
             self._writer.run()
 
-    def _catch_up(self) -> None:
+    def _write_pending(self) -> None:
         with self._writing:
-            if self._later:  # None if save() was called meanwhile
-                self.save()
+            self._later = None
+            if self._writer.is_pending:
+                self._writer.run()
 
     def _write(self) -> None:
         jobs = self.jobs[:]

@@ -10,14 +10,7 @@ from toyexp.base.formatting import format_duration, pluralise, short_keys, short
 from toyexp.base.tables import align_table, fit_table, fits_terminal
 from toyexp.base.terminal import print_line, terminal_width
 from toyexp.results.ranking import TRAIN, rank_jobs
-from toyexp.sweeps.directory import (
-    Job,
-    Status,
-    SweepDir,
-    job_state,
-    number_cells,
-    score_names,
-)
+from toyexp.sweeps.directory import Job, Status, SweepDir, job_state, number_cells, score_names
 
 
 def print_table(jobs: Sequence[Job], folder: SweepDir | None) -> None:

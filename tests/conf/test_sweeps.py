@@ -36,7 +36,7 @@ from toyexp.sweeps.job_configs import JobConfigs, check_values
 from toyexp.sweeps.launchers import launcher, on_submitit, processes, stacks
 from toyexp.sweeps.launchers.gpus import Gpus, visible_gpus
 from toyexp.sweeps.launchers.processes import Processes
-from toyexp.sweeps.runner import Runner, SweepRequest
+from toyexp.sweeps.runner import Runner
 from toyexp.sweeps.sources import JobSource
 from toyexp.training.rundir import lock
 
@@ -146,9 +146,9 @@ def test_retry_reruns_failed_and_rejected_jobs():
     jobs = [Job(number, [], status=status) for number, status in enumerate(Status) if status != Status.RUNNING]
 
     def retried_statuses(retry):
-        settings = Sweep(retry=retry, resume="s")
-        request, source = SweepRequest({}, [], settings, {}), JobSource(jobs)
-        Runner(request, source, SimpleNamespace(runs_singly=True, total=8), SimpleNamespace(), SimpleNamespace())
+        settings, source = Sweep(retry=retry, resume="s"), JobSource(jobs)
+        launcher = SimpleNamespace(runs_singly=True, total=8, settings=settings, configs=SimpleNamespace())
+        Runner({}, {}, source, launcher, SimpleNamespace())
         return {str(job.status) for job in source.remaining_jobs()}
 
     assert retried_statuses(False) == {"waiting", "killed", "interrupted"}
@@ -517,8 +517,7 @@ def list_jobs(*words, fixed=("data=random", "engine=cpu")):
     """Return the jobs of a sweep and the JobConfigs that checks them."""
     parsed = parse(words)
     jobs = [Job(number, list(varied)) for number, varied in enumerate(combinations(parsed))]
-    values = {word: value for override in parsed for word, value in sweep_values(override)}
-    return jobs, JobConfigs(Request.parse(fixed), values)
+    return jobs, JobConfigs(Request.parse(fixed))
 
 
 def test_every_value_is_checked_once_before_the_first_job_and_names_are_composed_once(monkeypatch):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ from toyexp.config.schema import START_DIRECTORY, Source
 from toyexp.config.top_level import SEARCH_IDENTITY, Sweep
 from toyexp.config.words import input_lines, parse
 from toyexp.interfaces.command import parse_modules
-from toyexp.sweeps.combinations import check_unique, combinations, experiment_sweep, sweep_values
+from toyexp.sweeps.combinations import check_unique, combinations, experiment_sweep
 from toyexp.sweeps.directory import Job, SweepDir, shared_args
 from toyexp.sweeps.job_configs import JobConfigs
 from toyexp.sweeps.launchers.launcher import Launcher
@@ -26,7 +26,7 @@ from toyexp.sweeps.launchers.on_ray import OnRay
 from toyexp.sweeps.launchers.on_submitit import OnSubmitit
 from toyexp.sweeps.launchers.processes import InProcess, Processes, Serial
 from toyexp.sweeps.launchers.stacks import Stacks
-from toyexp.sweeps.runner import Runner, SweepRequest
+from toyexp.sweeps.runner import Runner
 from toyexp.sweeps.search.searcher import Search
 from toyexp.sweeps.search.space import parse_space
 from toyexp.sweeps.sources import JobSource
@@ -68,19 +68,10 @@ def prepare_sweep(flags: Mapping[str, str], request: Request) -> Runner:
         "settings": input_lines(shared_overrides),
         "sweep": input_lines(sweep_overrides),
         "cwd": str(Path.cwd()),
-        "space": [],
+        "space": input_lines([o for o in parsed if o.is_sweep_override()]) if settings.search else [],
     }
-    source: JobSource
-    values: dict[str, Any] = {}
-    if settings.search is not None:
-        memory["space"] = input_lines([o for o in parsed if o.is_sweep_override()])
-        source = Search(settings, parse_space(settings.search, parsed, keys.types), [], shared_args(memory))
-    else:
-        source = JobSource([Job(number, list(overrides)) for number, overrides in enumerate(combinations(parsed))])
-        values = {word: value for o in parsed if o.is_sweep_override() for word, value in sweep_values(o)}
-    configs = JobConfigs(of_jobs, values)
-    launcher = _launcher_class(settings)(settings, source.samples, source.total, configs)
-    return Runner(SweepRequest(flags, request.modules, settings, memory), source, launcher, configs)
+    jobs = [] if settings.search else [Job(number, [*words]) for number, words in enumerate(combinations(parsed))]
+    return _make_runner(flags, of_jobs, settings, memory, jobs)
 
 
 def _resume_sweep(flags: Mapping[str, str], request: Request, path: Path) -> Runner:
@@ -113,28 +104,41 @@ def _resume_sweep(flags: Mapping[str, str], request: Request, path: Path) -> Run
             reason = "this sweep is not a search"
             reason = "a resumed search can only change sweep.trials" if settings.search else reason
             raise UserError(f"{fixed_keys[0]}: {reason}")
-        configs = JobConfigs(of_jobs, {})
-        jobs = _source(settings, folder, Keys.from_registry(request.registry).types)
-        launcher = _launcher_class(settings)(settings, jobs.samples, jobs.total, configs)
-        return Runner(SweepRequest(flags, request.modules, settings, memory), jobs, launcher, configs, folder)
+        trials = list(dict.fromkeys(job.trial for job in folder.jobs))
+        if settings.search and trials != list(range(len(trials))):
+            text = printable(str(trials), 60)
+            raise UserError(
+                f"{folder.path / SWEEP_FILE}: is damaged: its jobs have trial numbers {text}, not 0, 1, ..."
+            )
+        return _make_runner(flags, of_jobs, settings, memory, folder.jobs, folder)
     except BaseException:
         folder.close()
         raise
 
 
+def _make_runner(
+    flags: Mapping[str, str],
+    request: Request,
+    settings: Sweep,
+    memory: Mapping[str, Any],
+    jobs: list[Job],
+    folder: SweepDir | None = None,
+) -> Runner:
+    """Create the runner of a sweep with the directory `folder`, or of a new one if that is None.
+
+    `request` holds the settings that all jobs share, and `memory` the `spec` of the directory (see SweepDir).
+    """
+    source = JobSource(jobs)
+    if settings.search:
+        types = Keys.from_registry(request.registry).types
+        keys = parse_space(settings.search, parse(memory["space"]), types)
+        source = Search(settings, keys, jobs, shared_args(memory))
+    launcher = _launcher_class(settings)(settings, source.samples, source.total, JobConfigs(request))
+    return Runner(flags, memory, source, launcher, folder)
+
+
 def _launcher_class(settings: Sweep) -> type[Launcher]:
     return LAUNCHERS[settings.launcher] if settings.isolate else InProcess
-
-
-def _source(settings: Sweep, folder: SweepDir, types: Callable[[str], set[Any]]) -> JobSource:
-    if settings.search is None:
-        return JobSource(folder.jobs)
-    trials = list(dict.fromkeys(job.trial for job in folder.jobs))
-    if trials != list(range(len(trials))):
-        text = printable(str(trials), 60)
-        raise UserError(f"{folder.path / SWEEP_FILE}: is damaged: its jobs have trial numbers {text}, not 0, 1, ...")
-    keys = parse_space(settings.search, parse(folder.spec["space"]), types)
-    return Search(settings, keys, folder.jobs, shared_args(folder.spec))
 
 
 def _is_sweep_setting(override: Any) -> bool:

@@ -11,11 +11,11 @@ import copy
 import math
 import operator
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any, cast
+from typing import cast
 
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf, read_write
@@ -59,7 +59,6 @@ class JobConfigs:
     """
 
     request: Request  # holds the settings that all jobs share
-    values: Mapping[str, Any]  # parsed value of each override of a swept key, such as "lr=0.1"; may lack some
     _bases: dict[tuple[str, ...], Composition | UserError] = field(default_factory=dict)  # by the chosen presets
     _read_hydra: dict[tuple[str, ...], bool] = field(default_factory=dict)  # by presets: contains ${hydra:...}
     _lists: dict[str, bool] = field(default_factory=dict)  # keys that were checked, and whether each takes a list
@@ -259,7 +258,7 @@ class JobConfigs:
         if key not in self._lists:
             check_settings(parse([word]), self._keys, self.request.source)
             self._lists[key] = self._keys.is_list(key)
-        value = self.values[word] if word in self.values else parse([word])[0].value()
+        value = parse([word])[0].value()
         try:
             is_single = self._lists[key] and isinstance(value, str | int | float)
             OmegaConf.update(cfg, key, [value] if is_single else value, merge=True)

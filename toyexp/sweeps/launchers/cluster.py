@@ -88,6 +88,7 @@ class LostJob:
 class Cluster(Launcher):
     """Base class of launchers that submit jobs to a cluster. The cluster identifies each job by a handle."""
 
+    is_local = False
     retries = 0  # how often a lost job is submitted again
 
     def begin(self, folder: Path) -> None:

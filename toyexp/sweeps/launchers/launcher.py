@@ -56,7 +56,7 @@ class Launcher(ABC):
     takes_all: ClassVar[str] = ""  # verb for messages if all jobs run at once by default: "train"
     shares_gpus: ClassVar[bool] = False  # whether sweep.per_gpu applies
     shares_gpus_by: ClassVar[str] = ""  # text for messages: what to type instead of sweep.per_gpu
-    uses_fork_server: ClassVar[bool] = False  # whether jobs are forked where that is possible
+    is_local: ClassVar[bool] = True  # whether jobs run on this machine
     trains_stacks: ClassVar[bool] = False  # whether one process trains several jobs together
     _forks: ForkServer | None = None
 
@@ -122,12 +122,12 @@ class Launcher(ABC):
         return self._forks.start if self._forks else spawn
 
     def preload(self, words: Sequence[str], stop: Stop) -> None:
-        """Start the fork server, if this launcher and this platform use one.
+        """Start the fork server, if jobs run in their own processes here and this platform can fork them.
 
         The server imports the modules that jobs with the arguments `words` need. If the user stops the sweep (`stop`),
         the sweep no longer waits for these imports.
         """
-        if self.uses_fork_server and sys.platform in PLATFORMS:
+        if self.is_local and self.settings.isolate and sys.platform in PLATFORMS:
             environment = {**os.environ, **core_variables(self.share.cores)}
             self._forks = ForkServer(environment, words, lambda: stop.is_requested, self.trains_stacks)
 

@@ -39,7 +39,6 @@ class Processes(Launcher):
     """Launcher of parallel jobs. Each job gets a share of the cores and, if it uses GPUs, its own GPUs."""
 
     name = "processes"
-    uses_fork_server = True
     shares_gpus = True
 
     def resources(self, jobs: Sequence[Job]) -> Resources:

@@ -122,7 +122,7 @@ class StackProcess:
 
     def train(self, jobs: Sequence[Mapping[str, Any]]) -> int:
         """Train all jobs, but stop early at a signal. Return the exit code."""
-        configs, remaining, pool = JobConfigs(self.request, {}), deque(jobs), list[Member]()
+        configs, remaining, pool = JobConfigs(self.request), deque(jobs), list[Member]()
         try:
             while (remaining or pool) and not self.signals.is_ending():
                 while remaining and len(pool) < (self.limit or POOL) and not self.signals.is_ending():

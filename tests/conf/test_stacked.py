@@ -506,7 +506,7 @@ def test_lines_of_a_job_that_has_ended_are_not_printed(monkeypatch, tmp_path, ca
     watch.folder = SimpleNamespace(
         launch_spec=lambda job: spec, spec={"flags": {}, "settings": []}, mark_running=lambda jobs: None
     )
-    launcher._train_part(jobs, [], watch, ended.append)
+    launcher._train_part(watch, jobs, ended.append)
     assert ended == [(jobs[0], JobExit(0))]
     assert capsys.readouterr().out.splitlines()[1:] == ["stack   of all"]
 

@@ -358,7 +358,7 @@ def test_a_malformed_search_state_is_rejected(capsys):
         ({"jobs": [{**state["jobs"][0], "trial": None}]}, "is damaged: its jobs have trial numbers [None]"),
         ({"space": ["plugins=[a],[b]"]}, "plugins=[a],[b]: takes names of Python modules, such as plugins=[a,b]"),
         ({"jobs": [{**state["jobs"][0], "overrides": ["+plugins=[a]"]}]}, "is damaged: job 0 sets plugins"),
-        ({"space": 3}, "is damaged: space is 3"),
+        ({"space": 3}, "is damaged: space has the invalid value 3"),
     ):
         Path("s/sweep.json").write_text(json.dumps(state | part))
         capsys.readouterr()

@@ -504,7 +504,7 @@ def test_lines_of_a_job_that_has_ended_are_not_printed(monkeypatch, tmp_path, ca
     watch = Watch(lambda job: {}, Stop(), alone=False, total=1, verbose=False)
     spec = LaunchSpec(tmp_path / "0", tmp_path / "0.log", [], [], False)
     watch.folder = SimpleNamespace(
-        launch_spec=lambda job: spec, spec={"flags": {}, "settings": []}, mark_running=lambda jobs: None
+        launch_spec=lambda job: spec, spec=SimpleNamespace(shared_args=[]), mark_running=lambda jobs: None
     )
     launcher._train_part(watch, jobs, ended.append)
     assert ended == [(jobs[0], JobExit(0))]

@@ -12,7 +12,7 @@ import pytest
 from toyexp.cli.main import main
 from toyexp.results.ranking import rank_jobs
 from toyexp.sweeps.board import MAX_ROWS, Board
-from toyexp.sweeps.directory import Job, Status, SweepDir
+from toyexp.sweeps.directory import Job, Status, SweepDir, SweepSpec
 from toyexp.sweeps.launchers.job_process import Stop
 from toyexp.sweeps.summary_table import outcome, print_table
 from toyexp.sweeps.watch import Watch
@@ -21,7 +21,7 @@ SMALL = ["engine=ggml", "data=random", "model.n_layers=1", "model.d_model=16", "
          "eval_every=5", "sweep.launcher=processes", "sweep.jobs=2", "hydra.sweep.dir=s"]  # fmt: skip
 
 
-SPEC = {"flags": {}, "settings": [], "sweep": [], "cwd": "/", "space": []}
+SPEC = SweepSpec({}, [], [], "/", [])
 
 
 def job(number, loss):

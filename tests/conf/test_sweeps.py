@@ -31,7 +31,7 @@ from toyexp.config.words import format_override, parse
 from toyexp.results.report import is_report
 from toyexp.sweeps.begin import LAUNCHERS
 from toyexp.sweeps.combinations import combinations, sweep_values
-from toyexp.sweeps.directory import Job, JobExit, Status, SweepDir
+from toyexp.sweeps.directory import Job, JobExit, Status, SweepDir, SweepSpec
 from toyexp.sweeps.job_configs import JobConfigs, check_values
 from toyexp.sweeps.launchers import launcher, on_submitit, processes, stacks
 from toyexp.sweeps.launchers.gpus import Gpus, visible_gpus
@@ -148,7 +148,7 @@ def test_retry_reruns_failed_and_rejected_jobs():
     def retried_statuses(retry):
         settings, source = Sweep(retry=retry, resume="s"), JobSource(jobs)
         launcher = SimpleNamespace(runs_singly=True, total=8, settings=settings, configs=SimpleNamespace())
-        Runner({}, {}, source, launcher, SimpleNamespace())
+        Runner({}, None, source, launcher, SimpleNamespace())
         return {str(job.status) for job in source.remaining_jobs()}
 
     assert retried_statuses(False) == {"waiting", "killed", "interrupted"}
@@ -370,10 +370,10 @@ def sweep_json(sweep_dir):
         (lambda state: state["jobs"][1].update(overrides=[3]), "job 1: overrides has"),
         (lambda state: state["jobs"][1].update(attempts="1"), "job 1: attempts has"),
         (lambda state: state["jobs"].append(5), "is damaged"),
-        (lambda state: state.update(flags=[]), "flags is []"),
+        (lambda state: state.update(flags=[]), "flags has the invalid value []"),
         (lambda state: state["jobs"][1].pop("code"), "code"),
         (lambda state: state.update(format=9), "sweep.json: has format 9; this toyexp reads format 1; if a newer"),
-        (lambda state: state.update(settings=None), "settings is None"),
+        (lambda state: state.update(settings=None), "settings has the invalid value None"),
         (lambda state: state.clear(), "is damaged: 'format'"),
     ],
 )
@@ -422,7 +422,7 @@ def test_a_sweep_interrupted_before_it_is_saved_leaves_no_directory(monkeypatch)
         raise KeyboardInterrupt
 
     monkeypatch.setattr(SweepDir, "save", raise_interrupt)
-    spec = {"flags": {}, "settings": [], "sweep": [], "cwd": "", "space": []}
+    spec = SweepSpec({}, [], [], "", [])
     with pytest.raises(KeyboardInterrupt):
         SweepDir.create(Path("new"), [Job(0, [])], spec)
     assert not Path("new").exists()

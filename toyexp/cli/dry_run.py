@@ -33,7 +33,7 @@ from toyexp.config.words import format_override
 from toyexp.formats.gguf.open_model import mappable_tensor
 from toyexp.interfaces.model import compute_scores
 from toyexp.runner.one_run import locate, prepare_run
-from toyexp.sweeps.directory import Job, LaunchSpec, shared_args
+from toyexp.sweeps.directory import Job, LaunchSpec
 from toyexp.sweeps.launchers.gpus import visible_gpus
 from toyexp.sweeps.launchers.job_process import Stop, run_process
 from toyexp.sweeps.runner import Runner
@@ -371,10 +371,10 @@ def _trial_words(job: Job, runner: Runner, root: Path) -> list[str]:
     """
     spec = runner.spec
     if job.directory and checkpoint.list_checkpoints(root / job.directory / "checkpoints"):
-        return [f"resume={root / job.directory}", *(word for word in spec["settings"] if word.startswith("plugins="))]
+        return [f"resume={root / job.directory}", *(word for word in spec.settings if word.startswith("plugins="))]
     directory = root / job.directory if job.directory else runner.configs.directory(job, root)[1]
     directory_override = [] if directory.exists() else [format_override("hydra.run.dir", directory)]
-    return [*shared_args(spec), *job.overrides, *directory_override, f"hydra.job.num={job.number}"]
+    return [*spec.shared_args, *job.overrides, *directory_override, f"hydra.job.num={job.number}"]
 
 
 def _sum_jobs(shapes: Sequence[Shape], runner: Runner, root: Path) -> dict[str, Any]:
@@ -416,7 +416,7 @@ def _sum_jobs(shapes: Sequence[Shape], runner: Runner, root: Path) -> dict[str, 
         for key, _, value in (word.partition("=") for word in job.overrides):
             varied.setdefault(key, {})[value] = None
     return {
-        "directory": str(root), "settings": runner.spec["settings"],
+        "directory": str(root), "settings": runner.spec.settings,
         "varied": {key: list(values) for key, values in varied.items()}, "search": search, "jobs": len(seconds),
         "launcher": launcher.name, "at_once": at_once, "cores": launcher.share.cores, "shapes": groups,
         "not_tried": unmeasured, "flops": sum(flops.values()), "seconds": max(free), "seconds_of_jobs": seconds,

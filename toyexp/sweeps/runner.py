@@ -9,7 +9,6 @@ import signal
 import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
 
 from toyexp.base.formatting import short_path
 from toyexp.base.ownership import DirectoryLocked, require_unlocked
@@ -19,7 +18,7 @@ from toyexp.config.words import format_override
 from toyexp.results.ranking import Ranking, rank_jobs
 from toyexp.results.report import SweepReport, draw_sweep
 from toyexp.sweeps.board import make_board
-from toyexp.sweeps.directory import FAILURES, SUCCEEDED, UNFINISHED, Job, JobExit, Status, SweepDir, shared_args
+from toyexp.sweeps.directory import FAILURES, SUCCEEDED, UNFINISHED, Job, JobExit, Status, SweepDir, SweepSpec
 from toyexp.sweeps.job_configs import JobDirectories
 from toyexp.sweeps.launchers.job_process import NOT_STARTED, Stop
 from toyexp.sweeps.launchers.launcher import Launcher
@@ -36,15 +35,15 @@ class Runner:
     def __init__(
         self,
         flags: Mapping[str, str],
-        spec: Mapping[str, Any],
+        spec: SweepSpec,
         source: JobSource,
         launcher: Launcher,
         folder: SweepDir | None = None,
     ):
         """Prepare to resume the sweep in `folder`, or to start a new one if `folder` is None.
 
-        `flags` are those of the command line, and `spec` is the `spec` of the sweep's directory (see SweepDir). The
-        directory of a new sweep is created later, when the configuration of its first job is composed.
+        `flags` are those of the command line. The directory of a new sweep is created later, when the configuration of
+        its first job is composed.
         """
         self.spec, self.source, self.launcher, self.folder = spec, source, launcher, folder
         self.settings, self.configs = launcher.settings, launcher.configs
@@ -134,7 +133,7 @@ class Runner:
         deleted_jobs = [job for job, run in placed if job.status == Status.COMPLETED and not run.is_dir()]
         if not deleted_jobs:
             return
-        directory, shared = folder.run_dir(deleted_jobs[0]), shared_args(folder.spec)
+        directory, shared = folder.run_dir(deleted_jobs[0]), folder.spec.shared_args
         args = [*(word for word in shared if not word.startswith("hydra.sweep.")), *deleted_jobs[0].overrides]
         command = shlex.join(["toyexp", *args, format_override("hydra.run.dir", short_path(directory))])
         more = f", and {len(deleted_jobs) - 1} more" if len(deleted_jobs) > 1 else ""
@@ -149,7 +148,7 @@ class Runner:
 
         Record jobs with an invalid value as ended. Return True if there are such jobs.
         """
-        self.launcher.preload(shared_args(self.spec), self._stop)
+        self.launcher.preload(self.spec.shared_args, self._stop)
         errors = self.source.check(self.configs, self.folder is None)
         for job in [job for job in self.source.jobs if job.number in errors]:
             self._end(job, JobExit.from_error(errors[job.number]))

@@ -16,7 +16,7 @@ from typing import IO
 from toyexp.base.threads import available_cores
 from toyexp.config.top_level import PARTS
 from toyexp.sweeps.combinations import JOBS_FILE, REPORTS, STACK
-from toyexp.sweeps.directory import Job, JobExit, shared_args
+from toyexp.sweeps.directory import Job, JobExit
 from toyexp.sweeps.job_configs import JobConfigs
 from toyexp.sweeps.launchers.gpus import visible_gpus
 from toyexp.sweeps.launchers.job_process import run_process
@@ -106,7 +106,7 @@ class Stacks(Processes):
         ):
             Path(folder, JOBS_FILE).write_text(json.dumps(request))
             spec = replace(
-                first, log=first.log.with_name(f"stack-{min(jobs)}.log"), start_args=shared_args(watch.folder.spec),
+                first, log=first.log.with_name(f"stack-{min(jobs)}.log"), start_args=watch.folder.spec.shared_args,
                 is_stack=True, gpus=gpus, cores=self.share.cores, environment={STACK: folder},
             )  # fmt: skip
 

@@ -26,6 +26,7 @@ from toyexp.base.ownership import (
     require_empty,
     require_inside,
 )
+from toyexp.base.signals import SIGHUP, SIGUSR1
 from toyexp.base.terminal import print_line, show_status
 from toyexp.base.writing import dump_json, require_plain, require_plain_path, write_atomically
 from toyexp.config.words import format_override
@@ -59,8 +60,7 @@ UNFINISHED = (Status.WAITING, Status.RUNNING, Status.KILLED, Status.INTERRUPTED)
 SUCCEEDED = (Status.COMPLETED, Status.PRUNED)  # jobs that ran as intended
 # Errors of a disk or of limits on open files. They say nothing about a job's settings.
 MACHINE_ERRNOS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO, errno.ESTALE, errno.EMFILE, errno.ENFILE)
-STOP_NAMES = ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1")
-STOP_SIGNALS = [number for name in STOP_NAMES if (number := getattr(signal, name, None))]
+STOP_SIGNALS = [number for number in (signal.SIGINT, signal.SIGTERM, SIGHUP, SIGUSR1) if number]
 # Statuses by the exit code of a job's process. Any other code, or any other signal, means that it was killed.
 STATUS_BY_CODE = {
     0: Status.COMPLETED,
@@ -80,8 +80,9 @@ class JobExit:
     @classmethod
     def from_error(cls, error: BaseException) -> JobExit:
         """Return the exit of a job that raised `error` in this process."""
-        text = str(error) if isinstance(error, ToyexpError) else f"{type(error).__name__}: {error}"
-        return cls(getattr(error, "exit_code", 1), text)
+        is_stopped = isinstance(error, KeyboardInterrupt)
+        text = str(error) if is_stopped or isinstance(error, ToyexpError) else f"{type(error).__name__}: {error}"
+        return cls(getattr(error, "exit_code", 130 if is_stopped else 1), text)
 
     def __str__(self) -> str:
         if self.code < 0:
@@ -436,7 +437,7 @@ def update_summary(run: Path, resumed: bool) -> Iterator[None]:
     try:
         yield
     except BaseException as error:
-        ended = JobExit(getattr(error, "exit_code", 130 if isinstance(error, KeyboardInterrupt) else 1), str(error))
+        ended = JobExit.from_error(error)
         raise
     finally:
         if ended.code != 2:  # with code 2 the settings were rejected and nothing ran

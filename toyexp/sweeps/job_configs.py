@@ -72,10 +72,13 @@ class JobConfigs:
 
         The next call may change the returned configuration.
         """
-        composed = self._compose_values(*split_choices(job.overrides))
+        names, other_words = split_choices(job.overrides)
+        composed = self._base(names)
+        for word in other_words:
+            self._set(composed.cfg, word)
         with read_write(composed.cfg.hydra.job):
             composed.cfg.hydra.job.num = job.number
-        return composed
+        return replace(composed)  # a copy without cached checks
 
     def directory(self, job: Job, root: Path | None) -> tuple[Path, Path]:
         """Return two paths: the sweep's directory and the job's run directory in it.
@@ -228,19 +231,13 @@ class JobConfigs:
 
         Errors in the contents of files and in the engine are found only when the job runs.
         """
-        names, other_words = split_choices(job.overrides)
-        composed = self._compose_values(names, other_words)
+        composed = self.config(job)
         if all_settings:
             composed.check_parts()
             return
-        for owner in {word.partition("=")[0].rpartition(".")[0] for word in other_words} - {"engine"}:
+        words = split_choices(job.overrides)[1]
+        for owner in {word.partition("=")[0].rpartition(".")[0] for word in words} - {"engine"}:
             self._check_owner(composed.cfg, owner)
-
-    def _compose_values(self, names: tuple[str, ...], other_words: Sequence[str]) -> Composition:
-        composed = self._base(names)
-        for word in other_words:
-            self._set(composed.cfg, word)
-        return replace(composed)  # a copy without cached checks
 
     def _base(self, names: tuple[str, ...]) -> Composition:
         if names not in self._bases:

@@ -216,7 +216,7 @@ class Runner:
             with catch_signals():
                 yield
         except KeyboardInterrupt as error:  # Ctrl-C between two jobs
-            self._stop.number = getattr(error, "exit_code", 130) - 128
+            self._stop.number = JobExit.from_error(error).code - 128
 
     def _end(self, job: Job, ended: JobExit) -> None:
         """Record how a job ended, and report a failure at once."""

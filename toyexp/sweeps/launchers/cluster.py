@@ -8,6 +8,7 @@ import os
 import signal
 import time
 from abc import abstractmethod
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -130,7 +131,7 @@ class Cluster(Launcher):
         self.begin(watch.folder.path)
         running: dict[Any, Job] = {}
         lost: list[Job] = []
-        tries: dict[int, int] = {}
+        tries = Counter[int]()  # how often each job was lost
         stops_sent = 0
         while True:
             free = min(max(self.limit() - len(running), 0 if running else 1), MAX_BATCH)
@@ -156,7 +157,7 @@ class Cluster(Launcher):
                 if watch.stop.is_requested:
                     lost.append(job)
                     continue
-                tries[job.number] = tries.get(job.number, 0) + 1
+                tries[job.number] += 1
                 if tries[job.number] > self.retries:
                     given_up = f", resubmitted {pluralise(self.retries, 'time')}" if self.retries else ""
                     yield job, JobExit(128 + signal.SIGKILL, f"{self.name}: {result.why}{given_up}")

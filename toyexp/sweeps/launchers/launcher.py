@@ -51,7 +51,6 @@ class Launcher(ABC):
     """Base class of launchers, which run the jobs of a sweep. The setting sweep.launcher selects a subclass by name."""
 
     name: ClassVar[str]
-    package: ClassVar[str] = ""  # Python package that it needs
     has_several: ClassVar[bool] = True  # whether sweep.jobs applies
     takes_all: ClassVar[str] = ""  # verb for messages if all jobs run at once by default: "train"
     shares_gpus: ClassVar[bool] = False  # whether sweep.per_gpu applies
@@ -84,13 +83,11 @@ class Launcher(ABC):
 
     @classmethod
     def require(cls) -> None:
-        """Raise Unavailable if the launcher's package is missing or broken."""
-        if cls.package:
-            with (
-                prefix_unavailable(f"sweep.launcher={cls.name}"),
-                require_package(cls.package, f"pip install 'toyexp[{cls.package}]'"),
-            ):
-                importlib.import_module(cls.package)
+        """Raise Unavailable if the Python package of a cluster, which has the launcher's name, is missing or broken."""
+        if not cls.is_local:
+            install = f"pip install 'toyexp[{cls.name}]'"
+            with prefix_unavailable(f"sweep.launcher={cls.name}"), require_package(cls.name, install):
+                importlib.import_module(cls.name)
 
     @abstractmethod
     def run(self, jobs: Iterator[Job], watch: Watch) -> Iterator[tuple[Job, JobExit]]:

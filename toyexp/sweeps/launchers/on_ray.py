@@ -68,7 +68,7 @@ def divide_cores(nodes: Sequence[Node], jobs: int, least: int, gpus: float, cpus
 class OnRay(Cluster):
     """Launcher that submits jobs as Ray tasks. In each task a worker starts and watches the job's process."""
 
-    name = package = "ray"
+    name = "ray"
     shares_gpus_by = "; with sweep.launcher=ray set a fraction: sweep.ray.gpus=0.25"
     _cores: int
     _gpus: float

@@ -23,7 +23,7 @@ SAVE_TIMEOUT = 60.0  # seconds to save at the time limit; Slurm signals 90 s bef
 class OnSubmitit(Cluster):
     """Launcher that submits jobs with submitit."""
 
-    name = package = "submitit"
+    name = "submitit"
     takes_all = "are in the queue"
 
     def resources(self, jobs: Sequence[Job]) -> Resources:

@@ -65,9 +65,7 @@ class Serial(Processes):
     name = "serial"
     has_several = False
     shares_gpus = False
-
-    def resources(self, jobs: Sequence[Job]) -> Resources:
-        return Resources(1, 0, 0)
+    resources = Launcher.resources
 
 
 class InProcess(Launcher):
@@ -91,10 +89,10 @@ class InProcess(Launcher):
                 os.environ.update(spec.environment)
                 print_result(self._prepare(job, spec).run())
         except KeyboardInterrupt as error:
-            code = getattr(error, "exit_code", 130)
-            watch.stop.number = code - 128
+            ended = JobExit.from_error(error)
+            watch.stop.number = ended.code - 128
             watch.stop.end()
-            return JobExit(code, str(error))
+            return ended
         except (Exception, SystemExit) as error:
             log.debug("job failed", exc_info=error)
             return JobExit.from_error(error)

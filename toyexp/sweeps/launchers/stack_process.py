@@ -247,7 +247,7 @@ class StackProcess:
                 result = yield from run_requests(member.prepared, member.directory, signals, print_line, member.resumed)
                 print_result(result)
         except KeyboardInterrupt as error:
-            self._report_end(member.number, JobExit(getattr(error, "exit_code", 130), str(error)))
+            self._report_end(member.number, JobExit.from_error(error))
             if self.signals.count() > 1:  # a second signal stops all runs, not only this one
                 raise
         except (Exception, SystemExit) as error:

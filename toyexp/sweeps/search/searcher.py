@@ -15,7 +15,7 @@ from toyexp.base.writing import dump_json, write_atomically
 from toyexp.config.top_level import MAX_JOBS, Sweep
 from toyexp.interfaces.kind import perplexity
 from toyexp.interfaces.objective import Objective
-from toyexp.results.ranking import SCALED, TOO_LARGE, job_sources
+from toyexp.results.ranking import SCALED, job_sources, metric_value
 from toyexp.sweeps.directory import UNFINISHED, Job, Status, SweepDir
 from toyexp.sweeps.job_configs import JobConfigs, check_values, require_distinct_directories
 from toyexp.sweeps.search.pruning import first_pruning_step, pruning_environment
@@ -223,11 +223,9 @@ class Search(JobSource):
             self._study.tell(job.trial, None if any(map(_is_bad, jobs)) else statistics.fmean(self._scores(jobs)))
 
     def _score(self, job: Job) -> float | None:
-        metric, loss = self._settings.metric, job.result.get("eval_loss")
-        score = loss if metric in ("loss", "ppl") else (job.result.get("eval_scores") or {}).get(metric)
-        if score is None or not abs(score) < TOO_LARGE:
-            return None
-        return perplexity(score) if metric == "ppl" else float(score)
+        is_perplexity = self._settings.metric == "ppl"
+        value = metric_value(job, "loss" if is_perplexity else self._settings.metric)
+        return perplexity(value) if is_perplexity and value is not None else value
 
     def _scores(self, jobs: Sequence[Job]) -> list[float]:
         return [score for score in map(self._score, jobs) if score is not None]

@@ -148,7 +148,7 @@ def test_retry_reruns_failed_and_rejected_jobs():
     def retried_statuses(retry):
         settings, source = Sweep(retry=retry, resume="s"), JobSource(jobs)
         launcher = SimpleNamespace(runs_singly=True, total=8, settings=settings, configs=SimpleNamespace())
-        Runner({}, None, source, launcher, SimpleNamespace())
+        Runner(None, source, launcher, SimpleNamespace())
         return {str(job.status) for job in source.remaining_jobs()}
 
     assert retried_statuses(False) == {"waiting", "killed", "interrupted"}

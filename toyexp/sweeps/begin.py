@@ -68,7 +68,7 @@ def prepare_sweep(flags: Mapping[str, str], request: Request) -> Runner:
         job_flags, input_lines(shared_overrides), input_lines(sweep_overrides), str(Path.cwd()), input_lines(swept)
     )
     jobs = [] if settings.search else [Job(number, [*words]) for number, words in enumerate(combinations(parsed))]
-    return _make_runner(flags, of_jobs, settings, spec, jobs)
+    return _make_runner(of_jobs, settings, spec, jobs)
 
 
 def _resume_sweep(flags: Mapping[str, str], request: Request, path: Path) -> Runner:
@@ -89,10 +89,9 @@ def _resume_sweep(flags: Mapping[str, str], request: Request, path: Path) -> Run
         if spec.cwd != str(Path.cwd()):
             if has_directory := Path(spec.cwd).is_dir():
                 os.environ[START_DIRECTORY] = spec.cwd
-            if "--json" not in flags:
-                meaning = "that directory" if has_directory else f"{Path.cwd()}, since that directory no longer exists"
-                began = f"the sweep was started in {printable(spec.cwd)}"
-                print_line(f"{began}; relative paths in its settings refer to {meaning}")
+            meaning = "that directory" if has_directory else f"{Path.cwd()}, since that directory no longer exists"
+            began = f"the sweep was started in {printable(spec.cwd)}"
+            print_line(f"{began}; relative paths in its settings refer to {meaning}")
         source = Source.from_flags(*(spec.flags.get(flag) for flag in JOB_FLAGS))
         of_jobs = replace(request, settings=parse(spec.settings), source=source)
         sweep_overrides = [o for o in overrides if _is_sweep_setting(o)]
@@ -105,19 +104,14 @@ def _resume_sweep(flags: Mapping[str, str], request: Request, path: Path) -> Run
         if settings.search and trials != list(range(len(trials))):
             problem = f"its jobs have trial numbers {printable(str(trials), 60)}, not 0, 1, ..."
             raise UserError(f"{folder.path / SWEEP_FILE}: is damaged: {problem}")
-        return _make_runner(flags, of_jobs, settings, spec, folder.jobs, folder)
+        return _make_runner(of_jobs, settings, spec, folder.jobs, folder)
     except BaseException:
         folder.close()
         raise
 
 
 def _make_runner(
-    flags: Mapping[str, str],
-    request: Request,
-    settings: Sweep,
-    spec: SweepSpec,
-    jobs: list[Job],
-    folder: SweepDir | None = None,
+    request: Request, settings: Sweep, spec: SweepSpec, jobs: list[Job], folder: SweepDir | None = None
 ) -> Runner:
     """Create the runner of a sweep with the directory `folder`, or of a new one if that is None.
 
@@ -129,7 +123,7 @@ def _make_runner(
         keys = parse_space(settings.search, parse(spec.space), types)
         source = Search(settings, keys, jobs, spec.shared_args)
     launcher = _launcher_class(settings)(settings, source.samples, source.total, JobConfigs(request))
-    return Runner(flags, spec, source, launcher, folder)
+    return Runner(spec, source, launcher, folder)
 
 
 def _launcher_class(settings: Sweep) -> type[Launcher]:

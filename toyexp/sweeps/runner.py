@@ -7,7 +7,7 @@ import os
 import shlex
 import signal
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 
 from toyexp.base.formatting import short_path
@@ -32,22 +32,14 @@ from toyexp.training.checkpoint import read_result
 class Runner:
     """Runner of one sweep. It checks the jobs before the first one starts, runs them, and prints a summary."""
 
-    def __init__(
-        self,
-        flags: Mapping[str, str],
-        spec: SweepSpec,
-        source: JobSource,
-        launcher: Launcher,
-        folder: SweepDir | None = None,
-    ):
+    def __init__(self, spec: SweepSpec, source: JobSource, launcher: Launcher, folder: SweepDir | None = None):
         """Prepare to resume the sweep in `folder`, or to start a new one if `folder` is None.
 
-        `flags` are those of the command line. The directory of a new sweep is created later, when the configuration of
-        its first job is composed.
+        The directory of a new sweep is created later, when the configuration of its first job is composed.
         """
         self.spec, self.source, self.launcher, self.folder = spec, source, launcher, folder
         self.settings, self.configs = launcher.settings, launcher.configs
-        self._flags, self._stop = flags, Stop()
+        self._stop = Stop()
         self._watch = Watch(source.environment, self._stop, launcher.runs_singly, launcher.total, self.settings.verbose)
         self._places = JobDirectories(source.jobs)
         self._report_page = SweepReport()
@@ -118,8 +110,7 @@ class Runner:
                     job.status = Status.KILLED
                 except DirectoryLocked as owner:
                     print_line(f"[{job.number}] {job.label}: {owner}")
-        if "--json" not in self._flags:
-            self._report_missing(folder)
+        self._report_missing(folder)
         retry = self.settings.retry
         jobs = [j for j in self.source.jobs if j.status in UNFINISHED or (retry and self.source.may_retry(j))]
         return [job for job in jobs if job.status != Status.RUNNING]

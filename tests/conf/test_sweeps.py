@@ -5,6 +5,7 @@ import json
 import logging
 import os
 import random
+import re
 import shutil
 import signal
 import subprocess
@@ -147,7 +148,9 @@ def test_retry_reruns_failed_and_rejected_jobs():
 
     def retried_statuses(retry):
         settings, source = Sweep(retry=retry, resume="s"), JobSource(jobs)
-        launcher = SimpleNamespace(runs_singly=True, total=8, settings=settings, configs=SimpleNamespace())
+        launcher = SimpleNamespace(
+            runs_singly=True, is_local=True, total=8, settings=settings, configs=SimpleNamespace()
+        )
         Runner(None, source, launcher, SimpleNamespace())
         return {str(job.status) for job in source.remaining_jobs()}
 
@@ -264,7 +267,7 @@ def test_submitit_requeues_jobs_whose_time_limit_is_reached(capsys):
     assert process.returncode == 2, err
     assert statuses("s") == ["completed", "refused"]
     assert "error in job 1: steps=0: must be" in err
-    assert "[0] completed after 800 steps" in out
+    assert re.search(r"^\[0\] steps=800 +completed after 800 steps", out, re.MULTILINE)
     assert "resumed from step" in Path("s/logs/0.log").read_text()
     assert recorded_steps(run) == list(range(1, 801))
 

@@ -388,7 +388,7 @@ def read_sweep(path: Path) -> tuple[list[Job], SweepSpec]:
     """Return a sweep's jobs, and the data needed to resume it. Raise UserError if its files are missing or damaged."""
     alone = f"; its runs can be resumed one by one: resume={path}/RUN"
     try:
-        state = {"space": [], **read_json(path / SWEEP_FILE)}
+        state = read_json(path / SWEEP_FILE)
         if state["format"] != FORMAT:
             problem = f"{SWEEP_FILE}: has format {printable(str(state['format']))}; this toyexp reads format {FORMAT}"
             raise DamagedCheckpoint(f"{problem}; if a newer toyexp wrote it, update toyexp")
@@ -409,7 +409,7 @@ def read_sweep(path: Path) -> tuple[list[Job], SweepSpec]:
 
 def _job(number: int, entry: Mapping[str, Any]) -> Job:
     try:
-        job = rebuild_dataclass(Job, {"trial": None, **entry, "status": Status(entry["status"])})
+        job = rebuild_dataclass(Job, {**entry, "status": Status(entry["status"])})
     except ValueError as error:
         raise ValueError(f"job {number}: {error}") from None
     job.result = _valid_numbers(job.result)

@@ -40,7 +40,8 @@ class Runner:
         self.spec, self.source, self.launcher, self.folder = spec, source, launcher, folder
         self.settings, self.configs = launcher.settings, launcher.configs
         self._stop = Stop()
-        self._watch = Watch(source.environment, self._stop, launcher.runs_singly, launcher.total, self.settings.verbose)
+        verbose = self.settings.verbose and launcher.is_local  # jobs of a cluster print on other machines
+        self._watch = Watch(source.environment, self._stop, launcher.runs_singly, launcher.total, verbose)
         self._places = JobDirectories(source.jobs)
         self._report_page = SweepReport()
         self._refused: dict[str, int] = {}  # error message -> number of the first job with it

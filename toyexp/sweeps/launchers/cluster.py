@@ -16,7 +16,7 @@ from typing import Any
 
 from toyexp.base.formatting import pluralise
 from toyexp.base.ownership import DirectoryLocked, lock, require_unlocked
-from toyexp.sweeps.directory import SUCCEEDED, Job, JobExit, LaunchSpec
+from toyexp.sweeps.directory import Job, JobExit, LaunchSpec
 from toyexp.sweeps.launchers.job_process import NOT_STARTED, Stop, run_process
 from toyexp.sweeps.launchers.launcher import Launcher
 from toyexp.sweeps.watch import Watch
@@ -151,8 +151,6 @@ class Cluster(Launcher):
                 job, result = running.pop(handle), self.result(handle)
                 if not isinstance(result, LostJob):
                     yield job, result
-                    if job.status in SUCCEEDED:  # its own output went to another machine
-                        watch.say(f"[{job.number}] {job.status} after {pluralise(job.result.get('steps', 0), 'step')}")
                     continue
                 if watch.stop.is_requested:
                     lost.append(job)

@@ -131,7 +131,7 @@ class Cluster(Launcher):
         self.begin(watch.folder.path)
         running: dict[Any, Job] = {}
         lost: list[Job] = []
-        tries = Counter[int]()  # how often each job was lost
+        tries = Counter[int]()  # how often each job was resubmitted
         stops_sent = 0
         while True:
             free = min(max(self.limit() - len(running), 0 if running else 1), MAX_BATCH)
@@ -151,19 +151,17 @@ class Cluster(Launcher):
                 job, result = running.pop(handle), self.result(handle)
                 if not isinstance(result, LostJob):
                     yield job, result
-                    continue
-                if watch.stop.is_requested:
+                elif watch.stop.is_requested:
                     lost.append(job)
-                    continue
-                tries[job.number] += 1
-                if tries[job.number] > self.retries:
+                elif tries[job.number] == self.retries:
                     given_up = f", resubmitted {pluralise(self.retries, 'time')}" if self.retries else ""
                     yield job, JobExit(128 + signal.SIGKILL, f"{self.name}: {result.why}{given_up}")
-                    continue
-                note = f"resubmitted, {tries[job.number]} of {self.retries} times"
-                watch.say(f"[{job.number}] lost ({result.why}): {note}")
-                job.attempts += 1
-                lost.append(job)
+                else:
+                    tries[job.number] += 1
+                    job.attempts += 1
+                    note = f"resubmitted, {tries[job.number]} of {self.retries} times"
+                    watch.say(f"[{job.number}] lost ({result.why}): {note}")
+                    lost.append(job)
 
     def _submit_batch(
         self, batch: Sequence[Job], watch: Watch, running: dict[Any, Job]

@@ -51,7 +51,6 @@ class Launcher(ABC):
     """Base class of launchers, which run the jobs of a sweep. The setting sweep.launcher selects a subclass by name."""
 
     name: ClassVar[str]
-    has_several: ClassVar[bool] = True  # whether sweep.jobs applies
     takes_all: ClassVar[str] = ""  # verb for messages if all jobs run at once by default: "train"
     shares_gpus: ClassVar[bool] = False  # whether sweep.per_gpu applies
     shares_gpus_by: ClassVar[str] = ""  # text for messages: what to type instead of sweep.per_gpu
@@ -71,7 +70,7 @@ class Launcher(ABC):
     @classmethod
     def check(cls, settings: Sweep) -> None:
         """Raise UserError if this launcher does not support the settings, and Unavailable if its package is missing."""
-        if settings.jobs > 1 and not cls.has_several:
+        if settings.jobs > 1 and cls.name == "serial":
             raise UserError(f"sweep.jobs={settings.jobs}: parallel jobs need sweep.launcher=processes")
         if settings.per_gpu and not cls.shares_gpus:
             launchers = f"sweep.launcher=processes or stacked{cls.shares_gpus_by}"

@@ -63,7 +63,6 @@ class Serial(Processes):
     """Launcher that runs one job after another, each in its own process."""
 
     name = "serial"
-    has_several = False
     shares_gpus = False
     resources = Launcher.resources
 
@@ -72,7 +71,6 @@ class InProcess(Launcher):
     """Launcher that runs jobs in this process and restores the process's state after each."""
 
     name = "serial"
-    has_several = False
 
     def describe(self, at_once: int) -> str:
         return f"{super().describe(at_once)} in one process"

@@ -141,8 +141,8 @@ def run_in_threads(items: Iterator[T], work: Callable[[T, Callable[[R], None]], 
 
     running = 0
     while True:
-        while running < limit and (next_items := list(itertools.islice(items, 1))):
-            threading.Thread(target=run, args=next_items, name="jobs", daemon=True).start()
+        for item in itertools.islice(items, limit - running):
+            threading.Thread(target=run, args=(item,), name="jobs", daemon=True).start()
             running += 1
         if not running:
             return

@@ -38,6 +38,8 @@ class Search(JobSource):
     Each trial has `sweep.repeats` jobs, which differ in their seed and are created one by one.
     """
 
+    _study: Study  # set by open(), once the sweep's directory exists
+
     def __init__(self, settings: Sweep, keys: Sequence[Key], jobs: list[Job], shared: Sequence[str]):
         """Search over `keys`. `jobs` are the jobs of earlier trials; `shared` are the arguments of all jobs."""
         require_optuna(str(settings.search))
@@ -45,7 +47,6 @@ class Search(JobSource):
         super().__init__(jobs)
         self.samples = make_probes(keys)
         self.probe = self.samples[0]
-        self._study: Study | None = None  # set once the sweep's directory exists
         there_are = count_points(keys)
         self._points = int(min(there_are, settings.trials or there_are))
         if self.total > MAX_JOBS:
@@ -81,9 +82,8 @@ class Search(JobSource):
     def open(self, folder: SweepDir, is_new: bool) -> None:
         """Open the Optuna study in the sweep's directory, and report the results of earlier jobs to the study."""
         settings = self._settings
-        study = Study(folder.path, str(settings.search), settings.metric, self._keys, self._seed)
-        study.require_trials(len(self._group_by_trial()))
-        self._study = study
+        self._study = Study(folder.path, str(settings.search), settings.metric, self._keys, self._seed)
+        self._study.require_trials(len(self._group_by_trial()))
         for job in self.jobs:
             self.record_end(job)
         description = f"{settings.search} over {', '.join(key.key for key in self._keys)}"
@@ -165,7 +165,6 @@ class Search(JobSource):
 
     def _next_trial(self) -> Job | None:
         trial = len(self._group_by_trial())
-        assert self._study is not None
         return self._add(trial, self._study.ask(trial), 0) if trial < self._points else None
 
     def may_retry(self, job: Job) -> bool:
@@ -195,7 +194,7 @@ class Search(JobSource):
         Only the first job of a trial can be pruned. Return an empty dict for other jobs, or if the search does not
         prune.
         """
-        assert self._study is not None and job.trial is not None
+        assert job.trial is not None
         if not self._settings.prune or self._group_by_trial()[job.trial][0] is not job:
             return {}
         return pruning_environment(
@@ -208,7 +207,7 @@ class Search(JobSource):
         A trial's score is the mean over its jobs. If a job failed or was pruned, its trial has no score. A completed
         job without the metric counts as failed.
         """
-        assert self._study is not None and job.trial is not None
+        assert job.trial is not None
         if job.status == Status.COMPLETED and self._score(job) is None:
             loss_names = ["loss", "ppl"] if job.result.get("eval_loss") is not None else []
             metric_names = ", ".join([*loss_names, *(job.result.get("eval_scores") or {})]) or "none"
@@ -255,7 +254,6 @@ class Search(JobSource):
 
     def summarise(self, folder: SweepDir) -> None:
         """Print the best trial, the importance of each key, and commands to type; write all trials to search.json."""
-        assert self._study is not None
         study, settings, ranking = self._study, self._settings, folder.rank()
         shares, why = ({}, "the scores cannot be compared") if ranking.conflict else study.importances()
         best = None

@@ -183,7 +183,11 @@ def overview() -> str:
         rows = [f"| [`toyexp {name}`](commands/{name}.md) | {offers[name].help.removesuffix('.')} |" for name in names]
         parts += [f"## {purpose}\n", "| command | what it does |", "|---|---|", *rows, ""] if rows else []
     tables = "\n".join(parts)
-    return f"""# Commands
+    return f"""---
+title: All commands
+---
+
+# Commands
 
 `toyexp key=value ...` without a command's name [trains](../guides/runs.md), `toyexp -m` [sweeps](../guides/sweeps.md):
 

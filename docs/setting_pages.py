@@ -164,15 +164,15 @@ def overview() -> str:
     known: set[str] = set()
     own = [(key, setting) for key, setting in top_level_settings() if not key.startswith("sweep.")]
     parts = [
-        "# Settings\n",
+        "---\ntitle: All settings\n---\n\n# Settings\n",
         "Type a setting as `key=value`, or write it into a file of `--config-dir`. `--dry-run` shows the effect.\n",
         *example("settings"),
         "## Settings of parts\n",
-        "| part | guide | choose it with |",
+        "| settings | guide | choose it with |",
         "|---|---|---|",
     ]
     parts += [
-        f"| [{title}](settings/{kind}.md) | [{title}](../guides/{GUIDES[kind]}.md) | `{CHOSEN[kind]}` |"
+        f"| [{title}](settings/{kind}.md) | [guide](../guides/{GUIDES[kind]}.md) | `{CHOSEN[kind]}` |"
         for kind, title in TITLES.items()
     ]
     columns = "key | type | default | what it does | may change on resume | changes numbers"

@@ -36,6 +36,15 @@ def test_learned_text_is_marked_and_columns_are_named(show):
     assert "user:\nSay one\nassistant:\none" in show("data.train_on=all").replace("[[", "")
 
 
+def test_warnings_about_the_data_are_shown(show):
+    """Those about other settings are for a run."""
+    words = ["data.val_path=x.json", "callbacks.cosine.warmup=9", "steps=2"]
+    warned = "data.val_path: the held-out loss means little"
+    out, result = show(*words), json.loads(show("--json", *words))
+    assert out.count("warning  ") == 1 and f"warning  {warned}" in out
+    assert [text[: len(warned)] for text in result["warnings"]] == [warned]
+
+
 def test_json_has_ids_and_the_share_that_counts(show):
     result = json.loads(show("--json", "--rows", "1"))
     (row,) = result["rows"]

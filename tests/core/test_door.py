@@ -2,6 +2,7 @@
 
 import contextlib
 import html
+import io
 import json
 import os
 import pickle
@@ -505,12 +506,18 @@ def test_keywords_keep_their_values(book_directory):
 # -- many -------------------------------------------------------------------------------------------------------------
 
 
-def test_a_sweep_is_a_sequence_of_its_runs_the_best_first(book_directory, capsys):
-    swept = toyexp.sweep(
-        *WORDS, model=MODEL, seed=[0, 1], **{**SETTINGS, "lr": [0.0, 0.01]}, callbacks=["events"],
-        sweep={"isolate": False, "report": False}, directory="swept", quiet=True,
-    )  # fmt: skip
-    assert capsys.readouterr() == ("", "")
+@pytest.fixture(scope="module")
+def swept(book_directory):
+    with contextlib.redirect_stdout(io.StringIO()) as printed, contextlib.redirect_stderr(printed):
+        result = toyexp.sweep(
+            *WORDS, model=MODEL, seed=[0, 1], **{**SETTINGS, "lr": [0.0, 0.01]}, callbacks=["events"],
+            sweep={"isolate": False, "report": False}, directory="swept", quiet=True,
+        )  # fmt: skip
+    assert printed.getvalue() == ""
+    return result
+
+
+def test_a_sweep_is_a_sequence_of_its_runs_the_best_first(swept):
     assert [row["lr"] for row in swept.table] == [0.01, 0.01, 0.0, 0.0]
     scores = [run.held_out["loss"] for run in swept]
     assert scores[:2] == sorted(scores[:2]) and swept.best.held_out["loss"] == scores[0]
@@ -518,8 +525,8 @@ def test_a_sweep_is_a_sequence_of_its_runs_the_best_first(book_directory, capsys
     assert swept.table[0]["deviation"] == pytest.approx(np.std(scores[:2], ddof=1))
     again = toyexp.open("swept")
     assert again.table == swept.table and len(again) == 4 and again.metric == "held-out loss"
-    assert repr(again).splitlines()[0].split() == ["job", "seed", "lr", "state", "steps", "loss", "held_out_loss",
-                                                   "seconds", "mean", "deviation"]  # fmt: skip
+    assert repr(again).splitlines()[0].split() == ["job", "seed", "lr", "held_out_loss", "mean", "deviation",
+                                                   "loss", "state", "steps", "seconds"]  # fmt: skip
     assert again._repr_html_().count("<tr>") == 5
     head, *rows = [line.split() for line in repr(again).splitlines()[:5]]
     forms = {"loss": r"\d\.\d{4}", "mean": r"\d\.\d{4}", "deviation": r"\d\.\d{4}", "seconds": r"\d+\.\d"}
@@ -527,7 +534,7 @@ def test_a_sweep_is_a_sequence_of_its_runs_the_best_first(book_directory, capsys
     assert [row[head.index("lr")] for row in rows] == ["0.01", "0.01", "0", "0"]
 
 
-def test_a_sweep_draws_itself_as_a_picture_that_a_notebook_shows(book_directory):
+def test_a_sweep_draws_itself_as_a_picture_that_a_notebook_shows(swept, book_directory):
     pytest.importorskip("matplotlib")
     sheet = toyexp.open("swept").plot()
     picture, style = sheet._repr_png_()
@@ -537,7 +544,7 @@ def test_a_sweep_draws_itself_as_a_picture_that_a_notebook_shows(book_directory)
         sheet.write("drawn.jpg")
 
 
-def test_an_answer_shows_its_printed_lines_in_a_notebook(book_directory):
+def test_an_answer_shows_its_printed_lines_in_a_notebook(swept):
     answer = toyexp.compare("swept")
     assert answer._repr_html_() == f"<pre>{html.escape(str(answer))}</pre>"
 

@@ -178,7 +178,7 @@ def test_of_many_points_only_the_best_are_coloured(tmp_path, capsys):
     for number in range(30):
         write_run(tmp_path / f"runs/{number}", steps=5, lr=1e-3 * (number + 1), held_out=2.0 + number / 10)
     words = plot_texts(capsys, "runs", "curves.svg")
-    assert "Best held-out loss 2: lr=0.001" in words and "lr 0.001 to 0.03 (30 values)" in " ".join(words)
+    assert "Best held-out loss 2.0000: lr=0.001" in words and "lr 0.001 to 0.03 (30 values)" in " ".join(words)
     assert "22 others, grey" in words and "2.8 to 4.9" in words
     assert Path("curves.svg").stat().st_size < 200_000
     for colour in COLOURS:
@@ -421,7 +421,7 @@ def test_means_below_1e300_are_drawn_in_short_form(tmp_path, capsys):
     for number, score in enumerate((9e299, -9e299)):
         write_run(f"r/{number + 4}", steps=50, seed=number, lr=0.1, scores={"up": score})
     words = plot_texts(capsys, "r", "--metric", "up", "a.svg")
-    assert "2e299, best" in words and "0 ± 1.3e300" in words
+    assert "2e299, best" in words and "0 ± 1.27e300" in words
 
 
 def test_a_value_too_large_for_float_is_drawn_as_text(tmp_path, capsys):

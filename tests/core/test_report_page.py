@@ -218,12 +218,13 @@ def test_the_legend_hides_shows_and_isolates_points_in_all_charts(page):
         ("steps=40", ["<img src=x onerror=alert(1)>"]),
         ("time>1 time<=3 lr=0.003 warm", [LABEL]),
         ("of=300 optim.beta2=None warm lr=0.003", [LABEL]),
-        ("when=2026-11-22 when>2026-11-21 when<=2026-11-23 sweep= warm lr=0.003", [LABEL]),
+        ("when=2026-11-22 when>2026-11-21 when<=2026-11-23 warm sweep= lr=0.003", [LABEL]),
     ],
 )  # fmt: skip
 def test_the_filter_has_the_conditions_of_runs(page, words, labels):
     page.fill("#filter", words)
-    until(page, f"document.querySelectorAll('#legend button').length == {len(labels)}")
+    until(page, f"new URLSearchParams(location.hash.slice(1)).get('filter') === {json.dumps(words.strip())}")
+    assert page.locator("#legend button").count() == len(labels)
     assert set(page.locator("#legend .label").all_text_contents()) >= {label for label in labels if "<" not in label}
     assert page.locator("#count").inner_text().split(";")[0] == f"{len(labels)} of 7 points"
     assert page.get_attribute("#filter", "aria-invalid") == "false"
@@ -701,6 +702,38 @@ def test_a_search_shows_its_history_and_each_setting(chromium, tmp_path):
     assert captions.last.get_attribute("title") == "optim.weight_decay"
     boxes = [page.locator(f"[id='setting-{key}']").bounding_box() for key in ("lr", "optim")]
     assert boxes[0]["x"] + boxes[0]["width"] <= boxes[1]["x"] and opened.trouble == []
+    opened.context.close()
+
+
+def test_the_charts_of_a_search_show_the_trials_that_pass_the_filter(chromium, tmp_path):
+    opened = open_search(chromium, tmp_path, [3.0, 2.5, 40.0, 2.8, 2.2, 2.4], "loss")
+    page = opened.page
+    page.fill("#filter", "optim=adamw")
+    until(page, "document.getElementById('search-best').textContent.includes('shown')")
+    best, dots, star = traces(page, "trials")
+    assert dots[1:3] == [[1, 3, 5], [2.5, 2.8, 2.4]] and star[1:3] == [[5], [2.4]] and best[2] == [2.5, 2.4, 2.4]
+    assert page.locator("#search-best").inner_text().startswith("Best shown held-out loss: 2.4000, ")
+    page.fill("#filter", "state=killed")
+    until(page, "document.getElementById('search-best').textContent === ''")
+    assert traces(page, "trials")[1][1] == [] and opened.trouble == []
+    opened.context.close()
+
+
+def test_with_many_points_only_the_best_and_the_one_pointed_at_have_a_training_curve(chromium, tmp_path):
+    for number in range(9):
+        write_run(tmp_path / f"runs/{number}", lr=(number + 1) / 1000, held_out=2 + number / 10, steps=100)
+    assert main(["compare", str(tmp_path / "runs"), "--html", str(tmp_path / "report.html")]) == 0
+    opened = Opened(chromium, tmp_path / "report.html", viewport={"width": 1300, "height": 900})
+
+    def trained():
+        return [name for name, *_ in traces(opened.page) if name.startswith("lr=")]
+
+    assert trained() == ["lr=0.001"] and sum(name == "held out" for name, *_ in traces(opened.page)) == 9
+    opened.page.hover("#legend button >> nth=4")
+    until(opened.page, "document.getElementById('main').data.some((trace) => trace.name === 'lr=0.005')")
+    assert sorted(trained()) == ["lr=0.001", "lr=0.005"]
+    opened.page.uncheck("#held")
+    assert len(trained()) == 9 and opened.trouble == []
     opened.context.close()
 
 

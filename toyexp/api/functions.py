@@ -201,9 +201,9 @@ class SweepResult(Sequence[Result]):
     def table(self) -> list[dict[str, Any]]:
         """A list with a dict for each job, best first.
 
-        A dict has the job's number, swept settings, state, losses, metrics, seconds and error. `mean` and `deviation`
-        describe this job and all jobs that differ from it only in their seed. They are the mean and the sample standard
-        deviation of the metric that ranks the runs.
+        A dict has the job's number, swept settings, held-out metrics, training loss, state, steps, seconds and error.
+        `mean` and `deviation` describe this job and all jobs that differ from it only in their seed. They are the mean
+        and the sample standard deviation of the metric that ranks the runs.
         """
         keys = list(dict.fromkeys(word.partition("=")[0] for job in self._jobs for word in job.overrides))
         rows = []
@@ -216,9 +216,10 @@ class SweepResult(Sequence[Result]):
             rows.append({
                 "job": job.number,
                 **{key: values.get(key) for key in keys},
-                "state": str(job.status), "steps": summary.get("steps"), "loss": summary.get("train_loss"),
-                "held_out_loss": summary.get("eval_loss"), **scores, "seconds": summary.get("seconds"),
-                "mean": point.mean if point.values else None, "deviation": point.deviation, "error": job.error,
+                "held_out_loss": summary.get("eval_loss"), **scores,
+                "mean": point.mean if point.values else None, "deviation": point.deviation,
+                "loss": summary.get("train_loss"), "state": str(job.status), "steps": summary.get("steps"),
+                "seconds": summary.get("seconds"), "error": job.error,
             })  # fmt: skip
         return rows
 

@@ -162,11 +162,12 @@ class Sheet:
         self._resize(None)
 
     def _resize(self, column: str | None) -> None:
-        """Set the size of the page and of all text, and wrap the subtitle.
+        """Set the size of the page, of all text, lines and marks, and wrap the subtitle.
 
         `column` says where the figure must fit: "single" or "double" for a column of a journal, None for the default
         size.
         """
+        from matplotlib.lines import Line2D
         from matplotlib.text import Text
         from matplotlib.transforms import ScaledTranslation
 
@@ -174,15 +175,19 @@ class Sheet:
         room = width / WIDTH / scale
         self.figure.set_size_inches(width, self._height * scale)
         text: Any
+        line: Any
         for text in self.figure.findobj(Text):
             text.set_fontsize(round(text.get_fontsize() * scale / self._scale, 6))
+        for line in self.figure.findobj(Line2D):
+            sizes = {name: getattr(line, f"get_{name}")() for name in ("markersize", "linewidth")}
+            line.set(**{name: round(size * scale / self._scale, 6) for name, size in sizes.items()})
         self._scale = scale
         # a journal needs no paths
         parts = [part for part in self._below.split(" · ") if column is None or "/" not in part]
         # no break in a short part or before a dot
         below = "\xa0· ".join(part.replace(" ", "\xa0") if len(part) < 60 * room else part for part in parts)
         lines, title = (
-            [fit_text(line.replace("\xa0", " ").replace(" · …", " …"), most)
+            [fit_text(line.replace("\xa0", " ").replace(" · …", " …").removesuffix(" ·"), most)
              for line in textwrap.wrap(text, most, max_lines=rows, placeholder=" …")]
             for text, rows, size, weight in ((below, 3, SMALL, "normal"), (self._title, 2, TITLE, "bold"))
             for most in [self._count_letters(text, size * scale, weight)]

@@ -42,6 +42,7 @@ def run(arguments: Arguments) -> int:
     prepared = prepare(Request.parse(arguments.settings).build_config())
     report: dict[str, Any] = {"data": {**prepared.dataset.describe(), **prepared.batches.facts}}
     report["left_out"] = prepared.omissions()
+    report["warnings"] = [text for text in prepared.warnings if text.startswith("data.")]
     if isinstance(prepared.dataset, ImageDataset):
         details, lines = _describe_classes(prepared.dataset)
     elif prepared.model.reads.sequence:
@@ -55,6 +56,8 @@ def run(arguments: Arguments) -> int:
     for line in introduction(prepared):
         if line.startswith("data"):
             print_output(line)
+    for text in report["warnings"]:
+        print_output(f"warning  {text}")
     print_text("\n".join([*lines, ""]))
     return 0
 

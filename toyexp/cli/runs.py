@@ -177,15 +177,16 @@ def format_time(when: str) -> str:
 def fit_rows(rows: Sequence[Sequence[str]]) -> tuple[list[list[str]], list[str]]:
     """Drop columns of a table until it fits the terminal.
 
-    The first of `rows` has the column heads. Columns with the same value for all runs are dropped first. The columns in
-    DROP_ORDER come next, because the path of a run shows most of their values too. Return the rows, and notes for the
-    user about the columns that were dropped.
+    The first of `rows` has the column heads. Columns with the same value for all runs are dropped first, then metrics that
+    fewer than a quarter of the runs have. The columns in DROP_ORDER come next, because the path of a run shows most of
+    their values too. Return the rows, and notes for the user about the columns that were dropped.
     """
     if fits_terminal(rows):
         return [list(row) for row in rows], []
     columns_of = dict(zip(rows[0], zip(*rows[1:], strict=True), strict=True))
     alike = {head: cells[0] for head in DROP_IF_EQUAL if len(set(cells := columns_of.get(head, ()))) == 1 < len(cells)}
-    table, dropped = drop_columns(rows, [*alike, *DROP_ORDER])
+    rare = [head for head, cells in columns_of.items() if head not in HEADS and 4 * cells.count("-") > 3 * len(cells)]
+    table, dropped = drop_columns(rows, [*alike, *rare, *DROP_ORDER])
     same, others = [head for head in dropped if head in alike], [head for head in dropped if head not in alike]
     notes = [f"same for all runs: {', '.join(f'{head} {alike[head]}' for head in same)}"] if same else []
     return table, [*notes, *name_dropped(others, "; --csv has all")]

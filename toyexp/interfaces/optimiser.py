@@ -321,7 +321,7 @@ class Optimiser(Rule):
     grad_clip: float = 0.0  # clip gradients to this global norm; 0: no clipping
     accumulate: int = 1  # gradient accumulation: micro-batches per step; saves memory, same result
     ema: float = 0.0  # decay, such as 0.999, of the averaged weights that are evaluated and exported; 0: none
-    groups: dict[str, Any] = field(default_factory=dict)  # {blk.*.attn_*: {lr: 0.0001, weight_decay: 0, frozen: false}}
+    groups: dict[str, Any] = field(default_factory=dict)  # of tensors: {blk.*.attn_*: {lr: 0.0001, frozen: false}}
 
     def check(self) -> None:
         """Raise UserError for invalid settings.

@@ -189,14 +189,12 @@ def describe_sweep(comparison: Comparison) -> str:
 
 
 def format_mean(mean: float, deviation: float | None) -> str:
-    """Format the text `mean ± deviation`.
-
-    The deviation has two significant digits, and the mean has as many decimals as the deviation.
-    """
-    if not deviation or max(abs(mean), deviation) >= 1e6:
-        return format_number(mean, 5) + (f" ± {format_number(deviation, 2)}" if deviation else "")
-    decimals = max(1 - math.floor(math.log10(deviation)), 0)
-    return f"{mean:,.{decimals}f} ± {deviation:,.{decimals}f}"
+    """Format the text `mean ± deviation` with four decimals, as tables do, or briefly if a number exceeds a million."""
+    texts = [
+        f"{value:,.4f}" if max(abs(mean), deviation or 0) < 1e6 else format_number(value, 3)
+        for value in ([mean, deviation] if deviation else [mean])
+    ]
+    return " ± ".join(texts)
 
 
 def _list_values(comparison: Comparison, keys: Sequence[str]) -> list[tuple[str, list[str]]]:
@@ -241,7 +239,7 @@ def _footer(comparison: Comparison, source: str, total: int) -> str:
     parts += [text for text in trained if " train" in text or ":" in text] if len(trained) == 1 else []
     incomplete = [run for run in runs if run.state not in FINAL_STATES]
     parts += [f"{len(incomplete)} did not complete"] if incomplete else []
-    parts += ["thin lines: seeds, thick lines: their mean"] if comparison.ranking.has_seeds else []
+    parts += ["thin: seeds, thick: their mean"] if comparison.ranking.has_seeds else []
     parts += [f"{conflict}: losses cannot be compared"] if (conflict := comparison.ranking.conflict) else []
     return " · ".join(filter(None, parts))
 
@@ -322,6 +320,7 @@ def _draw_ends(
     """
     axes.grid(visible=False)
     axes.grid(axis="x")
+    axes.xaxis.get_major_locator().set_params(min_n_ticks=3)  # also in a journal's column
     best = comparison.ranking.best
     for rank, line in enumerate(named):
         point, colour = line.point, COLOURS[rank]

@@ -189,7 +189,9 @@ function lossTraces() {
       const [xs, ys] = clipAndThin(...readCurve(run, "loss", false), low, high, Math.min(most, together ? 1500 : 4000));
       back.push(lineTrace(xs, ys, "raw", { line: { width: 0.7, color: colour(place, runs.length > 2 ? 0.2 : 0.4) } }));
     }
-    if (together) {
+    if (held && !isDistinct() && ![shown[0], state.hot].includes(place)) {
+      // training curves of many points would cover the held-out ones
+    } else if (together) {
       const [xs, means, deviations, lows, highs] = band(runs.map((run) => readCurve(run, "loss", true)));
       if (!held) bands.push(bandTrace(xs, lows, highs, place));
       const about = hoverTemplate(label, `training loss, mean of ${runs.length} seeds`, ".4f", true);
@@ -257,8 +259,9 @@ function markLines() {
 function heldTraces(place, score) {
   const runs = runsOf(place).filter((run) => run.held[score] && run.held[score][0].length);
   const many = data.points.length > 12, wide = state.hot === place ? 4 : place === 0 && data.best ? 3.2 : many ? 1.3 : 2.2;
+  const ended = many && data.points[place].mean === null; // such as of a pruned trial
   const look = {
-    type: "scatter", mode: "lines+markers", line: { width: wide, color: colour(place) }, connectgaps: true,
+    type: "scatter", mode: "lines+markers", line: { width: ended ? 1 : wide, color: colour(place, ended ? 0.6 : 1) }, connectgaps: true,
     marker: {
       size: many ? 4 : 8, symbol: MARKS[isDistinct() ? place : 0], color: colour(place),
       line: { width: many ? 0 : 1, color: style("card") },

@@ -38,7 +38,7 @@ function parseFilter(text) {
     if (ORDER[sign] && !(dated ? wanted : isNumber(value))) { ignore(word, `${sign} needs ${needs}`); continue; }
     const unknown = ORDER[sign] ? undefined : wanted.split(",").find((item) => !known.some((v) => matchesCondition(v, "=", item, key)));
     if (unknown === "") { ignore(word, "needs a value"); continue; }
-    if (unknown) problems.push(`no run has ${typed}=${unknown}; values: ${formatValues([...new Set(known.filter((v) => v !== null).map(String))])}`);
+    if (unknown) problems.push(`no run has ${typed}=${unknown}; values: ${formatValues([...new Set(known.filter((v) => v !== null).map((v) => String(typeof v === "number" ? Number(v.toPrecision(6)) : v)))])}`);
     tests.push((run) => matchesCondition(readValue(run, key), sign, wanted, key));
   }
   return { tests, problem: problems.join("; ") };

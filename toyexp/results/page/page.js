@@ -169,7 +169,7 @@ function drawAbout() {
   const longest = Math.max(0, ...data.runs.map((run) => run.curves.loss.n));
   const scored = data.runs.some((run) => run.held.loss && run.held.loss[0].length);
   byId("said").textContent = [
-    scored ? "With marks: held-out loss; thin: smoothed training loss." : "",
+    scored ? `With marks: held-out loss; thin: smoothed training loss${isDistinct() ? "" : " of the best point and of the one pointed at in the legend"}.` : "",
     thin.length ? `Curves of up to ${longest} steps are reduced to the extremes of at most ${data.most / 2} bins.` : "",
     data.points.some((p) => p.counted > 1) ? "±: standard deviation over seeds (n-1); bands: the same within the extremes of the seeds." : "",
     data.runs.some((run) => !run.counts) ? "Cross: end of a run that did not complete." : "",
@@ -206,7 +206,7 @@ function drawLegend() {
   box.textContent = "";
   const partly = data.runs.some((run) => passes(run.point) && !conditions.tests.every((test) => test(run)));
   const note = partly ? "; points contain a matching run; means are of all their runs" : "", { problem } = conditions;
-  byId("count").textContent = `${shown} of ${total} points${note}${problem && "; "}`;
+  byId("count").textContent = `${shown} of ${total} ${total === 1 ? "point" : "points"}${note}${problem && "; "}`;
   if (problem) addElement(byId("count"), "strong", "bad", problem);
   byId("filter").setAttribute("aria-invalid", String(conditions.problem !== ""));
   places.slice(0, limitRows("more-points", shown, most)).forEach((place) => {

@@ -4,11 +4,12 @@ function drawSearch() {
   const search = data.search, section = byId("search");
   section.hidden = !search;
   if (!search || !Plotly) return;
-  const scored = search.trials.filter((trial) => trial.score !== null);
+  const hidden = new Set(data.runs.filter((run) => !shows(run.point)).map((run) => readValue(run, "trial")));
+  const scored = search.trials.filter((trial) => trial.score !== null && !hidden.has(trial.number));
   const wins = (a, b) => (search.minimising ? a.score < b.score : a.score > b.score), done = scored.filter((trial) => trial.complete);
   let star = null; // best trial so far
   const history = done.map((trial) => (star = star && !wins(trial, star) ? star : trial).height);
-  const numbers = scored.map((trial) => trial.number), last = Math.max(0, ...numbers), colour = style("mark");
+  const numbers = scored.map((trial) => trial.number), last = Math.max(1, ...search.trials.map((trial) => trial.number)), colour = style("mark");
   const steps = lineTrace([...done.map((t) => t.number), ...(star ? [last] : [])], [...history, ...(star ? [star.height] : [])], "", { line: { width: 2, shape: "hv", color: colour } });
   drawTrials("trials", scored, numbers, { title: { text: "trial" } }, [steps], star);
   const box = byId("settings");
@@ -32,7 +33,7 @@ function drawSearch() {
     drawTrials(`setting-${key}`, trials, xs, axis, [], star, borders);
   }
   const run = star && data.runs.find((one) => readValue(one, "trial") === star.number);
-  byId("search-best").textContent = star ? `Best ${search.metric}: ${formatNumber(star.score)}${run ? `, ${data.points[run.point].label}` : ""}, trial ${star.number}` : "";
+  byId("search-best").textContent = star ? `Best ${hidden.size ? "shown " : ""}${search.metric}: ${formatNumber(star.score)}${run ? `, ${data.points[run.point].label}` : ""}, trial ${star.number}` : "";
   const text = [...(star ? ["line: best so far", "star: best trial"] : []), ...search.legend].join("; ");
   byId("search-note").textContent = text && `${text[0].toUpperCase()}${text.slice(1)}.`;
 }

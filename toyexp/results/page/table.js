@@ -37,7 +37,7 @@ function listColumns(saved = false) {
     ...(several((r) => r.seed) ? [{ head: "seed", of: (r) => r.seed, form: String, number: true }] : []),
     { head: "state", of: (r) => r.state }, { head: "steps taken", of: (r) => r.steps, form: String, number: true }, ...numbers,
     ...(warned ? [{ head: "warnings", of: (r) => r.warned, form: (n) => n || "", number: true }] : []),
-    ...(saved || several((r) => r.when?.slice(0, 16)) ? [{ head: "begun", of: (r) => r.when || null, form: formatTime, minor: true }] : []), ...(saved ? [{ head: "path", of: (r) => r.path }] : [])];
+    ...(saved || several((r) => r.when?.slice(0, 10)) ? [{ head: "begun", of: (r) => r.when || null, form: formatTime, minor: true }] : []), ...(saved ? [{ head: "path", of: (r) => r.path }] : [])];
 }
 
 const MOST_ROWS = 20; // rows shown before "show all" is clicked
@@ -83,7 +83,8 @@ function drawTable() {
   const near = nearBest(ranked), reach = rows.filter((row) => near.includes(rank(row))).flatMap((row) => [-1, 1].map((n) => rank(row) + n * (row.deviation || 0)));
   const scale = new Set(ranked).size > 2 && !isPrinted() ? makeScale(reach, false, false) : null;
   if (scale) {
-    const ends = addElement(addElement(line, "th", "strip"), "div");
+    const cell = addElement(line, "th", "strip"), ends = addElement(cell, "div");
+    cell.title = cell.ariaLabel = `${data.metric}, with a line of one standard deviation`;
     for (const end of [Math.min, Math.max]) addElement(ends, "span", "", formatNumber(end(...reach)));
   }
   saveView();
@@ -97,7 +98,8 @@ function drawTable() {
       if (best) addElement(cell, "span", "badge", "best");
       cell.append(text);
     }
-    if (scale) drawStrip(addElement(addElement(cells, "td", "strip"), "div"), scale.place, rank(row), row.deviation || 0, row.point);
+    const strip = scale && addElement(cells, "td", "strip");
+    if (strip && rank(row) !== null) drawStrip(addElement(strip, "div"), scale.place, rank(row), row.deviation || 0, row.point);
   }
   const table = body.parentElement;
   table.classList.remove("tight");
@@ -113,7 +115,6 @@ function fade(box) {
 // Draw a row's metric as its point's mark on a scale, with a line of one deviation to both sides. Beyond the scale it is an
 // arrow.
 function drawStrip(box, place, known, deviation, point) {
-  if (known === null) return;
   const [low, at, high] = [-1, 0, 1].map((n) => 100 * Math.min(Math.max(place(known + n * deviation) || 0, 0), 1)), line = addElement(box, "i");
   Object.assign(line.style, { left: `${low}%`, width: `${high - low}%`, background: colour(point) });
   addMark(box, point);

@@ -138,10 +138,13 @@ class JobConfigs:
                     return f"{run_text} in that run and {printable(plain(job_value))} in this job"
         return ""
 
-    def gpus(self, job: Job, auto: int) -> int | None:
-        """Return how many GPUs a job uses. None means all GPUs of the machine. For engine=auto, return `auto`."""
+    def gpus(self, job: Job, machine_gpus: int) -> int:
+        """Return how many GPUs a job uses on a machine with `machine_gpus` GPUs."""
         engine = self._engine(job)
-        return auto if engine == AUTO else engine.gpus() if isinstance(engine, Engine) else 0
+        if engine == AUTO:
+            return min(machine_gpus, 1)
+        count = engine.gpus() if isinstance(engine, Engine) else 0
+        return machine_gpus if count is None else count  # None: all
 
     def cores(self, job: Job) -> int:
         """Return the minimum number of CPU cores that a job uses.

@@ -53,7 +53,7 @@ class Runner:
         """Run the jobs; return the exit code of the sweep."""
         try:
             self.prepare()
-            if self.source.peek() or self.source.probe:
+            if self.source.remaining_jobs():
                 self.launcher.connect()
             folder = self._open()
             self._advise()
@@ -154,8 +154,8 @@ class Runner:
         if is_new := self.folder is None:
             if self.source.probe:
                 self._create(self.configs.directory(self.source.probe, None)[0])
-            while self.folder is None and (job := self.source.peek()):
-                self._assign_directory(job)
+            else:  # the first valid job creates the directory
+                any(map(self._assign_directory, self.source.remaining_jobs()))
         if self.folder:
             self.source.open(self.folder, is_new)
         return self.folder

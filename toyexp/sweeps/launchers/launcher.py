@@ -21,8 +21,6 @@ from toyexp.sweeps.launchers.gpus import Gpus, visible_gpus
 from toyexp.sweeps.launchers.job_process import Stop
 from toyexp.sweeps.watch import Watch
 
-AUTO = -1  # stands for the unknown number of GPUs of a job with engine=auto
-
 
 class Resources(NamedTuple):
     """Number of jobs that run in parallel, and the cores, GPUs and processes that each of them uses.
@@ -36,15 +34,6 @@ class Resources(NamedTuple):
     gpus: int  # number of GPUs of the job that uses the most
     processes: int = 1  # number of processes of the job that uses the most
     stacks: int = 1  # number of stacks that share a device's memory
-    counts: Sequence[int | None] = ()  # GPUs of a job, for each engine in the sweep; None: all; or AUTO
-
-    def max_gpus(self, machine_gpus: int) -> int:
-        """Return the largest number of GPUs that a job uses on a machine with `machine_gpus` GPUs.
-
-        Return 0 if all jobs use the CPU.
-        """
-        auto = min(machine_gpus, 1)
-        return max((machine_gpus if n is None else auto if n == AUTO else n for n in self.counts), default=0)
 
 
 class Launcher(ABC):
@@ -63,7 +52,7 @@ class Launcher(ABC):
 
         `total` is the number of jobs. `jobs` are some of them, chosen so that every value of every swept key occurs.
         """
-        self.settings, self.total, self.configs = settings, total, configs
+        self.settings, self.samples, self.total, self.configs = settings, jobs, total, configs
         self.gpus = Gpus(visible_gpus())
         self.share = self.resources(jobs)
 
@@ -164,9 +153,8 @@ class Launcher(ABC):
         """
         kinds = list(one_job_per_engine(jobs))
         processes = max((self.configs.processes(job) for job in kinds), default=1)
-        counts = [self.configs.gpus(job, AUTO) for job in kinds]
-        share = Resources(self.settings.jobs or self.total, 0, 0, processes, counts=counts)
-        return share._replace(gpus=share.max_gpus(gpus))
+        most_gpus = max((self.configs.gpus(job, gpus) for job in kinds), default=0)
+        return Resources(self.settings.jobs or self.total, 0, most_gpus, processes)
 
     def limit_to_machine(self, share: Resources) -> Resources:
         """Return a copy of `share`, with the number of parallel jobs and the cores of each job set to fit this machine.
@@ -176,9 +164,7 @@ class Launcher(ABC):
         """
         settings, cores = self.settings, available_cores()
         at_once = self.gpus.capacity(share.gpus, self.per_gpu(share))
-        limit = settings.jobs or max(cores // share.processes, 1)
-        if settings.jobs:
-            limit = min(limit, max(self.total, 1))
+        limit = min(settings.jobs, max(self.total, 1)) or max(cores // share.processes, 1)
         if at_once and (share.gpus > 1 or settings.per_gpu or not settings.jobs):
             limit = min(limit, at_once)
         return share._replace(jobs=limit, cores=max(cores // limit, min(share.processes, cores)))

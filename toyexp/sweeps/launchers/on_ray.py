@@ -92,9 +92,8 @@ class OnRay(Cluster):
         address = settings.cluster()
         _join(address, max(available_cores(), resources.jobs * resources.cores))
         self._nodes = _read_nodes()
-        self._gpus = gpus = settings.gpus or resources.max_gpus(
-            int(max((node.gpus for node in self._nodes), default=0))
-        )
+        node_gpus = int(max((node.gpus for node in self._nodes), default=0))
+        self._gpus = gpus = settings.gpus or self.requested_resources(self.samples, node_gpus).gpus
         limit, self._cores = divide_cores(self._nodes, self.settings.jobs, resources.processes, gpus, settings.cpus)
         job_needs = pluralise(self._cores, "core") + (
             f" and {format_value(gpus)} GPU{'s' if gpus > 1 else ''}" if gpus else ""

@@ -96,8 +96,8 @@ class Cluster(Launcher):
         """Prepare the launcher before the first job; `folder` is the sweep's directory."""
 
     @abstractmethod
-    def submit(self, works: Sequence[NodeJob]) -> Sequence[tuple[str, Any]]:
-        """Submit jobs. Return a pair for each job: a text, and the handle by which the cluster identifies the job.
+    def submit(self, specs: Sequence[LaunchSpec]) -> Sequence[tuple[str, Any]]:
+        """Submit a NodeJob for each job. Return for each a text, and the handle by which the cluster identifies it.
 
         The text, such as " as 123" with a leading blank, is printed after the word "submitted". If the submission
         fails, raise the error of the cluster's library.
@@ -117,10 +117,6 @@ class Cluster(Launcher):
 
         `times` is the number of earlier calls of this method.
         """
-
-    def make_work(self, spec: LaunchSpec) -> NodeJob:
-        """Return the NodeJob that runs a job on the cluster."""
-        return NodeJob(spec)
 
     def run(self, jobs: Iterator[Job], watch: Watch) -> Iterator[tuple[Job, JobExit]]:
         """Submit jobs, and yield each with its exit once it has ended.
@@ -173,7 +169,7 @@ class Cluster(Launcher):
         if not batch:
             return
         try:
-            handles = self.submit([self.make_work(watch.launch_spec(job)) for job in batch])
+            handles = self.submit([watch.launch_spec(job) for job in batch])
         except Exception as error:  # any error of the cluster
             yield from ((job, JobExit(NOT_STARTED, f"{self.name}: {last_line(error)}")) for job in batch)
             return

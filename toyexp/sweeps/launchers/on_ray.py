@@ -117,11 +117,11 @@ class OnRay(Cluster):
             return self.share.jobs
         return sum(node.fits(self._cores, self._gpus) for node in _read_nodes())
 
-    def make_work(self, spec: LaunchSpec) -> NodeJob:
+    def submit(self, specs: Sequence[LaunchSpec]) -> Sequence[tuple[str, Any]]:
         forwarded = {k: v for k, v in os.environ.items() if k.startswith(FORWARDED_VARIABLES) and k != CORES_VARIABLE}
-        return NodeJob(replace(spec, cores=self._cores, environment={**forwarded, **spec.environment}))
-
-    def submit(self, works: Sequence[NodeJob]) -> Sequence[tuple[str, Any]]:
+        works = [
+            NodeJob(replace(spec, cores=self._cores, environment={**forwarded, **spec.environment})) for spec in specs
+        ]
         return [("", self._task.remote(work, str(Path.cwd()))) for work in works]
 
     def poll(self, handles: Sequence[Any]) -> Sequence[Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 import shlex
 import statistics
 from collections.abc import Mapping, Sequence
@@ -16,9 +17,10 @@ from toyexp.config.top_level import MAX_JOBS, Sweep
 from toyexp.interfaces.kind import perplexity
 from toyexp.interfaces.objective import Objective
 from toyexp.results.ranking import SCALED, job_sources, metric_value
+from toyexp.sweeps.combinations import TRIAL
 from toyexp.sweeps.directory import UNFINISHED, Job, Status, SweepDir
 from toyexp.sweeps.job_configs import JobConfigs, check_values, require_distinct_directories
-from toyexp.sweeps.search.pruning import first_pruning_step, pruning_environment
+from toyexp.sweeps.search.pruning import first_pruning_step
 from toyexp.sweeps.search.space import Key, count_points, make_probes
 from toyexp.sweeps.search.study import Study, require_optuna
 from toyexp.sweeps.sources import JobSource
@@ -189,7 +191,7 @@ class Search(JobSource):
     # -- one job --
 
     def environment(self, job: Job) -> Mapping[str, str]:
-        """Return the environment variables that make the process of a job prune its run.
+        """Return the environment variable that makes the process of a job prune its run: the fields of `Pruning`.
 
         Only the first job of a trial can be pruned. Return an empty dict for other jobs, or if the search does not
         prune.
@@ -197,9 +199,11 @@ class Search(JobSource):
         assert job.trial is not None
         if not self._settings.prune or self._group_by_trial()[job.trial][0] is not job:
             return {}
-        return pruning_environment(
-            self._study.path, job.trial, self._settings.prune, self._settings.metric, self._first_asked
-        )
+        options = {
+            "journal": str(self._study.path), "trial": job.trial, "prune": self._settings.prune,
+            "metric": self._settings.metric, "first": self._first_asked,
+        }  # fmt: skip
+        return {TRIAL: json.dumps(options)}
 
     def record_end(self, job: Job) -> None:
         """Record that a job has ended, and report its trial to the study if the trial is finished.

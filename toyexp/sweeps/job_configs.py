@@ -177,13 +177,9 @@ class JobConfigs:
 
         Return None if there is no such GPU or no engine for it.
         """
-        offered = self.request.registry.classes("engine").values() if visible_gpus() else ()
-        engines = [cast("type[Engine]", cls) for cls in offered]
-        return max(
-            (cls for cls in engines if cls.device_variable == VISIBLE_DEVICES),
-            key=lambda cls: cls.priority,
-            default=None,
-        )
+        offers = self.request.registry.engines() if visible_gpus() else ()
+        engines = [cast("type[Engine]", offer.cls) for offer in offers]
+        return next((cls for cls in engines if cls.device_variable == VISIBLE_DEVICES), None)
 
     def processes(self, job: Job) -> int:
         """Return how many processes the job starts that compute on the CPU, as its engine declares; 1 if unknown."""

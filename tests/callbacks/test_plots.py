@@ -274,6 +274,24 @@ def test_the_plot_labels_final_values_stop_and_best_and_is_reproducible(tmp_path
     assert draw_files(curves) == pictures
 
 
+def test_a_setting_that_a_schedule_scales_and_its_factor_have_no_panel():
+    names = ("loss", "grad_norm", "lr", "weight_decay", "weight_decay_factor", "rms")
+    panels = draw_panels(Curves("run", steps={name: ([1, 2], [2.0, 1.0]) for name in names}))
+    assert {*panels} == {"loss (nats per token)", "gradient norm", "learning rate", "rms"}
+
+
+@pytest.mark.parametrize(
+    ("data", "unit"), [({"classes": 10}, "image"), ({"tokenizer": "bpe"}, "token"), ({"name": "vectors"}, "target")]
+)
+def test_a_plot_is_titled_by_name_recipe_and_settings(data, unit):
+    curves = Curves()
+    curves.describe({"data": data, "model": {"arch": "mlp", "parameters": 12}}, "mine", "warm", "cpu", 8, 0.01, 3)
+    assert (curves.title, curves.unit) == ("mine, warm", unit)
+    assert curves.subtitle.endswith("cpu · mlp · 12 parameters · batch 8 · lr 0.01 · seed 3")
+    curves.describe({}, "warm-llama", "warm", "cpu", 8, 0.01, 3)
+    assert curves.title == "warm-llama"
+
+
 def test_long_names_of_small_panels_are_wrapped(tmp_path):
     curves_by_name = {
         name: ([1, 2], [2.0, 1.0]) for name in ("loss", "grad_norm", "lr", "rms of all weights of the head")

@@ -523,6 +523,7 @@ def test_a_sweep_is_a_sequence_of_its_runs_the_best_first(swept):
     assert scores[:2] == sorted(scores[:2]) and swept.best.held_out["loss"] == scores[0]
     assert swept.table[0]["mean"] == pytest.approx(np.mean(scores[:2]))
     assert swept.table[0]["deviation"] == pytest.approx(np.std(scores[:2], ddof=1))
+    assert [row["loss"] for row in swept.table] == [run.loss for run in swept]
     again = toyexp.open("swept")
     assert again.table == swept.table and len(again) == 4 and again.metric == "held-out loss"
     assert repr(again).splitlines()[0].split() == ["job", "seed", "lr", "held_out_loss", "mean", "deviation",

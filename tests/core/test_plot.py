@@ -20,7 +20,7 @@ from toyexp.base.drawing import COLOURS, Sheet, fit_text, fit_y_axis, format_num
 from toyexp.base.errors import UserError
 from toyexp.cli.main import main
 from toyexp.results.comparison import Comparison
-from toyexp.results.plot import Line, draw_sheet
+from toyexp.results.plot import Line, draw_sheet, format_mean
 from toyexp.results.plot_search import Search
 from toyexp.results.run_dirs import find_runs, read_run
 
@@ -98,6 +98,28 @@ def test_the_lower_panel_stays_readable_in_a_journals_column_beside_a_diverged_r
     assert "diverged by step 50" in texts and above.get_title(loc="right").endswith("up to 1e6")
     assert above.get_ylim()[1] < 10, "the axis fits the runs that did not diverge"
     assert below.get_window_extent().width > 0.35 * sheet.figure.bbox.width
+
+
+def test_a_journals_column_has_thinner_lines_enough_ticks_and_no_dot_at_the_end_of_a_line(grid):
+    sheet = draw_sheet(Comparison.build([read_run(path) for path in find_runs(grid / "runs")]), str(grid))
+    lines = [line for line in sheet.panels[0].lines if line.get_marker() == "o"]
+    before = [(line.get_linewidth(), line.get_markersize()) for line in lines]
+    for column, scale in (("single", 0.7), ("double", 0.9), (None, 1.0)):
+        sheet.pictures(".svg", column=column)
+        after = [(line.get_linewidth(), line.get_markersize()) for line in lines]
+        np.testing.assert_allclose(after, scale * np.array(before))
+        low, high = sheet.panels[1].get_xlim()
+        assert sum(low <= tick <= high for tick in sheet.panels[1].get_xticks()) >= 3, column
+        assert not any(line.endswith("·") for line in sheet._below_text.get_text().splitlines()), column
+
+
+@pytest.mark.parametrize(
+    ("mean", "deviation", "shown"),
+    [(4.60821, 0.04141, "4.6082 ± 0.0414"), (1234.5, 100.25, "1,234.5000 ± 100.2500"), (2.0, None, "2.0000"),
+     (2e6, 123.0, "2e6 ± 123")],
+)  # fmt: skip
+def test_means_have_four_decimals_below_a_million(mean, deviation, shown):
+    assert format_mean(mean, deviation) == shown
 
 
 def test_long_labels_of_rows_leave_room_for_the_panel_in_a_journals_column(tmp_path):
@@ -215,6 +237,12 @@ def test_the_plot_of_one_run_marks_its_end_and_its_warnings(tmp_path, capsys):
     run = write_run(tmp_path / "one", steps=200, until=150, reason="aborted", spike=85.2)
     words = plot_texts(capsys, str(run), str(tmp_path / "one.svg"))
     assert {"↑ 2 steps above the shown range, up to 85.2", "stopped, step 150"} <= {*words}, words
+    result = json.loads((run / "result.json").read_text())
+    (run / "result.json").write_text(json.dumps({**result, "reason": "errored", "why": "no space left"}))
+    with (run / "events.jsonl").open("a") as events:
+        events.write(json.dumps({"kind": "warning", "step": 9, "about": "divergence", "text": "the loss rose"}) + "\n")
+    words = plot_texts(capsys, str(run), str(tmp_path / "failed.svg"))
+    assert {"scratch-llama: failed at step 150", "failed, step 150", "loss rose, step 9"} <= {*words}, words
     with pytest.raises(UserError, match="no step is recorded"):
         draw_sheet(Comparison.build([read_run(write_run(tmp_path / "none", until=0, steps=5))]), "none")
 

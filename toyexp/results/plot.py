@@ -107,7 +107,7 @@ def draw_run(entry: Entry) -> Sheet:
     for name in ("loss", "grad_norm"):  # with the steps at which they were not finite
         curves.steps[name] = steps, history[name].tolist()
     for name in history.held_out:
-        if name not in ("step", "ppl") and len((scores := history.held_out_curve(name))[0]):
+        if name != "step" and len((scores := history.held_out_curve(name))[0]):
             curves.held_out[name] = _to_points(scores)
     curves.warnings = {event["step"]: event["about"] for event in history.warnings if event["step"] is not None}
     if steps[-1] < (run.of or 0) and run.state != "running":

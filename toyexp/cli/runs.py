@@ -177,9 +177,9 @@ def format_time(when: str) -> str:
 def fit_rows(rows: Sequence[Sequence[str]]) -> tuple[list[list[str]], list[str]]:
     """Drop columns of a table until it fits the terminal.
 
-    The first of `rows` has the column heads. Columns with the same value for all runs are dropped first, then metrics that
-    fewer than a quarter of the runs have. The columns in DROP_ORDER come next, because the path of a run shows most of
-    their values too. Return the rows, and notes for the user about the columns that were dropped.
+    The first of `rows` has the column heads. Columns with the same value for all runs are dropped first, then metrics
+    that fewer than a quarter of the runs have. The columns in DROP_ORDER come next, because the path of a run shows
+    most of their values too. Return the rows, and notes for the user about the columns that were dropped.
     """
     if fits_terminal(rows):
         return [list(row) for row in rows], []

@@ -6,6 +6,7 @@ import re
 import subprocess
 import sys
 import threading
+from types import SimpleNamespace
 
 import pytest
 
@@ -210,6 +211,25 @@ def test_a_narrow_table_over_seeds_has_one_line_for_a_point(monkeypatch, capsys)
     assert heads == "settings                 held-out loss" and best.endswith("  best")
     assert other.startswith("recipe=scratch lr=0.001  62500.0000 ± ") and other.endswith("  diverged")
     assert note == "columns left out to fit the terminal: seeds"
+
+
+def test_the_time_left_counts_the_jobs_that_remain(monkeypatch):
+    """Four jobs at once take 10 s each; 4 s after its start, the fifth and last one needs 6 s more."""
+    clock = SimpleNamespace(now=0.0)
+    monkeypatch.setattr("toyexp.sweeps.board.time", SimpleNamespace(monotonic=lambda: clock.now))
+    jobs = [Job(i, [f"lr={i}"], f"{i}", Status.RUNNING) for i in range(4)] + [Job(4, ["lr=4"])]
+    board = Board(lambda: jobs, lambda: rank_jobs(jobs), 4)
+    monkeypatch.setattr(board, "draw", lambda: None)
+    for job in jobs[:4]:
+        board.begin(job)
+    clock.now = 10.0
+    for job in jobs[:4]:
+        job.status = Status.COMPLETED
+        board.end(job)
+    jobs[4].status = Status.RUNNING
+    board.begin(jobs[4])
+    clock.now = 14.0
+    assert board.lines()[0] == "1 running · 4 of 5 done · about 6 s left"
 
 
 def test_the_board_fits_the_terminal_and_counts_jobs_by_status(monkeypatch, capsys):

@@ -88,7 +88,8 @@ class Board:
             seconds_left = waiting * job_seconds + sum(
                 max(job_seconds - (now - since), 0.0) for _, since, _ in self._running.values()
             )
-            counts.append(f"about {format_duration(seconds_left / max(self.at_once, len(self._running)))} left")
+            at_once = min(max(self.at_once, len(self._running)), waiting + len(self._running))
+            counts.append(f"about {format_duration(seconds_left / at_once)} left")
         entries = list(self._running.values())
         rows = []
         for job, _, line in entries[:MAX_ROWS]:

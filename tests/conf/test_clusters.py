@@ -70,14 +70,11 @@ class ScriptedCluster(Cluster):
     def limit(self):
         return self.most
 
-    def make_work(self, spec):
-        return spec
-
-    def submit(self, works):
-        self.batches.append(list(works))
-        if "refused" in [self.words[number][0] for number in works]:
+    def submit(self, specs):
+        self.batches.append(list(specs))
+        if "refused" in [self.words[number][0] for number in specs]:
             raise RuntimeError("a long story\nno such partition")
-        return [(f" as {number}", (number, self.words[number].pop(0))) for number in works]
+        return [(f" as {number}", (number, self.words[number].pop(0))) for number in specs]
 
     def poll(self, handles):
         self.peak = max(self.peak, len(handles))

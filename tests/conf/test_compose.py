@@ -290,7 +290,7 @@ def test_cached_overrides_are_parsed_into_independent_values():
 
 def test_a_job_configuration_has_one_value_per_swept_key_of_the_experiment(tiny_sweep):
     flags, settings = split_flags(tiny_sweep)
-    ahead = JobConfigs(Request.parse(settings, Source.from_flags(extra=flags["--config-dir"])), {})
+    ahead = JobConfigs(Request.parse(settings, Source.from_flags(extra=flags["--config-dir"])))
     for number, words in enumerate(
         (["seed=3", "model.n_layers=1", "lr=0.5"], ["seed=4", "model.n_layers=2", "lr=0.5"])
     ):

@@ -5,18 +5,19 @@ import math
 import os
 import statistics
 import time
+from pathlib import Path
 
 import pytest
 
 from toyexp.base.errors import UserError
 from toyexp.results.ranking import rank_jobs
 from toyexp.sweeps import journal
-from toyexp.sweeps.directory import Job, Status, SweepDir, summary_rows
+from toyexp.sweeps.directory import Job, Status, SweepDir, SweepSpec, summary_rows
 from toyexp.sweeps.job_configs import JobDirectories
 from toyexp.sweeps.journal import JOURNAL, Throttle
 from toyexp.sweeps.search.study import Study
 
-SPEC = {"flags": {}, "settings": [], "sweep": [], "cwd": "/", "space": []}
+SPEC = SweepSpec({}, [], [], "/", [])
 
 
 def create_sweep(folder, count):
@@ -142,7 +143,7 @@ def test_mean_and_deviation_of_many_seeds_are_computed_once(monkeypatch):
     jobs = [Job(n, [f"seed={n}"]) for n in range(300)]
     for job in jobs:
         mark_completed(job)
-    assert len(summary_rows(jobs, str, rank_jobs(jobs))) == 301
+    assert len(summary_rows(jobs, Path(), rank_jobs(jobs))) == 301
     assert len(calls) == 1
 
 

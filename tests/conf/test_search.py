@@ -18,7 +18,7 @@ import yaml
 
 from toyexp.base.errors import UserError
 from toyexp.cli.main import main
-from toyexp.sweeps.search.pruning import pruning_environment
+from toyexp.sweeps.search.searcher import Search
 from toyexp.training.rundir import lock
 
 optuna = pytest.importorskip("optuna")
@@ -177,10 +177,14 @@ def test_a_search_has_no_more_runs_than_combinations(capsys):
 
 def test_with_pruning_only_the_first_seed_of_a_trial_is_judged(monkeypatch):
     judged_trials = []
-    monkeypatch.setattr(
-        "toyexp.sweeps.search.searcher.pruning_environment",
-        lambda *arguments: judged_trials.append(arguments[1]) or pruning_environment(*arguments),
-    )
+    environment = Search.environment
+
+    def record_judged_trial(search, job):
+        variables = environment(search, job)
+        judged_trials.extend([job.trial] if variables else [])
+        return variables
+
+    monkeypatch.setattr(Search, "environment", record_judged_trial)
     sweep = [*CPU, "lr=0.01,30", "sweep.search=grid", "sweep.repeats=2", "sweep.prune=asha", HERE, "hydra.sweep.dir=s"]
     assert main(["-m", *sweep]) == 0
     assert [(job["trial"], job["status"]) for job in read_jobs()] == [(0, "completed"), (0, "completed"), (1, "pruned")]
@@ -358,7 +362,7 @@ def test_a_malformed_search_state_is_rejected(capsys):
         ({"jobs": [{**state["jobs"][0], "trial": None}]}, "is damaged: its jobs have trial numbers [None]"),
         ({"space": ["plugins=[a],[b]"]}, "plugins=[a],[b]: takes names of Python modules, such as plugins=[a,b]"),
         ({"jobs": [{**state["jobs"][0], "overrides": ["+plugins=[a]"]}]}, "is damaged: job 0 sets plugins"),
-        ({"space": 3}, "is damaged: space is 3"),
+        ({"space": 3}, "is damaged: space has the invalid value 3"),
     ):
         Path("s/sweep.json").write_text(json.dumps(state | part))
         capsys.readouterr()

@@ -333,7 +333,7 @@ def test_each_core_has_a_stack_process_unless_jobs_need_more_cores(monkeypatch, 
     name, *more = engine
     words = [f"engine={name}", *more, *QUICK[2:]]
     jobs = [Job(number, [f"seed={number}"]) for number in range(5)]
-    ahead = JobConfigs(Request.parse(words), {})
+    ahead = JobConfigs(Request.parse(words))
     assert Stacks(Sweep(launcher="stacked"), jobs, len(jobs), ahead).share[:2] == expected
 
 
@@ -365,7 +365,7 @@ def test_a_stacked_grid_search_trains_all_trials_together(capfd):
 def test_stacking_is_suggested_only_if_it_is_faster(monkeypatch):
     def stacking_hint(*words, seeds=4):
         jobs = [Job(number, [f"seed={number}", f"model.n_layers={1 + number // 4}"]) for number in range(seeds)]
-        return advice(jobs, JobConfigs(Request.parse([*QUICK[2:], *words]), {}))
+        return advice(jobs, JobConfigs(Request.parse([*QUICK[2:], *words])))
 
     line = "could train together: sweep.launcher=stacked"
     assert stacking_hint("engine=cuda") == f"these 4 jobs {line}"
@@ -500,13 +500,13 @@ def test_lines_of_a_job_that_has_ended_are_not_printed(monkeypatch, tmp_path, ca
 
     monkeypatch.setattr(stacks, "run_process", run_process)
     jobs, ended = [Job(0, ["seed=0"])], []
-    launcher = Stacks(Sweep(launcher="stacked"), jobs, 1, JobConfigs(Request.parse(QUICK), {}))
+    launcher = Stacks(Sweep(launcher="stacked"), jobs, 1, JobConfigs(Request.parse(QUICK)))
     watch = Watch(lambda job: {}, Stop(), alone=False, total=1, verbose=False)
     spec = LaunchSpec(tmp_path / "0", tmp_path / "0.log", [], [], False)
     watch.folder = SimpleNamespace(
-        launch_spec=lambda job: spec, spec={"flags": {}, "settings": []}, mark_running=lambda jobs: None
+        launch_spec=lambda job: spec, spec=SimpleNamespace(shared_args=[]), mark_running=lambda jobs: None
     )
-    launcher._train_part(jobs, [], watch, ended.append)
+    launcher._train_part(watch, jobs, ended.append)
     assert ended == [(jobs[0], JobExit(0))]
     assert capsys.readouterr().out.splitlines()[1:] == ["stack   of all"]
 

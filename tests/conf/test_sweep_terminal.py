@@ -6,13 +6,14 @@ import re
 import subprocess
 import sys
 import threading
+from types import SimpleNamespace
 
 import pytest
 
 from toyexp.cli.main import main
 from toyexp.results.ranking import rank_jobs
 from toyexp.sweeps.board import MAX_ROWS, Board
-from toyexp.sweeps.directory import Job, Status, SweepDir
+from toyexp.sweeps.directory import Job, Status, SweepDir, SweepSpec
 from toyexp.sweeps.launchers.job_process import Stop
 from toyexp.sweeps.summary_table import outcome, print_table
 from toyexp.sweeps.watch import Watch
@@ -21,7 +22,7 @@ SMALL = ["engine=ggml", "data=random", "model.n_layers=1", "model.d_model=16", "
          "eval_every=5", "sweep.launcher=processes", "sweep.jobs=2", "hydra.sweep.dir=s"]  # fmt: skip
 
 
-SPEC = {"flags": {}, "settings": [], "sweep": [], "cwd": "/", "space": []}
+SPEC = SweepSpec({}, [], [], "/", [])
 
 
 def job(number, loss):
@@ -140,7 +141,8 @@ def test_a_short_serial_sweep_shows_no_steps_on_a_terminal(tmp_path):
     words = ["sweep.launcher=serial", "sweep.jobs=0", "sweep.isolate=true", "steps=3", "lr=1e-2,1e-3"]
     code, text = run_on_terminal(["-m", *SMALL, *words], tmp_path)
     assert code == 0 and "[1] lr=0.001  completed after 3 steps" in text
-    assert "step 3/3" not in text and "step 3/3" in (tmp_path / "s/logs/1.log").read_text()
+    assert not any("step 3/3" in line for line in screen(text))  # the board may show this line while a job runs
+    assert "step 3/3" in (tmp_path / "s/logs/1.log").read_text()
 
 
 def test_a_table_has_the_sweeps_directory_once_and_only_names_of_runs_in_rows(tmp_path, monkeypatch, capsys):
@@ -209,6 +211,25 @@ def test_a_narrow_table_over_seeds_has_one_line_for_a_point(monkeypatch, capsys)
     assert heads == "settings                 held-out loss" and best.endswith("  best")
     assert other.startswith("recipe=scratch lr=0.001  62500.0000 ± ") and other.endswith("  diverged")
     assert note == "columns left out to fit the terminal: seeds"
+
+
+def test_the_time_left_counts_the_jobs_that_remain(monkeypatch):
+    """Four jobs at once take 10 s each; 4 s after its start, the fifth and last one needs 6 s more."""
+    clock = SimpleNamespace(now=0.0)
+    monkeypatch.setattr("toyexp.sweeps.board.time", SimpleNamespace(monotonic=lambda: clock.now))
+    jobs = [Job(i, [f"lr={i}"], f"{i}", Status.RUNNING) for i in range(4)] + [Job(4, ["lr=4"])]
+    board = Board(lambda: jobs, lambda: rank_jobs(jobs), 4)
+    monkeypatch.setattr(board, "draw", lambda: None)
+    for job in jobs[:4]:
+        board.begin(job)
+    clock.now = 10.0
+    for job in jobs[:4]:
+        job.status = Status.COMPLETED
+        board.end(job)
+    jobs[4].status = Status.RUNNING
+    board.begin(jobs[4])
+    clock.now = 14.0
+    assert board.lines()[0] == "1 running · 4 of 5 done · about 6 s left"
 
 
 def test_the_board_fits_the_terminal_and_counts_jobs_by_status(monkeypatch, capsys):

@@ -5,6 +5,7 @@ import json
 import logging
 import os
 import random
+import re
 import shutil
 import signal
 import subprocess
@@ -31,12 +32,12 @@ from toyexp.config.words import format_override, parse
 from toyexp.results.report import is_report
 from toyexp.sweeps.begin import LAUNCHERS
 from toyexp.sweeps.combinations import combinations, sweep_values
-from toyexp.sweeps.directory import Job, JobExit, Status, SweepDir
+from toyexp.sweeps.directory import Job, JobExit, Status, SweepDir, SweepSpec
 from toyexp.sweeps.job_configs import JobConfigs, check_values
 from toyexp.sweeps.launchers import launcher, on_submitit, processes, stacks
 from toyexp.sweeps.launchers.gpus import Gpus, visible_gpus
 from toyexp.sweeps.launchers.processes import Processes
-from toyexp.sweeps.runner import Runner, SweepRequest
+from toyexp.sweeps.runner import Runner
 from toyexp.sweeps.sources import JobSource
 from toyexp.training.rundir import lock
 
@@ -146,9 +147,11 @@ def test_retry_reruns_failed_and_rejected_jobs():
     jobs = [Job(number, [], status=status) for number, status in enumerate(Status) if status != Status.RUNNING]
 
     def retried_statuses(retry):
-        settings = Sweep(retry=retry, resume="s")
-        request, source = SweepRequest({}, [], settings, {}), JobSource(jobs)
-        Runner(request, source, SimpleNamespace(runs_singly=True, total=8), SimpleNamespace(), SimpleNamespace())
+        settings, source = Sweep(retry=retry, resume="s"), JobSource(jobs)
+        launcher = SimpleNamespace(
+            runs_singly=True, is_local=True, total=8, settings=settings, configs=SimpleNamespace()
+        )
+        Runner(None, source, launcher, SimpleNamespace())
         return {str(job.status) for job in source.remaining_jobs()}
 
     assert retried_statuses(False) == {"waiting", "killed", "interrupted"}
@@ -264,7 +267,7 @@ def test_submitit_requeues_jobs_whose_time_limit_is_reached(capsys):
     assert process.returncode == 2, err
     assert statuses("s") == ["completed", "refused"]
     assert "error in job 1: steps=0: must be" in err
-    assert "[0] completed after 800 steps" in out
+    assert re.search(r"^\[0\] steps=800 +completed after 800 steps", out, re.MULTILINE)
     assert "resumed from step" in Path("s/logs/0.log").read_text()
     assert recorded_steps(run) == list(range(1, 801))
 
@@ -370,10 +373,10 @@ def sweep_json(sweep_dir):
         (lambda state: state["jobs"][1].update(overrides=[3]), "job 1: overrides has"),
         (lambda state: state["jobs"][1].update(attempts="1"), "job 1: attempts has"),
         (lambda state: state["jobs"].append(5), "is damaged"),
-        (lambda state: state.update(flags=[]), "flags is []"),
+        (lambda state: state.update(flags=[]), "flags has the invalid value []"),
         (lambda state: state["jobs"][1].pop("code"), "code"),
         (lambda state: state.update(format=9), "sweep.json: has format 9; this toyexp reads format 1; if a newer"),
-        (lambda state: state.update(settings=None), "settings is None"),
+        (lambda state: state.update(settings=None), "settings has the invalid value None"),
         (lambda state: state.clear(), "is damaged: 'format'"),
     ],
 )
@@ -422,7 +425,7 @@ def test_a_sweep_interrupted_before_it_is_saved_leaves_no_directory(monkeypatch)
         raise KeyboardInterrupt
 
     monkeypatch.setattr(SweepDir, "save", raise_interrupt)
-    spec = {"flags": {}, "settings": [], "sweep": [], "cwd": "", "space": []}
+    spec = SweepSpec({}, [], [], "", [])
     with pytest.raises(KeyboardInterrupt):
         SweepDir.create(Path("new"), [Job(0, [])], spec)
     assert not Path("new").exists()
@@ -517,8 +520,7 @@ def list_jobs(*words, fixed=("data=random", "engine=cpu")):
     """Return the jobs of a sweep and the JobConfigs that checks them."""
     parsed = parse(words)
     jobs = [Job(number, list(varied)) for number, varied in enumerate(combinations(parsed))]
-    values = {word: value for override in parsed for word, value in sweep_values(override)}
-    return jobs, JobConfigs(Request.parse(fixed), values)
+    return jobs, JobConfigs(Request.parse(fixed))
 
 
 def test_every_value_is_checked_once_before_the_first_job_and_names_are_composed_once(monkeypatch):

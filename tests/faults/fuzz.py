@@ -29,7 +29,7 @@ from toyexp.formats.gguf.open_model import load_model
 from toyexp.formats.gguf.read import GGUFFile
 from toyexp.interfaces.recipe import start_session
 from toyexp.plugins.discovery import load
-from toyexp.sweeps.directory import Job, Status, SweepDir
+from toyexp.sweeps.directory import Job, Status, SweepDir, SweepSpec
 from toyexp.sweeps.summary_table import print_table
 from toyexp.training import checkpoint, experiment
 from toyexp.training.checkpoint import ARRAYS, MANIFEST, STATE
@@ -455,7 +455,7 @@ class Sweep(Target):
         numbers = {"steps": 3, "train_loss": 2.5, "eval_loss": 2.0, "eval_scores": {"accuracy": 0.5}, "seconds": 1.0}
         completed = Job(0, ["seed=0"], "0-seed=0", Status.COMPLETED, 1, 0, None, numbers)
         jobs = [completed, Job(1, ["seed=1"], "1-seed=1", Status.FAILED, 1, 1, "no room"), Job(2, ["seed=2"])]
-        spec = {"flags": {"--config-dir": "more"}, "settings": ["steps=3"], "sweep": ["sweep.jobs=2"], "cwd": "/"}
+        spec = SweepSpec({"--config-dir": "more"}, ["steps=3"], ["sweep.jobs=2"], "/", [])
         SweepDir.create(self.path, jobs, spec).close()
         self.seeds = [(self.path / "sweep.json").read_bytes()]
 

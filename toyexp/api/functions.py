@@ -168,7 +168,7 @@ class SweepResult(Sequence[Result]):
         self.directory = directory.absolute()
         self._registry = registry or load()
         self._jobs, spec = read_sweep(self.directory)
-        self._ranking: Ranking[Job] = rank_jobs(self._jobs, spec["sweep"])
+        self._ranking: Ranking[Job] = rank_jobs(self._jobs, spec.sweep)
         self._results = {job.number: self._result(job) for job, _ in self._ranking.jobs()}
 
     def __reduce__(self) -> tuple[Any, ...]:

@@ -33,7 +33,7 @@ from toyexp.config.words import format_override
 from toyexp.formats.gguf.open_model import mappable_tensor
 from toyexp.interfaces.model import compute_scores
 from toyexp.runner.one_run import locate, prepare_run
-from toyexp.sweeps.directory import Job, LaunchSpec, shared_args
+from toyexp.sweeps.directory import Job, LaunchSpec
 from toyexp.sweeps.launchers.gpus import visible_gpus
 from toyexp.sweeps.launchers.job_process import Stop, run_process
 from toyexp.sweeps.runner import Runner
@@ -341,7 +341,7 @@ def _try_job(shape: Shape, runner: Runner, root: Path) -> None:
     Raise UserError if the job's settings are invalid, RunFailed if it fails. `root` is the sweep's directory.
     """
     launcher, out = runner.launcher, list[str]()
-    of_machine = launcher.uses_fork_server and not launcher.trains_stacks
+    of_machine = launcher.is_local and not launcher.trains_stacks
     words = [*_trial_words(shape.jobs[0], runner, root), "--dry-run", "--json"]
     gpus = visible_gpus()[: launcher.share.gpus] if of_machine else ()
     launcher.wait()
@@ -369,12 +369,12 @@ def _trial_words(job: Job, runner: Runner, root: Path) -> list[str]:
     If the job has a checkpoint in the sweep's directory `root`, this command line resumes the job. Otherwise it starts
     the job with its overrides.
     """
-    spec = runner.request.spec
+    spec = runner.spec
     if job.directory and checkpoint.list_checkpoints(root / job.directory / "checkpoints"):
-        return [f"resume={root / job.directory}", *(word for word in spec["settings"] if word.startswith("plugins="))]
+        return [f"resume={root / job.directory}", *(word for word in spec.settings if word.startswith("plugins="))]
     directory = root / job.directory if job.directory else runner.configs.directory(job, root)[1]
     directory_override = [] if directory.exists() else [format_override("hydra.run.dir", directory)]
-    return [*shared_args(spec), *job.overrides, *directory_override, f"hydra.job.num={job.number}"]
+    return [*spec.shared_args, *job.overrides, *directory_override, f"hydra.job.num={job.number}"]
 
 
 def _sum_jobs(shapes: Sequence[Shape], runner: Runner, root: Path) -> dict[str, Any]:
@@ -383,7 +383,7 @@ def _sum_jobs(shapes: Sequence[Shape], runner: Runner, root: Path) -> dict[str, 
     A job in a group that was not measured counts as the mean of the jobs in measured groups. The total time assumes
     that a waiting job starts as soon as one of the running jobs ends.
     """
-    launcher, request, search = runner.launcher, runner.request, runner.source.description
+    launcher, search = runner.launcher, runner.source.description
     seconds, flops = dict[int, float](), dict[int, float]()
     unmeasured, groups = list[int](), list[dict[str, Any]]()
     for shape in shapes:
@@ -397,7 +397,7 @@ def _sum_jobs(shapes: Sequence[Shape], runner: Runner, root: Path) -> dict[str, 
                 begins = next(iter(checkpoint.list_checkpoints(root / job.directory / "checkpoints")), 0)
             if any(word.startswith("steps=") for word in job.overrides):
                 end = int(runner.configs.config(job).cfg.steps)
-            is_first = (request.settings.isolate and not launcher.trains_stacks) or not seconds  # of its process
+            is_first = (runner.settings.isolate and not launcher.trains_stacks) or not seconds  # of its process
             seconds[job.number] = (
                 (shape.start if is_first else tried["ready"])
                 + (end - begins) * tried["step"]
@@ -416,7 +416,7 @@ def _sum_jobs(shapes: Sequence[Shape], runner: Runner, root: Path) -> dict[str, 
         for key, _, value in (word.partition("=") for word in job.overrides):
             varied.setdefault(key, {})[value] = None
     return {
-        "directory": str(root), "settings": request.spec["settings"],
+        "directory": str(root), "settings": runner.spec.settings,
         "varied": {key: list(values) for key, values in varied.items()}, "search": search, "jobs": len(seconds),
         "launcher": launcher.name, "at_once": at_once, "cores": launcher.share.cores, "shapes": groups,
         "not_tried": unmeasured, "flops": sum(flops.values()), "seconds": max(free), "seconds_of_jobs": seconds,
@@ -426,7 +426,7 @@ def _sum_jobs(shapes: Sequence[Shape], runner: Runner, root: Path) -> dict[str, 
 def _sweep_lines(estimate: Mapping[str, Any], runner: Runner) -> list[str]:
     """Return the estimate of a sweep as lines of text to print."""
     shapes, search, unmeasured = estimate["shapes"], estimate["search"], estimate["not_tried"]
-    prune = runner.request.settings.prune
+    prune = runner.settings.prune
     jobs, how = pluralise(estimate["jobs"], "job"), runner.launcher.describe(estimate["at_once"])
     lines = [f"sweep    {short_path(Path(estimate['directory']))}, {jobs}, {how} ({estimate['launcher']})"]
     lines += [f"settings {' '.join(estimate['settings'])}"] if estimate["settings"] else []

@@ -18,7 +18,7 @@ from toyexp.base.exit_codes import run_to_exit_code
 from toyexp.base.files import working_directory
 from toyexp.base.packages import pause_collection
 from toyexp.base.ranks import started_ranks
-from toyexp.base.terminal import choose_colour, print_line, print_usage, show_status
+from toyexp.base.terminal import choose_colour, print_line, print_usage, show_status, silence
 from toyexp.base.threads import available_cores
 from toyexp.base.user_paths import expand_overrides
 from toyexp.base.writing import reject_bad_names
@@ -190,7 +190,8 @@ def _sweep(flags: Mapping[str, str], request: Request) -> int:
     from toyexp.sweeps.begin import prepare_sweep
 
     try:
-        runner = prepare_sweep(flags, request)
+        with silence("--json" in flags):
+            runner = prepare_sweep(flags, request)
         if "--dry-run" not in flags:
             code = runner.run()
             if not code and runner.folder and len(runner.source.jobs) > 1:

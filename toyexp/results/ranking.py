@@ -181,9 +181,9 @@ def rank_jobs(
     jobs = list(jobs)
     metric = next((word.removeprefix(METRIC) for word in reversed(overrides) if word.startswith(METRIC)), "loss")
     column = "held-out loss" if metric == "ppl" else f"held-out {metric}"
-    if all(_value(job, column) is None for job in jobs):
+    if all(metric_value(job, column) is None for job in jobs):
         metric, column = "loss", "held-out loss"
-    if all(_value(job, column) is None for job in jobs):
+    if all(metric_value(job, column) is None for job in jobs):
         column = TRAIN
     sign = 1 if lower_is_better(metric) else -1
     settings_groups: dict[tuple[str, ...], list[J]] = {}
@@ -200,7 +200,7 @@ def rank_jobs(
             marks = [f"{role}#{job_sources(job)[role][:8]}" for role in changed if role in job_sources(job)]
             points_by_words.setdefault((*words, *marks), Point(" ".join((*words, *marks)))).jobs.append(job)
     for point in points_by_words.values():
-        job_values = {job.number: value for job in point.jobs if (value := _value(job, column)) is not None}
+        job_values = {job.number: value for job in point.jobs if (value := metric_value(job, column)) is not None}
         point.jobs.sort(key=lambda job: (job.number not in job_values, sign * job_values.get(job.number, 0.0)))
         by_seed: dict[object, list[float]] = {}
         for job in sorted(point.jobs, key=lambda job: job.number):
@@ -213,13 +213,13 @@ def rank_jobs(
         if point.values:
             return 0, sign * point.mean
         steps = max(job.result.get("steps") or 0 for job in point.jobs)
-        last = [value for job in point.jobs if (value := _value(job, column, is_last=True)) is not None]
+        last = [value for job in point.jobs if (value := metric_value(job, column, is_last=True)) is not None]
         return 1, -steps, min((sign * value for value in last), default=math.inf)
 
     return Ranking(column, sorted(points_by_words.values(), key=order), [*changed_roles])
 
 
-def _value(job: Scored, column: str, is_last: bool = False) -> float | None:
+def metric_value(job: Scored, column: str, is_last: bool = False) -> float | None:
     """Return a job's value in a column, such as `held-out loss`; None if there is none or it is not finite.
 
     If the job has not completed, return its last value if `is_last` is True, and None otherwise.

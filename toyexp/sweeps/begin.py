@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,15 +18,15 @@ from toyexp.config.schema import START_DIRECTORY, Source
 from toyexp.config.top_level import SEARCH_IDENTITY, Sweep
 from toyexp.config.words import input_lines, parse
 from toyexp.interfaces.command import parse_modules
-from toyexp.sweeps.combinations import check_unique, combinations, experiment_sweep, sweep_values
-from toyexp.sweeps.directory import Job, SweepDir, shared_args
+from toyexp.sweeps.combinations import check_unique, combinations, experiment_sweep
+from toyexp.sweeps.directory import Job, SweepDir, SweepSpec
 from toyexp.sweeps.job_configs import JobConfigs
 from toyexp.sweeps.launchers.launcher import Launcher
 from toyexp.sweeps.launchers.on_ray import OnRay
 from toyexp.sweeps.launchers.on_submitit import OnSubmitit
 from toyexp.sweeps.launchers.processes import InProcess, Processes, Serial
 from toyexp.sweeps.launchers.stacks import Stacks
-from toyexp.sweeps.runner import Runner, SweepRequest
+from toyexp.sweeps.runner import Runner
 from toyexp.sweeps.search.searcher import Search
 from toyexp.sweeps.search.space import parse_space
 from toyexp.sweeps.sources import JobSource
@@ -63,24 +63,12 @@ def prepare_sweep(flags: Mapping[str, str], request: Request) -> Runner:
     of_jobs = replace(request, settings=shared_overrides)
     settings = _settings(of_jobs, sweep_overrides)
     job_flags = {k: v if k == "--config-name" else str(Path(v).absolute()) for k, v in flags.items() if k in JOB_FLAGS}
-    memory = {
-        "flags": job_flags,
-        "settings": input_lines(shared_overrides),
-        "sweep": input_lines(sweep_overrides),
-        "cwd": str(Path.cwd()),
-        "space": [],
-    }
-    source: JobSource
-    values: dict[str, Any] = {}
-    if settings.search is not None:
-        memory["space"] = input_lines([o for o in parsed if o.is_sweep_override()])
-        source = Search(settings, parse_space(settings.search, parsed, keys.types), [], shared_args(memory))
-    else:
-        source = JobSource([Job(number, list(overrides)) for number, overrides in enumerate(combinations(parsed))])
-        values = {word: value for o in parsed if o.is_sweep_override() for word, value in sweep_values(o)}
-    configs = JobConfigs(of_jobs, values)
-    launcher = _launcher_class(settings)(settings, source.samples, source.total, configs)
-    return Runner(SweepRequest(flags, request.modules, settings, memory), source, launcher, configs)
+    swept = [o for o in parsed if o.is_sweep_override()] if settings.search else []
+    spec = SweepSpec(
+        job_flags, input_lines(shared_overrides), input_lines(sweep_overrides), str(Path.cwd()), input_lines(swept)
+    )
+    jobs = [] if settings.search else [Job(number, [*words]) for number, words in enumerate(combinations(parsed))]
+    return _make_runner(of_jobs, settings, spec, jobs)
 
 
 def _resume_sweep(flags: Mapping[str, str], request: Request, path: Path) -> Runner:
@@ -90,51 +78,56 @@ def _resume_sweep(flags: Mapping[str, str], request: Request, path: Path) -> Run
         raise UserError(f"{word}: a resumed sweep keeps its settings; it accepts only sweep.* and plugins=[...]")
     folder = SweepDir.open(path.resolve() if ".." in path.parts else path)  # job directories must lie below it
     try:
-        memory = folder.spec
+        spec = folder.spec
         job_words = [word for job in folder.jobs for word in job.overrides]
-        required_modules = parse_modules([*memory["settings"], *memory["space"], *job_words])
+        required_modules = parse_modules([*spec.settings, *spec.space, *job_words])
         if missing_modules := [name for name in required_modules if name not in request.modules]:
             raise UserError(
                 f"sweep.resume={path}: its jobs use the local plugin {missing_modules[0]}; code is only loaded from "
                 f"the command line: add 'plugins=[{','.join(required_modules)}]'"
             )
-        if memory["cwd"] != str(Path.cwd()):
-            if has_directory := Path(memory["cwd"]).is_dir():
-                os.environ[START_DIRECTORY] = memory["cwd"]
-            if "--json" not in flags:
-                meaning = "that directory" if has_directory else f"{Path.cwd()}, since that directory no longer exists"
-                began = f"the sweep was started in {printable(memory['cwd'])}"
-                print_line(f"{began}; relative paths in its settings refer to {meaning}")
-        source = Source.from_flags(*(memory["flags"].get(flag) for flag in JOB_FLAGS))
-        of_jobs = replace(request, settings=parse(memory["settings"]), source=source)
+        if spec.cwd != str(Path.cwd()):
+            if has_directory := Path(spec.cwd).is_dir():
+                os.environ[START_DIRECTORY] = spec.cwd
+            meaning = "that directory" if has_directory else f"{Path.cwd()}, since that directory no longer exists"
+            began = f"the sweep was started in {printable(spec.cwd)}"
+            print_line(f"{began}; relative paths in its settings refer to {meaning}")
+        source = Source.from_flags(*(spec.flags.get(flag) for flag in JOB_FLAGS))
+        of_jobs = replace(request, settings=parse(spec.settings), source=source)
         sweep_overrides = [o for o in overrides if _is_sweep_setting(o)]
-        settings = _settings(of_jobs, [*parse(memory["sweep"]), *sweep_overrides])
+        settings = _settings(of_jobs, [*parse(spec.sweep), *sweep_overrides])
         if fixed_keys := [o.key_or_group for o in sweep_overrides if o.key_or_group in SEARCH_IDENTITY]:
             reason = "this sweep is not a search"
             reason = "a resumed search can only change sweep.trials" if settings.search else reason
             raise UserError(f"{fixed_keys[0]}: {reason}")
-        configs = JobConfigs(of_jobs, {})
-        jobs = _source(settings, folder, Keys.from_registry(request.registry).types)
-        launcher = _launcher_class(settings)(settings, jobs.samples, jobs.total, configs)
-        return Runner(SweepRequest(flags, request.modules, settings, memory), jobs, launcher, configs, folder)
+        trials = list(dict.fromkeys(job.trial for job in folder.jobs))
+        if settings.search and trials != list(range(len(trials))):
+            problem = f"its jobs have trial numbers {printable(str(trials), 60)}, not 0, 1, ..."
+            raise UserError(f"{folder.path / SWEEP_FILE}: is damaged: {problem}")
+        return _make_runner(of_jobs, settings, spec, folder.jobs, folder)
     except BaseException:
         folder.close()
         raise
 
 
+def _make_runner(
+    request: Request, settings: Sweep, spec: SweepSpec, jobs: list[Job], folder: SweepDir | None = None
+) -> Runner:
+    """Create the runner of a sweep with the directory `folder`, or of a new one if that is None.
+
+    `request` holds the settings that all jobs share.
+    """
+    source = JobSource(jobs)
+    if settings.search:
+        types = Keys.from_registry(request.registry).types
+        keys = parse_space(settings.search, parse(spec.space), types)
+        source = Search(settings, keys, jobs, spec.shared_args)
+    launcher = _launcher_class(settings)(settings, source.samples, source.total, JobConfigs(request))
+    return Runner(spec, source, launcher, folder)
+
+
 def _launcher_class(settings: Sweep) -> type[Launcher]:
     return LAUNCHERS[settings.launcher] if settings.isolate else InProcess
-
-
-def _source(settings: Sweep, folder: SweepDir, types: Callable[[str], set[Any]]) -> JobSource:
-    if settings.search is None:
-        return JobSource(folder.jobs)
-    trials = list(dict.fromkeys(job.trial for job in folder.jobs))
-    if trials != list(range(len(trials))):
-        text = printable(str(trials), 60)
-        raise UserError(f"{folder.path / SWEEP_FILE}: is damaged: its jobs have trial numbers {text}, not 0, 1, ...")
-    keys = parse_space(settings.search, parse(folder.spec["space"]), types)
-    return Search(settings, keys, folder.jobs, shared_args(folder.spec))
 
 
 def _is_sweep_setting(override: Any) -> bool:

@@ -52,7 +52,8 @@ class Board:
         """Record `line` as the latest output of a job. Redraw the board at most every REDRAW seconds."""
         if line.strip() and job.number in self._running:
             self._running[job.number] = (job, self._running[job.number][1], line.strip())
-        self.draw(soon=True)
+        if time.monotonic() - self._drawn >= REDRAW:
+            self.draw()
 
     def end(self, job: Job) -> None:
         """Remove a job that has ended, and update the estimate of the time left and the best result."""
@@ -87,7 +88,8 @@ class Board:
             seconds_left = waiting * job_seconds + sum(
                 max(job_seconds - (now - since), 0.0) for _, since, _ in self._running.values()
             )
-            counts.append(f"about {format_duration(seconds_left / max(self.at_once, len(self._running)))} left")
+            at_once = min(max(self.at_once, len(self._running)), waiting + len(self._running))
+            counts.append(f"about {format_duration(seconds_left / at_once)} left")
         entries = list(self._running.values())
         rows = []
         for job, _, line in entries[:MAX_ROWS]:
@@ -97,10 +99,8 @@ class Board:
         rows += [f"... and {len(entries) - MAX_ROWS} more"] if len(entries) > MAX_ROWS else []
         return [" · ".join(counts), *([self._best] if self._best else []), *rows]
 
-    def draw(self, soon: bool = False) -> None:
-        """Redraw the board. With `soon`, do nothing if it was drawn less than REDRAW seconds ago."""
-        if soon and time.monotonic() - self._drawn < REDRAW:
-            return
+    def draw(self) -> None:
+        """Redraw the board."""
         size = shutil.get_terminal_size()
         width = size.columns - 1
         lines = [escape_controls(line) for line in self.lines(width)[: max(size.lines - FREE_LINES, 1)]]
@@ -133,12 +133,10 @@ class NotebookBoard(Board):
 
     _shown: Any = None
 
-    def draw(self, soon: bool = False) -> None:
-        """Redraw the board. With `soon`, do nothing if it was drawn less than REDRAW seconds ago."""
+    def draw(self) -> None:
+        """Redraw the board."""
         from IPython.display import display
 
-        if soon and time.monotonic() - self._drawn < REDRAW:
-            return
         text = "\n".join(map(escape_controls, self.lines()))
         output = {"text/plain": text, "text/html": f"<pre>{html.escape(text)}</pre>"}
         if self._shown is None:

@@ -26,6 +26,7 @@ from toyexp.base.ownership import (
     require_empty,
     require_inside,
 )
+from toyexp.base.signals import SIGHUP, SIGUSR1
 from toyexp.base.terminal import print_line, show_status
 from toyexp.base.writing import dump_json, require_plain, require_plain_path, write_atomically
 from toyexp.config.words import format_override
@@ -59,8 +60,7 @@ UNFINISHED = (Status.WAITING, Status.RUNNING, Status.KILLED, Status.INTERRUPTED)
 SUCCEEDED = (Status.COMPLETED, Status.PRUNED)  # jobs that ran as intended
 # Errors of a disk or of limits on open files. They say nothing about a job's settings.
 MACHINE_ERRNOS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO, errno.ESTALE, errno.EMFILE, errno.ENFILE)
-STOP_NAMES = ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1")
-STOP_SIGNALS = [number for name in STOP_NAMES if (number := getattr(signal, name, None))]
+STOP_SIGNALS = [number for number in (signal.SIGINT, signal.SIGTERM, SIGHUP, SIGUSR1) if number]
 # Statuses by the exit code of a job's process. Any other code, or any other signal, means that it was killed.
 STATUS_BY_CODE = {
     0: Status.COMPLETED,
@@ -80,8 +80,9 @@ class JobExit:
     @classmethod
     def from_error(cls, error: BaseException) -> JobExit:
         """Return the exit of a job that raised `error` in this process."""
-        text = str(error) if isinstance(error, ToyexpError) else f"{type(error).__name__}: {error}"
-        return cls(getattr(error, "exit_code", 1), text)
+        is_stopped = isinstance(error, KeyboardInterrupt)
+        text = str(error) if is_stopped or isinstance(error, ToyexpError) else f"{type(error).__name__}: {error}"
+        return cls(getattr(error, "exit_code", 130 if is_stopped else 1), text)
 
     def __str__(self) -> str:
         if self.code < 0:
@@ -192,32 +193,39 @@ def prepare_resume(directory: Path) -> bool:
     return False
 
 
+@dataclass(frozen=True)
+class SweepSpec:
+    """Data with which a sweep is resumed."""
+
+    flags: Mapping[str, str]  # flags of the command line
+    settings: list[str]  # settings that all jobs share
+    sweep: list[str]  # the sweep.* settings
+    cwd: str  # directory in which the sweep was started
+    space: list[str]  # swept keys of a search, with their values; empty for other sweeps
+
+    @property
+    def shared_args(self) -> list[str]:
+        """Arguments that all jobs share: flags and settings."""
+        return [*(word for flag in self.flags.items() for word in flag), *self.settings]
+
+
 class SweepDir:
-    """Directory of one sweep: sweep.json, summary.csv, summary.md, logs/, and a run directory for each job.
+    """Directory of one sweep: sweep.json, summary.csv, summary.md, logs/, and a run directory for each job."""
 
-    `spec` holds the data needed to resume the sweep:
-
-    - `flags`: the flags of the command line
-    - `settings`: the settings that all jobs share
-    - `sweep`: the sweep.* settings
-    - `cwd`: the directory in which the sweep was started
-    - `space`: the value ranges of a search
-    """
-
-    def __init__(self, path: Path, jobs: list[Job], spec: Mapping[str, Any], locked: int | None = None):
+    def __init__(self, path: Path, jobs: list[Job], spec: SweepSpec, locked: int):
         self.path, self.jobs, self.spec = path, jobs, spec
         self._writing = threading.RLock()
         self._warned_reasons: set[str] = set()  # reasons that were reported
         self._saved_count = len(jobs)  # the files have entries for this number of jobs
         self._journal, self._writer = Journal(path), Throttle(self._write)
         self._later: threading.Timer | None = None
-        self._lock = _lock(path) if locked is None else locked
+        self._lock = locked
 
     @classmethod
-    def create(cls, path: Path, jobs: list[Job], spec: Mapping[str, Any]) -> SweepDir:
+    def create(cls, path: Path, jobs: list[Job], spec: SweepSpec) -> SweepDir:
         """Create and lock the directory, and write the list of jobs. Raise UserError if it exists and is not empty."""
         require_empty(path, "hydra.sweep.dir")
-        folder = cls(path, jobs, spec)
+        folder = cls(path, jobs, spec, _lock(path))
         try:
             require_empty(path, "hydra.sweep.dir")  # again: files may have been created before the lock
             show_status("writing the list of jobs")
@@ -255,9 +263,10 @@ class SweepDir:
 
     def close(self) -> None:
         """Write pending changes and release the lock of the directory."""
-        if self._writer.is_pending:
-            self.save()
-        os.close(self._lock)
+        with self._writing:
+            self._write_pending()
+            self._writer.is_pending = False  # after a failed write the timer must not try again without the lock
+            os.close(self._lock)
 
     def run_dir(self, job: Job) -> Path:
         """Return a job's run directory. The job must have one already (`job.directory` is not None)."""
@@ -272,9 +281,9 @@ class SweepDir:
         """Return the specification to start a job, or to resume one that was started before."""
         directory = self.run_dir(job)
         run_args = [format_override("hydra.run.dir", directory), f"hydra.job.num={job.number}"]
-        modules = parse_modules([*self.spec["settings"], *job.overrides])
+        modules = parse_modules([*self.spec.settings, *job.overrides])
         plugins = [f"plugins=[{','.join(modules)}]"] if modules else []
-        start, resume = [*shared_args(self.spec), *job.overrides, *run_args], [f"resume={directory}", *plugins]
+        start, resume = [*self.spec.shared_args, *job.overrides, *run_args], [f"resume={directory}", *plugins]
         return LaunchSpec(directory, self.log_path(job), start, resume, job.attempts > (job.status == Status.RUNNING))
 
     def mark_running(self, jobs: Sequence[Job]) -> None:
@@ -288,7 +297,7 @@ class SweepDir:
 
     def rank(self) -> Ranking[Job]:
         """Return the jobs ranked by the sweep's metric, the best first."""
-        return rank_jobs(self.jobs, self.spec["sweep"])
+        return rank_jobs(self.jobs, self.spec.sweep)
 
     def record(self, jobs: Sequence[Job]) -> None:
         """Append the current state of these jobs to the journal, then rewrite sweep.json and the summaries.
@@ -305,7 +314,7 @@ class SweepDir:
                 self._journal.add(map(vars, changed_jobs.values()), flush=begin)
                 self._saved_count = max(self._saved_count, end)
             if (wait := self._writer.request(len(self.jobs))) and self._later is None:
-                self._later = threading.Timer(wait, self._catch_up)
+                self._later = threading.Timer(wait, self._write_pending)
                 self._later.daemon = True
                 self._later.start()
 
@@ -315,22 +324,20 @@ class SweepDir:
         Warn once about a file that cannot be written.
         """
         with self._writing:
-            if self._later:
-                self._later.cancel()
-                self._later = None
             self._writer.run()
 
-    def _catch_up(self) -> None:
+    def _write_pending(self) -> None:
         with self._writing:
-            if self._later:  # None if save() was called meanwhile
-                self.save()
+            self._later = None
+            if self._writer.is_pending:
+                self._writer.run()
 
     def _write(self) -> None:
         jobs = self.jobs[:]
         ranking = self.rank()
-        table = summary_rows(self.jobs, lambda job: str(self.run_dir(job)) if job.directory else "", ranking)
+        table = summary_rows(self.jobs, self.path, ranking)
         files: dict[str, Callable[[], str]] = {
-            SWEEP_FILE: lambda: _sweep_json({"format": FORMAT, **self.spec}, jobs),
+            SWEEP_FILE: lambda: _sweep_json(self.spec, jobs),
             "summary.csv": lambda: format_csv(table),
             "summary.md": lambda: _summary(table, ranking),
         }
@@ -358,18 +365,14 @@ class SweepDir:
             self._writer.is_pending = True  # try again later, at the latest when the sweep ends
 
 
-def shared_args(spec: Mapping[str, Any]) -> list[str]:
-    """Return the arguments that all jobs of a sweep share (flags and settings), from the `spec` of its SweepDir."""
-    return [*(word for flag in spec["flags"].items() for word in flag), *spec["settings"]]
-
-
-def _sweep_json(spec: Mapping[str, Any], jobs: Sequence[Job]) -> str:
+def _sweep_json(spec: SweepSpec, jobs: Sequence[Job]) -> str:
     """Return the text of sweep.json, with one line for each job.
 
     Indented JSON would be slow for 100,000 jobs.
     """
     lines = ",\n".join(f"  {dump_json(vars(job))}" for job in jobs)
-    return dump_json(spec, indent=1).removesuffix("\n}") + f',\n "jobs": [\n{lines}\n ]\n}}\n'
+    head = dump_json({"format": FORMAT, **vars(spec)}, indent=1).removesuffix("\n}")
+    return f'{head},\n "jobs": [\n{lines}\n ]\n}}\n'
 
 
 def _lock(path: Path) -> int:
@@ -381,50 +384,37 @@ def _lock(path: Path) -> int:
         raise UserError(f"{path}: {problem}") from None
 
 
-def read_sweep(path: Path) -> tuple[list[Job], dict[str, Any]]:
+def read_sweep(path: Path) -> tuple[list[Job], SweepSpec]:
     """Return a sweep's jobs, and the data needed to resume it. Raise UserError if its files are missing or damaged."""
     alone = f"; its runs can be resumed one by one: resume={path}/RUN"
     try:
-        state = {"space": [], **read_json(path / SWEEP_FILE)}
-        if isinstance(state.get("jobs"), list):
-            Journal(path).read_into(state["jobs"])
-        jobs = _check(state)
+        state = read_json(path / SWEEP_FILE)
+        if state["format"] != FORMAT:
+            problem = f"{SWEEP_FILE}: has format {printable(str(state['format']))}; this toyexp reads format {FORMAT}"
+            raise DamagedCheckpoint(f"{problem}; if a newer toyexp wrote it, update toyexp")
+        spec, entries = rebuild_dataclass(SweepSpec, state), state["jobs"]
+        if not isinstance(entries, list):
+            raise ValueError(f"jobs is {entries}")
+        Journal(path).read_into(entries)
+        jobs = [_job(number, entry) for number, entry in enumerate(entries)]
+        overrides = (*spec.settings, *spec.space, *(word for job in jobs for word in job.overrides))
+        if any(word.startswith("-") for word in overrides):
+            raise ValueError("a setting looks like a flag")
     except (KeyError, TypeError, ValueError) as error:
         raise UserError(f"{path / SWEEP_FILE}: is damaged: {printable(str(error))}{alone}") from None
     except DamagedCheckpoint as error:
         raise UserError(f"{error}{alone}") from None
-    return jobs, {k: state[k] for k in ("flags", "settings", "sweep", "cwd", "space")}
-
-
-def _check(state: Mapping[str, Any]) -> list[Job]:
-    """Check the contents of a sweep.json and return its jobs.
-
-    Raise KeyError, TypeError, ValueError or DamagedCheckpoint if they are invalid.
-    """
-    if state["format"] != FORMAT:
-        problem = f"{SWEEP_FILE}: has format {printable(str(state['format']))}; this toyexp reads format {FORMAT}"
-        raise DamagedCheckpoint(f"{problem}; if a newer toyexp wrote it, update toyexp")
-    types = {"flags": Mapping[str, str], "settings": list[str], "sweep": list[str], "cwd": str, "space": list[str],
-             "jobs": list[Any]}  # fmt: skip
-    for name, hint in types.items():
-        if not matches_type(state[name], hint):
-            raise ValueError(f"{name} is {state[name]}")
-    jobs = [_job(number, entry) for number, entry in enumerate(state["jobs"])]
-    for job in jobs:
-        if any(text.lstrip("+").startswith("plugins=") for text in job.overrides):
-            raise ValueError(f"job {job.number} sets plugins, which only the command line may do")
-    overrides = (*state["settings"], *state["space"], *(word for job in jobs for word in job.overrides))
-    if any(word.startswith("-") for word in overrides):
-        raise ValueError("a setting looks like a flag")
-    return jobs
+    return jobs, spec
 
 
 def _job(number: int, entry: Mapping[str, Any]) -> Job:
     try:
-        job = rebuild_dataclass(Job, {"trial": None, **entry, "status": Status(entry["status"])})
+        job = rebuild_dataclass(Job, {**entry, "status": Status(entry["status"])})
     except ValueError as error:
         raise ValueError(f"job {number}: {error}") from None
     job.result = _valid_numbers(job.result)
+    if any(text.lstrip("+").startswith("plugins=") for text in job.overrides):
+        raise ValueError(f"job {number} sets plugins, which only the command line may do")
     path = PurePath(job.directory or "")
     if path.is_absolute() or ".." in path.parts:
         raise ValueError(f"job {number} has a directory outside of the sweep: {job.directory}")
@@ -447,7 +437,7 @@ def update_summary(run: Path, resumed: bool) -> Iterator[None]:
     try:
         yield
     except BaseException as error:
-        ended = JobExit(getattr(error, "exit_code", 130 if isinstance(error, KeyboardInterrupt) else 1), str(error))
+        ended = JobExit.from_error(error)
         raise
     finally:
         if ended.code != 2:  # with code 2 the settings were rejected and nothing ran
@@ -480,10 +470,10 @@ def _record_resumed_run(run: Path, ended: JobExit, before: Mapping[str, Any]) ->
 # -- the summary ----------------------------------------------------------------------------------------------------
 
 
-def summary_rows(jobs: Sequence[Job], where: Callable[[Job], str], ranking: Ranking[Job]) -> list[list[str]]:
+def summary_rows(jobs: Sequence[Job], root: Path, ranking: Ranking[Job]) -> list[list[str]]:
     """Return the table of summary.csv: a header, then a row for each job, the best first.
 
-    A row holds the job's overrides, status, steps, losses, metrics, run directory (as `where` returns it) and error.
+    A row holds the job's overrides, status, steps, losses, metrics, run directory (below `root`) and error.
     Its last columns describe a group: this job and all jobs that differ from it only in their seed. They hold the
     number of completed jobs in the group, the mean and the standard deviation (over n-1) of the metric, and "best" for
     the best group.
@@ -498,7 +488,8 @@ def summary_rows(jobs: Sequence[Job], where: Callable[[Job], str], ranking: Rank
         table.append([str(job.number), *(values.get(key, "") for key in keys), job_state(job),
                       *number_cells(job, names, ""),
                       *(job_sources(job).get(role, "")[:8] for role in ranking.changed_sources),
-                      format_metric(job.result.get("seconds"), 1, ""), where(job), job.error or "",
+                      format_metric(job.result.get("seconds"), 1, ""),
+                      str(root / job.directory) if job.directory else "", job.error or "",
                       str(len(point.values)), format_metric(point.mean, 6, ""),
                       format_metric(point.deviation, 6, ""), "best" if point is ranking.best else ""])  # fmt: skip
     return table

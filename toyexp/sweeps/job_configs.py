@@ -11,11 +11,11 @@ import copy
 import math
 import operator
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any, cast
+from typing import cast
 
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf, read_write
@@ -59,7 +59,6 @@ class JobConfigs:
     """
 
     request: Request  # holds the settings that all jobs share
-    values: Mapping[str, Any]  # parsed value of each override of a swept key, such as "lr=0.1"; may lack some
     _bases: dict[tuple[str, ...], Composition | UserError] = field(default_factory=dict)  # by the chosen presets
     _read_hydra: dict[tuple[str, ...], bool] = field(default_factory=dict)  # by presets: contains ${hydra:...}
     _lists: dict[str, bool] = field(default_factory=dict)  # keys that were checked, and whether each takes a list
@@ -73,10 +72,13 @@ class JobConfigs:
 
         The next call may change the returned configuration.
         """
-        composed = self._compose_values(*split_choices(job.overrides))
+        names, other_words = split_choices(job.overrides)
+        composed = self._base(names)
+        for word in other_words:
+            self._set(composed.cfg, word)
         with read_write(composed.cfg.hydra.job):
             composed.cfg.hydra.job.num = job.number
-        return composed
+        return replace(composed)  # a copy without cached checks
 
     def directory(self, job: Job, root: Path | None) -> tuple[Path, Path]:
         """Return two paths: the sweep's directory and the job's run directory in it.
@@ -136,10 +138,13 @@ class JobConfigs:
                     return f"{run_text} in that run and {printable(plain(job_value))} in this job"
         return ""
 
-    def gpus(self, job: Job, auto: int) -> int | None:
-        """Return how many GPUs a job uses. None means all GPUs of the machine. For engine=auto, return `auto`."""
+    def gpus(self, job: Job, machine_gpus: int) -> int:
+        """Return how many GPUs a job uses on a machine with `machine_gpus` GPUs."""
         engine = self._engine(job)
-        return auto if engine == AUTO else engine.gpus() if isinstance(engine, Engine) else 0
+        if engine == AUTO:
+            return min(machine_gpus, 1)
+        count = engine.gpus() if isinstance(engine, Engine) else 0
+        return machine_gpus if count is None else count  # None: all
 
     def cores(self, job: Job) -> int:
         """Return the minimum number of CPU cores that a job uses.
@@ -172,13 +177,9 @@ class JobConfigs:
 
         Return None if there is no such GPU or no engine for it.
         """
-        offered = self.request.registry.classes("engine").values() if visible_gpus() else ()
-        engines = [cast("type[Engine]", cls) for cls in offered]
-        return max(
-            (cls for cls in engines if cls.device_variable == VISIBLE_DEVICES),
-            key=lambda cls: cls.priority,
-            default=None,
-        )
+        offers = self.request.registry.engines() if visible_gpus() else ()
+        engines = [cast("type[Engine]", offer.cls) for offer in offers]
+        return next((cls for cls in engines if cls.device_variable == VISIBLE_DEVICES), None)
 
     def processes(self, job: Job) -> int:
         """Return how many processes the job starts that compute on the CPU, as its engine declares; 1 if unknown."""
@@ -229,19 +230,13 @@ class JobConfigs:
 
         Errors in the contents of files and in the engine are found only when the job runs.
         """
-        names, other_words = split_choices(job.overrides)
-        composed = self._compose_values(names, other_words)
+        composed = self.config(job)
         if all_settings:
             composed.check_parts()
             return
-        for owner in {word.partition("=")[0].rpartition(".")[0] for word in other_words} - {"engine"}:
+        words = split_choices(job.overrides)[1]
+        for owner in {word.partition("=")[0].rpartition(".")[0] for word in words} - {"engine"}:
             self._check_owner(composed.cfg, owner)
-
-    def _compose_values(self, names: tuple[str, ...], other_words: Sequence[str]) -> Composition:
-        composed = self._base(names)
-        for word in other_words:
-            self._set(composed.cfg, word)
-        return replace(composed)  # a copy without cached checks
 
     def _base(self, names: tuple[str, ...]) -> Composition:
         if names not in self._bases:
@@ -259,7 +254,7 @@ class JobConfigs:
         if key not in self._lists:
             check_settings(parse([word]), self._keys, self.request.source)
             self._lists[key] = self._keys.is_list(key)
-        value = self.values[word] if word in self.values else parse([word])[0].value()
+        value = parse([word])[0].value()
         try:
             is_single = self._lists[key] and isinstance(value, str | int | float)
             OmegaConf.update(cfg, key, [value] if is_single else value, merge=True)

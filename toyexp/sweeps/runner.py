@@ -7,22 +7,19 @@ import os
 import shlex
 import signal
 import sys
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 from toyexp.base.formatting import short_path
 from toyexp.base.ownership import DirectoryLocked, require_unlocked
 from toyexp.base.signals import catch_signals
 from toyexp.base.terminal import is_notebook, print_line
-from toyexp.config.top_level import Sweep
 from toyexp.config.words import format_override
 from toyexp.results.ranking import Ranking, rank_jobs
 from toyexp.results.report import SweepReport, draw_sweep
 from toyexp.sweeps.board import make_board
-from toyexp.sweeps.directory import FAILURES, SUCCEEDED, UNFINISHED, Job, JobExit, Status, SweepDir, shared_args
-from toyexp.sweeps.job_configs import JobConfigs, JobDirectories
+from toyexp.sweeps.directory import FAILURES, SUCCEEDED, UNFINISHED, Job, JobExit, Status, SweepDir, SweepSpec
+from toyexp.sweeps.job_configs import JobDirectories
 from toyexp.sweeps.launchers.job_process import NOT_STARTED, Stop
 from toyexp.sweeps.launchers.launcher import Launcher
 from toyexp.sweeps.launchers.stacks import advice
@@ -32,34 +29,18 @@ from toyexp.sweeps.watch import Watch
 from toyexp.training.checkpoint import read_result
 
 
-@dataclass(frozen=True)
-class SweepRequest:
-    """A sweep as the user requested it."""
-
-    flags: Mapping[str, str]  # flags of the command line
-    modules: Sequence[str]  # local plugins, from plugins=[...]
-    settings: Sweep
-    spec: Mapping[str, Any]  # the `spec` of its directory, see SweepDir
-
-
 class Runner:
     """Runner of one sweep. It checks the jobs before the first one starts, runs them, and prints a summary."""
 
-    def __init__(
-        self,
-        request: SweepRequest,
-        source: JobSource,
-        launcher: Launcher,
-        configs: JobConfigs,
-        folder: SweepDir | None = None,
-    ):
+    def __init__(self, spec: SweepSpec, source: JobSource, launcher: Launcher, folder: SweepDir | None = None):
         """Prepare to resume the sweep in `folder`, or to start a new one if `folder` is None.
 
         The directory of a new sweep is created later, when the configuration of its first job is composed.
         """
-        self.request, self.source, self.launcher, self.configs, self.folder = request, source, launcher, configs, folder
+        self.spec, self.source, self.launcher, self.folder = spec, source, launcher, folder
+        self.settings, self.configs = launcher.settings, launcher.configs
         self._stop = Stop()
-        verbose = request.settings.verbose
+        verbose = self.settings.verbose and launcher.is_local  # jobs of a cluster print on other machines
         self._watch = Watch(source.environment, self._stop, launcher.runs_singly, launcher.total, verbose)
         self._places = JobDirectories(source.jobs)
         self._report_page = SweepReport()
@@ -72,14 +53,14 @@ class Runner:
         """Run the jobs; return the exit code of the sweep."""
         try:
             self.prepare()
-            if self.source.peek() or self.source.probe:
+            if self.source.remaining_jobs():
                 self.launcher.connect()
             folder = self._open()
             self._advise()
-            settings = self.request.settings
-            runs_here = self.launcher.uses_fork_server or not settings.isolate
-            shown = runs_here and not (settings.verbose and self.launcher.runs_singly)  # if not, a job has the terminal
-            self._watch.board = make_board(self.source.all_jobs, self._ranking, self.launcher.limit(), shown)
+            launcher = self.launcher
+            is_taken = self.settings.verbose and launcher.runs_singly  # a job has the terminal
+            shown = launcher.is_local and not is_taken
+            self._watch.board = make_board(self.source.all_jobs, self._ranking, launcher.limit(), shown)
             if folder:
                 with self._signals():
                     for job, ended in self.launcher.run(self._assign_jobs(), self._watch):
@@ -130,9 +111,8 @@ class Runner:
                     job.status = Status.KILLED
                 except DirectoryLocked as owner:
                     print_line(f"[{job.number}] {job.label}: {owner}")
-        if "--json" not in self.request.flags:
-            self._report_missing(folder)
-        retry = self.request.settings.retry
+        self._report_missing(folder)
+        retry = self.settings.retry
         jobs = [j for j in self.source.jobs if j.status in UNFINISHED or (retry and self.source.may_retry(j))]
         return [job for job in jobs if job.status != Status.RUNNING]
 
@@ -145,7 +125,7 @@ class Runner:
         deleted_jobs = [job for job, run in placed if job.status == Status.COMPLETED and not run.is_dir()]
         if not deleted_jobs:
             return
-        directory, shared = folder.run_dir(deleted_jobs[0]), shared_args(folder.spec)
+        directory, shared = folder.run_dir(deleted_jobs[0]), folder.spec.shared_args
         args = [*(word for word in shared if not word.startswith("hydra.sweep.")), *deleted_jobs[0].overrides]
         command = shlex.join(["toyexp", *args, format_override("hydra.run.dir", short_path(directory))])
         more = f", and {len(deleted_jobs) - 1} more" if len(deleted_jobs) > 1 else ""
@@ -160,7 +140,7 @@ class Runner:
 
         Record jobs with an invalid value as ended. Return True if there are such jobs.
         """
-        self.launcher.preload(shared_args(self.request.spec), self._stop)
+        self.launcher.preload(self.spec.shared_args, self._stop)
         errors = self.source.check(self.configs, self.folder is None)
         for job in [job for job in self.source.jobs if job.number in errors]:
             self._end(job, JobExit.from_error(errors[job.number]))
@@ -174,23 +154,21 @@ class Runner:
         if is_new := self.folder is None:
             if self.source.probe:
                 self._create(self.configs.directory(self.source.probe, None)[0])
-            while self.folder is None and (job := self.source.peek()):
-                self._assign_directory(job)
+            else:  # the first valid job creates the directory
+                any(map(self._assign_directory, self.source.remaining_jobs()))
         if self.folder:
             self.source.open(self.folder, is_new)
         return self.folder
 
     def _advise(self) -> None:
         """Suggest sweep.launcher=stacked if jobs would train faster together."""
-        settings = self.request.settings
-        runs_locally = self.launcher.uses_fork_server or not settings.isolate
         jobs = self.source.remaining_jobs()
-        runs_separately = runs_locally and not self.launcher.trains_stacks and not settings.search and len(jobs) > 1
-        if runs_separately and (line := advice(jobs, self.configs)):
+        runs_separately = self.launcher.is_local and not self.launcher.trains_stacks and not self.settings.search
+        if runs_separately and len(jobs) > 1 and (line := advice(jobs, self.configs)):
             print_line(line)
 
     def _create(self, root: Path) -> None:
-        self.folder = self._watch.folder = SweepDir.create(root, self.source.jobs, self.request.spec)
+        self.folder = self._watch.folder = SweepDir.create(root, self.source.jobs, self.spec)
 
     # -- jobs ----------------------------------------------------------------------------------------------------------
 
@@ -222,7 +200,7 @@ class Runner:
 
     @contextlib.contextmanager
     def _signals(self) -> Iterator[None]:
-        if self.request.settings.isolate:
+        if self.settings.isolate:
             with self._stop.handle_signals():
                 yield
             return
@@ -230,7 +208,7 @@ class Runner:
             with catch_signals():
                 yield
         except KeyboardInterrupt as error:  # Ctrl-C between two jobs
-            self._stop.number = getattr(error, "exit_code", 130) - 128
+            self._stop.number = JobExit.from_error(error).code - 128
 
     def _end(self, job: Job, ended: JobExit) -> None:
         """Record how a job ended, and report a failure at once."""
@@ -244,7 +222,7 @@ class Runner:
             first = self._refused.setdefault(str(job.error), job.number) if job.status == Status.REFUSED else job.number
             message = f"{job.error}{self._details(job)}" if first == job.number else f"as in job {first}"
             self._watch.say(f"toyexp: error in job {job.number}: {message}", sys.stderr)
-            if self.request.settings.fail_fast:
+            if self.settings.fail_fast:
                 self._stop.end()
 
     def _details(self, job: Job) -> str:
@@ -273,7 +251,7 @@ class Runner:
         `last` is True for the final update. A sweep of one job has no report.
         """
         several = len(self.source.jobs) > 1
-        if self.folder and self.request.settings.report and several and (last or not self._stop.number):
+        if self.folder and self.settings.report and several and (last or not self._stop.number):
             self._report_page(self.folder.path, last)
 
     def _summarise(self) -> int:
@@ -290,7 +268,8 @@ class Runner:
         command = ""
         retry = ["sweep.retry=true"] if any(job.is_machine_error for job in jobs) else []
         if (has_jobs_left or retry) and folder:
-            plugins = [f"plugins=[{','.join(self.request.modules)}]"] if self.request.modules else []
+            modules = self.configs.request.modules
+            plugins = [f"plugins=[{','.join(modules)}]"] if modules else []
             command = shlex.join(["toyexp", format_override("sweep.resume", short_path(folder.path)), *retry, *plugins])
         if number := self._stop.number:
             name = signal.Signals(number).name

@@ -52,13 +52,6 @@ class JobSource:
             many = "s" if len(self.jobs) > 1 else "" if self.jobs[0].overrides else "; no key has several values"
             print_line(f"sweep   {short_path(folder.path)}, {len(self.jobs)} job{many}")
 
-    def peek(self) -> Job | None:
-        """Return the next job without removing it.
-
-        Return None if no job is left, or if the search has not chosen the next job yet.
-        """
-        return next(iter(self._remaining.values()), None)
-
     def next(self) -> Job | None:
         """Return the next job to run; None if there is none."""
         return self._remaining.popitem(last=False)[1] if self._remaining else None

@@ -3,21 +3,13 @@
 from __future__ import annotations
 
 import re
-import sys
 from collections.abc import Sequence
 
 from toyexp.base.formatting import format_duration, pluralise, short_keys, short_path
-from toyexp.base.tables import align_table, fit_table, fits_terminal
-from toyexp.base.terminal import print_line, terminal_width
+from toyexp.base.tables import align_table, drop_columns, fit_table, fits_terminal
+from toyexp.base.terminal import print_line
 from toyexp.results.ranking import TRAIN, rank_jobs
-from toyexp.sweeps.directory import (
-    Job,
-    Status,
-    SweepDir,
-    job_state,
-    number_cells,
-    score_names,
-)
+from toyexp.sweeps.directory import SUCCEEDED, Job, Status, SweepDir, job_state, number_cells, score_names
 
 
 def print_table(jobs: Sequence[Job], folder: SweepDir | None) -> None:
@@ -27,44 +19,43 @@ def print_table(jobs: Sequence[Job], folder: SweepDir | None) -> None:
     `folder` is None if the sweep has no directory, because none of its jobs was valid.
 
     A table that is too wide for the terminal is shortened in steps. First, only the last part of each key is shown. If
-    that is not enough, training losses are left out, and then steps and the run directories.
+    that is not enough, training losses are left out, then run directories and error messages, and then steps.
     """
     names, ranking = score_names(jobs), folder.rank() if folder else rank_jobs(jobs)
     ordered = [job for job, _ in ranking.jobs()]
     keys = list(dict.fromkeys(word.partition("=")[0] for job in jobs for word in job.overrides))
     brief_keys = dict(zip(keys, short_keys(keys), strict=True))
-    completed = [job for job in jobs if job.status == Status.COMPLETED]
+    has_several = sum(job.status == Status.COMPLETED for job in jobs) > 1
     errors: dict[str, int] = {}  # error message -> number of the first job with it
+    for job in ordered:
+        if job.status not in SUCCEEDED:
+            errors.setdefault(job.error or "", job.number)
 
-    def label(job: Job, brief: int) -> str:
+    def label(job: Job, is_brief: bool) -> str:
         parts = (word.partition("=") for word in job.overrides)
-        return " ".join((brief_keys[key] if brief and equals else key) + equals + value for key, equals, value in parts)
+        return " ".join((brief_keys[key] if is_brief and sep else key) + sep + value for key, sep, value in parts)
 
-    def end(job: Job, brief: int) -> str:
+    def end(job: Job, is_short: bool) -> str:
         if job.status == Status.COMPLETED:
-            path = job.directory if folder and job.directory else ""
-            is_best = ranking.best and job is ranking.best.jobs[0] and len(completed) > 1
+            path = job.directory if folder and job.directory and not is_short else ""
             state = "diverged" if job_state(job) == "diverged" else ""
-            return "  ".join(filter(None, [path if brief < 3 else "", state, "best" if is_best else ""]))
+            is_best = ranking.best and job is ranking.best.jobs[0] and has_several
+            return "  ".join(filter(None, [path, state, "best" if is_best else ""]))
         if job.status == Status.PRUNED:
-            return f"pruned at {job.result.get('steps', 0)}" if brief < 4 else "pruned"
-        first = errors.setdefault(job.error or "", job.number)
+            return "pruned" if is_short else f"pruned at {job.result.get('steps', 0)}"
+        first = errors[job.error or ""]
         if job.status == Status.REFUSED and first != job.number:
             return f"{job.status}, as job {first}"
-        why = "" if brief > 2 else short_reason(job.error or "")
+        why = "" if is_short else short_reason(job.error or "")
         return why if why.startswith(job.status) else f"{job.status}: {why}" if why else str(job.status)
 
-    def lines(brief: int) -> list[str]:
-        heads = ["job", "overrides", "steps", TRAIN, "held-out loss", *(f"held-out {name}" for name in names), "run"]
-        rows = [[str(j.number), label(j, brief), *number_cells(j, names, "-"), end(j, brief)] for j in ordered]
-        table = [row[: 3 - (brief > 2)] + row[4:] if brief > 1 else row for row in (heads, *rows)]
-        return align_table(table, {"job", *heads[2:-1]})
-
-    width = terminal_width() or sys.maxsize
-    for brief in range(5):
-        table_lines = lines(brief)
-        if max(map(len, table_lines)) < width:
+    heads = ["job", "overrides", "steps", TRAIN, "held-out loss", *(f"held-out {name}" for name in names), "run"]
+    for is_brief, is_short, left_out in ((False, False, []), (True, False, [TRAIN]), (True, True, [TRAIN, "steps"])):
+        rows = [[str(j.number), label(j, is_brief), *number_cells(j, names, "-"), end(j, is_short)] for j in ordered]
+        table, _ = drop_columns([heads, *rows], left_out)
+        if fits_terminal(table):
             break
+    table_lines = align_table(table, {"job", *heads[2:-1]})
     print_line(f"\nsweep   {short_path(folder.path)}" if folder else "")
     for line in table_lines:
         print_line(line)
@@ -73,10 +64,10 @@ def print_table(jobs: Sequence[Job], folder: SweepDir | None) -> None:
             print_line(f"job {number}   {message}")
     if ranking.has_seeds or ranking.changed_sources:
         print_line(f"\n{ranking.caption}")
-        rows = ranking.table()
-        if not fits_terminal(rows):  # "diverged" rather than "2 of 3 diverged"
-            rows = [(*row[:-1], re.sub(r"^\d+ of \d+ ", "", row[-1])) for row in rows]
-        for line in fit_table(rows, {"seeds"}, ["seeds"]):
+        points = ranking.table()
+        if not fits_terminal(points):  # "diverged" rather than "2 of 3 diverged"
+            points = [(*row[:-1], re.sub(r"^\d+ of \d+ ", "", row[-1])) for row in points]
+        for line in fit_table(points, {"seeds"}, ["seeds"]):
             print_line(line)
     for note in ranking.notes():
         print_line(f"note    {note}")

@@ -8,6 +8,7 @@ import os
 import signal
 import time
 from abc import abstractmethod
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -15,7 +16,7 @@ from typing import Any
 
 from toyexp.base.formatting import pluralise
 from toyexp.base.ownership import DirectoryLocked, lock, require_unlocked
-from toyexp.sweeps.directory import SUCCEEDED, Job, JobExit, LaunchSpec
+from toyexp.sweeps.directory import Job, JobExit, LaunchSpec
 from toyexp.sweeps.launchers.job_process import NOT_STARTED, Stop, run_process
 from toyexp.sweeps.launchers.launcher import Launcher
 from toyexp.sweeps.watch import Watch
@@ -88,14 +89,15 @@ class LostJob:
 class Cluster(Launcher):
     """Base class of launchers that submit jobs to a cluster. The cluster identifies each job by a handle."""
 
+    is_local = False
     retries = 0  # how often a lost job is submitted again
 
     def begin(self, folder: Path) -> None:
         """Prepare the launcher before the first job; `folder` is the sweep's directory."""
 
     @abstractmethod
-    def submit(self, works: Sequence[NodeJob]) -> Sequence[tuple[str, Any]]:
-        """Submit jobs. Return a pair for each job: a text, and the handle by which the cluster identifies the job.
+    def submit(self, specs: Sequence[LaunchSpec]) -> Sequence[tuple[str, Any]]:
+        """Submit a NodeJob for each job. Return for each a text, and the handle by which the cluster identifies it.
 
         The text, such as " as 123" with a leading blank, is printed after the word "submitted". If the submission
         fails, raise the error of the cluster's library.
@@ -116,10 +118,6 @@ class Cluster(Launcher):
         `times` is the number of earlier calls of this method.
         """
 
-    def make_work(self, spec: LaunchSpec) -> NodeJob:
-        """Return the NodeJob that runs a job on the cluster."""
-        return NodeJob(spec)
-
     def run(self, jobs: Iterator[Job], watch: Watch) -> Iterator[tuple[Job, JobExit]]:
         """Submit jobs, and yield each with its exit once it has ended.
 
@@ -129,7 +127,7 @@ class Cluster(Launcher):
         self.begin(watch.folder.path)
         running: dict[Any, Job] = {}
         lost: list[Job] = []
-        tries: dict[int, int] = {}
+        tries = Counter[int]()  # how often each job was resubmitted
         stops_sent = 0
         while True:
             free = min(max(self.limit() - len(running), 0 if running else 1), MAX_BATCH)
@@ -149,21 +147,17 @@ class Cluster(Launcher):
                 job, result = running.pop(handle), self.result(handle)
                 if not isinstance(result, LostJob):
                     yield job, result
-                    if job.status in SUCCEEDED:  # its own output went to another machine
-                        watch.say(f"[{job.number}] {job.status} after {pluralise(job.result.get('steps', 0), 'step')}")
-                    continue
-                if watch.stop.is_requested:
+                elif watch.stop.is_requested:
                     lost.append(job)
-                    continue
-                tries[job.number] = tries.get(job.number, 0) + 1
-                if tries[job.number] > self.retries:
+                elif tries[job.number] == self.retries:
                     given_up = f", resubmitted {pluralise(self.retries, 'time')}" if self.retries else ""
                     yield job, JobExit(128 + signal.SIGKILL, f"{self.name}: {result.why}{given_up}")
-                    continue
-                note = f"resubmitted, {tries[job.number]} of {self.retries} times"
-                watch.say(f"[{job.number}] lost ({result.why}): {note}")
-                job.attempts += 1
-                lost.append(job)
+                else:
+                    tries[job.number] += 1
+                    job.attempts += 1
+                    note = f"resubmitted, {tries[job.number]} of {self.retries} times"
+                    watch.say(f"[{job.number}] lost ({result.why}): {note}")
+                    lost.append(job)
 
     def _submit_batch(
         self, batch: Sequence[Job], watch: Watch, running: dict[Any, Job]
@@ -175,7 +169,7 @@ class Cluster(Launcher):
         if not batch:
             return
         try:
-            handles = self.submit([self.make_work(watch.launch_spec(job)) for job in batch])
+            handles = self.submit([watch.launch_spec(job) for job in batch])
         except Exception as error:  # any error of the cluster
             yield from ((job, JobExit(NOT_STARTED, f"{self.name}: {last_line(error)}")) for job in batch)
             return

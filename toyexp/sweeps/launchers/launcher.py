@@ -21,8 +21,6 @@ from toyexp.sweeps.launchers.gpus import Gpus, visible_gpus
 from toyexp.sweeps.launchers.job_process import Stop
 from toyexp.sweeps.watch import Watch
 
-AUTO = -1  # stands for the unknown number of GPUs of a job with engine=auto
-
 
 class Resources(NamedTuple):
     """Number of jobs that run in parallel, and the cores, GPUs and processes that each of them uses.
@@ -36,27 +34,16 @@ class Resources(NamedTuple):
     gpus: int  # number of GPUs of the job that uses the most
     processes: int = 1  # number of processes of the job that uses the most
     stacks: int = 1  # number of stacks that share a device's memory
-    counts: Sequence[int | None] = ()  # GPUs of a job, for each engine in the sweep; None: all; or AUTO
-
-    def max_gpus(self, machine_gpus: int) -> int:
-        """Return the largest number of GPUs that a job uses on a machine with `machine_gpus` GPUs.
-
-        Return 0 if all jobs use the CPU.
-        """
-        auto = min(machine_gpus, 1)
-        return max((machine_gpus if n is None else auto if n == AUTO else n for n in self.counts), default=0)
 
 
 class Launcher(ABC):
     """Base class of launchers, which run the jobs of a sweep. The setting sweep.launcher selects a subclass by name."""
 
     name: ClassVar[str]
-    package: ClassVar[str] = ""  # Python package that it needs
-    has_several: ClassVar[bool] = True  # whether sweep.jobs applies
     takes_all: ClassVar[str] = ""  # verb for messages if all jobs run at once by default: "train"
     shares_gpus: ClassVar[bool] = False  # whether sweep.per_gpu applies
     shares_gpus_by: ClassVar[str] = ""  # text for messages: what to type instead of sweep.per_gpu
-    uses_fork_server: ClassVar[bool] = False  # whether jobs are forked where that is possible
+    is_local: ClassVar[bool] = True  # whether jobs run on this machine
     trains_stacks: ClassVar[bool] = False  # whether one process trains several jobs together
     _forks: ForkServer | None = None
 
@@ -65,14 +52,14 @@ class Launcher(ABC):
 
         `total` is the number of jobs. `jobs` are some of them, chosen so that every value of every swept key occurs.
         """
-        self.settings, self.total, self.configs = settings, total, configs
+        self.settings, self.samples, self.total, self.configs = settings, jobs, total, configs
         self.gpus = Gpus(visible_gpus())
         self.share = self.resources(jobs)
 
     @classmethod
     def check(cls, settings: Sweep) -> None:
         """Raise UserError if this launcher does not support the settings, and Unavailable if its package is missing."""
-        if settings.jobs > 1 and not cls.has_several:
+        if settings.jobs > 1 and cls.name == "serial":
             raise UserError(f"sweep.jobs={settings.jobs}: parallel jobs need sweep.launcher=processes")
         if settings.per_gpu and not cls.shares_gpus:
             launchers = f"sweep.launcher=processes or stacked{cls.shares_gpus_by}"
@@ -84,13 +71,11 @@ class Launcher(ABC):
 
     @classmethod
     def require(cls) -> None:
-        """Raise Unavailable if the launcher's package is missing or broken."""
-        if cls.package:
-            with (
-                prefix_unavailable(f"sweep.launcher={cls.name}"),
-                require_package(cls.package, f"pip install 'toyexp[{cls.package}]'"),
-            ):
-                importlib.import_module(cls.package)
+        """Raise Unavailable if the Python package of a cluster, which has the launcher's name, is missing or broken."""
+        if not cls.is_local:
+            install = f"pip install 'toyexp[{cls.name}]'"
+            with prefix_unavailable(f"sweep.launcher={cls.name}"), require_package(cls.name, install):
+                importlib.import_module(cls.name)
 
     @abstractmethod
     def run(self, jobs: Iterator[Job], watch: Watch) -> Iterator[tuple[Job, JobExit]]:
@@ -122,12 +107,12 @@ class Launcher(ABC):
         return self._forks.start if self._forks else spawn
 
     def preload(self, words: Sequence[str], stop: Stop) -> None:
-        """Start the fork server, if this launcher and this platform use one.
+        """Start the fork server, if jobs run in their own processes here and this platform can fork them.
 
         The server imports the modules that jobs with the arguments `words` need. If the user stops the sweep (`stop`),
         the sweep no longer waits for these imports.
         """
-        if self.uses_fork_server and sys.platform in PLATFORMS:
+        if self.is_local and self.settings.isolate and sys.platform in PLATFORMS:
             environment = {**os.environ, **core_variables(self.share.cores)}
             self._forks = ForkServer(environment, words, lambda: stop.is_requested, self.trains_stacks)
 
@@ -168,9 +153,8 @@ class Launcher(ABC):
         """
         kinds = list(one_job_per_engine(jobs))
         processes = max((self.configs.processes(job) for job in kinds), default=1)
-        counts = [self.configs.gpus(job, AUTO) for job in kinds]
-        share = Resources(self.settings.jobs or self.total, 0, 0, processes, counts=counts)
-        return share._replace(gpus=share.max_gpus(gpus))
+        most_gpus = max((self.configs.gpus(job, gpus) for job in kinds), default=0)
+        return Resources(self.settings.jobs or self.total, 0, most_gpus, processes)
 
     def limit_to_machine(self, share: Resources) -> Resources:
         """Return a copy of `share`, with the number of parallel jobs and the cores of each job set to fit this machine.
@@ -180,9 +164,7 @@ class Launcher(ABC):
         """
         settings, cores = self.settings, available_cores()
         at_once = self.gpus.capacity(share.gpus, self.per_gpu(share))
-        limit = settings.jobs or max(cores // share.processes, 1)
-        if settings.jobs:
-            limit = min(limit, max(self.total, 1))
+        limit = min(settings.jobs, max(self.total, 1)) or max(cores // share.processes, 1)
         if at_once and (share.gpus > 1 or settings.per_gpu or not settings.jobs):
             limit = min(limit, at_once)
         return share._replace(jobs=limit, cores=max(cores // limit, min(share.processes, cores)))

@@ -68,7 +68,7 @@ def divide_cores(nodes: Sequence[Node], jobs: int, least: int, gpus: float, cpus
 class OnRay(Cluster):
     """Launcher that submits jobs as Ray tasks. In each task a worker starts and watches the job's process."""
 
-    name = package = "ray"
+    name = "ray"
     shares_gpus_by = "; with sweep.launcher=ray set a fraction: sweep.ray.gpus=0.25"
     _cores: int
     _gpus: float
@@ -92,9 +92,8 @@ class OnRay(Cluster):
         address = settings.cluster()
         _join(address, max(available_cores(), resources.jobs * resources.cores))
         self._nodes = _read_nodes()
-        self._gpus = gpus = settings.gpus or resources.max_gpus(
-            int(max((node.gpus for node in self._nodes), default=0))
-        )
+        node_gpus = int(max((node.gpus for node in self._nodes), default=0))
+        self._gpus = gpus = settings.gpus or self.requested_resources(self.samples, node_gpus).gpus
         limit, self._cores = divide_cores(self._nodes, self.settings.jobs, resources.processes, gpus, settings.cpus)
         job_needs = pluralise(self._cores, "core") + (
             f" and {format_value(gpus)} GPU{'s' if gpus > 1 else ''}" if gpus else ""
@@ -118,11 +117,11 @@ class OnRay(Cluster):
             return self.share.jobs
         return sum(node.fits(self._cores, self._gpus) for node in _read_nodes())
 
-    def make_work(self, spec: LaunchSpec) -> NodeJob:
+    def submit(self, specs: Sequence[LaunchSpec]) -> Sequence[tuple[str, Any]]:
         forwarded = {k: v for k, v in os.environ.items() if k.startswith(FORWARDED_VARIABLES) and k != CORES_VARIABLE}
-        return NodeJob(replace(spec, cores=self._cores, environment={**forwarded, **spec.environment}))
-
-    def submit(self, works: Sequence[NodeJob]) -> Sequence[tuple[str, Any]]:
+        works = [
+            NodeJob(replace(spec, cores=self._cores, environment={**forwarded, **spec.environment})) for spec in specs
+        ]
         return [("", self._task.remote(work, str(Path.cwd()))) for work in works]
 
     def poll(self, handles: Sequence[Any]) -> Sequence[Any]:

@@ -23,7 +23,7 @@ SAVE_TIMEOUT = 60.0  # seconds to save at the time limit; Slurm signals 90 s bef
 class OnSubmitit(Cluster):
     """Launcher that submits jobs with submitit."""
 
-    name = package = "submitit"
+    name = "submitit"
     takes_all = "are in the queue"
 
     def resources(self, jobs: Sequence[Job]) -> Resources:
@@ -46,12 +46,9 @@ class OnSubmitit(Cluster):
         self._executor = make_executor(directory, self.settings.submitit, self.share.gpus)
         self._stop_file = directory / "stop"
 
-    def make_work(self, spec: LaunchSpec) -> NodeJob:
-        return _Requeued(spec, self._stop_file)
-
-    def submit(self, works: Sequence[NodeJob]) -> Sequence[tuple[str, Any]]:
+    def submit(self, specs: Sequence[LaunchSpec]) -> Sequence[tuple[str, Any]]:
         with self._executor.batch():
-            jobs = [self._executor.submit(work) for work in works]
+            jobs = [self._executor.submit(_Requeued(spec, self._stop_file)) for spec in specs]
         return [(f" as {job.job_id}", job) for job in jobs]
 
     def poll(self, handles: Sequence[Any]) -> Sequence[Any]:

@@ -39,7 +39,6 @@ class Processes(Launcher):
     """Launcher of parallel jobs. Each job gets a share of the cores and, if it uses GPUs, its own GPUs."""
 
     name = "processes"
-    uses_fork_server = True
     shares_gpus = True
 
     def resources(self, jobs: Sequence[Job]) -> Resources:
@@ -64,18 +63,14 @@ class Serial(Processes):
     """Launcher that runs one job after another, each in its own process."""
 
     name = "serial"
-    has_several = False
     shares_gpus = False
-
-    def resources(self, jobs: Sequence[Job]) -> Resources:
-        return Resources(1, 0, 0)
+    resources = Launcher.resources
 
 
 class InProcess(Launcher):
     """Launcher that runs jobs in this process and restores the process's state after each."""
 
     name = "serial"
-    has_several = False
 
     def describe(self, at_once: int) -> str:
         return f"{super().describe(at_once)} in one process"
@@ -92,10 +87,10 @@ class InProcess(Launcher):
                 os.environ.update(spec.environment)
                 print_result(self._prepare(job, spec).run())
         except KeyboardInterrupt as error:
-            code = getattr(error, "exit_code", 130)
-            watch.stop.number = code - 128
+            ended = JobExit.from_error(error)
+            watch.stop.number = ended.code - 128
             watch.stop.end()
-            return JobExit(code, str(error))
+            return ended
         except (Exception, SystemExit) as error:
             log.debug("job failed", exc_info=error)
             return JobExit.from_error(error)
@@ -146,8 +141,8 @@ def run_in_threads(items: Iterator[T], work: Callable[[T, Callable[[R], None]], 
 
     running = 0
     while True:
-        while running < limit and (next_items := list(itertools.islice(items, 1))):
-            threading.Thread(target=run, args=next_items, name="jobs", daemon=True).start()
+        for item in itertools.islice(items, limit - running):
+            threading.Thread(target=run, args=(item,), name="jobs", daemon=True).start()
             running += 1
         if not running:
             return

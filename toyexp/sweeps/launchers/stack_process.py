@@ -122,7 +122,7 @@ class StackProcess:
 
     def train(self, jobs: Sequence[Mapping[str, Any]]) -> int:
         """Train all jobs, but stop early at a signal. Return the exit code."""
-        configs, remaining, pool = JobConfigs(self.request, {}), deque(jobs), list[Member]()
+        configs, remaining, pool = JobConfigs(self.request), deque(jobs), list[Member]()
         try:
             while (remaining or pool) and not self.signals.is_ending():
                 while remaining and len(pool) < (self.limit or POOL) and not self.signals.is_ending():
@@ -247,7 +247,7 @@ class StackProcess:
                 result = yield from run_requests(member.prepared, member.directory, signals, print_line, member.resumed)
                 print_result(result)
         except KeyboardInterrupt as error:
-            self._report_end(member.number, JobExit(getattr(error, "exit_code", 130), str(error)))
+            self._report_end(member.number, JobExit.from_error(error))
             if self.signals.count() > 1:  # a second signal stops all runs, not only this one
                 raise
         except (Exception, SystemExit) as error:

@@ -8,14 +8,15 @@ import os
 import re
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from typing import IO, Any
+from typing import IO
 
 from toyexp.base.threads import available_cores
 from toyexp.config.top_level import PARTS
 from toyexp.sweeps.combinations import JOBS_FILE, REPORTS, STACK
-from toyexp.sweeps.directory import Job, JobExit, shared_args
+from toyexp.sweeps.directory import Job, JobExit
 from toyexp.sweeps.job_configs import JobConfigs
 from toyexp.sweeps.launchers.gpus import visible_gpus
 from toyexp.sweeps.launchers.job_process import run_process
@@ -30,15 +31,6 @@ MAX_STACKS_PER_GPU = 4  # default limit of stacks that share a GPU
 MIN_STACK = 4  # minimum number of jobs with one program for which stacking is suggested
 STEP_KEYS = ("batch_size", "optim.accumulate", "recipe.rank", "recipe.targets", "experiment")
 Ends = Callable[[tuple[Job, JobExit]], None]  # receives how a job ended
-
-
-@dataclass(eq=False)
-class _ProcessJobs:
-    """Jobs that the sweep gave to one process, and which of them have started."""
-
-    jobs: dict[int, Job]  # jobs that have not ended, by number
-    started: set[int] = field(default_factory=set)
-    prepares: int | None = None  # number of the job that the process is preparing
 
 
 class Stacks(Processes):
@@ -78,35 +70,21 @@ class Stacks(Processes):
         """
         generation = (self.settings.search and self.settings.jobs) or None  # None: all jobs at once
         while batch := list(itertools.islice(jobs, generation)):
-            yield from self._train_all(batch, watch)
+            parts = itertools.takewhile(lambda _: not watch.stop.is_requested, deal_jobs(batch, self.limit()))
+            yield from run_in_threads(parts, partial(self._train_part, watch), self.limit())
 
-    def _train_all(self, jobs: Sequence[Job], watch: Watch) -> Iterator[tuple[Job, JobExit]]:
-        def work(part: Sequence[Job], hand_on: Ends) -> None:
-            with self.gpus.reserve(self.share.gpus) as gpus:
-                self._train_part(part, gpus, watch, hand_on)
+    def _train_part(self, watch: Watch, part: Sequence[Job], hand_on: Ends) -> None:
+        jobs = {job.number: job for job in part}
+        while jobs and not watch.stop.is_requested:
+            self._run_process(watch, jobs, hand_on)
 
-        parts = itertools.takewhile(lambda _: not watch.stop.is_requested, deal_jobs(jobs, self.limit()))
-        return run_in_threads(parts, work, self.limit())
+    def _run_process(self, watch: Watch, jobs: dict[int, Job], hand_on: Ends) -> None:
+        """Train jobs in one process. Remove each job from `jobs` when it ends, and call `hand_on` with it and its exit.
 
-    def _train_part(self, jobs: Sequence[Job], gpus: Sequence[str], watch: Watch, hand_on: Ends) -> None:
-        """Train jobs in one process, and call `hand_on` with each job and its exit when the job has ended.
-
-        If the process dies, the jobs that were training are recorded as ended with the error of the process. The jobs
-        that had not started run in a new process.
+        If the process dies, the jobs that were training end with the error of the process. If no job was training, the
+        job that the process prepared last ends with this error, or all jobs if it prepared none. Other jobs remain.
         """
-        process_jobs = _ProcessJobs({job.number: job for job in jobs})
-        while process_jobs.jobs and not watch.stop.is_requested:
-            ended = self._run_process(process_jobs, gpus, watch, hand_on)
-            if watch.stop.is_requested and not process_jobs.started:
-                return
-            prepared_numbers = {number for number in process_jobs.jobs if number == process_jobs.prepares}
-            for number in sorted(process_jobs.started or prepared_numbers or process_jobs.jobs):
-                job_exit = ended if ended.code else JobExit(1, "its process ended without reporting how the job ended")
-                hand_on((process_jobs.jobs.pop(number), job_exit))
-            process_jobs.started, process_jobs.prepares = set(), None
-
-    def _run_process(self, process_jobs: _ProcessJobs, gpus: Sequence[str], watch: Watch, hand_on: Ends) -> JobExit:
-        specs = [(job, watch.launch_spec(job)) for job in process_jobs.jobs.values()]
+        specs = [(job, watch.launch_spec(job)) for job in jobs.values()]
         first = specs[0][1]
         entries = [
             {"number": job.number, "overrides": job.overrides, "directory": str(spec.directory),
@@ -117,42 +95,48 @@ class Stacks(Processes):
         request = {
             "limit": self.settings.jobs, "shared_by": self.share.stacks, "modules": modules, "jobs": entries
         }  # fmt: skip
-        with tempfile.TemporaryDirectory(prefix="toyexp-") as folder, _pipe(Path(folder, REPORTS)) as reports:
+        all_jobs = {**jobs}  # a job may be reported as ended before its last lines are read
+        started: set[int] = set()  # numbers of the jobs that train
+        prepared: set[int] = set()  # number of the job that the process prepared last
+        rest = b""
+        with (
+            self.gpus.reserve(self.share.gpus) as gpus,
+            tempfile.TemporaryDirectory(prefix="toyexp-") as folder,
+            _pipe(Path(folder, REPORTS)) as reports,
+        ):
             Path(folder, JOBS_FILE).write_text(json.dumps(request))
-            args = shared_args(watch.folder.spec)
-            log = first.log.with_name(f"stack-{min(process_jobs.jobs)}.log")
             spec = replace(
-                first, log=log, start_args=args, resume_args=args, resumes=False, is_stack=True, gpus=gpus,
-                cores=self.share.cores, environment={STACK: folder},
+                first, log=first.log.with_name(f"stack-{min(jobs)}.log"), start_args=watch.folder.spec.shared_args,
+                is_stack=True, gpus=gpus, cores=self.share.cores, environment={STACK: folder},
             )  # fmt: skip
-            rest, jobs = b"", dict(process_jobs.jobs)  # a job may be reported as ended before its last lines are read
 
             def poll() -> None:
-                nonlocal rest
+                nonlocal rest, prepared
                 *complete_lines, rest = (rest + (reports.read() or b"")).split(b"\n")
                 for report in complete_lines:
-                    self._hear(json.loads(report), process_jobs, watch, hand_on)
+                    match json.loads(report):
+                        case {"prepares": number}:
+                            prepared = {number}
+                        case {"begins": numbers}:
+                            started.update(numbers)
+                            watch.begin([jobs[number] for number in numbers])
+                        case {"ended": number, "code": code, "error": error}:
+                            started.discard(number)
+                            hand_on((jobs.pop(number), JobExit(code, error)))
 
             def show(line: str, stream: IO[str]) -> None:
                 poll()
                 number = re.match(r"\[(\d+)\] ", line)
-                job = jobs.get(int(number[1])) if number else None
+                job = all_jobs.get(int(number[1])) if number else None
                 watch.hear(job, line.partition("] ")[2] if job else line, stream)
 
             ended = run_process(spec, watch.stop, show, poll, start=self.start)
             poll()
-        return ended
-
-    def _hear(self, report: dict[str, Any], process_jobs: _ProcessJobs, watch: Watch, hand_on: Ends) -> None:
-        match report:
-            case {"prepares": number}:
-                process_jobs.prepares = number
-            case {"begins": numbers}:
-                process_jobs.started |= set(numbers)
-                watch.begin([process_jobs.jobs[number] for number in numbers])
-            case {"ended": number, "code": code, "error": error}:
-                process_jobs.started.discard(number)
-                hand_on((process_jobs.jobs.pop(number), JobExit(code, error)))
+        if watch.stop.is_requested and not started:
+            return
+        ended = ended if ended.code else JobExit(1, "its process ended without reporting how the job ended")
+        for number in sorted(started or prepared & jobs.keys() or jobs):
+            hand_on((jobs.pop(number), ended))
 
 
 def _pipe(path: Path) -> IO[bytes]:

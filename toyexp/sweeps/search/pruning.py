@@ -31,21 +31,11 @@ def first_pruning_step(steps: int, eval_every: int) -> int:
     return -(-steps // (4 * eval_every)) * eval_every
 
 
-def pruning_environment(journal: Path, trial: int, prune: str, metric: str, first: int) -> dict[str, str]:
-    """Return a dict with the environment variable that makes the process of a job prune its run.
-
-    The variable holds the fields of the callback Pruning as JSON: the path of the search's journal, the number of the
-    trial, the pruning algorithm, the metric, and the first step at which the run may be stopped.
-    """
-    options = {"journal": str(journal), "trial": trial, "prune": prune, "metric": metric, "first": first}
-    return {TRIAL: json.dumps(options)}
-
-
 def pop_pruning_callback() -> dict[str, Callback]:
     """Return {name: pruning callback}, or an empty dict if no search with pruning started this process.
 
-    The callback is not part of the run's settings, so its options come from an environment variable. This function
-    removes the variable.
+    The callback is not part of the run's settings, so the search passes its options, as JSON, in an environment
+    variable. This function removes the variable.
     """
     if TRIAL not in os.environ:
         return {}

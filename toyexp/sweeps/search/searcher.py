@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 import shlex
 import statistics
 from collections.abc import Mapping, Sequence
@@ -15,10 +16,11 @@ from toyexp.base.writing import dump_json, write_atomically
 from toyexp.config.top_level import MAX_JOBS, Sweep
 from toyexp.interfaces.kind import perplexity
 from toyexp.interfaces.objective import Objective
-from toyexp.results.ranking import SCALED, TOO_LARGE, job_sources
+from toyexp.results.ranking import SCALED, job_sources, metric_value
+from toyexp.sweeps.combinations import TRIAL
 from toyexp.sweeps.directory import UNFINISHED, Job, Status, SweepDir
 from toyexp.sweeps.job_configs import JobConfigs, check_values, require_distinct_directories
-from toyexp.sweeps.search.pruning import first_pruning_step, pruning_environment
+from toyexp.sweeps.search.pruning import first_pruning_step
 from toyexp.sweeps.search.space import Key, count_points, make_probes
 from toyexp.sweeps.search.study import Study, require_optuna
 from toyexp.sweeps.sources import JobSource
@@ -38,6 +40,8 @@ class Search(JobSource):
     Each trial has `sweep.repeats` jobs, which differ in their seed and are created one by one.
     """
 
+    _study: Study  # set by open(), once the sweep's directory exists
+
     def __init__(self, settings: Sweep, keys: Sequence[Key], jobs: list[Job], shared: Sequence[str]):
         """Search over `keys`. `jobs` are the jobs of earlier trials; `shared` are the arguments of all jobs."""
         require_optuna(str(settings.search))
@@ -45,7 +49,6 @@ class Search(JobSource):
         super().__init__(jobs)
         self.samples = make_probes(keys)
         self.probe = self.samples[0]
-        self._study: Study | None = None  # set once the sweep's directory exists
         there_are = count_points(keys)
         self._points = int(min(there_are, settings.trials or there_are))
         if self.total > MAX_JOBS:
@@ -81,9 +84,8 @@ class Search(JobSource):
     def open(self, folder: SweepDir, is_new: bool) -> None:
         """Open the Optuna study in the sweep's directory, and report the results of earlier jobs to the study."""
         settings = self._settings
-        study = Study(folder.path, str(settings.search), settings.metric, self._keys, self._seed)
-        study.require_trials(len(self._group_by_trial()))
-        self._study = study
+        self._study = Study(folder.path, str(settings.search), settings.metric, self._keys, self._seed)
+        self._study.require_trials(len(self._group_by_trial()))
         for job in self.jobs:
             self.record_end(job)
         description = f"{settings.search} over {', '.join(key.key for key in self._keys)}"
@@ -165,7 +167,6 @@ class Search(JobSource):
 
     def _next_trial(self) -> Job | None:
         trial = len(self._group_by_trial())
-        assert self._study is not None
         return self._add(trial, self._study.ask(trial), 0) if trial < self._points else None
 
     def may_retry(self, job: Job) -> bool:
@@ -190,17 +191,19 @@ class Search(JobSource):
     # -- one job --
 
     def environment(self, job: Job) -> Mapping[str, str]:
-        """Return the environment variables that make the process of a job prune its run.
+        """Return the environment variable that makes the process of a job prune its run: the fields of `Pruning`.
 
         Only the first job of a trial can be pruned. Return an empty dict for other jobs, or if the search does not
         prune.
         """
-        assert self._study is not None and job.trial is not None
+        assert job.trial is not None
         if not self._settings.prune or self._group_by_trial()[job.trial][0] is not job:
             return {}
-        return pruning_environment(
-            self._study.path, job.trial, self._settings.prune, self._settings.metric, self._first_asked
-        )
+        options = {
+            "journal": str(self._study.path), "trial": job.trial, "prune": self._settings.prune,
+            "metric": self._settings.metric, "first": self._first_asked,
+        }  # fmt: skip
+        return {TRIAL: json.dumps(options)}
 
     def record_end(self, job: Job) -> None:
         """Record that a job has ended, and report its trial to the study if the trial is finished.
@@ -208,7 +211,7 @@ class Search(JobSource):
         A trial's score is the mean over its jobs. If a job failed or was pruned, its trial has no score. A completed
         job without the metric counts as failed.
         """
-        assert self._study is not None and job.trial is not None
+        assert job.trial is not None
         if job.status == Status.COMPLETED and self._score(job) is None:
             loss_names = ["loss", "ppl"] if job.result.get("eval_loss") is not None else []
             metric_names = ", ".join([*loss_names, *(job.result.get("eval_scores") or {})]) or "none"
@@ -223,11 +226,9 @@ class Search(JobSource):
             self._study.tell(job.trial, None if any(map(_is_bad, jobs)) else statistics.fmean(self._scores(jobs)))
 
     def _score(self, job: Job) -> float | None:
-        metric, loss = self._settings.metric, job.result.get("eval_loss")
-        score = loss if metric in ("loss", "ppl") else (job.result.get("eval_scores") or {}).get(metric)
-        if score is None or not abs(score) < TOO_LARGE:
-            return None
-        return perplexity(score) if metric == "ppl" else float(score)
+        is_perplexity = self._settings.metric == "ppl"
+        value = metric_value(job, "loss" if is_perplexity else self._settings.metric)
+        return perplexity(value) if is_perplexity and value is not None else value
 
     def _scores(self, jobs: Sequence[Job]) -> list[float]:
         return [score for score in map(self._score, jobs) if score is not None]
@@ -257,7 +258,6 @@ class Search(JobSource):
 
     def summarise(self, folder: SweepDir) -> None:
         """Print the best trial, the importance of each key, and commands to type; write all trials to search.json."""
-        assert self._study is not None
         study, settings, ranking = self._study, self._settings, folder.rank()
         shares, why = ({}, "the scores cannot be compared") if ranking.conflict else study.importances()
         best = None

@@ -87,12 +87,8 @@ class Study:
 
         If `score` is None, the trial counts as pruned, so that the sampler avoids its values.
         """
-        if self._trials()[number].state.is_finished():
-            return
-        if score is None:
-            self._study.tell(number, state=self._optuna.trial.TrialState.PRUNED)
-        else:
-            self._study.tell(number, score)
+        state = self._optuna.trial.TrialState.PRUNED if score is None else None
+        self._study.tell(number, score, state, skip_if_finished=True)
 
     def require_trials(self, points: int) -> None:
         """Raise UserError if the journal holds fewer than `points` trials."""

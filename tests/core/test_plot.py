@@ -282,7 +282,7 @@ def test_a_search_is_plotted_by_trial_and_by_each_setting(tmp_path, capsys, metr
     trials = write_search(tmp_path / "s", scores, metric)
     words = plot_texts(capsys, "s", "search.svg")
     values = trials[best]["values"]
-    assert f"Best held-out {metric} {scores[best]:g}: lr={values['lr']} optim={values['optim']}" in words
+    assert f"Best held-out {metric} {scores[best]:.4f}: lr={values['lr']} optim={values['optim']}" in words
     assert f"line: best so far; star: best trial, {best}" in words
     unit = " (nats per token)" if metric == "loss" else ""
     assert {"(importance 75%)", "(importance 25%)", "adamw", "lion", f"held-out {metric}{unit}"} <= {*words}

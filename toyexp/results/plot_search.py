@@ -25,7 +25,7 @@ from toyexp.base.drawing import (
     set_log_scale,
 )
 from toyexp.base.errors import UserError
-from toyexp.base.formatting import format_value, pluralise, short_keys
+from toyexp.base.formatting import format_metric, format_value, pluralise, short_keys
 from toyexp.interfaces.model import lower_is_better
 from toyexp.results.run_dirs import sweep_overrides
 from toyexp.training.checkpoint import matches_type, read_json_or_empty
@@ -187,7 +187,7 @@ def draw_search(search: Search, source: str, unit: str) -> Sheet:
     rows = -(-len(keys) // PANELS_PER_ROW)
     pairs = zip(search.keys, short_keys(search.keys), strict=True)
     settings = " ".join(f"{name}={format_value(best.values[key])}" for key, name in pairs if key in best.values)
-    title = f"Best held-out {search.metric} {format_number(best.score or 0.0, 5)}: {settings}"
+    title = f"Best held-out {search.metric} {format_metric(best.score)}: {settings}"
     sheet = Sheet(0.5 + 3.2 + 2.4 * rows, title, " · ".join(_footer(search, source, keys)),
                   [3.2] + [2.4] * rows, columns=[1] + [min(len(keys), PANELS_PER_ROW)] * rows)  # fmt: skip
     above, *panels = sheet.panels

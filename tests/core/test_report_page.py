@@ -712,6 +712,8 @@ def test_the_charts_of_a_search_show_the_trials_that_pass_the_filter(chromium, t
     best, dots, star = traces(page, "trials")
     assert dots[1:3] == [[1, 3, 5], [2.5, 2.8, 2.4]] and star[1:3] == [[5], [2.4]] and best[2] == [2.5, 2.4, 2.4]
     assert page.locator("#search-best").inner_text().startswith("Best shown held-out loss: 2.4000, ")
+    assert page.locator("#search-note").inner_text() == "Line: best so far; star: best trial; rings: 1 pruned."
+    assert axis(page, "yaxis", "trials")[1] < 3.1, "no band: the trial far above the others is hidden"
     page.fill("#filter", "state=killed")
     until(page, "document.getElementById('search-best').textContent === ''")
     assert traces(page, "trials")[1][1] == [] and opened.trouble == []
@@ -721,18 +723,21 @@ def test_the_charts_of_a_search_show_the_trials_that_pass_the_filter(chromium, t
 def test_with_many_points_only_the_best_and_the_one_pointed_at_have_a_training_curve(chromium, tmp_path):
     for number in range(9):
         write_run(tmp_path / f"runs/{number}", lr=(number + 1) / 1000, held_out=2 + number / 10, steps=100)
+    write_run(tmp_path / "runs/9", lr=0.02, until=60, reason=None, steps=100)
     assert main(["compare", str(tmp_path / "runs"), "--html", str(tmp_path / "report.html")]) == 0
     opened = Opened(chromium, tmp_path / "report.html", viewport={"width": 1300, "height": 900})
 
     def trained():
         return [name for name, *_ in traces(opened.page) if name.startswith("lr=")]
 
-    assert trained() == ["lr=0.001"] and sum(name == "held out" for name, *_ in traces(opened.page)) == 9
+    assert trained() == ["lr=0.001"] and sum(name == "held out" for name, *_ in traces(opened.page)) == 10
+    assert [x for name, x, *_ in traces(opened.page) if name == "end"] == [[50]], "where its held-out curve ends"
     opened.page.hover("#legend button >> nth=4")
     until(opened.page, "document.getElementById('main').data.some((trace) => trace.name === 'lr=0.005')")
     assert sorted(trained()) == ["lr=0.001", "lr=0.005"]
     opened.page.uncheck("#held")
-    assert len(trained()) == 9 and opened.trouble == []
+    assert len(trained()) == 10 and [x for name, x, *_ in traces(opened.page) if name == "end"] == [[60]]
+    assert opened.trouble == []
     opened.context.close()
 
 

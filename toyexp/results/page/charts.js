@@ -195,15 +195,17 @@ function lossTraces() {
     const [lines, shades] = isCovering ? [[], []] : curveTraces(point, "loss", "training loss", ".4f", most, { width, color: colour(point) });
     front.push(...lines);
     bands.push(...(held.length ? [] : shades));
-    marks.push(...held, ...endTraces(point));
+    marks.push(...held, ...endTraces(point, isCovering));
   }
   return [[...back, ...bands, ...front, ...marks], [...bands, ...front, ...marks], back];
 }
 
 // Return a cross at the last step of each run that did not complete.
-function endTraces(point) {
+// If training curves are hidden, it is on the held-out curve.
+function endTraces(point, isHidden) {
   return point.runs.filter((run) => !run.counts && run.curves.loss.x.length).map((run) => {
-    const [xs, ys] = readCurve(run, "loss", true), last = ys.findLastIndex((y) => y !== null);
+    const [steps, scores] = (isHidden && run.held.loss) || [[], []];
+    const [xs, ys] = steps.length ? [xValues(run, steps), scores] : readCurve(run, "loss", true), last = ys.findLastIndex((y) => y !== null);
     return {
       type: "scatter", mode: "markers", x: xs.slice(last, last + 1), y: ys.slice(last, last + 1), name: "end",
       marker: { symbol: "x-thin-open", size: 11, color: colour(point), line: { width: 2.5 } },

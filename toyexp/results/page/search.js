@@ -36,15 +36,25 @@ function drawSearch() {
   const run = star && data.runs.find((one) => readValue(one, "trial") === star.number);
   const about = star ? `Best ${hidden.size ? "shown " : ""}${search.metric}: ${formatNumber(star.score)}` : "";
   byId("search-best").textContent = star && `${about}${run ? `, ${run.point.label}` : ""}, trial ${star.number}`;
-  const text = [...(star ? ["line: best so far", "star: best trial"] : []), ...search.legend].join("; ");
+  const rings = scored.filter((trial) => !trial.complete).length, band = scored.some(isFar) ? ["grey band: logarithmic"] : [];
+  const legend = hidden.size ? [...(rings ? [`rings: ${rings} pruned`] : []), ...band] : search.legend;
+  const text = [...(star ? ["line: best so far", "star: best trial"] : []), ...legend].join("; ");
   byId("search-note").textContent = text && `${text[0].toUpperCase()}${text.slice(1)}.`;
 }
 
-// Draw trials as dots, pruned ones as grey rings, and the trial `star` as a star. A band shows the logarithmic part of the axis.
+// Return true if a trial is in the logarithmic part of the axis.
+function isFar(trial) {
+  const [, worse, end] = data.search.limits;
+  return end < worse ? trial.height < worse : end > worse && trial.height > worse;
+}
+
+// Draw trials as dots, pruned ones as grey rings, and the trial `star` as a star. If some of them are in the logarithmic part
+// of the axis, a band shows it.
 function drawTrials(id, trials, xs, xaxis, more, star, shapes = []) {
-  const { limits: [better, worse, end], ticks: cut, pruning: [first, last] } = data.search, low = Math.min(better, worse), high = Math.max(better, worse);
+  const { limits: [better, worse, far], ticks: cut, pruning: [first, last] } = data.search, low = Math.min(better, worse), high = Math.max(better, worse);
+  const end = trials.some(isFar) ? far : worse;
   const band = { x0: 0, x1: 1, xref: "paper", y0: worse, y1: end, fillcolor: style("shade"), line: { width: 0 }, layer: "below" };
-  const ticks = [...roundTicks(low, high, false).map((v) => [v, String(Number(v.toPrecision(6)))]), ...cut];
+  const ticks = [...roundTicks(low, high, false).map((v) => [v, String(Number(v.toPrecision(6)))]), ...(end === worse ? [] : cut)];
   const yaxis = {
     title: { text: data.search.metric, standoff: 4 }, range: [Math.min(low, end), Math.max(high, end)],
     tickvals: ticks.map(([at]) => at), ticktext: ticks.map(([, text]) => text),

@@ -288,8 +288,8 @@ def test_a_plot_is_titled_by_name_recipe_and_settings(data, unit):
     curves.describe({"data": data, "model": {"arch": "mlp", "parameters": 12}}, "mine", "warm", "cpu", 8, 0.01, 3)
     assert (curves.title, curves.unit) == ("mine, warm", unit)
     assert curves.subtitle.endswith("cpu · mlp · 12 parameters · batch 8 · lr 0.01 · seed 3")
-    curves.describe({}, "warm-llama", "warm", "cpu", 8, 0.01, 3)
-    assert curves.title == "warm-llama"
+    curves.describe({}, "warm-llama", "warm", "cpu", None, None, None)
+    assert (curves.title, curves.subtitle) == ("warm-llama", "cpu")
 
 
 def test_long_names_of_small_panels_are_wrapped(tmp_path):

@@ -377,7 +377,8 @@ def sweep_json(sweep_dir):
         (lambda state: state["jobs"][1].pop("code"), "code"),
         (lambda state: state.update(format=9), "sweep.json: has format 9; this toyexp reads format 1; if a newer"),
         (lambda state: state.update(settings=None), "settings has the invalid value None"),
-        (lambda state: state.clear(), "is damaged: 'format'"),
+        (lambda state: state.clear(), "is damaged: format is missing"),
+        (lambda state: state["jobs"].clear(), "is damaged: jobs is empty"),
     ],
 )
 def test_a_malformed_sweep_json_is_rejected_with_one_line(sweep_json, change, message):

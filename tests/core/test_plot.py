@@ -246,6 +246,14 @@ def test_the_plot_of_one_run_marks_its_end_and_its_warnings(tmp_path, capsys):
     assert {"scratch-llama: failed at step 150", "failed, step 150", "loss rose, step 9"} <= {*words}, words
     with pytest.raises(UserError, match="no step is recorded"):
         draw_sheet(Comparison.build([read_run(write_run(tmp_path / "none", until=0, steps=5))]), "none")
+    (tmp_path / "none" / "events.jsonl").unlink()
+    (tmp_path / "none" / "events.jsonl").mkdir()
+    with pytest.raises(UserError, match=r"events\.jsonl is a .*nothing to draw"):
+        draw_sheet(Comparison.build([read_run(tmp_path / "none")]), "none")
+    words = plot_texts(capsys, str(write_run(tmp_path / "short", steps=1, eval_every=1)), str(tmp_path / "short.svg"))
+    assert any(word.startswith("training, at the end") for word in words)
+    lines = draw_sheet(Comparison.build([read_run(tmp_path / "short")]), "short").panels[0].lines
+    assert {line.get_marker() for line in lines if len(line.get_xdata()) == 1} == {".", "o"}
 
 
 def test_any_name_and_number_gives_a_readable_plot(tmp_path, capsys):

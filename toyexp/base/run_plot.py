@@ -62,13 +62,24 @@ class Curves:
     early_end: tuple[int, str] | None = None  # step and reason, if the run ended before its last step
 
     def describe(
-        self, facts: Mapping[str, Any], name: str, recipe: str, engine: str, batch_size: Any, lr: float, seed: Any
+        self,
+        facts: Mapping[str, Any],
+        name: str,
+        recipe: str,
+        engine: str,
+        batch_size: Any,
+        lr: float | None,
+        seed: Any,
     ) -> None:
-        """Set title, subtitle and unit. `facts` has what the run recorded about its data and model."""
+        """Set title, subtitle and unit. `facts` has what the run recorded about its data and model.
+
+        Settings that are None are unknown and left out.
+        """
         data, model = (facts.get(part) or {} for part in ("data", "model"))
         settings = [
             str(data.get("name") or ""), engine, str(model.get("arch") or ""), describe_parameters(model),
-            f"batch {batch_size}", f"lr {lr:g}", f"seed {seed}",
+            *("" if value is None else f"{key} {value:{form}}"
+              for key, value, form in (("batch", batch_size, ""), ("lr", lr, "g"), ("seed", seed, ""))),
         ]  # fmt: skip
         self.title = name if recipe in name else f"{name}, {recipe}"
         self.subtitle = " · ".join(filter(None, settings))
@@ -213,7 +224,8 @@ def _loss(axes: Any, curves: Curves) -> None:
             axes.plot(*thin_curve(steps, values, MAX_POINTS), color=BLUE, linewidth=0.6, alpha=0.35,
                       label="training, each step")  # fmt: skip
         label = _label("training, smoothed" if is_smoothed else "training", means, format_number)
-        axes.plot(*thin_curve(steps, means, MAX_POINTS), color=BLUE, linewidth=1.6, label=label)
+        axes.plot(*thin_curve(steps, means, MAX_POINTS), ".-" if len(finite) < 3 else "-", color=BLUE, linewidth=1.6,
+                  label=label)  # fmt: skip
         if _is_not_finite(values[-1]):
             stop, end = [pair for pair in zip(steps, means, strict=True) if math.isfinite(pair[1])][-1]
             axes.plot(stop, end, marker="X", markersize=7, color=BLUE, markeredgecolor="white", zorder=5)

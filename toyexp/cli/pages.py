@@ -145,7 +145,7 @@ _PAGE_ALIASES = {"ops": "plugins/ops", "loss": "plugins/ops"}
 _COMMAND_PAGES = {
     "eval": "after", "generate": "after", "describe": "after", "predict": "after", "merge": "after", "models": "after",
     "export": "exports", "runs": "compare", "compare": "compare", "parity": "agreement", "bench": "speed",
-    "new": "plugins", "plugins": "plugins", "doctor": "engines", "serve": "after",
+    "new": "plugins", "plugins": "plugins", "doctor": "engines", "serve": "after", "data": "data",
 }  # fmt: skip
 
 

@@ -99,8 +99,8 @@ def draw_run(entry: Entry) -> Sheet:
     """Draw the curves of one run, as its callback `plots` does. Raise UserError if no step is recorded."""
     run, history, curves = entry.run, History.read(entry.run.path), Curves()
     if not len(history.step):
-        raise UserError(f"{display_path(run.path)}: no step is recorded; there is nothing to draw")
-    curves.describe(entry.facts, run.name, run.recipe, run.engine, run.batch_size, run.lr or 0.0, run.seed)
+        raise UserError(f"{display_path(run.path)}: {run.unread or 'no step is recorded'}; there is nothing to draw")
+    curves.describe(entry.facts, run.name, run.recipe, run.engine, run.batch_size, run.lr, run.seed)
     steps = history.step.tolist()
     for name in ("lr", *history.logged):
         curves.steps[name] = _to_points(history.curve(name))

@@ -395,13 +395,16 @@ def read_sweep(path: Path) -> tuple[list[Job], SweepSpec]:
         spec, entries = rebuild_dataclass(SweepSpec, state), state["jobs"]
         if not isinstance(entries, list):
             raise ValueError(f"jobs is {entries}")
+        if not entries and not spec.space:
+            raise ValueError("jobs is empty")
         Journal(path).read_into(entries)
         jobs = [_job(number, entry) for number, entry in enumerate(entries)]
         overrides = (*spec.settings, *spec.space, *(word for job in jobs for word in job.overrides))
         if any(word.startswith("-") for word in overrides):
             raise ValueError("a setting looks like a flag")
     except (KeyError, TypeError, ValueError) as error:
-        raise UserError(f"{path / SWEEP_FILE}: is damaged: {printable(str(error))}{alone}") from None
+        problem = f"{error.args[0]} is missing" if isinstance(error, KeyError) else printable(str(error))
+        raise UserError(f"{path / SWEEP_FILE}: is damaged: {problem}{alone}") from None
     except DamagedCheckpoint as error:
         raise UserError(f"{error}{alone}") from None
     return jobs, spec

@@ -69,7 +69,7 @@ def test_a_thinned_curve_keeps_its_extremes():
 
 def test_the_last_of_many_held_out_scores_is_always_drawn(tmp_path):
     run = write_run(tmp_path / "run", steps=62, eval_every=1)
-    (run_data,) = _page_data(Comparison.build([read_run(run)]), None, 100)["runs"]
+    (run_data,) = _page_data(Comparison.build([read_run(run)]), None, 100, {})["runs"]
     steps, losses = run_data["held"]["loss"]
     assert len(steps) == len(losses) < 62 and (steps[0], steps[-1]) == (1, 62)
 
@@ -201,6 +201,12 @@ def test_a_report_is_refreshed_within_a_time_budget_and_reads_only_new_events(tm
     now[0] += FIRST_DELAY
     report(tmp_path / "s", False)
     assert len(page_data(page)["runs"]) == 2 and read == ["0", "1"] and not capsys.readouterr().out
+    with (tmp_path / "s/1/events.jsonl").open("a") as events:
+        events.write(json.dumps({"kind": "warning", "step": 5, "text": "late"}) + "\n")
+    now[0] += FIRST_DELAY
+    report(tmp_path / "s", False)
+    assert [run["warned"] for run in page_data(page)["runs"]] == [0, 1] and read == ["0", "1", "1"]
+    assert len(report._known) == 2, "the data of a run's earlier events is dropped"
 
 
 def test_only_the_best_of_very_many_runs_are_shown(tmp_path, monkeypatch):

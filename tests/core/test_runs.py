@@ -724,7 +724,7 @@ def test_messages_name_the_zip_and_not_its_temporary_directory(here, capsys):
     assert error.startswith("toyexp: error: compare none.zip: holds no run")
     with unzip_archives(["class.zip"]) as (path,):
         assert display_path(path) == "class.zip"
-        data = _page_data(Comparison.build([read_run(Path(path, "killed"))]), None, 100)
+        data = _page_data(Comparison.build([read_run(Path(path, "killed"))]), None, 100, {})
         assert data["runs"][0]["path"] == "class.zip/killed" and "class.zip/killed" in data["runs"][0]["again"]
     assert "toyexp-" not in "".join([*outputs, error, (here / "x.svg").read_text()])
 

@@ -10,7 +10,7 @@ import shlex
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from datetime import UTC, datetime
-from functools import cache, lru_cache
+from functools import cache
 from html import escape
 from pathlib import Path
 from typing import Any
@@ -36,6 +36,8 @@ MAX_CURVE_POINTS = 10_000  # points of a curve
 MAX_LOSS_POINTS = 400_000  # points of the loss curves of all runs together
 MAX_BYTES = 5_000_000
 MAX_RUNS = 500
+# by run: a state of its events, and their data for the page
+Known = dict[Path, tuple[tuple[float, ...], dict[str, Any]]]
 Importance = tuple[Mapping[str, float], str]  # share of each setting, and the reason if there are no shares
 PAGE = Path(__file__).parent / "page"
 SCRIPTS = ("data.js", "charts.js", "filter.js", "choices.js", "search.js", "table.js", "page.js")
@@ -77,27 +79,32 @@ def pack_library() -> str:
     return pack(str(get_plotlyjs()))
 
 
-def write_report(comparison: Comparison, path: Path, source: str, search: Search | None = None) -> int:
+def write_report(
+    comparison: Comparison, path: Path, source: str, search: Search | None = None, known: Known | None = None
+) -> int:
     """Write the page to `path` atomically and return its size in bytes.
 
     `source` names the compared directories; `search` is given if the runs are the trials of a search. Only the best
     MAX_RUNS runs are shown. If the page exceeds MAX_BYTES, curves get fewer points. Raise RunFailed if the page cannot
     be written, Unavailable without plotly.
+
+    If the page is written repeatedly, pass the same `known`: then events that have not changed are read only once.
     """
     comparison, most = comparison.best(MAX_RUNS), MAX_CURVE_POINTS
     while most * len(comparison.entries) > MAX_LOSS_POINTS:
         most //= 2  # by factors of 2, so that cached curves stay valid longer while runs are added
-    page = _fill_page(comparison, source, search, most)
+    known = {} if known is None else known
+    page = _fill_page(comparison, source, search, most, known)
     while len(page) > MAX_BYTES and most > 100:
         most //= 2
-        page = _fill_page(comparison, source, search, most)
+        page = _fill_page(comparison, source, search, most, known)
     with convert_write_errors(path), write_atomically(path) as temporary:
         temporary.write_bytes(page)
     return len(page)
 
 
-def _fill_page(comparison: Comparison, source: str, search: Search | None, most: int) -> bytes:
-    data = pack(dump_json(_page_data(comparison, search, most)))
+def _fill_page(comparison: Comparison, source: str, search: Search | None, most: int, known: Known) -> bytes:
+    data = pack(dump_json(_page_data(comparison, search, most, known)))
     parts = {
         "title": escape(describe_runs(comparison, search), quote=False),
         "source": escape(source, quote=False),
@@ -112,7 +119,7 @@ def _fill_page(comparison: Comparison, source: str, search: Search | None, most:
     return page.encode(errors="backslashreplace")
 
 
-def _page_data(comparison: Comparison, search: Search | None, most: int) -> dict[str, Any]:
+def _page_data(comparison: Comparison, search: Search | None, most: int, known: Known) -> dict[str, Any]:
     ranking = comparison.ranking
     shares, why = (search.importances, search.no_importances) if search else compute_importance(comparison)
     point_indices = {id(point): index for index, point in enumerate(ranking.points)}
@@ -137,12 +144,14 @@ def _page_data(comparison: Comparison, search: Search | None, most: int) -> dict
              "counted": len(point.values), "state": point.state}
             for point in ranking.points
         ],
-        "runs": [_run_data(run, point_indices[id(point)], differing_keys, most) for run, point in ranking.jobs()],
+        "runs": [
+            _run_data(run, point_indices[id(point)], differing_keys, most, known) for run, point in ranking.jobs()
+        ],
         "most": most, "unit": _unit(comparison.entries),
     }  # fmt: skip
 
 
-def _run_data(entry: Entry, point: int, differ: Sequence[str], most: int) -> dict[str, Any]:
+def _run_data(entry: Entry, point: int, differ: Sequence[str], most: int, known: Known) -> dict[str, Any]:
     run, path = entry.run, display_path(entry.run.path.absolute())
     typed = [word.partition("=")[0].lstrip("+") for word in entry.facts.get("typed") or []]
     first = {key: entry.settings[key] for key in (*differ, *typed) if key in entry.settings}
@@ -150,7 +159,7 @@ def _run_data(entry: Entry, point: int, differ: Sequence[str], most: int) -> dic
         **run.plain(), "path": path, "point": point, "counts": run.state in FINAL_STATES,
         "all": {**first, **entry.settings}, "typed": len(first), "facts": _environment(entry),
         "again": report_command(entry, path),
-        **_read_events(run.path, most, _events_state(run.path)),
+        **_read_events(run.path, most, known),
     }  # fmt: skip
 
 
@@ -174,22 +183,23 @@ def _search_data(search: Search) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _events_state(run: Path) -> tuple[float, int] | None:
-    """Return numbers that change if the run records more events; None if it has no events."""
+def _read_events(run: Path, most: int, known: Known) -> dict[str, Any]:
+    """Return the data of a run for the page: curves of at most `most` points, the last samples, the first warnings.
+
+    The events are read only if they have changed since their data was added to `known`.
+    """
     try:
         status = (run / "events.jsonl").stat()
+        state: tuple[float, ...] = (most, status.st_mtime, status.st_size)
     except OSError:
-        return None
-    return status.st_mtime, status.st_size
+        state = (most,)
+    if run not in known or known[run][0] != state:
+        known[run] = state, _history_data(History.read(run), most)
+    return known[run][1]
 
 
-@lru_cache(MAX_RUNS)
-def _read_events(run: Path, most: int, state: tuple[float, int] | None) -> dict[str, Any]:
-    """Return the data of a run for the page: curves of at most `most` points, samples and warnings.
-
-    While a sweep runs, its report is written repeatedly; events are read again only if their `state` has changed.
-    """
-    history, fewer = History.read(run), max(most // 8, 60)
+def _history_data(history: History, most: int) -> dict[str, Any]:
+    fewer = max(most // 8, 60)
     return {
         "curves": {
             "loss": _curve(history.curve("loss"), most, max(most // 4, 100)),
@@ -317,7 +327,7 @@ class SweepReport:
     """Writer of a sweep's report while the sweep runs. An error in the writer never stops the sweep."""
 
     def __init__(self) -> None:
-        self._next = time.monotonic() + FIRST_DELAY
+        self._next, self._known = time.monotonic() + FIRST_DELAY, Known()
 
     def __call__(self, sweep: Path, last: bool) -> None:
         """Write report.html of the sweep in directory `sweep` if enough time has passed since the last write.
@@ -334,7 +344,7 @@ class SweepReport:
             if path.exists() and not is_report(path):
                 raise Unavailable(f"{short_path(path)} was not written by toyexp; move it away")
             comparison = Comparison.build(runs, sweep_metric([sweep]))
-            write_report(comparison, path, short_path(sweep), Search.read(sweep))
+            write_report(comparison, path, short_path(sweep), Search.read(sweep), self._known)
         except Exception as error:  # also a full disk, or a run that is deleted meanwhile
             self._next = math.inf
             log.info("%s: not written (%s)", path, error)

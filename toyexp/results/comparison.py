@@ -168,7 +168,7 @@ class Comparison:
         return [*notes, *self.unranked_notes().values()]
 
     def unranked_notes(self) -> dict[str, str]:
-        """Return a note about the runs that are not ranked for each state of such runs, by state."""
+        """Return {state: note} for the states of runs that are not ranked; a note counts the runs in its state."""
         notes = {}
         incomplete = [entry.run for entry in self.entries if entry.run.state not in FINAL_STATES and entry.has_settings]
         for state in dict.fromkeys(run.state for run in incomplete):

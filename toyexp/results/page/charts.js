@@ -231,18 +231,18 @@ function arrowTraces(traces, range, log, most = 40) {
   }] : [];
 }
 
-// Return the steps of a single run to mark, by the words for them: its divergence, and its warnings.
+// Return the steps to mark in the chart of a single run, by the dash of their lines: its divergence, and its warnings.
 function marksOfRun() {
   const [run, ...others] = data.runs;
   if (others.length) return {};
   const warned = run.warnings.map((w) => w.step).filter((step) => step !== null);
-  return { ...(run.diverged === null ? {} : { "solid line: divergence": [run.diverged] }), ...(warned.length ? { "dotted lines: warnings": warned } : {}) };
+  return { ...(run.diverged === null ? {} : { solid: [run.diverged] }), ...(warned.length ? { dot: warned } : {}) };
 }
 
 // Return vertical lines at these steps.
 function markLines() {
-  return Object.entries(marksOfRun()).flatMap(([text, steps]) => steps.map((step) => clockAt(data.runs[0], step, state.over)).map((at) => ({
-    x0: at, x1: at, y0: 0, y1: 1, yref: "paper", layer: "below", line: { width: 1.2, color: style("soft"), dash: text.startsWith("solid") ? "solid" : "dot" },
+  return Object.entries(marksOfRun()).flatMap(([dash, steps]) => steps.map((step) => clockAt(data.runs[0], step, state.over)).map((at) => ({
+    x0: at, x1: at, y0: 0, y1: 1, yref: "paper", layer: "below", line: { width: 1.2, color: style("soft"), dash },
   })));
 }
 

@@ -175,7 +175,7 @@ function drawAbout() {
     data.points.some((p) => p.counted > 1) ? "±: standard deviation over seeds (n-1); bands: the same within the extremes of the seeds." : "",
     data.runs.some((run) => !run.counts) ? "Cross: end of a run that did not complete." : "",
     data.runs.some((run) => [run.loss, ...Object.values(run.scores)].some((v) => Math.abs(v) >= 1e300)) ? "Values beyond ±1e300 are not drawn." : "",
-    ...Object.keys(marksOfRun()).map((text) => `${text[0].toUpperCase()}${text.slice(1)}.`),
+    ...Object.keys(marksOfRun()).map((dash) => ({ solid: "Solid line: divergence.", dot: "Dotted lines: warnings." })[dash]),
     isDistinct() ? "" : "Stronger colour: better rank.",
   ].join(" ");
   const [{ curves: { grad_norm: { x, y } } }] = data.runs, zero = y.findLastIndex((v) => v !== 0) + 1;
